@@ -1,0 +1,67 @@
+"""Pools of rank processes that live for the whole run, and the fixture that runs a test on groups of their ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from tokenloom.launch import RankPool
+
+CPU_RANKS = 4
+GROUP_SIZES = (1, 2, 4, 8)
+LIMIT_S = 120.0
+"""A test that takes longer on its ranks hangs: it is killed and reported with the stacks of all ranks."""
+
+NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A group of ranks to run functions on, see RankPool.run."""
+
+    pool: RankPool
+    num_ranks: int
+
+    @property
+    def device(self) -> str:
+        return self.pool.device
+
+    def run(self, function: Callable[..., Any], *args: Any, limit_s: float = LIMIT_S, **kwargs: Any) -> list[Any]:
+        """``function(context, *args, **kwargs)`` on every rank of the group; results by rank."""
+        return self.pool.run(function, *args, ranks=self.num_ranks, limit_s=limit_s, **kwargs)
+
+
+def _group_params() -> list[Any]:
+    cpu = [pytest.param(("cpu", n), id=f"cpu{n}") for n in GROUP_SIZES if n <= CPU_RANKS]
+    if not NUM_GPUS:
+        skip = pytest.mark.skip(reason="no NVIDIA GPU on this machine")
+        return [*cpu, pytest.param(("cuda", 1), id="cuda", marks=[pytest.mark.gpu, skip])]
+    return cpu + [
+        pytest.param(("cuda", n), id=f"cuda{n}", marks=pytest.mark.gpu) for n in GROUP_SIZES if n <= NUM_GPUS
+    ]
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Callable[[str], RankPool]]:
+    """The pool of each device type, started when a test first asks for it."""
+    made: dict[str, RankPool] = {}
+
+    def pool(device: str) -> RankPool:
+        if device not in made:
+            made[device] = RankPool(CPU_RANKS if device == "cpu" else NUM_GPUS, device)
+        return made[device]
+
+    yield pool
+    for each in made.values():
+        each.close()
+
+
+@pytest.fixture(scope="session", params=_group_params())
+def ranks(request: pytest.FixtureRequest, pools: Callable[[str], RankPool]) -> Ranks:
+    """Groups of 1, 2, 4 (and 8) ranks: processes over gloo, and GPUs over NCCL where there are some."""
+    device, num_ranks = request.param
+    return Ranks(pools(device), num_ranks)

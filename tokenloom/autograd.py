@@ -1,0 +1,79 @@
+"""Dispatch and combine as autograd sees them: the gradient of each is the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.profiler import record_function
+
+from tokenloom.backends.base import Backend, CombineCall, Handle
+
+DISPATCH_RANGE = "tokenloom::dispatch"
+COMBINE_RANGE = "tokenloom::combine"
+"""Names of the profiler ranges, forward and backward alike."""
+
+
+def dispatch(
+    backend: Backend, handle: Handle, x: torch.Tensor, weights: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x [T, H], weights [T, K] at home -> (rows [places, H], ``handle.topk_weights``)."""
+    rows, received = _Dispatch.apply(backend, handle, x, weights)
+    return rows, received
+
+
+def combine(
+    backend: Backend, handle: Handle, rows: torch.Tensor, weights: torch.Tensor | None, call: CombineCall
+) -> torch.Tensor:
+    """rows [places, H], received weights [R, K] or None -> [T, H]."""
+    return _Combine.apply(backend, handle, rows, weights, call)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, backend: Backend, handle: Handle, x: torch.Tensor, weights: torch.Tensor | None) -> Any:
+        ctx.backend, ctx.handle, ctx.x_dtype = backend, handle, x.dtype
+        with record_function(DISPATCH_RANGE):
+            rows = backend.dispatch(handle, x)
+            received = handle.topk_weights
+        if x.element_size() == 1:  # FP8
+            ctx.mark_non_differentiable(rows)
+        return rows, received
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_rows: torch.Tensor, grad_received: torch.Tensor | None) -> Any:
+        backend, handle, x_dtype = ctx.backend, ctx.handle, ctx.x_dtype
+        grad_x = grad_weights = None
+        with record_function(COMBINE_RANGE):
+            if ctx.needs_input_grad[2]:
+                call = CombineCall("per_rank", False, x_dtype, x_dtype, False)
+                grad_x = backend.combine(handle, grad_rows.contiguous(), None, call)
+            if ctx.needs_input_grad[3] and grad_received is not None:
+                grad_weights = backend.return_weights(handle, grad_received.contiguous())
+        return None, None, grad_x, grad_weights
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, backend: Backend, handle: Handle, rows: torch.Tensor, weights: torch.Tensor | None, call: CombineCall
+    ) -> torch.Tensor:
+        ctx.backend, ctx.handle, ctx.call, ctx.rows_dtype = backend, handle, call, rows.dtype
+        needs_dots = weights is not None and ctx.needs_input_grad[3]
+        ctx.save_for_backward(rows if needs_dots else None, weights)
+        with record_function(COMBINE_RANGE):
+            return backend.combine(handle, rows, weights, call)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        rows, weights = ctx.saved_tensors
+        with record_function(DISPATCH_RANGE):
+            grad_rows, grad_weights = ctx.backend.combine_backward(
+                ctx.handle, grad.contiguous(), rows, weights, ctx.rows_dtype
+            )
+        if grad_weights is not None:
+            grad_weights = grad_weights.to(weights.dtype)
+        return None, None, grad_rows if ctx.needs_input_grad[2] else None, grad_weights, None

@@ -1,0 +1,136 @@
+"""What a backend is: the calls that communicator.py and autograd.py make, and the plain data they pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class DispatchCall:
+    """The options of one dispatch, the same on all ranks.
+
+    Attributes:
+        layout: "token", "expert" or "rank".
+        alignment: rows that each expert's group is padded to (layout "expert", else 1).
+        sizes: "exact" or "bounded".
+        capacity: most rows of the output; None is no limit (exact sizes, or layout "rank").
+    """
+
+    layout: str
+    alignment: int
+    sizes: str
+    capacity: int | None
+
+
+@dataclass(frozen=True)
+class DispatchInput:
+    """The checked tensors of one dispatch on this rank.
+
+    Attributes:
+        x: [T, H].
+        scales: float32 [T, H / 128] for FP8, else None.
+        topk_ids: int32 or int64 [T, K].
+        topk_weights: float32 (float64 beside float64 payloads) [T, K], or None.
+        x_needs_grad, weights_need_grad: whether autograd will want a gradient.
+    """
+
+    x: torch.Tensor
+    scales: torch.Tensor | None
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor | None
+    x_needs_grad: bool
+    weights_need_grad: bool
+
+
+@dataclass(frozen=True)
+class CombineCall:
+    """The options of one combine, the same on all ranks.
+
+    Attributes:
+        mode: "per_rank" (a partial sum per rank) or "per_route" (one row per route comes home).
+        weighted: whether rows are multiplied by their weights (layout "expert" only).
+        wire_dtype: dtype of what travels.
+        out_dtype: dtype of the result.
+        needs_grad: whether autograd will want a gradient.
+    """
+
+    mode: str
+    weighted: bool
+    wire_dtype: torch.dtype
+    out_dtype: torch.dtype
+    needs_grad: bool
+
+
+@dataclass(frozen=True)
+class RoutedCounts:
+    """Sizes of a dispatch on this rank, safe to address the output with (clamped to the capacity).
+
+    Attributes:
+        num_rows: int (exact sizes) or int32 scalar on the device (bounded sizes).
+        source_counts: int32 [W], (token, rank) rows from each source rank.
+        expert_counts: int32 [L], routes of each local expert, without padding.
+        expert_offsets: int32 [L + 1], padded starts of the groups (layout "expert"), else None.
+    """
+
+    num_rows: int | torch.Tensor
+    source_counts: torch.Tensor
+    expert_counts: torch.Tensor
+    expert_offsets: torch.Tensor | None
+
+
+class Handle(Protocol):
+    """What a backend remembers of a dispatch so that combine, and both gradients, can be done later."""
+
+    call: DispatchCall
+    number: int
+    num_tokens: int
+    counts: RoutedCounts
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor | None
+    scales: torch.Tensor | None
+
+
+class Backend(Protocol):
+    """One way to move tokens. All methods are collective: every rank calls them, in the same order.
+
+    ``rows`` below is [places, H]: the output of a dispatch in its layout, with layout "rank" flattened to
+    [W * M, H]. Received rows are one per (token, rank), in the order (source rank, token).
+    """
+
+    name: str
+
+    def open_dispatch(self, call: DispatchCall | None, tensors: DispatchInput | None, fault: Exception | None) -> Any:
+        """Exchange counts and metadata, make the row maps. Raises ``fault`` once the other ranks know of it."""
+
+    def open_combine(self, handle: Any, call: CombineCall | None, fault: Exception | None) -> None:
+        """Make sure that all ranks call the same combine. Raises ``fault`` once the other ranks know of it."""
+
+    def dispatch(self, handle: Any, x: torch.Tensor) -> torch.Tensor:
+        """Send [T, H] -> rows; places that hold no row are zero."""
+
+    def combine(
+        self, handle: Any, rows: torch.Tensor, weights: torch.Tensor | None, call: CombineCall
+    ) -> torch.Tensor:
+        """Rows and received weights [R, K] -> [T, H]."""
+
+    def combine_backward(
+        self,
+        handle: Any,
+        grad: torch.Tensor,
+        rows: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Gradient [T, H] -> (gradient of the rows, gradient of the received weights [R, K] if ``rows`` is given)."""
+
+    def return_weights(self, handle: Any, grad: torch.Tensor) -> torch.Tensor:
+        """Gradient of ``handle.topk_weights`` -> [T, K] at home."""
+
+    def take_overflow(self) -> tuple[int, int] | None:
+        """(needed, capacity) of an overflow that was not reported yet; forgets it."""
+
+    def close(self) -> None:
+        """Release what the backend holds. Calling it twice is fine."""

@@ -1,0 +1,287 @@
+"""Backend "collective": dispatch and combine over torch.distributed, on any device and any network.
+
+A dispatch is three collectives: the exchange of counts (exchange.py), one all-to-all of metadata (ids, weights,
+FP8 scales), one all-to-all of payload, one row per (token, rank). A combine is two: the exchange, and one
+all-to-all of partial sums. ``all_to_all_single`` needs its sizes on the host, so the counts are read there in
+both size modes, and calls cannot be captured into CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tokenloom import routing
+from tokenloom.backends.base import CombineCall, DispatchCall, DispatchInput, RoutedCounts
+from tokenloom.backends.exchange import Field, exchange
+from tokenloom.errors import CapacityOverflow
+from tokenloom.group import RankGroup
+from tokenloom.plan import Plan
+
+
+@dataclass(frozen=True)
+class CollectiveHandle:
+    """A dispatch as this rank remembers it. R: received rows, in the order (source rank, token).
+
+    Attributes:
+        call: the options of the dispatch.
+        number: how many dispatches this communicator had made before.
+        num_tokens: T.
+        send: the rows this rank sent.
+        sent, received: (token, rank) rows to and from each rank.
+        routes_sent, routes_received: routes to and from each rank.
+        local_ids: int32 [R, K].
+        weights: [R, K], zero where there is no route, or None.
+        received_scales: float32 [R, H / 128] for FP8, else None.
+        placement: where the received rows lie in the output.
+    """
+
+    call: DispatchCall
+    number: int
+    num_tokens: int
+    send: routing.SendMap
+    sent: list[int]
+    received: list[int]
+    routes_sent: list[int]
+    routes_received: list[int]
+    local_ids: torch.Tensor
+    weights: torch.Tensor | None
+    received_scales: torch.Tensor | None
+    placement: routing.Placement
+
+    @property
+    def counts(self) -> RoutedCounts:
+        """Sizes of the output, on the device."""
+        place = self.placement
+
+        def int32(values: int | list[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=self.local_ids.device)
+
+        return RoutedCounts(
+            num_rows=place.num_rows if self.call.sizes == "exact" else int32(place.num_rows),
+            source_counts=int32(place.source_counts),
+            expert_counts=int32(place.expert_counts),
+            expert_offsets=None if place.offsets is None else int32(place.offsets),
+        )
+
+    @property
+    def topk_ids(self) -> torch.Tensor:
+        """int32 [places, K]: local experts in the output's order (layouts "token", "rank"); no row, no route: -1."""
+        return self.place(self.local_ids + 1) - 1
+
+    @property
+    def topk_weights(self) -> torch.Tensor | None:
+        """Weights as autograd sees them: [places, K], or [R, K] for layout "expert"; None without weights."""
+        if self.weights is None or self.call.layout == "expert":
+            return self.weights
+        return self.place(self.weights)
+
+    @property
+    def scales(self) -> torch.Tensor | None:
+        """float32 [places, H / 128] for FP8, else None."""
+        return None if self.received_scales is None else self.place(self.received_scales)
+
+    def place(self, rows: torch.Tensor) -> torch.Tensor:
+        """Received rows [R, h] -> their places in the output [places, h]; zero where no row lies."""
+        if self.call.layout == "token" and len(rows) == self.placement.num_places:
+            return rows  # the order of arrival is the order of the layout
+        return routing.scatter_rows(rows, self.placement.positions, self.placement.num_places)
+
+
+class CollectiveBackend:
+    """Dispatch and combine over ``all_to_all_single``."""
+
+    name = "collective"
+
+    def __init__(self, plan: Plan, ranks: RankGroup) -> None:
+        self.plan = plan
+        self.ranks = ranks
+        self._num_dispatches = 0
+        self._overflow: tuple[int, int] | None = None
+
+    # -- opening a call: counts, agreement, metadata --------------------------------------------------------
+
+    def open_dispatch(
+        self, call: DispatchCall | None, tensors: DispatchInput | None, fault: Exception | None
+    ) -> CollectiveHandle:
+        plan = self.plan
+        fields: dict[str, Field] = {"call": "dispatch", "dispatch number": self._num_dispatches}
+        if fault is not None or call is None or tensors is None:
+            exchange(self.ranks, fields, None, plan.num_ranks + plan.num_experts, fault)
+            raise AssertionError("exchange raises the fault")
+        send = routing.send_map(tensors.topk_ids, plan)
+        fields |= {
+            "layout": call.layout,
+            "alignment": call.alignment,
+            "sizes": call.sizes,
+            "capacity": call.capacity,
+            "x.dtype": tensors.x.dtype,
+            "topk_weights.dtype": None if tensors.topk_weights is None else tensors.topk_weights.dtype,
+            "x.requires_grad": tensors.x_needs_grad,
+            "topk_weights.requires_grad": tensors.weights_need_grad,
+        }
+        own_counts = torch.cat([send.rows_per_rank, send.routes_per_expert])
+        table = exchange(self.ranks, fields, own_counts, plan.num_ranks + plan.num_experts, None)
+        rows, routes = table[:, : plan.num_ranks], table[:, plan.num_ranks :]
+        self._check_capacity(call, rows, routes)
+        self._num_dispatches += 1
+        return self._make_handle(call, tensors, send, rows, routes)
+
+    def open_combine(self, handle: CollectiveHandle | None, call: CombineCall | None, fault: Exception | None) -> None:
+        fields: dict[str, Field] = {"call": "combine"}
+        if fault is None and handle is not None and call is not None:
+            fields |= {
+                "dispatch number": handle.number,
+                "mode": call.mode,
+                "weighted": call.weighted,
+                "wire_dtype": call.wire_dtype,
+                "out_dtype": call.out_dtype,
+                "y.requires_grad": call.needs_grad,
+            }
+        exchange(self.ranks, fields, None, self.plan.num_ranks + self.plan.num_experts, fault)
+
+    def _check_capacity(self, call: DispatchCall, rows: np.ndarray, routes: np.ndarray) -> None:
+        """All ranks know all counts, so all of them raise, or remember the overflow, alike."""
+        if call.capacity is None:
+            return
+        if call.layout == "expert":
+            groups = -(-routes.sum(0) // call.alignment) * call.alignment
+            needed = int(groups.reshape(self.plan.num_ranks, -1).sum(1).max())
+        else:
+            needed = int(rows.sum(0).max())
+        if needed > call.capacity and call.sizes == "exact":
+            raise CapacityOverflow(needed, call.capacity, sent=False)
+        if needed > call.capacity:
+            self._overflow = (needed, call.capacity)
+
+    def _make_handle(
+        self, call: DispatchCall, tensors: DispatchInput, send: routing.SendMap, rows: np.ndarray, routes: np.ndarray
+    ) -> CollectiveHandle:
+        plan, me = self.plan, self.ranks.rank
+        by_rank = routes.reshape(plan.num_ranks, plan.num_ranks, plan.experts_per_rank)  # [source, rank, expert]
+        sent, received = rows[me].tolist(), rows[:, me].tolist()
+        expert_counts = by_rank[:, me].sum(0).tolist()
+        local_ids, weights, scales = self._exchange_metadata(tensors, send, sent, received)
+        if call.layout == "token":
+            placement = routing.place_by_token(received, expert_counts, self.ranks.device)
+        elif call.layout == "rank":
+            placement = routing.place_by_rank(received, expert_counts, plan.max_tokens_per_rank, self.ranks.device)
+        else:
+            placement = routing.place_by_expert(received, expert_counts, call.alignment, local_ids)
+        if call.sizes == "bounded" and call.capacity is not None:
+            placement = routing.fit_capacity(placement, call.capacity)
+        return CollectiveHandle(
+            call=call,
+            number=self._num_dispatches,
+            num_tokens=tensors.x.shape[0],
+            send=send,
+            sent=sent,
+            received=received,
+            routes_sent=by_rank[me].sum(1).tolist(),
+            routes_received=by_rank[:, me].sum(1).tolist(),
+            local_ids=local_ids,
+            weights=weights,
+            received_scales=scales,
+            placement=placement,
+        )
+
+    def _exchange_metadata(
+        self, tensors: DispatchInput, send: routing.SendMap, sent: list[int], received: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Ids, weights and scales of the rows, in one all-to-all of int32 words: (ids, weights, scales) received."""
+        parts = [send.local_ids]
+        if tensors.topk_weights is not None:
+            weights = torch.where(send.mask, tensors.topk_weights.detach()[send.tokens], 0)
+            parts.append(weights.view(torch.int32))
+        if tensors.scales is not None:
+            parts.append(tensors.scales[send.tokens].view(torch.int32))
+        words = self.ranks.all_to_all(torch.cat(parts, 1), sent, received, "dispatch, metadata")
+        split = [part.contiguous() for part in words.split([part.shape[1] for part in parts], 1)]
+        local_ids, rest = split[0], split[1:]
+        received_weights = None if tensors.topk_weights is None else rest.pop(0).view(tensors.topk_weights.dtype)
+        scales = rest.pop(0).view(torch.float32) if rest else None
+        return local_ids, received_weights, scales
+
+    # -- moving rows ----------------------------------------------------------------------------------------
+
+    def dispatch(self, handle: CollectiveHandle, x: torch.Tensor) -> torch.Tensor:
+        return handle.place(self._send(handle, x))
+
+    def _send(self, handle: CollectiveHandle, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] at home -> received rows [R, H]."""
+        rows = routing.gather_rows(x, handle.send.tokens)
+        return self.ranks.all_to_all(rows, handle.sent, handle.received, "dispatch, payload")
+
+    def combine(
+        self, handle: CollectiveHandle, rows: torch.Tensor, weights: torch.Tensor | None, call: CombineCall
+    ) -> torch.Tensor:
+        dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
+        if call.mode == "per_rank":
+            positions = handle.placement.positions
+            partial = routing.ordered_sum(rows, positions, weights, dtype=dtype).to(call.wire_dtype)
+            if handle.placement.dropped is not None:
+                partial[handle.placement.dropped] = torch.nan
+            home = self.ranks.all_to_all(partial, handle.received, handle.sent, "combine, partial sums")
+            order = routing.home_positions_per_rank(handle.send, handle.num_tokens, self.plan.num_ranks)
+        else:
+            terms = self._weighted_routes(handle, rows, weights, dtype).to(call.wire_dtype)
+            home = self.ranks.all_to_all(terms, handle.routes_received, handle.routes_sent, "combine, routes")
+            order = routing.home_positions_per_route(handle.send, handle.num_tokens, self.plan.top_k)
+        return routing.ordered_sum(home, order, dtype=dtype).to(call.out_dtype)
+
+    def _weighted_routes(
+        self, handle: CollectiveHandle, rows: torch.Tensor, weights: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """One row per received route, in the order (source rank, token, k); NaN where it was dropped."""
+        received_rows, ks = (handle.local_ids >= 0).nonzero(as_tuple=True)
+        places = handle.placement.positions[received_rows, ks]
+        terms = rows.new_full((len(places), rows.shape[1]), torch.nan, dtype=dtype)
+        here = places >= 0
+        terms[here] = rows[places[here]].to(dtype)
+        if weights is not None:
+            terms *= weights[received_rows, ks].to(dtype)[:, None]
+        return terms
+
+    # -- gradients ------------------------------------------------------------------------------------------
+
+    def combine_backward(
+        self,
+        handle: CollectiveHandle,
+        grad: torch.Tensor,
+        rows: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        received = self._send(handle, grad)
+        compute = torch.float64 if dtype == torch.float64 else torch.float32
+        grad_rows = received.new_zeros((handle.placement.num_places, grad.shape[1]), dtype=dtype)
+        dots = None if rows is None else torch.zeros(handle.local_ids.shape, dtype=compute, device=grad.device)
+        for row, column, place in routing.terms(handle.placement.positions):
+            term = received[row].to(compute)
+            if dots is not None and rows is not None:
+                dots[row, column] = (term * rows[place].to(compute)).sum(1)
+            if weights is not None:
+                term = term * weights[row, column].to(compute)[:, None]
+            grad_rows[place] = term.to(dtype)
+        return grad_rows, dots
+
+    def return_weights(self, handle: CollectiveHandle, grad: torch.Tensor) -> torch.Tensor:
+        if handle.call.layout != "expert":
+            place = handle.placement.positions[:, 0]
+            grad = torch.where((place >= 0)[:, None], grad[place.clamp_min(0)], 0)
+        home = self.ranks.all_to_all(grad.contiguous(), handle.received, handle.sent, "dispatch, gradient of weights")
+        out = home.new_zeros((handle.num_tokens, self.plan.top_k))
+        rows, ks = handle.send.mask.nonzero(as_tuple=True)
+        out[handle.send.tokens[rows], ks] = home[rows, ks]
+        return out
+
+    # -- state ----------------------------------------------------------------------------------------------
+
+    def take_overflow(self) -> tuple[int, int] | None:
+        overflow, self._overflow = self._overflow, None
+        return overflow
+
+    def close(self) -> None:
+        self.ranks.close()

@@ -1,0 +1,100 @@
+"""The exchange that opens every call: status, what must agree, and all counts, in one all-gather.
+
+Each rank contributes one row of int64 words::
+
+    status | agreed fields (NUM_FIELDS) | own error, UTF-8 (MESSAGE_WORDS) | counts
+
+Dispatch and combine use rows of the same width, so ranks that call different things still find out. A fault
+that only one rank can see is thereby an error on all of them, before any payload moves.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tokenloom.errors import PeerError, PlanMismatch
+from tokenloom.group import RankGroup
+from tokenloom.plan import LAYOUTS
+
+NUM_FIELDS = 12
+MESSAGE_WORDS = 32
+_HEADER_WORDS = 1 + NUM_FIELDS + MESSAGE_WORDS
+_OK, _FAULT = 0, 1
+
+Field = int | str | bool | torch.dtype | None
+
+_DTYPES = tuple(
+    str(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn)
+)
+_WORDS = (None, "dispatch", "combine", *LAYOUTS, "exact", "bounded", "per_rank", "per_route", "yes", "no", *_DTYPES)
+
+
+def exchange(
+    ranks: RankGroup,
+    fields: dict[str, Field],
+    counts: torch.Tensor | None,
+    num_counts: int,
+    fault: Exception | None,
+) -> np.ndarray:
+    """Exchange status, fields and counts; raise on every rank if anything is wrong on any of them.
+
+    Args:
+        ranks: the group.
+        fields: what must be the same on all ranks, by name, at most NUM_FIELDS; the first is the call's name.
+        counts: int64 [num_counts] on the group's device, or None for zeros.
+        fault: this rank's own error, raised here once the others know of it.
+
+    Returns:
+        int64 [W, num_counts], the counts of every rank.
+
+    Raises:
+        the fault, where there is one; PeerError: another rank has one; PlanMismatch: fields differ.
+    """
+    header = [_OK if fault is None else _FAULT]
+    header += [_encode(value) for value in fields.values()] + [0] * (NUM_FIELDS - len(fields))
+    header += _encode_message("" if fault is None else f"{type(fault).__name__}: {fault}")
+    row = torch.zeros(_HEADER_WORDS + num_counts, dtype=torch.int64, device=ranks.device)
+    row[:_HEADER_WORDS] = torch.tensor(header)
+    if counts is not None:
+        row[_HEADER_WORDS:] = counts
+    table = ranks.all_gather(row, f"the counts exchange of {next(iter(fields.values()))}").cpu().numpy()
+    if fault is not None:
+        raise fault
+    _raise_for_peers(table, list(fields))
+    return table[:, _HEADER_WORDS:]
+
+
+def _raise_for_peers(table: np.ndarray, names: list[str]) -> None:
+    faulty = np.flatnonzero(table[:, 0] != _OK)
+    if len(faulty):
+        rank = int(faulty[0])
+        raise PeerError(rank, _decode_message(table[rank, 1 + NUM_FIELDS : _HEADER_WORDS]))
+    for index, name in enumerate(names):
+        column = table[:, 1 + index]
+        different = np.flatnonzero(column != column[0])
+        if len(different):
+            rank = int(different[0])
+            raise PlanMismatch(rank, name, _decode(int(column[rank])), _decode(int(column[0])))
+
+
+def _encode(value: Field) -> int:
+    """Non-negative integers stand for themselves, words for -1 - their index."""
+    if isinstance(value, bool):
+        value = "yes" if value else "no"
+    if isinstance(value, int):
+        return value
+    return -1 - _WORDS.index(str(value) if isinstance(value, torch.dtype) else value)
+
+
+def _decode(code: int) -> int | str | None:
+    return code if code >= 0 else _WORDS[-1 - code]
+
+
+def _encode_message(message: str) -> list[int]:
+    data = message.encode()[: MESSAGE_WORDS * 8].ljust(MESSAGE_WORDS * 8, b"\0")
+    return np.frombuffer(data, dtype=np.int64).tolist()
+
+
+def _decode_message(words: np.ndarray) -> str:
+    return np.ascontiguousarray(words).tobytes().rstrip(b"\0").decode(errors="ignore")

@@ -1,0 +1,126 @@
+"""Every exception that tokenloom raises on purpose.
+
+Each message says what was expected, what came, and what to do. All of them derive from
+:class:`TokenloomError`, and from the built-in exception a caller would otherwise expect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class TokenloomError(Exception):
+    """Base of every tokenloom exception."""
+
+
+class InvalidArgument(TokenloomError, ValueError):
+    """An option has a value that no call accepts (an unknown layout, an alignment of 0, ...)."""
+
+
+class ShapeMismatch(TokenloomError, ValueError):
+    """A tensor has another shape, or other strides, than the communicator or the call needs."""
+
+
+class DtypeMismatch(TokenloomError, TypeError):
+    """A tensor has a dtype that the call does not take."""
+
+
+class DeviceMismatch(TokenloomError, ValueError):
+    """A tensor lies on another device than the communicator."""
+
+
+class InvalidExpertId(TokenloomError, ValueError):
+    """An entry of ``topk_ids`` is below -1 or not below ``num_experts``.
+
+    Attributes:
+        token, k: place of the first such entry.
+        expert_id: its value.
+    """
+
+    def __init__(self, token: int, k: int, expert_id: int, num_experts: int, num_bad: int) -> None:
+        self.token = token
+        self.k = k
+        self.expert_id = expert_id
+        super().__init__(
+            f"topk_ids[{token}, {k}] is {expert_id}, expected -1 (unused) or 0..{num_experts - 1}"
+            f" ({num_bad} such {'entry' if num_bad == 1 else 'entries'}); mask unused places with -1"
+        )
+
+
+class PlanMismatch(TokenloomError, ValueError):
+    """Ranks disagree about something that must be the same on all of them.
+
+    Attributes:
+        rank: the lowest rank that differs from rank 0.
+        field: what differs.
+    """
+
+    def __init__(self, rank: int, field: str, theirs: object, rank0: object) -> None:
+        self.rank = rank
+        self.field = field
+        super().__init__(
+            f"rank {rank} has {field}={theirs}, rank 0 has {field}={rank0}; give all ranks the same {field}"
+        )
+
+
+class PeerError(TokenloomError, RuntimeError):
+    """Another rank failed before any payload moved, so this call failed here too.
+
+    Attributes:
+        rank: the rank that failed.
+        reason: its own error, in short.
+    """
+
+    def __init__(self, rank: int, reason: str) -> None:
+        self.rank = rank
+        self.reason = reason
+        super().__init__(f"rank {rank} failed in this call, nothing was sent: {reason}")
+
+
+class PeerTimeout(TokenloomError, TimeoutError):
+    """Ranks did not show up in time, or died. The communicator is broken afterwards.
+
+    Attributes:
+        rank: the rank that noticed.
+        peers: the missing ranks (empty if they could not be told).
+        phase: what this rank was waiting for.
+        epoch: number of the collective step, the same on all ranks.
+    """
+
+    def __init__(self, rank: int, peers: Sequence[int], phase: str, epoch: int, cause: str) -> None:
+        self.rank = rank
+        self.peers = tuple(peers)
+        self.phase = phase
+        self.epoch = epoch
+        missing = ", ".join(map(str, self.peers)) if self.peers else "unknown"
+        super().__init__(
+            f"rank {rank} waited in {phase} (step {epoch}) for rank(s) {missing}: {cause}; look there first. "
+            "Close this communicator and make a new one once all ranks are back; a larger timeout_s waits longer"
+        )
+
+
+class CommunicatorBroken(TokenloomError, RuntimeError):
+    """The communicator was closed, or an earlier call timed out."""
+
+
+class CapacityOverflow(TokenloomError, RuntimeError):
+    """A dispatch needed more rows than the capacity.
+
+    Attributes:
+        needed: the capacity, in rows, that would have been enough on every rank.
+        capacity: the capacity, in rows, that was given.
+    """
+
+    def __init__(self, needed: int, capacity: int, *, sent: bool) -> None:
+        self.needed = needed
+        self.capacity = capacity
+        what = "an earlier dispatch dropped rows: the tokens concerned are NaN" if sent else "nothing was sent"
+        super().__init__(f"dispatch needs {needed} rows, the capacity is {capacity}; {what}; pass capacity={needed}")
+
+
+class BackendUnavailable(TokenloomError, RuntimeError):
+    """The requested backend does not work here; the message says why."""
+
+
+class NotDifferentiable(TokenloomError, RuntimeError):
+    """A gradient was asked for through something that has none (FP8 payloads)."""

@@ -1,0 +1,253 @@
+"""Real ranks for the demo, the benchmarks and the tests: one process each, started once, used many times."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from tokenloom.errors import PeerError, PeerTimeout, TokenloomError
+
+GRACE_S = 5.0
+"""After one rank failed, how long to wait for what the others say, before they are ended."""
+
+
+class RankFailed(TokenloomError, RuntimeError):
+    """A rank raised, died or hung.
+
+    Attributes:
+        rank: the rank that failed first of itself (not because another rank did).
+        details: its traceback, or the stacks of all ranks if they hung.
+    """
+
+    def __init__(self, rank: int, summary: str, details: str) -> None:
+        self.rank = rank
+        self.details = details
+        super().__init__(f"{summary}\n{details}")
+
+
+class RankContext:
+    """What a function that runs on the ranks is given first.
+
+    Attributes:
+        rank, num_ranks: within the group of this run.
+        group: its process group.
+        device: this rank's device.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, group: dist.ProcessGroup, device: torch.device, send: Connection):
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.group = group
+        self.device = device
+        self._send = send
+
+    def report(self, event: Any) -> None:
+        """Hand something picklable to the ``on_event`` of the parent, at once."""
+        self._send.send(("event", event))
+
+
+class RankPool:
+    """Processes that form a torch.distributed world and run functions together.
+
+    Args:
+        num_ranks: processes.
+        device: "cpu" (gloo, one thread each) or "cuda" (NCCL, one GPU each).
+        timeout_s: of their process groups.
+
+    Use as a context manager. A function given to :meth:`run` must be importable by name in a new process.
+    """
+
+    def __init__(self, num_ranks: int, device: str = "cpu", timeout_s: float = 120.0) -> None:
+        self.num_ranks = num_ranks
+        self.device = device
+        self._timeout_s = timeout_s
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the processes; :meth:`run` does it when needed."""
+        if self._processes:
+            return
+        self._folder = tempfile.TemporaryDirectory(prefix="tokenloom-ranks-")
+        context = mp.get_context("spawn")
+        for rank in range(self.num_ranks):
+            ours, theirs = context.Pipe()
+            arguments = (rank, self.num_ranks, self.device, self._folder.name, self._timeout_s, theirs)
+            process = context.Process(target=_rank_main, args=arguments, daemon=True, name=f"tokenloom rank {rank}")
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        ranks: int | None = None,
+        limit_s: float = 300.0,
+        on_event: Callable[[Any], None] | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call ``function(context, *args, **kwargs)`` on the first ``ranks`` ranks; their results, by rank.
+
+        Args:
+            function: importable; gets a :class:`RankContext` first.
+            ranks: how many take part; None is all.
+            limit_s: longest time for all of it, in seconds.
+            on_event: called with what ranks pass to ``context.report``.
+
+        Raises:
+            RankFailed: a rank raised, died, or was not done in time. The processes are ended then, and started
+                anew by the next run.
+        """
+        self.start()
+        ranks = ranks or self.num_ranks
+        task = pickle.dumps((function, args, kwargs, ranks))
+        try:
+            for pipe in self._pipes:
+                pipe.send_bytes(task)
+            return self._collect(limit_s, on_event)[:ranks]
+        except BaseException:
+            self.close()
+            raise
+
+    def _collect(self, limit_s: float, on_event: Callable[[Any], None] | None) -> list[Any]:
+        results: dict[int, Any] = {}
+        failures: dict[int, tuple[bool, str]] = {}
+        deadline = time.monotonic() + limit_s
+        while len(results) + len(failures) < self.num_ranks:
+            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results and rank not in failures]
+            ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready and failures:
+                break
+            if not ready:
+                late = [rank for rank in range(self.num_ranks) if rank not in results]
+                stacks = self._stacks()
+                raise RankFailed(late[0], f"ranks {late} were not done within {limit_s:g} s; their stacks:", stacks)
+            for pipe in ready:
+                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                kind, value = self._receive(rank)
+                if kind == "event":
+                    if on_event is not None:
+                        on_event(value)
+                elif kind == "result":
+                    results[rank] = value
+                else:
+                    if not failures:
+                        deadline = min(deadline, time.monotonic() + GRACE_S)
+                    failures[rank] = value
+        if failures:
+            # A rank that failed of itself comes before those that failed because of it.
+            rank = min(failures, key=lambda rank: (failures[rank][0], rank))
+            raise RankFailed(rank, f"rank {rank} of {self.num_ranks} failed:", failures[rank][1])
+        return [results[rank] for rank in range(self.num_ranks)]
+
+    def _receive(self, rank: int) -> tuple[str, Any]:
+        try:
+            return self._pipes[rank].recv()
+        except (EOFError, ConnectionError):
+            self._processes[rank].join(1.0)
+            return "failure", (False, f"the process ended with exit code {self._processes[rank].exitcode}")
+
+    def _stacks(self) -> str:
+        """The Python stacks of all ranks, as they write them on SIGUSR1."""
+        for process in self._processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        assert self._folder is not None
+        files = [Path(self._folder.name, f"stack{rank}") for rank in range(self.num_ranks)]
+        return "\n".join(f"--- rank {rank}\n{file.read_text()}" for rank, file in enumerate(files) if file.exists())
+
+    def close(self) -> None:
+        """End the processes. Calling it twice is fine."""
+        for pipe in self._pipes:
+            pipe.close()  # an idle rank takes this as the end
+        for process in self._processes:
+            process.join(0.5)
+            if process.is_alive():
+                process.terminate()
+        for process in self._processes:
+            process.join(2.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+def default_ranks() -> tuple[int, str]:
+    """(ranks, device) for trying things out: all GPUs if there are two or more, else 4 processes on the CPU."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return (gpus, "cuda") if gpus >= 2 else (4, "cpu")
+
+
+def _rank_main(rank: int, num_ranks: int, device: str, folder: str, timeout_s: float, pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends them
+    with open(Path(folder, f"stack{rank}"), "w") as stack_file:
+        faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
+        try:
+            own_device = torch.device(device, rank) if device == "cuda" else torch.device(device)
+            if device == "cuda":
+                torch.cuda.set_device(own_device)
+            else:
+                torch.set_num_threads(1)
+            dist.init_process_group(
+                "nccl" if device == "cuda" else "gloo",
+                init_method=f"file://{folder}/store",
+                rank=rank,
+                world_size=num_ranks,
+                timeout=timedelta(seconds=timeout_s),
+                device_id=own_device if device == "cuda" else None,
+            )
+        except BaseException as error:
+            _send_failure(pipe, error)
+            return
+        groups: dict[int, Any] = {}
+        while True:
+            try:
+                task = pipe.recv_bytes()
+            except (EOFError, ConnectionError):
+                break
+            try:
+                function, args, kwargs, ranks = pickle.loads(task)
+                if ranks not in groups:
+                    groups[ranks] = dist.new_group(list(range(ranks)))
+                result = None
+                if rank < ranks:
+                    context = RankContext(rank, ranks, groups[ranks], own_device, pipe)
+                    result = function(context, *args, **kwargs)
+                pipe.send(("result", result))
+            except BaseException as error:
+                _send_failure(pipe, error)
+    sys.stdout.flush()
+    os._exit(0)  # process groups of a world that may be gone cannot be torn down in order
+
+
+def _send_failure(pipe: Connection, error: BaseException) -> None:
+    because_of_another = isinstance(error, PeerError | PeerTimeout)
+    pipe.send(("failure", (because_of_another, "".join(traceback.format_exception(error)))))

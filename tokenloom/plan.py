@@ -1,0 +1,74 @@
+"""Sizes: the frozen description of an expert-parallel group, and everything derived from it, once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenloom.errors import InvalidArgument
+
+LAYOUTS = ("token", "expert", "rank")
+MAX_TOP_K = 32
+FP8_BLOCK = 128
+"""Values along H that share one FP8 scale."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all ranks of a group must agree on.
+
+    Attributes:
+        num_ranks: W, ranks in the expert-parallel group.
+        num_experts: E, experts in the layer; expert e lives on rank ``e // experts_per_rank``.
+        hidden: H, values in a token.
+        top_k: K, experts per token, at most 32.
+        max_tokens_per_rank: M, the most tokens a rank may pass to one dispatch.
+
+    Raises:
+        InvalidArgument: a size is not a positive integer, E is not divisible by W, K is over 32.
+    """
+
+    num_ranks: int
+    num_experts: int
+    hidden: int
+    top_k: int
+    max_tokens_per_rank: int
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InvalidArgument(f"{name} is {value!r}, expected a positive integer")
+        if self.num_experts % self.num_ranks:
+            raise InvalidArgument(
+                f"num_experts is {self.num_experts}, not divisible by the {self.num_ranks} ranks of the group; "
+                "pad the experts or use a group whose size divides them"
+            )
+        if self.top_k > MAX_TOP_K:
+            raise InvalidArgument(f"top_k is {self.top_k}, expected at most {MAX_TOP_K}")
+
+    @property
+    def experts_per_rank(self) -> int:
+        """L = E / W."""
+        return self.num_experts // self.num_ranks
+
+    @property
+    def scales_per_token(self) -> int:
+        """FP8 scales in a row: H / 128 (only for hidden sizes that are multiples of 128)."""
+        return self.hidden // FP8_BLOCK
+
+    def worst_case_rows(self, layout: str, alignment: int = 1) -> int:
+        """The most rows one rank can receive: every token of every rank, in the worst case on one rank."""
+        tokens = self.num_ranks * self.max_tokens_per_rank
+        if layout != "expert":
+            return tokens
+        return padded(tokens * self.top_k, self.experts_per_rank, alignment)
+
+
+def padded(routes: int, groups: int, alignment: int) -> int:
+    """Most rows that ``routes`` rows can take when split over ``groups`` groups, each padded to ``alignment``."""
+    used = min(routes, groups)
+    return routes + used * (alignment - 1)
+
+
+def align_up(value: int, alignment: int) -> int:
+    """``value`` rounded up to a multiple of ``alignment``."""
+    return -(-value // alignment) * alignment

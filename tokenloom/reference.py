@@ -1,0 +1,340 @@
+"""What every operation means: all ranks in one process, in plain torch, by sorting and looping over routes.
+
+Backends must return these results bit for bit (data movement and combine), so this file favours being obviously
+right over being fast, and shares no ordering or arithmetic code with them. Lists have one entry per rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tokenloom.errors import CapacityOverflow
+from tokenloom.plan import FP8_BLOCK, Plan, align_up
+
+Key = tuple[int, int] | tuple[int, int, int]
+"""(source rank, token), or (source rank, token, k) in layout "expert"."""
+
+
+@dataclass(frozen=True)
+class Routed:
+    """What one rank receives, fields as in :class:`tokenloom.Routed`, and where everything lies.
+
+    Attributes:
+        rows: place of each (source rank, token), or (source rank, token, k), that has one. Rows that a bounded
+            capacity dropped are missing.
+        padding: places of the output that hold no row.
+    """
+
+    tokens: torch.Tensor
+    scales: torch.Tensor | None
+    topk_ids: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    expert_offsets: list[int] | None
+    expert_counts: list[int]
+    source_counts: list[int]
+    num_rows: int
+    rows: dict[Key, int]
+    padding: list[int]
+
+
+def dispatch(
+    plan: Plan,
+    xs: Sequence[torch.Tensor],
+    topk_ids: Sequence[torch.Tensor],
+    topk_weights: Sequence[torch.Tensor] | None,
+    layout: str,
+    *,
+    alignment: int = 1,
+    scales: Sequence[torch.Tensor] | None = None,
+    capacity: int | None = None,
+    bounded: bool = False,
+) -> list[Routed]:
+    """Dispatch for all ranks.
+
+    Args:
+        plan: the sizes.
+        xs: [T, H] of each rank; scales: float32 [T, H / 128] of each, for FP8.
+        topk_ids, topk_weights: [T, K] of each rank.
+        layout, alignment, capacity: as Communicator.dispatch.
+        bounded: outputs have ``capacity`` rows (layout "rank": always its fixed places).
+
+    Raises:
+        CapacityOverflow: exact sizes, and some rank needs more rows than ``capacity``.
+    """
+    ids = [rank_ids.tolist() for rank_ids in topk_ids]
+    all_keys = [_keys_in_order(plan, ids, rank, layout) for rank in range(plan.num_ranks)]
+    all_rows = [_places(plan, ids, rank, keys, layout, alignment) for rank, keys in enumerate(all_keys)]
+    needed = max(num_rows for _, num_rows in all_rows)
+    if capacity is not None and not bounded and needed > capacity:
+        raise CapacityOverflow(needed, capacity, sent=False)
+    routed = []
+    for rank, (rows, num_rows) in enumerate(all_rows):
+        if layout == "rank":
+            num_places = plan.num_ranks * plan.max_tokens_per_rank
+        else:
+            num_places = capacity if bounded and capacity is not None else num_rows
+        kept = {key: place for key, place in rows.items() if place < num_places}
+        routed.append(
+            _fill(
+                plan,
+                rank,
+                xs,
+                scales,
+                ids,
+                topk_weights,
+                layout,
+                alignment,
+                kept,
+                min(num_rows, num_places),
+                num_places,
+            )
+        )
+    return routed
+
+
+def _keys_in_order(plan: Plan, ids: list[list[list[int]]], rank: int, layout: str) -> list[Key]:
+    """What rank ``rank`` receives, in the order of the layout."""
+    routes = [
+        (expert % plan.experts_per_rank, source, token, k)
+        for source, tokens in enumerate(ids)
+        for token, experts in enumerate(tokens)
+        for k, expert in enumerate(experts)
+        if expert >= 0 and expert // plan.experts_per_rank == rank
+    ]
+    if layout == "expert":
+        return [(source, token, k) for _, source, token, k in sorted(routes)]
+    return sorted({(source, token) for _, source, token, _ in routes})
+
+
+def _places(
+    plan: Plan, ids: list[list[list[int]]], rank: int, keys: list[Key], layout: str, alignment: int
+) -> tuple[dict[Key, int], int]:
+    """Place of every key, and how many rows the output needs."""
+    if layout == "token":
+        return {key: place for place, key in enumerate(keys)}, len(keys)
+    if layout == "rank":
+        seen = [0] * plan.num_ranks
+        places = {}
+        for key in keys:
+            places[key] = key[0] * plan.max_tokens_per_rank + seen[key[0]]
+            seen[key[0]] += 1
+        return places, len(keys)
+    places, start = {}, 0
+    for expert in range(rank * plan.experts_per_rank, (rank + 1) * plan.experts_per_rank):
+        group = [key for key in keys if ids[key[0]][key[1]][key[-1]] == expert]
+        places |= {key: start + i for i, key in enumerate(group)}
+        start += align_up(len(group), alignment)
+    return places, start
+
+
+def _fill(
+    plan: Plan,
+    rank: int,
+    xs: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor] | None,
+    ids: list[list[list[int]]],
+    topk_weights: Sequence[torch.Tensor] | None,
+    layout: str,
+    alignment: int,
+    rows: dict[Key, int],
+    num_rows: int,
+    num_places: int,
+) -> Routed:
+    local = range(rank * plan.experts_per_rank, (rank + 1) * plan.experts_per_rank)
+    tokens = torch.zeros(num_places, plan.hidden, dtype=torch.float32).to(xs[0].dtype)
+    out_scales = None if scales is None else torch.zeros(num_places, plan.hidden // FP8_BLOCK)
+    out_ids = torch.full((num_places, plan.top_k), -1)
+    out_weights = None
+    if topk_weights is not None:
+        out_weights = torch.zeros(num_places, plan.top_k, dtype=topk_weights[0].dtype)
+    for (source, token, *_), place in rows.items():
+        _copy_row(tokens, place, xs[source], token)
+        if out_scales is not None and scales is not None:
+            out_scales[place] = scales[source][token]
+        for k, expert in enumerate(ids[source][token]):
+            if expert in local:
+                out_ids[place, k] = expert - local.start
+                if out_weights is not None and topk_weights is not None:
+                    out_weights[place, k] = topk_weights[source][token, k]
+    by_token = layout != "expert"
+    expert_counts, offsets = _expert_counts(plan, ids, local, layout, alignment, num_places)
+    shape = (plan.num_ranks, plan.max_tokens_per_rank, -1) if layout == "rank" else (num_places, -1)
+    # In layout "expert" a received row counts for its source even if some of its routes were dropped.
+    kept = list(rows) if by_token else _keys_in_order(plan, ids, rank, "token")
+    return Routed(
+        tokens=tokens if layout != "rank" else tokens.view(plan.num_ranks, plan.max_tokens_per_rank, plan.hidden),
+        scales=None if out_scales is None else out_scales.view(*shape[:-1], plan.hidden // FP8_BLOCK),
+        topk_ids=out_ids.view(*shape[:-1], plan.top_k) if by_token else None,
+        topk_weights=out_weights.view(*shape[:-1], plan.top_k) if by_token and out_weights is not None else None,
+        expert_offsets=offsets if not by_token else None,
+        expert_counts=expert_counts,
+        source_counts=[sum(key[0] == source for key in kept) for source in range(plan.num_ranks)],
+        num_rows=num_rows,
+        rows=rows,
+        padding=sorted(set(range(num_places)) - set(rows.values())),
+    )
+
+
+def _expert_counts(
+    plan: Plan, ids: list[list[list[int]]], local: range, layout: str, alignment: int, num_places: int
+) -> tuple[list[int], list[int]]:
+    """Routes of each local expert, and padded starts; in layout "expert" only what fits the output."""
+    flat = [expert for tokens in ids for experts in tokens for expert in experts]
+    counts = [flat.count(expert) for expert in local]
+    if layout != "expert":
+        return counts, []
+    starts = [0]
+    for count in counts:
+        starts.append(starts[-1] + align_up(count, alignment))
+    offsets = [min(start, num_places) for start in starts]
+    return [min(count, offsets[e + 1] - offsets[e]) for e, count in enumerate(counts)], offsets
+
+
+def _copy_row(out: torch.Tensor, place: int, rows: torch.Tensor, row: int) -> None:
+    out.view(torch.uint8)[place] = rows.view(torch.uint8)[row]  # bytes: FP8 rows cannot be assigned
+
+
+def combine(
+    plan: Plan,
+    ys: Sequence[torch.Tensor],
+    routed: Sequence[Routed],
+    topk_ids: Sequence[torch.Tensor],
+    topk_weights: Sequence[torch.Tensor] | None,
+    *,
+    mode: str = "per_rank",
+    wire_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> list[torch.Tensor]:
+    """Combine for all ranks: the [T, H] of each.
+
+    Args:
+        ys: rows of each rank, shaped as its ``routed.tokens``.
+        routed: what :func:`dispatch` returned.
+        topk_ids: [T, K] of each rank; topk_weights: the same, to multiply rows of layout "expert", or None.
+        mode, wire_dtype, out_dtype: as Communicator.combine.
+    """
+    y_dtype = ys[0].dtype
+    compute = torch.float64 if y_dtype == torch.float64 else torch.float32
+    wire_dtype, out_dtype = wire_dtype or y_dtype, out_dtype or y_dtype
+    outs = []
+    for source, ids in enumerate(topk_ids):
+        out = torch.zeros(ids.shape[0], plan.hidden, dtype=out_dtype)
+        for token, experts in enumerate(ids.tolist()):
+            terms = []  # what comes home for this token, in the order of the sum
+            for rank in range(plan.num_ranks):
+                ks = [k for k, expert in enumerate(experts) if expert >= 0 and expert // plan.experts_per_rank == rank]
+                rows = ys[rank].reshape(-1, plan.hidden)
+                if ks and (source, token) in routed[rank].rows:
+                    partial = [(ks[0], rows[routed[rank].rows[source, token]].to(compute))]
+                else:
+                    partial = []
+                    for k in ks:
+                        place = routed[rank].rows.get((source, token, k))
+                        term = torch.full((plan.hidden,), torch.nan, dtype=compute)
+                        if place is not None:
+                            term = rows[place].to(compute)
+                        if topk_weights is not None:
+                            term = term * topk_weights[source][token, k].to(compute)
+                        partial.append((k, term))
+                if mode == "per_rank" and partial:
+                    partial = [(rank, _sum_in_order([term for _, term in partial]))]
+                terms += [(order, term.to(wire_dtype).to(compute)) for order, term in partial]
+            if terms:
+                out[token] = _sum_in_order([term for _, term in sorted(terms, key=lambda item: item[0])]).to(out_dtype)
+        outs.append(out)
+    return outs
+
+
+def _sum_in_order(terms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Each addition rounded by itself, starting from the first term."""
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
+
+
+def moe(
+    plan: Plan,
+    xs: Sequence[torch.Tensor],
+    topk_ids: Sequence[torch.Tensor],
+    topk_weights: Sequence[torch.Tensor],
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    shared_w1: torch.Tensor | None = None,
+    shared_w2: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """The whole layer for all ranks, given the routes.
+
+    Args:
+        xs, topk_ids, topk_weights: of each rank.
+        w1: [E, 2I, H], gate rows first; w2: [E, H, I]; shared_w1: [2S, H]; shared_w2: [H, S].
+
+    Returns:
+        [T, H] of each rank.
+    """
+    routed = dispatch(plan, xs, topk_ids, topk_weights, "expert")
+    ys = []
+    for rank, received in enumerate(routed):
+        offsets = received.expert_offsets or []
+        parts = [
+            _swiglu(received.tokens[offsets[local] : offsets[local + 1]], w1[expert], w2[expert])
+            for local, expert in enumerate(range(rank * plan.experts_per_rank, (rank + 1) * plan.experts_per_rank))
+        ]
+        ys.append(torch.cat(parts))
+    outs = combine(plan, ys, routed, topk_ids, topk_weights)
+    if shared_w1 is None or shared_w2 is None:
+        return outs
+    return [out + _swiglu(x, shared_w1, shared_w2) for out, x in zip(outs, xs, strict=True)]
+
+
+def _swiglu(rows: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+    width = w1.shape[0] // 2
+    gate, up = rows @ w1[:width].T, rows @ w1[width:].T
+    return (gate * torch.sigmoid(gate) * up) @ w2.T
+
+
+def quantize_fp8(x: torch.Tensor, *, power_of_two_scales: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`tokenloom.quantize_fp8`, with E4M3 rounding done by search in the table of its values."""
+    table = _e4m3_values()
+    blocks = x.float().reshape(-1, FP8_BLOCK)
+    q = torch.empty(blocks.shape, dtype=torch.uint8)
+    scales = torch.empty(len(blocks))
+    limit = torch.tensor(448.0)
+    for row, block in enumerate(blocks):
+        amax = torch.maximum(block.abs().max(), torch.tensor(1e-4))
+        scale = amax / limit
+        scaled = block * (limit / amax)
+        if power_of_two_scales:
+            exponent = -40
+            while 2.0**exponent < scale.item():
+                exponent += 1
+            scale = torch.tensor(2.0**exponent)
+            scaled = block / scale
+        scales[row] = scale
+        q[row] = _nearest_e4m3(scaled.clamp(-448.0, 448.0), table)
+    lead = x.shape[:-1]
+    return q.view(torch.float8_e4m3fn).reshape(x.shape), scales.reshape(*lead, x.shape[-1] // FP8_BLOCK)
+
+
+def _e4m3_values() -> torch.Tensor:
+    """The 127 finite magnitudes, by their code: 4 bits of exponent (bias 7), 3 of mantissa."""
+    values = []
+    for code in range(127):
+        exponent, mantissa = code >> 3, code & 7
+        values.append(mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _nearest_e4m3(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Codes of the nearest E4M3 values; ties go to the even code."""
+    magnitude = values.abs().double()
+    above = torch.searchsorted(table, magnitude).clamp(max=126)
+    below = (above - 1).clamp(min=0)
+    to_above, to_below = table[above] - magnitude, magnitude - table[below]
+    even = torch.where(above % 2 == 0, above, below)
+    code = torch.where(to_above < to_below, above, torch.where(to_below < to_above, below, even))
+    code = torch.where(to_above == 0, above, code)
+    return (code + 128 * torch.signbit(values)).to(torch.uint8)

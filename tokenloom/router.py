@@ -1,0 +1,152 @@
+"""Routers: scores -> (topk_ids, topk_weights), and the losses that keep experts balanced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from tokenloom.errors import InvalidArgument
+from tokenloom.plan import MAX_TOP_K
+
+Score = Literal["softmax_topk", "topk_softmax", "sigmoid"]
+SCORES = ("softmax_topk", "topk_softmax", "sigmoid")
+RENORMALIZE_EPS = 1e-20
+
+
+@dataclass(frozen=True)
+class Router:
+    """How logits become routes.
+
+    Attributes:
+        num_experts, top_k: E and K.
+        score: "softmax_topk": probabilities over all experts, then the K largest (Switch, Mixtral's paper form,
+            DeepSeek-V2, Qwen3). "topk_softmax": the K largest logits, then probabilities over those (Mixtral's
+            code, gpt-oss). "sigmoid": one sigmoid per expert (DeepSeek-V3).
+        renormalize: divide the K weights by their sum ("topk_softmax" sums to 1 already).
+        scale: multiplies the weights at the end (DeepSeek-V3: 2.5).
+        correction_bias: choose by score + bias, weigh by score alone (DeepSeek-V3's balance without a loss).
+        num_groups, top_groups: experts lie in ``num_groups`` equal groups and only the best ``top_groups`` may be
+            chosen from; 1 and 1 is no limit. A group's value is the sum of its two best scores for "sigmoid"
+            (DeepSeek-V3), its best score otherwise (DeepSeek-V2).
+
+    Raises:
+        InvalidArgument: values that no router can have.
+    """
+
+    num_experts: int
+    top_k: int
+    score: Score = "softmax_topk"
+    renormalize: bool = False
+    scale: float = 1.0
+    correction_bias: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+
+    def __post_init__(self) -> None:
+        if self.score not in SCORES:
+            raise InvalidArgument(f"score is {self.score!r}, expected one of {', '.join(SCORES)}")
+        if not 1 <= self.top_k <= min(MAX_TOP_K, self.num_experts):
+            raise InvalidArgument(
+                f"top_k is {self.top_k}, expected 1..{min(MAX_TOP_K, self.num_experts)} "
+                f"(num_experts is {self.num_experts})"
+            )
+        if self.num_groups < 1 or self.num_experts % self.num_groups:
+            raise InvalidArgument(f"num_groups is {self.num_groups}, it must divide num_experts={self.num_experts}")
+        if not 1 <= self.top_groups <= self.num_groups:
+            raise InvalidArgument(f"top_groups is {self.top_groups}, expected 1..num_groups={self.num_groups}")
+        if self.top_k > self.top_groups * (self.num_experts // self.num_groups):
+            raise InvalidArgument(
+                f"top_k is {self.top_k}, but top_groups={self.top_groups} leave only "
+                f"{self.top_groups * (self.num_experts // self.num_groups)} experts to choose from"
+            )
+        if self.correction_bias and self.score == "topk_softmax":
+            raise InvalidArgument("correction_bias needs scores before the choice; use 'sigmoid' or 'softmax_topk'")
+
+    def route(
+        self, logits: torch.Tensor, correction_bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Choose experts. Differentiable in ``logits``.
+
+        Args:
+            logits: float32 or float64 [T, E].
+            correction_bias: [E], added to the scores for the choice only.
+
+        Returns:
+            topk_ids int64 [T, K]; topk_weights [T, K]; probabilities [T, E] that sum to 1, for the balance loss.
+        """
+        if self.score == "sigmoid":
+            scores = logits.sigmoid()
+            probabilities = scores / (scores.sum(-1, keepdim=True) + RENORMALIZE_EPS)
+        else:
+            probabilities = logits.softmax(-1)
+            scores = logits if self.score == "topk_softmax" else probabilities
+        choice = scores.detach()
+        if correction_bias is not None:
+            choice = choice + correction_bias
+        ids = self._limit_groups(choice).topk(self.top_k, dim=-1).indices
+        weights = scores.gather(-1, ids)
+        if self.score == "topk_softmax":
+            weights = weights.softmax(-1)
+        elif self.renormalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + RENORMALIZE_EPS)
+        return ids, weights * self.scale, probabilities
+
+    def _limit_groups(self, choice: torch.Tensor) -> torch.Tensor:
+        """``choice`` with -inf outside the best groups."""
+        if self.top_groups == self.num_groups:
+            return choice
+        groups = choice.unflatten(-1, (self.num_groups, -1))
+        best = min(2 if self.score == "sigmoid" else 1, groups.shape[-1])
+        value = groups.topk(best, dim=-1).values.sum(-1)
+        allowed = torch.zeros_like(value, dtype=torch.bool)
+        allowed.scatter_(-1, value.topk(self.top_groups, dim=-1).indices, True)
+        return groups.masked_fill(~allowed[..., None], -torch.inf).flatten(-2)
+
+
+@dataclass(frozen=True)
+class RouterSums:
+    """What the losses need of one batch; sums over ranks are the sums of the whole batch.
+
+    Attributes:
+        probabilities: [E], summed over tokens.
+        squared_lse: [1], log-sum-exp of the logits, squared, summed over tokens.
+        expert_counts: [E], routes of each expert.
+        num_tokens: [1].
+    """
+
+    probabilities: torch.Tensor
+    squared_lse: torch.Tensor
+    expert_counts: torch.Tensor
+    num_tokens: torch.Tensor
+
+
+def router_sums(logits: torch.Tensor, probabilities: torch.Tensor, topk_ids: torch.Tensor) -> RouterSums:
+    """Sums over this rank's tokens.
+
+    Args:
+        logits: [T, E]; probabilities: [T, E]; topk_ids: int64 [T, K], all valid.
+    """
+    counts = torch.bincount(topk_ids.flatten(), minlength=logits.shape[-1])
+    return RouterSums(
+        probabilities=probabilities.sum(0),
+        squared_lse=logits.logsumexp(-1).square().sum().reshape(1),
+        expert_counts=counts.to(logits.dtype),
+        num_tokens=logits.new_full((1,), logits.shape[0]),
+    )
+
+
+def balance_loss(sums: RouterSums, top_k: int) -> torch.Tensor:
+    """E * sum over experts of (share of routes) * (mean probability): 1 when both are even.
+
+    Switch Transformer (Fedus et al., 2021, eq. 4), with K routes a token. Scalar; 0 without tokens.
+    """
+    tokens = sums.num_tokens.clamp_min(1)
+    share = sums.expert_counts / (tokens * top_k)
+    return len(share) * (share * sums.probabilities / tokens).sum()
+
+
+def z_loss(sums: RouterSums) -> torch.Tensor:
+    """Mean over tokens of log-sum-exp of the logits, squared (ST-MoE, Zoph et al., 2022, eq. 5). Scalar."""
+    return (sums.squared_lse / sums.num_tokens.clamp_min(1)).squeeze(0)

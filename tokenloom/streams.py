@@ -1,0 +1,73 @@
+"""Work on a stream of its own, and the event that says when it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Event:
+    """Returned by ``async_op=True``: wait for it before using the results on another stream.
+
+    On the CPU, where there are no streams, the work is already done when the call returns.
+    """
+
+    def __init__(self) -> None:
+        self._done: torch.cuda.Event | None = None
+        self._results: tuple[torch.Tensor, ...] = ()
+
+    def _record(self, results: tuple[torch.Tensor | None, ...]) -> None:
+        """Mark the end of the work on the current stream."""
+        self._done = torch.cuda.Event()
+        self._done.record()
+        self._results = tuple(result for result in results if result is not None)
+
+    def wait(self) -> None:
+        """Make the current stream wait for the work; the host does not wait."""
+        if self._done is None:
+            return
+        stream = torch.cuda.current_stream()
+        stream.wait_event(self._done)
+        for result in self._results:
+            result.record_stream(stream)
+
+    def synchronize(self) -> None:
+        """Make the host wait for the work."""
+        if self._done is not None:
+            self._done.synchronize()
+
+    def query(self) -> bool:
+        """Whether the work is done."""
+        return self._done is None or self._done.query()
+
+
+class SideStream:
+    """A stream of the communicator's own (nothing on the CPU)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+
+    @contextmanager
+    def run(self, inputs: tuple[object, ...]) -> Iterator[None]:
+        """Run the block on the side stream, after what the current stream holds so far."""
+        if self._device.type != "cuda":
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        for tensor in inputs:
+            if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                tensor.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def event(self, results: tuple[torch.Tensor | None, ...]) -> Event:
+        """The event of work just put on this stream (call it inside ``run``)."""
+        event = Event()
+        if self._device.type == "cuda":
+            event._record(results)
+        return event
