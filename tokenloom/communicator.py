@@ -222,8 +222,8 @@ class Communicator:
             return call, checks.dispatch_input(self.plan, self.device, x, topk_ids, topk_weights)
 
         def work() -> Routed:
-            (call, tensors), fault = _attempt(checked, (None, None))
-            handle = self._backend.open_dispatch(call, tensors, fault)
+            call, tensors = self._report_fault("dispatch", checked)
+            handle = self._backend.open_dispatch(call, tensors)
             rows, weights = autograd.dispatch(self._backend, handle, tensors.x, tensors.topk_weights)
             return self._routed(handle, rows, weights, topk_ids.dtype)
 
@@ -343,17 +343,25 @@ class Communicator:
             )
 
         def work() -> torch.Tensor:
-            call, fault = _attempt(checked, None)
-            handle = None if call is None else routed._handle
-            self._backend.open_combine(handle, call, fault)
+            call = self._report_fault("combine", checked)
+            self._backend.open_combine(routed._handle, call)
             rows = y.view(-1, self.plan.hidden)
-            return autograd.combine(self._backend, handle, rows, routed._weights if call.weighted else None, call)
+            weights = routed._weights if call.weighted else None
+            return autograd.combine(self._backend, routed._handle, rows, weights, call)
 
         if not async_op:
             return work()
         with self._side_stream.run((y, getattr(routed, "_weights", None))):
             out = work()
             return out, self._side_stream.event((out,))
+
+    def _report_fault(self, call: str, check: Callable[[], Result]) -> Result:
+        """A check's result. What it raises is raised here once the other ranks know that this call failed."""
+        try:
+            return check()
+        except Exception as fault:
+            self._backend.report_fault(call, fault)
+            raise
 
     def check(self) -> None:
         """Raise what earlier calls left behind.
@@ -378,14 +386,6 @@ class Communicator:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _attempt(check: Callable[[], Result], otherwise: Result) -> tuple[Result, Exception | None]:
-    """A check's result, or what it raised: the other ranks must hear of it before it is raised here."""
-    try:
-        return check(), None
-    except Exception as error:
-        return otherwise, error
 
 
 def _check_routed(comm: Communicator, routed: object) -> None:

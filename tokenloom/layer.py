@@ -59,6 +59,9 @@ class ExpertParallelMoE(nn.Module):
         InvalidArgument, PlanMismatch, PeerError, ...: as Communicator.
     """
 
+    correction_bias: torch.Tensor | None
+    expert_counts: torch.Tensor
+
     def __init__(
         self,
         group: dist.ProcessGroup | DeviceMesh | None = None,

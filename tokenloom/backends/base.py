@@ -102,11 +102,14 @@ class Backend(Protocol):
 
     name: str
 
-    def open_dispatch(self, call: DispatchCall | None, tensors: DispatchInput | None, fault: Exception | None) -> Any:
-        """Exchange counts and metadata, make the row maps. Raises ``fault`` once the other ranks know of it."""
+    def report_fault(self, call: str, fault: Exception) -> None:
+        """Tell the other ranks, which are opening a call too, that this one failed here; theirs raise PeerError."""
 
-    def open_combine(self, handle: Any, call: CombineCall | None, fault: Exception | None) -> None:
-        """Make sure that all ranks call the same combine. Raises ``fault`` once the other ranks know of it."""
+    def open_dispatch(self, call: DispatchCall, tensors: DispatchInput) -> Any:
+        """Exchange counts and metadata, make the row maps: a Handle."""
+
+    def open_combine(self, handle: Any, call: CombineCall) -> None:
+        """Make sure that all ranks call the same combine."""
 
     def dispatch(self, handle: Any, x: torch.Tensor) -> torch.Tensor:
         """Send [T, H] -> rows; places that hold no row are zero."""

@@ -103,16 +103,15 @@ class CollectiveBackend:
 
     # -- opening a call: counts, agreement, metadata --------------------------------------------------------
 
-    def open_dispatch(
-        self, call: DispatchCall | None, tensors: DispatchInput | None, fault: Exception | None
-    ) -> CollectiveHandle:
+    def report_fault(self, call: str, fault: Exception) -> None:
+        self._exchange({"call": call}, None, fault)
+
+    def open_dispatch(self, call: DispatchCall, tensors: DispatchInput) -> CollectiveHandle:
         plan = self.plan
-        fields: dict[str, Field] = {"call": "dispatch", "dispatch number": self._num_dispatches}
-        if fault is not None or call is None or tensors is None:
-            exchange(self.ranks, fields, None, plan.num_ranks + plan.num_experts, fault)
-            raise AssertionError("exchange raises the fault")
         send = routing.send_map(tensors.topk_ids, plan)
-        fields |= {
+        fields: dict[str, Field] = {
+            "call": "dispatch",
+            "dispatch number": self._num_dispatches,
             "layout": call.layout,
             "alignment": call.alignment,
             "sizes": call.sizes,
@@ -123,24 +122,28 @@ class CollectiveBackend:
             "topk_weights.requires_grad": tensors.weights_need_grad,
         }
         own_counts = torch.cat([send.rows_per_rank, send.routes_per_expert])
-        table = exchange(self.ranks, fields, own_counts, plan.num_ranks + plan.num_experts, None)
+        table = self._exchange(fields, own_counts)
         rows, routes = table[:, : plan.num_ranks], table[:, plan.num_ranks :]
         self._check_capacity(call, rows, routes)
         self._num_dispatches += 1
         return self._make_handle(call, tensors, send, rows, routes)
 
-    def open_combine(self, handle: CollectiveHandle | None, call: CombineCall | None, fault: Exception | None) -> None:
-        fields: dict[str, Field] = {"call": "combine"}
-        if fault is None and handle is not None and call is not None:
-            fields |= {
-                "dispatch number": handle.number,
-                "mode": call.mode,
-                "weighted": call.weighted,
-                "wire_dtype": call.wire_dtype,
-                "out_dtype": call.out_dtype,
-                "y.requires_grad": call.needs_grad,
-            }
-        exchange(self.ranks, fields, None, self.plan.num_ranks + self.plan.num_experts, fault)
+    def open_combine(self, handle: CollectiveHandle, call: CombineCall) -> None:
+        fields: dict[str, Field] = {
+            "call": "combine",
+            "dispatch number": handle.number,
+            "mode": call.mode,
+            "weighted": call.weighted,
+            "wire_dtype": call.wire_dtype,
+            "out_dtype": call.out_dtype,
+            "y.requires_grad": call.needs_grad,
+        }
+        self._exchange(fields)
+
+    def _exchange(
+        self, fields: dict[str, Field], counts: torch.Tensor | None = None, fault: Exception | None = None
+    ) -> np.ndarray:
+        return exchange(self.ranks, fields, counts, self.plan.num_ranks + self.plan.num_experts, fault)
 
     def _check_capacity(self, call: DispatchCall, rows: np.ndarray, routes: np.ndarray) -> None:
         """All ranks know all counts, so all of them raise, or remember the overflow, alike."""

@@ -37,19 +37,19 @@ def exchange(
     num_counts: int,
     fault: Exception | None,
 ) -> np.ndarray:
-    """Exchange status, fields and counts; raise on every rank if anything is wrong on any of them.
+    """Exchange status, fields and counts; raise on every rank if anything is wrong on any other.
 
     Args:
         ranks: the group.
         fields: what must be the same on all ranks, by name, at most NUM_FIELDS; the first is the call's name.
         counts: int64 [num_counts] on the group's device, or None for zeros.
-        fault: this rank's own error, raised here once the others know of it.
+        fault: this rank's own error, which the caller raises once the others know of it.
 
     Returns:
         int64 [W, num_counts], the counts of every rank.
 
     Raises:
-        the fault, where there is one; PeerError: another rank has one; PlanMismatch: fields differ.
+        PeerError: another rank has a fault; PlanMismatch: fields differ. Nothing where this rank has a fault.
     """
     header = [_OK if fault is None else _FAULT]
     header += [_encode(value) for value in fields.values()] + [0] * (NUM_FIELDS - len(fields))
@@ -59,9 +59,8 @@ def exchange(
     if counts is not None:
         row[_HEADER_WORDS:] = counts
     table = ranks.all_gather(row, f"the counts exchange of {next(iter(fields.values()))}").cpu().numpy()
-    if fault is not None:
-        raise fault
-    _raise_for_peers(table, list(fields))
+    if fault is None:
+        _raise_for_peers(table, list(fields))
     return table[:, _HEADER_WORDS:]
 
 
