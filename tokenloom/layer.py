@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from tokenloom.agreement import agree
-from tokenloom.communicator import Communicator
-from tokenloom.errors import InvalidArgument, ShapeMismatch
+from tokenloom.communicator import Communicator, Routed
+from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch
 from tokenloom.experts import swiglu, swiglu_experts
 from tokenloom.group import RankGroup
 from tokenloom.router import Router, RouterSums, balance_loss, router_sums, z_loss
@@ -37,7 +37,8 @@ class ExpertParallelMoE(nn.Module):
         group: a ProcessGroup, a one-dimensional DeviceMesh, or None (see Communicator). Leave out with ``comm``.
         hidden: H. intermediate: I, width of one expert.
         num_experts: E, divisible by the ranks. top_k: K.
-        max_tokens_per_rank: most tokens (product of the leading dimensions of the input) on one rank.
+        max_tokens_per_rank: most tokens (product of the leading dimensions of the input) on one rank. Leave out with
+            ``comm``.
         router: "softmax_topk", "topk_softmax" or "sigmoid", or a :class:`Router` with all options.
         shared_intermediate: width of the shared expert, 0 for none.
         balance_coef, z_coef: weights of the two losses in ``aux_loss``; 0 switches a loss off.
@@ -84,24 +85,24 @@ class ExpertParallelMoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        group_and_comm = group is not None and comm is not None
         if comm is None:
-            if max_tokens_per_rank is None:
-                raise InvalidArgument("max_tokens_per_rank is missing; pass it, or a Communicator as comm=")
             comm = Communicator(
                 group,
                 num_experts=num_experts,
                 hidden=hidden,
                 top_k=top_k,
-                max_tokens_per_rank=max_tokens_per_rank,
+                # Where it is missing the communicator says so, on all ranks.
+                max_tokens_per_rank=max_tokens_per_rank,  # type: ignore[arg-type]
                 backend=backend,
                 device=device,
                 timeout_s=timeout_s,
             )
-        elif group is not None:
-            raise InvalidArgument("group and comm are both given; the communicator already has a group")
         self.comm = comm
 
         def prepare() -> tuple[dict[str, Any], Router]:
+            if group_and_comm:
+                raise InvalidArgument("group and comm are both given; the communicator already has a group")
             rule = Router(num_experts, top_k, router) if isinstance(router, str) else router
             _check_options(comm, rule, hidden, intermediate, num_experts, top_k, shared_intermediate, router_grad)
             return {
@@ -171,33 +172,56 @@ class ExpertParallelMoE(nn.Module):
             are summed, add ``aux_loss / W``.
 
         Raises:
-            ShapeMismatch: the last dimension is not H. And what Communicator.dispatch raises.
+            ShapeMismatch, DtypeMismatch, DeviceMismatch, InvalidArgument: bad input on this rank.
+            PeerError: bad input, or any other failure before the payload moved, on another rank.
+            And what Communicator.dispatch raises.
         """
-        if x.shape[-1] != self.hidden:
-            raise ShapeMismatch(f"x is {list(x.shape)}, the layer was made for [..., {self.hidden}]")
-        tokens = x.reshape(-1, self.hidden)
-        topk_ids, topk_weights, aux_loss = self._route(tokens)
-        routed = self.comm.dispatch(tokens, topk_ids, topk_weights, layout="expert")
-        assert routed.expert_offsets is not None
-        w1, w2 = (_scale_grad(weight, self.expert_grad_scale) for weight in (self.w1, self.w2))
-        y = swiglu_experts(routed.tokens, routed.expert_offsets, w1, w2)
-        out = self.comm.combine(y, routed)
+        comm = self.comm
+        comm.check()
+        # What can fail on one rank alone runs under _report_fault: the others are about to wait for this rank.
+        tokens, topk_ids, topk_weights, sums = comm._report_fault("dispatch", lambda: self._route(x))
+        routed = comm.dispatch(tokens, topk_ids, topk_weights, layout="expert")
+        aux_loss = self._aux_loss(sums)
+        y = comm._report_fault("combine", lambda: self._compute(routed))
+        out = comm.combine(y, routed)
         if self.shared_w1 is not None and self.shared_w2 is not None:
             hidden = swiglu(functional.linear(tokens, self._replicated(self.shared_w1)))
             out = out + functional.linear(hidden, self._replicated(self.shared_w2))
         return out.view(x.shape), aux_loss
 
-    def _route(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Ids, weights and the loss; logits and losses are computed in at least float32."""
+    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, RouterSums]:
+        """Tokens [T, H], ids, weights, and what the losses need, in at least float32. Not collective."""
+        tokens = self._tokens(x)
         dtype = torch.promote_types(tokens.dtype, torch.float32)
         logits = functional.linear(tokens.to(dtype), self._replicated(self.router_weight).to(dtype))
         topk_ids, topk_weights, probabilities = self.router.route(logits, self.correction_bias)
-        aux_loss = logits.new_zeros(())
+        return tokens, topk_ids, topk_weights, router_sums(logits, probabilities, topk_ids)
+
+    def _tokens(self, x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(x, torch.Tensor):
+            raise InvalidArgument(f"x is a {type(x).__name__}, expected a torch.Tensor")
+        if x.ndim == 0 or x.shape[-1] != self.hidden:
+            raise ShapeMismatch(f"x is {list(x.shape)}, the layer was made for [..., {self.hidden}]")
+        if x.device != self.w1.device:
+            raise DeviceMismatch(f"x is on {x.device}, the layer is on {self.w1.device}; move one of them")
+        if x.dtype != self.w1.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise DtypeMismatch(f"x is {x.dtype}, the layer is {self.w1.dtype}; cast one of them, or use autocast")
+        return x.reshape(-1, self.hidden).contiguous()
+
+    def _aux_loss(self, sums: RouterSums) -> torch.Tensor:
+        """The losses over the tokens of all ranks. Collective where there is a loss or a correction bias."""
         if self.balance_coef or self.z_coef or self.correction_bias is not None:
-            sums = _sum_over_ranks(self.comm._ranks, router_sums(logits, probabilities, topk_ids))
+            sums = _sum_over_ranks(self.comm._ranks, sums)
             self.expert_counts.copy_(sums.expert_counts)
-            aux_loss = self.balance_coef * balance_loss(sums, self.router.top_k) + self.z_coef * z_loss(sums)
-        return topk_ids, topk_weights, aux_loss
+        if not (self.balance_coef or self.z_coef):
+            return sums.probabilities.new_zeros(())
+        return self.balance_coef * balance_loss(sums, self.router.top_k) + self.z_coef * z_loss(sums)
+
+    def _compute(self, routed: Routed) -> torch.Tensor:
+        """The experts of this rank on their rows. Not collective."""
+        assert routed.expert_offsets is not None
+        w1, w2 = (_scale_grad(weight, self.expert_grad_scale) for weight in (self.w1, self.w2))
+        return swiglu_experts(routed.tokens, routed.expert_offsets, w1, w2)
 
     def _replicated(self, parameter: torch.Tensor) -> torch.Tensor:
         return _SumGradOverRanks.apply(parameter, self.comm._ranks) if self.router_grad == "sum" else parameter
@@ -265,7 +289,7 @@ def shard_state_dict(module: nn.Module, full: Mapping[str, torch.Tensor]) -> dic
 def _sharded_names(module: nn.Module) -> dict[str, ExpertParallelMoE]:
     return {
         f"{prefix}.{name}" if prefix else name: layer
-        for prefix, layer in module.named_modules()
+        for prefix, layer in module.named_modules(remove_duplicate=False)
         if isinstance(layer, ExpertParallelMoE)
         for name in EXPERT_WEIGHTS
     }
