@@ -12,7 +12,8 @@ from tokenloom.backends.base import Backend, CombineCall, Handle
 
 DISPATCH_RANGE = "tokenloom::dispatch"
 COMBINE_RANGE = "tokenloom::combine"
-"""Names of the profiler ranges, forward and backward alike."""
+"""Names of the profiler ranges. Forward, communicator.py opens them around the whole call, counts exchange and all;
+backward they are opened here, under the name of what really runs: dispatch's gradient is a combine."""
 
 
 def dispatch(
@@ -34,9 +35,8 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, backend: Backend, handle: Handle, x: torch.Tensor, weights: torch.Tensor | None) -> Any:
         ctx.backend, ctx.handle, ctx.x_dtype = backend, handle, x.dtype
-        with record_function(DISPATCH_RANGE):
-            rows = backend.dispatch(handle, x)
-            received = handle.topk_weights
+        rows = backend.dispatch(handle, x)
+        received = handle.topk_weights
         if x.element_size() == 1:  # FP8
             ctx.mark_non_differentiable(rows)
         return rows, received
@@ -63,8 +63,7 @@ class _Combine(torch.autograd.Function):
         ctx.backend, ctx.handle, ctx.call, ctx.rows_dtype = backend, handle, call, rows.dtype
         needs_dots = weights is not None and ctx.needs_input_grad[3]
         ctx.save_for_backward(rows if needs_dots else None, weights)
-        with record_function(COMBINE_RANGE):
-            return backend.combine(handle, rows, weights, call)
+        return backend.combine(handle, rows, weights, call)
 
     @staticmethod
     @once_differentiable

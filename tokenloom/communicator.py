@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import record_function
 
 from tokenloom import autograd, backends, checks
 from tokenloom.agreement import agree
@@ -222,10 +223,11 @@ class Communicator:
             return call, checks.dispatch_input(self.plan, self.device, x, topk_ids, topk_weights)
 
         def work() -> Routed:
-            call, tensors = self._report_fault("dispatch", checked)
-            handle = self._backend.open_dispatch(call, tensors)
-            rows, weights = autograd.dispatch(self._backend, handle, tensors.x, tensors.topk_weights)
-            return self._routed(handle, rows, weights, topk_ids.dtype)
+            with record_function(autograd.DISPATCH_RANGE):
+                call, tensors = self._report_fault("dispatch", checked)
+                handle = self._backend.open_dispatch(call, tensors)
+                rows, weights = autograd.dispatch(self._backend, handle, tensors.x, tensors.topk_weights)
+                return self._routed(handle, rows, weights, topk_ids.dtype)
 
         if not async_op:
             return work()
@@ -343,11 +345,12 @@ class Communicator:
             )
 
         def work() -> torch.Tensor:
-            call = self._report_fault("combine", checked)
-            self._backend.open_combine(routed._handle, call)
-            rows = y.view(-1, self.plan.hidden)
-            weights = routed._weights if call.weighted else None
-            return autograd.combine(self._backend, routed._handle, rows, weights, call)
+            with record_function(autograd.COMBINE_RANGE):
+                call = self._report_fault("combine", checked)
+                self._backend.open_combine(routed._handle, call)
+                rows = y.view(-1, self.plan.hidden)
+                weights = routed._weights if call.weighted else None
+                return autograd.combine(self._backend, routed._handle, rows, weights, call)
 
         if not async_op:
             return work()
