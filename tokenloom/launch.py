@@ -8,9 +8,11 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -96,7 +98,8 @@ class RankPool:
             ours, theirs = context.Pipe()
             arguments = (rank, self.num_ranks, self.device, self._folder.name, self._timeout_s, theirs)
             process = context.Process(target=_rank_main, args=arguments, daemon=True, name=f"tokenloom rank {rank}")
-            process.start()
+            with _ignored_interrupts():  # until _rank_main is imported, Ctrl-C would end the rank with a traceback
+                process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
@@ -204,6 +207,19 @@ def default_ranks() -> tuple[int, str]:
     """(ranks, device) for trying things out: all GPUs if there are two or more, else 4 processes on the CPU."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return (gpus, "cuda") if gpus >= 2 else (4, "cpu")
+
+
+@contextmanager
+def _ignored_interrupts() -> Iterator[None]:
+    """A process started in this block ignores Ctrl-C from its first moment: what is ignored stays so across exec."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signal.signal works in the main thread alone
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _rank_main(rank: int, num_ranks: int, device: str, folder: str, timeout_s: float, pipe: Connection) -> None:
