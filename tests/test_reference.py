@@ -1,0 +1,283 @@
+"""The reference against literals worked out by hand, and against brute force in plain Python and numpy.
+
+Everything else is compared with the reference, so this is where a common mistake must show.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.cases import (
+    BF16,
+    EXAMPLE,
+    FP16,
+    FP32,
+    FP64,
+    SUMS,
+    Case,
+    Problem,
+    Sum,
+    case_params,
+    expert_rows,
+    make_problem,
+    same_bits,
+)
+from tokenloom import reference
+from tokenloom.errors import CapacityOverflow
+from tokenloom.plan import Plan
+
+# -- by hand ----------------------------------------------------------------------------------------------------
+
+
+def test_example_layout_token() -> None:
+    """One row per (token, rank), in the order (source, token); a repeated expert is one row."""
+    for rank, routed in enumerate(EXAMPLE.problem.dispatched("token")):
+        assert routed.tokens.tolist() == EXAMPLE.token_rows[rank]
+        assert routed.topk_ids is not None
+        assert routed.topk_ids.tolist() == EXAMPLE.token_ids[rank]
+        assert routed.topk_weights is not None
+        assert routed.topk_weights.tolist() == EXAMPLE.token_weights[rank]
+        assert routed.expert_counts == EXAMPLE.expert_counts[rank]
+        assert routed.source_counts == EXAMPLE.source_counts[rank]
+        assert routed.num_rows == 3
+        assert routed.expert_offsets is None
+
+
+@pytest.mark.parametrize("alignment", [1, 4])
+def test_example_layout_expert(alignment: int) -> None:
+    """One row per route, grouped by expert; groups padded with zeros."""
+    rows, offsets = EXAMPLE.expert_rows, EXAMPLE.expert_offsets
+    if alignment == 4:
+        rows, offsets = EXAMPLE.aligned_rows, EXAMPLE.aligned_offsets
+    for rank, routed in enumerate(EXAMPLE.problem.dispatched("expert", alignment=alignment)):
+        assert routed.tokens.tolist() == rows[rank]
+        assert routed.expert_offsets == offsets[rank]
+        assert routed.expert_counts == EXAMPLE.expert_counts[rank]
+        assert routed.num_rows == len(rows[rank])
+        assert routed.padding == ([] if alignment == 1 else [2, 3, 6, 7])
+
+
+def test_example_layout_rank() -> None:
+    """Place (s, j) is the j-th token that source s sends here."""
+    for rank, routed in enumerate(EXAMPLE.problem.dispatched("rank")):
+        assert list(routed.tokens.shape) == [2, 3, 2]
+        for source, rows in enumerate(EXAMPLE.rank_rows[rank]):
+            assert routed.tokens[source, : len(rows)].tolist() == rows
+        assert routed.source_counts == EXAMPLE.source_counts[rank]
+        assert routed.num_rows == 3
+
+
+@pytest.mark.parametrize("mode", ["per_rank", "per_route"])
+def test_example_combine(mode: str) -> None:
+    """Weighted and plain sums; the token with a NaN weight on its -1 is not touched by it."""
+    problem = EXAMPLE.problem
+    routed = problem.dispatched("expert")
+    ys = [torch.tensor(y, dtype=FP32) for y in EXAMPLE.y]
+    weighted = reference.combine(problem.plan, ys, routed, problem.topk_ids, problem.topk_weights, mode=mode)
+    assert [out.tolist() for out in weighted] == EXAMPLE.weighted
+    plain = reference.combine(problem.plan, ys, routed, problem.topk_ids, None, mode=mode)
+    assert [out.tolist() for out in plain] == EXAMPLE.unweighted
+
+
+def test_example_capacity() -> None:
+    """Capacity 3 of the 4 rows of layout expert: the last row of the last group goes, NaN for its token alone."""
+    problem = EXAMPLE.problem
+    with pytest.raises(CapacityOverflow) as overflow:
+        problem.dispatched("expert", capacity=3)
+    assert (overflow.value.needed, overflow.value.capacity) == (4, 3)
+    routed = problem.dispatched("expert", capacity=3, bounded=True)
+    assert [each.expert_offsets for each in routed] == [[0, 2, 3], [0, 2, 3]]
+    assert [each.expert_counts for each in routed] == [[2, 1], [2, 1]]
+    assert [each.source_counts for each in routed] == EXAMPLE.source_counts
+    ys = [torch.tensor(y, dtype=FP32)[:3] for y in EXAMPLE.y]
+    out = reference.combine(problem.plan, ys, routed, problem.topk_ids, problem.topk_weights)
+    assert [rows.isnan().all(1).tolist() for rows in out] == [[False, True, False], [False, True]]
+    assert out[0][[0, 2]].tolist() == [EXAMPLE.weighted[0][0], EXAMPLE.weighted[0][2]]
+
+
+@pytest.mark.parametrize("example", SUMS, ids=lambda example: example.name)
+@pytest.mark.parametrize("mode", ["per_rank", "per_route"])
+def test_sum_by_hand(example: Sum, mode: str) -> None:
+    """Values chosen so that another order, a fused multiply-add or another rounding gives another result."""
+    problem = example.problem()
+    routed = problem.dispatched("expert")
+    out = reference.combine(
+        problem.plan,
+        example.rows(routed),
+        routed,
+        problem.topk_ids,
+        problem.topk_weights,
+        mode=mode,
+        wire_dtype=example.wire_dtype,
+        out_dtype=example.out_dtype,
+    )
+    dtype = example.out_dtype or example.y_dtype
+    same_bits(out[0], torch.tensor([[getattr(example, mode)]], dtype=FP64).to(dtype), example.name)
+
+
+# -- by brute force ---------------------------------------------------------------------------------------------
+
+SMALL = [case for case in case_params() if case.values[0].hidden < 1000]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("case", SMALL)
+def test_dispatch_equals_brute_force(case: Case, num_ranks: int) -> None:
+    """Nested loops in the order of the definition, appending row after row; no sorting, no maps."""
+    problem = make_problem(case, num_ranks)
+    plan, ids = problem.plan, [rank_ids.tolist() for rank_ids in problem.topk_ids]
+    token, by_rank = problem.dispatched("token"), problem.dispatched("rank")
+    for alignment in (1, 4):
+        expert = problem.dispatched("expert", alignment=alignment)
+        for rank in range(num_ranks):
+            rows, offsets, counts = [], [0], []
+            for e in range(rank * plan.experts_per_rank, (rank + 1) * plan.experts_per_rank):
+                here = [(s, t) for s in range(num_ranks) for t, row in enumerate(ids[s]) for each in row if each == e]
+                rows += here
+                while len(rows) % alignment:
+                    rows.append(None)
+                offsets.append(len(rows))
+                counts.append(len(here))
+            assert expert[rank].expert_offsets == offsets
+            assert expert[rank].expert_counts == counts
+            assert expert[rank].num_rows == len(rows) == len(expert[rank].tokens)
+            check_rows(problem, expert[rank], rows)
+    for rank in range(num_ranks):
+        rows = []
+        for source in range(num_ranks):
+            here = [(source, t) for t, row in enumerate(ids[source]) if any(lives_on(plan, e, rank) for e in row)]
+            rows += here
+            assert token[rank].source_counts[source] == by_rank[rank].source_counts[source] == len(here)
+            for place, key in enumerate(here):
+                assert by_rank[rank].rows[key] == source * plan.max_tokens_per_rank + place
+        check_rows(problem, token[rank], rows)
+        check_routes(problem, token[rank], rows, rank)
+
+
+def lives_on(plan: Plan, expert: int, rank: int) -> bool:
+    return rank * plan.experts_per_rank <= expert < (rank + 1) * plan.experts_per_rank
+
+
+def check_rows(problem: Problem, routed: reference.Routed, rows: list[tuple[int, int] | None]) -> None:
+    """Row by row, in bytes: the token of each, zeros where there is none."""
+    assert len(routed.tokens) == len(rows)
+    for place, key in enumerate(rows):
+        want = bytes(problem.xs[0].element_size() * problem.plan.hidden)
+        if key is not None:
+            want = raw(problem.xs[key[0]][key[1]])
+        assert raw(routed.tokens[place]) == want
+        if routed.scales is not None and problem.scales is not None:
+            want_scales = problem.scales[key[0]][key[1]].tolist() if key else [0.0] * problem.plan.scales_per_token
+            assert routed.scales[place].tolist() == want_scales
+
+
+def raw(row: torch.Tensor) -> bytes:
+    return row.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def check_routes(problem: Problem, routed: reference.Routed, rows: list[tuple[int, int]], rank: int) -> None:
+    """Local ids and weights of layout token; weights of places without a route are 0, never the caller's NaN."""
+    assert routed.topk_ids is not None
+    for place, (source, token) in enumerate(rows):
+        for k, expert in enumerate(problem.topk_ids[source][token].tolist()):
+            local = expert - rank * problem.plan.experts_per_rank if lives_on(problem.plan, expert, rank) else -1
+            assert routed.topk_ids[place, k] == local
+            if routed.topk_weights is not None and problem.topk_weights is not None:
+                weight = problem.topk_weights[source][token, k].item() if local >= 0 else 0.0
+                assert routed.topk_weights[place, k].item() == weight
+
+
+@pytest.mark.parametrize("y_dtype", [BF16, FP16, FP32, FP64])
+@pytest.mark.parametrize("mode", ["per_rank", "per_route"])
+@pytest.mark.parametrize("case", case_params(["plain", "top8", "descending-ranks", "repeats", "nan-weights"]))
+def test_combine_equals_brute_force(case: Case, mode: str, y_dtype: torch.dtype) -> None:
+    """Scalar by scalar in numpy, whose products and sums are rounded one by one."""
+    num_ranks = 4
+    problem = make_problem(case, num_ranks)
+    plan, routed = problem.plan, problem.dispatched("expert", alignment=3)
+    ys = expert_rows(problem, routed, y_dtype)
+    assert problem.topk_weights is not None
+    got = reference.combine(plan, ys, routed, problem.topk_ids, problem.topk_weights, mode=mode)
+    number = np.float64 if y_dtype == FP64 else np.float32
+    for source, rank_ids in enumerate(problem.topk_ids):
+        for token, experts in enumerate(rank_ids.tolist()):
+            for column in range(plan.hidden):
+                groups: list[list[np.floating]] = []
+                for rank in range(num_ranks):
+                    ks = [k for k, e in enumerate(experts) if lives_on(plan, e, rank)]
+                    groups.append([])
+                    for k in ks:
+                        y = ys[rank][routed[rank].rows[source, token, k], column].item()
+                        groups[-1].append(number(y) * number(problem.topk_weights[source][token, k].item()))
+                if mode == "per_route":
+                    order = [k for k, e in enumerate(experts) if e >= 0]
+                    taken = {e: iter(group) for e, group in enumerate(groups)}
+                    terms = [next(taken[experts[k] // plan.experts_per_rank]) for k in order]
+                else:
+                    terms = [chain(group) for group in groups if group]
+                want = chain([number(rounded(term, y_dtype)) for term in terms]) if terms else number(0)
+                assert got[source][token, column].item() == rounded(want, y_dtype)
+
+
+def chain(terms: list[np.floating]) -> np.floating:
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
+
+
+def rounded(value: np.floating, dtype: torch.dtype) -> float:
+    """``value`` rounded to nearest, ties to even; bfloat16 by hand on the bits."""
+    if dtype == FP64:
+        return float(value)
+    if dtype == FP32:
+        return float(np.float32(value))
+    if dtype == FP16:
+        return float(np.float16(value))
+    bits = int(np.float32(value).view(np.uint32))
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return float(np.uint32(bits).view(np.float32))
+
+
+@pytest.mark.parametrize("layout", ["token", "rank"])
+def test_combine_of_one_row_per_token(layout: str) -> None:
+    """Layouts token and rank: the rows themselves are the partial sums."""
+    problem = EXAMPLE.problem
+    routed = problem.dispatched(layout)
+    ys = [torch.full(each.tokens.shape, torch.nan) for each in routed]
+    for rank, (each, y) in enumerate(zip(routed, ys, strict=True)):
+        for (source, token), place in each.rows.items():
+            y.view(-1, 2)[place] = 100 * rank + 10 * source + token
+    out = reference.combine(problem.plan, ys, routed, problem.topk_ids, None)
+    # rank 0: token 0 goes to both ranks, 1 to rank 0, 2 to rank 1; rank 1: token 0 to rank 0, token 1 to rank 1
+    assert [rows[:, 0].tolist() for rows in out] == [[0 + 100, 1, 102], [10, 111]]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_moe_equals_dense(shared: bool) -> None:
+    """The whole layer, token by token and expert by expert, in float64."""
+    problem = make_problem(Case("moe", "", dtype=FP64, hidden=6, unused=0.2, top_k=3, pick="repeats"), 2)
+    xs = [torch.randn(x.shape, dtype=FP64) for x in problem.xs]
+    plan = problem.plan
+    w1 = torch.randn(plan.num_experts, 2 * 5, plan.hidden, dtype=FP64)
+    w2 = torch.randn(plan.num_experts, plan.hidden, 5, dtype=FP64)
+    extra = (torch.randn(2 * 4, plan.hidden, dtype=FP64), torch.randn(plan.hidden, 4, dtype=FP64)) if shared else ()
+    assert problem.topk_weights is not None
+    outs = reference.moe(plan, xs, problem.topk_ids, problem.topk_weights, w1, w2, *extra)
+
+    def expert(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        gate, value = (up @ x).chunk(2)
+        return down @ (torch.nn.functional.silu(gate) * value)
+
+    for source, x in enumerate(xs):
+        for token in range(len(x)):
+            want = torch.zeros(plan.hidden, dtype=FP64)
+            for k, e in enumerate(problem.topk_ids[source][token].tolist()):
+                if e >= 0:
+                    want += problem.topk_weights[source][token, k] * expert(x[token], w1[e], w2[e])
+            if shared:
+                want += expert(x[token], *extra)
+            # float64 with another order of sums: a few units in the last place of values near 100
+            torch.testing.assert_close(outs[source][token], want, rtol=1e-12, atol=1e-11)
