@@ -65,8 +65,8 @@ class Plan:
 
 def padded(routes: int, groups: int, alignment: int) -> int:
     """Most rows that ``routes`` rows can take when split over ``groups`` groups, each padded to ``alignment``."""
-    used = min(routes, groups)
-    return routes + used * (alignment - 1)
+    used = min(routes, groups)  # one route opens a block in each group; the others fill more blocks where they can
+    return used * alignment + (routes - used) // alignment * alignment
 
 
 def align_up(value: int, alignment: int) -> int:
