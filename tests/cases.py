@@ -100,6 +100,10 @@ CASES = [
     Case("fp64", "payload dtype, with float64 weights", dtype=FP64, hidden=3, top_k=3),
     Case("fp8", "payload and scales travel together", dtype=FP8, hidden=256, tokens=(6, 3, 0, 4)),
     Case("fp8-unused", "scales of padding rows are zero", dtype=FP8, hidden=128, unused=0.5, top_k=4, pick="repeats"),
+    Case("fp8-one-row", "a single row: slices of what arrived begin in the middle of a word", dtype=FP8, hidden=256,
+         top_k=1, tokens=(1, 0), weights="absent", pick="one rank"),
+    Case("fp64-one-row", "a single row: a float64 weight beside one int32 id", dtype=FP64, top_k=1, tokens=(1, 0),
+         pick="one rank"),
     Case("fp8-empty", "zero tokens with scales", dtype=FP8, hidden=128, tokens=(0,)),
 ]  # fmt: skip
 

@@ -203,9 +203,10 @@ def scatter_rows(rows: torch.Tensor, positions: torch.Tensor, num_out: int) -> t
     Returns:
         [num_out, h], dtype of ``rows``.
     """
+    words = as_words(rows)
     out = rows.new_zeros((num_out, rows.shape[1]))
     sources, columns = (positions >= 0).nonzero(as_tuple=True)
-    as_words(out)[positions[sources, columns]] = as_words(rows)[sources]
+    out.view(words.dtype)[positions[sources, columns]] = words[sources]
     return out
 
 

@@ -201,7 +201,9 @@ class CollectiveBackend:
         if tensors.scales is not None:
             parts.append(tensors.scales[send.tokens].view(torch.int32))
         words = self.ranks.all_to_all(torch.cat(parts, 1), sent, received, "dispatch, metadata")
-        split = [part.contiguous() for part in words.split([part.shape[1] for part in parts], 1)]
+        # Always a copy: a slice of a single row counts as contiguous, but starts wherever its neighbour ends.
+        widths = [part.shape[1] for part in parts]
+        split = [part.clone(memory_format=torch.contiguous_format) for part in words.split(widths, 1)]
         local_ids, rest = split[0], split[1:]
         received_weights = None if tensors.topk_weights is None else rest.pop(0).view(tensors.topk_weights.dtype)
         scales = rest.pop(0).view(torch.float32) if rest else None
