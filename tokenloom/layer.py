@@ -193,9 +193,10 @@ class ExpertParallelMoE(nn.Module):
         """Tokens [T, H], ids, weights, and what the losses need, in at least float32. Not collective."""
         tokens = self._tokens(x)
         dtype = torch.promote_types(tokens.dtype, torch.float32)
-        logits = functional.linear(tokens.to(dtype), self._replicated(self.router_weight).to(dtype))
-        topk_ids, topk_weights, probabilities = self.router.route(logits, self.correction_bias)
-        return tokens, topk_ids, topk_weights, router_sums(logits, probabilities, topk_ids)
+        with torch.autocast(tokens.device.type, enabled=False):  # which would choose by bfloat16 logits
+            logits = functional.linear(tokens.to(dtype), self._replicated(self.router_weight).to(dtype))
+            topk_ids, topk_weights, probabilities = self.router.route(logits, self.correction_bias)
+            return tokens, topk_ids, topk_weights, router_sums(logits, probabilities, topk_ids)
 
     def _tokens(self, x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, torch.Tensor):
