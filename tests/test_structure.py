@@ -58,6 +58,11 @@ VIOLATIONS = {
         "from tokenloom.kernels.two import launch",
         "kernels.one.launch imports kernels.two, its neighbour",
     ),
+    "shared_by_kernels_uses_a_kernel": (
+        "kernels/shape.py",
+        "from tokenloom.kernels.two import launch",
+        "kernels.shape imports kernels.two, which is above it",
+    ),
     "python_too_long": ("long.py", "#\n" * 601, "tokenloom/long.py: 60"),
     "device_code_too_long": ("device/long.cuh", "//\n" * 601, "tokenloom/device/long.cuh: 60"),
 }
@@ -81,6 +86,9 @@ def test_the_lower_neighbours_and_own_package_are_allowed(copy: Path) -> None:
         out.write("\nfrom tokenloom.plan import Plan\nfrom tokenloom._version import __version__\n")
     with (copy / "tokenloom" / "backends" / "__init__.py").open("a") as out:
         out.write("\nfrom .exchange import exchange\n")
+    kernel = copy / "tokenloom" / "kernels" / "one" / "launch.py"
+    kernel.parent.mkdir(parents=True)
+    kernel.write_text("from tokenloom.kernels.shape import x\nfrom tokenloom.kernels.one import y\n")
     assert run_check(copy).returncode == 0
 
 

@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("autograd", "checks", "agreement", "streams"),
     ("backends", "reference"),
     ("kernels.*",),
+    ("kernels.shape",),  # what the host sides of kernels share
     ("jit", "symmetric", "device"),
     ("tune.choices",),
     ("router", "routing", "quant", "experts"),
@@ -107,9 +108,11 @@ def imports_of(name: str, path: Path, modules: set[str]) -> Iterator[Import]:
             base = node.module or ""
             if node.level:
                 base = ".".join([*parents[: len(parents) - node.level + 1], *base.split(".")]).rstrip(".")
-            for alias in node.names:
-                submodule = _import(f"{base}.{alias.name}", node.lineno)
-                yield submodule if submodule.inside and submodule.target in modules else _import(base, node.lineno)
+            found = [_import(f"{base}.{alias.name}", node.lineno) for alias in node.names]
+            names = [each for each in found if not (each.inside and each.target in modules)]
+            yield from (each for each in found if each not in names)
+            if names:
+                yield _import(base, node.lineno)
 
 
 def package_of(name: str, path: Path) -> list[str]:
@@ -125,16 +128,18 @@ def _import(dotted: str, line: int) -> Import:
 
 
 def place_of(name: str) -> tuple[int, str] | None:
-    """(line of the table, entry) of a module; None if the table lacks it."""
+    """(line of the table, package that may import from itself) of a module; None if the table lacks it."""
+    found = None
     for index, line in enumerate(LAYERS):
         for entry in line:
             if entry.endswith(".*"):
-                parent = entry[:-2]
-                if name == parent or name.startswith(f"{parent}."):
-                    return index, ".".join(name.split(".")[:2])
+                parts = name.split(".")
+                package = ".".join(parts[: entry.count(".") + 1])
+                if found is None and (name == entry[:-2] or name.startswith(entry[:-1])):
+                    found = index, package
             elif name == entry or name.startswith(f"{entry}."):
-                return index, entry
-    return None
+                return index, entry  # named in full: before any pattern
+    return found
 
 
 def wrong_directions(name: str, where: Path, imports: list[Import]) -> Iterator[str]:
