@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -24,6 +24,7 @@ import torch.multiprocessing as mp
 
 from tokenloom.errors import PeerError, PeerTimeout, TokenloomError
 
+CPU_RANKS = 4
 GRACE_S = 5.0
 """After one rank failed, how long to wait for what the others say, before they are ended."""
 
@@ -203,10 +204,15 @@ class RankPool:
             self._folder = None
 
 
-def default_ranks() -> tuple[int, str]:
-    """(ranks, device) for trying things out: all GPUs if there are two or more, else 4 processes on the CPU."""
+def default_ranks(device: str | None = None) -> tuple[int, str]:
+    """(ranks, device) for trying things out: all GPUs if there are two or more, else CPU_RANKS processes.
+
+    Args:
+        device: "cpu" or "cuda" where it is given; with "cuda" the ranks are the GPUs there are, 0 even.
+    """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return (gpus, "cuda") if gpus >= 2 else (4, "cpu")
+    device = device or ("cuda" if gpus >= 2 else "cpu")
+    return (gpus if device == "cuda" else CPU_RANKS), device
 
 
 @contextmanager
@@ -266,4 +272,5 @@ def _rank_main(rank: int, num_ranks: int, device: str, folder: str, timeout_s: f
 
 def _send_failure(pipe: Connection, error: BaseException) -> None:
     because_of_another = isinstance(error, PeerError | PeerTimeout)
-    pipe.send(("failure", (because_of_another, "".join(traceback.format_exception(error)))))
+    with suppress(BrokenPipeError):  # the parent was interrupted and does not listen any more
+        pipe.send(("failure", (because_of_another, "".join(traceback.format_exception(error)))))

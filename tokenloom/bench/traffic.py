@@ -1,0 +1,65 @@
+"""How many bytes an operation moves, from its routing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tokenloom.plan import FP8_BLOCK, Plan
+
+SCALE_BYTES = 4
+ID_BYTES = 4
+WEIGHT_BYTES = 4
+PAYLOAD_BYTES = {"bf16": 2, "fp8": 1}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of rows that one operation moves. The exchange of counts, which no routing changes, is not among them.
+
+    Attributes:
+        physical_bytes: out of the busiest rank over a link: what it sends to other ranks.
+        logical_bytes: to the rank that receives most, its own rows included.
+    """
+
+    physical_bytes: int
+    logical_bytes: int
+
+
+def rows_between(plan: Plan, topk_ids: Sequence[torch.Tensor]) -> np.ndarray:
+    """int64 [W, W]: tokens of rank i that have an expert on rank j; a token crosses to a rank once.
+
+    Args:
+        topk_ids: [T, K] of each rank; -1 is an unused place.
+    """
+    rows = np.zeros((plan.num_ranks, plan.num_ranks), dtype=np.int64)
+    for source, ids in enumerate(topk_ids):
+        ranks = torch.where(ids >= 0, ids // plan.experts_per_rank, -1)
+        for rank in range(plan.num_ranks):
+            rows[source, rank] = int((ranks == rank).any(1).sum())
+    return rows
+
+
+def dispatch_traffic(plan: Plan, rows: np.ndarray, dtype: str) -> Traffic:
+    """Of a dispatch: every row carries its values, FP8 its scales too, and K ids and weights.
+
+    Args:
+        rows: as :func:`rows_between` gives them. dtype: "bf16" or "fp8".
+    """
+    row_bytes = plan.hidden * PAYLOAD_BYTES[dtype] + plan.top_k * (ID_BYTES + WEIGHT_BYTES)
+    if dtype == "fp8":
+        row_bytes += plan.hidden // FP8_BLOCK * SCALE_BYTES
+    return _traffic(rows, row_bytes)
+
+
+def combine_traffic(plan: Plan, rows: np.ndarray, dtype: str) -> Traffic:
+    """Of a combine: for every row of the dispatch, one row of partial sums goes the other way."""
+    return _traffic(rows.T, plan.hidden * PAYLOAD_BYTES[dtype])
+
+
+def _traffic(rows: np.ndarray, row_bytes: int) -> Traffic:
+    to_others = rows.sum(1) - rows.diagonal()
+    return Traffic(int(to_others.max()) * row_bytes, int(rows.sum(0).max()) * row_bytes)

@@ -1,0 +1,136 @@
+"""The demo's first part: dispatch, combine and the layer on real ranks against the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from tokenloom import reference
+from tokenloom.communicator import Communicator, Layout, Routed
+from tokenloom.demo.compare import Difference, compare
+from tokenloom.launch import RankContext
+from tokenloom.layer import ExpertParallelMoE, gather_state_dict
+
+MAX_TOKENS = 48
+HIDDEN = 128
+INTERMEDIATE = 64
+TOP_K = 3
+ALIGNMENT = 8
+UNUSED_SHARE = 0.2
+"""Share of the places in topk_ids that are -1."""
+
+LAYOUTS: tuple[Layout, ...] = ("token", "expert", "rank")
+LAYER_TOLERANCE = (HIDDEN + INTERMEDIATE) * 2.0**-24
+"""Of the layer's output, relative to the largest value: its two products add HIDDEN and INTERMEDIATE terms in an order
+that the library for matrix products chooses, and every addition may round by 2^-24."""
+
+
+def check_on_rank(context: RankContext, num_experts: int, seed: int) -> tuple[str, list[Difference]]:
+    """What a rank receives, and what comes home to it, against the reference. Collective.
+
+    Routing is random, with repeated experts and unused places; every rank has another number of tokens and the last
+    one has none (if there are two). All ranks draw all inputs, so each can compute the reference by itself.
+
+    Returns:
+        what ``Communicator.describe`` says, and the comparisons, the same ones on every rank.
+    """
+    inputs = _draw_inputs(context.num_ranks, num_experts, seed)
+    comm = Communicator(
+        context.group,
+        num_experts=num_experts,
+        hidden=HIDDEN,
+        top_k=TOP_K,
+        max_tokens_per_rank=MAX_TOKENS,
+        device=context.device,
+    )
+    differences = []
+    for layout in LAYOUTS:
+        differences += _check_layout(comm, inputs, layout, seed)
+    differences.append(_check_layer(comm, inputs, seed))
+    return comm.describe(), differences
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Of every rank: xs bfloat16 [T, H], ids int64 [T, K], weights float32 [T, K], on the CPU."""
+
+    xs: list[torch.Tensor]
+    ids: list[torch.Tensor]
+    weights: list[torch.Tensor]
+
+
+def _draw_inputs(num_ranks: int, num_experts: int, seed: int) -> Inputs:
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens = torch.randint(MAX_TOKENS // 4, MAX_TOKENS + 1, (num_ranks,), generator=generator).tolist()
+    if num_ranks > 1:
+        num_tokens[-1] = 0
+    inputs = Inputs([], [], [])
+    for count in num_tokens:
+        ids = torch.randint(num_experts, (count, TOP_K), generator=generator)
+        ids[torch.rand(ids.shape, generator=generator) < UNUSED_SHARE] = -1
+        inputs.ids.append(ids)
+        inputs.xs.append(torch.randn(count, HIDDEN, generator=generator).bfloat16())
+        inputs.weights.append(torch.rand(count, TOP_K, generator=generator))
+    return inputs
+
+
+def _check_layout(comm: Communicator, inputs: Inputs, layout: Layout, seed: int) -> list[Difference]:
+    rank, device, by_expert = comm.rank, comm.device, layout == "expert"
+    alignment = ALIGNMENT if by_expert else 1
+    wanted = reference.dispatch(comm.plan, inputs.xs, inputs.ids, inputs.weights, layout, alignment=alignment)
+    own = (each[rank].to(device) for each in (inputs.xs, inputs.ids, inputs.weights))
+    got = comm.dispatch(*own, layout=layout, alignment=alignment)
+
+    # What experts would return: any values will do, so they are drawn anew.
+    generator = torch.Generator().manual_seed(seed + 1)
+    ys = [torch.randn(each.tokens.shape, generator=generator).bfloat16() for each in wanted]
+    home = reference.combine(comm.plan, ys, wanted, inputs.ids, inputs.weights if by_expert else None)
+    out = comm.combine(ys[rank].to(device), got)
+    return [
+        compare(f"dispatch, {layout}", _routed_pairs(got, wanted[rank])),
+        compare(f"combine, {layout}", [(out, home[rank])]),
+    ]
+
+
+def _routed_pairs(got: Routed, wanted: reference.Routed) -> list[tuple[torch.Tensor | None, torch.Tensor | None]]:
+    """Everything that a Routed says; of layout "rank" the places that hold a row."""
+    used = torch.tensor(sorted(wanted.rows.values()), dtype=torch.int64)
+
+    def rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None or got.layout != "rank":
+            return tensor
+        return tensor.cpu().flatten(0, 1)[used]
+
+    offsets = wanted.expert_offsets if got.layout == "expert" else None
+    return [
+        (rows(got.tokens), rows(wanted.tokens)),
+        (rows(got.topk_ids), rows(wanted.topk_ids)),
+        (rows(got.topk_weights), rows(wanted.topk_weights)),
+        (got.expert_offsets, None if offsets is None else torch.tensor(offsets)),
+        (got.expert_counts, torch.tensor(wanted.expert_counts)),
+        (got.source_counts, torch.tensor(wanted.source_counts)),
+        (torch.as_tensor(got.num_rows), torch.tensor(wanted.num_rows)),
+    ]
+
+
+@torch.no_grad()
+def _check_layer(comm: Communicator, inputs: Inputs, seed: int) -> Difference:
+    """A float32 layer, with a router that chooses by itself, on the same tokens."""
+    layer = ExpertParallelMoE(
+        comm=comm, hidden=HIDDEN, intermediate=INTERMEDIATE, num_experts=comm.plan.num_experts, top_k=TOP_K
+    )
+    layer.reset_parameters(seed=seed)
+    out, _ = layer(inputs.xs[comm.rank].float().to(comm.device))
+
+    ids, weights = [], []
+    for x in inputs.xs:
+        logits = functional.linear(x.float().to(comm.device), layer.router_weight)
+        rank_ids, rank_weights, _ = layer.router.route(logits)
+        ids.append(rank_ids.cpu())
+        weights.append(rank_weights.cpu())
+    full = gather_state_dict(layer)
+    wanted = reference.moe(comm.plan, [x.float() for x in inputs.xs], ids, weights, full["w1"], full["w2"])
+    largest = max(out.abs().max().item() for out in wanted if len(out))
+    return compare("layer", [(out, wanted[comm.rank])], LAYER_TOLERANCE * largest)

@@ -1,0 +1,191 @@
+"""What ``tokenloom demo`` does and prints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from tokenloom.demo import check, train
+from tokenloom.demo.compare import Difference, compare, merge
+from tokenloom.demo.model import ModelSize
+from tokenloom.demo.text import read_standard_library
+from tokenloom.launch import RankPool
+
+SEED = 2
+MIN_EXPERTS = 8
+MIN_SEQUENCES = 16
+
+GRADIENT_TOLERANCE = 1e-4
+"""Of the first step's gradients, relative to the largest one of each parameter: rounding, through the whole model."""
+EARLY_STEPS, EARLY_TOLERANCE = 20, 1e-3
+"""Rounding grows slowly, but where two experts score almost alike it can swap them for a token; one token in a step
+is this much of the loss at most."""
+LOSS_TOLERANCE = 0.05
+"""After many steps: such swaps have moved the weights a little. Losses of successive batches differ by more."""
+
+
+def run_demo(console: Console, num_ranks: int, device: str, steps: int) -> bool:
+    """Check against the reference, train on all ranks, train on one, compare.
+
+    Args:
+        console: to print on.
+        num_ranks: at least 2. device: "cpu" (gloo) or "cuda" (NCCL).
+        steps: of the training, at least 1.
+
+    Returns:
+        Whether everything passed.
+
+    Raises:
+        RankFailed: a rank failed; the text has its traceback.
+    """
+    began = time.monotonic()
+    num_experts = num_ranks * -(-MIN_EXPERTS // num_ranks)
+    where = "GPUs over NCCL" if device == "cuda" else "processes on the CPU over gloo"
+    console.print(f"[bold]tokenloom demo[/bold]: {num_ranks} ranks, {where}")
+    with RankPool(num_ranks, device) as pool:
+        with console.status(f"starting {num_ranks} ranks"):
+            results = pool.run(check.check_on_rank, num_experts, SEED)
+        differences = _show_check(console, results)
+        differences += _train_and_compare(console, pool, ModelSize(num_experts, max(MIN_SEQUENCES, num_ranks)), steps)
+    passed = all(difference.passed for difference in differences)
+    verdict = "[bold green]PASS[/]: everything agrees" if passed else "[bold red]FAIL[/]: see the tables above"
+    console.print(f"{verdict}. {time.monotonic() - began:.0f} s in all.")
+    return passed
+
+
+def _show_check(console: Console, results: Sequence[tuple[str, list[Difference]]]) -> list[Difference]:
+    description = results[0][0]
+    differences = merge([differences for _, differences in results])
+    console.print(description, markup=False, highlight=False, soft_wrap=True)
+    console.print()
+    console.print(
+        "[bold]1. Against the reference.[/] Random routing: another number of tokens on every rank and none on the "
+        "last one, repeated experts, unused places (-1). The reference computes all ranks in one process by sorting "
+        "and looping, and shares no ordering code with the backend."
+    )
+    console.print(_table(differences))
+    console.print(
+        "Moved data must be equal, and so must every sum of combine, because its order and its roundings are fixed. "
+        f"The layer also has matrix products, whose order of {check.HIDDEN} and {check.INTERMEDIATE} additions is up "
+        "to the machine: each may round by 2^-24 of the result."
+    )
+    console.print()
+    return differences
+
+
+def _train_and_compare(console: Console, pool: RankPool, size: ModelSize, steps: int) -> list[Difference]:
+    text, source = read_standard_library()
+    num_ranks = pool.num_ranks
+    console.print(
+        f"[bold]2. Training a language model[/] on {source}. It predicts the next byte: {size.num_blocks} blocks of "
+        f"attention and {size.num_experts} experts, {size.num_experts // num_ranks} on each rank, of which every byte "
+        f"uses {size.top_k}. {size.tokens_per_step} bytes a step over all ranks; float32; AdamW."
+    )
+    many = _train(console, pool, f"on {num_ranks} ranks", num_ranks, text, size, steps)
+    losses = many[0].losses
+    dispatch, combine = (
+        float(np.mean([getattr(trained, share) for trained in many])) for share in ("dispatch_share", "combine_share")
+    )
+    console.print(
+        f"Loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte in {steps} steps, "
+        f"{many[0].tokens_per_s:,.0f} tokens/s. Dispatch took {dispatch:.0%} and combine {combine:.0%} of a step, "
+        f"forward and backward, waiting for other ranks included (torch.profiler over {train.PROFILED_STEPS} more "
+        "steps, mean over ranks).",
+        highlight=False,
+    )
+    console.print()
+    console.print(
+        "[bold]3. The same model on one rank[/]: the same weights at the start, the same batches, all experts at home."
+    )
+    one = _train(console, pool, "on 1 rank", 1, text, size, steps)
+    console.print(_curves(losses, one[0].losses, num_ranks))
+    differences = compare_runs(many, one)
+    console.print(_table(differences))
+    console.print(
+        f"Compared: every parameter's gradient of step 1 (as a share of the largest one of that parameter), and the "
+        f"loss of every step, on {num_ranks} ranks and on one. Sums over a batch are added up in another order on one "
+        "rank, which changes last bits; where two experts score almost alike, that can swap them for a token, and "
+        "later steps then differ by more than a last bit. This is about equality, not speed: how fast the ranks are "
+        "together depends on what they run on, and processes that share a few cores are no faster than one."
+    )
+    return differences
+
+
+def _train(
+    console: Console, pool: RankPool, title: str, num_ranks: int, text: bytes, size: ModelSize, steps: int
+) -> list[train.Trained]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}"))
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(f"training {title}", total=steps, state="")
+        began = time.monotonic()
+
+        def show(step: train.Step) -> None:
+            tokens_per_s = step.number * size.tokens_per_step / (time.monotonic() - began)
+            progress.update(task, completed=step.number, state=f"loss {step.loss:.3f}  {tokens_per_s:,.0f} tokens/s")
+
+        return pool.run(
+            train.train,
+            text,
+            size,
+            steps,
+            SEED,
+            num_ranks > 1,
+            ranks=num_ranks,
+            limit_s=120 + 5 * steps,
+            on_event=show,
+        )
+
+
+def compare_runs(many: list[train.Trained], one: list[train.Trained]) -> list[Difference]:
+    """Two runs of the same training on other numbers of ranks.
+
+    Args:
+        many, one: results by rank.
+    """
+    wanted = train.full_gradients(one)
+    got = train.full_gradients(many)
+    pairs = []
+    for name in sorted(wanted.keys() | got.keys()):
+        scale = float(np.abs(wanted[name]).max()) if name in wanted else 1.0
+        mine, theirs = (torch.from_numpy(each[name] / scale) if name in each else None for each in (got, wanted))
+        pairs.append((mine, theirs))
+    losses = [torch.tensor(trained[0].losses, dtype=torch.float64) for trained in (many, one)]
+    early = [each[:EARLY_STEPS] for each in losses]
+    return [
+        compare("gradients of step 1", pairs, GRADIENT_TOLERANCE),
+        compare(f"losses of steps 1 to {len(early[1])}", [(early[0], early[1])], EARLY_TOLERANCE),
+        compare(f"losses of all {len(losses[1])} steps", [(losses[0], losses[1])], LOSS_TOLERANCE),
+    ]
+
+
+def _curves(many: list[float], one: list[float], num_ranks: int) -> Table:
+    """Both losses at a few steps."""
+    table = Table("step", f"loss on {num_ranks} ranks", "loss on 1 rank", "difference")
+    for column in table.columns:
+        column.justify = "right"
+    for index in sorted({round(index) for index in np.linspace(0, len(one) - 1, 6)}):
+        difference = abs(many[index] - one[index])
+        table.add_row(str(index + 1), f"{many[index]:.6f}", f"{one[index]:.6f}", f"{difference:.1e}")
+    return table
+
+
+def _table(differences: Sequence[Difference]) -> Table:
+    table = Table("compared", "values", "max diff", "mean diff", "tolerance", "")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for each in differences:
+        table.add_row(
+            each.what,
+            f"{each.num_values:,}",
+            f"{each.largest:.2g}",
+            f"{each.mean:.2g}",
+            f"{each.tolerance:.0e}" if each.tolerance else "0: equal",
+            "[green]PASS[/]" if each.passed else "[bold red]FAIL[/]",
+        )
+    return table

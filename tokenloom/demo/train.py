@@ -1,0 +1,179 @@
+"""The demo's training, as one rank runs it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
+
+from tokenloom.autograd import COMBINE_RANGE, DISPATCH_RANGE
+from tokenloom.demo.model import LanguageModel, ModelSize, make_model
+from tokenloom.demo.text import Batches
+from tokenloom.launch import RankContext
+from tokenloom.layer import EXPERT_WEIGHTS
+
+LEARNING_RATE = 3e-3
+ADAM_EPS = 1e-6
+"""Gradients below this are noise beside those of the model; Adam's default of 1e-8 would make full steps of them."""
+PROFILED_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Step:
+    """Progress of the training, as rank 0 reports it: number of the step, its loss in nats per byte."""
+
+    number: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one rank knows afterwards.
+
+    Attributes:
+        losses: of every step, in nats per byte, over the tokens of all ranks.
+        gradients: of the first step, by the parameter's name: expert weights [L, ...] of this rank's experts; the
+            others, summed over ranks, from rank 0 alone.
+        tokens_per_s: of all ranks together, without the first step.
+        dispatch_share, combine_share: of the time of a step, forward and backward; None if not measured.
+    """
+
+    losses: list[float]
+    gradients: dict[str, np.ndarray]
+    tokens_per_s: float
+    dispatch_share: float | None
+    combine_share: float | None
+
+
+def train(context: RankContext, text: bytes, size: ModelSize, steps: int, seed: int, measure: bool) -> Trained:
+    """Train on this rank's share of every batch. Collective.
+
+    Args:
+        text: the training text, the same on all ranks.
+        steps: at least 1.
+        seed: of the weights and the batches.
+        measure: run PROFILED_STEPS more steps and measure the shares of dispatch and combine.
+    """
+    trainer = Trainer(context, text, size, seed)
+    losses, gradients, began = [], {}, time.perf_counter()
+    for number in range(1, steps + 1):
+        losses.append(trainer.step())
+        if context.rank == 0:
+            context.report(Step(number, losses[-1]))
+        if number == 1:
+            gradients = trainer.gradients()
+            if steps > 1:
+                began = time.perf_counter()  # the first step also allocates and connects
+    seconds = time.perf_counter() - began
+    shares = trainer.shares() if measure else (None, None)
+    return Trained(losses, gradients, size.tokens_per_step * max(1, steps - 1) / seconds, *shares)
+
+
+class Trainer:
+    """Data-parallel over the ranks: each has its share of the batch, all parameters but the experts, and L experts."""
+
+    def __init__(self, context: RankContext, text: bytes, size: ModelSize, seed: int) -> None:
+        self.context, self.size = context, size
+        self.model: LanguageModel = make_model(context, size, seed)
+        self.batches = Batches(text, size.sequences, size.context, seed)
+        self.replicated = [p for name, p in self.model.named_parameters() if not _is_sharded(name)]
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, eps=ADAM_EPS)
+
+    def step(self) -> float:
+        """One step; the loss of the whole batch in nats per byte.
+
+        A rank's loss is the sum over its tokens divided by the tokens of all ranks, so that sums over ranks, of
+        losses as of gradients, are those of one rank with the whole batch. The layers sum the gradients of expert
+        weights over ranks; here all others are. The balance loss is the same number on all ranks, so each
+        contributes 1/W of it.
+        """
+        context = self.context
+        inputs, targets = self.batches.next(context.rank, context.num_ranks, context.device)
+        logits, balance_loss = self.model(inputs)
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        loss = loss / self.size.tokens_per_step
+        self.optimizer.zero_grad()
+        (loss + balance_loss / context.num_ranks).backward()
+        total = self._sum_over_ranks(loss.detach())
+        self.optimizer.step()
+        return total.item()  # last: a step is over when all of its work on the device is
+
+    def _sum_over_ranks(self, loss: torch.Tensor) -> torch.Tensor:
+        """Gradients of the replicated parameters and the loss, in one all-reduce."""
+        gradients = [parameter.grad for parameter in self.replicated if parameter.grad is not None]
+        flat = torch.cat([*(gradient.flatten() for gradient in gradients), loss.reshape(1)])
+        dist.all_reduce(flat, group=self.context.group)
+        parts = flat[:-1].split([gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+        return flat[-1]
+
+    def gradients(self) -> dict[str, np.ndarray]:
+        """See :class:`Trained`."""
+        return {
+            name: parameter.grad.cpu().numpy().copy()
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None and (_is_sharded(name) or self.context.rank == 0)
+        }
+
+    def shares(self) -> tuple[float, float]:
+        """Shares of dispatch and combine in the time of a step, from the profiler's ranges."""
+        activities = [ProfilerActivity.CPU]
+        if self.context.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        profiler = profile(activities=activities)
+        with _no_stderr():
+            profiler.start()
+        began = time.perf_counter()
+        for _ in range(PROFILED_STEPS):
+            self.step()
+        steps_us = (time.perf_counter() - began) * 1e6
+        with _no_stderr():
+            profiler.stop()
+        events = profiler.events() or []
+        return covered_us(events, DISPATCH_RANGE) / steps_us, covered_us(events, COMBINE_RANGE) / steps_us
+
+
+@contextmanager
+def _no_stderr() -> Iterator[None]:
+    """Starting and stopping the profiler prints lines for its developers, from C++."""
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def covered_us(events: Iterable[Any], name: str) -> float:
+    """Microseconds during which a range of that name was open, on the host or the device."""
+    spans = sorted((each.time_range.start, each.time_range.end) for each in events if each.name == name)
+    covered, reached = 0.0, -float("inf")
+    for start, end in spans:
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return covered
+
+
+def full_gradients(by_rank: list[Trained]) -> dict[str, np.ndarray]:
+    """Gradients of the first step of the whole model: expert weights as [E, ...]."""
+    return {
+        name: np.concatenate([trained.gradients[name] for trained in by_rank]) if _is_sharded(name) else gradient
+        for name, gradient in by_rank[0].gradients.items()
+    }
+
+
+def _is_sharded(name: str) -> bool:
+    return name.rpartition(".")[2] in EXPERT_WEIGHTS
