@@ -256,7 +256,7 @@ def same_bytes(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
     assert got.shape == want.shape, f"{what}: {list(got.shape)}, expected {list(want.shape)}"
     if got.numel() == 0:
         return
-    got_bytes, want_bytes = got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8)
+    got_bytes, want_bytes = got.reshape(-1).view(torch.uint8), want.reshape(-1).view(torch.uint8)
     assert torch.equal(got_bytes, want_bytes), f"{what}: got {_text(got)}, expected {_text(want)}"
 
 

@@ -211,13 +211,24 @@ def scatter_rows(rows: torch.Tensor, positions: torch.Tensor, num_out: int) -> t
 
 
 def as_words(rows: torch.Tensor) -> torch.Tensor:
-    """A view of contiguous [n, h] rows as the widest integers that fit a row: indexing without dtype limits."""
+    """Contiguous [n, h] rows, seen as the widest integers that fit a row: indexing without dtype limits."""
+    rows = packed(rows)
     row_bytes = rows.shape[1] * rows.element_size()
     start_bytes = rows.storage_offset() * rows.element_size()
     for dtype in (torch.int64, torch.int32, torch.int16):
         if row_bytes % dtype.itemsize == 0 and start_bytes % dtype.itemsize == 0:
             return rows.view(dtype)
     return rows.view(torch.uint8)
+
+
+def packed(rows: torch.Tensor) -> torch.Tensor:
+    """``rows`` with the strides of a new tensor, so that it can be viewed as another dtype.
+
+    ``contiguous()`` is not enough: none or one of anything counts as contiguous with any strides, 0 even.
+    """
+    if rows.stride() == torch.empty(rows.shape, device="meta").stride():
+        return rows
+    return rows.clone(memory_format=torch.contiguous_format)
 
 
 def gather_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -197,7 +197,7 @@ class CollectiveBackend:
         parts = [send.local_ids]
         if tensors.topk_weights is not None:
             weights = torch.where(send.mask, tensors.topk_weights.detach()[send.tokens], 0)
-            parts.append(weights.view(torch.int32))
+            parts.append(routing.packed(weights).view(torch.int32))
         if tensors.scales is not None:
             parts.append(tensors.scales[send.tokens].view(torch.int32))
         words = self.ranks.all_to_all(torch.cat(parts, 1), sent, received, "dispatch, metadata")
@@ -276,7 +276,8 @@ class CollectiveBackend:
         if handle.call.layout != "expert":
             place = handle.placement.positions[:, 0]
             grad = torch.where((place >= 0)[:, None], grad[place.clamp_min(0)], 0)
-        home = self.ranks.all_to_all(grad.contiguous(), handle.received, handle.sent, "dispatch, gradient of weights")
+        grad = routing.packed(grad)
+        home = self.ranks.all_to_all(grad, handle.received, handle.sent, "dispatch, gradient of weights")
         out = home.new_zeros((handle.num_tokens, self.plan.top_k))
         rows, ks = handle.send.mask.nonzero(as_tuple=True)
         out[handle.send.tokens[rows], ks] = home[rows, ks]
