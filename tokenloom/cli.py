@@ -75,7 +75,7 @@ def _errors_for_people() -> Iterator[None]:
 
 def _console() -> Console:
     """On the terminal as wide as that is; elsewhere wide enough for every table."""
-    return Console() if sys.stdout.isatty() else Console(width=120)
+    return Console(width=None if sys.stdout.isatty() else 120, highlight=False)
 
 
 def _show_version(wanted: bool) -> None:
@@ -179,7 +179,7 @@ def _bench_comm(
     )
     if json_file is not None:
         rows.write_json(json_file, measured)
-        console.print(f"rows written to {json_file}", highlight=False)
+        console.print(f"rows written to {json_file}")
 
 
 def _pick_ranks(ranks: int | None, device: Device | None, least: int) -> tuple[int, str]:
