@@ -35,7 +35,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, backend: Backend, handle: Handle, x: torch.Tensor, weights: torch.Tensor | None) -> Any:
         ctx.backend, ctx.handle, ctx.x_dtype = backend, handle, x.dtype
-        rows = backend.dispatch(handle, _dense(x))
+        rows = backend.dispatch(handle, x)
         received = handle.topk_weights
         if x.element_size() == 1:  # FP8
             ctx.mark_non_differentiable(rows)
@@ -49,9 +49,9 @@ class _Dispatch(torch.autograd.Function):
         with record_function(COMBINE_RANGE):
             if ctx.needs_input_grad[2]:
                 call = CombineCall("per_rank", False, x_dtype, x_dtype, False)
-                grad_x = backend.combine(handle, _dense(grad_rows), None, call)
+                grad_x = backend.combine(handle, grad_rows.contiguous(), None, call)
             if ctx.needs_input_grad[3] and grad_received is not None:
-                grad_weights = backend.return_weights(handle, _dense(grad_received))
+                grad_weights = backend.return_weights(handle, grad_received.contiguous())
         return None, None, grad_x, grad_weights
 
 
@@ -63,7 +63,7 @@ class _Combine(torch.autograd.Function):
         ctx.backend, ctx.handle, ctx.call, ctx.rows_dtype = backend, handle, call, rows.dtype
         needs_dots = weights is not None and ctx.needs_input_grad[3]
         ctx.save_for_backward(rows if needs_dots else None, weights)
-        return backend.combine(handle, _dense(rows), weights, call)
+        return backend.combine(handle, rows, weights, call)
 
     @staticmethod
     @once_differentiable
@@ -71,13 +71,8 @@ class _Combine(torch.autograd.Function):
         rows, weights = ctx.saved_tensors
         with record_function(DISPATCH_RANGE):
             grad_rows, grad_weights = ctx.backend.combine_backward(
-                ctx.handle, _dense(grad), rows, weights, ctx.rows_dtype
+                ctx.handle, grad.contiguous(), rows, weights, ctx.rows_dtype
             )
         if grad_weights is not None:
             grad_weights = grad_weights.to(weights.dtype)
         return None, None, grad_rows if ctx.needs_input_grad[2] else None, grad_weights, None
-
-
-def _dense(rows: torch.Tensor) -> torch.Tensor:
-    """Contiguous, in its strides too: no rows count as contiguous whatever their strides (0 after ``sum()``)."""
-    return rows.contiguous() if rows.numel() else rows.new_empty(rows.shape)

@@ -28,7 +28,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("backends", "reference"),
     ("kernels.*",),
     ("kernels.shape",),  # what the host sides of kernels share
-    ("jit", "symmetric", "device"),
+    ("symmetric",),
+    ("jit", "device"),
     ("tune.choices",),
     ("router", "routing", "quant", "experts"),
     ("plan", "group", "env"),
