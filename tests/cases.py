@@ -127,13 +127,13 @@ class Problem:
     seed: int
 
     def arguments(self, context: RankContext) -> tuple[object, torch.Tensor, torch.Tensor | None]:
-        """What ``context``'s rank passes to dispatch."""
+        """What ``context``'s rank passes to dispatch, new tensors."""
         rank, device = context.rank, context.device
         x: object = _moved(self.xs[rank], device)
         if self.scales is not None:
-            x = (x, self.scales[rank].to(device))
-        weights = None if self.topk_weights is None else self.topk_weights[rank].to(device)
-        return x, self.topk_ids[rank].to(device), weights
+            x = (x, self.scales[rank].to(device, copy=True))
+        weights = None if self.topk_weights is None else self.topk_weights[rank].to(device, copy=True)
+        return x, self.topk_ids[rank].to(device, copy=True), weights
 
     def dispatched(self, layout: str, **options: object) -> list[reference.Routed]:
         """The reference's dispatch."""

@@ -37,6 +37,10 @@ class _Dispatch(torch.autograd.Function):
         ctx.backend, ctx.handle, ctx.x_dtype = backend, handle, x.dtype
         rows = backend.dispatch(handle, x)
         received = handle.topk_weights
+        if received is not None:
+            # The handle's own tensor would point at this node, which holds the handle: a cycle that only the garbage
+            # collector ends, with all activations before it.
+            received = received.detach()
         if x.element_size() == 1:  # FP8
             ctx.mark_non_differentiable(rows)
         return rows, received
