@@ -1,26 +1,47 @@
-"""tokenloom: expert parallelism for mixture-of-experts models. See README.md and docs/."""
+"""tokenloom: expert parallelism for mixture-of-experts models. See README.md and docs/.
+
+Names load on first use, so that ``import tokenloom`` and ``tokenloom --help`` do not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from tokenloom._version import __version__
-from tokenloom.communicator import Communicator, Routed
-from tokenloom.errors import (
-    BackendUnavailable,
-    CapacityOverflow,
-    CommunicatorBroken,
-    DeviceMismatch,
-    DtypeMismatch,
-    InvalidArgument,
-    InvalidExpertId,
-    NotDifferentiable,
-    PeerError,
-    PeerTimeout,
-    PlanMismatch,
-    ShapeMismatch,
-    TokenloomError,
-)
-from tokenloom.layer import ExpertParallelMoE, gather_state_dict, shard_state_dict
-from tokenloom.quant import dequantize_fp8, quantize_fp8
-from tokenloom.router import Router
-from tokenloom.streams import Event
+
+if TYPE_CHECKING:
+    from tokenloom.communicator import Communicator, Routed
+    from tokenloom.errors import (
+        BackendUnavailable,
+        CapacityOverflow,
+        CommunicatorBroken,
+        DeviceMismatch,
+        DtypeMismatch,
+        InvalidArgument,
+        InvalidExpertId,
+        KernelCompileError,
+        NotDifferentiable,
+        PeerError,
+        PeerTimeout,
+        PlanMismatch,
+        ShapeMismatch,
+        TokenloomError,
+    )
+    from tokenloom.layer import ExpertParallelMoE, gather_state_dict, shard_state_dict
+    from tokenloom.quant import dequantize_fp8, quantize_fp8
+    from tokenloom.router import Router
+    from tokenloom.streams import Event
+
+_MODULE_OF = {
+    "Communicator": "communicator",
+    "Event": "streams",
+    "ExpertParallelMoE": "layer",
+    "Routed": "communicator",
+    "Router": "router",
+    "dequantize_fp8": "quant",
+    "gather_state_dict": "layer",
+    "quantize_fp8": "quant",
+    "shard_state_dict": "layer",
+}
 
 __all__ = [
     "BackendUnavailable",
@@ -33,6 +54,7 @@ __all__ = [
     "ExpertParallelMoE",
     "InvalidArgument",
     "InvalidExpertId",
+    "KernelCompileError",
     "NotDifferentiable",
     "PeerError",
     "PeerTimeout",
@@ -47,3 +69,15 @@ __all__ = [
     "quantize_fp8",
     "shard_state_dict",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'tokenloom' has no attribute {name!r}")
+    value = getattr(import_module(f"tokenloom.{_MODULE_OF.get(name, 'errors')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

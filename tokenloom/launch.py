@@ -189,15 +189,13 @@ class RankPool:
         """End the processes. Calling it twice is fine."""
         for pipe in self._pipes:
             pipe.close()  # an idle rank takes this as the end
-        for process in self._processes:
-            process.join(0.5)
-            if process.is_alive():
-                process.terminate()
-        for process in self._processes:
-            process.join(2.0)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        for end, patience_s in ((None, 0.5), ("terminate", 2.0), ("kill", 10.0)):
+            deadline = time.monotonic() + patience_s
+            for process in self._processes:
+                if end is not None and process.is_alive():
+                    getattr(process, end)()
+            for process in self._processes:
+                process.join(max(0.0, deadline - time.monotonic()))
         self._processes, self._pipes = [], []
         if self._folder is not None:
             self._folder.cleanup()

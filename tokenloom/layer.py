@@ -141,14 +141,23 @@ class ExpertParallelMoE(nn.Module):
         local = self.comm.plan.experts_per_rank
         return range(self.comm.rank * local, (self.comm.rank + 1) * local)
 
+    def expert_parameters(self) -> list[nn.Parameter]:
+        """Parameters of this rank's experts: sharded, their gradients are whole."""
+        return [self.w1, self.w2]
+
+    def replicated_parameters(self) -> list[nn.Parameter]:
+        """Parameters that are the same on every rank: router and shared expert; ``router_grad`` speaks of these."""
+        return [parameter for name, parameter in self.named_parameters() if name not in EXPERT_WEIGHTS]
+
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
         """Uniform in ±1/sqrt(fan-in), like nn.Linear.
 
         Args:
             seed: draws the same full set of weights on every rank and for any number of ranks, and keeps this
-                rank's shard. None draws from torch's generator: seed replicated parameters alike on all ranks, or
-                load a checkpoint.
+                rank's shard. Give every layer a seed of its own, or they get equal weights. None draws from torch's
+                generator, a number of values that depends on the number of ranks: then load a checkpoint, or make
+                replicated parameters equal yourself.
         """
         for name, parameter in self.named_parameters():
             bound = 1 / math.sqrt(parameter.shape[-1])
