@@ -124,3 +124,7 @@ class BackendUnavailable(TokenloomError, RuntimeError):
 
 class NotDifferentiable(TokenloomError, RuntimeError):
     """A gradient was asked for through something that has none (FP8 payloads)."""
+
+
+class KernelCompileError(TokenloomError, RuntimeError):
+    """A kernel did not compile; the message holds the compiler's log."""

@@ -1,0 +1,74 @@
+// A warp streams rows from global memory, through its own ring of shared-memory stages, to up to 32 places each.
+//
+// Rows are cut into segments of at most one stage. The leader loads segment i + kAhead while the lanes store
+// segment i: lane r writes it to target r, so that one load feeds all targets. Bulk groups belong to a lane, so every
+// lane commits one group a segment, empty or not, and counts segments by counting its groups.
+#pragma once
+#include "device/ptx/bulk.cuh"
+
+template <int kRowBytes, int kStageBytes, int kStages>
+struct RowStream {
+    static constexpr int kSegments = (kRowBytes + kStageBytes - 1) / kStageBytes;
+    static constexpr int kStoring = kStages / 2;         // newest segments whose stores may still read their stage
+    static constexpr int kAhead = kStages - kStoring;    // segments that are being loaded
+    static_assert(kRowBytes % 16 == 0 && kStageBytes % 16 == 0 && kStages >= 2, "bulk copies move 16-byte units");
+
+    struct Shared {
+        alignas(128) unsigned char stage[kStages][kStageBytes];
+    };
+
+    Shared& shared;
+    uint64* loaded;     // [kStages] mbarriers, one arrival each
+    uint32 num_issued;  // segments loaded so far, over all calls; stage and parity follow from it
+    uint32 num_stored;
+    int lane;
+
+    __device__ RowStream(Shared& shared_, uint64* loaded_, int lane_)
+        : shared(shared_), loaded(loaded_), num_issued(0), num_stored(0), lane(lane_) {}
+
+    static __device__ constexpr int segment_bytes(int segment) {
+        return segment + 1 < kSegments ? kStageBytes : kRowBytes - (kSegments - 1) * kStageBytes;
+    }
+
+    // Stream `num_rows` rows. `source(row)` is the address of a row; `target(row)` is this lane's place for it, or
+    // null. Both must give the same answer when asked again. Returns with stores still in flight: finish() waits.
+    template <class Source, class Target>
+    __device__ void run(int num_rows, Source source, Target target) {
+        const int num_segments = num_rows * kSegments;
+        int issued = 0;
+        for (; issued < kAhead && issued < num_segments; ++issued) load(source, issued);
+        unsigned char* to = nullptr;
+        for (int i = 0; i < num_segments; ++i) {
+            const int segment = i % kSegments;
+            if (segment == 0) to = static_cast<unsigned char*>(target(i / kSegments));
+            const uint32 stage = num_stored % kStages;
+            mbarrier_wait(&loaded[stage], (num_stored / kStages) & 1);
+            if (to != nullptr) bulk_store(to + segment * kStageBytes, shared.stage[stage], segment_bytes(segment));
+            bulk_commit();
+            ++num_stored;
+            if (issued < num_segments) {
+                bulk_wait_read<kStoring>();
+                __syncwarp();  // all lanes are done with the stage that the next load overwrites
+                load(source, issued++);
+            }
+        }
+        bulk_wait_read<0>();
+        __syncwarp();
+    }
+
+    // All of this lane's stores have arrived where they go, on this GPU or a peer.
+    __device__ void finish() { bulk_wait_written<0>(); }
+
+   private:
+    template <class Source>
+    __device__ void load(Source source, int i) {
+        const uint32 stage = num_issued % kStages;
+        if (lane == 0) {
+            const int segment = i % kSegments;
+            const auto* from = static_cast<const unsigned char*>(source(i / kSegments)) + segment * kStageBytes;
+            mbarrier_arrive_expect(&loaded[stage], segment_bytes(segment));
+            bulk_load(shared.stage[stage], from, segment_bytes(segment), &loaded[stage]);
+        }
+        ++num_issued;
+    }
+};

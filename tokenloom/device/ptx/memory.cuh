@@ -1,0 +1,55 @@
+// Loads and stores with a scope and an order. `sys` is what another GPU can see; `gpu` is this GPU only.
+// Every wrapper clobbers memory: the compiler must not move ordinary accesses across them.
+#pragma once
+#include "device/ptx/types.cuh"
+
+__device__ __forceinline__ uint32 load_relaxed_sys(const uint32* address) {
+    uint32 value;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ uint32 load_acquire_sys(const uint32* address) {
+    uint32 value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_release_sys(uint32* address, uint32 value) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_relaxed_sys(uint32* address, uint32 value) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint32 add_acq_rel_gpu(uint32* address, uint32 value) {
+    uint32 before;
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
+    return before;
+}
+
+__device__ __forceinline__ uint32 compare_and_swap_gpu(uint32* address, uint32 expected, uint32 value) {
+    uint32 before;
+    asm volatile("atom.cas.acq_rel.gpu.global.b32 %0, [%1], %2, %3;"
+                 : "=r"(before)
+                 : "l"(address), "r"(expected), "r"(value)
+                 : "memory");
+    return before;
+}
+
+__device__ __forceinline__ void store_16(void* address, Vec16 v) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.word[0]), "r"(v.word[1]),
+                 "r"(v.word[2]), "r"(v.word[3])
+                 : "memory");
+}
+
+__device__ __forceinline__ uint64 global_timer_ns() {
+    uint64 now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+    return now;
+}
+
+__device__ __forceinline__ void sleep_ns(uint32 duration) {
+    asm volatile("nanosleep.u32 %0;" ::"r"(duration) : "memory");
+}

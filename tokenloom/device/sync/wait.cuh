@@ -1,0 +1,60 @@
+// Waiting for other ranks: poll a flag until it reaches the epoch, or until the deadline; leave a record then.
+#pragma once
+#include "device/ptx/memory.cuh"
+
+// In pinned host memory; the first wait of a rank that expires fills it. symmetric.py mirrors it.
+struct FaultRecord {
+    uint32 is_set;
+    uint32 peer;
+    uint32 phase;
+    uint32 epoch;
+    uint32 wanted;
+    uint32 seen;
+};
+
+struct Deadline {
+    FaultRecord* fault;    // pinned host memory
+    uint32* fault_claimed; // device memory: 0 until a wait of this rank expires, never reset
+    uint64 timeout_ns;
+};
+
+// What a wait is for, by number; errors.py has the words.
+enum Phase : uint32 { kPhaseCounts = 1, kPhaseRows = 2, kPhaseReady = 3, kPhasePartials = 4 };
+
+__device__ __forceinline__ bool has_reached(uint32 seen, uint32 wanted) {
+    return static_cast<int32>(seen - wanted) >= 0;  // epochs wrap
+}
+
+__device__ __forceinline__ void record_fault(FaultRecord* record, uint32* claimed, uint32 peer, uint32 phase,
+                                             uint32 wanted, uint32 seen) {
+    if (compare_and_swap_gpu(claimed, 0, 1) != 0) return;
+    record->peer = peer;
+    record->phase = phase;
+    record->epoch = wanted;
+    record->wanted = wanted;
+    record->seen = seen;
+    store_release_sys(&record->is_set, 1);
+}
+
+// One thread waits until the peer's flag reaches `wanted`. What the peer released before is visible to it then.
+// False: expired, or another wait of this rank did; the caller must not touch what it waited for.
+__device__ __forceinline__ bool wait_for_flag(const uint32* flag, uint32 wanted, const Deadline& deadline,
+                                              uint32 peer, uint32 phase) {
+    constexpr int kPollsBeforeSleep = 256;  // about a microsecond
+    constexpr int kPollsPerClock = 1024;
+    uint64 began = 0;
+    for (uint32 polls = 0; !has_reached(load_relaxed_sys(flag), wanted); ++polls) {
+        if (polls < kPollsBeforeSleep) continue;
+        sleep_ns(64);
+        if (polls % kPollsPerClock != 0) continue;
+        const uint64 now = global_timer_ns();
+        if (began == 0) began = now;
+        if (now - began > deadline.timeout_ns) {
+            record_fault(deadline.fault, deadline.fault_claimed, peer, phase, wanted, load_relaxed_sys(flag));
+            return false;
+        }
+        if (load_relaxed_sys(deadline.fault_claimed) != 0) return false;
+    }
+    load_acquire_sys(flag);
+    return true;
+}

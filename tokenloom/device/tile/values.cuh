@@ -1,0 +1,106 @@
+// Groups of values of one dtype as floats: 16-byte loads and stores, rounded to nearest even.
+#pragma once
+#include "device/ptx/memory.cuh"
+
+enum Dtype : int { kBfloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
+
+template <int kDtype>
+constexpr int kValueBytes = kDtype == kFloat32 ? 4 : 2;
+
+__device__ __forceinline__ float bfloat16_to_float(uint32 bits) { return __uint_as_float(bits << 16); }
+
+__device__ __forceinline__ float float16_to_float(uint32 bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<uint16>(bits)));
+    return value;
+}
+
+// Two floats to one word, `low` in its lower half.
+template <int kDtype>
+__device__ __forceinline__ uint32 pack_pair(float low, float high) {
+    uint32 word;
+    if constexpr (kDtype == kBfloat16)
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    else
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+}
+
+template <int kDtype>
+__device__ __forceinline__ float2 unpack_pair(uint32 word) {
+    if constexpr (kDtype == kBfloat16) return {bfloat16_to_float(word & 0xffff), __uint_as_float(word & 0xffff0000u)};
+    else return {float16_to_float(word & 0xffff), float16_to_float(word >> 16)};
+}
+
+// Values that a lane handles at once: 8, or 4 where a row is no multiple of 8 values (float32 only then).
+template <int kValues>
+struct Group {
+    float value[kValues];
+};
+
+// From shared memory.
+template <int kDtype, int kValues>
+__device__ __forceinline__ Group<kValues> load_group(const void* address) {
+    Group<kValues> group;
+    const auto* vectors = static_cast<const Vec16*>(address);
+    if constexpr (kDtype == kFloat32) {
+#pragma unroll
+        for (int v = 0; v < kValues / 4; ++v) {
+            const Vec16 words = vectors[v];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) group.value[4 * v + i] = __uint_as_float(words.word[i]);
+        }
+    } else {
+        static_assert(kValues == 8, "a row of 2-byte values is a multiple of 16 bytes");
+        const Vec16 words = vectors[0];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float2 pair = unpack_pair<kDtype>(words.word[i]);
+            group.value[2 * i] = pair.x;
+            group.value[2 * i + 1] = pair.y;
+        }
+    }
+    return group;
+}
+
+// To global or shared memory (generic address).
+template <int kDtype, int kValues>
+__device__ __forceinline__ void store_group(void* address, const Group<kValues>& group) {
+    auto* out = static_cast<Vec16*>(address);
+    if constexpr (kDtype == kFloat32) {
+#pragma unroll
+        for (int v = 0; v < kValues / 4; ++v) {
+            Vec16 words;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) words.word[i] = __float_as_uint(group.value[4 * v + i]);
+            out[v] = words;
+        }
+    } else {
+        static_assert(kValues == 8, "a row of 2-byte values is a multiple of 16 bytes");
+        Vec16 words;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words.word[i] = pack_pair<kDtype>(group.value[2 * i], group.value[2 * i + 1]);
+        out[0] = words;
+    }
+}
+
+// a + b and a * w with each result rounded by itself, as the semantics ask.
+template <int kValues>
+__device__ __forceinline__ void add_group(Group<kValues>& sum, const Group<kValues>& term) {
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) sum.value[i] = __fadd_rn(sum.value[i], term.value[i]);
+}
+
+template <int kValues>
+__device__ __forceinline__ void scale_group(Group<kValues>& group, float weight) {
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) group.value[i] = __fmul_rn(group.value[i], weight);
+}
+
+template <int kValues>
+__device__ __forceinline__ Group<kValues> filled_group(float value) {
+    Group<kValues> group;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) group.value[i] = value;
+    return group;
+}

@@ -1,0 +1,78 @@
+"""Load a compiled kernel and launch it through the driver, with one packed struct of arguments."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+from tokenloom.errors import BackendUnavailable
+from tokenloom.jit import cache as disk
+from tokenloom.jit.compiler import KernelSpec
+
+
+class Kernel:
+    """A kernel in the current CUDA context.
+
+    Args:
+        spec: what to compile.
+        shared_bytes: dynamic shared memory of a block.
+
+    A launch writes nothing but ``args`` and makes one driver call; the driver copies the arguments before it returns,
+    so one struct is reused by all launches (of one thread).
+    """
+
+    def __init__(self, spec: KernelSpec, shared_bytes: int = 0) -> None:
+        self.spec = spec
+        self.entry = disk.get(spec)
+        self.shared_bytes = shared_bytes
+        driver = load_driver()
+        self._driver = driver
+        self._module = checked(driver.cuModuleLoadData(self.entry.cubin))
+        self._function = checked(driver.cuModuleGetFunction(self._module, spec.entry.encode()))
+        if shared_bytes:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            checked(driver.cuFuncSetAttribute(self._function, attribute, shared_bytes))
+        self.args: Any = spec.args()
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.args))
+        self._parameters = ctypes.addressof(self._pointers)
+
+    def launch(self, blocks: int, stream: int) -> None:
+        """Put one launch of ``blocks`` blocks with the present ``args`` on a stream (its raw handle)."""
+        (status,) = self._driver.cuLaunchKernel(
+            self._function, blocks, 1, 1, self.spec.threads, 1, 1, self.shared_bytes, stream, self._parameters, 0
+        )
+        if status:
+            checked((status,))
+
+    def blocks_per_sm(self) -> int:
+        """How many blocks fit on one SM at once."""
+        return checked(
+            self._driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                self._function, self.spec.threads, self.shared_bytes
+            )
+        )
+
+
+@cache
+def load_driver() -> Any:
+    """The driver bindings, initialised.
+
+    Raises:
+        BackendUnavailable: no driver, or no bindings.
+    """
+    try:
+        from cuda.bindings import driver
+
+        checked(driver.cuInit(0))
+    except Exception as error:  # the bindings raise errors of several types when the library is missing
+        raise BackendUnavailable(f"no CUDA driver ({error})") from error
+    return driver
+
+
+def checked(answer: tuple[Any, ...]) -> Any:
+    """The value of a driver call; raises RuntimeError with the driver's name for the error."""
+    status, *values = answer
+    if status:
+        raise RuntimeError(f"CUDA driver: {status.name}")
+    return values[0] if len(values) == 1 else values

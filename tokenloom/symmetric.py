@@ -1,0 +1,121 @@
+"""Symmetric memory: one buffer on every rank, which all ranks of an NVLink domain can write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from tokenloom.errors import PeerTimeout
+from tokenloom.group import RankGroup
+from tokenloom.jit.kernel import checked, load_driver
+
+PHASES = {1: "dispatch, counts", 2: "dispatch, rows", 3: "combine, ready", 4: "combine, partial sums"}
+"""What device/sync/wait.cuh calls Phase, in words."""
+REGION_ALIGNMENT_BYTES = 256
+_FAULT_WORDS = 6  # FaultRecord of device/sync/wait.cuh
+
+
+@dataclass(frozen=True)
+class Regions:
+    """Where things lie in a symmetric buffer: name -> (offset, size), in bytes."""
+
+    places: dict[str, tuple[int, int]]
+    total_bytes: int
+
+    @staticmethod
+    def of(sizes: Iterable[tuple[str, int]]) -> Regions:
+        """Regions of the given sizes, one after another, each aligned."""
+        places, offset = {}, 0
+        for name, size in sizes:
+            places[name] = (offset, size)
+            offset += -(-size // REGION_ALIGNMENT_BYTES) * REGION_ALIGNMENT_BYTES
+        return Regions(places, offset)
+
+    def offset(self, name: str) -> int:
+        """First byte of a region."""
+        return self.places[name][0]
+
+
+class SymmetricBuffer:
+    """A buffer with the same regions on every rank, and the addresses of all of them. Making one is collective.
+
+    Memory is shared through the driver's IPC handles. (torch's symmetric memory numbers its exchanges per process, so
+    ranks that were in different groups before would wait for each other forever.)
+
+    Args:
+        regions: what it holds.
+        ranks: of one NVLink domain, on one host.
+
+    Attributes:
+        peers: int64 [W] on the device: every rank's address of its buffer, as this rank's kernels use it.
+    """
+
+    def __init__(self, regions: Regions, ranks: RankGroup) -> None:
+        self.regions = regions
+        driver = load_driver()
+        with torch.cuda.device(ranks.device):
+            torch.cuda.current_stream().synchronize()  # makes torch's context current
+            self._address = int(checked(driver.cuMemAlloc(regions.total_bytes)))
+            handle = checked(driver.cuIpcGetMemHandle(self._address)) if ranks.num_ranks > 1 else None
+            self._memory = torch.as_tensor(_Bytes(self._address, regions.total_bytes), device=ranks.device)
+            self._memory.zero_()
+            torch.cuda.current_stream().synchronize()
+            # No rank gets an address before its owner has cleared the flags behind it.
+            handles = ranks.all_gather_object(handle and bytes(handle.reserved), "sharing memory")
+            self._opened = []
+            addresses = []
+            for rank, reserved in enumerate(handles):
+                if rank == ranks.rank:
+                    addresses.append(self._address)
+                    continue
+                theirs = driver.CUipcMemHandle()
+                theirs.reserved = reserved
+                flag = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+                self._opened.append(int(checked(driver.cuIpcOpenMemHandle(theirs, flag))))
+                addresses.append(self._opened[-1])
+            self.peers = torch.tensor(addresses, dtype=torch.int64, device=ranks.device)
+
+    def view(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """The first values of a region, as a tensor."""
+        offset, size = self.regions.places[name]
+        num_bytes = dtype.itemsize * int(torch.Size(shape).numel())
+        assert num_bytes <= size, f"region {name} has {size} bytes, {num_bytes} were asked for"
+        return self._memory[offset : offset + num_bytes].view(dtype).view(shape)
+
+
+class _Bytes:
+    """Memory that torch did not allocate, for ``torch.as_tensor``."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+class FaultFlag:
+    """Where kernels record a wait that expired: pinned host memory, and a word on the device that says so.
+
+    Attributes:
+        record_address: of the record in pinned memory, for kernels.
+        claimed: int32 [1] on the device.
+    """
+
+    def __init__(self, device: torch.device, rank: int) -> None:
+        self._rank = rank
+        self._record = torch.zeros(_FAULT_WORDS, dtype=torch.int32, pin_memory=True)
+        self._words = self._record.numpy()
+        self.record_address = self._record.data_ptr()
+        self.claimed = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def error(self) -> PeerTimeout | None:
+        """The fault that a kernel recorded, if one did."""
+        if not self._words[0]:
+            return None
+        _, peer, phase, epoch, wanted, seen = self._words.tolist()
+        cause = f"its flag shows {seen}, {wanted} was wanted"
+        return PeerTimeout(self._rank, [peer], PHASES.get(phase, f"phase {phase}"), epoch, cause)
