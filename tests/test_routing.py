@@ -161,6 +161,15 @@ def test_rows_of_any_width_and_alignment(dtype: torch.dtype, hidden: int, offset
     assert not scattered[[2, 4]].any(), "places that nobody names are zero"
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (1, 1), (0, 1)])
+def test_rows_of_any_strides(shape: tuple[int, int]) -> None:
+    """None or one of anything counts as contiguous, with strides that cannot be viewed as another dtype."""
+    for rows in (torch.ones(()).expand(shape), torch.ones(4, 4).t()[: shape[0], : shape[1]]):
+        assert rows.is_contiguous()
+        assert routing.packed(rows).view(torch.uint8).shape == (shape[0], shape[1] * 4)
+        assert torch.equal(routing.gather_rows(rows, torch.arange(shape[0])), rows)
+
+
 def test_terms() -> None:
     """The i-th term of every row, skipping -1."""
     found = routing.terms(torch.tensor([[5, -1, 7], [-1, -1, 9], [-1, -1, -1]]))

@@ -17,6 +17,8 @@ from tokenloom.plan import FP8_BLOCK, LAYOUTS, Plan
 
 PAYLOAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 FP8_DTYPE = torch.float8_e4m3fn
+MAX_ROWS = 2**31 - 1
+"""Counts of rows are int32."""
 SIZES = ("exact", "bounded")
 MODES = ("per_rank", "per_route")
 
@@ -27,12 +29,12 @@ def dispatch_call(plan: Plan, layout: str, alignment: int, sizes: str, capacity:
         raise InvalidArgument(f"layout is {layout!r}, expected one of {', '.join(LAYOUTS)}")
     if sizes not in SIZES:
         raise InvalidArgument(f"sizes is {sizes!r}, expected one of {', '.join(SIZES)}")
-    if not _is_positive(alignment):
-        raise InvalidArgument(f"alignment is {alignment!r}, expected rows, 1 or more")
+    if not _is_rows(alignment):
+        raise InvalidArgument(f"alignment is {alignment!r}, expected rows, 1 to {MAX_ROWS}")
     if layout != "expert" and alignment != 1:
         raise InvalidArgument(f"alignment is {alignment}, but only layout 'expert' has groups; leave it at 1")
-    if capacity is not None and not _is_positive(capacity):
-        raise InvalidArgument(f"capacity is {capacity!r}, expected rows, 1 or more")
+    if capacity is not None and not _is_rows(capacity):
+        raise InvalidArgument(f"capacity is {capacity!r}, expected rows, 1 to {MAX_ROWS}")
     if layout == "rank":
         if capacity is not None:
             raise InvalidArgument("layout 'rank' has num_ranks * max_tokens_per_rank fixed places; leave capacity out")
@@ -57,7 +59,7 @@ def dispatch_input(
     scales = None
     if isinstance(x, (tuple, list)):
         if len(x) != 2:
-            raise InvalidArgument(f"x is a tuple of {len(x)}, expected a tensor or (fp8, scales)")
+            raise InvalidArgument(f"x is a {type(x).__name__} of {len(x)}, expected a tensor or (fp8, scales)")
         x, scales = x
     _require_tensor("x", x)
     num_tokens = x.shape[0] if x.ndim else 0
@@ -196,8 +198,8 @@ def _require_ready(name: str, tensor: torch.Tensor, device: torch.device) -> Non
         raise ShapeMismatch(f"{name} has strides {tensor.stride()}, expected contiguous; pass {name}.contiguous()")
 
 
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def _is_rows(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_ROWS
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

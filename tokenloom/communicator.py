@@ -95,9 +95,17 @@ class Communicator:
         device: torch.device | str | None = None,
         timeout_s: float = 30.0,
     ) -> None:
-        self._ranks = RankGroup(group, device=device, timeout_s=timeout_s)
+        fault: InvalidArgument | None = None
+        try:
+            self._ranks = RankGroup(group, device=device, timeout_s=timeout_s)
+        except InvalidArgument as error:
+            fault = error
+        if fault is not None:
+            self._ranks = RankGroup(group)  # the other ranks wait for this one, and must hear of its fault
 
         def prepare() -> tuple[dict[str, Any], list[backends.Availability]]:
+            if fault is not None:
+                raise fault
             backends.require_known(backend)
             plan = Plan(self._ranks.num_ranks, num_experts, hidden, top_k, max_tokens_per_rank)
             found = backends.availability(self._ranks.transport, self._ranks.device)

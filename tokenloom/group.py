@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -58,8 +59,8 @@ class RankGroup:
             group = dist.group.WORLD
         if group is not None and dist.get_rank(group) < 0:
             raise InvalidArgument("this process is not a rank of the group; make the communicator on its ranks only")
-        if not timeout_s > 0:
-            raise InvalidArgument(f"timeout_s is {timeout_s}, expected seconds above 0")
+        if not isinstance(timeout_s, int | float) or not 0 < timeout_s < threading.TIMEOUT_MAX:
+            raise InvalidArgument(f"timeout_s is {timeout_s!r}, expected seconds above 0")
         self.process_group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.num_ranks = 1 if group is None else dist.get_world_size(group)
@@ -76,10 +77,14 @@ class RankGroup:
         if device is None:
             nccl = self.process_group is not None and "nccl" in dist.get_backend_config(self.process_group)
             device = "cuda" if nccl and torch.cuda.is_available() else "cpu"
-        device = torch.device(device)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        return device
+        try:
+            picked = torch.device(device)
+            if picked.type == "cuda" and picked.index is None:
+                picked = torch.device("cuda", torch.cuda.current_device())
+        except (RuntimeError, TypeError, AssertionError) as error:  # what torch raises without CUDA differs by build
+            reason = str(error).splitlines()[0]
+            raise InvalidArgument(f"device is {device!r}, expected one that torch has here: {reason}") from error
+        return picked
 
     @property
     def transport(self) -> str:
