@@ -327,6 +327,17 @@ def test_weights_are_uniform_within_their_bound_and_all_different() -> None:
             assert weight.unique().numel() == weight.numel(), name
 
 
+def test_which_parameters_a_trainer_has_to_reduce() -> None:
+    """Those that are the same on every rank; with the sharded ones they are all there are."""
+    layer = make_layer(BASE, None)
+    sharded, replicated = layer.expert_parameters(), layer.replicated_parameters()
+    assert [id(each) for each in sharded] == [id(layer.w1), id(layer.w2)]
+    assert {id(each) for each in replicated} == {
+        id(each) for each in (layer.router_weight, layer.shared_w1, layer.shared_w2)
+    }
+    assert len(sharded) + len(replicated) == len(list(layer.parameters()))
+
+
 # -- errors -------------------------------------------------------------------------------------------------
 
 FAULTS: dict[str, type[Exception]] = {
