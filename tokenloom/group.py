@@ -16,10 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tokenloom.errors import CommunicatorBroken, InvalidArgument, PeerTimeout
 
-SIGN_IN_AFTER_S = 1.0
+SIGN_IN_AFTER_S = 0.5
 """A rank that has waited this long signs the roll in the store, so that others can tell who is missing."""
-ROLL_CALL_S = 2.0
-"""How long to wait for others to sign the roll after the connection broke."""
+LOOK_EVERY_S = 0.5
+"""How often a rank that waits looks in the store whether another one has given up: then nobody will answer."""
+ROLL_CALL_S = 1.0
+"""How long a rank that gives up waits for those to sign the roll that came at the last moment."""
 
 # Renamed in torch 2.13, which warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -157,50 +159,77 @@ class RankGroup:
         if not self._deadline_is_ours:
             start().wait()
             return
-        began = time.monotonic()
-        error = self._wait(start, min(SIGN_IN_AFTER_S, self.timeout_s / 2))
-        if error is None:
+        trouble = self._wait(start)
+        if trouble is None:
             return
-        timed_out = time.monotonic() - began >= self.timeout_s
-        cause = f"no answer within {self.timeout_s:g} s" if timed_out else f"the connection broke ({error})"
-        missing = self._missing_ranks(0.0 if timed_out else min(ROLL_CALL_S, self.timeout_s))
-        timeout = PeerTimeout(self.rank, missing, phase, self._epoch, cause)
+        cause, error = trouble
+        self._store("set", f"{self._roll}/gave up", f"rank {self.rank} gave up in step {self._epoch}".encode())
+        timeout = PeerTimeout(self.rank, self._missing_ranks(), phase, self._epoch, cause)
         self._broken = f"an earlier call failed: {timeout}"
         raise timeout from error
 
-    def _wait(self, start: Callable[[], Any], sign_in_after_s: float) -> RuntimeError | None:
-        """Wait until the deadline; whoever waits long signs the roll meanwhile. Returns what went wrong, if so."""
-        work = None
+    def _wait(self, start: Callable[[], Any]) -> tuple[str, RuntimeError] | None:
+        """Wait until the deadline; whoever waits long signs the roll. Returns what went wrong, if so: cause and error.
+
+        A collective fails on the ranks that talk to a dead one only, and a deadline passes where the wait began
+        first. The others learn of it from the store, so that none of them waits for an answer that cannot come.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        wait_s = min(SIGN_IN_AFTER_S, self.timeout_s)
         try:
             work = start()
-            work.wait(timedelta(seconds=sign_in_after_s))
-            return None
         except RuntimeError as error:
             self._sign_in()
-            if work is None:
-                return error
-        try:  # not there yet, or broken, in which case this raises at once
-            work.wait(timedelta(seconds=self.timeout_s - sign_in_after_s))
-            return None
-        except RuntimeError as error:
-            return error
+            return f"the connection broke ({error})", error
+        signed_in = False
+        while True:
+            try:
+                work.wait(timedelta(seconds=max(wait_s, 0.01)))  # torch takes less than 1 ms as no limit at all
+                return None
+            except RuntimeError as error:
+                waited = error
+            if not signed_in:
+                self._sign_in()
+                signed_in = True
+            if work.is_completed():  # it failed, or came to its end just now; waiting again tells which
+                try:
+                    work.wait()
+                    return None
+                except RuntimeError as error:
+                    return f"the connection broke ({error})", error
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return f"no answer within {self.timeout_s:g} s", waited
+            note = self._store("check", [f"{self._roll}/gave up"]) and self._store("get", f"{self._roll}/gave up")
+            if note:
+                return note.decode(), waited
+            wait_s = min(LOOK_EVERY_S, left_s)
 
     def _sign_in(self) -> None:
-        store = _store_of(self.process_group)
-        if store is not None:
-            store.set(f"{self._roll}/{self._epoch}/{self.rank}", b"here")
+        self._store("set", f"{self._roll}/{self._epoch}/{self.rank}", b"here")
 
-    def _missing_ranks(self, wait_s: float) -> list[int]:
-        store = _store_of(self.process_group)
-        if store is None:
-            return []
-        deadline = time.monotonic() + wait_s
+    def _missing_ranks(self) -> list[int]:
+        """Who has not signed the roll of this step; nobody, if the store is gone."""
+        deadline = time.monotonic() + ROLL_CALL_S
         missing = [rank for rank in range(self.num_ranks) if rank != self.rank]
         while True:
-            missing = [rank for rank in missing if not store.check([f"{self._roll}/{self._epoch}/{rank}"])]
+            for rank in list(missing):
+                signed = self._store("check", [f"{self._roll}/{self._epoch}/{rank}"])
+                if signed is None:
+                    return []
+                if signed:
+                    missing.remove(rank)
             if not missing or time.monotonic() >= deadline:
                 return missing
             time.sleep(0.05)
+
+    def _store(self, method: str, *args: Any) -> Any:
+        """Call the key-value store of the group; None where there is none, or the rank that hosts it is gone."""
+        store = _store_of(self.process_group)
+        try:
+            return None if store is None else getattr(store, method)(*args)
+        except RuntimeError:
+            return None
 
 
 def _store_of(group: dist.ProcessGroup | None) -> Any:
