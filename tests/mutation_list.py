@@ -1,0 +1,433 @@
+"""The rules that tests/mutations.py breaks, one at a time, and the tests that must notice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One broken rule.
+
+    Attributes:
+        name: of the mutation.
+        rule: what the code does wrong then.
+        file: within the package.
+        old: text that stands there exactly once; new: what replaces it.
+        tests: files or tests, as pytest takes them, of which at least one must fail.
+    """
+
+    name: str
+    rule: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def apply(self, package: Path) -> str:
+        """The broken text of the file. Raises SystemExit if there is not exactly one place to break."""
+        text = (package / self.file).read_text()
+        if text.count(self.old) != 1:
+            raise SystemExit(
+                f"{self.name}: expected the following text once in {package / self.file}, "
+                f"found it {text.count(self.old)} times; bring tests/mutation_list.py up to date\n{self.old}"
+            )
+        return text.replace(self.old, self.new)
+
+
+COLLECTIVE = "backends/collective.py"
+EXCHANGE = "backends/exchange.py"
+
+SUMS = (
+    Mutation(
+        "order-of-ranks",
+        "the ranks' partial sums are added in descending order of rank",
+        COLLECTIVE,
+        "home_positions_per_rank(handle.send, handle.num_tokens, self.plan.num_ranks)",
+        "home_positions_per_rank(handle.send, handle.num_tokens, self.plan.num_ranks).flip(1)",
+        ("tests/test_combine.py::test_sums_by_hand",),
+    ),
+    Mutation(
+        "order-of-k",
+        "a partial sum adds its routes in descending k",
+        COLLECTIVE,
+        "routing.ordered_sum(rows, positions, weights, dtype=dtype)",
+        "routing.ordered_sum(rows, positions.flip(1), None if weights is None else weights.flip(1), dtype=dtype)",
+        ("tests/test_combine.py::test_dtypes",),
+    ),
+    Mutation(
+        "order-of-routes",
+        "per_route adds the routes in descending k",
+        COLLECTIVE,
+        "home_positions_per_route(handle.send, handle.num_tokens, self.plan.top_k)",
+        "home_positions_per_route(handle.send, handle.num_tokens, self.plan.top_k).flip(1)",
+        ("tests/test_combine.py::test_dtypes",),
+    ),
+    Mutation(
+        "no-wire-rounding",
+        "partial sums travel in float32, whatever the wire's dtype",
+        COLLECTIVE,
+        "routing.ordered_sum(rows, positions, weights, dtype=dtype).to(call.wire_dtype)",
+        "routing.ordered_sum(rows, positions, weights, dtype=dtype)",
+        ("tests/test_combine.py::test_sums_by_hand",),
+    ),
+    Mutation(
+        "no-wire-rounding-of-routes",
+        "per_route sends weighted rows in float32, whatever the wire's dtype",
+        COLLECTIVE,
+        "self._weighted_routes(handle, rows, weights, dtype).to(call.wire_dtype)",
+        "self._weighted_routes(handle, rows, weights, dtype)",
+        ("tests/test_combine.py::test_dtypes",),
+    ),
+    Mutation(
+        "rounding-to-y-dtype",
+        "partial sums are rounded to y's dtype on the way to a wider wire",
+        COLLECTIVE,
+        "routing.ordered_sum(rows, positions, weights, dtype=dtype).to(call.wire_dtype)",
+        "routing.ordered_sum(rows, positions, weights, dtype=dtype).to(rows.dtype).to(call.wire_dtype)",
+        ("tests/test_combine.py::test_sums_by_hand",),
+    ),
+    Mutation(
+        "sum-from-zero",
+        "sums start from +0 instead of their first term, which turns -0 into +0",
+        "routing.py",
+        "out[out_rows] = term if i == 0 else out[out_rows] + term",
+        "out[out_rows] = out[out_rows] + term",
+        ("tests/test_routing.py", "tests/test_combine.py::test_sums_by_hand"),
+    ),
+    Mutation(
+        "fused-multiply-add",
+        "a product is not rounded before it is added",
+        "routing.py",
+        """            term = term * weights[out_rows, columns].to(dtype)[:, None]
+        out[out_rows] = term if i == 0 else out[out_rows] + term
+""",
+        """            term = term.double() * weights[out_rows, columns].double()[:, None]
+        out[out_rows] = (term if i == 0 else out[out_rows] + term).to(dtype)
+""",
+        ("tests/test_routing.py", "tests/test_combine.py::test_sums_by_hand"),
+    ),
+    Mutation(
+        "float64-sums",
+        "sums of float32 and bfloat16 rows are kept in float64",
+        COLLECTIVE,
+        """        dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
+        if call.mode""",
+        """        dtype = torch.float64
+        if call.mode""",
+        ("tests/test_combine.py::test_sums_by_hand",),
+    ),
+    Mutation(
+        "float32-sums-of-float64",
+        "float64 rows are summed in float32",
+        COLLECTIVE,
+        """        dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
+        if call.mode""",
+        """        dtype = torch.float32
+        if call.mode""",
+        ("tests/test_combine.py::test_dtypes",),
+    ),
+)
+
+ROUTES = (
+    Mutation(
+        "unused-is-expert-0",
+        "an id of -1 is a route to expert 0",
+        "routing.py",
+        "    ids = topk_ids.to(torch.int64)\n",
+        "    ids = topk_ids.to(torch.int64).clamp_min(0)\n",
+        ("tests/test_routing.py",),
+    ),
+    Mutation(
+        "order-within-expert",
+        "rows of an expert lie in descending order of (source, token, k)",
+        "routing.py",
+        "positions[routes[order]] = starts[experts] + index_in_group",
+        "positions[routes[order]] = starts[experts] + counts[experts] - 1 - index_in_group",
+        ("tests/test_dispatch.py::test_example",),
+    ),
+    Mutation(
+        "no-padding",
+        "groups of layout expert are not padded to the alignment",
+        "routing.py",
+        "offsets.append(offsets[-1] + align_up(count, alignment))",
+        "offsets.append(offsets[-1] + count)",
+        ("tests/test_dispatch.py::test_example",),
+    ),
+    Mutation(
+        "empty-expert-has-rows",
+        "an expert without routes gets a group of padding",
+        "routing.py",
+        "offsets.append(offsets[-1] + align_up(count, alignment))",
+        "offsets.append(offsets[-1] + align_up(max(count, 1), alignment))",
+        ("tests/test_routing.py",),
+    ),
+    Mutation(
+        "padding-is-not-zero",
+        "padding rows hold ones",
+        "routing.py",
+        "    out = rows.new_zeros((num_out, rows.shape[1]))\n",
+        "    out = torch.ones(num_out, rows.shape[1], device=rows.device).to(rows.dtype)\n",
+        ("tests/test_dispatch.py::test_example",),
+    ),
+    Mutation(
+        "places-of-layout-rank",
+        "places of a source start at the most rows of this call, not at max_tokens_per_rank",
+        "routing.py",
+        "+ source * places for source, count",
+        "+ source * max(source_counts) for source, count",
+        ("tests/test_routing.py",),
+    ),
+    Mutation(
+        "weights-of-unused",
+        "weights of routes that are not the receiver's travel unmasked, NaN and all",
+        COLLECTIVE,
+        "torch.where(send.mask, tensors.topk_weights.detach()[send.tokens], 0)",
+        "tensors.topk_weights.detach()[send.tokens]",
+        ("tests/test_dispatch.py::test_example",),
+    ),
+    Mutation(
+        "global-ids",
+        "receivers get the ids of the whole group, not their local experts",
+        "routing.py",
+        "ids[tokens] - (ranks * plan.experts_per_rank)[:, None]",
+        "ids[tokens] % plan.num_experts",
+        ("tests/test_routing.py",),
+    ),
+)
+
+ERRORS = (
+    Mutation(
+        "lost-status-word",
+        "the other ranks do not hear of a fault that one rank sees",
+        EXCHANGE,
+        "header = [_OK if fault is None else _FAULT]",
+        "header = [_OK]",
+        ("tests/test_layer.py::test_a_fault_on_one_rank_is_an_error_on_all_and_the_layer_works_on",),
+    ),
+    Mutation(
+        "peer-error-names-another",
+        "PeerError names the rank after the one that failed",
+        EXCHANGE,
+        "raise PeerError(rank, _decode_message(",
+        "raise PeerError((rank + 1) % len(table), _decode_message(",
+        ("tests/test_layer.py::test_a_fault_on_one_rank_is_an_error_on_all_and_the_layer_works_on",),
+    ),
+    Mutation(
+        "no-agreement-when-made",
+        "ranks that were made with different options are not told",
+        "agreement.py",
+        "            if values.get(name) != value:",
+        "            if False:",
+        ("tests/test_layer.py::test_ranks_that_disagree_are_told_who_and_what",),
+    ),
+    Mutation(
+        "no-agreement-in-calls",
+        "ranks that call with different options are not told",
+        EXCHANGE,
+        "        if len(different):",
+        "        if False:",
+        ("tests/test_errors.py::test_disagreement",),
+    ),
+    Mutation(
+        "negative-ids-pass",
+        "ids below -1 are taken for -1",
+        "checks.py",
+        "bad = (ids < -1) | (ids >= plan.num_experts)",
+        "bad = ids >= plan.num_experts",
+        ("tests/test_errors.py::test_dispatch_fault",),
+    ),
+    Mutation(
+        "fp8-gradients-vanish",
+        "an FP8 payload that requires grad is dispatched without a word",
+        "checks.py",
+        "if torch.is_grad_enabled() and (x.requires_grad or scales.requires_grad):",
+        "if False:",
+        ("tests/test_errors.py::test_fp8_fault",),
+    ),
+    Mutation(
+        "closed-is-open",
+        "a communicator that was closed goes on working",
+        "group.py",
+        "        if self._broken:\n",
+        "        if False:\n",
+        ("tests/test_errors.py::test_closed",),
+    ),
+)
+
+FP8 = (
+    Mutation(
+        "reciprocal-of-the-scale",
+        "values are multiplied by 1 / scale, which rounds twice",
+        "quant.py",
+        "blocks * torch.div(torch.full_like(amax, E4M3_MAX), amax)",
+        "blocks * (1 / scale)",
+        ("tests/test_quant.py",),
+    ),
+    Mutation(
+        "division-by-the-scale",
+        "values are divided by the scale, which only power-of-two scales are",
+        "quant.py",
+        "blocks * torch.div(torch.full_like(amax, E4M3_MAX), amax)",
+        "blocks / scale",
+        ("tests/test_quant.py",),
+    ),
+    Mutation(
+        "scale-rounded-down",
+        "power-of-two scales are rounded down, so that values overflow",
+        "quant.py",
+        "((scale.view(torch.int32) + mantissa_mask) & exponent_mask)",
+        "(scale.view(torch.int32) & exponent_mask)",
+        ("tests/test_quant.py",),
+    ),
+    Mutation(
+        "no-floor-of-amax",
+        "a block of zeros has a scale of zero",
+        "quant.py",
+        ".amax(-1, keepdim=True).clamp_min(AMAX_FLOOR)",
+        ".amax(-1, keepdim=True)",
+        ("tests/test_quant.py",),
+    ),
+)
+
+GRADIENTS_TEST = "tests/test_layer.py::test_gradients_are_those_of_the_sum_of_all_losses"
+
+GRADIENTS = (
+    Mutation(
+        "no-gradient-of-weights",
+        "combine gives no gradient to the weights",
+        "autograd.py",
+        "            grad_weights = grad_weights.to(weights.dtype)",
+        "            grad_weights = torch.zeros_like(weights)",
+        (GRADIENTS_TEST,),
+    ),
+    Mutation(
+        "unweighted-backward",
+        "combine's backward sends the gradient without the weights",
+        COLLECTIVE,
+        "                term = term * weights[row, column].to(compute)[:, None]\n            grad_rows",
+        "                term = term * 1\n            grad_rows",
+        (GRADIENTS_TEST,),
+    ),
+    Mutation(
+        "dots-with-weighted-gradient",
+        "the weight's gradient is taken of the weighted gradient",
+        COLLECTIVE,
+        "dots[row, column] = (term * rows[place].to(compute)).sum(1)",
+        "dots[row, column] = (term * rows[place].to(compute)).sum(1) * (\n"
+        "                    1 if weights is None else weights[row, column].to(compute)\n                )",
+        (GRADIENTS_TEST,),
+    ),
+    Mutation(
+        "weight-gradients-to-wrong-token",
+        "gradients of weights come home in the order of arrival, not to their tokens",
+        COLLECTIVE,
+        "out[handle.send.tokens[rows], ks] = home[rows, ks]",
+        "out[handle.send.tokens[rows].flip(0), ks] = home[rows, ks]",
+        (GRADIENTS_TEST,),
+    ),
+    Mutation(
+        "backward-in-y-dtype",
+        "combine's backward multiplies in y's dtype instead of float32",
+        COLLECTIVE,
+        """        compute = torch.float64 if dtype == torch.float64 else torch.float32
+        grad_rows""",
+        """        compute = dtype
+        grad_rows""",
+        ("tests/test_gradients.py::test_backward_is_the_other_operation",),
+    ),
+    Mutation(
+        "router-grad-not-summed",
+        "router_grad='sum' leaves the sum to the trainer",
+        "layer.py",
+        'if self.router_grad == "sum" else parameter',
+        "if False else parameter",
+        (f"{GRADIENTS_TEST}", "tests/test_layer.py::test_layers_that_share_a_communicator_train_as_one_rank_does"),
+    ),
+    Mutation(
+        "expert-grad-scale-ignored",
+        "expert_grad_scale does nothing",
+        "layer.py",
+        "return grad * ctx.factor, None",
+        "return grad, None",
+        (GRADIENTS_TEST,),
+    ),
+    Mutation(
+        "balance-loss-of-own-tokens",
+        "the losses are those of this rank's tokens",
+        "layer.py",
+        "            sums = _sum_over_ranks(self.comm._ranks, sums)\n",
+        "",
+        ("tests/test_layer.py::test_many_ranks_equal_one",),
+    ),
+    Mutation(
+        "loss-gradient-of-own-rank",
+        "the losses' gradient leaves out what the other ranks' losses say of this rank's tokens",
+        "layer.py",
+        'return ctx.ranks.all_reduce_sum(grad.contiguous(), "router losses, gradient"), None',
+        "return grad, None",
+        (GRADIENTS_TEST,),
+    ),
+)
+
+LAYER = (
+    Mutation(
+        "bias-in-the-weights",
+        "the correction bias does not only choose, it weighs as well",
+        "router.py",
+        "        weights = scores.gather(-1, ids)\n",
+        "        weights = (choice + scores - scores.detach()).gather(-1, ids)\n",
+        ("tests/test_router.py",),
+    ),
+    Mutation(
+        "no-group-limit",
+        "experts outside the best groups can be chosen",
+        "router.py",
+        "if self.top_groups == self.num_groups:",
+        "if True:",
+        ("tests/test_router.py",),
+    ),
+    Mutation(
+        "value-of-a-group",
+        "a group's value is its best score for sigmoid routers too",
+        "router.py",
+        'min(2 if self.score == "sigmoid" else 1, groups.shape[-1])',
+        "1",
+        ("tests/test_router.py",),
+    ),
+    Mutation(
+        "biased-down",
+        "the correction bias falls for experts with too little load",
+        "layer.py",
+        "torch.sign(counts.mean() - counts)",
+        "torch.sign(counts - counts.mean())",
+        ("tests/test_router.py",),
+    ),
+    Mutation(
+        "gate-and-up-swapped",
+        "silu is applied to the second half of w1's rows",
+        "experts.py",
+        "gate, up = gate_and_up.chunk(2, -1)",
+        "up, gate = gate_and_up.chunk(2, -1)",
+        ("tests/test_experts.py",),
+    ),
+    Mutation(
+        "wrong-shard",
+        "every rank loads the first ranks' experts",
+        "layer.py",
+        "full[name][layer.local_experts.start : layer.local_experts.stop]",
+        "full[name][: len(layer.local_experts)]",
+        ("tests/test_state_dict.py::test_which_experts_a_rank_keeps",),
+    ),
+    Mutation(
+        "seed-by-local-number",
+        "a seed gives the same experts to every rank",
+        "layer.py",
+        "rows = self.local_experts if name in EXPERT_WEIGHTS else range(len(parameter))",
+        "rows = range(len(parameter))",
+        ("tests/test_layer.py::test_a_seed_gives_the_same_full_weights_for_any_number_of_ranks",),
+    ),
+)
+
+MUTATIONS = SUMS + ROUTES + ERRORS + FP8 + GRADIENTS + LAYER
