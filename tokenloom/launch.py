@@ -131,7 +131,8 @@ class RankPool:
         task = pickle.dumps((function, args, kwargs, ranks))
         try:
             for pipe in self._pipes:
-                pipe.send_bytes(task)
+                with suppress(ConnectionError):  # a rank that died since the last run; collecting says so
+                    pipe.send_bytes(task)
             return self._collect(limit_s, on_event)[:ranks]
         except BaseException:
             self.close()
@@ -144,9 +145,10 @@ class RankPool:
         while len(results) + len(failures) < self.num_ranks:
             waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results and rank not in failures]
             ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
-            if not ready and failures:
+            on_time = ready and time.monotonic() < deadline  # events may keep coming for ever
+            if not on_time and failures:
                 break
-            if not ready:
+            if not on_time:
                 late = [rank for rank in range(self.num_ranks) if rank not in results]
                 stacks = self._stacks()
                 raise RankFailed(late[0], f"ranks {late} were not done within {limit_s:g} s; their stacks:", stacks)
