@@ -18,8 +18,9 @@ from tokenloom import reference
 from tokenloom.launch import RankContext
 from tokenloom.plan import Plan
 
-BACKENDS = ("collective",)
-"""Backends that the cases run on; a test that asks for ``backend`` runs once for each."""
+BACKENDS = ("collective", "nvlink")
+"""Backends that the cases run on; a test that asks for ``backend`` runs once for each (conftest.py leaves "nvlink" out
+on CPUs)."""
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
@@ -94,9 +95,11 @@ CASES = [
     Case("hidden7", "an odd row size, no multiple of a word", hidden=7, tokens=(4, 6)),
     Case("hidden7168", "as wide as real models", hidden=7168, top_k=4, tokens=(6, 4)),
     Case("misaligned", "x starts in the middle of a word of its storage", offset=1, hidden=4),
+    Case("misaligned-wide", "the same, with rows that are multiples of 16 bytes", offset=1, hidden=16),
     Case("int32-ids", "ids keep their dtype", ids_dtype=torch.int32, unused=0.3),
     Case("fp16", "payload dtype", dtype=FP16),
     Case("fp32", "payload dtype", dtype=FP32, hidden=5),
+    Case("fp32-wide", "payload dtype, rows that are multiples of 16 bytes", dtype=FP32, hidden=24, tokens=(9, 0, 5)),
     Case("fp64", "payload dtype, with float64 weights", dtype=FP64, hidden=3, top_k=3),
     Case("fp8", "payload and scales travel together", dtype=FP8, hidden=256, tokens=(6, 3, 0, 4)),
     Case("fp8-unused", "scales of padding rows are zero", dtype=FP8, hidden=128, unused=0.5, top_k=4, pick="repeats"),
@@ -227,6 +230,7 @@ def _moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 def make_comm(context: RankContext, backend: str, plan: Plan, **options: object) -> tl.Communicator:
     """A communicator for ``plan`` on the ranks of this run."""
     sizes = {name: value for name, value in vars(plan).items() if name != "num_ranks"}
+    options = {"checked": True} | options  # errors at once, on every backend
     return tl.Communicator(context.group, backend=backend, device=context.device, **sizes, **options)
 
 

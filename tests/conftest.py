@@ -16,6 +16,7 @@ GROUP_SIZES = (1, 2, 4, 8)
 LIMIT_S = 120.0
 """A test that takes longer on its ranks hangs: it is killed and reported with the stacks of all ranks."""
 
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -65,3 +66,17 @@ def ranks(request: pytest.FixtureRequest, pools: Callable[[str], RankPool]) -> R
     """Groups of 1, 2, 4 (and 8) ranks: processes over gloo, and GPUs over NCCL where there are some."""
     device, num_ranks = request.param
     return Ranks(pools(device), num_ranks)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests of backend "nvlink" exist for Hopper GPUs only, and for rows that its bulk copies can move."""
+
+    def exists(item: pytest.Item) -> bool:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        device, _ = parameters.get("ranks", ("cpu", 1))
+        case = parameters.get("case")
+        moves = case is None or (case.hidden % 8 == 0 and case.dtype != torch.float64)
+        return parameters.get("backend") != "nvlink" or (device == "cuda" and HOPPER and moves)
+
+    config.hook.pytest_deselected(items=[item for item in items if not exists(item)])
+    items[:] = [item for item in items if exists(item)]

@@ -76,8 +76,8 @@ SUMS = (
         "no-wire-rounding-of-routes",
         "per_route sends weighted rows in float32, whatever the wire's dtype",
         COLLECTIVE,
-        "self._weighted_routes(handle, rows, weights, dtype).to(call.wire_dtype)",
-        "self._weighted_routes(handle, rows, weights, dtype)",
+        "            terms = terms.to(call.wire_dtype)\n",
+        "",
         ("tests/test_combine.py::test_dtypes",),
     ),
     Mutation(
@@ -305,15 +305,15 @@ GRADIENTS = (
     Mutation(
         "unweighted-backward",
         "combine's backward sends the gradient without the weights",
-        COLLECTIVE,
-        "                term = term * weights[row, column].to(compute)[:, None]\n            grad_rows",
-        "                term = term * 1\n            grad_rows",
+        "routing.py",
+        "            term = term * weights[row, column].to(compute)[:, None]\n        grad_rows",
+        "            term = term * 1\n        grad_rows",
         (GRADIENTS_TEST,),
     ),
     Mutation(
         "dots-with-weighted-gradient",
         "the weight's gradient is taken of the weighted gradient",
-        COLLECTIVE,
+        "routing.py",
         "dots[row, column] = (term * rows[place].to(compute)).sum(1)",
         "dots[row, column] = (term * rows[place].to(compute)).sum(1) * (\n"
         "                    1 if weights is None else weights[row, column].to(compute)\n                )",
@@ -330,11 +330,11 @@ GRADIENTS = (
     Mutation(
         "backward-in-y-dtype",
         "combine's backward multiplies in y's dtype instead of float32",
-        COLLECTIVE,
-        """        compute = torch.float64 if dtype == torch.float64 else torch.float32
-        grad_rows""",
-        """        compute = dtype
-        grad_rows""",
+        "routing.py",
+        """    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    grad_rows""",
+        """    compute = dtype
+    grad_rows""",
         ("tests/test_gradients.py::test_backward_is_the_other_operation",),
     ),
     Mutation(

@@ -54,8 +54,10 @@ def dispatch_input(
     x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor | None,
+    copy: bool,
+    check_ids: bool,
 ) -> DispatchInput:
-    """The tensors of a dispatch."""
+    """The tensors of a dispatch. ``check_ids``: read the ids on the host, to find those out of range."""
     scales = None
     if isinstance(x, (tuple, list)):
         if len(x) != 2:
@@ -76,6 +78,8 @@ def dispatch_input(
     _require_ready("x", x, device)
     _check_payload(plan, x, scales, device)
     _check_ids(plan, topk_ids, num_tokens, device)
+    if check_ids:
+        _check_id_range(plan, topk_ids)
     if topk_weights is not None:
         _check_weights(plan, topk_weights, x, device)
     grad = torch.is_grad_enabled()
@@ -86,6 +90,7 @@ def dispatch_input(
         topk_weights=topk_weights,
         x_needs_grad=grad and x.requires_grad,
         weights_need_grad=grad and topk_weights is not None and topk_weights.requires_grad,
+        own_outputs=grad or copy,
     )
 
 
@@ -170,6 +175,9 @@ def _check_ids(plan: Plan, ids: torch.Tensor, num_tokens: int, device: torch.dev
     if ids.dtype not in (torch.int32, torch.int64):
         raise DtypeMismatch(f"topk_ids is {ids.dtype}, expected int32 or int64")
     _require_ready("topk_ids", ids, device)
+
+
+def _check_id_range(plan: Plan, ids: torch.Tensor) -> None:
     bad = (ids < -1) | (ids >= plan.num_experts)
     if bad.any():
         token, k = bad.nonzero()[0].tolist()

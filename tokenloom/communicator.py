@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from tokenloom import autograd, backends, checks
 from tokenloom.agreement import agree
-from tokenloom.errors import CapacityOverflow, InvalidArgument
+from tokenloom.errors import InvalidArgument
 from tokenloom.group import RankGroup
 from tokenloom.plan import Plan
 from tokenloom.streams import Event, SideStream
@@ -74,6 +74,9 @@ class Communicator:
         backend: "auto" picks the best that works on all ranks (``describe()`` says why), or a name.
         device: where the tensors are; None: the current GPU for NCCL groups, else the CPU.
         timeout_s: longest wait for another rank, in seconds (over NCCL the group's own timeout applies).
+        num_sms: SMs that a kernel of backend "nvlink" takes, 1 to 32; the others stay with your GEMMs.
+        checked: backend "nvlink": read ids, and the outcome of every call, on the host before it returns, so that
+            errors come at once. "collective" always does.
 
     Raises:
         InvalidArgument: an argument has a value that is never right.
@@ -94,6 +97,8 @@ class Communicator:
         backend: str = "auto",
         device: torch.device | str | None = None,
         timeout_s: float = 30.0,
+        num_sms: int = backends.DEFAULT_SMS,
+        checked: bool = False,
     ) -> None:
         fault: InvalidArgument | None = None
         try:
@@ -108,14 +113,17 @@ class Communicator:
                 raise fault
             backends.require_known(backend)
             plan = Plan(self._ranks.num_ranks, num_experts, hidden, top_k, max_tokens_per_rank)
-            found = backends.availability(self._ranks.transport, self._ranks.device)
-            return vars(plan) | {"backend": backend, "device type": self._ranks.device.type}, found
+            if not isinstance(num_sms, int) or not 1 <= num_sms <= backends.MAX_SMS:
+                raise InvalidArgument(f"num_sms is {num_sms!r}, expected 1 to {backends.MAX_SMS}")
+            found = backends.availability(self._ranks.transport, self._ranks.device, hidden)
+            must_agree = {"backend": backend, "num_sms": num_sms, "checked": checked}
+            return vars(plan) | must_agree | {"device type": self._ranks.device.type}, found
 
         found_by_rank = agree(self._ranks, prepare, "making a Communicator")
         self.plan = Plan(self._ranks.num_ranks, num_experts, hidden, top_k, max_tokens_per_rank)
         name, self._not_picked = backends.choose(backend, found_by_rank)
         self._why = next(found.why for found in found_by_rank[self.rank] if found.name == name)
-        self._backend = backends.make(name, self.plan, self._ranks)
+        self._backend = backends.make(name, self.plan, self._ranks, num_sms, checked)
         self._side_stream = SideStream(self.device)
 
     @property
@@ -224,11 +232,15 @@ class Communicator:
                 next call or :meth:`check`; meanwhile combine gives NaN for the tokens concerned.
             PeerTimeout, CommunicatorBroken: another rank is missing, or was at an earlier call.
         """
-        self.check()
+        self._begin()
 
         def checked() -> tuple[Any, Any]:
             call = checks.dispatch_call(self.plan, layout, alignment, sizes, capacity)
-            return call, checks.dispatch_input(self.plan, self.device, x, topk_ids, topk_weights)
+            tensors = checks.dispatch_input(
+                self.plan, self.device, x, topk_ids, topk_weights, copy, check_ids=self._backend.checked
+            )
+            self._backend.check_dispatch(call, tensors)
+            return call, tensors
 
         def work() -> Routed:
             with record_function(autograd.DISPATCH_RANGE):
@@ -335,11 +347,11 @@ class Communicator:
 
         Raises: as :meth:`dispatch`.
         """
-        self.check()
+        self._begin()
 
         def checked() -> Any:
             _check_routed(self, routed)
-            return checks.combine_call(
+            call = checks.combine_call(
                 self.plan,
                 self.device,
                 y,
@@ -351,6 +363,8 @@ class Communicator:
                 wire_dtype,
                 out_dtype,
             )
+            self._backend.check_combine(routed._handle, y, call)
+            return call
 
         def work() -> torch.Tensor:
             with record_function(autograd.COMBINE_RANGE):
@@ -374,17 +388,20 @@ class Communicator:
             self._backend.report_fault(call, fault)
             raise
 
+    def _begin(self) -> None:
+        """Raise what earlier calls left behind, as far as it is known without waiting."""
+        self._ranks.require_alive()
+        self._backend.check(wait=False)
+
     def check(self) -> None:
-        """Raise what earlier calls left behind.
+        """Wait for all calls, and raise what earlier calls left behind.
 
         Raises:
             CapacityOverflow: a bounded dispatch dropped rows (raised once).
             CommunicatorBroken: closed, or an earlier call timed out.
         """
         self._ranks.require_alive()
-        overflow = self._backend.take_overflow()
-        if overflow is not None:
-            raise CapacityOverflow(*overflow, sent=True)
+        self._backend.check(wait=True)
 
     def close(self) -> None:
         """Release everything; later calls raise CommunicatorBroken. The process group stays yours."""

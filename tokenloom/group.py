@@ -106,6 +106,21 @@ class RankGroup:
         """Makes every later call raise CommunicatorBroken. The process group itself stays the caller's."""
         self._broken = self._broken or "this communicator was closed"
 
+    def mark_broken(self, timeout: PeerTimeout) -> None:
+        """Makes every later call raise CommunicatorBroken, for a wait that expired elsewhere than here."""
+        self._broken = f"an earlier call failed: {timeout}"
+
+    def post_note(self, name: str, text: str) -> None:
+        """Leave a text in the group's store, under this rank's name; nothing waits for it."""
+        store = _store_of(self.process_group)
+        if store is not None:
+            store.set(f"{self._roll}/{name}/{self.rank}", text.encode())
+
+    def read_note(self, name: str, rank: int) -> str | None:
+        """The text that a rank left, or None."""
+        store, key = _store_of(self.process_group), f"{self._roll}/{name}/{rank}"
+        return store.get(key).decode() if store is not None and store.check([key]) else None
+
     def all_gather_object(self, value: Any, phase: str) -> list[Any]:
         """The (picklable) value of every rank, by rank."""
         if self.num_ranks == 1:
@@ -165,7 +180,7 @@ class RankGroup:
         cause, error = trouble
         self._store("set", f"{self._roll}/gave up", f"rank {self.rank} gave up in step {self._epoch}".encode())
         timeout = PeerTimeout(self.rank, self._missing_ranks(), phase, self._epoch, cause)
-        self._broken = f"an earlier call failed: {timeout}"
+        self.mark_broken(timeout)
         raise timeout from error
 
     def _wait(self, start: Callable[[], Any]) -> tuple[str, RuntimeError] | None:

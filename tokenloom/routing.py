@@ -193,6 +193,31 @@ def ordered_sum(
     return out
 
 
+def weighted_routes(
+    rows: torch.Tensor,
+    local_ids: torch.Tensor,
+    positions: torch.Tensor,
+    weights: torch.Tensor | None,
+    *,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """One row per received route, in the order (source rank, token, k), times its weight; NaN if it was dropped.
+
+    Args:
+        rows: [m, H], in layout "expert".
+        local_ids: int32 [R, K], -1 is no route; positions, weights: [R, K] of the routes.
+        dtype: float32 or float64, what is computed in.
+    """
+    received, ks = (local_ids >= 0).nonzero(as_tuple=True)
+    places = positions[received, ks]
+    terms = rows.new_full((len(places), rows.shape[1]), torch.nan, dtype=dtype)
+    here = places >= 0
+    terms[here] = rows[places[here]].to(dtype)
+    if weights is not None:
+        terms *= weights[received, ks].to(dtype)[:, None]
+    return terms
+
+
 def scatter_rows(rows: torch.Tensor, positions: torch.Tensor, num_out: int) -> torch.Tensor:
     """The reverse of a sum: row n goes to every place in ``positions[n]``; places nobody names are zero.
 
@@ -234,3 +259,38 @@ def packed(rows: torch.Tensor) -> torch.Tensor:
 def gather_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """``rows[index]`` for contiguous [n, h] rows of any dtype, FP8 too."""
     return as_words(rows)[index].view(rows.dtype)
+
+
+def spread_gradient(
+    received: torch.Tensor,
+    positions: torch.Tensor,
+    num_places: int,
+    weights: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gradient of a weighted sum of rows: each received gradient goes to the places of its terms.
+
+    Args:
+        received: [R, H], the gradient of each sum.
+        positions: int64 [R, j], place of each term, -1 is none.
+        num_places: of the rows.
+        weights: [R, j], or None where terms were not multiplied.
+        rows: [num_places, H], the terms, if gradients of the weights are wanted.
+        dtype: of the gradient of the rows.
+
+    Returns:
+        [num_places, H] of ``dtype``, zero where no term lies; and float32 (float64 for float64 rows) [R, j], the dot
+        product of each term with its gradient, if ``rows`` is given.
+    """
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    grad_rows = received.new_zeros((num_places, received.shape[1]), dtype=dtype)
+    dots = None if rows is None else torch.zeros(positions.shape, dtype=compute, device=received.device)
+    for row, column, place in terms(positions):
+        term = received[row].to(compute)
+        if dots is not None and rows is not None:
+            dots[row, column] = (term * rows[place].to(compute)).sum(1)
+        if weights is not None:
+            term = term * weights[row, column].to(compute)[:, None]
+        grad_rows[place] = term.to(dtype)
+    return grad_rows, dots

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -11,10 +12,11 @@ from tokenloom.errors import PeerTimeout
 from tokenloom.group import RankGroup
 from tokenloom.jit.kernel import checked, load_driver
 
-PHASES = {1: "dispatch, counts", 2: "dispatch, rows", 3: "combine, ready", 4: "combine, partial sums"}
+PHASES = {1: "the opening of a call", 2: "dispatch, rows", 3: "combine, partial sums"}
 """What device/sync/wait.cuh calls Phase, in words."""
 REGION_ALIGNMENT_BYTES = 256
 _FAULT_WORDS = 6  # FaultRecord of device/sync/wait.cuh
+_RECORD_WORDS = 8  # CallRecord of device/sync/call.cuh, and one spare
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,19 @@ class SymmetricBuffer:
                 self._opened.append(int(checked(driver.cuIpcOpenMemHandle(theirs, flag))))
                 addresses.append(self._opened[-1])
             self.peers = torch.tensor(addresses, dtype=torch.int64, device=ranks.device)
+        self._release = weakref.finalize(self, _release, ranks.device, self._address, self._opened)
+
+    def close(self) -> None:
+        """Release the memory, which no rank may use any more: every call that this rank took part in is over.
+
+        A rank leaves a call only when all that others write here for it has arrived, so a rank may close as soon as
+        its own work is done. Tensors that view the buffer are invalid afterwards.
+        """
+        self._release()
+
+    def abandon(self) -> None:
+        """Keep the memory for good: a rank that is late may still write to it."""
+        self._release.detach()
 
     def view(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """The first values of a region, as a tensor."""
@@ -83,6 +98,15 @@ class SymmetricBuffer:
         num_bytes = dtype.itemsize * int(torch.Size(shape).numel())
         assert num_bytes <= size, f"region {name} has {size} bytes, {num_bytes} were asked for"
         return self._memory[offset : offset + num_bytes].view(dtype).view(shape)
+
+
+def _release(device: torch.device, address: int, opened: list[int]) -> None:
+    driver = load_driver()
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        for peer in opened:
+            driver.cuIpcCloseMemHandle(peer)
+        driver.cuMemFree(address)
 
 
 class _Bytes:
@@ -119,3 +143,44 @@ class FaultFlag:
         _, peer, phase, epoch, wanted, seen = self._words.tolist()
         cause = f"its flag shows {seen}, {wanted} was wanted"
         return PeerTimeout(self._rank, [peer], PHASES.get(phase, f"phase {phase}"), epoch, cause)
+
+
+@dataclass(frozen=True)
+class CallOutcome:
+    """What the ranks found wrong with a call, as all of them see it alike.
+
+    Attributes:
+        needed_rows: rows that the fullest rank needs, if over the capacity, else 0.
+        faulty_rank: lowest rank that had a fault of its own, or None.
+        differing_rank: lowest rank with another value than rank 0 in a field, or None.
+        field, theirs, rank0s: which field, by number, and both values.
+    """
+
+    needed_rows: int
+    faulty_rank: int | None
+    differing_rank: int | None
+    field: int
+    theirs: int
+    rank0s: int
+
+
+class CallRecords:
+    """Slots in pinned host memory where kernels write what is wrong with a call, and nothing otherwise."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._memory = torch.zeros(num_slots, _RECORD_WORDS, dtype=torch.int32, pin_memory=True)
+        self._words = self._memory.numpy()
+
+    def address(self, slot: int) -> int:
+        """Of a slot, for kernels."""
+        return self._memory[slot].data_ptr()
+
+    def take(self, slot: int) -> CallOutcome | None:
+        """What a finished call left in its slot, which is cleared; None if all was well."""
+        words = self._words[slot]
+        if not words.any():
+            return None
+        needed, faulty, _, differing, field, theirs, rank0s, _ = words.tolist()
+        words[:] = 0
+        faulty_rank = faulty - 1 if faulty else None
+        return CallOutcome(needed, faulty_rank, differing - 1 if differing else None, field, theirs, rank0s)

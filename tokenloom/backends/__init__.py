@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import socket
+import uuid
 from dataclasses import dataclass
 
 import torch
 
 from tokenloom.backends.base import Backend
 from tokenloom.backends.collective import CollectiveBackend
+from tokenloom.backends.nvlink import DEFAULT_SMS, NvlinkBackend
 from tokenloom.errors import BackendUnavailable, InvalidArgument
 from tokenloom.group import RankGroup
+from tokenloom.jit.compiler import load_nvrtc
+from tokenloom.jit.kernel import load_driver
+from tokenloom.kernels.dispatch.launch import MAX_BLOCKS as MAX_SMS
 from tokenloom.plan import Plan
+
+__all__ = ["BACKENDS", "DEFAULT_SMS", "MAX_SMS", "Availability", "Backend", "availability", "choose", "make"]
 
 BACKENDS = ("nvlink", "collective")
 """All names, best first: ``auto`` picks the first that works."""
+
+
+BULK_VALUES = 8
+"""Values of 2 bytes in what a bulk copy moves at once."""
 
 
 @dataclass(frozen=True)
@@ -24,20 +36,50 @@ class Availability:
         name: of the backend.
         works: on this rank.
         why: what it runs on, or why it does not work.
+        host: of the rank; "nvlink" needs all ranks on one.
     """
 
     name: str
     works: bool
     why: str
+    host: str
 
 
-def availability(transport: str, device: torch.device) -> list[Availability]:
-    """Every backend, best first, for a group over ``transport`` ("gloo", "nccl", ..., "local") on ``device``."""
+def availability(transport: str, device: torch.device, hidden: int = 0) -> list[Availability]:
+    """Every backend, best first, for a group over ``transport`` ("gloo", "nccl", ..., "local") on ``device``.
+
+    Args:
+        hidden: H, where it is known.
+    """
     over = "this rank alone" if transport == "local" else f"torch.distributed over {transport}"
+    why_not, host = _why_not_nvlink(device, hidden), f"{socket.gethostname()}/{uuid.getnode():x}"
+    own = why_not or f"own kernels on {torch.cuda.get_device_name(device)}"
     return [
-        Availability("nvlink", False, "not part of this version"),
-        Availability("collective", True, f"{over}, tensors on {device.type}"),
+        Availability("nvlink", why_not is None, own, host),
+        Availability("collective", True, f"{over}, tensors on {device.type}", host),
     ]
+
+
+def _why_not_nvlink(device: torch.device, hidden: int) -> str | None:
+    """What keeps the kernels from running on this rank, or None."""
+    if hidden % BULK_VALUES:
+        return f"rows of {hidden} bfloat16 values are no multiple of {BULK_VALUES * 2} bytes"
+    if device.type != "cuda":
+        return f"it needs a GPU, the tensors are on {device.type}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        return f"its kernels are for compute capability 9.0 (Hopper), {torch.cuda.get_device_name(device)} has " + (
+            f"{capability[0]}.{capability[1]}"
+        )
+    try:
+        load_nvrtc()
+        load_driver()
+    except BackendUnavailable as error:
+        return str(error)
+    for peer in range(torch.cuda.device_count()):
+        if peer != device.index and not torch.cuda.can_device_access_peer(device, peer):
+            return f"{device} cannot access the memory of cuda:{peer}"
+    return None
 
 
 def require_known(name: str) -> None:
@@ -55,6 +97,9 @@ def choose(name: str, by_rank: list[list[Availability]]) -> tuple[str, list[str]
     reasons: list[str] = []
     for index, candidate in enumerate(BACKENDS):
         failing = [(rank, found[index].why) for rank, found in enumerate(by_rank) if not found[index].works]
+        if candidate == "nvlink" and not failing:
+            away = [rank for rank, found in enumerate(by_rank) if found[index].host != by_rank[0][index].host]
+            failing = [(rank, "it is on another host than rank 0") for rank in away]
         if name in ("auto", candidate) and not failing:
             return candidate, reasons
         if failing:
@@ -66,6 +111,8 @@ def choose(name: str, by_rank: list[list[Availability]]) -> tuple[str, list[str]
     raise BackendUnavailable("; ".join(reasons))
 
 
-def make(name: str, plan: Plan, ranks: RankGroup) -> Backend:
-    """The backend of that name; collective: every rank makes the same one."""
-    return {"collective": CollectiveBackend}[name](plan, ranks)
+def make(name: str, plan: Plan, ranks: RankGroup, num_sms: int, checked: bool) -> Backend:
+    """The backend of that name; collective: every rank makes the same one. The last two are for "nvlink"."""
+    if name == "nvlink":
+        return NvlinkBackend(plan, ranks, num_sms, checked)
+    return CollectiveBackend(plan, ranks)

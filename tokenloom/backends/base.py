@@ -35,6 +35,7 @@ class DispatchInput:
         topk_ids: int32 or int64 [T, K].
         topk_weights: float32 (float64 beside float64 payloads) [T, K], or None.
         x_needs_grad, weights_need_grad: whether autograd will want a gradient.
+        own_outputs: outputs must be ordinary tensors, not views of the backend's buffers.
     """
 
     x: torch.Tensor
@@ -43,6 +44,7 @@ class DispatchInput:
     topk_weights: torch.Tensor | None
     x_needs_grad: bool
     weights_need_grad: bool
+    own_outputs: bool
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,14 @@ class Backend(Protocol):
     """
 
     name: str
+    checked: bool
+    """Whether the host reads ids, and the outcome of every call, before it returns."""
+
+    def check_dispatch(self, call: DispatchCall, tensors: DispatchInput) -> None:
+        """Raise for what this backend cannot do, beyond what checks.py refuses. Not collective."""
+
+    def check_combine(self, handle: Any, y: torch.Tensor, call: CombineCall) -> None:
+        """Raise for what this backend cannot do, beyond what checks.py refuses. Not collective."""
 
     def report_fault(self, call: str, fault: Exception) -> None:
         """Tell the other ranks, which are opening a call too, that this one failed here; theirs raise PeerError."""
@@ -132,8 +142,12 @@ class Backend(Protocol):
     def return_weights(self, handle: Any, grad: torch.Tensor) -> torch.Tensor:
         """Gradient of ``handle.topk_weights`` -> [T, K] at home."""
 
-    def take_overflow(self) -> tuple[int, int] | None:
-        """(needed, capacity) of an overflow that was not reported yet; forgets it."""
+    def check(self, wait: bool) -> None:
+        """Raise what earlier calls left behind (CapacityOverflow, PeerTimeout, ...), once, on all ranks alike.
+
+        Args:
+            wait: first wait until all calls are done; else raise what is known without waiting for recent ones.
+        """
 
     def close(self) -> None:
         """Release what the backend holds. Calling it twice is fine."""

@@ -15,7 +15,7 @@ import torch
 
 from tokenloom import routing
 from tokenloom.backends.base import CombineCall, DispatchCall, DispatchInput, RoutedCounts
-from tokenloom.backends.exchange import Field, exchange
+from tokenloom.backends.exchange import Field, combine_fields, dispatch_fields, exchange
 from tokenloom.errors import CapacityOverflow
 from tokenloom.group import RankGroup
 from tokenloom.plan import Plan
@@ -94,6 +94,7 @@ class CollectiveBackend:
     """Dispatch and combine over ``all_to_all_single``."""
 
     name = "collective"
+    checked = True
 
     def __init__(self, plan: Plan, ranks: RankGroup) -> None:
         self.plan = plan
@@ -103,24 +104,19 @@ class CollectiveBackend:
 
     # -- opening a call: counts, agreement, metadata --------------------------------------------------------
 
+    def check_dispatch(self, call: DispatchCall, tensors: DispatchInput) -> None:
+        """Nothing beyond checks.py."""
+
+    def check_combine(self, handle: CollectiveHandle, y: torch.Tensor, call: CombineCall) -> None:
+        """Nothing beyond checks.py."""
+
     def report_fault(self, call: str, fault: Exception) -> None:
         self._exchange({"call": call}, None, fault)
 
     def open_dispatch(self, call: DispatchCall, tensors: DispatchInput) -> CollectiveHandle:
         plan = self.plan
         send = routing.send_map(tensors.topk_ids, plan)
-        fields: dict[str, Field] = {
-            "call": "dispatch",
-            "dispatch number": self._num_dispatches,
-            "layout": call.layout,
-            "alignment": call.alignment,
-            "sizes": call.sizes,
-            "capacity": call.capacity,
-            "x.dtype": tensors.x.dtype,
-            "topk_weights.dtype": None if tensors.topk_weights is None else tensors.topk_weights.dtype,
-            "x.requires_grad": tensors.x_needs_grad,
-            "topk_weights.requires_grad": tensors.weights_need_grad,
-        }
+        fields = dispatch_fields(self._num_dispatches, call, tensors)
         own_counts = torch.cat([send.rows_per_rank, send.routes_per_expert])
         table = self._exchange(fields, own_counts)
         rows, routes = table[:, : plan.num_ranks], table[:, plan.num_ranks :]
@@ -129,16 +125,7 @@ class CollectiveBackend:
         return self._make_handle(call, tensors, send, rows, routes)
 
     def open_combine(self, handle: CollectiveHandle, call: CombineCall) -> None:
-        fields: dict[str, Field] = {
-            "call": "combine",
-            "dispatch number": handle.number,
-            "mode": call.mode,
-            "weighted": call.weighted,
-            "wire_dtype": call.wire_dtype,
-            "out_dtype": call.out_dtype,
-            "y.requires_grad": call.needs_grad,
-        }
-        self._exchange(fields)
+        self._exchange(combine_fields(handle.number, call))
 
     def _exchange(
         self, fields: dict[str, Field], counts: torch.Tensor | None = None, fault: Exception | None = None
@@ -231,23 +218,11 @@ class CollectiveBackend:
             home = self.ranks.all_to_all(partial, handle.received, handle.sent, "combine, partial sums")
             order = routing.home_positions_per_rank(handle.send, handle.num_tokens, self.plan.num_ranks)
         else:
-            terms = self._weighted_routes(handle, rows, weights, dtype).to(call.wire_dtype)
+            terms = routing.weighted_routes(rows, handle.local_ids, handle.placement.positions, weights, dtype=dtype)
+            terms = terms.to(call.wire_dtype)
             home = self.ranks.all_to_all(terms, handle.routes_received, handle.routes_sent, "combine, routes")
             order = routing.home_positions_per_route(handle.send, handle.num_tokens, self.plan.top_k)
         return routing.ordered_sum(home, order, dtype=dtype).to(call.out_dtype)
-
-    def _weighted_routes(
-        self, handle: CollectiveHandle, rows: torch.Tensor, weights: torch.Tensor | None, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """One row per received route, in the order (source rank, token, k); NaN where it was dropped."""
-        received_rows, ks = (handle.local_ids >= 0).nonzero(as_tuple=True)
-        places = handle.placement.positions[received_rows, ks]
-        terms = rows.new_full((len(places), rows.shape[1]), torch.nan, dtype=dtype)
-        here = places >= 0
-        terms[here] = rows[places[here]].to(dtype)
-        if weights is not None:
-            terms *= weights[received_rows, ks].to(dtype)[:, None]
-        return terms
 
     # -- gradients ------------------------------------------------------------------------------------------
 
@@ -260,17 +235,8 @@ class CollectiveBackend:
         dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         received = self._send(handle, grad)
-        compute = torch.float64 if dtype == torch.float64 else torch.float32
-        grad_rows = received.new_zeros((handle.placement.num_places, grad.shape[1]), dtype=dtype)
-        dots = None if rows is None else torch.zeros(handle.local_ids.shape, dtype=compute, device=grad.device)
-        for row, column, place in routing.terms(handle.placement.positions):
-            term = received[row].to(compute)
-            if dots is not None and rows is not None:
-                dots[row, column] = (term * rows[place].to(compute)).sum(1)
-            if weights is not None:
-                term = term * weights[row, column].to(compute)[:, None]
-            grad_rows[place] = term.to(dtype)
-        return grad_rows, dots
+        place = handle.placement
+        return routing.spread_gradient(received, place.positions, place.num_places, weights, rows, dtype)
 
     def return_weights(self, handle: CollectiveHandle, grad: torch.Tensor) -> torch.Tensor:
         if handle.call.layout != "expert":
@@ -285,9 +251,10 @@ class CollectiveBackend:
 
     # -- state ----------------------------------------------------------------------------------------------
 
-    def take_overflow(self) -> tuple[int, int] | None:
+    def check(self, wait: bool) -> None:
         overflow, self._overflow = self._overflow, None
-        return overflow
+        if overflow is not None:
+            raise CapacityOverflow(*overflow, sent=True)
 
     def close(self) -> None:
         self.ranks.close()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from tokenloom.backends.base import CombineCall, DispatchCall, DispatchInput
 from tokenloom.errors import PeerError, PlanMismatch
 from tokenloom.group import RankGroup
 from tokenloom.plan import LAYOUTS
@@ -52,7 +53,7 @@ def exchange(
         PeerError: another rank has a fault; PlanMismatch: fields differ. Nothing where this rank has a fault.
     """
     header = [_OK if fault is None else _FAULT]
-    header += [_encode(value) for value in fields.values()] + [0] * (NUM_FIELDS - len(fields))
+    header += encode_fields(fields)
     header += _encode_message("" if fault is None else f"{type(fault).__name__}: {fault}")
     row = torch.zeros(_HEADER_WORDS + num_counts, dtype=torch.int64, device=ranks.device)
     row[:_HEADER_WORDS] = torch.tensor(header)
@@ -62,6 +63,45 @@ def exchange(
     if fault is None:
         _raise_for_peers(table, list(fields))
     return table[:, _HEADER_WORDS:]
+
+
+def dispatch_fields(number: int, call: DispatchCall, tensors: DispatchInput) -> dict[str, Field]:
+    """What ranks must agree on in a dispatch, the ``number``-th of its communicator."""
+    return {
+        "call": "dispatch",
+        "dispatch number": number,
+        "layout": call.layout,
+        "alignment": call.alignment,
+        "sizes": call.sizes,
+        "capacity": call.capacity,
+        "x.dtype": tensors.x.dtype,
+        "topk_weights.dtype": None if tensors.topk_weights is None else tensors.topk_weights.dtype,
+        "x.requires_grad": tensors.x_needs_grad,
+        "topk_weights.requires_grad": tensors.weights_need_grad,
+    }
+
+
+def combine_fields(number: int, call: CombineCall) -> dict[str, Field]:
+    """What ranks must agree on in a combine of the ``number``-th dispatch."""
+    return {
+        "call": "combine",
+        "dispatch number": number,
+        "mode": call.mode,
+        "weighted": call.weighted,
+        "wire_dtype": call.wire_dtype,
+        "out_dtype": call.out_dtype,
+        "y.requires_grad": call.needs_grad,
+    }
+
+
+def encode_fields(fields: dict[str, Field], num_fields: int = NUM_FIELDS) -> list[int]:
+    """Fields as integers of 32 bits: non-negative ones stand for themselves, words for -1 - their index."""
+    return [_encode(value) for value in fields.values()] + [0] * (num_fields - len(fields))
+
+
+def decode_field(code: int) -> int | str | None:
+    """The value of an encoded field, dtypes and booleans as words."""
+    return code if code >= 0 else _WORDS[-1 - code]
 
 
 def _raise_for_peers(table: np.ndarray, names: list[str]) -> None:
@@ -74,20 +114,15 @@ def _raise_for_peers(table: np.ndarray, names: list[str]) -> None:
         different = np.flatnonzero(column != column[0])
         if len(different):
             rank = int(different[0])
-            raise PlanMismatch(rank, name, _decode(int(column[rank])), _decode(int(column[0])))
+            raise PlanMismatch(rank, name, decode_field(int(column[rank])), decode_field(int(column[0])))
 
 
 def _encode(value: Field) -> int:
-    """Non-negative integers stand for themselves, words for -1 - their index."""
     if isinstance(value, bool):
         value = "yes" if value else "no"
     if isinstance(value, int):
         return value
     return -1 - _WORDS.index(str(value) if isinstance(value, torch.dtype) else value)
-
-
-def _decode(code: int) -> int | str | None:
-    return code if code >= 0 else _WORDS[-1 - code]
 
 
 def _encode_message(message: str) -> list[int]:

@@ -90,9 +90,14 @@ def measure_on_rank(
     if dtype == "fp8":
         x = quantize_fp8(x)
     times: dict[str, list[float]] = {"dispatch": []} if dtype == "fp8" else {"dispatch": [], "combine": []}
-    sizes = {"num_experts": plan.num_experts, "hidden": plan.hidden, "top_k": plan.top_k}
     with Communicator(
-        context.group, **sizes, max_tokens_per_rank=case.num_tokens, backend=backend, device=context.device
+        context.group,
+        num_experts=plan.num_experts,
+        hidden=plan.hidden,
+        top_k=plan.top_k,
+        max_tokens_per_rank=case.num_tokens,
+        backend=backend,
+        device=context.device,
     ) as comm:
         y = None
         for number in range(warm_up + iterations):

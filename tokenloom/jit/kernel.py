@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenloom.errors import BackendUnavailable
 from tokenloom.jit import cache as disk
-from tokenloom.jit.compiler import KernelSpec
+from tokenloom.jit.compiler import KernelSpec, entry_symbol
 
 
 class Kernel:
@@ -28,11 +28,7 @@ class Kernel:
         self.shared_bytes = shared_bytes
         driver = load_driver()
         self._driver = driver
-        self._module = checked(driver.cuModuleLoadData(self.entry.cubin))
-        self._function = checked(driver.cuModuleGetFunction(self._module, spec.entry.encode()))
-        if shared_bytes:
-            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            checked(driver.cuFuncSetAttribute(self._function, attribute, shared_bytes))
+        self._module, self._function = _load(driver, self.entry, shared_bytes)
         self.args: Any = spec.args()
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.args))
         self._parameters = ctypes.addressof(self._pointers)
@@ -45,13 +41,35 @@ class Kernel:
         if status:
             checked((status,))
 
-    def blocks_per_sm(self) -> int:
-        """How many blocks fit on one SM at once."""
-        return checked(
-            self._driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
-                self._function, self.spec.threads, self.shared_bytes
-            )
-        )
+
+def blocks_per_sm(entry: disk.Entry, shared_bytes: int) -> int:
+    """How many blocks of a kernel fit on one SM of the current CUDA context's GPU at once.
+
+    Raises:
+        RuntimeError: the GPU is of another architecture.
+    """
+    driver = load_driver()
+    module, function = _load(driver, entry, shared_bytes)
+    try:
+        return checked(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, entry.threads, shared_bytes))
+    finally:
+        checked(driver.cuModuleUnload(module))
+
+
+def _load(driver: Any, entry: disk.Entry, shared_bytes: int) -> tuple[Any, Any]:
+    """(module, function), with room for that much dynamic shared memory."""
+    module = checked(driver.cuModuleLoadData(entry.cubin))
+    function = checked(driver.cuModuleGetFunction(module, entry_symbol(entry.name).encode()))
+    if shared_bytes:
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        checked(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
+    return module, function
+
+
+@cache
+def load_kernel(spec: KernelSpec, shared_bytes: int, device_index: int) -> Kernel:
+    """The kernel on a device, which must be the current one; loaded once in this process."""
+    return Kernel(spec, shared_bytes)
 
 
 @cache

@@ -1,6 +1,9 @@
-"""What the kernels' compile-time shapes share: dtypes by number, and how rows are cut into stages."""
+"""What the host sides of kernels share: dtypes by number, how rows are cut into stages, how a call opens."""
 
 from __future__ import annotations
+
+import ctypes
+from typing import Any
 
 import torch
 
@@ -26,3 +29,28 @@ def ring(row_bytes: int, other_shared_bytes: int) -> tuple[int, int, int]:
     room = MAX_SHARED_BYTES - other_shared_bytes - 1024
     stages = max(2, min(MOST_STAGES, room // (WARPS * (stage_bytes + 8))))
     return stage_bytes, stages, WARPS * stages * (stage_bytes + 8) + other_shared_bytes + 512
+
+
+NUM_FIELDS = 12
+"""kFields of device/sync/call.cuh."""
+
+
+def uint64_fields(*names: str) -> list[tuple[str, Any]]:
+    """Fields of a ctypes.Structure that hold addresses or offsets."""
+    return [(name, ctypes.c_uint64) for name in names]
+
+
+def int32_fields(*names: str) -> list[tuple[str, Any]]:
+    """Fields of a ctypes.Structure that hold 32-bit integers."""
+    return [(name, ctypes.c_int32) for name in names]
+
+
+class Call(ctypes.Structure):
+    """Mirror of Call in device/sync/call.cuh, which says what each value is."""
+
+    _fields_ = [
+        *uint64_fields("peers", "flags", "rows", "epoch", "blocks_out", "record", "fault", "fault_claimed"),
+        ("timeout_ns", ctypes.c_uint64),
+        *int32_fields("rank", "status"),
+        ("fields", ctypes.c_int32 * NUM_FIELDS),
+    ]

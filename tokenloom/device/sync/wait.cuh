@@ -18,8 +18,8 @@ struct Deadline {
     uint64 timeout_ns;
 };
 
-// What a wait is for, by number; errors.py has the words.
-enum Phase : uint32 { kPhaseCounts = 1, kPhaseRows = 2, kPhaseReady = 3, kPhasePartials = 4 };
+// What a wait is for, by number; symmetric.py has the words.
+enum Phase : uint32 { kPhaseOpen = 1, kPhaseRows = 2, kPhasePartials = 3 };
 
 __device__ __forceinline__ bool has_reached(uint32 seen, uint32 wanted) {
     return static_cast<int32>(seen - wanted) >= 0;  // epochs wrap

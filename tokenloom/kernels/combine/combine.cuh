@@ -1,7 +1,7 @@
 // Combine: partial sums go home, one row per (token, rank), and are added there in ascending rank.
 //
-//   pushing blocks   wait until a home rank has begun this combine, then stream chunks of its rows into its buffer,
-//                    and raise the chunk's flag there
+//   all blocks       wait until all ranks have begun this combine, so that their buffers are free
+//   pushing blocks   stream chunks of rows into their home ranks' buffers, and raise the chunk's flag there
 //   summing blocks   take this rank's tokens in order, wait for the chunks that hold their partial sums, add them
 //   last block out   advances the epoch
 //
@@ -10,26 +10,19 @@
 #pragma once
 #include "device/pipe/row_stream.cuh"
 #include "device/pipe/sum_stream.cuh"
-#include "device/sync/symmetric.cuh"
-#include "device/sync/wait.cuh"
+#include "device/sync/call.cuh"
 
 struct CombineArgs {
+    Call call;
     const void* y;             // rows in the dispatch's layout
     const int32* row_places;   // [R][K] place of each route of a received row (layout expert)
     const float* row_weights;  // [R][K], or null: unweighted (layout expert)
     const int32* slots;        // [T][W], from the dispatch: which of the rows that went to rank r, or -1
     const int32* all_counts;   // [W][W + E], from the dispatch
     void* out;                 // [T] rows of Shape::out_dtype
-    const uint64* peers;
-    uint64 ready_flags;  // uint32 [W]: rank r has begun combine number (flag), so its buffer is free
-    uint64 chunk_flags;  // uint32 [W][Shape::max_chunks]: this chunk of rank r is here
-    uint64 home;         // [M * min(W, K)] rows of Shape::wire_dtype, sorted by expert rank, then token
-    uint32* epoch;       // device memory: combines done so far
-    uint32* blocks_out;  // device memory: blocks that have finished this combine
-    FaultRecord* fault;
-    uint32* fault_claimed;
-    uint64 timeout_ns;
-    int32 rank;
+    uint64 chunk_flags;        // in the control buffer: uint32 [W][Shape::max_chunks]: this chunk of rank r is here
+    const uint64* peers;       // the data buffers
+    uint64 home;               // [M * min(W, K)] rows of Shape::wire_dtype, sorted by expert rank, then token
     int32 num_tokens;
     int32 max_tokens;   // M
     int32 capacity;     // rows of y; what lies beyond was dropped
@@ -76,12 +69,12 @@ __device__ void find_bases(const CombineArgs& args, CombineShared<Shape>& shared
         const int i = threadIdx.x;
         int32 received = 0, home = 0, own = 0;
         for (int s = 0; s < i; ++s) {
-            received += args.all_counts[s * kCounts + args.rank];
-            own += args.all_counts[args.rank * kCounts + s];
+            received += args.all_counts[s * kCounts + args.call.rank];
+            own += args.all_counts[args.call.rank * kCounts + s];
         }
-        for (int r = 0; r < args.rank; ++r) home += args.all_counts[i * kCounts + r];
+        for (int r = 0; r < args.call.rank; ++r) home += args.all_counts[i * kCounts + r];
         shared.received_base[i] = received;
-        shared.received[i] = args.all_counts[i * kCounts + args.rank];
+        shared.received[i] = args.all_counts[i * kCounts + args.call.rank];
         shared.home_base[i] = home;
         shared.own_base[i] = own;
     }
@@ -151,26 +144,17 @@ __device__ void push_sums(const CombineArgs& args, typename CombineShared<Shape>
 // One warp takes chunk after chunk, home ranks in turn so that all links are busy. `push(row, num_rows, to)` sends
 // the rows of a chunk; the leader issues their bulk stores, so it can say when they have arrived.
 template <class Shape, class Push>
-__device__ void push_chunks(const CombineArgs& args, const CombineShared<Shape>& shared, const Deadline& deadline,
-                            uint32 epoch, Push push) {
+__device__ void push_chunks(const CombineArgs& args, const CombineShared<Shape>& shared, uint32 epoch, Push push) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int32 most = 0;
     for (int s = 0; s < Shape::num_ranks; ++s) most = max(most, shared.received[s]);
     const int32 num_items = (most + kChunkRows - 1) / kChunkRows * Shape::num_ranks;
     const int32 stride = args.push_blocks * CombineShared<Shape>::kWarps;
-    const auto* ready = at_peer<const uint32>(args.peers, args.rank, args.ready_flags);
-    uint32 known_ready = 0;
     for (int32 item = warp * args.push_blocks + blockIdx.x; item < num_items; item += stride) {
         const int32 chunk = item / Shape::num_ranks;
-        const int home = (item + args.rank) % Shape::num_ranks;
+        const int home = (item + args.call.rank) % Shape::num_ranks;
         const int32 begin = chunk * kChunkRows, end = min(begin + kChunkRows, shared.received[home]);
         if (begin >= end) continue;
-        if (!(known_ready >> home & 1)) {
-            const bool is = lane != 0 || wait_for_flag(ready + home, epoch, deadline, home, kPhaseReady);
-            if (!__all_sync(~0u, is)) return;
-            __syncwarp();
-            known_ready |= 1u << home;
-        }
         const int64 row = Shape::layout == kLayoutRank ? static_cast<int64>(home) * args.max_tokens + begin
                                                        : shared.received_base[home] + begin;
         push(row, end - begin,
@@ -179,8 +163,8 @@ __device__ void push_chunks(const CombineArgs& args, const CombineShared<Shape>&
         if (lane == 0) bulk_wait_written<0>();
         __syncwarp();  // the other lanes' ordinary stores come before the leader's release
         if (lane == 0)
-            store_release_sys(at_peer<uint32>(args.peers, home, args.chunk_flags) +
-                                  args.rank * Shape::max_chunks + chunk,
+            store_release_sys(at_peer<uint32>(args.call.peers, home, args.chunk_flags) +
+                                  args.call.rank * Shape::max_chunks + chunk,
                               epoch);
         __syncwarp();
     }
@@ -188,14 +172,14 @@ __device__ void push_chunks(const CombineArgs& args, const CombineShared<Shape>&
 
 // One warp takes token after token: wait for its partial sums, add them in ascending rank, round once.
 template <class Shape>
-__device__ void sum_partials(const CombineArgs& args, CombineShared<Shape>& shared, const Deadline& deadline,
-                             uint32 epoch) {
+__device__ void sum_partials(const CombineArgs& args, CombineShared<Shape>& shared, uint32 epoch) {
     using RankSum = typename CombineShared<Shape>::RankSum;
     constexpr int kGroupBytes = Shape::group * kValueBytes<Shape::out_dtype>;
     constexpr int64 kOutBytes = static_cast<int64>(Shape::hidden) * kValueBytes<Shape::out_dtype>;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const auto* flags = at_peer<const uint32>(args.peers, args.rank, args.chunk_flags);
-    const auto* home = at_peer<const unsigned char>(args.peers, args.rank, args.home);
+    const Deadline deadline{args.call.fault, args.call.fault_claimed, args.call.timeout_ns};
+    const auto* flags = at_peer<const uint32>(args.call.peers, args.call.rank, args.chunk_flags);
+    const auto* home = at_peer<const unsigned char>(args.peers, args.call.rank, args.home);
     auto* out = static_cast<unsigned char*>(args.out);
     const int32 first = (blockIdx.x - args.push_blocks) * CombineShared<Shape>::kWarps + warp;
     const int32 stride = (gridDim.x - args.push_blocks) * CombineShared<Shape>::kWarps;
@@ -235,32 +219,31 @@ __device__ void combine(const CombineArgs& args) {
     static_assert(sizeof(CombineShared<Shape>) <= Shape::shared_bytes, "launch.py asks for the shared memory that this needs");
     auto& shared = *reinterpret_cast<CombineShared<Shape>*>(memory);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const uint32 epoch = *args.epoch + 1;
-    const Deadline deadline{args.fault, args.fault_claimed, args.timeout_ns};
-    if (blockIdx.x == 0 && threadIdx.x < Shape::num_ranks)
-        store_release_sys(at_peer<uint32>(args.peers, threadIdx.x, args.ready_flags) + args.rank, epoch);
+    const uint32 epoch = *args.call.epoch + 1;
+    constexpr int kCounts = Shape::num_ranks + Shape::num_experts;
+    if (blockIdx.x == 0)
+        announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, epoch, 0, [](int) { return 0; });
     const bool pushes = blockIdx.x < args.push_blocks;
     if (!pushes) CombineShared<Shape>::RankSum::init(shared.rank_sum[warp], lane);
     else if (!Shape::copies_rows) CombineShared<Shape>::RouteSum::init(shared.route_sum.ring[warp], lane);
     else if (lane < Shape::copy_stages) mbarrier_init(&shared.copy.loaded[warp][lane], 1);
     mbarrier_init_fence();
     find_bases<Shape>(args, shared);
+    const Opened opened = await_call<Shape::num_ranks, kCounts>(args.call, epoch);
+    if (opened == Opened::kExpired) return;
+    if (opened == Opened::kRefused) return close_call(args.call, epoch);
     if (!pushes) {
-        sum_partials<Shape>(args, shared, deadline, epoch);
+        sum_partials<Shape>(args, shared, epoch);
     } else if constexpr (Shape::copies_rows != 0) {
         typename CombineShared<Shape>::Copy stream(shared.copy.ring[warp], shared.copy.loaded[warp], lane);
-        push_chunks<Shape>(args, shared, deadline, epoch, [&](int64 row, int32 num_rows, unsigned char* to) {
+        push_chunks<Shape>(args, shared, epoch, [&](int64 row, int32 num_rows, unsigned char* to) {
             push_copies<Shape>(args, stream, row, num_rows, to);
         });
     } else {
         typename CombineShared<Shape>::RouteSum stream(shared.route_sum.ring[warp], lane);
-        push_chunks<Shape>(args, shared, deadline, epoch, [&](int64 row, int32 num_rows, unsigned char* to) {
+        push_chunks<Shape>(args, shared, epoch, [&](int64 row, int32 num_rows, unsigned char* to) {
             push_sums<Shape>(args, stream, shared.route_sum.out[warp], row, num_rows, to);
         });
     }
-    __syncthreads();
-    if (threadIdx.x == 0 && add_acq_rel_gpu(args.blocks_out, 1) == gridDim.x - 1) {
-        *args.blocks_out = 0;
-        *args.epoch = epoch;
-    }
+    close_call(args.call, epoch);
 }

@@ -7,7 +7,18 @@ import ctypes
 import torch
 
 from tokenloom.jit.compiler import KernelSpec
-from tokenloom.kernels.shape import DTYPES, LAYOUTS, MAX_SHARED_BYTES, MOST_STAGES, THREADS, WARPS, ring
+from tokenloom.kernels.shape import (
+    DTYPES,
+    LAYOUTS,
+    MAX_SHARED_BYTES,
+    MOST_STAGES,
+    THREADS,
+    WARPS,
+    Call,
+    int32_fields,
+    ring,
+    uint64_fields,
+)
 from tokenloom.plan import Plan, align_up
 
 CHUNK_ROWS = 16
@@ -20,27 +31,10 @@ class CombineArgs(ctypes.Structure):
     """Mirror of CombineArgs in combine.cuh, which says what each value is; addresses and offsets are uint64."""
 
     _fields_ = [
-        *(
-            (name, ctypes.c_uint64)
-            for name in (
-                "y",
-                "row_places",
-                "row_weights",
-                "slots",
-                "all_counts",
-                "out",
-                "peers",
-                "ready_flags",
-                "chunk_flags",
-                "home",
-                "epoch",
-                "blocks_out",
-                "fault",
-                "fault_claimed",
-                "timeout_ns",
-            )
-        ),
-        *((name, ctypes.c_int32) for name in ("rank", "num_tokens", "max_tokens", "capacity", "push_blocks")),
+        ("call", Call),
+        *uint64_fields("y", "row_places", "row_weights", "slots", "all_counts", "out"),
+        *uint64_fields("chunk_flags", "peers", "home"),
+        *int32_fields("num_tokens", "max_tokens", "capacity", "push_blocks"),
     ]
 
 

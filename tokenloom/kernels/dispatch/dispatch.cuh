@@ -1,11 +1,11 @@
 // Dispatch: every row goes straight to its final place on the ranks that hold its experts.
 //
 //   all blocks   count the routes before their chunk; the last block sends the totals to all ranks      (route.cuh)
-//   all blocks   wait for all ranks' counts, which also say that those ranks have let go of their region
+//   all blocks   wait for all ranks' counts; go on only if all ranks mean the same call (device/sync/call.cuh)
 //   all warps    stream their rows to all of their destinations, with ids, weights and scales
 //   all blocks   say so to all ranks; wait for all ranks' blocks (layout expert), or block 0 does (others)
 //   all warps    layout expert: copy rows to the places of their further routes, and clear the padding
-//   block 0      advances the epoch
+//   last block   advances the epoch
 //
 // README.md has the protocol and why it is safe to reuse the region.
 #pragma once
@@ -82,25 +82,27 @@ __device__ void send_metadata(const DispatchArgs& args, const RouteShared<Shape>
 
 // Block 0: the counts of this rank's output, clamped to the capacity so that they are safe to address it with.
 template <class Shape>
-__device__ void publish_counts(const DispatchArgs& args, const RouteShared<Shape>& route, const int32* counts) {
+__device__ void publish_counts(const DispatchArgs& args, const RouteShared<Shape>& route,
+                               const AllCounts<Shape>& counts) {
     constexpr int kCounts = RouteShared<Shape>::kCounts;
-    for (int i = threadIdx.x; i < Shape::num_ranks * kCounts; i += Shape::threads) args.all_counts[i] = counts[i];
+    for (int i = threadIdx.x; i < Shape::num_ranks * kCounts; i += Shape::threads)
+        args.all_counts[i] = counts.rows(i / kCounts, i % kCounts);
     if (threadIdx.x == 0) {
         int32 needed = 0;
         for (int r = 0; r < Shape::num_ranks; ++r) needed = max(needed, route.needed[r]);
-        if (needed > args.capacity) store_release_sys(args.needed_rows, needed);
-        *args.num_rows = min(route.needed[args.rank], args.capacity);
+        if (needed > args.capacity) store_release_sys(&args.call.record->needed_rows, needed);
+        *args.num_rows = min(route.needed[args.call.rank], args.capacity);
         int32 rows = 0;
         for (int s = 0; s < Shape::num_ranks; ++s) {
             const int32 begin = Shape::layout == kLayoutToken ? min(rows, args.capacity) : rows;
-            rows += counts[s * kCounts + args.rank];
+            rows += counts.rows(s, args.call.rank);
             args.source_counts[s] = (Shape::layout == kLayoutToken ? min(rows, args.capacity) : rows) - begin;
         }
         int32 start = 0;
         for (int l = 0; l < Shape::experts_per_rank; ++l) {
             int32 routes = 0;
-            const int column = Shape::num_ranks + args.rank * Shape::experts_per_rank + l;
-            for (int s = 0; s < Shape::num_ranks; ++s) routes += counts[s * kCounts + column];
+            const int expert = args.call.rank * Shape::experts_per_rank + l;
+            for (int s = 0; s < Shape::num_ranks; ++s) routes += counts.routes(s, expert);
             if constexpr (Shape::layout == kLayoutExpert) {
                 const int32 begin = min(start, args.capacity);
                 start += (routes + args.alignment - 1) / args.alignment * args.alignment;
@@ -118,9 +120,9 @@ __device__ void publish_counts(const DispatchArgs& args, const RouteShared<Shape
 template <class Shape, class Stream>
 __device__ void fill_further_places(const DispatchArgs& args, Stream& stream, int32 num_rows, int32 first,
                                     int32 stride) {
-    const int32* all_places = at_peer<const int32>(args.peers, args.rank, args.row_places);
-    unsigned char* rows = at_peer<unsigned char>(args.peers, args.rank, args.rows);
-    float* scales = at_peer<float>(args.peers, args.rank, args.row_scales);
+    const int32* all_places = at_peer<const int32>(args.peers, args.call.rank, args.row_places);
+    unsigned char* rows = at_peer<unsigned char>(args.peers, args.call.rank, args.rows);
+    float* scales = at_peer<float>(args.peers, args.call.rank, args.row_scales);
     const auto place_of = [&](int64 row, int k) {
         const int32 place = all_places[row * Shape::top_k + k];
         return place < args.capacity ? place : -1;
@@ -164,11 +166,11 @@ __device__ void fill_further_places(const DispatchArgs& args, Stream& stream, in
 // Layout expert: rows between a group's last route and the next group are zero.
 template <class Shape>
 __device__ void clear_padding(const DispatchArgs& args, const RouteShared<Shape>& route, int32 block, int32 blocks) {
-    unsigned char* rows = at_peer<unsigned char>(args.peers, args.rank, args.rows);
-    float* scales = at_peer<float>(args.peers, args.rank, args.row_scales);
+    unsigned char* rows = at_peer<unsigned char>(args.peers, args.call.rank, args.rows);
+    float* scales = at_peer<float>(args.peers, args.call.rank, args.row_scales);
     int32 start = 0;
     for (int l = 0; l < Shape::experts_per_rank; ++l) {
-        const int32 routes = route.expert_total[args.rank * Shape::experts_per_rank + l];
+        const int32 routes = route.expert_total[args.call.rank * Shape::experts_per_rank + l];
         const int32 end = start + (routes + args.alignment - 1) / args.alignment * args.alignment;
         for (int32 place = start + routes + block; place < min(end, args.capacity); place += blocks) {
             for (int i = threadIdx.x; i < Shape::row_bytes / 16; i += Shape::threads)
@@ -181,8 +183,9 @@ __device__ void clear_padding(const DispatchArgs& args, const RouteShared<Shape>
 }
 
 template <class Shape>
-__device__ bool wait_for_rows(const DispatchArgs& args, const Deadline& deadline, uint32 epoch, int32 blocks) {
-    const auto* flags = at_peer<const uint32>(args.peers, args.rank, args.done_flags);
+__device__ bool wait_for_rows(const DispatchArgs& args, uint32 epoch, int32 blocks) {
+    const Deadline deadline{args.call.fault, args.call.fault_claimed, args.call.timeout_ns};
+    const auto* flags = at_peer<const uint32>(args.call.peers, args.call.rank, args.done_flags);
     bool here = true;
     for (int i = threadIdx.x; i < Shape::num_ranks * blocks; i += Shape::threads) {
         const int peer = i / blocks, block = i % blocks;
@@ -202,8 +205,7 @@ __device__ void dispatch(const DispatchArgs& args) {
     constexpr int kCounts = RouteShared<Shape>::kCounts;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int32 block = blockIdx.x, blocks = gridDim.x;
-    const uint32 epoch = *args.epoch + 1;
-    const Deadline deadline{args.fault, args.fault_claimed, args.timeout_ns};
+    const uint32 epoch = *args.call.epoch + 1;
     const Chunk chunk = chunk_of(args.num_tokens, block, blocks);
 
     for (int i = threadIdx.x; i < kCounts; i += Shape::threads) route.before[i] = route.chunk[i] = 0;
@@ -213,59 +215,56 @@ __device__ void dispatch(const DispatchArgs& args) {
     count_routes<Shape>(args, 0, chunk.begin, route.before);
     count_routes<Shape>(args, chunk.begin, chunk.end, route.chunk);
     __syncthreads();
-    if (block == blocks - 1) send_counts<Shape>(args, route, epoch);
-    if (!wait_for_counts<Shape>(args, deadline, epoch)) return;
+    if (block == blocks - 1)
+        announce_call<Shape::num_ranks, kCounts, Shape::threads>(
+            args.call, epoch, kCounts, [&](int i) { return route.before[i] + route.chunk[i]; });
+    const Opened opened = await_call<Shape::num_ranks, kCounts>(args.call, epoch);
+    if (opened == Opened::kExpired) return;
+    if (opened == Opened::kRefused) return close_call(args.call, epoch);
 
-    const int32* counts =
-        at_peer<const int32>(args.peers, args.rank, args.counts) + (epoch & 1) * Shape::num_ranks * kCounts;
+    const AllCounts<Shape> counts{at_peer<const int32>(args.call.peers, args.call.rank,
+                                                       row_offset<Shape::num_ranks, kCounts>(args.call, epoch, 0)) +
+                                  kHeaderWords};
     find_bases<Shape>(args, route, counts);
     if (block == 0) publish_counts<Shape>(args, route, counts);
     find_slots<Shape>(args, route, chunk);
-    int32* places = args.slots + static_cast<int64>(args.num_tokens) * Shape::num_ranks;  // [T][K] behind the slots
+    int32* places = args.slots + static_cast<int64>(args.num_tokens) * Shape::num_ranks;
     if constexpr (Shape::layout == kLayoutExpert) find_places<Shape>(args, route, chunk, places);
     bool all_fit = true;
     for (int r = 0; r < Shape::num_ranks; ++r) all_fit = all_fit && route.needed[r] <= args.capacity;
-    const bool sends = all_fit || !args.stop_on_overflow;
+    if (!all_fit && args.stop_on_overflow) return close_call(args.call, epoch);
 
     Stream stream(shared.stream[warp], shared.loaded[warp], lane);
-    if (sends) {
-        const int32 first = chunk.begin + warp, stride = DispatchShared<Shape>::kWarps;
-        const int32 num_rows = first < chunk.end ? (chunk.end - first + stride - 1) / stride : 0;
-        stream.run(
-            num_rows,
-            [&](int i) {
-                return static_cast<const unsigned char*>(args.x) +
-                       static_cast<int64>(first + i * stride) * Shape::row_bytes;
-            },
-            [&](int i) -> unsigned char* {
-                const int32 token = first + i * stride;
-                send_metadata<Shape>(args, route, places, token, lane);
-                const int32 place = row_place<Shape>(args, route, places, token, lane);
-                if (place < 0) return nullptr;
-                return at_peer<unsigned char>(args.peers, lane, args.rows) +
-                       static_cast<int64>(place) * Shape::row_bytes;
-            });
-        stream.finish();
-    }
+    const int32 first = chunk.begin + warp, stride = DispatchShared<Shape>::kWarps;
+    stream.run(
+        first < chunk.end ? (chunk.end - first + stride - 1) / stride : 0,
+        [&](int i) {
+            return static_cast<const unsigned char*>(args.x) +
+                   static_cast<int64>(first + i * stride) * Shape::row_bytes;
+        },
+        [&](int i) -> unsigned char* {
+            const int32 token = first + i * stride;
+            send_metadata<Shape>(args, route, places, token, lane);
+            const int32 place = row_place<Shape>(args, route, places, token, lane);
+            if (place < 0) return nullptr;
+            return at_peer<unsigned char>(args.peers, lane, args.rows) + static_cast<int64>(place) * Shape::row_bytes;
+        });
+    stream.finish();
     __syncthreads();
     if (threadIdx.x < Shape::num_ranks)
-        store_release_sys(at_peer<uint32>(args.peers, threadIdx.x, args.done_flags) +
-                              args.rank * Shape::max_blocks + block,
+        store_release_sys(at_peer<uint32>(args.call.peers, threadIdx.x, args.done_flags) +
+                              args.call.rank * Shape::max_blocks + block,
                           epoch);
 
-    if constexpr (Shape::layout == kLayoutExpert) {
-        if (!wait_for_rows<Shape>(args, deadline, epoch, blocks)) return;
-        if (sends) {
-            int32 num_rows = 0;
-            for (int s = 0; s < Shape::num_ranks; ++s) num_rows += counts[s * kCounts + args.rank];
-            const int stride = blocks * DispatchShared<Shape>::kWarps;
-            fill_further_places<Shape>(args, stream, num_rows, block * DispatchShared<Shape>::kWarps + warp, stride);
-            clear_padding<Shape>(args, route, block, blocks);
-            stream.finish();
-        }
-    } else if (block == 0) {
-        if (!wait_for_rows<Shape>(args, deadline, epoch, blocks)) return;
+    if (Shape::layout == kLayoutExpert || block == 0) {
+        if (!wait_for_rows<Shape>(args, epoch, blocks)) return;
     }
-    // All blocks of this rank have said that they are done, so all of them have read the epoch.
-    if (block == 0 && threadIdx.x == 0) *args.epoch = epoch;
+    if constexpr (Shape::layout == kLayoutExpert) {
+        int32 num_rows = 0;
+        for (int s = 0; s < Shape::num_ranks; ++s) num_rows += counts.rows(s, args.call.rank);
+        fill_further_places<Shape>(args, stream, num_rows, block * stride + warp, blocks * stride);
+        clear_padding<Shape>(args, route, block, blocks);
+        stream.finish();
+    }
+    close_call(args.call, epoch);
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 from tokenloom.jit.compiler import KernelSpec
-from tokenloom.kernels.shape import LAYOUTS, THREADS, WARPS, ring
+from tokenloom.kernels.shape import LAYOUTS, THREADS, WARPS, Call, int32_fields, ring, uint64_fields
 from tokenloom.plan import Plan
 
 MAX_BLOCKS = 32
@@ -16,47 +16,11 @@ class DispatchArgs(ctypes.Structure):
     """Mirror of DispatchArgs in args.cuh, which says what each value is; addresses and offsets are uint64."""
 
     _fields_ = [
-        *(
-            (name, ctypes.c_uint64)
-            for name in (
-                "x",
-                "scales",
-                "topk_ids",
-                "topk_weights",
-                "peers",
-                "counts_flags",
-                "done_flags",
-                "counts",
-                "rows",
-                "row_scales",
-                "row_ids",
-                "row_weights",
-                "row_places",
-                "slots",
-                "all_counts",
-                "num_rows",
-                "source_counts",
-                "expert_counts",
-                "expert_offsets",
-                "needed_rows",
-                "epoch",
-                "fault",
-                "fault_claimed",
-                "timeout_ns",
-            )
-        ),
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                "rank",
-                "num_tokens",
-                "max_tokens",
-                "capacity",
-                "alignment",
-                "ids_are_int64",
-                "stop_on_overflow",
-            )
-        ),
+        ("call", Call),
+        *uint64_fields("x", "scales", "topk_ids", "topk_weights", "done_flags"),
+        *uint64_fields("peers", "rows", "row_scales", "row_ids", "row_weights", "row_places"),
+        *uint64_fields("slots", "all_counts", "num_rows", "source_counts", "expert_counts", "expert_offsets"),
+        *int32_fields("num_tokens", "max_tokens", "capacity", "alignment", "ids_are_int64", "stop_on_overflow"),
     ]
 
 

@@ -74,50 +74,33 @@ __device__ void count_routes(const DispatchArgs& args, int32 begin, int32 end, i
     if (lane < Shape::num_ranks && rows_of_lane != 0) atomicAdd(&counts[lane], rows_of_lane);
 }
 
-// The last block: write this rank's counts into every rank's matrix, then raise the flag there.
+// Counts of all ranks, as they lie in this rank's control buffer.
 template <class Shape>
-__device__ void send_counts(const DispatchArgs& args, RouteShared<Shape>& shared, uint32 epoch) {
-    constexpr int kCounts = RouteShared<Shape>::kCounts;
-    const uint64 mine = args.counts + ((epoch & 1) * Shape::num_ranks + args.rank) * kCounts * sizeof(int32);
-    for (int i = threadIdx.x; i < kCounts * Shape::num_ranks; i += Shape::threads) {
-        const int peer = i / kCounts, index = i % kCounts;
-        store_relaxed_sys(at_peer<uint32>(args.peers, peer, mine) + index, shared.before[index] + shared.chunk[index]);
-    }
-    __syncthreads();
-    if (threadIdx.x < Shape::num_ranks)
-        store_release_sys(at_peer<uint32>(args.peers, threadIdx.x, args.counts_flags) + args.rank, epoch);
-}
-
-// Wait until all ranks' counts are here; false if a deadline passed. All threads of the block get the same answer.
-template <class Shape>
-__device__ bool wait_for_counts(const DispatchArgs& args, const Deadline& deadline, uint32 epoch) {
-    bool here = true;
-    if (threadIdx.x < Shape::num_ranks) {
-        const auto* flags = at_peer<const uint32>(args.peers, args.rank, args.counts_flags);
-        here = wait_for_flag(flags + threadIdx.x, epoch, deadline, threadIdx.x, kPhaseCounts);
-    }
-    return __syncthreads_and(here);
-}
+struct AllCounts {
+    static constexpr int kStride = kHeaderWords + RouteShared<Shape>::kCounts;
+    const int32* first;
+    __device__ int32 rows(int source, int rank) const { return first[source * kStride + rank]; }
+    __device__ int32 routes(int source, int expert) const { return first[source * kStride + Shape::num_ranks + expert]; }
+};
 
 // Prefix sums over all ranks' counts: row_base, place_base, needed.
 template <class Shape>
-__device__ void find_bases(const DispatchArgs& args, RouteShared<Shape>& shared, const int32* counts) {
-    constexpr int kCounts = RouteShared<Shape>::kCounts;
+__device__ void find_bases(const DispatchArgs& args, RouteShared<Shape>& shared, const AllCounts<Shape>& counts) {
     if (threadIdx.x < Shape::num_ranks) {
         int32 base = 0, total = 0;
         for (int s = 0; s < Shape::num_ranks; ++s) {
-            if (s == args.rank) base = total;
-            total += counts[s * kCounts + threadIdx.x];
+            if (s == args.call.rank) base = total;
+            total += counts.rows(s, threadIdx.x);
         }
-        shared.row_base[threadIdx.x] = Shape::layout == kLayoutRank ? args.rank * args.max_tokens : base;
+        shared.row_base[threadIdx.x] = Shape::layout == kLayoutRank ? args.call.rank * args.max_tokens : base;
         shared.needed[threadIdx.x] = total;
     }
     if constexpr (Shape::layout == kLayoutExpert) {
         for (int e = threadIdx.x; e < Shape::num_experts; e += Shape::threads) {
             int32 base = 0, total = 0;
             for (int s = 0; s < Shape::num_ranks; ++s) {
-                if (s == args.rank) base = total;
-                total += counts[s * kCounts + Shape::num_ranks + e];
+                if (s == args.call.rank) base = total;
+                total += counts.routes(s, e);
             }
             shared.place_base[e] = base;
             shared.expert_total[e] = total;

@@ -1,0 +1,111 @@
+// How every call opens: each rank tells all others that it has begun, its status, and what it was asked for.
+//
+// A rank's row is kHeaderWords of header, then (dispatch) its counts. Rows lie in every rank's control buffer, by
+// parity of the epoch and by source. A flag that shows the epoch means: the row is here, and that rank has let go of
+// what it received before. Two parities suffice: a rank that writes a row of epoch n + 2 has seen all flags of
+// n + 1, so everyone has left n.
+#pragma once
+#include "device/sync/symmetric.cuh"
+#include "device/sync/wait.cuh"
+
+constexpr int kFields = 12;
+constexpr int kHeaderWords = 16;  // status, fields, spare
+
+// In pinned host memory; written only when something is wrong. symmetric.py mirrors it.
+struct CallRecord {
+    uint32 needed_rows;    // rows that the fullest rank needs, if over the capacity
+    uint32 faulty_rank;    // 1 + the lowest rank with a status, or 0
+    int32 status;          // its status
+    uint32 differing_rank; // 1 + the lowest rank with other fields than rank 0, or 0
+    uint32 field;          // the first that differs
+    int32 theirs;
+    int32 rank0s;
+};
+
+struct Call {
+    const uint64* peers;  // [W] device memory: every rank's control buffer
+    uint64 flags;         // uint32 [W]
+    uint64 rows;          // int32 [2][W][kHeaderWords + counts]
+    uint32* epoch;        // device memory: calls done so far
+    uint32* blocks_out;   // device memory: blocks that have left this call
+    CallRecord* record;
+    FaultRecord* fault;
+    uint32* fault_claimed;
+    uint64 timeout_ns;
+    int32 rank;
+    int32 status;  // 0, or what went wrong here before the call: then nobody sends anything
+    int32 fields[kFields];
+};
+
+enum class Opened { kGo, kRefused, kExpired };
+
+template <int kRanks, int kCounts>
+__device__ __forceinline__ uint64 row_offset(const Call& call, uint32 epoch, int source) {
+    return call.rows + static_cast<uint64>((epoch & 1) * kRanks + source) * (kHeaderWords + kCounts) * sizeof(int32);
+}
+
+// This rank's row to all ranks, then the flag. One block calls it, with all its threads; `count(i)` is count i.
+template <int kRanks, int kCounts, int kThreads, class Count>
+__device__ void announce_call(const Call& call, uint32 epoch, int num_counts, Count count) {
+    const uint64 mine = row_offset<kRanks, kCounts>(call, epoch, call.rank);
+    const int words = kHeaderWords + num_counts;
+    for (int i = threadIdx.x; i < words * kRanks; i += kThreads) {
+        const int peer = i / words, word = i % words;
+        int32 value = 0;
+        if (word == 0) value = call.status;
+        else if (word <= kFields) value = call.fields[word - 1];
+        else if (word >= kHeaderWords) value = count(word - kHeaderWords);
+        store_relaxed_sys(at_peer<uint32>(call.peers, peer, mine) + word, value);
+    }
+    __syncthreads();
+    if (threadIdx.x < kRanks)
+        store_release_sys(at_peer<uint32>(call.peers, threadIdx.x, call.flags) + call.rank, epoch);
+}
+
+// All ranks' rows are here, and all of them mean the same call. Every block calls it, with all its threads, and gets
+// the same answer on all ranks; block 0 records what is wrong.
+template <int kRanks, int kCounts>
+__device__ Opened await_call(const Call& call, uint32 epoch) {
+    const Deadline deadline{call.fault, call.fault_claimed, call.timeout_ns};
+    const int peer = threadIdx.x;
+    bool here = true;
+    int32 status = 0;
+    int differs = kFields;
+    if (peer < kRanks) {
+        here = wait_for_flag(at_peer<const uint32>(call.peers, call.rank, call.flags) + peer, epoch, deadline, peer,
+                             kPhaseOpen);
+    }
+    if (!__syncthreads_and(here)) return Opened::kExpired;
+    const auto* row = at_peer<const int32>(call.peers, call.rank, row_offset<kRanks, kCounts>(call, epoch, peer));
+    const auto* row0 = at_peer<const int32>(call.peers, call.rank, row_offset<kRanks, kCounts>(call, epoch, 0));
+    if (peer < kRanks) {
+        status = row[0];
+        for (int f = kFields - 1; f >= 0; --f)
+            if (row[1 + f] != row0[1 + f]) differs = f;
+    }
+    const bool fine = status == 0 && differs == kFields;
+    if (__syncthreads_and(fine)) return Opened::kGo;
+    if (blockIdx.x == 0 && threadIdx.x < 32) {
+        const uint32 faulty = __ballot_sync(~0u, status != 0), differing = __ballot_sync(~0u, differs != kFields);
+        if (faulty != 0 && threadIdx.x == __ffs(faulty) - 1) {
+            call.record->status = status;
+            store_release_sys(&call.record->faulty_rank, threadIdx.x + 1);
+        }
+        if (differing != 0 && threadIdx.x == __ffs(differing) - 1) {
+            call.record->field = differs;
+            call.record->theirs = row[1 + differs];
+            call.record->rank0s = row0[1 + differs];
+            store_release_sys(&call.record->differing_rank, threadIdx.x + 1);
+        }
+    }
+    return Opened::kRefused;
+}
+
+// Every block's last step. The last one out advances the epoch: all blocks have read it then.
+__device__ __forceinline__ void close_call(const Call& call, uint32 epoch) {
+    __syncthreads();
+    if (threadIdx.x == 0 && add_acq_rel_gpu(call.blocks_out, 1) == gridDim.x - 1) {
+        *call.blocks_out = 0;
+        *call.epoch = epoch;
+    }
+}
