@@ -256,6 +256,78 @@ ERRORS = (
     ),
 )
 
+OVERFLOW_TEST = "tests/test_dispatch.py::test_bounded_overflow"
+
+CAPACITY = (
+    Mutation(
+        "no-capacity-check",
+        "exact sizes ignore the capacity",
+        COLLECTIVE,
+        'if needed > call.capacity and call.sizes == "exact":',
+        "if False:",
+        ("tests/test_dispatch.py::test_exact_overflow",),
+    ),
+    Mutation(
+        "own-capacity-only",
+        "a rank hears of its own overflow alone",
+        COLLECTIVE,
+        "int(groups.reshape(self.plan.num_ranks, -1).sum(1).max())",
+        "int(groups.reshape(self.plan.num_ranks, -1).sum(1)[self.ranks.rank])",
+        (OVERFLOW_TEST,),
+    ),
+    Mutation(
+        "no-nan-for-dropped",
+        "tokens that a bounded capacity dropped are summed without the missing rows",
+        COLLECTIVE,
+        "            if handle.placement.dropped is not None:",
+        "            if False:",
+        (OVERFLOW_TEST,),
+    ),
+    Mutation(
+        "overflow-not-sticky",
+        "an overflow is forgotten before anybody was told",
+        COLLECTIVE,
+        "overflow, self._overflow = self._overflow, None",
+        "overflow, self._overflow = None, None",
+        (OVERFLOW_TEST,),
+    ),
+    Mutation(
+        "overflow-for-ever",
+        "an overflow is raised again and again",
+        COLLECTIVE,
+        "overflow, self._overflow = self._overflow, None",
+        "overflow = self._overflow",
+        (OVERFLOW_TEST,),
+    ),
+    Mutation(
+        "counts-beyond-capacity",
+        "counts of experts are not cut to what the output holds",
+        "routing.py",
+        "counts = [min(count, rows) for count, rows in zip(placement.expert_counts, room, strict=True)]",
+        "counts = placement.expert_counts",
+        ("tests/test_routing.py",),
+    ),
+)
+
+TIMEOUTS = (
+    Mutation(
+        "timeout-names-who-came",
+        "PeerTimeout names the ranks that are there, not those that are missing",
+        "group.py",
+        "                if signed:\n",
+        "                if not signed:\n",
+        ("tests/test_group.py::test_late_rank",),
+    ),
+    Mutation(
+        "alive-after-timeout",
+        "a communicator goes on after a timeout, with whatever the late rank sends",
+        "group.py",
+        'self._broken = f"an earlier call failed: {timeout}"',
+        "self._broken = None",
+        ("tests/test_group.py::test_late_rank",),
+    ),
+)
+
 FP8 = (
     Mutation(
         "reciprocal-of-the-scale",
@@ -430,4 +502,4 @@ LAYER = (
     ),
 )
 
-MUTATIONS = SUMS + ROUTES + ERRORS + FP8 + GRADIENTS + LAYER
+MUTATIONS = SUMS + ROUTES + ERRORS + CAPACITY + TIMEOUTS + FP8 + GRADIENTS + LAYER

@@ -186,7 +186,7 @@ class ExpertParallelMoE(nn.Module):
             And what Communicator.dispatch raises.
         """
         comm = self.comm
-        comm.check()
+        comm._begin()
         # What can fail on one rank alone runs under _report_fault: the others are about to wait for this rank.
         tokens, topk_ids, topk_weights, sums = comm._report_fault("dispatch", lambda: self._route(x))
         routed = comm.dispatch(tokens, topk_ids, topk_weights, layout="expert")
