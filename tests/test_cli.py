@@ -34,7 +34,7 @@ def test_help_lists_the_commands() -> None:
     """The first thing a user types; also that running from the tree, not installed, works."""
     done = run("--help")
     assert done.returncode == 0, done.stderr
-    assert all(command in done.stdout for command in ("demo", "doctor", "bench", "--version"))
+    assert all(command in done.stdout for command in ("demo", "doctor", "bench", "cache", "--version"))
 
 
 def test_version() -> None:

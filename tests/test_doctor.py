@@ -16,6 +16,8 @@ from rich.console import Console
 
 from tokenloom import doctor
 from tokenloom.backends import BACKENDS
+from tokenloom.errors import BackendUnavailable
+from tokenloom.jit import compiler
 
 
 def shown(report: dict[str, Any]) -> str:
@@ -50,13 +52,17 @@ def test_a_machine_with_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_program(*arguments: Any, **kwargs: Any) -> Any:
         raise FileNotFoundError("nvidia-smi")
 
+    def no_nvrtc() -> Any:
+        raise BackendUnavailable("NVRTC is missing; pip install it")
+
     monkeypatch.setattr(importlib, "import_module", missing)
+    monkeypatch.setattr(compiler, "load_nvrtc", no_nvrtc)
     monkeypatch.setattr(subprocess, "run", no_program)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(dist, "is_available", lambda: False)
     report = doctor.examine()
     assert report["software"]["NVIDIA driver"] == "none found"
-    assert report["software"]["NVRTC"].startswith("not installed")
+    assert report["software"]["NVRTC"] == "NVRTC is missing; pip install it"
     assert report["software"]["gloo"] == report["software"]["NCCL"] == "not part of this torch"
     assert (report["gpus"], report["peer_access"], report["groups"]) == ([], [], [])
     assert "only a Communicator of one rank works here" in shown(report)

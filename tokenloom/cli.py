@@ -35,6 +35,8 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(name="bench", help="Measure.", no_args_is_help=True)
 app.add_typer(bench_app)
+cache_app = typer.Typer(name="cache", help="Compiled kernels on disk.", no_args_is_help=True)
+app.add_typer(cache_app)
 
 
 class Device(str, Enum):
@@ -180,6 +182,74 @@ def _bench_comm(
     if json_file is not None:
         rows.write_json(json_file, measured)
         console.print(f"rows written to {json_file}")
+
+
+@cache_app.command("list")
+def cache_list() -> None:
+    """Show the compiled kernels on disk."""
+    with _errors_for_people():
+        from tokenloom import cache_commands as commands
+
+        entries = commands.sorted_entries()
+        if entries:
+            _console().print(commands.list_table(entries))
+        print(commands.size_line(entries))
+
+
+@cache_app.command("inspect")
+def cache_inspect(
+    name: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(help="A kernel, or the beginning of a key, as list shows them. Default: all."),
+    ] = None,
+) -> None:
+    """Show what the compiled kernels need: registers, stack, spills, shared memory, and how many blocks fit."""
+    with _errors_for_people():
+        from tokenloom import cache_commands as commands
+
+        entries = commands.sorted_entries()
+        if name is not None:
+            entries = commands.named(entries, name)
+        if entries:
+            _console().print(commands.inspect_table(entries))
+        else:
+            print(commands.size_line(entries))
+
+
+@cache_app.command("clear")
+def cache_clear() -> None:
+    """Delete the compiled kernels on disk; they are compiled again when needed."""
+    with _errors_for_people():
+        from tokenloom import cache_commands as commands
+        from tokenloom.jit import cache
+
+        print(f"{cache.clear()} deleted")
+        left = list(cache.entries())
+        if left:
+            print(f"tokenloom: could not be deleted: {commands.size_line(left)}", file=sys.stderr)
+            raise typer.Exit(FAILED)
+
+
+@cache_app.command("build")
+def cache_build(
+    num_ranks: Annotated[int, typer.Option(help="Ranks of the group.")] = 8,
+    num_experts: Annotated[int, typer.Option(help="Experts of the layer, over all ranks.")] = 256,
+    hidden: Annotated[int, typer.Option(help="Values in a token.")] = 7168,
+    top_k: Annotated[int, typer.Option(help="Experts of a token.")] = 8,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens that a rank passes to one dispatch.")] = 8192,
+) -> None:
+    """Compile the kernels for one shape ahead of time, in all layouts and the usual dtypes. Needs no GPU."""
+    with _errors_for_people():
+        from tokenloom import cache_commands as commands
+        from tokenloom import env
+        from tokenloom.plan import Plan
+
+        specs = commands.variants(Plan(num_ranks, num_experts, hidden, top_k, max_tokens))
+        built = commands.build(_console(), specs)
+        print(f"{built.compiled} compiled in {built.wall_s:.1f} s, {built.found} were there, in {env.cache_folder()}")
+        if built.not_kept:
+            print(f"tokenloom: {built.not_kept} could not be written to {env.cache_folder()}", file=sys.stderr)
+            raise typer.Exit(FAILED)
 
 
 def _pick_ranks(ranks: int | None, device: Device | None, least: int) -> tuple[int, str]:

@@ -17,6 +17,7 @@ from rich.table import Table
 from tokenloom import backends
 from tokenloom._version import __version__
 from tokenloom.errors import BackendUnavailable
+from tokenloom.jit import compiler
 
 NVIDIA_SMI_LIMIT_S = 20.0
 GIB = 2**30
@@ -86,14 +87,9 @@ def _nccl_version() -> str:
 
 def _nvrtc_version() -> str:
     try:
-        nvrtc = importlib.import_module("cuda.bindings.nvrtc")
-    except ImportError:
-        return "not installed (pip install cuda-bindings nvidia-cuda-nvrtc)"
-    try:
-        _, major, minor = nvrtc.nvrtcVersion()
-    except Exception as error:
-        return f"does not load: {_first_line(error)}"
-    return f"{major}.{minor}"
+        return compiler.nvrtc_version()
+    except BackendUnavailable as error:
+        return str(error)
 
 
 def _driver_version() -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 import tempfile
+from functools import cache
 from pathlib import Path
 
 
@@ -18,4 +21,22 @@ def cache_folder() -> Path:
     home = os.environ.get("HOME")
     if home:
         return Path(home, ".cache", "tokenloom")
-    return Path(tempfile.gettempdir(), f"tokenloom-{os.getuid()}")
+    try:
+        folder = Path(tempfile.gettempdir(), f"tokenloom-{os.getuid()}")
+        return folder if _is_ours(folder) else _process_folder()
+    except OSError:  # nowhere to write: kernels are not kept
+        return Path(os.devnull, "tokenloom")
+
+
+def _is_ours(folder: Path) -> bool:
+    """Made by this user, for this user: others may have put a folder of that name there, and code into it."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
+@cache
+def _process_folder() -> Path:
+    """Of this process alone, so the next one compiles its kernels again."""
+    return Path(tempfile.mkdtemp(prefix="tokenloom-"))

@@ -19,7 +19,7 @@ PACKAGE = "tokenloom"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("cli",),
-    ("demo", "doctor", "bench", "compat"),
+    ("demo", "doctor", "cache_commands", "bench", "compat"),
     ("launch", "tune.profile"),
     ("__init__",),  # the public names
     ("layer", "mega"),

@@ -16,18 +16,11 @@ from pathlib import Path
 
 from tokenloom import env
 from tokenloom._version import __version__
-from tokenloom.jit.compiler import (
-    OPTIONS,
-    PACKAGE,
-    KernelSpec,
-    Resources,
-    compile_kernel,
-    included_files,
-    nvrtc_version,
-)
+from tokenloom.jit.compiler import OPTIONS, KernelSpec, Resources, compile_kernel, included_files, nvrtc_version
 
 _FORMAT = 1
 _SUFFIX = ".kernel"
+_ASIDE = ".partial"
 
 
 @dataclass(frozen=True)
@@ -58,8 +51,7 @@ class Entry:
 
 def key_of(spec: KernelSpec) -> str:
     """Hash of the source, every included file, options, architecture and compiler version."""
-    options = [option for option in OPTIONS if str(PACKAGE) not in option]
-    parts = [_FORMAT, __version__, spec.source(), included_files(spec.path), options, spec.arch, nvrtc_version()]
+    parts = [_FORMAT, __version__, spec.source(), included_files(spec.path), OPTIONS, spec.arch, nvrtc_version()]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
@@ -75,6 +67,11 @@ def get(spec: KernelSpec, folder: Path | None = None) -> Entry:
     return entry
 
 
+def stored(spec: KernelSpec, folder: Path | None = None) -> Entry | None:
+    """The compiled kernel if it is on disk and whole."""
+    return _read((folder or env.cache_folder()) / (key_of(spec) + _SUFFIX))
+
+
 def entries(folder: Path | None = None) -> Iterator[Entry]:
     """All whole entries."""
     folder = folder or env.cache_folder()
@@ -86,38 +83,44 @@ def entries(folder: Path | None = None) -> Iterator[Entry]:
 
 
 def clear(folder: Path | None = None) -> int:
-    """Delete all entries; how many there were."""
+    """Delete all entries, damaged ones too, and what killed writers left; how many entries went.
+
+    What cannot be deleted stays.
+    """
     folder = folder or env.cache_folder()
-    paths = list(folder.glob("*" + _SUFFIX)) if folder.is_dir() else []
-    for path in paths:
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
-    return len(paths)
+    deleted = 0
+    with contextlib.suppress(OSError):
+        for path in [*folder.glob("*" + _SUFFIX), *folder.glob("*" + _ASIDE)]:
+            with contextlib.suppress(OSError):
+                path.unlink()
+                deleted += path.suffix == _SUFFIX
+    return deleted
 
 
 def _read(path: Path) -> Entry | None:
-    """An entry is one file: a line of JSON with the cubin's hash, then the cubin. None if anything is off."""
+    """The entry in a file: a line with the hash of the rest, a line of JSON, the cubin. None if anything is off."""
     try:
-        header, cubin = path.read_bytes().split(b"\n", 1)
-        about = json.loads(header)
-        if about.pop("sha256") != hashlib.sha256(cubin).hexdigest():
+        said, whole = path.read_bytes().split(b"\n", 1)
+        if said.decode() != hashlib.sha256(whole).hexdigest():
             return None
-        return Entry(cubin=cubin, **about)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        about, cubin = whole.split(b"\n", 1)
+        entry = Entry(cubin=cubin, **json.loads(about))
+    except (OSError, ValueError, TypeError):
         return None
+    return entry if path.name == entry.key + _SUFFIX else None
 
 
 def _write(folder: Path, entry: Entry) -> None:
     about = {name: value for name, value in vars(entry).items() if name != "cubin"}
-    about["sha256"] = hashlib.sha256(entry.cubin).hexdigest()
+    whole = json.dumps(about).encode() + b"\n" + entry.cubin
     # An unwritable or full disk costs a recompilation, never the run.
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        handle, aside = tempfile.mkstemp(dir=folder, suffix=".partial")
+        handle, aside = tempfile.mkstemp(dir=folder, suffix=_ASIDE)
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(json.dumps(about).encode() + b"\n" + entry.cubin)
+                file.write(hashlib.sha256(whole).hexdigest().encode() + b"\n" + whole)
             os.replace(aside, folder / (entry.key + _SUFFIX))
-        except OSError:
+        except BaseException:
             Path(aside).unlink(missing_ok=True)
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,9 +19,8 @@ OPTIONS = (
     "--device-as-default-execution-space",
     "--fmad=false",  # the semantics round every product and every sum by itself
     "--ptxas-options=-v",
-    f"--include-path={PACKAGE}",
 )
-_INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
+_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -52,20 +51,21 @@ class KernelSpec:
         lines += [f"    static constexpr int {key} = {value};" for key, value in self.shape]
         lines += ["};", f'#include "{self.path}"']
         lines.append(f'static_assert(sizeof({struct}) == {ctypes.sizeof(self.args)}, "size of {struct}");')
-        for field, *_ in self.args._fields_:
-            offset = getattr(self.args, field).offset
+        for field, offset, size in _fields(self.args):
+            member = f"(({struct}*)0)->{field}"
             # NVRTC has no offsetof; __INTADDR__ is how its front end spells the constant.
-            lines.append(f'static_assert(__INTADDR__(&(({struct}*)0)->{field}) == {offset}, "{struct}::{field}");')
+            same = f"__INTADDR__(&{member}) == {offset} && sizeof({member}) == {size}"
+            lines.append(f'static_assert({same}, "{struct}::{field}");')
         lines.append(
             f'extern "C" __global__ void __launch_bounds__({self.threads}, 1) '
-            f"{self.name}_entry(const __grid_constant__ {struct} args) {{ {self.name}<Shape>(args); }}"
+            f"{entry_symbol(self.name)}(const __grid_constant__ {struct} args) {{ {self.name}<Shape>(args); }}"
         )
         return "\n".join(lines) + "\n"
 
-    @property
-    def entry(self) -> str:
-        """Symbol of the kernel in the cubin."""
-        return f"{self.name}_entry"
+
+def entry_symbol(name: str) -> str:
+    """What the kernel of that name is called in its cubin."""
+    return f"{name}_entry"
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,14 @@ def compile_kernel(spec: KernelSpec) -> tuple[bytes, str]:
     source = spec.source()
     program = _checked(nvrtc, nvrtc.nvrtcCreateProgram(source.encode(), f"{spec.name}.cu".encode(), 0, [], []))
     try:
-        options = [option.encode() for option in (f"--gpu-architecture={spec.arch}", *OPTIONS)]
+        where = (f"--gpu-architecture={spec.arch}", f"--include-path={PACKAGE}")
+        options = [option.encode() for option in (*where, *OPTIONS)]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         log = bytearray(_checked(nvrtc, nvrtc.nvrtcGetProgramLogSize(program)))
         _checked(nvrtc, nvrtc.nvrtcGetProgramLog(program, log))
-        text = log.rstrip(b"\0 \n").decode(errors="replace")
+        # How long it took is left out: the same kernel has the same log, whoever compiles it.
+        lines = log.rstrip(b"\0 \n").decode(errors="replace").splitlines()
+        text = "\n".join(line for line in lines if "Compile time" not in line)
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise KernelCompileError(f"{spec.name} does not compile for {spec.arch}:\n{text}")
         cubin = bytearray(_checked(nvrtc, nvrtc.nvrtcGetCUBINSize(program)))
@@ -127,33 +130,50 @@ def load_nvrtc() -> Any:
     try:
         from cuda.bindings import nvrtc
 
-        nvrtc.nvrtcVersion()
+        _checked(nvrtc, nvrtc.nvrtcVersion())
     except Exception as error:  # the bindings raise errors of several types when the library is missing
-        raise BackendUnavailable(f"NVRTC is missing ({error}); pip install cuda-bindings nvidia-cuda-nvrtc") from error
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise BackendUnavailable(f"NVRTC is missing ({why}); pip install cuda-bindings nvidia-cuda-nvrtc") from error
     return nvrtc
 
 
 def nvrtc_version() -> str:
     """Say "13.0"."""
     nvrtc = load_nvrtc()
-    _, major, minor = nvrtc.nvrtcVersion()
+    major, minor = _checked(nvrtc, nvrtc.nvrtcVersion())
     return f"{major}.{minor}"
 
 
 def included_files(path: str) -> Mapping[str, str]:
-    """Text of ``path`` and of every file it includes, by path in the package."""
+    """Text of ``path`` and of every file it includes, by path in the package.
+
+    Raises:
+        KernelCompileError: one of them cannot be read.
+    """
     texts: dict[str, str] = {}
     waiting = [path]
     while waiting:
         each = waiting.pop()
         if each not in texts:
-            texts[each] = (PACKAGE / each).read_text()
+            try:
+                texts[each] = (PACKAGE / each).read_text(encoding="utf-8")
+            except OSError as error:
+                raise KernelCompileError(f"{PACKAGE / each}: {error.strerror}; install tokenloom again") from error
             waiting += _INCLUDE.findall(texts[each])
     return dict(sorted(texts.items()))
+
+
+def _fields(struct: type[ctypes.Structure], prefix: str = "", start: int = 0) -> Iterator[tuple[str, int, int]]:
+    """(name, offset, size) of all fields, those of inner structs as "outer.inner"."""
+    for name, kind, *_ in struct._fields_:
+        offset = start + getattr(struct, name).offset
+        yield prefix + name, offset, ctypes.sizeof(kind)
+        if issubclass(kind, ctypes.Structure):
+            yield from _fields(kind, f"{prefix}{name}.", offset)
 
 
 def _checked(nvrtc: Any, answer: tuple[Any, ...]) -> Any:
     status, *values = answer
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise KernelCompileError(f"NVRTC failed: {status.name}")
-    return values[0] if values else None
+    return values[0] if len(values) == 1 else values

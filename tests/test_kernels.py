@@ -1,0 +1,218 @@
+"""Every kind of kernel variant compiles for Hopper without a GPU, and stays within what an SM has."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from tests.small_kernels import needs_nvrtc
+from tokenloom import symmetric
+from tokenloom.cache_commands import variants
+from tokenloom.jit import compiler
+from tokenloom.jit.compiler import KernelSpec, Resources
+from tokenloom.kernels import shape
+from tokenloom.kernels.combine import launch as combine
+from tokenloom.kernels.dispatch import launch as dispatch
+from tokenloom.plan import Plan
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+FP8 = torch.float8_e4m3fn
+REGISTERS_PER_SM = 65536
+REGISTER_UNIT = 8
+"""Registers of a thread are handed out in such units."""
+DEVICE_FOLDERS = ("ptx", "sync", "tile", "pipe")
+"""Headers include from their own folder and those before it."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel: of a dispatch if ``dtypes`` is one dtype, else of a combine from y over the wire to the output."""
+
+    what: str
+    layout: str
+    dtypes: tuple[torch.dtype, ...]
+    num_ranks: int = 8
+    experts_per_rank: int = 32
+    top_k: int = 8
+    hidden: int = 7168
+    max_tokens: int = 4096
+
+    def __str__(self) -> str:
+        return f"{'dispatch' if len(self.dtypes) == 1 else 'combine'}, {self.what}"
+
+    def spec(self) -> tuple[KernelSpec, int]:
+        experts = self.num_ranks * self.experts_per_rank
+        plan = Plan(self.num_ranks, experts, self.hidden, self.top_k, self.max_tokens)
+        if len(self.dtypes) == 3:
+            return combine.combine_spec(plan, self.layout, *self.dtypes)
+        scales = plan.scales_per_token if self.dtypes[0] == FP8 else 0
+        return dispatch.dispatch_spec(plan, self.layout, self.hidden * self.dtypes[0].itemsize, scales)
+
+
+def both(what: str, layout: str, dtype: torch.dtype = BF16, **sizes: int) -> list[Variant]:
+    return [Variant(what, layout, (dtype,), **sizes), Variant(what, layout, (dtype,) * 3, **sizes)]
+
+
+VARIANTS = [
+    # What the speed targets are measured with, and every layout with every payload.
+    *(v for layout in shape.LAYOUTS for v in both(f"{layout} bf16", layout)),
+    *(Variant(f"{layout} fp8 with scales", layout, (FP8,)) for layout in shape.LAYOUTS),
+    *(v for layout in shape.LAYOUTS for v in both(f"{layout} fp32", layout, FP32)),
+    # Every pair of a y dtype and a wire dtype has its own code; so has every output dtype. FP16 is like BF16 but for
+    # its conversions. Layout token converts rows that would be copied if the dtypes were the same.
+    *(
+        Variant(f"expert {y} over {wire}", "expert", (y, wire, out))
+        for (y, wire), out in zip(product((BF16, FP16, FP32), repeat=2), (FP32, BF16, FP16) * 3, strict=True)
+    ),
+    Variant("token fp16 to bf16", "token", (FP16, FP16, BF16)),
+    Variant("token fp32 over bf16", "token", (FP32, BF16, FP32)),
+    Variant("rank bf16 over fp32", "rank", (BF16, FP32, BF16)),
+    # One rank (gradients of a process alone), powers of two, and a number that is none.
+    *(
+        v
+        for num_ranks, layout in ((1, "expert"), (2, "token"), (3, "expert"), (4, "rank"))
+        for v in both(f"{num_ranks} ranks", layout, num_ranks=num_ranks)
+    ),
+    # As many ranks as bits in the masks of ranks.
+    *both("32 ranks", "expert", num_ranks=32, experts_per_rank=8),
+    # One expert a token, and the most: a full warp of routes. More routes than there are experts.
+    *both("top-1", "expert", top_k=1),
+    *both("top-32", "expert", top_k=32),
+    *both("top-32, token", "token", top_k=32),
+    *both("top-32 of one expert", "expert", top_k=32, num_ranks=1, experts_per_rank=1),
+    # Many experts: their counters share memory with the ring of rows.
+    *both("2048 experts", "expert", experts_per_rank=256),
+    # Rows shorter than a warp's 16-byte loads, one load, a part of one segment, odd numbers of segments, many.
+    *both("hidden 8", "expert", hidden=8),
+    *both("hidden 64", "token", hidden=64),
+    *both("hidden 64, fp32", "expert", FP32, hidden=64),
+    *both("hidden 1000", "expert", hidden=1000),
+    *both("hidden 5120", "expert", hidden=5120),
+    *both("hidden 7176, fp32", "expert", FP32, hidden=7176),
+    *both("hidden 65536", "token", hidden=65536),
+    Variant("fp8, one scale", "expert", (FP8,), hidden=128),
+    # Only FP32 has rows of 16-byte units that are no multiple of 8 values.
+    *both("hidden 4, fp32", "expert", FP32, hidden=4),
+    *both("hidden 1004, fp32", "token", FP32, hidden=1004),
+    # One chunk only, and a number of tokens that no chunk divides.
+    *both("1 token", "expert", max_tokens=1),
+    *both("8191 tokens", "token", max_tokens=8191),
+]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_it_compiles_within_limits(variant: Variant) -> None:
+    """No spill, no stack frame (local arrays indexed at run time), no warning, no wgmma that was serialised (C75xx),
+    and as many registers and as much shared memory as one block can have."""
+    spec, shared_bytes = variant.spec()
+    cubin, log = compiler.compile_kernel(spec)
+    assert cubin
+    assert "warning" not in log.lower(), log
+    assert not re.search(r"C75\d\d", log), log
+    needs = Resources.from_log(log)
+    assert (needs.stack_bytes, needs.spill_bytes) == (0, 0), log
+    assert needs.registers > 0
+    registers = -(-needs.registers // REGISTER_UNIT) * REGISTER_UNIT
+    assert registers * spec.threads <= REGISTERS_PER_SM, log
+    assert needs.static_shared_bytes + shared_bytes <= shape.MAX_SHARED_BYTES
+    assert dict(spec.shape)["shared_bytes"] == shared_bytes, "what the kernel checks is what the launch asks for"
+
+
+def test_the_variants_cover_what_is_built_ahead() -> None:
+    """`tokenloom cache build` with its default shape compiles kernels that are tested here, or differ in what does not
+    touch the code: the number of tokens, FP16 for BF16."""
+    tested = {without_details(variant.spec()[0]) for variant in VARIANTS}
+    built = {without_details(spec) for spec in variants(Plan(8, 256, 7168, 8, 8192))}
+    assert built <= tested
+
+
+def without_details(spec: KernelSpec) -> tuple[Any, ...]:
+    fp16, bf16 = shape.DTYPES[FP16], shape.DTYPES[BF16]
+    same = [(key, bf16 if key.endswith("_dtype") and value == fp16 else value) for key, value in spec.shape]
+    return (spec.name, *((key, value) for key, value in same if key != "max_chunks"))
+
+
+# -- what both sides say ----------------------------------------------------------------------------------------
+
+
+class NoArgs(ctypes.Structure):
+    _fields_ = [("unused", ctypes.c_int32)]
+
+
+class Statements(KernelSpec):
+    """Not a kernel: statements that the compiler checks after it has read the header ``path``."""
+
+    statements: tuple[str, ...] = ()
+
+    def source(self) -> str:
+        return "\n".join([f'#include "{self.path}"', *self.statements, 'extern "C" __global__ void nothing() {}'])
+
+
+def check(path: str, *statements: str) -> None:
+    spec = Statements(path.rpartition("/")[2], path, (), NoArgs, 32)
+    object.__setattr__(spec, "statements", statements)
+    _, log = compiler.compile_kernel(spec)
+    assert "warning" not in log.lower(), log
+
+
+@cache
+def headers() -> list[str]:
+    return sorted(str(path.relative_to(compiler.PACKAGE)) for path in compiler.PACKAGE.rglob("*.cuh"))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("header", headers())
+def test_a_header_includes_what_it_needs(header: str) -> None:
+    """Alone it compiles: no header leans on what another one happens to include before it."""
+    check(header)
+
+
+@pytest.mark.parametrize("header", headers())
+def test_includes_point_downward(header: str) -> None:
+    """ptx, sync, tile, pipe, each only from those before it; kernels from device/ and their own folder, so that what
+    two kernels share moves down; and nothing from outside, which NVRTC would not find."""
+    text = (compiler.PACKAGE / header).read_text()
+    included = re.findall(r'^\s*#\s*include\s*["<]([^">]+)', text, re.MULTILINE)
+    top, folder = header.split("/")[:2]
+    for each in included:
+        assert (compiler.PACKAGE / each).is_file(), f"{header} includes {each}, written from the package's folder?"
+        its_top, its_folder = each.split("/")[:2]
+        if top == "device":
+            assert its_top == "device"
+            assert DEVICE_FOLDERS.index(its_folder) <= DEVICE_FOLDERS.index(folder)
+        else:
+            assert its_top == "device" or its_folder == folder
+
+
+@needs_nvrtc
+def test_numbers_are_the_same_on_both_sides() -> None:
+    """Constants that Python writes once more: a difference would send data to the wrong place, without any error."""
+    names = {BF16: "kBfloat16", FP16: "kFloat16", FP32: "kFloat32"}
+    check(
+        "device/tile/values.cuh",
+        *(f"static_assert({names[dtype]} == {number});" for dtype, number in shape.DTYPES.items()),
+        *(f"static_assert(kValueBytes<{names[dtype]}> == {dtype.itemsize});" for dtype in shape.DTYPES),
+    )
+    check(
+        "device/sync/symmetric.cuh",
+        *(f"static_assert(kLayout{name.title()} == {number});" for name, number in shape.LAYOUTS.items()),
+    )
+    check("kernels/combine/combine.cuh", f"static_assert(kChunkRows == {combine.CHUNK_ROWS});")
+    check(
+        "device/sync/call.cuh",
+        f"static_assert(kFields == {shape.NUM_FIELDS} && kFields < kHeaderWords);",
+        f"static_assert(sizeof(FaultRecord) == 4 * {symmetric._FAULT_WORDS});",
+        f"static_assert(sizeof(CallRecord) <= 4 * {symmetric._RECORD_WORDS});",
+    )
+    phases = {"kPhaseOpen": "opening", "kPhaseRows": "dispatch, rows", "kPhasePartials": "combine, partial sums"}
+    for number, words in symmetric.PHASES.items():
+        (name,) = [name for name, part in phases.items() if part in words]
+        check("device/sync/wait.cuh", f"static_assert({name} == {number});")

@@ -1,0 +1,189 @@
+"""``tokenloom cache``: compiled kernels on disk, what they need of a GPU, and compiling them ahead of time."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from tokenloom import env
+from tokenloom.errors import InvalidArgument
+from tokenloom.jit import cache
+from tokenloom.jit.compiler import KernelSpec
+from tokenloom.jit.kernel import blocks_per_sm
+from tokenloom.kernels.combine.launch import combine_spec
+from tokenloom.kernels.dispatch.launch import dispatch_spec
+from tokenloom.kernels.shape import DTYPES, LAYOUTS
+from tokenloom.plan import FP8_BLOCK, Plan
+
+KIB = 1024
+COPIED_BYTES = 16
+"""Rows are copied in such units."""
+_SHORT_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_DTYPE_NAMES = {number: _SHORT_DTYPES[dtype] for dtype, number in DTYPES.items()}
+_LAYOUT_NAMES = {number: name for name, number in LAYOUTS.items()}
+_SHAPE_PARTS = {
+    "num_ranks": "ep{}",
+    "num_experts": "e{}",
+    "top_k": "k{}",
+    "hidden": "h{}",
+    "row_bytes": "{}B",
+    "scales_per_row": "{}scales",
+    "max_chunks": "c{}",
+}
+"""What tells one variant from another, in the order and the spelling of its name."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a build did: kernels compiled now, found on disk, and compiled but not kept; seconds it took."""
+
+    compiled: int
+    found: int
+    not_kept: int
+    wall_s: float
+
+
+def sorted_entries() -> list[cache.Entry]:
+    """All that is on disk, by name."""
+    return sorted(cache.entries(), key=lambda entry: (variant_name(entry), entry.key))
+
+
+def list_table(entries: Sequence[cache.Entry]) -> Table:
+    """One line a kernel: which it is, and how large."""
+    table = _table("registers", "KiB", "key")
+    for entry in entries:
+        size = f"{len(entry.cubin) / KIB:.1f}"
+        table.add_row(variant_name(entry), str(entry.resources.registers), size, entry.key[:8])
+    return table
+
+
+def inspect_table(entries: Sequence[cache.Entry]) -> Table:
+    """One line a kernel: what it needs of a GPU. Blocks per SM are known where there is one."""
+    headers = (
+        "threads",
+        "registers",
+        "stack\nB",
+        "spills\nB",
+        "shared B\nstatic",
+        "\ndynamic",
+        "blocks\nper SM",
+        "key",
+    )
+    table = _table(*headers)
+    has_gpu = _has_gpu()
+    for entry in entries:
+        needs = entry.resources
+        dynamic = entry.shape.get("shared_bytes", 0)
+        numbers = (entry.threads, needs.registers, needs.stack_bytes, needs.spill_bytes, needs.static_shared_bytes)
+        blocks = _occupancy(entry, dynamic) if has_gpu else "-"
+        table.add_row(variant_name(entry), *map(str, numbers), str(dynamic), blocks, entry.key[:8])
+    return table
+
+
+def variant_name(entry: cache.Entry) -> str:
+    """Say "combine/expert/ep8/e256/k8/h7168/c512/bf16"."""
+    shape = entry.shape
+    parts = [entry.name]
+    if "layout" in shape:
+        parts.append(_LAYOUT_NAMES.get(shape["layout"], "?"))
+    parts += [text.format(shape[key]) for key, text in _SHAPE_PARTS.items() if shape.get(key)]
+    dtypes = [_DTYPE_NAMES.get(shape[key], "?") for key in ("y_dtype", "wire_dtype", "out_dtype") if key in shape]
+    if dtypes:
+        parts.append(dtypes[0] if len(set(dtypes)) == 1 else ">".join(dtypes))
+    return "/".join(parts)
+
+
+def named(entries: Sequence[cache.Entry], name: str) -> list[cache.Entry]:
+    """The entries of a kernel, or those whose key begins so.
+
+    Raises:
+        InvalidArgument: there are none.
+    """
+    found = [entry for entry in entries if entry.name == name or entry.key.startswith(name)]
+    if not found:
+        known = ", ".join(sorted({entry.name for entry in entries})) or "none"
+        raise InvalidArgument(f"no kernel in the cache is called {name}, nor has such a key; there are: {known}")
+    return found
+
+
+def variants(plan: Plan) -> list[KernelSpec]:
+    """The kernels that dispatches and combines of a communicator ask for, in every layout and the usual dtypes:
+    BF16, FP16, FP32, and FP8 dispatches with BF16 combines, as far as the hidden size allows them.
+
+    Raises:
+        InvalidArgument: there are no kernels for such rows.
+    """
+    dtypes = [dtype for dtype in DTYPES if plan.hidden * dtype.itemsize % COPIED_BYTES == 0]
+    if not dtypes:
+        raise InvalidArgument(
+            f"hidden is {plan.hidden}: no kernels for rows that are no multiple of {COPIED_BYTES} bytes; "
+            "pass a multiple of 8"
+        )
+    rows = [(plan.hidden * dtype.itemsize, 0) for dtype in dtypes]
+    if plan.hidden % FP8_BLOCK == 0:
+        rows.append((plan.hidden, plan.scales_per_token))
+    specs = [dispatch_spec(plan, layout, *row)[0] for layout in LAYOUTS for row in rows]
+    specs += [combine_spec(plan, layout, dtype, dtype, dtype)[0] for layout in LAYOUTS for dtype in dtypes]
+    return list(dict.fromkeys(specs))  # BF16 and FP16 rows are moved by the same kernel
+
+
+def build(console: Console, specs: Sequence[KernelSpec]) -> Built:
+    """Compile what is not on disk yet.
+
+    Raises:
+        BackendUnavailable: NVRTC is missing.
+        KernelCompileError: one of them does not compile.
+    """
+    found = compiled = not_kept = 0
+    began = time.monotonic()
+    columns = (TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(specs))
+        for spec in specs:
+            progress.update(task, description=spec.name)
+            if cache.stored(spec) is not None:
+                found += 1
+            else:
+                cache.get(spec)
+                compiled += 1
+                not_kept += cache.stored(spec) is None
+            progress.advance(task)
+    return Built(compiled, found, not_kept, time.monotonic() - began)
+
+
+def size_line(entries: Sequence[cache.Entry]) -> str:
+    """How many there are, how large, and where."""
+    total = sum(len(entry.cubin) for entry in entries) / KIB
+    return f"{len(entries)} kernel{'' if len(entries) == 1 else 's'}, {total:.0f} KiB, in {env.cache_folder()}"
+
+
+def _table(*columns: str) -> Table:
+    table = Table("kernel", *columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.columns[0].overflow = "fold"
+    for column in table.columns[1:-1]:
+        column.justify = "right"
+    return table
+
+
+def _has_gpu() -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns about a driver that it cannot use
+        if not torch.cuda.is_available():
+            return False
+    torch.cuda.synchronize()  # makes the context that kernels are loaded into
+    return True
+
+
+def _occupancy(entry: cache.Entry, dynamic_shared_bytes: int) -> str:
+    try:
+        return str(blocks_per_sm(entry, dynamic_shared_bytes))
+    except RuntimeError:  # a GPU that these kernels are not for, or no driver bindings
+        return "-"
