@@ -56,7 +56,7 @@ def trips(draw: st.DrawFn) -> Trip:
         tokens=tuple(draw(st.lists(st.integers(0, 7), min_size=1, max_size=4))),
         spare=draw(st.integers(0, 3)),
         experts_per_rank=draw(st.integers(1, 6)),
-        hidden=draw(st.sampled_from([128, 256] if dtype == FP8 else [1, 2, 3, 5, 8, 20])),
+        hidden=draw(st.sampled_from([128, 256] if dtype == FP8 else [1, 2, 3, 5, 20, 8, 8, 16, 24])),
         top_k=draw(st.sampled_from([1, 2, 3, 4, 7, 8, 16, 32])),
         pick=draw(st.sampled_from(["distinct", "repeats", "descending", "one rank", "one expert", "own rank"])),
         unused=draw(st.sampled_from([0.0, 0.1, 0.5, 0.9])),
@@ -85,12 +85,18 @@ def trips(draw: st.DrawFn) -> Trip:
     )
 
 
+def moves(backend: str, trip: Trip) -> bool:
+    """The kernels of nvlink move rows of 16-byte words, and have no float64."""
+    return backend != "nvlink" or (trip.case.hidden % 8 == 0 and FP64 not in (trip.case.dtype, trip.y_dtype))
+
+
 @each_backend
 @routings
 @given(trip=trips())
 def test_there_and_back(ranks: Ranks, backend: str, trip: Trip) -> None:
     """Any sizes, routes, layout, dtypes, modes and capacities: bit for bit as the reference."""
-    ranks.run(check_trip, backend, trip)
+    if moves(backend, trip):
+        ranks.run(check_trip, backend, trip)
 
 
 def check_trip(context: RankContext, backend: str, trip: Trip) -> None:
@@ -133,12 +139,12 @@ def check_way_back(
 @routings
 @given(trip=trips())
 def test_gradients_are_the_transposed(ranks: Ranks, backend: str, trip: Trip) -> None:
-    """<dispatch(x), g> = <x, dispatch's gradient of g>, and so for combine: exact on small integers in float64."""
+    """<dispatch(x), g> = <x, dispatch's gradient of g>, and so for combine: exact on small integers."""
     ranks.run(check_transposed, backend, trip)
 
 
 def check_transposed(context: RankContext, backend: str, trip: Trip) -> None:
-    plain = {"dtype": FP64, "weights": "given", "hidden": 3, "offset": 0}
+    plain = {"dtype": FP32 if backend == "nvlink" else FP64, "weights": "given", "hidden": 8, "offset": 0}
     problem = make_problem(Case(**(vars(trip.case) | plain)), context.num_ranks)
     comm = make_comm(context, backend, problem.plan)
     _, ids, weights = problem.arguments(context)
@@ -146,29 +152,31 @@ def check_transposed(context: RankContext, backend: str, trip: Trip) -> None:
     generator = torch.Generator().manual_seed(trip.case.seed + context.rank)
 
     def integers(like: torch.Tensor) -> torch.Tensor:
-        return torch.randint(-9, 10, like.shape, generator=generator).double().to(context.device)
+        return torch.randint(-9, 10, like.shape, generator=generator).to(context.device, like.dtype)
 
     x = integers(problem.xs[context.rank]).requires_grad_()
     weights = integers(weights).requires_grad_()
     routed = comm.dispatch(x, ids, weights, **trip.dispatch)
-    used = torch.zeros(routed.tokens.shape[:-1].numel(), 1, dtype=FP64, device=context.device)
-    used[sorted(problem.dispatched(**trip.dispatch)[context.rank].rows.values())] = 1
-    g = integers(routed.tokens) * used.view(*routed.tokens.shape[:-1], 1)
-    there = (routed.tokens * g).sum()
-    there.backward(retain_graph=True)
+    g = integers(routed.tokens)
+    g.flatten(0, -2)[problem.dispatched(**trip.dispatch)[context.rank].padding] = 0
+    (routed.tokens * g).sum().backward(retain_graph=True)
     assert x.grad is not None
-    assert_sums_equal(comm, there.detach(), (x.detach() * x.grad).sum(), "dispatch")
+    assert_sums_equal(comm, inner(routed.tokens, g), inner(x, x.grad), "dispatch")
 
     y = integers(routed.tokens).requires_grad_()
     mode = trip.combine["mode"]
     out = comm.combine(y, routed, mode=mode)
-    back = (out * integers(out)).sum()
-    back.backward()
+    g = integers(out)
+    out.backward(g)
     assert y.grad is not None
-    assert_sums_equal(comm, back.detach(), (y.detach() * y.grad).sum(), "combine, rows")
+    assert_sums_equal(comm, inner(out, g), inner(y, y.grad), "combine, rows")
     if routed.layout == "expert":
         assert weights.grad is not None
-        assert_sums_equal(comm, back.detach(), (weights.detach() * weights.grad).sum(), "combine, weights")
+        assert_sums_equal(comm, inner(out, g), inner(weights, weights.grad), "combine, weights")
+
+
+def inner(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return (left.detach().double() * right.double()).sum()
 
 
 def assert_sums_equal(comm: tl.Communicator, here: torch.Tensor, there: torch.Tensor, what: str) -> None:

@@ -114,7 +114,8 @@ def test_sum_by_hand(example: Sum, mode: str) -> None:
         out_dtype=example.out_dtype,
     )
     dtype = example.out_dtype or example.y_dtype
-    same_bits(out[0], torch.tensor([[getattr(example, mode)]], dtype=FP64).to(dtype), example.name)
+    want = torch.full((1, problem.plan.hidden), getattr(example, mode), dtype=FP64).to(dtype)
+    same_bits(out[0], want, example.name)
 
 
 # -- by brute force ---------------------------------------------------------------------------------------------
