@@ -379,9 +379,13 @@ EXAMPLE = Example(
 # -- sums whose order and rounding show ---------------------------------------------------------------------------
 
 
+SUM_HIDDEN = 8
+"""A row that every backend can move."""
+
+
 @dataclass(frozen=True)
 class Sum:
-    """One token of rank 0, hidden 1, and what its weighted sum is, worked out by hand.
+    """One token of rank 0, all its values equal, and what its weighted sum is, worked out by hand.
 
     Attributes:
         name: what the values show.
@@ -403,12 +407,12 @@ class Sum:
     out_dtype: torch.dtype | None = None
 
     def problem(self) -> Problem:
-        plan = Plan(self.num_ranks, 4, hidden=1, top_k=len(self.ids), max_tokens_per_rank=2)
+        plan = Plan(self.num_ranks, 4, hidden=SUM_HIDDEN, top_k=len(self.ids), max_tokens_per_rank=2)
         tokens = [1] + [0] * (self.num_ranks - 1)
         weights = torch.tensor([self.weights])
         return Problem(
             plan=plan,
-            xs=[torch.ones(n, 1) for n in tokens],
+            xs=[torch.ones(n, SUM_HIDDEN) for n in tokens],
             scales=None,
             topk_ids=[torch.tensor([self.ids]).expand(n, -1).contiguous() for n in tokens],
             topk_weights=[weights.expand(n, -1).contiguous() for n in tokens],

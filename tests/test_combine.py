@@ -66,6 +66,8 @@ def check_case(
         routed = comm.dispatch(*problem.arguments(context), **options)
         want = problem.dispatched(**options)
         for each in dtypes:
+            if backend == "nvlink" and each[0] == FP64:
+                continue  # its kernels have no float64
             check_combine(context, comm, problem, routed, want, each)
     if problem.xs[0].dtype in (BF16, FP32):
         check_bounded(context, comm, problem)
@@ -118,12 +120,15 @@ def test_sums_by_hand(ranks: Ranks, backend: str, mode: str) -> None:
 
 def check_sums(context: RankContext, backend: str, mode: str) -> None:
     for example in sums_for(context.num_ranks):
+        if backend == "nvlink" and example.y_dtype == FP64:
+            continue  # its kernels have no float64
         problem = example.problem()
         comm = make_comm(context, backend, problem.plan)
         routed = comm.dispatch(*problem.arguments(context))
         y = example.rows(problem.dispatched("expert"))[context.rank].to(context.device)
         out = comm.combine(y, routed, mode=mode, wire_dtype=example.wire_dtype, out_dtype=example.out_dtype)
-        want = torch.tensor([[getattr(example, mode)]], dtype=FP64).to(example.out_dtype or example.y_dtype)
+        want = torch.full((1, problem.plan.hidden), getattr(example, mode), dtype=FP64)
+        want = want.to(example.out_dtype or example.y_dtype)
         same_bits(out, want if context.rank == 0 else want[:0], example.name)
 
 

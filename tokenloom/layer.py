@@ -87,6 +87,8 @@ class ExpertParallelMoE(nn.Module):
         super().__init__()
         group_and_comm = group is not None and comm is not None
         if comm is None:
+            if backend == "auto" and dtype == torch.float64:
+                backend = "collective"  # the only one with float64
             comm = Communicator(
                 group,
                 num_experts=num_experts,

@@ -109,7 +109,9 @@ class NvlinkBackend:
         """What these kernels cannot do, beyond what checks.py refuses."""
         x = tensors.x
         if x.element_size() > 1 and x.dtype not in DTYPES:
-            raise DtypeMismatch(f"x is {x.dtype}, backend nvlink moves bfloat16, float16, float32 and FP8")
+            raise DtypeMismatch(
+                f"x is {x.dtype}, backend nvlink moves bfloat16, float16, float32 and FP8; use backend='collective'"
+            )
         _require_bulk(x)
         room = region_rows(self.plan)
         if call.sizes == "bounded" and call.layout == "expert" and (call.capacity or 0) > room:
@@ -121,7 +123,9 @@ class NvlinkBackend:
     def check_combine(self, handle: NvlinkHandle, y: torch.Tensor, call: CombineCall) -> None:
         """What these kernels cannot do, beyond what checks.py refuses."""
         if y.dtype not in DTYPES:
-            raise DtypeMismatch(f"y is {y.dtype}, backend nvlink sums bfloat16, float16 and float32")
+            raise DtypeMismatch(
+                f"y is {y.dtype}, backend nvlink sums bfloat16, float16 and float32; use backend='collective'"
+            )
         _require_bulk(y)
         if self.plan.hidden * call.wire_dtype.itemsize % BULK_BYTES:
             raise ShapeMismatch(
@@ -424,6 +428,8 @@ class NvlinkBackend:
         tensors = DispatchInput(grad, None, handle.given_ids, None, False, False, False)
         arrived = self._start_dispatch(call, tensors, self.plan.worst_case_rows("token"))
         positions = self._positions(handle)
+        if weights is not None:  # exact sizes have as many received weights as rows
+            positions = positions[: len(weights)]
         return routing.spread_gradient(arrived.rows, positions, len(handle.rows), weights, rows, dtype)
 
     def _positions(self, handle: NvlinkHandle) -> torch.Tensor:
