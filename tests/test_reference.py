@@ -144,6 +144,8 @@ def test_dispatch_equals_brute_force(case: Case, num_ranks: int) -> None:
             assert expert[rank].expert_offsets == offsets
             assert expert[rank].expert_counts == counts
             assert expert[rank].num_rows == len(rows) == len(expert[rank].tokens)
+            assert expert[rank].source_counts == token[rank].source_counts
+            assert token[rank].expert_counts == by_rank[rank].expert_counts == counts
             check_rows(problem, expert[rank], rows)
     for rank in range(num_ranks):
         rows = []
