@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from tests.cases import BF16, FP8, FP16, FP32, FP64
+from tests.conftest import NUM_GPUS
 from tokenloom import dequantize_fp8, quant, quantize_fp8, reference
 from tokenloom.errors import DtypeMismatch, ShapeMismatch
 
 both = pytest.mark.parametrize("quantize", [quant.quantize_fp8, reference.quantize_fp8], ids=["quant", "reference"])
 scales_of = pytest.mark.parametrize("power_of_two", [False, True], ids=["any scale", "power of two"])
+DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if NUM_GPUS else [])]
 Quantize = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -128,10 +130,11 @@ def samples(dtype: torch.dtype) -> torch.Tensor:
 
 @scales_of
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64])
-def test_equals_reference(dtype: torch.dtype, power_of_two: bool) -> None:
-    """Bit for bit, codes and scales."""
+@pytest.mark.parametrize("device", DEVICES)
+def test_equals_reference(device: str, dtype: torch.dtype, power_of_two: bool) -> None:
+    """Bit for bit, codes and scales; a GPU's division must be the IEEE one."""
     x = samples(dtype)
-    q, scales = quantize_fp8(x, power_of_two_scales=power_of_two)
+    q, scales = (each.cpu() for each in quantize_fp8(x.to(device), power_of_two_scales=power_of_two))
     want_q, want_scales = reference.quantize_fp8(x, power_of_two_scales=power_of_two)
     assert q.shape == want_q.shape == x.shape
     assert scales.shape == (len(x), 2)
