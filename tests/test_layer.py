@@ -338,6 +338,20 @@ def test_which_parameters_a_trainer_has_to_reduce() -> None:
     assert len(sharded) + len(replicated) == len(list(layer.parameters()))
 
 
+def test_a_float64_layer_takes_a_backend_that_has_it() -> None:
+    """The kernels have none; and if float64 is torch's default the layer is float64 without being told."""
+    reason = "nvlink does not work on every rank: its kernels have no float64"
+    assert reason in make_layer(BASE, None).comm.describe()
+    assert reason not in make_layer(replace(BASE, dtype=FP32), None).comm.describe()
+    torch.set_default_dtype(torch.float64)
+    try:
+        layer = make_layer(BASE, None, dtype=None)
+    finally:
+        torch.set_default_dtype(FP32)
+    assert layer.w1.dtype == torch.float64
+    assert reason in layer.comm.describe()
+
+
 # -- errors -------------------------------------------------------------------------------------------------
 
 FAULTS: dict[str, type[Exception]] = {

@@ -74,6 +74,7 @@ class Communicator:
         backend: "auto" picks the best that works on all ranks (``describe()`` says why), or a name.
         device: where the tensors are; None: the current GPU for NCCL groups, else the CPU.
         timeout_s: longest wait for another rank, in seconds (over NCCL the group's own timeout applies).
+        dtype: of the tokens, where it is known: "auto" then picks a backend that moves it.
         num_sms: SMs that a kernel of backend "nvlink" takes, 1 to 32; the others stay with your GEMMs.
         checked: backend "nvlink": read ids, and the outcome of every call, on the host before it returns, so that
             errors come at once. "collective" always does.
@@ -97,6 +98,7 @@ class Communicator:
         backend: str = "auto",
         device: torch.device | str | None = None,
         timeout_s: float = 30.0,
+        dtype: torch.dtype | None = None,
         num_sms: int = backends.DEFAULT_SMS,
         checked: bool = False,
     ) -> None:
@@ -115,8 +117,8 @@ class Communicator:
             plan = Plan(self._ranks.num_ranks, num_experts, hidden, top_k, max_tokens_per_rank)
             if not isinstance(num_sms, int) or not 1 <= num_sms <= backends.MAX_SMS:
                 raise InvalidArgument(f"num_sms is {num_sms!r}, expected 1 to {backends.MAX_SMS}")
-            found = backends.availability(self._ranks.transport, self._ranks.device, hidden)
-            must_agree = {"backend": backend, "num_sms": num_sms, "checked": checked}
+            found = backends.availability(self._ranks.transport, self._ranks.device, hidden, dtype)
+            must_agree = {"dtype": dtype, "backend": backend, "num_sms": num_sms, "checked": checked}
             return vars(plan) | must_agree | {"device type": self._ranks.device.type}, found
 
         found_by_rank = agree(self._ranks, prepare, "making a Communicator")

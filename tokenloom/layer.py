@@ -85,10 +85,9 @@ class ExpertParallelMoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        dtype = dtype or torch.get_default_dtype()
         group_and_comm = group is not None and comm is not None
         if comm is None:
-            if backend == "auto" and dtype == torch.float64:
-                backend = "collective"  # the only one with float64
             comm = Communicator(
                 group,
                 num_experts=num_experts,
@@ -99,6 +98,7 @@ class ExpertParallelMoE(nn.Module):
                 backend=backend,
                 device=device,
                 timeout_s=timeout_s,
+                dtype=dtype,
             )
         self.comm = comm
 

@@ -45,14 +45,16 @@ class Availability:
     host: str
 
 
-def availability(transport: str, device: torch.device, hidden: int = 0) -> list[Availability]:
+def availability(
+    transport: str, device: torch.device, hidden: int = 0, dtype: torch.dtype | None = None
+) -> list[Availability]:
     """Every backend, best first, for a group over ``transport`` ("gloo", "nccl", ..., "local") on ``device``.
 
     Args:
-        hidden: H, where it is known.
+        hidden, dtype: of the tokens, where they are known.
     """
     over = "this rank alone" if transport == "local" else f"torch.distributed over {transport}"
-    why_not, host = _why_not_nvlink(device, hidden), f"{socket.gethostname()}/{uuid.getnode():x}"
+    why_not, host = _why_not_nvlink(device, hidden, dtype), f"{socket.gethostname()}/{uuid.getnode():x}"
     own = why_not or f"own kernels on {torch.cuda.get_device_name(device)}"
     return [
         Availability("nvlink", why_not is None, own, host),
@@ -60,8 +62,10 @@ def availability(transport: str, device: torch.device, hidden: int = 0) -> list[
     ]
 
 
-def _why_not_nvlink(device: torch.device, hidden: int) -> str | None:
+def _why_not_nvlink(device: torch.device, hidden: int, dtype: torch.dtype | None) -> str | None:
     """What keeps the kernels from running on this rank, or None."""
+    if dtype == torch.float64:
+        return "its kernels have no float64"
     if hidden % BULK_VALUES:
         return f"rows of {hidden} bfloat16 values are no multiple of {BULK_VALUES * 2} bytes"
     if device.type != "cuda":
