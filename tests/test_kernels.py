@@ -15,6 +15,7 @@ import torch
 from tests.small_kernels import needs_nvrtc
 from tokenloom import symmetric
 from tokenloom.cache_commands import variants
+from tokenloom.errors import InvalidArgument
 from tokenloom.jit import compiler
 from tokenloom.jit.compiler import KernelSpec, Resources
 from tokenloom.kernels import shape
@@ -89,6 +90,7 @@ VARIANTS = [
     *both("top-32 of one expert", "expert", top_k=32, num_ranks=1, experts_per_rank=1),
     # Many experts: their counters share memory with the ring of rows.
     *both("2048 experts", "expert", experts_per_rank=256),
+    *both("4096 experts", "expert", experts_per_rank=512),
     # Rows shorter than a warp's 16-byte loads, one load, a part of one segment, odd numbers of segments, many.
     *both("hidden 8", "expert", hidden=8),
     *both("hidden 64", "token", hidden=64),
@@ -124,6 +126,24 @@ def test_it_compiles_within_limits(variant: Variant) -> None:
     assert registers * spec.threads <= REGISTERS_PER_SM, log
     assert needs.static_shared_bytes + shared_bytes <= shape.MAX_SHARED_BYTES
     assert dict(spec.shape)["shared_bytes"] == shared_bytes, "what the kernel checks is what the launch asks for"
+
+
+@pytest.mark.parametrize("layout", shape.LAYOUTS)
+@pytest.mark.parametrize("num_ranks", [1, 8, 32])
+def test_any_number_of_experts_fits_or_is_refused(layout: str, num_ranks: int) -> None:
+    """Counters of experts and the ring of rows share a block's memory: what does not fit would fail at the launch,
+    after other ranks had begun to wait."""
+    fitting, refused = [], []
+    for num_experts in range(num_ranks, 40000, 8 * num_ranks):
+        variant = Variant("", layout, (BF16,), num_ranks, num_experts // num_ranks)
+        try:
+            fitting.append((num_experts, variant.spec()[1]))
+        except InvalidArgument:
+            refused.append(num_experts)
+    assert max(shared_bytes for _, shared_bytes in fitting) <= shape.MAX_SHARED_BYTES
+    assert 4096 < fitting[-1][0] < refused[0], "more experts need more"
+    with pytest.raises(InvalidArgument, match="use fewer experts"):
+        Variant("", layout, (BF16,), num_ranks, 65536 // num_ranks).spec()
 
 
 def test_the_variants_cover_what_is_built_ahead() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tokenloom.errors import InvalidArgument
 from tokenloom.plan import align_up
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -20,14 +21,26 @@ WARPS = THREADS // 32
 LARGEST_STAGE_BYTES = 7168
 """Four rows of 7 KB in flight per warp fill the links; larger stages only make the ring shorter."""
 MOST_STAGES = 8
+STAGE_UNIT = 128
+"""Stages are aligned to this many bytes."""
 
 
 def ring(row_bytes: int, other_shared_bytes: int) -> tuple[int, int, int]:
-    """How a row streams through a warp's ring: (bytes of a stage, stages, shared memory of the block)."""
-    segments = -(-row_bytes // LARGEST_STAGE_BYTES)
-    stage_bytes = align_up(-(-row_bytes // segments), 128)
+    """How a row streams through a warp's ring: (bytes of a stage, stages, shared memory of the block).
+
+    Raises:
+        InvalidArgument: the block needs so much other shared memory that no ring fits beside it.
+    """
     room = MAX_SHARED_BYTES - other_shared_bytes - 1024
-    stages = max(2, min(MOST_STAGES, room // (WARPS * (stage_bytes + 8))))
+    largest = min(LARGEST_STAGE_BYTES, (room // (2 * WARPS) - 8) // STAGE_UNIT * STAGE_UNIT)
+    if largest < STAGE_UNIT:
+        raise InvalidArgument(
+            f"a block's counts per expert take {other_shared_bytes} of its {MAX_SHARED_BYTES} bytes of shared memory, "
+            "which leaves no room for rows; use fewer experts, another layout, or backend='collective'"
+        )
+    segments = -(-row_bytes // largest)
+    stage_bytes = align_up(-(-row_bytes // segments), STAGE_UNIT)
+    stages = min(MOST_STAGES, room // (WARPS * (stage_bytes + 8)))
     return stage_bytes, stages, WARPS * stages * (stage_bytes + 8) + other_shared_bytes + 512
 
 

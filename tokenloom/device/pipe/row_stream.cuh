@@ -43,7 +43,11 @@ struct RowStream {
             if (segment == 0) to = static_cast<unsigned char*>(target(i / kSegments));
             const uint32 stage = num_stored % kStages;
             mbarrier_wait(&loaded[stage], (num_stored / kStages) & 1);
-            if (to != nullptr) bulk_store(to + segment * kStageBytes, shared.stage[stage], segment_bytes(segment));
+            // One lane at a time: the instruction is the warp's, and ptxas's own loop over lanes issues it once, with
+            // garbage, where no lane takes the branch.
+            for (uint32 storing = __ballot_sync(~0u, to != nullptr); storing != 0; storing &= storing - 1)
+                if (lane == __ffs(storing) - 1)
+                    bulk_store(to + segment * kStageBytes, shared.stage[stage], segment_bytes(segment));
             bulk_commit();
             ++num_stored;
             if (issued < num_segments) {
