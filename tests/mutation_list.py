@@ -16,6 +16,7 @@ class Mutation:
         file: within the package.
         old: text that stands there exactly once; new: what replaces it.
         tests: files or tests, as pytest takes them, of which at least one must fail.
+        num_ranks: how many rank processes they may have; two see most rules, and start in half the time.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Mutation:
     old: str
     new: str
     tests: tuple[str, ...]
+    num_ranks: int = 2
 
     def apply(self, package: Path) -> str:
         """The broken text of the file. Raises SystemExit if there is not exactly one place to break."""
@@ -47,6 +49,7 @@ SUMS = (
         "home_positions_per_rank(handle.send, handle.num_tokens, self.plan.num_ranks)",
         "home_positions_per_rank(handle.send, handle.num_tokens, self.plan.num_ranks).flip(1)",
         ("tests/test_combine.py::test_sums_by_hand",),
+        num_ranks=4,  # a sum of two does not tell its order
     ),
     Mutation(
         "order-of-k",
@@ -317,6 +320,7 @@ TIMEOUTS = (
         "                if signed:\n",
         "                if not signed:\n",
         ("tests/test_group.py::test_late_rank",),
+        num_ranks=4,
     ),
     Mutation(
         "alive-after-timeout",
@@ -325,6 +329,7 @@ TIMEOUTS = (
         'self._broken = f"an earlier call failed: {timeout}"',
         "self._broken = None",
         ("tests/test_group.py::test_late_rank",),
+        num_ranks=4,
     ),
 )
 

@@ -71,12 +71,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         mutation.apply(ROOT / "tokenloom")  # before the long part: is every text still there?
 
     began = time.monotonic()
-    tests = sorted({test for mutation in chosen for test in mutation.tests})
-    baseline = try_copy(None, tests, 10 * LIMIT_S)
-    print(f"baseline: {baseline.tail.splitlines()[-1] if baseline.tail else 'no output'}", flush=True)
-    if baseline.code != 0:
-        print(f"{baseline.tail}\nthe tests must pass on the unchanged tree (pytest ended with {baseline.code})")
-        return 1
+    for num_ranks in sorted({mutation.num_ranks for mutation in chosen}):
+        tests = sorted({test for each in chosen if each.num_ranks == num_ranks for test in each.tests})
+        baseline = try_copy(None, tests, num_ranks, 10 * LIMIT_S)
+        print(f"unchanged, {num_ranks} ranks: {baseline.tail.splitlines()[-1] if baseline.tail else ''}", flush=True)
+        if baseline.code != 0:
+            print(f"{baseline.tail}\nthe tests must pass on the unchanged tree (pytest ended with {baseline.code})")
+            return 1
     with ThreadPoolExecutor(options.jobs) as pool:
         try:
             survived = sum(not killed for killed in pool.map(report, chosen))
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def report(mutation: Mutation) -> bool:
     """Try one mutation and print a line; whether a test failed because of it."""
-    outcome = try_copy(mutation, mutation.tests, LIMIT_S)
+    outcome = try_copy(mutation, mutation.tests, mutation.num_ranks, LIMIT_S)
     killed = outcome.code == 1 and bool(outcome.failed)
     verdict = f"noticed by {outcome.failed}" if killed else f"SURVIVED (pytest ended with {outcome.code})"
     line = f"{mutation.name:32} {outcome.wall_s:5.1f} s  {verdict}"
@@ -100,8 +101,8 @@ def report(mutation: Mutation) -> bool:
     return killed
 
 
-def try_copy(mutation: Mutation | None, tests: Sequence[str], limit_s: float) -> Outcome:
-    """Run the tests in a copy of the tree, with the mutation if there is one."""
+def try_copy(mutation: Mutation | None, tests: Sequence[str], num_ranks: int, limit_s: float) -> Outcome:
+    """Run the tests in a copy of the tree, with the mutation if there is one, on so many ranks at most."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tokenloom-mutant-") as folder:
         for name in COPIED:
@@ -111,6 +112,13 @@ def try_copy(mutation: Mutation | None, tests: Sequence[str], limit_s: float) ->
         if mutation is not None:
             path = Path(folder, "tokenloom", mutation.file)
             path.write_text(mutation.apply(Path(folder, "tokenloom")))
+        fixtures = Path(folder, "tests", "conftest.py")
+        text, found = re.subn(
+            r"^CPU_RANKS = \d+$", f"CPU_RANKS = {num_ranks}", fixtures.read_text(), flags=re.MULTILINE
+        )
+        if found != 1:
+            raise SystemExit("tests/conftest.py should set CPU_RANKS once; bring tests/mutations.py up to date")
+        fixtures.write_text(text)
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not gpu"]
         environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": folder}
         process = subprocess.Popen(
