@@ -21,7 +21,9 @@ from tokenloom.plan import Plan
 __all__ = ["BACKENDS", "DEFAULT_SMS", "MAX_SMS", "Availability", "Backend", "availability", "choose", "make"]
 
 BACKENDS = ("nvlink", "collective")
-"""All names, best first: ``auto`` picks the first that works."""
+"""All names, best first: ``auto`` picks the first that works and is no preview."""
+PREVIEW = ("nvlink",)
+"""Backends that do not yet pass all tests on the hardware they are for."""
 
 
 BULK_VALUES = 8
@@ -104,6 +106,9 @@ def choose(name: str, by_rank: list[list[Availability]]) -> tuple[str, list[str]
         if candidate == "nvlink" and not failing:
             away = [rank for rank, found in enumerate(by_rank) if found[index].host != by_rank[0][index].host]
             failing = [(rank, "it is on another host than rank 0") for rank in away]
+        if name == "auto" and candidate in PREVIEW and not failing:
+            reasons.append(f"{candidate} works here, but is a preview: ask for it with backend={candidate!r}")
+            continue
         if name in ("auto", candidate) and not failing:
             return candidate, reasons
         if failing:

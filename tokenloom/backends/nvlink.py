@@ -114,7 +114,8 @@ class NvlinkBackend:
             )
         _require_bulk(x)
         room = region_rows(self.plan)
-        if call.sizes == "bounded" and call.layout == "expert" and (call.capacity or 0) > room:
+        worst = self.plan.worst_case_rows(call.layout, call.alignment)
+        if call.sizes == "bounded" and min(call.capacity or 0, worst) > room:
             raise InvalidArgument(
                 f"capacity is {call.capacity}, the receive region has room for {room} rows; pass at most that, or a "
                 "larger max_tokens_per_rank to Communicator"
@@ -127,10 +128,9 @@ class NvlinkBackend:
                 f"y is {y.dtype}, backend nvlink sums bfloat16, float16 and float32; use backend='collective'"
             )
         _require_bulk(y)
-        if self.plan.hidden * call.wire_dtype.itemsize % BULK_BYTES:
-            raise ShapeMismatch(
-                f"a row of {self.plan.hidden} {call.wire_dtype} is not a multiple of {BULK_BYTES} bytes"
-            )
+        for dtype in (call.wire_dtype, call.out_dtype):
+            if self.plan.hidden * dtype.itemsize % BULK_BYTES:
+                raise ShapeMismatch(f"a row of {self.plan.hidden} {dtype} is no multiple of {BULK_BYTES} bytes")
         if handle.reused_after is not None and self._num_dispatches > handle.reused_after:
             raise InvalidArgument("the dispatch is two or more dispatches old, its region was reused; pass copy=True")
 

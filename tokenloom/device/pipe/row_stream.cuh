@@ -1,8 +1,8 @@
 // A warp streams rows from global memory, through its own ring of shared-memory stages, to up to 32 places each.
 //
-// Rows are cut into segments of at most one stage. The leader loads segment i + kAhead while the lanes store
-// segment i: lane r writes it to target r, so that one load feeds all targets. Bulk groups belong to a lane, so every
-// lane commits one group a segment, empty or not, and counts segments by counting its groups.
+// Rows are cut into segments of at most one stage. The leader loads segment i + kAhead, then stores segment i to every
+// lane's target, so that one load feeds all targets. Bulk groups belong to the thread that issues them: the leader
+// commits one group a segment, empty or not, and counts segments by counting its groups.
 #pragma once
 #include "device/ptx/bulk.cuh"
 
@@ -43,25 +43,28 @@ struct RowStream {
             if (segment == 0) to = static_cast<unsigned char*>(target(i / kSegments));
             const uint32 stage = num_stored % kStages;
             mbarrier_wait(&loaded[stage], (num_stored / kStages) & 1);
-            // One lane at a time: the instruction is the warp's, and ptxas's own loop over lanes issues it once, with
-            // garbage, where no lane takes the branch.
-            for (uint32 storing = __ballot_sync(~0u, to != nullptr); storing != 0; storing &= storing - 1)
-                if (lane == __ffs(storing) - 1)
-                    bulk_store(to + segment * kStageBytes, shared.stage[stage], segment_bytes(segment));
-            bulk_commit();
-            ++num_stored;
-            if (issued < num_segments) {
-                bulk_wait_read<kStoring>();
-                __syncwarp();  // all lanes are done with the stage that the next load overwrites
-                load(source, issued++);
+            for (uint32 storing = __ballot_sync(~0u, to != nullptr); storing != 0; storing &= storing - 1) {
+                const auto address = __shfl_sync(~0u, reinterpret_cast<uint64>(to), __ffs(storing) - 1);
+                if (lane == 0)
+                    bulk_store(reinterpret_cast<unsigned char*>(address) + segment * kStageBytes, shared.stage[stage],
+                               segment_bytes(segment));
             }
+            ++num_stored;
+            if (lane == 0) {
+                bulk_commit();
+                bulk_wait_read<kStoring>();
+            }
+            __syncwarp();
+            if (issued < num_segments) load(source, issued++);
         }
-        bulk_wait_read<0>();
+        if (lane == 0) bulk_wait_read<0>();
         __syncwarp();
     }
 
-    // All of this lane's stores have arrived where they go, on this GPU or a peer.
-    __device__ void finish() { bulk_wait_written<0>(); }
+    // All stores have arrived where they go, on this GPU or a peer; the leader knows, a barrier tells the others.
+    __device__ void finish() {
+        if (lane == 0) bulk_wait_written<0>();
+    }
 
    private:
     template <class Source>
