@@ -100,6 +100,7 @@ class NvlinkBackend:
         self._captured_slot = CALLS_IN_FLIGHT + 1
         self._records = CallRecords(CALLS_IN_FLIGHT + 2)
         self._launched: deque[_Launched] = deque()
+        self._overflow: CapacityOverflow | None = None
         self._num_calls = 0
         self._num_dispatches = 0
 
@@ -205,6 +206,9 @@ class NvlinkBackend:
         """Raise what earlier calls left behind; with ``wait`` of all calls and graph replays, finished first."""
         if torch.cuda.is_current_stream_capturing():
             return
+        overflow, self._overflow = self._overflow, None
+        if overflow is not None:
+            raise overflow
         self._settle(0 if wait else CALLS_IN_FLIGHT)
         if wait:
             torch.cuda.synchronize(self.ranks.device)
@@ -236,7 +240,10 @@ class NvlinkBackend:
         handle = self._start_dispatch(call, tensors, limit)
         if not exact:
             if self.checked:
-                self._settle(0)
+                try:
+                    self._settle(0)
+                except CapacityOverflow as overflow:
+                    self._overflow = overflow  # the dispatch itself is done; the next call raises
             too_short = call.capacity is not None and len(handle.rows) < call.capacity
             return self._own(handle, call.capacity) if tensors.own_outputs or too_short else handle
         try:

@@ -30,21 +30,26 @@ struct RowStream {
         return segment + 1 < kSegments ? kStageBytes : kRowBytes - (kSegments - 1) * kStageBytes;
     }
 
-    // Stream `num_rows` rows. `source(row)` is the address of a row; `target(row)` is this lane's place for it, or
-    // null. Both must give the same answer when asked again. Returns with stores still in flight: finish() waits.
+    // Stream `num_rows` rows. `source(row)` is the address of a row; `target(row)` is this lane's place for it, in bytes
+    // from this lane's `base`, or kNowhere. Returns with stores still in flight: finish() waits.
+    //
+    // Places are offsets, not pointers that may be null: ptxas 13.0 made code of `pointer != nullptr` here that stored
+    // to address 0 where a warp's lanes had no target at all.
+    static constexpr int64 kNowhere = -1;
     template <class Source, class Target>
-    __device__ void run(int num_rows, Source source, Target target) {
+    __device__ void run(int num_rows, Source source, unsigned char* base, Target target) {
         const int num_segments = num_rows * kSegments;
         int issued = 0;
         for (; issued < kAhead && issued < num_segments; ++issued) load(source, issued);
-        unsigned char* to = nullptr;
+        int64 to = kNowhere;
         for (int i = 0; i < num_segments; ++i) {
             const int segment = i % kSegments;
-            if (segment == 0) to = static_cast<unsigned char*>(target(i / kSegments));
+            if (segment == 0) to = target(i / kSegments);
             const uint32 stage = num_stored % kStages;
             mbarrier_wait(&loaded[stage], (num_stored / kStages) & 1);
-            for (uint32 storing = __ballot_sync(~0u, to != nullptr); storing != 0; storing &= storing - 1) {
-                const auto address = __shfl_sync(~0u, reinterpret_cast<uint64>(to), __ffs(storing) - 1);
+            const uint64 own_address = reinterpret_cast<uint64>(base) + to;
+            for (uint32 storing = __ballot_sync(~0u, to >= 0); storing != 0; storing &= storing - 1) {
+                const uint64 address = __shfl_sync(~0u, own_address, __ffs(storing) - 1);
                 if (lane == 0)
                     bulk_store(reinterpret_cast<unsigned char*>(address) + segment * kStageBytes, shared.stage[stage],
                                segment_bytes(segment));

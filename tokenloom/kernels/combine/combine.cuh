@@ -90,7 +90,7 @@ __device__ void push_copies(const CombineArgs& args, typename CombineShared<Shap
     const int32 kept = static_cast<int32>(max(0ll, min(static_cast<int64>(num_rows), args.capacity - row)));
     stream.run(
         kept, [&](int i) { return from + static_cast<int64>(i) * kRowBytes; },
-        [&](int i) { return stream.lane == 0 ? to + static_cast<int64>(i) * kRowBytes : nullptr; });
+        to, [&](int i) { return stream.lane == 0 ? static_cast<int64>(i) * kRowBytes : stream.kNowhere; });
     // Rows that the dispatch dropped come home as NaN. All bits but the sign set is NaN in every dtype.
     constexpr uint32 kNan = Shape::wire_dtype == kFloat32 ? 0x7fffffffu : 0x7fff7fffu;
     for (int64 at = kept * static_cast<int64>(kRowBytes) + stream.lane * 16; at < num_rows * static_cast<int64>(kRowBytes);

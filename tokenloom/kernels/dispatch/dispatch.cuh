@@ -145,9 +145,10 @@ __device__ void fill_further_places(const DispatchArgs& args, Stream& stream, in
         };
         stream.run(
             __popc(needing), [&](int i) { return rows + static_cast<int64>(first_place(row_of(i))) * Shape::row_bytes; },
-            [&](int i) -> unsigned char* {
+            rows,
+            [&](int i) {
                 const int32 place = further_place(i);
-                return place >= 0 ? rows + static_cast<int64>(place) * Shape::row_bytes : nullptr;
+                return place >= 0 ? static_cast<int64>(place) * Shape::row_bytes : Stream::kNowhere;
             });
         if constexpr (Shape::scales_per_row > 0) {
             for (int i = 0; i < __popc(needing); ++i) {
@@ -242,12 +243,12 @@ __device__ void dispatch(const DispatchArgs& args) {
             return static_cast<const unsigned char*>(args.x) +
                    static_cast<int64>(first + i * stride) * Shape::row_bytes;
         },
-        [&](int i) -> unsigned char* {
+        lane < Shape::num_ranks ? at_peer<unsigned char>(args.peers, lane, args.rows) : nullptr,
+        [&](int i) {
             const int32 token = first + i * stride;
             send_metadata<Shape>(args, route, places, token, lane);
             const int32 place = row_place<Shape>(args, route, places, token, lane);
-            if (place < 0) return nullptr;
-            return at_peer<unsigned char>(args.peers, lane, args.rows) + static_cast<int64>(place) * Shape::row_bytes;
+            return place >= 0 ? static_cast<int64>(place) * Shape::row_bytes : Stream::kNowhere;
         });
     stream.finish();
     __syncthreads();
