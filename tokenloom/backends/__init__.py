@@ -82,8 +82,9 @@ def _why_not_nvlink(device: torch.device, hidden: int, dtype: torch.dtype | None
         load_driver()
     except BackendUnavailable as error:
         return str(error)
+    own = torch.cuda.current_device() if device.index is None else device.index
     for peer in range(torch.cuda.device_count()):
-        if peer != device.index and not torch.cuda.can_device_access_peer(device, peer):
+        if peer != own and not torch.cuda.can_device_access_peer(own, peer):
             return f"{device} cannot access the memory of cuda:{peer}"
     return None
 
