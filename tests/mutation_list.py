@@ -399,9 +399,9 @@ GRADIENTS = (
     Mutation(
         "weight-gradients-to-wrong-token",
         "gradients of weights come home in the order of arrival, not to their tokens",
-        COLLECTIVE,
-        "out[handle.send.tokens[rows], ks] = home[rows, ks]",
-        "out[handle.send.tokens[rows].flip(0), ks] = home[rows, ks]",
+        "routing.py",
+        "out[send.tokens[rows], ks] = home[rows, ks]",
+        "out[send.tokens[rows].flip(0), ks] = home[rows, ks]",
         (GRADIENTS_TEST,),
     ),
     Mutation(

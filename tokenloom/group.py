@@ -112,14 +112,13 @@ class RankGroup:
 
     def post_note(self, name: str, text: str) -> None:
         """Leave a text in the group's store, under this rank's name; nothing waits for it."""
-        store = _store_of(self.process_group)
-        if store is not None:
-            store.set(f"{self._roll}/{name}/{self.rank}", text.encode())
+        self._store("set", f"{self._roll}/{name}/{self.rank}", text.encode())
 
     def read_note(self, name: str, rank: int) -> str | None:
         """The text that a rank left, or None."""
-        store, key = _store_of(self.process_group), f"{self._roll}/{name}/{rank}"
-        return store.get(key).decode() if store is not None and store.check([key]) else None
+        key = f"{self._roll}/{name}/{rank}"
+        text = self._store("get", key) if self._store("check", [key]) else None
+        return None if text is None else text.decode()
 
     def all_gather_object(self, value: Any, phase: str) -> list[Any]:
         """The (picklable) value of every rank, by rank."""

@@ -192,7 +192,7 @@ class ExpertParallelMoE(nn.Module):
         # What can fail on one rank alone runs under _report_fault: the others are about to wait for this rank.
         tokens, topk_ids, topk_weights, sums = comm._report_fault("dispatch", lambda: self._route(x))
         routed = comm.dispatch(tokens, topk_ids, topk_weights, layout="expert")
-        aux_loss = self._aux_loss(sums)
+        aux_loss = self._aux_loss(sums, topk_weights.dtype)
         y = comm._report_fault("combine", lambda: self._compute(routed))
         out = comm.combine(y, routed)
         if self.shared_w1 is not None and self.shared_w2 is not None:
@@ -200,14 +200,19 @@ class ExpertParallelMoE(nn.Module):
             out = out + functional.linear(hidden, self._replicated(self.shared_w2))
         return out.view(x.shape), aux_loss
 
-    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, RouterSums]:
-        """Tokens [T, H], ids, weights, and what the losses need, in at least float32. Not collective."""
+    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, RouterSums | None]:
+        """Tokens [T, H], ids, weights, and the sums over tokens if a loss or the bias wants them. Not collective.
+
+        Logits, weights and sums are at least float32.
+        """
         tokens = self._tokens(x)
         dtype = torch.promote_types(tokens.dtype, torch.float32)
         with torch.autocast(tokens.device.type, enabled=False):  # which would choose by bfloat16 logits
             logits = functional.linear(tokens.to(dtype), self._replicated(self.router_weight).to(dtype))
             topk_ids, topk_weights, probabilities = self.router.route(logits, self.correction_bias)
-            return tokens, topk_ids, topk_weights, router_sums(logits, probabilities, topk_ids)
+            wanted = self.balance_coef or self.z_coef or self.correction_bias is not None
+            sums = router_sums(logits, probabilities, topk_ids) if wanted else None
+            return tokens, topk_ids, topk_weights, sums
 
     def _tokens(self, x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, torch.Tensor):
@@ -220,13 +225,13 @@ class ExpertParallelMoE(nn.Module):
             raise DtypeMismatch(f"x is {x.dtype}, the layer is {self.w1.dtype}; cast one of them, or use autocast")
         return x.reshape(-1, self.hidden).contiguous()
 
-    def _aux_loss(self, sums: RouterSums) -> torch.Tensor:
-        """The losses over the tokens of all ranks. Collective where there is a loss or a correction bias."""
-        if self.balance_coef or self.z_coef or self.correction_bias is not None:
+    def _aux_loss(self, sums: RouterSums | None, dtype: torch.dtype) -> torch.Tensor:
+        """The losses over the tokens of all ranks. Collective where there are sums."""
+        if sums is not None:
             sums = _sum_over_ranks(self.comm._ranks, sums)
             self.expert_counts.copy_(sums.expert_counts)
-        if not (self.balance_coef or self.z_coef):
-            return sums.probabilities.new_zeros(())
+        if sums is None or not (self.balance_coef or self.z_coef):
+            return torch.zeros((), dtype=dtype, device=self.comm.device)
         return self.balance_coef * balance_loss(sums, self.router.top_k) + self.z_coef * z_loss(sums)
 
     def _compute(self, routed: Routed) -> torch.Tensor:

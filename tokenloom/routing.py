@@ -218,6 +218,14 @@ def weighted_routes(
     return terms
 
 
+def weights_at_home(home: torch.Tensor, send: SendMap, num_tokens: int) -> torch.Tensor:
+    """Values of routes that came home in the order they were sent, [n, K], at their tokens: [T, K], else zero."""
+    out = home.new_zeros((num_tokens, home.shape[1]))
+    rows, ks = send.mask.nonzero(as_tuple=True)
+    out[send.tokens[rows], ks] = home[rows, ks]
+    return out
+
+
 def scatter_rows(rows: torch.Tensor, positions: torch.Tensor, num_out: int) -> torch.Tensor:
     """The reverse of a sum: row n goes to every place in ``positions[n]``; places nobody names are zero.
 

@@ -244,10 +244,7 @@ class CollectiveBackend:
             grad = torch.where((place >= 0)[:, None], grad[place.clamp_min(0)], 0)
         grad = routing.packed(grad)
         home = self.ranks.all_to_all(grad, handle.received, handle.sent, "dispatch, gradient of weights")
-        out = home.new_zeros((handle.num_tokens, self.plan.top_k))
-        rows, ks = handle.send.mask.nonzero(as_tuple=True)
-        out[handle.send.tokens[rows], ks] = home[rows, ks]
-        return out
+        return routing.weights_at_home(home, handle.send, handle.num_tokens)
 
     # -- state ----------------------------------------------------------------------------------------------
 

@@ -464,11 +464,7 @@ class NvlinkBackend:
             grad = torch.where((place >= 0)[:, None], grad[place.clamp_min(0)], 0)
         grad = grad[: sum(received)].contiguous()
         home = self.ranks.all_to_all(grad, received, sent, "dispatch, gradient of weights")
-        send = routing.send_map(handle.given_ids, plan)
-        out = home.new_zeros((handle.num_tokens, plan.top_k))
-        rows, ks = send.mask.nonzero(as_tuple=True)
-        out[send.tokens[rows], ks] = home[rows, ks]
-        return out
+        return routing.weights_at_home(home, routing.send_map(handle.given_ids, plan), handle.num_tokens)
 
     def close(self) -> None:
         healthy = self._fault.error() is None

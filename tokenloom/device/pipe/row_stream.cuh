@@ -33,8 +33,8 @@ struct RowStream {
     // Stream `num_rows` rows. `source(row)` is the address of a row; `target(row)` is this lane's place for it, in bytes
     // from this lane's `base`, or kNowhere. Returns with stores still in flight: finish() waits.
     //
-    // Places are offsets, not pointers that may be null: ptxas 13.0 made code of `pointer != nullptr` here that stored
-    // to address 0 where a warp's lanes had no target at all.
+    // Places are offsets, not pointers that may be null: with `pointer != nullptr` here, warps whose lanes had no target
+    // at all stored to address 0 (compute-sanitizer, NVRTC 13.0). With offsets they do not; the cause is not known.
     static constexpr int64 kNowhere = -1;
     template <class Source, class Target>
     __device__ void run(int num_rows, Source source, unsigned char* base, Target target) {
