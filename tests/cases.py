@@ -45,6 +45,7 @@ class Case:
         dtype: of x; FP8 comes with scales.
         ids_dtype: int32 or int64.
         weights: "given", "absent", or "nan where unused".
+        to_quantise: x is finite and has every kind of block that quantising tells apart (hidden: a multiple of 128).
         offset: elements before x in its storage, which decides how its rows are aligned.
         seed: of everything random.
     """
@@ -62,6 +63,7 @@ class Case:
     ids_dtype: torch.dtype = torch.int64
     weights: str = "given"
     offset: int = 0
+    to_quantise: bool = False
     seed: int = 0
 
 
@@ -185,16 +187,40 @@ def _make_x(case: Case, num_tokens: int, generator: torch.Generator) -> tuple[to
     """x and its scales; with a -0.0, an infinity and a NaN, since dispatch copies bytes."""
     values = torch.randn(num_tokens * case.hidden, generator=generator, dtype=FP64)
     special = torch.tensor([-0.0, torch.inf, torch.nan], dtype=FP64)[: len(values)]
-    if case.dtype == FP8:
+    if case.to_quantise:
+        values = _blocks_to_quantise(values.view(-1, 128), case.dtype, generator).flatten()
+    elif case.dtype == FP8:
         values = values.clamp(-400, 400).float().to(FP8)
         values.view(torch.uint8)[: len(special)] = special.nan_to_num(448, 448).float().to(FP8).view(torch.uint8)
     else:
         values[: len(special)] = special
-        values = values.to(case.dtype)
+    values = values.to(case.dtype)
     storage = torch.zeros(case.offset + len(values), dtype=torch.float32).to(case.dtype)
     storage.view(torch.uint8)[case.offset * storage.element_size() :] = values.view(torch.uint8)
     scales = torch.rand(num_tokens, case.hidden // 128, generator=generator) + 0.5
     return storage[case.offset :].view(num_tokens, case.hidden), scales
+
+
+def _blocks_to_quantise(blocks: torch.Tensor, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """[blocks, 128] normal values -> finite ones of ``dtype``: of all magnitudes, wide, ties, zeros, tiny, huge."""
+    limit = 4.0 if dtype == FP16 else 30.0
+    blocks *= 10.0 ** (torch.rand(len(blocks), 1, generator=generator, dtype=FP64) * 2 * limit - limit)
+    signs = torch.tensor([1.0, -1.0], dtype=FP64).repeat(64)
+    between = (torch.arange(17, 33, 2) / 16).repeat(16) * 2.0 ** torch.arange(-8, 8).repeat_interleave(8)
+    for index, block in enumerate(blocks):
+        kind = index % 6
+        if kind == 1:  # many magnitudes in one block
+            block *= 10.0 ** torch.randint(-6, 1, (128,), generator=generator)
+        elif kind == 2:  # the scale is 1 or 2: half way between two values of E4M3, up to the smallest
+            block[:] = between * signs
+            block[0] = 448.0 * 2 ** (index // 6 % 2)
+        elif kind == 3:
+            block[:] = 0 * signs
+        elif kind == 4:  # below the floor of amax
+            block[:] = torch.randn(128, generator=generator, dtype=FP64) * 1e-5
+        elif kind == 5:  # huge
+            block[index % 128] = torch.finfo(dtype if dtype != FP64 else FP32).max / 2
+    return blocks
 
 
 def _make_ids(case: Case, plan: Plan, rank: int, num_tokens: int, generator: torch.Generator) -> torch.Tensor:

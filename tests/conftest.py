@@ -18,6 +18,8 @@ LIMIT_S = 120.0
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+WHY_NO_HOPPER = None if HOPPER else "no Hopper GPU on this machine" if NUM_GPUS else "no NVIDIA GPU on this machine"
+"""Why tests of backend "nvlink" alone cannot run here; None if they can."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,18 @@ def ranks(request: pytest.FixtureRequest, pools: Callable[[str], RankPool]) -> R
     """Groups of 1, 2, 4 (and 8) ranks: processes over gloo, and GPUs over NCCL where there are some."""
     device, num_ranks = request.param
     return Ranks(pools(device), num_ranks)
+
+
+def _hopper_params() -> list[Any]:
+    if WHY_NO_HOPPER is not None:
+        return [pytest.param(1, id="cuda", marks=[pytest.mark.gpu, pytest.mark.skip(reason=WHY_NO_HOPPER)])]
+    return [pytest.param(n, id=f"cuda{n}", marks=pytest.mark.gpu) for n in GROUP_SIZES if n <= NUM_GPUS]
+
+
+@pytest.fixture(scope="session", params=_hopper_params())
+def hoppers(request: pytest.FixtureRequest, pools: Callable[[str], RankPool]) -> Ranks:
+    """Groups of 1, 2, 4 (and 8) Hopper GPUs, for tests of what only backend "nvlink" does."""
+    return Ranks(pools("cuda"), request.param)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

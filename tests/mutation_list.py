@@ -245,7 +245,7 @@ ERRORS = (
         "fp8-gradients-vanish",
         "an FP8 payload that requires grad is dispatched without a word",
         "checks.py",
-        "if torch.is_grad_enabled() and (x.requires_grad or scales.requires_grad):",
+        "if torch.is_grad_enabled() and (x.requires_grad or (scales is not None and scales.requires_grad)):",
         "if False:",
         ("tests/test_errors.py::test_fp8_fault",),
     ),
@@ -338,7 +338,7 @@ FP8 = (
         "reciprocal-of-the-scale",
         "values are multiplied by 1 / scale, which rounds twice",
         "quant.py",
-        "blocks * torch.div(torch.full_like(amax, E4M3_MAX), amax)",
+        "blocks * (limit / amax)",
         "blocks * (1 / scale)",
         ("tests/test_quant.py",),
     ),
@@ -346,7 +346,7 @@ FP8 = (
         "division-by-the-scale",
         "values are divided by the scale, which only power-of-two scales are",
         "quant.py",
-        "blocks * torch.div(torch.full_like(amax, E4M3_MAX), amax)",
+        "blocks * (limit / amax)",
         "blocks / scale",
         ("tests/test_quant.py",),
     ),
@@ -366,11 +366,35 @@ FP8 = (
         ".amax(-1, keepdim=True)",
         ("tests/test_quant.py",),
     ),
+    Mutation(
+        "to-fp8-any-scale",
+        "a dispatch that quantises ignores power_of_two_scales",
+        COLLECTIVE,
+        "power_of_two_scales=call.power_of_two_scales",
+        "power_of_two_scales=False",
+        ("tests/test_dispatch.py::test_to_fp8",),
+    ),
+    Mutation(
+        "to-fp8-rows-require-grad",
+        "rows that were quantised on the way claim to have a gradient",
+        "autograd.py",
+        "if rows.element_size() == 1:",
+        "if x.element_size() == 1:",
+        ("tests/test_dispatch.py::test_to_fp8_and_gradients",),
+    ),
 )
 
 GRADIENTS_TEST = "tests/test_layer.py::test_gradients_are_those_of_the_sum_of_all_losses"
 
 GRADIENTS = (
+    Mutation(
+        "rows-hold-their-graph",
+        "rows that a backend keeps point at the graph that holds the backend's handle",
+        "autograd.py",
+        "rows = backend.dispatch(handle, x).detach()",
+        "rows = backend.dispatch(handle, x)",
+        ("tests/test_dispatch.py::test_what_a_handle_keeps_has_no_graph",),
+    ),
     Mutation(
         "no-gradient-of-weights",
         "combine gives no gradient to the weights",

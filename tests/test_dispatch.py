@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,8 +11,12 @@ import torch
 
 import tokenloom as tl
 from tests.cases import (
+    BF16,
     EXAMPLE,
+    FP8,
+    FP16,
     FP32,
+    FP64,
     Case,
     Problem,
     case_params,
@@ -25,7 +31,7 @@ from tests.cases import (
 )
 from tests.conftest import Ranks
 from tests.wire import count_wire
-from tokenloom import reference
+from tokenloom import autograd, reference
 from tokenloom.launch import RankContext
 
 LAYOUTS = ("token", "rank", "expert")
@@ -110,6 +116,119 @@ def check_example(context: RankContext, backend: str) -> None:
         same(comm.combine(y, expert, mode=mode, weighted=False), EXAMPLE.unweighted[rank], FP32, f"{mode}, plain")
 
 
+# -- quantised on the way ---------------------------------------------------------------------------------------
+
+TO_FP8_CASES = [
+    Case("bf16", "unequal tokens, one rank without any; both scales of a token", hidden=256, tokens=(7, 3, 0, 4)),
+    Case("fp16", "the narrowest range, and one block a token", dtype=FP16, hidden=128, tokens=(9, 5)),
+    Case("fp32", "three scales a token: no multiple of 16 bytes", dtype=FP32, hidden=384, tokens=(6, 4)),
+    Case("fp64", "quantised from float32, with float32 weights", dtype=FP64, hidden=128, tokens=(8, 5)),
+    Case("unused", "padding rows are zero in tokens and scales; a token goes nowhere", hidden=256, unused=0.5, top_k=4,
+         pick="repeats"),
+    Case("top8", "a token several times on a rank, quantised once", hidden=128, top_k=8, experts_per_rank=8,
+         tokens=(6, 9)),
+    Case("misaligned", "x starts in the middle of a word of its storage", hidden=128, offset=1, tokens=(5, 4)),
+    Case("wide", "as wide as real models", hidden=7168, tokens=(2, 1)),
+    Case("no-tokens", "zero tokens on all ranks", hidden=128, tokens=(0,)),
+    Case("one-row", "a single row, without weights", hidden=256, tokens=(1, 0), top_k=1, weights="absent",
+         pick="one rank"),
+]  # fmt: skip
+scales_of = pytest.mark.parametrize("power_of_two", [False, True], ids=["any scale", "power of two"])
+
+
+def problem_to_fp8(case: Case, num_ranks: int) -> Problem:
+    """The case with values that show how they are quantised, and with weights as they travel beside FP8."""
+    problem = make_problem(replace(case, to_quantise=True), num_ranks)
+    if problem.topk_weights is None:
+        return problem
+    return replace(problem, topk_weights=[weights.float() for weights in problem.topk_weights])
+
+
+@each_backend
+@scales_of
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in TO_FP8_CASES])
+def test_to_fp8(ranks: Ranks, backend: str, case: Case, power_of_two: bool) -> None:
+    """Every layout and size: what the reference says, and what a dispatch of quantize_fp8's pair brings."""
+    ranks.run(check_to_fp8, backend, case, power_of_two)
+
+
+def check_to_fp8(context: RankContext, backend: str, case: Case, power_of_two: bool) -> None:
+    problem = problem_to_fp8(case, context.num_ranks)
+    comm = make_comm(context, backend, problem.plan)
+    x, ids, weights = problem.arguments(context)
+    assert isinstance(x, torch.Tensor)
+    pair = tl.quantize_fp8(x, power_of_two_scales=power_of_two)
+    quantising: dict[str, Any] = {"to_fp8": True, "power_of_two_scales": power_of_two}
+    for layout, alignment in (("token", 1), ("rank", 1), ("expert", 1), ("expert", 4)):
+        options: dict[str, Any] = {"layout": layout, "alignment": alignment}
+        want = problem.dispatched(**options, **quantising)
+        got = comm.dispatch(x, ids, weights, **options, **quantising)
+        same_routed(got, want[context.rank], problem.plan)
+        assert got.tokens.dtype == FP8
+        assert not got.tokens.requires_grad
+        same_routed(comm.dispatch(pair, ids, weights, **options), want[context.rank], problem.plan)
+        capacity = None if layout == "rank" else max(1, max(each.num_rows for each in want))
+        bounded = comm.dispatch(x, ids, weights, **options, **quantising, sizes="bounded", capacity=capacity)
+        if capacity is not None:
+            want = problem.dispatched(**options, **quantising, capacity=capacity, bounded=True)
+        same_routed(bounded, want[context.rank], problem.plan, bounded=True)
+    same_bytes(x, problem.xs[context.rank], "x, which is not to be changed")
+    routed = comm.dispatch(x, ids, weights, layout="token")  # quantising is of one call
+    same_routed(routed, problem.dispatched("token")[context.rank], problem.plan)
+    comm.check()
+
+
+@each_backend
+@scales_of
+def test_to_fp8_and_gradients(ranks: Ranks, backend: str, power_of_two: bool) -> None:
+    """The weights have the gradient that they have beside a quantised pair; x may require one under no_grad."""
+    ranks.run(check_to_fp8_and_gradients, backend, power_of_two)
+
+
+def check_to_fp8_and_gradients(context: RankContext, backend: str, power_of_two: bool) -> None:
+    problem = make_problem(Case("grad", "", dtype=BF16, hidden=256, unused=0.2), context.num_ranks)
+    problem = replace(problem, xs=[torch.nan_to_num(x, 1.0, 1.0, 1.0) for x in problem.xs])  # finite, near 1
+    comm = make_comm(context, backend, problem.plan)
+    x, ids, weights = problem.arguments(context)
+    assert isinstance(x, torch.Tensor)
+    assert weights is not None
+    weights.requires_grad_()
+
+    def gradient(payload: Any, **options: Any) -> torch.Tensor:
+        routed = comm.dispatch(payload, ids, weights, **options)
+        assert not routed.tokens.requires_grad
+        assert routed.scales is not None
+        assert not routed.scales.requires_grad
+        out = comm.combine(tl.dequantize_fp8(routed.tokens, routed.scales), routed)
+        return torch.autograd.grad(out.sum(), weights)[0]
+
+    got = gradient(x, to_fp8=True, power_of_two_scales=power_of_two)
+    same_bytes(got, gradient(tl.quantize_fp8(x, power_of_two_scales=power_of_two)).cpu(), "gradient of the weights")
+    assert got.any() or not len(x)
+    with torch.no_grad():
+        routed = comm.dispatch(x.requires_grad_(), ids, weights, to_fp8=True, power_of_two_scales=power_of_two)
+    want = problem.dispatched("expert", to_fp8=True, power_of_two_scales=power_of_two)
+    same_routed(routed, want[context.rank], problem.plan)
+
+
+@each_backend
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_to_fp8_async(ranks: Ranks, backend: str, layout: str) -> None:
+    """x is quantised on the communicator's own stream."""
+    ranks.run(check_to_fp8_async, backend, layout)
+
+
+def check_to_fp8_async(context: RankContext, backend: str, layout: str) -> None:
+    problem = problem_to_fp8(Case("async", "", tokens=(6, 4), hidden=128), context.num_ranks)
+    comm = make_comm(context, backend, problem.plan)
+    x, ids, weights = problem.arguments(context)
+    for power_of_two in (False, True):
+        options: dict[str, Any] = {"layout": layout, "to_fp8": True, "power_of_two_scales": power_of_two}
+        routed, event = comm.dispatch(x, ids, weights, **options, async_op=True)
+        event.wait()
+        same_routed(routed, problem.dispatched(**options)[context.rank], problem.plan)
+
+
 # -- who owns what ----------------------------------------------------------------------------------------------
 
 
@@ -138,6 +257,23 @@ def check_outputs_are_independent(context: RankContext, backend: str, copy: bool
     first.tokens.zero_()  # ordinary tensors: writing to them changes nothing of the communicator's
     routed = comm.dispatch(problem.arguments(context)[0], ids_before, layout="token")
     same_bytes(routed.tokens, want.tokens, "tokens")
+
+
+def test_what_a_handle_keeps_has_no_graph() -> None:
+    """A backend may return rows that its handle keeps: their graph, which holds the handle, must still go at once."""
+
+    class KeepsItsOutputs:
+        def dispatch(self, handle: Any, x: torch.Tensor) -> torch.Tensor:
+            handle.rows = x.clone()
+            return handle.rows
+
+    weights = torch.ones(3, 2, requires_grad=True)
+    handle = SimpleNamespace(topk_weights=weights.detach().clone())
+    x = torch.ones(3, 4, requires_grad=True)
+    outputs = autograd.dispatch(KeepsItsOutputs(), handle, x, weights)  # type: ignore[arg-type]
+    assert all(output is not None and output.requires_grad for output in outputs)
+    assert handle.rows.grad_fn is None
+    assert handle.topk_weights.grad_fn is None
 
 
 @each_backend
@@ -223,6 +359,21 @@ def check_wire(context: RankContext, layout: str) -> None:
         assert wire.all_to_all == [num_rows * 6 * 8, num_rows * hidden * 4]
         others.append(wire.others)
     assert others[0] == others[1], "what the counts exchange carries must not grow with the hidden size"
+
+
+def test_to_fp8_sends_fp8(ranks: Ranks) -> None:
+    """A byte a value and a scale per 128: x is quantised before it travels."""
+    ranks.run(check_to_fp8_wire)
+
+
+def check_to_fp8_wire(context: RankContext) -> None:
+    case = Case("wire", "", tokens=(5, 0, 3), top_k=6, pick="repeats", hidden=256)
+    problem = problem_to_fp8(case, context.num_ranks)
+    comm = make_comm(context, "collective", problem.plan)
+    with count_wire() as wire:
+        comm.dispatch(*problem.arguments(context), to_fp8=True)
+    num_rows = rows_sent(problem, context.rank)
+    assert wire.all_to_all == [num_rows * (6 * 8 + 2 * 4), num_rows * 256]
 
 
 def rows_sent(problem: Problem, rank: int) -> int:

@@ -106,6 +106,14 @@ DISPATCH_FAULTS: list[Fault] = [
      ["fixed places", "leave capacity out"]),
     ("bounded groups without capacity", lambda a: a | {"sizes": "bounded"}, tl.InvalidArgument,
      ["needs capacity=", "worst case"]),
+    ("to_fp8 of a hidden size that is no multiple of 128", lambda a: a | {"to_fp8": True}, tl.ShapeMismatch,
+     ["multiple of 128", "this one is 16"]),
+    ("to_fp8 that is no boolean", lambda a: a | {"to_fp8": 1}, tl.InvalidArgument,
+     ["to_fp8 is 1", "True or False"]),
+    ("power_of_two_scales that is no boolean", lambda a: a | {"power_of_two_scales": None}, tl.InvalidArgument,
+     ["power_of_two_scales is None", "True or False"]),
+    ("power_of_two_scales of nothing", lambda a: a | {"power_of_two_scales": True}, tl.InvalidArgument,
+     ["power_of_two_scales=True without to_fp8=True", "pass both, or neither"]),
 ]  # fmt: skip
 
 FP8_FAULTS: list[Fault] = [
@@ -122,6 +130,22 @@ FP8_FAULTS: list[Fault] = [
      ["FP8", "requires grad", "dispatch bfloat16, or detach it"]),
     ("scales that require grad", lambda a: a | {"x": (a["x"][0], a["x"][1].requires_grad_())}, tl.NotDifferentiable,
      ["requires grad", "detach"]),
+]  # fmt: skip
+
+TO_FP8_FAULTS: list[Fault] = [
+    ("FP8 with scales, to be quantised", lambda a: a | {"x": tl.quantize_fp8(a["x"])}, tl.InvalidArgument,
+     ["x is torch.float8_e4m3fn already", "leave to_fp8 out", "(x, scales)"]),
+    ("FP8 without scales, to be quantised", lambda a: a | {"x": fp8(a["x"], 256)}, tl.InvalidArgument,
+     ["x is torch.float8_e4m3fn already", "leave to_fp8 out", "(x, scales)"]),
+    ("scales beside what is to be quantised", lambda a: a | {"x": (a["x"], tl.quantize_fp8(a["x"])[1])},
+     tl.InvalidArgument, ["x comes with scales, to_fp8=True makes them", "pass x alone"]),
+    ("a dtype that is not quantised", lambda a: a | {"x": a["x"].int()}, tl.DtypeMismatch,
+     ["x is torch.int32", "bfloat16, float16, float32, float64"]),
+    ("x that requires grad", lambda a: a | {"x": a["x"].requires_grad_()}, tl.NotDifferentiable,
+     ["x requires grad, to_fp8=True sends FP8", "leave it out, or detach x"]),
+    ("float64 weights beside FP8 rows",
+     lambda a: a | {"x": a["x"].double(), "topk_weights": a["topk_weights"].double()}, tl.DtypeMismatch,
+     ["topk_weights is torch.float64", "float32"]),
 ]  # fmt: skip
 
 COMBINE_FAULTS: list[Fault] = [
@@ -203,10 +227,22 @@ def check_fp8_fault(context: RankContext, backend: str, index: int) -> None:
     run_dispatch_fault(context, backend, base_problem(context.num_ranks, dtype=FP8, hidden=256), FP8_FAULTS[index])
 
 
-def run_dispatch_fault(context: RankContext, backend: str, problem: Problem, fault: Fault) -> None:
+@each_backend
+@pytest.mark.parametrize("index", params(TO_FP8_FAULTS))
+def test_to_fp8_fault(ranks: Ranks, backend: str, index: int) -> None:
+    """Every check of a payload that is to be quantised, on one rank only."""
+    ranks.run(check_to_fp8_fault, backend, index)
+
+
+def check_to_fp8_fault(context: RankContext, backend: str, index: int) -> None:
+    problem = base_problem(context.num_ranks, dtype=FP32, hidden=256)
+    run_dispatch_fault(context, backend, problem, TO_FP8_FAULTS[index], to_fp8=True)
+
+
+def run_dispatch_fault(context: RankContext, backend: str, problem: Problem, fault: Fault, **options: object) -> None:
     comm = make_comm(context, backend, problem.plan)
     x, ids, weights = problem.arguments(context)
-    good = {"x": x, "topk_ids": ids, "topk_weights": weights}
+    good = {"x": x, "topk_ids": ids, "topk_weights": weights, **options}
     for async_op in (False, True):
         arguments = fault[1](good) if context.rank == bad_rank(context) else good
         expect(context, lambda a=arguments, b=async_op: comm.dispatch(**a, async_op=b), fault, "dispatch")
@@ -347,6 +383,25 @@ def check_disagreement(context: RankContext, backend: str, index: int, odd: int)
     expect_mismatch(context, lambda: getattr(comm, call)(**arguments), name, odd)
     still_works(context, comm, problem)
     assert comm.combine(torch.ones_like(routed.tokens), routed).shape == x.shape
+
+
+@each_backend
+@pytest.mark.parametrize("odd", ["first", "last"])
+@pytest.mark.parametrize("name", ["to_fp8", "power_of_two_scales"])
+def test_disagreement_on_fp8(ranks: Ranks, backend: str, name: str, odd: str) -> None:
+    """Rows of another width, or scales of another kind: PlanMismatch on every rank, nothing sent."""
+    if ranks.num_ranks == 1:
+        pytest.skip("nobody to disagree with")
+    ranks.run(check_disagreement_on_fp8, backend, name, 0 if odd == "first" else ranks.num_ranks - 1)
+
+
+def check_disagreement_on_fp8(context: RankContext, backend: str, name: str, odd: int) -> None:
+    problem = base_problem(context.num_ranks, hidden=256)
+    comm = make_comm(context, backend, problem.plan)
+    x, ids, weights = problem.arguments(context)
+    options: Arguments = {"to_fp8": name != "to_fp8"} | ({name: True} if context.rank == odd else {})
+    expect_mismatch(context, lambda: comm.dispatch(x, ids, weights, **options), name, odd)
+    still_works(context, comm, problem)
 
 
 def expect_mismatch(context: RankContext, call: Callable[[], object], name: str, odd: int) -> None:

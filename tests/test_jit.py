@@ -518,7 +518,7 @@ def test_without_a_driver_the_reason_is_given(monkeypatch: pytest.MonkeyPatch, f
     kernel.load_driver.cache_clear()
     monkeypatch.setattr(cache, "get", lambda spec: None)
     with pytest.raises(BackendUnavailable, match="no CUDA driver"):
-        Kernel(scale_spec())
+        Kernel(scale_spec(), 0, 0)
 
 
 @pytest.mark.gpu
@@ -529,7 +529,7 @@ def test_launches_take_the_arguments_of_their_time(folder: Path, monkeypatch: py
     monkeypatch.setenv("TOKENLOOM_CACHE_DIR", str(folder))
     out = torch.zeros(3, 256, dtype=torch.int32, device="cuda")
     stream = torch.cuda.current_stream().cuda_stream
-    kernel = Kernel(scale_spec())
+    kernel = Kernel(scale_spec(), 0, 0)
     for row, step in enumerate((1, 20, 300)):
         kernel.args.out, kernel.args.length = out[row].data_ptr(), 250
         kernel.args.inner.bias, kernel.args.inner.factor = -7, 2

@@ -35,13 +35,14 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, backend: Backend, handle: Handle, x: torch.Tensor, weights: torch.Tensor | None) -> Any:
         ctx.backend, ctx.handle, ctx.x_dtype = backend, handle, x.dtype
-        rows = backend.dispatch(handle, x)
+        # Outputs point at this node, which holds the handle. If one were the handle's own tensor, as a backend may
+        # keep its rows and weights there, that would be a cycle that only the garbage collector ends, with all
+        # activations before it. So they are other tensors of the same storage.
+        rows = backend.dispatch(handle, x).detach()
         received = handle.topk_weights
         if received is not None:
-            # The handle's own tensor would point at this node, which holds the handle: a cycle that only the garbage
-            # collector ends, with all activations before it.
             received = received.detach()
-        if x.element_size() == 1:  # FP8
+        if rows.element_size() == 1:  # FP8, which x need not be: the backend may have quantised it
             ctx.mark_non_differentiable(rows)
         return rows, received
 

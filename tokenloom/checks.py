@@ -23,7 +23,15 @@ SIZES = ("exact", "bounded")
 MODES = ("per_rank", "per_route")
 
 
-def dispatch_call(plan: Plan, layout: str, alignment: int, sizes: str, capacity: int | None) -> DispatchCall:
+def dispatch_call(
+    plan: Plan,
+    layout: str,
+    alignment: int,
+    sizes: str,
+    capacity: int | None,
+    to_fp8: bool,
+    power_of_two_scales: bool,
+) -> DispatchCall:
     """The options of a dispatch, with the default capacity filled in."""
     if layout not in LAYOUTS:
         raise InvalidArgument(f"layout is {layout!r}, expected one of {', '.join(LAYOUTS)}")
@@ -45,7 +53,14 @@ def dispatch_call(plan: Plan, layout: str, alignment: int, sizes: str, capacity:
                 f"sizes='bounded' with layout 'expert' needs capacity=, the rows of the output (worst case: {worst})"
             )
         capacity = worst
-    return DispatchCall(layout, alignment, sizes, capacity)
+    for name, value in (("to_fp8", to_fp8), ("power_of_two_scales", power_of_two_scales)):
+        if not isinstance(value, bool):
+            raise InvalidArgument(f"{name} is {value!r}, expected True or False")
+    if power_of_two_scales and not to_fp8:
+        raise InvalidArgument(
+            "power_of_two_scales=True without to_fp8=True: dispatch quantises nothing then; pass both, or neither"
+        )
+    return DispatchCall(layout, alignment, sizes, capacity, to_fp8, power_of_two_scales)
 
 
 def dispatch_input(
@@ -56,6 +71,7 @@ def dispatch_input(
     topk_weights: torch.Tensor | None,
     copy: bool,
     check_ids: bool,
+    to_fp8: bool,
 ) -> DispatchInput:
     """The tensors of a dispatch. ``check_ids``: read the ids on the host, to find those out of range."""
     scales = None
@@ -76,12 +92,12 @@ def dispatch_input(
             f"pass max_tokens_per_rank={num_tokens} to Communicator, or split the batch"
         )
     _require_ready("x", x, device)
-    _check_payload(plan, x, scales, device)
+    _check_payload(plan, x, scales, device, to_fp8)
     _check_ids(plan, topk_ids, num_tokens, device)
     if check_ids:
         _check_id_range(plan, topk_ids)
     if topk_weights is not None:
-        _check_weights(plan, topk_weights, x, device)
+        _check_weights(plan, topk_weights, x, device, to_fp8)
     grad = torch.is_grad_enabled()
     return DispatchInput(
         x=x,
@@ -145,17 +161,37 @@ def combine_call(
     )
 
 
-def _check_payload(plan: Plan, x: torch.Tensor, scales: torch.Tensor | None, device: torch.device) -> None:
+def _check_payload(
+    plan: Plan, x: torch.Tensor, scales: torch.Tensor | None, device: torch.device, to_fp8: bool
+) -> None:
+    if to_fp8 and x.dtype == FP8_DTYPE:
+        raise InvalidArgument(
+            f"x is {x.dtype} already, to_fp8=True makes it so; leave to_fp8 out and pass (x, scales)"
+        )
+    if to_fp8 and scales is not None:
+        raise InvalidArgument("x comes with scales, to_fp8=True makes them; pass x alone")
     if scales is None:
         if x.dtype == FP8_DTYPE:
             raise DtypeMismatch(f"x is {x.dtype} without scales; pass (x, scales), as quantize_fp8 returns them")
         if x.dtype not in PAYLOAD_DTYPES:
             raise DtypeMismatch(f"x is {x.dtype}, expected {_names(PAYLOAD_DTYPES)}, or (float8_e4m3fn, scales)")
-        return
-    if x.dtype != FP8_DTYPE:
+    elif x.dtype != FP8_DTYPE:
         raise DtypeMismatch(f"x comes with scales but is {x.dtype}, expected float8_e4m3fn")
+    if scales is None and not to_fp8:
+        return
     if plan.hidden % FP8_BLOCK:
         raise ShapeMismatch(f"FP8 needs a hidden size that is a multiple of {FP8_BLOCK}, this one is {plan.hidden}")
+    if scales is not None:
+        _check_scales(plan, x, scales, device)
+    if torch.is_grad_enabled() and (x.requires_grad or (scales is not None and scales.requires_grad)):
+        if to_fp8:
+            raise NotDifferentiable(
+                "x requires grad, to_fp8=True sends FP8, which has none; leave it out, or detach x"
+            )
+        raise NotDifferentiable("an FP8 payload requires grad, FP8 has none; dispatch bfloat16, or detach it")
+
+
+def _check_scales(plan: Plan, x: torch.Tensor, scales: torch.Tensor, device: torch.device) -> None:
     _require_tensor("scales", scales)
     expected = [x.shape[0], plan.scales_per_token]
     if list(scales.shape) != expected:
@@ -163,8 +199,6 @@ def _check_payload(plan: Plan, x: torch.Tensor, scales: torch.Tensor | None, dev
     if scales.dtype != torch.float32:
         raise DtypeMismatch(f"scales is {scales.dtype}, expected float32")
     _require_ready("scales", scales, device)
-    if torch.is_grad_enabled() and (x.requires_grad or scales.requires_grad):
-        raise NotDifferentiable("an FP8 payload requires grad, FP8 has none; dispatch bfloat16, or detach it")
 
 
 def _check_ids(plan: Plan, ids: torch.Tensor, num_tokens: int, device: torch.device) -> None:
@@ -184,12 +218,13 @@ def _check_id_range(plan: Plan, ids: torch.Tensor) -> None:
         raise InvalidExpertId(token, k, int(ids[token, k]), plan.num_experts, int(bad.sum()))
 
 
-def _check_weights(plan: Plan, weights: torch.Tensor, x: torch.Tensor, device: torch.device) -> None:
+def _check_weights(plan: Plan, weights: torch.Tensor, x: torch.Tensor, device: torch.device, to_fp8: bool) -> None:
     _require_tensor("topk_weights", weights)
     expected = [x.shape[0], plan.top_k]
     if list(weights.shape) != expected:
         raise ShapeMismatch(f"topk_weights is {list(weights.shape)}, expected {expected}: one for each id")
-    if weights.dtype != torch.float32 and not (weights.dtype == torch.float64 == x.dtype):
+    wide = x.dtype == torch.float64 and not to_fp8  # with to_fp8 the rows that travel are FP8
+    if weights.dtype != torch.float32 and not (wide and weights.dtype == torch.float64):
         raise DtypeMismatch(f"topk_weights is {weights.dtype}, expected float32 (or float64 beside float64 tokens)")
     _require_ready("topk_weights", weights, device)
 

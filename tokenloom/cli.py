@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import Annotated, Optional
 
 import typer
 from rich.console import Console
 
 from tokenloom._version import __version__
 from tokenloom.errors import TokenloomError
-
-if TYPE_CHECKING:
-    from tokenloom.bench.cases import Case
 
 FAILED = 1
 INTERRUPTED = 130
@@ -54,6 +51,10 @@ RanksOption = Annotated[
 DeviceOption = Annotated[
     Optional[Device],  # noqa: UP045
     typer.Option("--device", help="cpu: processes over gloo. cuda: one GPU each, over NCCL."),
+]
+SizeOption = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option(min=1, help="Instead of the case's."),
 ]
 
 
@@ -133,9 +134,32 @@ def comm(
     ] = None,
     ranks: RanksOption = None,
     device: DeviceOption = None,
+    wanted: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--backends", help="Who is measured, with commas between. Default: nvlink,collective,deep_ep."),
+    ] = None,
+    tokens: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Tokens of every rank instead of the case's; several with commas between."),
+    ] = None,
+    hidden: SizeOption = None,
+    num_experts: SizeOption = None,
+    top_k: SizeOption = None,
+    num_sms: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="SMs that a kernel of backend nvlink takes; several with commas between."),
+    ] = None,
+    only: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Only rows with this in their name, such as dispatch/nvlink; several with commas between."),
+    ] = None,
     iterations: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="Timed iterations. Default: 20 on the CPU, 100 on GPUs."),
+        typer.Option(min=1, help="Samples of each row. Default: 20 on the CPU, 100 on GPUs."),
+    ] = None,
+    plot_file: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--plot", dir_okay=False, help="Also write a bar chart to this PNG file."),
     ] = None,
     json_file: Annotated[
         Optional[Path],  # noqa: UP045
@@ -143,45 +167,63 @@ def comm(
     ] = None,
     list_cases: Annotated[bool, typer.Option("--list", help="Print the cases and exit.")] = False,
 ) -> None:
-    """Measure dispatch and combine over every backend that works here."""
+    """Measure dispatch and combine over every backend that works here, in turns, and over deep_ep if it is there."""
     with _errors_for_people():
-        from tokenloom.bench import cases
+        from tokenloom import backends
+        from tokenloom.bench import cases, run, series
 
         if list_cases:
             for each in cases.CASES:
-                shape = f"{each.num_tokens}x{each.hidden} top-{each.top_k} of {each.num_experts}"
-                print(f"{each.name:<10}{shape:<26}{each.what}")
+                print(f"{each.name:<10}{each.shape!s:<26}{each.what}")
             return
-        unknown = set(case or []) - {each.name for each in cases.CASES}
-        if unknown:
-            known = ", ".join(each.name for each in cases.CASES)
-            raise typer.BadParameter(f"{', '.join(sorted(unknown))} not among {known}", param_hint="--case")
-        if json_file is not None and not json_file.absolute().parent.is_dir():
-            raise typer.BadParameter(f"there is no folder {json_file.absolute().parent}", param_hint="--json")
+        names = case or []
+        contestants = list(series.CONTESTANTS) if wanted is None else wanted.split(",")
+        _require_known("--case", names, [each.name for each in cases.CASES])
+        _require_known("--backends", contestants, series.CONTESTANTS)
+        _require_writable("--plot", plot_file, ".png")
+        _require_writable("--json", json_file)
+        counts, sms = _numbers("--tokens", tokens), _numbers("--num-sms", num_sms)
         num_ranks, where = _pick_ranks(ranks, device, least=1)
-        _bench_comm(cases.cases_for(case or [], where), num_ranks, where, iterations, json_file)
+        shapes = cases.shapes_for(names, where, counts, hidden=hidden, num_experts=num_experts, top_k=top_k)
+        parts = [] if only is None else only.split(",")
+        planned, notes = series.plan_series(
+            shapes, num_ranks, where, contestants, sms or [backends.DEFAULT_SMS], parts
+        )
+        run.run_comm(
+            _console(),
+            num_ranks,
+            where,
+            planned,
+            notes,
+            command=sys.argv[1:],
+            iterations=iterations,
+            plot_file=plot_file,
+            json_file=json_file,
+        )
 
 
-def _bench_comm(
-    cases: list[Case], num_ranks: int, device: str, iterations: int | None, json_file: Path | None
-) -> None:
-    from tokenloom.bench import comm as bench
-    from tokenloom.bench import rows
-    from tokenloom.launch import RankPool
+def _require_known(option: str, given: Sequence[str], known: Sequence[str]) -> None:
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise typer.BadParameter(f"{', '.join(map(repr, unknown))} not among {', '.join(known)}", param_hint=option)
 
-    for each in cases:
-        each.plan(num_ranks)  # what cannot be spread over the ranks is said before they are started
-    console = _console()
-    with RankPool(num_ranks, device) as pool, console.status(f"starting {num_ranks} ranks") as status:
-        measured = list(bench.measure(pool, cases, iterations or bench.DEFAULT_ITERATIONS[device], status.update))
-    console.print(rows.table(measured))
-    console.print(
-        "p50 and p99 over iterations, of the slowest rank of each; physical: bytes that leave the busiest rank over a "
-        "link; logical: bytes received, those that stay on their rank included; per p50, 1 GB is 1e9 bytes."
-    )
-    if json_file is not None:
-        rows.write_json(json_file, measured)
-        console.print(f"rows written to {json_file}")
+
+def _require_writable(option: str, file: Path | None, suffix: str = "") -> None:
+    """Said before minutes of measuring, rather than after."""
+    if file is None:
+        return
+    if not file.absolute().parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {file.absolute().parent}", param_hint=option)
+    if suffix and file.suffix != suffix:
+        raise typer.BadParameter(f"{file} given, expected a name that ends in {suffix}", param_hint=option)
+
+
+def _numbers(option: str, text: str | None) -> list[int]:
+    """Positive integers with commas between; none where the option was not given."""
+    parts = [] if text is None else text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise typer.BadParameter(f"{text!r}, expected positive integers with commas between", param_hint=option)
+    return list(dict.fromkeys(map(int, parts)))
 
 
 @cache_app.command("list")

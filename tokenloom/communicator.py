@@ -30,8 +30,8 @@ class Routed:
     """What a dispatch brought to this rank. ``docs/concepts.md`` draws the layouts.
 
     Attributes:
-        tokens: [rows, H] (layout "rank": [W, M, H]).
-        scales: float32 [rows, H / 128] for FP8 ([W, M, H / 128]), else None.
+        tokens: [rows, H] (layout "rank": [W, M, H]); dtype of x, or float8_e4m3fn with ``to_fp8``.
+        scales: float32 [rows, H / 128] of FP8 tokens ([W, M, H / 128]), else None.
         topk_ids: [rows, K] ([W, M, K]) local expert of each route or -1, dtype of the ids given; None for
             layout "expert".
         topk_weights: [rows, K] ([W, M, K]) weight of each route, 0 where the id is -1; None for layout "expert"
@@ -178,6 +178,8 @@ class Communicator:
         sizes: Sizes = ...,
         capacity: int | None = ...,
         copy: bool = ...,
+        to_fp8: bool = ...,
+        power_of_two_scales: bool = ...,
         async_op: Literal[False] = ...,
     ) -> Routed: ...
 
@@ -193,6 +195,8 @@ class Communicator:
         sizes: Sizes = ...,
         capacity: int | None = ...,
         copy: bool = ...,
+        to_fp8: bool = ...,
+        power_of_two_scales: bool = ...,
         async_op: Literal[True],
     ) -> tuple[Routed, Event]: ...
 
@@ -207,6 +211,8 @@ class Communicator:
         sizes: Sizes = "exact",
         capacity: int | None = None,
         copy: bool = False,
+        to_fp8: bool = False,
+        power_of_two_scales: bool = False,
         async_op: bool = False,
     ) -> Routed | tuple[Routed, Event]:
         """Send each token to the ranks that hold its experts. Differentiable in x and topk_weights.
@@ -215,7 +221,8 @@ class Communicator:
             x: [T, H] bfloat16, float16, float32 or float64; or (float8_e4m3fn [T, H], float32 scales [T, H / 128]).
                 T may differ per rank and may be 0.
             topk_ids: int32 or int64 [T, K]; -1 is an unused place; an expert may appear twice in a row.
-            topk_weights: float32 [T, K] (float64 allowed beside float64 tokens), or None. Ignored where the id is -1.
+            topk_weights: float32 [T, K] (float64 beside float64 x, without to_fp8), or None. Ignored where the id
+                is -1.
             layout: how the received rows lie, see :class:`Routed`.
             alignment: rows that each expert's group is padded to with zeros (layout "expert").
             sizes: "exact": outputs have their exact size, known on the host. "bounded": outputs have ``capacity``
@@ -223,6 +230,10 @@ class Communicator:
             capacity: most rows. Default: no limit for exact sizes, the worst case for bounded ones (layout
                 "expert" has no default there).
             copy: outputs are ordinary tensors of your own even where a backend hands out views of its buffers.
+            to_fp8: quantise x to E4M3 with a scale per 128 values on its way (H a multiple of 128): the same, bit for
+                bit, as ``dispatch(quantize_fp8(x), ...)``. The rows have no gradient, so x may not require one;
+                topk_weights may.
+            power_of_two_scales: with ``to_fp8``, as for :func:`tokenloom.quantize_fp8`.
             async_op: work on the communicator's own stream and return (routed, event).
 
         Raises:
@@ -237,9 +248,9 @@ class Communicator:
         self._begin()
 
         def checked() -> tuple[Any, Any]:
-            call = checks.dispatch_call(self.plan, layout, alignment, sizes, capacity)
+            call = checks.dispatch_call(self.plan, layout, alignment, sizes, capacity, to_fp8, power_of_two_scales)
             tensors = checks.dispatch_input(
-                self.plan, self.device, x, topk_ids, topk_weights, copy, check_ids=self._backend.checked
+                self.plan, self.device, x, topk_ids, topk_weights, copy, check_ids=self._backend.checked, to_fp8=to_fp8
             )
             self._backend.check_dispatch(call, tensors)
             return call, tensors

@@ -37,13 +37,15 @@ def quantize_fp8(x: torch.Tensor, *, power_of_two_scales: bool = False) -> tuple
         raise ShapeMismatch(f"quantize_fp8 needs a last dimension that is a multiple of {FP8_BLOCK}, got {hidden}")
     blocks = x.detach().float().unflatten(-1, (hidden // FP8_BLOCK, FP8_BLOCK))
     amax = blocks.abs().amax(-1, keepdim=True).clamp_min(AMAX_FLOOR)
+    # Tensors on both sides, for the IEEE quotient: torch computes number / tensor, and on GPUs tensor / number too, as
+    # a product with a reciprocal, which rounds twice.
+    limit = torch.full_like(amax, E4M3_MAX)
+    scale = amax / limit
     if power_of_two_scales:
-        scale = _power_of_two_above(amax / E4M3_MAX)
+        scale = _power_of_two_above(scale)
         scaled = blocks / scale
     else:
-        scale = amax / E4M3_MAX
-        # E4M3_MAX / amax, a true division: multiplying by 1 / scale would round twice.
-        scaled = blocks * torch.div(torch.full_like(amax, E4M3_MAX), amax)
+        scaled = blocks * (limit / amax)  # not by 1 / scale, which would round twice
     q = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return q.flatten(-2), scale.squeeze(-1)
 

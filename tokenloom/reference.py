@@ -51,6 +51,8 @@ def dispatch(
     scales: Sequence[torch.Tensor] | None = None,
     capacity: int | None = None,
     bounded: bool = False,
+    to_fp8: bool = False,
+    power_of_two_scales: bool = False,
 ) -> list[Routed]:
     """Dispatch for all ranks.
 
@@ -58,12 +60,15 @@ def dispatch(
         plan: the sizes.
         xs: [T, H] of each rank; scales: float32 [T, H / 128] of each, for FP8.
         topk_ids, topk_weights: [T, K] of each rank.
-        layout, alignment, capacity: as Communicator.dispatch.
+        layout, alignment, capacity, to_fp8, power_of_two_scales: as Communicator.dispatch.
         bounded: outputs have ``capacity`` rows (layout "rank": always its fixed places).
 
     Raises:
         CapacityOverflow: exact sizes, and some rank needs more rows than ``capacity``.
     """
+    if to_fp8:
+        quantised = [quantize_fp8(x, power_of_two_scales=power_of_two_scales) for x in xs]
+        xs, scales = [q for q, _ in quantised], [each for _, each in quantised]
     ids = [rank_ids.tolist() for rank_ids in topk_ids]
     all_keys = [_keys_in_order(plan, ids, rank, layout) for rank in range(plan.num_ranks)]
     all_rows = [_places(plan, ids, rank, keys, layout, alignment) for rank, keys in enumerate(all_keys)]
@@ -297,9 +302,13 @@ def _swiglu(rows: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Ten
 
 
 def quantize_fp8(x: torch.Tensor, *, power_of_two_scales: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`tokenloom.quantize_fp8`, with E4M3 rounding done by search in the table of its values."""
+    """As :func:`tokenloom.quantize_fp8`, with E4M3 rounding done by search in the table of its values.
+
+    On the CPU, wherever x is, and so are the results: a CPU divides as IEEE says, whatever kinds the operands are,
+    while torch on GPUs multiplies by the reciprocal of a divisor that is a number or a CPU scalar.
+    """
     table = _e4m3_values()
-    blocks = x.float().reshape(-1, FP8_BLOCK)
+    blocks = x.detach().cpu().float().reshape(-1, FP8_BLOCK)
     q = torch.empty(blocks.shape, dtype=torch.uint8)
     scales = torch.empty(len(blocks))
     limit = torch.tensor(448.0)

@@ -16,7 +16,7 @@ PHASES = {1: "the opening of a call", 2: "dispatch, rows", 3: "combine, partial 
 """What device/sync/wait.cuh calls Phase, in words."""
 REGION_ALIGNMENT_BYTES = 256
 _FAULT_WORDS = 6  # FaultRecord of device/sync/wait.cuh
-_RECORD_WORDS = 8  # CallRecord of device/sync/call.cuh, and one spare
+_RECORD_WORDS = 8  # CallRecord of device/sync/call.cuh
 
 
 @dataclass(frozen=True)
@@ -151,12 +151,14 @@ class CallOutcome:
 
     Attributes:
         needed_rows: rows that the fullest rank needs, if over the capacity, else 0.
+        capacity: the capacity then.
         faulty_rank: lowest rank that had a fault of its own, or None.
         differing_rank: lowest rank with another value than rank 0 in a field, or None.
         field, theirs, rank0s: which field, by number, and both values.
     """
 
     needed_rows: int
+    capacity: int
     faulty_rank: int | None
     differing_rank: int | None
     field: int
@@ -180,7 +182,7 @@ class CallRecords:
         words = self._words[slot]
         if not words.any():
             return None
-        needed, faulty, _, differing, field, theirs, rank0s, _ = words.tolist()
+        needed, capacity, faulty, _, differing, field, theirs, rank0s = words.tolist()
         words[:] = 0
         faulty_rank = faulty - 1 if faulty else None
-        return CallOutcome(needed, faulty_rank, differing - 1 if differing else None, field, theirs, rank0s)
+        return CallOutcome(needed, capacity, faulty_rank, differing - 1 if differing else None, field, theirs, rank0s)

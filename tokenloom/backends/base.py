@@ -17,12 +17,17 @@ class DispatchCall:
         alignment: rows that each expert's group is padded to (layout "expert", else 1).
         sizes: "exact" or "bounded".
         capacity: most rows of the output; None is no limit (exact sizes, or layout "rank").
+        to_fp8: the backend quantises x, as quantize_fp8 does, before or while it sends it: rows are float8_e4m3fn,
+            and the handle has scales.
+        power_of_two_scales: how it does so (False without ``to_fp8``).
     """
 
     layout: str
     alignment: int
     sizes: str
     capacity: int | None
+    to_fp8: bool = False
+    power_of_two_scales: bool = False
 
 
 @dataclass(frozen=True)
@@ -30,8 +35,8 @@ class DispatchInput:
     """The checked tensors of one dispatch on this rank.
 
     Attributes:
-        x: [T, H].
-        scales: float32 [T, H / 128] for FP8, else None.
+        x: [T, H]; with ``DispatchCall.to_fp8`` not quantised yet.
+        scales: float32 [T, H / 128] of an FP8 x, else None.
         topk_ids: int32 or int64 [T, K].
         topk_weights: float32 (float64 beside float64 payloads) [T, K], or None.
         x_needs_grad, weights_need_grad: whether autograd will want a gradient.
@@ -122,7 +127,10 @@ class Backend(Protocol):
         """Make sure that all ranks call the same combine."""
 
     def dispatch(self, handle: Any, x: torch.Tensor) -> torch.Tensor:
-        """Send [T, H] -> rows; places that hold no row are zero."""
+        """Send the x that ``open_dispatch`` was given, [T, H] -> rows; places that hold no row are zero.
+
+        Follows its ``open_dispatch`` at once. With ``DispatchCall.to_fp8`` rows are the quantised x.
+        """
 
     def combine(
         self, handle: Any, rows: torch.Tensor, weights: torch.Tensor | None, call: CombineCall

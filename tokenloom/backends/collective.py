@@ -8,7 +8,7 @@ both size modes, and calls cannot be captured into CUDA graphs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from tokenloom.backends.exchange import Field, combine_fields, dispatch_fields, 
 from tokenloom.errors import CapacityOverflow
 from tokenloom.group import RankGroup
 from tokenloom.plan import Plan
+from tokenloom.quant import quantize_fp8
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ class CollectiveBackend:
         self.ranks = ranks
         self._num_dispatches = 0
         self._overflow: tuple[int, int] | None = None
+        self._quantised: torch.Tensor | None = None
 
     # -- opening a call: counts, agreement, metadata --------------------------------------------------------
 
@@ -122,6 +124,11 @@ class CollectiveBackend:
         rows, routes = table[:, : plan.num_ranks], table[:, plan.num_ranks :]
         self._check_capacity(call, rows, routes)
         self._num_dispatches += 1
+        if call.to_fp8:
+            q, scales = quantize_fp8(tensors.x, power_of_two_scales=call.power_of_two_scales)
+            tensors = replace(tensors, x=q, scales=scales)
+            # For dispatch(), which follows at once. The handle would keep it as long as the autograd graph lives.
+            self._quantised = q
         return self._make_handle(call, tensors, send, rows, routes)
 
     def open_combine(self, handle: CollectiveHandle, call: CombineCall) -> None:
@@ -199,6 +206,9 @@ class CollectiveBackend:
     # -- moving rows ----------------------------------------------------------------------------------------
 
     def dispatch(self, handle: CollectiveHandle, x: torch.Tensor) -> torch.Tensor:
+        if handle.call.to_fp8:
+            assert self._quantised is not None
+            x, self._quantised = self._quantised, None
         return handle.place(self._send(handle, x))
 
     def _send(self, handle: CollectiveHandle, x: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,20 @@ Field = int | str | bool | torch.dtype | None
 _DTYPES = tuple(
     str(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn)
 )
-_WORDS = (None, "dispatch", "combine", *LAYOUTS, "exact", "bounded", "per_rank", "per_route", "yes", "no", *_DTYPES)
+_WORDS = (
+    None,
+    "dispatch",
+    "combine",
+    *LAYOUTS,
+    "exact",
+    "bounded",
+    "per_rank",
+    "per_route",
+    "gradient of weights",
+    "yes",
+    "no",
+    *_DTYPES,
+)
 
 
 def exchange(
@@ -78,6 +91,8 @@ def dispatch_fields(number: int, call: DispatchCall, tensors: DispatchInput) -> 
         "topk_weights.dtype": None if tensors.topk_weights is None else tensors.topk_weights.dtype,
         "x.requires_grad": tensors.x_needs_grad,
         "topk_weights.requires_grad": tensors.weights_need_grad,
+        "to_fp8": call.to_fp8,
+        "power_of_two_scales": call.power_of_two_scales,
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenloom.kernels.combine.launch import max_chunks
 from tokenloom.kernels.dispatch.launch import MAX_BLOCKS
-from tokenloom.plan import FP8_BLOCK, Plan
+from tokenloom.plan import FP8_BLOCK, Plan, align_up
 from tokenloom.symmetric import Regions
 
 HEADER_WORDS = 16
@@ -14,14 +14,16 @@ EXPERT_ROOM = 1.25
 
 
 def control_regions(plan: Plan) -> Regions:
-    """Flags, headers and counts."""
-    row_words = HEADER_WORDS + plan.num_ranks + plan.num_experts
+    """Flags, headers, counts, and the home buffer of the weights' gradients."""
+    row_words = align_up(HEADER_WORDS + plan.num_ranks + plan.num_experts, 4)  # row_words of device/sync/call.cuh
     return Regions.of(
         [
             ("flags", 4 * plan.num_ranks),
             ("rows", 4 * 2 * plan.num_ranks * row_words),
             ("done_flags", 4 * plan.num_ranks * MAX_BLOCKS),
+            ("row_flags", 4 * plan.worst_case_rows("token")),
             ("chunk_flags", 4 * plan.num_ranks * max_chunks(plan)),
+            ("home_weights", 4 * _home_rows(plan) * home_weight_values(plan)),
         ]
     )
 
@@ -37,9 +39,23 @@ def data_regions(plan: Plan, value_bytes: int) -> Regions:
             (f"row_ids{i}", received * plan.top_k * 4),
             (f"row_weights{i}", received * plan.top_k * 4),
             (f"row_places{i}", received * plan.top_k * 4),
+            (f"row_tokens{i}", received * 4),
         ]
-    home_rows = plan.max_tokens_per_rank * min(plan.num_ranks, plan.top_k)
-    return Regions.of([*sizes, ("home", home_rows * plan.hidden * value_bytes)])
+    return Regions.of([*sizes, ("home", _home_rows(plan) * plan.hidden * value_bytes)])
+
+
+def route_regions(plan: Plan, value_bytes: int) -> Regions:
+    """The home buffer of combine per route: one row for each route of this rank's tokens."""
+    return Regions.of([("home", plan.max_tokens_per_rank * plan.top_k * plan.hidden * value_bytes)])
+
+
+def home_weight_values(plan: Plan) -> int:
+    """Gradients of weights in a row on its way home: top_k, rounded up to whole 16-byte units of float32."""
+    return align_up(plan.top_k, 4)
+
+
+def _home_rows(plan: Plan) -> int:
+    return plan.max_tokens_per_rank * min(plan.num_ranks, plan.top_k)
 
 
 def region_rows(plan: Plan) -> int:

@@ -2,126 +2,176 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict
+from itertools import groupby
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from tokenloom import backends
-from tokenloom.bench import traffic
-from tokenloom.bench.cases import ROUTING_SEED, Case
+from tokenloom.bench import peers, timing, traffic
+from tokenloom.bench.cases import ROUTING_SEED
+from tokenloom.bench.inputs import Inputs, expert_outputs, make_inputs
 from tokenloom.bench.rows import Row, make_row
-from tokenloom.bench.setup import machine_setup
-from tokenloom.communicator import Communicator, Layout
+from tokenloom.bench.series import Contestant, Series
+from tokenloom.communicator import Communicator
 from tokenloom.launch import RankContext, RankPool
-from tokenloom.quant import quantize_fp8
 
-TRANSPORTS = {"cpu": "gloo", "cuda": "nccl"}
 DEFAULT_ITERATIONS = {"cpu": 20, "cuda": 100}
+ROUNDS = 3
+"""Turns that everybody measured at an operation takes, so that clocks that drift meet all of them alike."""
 LIMIT_S = 500.0
-"""For one backend, layout and dtype."""
+"""For one operation on one shape."""
 
 
 def measure(
-    pool: RankPool, cases: list[Case], iterations: int, starting: Callable[[str], None] = lambda name: None
+    pool: RankPool, series: Sequence[Series], iterations: int, starting: Callable[[str], None] = lambda what: None
 ) -> Iterator[Row]:
-    """Measure the cases over every backend that works here, row by row.
+    """Measure, row by row.
 
     Args:
         pool: the ranks.
-        iterations: timed ones, after a fifth of their number to warm up.
+        series: as :func:`tokenloom.bench.series.plan_series` gives them: those of one shape together, and within
+            them those of one operation.
+        iterations: samples of each, in ROUNDS turns, after a fifth of their number to warm up.
         starting: is told what is about to be measured.
 
     Raises:
         RankFailed: a rank failed.
     """
-    setup = machine_setup(pool.device)
-    found = backends.availability(TRANSPORTS[pool.device], torch.device(pool.device))
-    for case in cases:
-        plan = case.plan(pool.num_ranks)
-        rows = traffic.rows_between(plan, [case.topk_ids(rank) for rank in range(pool.num_ranks)])
-        for backend in (each.name for each in found if each.works):
-            for layout in case.layouts:
-                for dtype in case.dtypes:
-                    starting(f"{case.name}: {backend}, layout {layout}, {dtype}")
-                    warm_up = max(1, iterations // 5)
-                    arguments = (case, backend, layout, dtype, warm_up, iterations)
-                    results = pool.run(measure_on_rank, *arguments, limit_s=LIMIT_S)
-                    sizes = {
-                        "case": case.name,
-                        "backend": backend,
-                        "layout": layout,
-                        "dtype": dtype,
-                        "num_ranks": plan.num_ranks,
-                        "num_tokens": case.num_tokens,
-                        "hidden": plan.hidden,
-                        "top_k": plan.top_k,
-                        "num_experts": plan.num_experts,
-                        "routing": "uniform",
-                        "routing_seed": ROUTING_SEED,
-                        "iterations": iterations,
-                        "warm_up_iterations": warm_up,
-                    }
-                    moved = {"dispatch": traffic.dispatch_traffic(plan, rows, dtype)}
-                    if "combine" in results[0]:
-                        moved["combine"] = traffic.combine_traffic(plan, rows, dtype)
-                    for operation, bytes_moved in moved.items():
-                        times = [result[operation] for result in results]
-                        yield make_row(operation, times, bytes_moved, setup | sizes)
+    for shape, found in groupby(series, lambda each: each.shape):
+        together = list(found)
+        plan = shape.plan(pool.num_ranks)
+        rows = traffic.rows_between(plan, [shape.topk_ids(rank) for rank in range(pool.num_ranks)])
+        limit_s = LIMIT_S * len({each.operation for each in together})
+        results = pool.run(measure_on_rank, together, iterations, limit_s=limit_s, on_event=starting)
+        for index, each in enumerate(together):
+            who = each.contestant
+            setup = {
+                "operation": each.operation.name,
+                "backend": who.backend,
+                "payload": each.operation.payload,
+                "layout": each.operation.layout,
+                "timing": who.timing,
+                **asdict(shape),
+                "num_ranks": pool.num_ranks,
+                "sizes": None if who.backend == peers.DEEP_EP else who.sizes,
+                "calls_per_sample": timing.GRAPH_CALLS if who.timing == "graph" else 1,
+                "routing": "uniform",
+                "routing_seed": ROUTING_SEED,
+                "iterations": iterations,
+                "warm_up_iterations": _warm_up(iterations),
+                "rounds": ROUNDS,
+            }
+            moved = traffic.moved(plan, rows, each.operation)
+            times = [result[index] for result in results]
+            yield make_row(each.name(pool.num_ranks), times, moved, who.num_sms, setup)
+
+
+def _warm_up(iterations: int) -> int:
+    return max(1, iterations // 5)
 
 
 @torch.no_grad()
-def measure_on_rank(
-    context: RankContext, case: Case, backend: str, layout: Layout, dtype: str, warm_up: int, iterations: int
-) -> dict[str, list[float]]:
-    """Times on this rank, in microseconds, of every iteration, by operation. Collective.
+def measure_on_rank(context: RankContext, series: Sequence[Series], iterations: int) -> list[list[float]]:
+    """Samples on this rank, in microseconds, of each of the series, which are all of one shape. Collective."""
+    inputs = make_inputs(context, series[0].shape)
+    samples: dict[Series, list[float]] = {each: [] for each in series}
+    with ExitStack() as stack:
+        maker = CallMaker(context, inputs, stack)
+        for operation, found in groupby(series, lambda each: each.operation):
+            together = list(found)
+            if context.rank == 0:
+                context.report(f"{series[0].shape}: {operation}")
+            samplers = {each: maker.sampler(each) for each in together}
+            for number in range(ROUNDS):
+                count = iterations * (number + 1) // ROUNDS - iterations * number // ROUNDS
+                for each in together:
+                    # The first call after somebody else's finds cold caches, and the host's code cold too.
+                    for _ in range(1 if number else _warm_up(iterations)):
+                        samplers[each]()
+                    samples[each] += [samplers[each]() for _ in range(count)]
+                    maker.check(each.contestant)
+    return [samples[each] for each in series]
 
-    All ranks leave a barrier together before every operation. FP8 tokens have a dispatch only: what experts send
-    home is BF16, and the same as after a dispatch of BF16.
+
+class CallMaker:
+    """The operations on fixed tensors of this rank, over communicators that are made when they are first needed.
+
+    Args:
+        context: the rank.
+        inputs: what is sent.
+        stack: closes the communicators.
     """
-    plan = case.plan(context.num_ranks)
-    generator = torch.Generator().manual_seed(context.rank)
-    values = torch.randn(case.num_tokens, plan.hidden, generator=generator).bfloat16()
-    weights = torch.rand(case.num_tokens, plan.top_k, generator=generator).to(context.device)
-    ids = case.topk_ids(context.rank).to(context.device)
-    x: Any = values.to(context.device)
-    if dtype == "fp8":
-        x = quantize_fp8(x)
-    times: dict[str, list[float]] = {"dispatch": []} if dtype == "fp8" else {"dispatch": [], "combine": []}
-    with Communicator(
-        context.group,
-        num_experts=plan.num_experts,
-        hidden=plan.hidden,
-        top_k=plan.top_k,
-        max_tokens_per_rank=case.num_tokens,
-        backend=backend,
-        device=context.device,
-    ) as comm:
-        y = None
-        for number in range(warm_up + iterations):
-            routed, dispatch_us = _timed(context, comm.dispatch, x, ids, weights, layout=layout)
-            taken = {"dispatch": dispatch_us}
-            if dtype != "fp8":
-                y = routed.tokens.clone() if y is None else y
-                _, taken["combine"] = _timed(context, comm.combine, y, routed)
-            if number >= warm_up:
-                for operation, us in taken.items():
-                    times[operation].append(us)
-    return times
 
+    def __init__(self, context: RankContext, inputs: Inputs, stack: ExitStack) -> None:
+        self._context = context
+        self._inputs = inputs
+        self._stack = stack
+        self._communicators: dict[tuple[str, int | None], Communicator] = {}
+        self._deep_ep: peers.DeepEp | None = None
 
-def _timed(context: RankContext, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, float]:
-    """What the operation returns, and the microseconds it took: by events on a GPU, else by the host's clock."""
-    dist.barrier(context.group)
-    if context.device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        result = operation(*args, **kwargs)
-        end.record()
-        end.synchronize()
-        return result, start.elapsed_time(end) * 1e3
-    began = time.perf_counter()
-    result = operation(*args, **kwargs)
-    return result, (time.perf_counter() - began) * 1e6
+    def sampler(self, series: Series) -> Callable[[], float]:
+        """Takes one sample, in microseconds. Making it, and calling it, is collective."""
+        call = self.prepared_call(series)
+        if series.contestant.timing != "graph":
+            return lambda: timing.one_call(self._context, call)
+        graph = timing.capture(call)
+        self.check(series.contestant)
+        return lambda: timing.one_replay(self._context, graph)
+
+    def prepared_call(self, series: Series) -> Callable[[], Any]:
+        """The operation, ready to be called again and again. Collective."""
+        operation, inputs = series.operation, self._inputs
+        if series.contestant.backend == peers.DEEP_EP:
+            return self._peer().prepared_call(operation, inputs)
+        comm = self._communicator(series.contestant)
+        x = inputs.fp8 if operation.payload == "fp8" else inputs.x
+        assert x is not None
+        options: dict[str, Any] = {"layout": operation.layout, "sizes": series.contestant.sizes}
+        if operation.payload == "to_fp8":
+            options["to_fp8"] = True
+        if operation.layout == "expert" and series.contestant.sizes == "bounded":
+            options["capacity"] = inputs.expert_rows
+
+        def dispatch(copy: bool = False) -> Any:
+            return comm.dispatch(x, inputs.ids, inputs.weights, copy=copy, **options)
+
+        if operation.name == "dispatch":
+            return dispatch
+        routed = dispatch(copy=True)  # a view of a receive region would be overwritten by later dispatches
+        y = expert_outputs(routed.tokens)
+        if operation.name == "combine":
+            return lambda: comm.combine(y, routed)
+        return lambda: comm.combine(y, dispatch())
+
+    def check(self, contestant: Contestant) -> None:
+        """Raise what calls of our own backends left behind: a graph cannot raise by itself."""
+        comm = self._communicators.get((contestant.backend, contestant.num_sms))
+        if comm is not None:
+            comm.check()
+
+    def _communicator(self, contestant: Contestant) -> Communicator:
+        key = (contestant.backend, contestant.num_sms)
+        if key not in self._communicators:
+            shape = self._inputs.shape
+            comm = Communicator(
+                self._context.group,
+                num_experts=shape.num_experts,
+                hidden=shape.hidden,
+                top_k=shape.top_k,
+                max_tokens_per_rank=shape.num_tokens,
+                backend=contestant.backend,
+                device=self._context.device,
+                num_sms=contestant.num_sms or backends.DEFAULT_SMS,
+            )
+            self._communicators[key] = self._stack.enter_context(comm)
+        return self._communicators[key]
+
+    def _peer(self) -> peers.DeepEp:
+        if self._deep_ep is None:
+            plan = self._inputs.shape.plan(self._context.num_ranks)
+            self._deep_ep = self._stack.enter_context(closing(peers.DeepEp(self._context.group, plan)))
+        return self._deep_ep

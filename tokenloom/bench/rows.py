@@ -21,12 +21,12 @@ class Row:
     """One line of a table.
 
     Attributes:
-        name: operation/backend/layout/ranks/tokens per rank/hidden/top-k/dtype.
-        p50_us, p99_us: over iterations, of the slowest rank of each iteration. Measured values, not interpolated.
+        name: as :meth:`tokenloom.bench.series.Series.name` has it.
+        p50_us, p99_us: of one call, over samples, of the slowest rank of each. Measured values, not interpolated.
         slowest_rank: the rank that was slowest most often.
         physical_gbytes_per_s, logical_gbytes_per_s: see Traffic; divided by p50; 1 GB is 1e9 bytes.
         num_sms: streaming multiprocessors that the operation occupies; None where it is not ours to say.
-        setup: everything needed to repeat the row.
+        setup: everything needed to repeat the row, besides what all rows of a run share.
     """
 
     name: str
@@ -39,29 +39,21 @@ class Row:
     setup: dict[str, Any]
 
 
-def make_row(operation: str, times_us: Sequence[Sequence[float]], moved: Traffic, setup: dict[str, Any]) -> Row:
-    """A row from the times [W][iterations] of all ranks, in microseconds."""
+def make_row(
+    name: str, times_us: Sequence[Sequence[float]], moved: Traffic, num_sms: int | None, setup: dict[str, Any]
+) -> Row:
+    """A row from the samples [W][iterations] of all ranks, in microseconds."""
     times = np.asarray(times_us)
     slowest = times.max(0)
     p50, p99 = np.percentile(slowest, [50, 99], method="inverted_cdf").tolist()
-    parts = (
-        operation,
-        setup["backend"],
-        setup["layout"],
-        f"ep{setup['num_ranks']}",
-        f"t{setup['num_tokens']}",
-        f"h{setup['hidden']}",
-        f"k{setup['top_k']}",
-        setup["dtype"],
-    )
     return Row(
-        name="/".join(parts),
+        name=name,
         p50_us=p50,
         p99_us=p99,
         slowest_rank=Counter(times.argmax(0).tolist()).most_common(1)[0][0],
         physical_gbytes_per_s=moved.physical_bytes / p50 / 1e3,
         logical_gbytes_per_s=moved.logical_bytes / p50 / 1e3,
-        num_sms=None,
+        num_sms=num_sms,
         setup=setup | asdict(moved),
     )
 
@@ -76,8 +68,8 @@ def table(rows: Sequence[Row]) -> Table:
     for row in rows:
         result.add_row(
             row.name,
-            f"{row.p50_us:,.0f}",
-            f"{row.p99_us:,.0f}",
+            f"{row.p50_us:,.1f}",
+            f"{row.p99_us:,.1f}",
             str(row.slowest_rank),
             f"{row.physical_gbytes_per_s:.3g}",
             f"{row.logical_gbytes_per_s:.3g}",
@@ -86,6 +78,7 @@ def table(rows: Sequence[Row]) -> Table:
     return result
 
 
-def write_json(file: Path, rows: Sequence[Row]) -> None:
-    """A list of rows, one object each, as :class:`Row` has them."""
-    file.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+def write_json(file: Path, setup: dict[str, Any], notes: Sequence[str], rows: Sequence[Row]) -> None:
+    """An object of ``setup`` (what all rows share), ``notes`` (why rows are missing) and ``rows``, as Row has them."""
+    content = {"setup": setup, "notes": list(notes), "rows": [asdict(row) for row in rows]}
+    file.write_text(json.dumps(content, indent=1) + "\n")

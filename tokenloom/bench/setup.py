@@ -1,26 +1,44 @@
-"""What every row says about where it was measured."""
+"""What a file of rows says about where they were measured."""
 
 from __future__ import annotations
 
 import platform
+import shlex
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from tokenloom._version import __version__
 
-GIT_LIMIT_S = 10.0
+ASK_LIMIT_S = 10.0
+"""For another program's answer."""
 
 
-def machine_setup(device: str) -> dict[str, str | None]:
-    """commit, versions and device name. The commit is None outside a checkout, and ends in -dirty after changes."""
+def run_setup(device: str, num_ranks: int, command: Sequence[str]) -> dict[str, str | int | None]:
+    """Where and how a run measures.
+
+    Args:
+        device: "cpu" or "cuda". num_ranks: W.
+        command: the arguments of ``tokenloom``.
+
+    Returns:
+        commit (None outside a checkout; ends in -dirty after changes), versions of tokenloom, torch, and, on GPUs,
+        CUDA, NCCL and the driver (None where it cannot be told), device, device_name, num_ranks, command.
+    """
+    gpu = device == "cuda"
     return {
         "commit": commit(),
         "tokenloom": __version__,
         "torch": str(torch.__version__),
+        "cuda": torch.version.cuda if gpu else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpu else None,
+        "driver": driver() if gpu else None,
         "device": device,
-        "device_name": torch.cuda.get_device_name() if device == "cuda" else cpu_name(),
+        "device_name": torch.cuda.get_device_name() if gpu else cpu_name(),
+        "num_ranks": num_ranks,
+        "command": shlex.join(["tokenloom", *command]),
     }
 
 
@@ -28,8 +46,7 @@ def commit(folder: Path = Path(__file__).parent) -> str | None:
     """The commit of the checkout that holds ``folder``; None if that is no checkout, or git does not track it."""
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(folder), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=GIT_LIMIT_S).stdout.strip()
+        return _output(["git", "-C", str(folder), *arguments])
 
     try:
         git("ls-files", "--error-unmatch", "__init__.py")  # not the checkout of a project that installed tokenloom
@@ -46,3 +63,16 @@ def cpu_name() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def driver() -> str | None:
+    """Version of the NVIDIA driver, by the program that comes with it; None if that does not say."""
+    try:
+        found = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.partition("\n")[0] or None
+
+
+def _output(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=ASK_LIMIT_S).stdout.strip()

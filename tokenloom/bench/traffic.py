@@ -8,12 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tokenloom.bench.cases import Operation
 from tokenloom.plan import FP8_BLOCK, Plan
 
 SCALE_BYTES = 4
 ID_BYTES = 4
 WEIGHT_BYTES = 4
-PAYLOAD_BYTES = {"bf16": 2, "fp8": 1}
+PAYLOAD_BYTES = {"bf16": 2, "fp8": 1, "to_fp8": 1}
+HOME_BYTES = 2
+"""A value on its way home: BF16."""
 
 
 @dataclass(frozen=True)
@@ -43,23 +46,22 @@ def rows_between(plan: Plan, topk_ids: Sequence[torch.Tensor]) -> np.ndarray:
     return rows
 
 
-def dispatch_traffic(plan: Plan, rows: np.ndarray, dtype: str) -> Traffic:
-    """Of a dispatch: every row carries its values, FP8 its scales too, and K ids and weights.
+def moved(plan: Plan, rows: np.ndarray, operation: Operation) -> Traffic:
+    """What one call of an operation moves.
+
+    Of a dispatch every row carries its values, FP8 its scales too, and K ids and weights. Of a combine one row of
+    partial sums, in BF16, goes the other way for every row of the dispatch, in all layouts.
 
     Args:
-        rows: as :func:`rows_between` gives them. dtype: "bf16" or "fp8".
+        rows: as :func:`rows_between` gives them.
     """
-    row_bytes = plan.hidden * PAYLOAD_BYTES[dtype] + plan.top_k * (ID_BYTES + WEIGHT_BYTES)
-    if dtype == "fp8":
-        row_bytes += plan.hidden // FP8_BLOCK * SCALE_BYTES
-    return _traffic(rows, row_bytes)
-
-
-def combine_traffic(plan: Plan, rows: np.ndarray, dtype: str) -> Traffic:
-    """Of a combine: for every row of the dispatch, one row of partial sums goes the other way."""
-    return _traffic(rows.T, plan.hidden * PAYLOAD_BYTES[dtype])
-
-
-def _traffic(rows: np.ndarray, row_bytes: int) -> Traffic:
-    to_others = rows.sum(1) - rows.diagonal()
-    return Traffic(int(to_others.max()) * row_bytes, int(rows.sum(0).max()) * row_bytes)
+    sent = np.zeros((plan.num_ranks, plan.num_ranks), dtype=np.int64)  # bytes from rank to rank
+    if "dispatch" in operation.name:
+        row_bytes = plan.hidden * PAYLOAD_BYTES[operation.payload] + plan.top_k * (ID_BYTES + WEIGHT_BYTES)
+        if operation.payload != "bf16":
+            row_bytes += plan.hidden // FP8_BLOCK * SCALE_BYTES
+        sent += rows * row_bytes
+    if "combine" in operation.name:
+        sent += rows.T * (plan.hidden * HOME_BYTES)
+    to_others = sent.sum(1) - sent.diagonal()
+    return Traffic(int(to_others.max()), int(sent.sum(0).max()))

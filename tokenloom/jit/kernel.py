@@ -6,40 +6,49 @@ import ctypes
 from functools import cache
 from typing import Any
 
+import torch
+
 from tokenloom.errors import BackendUnavailable
 from tokenloom.jit import cache as disk
 from tokenloom.jit.compiler import KernelSpec, entry_symbol
 
 
 class Kernel:
-    """A kernel in the current CUDA context.
+    """A kernel on one device, with arguments of its own.
 
     Args:
         spec: what to compile.
         shared_bytes: dynamic shared memory of a block.
+        device_index: of the GPU.
 
     A launch writes nothing but ``args`` and makes one driver call; the driver copies the arguments before it returns,
     so one struct is reused by all launches (of one thread).
     """
 
-    def __init__(self, spec: KernelSpec, shared_bytes: int = 0) -> None:
+    def __init__(self, spec: KernelSpec, shared_bytes: int, device_index: int) -> None:
         self.spec = spec
-        self.entry = disk.get(spec)
         self.shared_bytes = shared_bytes
-        driver = load_driver()
-        self._driver = driver
-        self._module, self._function = _load(driver, self.entry, shared_bytes)
+        self.device_index = device_index
+        self._driver = load_driver()
+        self._function = _function(spec, shared_bytes, device_index)
         self.args: Any = spec.args()
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.args))
         self._parameters = ctypes.addressof(self._pointers)
 
     def launch(self, blocks: int, stream: int) -> None:
         """Put one launch of ``blocks`` blocks with the present ``args`` on a stream (its raw handle)."""
+        status = self._launch(blocks, stream)
+        if status and status == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+            _make_current(self.device_index)
+            status = self._launch(blocks, stream)
+        if status:
+            checked((status,))
+
+    def _launch(self, blocks: int, stream: int) -> Any:
         (status,) = self._driver.cuLaunchKernel(
             self._function, blocks, 1, 1, self.spec.threads, 1, 1, self.shared_bytes, stream, self._parameters, 0
         )
-        if status:
-            checked((status,))
+        return status
 
 
 def blocks_per_sm(entry: disk.Entry, shared_bytes: int) -> int:
@@ -67,9 +76,19 @@ def _load(driver: Any, entry: disk.Entry, shared_bytes: int) -> tuple[Any, Any]:
 
 
 @cache
-def load_kernel(spec: KernelSpec, shared_bytes: int, device_index: int) -> Kernel:
-    """The kernel on a device, which must be the current one; loaded once in this process."""
-    return Kernel(spec, shared_bytes)
+def _function(spec: KernelSpec, shared_bytes: int, device_index: int) -> Any:
+    """The kernel in the device's primary context, which torch uses; loaded once in this process."""
+    with torch.cuda.device(device_index):
+        _make_current(device_index)
+        return _load(load_driver(), disk.get(spec), shared_bytes)[1]
+
+
+def _make_current(device_index: int) -> None:
+    """Threads that torch starts, for backward say, have no current context until torch itself needs one there."""
+    driver = load_driver()
+    if not int(checked(driver.cuCtxGetCurrent())):
+        device = checked(driver.cuDeviceGet(device_index))
+        checked(driver.cuCtxSetCurrent(checked(driver.cuDevicePrimaryCtxRetain(device))))
 
 
 @cache

@@ -16,32 +16,40 @@ LAYOUTS = {"token": 0, "expert": 1, "rank": 2}
 """As in device/sync/symmetric.cuh."""
 MAX_SHARED_BYTES = 232448
 """Shared memory that one block of an sm_90 GPU may have."""
-THREADS = 256
-WARPS = THREADS // 32
 LARGEST_STAGE_BYTES = 7168
 """Four rows of 7 KB in flight per warp fill the links; larger stages only make the ring shorter."""
 MOST_STAGES = 8
+CONTROL_BYTES = 32
+"""Of each stage: an mbarrier, and its part of the tags of RowStream."""
 STAGE_UNIT = 128
 """Stages are aligned to this many bytes."""
 
 
-def ring(row_bytes: int, other_shared_bytes: int) -> tuple[int, int, int]:
-    """How a row streams through a warp's ring: (bytes of a stage, stages, shared memory of the block).
+def ring(row_bytes: int, warps: int, other_bytes: int, least_bytes: int) -> tuple[int, int, int]:
+    """How a row streams through the rings of ``warps`` warps: (bytes of a stage, stages, shared memory of the block).
+
+    Args:
+        other_bytes: shared memory beside the rings.
+        least_bytes: what the rings' memory is used for before; the block has at least that and ``other_bytes``.
 
     Raises:
         InvalidArgument: the block needs so much other shared memory that no ring fits beside it.
     """
-    room = MAX_SHARED_BYTES - other_shared_bytes - 1024
-    largest = min(LARGEST_STAGE_BYTES, (room // (2 * WARPS) - 8) // STAGE_UNIT * STAGE_UNIT)
-    if largest < STAGE_UNIT:
+    room = MAX_SHARED_BYTES - other_bytes - 1024
+    largest = min(LARGEST_STAGE_BYTES, (room // (2 * warps) - CONTROL_BYTES) // STAGE_UNIT * STAGE_UNIT)
+    if largest < STAGE_UNIT or room < least_bytes:
         raise InvalidArgument(
-            f"a block's counts per expert take {other_shared_bytes} of its {MAX_SHARED_BYTES} bytes of shared memory, "
-            "which leaves no room for rows; use fewer experts, another layout, or backend='collective'"
+            f"a block's counts per expert take {other_bytes + least_bytes} of its {MAX_SHARED_BYTES} bytes of shared "
+            "memory, which leaves no room for rows; use fewer experts, another layout, or backend='collective'"
         )
     segments = -(-row_bytes // largest)
     stage_bytes = align_up(-(-row_bytes // segments), STAGE_UNIT)
-    stages = min(MOST_STAGES, room // (WARPS * (stage_bytes + 8)))
-    return stage_bytes, stages, WARPS * stages * (stage_bytes + 8) + other_shared_bytes + 512
+    stages = min(MOST_STAGES, room // (warps * (stage_bytes + CONTROL_BYTES)))
+    return (
+        stage_bytes,
+        stages,
+        max(warps * stages * stage_bytes, least_bytes) + warps * stages * CONTROL_BYTES + other_bytes + 512,
+    )
 
 
 NUM_FIELDS = 12
@@ -62,8 +70,8 @@ class Call(ctypes.Structure):
     """Mirror of Call in device/sync/call.cuh, which says what each value is."""
 
     _fields_ = [
-        *uint64_fields("peers", "flags", "rows", "epoch", "blocks_out", "record", "fault", "fault_claimed"),
-        ("timeout_ns", ctypes.c_uint64),
+        *uint64_fields("peers", "flags", "rows", "epoch", "blocks_out", "claimed", "record", "fault", "fault_claimed"),
+        *uint64_fields("timeout_ns", "trace"),
         *int32_fields("rank", "status"),
         ("fields", ctypes.c_int32 * NUM_FIELDS),
     ]

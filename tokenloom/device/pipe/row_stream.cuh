@@ -1,86 +1,125 @@
 // A warp streams rows from global memory, through its own ring of shared-memory stages, to up to 32 places each.
 //
-// Rows are cut into segments of at most one stage. The leader loads segment i + kAhead, then stores segment i to every
-// lane's target, so that one load feeds all targets. Bulk groups belong to the thread that issues them: the leader
-// commits one group a segment, empty or not, and counts segments by counting its groups.
+// Rows are cut into segments of at most one stage. The leader loads kAhead segments before the one that it stores to
+// every lane's target, so that one load feeds all targets. Bulk groups belong to the thread that issues them: the
+// leader commits one group a segment, empty or not, and counts segments by counting its groups. The stages that the
+// newest kStoring groups read and those that the next kAhead loads fill are never the same.
 #pragma once
 #include "device/ptx/bulk.cuh"
 
 template <int kRowBytes, int kStageBytes, int kStages>
 struct RowStream {
     static constexpr int kSegments = (kRowBytes + kStageBytes - 1) / kStageBytes;
-    static constexpr int kStoring = kStages / 2;         // newest segments whose stores may still read their stage
-    static constexpr int kAhead = kStages - kStoring;    // segments that are being loaded
+    static constexpr int kStoring = kStages / 2;
+    static constexpr int kAhead = kStages - kStoring;
+    static constexpr int kTags = kAhead + 2;
     static_assert(kRowBytes % 16 == 0 && kStageBytes % 16 == 0 && kStages >= 2, "bulk copies move 16-byte units");
 
     struct Shared {
         alignas(128) unsigned char stage[kStages][kStageBytes];
     };
+    struct Control {
+        alignas(8) uint64 loaded[kStages];
+        uint64 tag[kTags];  // of the rows between load and store
+    };
 
     Shared& shared;
-    uint64* loaded;     // [kStages] mbarriers, one arrival each
-    uint32 num_issued;  // segments loaded so far, over all calls; stage and parity follow from it
-    uint32 num_stored;
+    Control& control;
     int lane;
 
-    __device__ RowStream(Shared& shared_, uint64* loaded_, int lane_)
-        : shared(shared_), loaded(loaded_), num_issued(0), num_stored(0), lane(lane_) {}
+    __device__ RowStream(Shared& shared_, Control& control_, int lane_)
+        : shared(shared_), control(control_), lane(lane_) {}
+
+    static __device__ void init(Control& control, int lane) {
+        if (lane < kStages) mbarrier_init(&control.loaded[lane], 1);
+    }
 
     static __device__ constexpr int segment_bytes(int segment) {
         return segment + 1 < kSegments ? kStageBytes : kRowBytes - (kSegments - 1) * kStageBytes;
     }
 
-    // Stream `num_rows` rows. `source(row)` is the address of a row; `target(row)` is this lane's place for it, in bytes
-    // from this lane's `base`, or kNowhere. Returns with stores still in flight: finish() waits.
+    // Stream all rows there are. All lanes call these together, rows in order:
+    //   next(from, tag) -> bool   the next row's address and what to remember of it; false: there are no more
+    //   target(tag) -> int64      this lane's address for the row, or kNowhere
+    //   issued(row, tag)          the stores of row number `row` have been issued
+    // Returns with stores still in flight: wait_for_all_but and finish wait. To be called once.
     //
-    // Places are offsets, not pointers that may be null: with `pointer != nullptr` here, warps whose lanes had no target
-    // at all stored to address 0 (compute-sanitizer, NVRTC 13.0). With offsets they do not; the cause is not known.
+    // Addresses are numbers, not pointers that may be null: with `pointer != nullptr` here, warps whose lanes had no
+    // target at all stored to address 0 (compute-sanitizer, NVRTC 13.0); with numbers not. The cause is not known.
     static constexpr int64 kNowhere = -1;
-    template <class Source, class Target>
-    __device__ void run(int num_rows, Source source, unsigned char* base, Target target) {
-        const int num_segments = num_rows * kSegments;
-        int issued = 0;
-        for (; issued < kAhead && issued < num_segments; ++issued) load(source, issued);
+    template <class Next, class Target, class Issued>
+    __device__ void run(Next next, Target target, Issued issued) {
+        Loader<Next> loader{*this, next};
+        for (int i = 0; i < kAhead; ++i) loader.load();
+        uint64 tag = 0;
         int64 to = kNowhere;
-        for (int i = 0; i < num_segments; ++i) {
-            const int segment = i % kSegments;
-            if (segment == 0) to = target(i / kSegments);
-            const uint32 stage = num_stored % kStages;
-            mbarrier_wait(&loaded[stage], (num_stored / kStages) & 1);
-            const uint64 own_address = reinterpret_cast<uint64>(base) + to;
+        int segment = 0;
+        uint32 row = 0;
+        for (uint32 stored = 0; stored != loader.num_loads; ++stored) {
+            if (segment == 0) {
+                tag = control.tag[row % kTags];
+                to = target(tag);
+            }
+            const uint32 stage = stored % kStages;
+            mbarrier_wait(&control.loaded[stage], (stored / kStages) & 1);
             for (uint32 storing = __ballot_sync(~0u, to >= 0); storing != 0; storing &= storing - 1) {
-                const uint64 address = __shfl_sync(~0u, own_address, __ffs(storing) - 1);
+                const int64 address = __shfl_sync(~0u, to, __ffs(storing) - 1);
                 if (lane == 0)
                     bulk_store(reinterpret_cast<unsigned char*>(address) + segment * kStageBytes, shared.stage[stage],
                                segment_bytes(segment));
             }
-            ++num_stored;
             if (lane == 0) {
                 bulk_commit();
                 bulk_wait_read<kStoring>();
             }
             __syncwarp();
-            if (issued < num_segments) load(source, issued++);
+            loader.load();
+            if (++segment == kSegments) {
+                issued(row, tag);
+                segment = 0;
+                ++row;
+            }
         }
-        if (lane == 0) bulk_wait_read<0>();
+    }
+
+    // The stores of all rows but the newest kRows have arrived where they go, on this GPU or a peer.
+    template <int kRows>
+    __device__ void wait_for_all_but() {
+        if (lane == 0) bulk_wait_written<kRows * kSegments>();
         __syncwarp();
     }
 
-    // All stores have arrived where they go, on this GPU or a peer; the leader knows, a barrier tells the others.
-    __device__ void finish() {
-        if (lane == 0) bulk_wait_written<0>();
-    }
+    __device__ void finish() { wait_for_all_but<0>(); }
 
    private:
-    template <class Source>
-    __device__ void load(Source source, int i) {
-        const uint32 stage = num_issued % kStages;
-        if (lane == 0) {
-            const int segment = i % kSegments;
-            const auto* from = static_cast<const unsigned char*>(source(i / kSegments)) + segment * kStageBytes;
-            mbarrier_arrive_expect(&loaded[stage], segment_bytes(segment));
-            bulk_load(shared.stage[stage], from, segment_bytes(segment), &loaded[stage]);
+    template <class Next>
+    struct Loader {
+        RowStream& stream;
+        Next& next;
+        const unsigned char* from = nullptr;
+        int segment = 0;
+        uint32 num_loads = 0, num_rows = 0;
+        bool more = true;
+
+        __device__ void load() {
+            if (segment == 0 && more) {
+                uint64 tag;
+                more = next(from, tag);
+                if (more && stream.lane == 0) stream.control.tag[num_rows % kTags] = tag;
+                __syncwarp();
+            }
+            if (!more) return;
+            const uint32 stage = num_loads % kStages;
+            if (stream.lane == 0) {
+                uint64* loaded = &stream.control.loaded[stage];
+                mbarrier_arrive_expect(loaded, segment_bytes(segment));
+                bulk_load(stream.shared.stage[stage], from + segment * kStageBytes, segment_bytes(segment), loaded);
+            }
+            ++num_loads;
+            if (++segment == kSegments) {
+                segment = 0;
+                ++num_rows;
+            }
         }
-        ++num_issued;
-    }
+    };
 };

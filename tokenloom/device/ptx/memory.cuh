@@ -23,6 +23,35 @@ __device__ __forceinline__ void store_relaxed_sys(uint32* address, uint32 value)
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ uint32 load_acquire_gpu(const uint32* address) {
+    uint32 value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_release_gpu(uint32* address, uint32 value) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// `cta`: between threads of a block, through shared memory.
+__device__ __forceinline__ uint32 load_acquire_cta(const uint32* shared) {
+    uint32 value;
+    asm volatile("ld.acquire.cta.u32 %0, [%1];" : "=r"(value) : "l"(shared) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_release_cta(uint32* shared, uint32 value) {
+    asm volatile("st.release.cta.u32 [%0], %1;" ::"l"(shared), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+__device__ __forceinline__ uint32 add_relaxed_gpu(uint32* address, uint32 value) {
+    uint32 before;
+    asm volatile("atom.add.relaxed.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
+    return before;
+}
+
 __device__ __forceinline__ uint32 add_acq_rel_gpu(uint32* address, uint32 value) {
     uint32 before;
     asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
@@ -36,6 +65,16 @@ __device__ __forceinline__ uint32 compare_and_swap_gpu(uint32* address, uint32 e
                  : "l"(address), "r"(expected), "r"(value)
                  : "memory");
     return before;
+}
+
+// Data that is read once: the first-level cache has no use for it.
+__device__ __forceinline__ Vec16 load_16_once(const void* address) {
+    Vec16 v;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+                 : "l"(address)
+                 : "memory");
+    return v;
 }
 
 __device__ __forceinline__ void store_16(void* address, Vec16 v) {

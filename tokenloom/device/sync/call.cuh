@@ -14,6 +14,7 @@ constexpr int kHeaderWords = 16;  // status, fields, spare
 // In pinned host memory; written only when something is wrong. symmetric.py mirrors it.
 struct CallRecord {
     uint32 needed_rows;    // rows that the fullest rank needs, if over the capacity
+    uint32 capacity;       // the capacity then
     uint32 faulty_rank;    // 1 + the lowest rank with a status, or 0
     int32 status;          // its status
     uint32 differing_rank; // 1 + the lowest rank with other fields than rank 0, or 0
@@ -28,35 +29,48 @@ struct Call {
     uint64 rows;          // int32 [2][W][kHeaderWords + counts]
     uint32* epoch;        // device memory: calls done so far
     uint32* blocks_out;   // device memory: blocks that have left this call
+    uint32* claimed;      // device memory [2]: items that warps have claimed, of two kinds of work
     CallRecord* record;
     FaultRecord* fault;
     uint32* fault_claimed;
     uint64 timeout_ns;
+    uint64* trace;        // null, or [blocks][kMarks] times in ns
     int32 rank;
     int32 status;  // 0, or what went wrong here before the call: then nobody sends anything
     int32 fields[kFields];
 };
 
+// What a block has done, for measurements (bench/phases.py has the words).
+enum Mark { kBegun = 0, kCounted = 1, kHeard = 2, kPlaced = 3, kSent = 4, kTold = 5, kFilled = 6, kSummed = 7, kDone = 8 };
+constexpr int kMarks = 16;
+
+// Of several warps with the same mark the last one counts.
+__device__ __forceinline__ void mark(const Call& call, Mark what) {
+    if (call.trace != nullptr) call.trace[blockIdx.x * kMarks + what] = global_timer_ns();
+}
+
 enum class Opened { kGo, kRefused, kExpired };
+
+template <int kCounts>
+constexpr int row_words = (kHeaderWords + kCounts + 3) / 4 * 4;  // whole 16-byte units
 
 template <int kRanks, int kCounts>
 __device__ __forceinline__ uint64 row_offset(const Call& call, uint32 epoch, int source) {
-    return call.rows + static_cast<uint64>((epoch & 1) * kRanks + source) * (kHeaderWords + kCounts) * sizeof(int32);
+    return call.rows + static_cast<uint64>((epoch & 1) * kRanks + source) * row_words<kCounts> * sizeof(int32);
 }
 
-// This rank's row to all ranks, then the flag. One block calls it, with all its threads; `count(i)` is count i.
-template <int kRanks, int kCounts, int kThreads, class Count>
-__device__ void announce_call(const Call& call, uint32 epoch, int num_counts, Count count) {
+// This rank's row to all ranks, then the flag. One block calls it, with all its threads. `row`, in shared memory, has
+// the counts behind kHeaderWords that are filled in here.
+template <int kRanks, int kCounts, int kThreads>
+__device__ void announce_call(const Call& call, uint32 epoch, int num_counts, int32* row) {
+    if (threadIdx.x < kHeaderWords)
+        row[threadIdx.x] = threadIdx.x == 0 ? call.status : threadIdx.x <= kFields ? call.fields[threadIdx.x - 1] : 0;
+    __syncthreads();
     const uint64 mine = row_offset<kRanks, kCounts>(call, epoch, call.rank);
-    const int words = kHeaderWords + num_counts;
-    for (int i = threadIdx.x; i < words * kRanks; i += kThreads) {
-        const int peer = i / words, word = i % words;
-        int32 value = 0;
-        if (word == 0) value = call.status;
-        else if (word <= kFields) value = call.fields[word - 1];
-        else if (word >= kHeaderWords) value = count(word - kHeaderWords);
-        store_relaxed_sys(at_peer<uint32>(call.peers, peer, mine) + word, value);
-    }
+    const int units = (kHeaderWords + num_counts + 3) / 4;
+    for (int i = threadIdx.x; i < units * kRanks; i += kThreads)
+        store_16(at_peer<unsigned char>(call.peers, i % kRanks, mine) + i / kRanks * 16,
+                 reinterpret_cast<const Vec16*>(row)[i / kRanks]);
     __syncthreads();
     if (threadIdx.x < kRanks)
         store_release_sys(at_peer<uint32>(call.peers, threadIdx.x, call.flags) + call.rank, epoch);
@@ -101,11 +115,28 @@ __device__ Opened await_call(const Call& call, uint32 epoch) {
     return Opened::kRefused;
 }
 
+// Work that the warps of all blocks share. Each warp begins with an item of its own, then takes what nobody has: SMs
+// send at very different rates when the links are full. The next claim is on its way while an item is worked on.
+struct Claims {
+    uint32* counter;
+    uint32 own;
+    int lane;
+
+    __device__ Claims(uint32* counter_, int lane_) : counter(counter_), lane(lane_) { advance(); }
+    __device__ void advance() { own = lane == 0 ? add_relaxed_gpu(counter, 1) : 0; }
+    __device__ uint32 take() {
+        const uint32 item = __shfl_sync(~0u, own, 0);
+        advance();
+        return item;
+    }
+};
+
 // Every block's last step. The last one out advances the epoch: all blocks have read it then.
 __device__ __forceinline__ void close_call(const Call& call, uint32 epoch) {
     __syncthreads();
     if (threadIdx.x == 0 && add_acq_rel_gpu(call.blocks_out, 1) == gridDim.x - 1) {
         *call.blocks_out = 0;
+        call.claimed[0] = call.claimed[1] = 0;
         *call.epoch = epoch;
     }
 }

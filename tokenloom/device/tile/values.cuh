@@ -1,4 +1,4 @@
-// Groups of values of one dtype as floats: 16-byte loads and stores, rounded to nearest even.
+// Groups of values of one dtype as floats: 16-byte loads and stores of global memory, rounded to nearest even.
 #pragma once
 #include "device/ptx/memory.cuh"
 
@@ -32,30 +32,38 @@ __device__ __forceinline__ float2 unpack_pair(uint32 word) {
     else return {float16_to_float(word & 0xffff), float16_to_float(word >> 16)};
 }
 
-// Values that a lane handles at once: 8, or 4 where a row is no multiple of 8 values (float32 only then).
+// Values that a lane handles at once: 8, or 4 where a row is no multiple of 8 values (float32 only then), or 16.
 template <int kValues>
 struct Group {
     float value[kValues];
 };
 
-// From shared memory.
+// The same as they lie in memory.
 template <int kDtype, int kValues>
-__device__ __forceinline__ Group<kValues> load_group(const void* address) {
+struct PackedGroup {
+    static constexpr int kBytes = kValues * kValueBytes<kDtype>;
+    static_assert(kBytes % 16 == 0, "a row is a multiple of 16 bytes");
+    Vec16 part[kBytes / 16];
+};
+
+template <int kDtype, int kValues>
+__device__ __forceinline__ PackedGroup<kDtype, kValues> load_group_once(const unsigned char* global) {
+    PackedGroup<kDtype, kValues> packed;
+#pragma unroll
+    for (int i = 0; i < packed.kBytes / 16; ++i) packed.part[i] = load_16_once(global + 16 * i);
+    return packed;
+}
+
+template <int kDtype, int kValues>
+__device__ __forceinline__ Group<kValues> unpack(const PackedGroup<kDtype, kValues>& packed) {
     Group<kValues> group;
-    const auto* vectors = static_cast<const Vec16*>(address);
-    if constexpr (kDtype == kFloat32) {
 #pragma unroll
-        for (int v = 0; v < kValues / 4; ++v) {
-            const Vec16 words = vectors[v];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) group.value[4 * v + i] = __uint_as_float(words.word[i]);
-        }
-    } else {
-        static_assert(kValues == 8, "a row of 2-byte values is a multiple of 16 bytes");
-        const Vec16 words = vectors[0];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float2 pair = unpack_pair<kDtype>(words.word[i]);
+    for (int i = 0; i < packed.kBytes / 4; ++i) {
+        const uint32 word = packed.part[i / 4].word[i % 4];
+        if constexpr (kDtype == kFloat32) {
+            group.value[i] = __uint_as_float(word);
+        } else {
+            const float2 pair = unpack_pair<kDtype>(word);
             group.value[2 * i] = pair.x;
             group.value[2 * i + 1] = pair.y;
         }
@@ -63,25 +71,17 @@ __device__ __forceinline__ Group<kValues> load_group(const void* address) {
     return group;
 }
 
-// To global or shared memory (generic address).
 template <int kDtype, int kValues>
-__device__ __forceinline__ void store_group(void* address, const Group<kValues>& group) {
-    auto* out = static_cast<Vec16*>(address);
-    if constexpr (kDtype == kFloat32) {
+__device__ __forceinline__ void store_group(unsigned char* global, const Group<kValues>& group) {
+    PackedGroup<kDtype, kValues> packed;
 #pragma unroll
-        for (int v = 0; v < kValues / 4; ++v) {
-            Vec16 words;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) words.word[i] = __float_as_uint(group.value[4 * v + i]);
-            out[v] = words;
-        }
-    } else {
-        static_assert(kValues == 8, "a row of 2-byte values is a multiple of 16 bytes");
-        Vec16 words;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) words.word[i] = pack_pair<kDtype>(group.value[2 * i], group.value[2 * i + 1]);
-        out[0] = words;
+    for (int i = 0; i < packed.kBytes / 4; ++i) {
+        uint32& word = packed.part[i / 4].word[i % 4];
+        if constexpr (kDtype == kFloat32) word = __float_as_uint(group.value[i]);
+        else word = pack_pair<kDtype>(group.value[2 * i], group.value[2 * i + 1]);
     }
+#pragma unroll
+    for (int i = 0; i < packed.kBytes / 16; ++i) store_16(global + 16 * i, packed.part[i]);
 }
 
 // a + b and a * w with each result rounded by itself, as the semantics ask.

@@ -7,24 +7,17 @@ import ctypes
 import torch
 
 from tokenloom.jit.compiler import KernelSpec
-from tokenloom.kernels.shape import (
-    DTYPES,
-    LAYOUTS,
-    MAX_SHARED_BYTES,
-    MOST_STAGES,
-    THREADS,
-    WARPS,
-    Call,
-    int32_fields,
-    ring,
-    uint64_fields,
-)
-from tokenloom.plan import Plan, align_up
+from tokenloom.kernels.shape import DTYPES, LAYOUTS, Call, int32_fields, ring, uint64_fields
+from tokenloom.plan import Plan
 
-CHUNK_ROWS = 16
-"""kChunkRows of combine.cuh."""
-LARGEST_SUM_STAGE_BYTES = 3584
-"""Half of what copies use: a lane holds its part of a segment in registers while terms are added."""
+THREADS = 512
+MOST_CHUNK_SHIFT = 2
+"""Chunks have up to 4 rows: with more, home waits longer for the chunks that many warps send at once."""
+COPY_WARPS = 3
+"""Warps of a block that send rows as they are; bulk copies need few threads. The others sum."""
+PUSH_WARPS = {"per_rank": 12, "per_route": 10}
+"""Warps of a block that send rows which are sums or have to be converted; the others sum what arrives."""
+MOST_TERMS_AT_ONCE = 8
 
 
 class CombineArgs(ctypes.Structure):
@@ -32,60 +25,68 @@ class CombineArgs(ctypes.Structure):
 
     _fields_ = [
         ("call", Call),
-        *uint64_fields("y", "row_places", "row_weights", "slots", "all_counts", "out"),
+        *uint64_fields("y", "row_places", "row_weights", "row_tokens", "slots", "all_counts", "topk_ids", "out"),
         *uint64_fields("chunk_flags", "peers", "home"),
-        *int32_fields("num_tokens", "max_tokens", "capacity", "push_blocks"),
+        *int32_fields("num_tokens", "max_tokens", "capacity", "ids_are_int64"),
     ]
 
 
 def max_chunks(plan: Plan) -> int:
-    """Chunks that one rank can send another in a combine."""
-    return -(-plan.max_tokens_per_rank // CHUNK_ROWS)
+    """Chunks that one rank can send another in a combine: fewer than 128 rows are chunks by themselves."""
+    return max(min(plan.max_tokens_per_rank, 128), -(-plan.max_tokens_per_rank >> MOST_CHUNK_SHIFT))
 
 
 def combine_spec(
-    plan: Plan, layout: str, y_dtype: torch.dtype, wire_dtype: torch.dtype, out_dtype: torch.dtype
+    plan: Plan,
+    layout: str,
+    y_dtype: torch.dtype,
+    wire_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    mode: str = "per_rank",
+    hidden: int | None = None,
 ) -> tuple[KernelSpec, int]:
-    """The variant for these dtypes: (spec, dynamic shared memory)."""
-    group = 8 if plan.hidden % 8 == 0 else 4
-    other_bytes = 16 * plan.num_ranks + 256
-    copy_stage_bytes, copy_stages, copy_bytes = ring(plan.hidden * wire_dtype.itemsize, other_bytes)
-    groups = _segment_groups(plan.hidden, group, max(y_dtype.itemsize, wire_dtype.itemsize))
-    y_stage_bytes, wire_stage_bytes = groups * group * y_dtype.itemsize, groups * group * wire_dtype.itemsize
-    # Each warp: a ring of terms, their descriptions, and (when pushing) two stages of sums on their way out.
-    terms = 16 + 16 * max(plan.num_ranks, plan.top_k if layout == "expert" else 1)
-    out_bytes = 2 * align_up(wire_stage_bytes, 128)
-    room = (MAX_SHARED_BYTES - other_bytes - 2048) // WARPS - out_bytes
-    per_stage = align_up(max(y_stage_bytes, wire_stage_bytes), 128) + 8 + terms
-    sum_stages = max(2, min(MOST_STAGES, (room - terms - 256) // per_stage))
-    sum_bytes = WARPS * (sum_stages * per_stage + terms + out_bytes + 256) + other_bytes
-    shared_bytes = max(copy_bytes, sum_bytes)
+    """The variant for these dtypes: (spec, dynamic shared memory).
+
+    Args:
+        hidden: values of a row, if not the plan's.
+    """
+    hidden = hidden or plan.hidden
+    copies = layout != "expert" and y_dtype == wire_dtype
+    ranks_of_token = plan.num_ranks * (1 - (1 - 1 / plan.num_ranks) ** plan.top_k)  # if routing is random
+    routes_of_row = plan.top_k / ranks_of_token if layout == "expert" else 1
+    other_bytes = 36 * plan.num_ranks + 4 * 19 * max(PUSH_WARPS.values()) + 256
+    stage_bytes, stages, shared_bytes = 128, 2, 768 + other_bytes
+    if copies:
+        stage_bytes, stages, shared_bytes = ring(hidden * wire_dtype.itemsize, COPY_WARPS, other_bytes, 0)
     shape = {
         "num_ranks": plan.num_ranks,
         "num_experts": plan.num_experts,
         "top_k": plan.top_k,
-        "hidden": plan.hidden,
+        "hidden": hidden,
         "y_dtype": DTYPES[y_dtype],
         "wire_dtype": DTYPES[wire_dtype],
         "out_dtype": DTYPES[out_dtype],
-        "group": group,
+        "group": 8 if hidden % 8 == 0 else 4,
         "layout": LAYOUTS[layout],
-        "copies_rows": int(layout != "expert" and y_dtype == wire_dtype),
+        "per_route": int(mode == "per_route"),
         "threads": THREADS,
-        "copy_stage_bytes": copy_stage_bytes,
-        "copy_stages": copy_stages,
-        "sum_stages": sum_stages,
-        "y_stage_bytes": y_stage_bytes,
-        "wire_stage_bytes": wire_stage_bytes,
+        "push_warps": COPY_WARPS if copies else PUSH_WARPS[mode],
+        "push_terms": _terms_at_once(routes_of_row),
+        "home_terms": _terms_at_once(plan.top_k if mode == "per_route" else ranks_of_token),
+        "stage_bytes": stage_bytes,
+        "stages": stages,
         "shared_bytes": shared_bytes,
+        "most_chunk_shift": MOST_CHUNK_SHIFT,
         "max_chunks": max_chunks(plan),
     }
-    spec = KernelSpec("combine", "kernels/combine/combine.cuh", tuple(shape.items()), CombineArgs, THREADS)
-    return spec, shared_bytes
+    return KernelSpec("combine", "kernels/combine/combine.cuh", tuple(shape.items()), CombineArgs, THREADS), (
+        shared_bytes
+    )
 
 
-def _segment_groups(hidden: int, group: int, value_bytes: int) -> int:
-    """Groups of values in a segment: a row is cut evenly into segments of at most LARGEST_SUM_STAGE_BYTES."""
-    groups = hidden // group
-    segments = -(-groups * group * value_bytes // LARGEST_SUM_STAGE_BYTES)
-    return -(-groups // segments)
+def _terms_at_once(expected: float) -> int:
+    """How many terms of a sum are loaded together: the power of two that about holds the expected number."""
+    terms = 1
+    while terms < min(0.9 * expected, MOST_TERMS_AT_ONCE):
+        terms *= 2
+    return terms

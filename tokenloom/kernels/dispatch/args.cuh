@@ -5,19 +5,23 @@
 struct DispatchArgs {
     Call call;
     // This rank's input.
-    const void* x;              // [T] rows of Shape::row_bytes
-    const float* scales;        // [T][Shape::scales_per_row], FP8 only
+    const void* x;              // [T] rows of Shape::row_bytes, or of values to quantise
+    const float* scales;        // [T][Shape::scales_per_row], if x is FP8
     const void* topk_ids;       // [T][K] int32 or int64
     const float* topk_weights;  // [T][K], or null
     // In the control buffer.
     uint64 done_flags;  // uint32 [W][Shape::max_blocks]: block b of rank s has sent all its rows
+    uint64 row_flags;   // uint32 [W * M]: a received row is here (layout expert)
     // The data buffer: its address on every rank, and where things lie in it.
     const uint64* peers;  // [W] device memory
     uint64 rows;          // rows in the layout's order
     uint64 row_scales;    // float [][Shape::scales_per_row], in the same order
     uint64 row_ids;       // int32 [W * M][K] local experts of each received row, -1 elsewhere
     uint64 row_weights;   // float [W * M][K]
-    uint64 row_places;    // int32 [W * M][K] place of each route, layout expert only
+    uint64 row_places;    // int32 [W * M][K] place of each route (layout expert)
+    uint64 row_tokens;    // int32 [W * M] the token at home that a received row is (layout expert)
+    int32* block_counts;  // device memory: flags [Shape::max_blocks], then counts of each block's chunk [][W + E]
+    int32* slots_found;   // device memory [Shape::max_blocks]: this block has written its chunk's slots and places
     // Results on this rank, beside the rows.
     int32* slots;           // [T][W]: which of the rows that go to rank r this token is, or -1; then [T][K] places
     int32* all_counts;      // [W][W + E]: rows per rank, routes per expert, of every source

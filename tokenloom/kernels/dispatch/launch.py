@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import ctypes
 
+import torch
+
 from tokenloom.jit.compiler import KernelSpec
-from tokenloom.kernels.shape import LAYOUTS, THREADS, WARPS, Call, int32_fields, ring, uint64_fields
+from tokenloom.kernels.shape import DTYPES, LAYOUTS, Call, int32_fields, ring, uint64_fields
 from tokenloom.plan import Plan
 
 MAX_BLOCKS = 32
 """Most blocks, and so SMs, of one dispatch; the flags are laid out for as many."""
+SEND_WARPS = 8
+"""Warps of a block that stream rows; they share the memory of an SM."""
+FILL_WARPS = 8
+"""Layout expert: warps of a block that copy rows to their further places; the first of them raises flags instead."""
+QUANTIZE_WARPS = 16
+"""Warps of a block that quantise rows on their way; they need no ring."""
 
 
 class DispatchArgs(ctypes.Structure):
@@ -17,34 +25,62 @@ class DispatchArgs(ctypes.Structure):
 
     _fields_ = [
         ("call", Call),
-        *uint64_fields("x", "scales", "topk_ids", "topk_weights", "done_flags"),
-        *uint64_fields("peers", "rows", "row_scales", "row_ids", "row_weights", "row_places"),
+        *uint64_fields("x", "scales", "topk_ids", "topk_weights", "done_flags", "row_flags"),
+        *uint64_fields("peers", "rows", "row_scales", "row_ids", "row_weights", "row_places", "row_tokens"),
+        *uint64_fields("block_counts", "slots_found"),
         *uint64_fields("slots", "all_counts", "num_rows", "source_counts", "expert_counts", "expert_offsets"),
         *int32_fields("num_tokens", "max_tokens", "capacity", "alignment", "ids_are_int64", "stop_on_overflow"),
     ]
 
 
-def dispatch_spec(plan: Plan, layout: str, row_bytes: int, scales_per_row: int) -> tuple[KernelSpec, int]:
-    """The variant for rows of ``row_bytes`` with ``scales_per_row`` float32 scales: (spec, dynamic shared memory)."""
-    counts = plan.num_ranks + plan.num_experts
+def block_count_words(plan: Plan) -> int:
+    """int32 words of ``block_counts`` and, behind it, ``slots_found``."""
+    return MAX_BLOCKS * (2 + plan.num_ranks + plan.num_experts)
+
+
+def dispatch_spec(
+    plan: Plan,
+    layout: str,
+    row_bytes: int,
+    scales_per_row: int,
+    quantize: str = "",
+    x_dtype: torch.dtype | None = None,
+) -> tuple[KernelSpec, int]:
+    """The variant for a payload: (spec, dynamic shared memory).
+
+    Args:
+        row_bytes, scales_per_row: of a row as it is sent.
+        quantize: "" if x is sent as it is; "any scale" or "power of two" if x of ``x_dtype`` becomes FP8 on the way.
+    """
     by_expert = layout == "expert"
-    route_bytes = 4 * (2 * counts + 2 * plan.num_ranks + (2 * plan.num_experts if by_expert else 2))
-    route_bytes += 4 * WARPS * (counts if by_expert else plan.num_ranks)
-    stage_bytes, stages, shared_bytes = ring(row_bytes, route_bytes)
+    send_warps = SEND_WARPS if by_expert or not quantize else QUANTIZE_WARPS
+    warps = send_warps + (FILL_WARPS if by_expert else 0)
+    running_bytes = 4 * warps * (plan.num_ranks + (plan.num_experts if by_expert else 1))
+    counts = plan.num_ranks + plan.num_experts
+    route_bytes = 4 * (
+        3 * counts + 16 + 8 * plan.num_ranks + plan.num_experts + (plan.num_experts if by_expert else 1)
+    )
+    route_bytes += 4 * 19 * send_warps + 256  # progress
+    stage_bytes, stages, shared_bytes = ring(row_bytes, send_warps, route_bytes, running_bytes)
+    if quantize:
+        stage_bytes, stages, shared_bytes = 128, 2, max(running_bytes, 256) + route_bytes + 512
     shape = {
         "num_ranks": plan.num_ranks,
         "num_experts": plan.num_experts,
         "experts_per_rank": plan.experts_per_rank,
         "top_k": plan.top_k,
+        "hidden": plan.hidden,
         "row_bytes": row_bytes,
         "scales_per_row": scales_per_row,
+        "quantize": ("", "any scale", "power of two").index(quantize),
+        "x_dtype": 0 if x_dtype is None else DTYPES[x_dtype],
         "layout": LAYOUTS[layout],
-        "threads": THREADS,
+        "threads": 32 * warps,
+        "send_warps": send_warps,
         "stage_bytes": stage_bytes,
         "stages": stages,
         "shared_bytes": shared_bytes,
         "max_blocks": MAX_BLOCKS,
     }
-    return KernelSpec("dispatch", "kernels/dispatch/dispatch.cuh", tuple(shape.items()), DispatchArgs, THREADS), (
-        shared_bytes
-    )
+    spec = KernelSpec("dispatch", "kernels/dispatch/dispatch.cuh", tuple(shape.items()), DispatchArgs, 32 * warps)
+    return spec, shared_bytes

@@ -1,40 +1,147 @@
 // Routing inside the dispatch kernel: which place, at its destination, every row of this block goes to.
 //
-// Tokens are split into one contiguous chunk per block. A block counts everything before its chunk by itself, so that
-// blocks need not talk to each other; the last block, which thereby knows the totals, sends them to all ranks. From
-// all ranks' counts every block computes the same prefix sums, and so the exact place of each of its rows.
+// Tokens are split into one contiguous chunk per block. Each block counts its chunk, and adds the counts of the blocks
+// before it, or counts their few tokens itself; the last block, which thereby knows the totals, sends them to all ranks. From all ranks' counts every
+// block computes the same prefix sums, and so the exact place of each of its rows.
 #pragma once
 #include "kernels/dispatch/args.cuh"
 
 template <class Shape>
 struct RouteShared {
     static constexpr int kCounts = Shape::num_ranks + Shape::num_experts;
-    static constexpr int kWarps = Shape::threads / 32;
-    int32 before[kCounts];            // rows per rank, then routes per expert, of the tokens before this chunk
-    int32 chunk[kCounts];             // the same of this chunk
-    int32 row_base[Shape::num_ranks]; // first row of this source among the rows that rank r receives
+    alignas(16) int32 row[row_words<kCounts>];  // what the last block announces
+    int32 before[kCounts];                   // rows per rank, then routes per expert, of the tokens before this chunk
+    int32 chunk[kCounts];                    // the same of this chunk
+    int32 row_base[Shape::num_ranks];        // first row of this source among the rows that rank r receives
+    int32 received_base[Shape::num_ranks];   // first received row that comes from source s
+    int32 received[Shape::num_ranks];        // how many do
+    int32 needed[Shape::num_ranks];          // rows that rank r needs
+    int32 expert_total[Shape::num_experts];  // routes of all ranks
     int32 place_base[Shape::layout == kLayoutExpert ? Shape::num_experts : 1];  // first place of this source's routes
-    int32 expert_total[Shape::layout == kLayoutExpert ? Shape::num_experts : 1];
-    int32 needed[Shape::num_ranks];   // rows that rank r needs
-    int32 running[kWarps][Shape::layout == kLayoutExpert ? kCounts : Shape::num_ranks];
+};
+
+// Counts of a part of a chunk, warp by warp; the ring of rows takes its memory later.
+template <class Shape>
+struct RunningCounts {
+    static constexpr int kWarps = Shape::threads / 32;
+    int32 rows[kWarps][Shape::num_ranks];
+    int32 routes[kWarps][Shape::layout == kLayoutExpert ? Shape::num_experts : 1];
 };
 
 struct Chunk {
     int32 begin, end;
 };
 
-__device__ __forceinline__ Chunk chunk_of(int32 num_tokens, int32 block, int32 num_blocks) {
-    const int32 size = (num_tokens + num_blocks - 1) / num_blocks;
-    const int32 begin = min(block * size, num_tokens);
+__device__ __forceinline__ int32 chunk_size(int32 num_tokens) { return (num_tokens + gridDim.x - 1) / gridDim.x; }
+
+__device__ __forceinline__ Chunk chunk_of(int32 num_tokens, int32 block) {
+    const int32 size = chunk_size(num_tokens), begin = min(block * size, num_tokens);
     return {begin, min(begin + size, num_tokens)};
 }
 
-// Expert of route `index` (token * K + k), -1 for none; ids out of range count as none, never as addresses.
-template <class Shape>
-__device__ __forceinline__ int32 expert_of(const DispatchArgs& args, int64 index) {
-    const int64 id = args.ids_are_int64 ? static_cast<const int64*>(args.topk_ids)[index]
-                                        : static_cast<const int32*>(args.topk_ids)[index];
+// Expert of an id, -1 for none; ids out of range count as none, never as addresses.
+template <class Shape, class Id>
+__device__ __forceinline__ int32 expert_of_id(Id id) {
     return id >= 0 && id < Shape::num_experts ? static_cast<int32>(id) : -1;
+}
+
+template <class Shape>
+__device__ __forceinline__ int32 expert_of(const DispatchArgs& args, int64 index) {  // of route token * K + k
+    return args.ids_are_int64 ? expert_of_id<Shape>(static_cast<const int64*>(args.topk_ids)[index])
+                              : expert_of_id<Shape>(static_cast<const int32*>(args.topk_ids)[index]);
+}
+
+// The ids of one token, in 16-byte loads where rows of ids allow them.
+template <class Shape, class Id>
+struct TokenIds {
+    static constexpr int kBytes = Shape::top_k * sizeof(Id);
+    static constexpr bool kVectors = kBytes % 16 == 0;
+    union {
+        Id id[Shape::top_k];
+        Vec16 part[kVectors ? kBytes / 16 : 1];
+    };
+
+    __device__ __forceinline__ void load(const DispatchArgs& args, int32 token) {
+        const auto* ids = static_cast<const Id*>(args.topk_ids) + static_cast<int64>(token) * Shape::top_k;
+        if constexpr (kVectors) {
+#pragma unroll
+            for (int i = 0; i < kBytes / 16; ++i) part[i] = reinterpret_cast<const Vec16*>(ids)[i];
+        } else {
+#pragma unroll
+            for (int k = 0; k < Shape::top_k; ++k) id[k] = ids[k];
+        }
+    }
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int k = 0; k < Shape::top_k; ++k) id[k] = -1;
+    }
+};
+
+// Adds the counts of a chunk to counts[W + E] in shared memory.
+template <class Shape, class Id>
+__device__ void count_routes_of(const DispatchArgs& args, Chunk chunk, int32* counts) {
+    const int lane = threadIdx.x % 32;
+    int32 rows_of_lane = 0;  // lane r counts the rows for rank r
+    for (int32 first = chunk.begin + (threadIdx.x - lane); first < chunk.end; first += Shape::threads) {
+        TokenIds<Shape, Id> ids;
+        if (first + lane < chunk.end) ids.load(args, first + lane);
+        else ids.clear();
+        uint32 ranks = 0;
+#pragma unroll
+        for (int k = 0; k < Shape::top_k; ++k) {
+            const int32 expert = expert_of_id<Shape>(ids.id[k]);
+            if (expert < 0) continue;
+            ranks |= 1u << (expert / Shape::experts_per_rank);
+            atomicAdd(&counts[Shape::num_ranks + expert], 1);
+        }
+#pragma unroll
+        for (int r = 0; r < Shape::num_ranks; ++r) {
+            const int32 rows = __popc(__ballot_sync(~0u, (ranks >> r) & 1));
+            if (lane == r) rows_of_lane += rows;
+        }
+    }
+    if (lane < Shape::num_ranks && rows_of_lane != 0) atomicAdd(&counts[lane], rows_of_lane);
+}
+
+template <class Shape>
+__device__ void count_routes(const DispatchArgs& args, Chunk chunk, int32* counts) {
+    if (args.ids_are_int64) count_routes_of<Shape, int64>(args, chunk, counts);
+    else count_routes_of<Shape, int32>(args, chunk, counts);
+}
+
+// shared.before and shared.chunk. Blocks wait for the counts of those before them, which run: a grid is no larger than
+// what fits on the GPU at once.
+template <class Shape>
+__device__ void count_all_routes(const DispatchArgs& args, RouteShared<Shape>& shared, Chunk chunk, uint32 epoch) {
+    constexpr int kCounts = RouteShared<Shape>::kCounts;
+    for (int i = threadIdx.x; i < kCounts; i += Shape::threads) shared.before[i] = shared.chunk[i] = 0;
+    __syncthreads();
+    count_routes<Shape>(args, chunk, shared.chunk);
+    if (args.num_tokens <= 2 * Shape::threads) {  // faster than waiting for other blocks
+        count_routes<Shape>(args, {0, chunk.begin}, shared.before);
+        __syncthreads();
+        return;
+    }
+    __syncthreads();
+    int32* counts_of_block = args.block_counts + Shape::max_blocks;
+    for (int i = threadIdx.x; i < kCounts; i += Shape::threads)
+        counts_of_block[blockIdx.x * kCounts + i] = shared.chunk[i];
+    __syncthreads();
+    auto* flags = reinterpret_cast<uint32*>(args.block_counts);
+    if (threadIdx.x == 0) store_release_gpu(flags + blockIdx.x, epoch);
+    if (threadIdx.x < blockIdx.x) {
+        while (load_acquire_gpu(flags + threadIdx.x) != epoch) {
+        }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < kCounts; i += Shape::threads) {
+        int32 sum = 0;
+#pragma unroll 16
+        for (int b = 0; b < blockIdx.x; ++b) sum += counts_of_block[b * kCounts + i];
+        shared.before[i] = sum;
+    }
+    __syncthreads();
 }
 
 template <class Shape>
@@ -48,64 +155,42 @@ __device__ __forceinline__ uint32 ranks_of(const DispatchArgs& args, int32 token
     return ranks;
 }
 
-// Adds the counts of tokens begin..end-1 to counts[W + E] in shared memory.
-template <class Shape>
-__device__ void count_routes(const DispatchArgs& args, int32 begin, int32 end, int32* counts) {
-    const int lane = threadIdx.x % 32;
-    int32 rows_of_lane = 0;  // lane r counts the rows for rank r
-    for (int32 first = begin + (threadIdx.x - lane); first < end; first += Shape::threads) {
-        const int32 token = first + lane;
-        uint32 ranks = 0;
-        if (token < end) {
-#pragma unroll
-            for (int k = 0; k < Shape::top_k; ++k) {
-                const int32 expert = expert_of<Shape>(args, static_cast<int64>(token) * Shape::top_k + k);
-                if (expert < 0) continue;
-                ranks |= 1u << (expert / Shape::experts_per_rank);
-                atomicAdd(&counts[Shape::num_ranks + expert], 1);
-            }
-        }
-#pragma unroll
-        for (int r = 0; r < Shape::num_ranks; ++r) {
-            const int32 rows = __popc(__ballot_sync(~0u, (ranks >> r) & 1));
-            if (lane == r) rows_of_lane += rows;
-        }
-    }
-    if (lane < Shape::num_ranks && rows_of_lane != 0) atomicAdd(&counts[lane], rows_of_lane);
-}
-
 // Counts of all ranks, as they lie in this rank's control buffer.
 template <class Shape>
 struct AllCounts {
-    static constexpr int kStride = kHeaderWords + RouteShared<Shape>::kCounts;
+    static constexpr int kStride = row_words<RouteShared<Shape>::kCounts>;
     const int32* first;
     __device__ int32 rows(int source, int rank) const { return first[source * kStride + rank]; }
     __device__ int32 routes(int source, int expert) const { return first[source * kStride + Shape::num_ranks + expert]; }
 };
 
-// Prefix sums over all ranks' counts: row_base, place_base, needed.
+// Prefix sums over all ranks' counts. Every block makes them, and so knows the place of each of its rows.
 template <class Shape>
 __device__ void find_bases(const DispatchArgs& args, RouteShared<Shape>& shared, const AllCounts<Shape>& counts) {
     if (threadIdx.x < Shape::num_ranks) {
+        const int i = threadIdx.x;
+        int32 base = 0, total = 0, received = 0;
+        for (int s = 0; s < Shape::num_ranks; ++s) {
+            if (s == args.call.rank) base = total;
+            if (s < i) received += counts.rows(s, args.call.rank);
+            total += counts.rows(s, i);
+        }
+        shared.row_base[i] = Shape::layout == kLayoutRank ? args.call.rank * args.max_tokens : base;
+        shared.needed[i] = total;
+        shared.received_base[i] = received;
+        shared.received[i] = counts.rows(i, args.call.rank);
+    }
+    for (int e = threadIdx.x; e < Shape::num_experts; e += Shape::threads) {
         int32 base = 0, total = 0;
         for (int s = 0; s < Shape::num_ranks; ++s) {
             if (s == args.call.rank) base = total;
-            total += counts.rows(s, threadIdx.x);
+            total += counts.routes(s, e);
         }
-        shared.row_base[threadIdx.x] = Shape::layout == kLayoutRank ? args.call.rank * args.max_tokens : base;
-        shared.needed[threadIdx.x] = total;
+        shared.expert_total[e] = total;
+        if constexpr (Shape::layout == kLayoutExpert) shared.place_base[e] = base;
     }
+    __syncthreads();
     if constexpr (Shape::layout == kLayoutExpert) {
-        for (int e = threadIdx.x; e < Shape::num_experts; e += Shape::threads) {
-            int32 base = 0, total = 0;
-            for (int s = 0; s < Shape::num_ranks; ++s) {
-                if (s == args.call.rank) base = total;
-                total += counts.routes(s, e);
-            }
-            shared.place_base[e] = base;
-            shared.expert_total[e] = total;
-        }
-        __syncthreads();
         if (threadIdx.x < Shape::num_ranks) {
             int32 start = 0;
             for (int e = threadIdx.x * Shape::experts_per_rank; e < (threadIdx.x + 1) * Shape::experts_per_rank; ++e) {
@@ -114,13 +199,14 @@ __device__ void find_bases(const DispatchArgs& args, RouteShared<Shape>& shared,
             }
             shared.needed[threadIdx.x] = start;
         }
+        __syncthreads();
     }
-    __syncthreads();
 }
 
 // slots[t][r] for the tokens of this chunk: how many earlier tokens of this source go to rank r.
 template <class Shape>
-__device__ void find_slots(const DispatchArgs& args, RouteShared<Shape>& shared, Chunk chunk) {
+__device__ void find_slots(const DispatchArgs& args, RouteShared<Shape>& shared, RunningCounts<Shape>& running,
+                           Chunk chunk) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     for (int32 first = chunk.begin; first < chunk.end; first += Shape::threads) {
         const int32 token = first + threadIdx.x;
@@ -130,14 +216,14 @@ __device__ void find_slots(const DispatchArgs& args, RouteShared<Shape>& shared,
         for (int r = 0; r < Shape::num_ranks; ++r) {
             const uint32 going = __ballot_sync(~0u, (ranks >> r) & 1);
             in_warp[r] = __popc(going & ((1u << lane) - 1));
-            if (lane == 0) shared.running[warp][r] = __popc(going);
+            if (lane == 0) running.rows[warp][r] = __popc(going);
         }
         __syncthreads();
         if (threadIdx.x < Shape::num_ranks) {  // counts of the warps -> first slot of each warp
             int32 slot = shared.before[threadIdx.x];
-            for (int w = 0; w < RouteShared<Shape>::kWarps; ++w) {
-                const int32 rows = shared.running[w][threadIdx.x];
-                shared.running[w][threadIdx.x] = slot;
+            for (int w = 0; w < running.kWarps; ++w) {
+                const int32 rows = running.rows[w][threadIdx.x];
+                running.rows[w][threadIdx.x] = slot;
                 slot += rows;
             }
             shared.before[threadIdx.x] = slot;
@@ -147,7 +233,7 @@ __device__ void find_slots(const DispatchArgs& args, RouteShared<Shape>& shared,
 #pragma unroll
             for (int r = 0; r < Shape::num_ranks; ++r)
                 args.slots[static_cast<int64>(token) * Shape::num_ranks + r] =
-                    (ranks >> r) & 1 ? shared.running[warp][r] + in_warp[r] : -1;
+                    (ranks >> r) & 1 ? running.rows[warp][r] + in_warp[r] : -1;
         }
         __syncthreads();
     }
@@ -156,16 +242,17 @@ __device__ void find_slots(const DispatchArgs& args, RouteShared<Shape>& shared,
 // Layout expert: places[t][k] for the tokens of this chunk, in the order (token, k) within each expert.
 // Each warp takes a contiguous part of a tile's routes: it counts them first, then ranks equal experts lane by lane.
 template <class Shape>
-__device__ void find_places(const DispatchArgs& args, RouteShared<Shape>& shared, Chunk chunk, int32* places) {
-    constexpr int kWarps = RouteShared<Shape>::kWarps;
+__device__ void find_places(const DispatchArgs& args, RouteShared<Shape>& shared, RunningCounts<Shape>& running,
+                            Chunk chunk, int32* places) {
+    constexpr int kWarps = RunningCounts<Shape>::kWarps;
     constexpr int kRoutesOfWarp = 32 * Shape::top_k;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int64 end = static_cast<int64>(chunk.end) * Shape::top_k;
-    int32* counts = shared.running[warp] + Shape::num_ranks;
+    int32* counts = running.routes[warp];
     for (int64 tile = static_cast<int64>(chunk.begin) * Shape::top_k; tile < end; tile += kWarps * kRoutesOfWarp) {
         const int64 first = tile + warp * kRoutesOfWarp;
         for (int e = threadIdx.x; e < kWarps * Shape::num_experts; e += Shape::threads)
-            shared.running[e / Shape::num_experts][Shape::num_ranks + e % Shape::num_experts] = 0;
+            running.routes[e / Shape::num_experts][e % Shape::num_experts] = 0;
         __syncthreads();
         for (int i = lane; i < kRoutesOfWarp; i += 32) {
             const int32 expert = first + i < end ? expert_of<Shape>(args, first + i) : -1;
@@ -175,8 +262,8 @@ __device__ void find_places(const DispatchArgs& args, RouteShared<Shape>& shared
         for (int e = threadIdx.x; e < Shape::num_experts; e += Shape::threads) {
             int32 next = shared.before[Shape::num_ranks + e];
             for (int w = 0; w < kWarps; ++w) {
-                const int32 routes = shared.running[w][Shape::num_ranks + e];
-                shared.running[w][Shape::num_ranks + e] = next;
+                const int32 routes = running.routes[w][e];
+                running.routes[w][e] = next;
                 next += routes;
             }
             shared.before[Shape::num_ranks + e] = next;

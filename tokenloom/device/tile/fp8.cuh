@@ -1,0 +1,77 @@
+// Quantise a row to E4M3 with one scale per 128 values, as the semantics define it: IEEE divisions, each result rounded.
+#pragma once
+#include "device/tile/rows.cuh"
+
+constexpr int kFp8Block = 128;
+
+__device__ __forceinline__ float divide_rn(float a, float b) {
+    float quotient;
+    asm("div.rn.f32 %0, %1, %2;" : "=f"(quotient) : "f"(a), "f"(b));
+    return quotient;
+}
+
+// Four values to a word, the first in its lowest byte; beyond +-448 they saturate.
+__device__ __forceinline__ uint32 pack_e4m3(float a, float b, float c, float d) {
+    uint16 low, high;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+    return static_cast<uint32>(high) << 16 | low;
+}
+
+struct Fp8Scale {
+    float scale;   // of the block: value = code * scale
+    float factor;  // code = round(value * factor)
+};
+
+template <bool kPowerOfTwo>
+__device__ __forceinline__ Fp8Scale fp8_scale(float amax) {
+    const float scale = divide_rn(fmaxf(amax, 1e-4f), 448.0f);
+    if constexpr (kPowerOfTwo) {
+        const uint32 bits = (__float_as_uint(scale) + 0x007fffffu) & 0x7f800000u;  // rounded up
+        return {__uint_as_float(bits), __uint_as_float((254u << 23) - bits)};      // and its exact reciprocal
+    } else {
+        return {scale, divide_rn(448.0f, fmaxf(amax, 1e-4f))};
+    }
+}
+
+// A row of kDtype to the targets of all lanes in the mask; its scales likewise. A lane takes 16 values at a step, so
+// that 8 neighbours share a block. All lanes call it together.
+template <int kDtype, int kHidden, bool kPowerOfTwo>
+__device__ __forceinline__ void quantize_row(const unsigned char* from, uint64 target, uint64 scale_target,
+                                             uint32 targets, int lane) {
+    constexpr int kLaneValues = 16, kBlockLanes = kFp8Block / kLaneValues;
+    using Row = Tiles<kHidden / kLaneValues, kDtype == kFloat32 ? 2 : 4>;
+    static_assert(kHidden % kFp8Block == 0, "whole blocks: 8 lanes are inside the row together, or beyond it");
+    for (int tile = 0; tile < Row::kCount; ++tile) {
+        PackedGroup<kDtype, kLaneValues> packed[Row::kSteps];
+        int index;
+#pragma unroll
+        for (int step = 0; step < Row::kSteps; ++step)
+            if (Row::unit(tile, step, lane, index))
+                packed[step] = load_group_once<kDtype, kLaneValues>(from + index * kLaneValues * kValueBytes<kDtype>);
+#pragma unroll
+        for (int step = 0; step < Row::kSteps; ++step) {
+            const bool inside = Row::unit(tile, step, lane, index);
+            auto group = unpack(packed[step]);
+            float amax = 0.0f;
+#pragma unroll
+            for (int i = 0; i < kLaneValues; ++i) amax = fmaxf(amax, fabsf(group.value[i]));
+#pragma unroll
+            for (int other = 1; other < kBlockLanes; other *= 2)
+                amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, other));
+            const Fp8Scale scale = fp8_scale<kPowerOfTwo>(amax);
+            scale_group(group, scale.factor);
+            Vec16 codes;
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                codes.word[i] = pack_e4m3(group.value[4 * i], group.value[4 * i + 1], group.value[4 * i + 2],
+                                          group.value[4 * i + 3]);
+            for (uint32 rest = targets; rest != 0; rest &= rest - 1) {
+                auto* to = reinterpret_cast<unsigned char*>(of_lane(target, rest));
+                auto* scales = reinterpret_cast<float*>(of_lane(scale_target, rest));
+                if (inside) store_16(to + index * kLaneValues, codes);
+                if (inside && lane % kBlockLanes == 0) scales[index / kBlockLanes] = scale.scale;
+            }
+        }
+    }
+}
