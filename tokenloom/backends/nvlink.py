@@ -160,7 +160,7 @@ class NvlinkBackend:
     # -- dispatch -------------------------------------------------------------------------------------------
 
     def open_dispatch(self, call: DispatchCall, tensors: DispatchInput) -> NvlinkHandle:
-        room = region_rows(self.plan)
+        room = region_rows(self.plan) if call.layout == "expert" else self.plan.worst_case_rows("token")
         limit = room if call.capacity is None else min(call.capacity, room)
         exact = call.sizes == "exact"
         handle = self._start_dispatch(call, tensors, limit)

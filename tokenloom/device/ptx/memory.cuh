@@ -33,15 +33,16 @@ __device__ __forceinline__ void store_release_gpu(uint32* address, uint32 value)
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// `cta`: between threads of a block, through shared memory.
-__device__ __forceinline__ uint32 load_acquire_cta(const uint32* shared) {
+// Between threads of a block, through shared memory. Loads and stores are atomic operations here: tools that look for
+// races in shared memory know nothing of acquire and release.
+__device__ __forceinline__ uint32 load_acquire_cta(uint32* shared) {
     uint32 value;
-    asm volatile("ld.acquire.cta.u32 %0, [%1];" : "=r"(value) : "l"(shared) : "memory");
+    asm volatile("atom.or.acquire.cta.b32 %0, [%1], 0;" : "=r"(value) : "l"(shared) : "memory");
     return value;
 }
 
 __device__ __forceinline__ void store_release_cta(uint32* shared, uint32 value) {
-    asm volatile("st.release.cta.u32 [%0], %1;" ::"l"(shared), "r"(value) : "memory");
+    asm volatile("atom.exch.release.cta.b32 _, [%0], %1;" ::"l"(shared), "r"(value) : "memory");
 }
 
 __device__ __forceinline__ void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }

@@ -11,7 +11,7 @@ struct Progress {
     uint32 done[kWarps];                // in shared memory, as everything here
     uint32 told[kWarps];
     uint32 closed[kWarps];              // no more items come
-    int32 item[kWarps][kRecent];
+    uint32 item[kWarps][kRecent];
     static_assert(kWarps <= 32, "one lane watches one warp");
 
     __device__ void clear(int lane) {
@@ -22,7 +22,7 @@ struct Progress {
     __device__ void begin(int warp, uint32 count, int32 what, int lane) {
         while (count - load_acquire_cta(&told[warp]) >= kRecent) {
         }
-        if (lane == 0) item[warp][count % kRecent] = what;
+        if (lane == 0) store_release_cta(&item[warp][count % kRecent], what);
     }
 
     // All that the lanes of this warp have written for its first `count` items comes before.
@@ -45,7 +45,7 @@ struct Progress {
             const uint32 now = lane < kWarps ? load_acquire_cta(&done[lane]) : 0;
             if (__any_sync(~0u, now != before)) {
                 fence_acq_rel_sys();
-                for (uint32 i = before; i != now; ++i) tell(item[lane][i % kRecent]);
+                for (uint32 i = before; i != now; ++i) tell(static_cast<int32>(load_acquire_cta(&item[lane][i % kRecent])));
                 if (lane < kWarps && before != now) store_release_cta(&told[lane], now);
                 before = now;
                 __syncwarp();
