@@ -26,8 +26,11 @@ from tokenloom.plan import Plan
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 120.0
 SHAPE = ("--num-ranks", "2", "--num-experts", "4", "--hidden", "128", "--top-k", "2", "--max-tokens", "16")
-NUM_KERNELS = 18
-"""For this shape: dispatch of 2-byte, 4-byte and FP8 rows, combine of BF16, FP16 and FP32, each in three layouts."""
+NUM_DISPATCHES = 15
+"""For this shape: 2-byte, 4-byte and FP8 rows, and rows that become FP8 with two kinds of scale; in three layouts."""
+NUM_COMBINES = 14
+"""BF16, FP16 and FP32 in three layouts and per route; gradients of weights with layouts token and rank."""
+NUM_KERNELS = NUM_DISPATCHES + NUM_COMBINES
 
 
 def run(folder: Path | str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -81,6 +84,7 @@ def test_build_compiles_once(first_build: tuple[Path, subprocess.CompletedProces
 @needs_nvrtc
 def test_what_is_built_is_what_a_communicator_asks_for(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A build would be useless if a first call compiled all the same."""
+    from tokenloom.backends.regions import home_weight_values
     from tokenloom.kernels.combine.launch import combine_spec
     from tokenloom.kernels.dispatch.launch import dispatch_spec
 
@@ -92,6 +96,12 @@ def test_what_is_built_is_what_a_communicator_asks_for(filled: Path, monkeypatch
             cache.get(dispatch_spec(plan, layout, 128 * dtype.itemsize, 0)[0])
             cache.get(combine_spec(plan, layout, dtype, dtype, dtype)[0])
         cache.get(dispatch_spec(plan, layout, 128, 1)[0])
+        for quantize in ("any scale", "power of two"):
+            cache.get(dispatch_spec(plan, layout, 128, 1, quantize, torch.bfloat16)[0])
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        cache.get(combine_spec(plan, "expert", dtype, dtype, dtype, "per_route")[0])
+    for layout in ("token", "rank"):
+        cache.get(combine_spec(plan, layout, *[torch.float32] * 3, "per_rank", home_weight_values(plan))[0])
 
 
 @needs_nvrtc
@@ -100,12 +110,16 @@ def test_list_names_every_kernel(filled: Path) -> None:
     done = run(filled, "list")
     assert (done.returncode, done.stderr) == (0, "")
     for name in (
-        "dispatch/expert/ep2/e4/k2/256B ",
-        "dispatch/rank/ep2/e4/k2/512B ",
-        "dispatch/token/ep2/e4/k2/128B/1scales",
-        "combine/expert/ep2/e4/k2/h128/c1/bf16",
-        "combine/rank/ep2/e4/k2/h128/c1/fp16",
-        "combine/token/ep2/e4/k2/h128/c1/fp32",
+        "dispatch/expert/ep2/e4/k2/h128/256B ",
+        "dispatch/rank/ep2/e4/k2/h128/512B ",
+        "dispatch/token/ep2/e4/k2/h128/128B/1scales ",
+        "dispatch/expert/ep2/e4/k2/h128/128B/1scales/bf16>fp8 ",
+        "dispatch/rank/ep2/e4/k2/h128/128B/1scales/bf16>fp8_power_of_two ",
+        "combine/expert/ep2/e4/k2/h128/c16/bf16 ",
+        "combine/expert/ep2/e4/k2/h128/c16/per_route/bf16 ",
+        "combine/rank/ep2/e4/k2/h128/c16/fp16 ",
+        "combine/token/ep2/e4/k2/h128/c16/fp32 ",
+        "combine/token/ep2/e4/k2/h4/c16/fp32 ",
     ):
         assert done.stdout.count(name) == 1, name
     assert re.search(rf"^{NUM_KERNELS} kernels, \d+ KiB, in {re.escape(str(filled))}$", done.stdout, re.MULTILINE)
@@ -120,14 +134,14 @@ def test_inspect_shows_what_kernels_need(filled: Path, say: Callable[..., Result
     assert (everything.returncode, everything.stderr) == (0, "")
     assert len(re.findall(r"^ (?:dispatch|combine)/", everything.stdout, re.MULTILINE)) == NUM_KERNELS
     combines = say(filled, "inspect", "combine")
-    assert len(re.findall(r"^ combine/", combines.stdout, re.MULTILINE)) == NUM_KERNELS // 2
+    assert len(re.findall(r"^ combine/", combines.stdout, re.MULTILINE)) == NUM_COMBINES
     assert "dispatch/" not in combines.stdout
     entry = next(cache.entries(filled))
     needs = entry.resources
     done = say(filled, "inspect", entry.key[:8])
     (line,) = [line for line in done.stdout.splitlines() if entry.key[:8] in line]
     blocks = r"(-|\d+)"  # a GPU is there, or not
-    numbers = (256, needs.registers, 0, 0, 0, entry.shape["shared_bytes"])
+    numbers = (entry.threads, needs.registers, 0, 0, 0, entry.shape["shared_bytes"])
     assert re.fullmatch(rf"{entry.name}/\S+ +{' +'.join(map(str, numbers))} +{blocks} +{entry.key[:8]}", line.strip())
 
 
@@ -166,9 +180,9 @@ def test_a_build_that_cannot_be_kept_fails(tmp_path: Path, say: Callable[..., Re
     """Compiling ahead of time into nowhere is not what anybody wanted."""
     folder = tmp_path / "file"
     folder.write_text("not a folder")
-    done = say(folder, "build", *SHAPE[:4], "--hidden", "4", "--top-k", "1")  # FP32 only: 6 kernels
+    done = say(folder, "build", *SHAPE[:4], "--hidden", "4", "--top-k", "1")  # FP32 only: 7 kernels
     assert done.exit_code == 1
-    assert done.stderr == f"tokenloom: 6 could not be written to {folder}\n"
+    assert done.stderr == f"tokenloom: 7 could not be written to {folder}\n"
 
 
 @pytest.mark.parametrize(
@@ -221,9 +235,15 @@ def test_kernels_of_other_versions_are_shown_too() -> None:
     """A cache may hold what another version wrote: constants that this one does not know, or others missing."""
     names = [
         cache_commands.variant_name(made_entry(**shape))
-        for shape in ({}, {"num_ranks": 8, "what": 5}, {"layout": 9, "y_dtype": 7}, {"y_dtype": 0, "out_dtype": 2})
+        for shape in (
+            {},
+            {"num_ranks": 8, "what": 5},
+            {"layout": 9, "y_dtype": 7},
+            {"y_dtype": 0, "out_dtype": 2},
+            {"quantize": 3},
+        )
     ]
-    assert names == ["mixer", "mixer/ep8", "mixer/?/?", "mixer/bf16>fp32"]
+    assert names == ["mixer", "mixer/ep8", "mixer/?/?", "mixer/bf16>fp32", "mixer/?>?"]
 
 
 def shown(table: Table) -> str:

@@ -14,14 +14,15 @@ import torch
 
 from tests.small_kernels import needs_nvrtc
 from tokenloom import symmetric
+from tokenloom.backends import regions
 from tokenloom.cache_commands import variants
-from tokenloom.errors import InvalidArgument
+from tokenloom.errors import InvalidArgument, KernelCompileError
 from tokenloom.jit import compiler
 from tokenloom.jit.compiler import KernelSpec, Resources
 from tokenloom.kernels import shape
 from tokenloom.kernels.combine import launch as combine
 from tokenloom.kernels.dispatch import launch as dispatch
-from tokenloom.plan import Plan
+from tokenloom.plan import FP8_BLOCK, Plan
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FP8 = torch.float8_e4m3fn
@@ -34,11 +35,20 @@ DEVICE_FOLDERS = ("ptx", "sync", "tile", "pipe")
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel: of a dispatch if ``dtypes`` is one dtype, else of a combine from y over the wire to the output."""
+    """One kernel: of a dispatch if ``dtypes`` is one dtype, else of a combine from y over the wire to the output.
+
+    Attributes:
+        quantize: how a dispatch makes FP8 of its rows, "" if it does not.
+        mode: of a combine.
+        of_weights: a combine of the weights' gradients, whose rows have a value per route.
+    """
 
     what: str
     layout: str
     dtypes: tuple[torch.dtype, ...]
+    quantize: str = ""
+    mode: str = "per_rank"
+    of_weights: bool = False
     num_ranks: int = 8
     experts_per_rank: int = 32
     top_k: int = 8
@@ -52,13 +62,29 @@ class Variant:
         experts = self.num_ranks * self.experts_per_rank
         plan = Plan(self.num_ranks, experts, self.hidden, self.top_k, self.max_tokens)
         if len(self.dtypes) == 3:
-            return combine.combine_spec(plan, self.layout, *self.dtypes)
-        scales = plan.scales_per_token if self.dtypes[0] == FP8 else 0
-        return dispatch.dispatch_spec(plan, self.layout, self.hidden * self.dtypes[0].itemsize, scales)
+            width = regions.home_weight_values(plan) if self.of_weights else None
+            return combine.combine_spec(plan, self.layout, *self.dtypes, self.mode, width)
+        (dtype,) = self.dtypes
+        scales = plan.scales_per_token if dtype == FP8 or self.quantize else 0
+        if self.quantize:
+            return dispatch.dispatch_spec(plan, self.layout, self.hidden, scales, self.quantize, dtype)
+        return dispatch.dispatch_spec(plan, self.layout, self.hidden * dtype.itemsize, scales)
 
 
 def both(what: str, layout: str, dtype: torch.dtype = BF16, **sizes: int) -> list[Variant]:
     return [Variant(what, layout, (dtype,), **sizes), Variant(what, layout, (dtype,) * 3, **sizes)]
+
+
+def quantizing(what: str, layout: str, quantize: str, dtype: torch.dtype = BF16, **sizes: int) -> Variant:
+    return Variant(what, layout, (dtype,), quantize=quantize, **sizes)
+
+
+def per_route(what: str, *dtypes: torch.dtype, **sizes: int) -> Variant:
+    return Variant(f"per route, {what}", "expert", dtypes, mode="per_route", **sizes)
+
+
+def of_weights(what: str, layout: str, **sizes: int) -> Variant:
+    return Variant(f"weights' gradients, {what}", layout, (FP32,) * 3, of_weights=True, **sizes)
 
 
 VARIANTS = [
@@ -88,6 +114,9 @@ VARIANTS = [
     *both("top-32", "expert", top_k=32),
     *both("top-32, token", "token", top_k=32),
     *both("top-32 of one expert", "expert", top_k=32, num_ranks=1, experts_per_rank=1),
+    # Where a rank holds many of a token's experts, most terms are in flight at once.
+    Variant("top-16 of 2 ranks", "expert", (BF16, FP16, BF16), top_k=16, num_ranks=2),
+    Variant("top-32 of 4 ranks, hidden 1000", "expert", (FP32, FP16, FP16), top_k=32, num_ranks=4, hidden=1000),
     # Many experts: their counters share memory with the ring of rows.
     *both("2048 experts", "expert", experts_per_rank=256),
     *both("4096 experts", "expert", experts_per_rank=512),
@@ -106,6 +135,29 @@ VARIANTS = [
     # One chunk only, and a number of tokens that no chunk divides.
     *both("1 token", "expert", max_tokens=1),
     *both("8191 tokens", "token", max_tokens=8191),
+    # Rows that become FP8 on their way: every dtype is read in its own way, each kind of scale is rounded in its own
+    # way. One block of 128 values, which is a part of a warp's step; several steps.
+    *(
+        quantizing(f"{layout} {dtype} to fp8, {quantize}", layout, quantize, dtype)
+        for layout, quantize, dtype in (
+            *product(("expert",), ("any scale", "power of two"), (BF16, FP16, FP32)),
+            *product(("token", "rank"), ("any scale", "power of two"), (BF16,)),
+        )
+    ),
+    quantizing("to fp8, hidden 128", "token", "power of two", hidden=128),
+    quantizing("to fp8, hidden 5120", "rank", "any scale", FP32, hidden=5120),
+    quantizing("to fp8, top-32 of 32 ranks", "expert", "any scale", FP32, top_k=32, num_ranks=32, experts_per_rank=8),
+    # Every route comes home by itself: rows are scaled and not added where they leave, and there are top_k at home.
+    per_route("bf16", BF16, BF16, BF16),
+    per_route("fp32", FP32, FP32, FP32),
+    per_route("fp32 over bf16", FP32, BF16, FP32),
+    per_route("top-1", BF16, BF16, BF16, top_k=1),
+    per_route("top-32 of 32 ranks", BF16, BF16, BF16, top_k=32, num_ranks=32, experts_per_rank=8),
+    per_route("hidden 1000, one rank", FP32, FP32, FP32, hidden=1000, num_ranks=1),
+    # Gradients of weights: rows of top_k values, rounded up to whole 16-byte units.
+    *(of_weights(layout, layout) for layout in ("token", "rank")),
+    of_weights("top-1", "token", top_k=1),
+    of_weights("top-32 of one rank", "rank", top_k=32, num_ranks=1),
 ]
 
 
@@ -128,14 +180,20 @@ def test_it_compiles_within_limits(variant: Variant) -> None:
     assert dict(spec.shape)["shared_bytes"] == shared_bytes, "what the kernel checks is what the launch asks for"
 
 
+@pytest.mark.parametrize("quantize", ["", "any scale"], ids=["as it is", "to fp8"])
 @pytest.mark.parametrize("layout", shape.LAYOUTS)
 @pytest.mark.parametrize("num_ranks", [1, 8, 32])
-def test_any_number_of_experts_fits_or_is_refused(layout: str, num_ranks: int) -> None:
+def test_any_number_of_experts_fits_or_is_refused(layout: str, num_ranks: int, quantize: str) -> None:
     """Counters of experts and the ring of rows share a block's memory: what does not fit would fail at the launch,
     after other ranks had begun to wait."""
+
+    def of(num_experts: int) -> Variant:
+        sizes = {"num_ranks": num_ranks, "experts_per_rank": num_experts // num_ranks}
+        return quantizing("", layout, quantize, **sizes)
+
     fitting, refused = [], []
     for num_experts in range(num_ranks, 40000, 8 * num_ranks):
-        variant = Variant("", layout, (BF16,), num_ranks, num_experts // num_ranks)
+        variant = of(num_experts)
         try:
             fitting.append((num_experts, variant.spec()[1]))
         except InvalidArgument:
@@ -143,7 +201,7 @@ def test_any_number_of_experts_fits_or_is_refused(layout: str, num_ranks: int) -
     assert max(shared_bytes for _, shared_bytes in fitting) <= shape.MAX_SHARED_BYTES
     assert 4096 < fitting[-1][0] < refused[0], "more experts need more"
     with pytest.raises(InvalidArgument, match="use fewer experts"):
-        Variant("", layout, (BF16,), num_ranks, 65536 // num_ranks).spec()
+        of(65536).spec()
 
 
 def test_the_variants_cover_what_is_built_ahead() -> None:
@@ -225,10 +283,14 @@ def test_numbers_are_the_same_on_both_sides() -> None:
         "device/sync/symmetric.cuh",
         *(f"static_assert(kLayout{name.title()} == {number});" for name, number in shape.LAYOUTS.items()),
     )
-    check("kernels/combine/combine.cuh", f"static_assert(kChunkRows == {combine.CHUNK_ROWS});")
+    check("device/tile/fp8.cuh", f"static_assert(kFp8Block == {FP8_BLOCK});")
+    kinds = {"": "kAsIs", "any scale": "kToFp8", "power of two": "kToFp8PowerOfTwo"}
+    numbers = {name: dict(quantizing("", "token", kind).spec()[0].shape)["quantize"] for kind, name in kinds.items()}
+    check("kernels/dispatch/dispatch.cuh", *(f"static_assert({name} == {each});" for name, each in numbers.items()))
     check(
         "device/sync/call.cuh",
         f"static_assert(kFields == {shape.NUM_FIELDS} && kFields < kHeaderWords);",
+        f"static_assert(kHeaderWords == {regions.HEADER_WORDS});",
         f"static_assert(sizeof(FaultRecord) == 4 * {symmetric._FAULT_WORDS});",
         f"static_assert(sizeof(CallRecord) <= 4 * {symmetric._RECORD_WORDS});",
     )
@@ -236,3 +298,50 @@ def test_numbers_are_the_same_on_both_sides() -> None:
     for number, words in symmetric.PHASES.items():
         (name,) = [name for name, part in phases.items() if part in words]
         check("device/sync/wait.cuh", f"static_assert({name} == {number});")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("num_ranks", "num_experts"), [(1, 1), (3, 21), (8, 256), (32, 32)])
+def test_rows_of_an_announcement_have_their_room(num_ranks: int, num_experts: int) -> None:
+    """Two for each source, one per parity of the epoch."""
+    _, num_bytes = regions.control_regions(Plan(num_ranks, num_experts, 8, 1, 1)).places["rows"]
+    check(
+        "device/sync/call.cuh",
+        f"static_assert(2 * {num_ranks} * row_words<{num_ranks} + {num_experts}> * sizeof(int32) == {num_bytes});",
+    )
+
+
+# -- chunks of a combine -----------------------------------------------------------------------------------------
+
+
+def chunk_shift(num_rows: int) -> int:
+    """What the kernel does, in other words: two rows a chunk from 128 rows, twice as many when these are doubled."""
+    shift = 0
+    while shift < combine.MOST_CHUNK_SHIFT and num_rows >= 128 << shift:
+        shift += 1
+    return shift
+
+
+@needs_nvrtc
+def test_the_rule_of_chunks() -> None:
+    """The next test counts with it. It cannot be a static_assert, as the device's functions are not constexpr: code
+    that ptxas cannot read is left in what it is given only if some number differs."""
+    counts = [*range(130), *(count + step for count in (256, 512, 1024, 4096, 1 << 20, 1 << 30) for step in (-1, 0))]
+    body = " ".join(f"if (chunk_shift<Rule>({count}) != {chunk_shift(count)}) differ();" for count in counts)
+    statements = (
+        f"struct Rule {{ static constexpr int most_chunk_shift = {combine.MOST_CHUNK_SHIFT}; }};",
+        '__device__ __forceinline__ void differ() { asm volatile("the rules differ"); }',
+    )
+    path = "kernels/combine/combine.cuh"
+    check(path, *statements, f'extern "C" __global__ void rule() {{ {body} }}')
+    with pytest.raises(KernelCompileError, match="ptxas"):
+        check(path, *statements, 'extern "C" __global__ void rule() { if (chunk_shift<Rule>(128) != 0) differ(); }')
+
+
+def test_every_chunk_has_a_flag() -> None:
+    """However many rows come: few rows are chunks by themselves, so that fewer of them can have more chunks."""
+    most = 0
+    for max_tokens in range(1, 5000):
+        most = max(most, -(-max_tokens >> chunk_shift(max_tokens)))
+        room = combine.max_chunks(Plan(8, 8, 8, 1, max_tokens))
+        assert most <= room <= most + 1, max_tokens

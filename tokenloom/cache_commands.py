@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich import box
@@ -14,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from tokenloom import env
+from tokenloom.backends.regions import home_weight_values
 from tokenloom.errors import InvalidArgument
 from tokenloom.jit import cache
 from tokenloom.jit.compiler import KernelSpec
@@ -37,8 +39,10 @@ _SHAPE_PARTS = {
     "row_bytes": "{}B",
     "scales_per_row": "{}scales",
     "max_chunks": "c{}",
+    "per_route": "per_route",
 }
 """What tells one variant from another, in the order and the spelling of its name."""
+_QUANTIZED = {1: "fp8", 2: "fp8_power_of_two"}
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,8 @@ def variant_name(entry: cache.Entry) -> str:
         parts.append(_LAYOUT_NAMES.get(shape["layout"], "?"))
     parts += [text.format(shape[key]) for key, text in _SHAPE_PARTS.items() if shape.get(key)]
     dtypes = [_DTYPE_NAMES.get(shape[key], "?") for key in ("y_dtype", "wire_dtype", "out_dtype") if key in shape]
+    if shape.get("quantize"):
+        dtypes = [_DTYPE_NAMES.get(shape.get("x_dtype", -1), "?"), _QUANTIZED.get(shape["quantize"], "?")]
     if dtypes:
         parts.append(dtypes[0] if len(set(dtypes)) == 1 else ">".join(dtypes))
     return "/".join(parts)
@@ -115,8 +121,11 @@ def named(entries: Sequence[cache.Entry], name: str) -> list[cache.Entry]:
 
 
 def variants(plan: Plan) -> list[KernelSpec]:
-    """The kernels that dispatches and combines of a communicator ask for, in every layout and the usual dtypes:
-    BF16, FP16, FP32, and FP8 dispatches with BF16 combines, as far as the hidden size allows them.
+    """The kernels that a communicator asks for, forward and backward, as far as the hidden size allows them.
+
+    Dispatches in every layout of BF16, FP16, FP32 and FP8 rows, and of BF16 rows that become FP8 on their way, with
+    either kind of scale. Combines of one dtype all the way, per rank in every layout and per route; and those that
+    bring the weights' gradients home.
 
     Raises:
         InvalidArgument: there are no kernels for such rows.
@@ -127,11 +136,15 @@ def variants(plan: Plan) -> list[KernelSpec]:
             f"hidden is {plan.hidden}: no kernels for rows that are no multiple of {COPIED_BYTES} bytes; "
             "pass a multiple of 8"
         )
-    rows = [(plan.hidden * dtype.itemsize, 0) for dtype in dtypes]
+    rows: list[tuple[Any, ...]] = [(plan.hidden * dtype.itemsize, 0) for dtype in dtypes]
     if plan.hidden % FP8_BLOCK == 0:
         rows.append((plan.hidden, plan.scales_per_token))
+        rows += [(*rows[-1], quantize, torch.bfloat16) for quantize in ("any scale", "power of two")]
     specs = [dispatch_spec(plan, layout, *row)[0] for layout in LAYOUTS for row in rows]
     specs += [combine_spec(plan, layout, dtype, dtype, dtype)[0] for layout in LAYOUTS for dtype in dtypes]
+    specs += [combine_spec(plan, "expert", dtype, dtype, dtype, "per_route")[0] for dtype in dtypes]
+    fp32, width = torch.float32, home_weight_values(plan)
+    specs += [combine_spec(plan, layout, fp32, fp32, fp32, "per_rank", width)[0] for layout in ("token", "rank")]
     return list(dict.fromkeys(specs))  # BF16 and FP16 rows are moved by the same kernel
 
 

@@ -117,7 +117,7 @@ class Communicator:
             plan = Plan(self._ranks.num_ranks, num_experts, hidden, top_k, max_tokens_per_rank)
             if not isinstance(num_sms, int) or not 1 <= num_sms <= backends.MAX_SMS:
                 raise InvalidArgument(f"num_sms is {num_sms!r}, expected 1 to {backends.MAX_SMS}")
-            found = backends.availability(self._ranks.transport, self._ranks.device, hidden, dtype)
+            found = backends.availability(self._ranks.transport, self._ranks.device, plan, dtype)
             must_agree = {"dtype": dtype, "backend": backend, "num_sms": num_sms, "checked": checked}
             return vars(plan) | must_agree | {"device type": self._ranks.device.type}, found
 
@@ -154,7 +154,7 @@ class Communicator:
         return self._ranks.process_group
 
     def describe(self) -> str:
-        """The plan, the backend and why, in a few lines for people."""
+        """The plan, the backend and why, and the memory it holds or will take, in a few lines for people."""
         plan = self.plan
         lines = [
             f"tokenloom Communicator, rank {self.rank} of {self.num_ranks} on {self.device}",
@@ -163,6 +163,7 @@ class Communicator:
             f"  worst case on one rank: {plan.worst_case_rows('token')} rows in layouts token and rank, "
             f"{plan.worst_case_rows('expert')} in layout expert",
             f"  backend {self.backend}: {self._why}",
+            *(f"    {line}" for line in self._backend.memory()),
         ]
         return "\n".join(lines + [f"  not picked: {reason}" for reason in self._not_picked])
 

@@ -16,14 +16,15 @@ from tokenloom.group import RankGroup
 from tokenloom.jit.compiler import load_nvrtc
 from tokenloom.jit.kernel import load_driver
 from tokenloom.kernels.dispatch.launch import MAX_BLOCKS as MAX_SMS
+from tokenloom.kernels.dispatch.launch import dispatch_spec
 from tokenloom.plan import Plan
 
 __all__ = ["BACKENDS", "DEFAULT_SMS", "MAX_SMS", "Availability", "Backend", "availability", "choose", "make"]
 
 BACKENDS = ("nvlink", "collective")
-"""All names, best first: ``auto`` picks the first that works and is no preview."""
-PREVIEW = ("nvlink",)
-"""Backends that do not yet pass all tests on the hardware they are for."""
+"""All names, best first: ``auto`` picks the first that works."""
+MAX_RANKS = 32
+"""Ranks whose rows one warp of the kernels can send to."""
 
 
 BULK_VALUES = 8
@@ -39,37 +40,43 @@ class Availability:
         works: on this rank.
         why: what it runs on, or why it does not work.
         host: of the rank; "nvlink" needs all ranks on one.
+        gpu: of the rank, by a name that no other has, or ""; "nvlink" needs one for each rank.
     """
 
     name: str
     works: bool
     why: str
     host: str
+    gpu: str = ""
 
 
 def availability(
-    transport: str, device: torch.device, hidden: int = 0, dtype: torch.dtype | None = None
+    transport: str, device: torch.device, plan: Plan | None = None, dtype: torch.dtype | None = None
 ) -> list[Availability]:
     """Every backend, best first, for a group over ``transport`` ("gloo", "nccl", ..., "local") on ``device``.
 
     Args:
-        hidden, dtype: of the tokens, where they are known.
+        plan: sizes, where they are known.
+        dtype: of the tokens, where it is known.
     """
     over = "this rank alone" if transport == "local" else f"torch.distributed over {transport}"
-    why_not, host = _why_not_nvlink(device, hidden, dtype), f"{socket.gethostname()}/{uuid.getnode():x}"
+    why_not, host = _why_not_nvlink(device, plan, dtype), f"{socket.gethostname()}/{uuid.getnode():x}"
     own = why_not or f"own kernels on {torch.cuda.get_device_name(device)}"
+    gpu = "" if why_not else str(torch.cuda.get_device_properties(device).uuid)
     return [
-        Availability("nvlink", why_not is None, own, host),
+        Availability("nvlink", why_not is None, own, host, gpu),
         Availability("collective", True, f"{over}, tensors on {device.type}", host),
     ]
 
 
-def _why_not_nvlink(device: torch.device, hidden: int, dtype: torch.dtype | None) -> str | None:
+def _why_not_nvlink(device: torch.device, plan: Plan | None, dtype: torch.dtype | None) -> str | None:
     """What keeps the kernels from running on this rank, or None."""
     if dtype == torch.float64:
         return "its kernels have no float64"
-    if hidden % BULK_VALUES:
-        return f"rows of {hidden} bfloat16 values are no multiple of {BULK_VALUES * 2} bytes"
+    if plan is not None and plan.hidden % BULK_VALUES:
+        return f"rows of {plan.hidden} bfloat16 values are no multiple of {BULK_VALUES * 2} bytes"
+    if plan is not None and plan.num_ranks > MAX_RANKS:
+        return f"it serves at most {MAX_RANKS} ranks"
     if device.type != "cuda":
         return f"it needs a GPU, the tensors are on {device.type}"
     capability = torch.cuda.get_device_capability(device)
@@ -80,7 +87,9 @@ def _why_not_nvlink(device: torch.device, hidden: int, dtype: torch.dtype | None
     try:
         load_nvrtc()
         load_driver()
-    except BackendUnavailable as error:
+        if plan is not None:  # experts that fit layout "expert", which counts most, fit all
+            dispatch_spec(plan, "expert", plan.hidden * 2, 0)
+    except (BackendUnavailable, InvalidArgument) as error:
         return str(error)
     own = torch.cuda.current_device() if device.index is None else device.index
     for peer in range(torch.cuda.device_count()):
@@ -107,9 +116,9 @@ def choose(name: str, by_rank: list[list[Availability]]) -> tuple[str, list[str]
         if candidate == "nvlink" and not failing:
             away = [rank for rank, found in enumerate(by_rank) if found[index].host != by_rank[0][index].host]
             failing = [(rank, "it is on another host than rank 0") for rank in away]
-        if name == "auto" and candidate in PREVIEW and not failing:
-            reasons.append(f"{candidate} works here, but is a preview: ask for it with backend={candidate!r}")
-            continue
+            gpus = [found[index].gpu for found in by_rank]
+            sharing = [rank for rank, gpu in enumerate(gpus) if gpu and gpu in gpus[:rank]]
+            failing += [(rank, f"it shares its GPU with rank {gpus.index(gpus[rank])}") for rank in sharing]
         if name in ("auto", candidate) and not failing:
             return candidate, reasons
         if failing:

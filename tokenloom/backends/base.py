@@ -150,6 +150,9 @@ class Backend(Protocol):
     def return_weights(self, handle: Any, grad: torch.Tensor) -> torch.Tensor:
         """Gradient of ``handle.topk_weights`` -> [T, K] at home."""
 
+    def memory(self) -> list[str]:
+        """Lines for people: each buffer of its own, how large it is, and whether it is there yet."""
+
     def check(self, wait: bool) -> None:
         """Raise what earlier calls left behind (CapacityOverflow, PeerTimeout, ...), once, on all ranks alike.
 

@@ -95,6 +95,11 @@ class Calls:
             self._launched.append(_Launched(self._num_calls, slot, fields))
             self._num_calls += 1
 
+    def trace(self, times: torch.Tensor | None) -> None:
+        """From now on kernels write when their blocks pass each phase (Mark in call.cuh): int64 [32, 16], in ns."""
+        for kernel in self._kernels.values():
+            kernel.args.call.trace = 0 if times is None else times.data_ptr()
+
     def agree(self, fields: dict[str, Field], status: int = 0) -> None:
         """Open a call and do nothing else: raises on every rank if the ranks mean different calls.
 

@@ -10,6 +10,8 @@ that only one rank can see is thereby an error on all of them, before any payloa
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 
@@ -109,9 +111,17 @@ def combine_fields(number: int, call: CombineCall) -> dict[str, Field]:
     }
 
 
-def encode_fields(fields: dict[str, Field], num_fields: int = NUM_FIELDS) -> list[int]:
+def encode_fields(fields: dict[str, Field], num_fields: int = NUM_FIELDS) -> tuple[int, ...]:
     """Fields as integers of 32 bits: non-negative ones stand for themselves, words for -1 - their index."""
-    return [_encode(value) for value in fields.values()] + [0] * (num_fields - len(fields))
+    number = fields.get("dispatch number")  # all else repeats from call to call
+    codes = _encoded(tuple(value for name, value in fields.items() if name != "dispatch number"))
+    codes = codes if number is None else (codes[0], _encode(number), *codes[1:])
+    return codes + (0,) * (num_fields - len(codes))
+
+
+@lru_cache(maxsize=1024)
+def _encoded(values: tuple[Field, ...]) -> tuple[int, ...]:
+    return tuple(_encode(value) for value in values)
 
 
 def decode_field(code: int) -> int | str | None:

@@ -28,7 +28,7 @@ from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.combine.launch import combine_spec
 from tokenloom.kernels.dispatch.launch import MAX_BLOCKS, block_count_words, dispatch_spec
 from tokenloom.kernels.shape import DTYPES
-from tokenloom.plan import Plan
+from tokenloom.plan import FP8_BLOCK, Plan
 from tokenloom.symmetric import Regions, SymmetricBuffer
 
 DEFAULT_SMS = 16
@@ -70,6 +70,33 @@ class NvlinkHandle:
     reused_after: int | None
 
 
+class _Region:
+    """Views of one of the two receive regions of a buffer, at its full size. R is the most rows that may be received.
+
+    Attributes:
+        rows: [places, H]; scales: float32 [places, H / 128], of no use without FP8.
+        local_ids, row_places: int32 [R, K]; weights: float32 [R, K]; row_tokens: int32 [R].
+        offsets: what kernels call each, and where it is in the buffer.
+        peers_address: of the buffer's addresses on all ranks.
+    """
+
+    def __init__(self, plan: Plan, buffer: SymmetricBuffer, number: int, row_dtype: torch.dtype) -> None:
+        received, places = plan.worst_case_rows("token"), region_rows(plan)
+
+        def view(name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return buffer.view(f"{name}{number}", dtype, shape)
+
+        self.rows = view("rows", row_dtype, places, plan.hidden)
+        self.scales = view("row_scales", torch.float32, places, plan.hidden // FP8_BLOCK)
+        self.local_ids = view("row_ids", torch.int32, received, plan.top_k)
+        self.weights = view("row_weights", torch.float32, received, plan.top_k)
+        self.row_places = view("row_places", torch.int32, received, plan.top_k)
+        self.row_tokens = view("row_tokens", torch.int32, received)
+        names = ("rows", "row_scales", "row_ids", "row_weights", "row_places", "row_tokens")
+        self.offsets = [(name, buffer.regions.offset(f"{name}{number}")) for name in names]
+        self.peers_address = buffer.peers.data_ptr()
+
+
 class NvlinkBackend:
     """Dispatch and combine by kernels that write the peers' memory.
 
@@ -87,6 +114,7 @@ class NvlinkBackend:
         self.checked = checked
         self._calls = Calls(plan, ranks, num_sms)
         self._buffers: dict[tuple[Any, int], SymmetricBuffer] = {}
+        self._regions: dict[tuple[int, torch.dtype], _Region] = {}
         self._overflow: CapacityOverflow | None = None
         self._num_dispatches = 0
         self._block_counts = torch.zeros(block_count_words(plan), dtype=torch.int32, device=ranks.device)
@@ -144,6 +172,20 @@ class NvlinkBackend:
             raise overflow
         self._calls.check(wait)
 
+    def memory(self) -> list[str]:
+        """Sizes of the symmetric buffers, those that the first call of a kind will make included."""
+        lines = [f"flags and counts: {self._calls.control.regions.total_bytes / 1e6:.1f} MB"]
+        for regions, value_bytes, what in (
+            (data_regions, 2, "FP8, bfloat16 and float16"),
+            (data_regions, 4, "float32"),
+            (route_regions, 2, "combine per route, 2-byte values"),
+            (route_regions, 4, "combine per route, float32"),
+        ):
+            size = f"{regions(self.plan, value_bytes).total_bytes / 1e6:.1f} MB"
+            when = "" if (regions, value_bytes) in self._buffers else ", made at the first call that needs it"
+            lines.append(f"buffers for {what}: {size}{when}")
+        return lines
+
     def _buffer(
         self, regions: Callable[[Plan, int], Regions], value_bytes: int, fields: dict[str, Field]
     ) -> SymmetricBuffer:
@@ -186,19 +228,21 @@ class NvlinkBackend:
         num_tokens, local = x.shape[0], plan.experts_per_rank
         row_dtype = torch.float8_e4m3fn if call.to_fp8 else x.dtype
         fields = dispatch_fields(self._num_dispatches, call, tensors)
-        buffer = self._buffer(data_regions, row_dtype.itemsize, fields)
-        region = self._num_dispatches % 2
-        int32: dict[str, Any] = {"dtype": torch.int32, "device": x.device}
-        slots = torch.empty(max(1, num_tokens * (plan.num_ranks + plan.top_k)), **int32)
-        all_counts = torch.empty(plan.num_ranks, plan.num_ranks + plan.num_experts, **int32)
-        sizes = torch.empty(1 + plan.num_ranks + local + local + 1, **int32)
-        num_rows, source_counts, expert_counts, expert_offsets = sizes.split([1, plan.num_ranks, local, local + 1])
-        scales_per_row = 0 if tensors.scales is None and not call.to_fp8 else plan.scales_per_token
+        region = self._region(row_dtype, fields)
+        results = (1, plan.num_ranks, local, local + 1, plan.num_ranks * (plan.num_ranks + plan.num_experts))
+        own = torch.empty(
+            sum(results) + num_tokens * (plan.num_ranks + plan.top_k), dtype=torch.int32, device=x.device
+        )
+        num_rows, source_counts, expert_counts, expert_offsets, all_counts, slots = own.split(
+            [*results, len(own) - sum(results)]
+        )
+        with_scales = tensors.scales is not None or call.to_fp8
         places = plan.worst_case_rows("rank") if call.layout == "rank" else capacity
         quantize: tuple[Any, ...] = ()
         if call.to_fp8:
             quantize = ("power of two" if call.power_of_two_scales else "any scale", x.dtype)
         row_bytes = plan.hidden * row_dtype.itemsize
+        scales_per_row = plan.scales_per_token if with_scales else 0
         kernel = self._calls.kernel(dispatch_spec, call.layout, row_bytes, scales_per_row, *quantize)
         args = kernel.args
         args.x = x.data_ptr()
@@ -208,47 +252,49 @@ class NvlinkBackend:
         args.done_flags = self._calls.control.regions.offset("done_flags")
         args.row_flags = self._calls.control.regions.offset("row_flags")
         args.block_counts = self._block_counts.data_ptr()
-        args.slots_found = self._block_counts[-MAX_BLOCKS:].data_ptr()
-        args.peers = buffer.peers.data_ptr()
-        for name in ("rows", "row_scales", "row_ids", "row_weights", "row_places", "row_tokens"):
-            setattr(args, name, buffer.regions.offset(f"{name}{region}"))
+        args.slots_found = args.block_counts + 4 * (len(self._block_counts) - MAX_BLOCKS)
+        args.peers = region.peers_address
+        for name, offset in region.offsets:
+            setattr(args, name, offset)
         args.slots, args.all_counts = slots.data_ptr(), all_counts.data_ptr()
         args.num_rows, args.source_counts = num_rows.data_ptr(), source_counts.data_ptr()
         args.expert_counts, args.expert_offsets = expert_counts.data_ptr(), expert_offsets.data_ptr()
         args.num_tokens, args.max_tokens = num_tokens, plan.max_tokens_per_rank
         args.capacity, args.alignment = places, call.alignment
-        args.ids_are_int64 = tensors.topk_ids.dtype == torch.int64
+        args.ids_are_int64 = topk_ids.dtype == torch.int64
         args.stop_on_overflow = call.sizes == "exact"
         self._calls.launch(kernel, fields)
         self._num_dispatches += 1
 
-        received = plan.worst_case_rows("token")
-        local_ids = buffer.view(f"row_ids{region}", torch.int32, (received, plan.top_k))
-        row_places = buffer.view(f"row_places{region}", torch.int32, (received, plan.top_k))
-        weights = scales = None
-        if tensors.topk_weights is not None:
-            weights = buffer.view(f"row_weights{region}", torch.float32, (received, plan.top_k))
-        if scales_per_row:
-            scales = buffer.view(f"row_scales{region}", torch.float32, (places, scales_per_row))
         by_expert = call.layout == "expert"
+        weights = None if tensors.topk_weights is None else region.weights
         return NvlinkHandle(
             call=call,
             number=self._num_dispatches - 1,
             num_tokens=num_tokens,
             counts=RoutedCounts(num_rows[0], source_counts, expert_counts, expert_offsets if by_expert else None),
-            rows=buffer.view(f"rows{region}", row_dtype, (places, plan.hidden)),
-            scales=scales,
-            topk_ids=local_ids if by_expert else local_ids[:places],
+            rows=region.rows[:places],
+            scales=region.scales[:places] if with_scales else None,
+            topk_ids=region.local_ids if by_expert else region.local_ids[:places],
             topk_weights=weights if by_expert or weights is None else weights[:places],
             capacity=places,
             given_ids=topk_ids,
             slots=slots,
-            all_counts=all_counts,
-            local_ids=local_ids,
-            row_places=row_places,
-            row_tokens=buffer.view(f"row_tokens{region}", torch.int32, (received,)),
+            all_counts=all_counts.view(plan.num_ranks, -1),
+            local_ids=region.local_ids,
+            row_places=region.row_places,
+            row_tokens=region.row_tokens,
             reused_after=self._num_dispatches + 1,
         )
+
+    def _region(self, row_dtype: torch.dtype, fields: dict[str, Field]) -> _Region:
+        """Where the next dispatch puts its rows."""
+        key = (self._num_dispatches % 2, row_dtype)
+        found = self._regions.get(key)
+        if found is None:
+            buffer = self._buffer(data_regions, row_dtype.itemsize, fields)
+            found = self._regions[key] = _Region(self.plan, buffer, *key)
+        return found
 
     def _exact(self, handle: NvlinkHandle) -> NvlinkHandle:
         """The handle with outputs of their exact size."""

@@ -64,20 +64,21 @@ class Series:
 
 
 def contestants(
-    device: str, num_ranks: int, hidden: int, wanted: Sequence[str], num_sms: Sequence[int]
+    device: str, num_ranks: int, shape: Shape, wanted: Sequence[str], num_sms: Sequence[int]
 ) -> tuple[list[Contestant], list[str]]:
     """Everybody wanted that works here, and a line about each row that is missing for a reason.
 
     Args:
         device: "cpu" or "cuda".
-        num_ranks: W. hidden: H.
+        num_ranks: W.
+        shape: what is measured.
         wanted: of CONTESTANTS.
         num_sms: one contestant each, for backend "nvlink".
     """
     found: list[Contestant] = []
     notes: list[str] = []
     single: Timing = "events" if device == "cuda" else "wall"
-    for each in backends.availability(TRANSPORTS[device], torch.device(device), hidden):
+    for each in backends.availability(TRANSPORTS[device], torch.device(device), shape.plan(num_ranks)):
         if each.name not in wanted:
             continue
         if not each.works:
@@ -123,7 +124,7 @@ def plan_series(
     notes: dict[str, None] = {}
     for shape in shapes:
         shape.plan(num_ranks)
-        found, said = contestants(device, num_ranks, shape.hidden, wanted, num_sms)
+        found, said = contestants(device, num_ranks, shape, wanted, num_sms)
         notes |= dict.fromkeys(said)
         series += [Series(shape, each, who) for each in OPERATIONS for who in found if who.can(each)]
     if not series:
