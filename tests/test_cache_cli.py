@@ -240,10 +240,10 @@ def test_kernels_of_other_versions_are_shown_too() -> None:
             {"num_ranks": 8, "what": 5},
             {"layout": 9, "y_dtype": 7},
             {"y_dtype": 0, "out_dtype": 2},
-            {"quantize": 3},
+            {"x_dtype": 0, "quantize": 3},
         )
     ]
-    assert names == ["mixer", "mixer/ep8", "mixer/?/?", "mixer/bf16>fp32", "mixer/?>?"]
+    assert names == ["mixer", "mixer/ep8", "mixer/?/?", "mixer/bf16>fp32", "mixer/bf16>?"]
 
 
 def shown(table: Table) -> str:

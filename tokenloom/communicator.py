@@ -390,7 +390,7 @@ class Communicator:
 
         if not async_op:
             return work()
-        with self._side_stream.run((y, getattr(routed, "_weights", None))):
+        with self._side_stream.run((y, getattr(routed, "_weights", None), getattr(routed, "_handle", None))):
             out = work()
             return out, self._side_stream.event((out,))
 

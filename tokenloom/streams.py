@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 
 import torch
 
@@ -43,6 +44,16 @@ class Event:
         return self._done is None or self._done.query()
 
 
+def _tensors_in(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for each in value:
+            yield from _tensors_in(each)
+    elif is_dataclass(value):
+        yield from _tensors_in(tuple(vars(value).values()))
+
+
 class SideStream:
     """A stream of the communicator's own (nothing on the CPU)."""
 
@@ -52,15 +63,19 @@ class SideStream:
 
     @contextmanager
     def run(self, inputs: tuple[object, ...]) -> Iterator[None]:
-        """Run the block on the side stream, after what the current stream holds so far."""
+        """Run the block on the side stream, after what the current stream holds so far.
+
+        Args:
+            inputs: what the block reads: tensors, dataclasses with tensors in them, or anything else.
+        """
         if self._device.type != "cuda":
             yield
             return
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        for tensor in inputs:
-            if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+        for tensor in _tensors_in(inputs):
+            if tensor.is_cuda:
                 tensor.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             yield

@@ -46,6 +46,8 @@ class Calls:
 
     Attributes:
         control: the buffer with flags and counts.
+        num_calls: launched so far, not counting captured ones; each pairs with one of every other rank, whatever the
+            ranks meant by it.
     """
 
     def __init__(self, plan: Plan, ranks: RankGroup, num_sms: int) -> None:
@@ -58,7 +60,7 @@ class Calls:
         self._captured_slot = CALLS_IN_FLIGHT + 1
         self._done = [torch.cuda.Event() for _ in range(CALLS_IN_FLIGHT + 1)]
         self._launched: deque[_Launched] = deque()
-        self._num_calls = 0
+        self.num_calls = 0
 
     def kernel(self, make: Callable[..., tuple[KernelSpec, int]], *variant: Any) -> Kernel:
         """The kernel of a variant, with arguments of its own in which everything about the opening is filled in."""
@@ -80,20 +82,22 @@ class Calls:
             opening.rank = self.ranks.rank
         return found
 
-    def launch(self, kernel: Kernel, fields: dict[str, Field], status: int = 0) -> None:
+    def launch(self, kernel: Kernel, fields: dict[str, Field], status: int = 0, region: int = 0) -> None:
         """Put the kernel on the current stream; remember where its outcome will be."""
         stream = torch.cuda.current_stream(self.ranks.device)
         captured = torch.cuda.is_current_stream_capturing()
-        slot = self._captured_slot if captured else self._num_calls % len(self._done)
+        if not captured:
+            self.settle(CALLS_IN_FLIGHT)
+        slot = self._captured_slot if captured else self.num_calls % len(self._done)
         opening = kernel.args.call
         opening.record = self._records.address(slot)
-        opening.status = status
+        opening.status, opening.region = status, region
         opening.fields[:] = encode_fields(fields, NUM_FIELDS)
         kernel.launch(self.num_sms, stream.cuda_stream)
         if not captured:
             self._done[slot].record(stream)
-            self._launched.append(_Launched(self._num_calls, slot, fields))
-            self._num_calls += 1
+            self._launched.append(_Launched(self.num_calls, slot, fields))
+            self.num_calls += 1
 
     def trace(self, times: torch.Tensor | None) -> None:
         """From now on kernels write when their blocks pass each phase (Mark in call.cuh): int64 [32, 16], in ns."""
@@ -122,7 +126,7 @@ class Calls:
         """
         if torch.cuda.is_current_stream_capturing():
             return
-        self.ranks.post_note(f"fault/{self._num_calls}", f"{type(fault).__name__}: {fault}")
+        self.ranks.post_note(f"fault/{self.num_calls}", f"{type(fault).__name__}: {fault}")
         self.agree({"call": call}, status=1)
 
     def settle(self, in_flight: int, own_fault: bool = False) -> None:
@@ -132,7 +136,7 @@ class Calls:
             call = self._launched.popleft()
             self._done[call.slot].synchronize()
             self._raise_timeout()
-            if own_fault:
+            if own_fault and not self._launched:  # the last one is that with the fault
                 self._records.take(call.slot)
             else:
                 self._raise_outcome(call)

@@ -76,7 +76,8 @@ class _Region:
     Attributes:
         rows: [places, H]; scales: float32 [places, H / 128], of no use without FP8.
         local_ids, row_places: int32 [R, K]; weights: float32 [R, K]; row_tokens: int32 [R].
-        offsets: what kernels call each, and where it is in the buffer.
+        number: 0 or 1.
+        offsets: what kernels call each, and where it is in the first region; and from there to the second.
         peers_address: of the buffer's addresses on all ranks.
     """
 
@@ -93,7 +94,10 @@ class _Region:
         self.row_places = view("row_places", torch.int32, received, plan.top_k)
         self.row_tokens = view("row_tokens", torch.int32, received)
         names = ("rows", "row_scales", "row_ids", "row_weights", "row_places", "row_tokens")
-        self.offsets = [(name, buffer.regions.offset(f"{name}{number}")) for name in names]
+        offset = buffer.regions.offset
+        self.offsets = [(name, offset(f"{name}0")) for name in names]
+        self.offsets.append(("region_bytes", offset("rows1") - offset("rows0")))
+        self.number = number
         self.peers_address = buffer.peers.data_ptr()
 
 
@@ -130,6 +134,8 @@ class NvlinkBackend:
                 f"x is {x.dtype}, backend nvlink moves bfloat16, float16, float32 and FP8; use backend='collective'"
             )
         _require_bulk(x)
+        if self.plan.experts_per_rank * call.alignment + self.plan.worst_case_rows("expert") >= 2**31:
+            raise InvalidArgument(f"alignment is {call.alignment}: places of rows would not fit 32 bits")
         room = region_rows(self.plan)
         worst = self.plan.worst_case_rows(call.layout, call.alignment)
         if call.sizes == "bounded" and min(call.capacity or 0, worst) > room:
@@ -205,6 +211,8 @@ class NvlinkBackend:
         room = region_rows(self.plan) if call.layout == "expert" else self.plan.worst_case_rows("token")
         limit = room if call.capacity is None else min(call.capacity, room)
         exact = call.sizes == "exact"
+        if exact:
+            self._calls.settle(0)  # what earlier calls left is not to be taken for this one's
         handle = self._start_dispatch(call, tensors, limit)
         if not exact:
             if self.checked:
@@ -227,7 +235,8 @@ class NvlinkBackend:
         plan, x, topk_ids = self.plan, _aligned(tensors.x), _aligned(tensors.topk_ids)
         num_tokens, local = x.shape[0], plan.experts_per_rank
         row_dtype = torch.float8_e4m3fn if call.to_fp8 else x.dtype
-        fields = dispatch_fields(self._num_dispatches, call, tensors)
+        number = self._calls.num_calls
+        fields = dispatch_fields(number, call, tensors)
         region = self._region(row_dtype, fields)
         results = (1, plan.num_ranks, local, local + 1, plan.num_ranks * (plan.num_ranks + plan.num_experts))
         own = torch.empty(
@@ -263,14 +272,14 @@ class NvlinkBackend:
         args.capacity, args.alignment = places, call.alignment
         args.ids_are_int64 = topk_ids.dtype == torch.int64
         args.stop_on_overflow = call.sizes == "exact"
-        self._calls.launch(kernel, fields)
+        self._calls.launch(kernel, fields, region=region.number)
         self._num_dispatches += 1
 
         by_expert = call.layout == "expert"
         weights = None if tensors.topk_weights is None else region.weights
         return NvlinkHandle(
             call=call,
-            number=self._num_dispatches - 1,
+            number=number,
             num_tokens=num_tokens,
             counts=RoutedCounts(num_rows[0], source_counts, expert_counts, expert_offsets if by_expert else None),
             rows=region.rows[:places],
@@ -435,6 +444,7 @@ class NvlinkBackend:
     def return_weights(self, handle: NvlinkHandle, grad: torch.Tensor) -> torch.Tensor:
         """A combine of short rows: of a token's K gradients each rank has some, and zeros for the others."""
         layout = "rank" if handle.call.layout == "rank" else "token"
+        grad = grad[: len(handle.local_ids)]
         rows = torch.where(handle.local_ids[: len(grad)] >= 0, grad, 0)
         width = home_weight_values(self.plan)
         rows = torch.nn.functional.pad(rows, (0, width - self.plan.top_k))

@@ -72,6 +72,6 @@ class Call(ctypes.Structure):
     _fields_ = [
         *uint64_fields("peers", "flags", "rows", "epoch", "blocks_out", "claimed", "record", "fault", "fault_claimed"),
         *uint64_fields("timeout_ns", "trace"),
-        *int32_fields("rank", "status"),
+        *int32_fields("rank", "status", "region"),
         ("fields", ctypes.c_int32 * NUM_FIELDS),
     ]

@@ -9,7 +9,8 @@
 #include "device/sync/wait.cuh"
 
 constexpr int kFields = 12;
-constexpr int kHeaderWords = 16;  // status, fields, spare
+constexpr int kHeaderWords = 16;  // status, fields, region, spare
+constexpr int kRegionWord = 1 + kFields;
 
 // In pinned host memory; written only when something is wrong. symmetric.py mirrors it.
 struct CallRecord {
@@ -37,6 +38,7 @@ struct Call {
     uint64* trace;        // null, or [blocks][kMarks] times in ns
     int32 rank;
     int32 status;  // 0, or what went wrong here before the call: then nobody sends anything
+    int32 region;  // where this rank wants what it receives; may be another one on every rank
     int32 fields[kFields];
 };
 
@@ -51,6 +53,10 @@ __device__ __forceinline__ void mark(const Call& call, Mark what) {
 
 enum class Opened { kGo, kRefused, kExpired };
 
+__device__ __forceinline__ Deadline deadline_of(const Call& call) {
+    return {call.fault, call.fault_claimed, call.timeout_ns};
+}
+
 template <int kCounts>
 constexpr int row_words = (kHeaderWords + kCounts + 3) / 4 * 4;  // whole 16-byte units
 
@@ -64,7 +70,10 @@ __device__ __forceinline__ uint64 row_offset(const Call& call, uint32 epoch, int
 template <int kRanks, int kCounts, int kThreads>
 __device__ void announce_call(const Call& call, uint32 epoch, int num_counts, int32* row) {
     if (threadIdx.x < kHeaderWords)
-        row[threadIdx.x] = threadIdx.x == 0 ? call.status : threadIdx.x <= kFields ? call.fields[threadIdx.x - 1] : 0;
+        row[threadIdx.x] = threadIdx.x == 0             ? call.status
+                           : threadIdx.x <= kFields     ? call.fields[threadIdx.x - 1]
+                           : threadIdx.x == kRegionWord ? call.region
+                                                        : 0;
     __syncthreads();
     const uint64 mine = row_offset<kRanks, kCounts>(call, epoch, call.rank);
     const int units = (kHeaderWords + num_counts + 3) / 4;
@@ -80,13 +89,13 @@ __device__ void announce_call(const Call& call, uint32 epoch, int num_counts, in
 // the same answer on all ranks; block 0 records what is wrong.
 template <int kRanks, int kCounts>
 __device__ Opened await_call(const Call& call, uint32 epoch) {
-    const Deadline deadline{call.fault, call.fault_claimed, call.timeout_ns};
+    const Deadline deadline = deadline_of(call);
     const int peer = threadIdx.x;
     bool here = true;
     int32 status = 0;
     int differs = kFields;
     if (peer < kRanks) {
-        here = wait_for_flag(at_peer<const uint32>(call.peers, call.rank, call.flags) + peer, epoch, deadline, peer,
+        here = wait_for_flag<Flag::kEveryCall>(at_peer<const uint32>(call.peers, call.rank, call.flags) + peer, epoch, deadline, peer,
                              kPhaseOpen);
     }
     if (!__syncthreads_and(here)) return Opened::kExpired;

@@ -21,8 +21,13 @@ struct Deadline {
 // What a wait is for, by number; symmetric.py has the words.
 enum Phase : uint32 { kPhaseOpen = 1, kPhaseRows = 2, kPhasePartials = 3 };
 
+// Flags that every call raises may be ahead already (epochs wrap). Others may be very old, and are compared exactly:
+// nobody raises them for a later call before this rank has announced that call.
+enum class Flag { kEveryCall, kSomeCalls };
+
+template <Flag kKind>
 __device__ __forceinline__ bool has_reached(uint32 seen, uint32 wanted) {
-    return static_cast<int32>(seen - wanted) >= 0;  // epochs wrap
+    return kKind == Flag::kEveryCall ? static_cast<int32>(seen - wanted) >= 0 : seen == wanted;
 }
 
 __device__ __forceinline__ void record_fault(FaultRecord* record, uint32* claimed, uint32 peer, uint32 phase,
@@ -36,14 +41,20 @@ __device__ __forceinline__ void record_fault(FaultRecord* record, uint32* claime
     store_release_sys(&record->is_set, 1);
 }
 
+// Whether a wait of this rank has expired, in this call or an earlier one: then nothing is as it should be.
+__device__ __forceinline__ bool has_expired(const Deadline& deadline) {
+    return load_relaxed_sys(deadline.fault_claimed) != 0;
+}
+
 // One thread waits until the peer's flag reaches `wanted`. What the peer released before is visible to it then.
 // False: expired, or another wait of this rank did; the caller must not touch what it waited for.
+template <Flag kKind = Flag::kSomeCalls>
 __device__ __forceinline__ bool wait_for_flag(const uint32* flag, uint32 wanted, const Deadline& deadline,
                                               uint32 peer, uint32 phase) {
     constexpr int kPollsBeforeSleep = 256;  // about a microsecond
     constexpr int kPollsPerClock = 1024;
     uint64 began = 0;
-    for (uint32 polls = 0; !has_reached(load_relaxed_sys(flag), wanted); ++polls) {
+    for (uint32 polls = 0; !has_reached<kKind>(load_relaxed_sys(flag), wanted); ++polls) {
         if (polls < kPollsBeforeSleep) continue;
         sleep_ns(64);
         if (polls % kPollsPerClock != 0) continue;
@@ -53,8 +64,15 @@ __device__ __forceinline__ bool wait_for_flag(const uint32* flag, uint32 wanted,
             record_fault(deadline.fault, deadline.fault_claimed, peer, phase, wanted, load_relaxed_sys(flag));
             return false;
         }
-        if (load_relaxed_sys(deadline.fault_claimed) != 0) return false;
+        if (has_expired(deadline)) return false;
     }
     load_acquire_sys(flag);
+    return true;
+}
+
+// One thread waits for another block of its own grid, which runs; it may have left because a wait expired.
+__device__ __forceinline__ bool wait_for_block(const uint32* flag, uint32 wanted, const Deadline& deadline) {
+    while (load_acquire_gpu(flag) != wanted)
+        if (has_expired(deadline)) return false;
     return true;
 }

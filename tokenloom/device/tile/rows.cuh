@@ -57,7 +57,8 @@ struct RowSum {
     static constexpr int kTermBytes = kGroupValues * kValueBytes<kTermDtype>;
     static constexpr int kOutBytes = kGroupValues * kValueBytes<kOutDtype>;
     // A step takes registers for the terms in flight and for the sum; more than this many would spill.
-    static constexpr int kMostRegisters = 80, kStepRegisters = kTermsAtOnce * kTermBytes / 4 + kGroupValues;
+    static constexpr int kMostRegisters = kWeighted ? 70 : 80;
+    static constexpr int kStepRegisters = kTermsAtOnce * kTermBytes / 4 + kGroupValues;
     static constexpr int kMostSteps = kStepRegisters > kMostRegisters ? 1 : kMostRegisters / kStepRegisters;
     using Row = Tiles<kGroups, (kMostSteps < 4 ? kMostSteps : 4)>;
     using Packed = PackedGroup<kTermDtype, kGroupValues>;

@@ -297,7 +297,7 @@ __device__ void sum_rows_at_home(const CombineArgs& args, const CombineShared<Sh
                                  int lane) {
     using Rows = CombineRows<Shape>;
     constexpr int kSumWarps = Shape::threads / 32 - Shape::push_warps - 1;
-    const Deadline deadline{args.call.fault, args.call.fault_claimed, args.call.timeout_ns};
+    const Deadline deadline = deadline_of(args.call);
     const auto* flags = at_peer<const uint32>(shared.control, args.call.rank, args.chunk_flags);
     const auto home = reinterpret_cast<uint64>(at_peer<unsigned char>(shared.data, args.call.rank, args.home));
     auto* out = static_cast<unsigned char*>(args.out);
@@ -323,6 +323,7 @@ __device__ void sum_rows_at_home(const CombineArgs& args, const CombineShared<Sh
             row = Shape::per_route ? token * Shape::top_k + lane : shared.own_base[term.rank] + term.slot;
         }
         if (!__all_sync(~0u, here)) return;
+        __syncwarp();
         const uint32 terms = __ballot_sync(~0u, term.slot >= 0);
         Rows::Home::add(out + token * Rows::kOutBytes, home + row * Rows::kWireBytes, 1.0f, terms, item % parts, parts,
                         lane);
@@ -337,6 +338,7 @@ __device__ void combine(const CombineArgs& args) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const uint32 epoch = *args.call.epoch + 1;
     if (threadIdx.x == 0) mark(args.call, kBegun);
+    if (__syncthreads_or(has_expired(deadline_of(args.call)))) return;
     constexpr int kCounts = Shape::num_ranks + Shape::num_experts;
     if (blockIdx.x == 0)
         announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, epoch, 0, shared.row);

@@ -18,6 +18,8 @@ COPY_WARPS = 3
 PUSH_WARPS = {"per_rank": 12, "per_route": 10}
 """Warps of a block that send rows which are sums or have to be converted; the others sum what arrives."""
 MOST_TERMS_AT_ONCE = 8
+MOST_WEIGHTED_TERMS_AT_ONCE = 4
+"""Weights take registers too."""
 
 
 class CombineArgs(ctypes.Structure):
@@ -71,8 +73,8 @@ def combine_spec(
         "per_route": int(mode == "per_route"),
         "threads": THREADS,
         "push_warps": COPY_WARPS if copies else PUSH_WARPS[mode],
-        "push_terms": _terms_at_once(routes_of_row),
-        "home_terms": _terms_at_once(plan.top_k if mode == "per_route" else ranks_of_token),
+        "push_terms": _terms_at_once(routes_of_row, MOST_WEIGHTED_TERMS_AT_ONCE),
+        "home_terms": _terms_at_once(plan.top_k if mode == "per_route" else ranks_of_token, MOST_TERMS_AT_ONCE),
         "stage_bytes": stage_bytes,
         "stages": stages,
         "shared_bytes": shared_bytes,
@@ -84,9 +86,9 @@ def combine_spec(
     )
 
 
-def _terms_at_once(expected: float) -> int:
+def _terms_at_once(expected: float, most: int) -> int:
     """How many terms of a sum are loaded together: the power of two that about holds the expected number."""
     terms = 1
-    while terms < min(0.9 * expected, MOST_TERMS_AT_ONCE):
+    while terms < min(0.9 * expected, most):
         terms *= 2
     return terms

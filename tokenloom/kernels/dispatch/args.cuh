@@ -12,14 +12,15 @@ struct DispatchArgs {
     // In the control buffer.
     uint64 done_flags;  // uint32 [W][Shape::max_blocks]: block b of rank s has sent all its rows
     uint64 row_flags;   // uint32 [W * M]: a received row is here (layout expert)
-    // The data buffer: its address on every rank, and where things lie in it.
+    // The data buffer: its address on every rank, and where things lie in its first region.
     const uint64* peers;  // [W] device memory
     uint64 rows;          // rows in the layout's order
     uint64 row_scales;    // float [][Shape::scales_per_row], in the same order
     uint64 row_ids;       // int32 [W * M][K] local experts of each received row, -1 elsewhere
     uint64 row_weights;   // float [W * M][K]
     uint64 row_places;    // int32 [W * M][K] place of each route (layout expert)
-    uint64 row_tokens;    // int32 [W * M] the token at home that a received row is (layout expert)
+    uint64 row_tokens;    // int32 [W * M] the token at home that a received row is (layouts expert, token)
+    uint64 region_bytes;  // from anything in the first region to the same in the second
     int32* block_counts;  // device memory: flags [Shape::max_blocks], then counts of each block's chunk [][W + E]
     int32* slots_found;   // device memory [Shape::max_blocks]: this block has written its chunk's slots and places
     // Results on this rank, beside the rows.

@@ -30,8 +30,8 @@ struct DispatchShared {
         RunningCounts<Shape> running;
     };
     typename Stream::Control control_of_stream[kRings];
-    uint64 control[Shape::num_ranks];  // addresses of all ranks' buffers, as in the args: here they are read fast
-    uint64 data[Shape::num_ranks];
+    uint64 control[Shape::num_ranks];  // addresses of all ranks' control buffers,
+    uint64 data[Shape::num_ranks];     // and of where they want what they receive: here they are read fast
     Progress<Shape::send_warps> progress;
     RouteShared<Shape> route;
 };
@@ -83,10 +83,9 @@ __device__ __forceinline__ void send_metadata(const DispatchArgs& args, const Di
         at_peer<int32>(shared.data, rank, args.row_ids)[to] = here ? routes.expert % Shape::experts_per_rank : -1;
         if (args.topk_weights != nullptr)
             at_peer<float>(shared.data, rank, args.row_weights)[to] = here ? routes.weight : 0.0f;
-        if constexpr (Shape::layout == kLayoutExpert) {
+        if constexpr (Shape::layout == kLayoutExpert)
             at_peer<int32>(shared.data, rank, args.row_places)[to] = here ? routes.place : -1;
-            if (lane == 0) at_peer<int32>(shared.data, rank, args.row_tokens)[row] = token;
-        }
+        if (Shape::layout != kLayoutRank && lane == 0) at_peer<int32>(shared.data, rank, args.row_tokens)[row] = token;
     }
     if constexpr (Shape::scales_per_row > 0 && Shape::quantize == kAsIs) {
         constexpr int kLaneScales = (Shape::scales_per_row + 31) / 32;
@@ -136,6 +135,22 @@ __device__ void publish_counts(const DispatchArgs& args, const RouteShared<Shape
     }
 }
 
+// The results of a dispatch that does not take place: no rows, here or elsewhere, so that nobody who goes on with them
+// addresses anything.
+template <class Shape>
+__device__ void publish_nothing(const DispatchArgs& args) {
+    const int64 thread = blockIdx.x * Shape::threads + threadIdx.x, stride = gridDim.x * Shape::threads;
+    for (int64 i = thread; i < static_cast<int64>(args.num_tokens) * (Shape::num_ranks + Shape::top_k); i += stride)
+        args.slots[i] = -1;
+    for (int64 i = thread; i < Shape::num_ranks * RouteShared<Shape>::kCounts; i += stride) args.all_counts[i] = 0;
+    for (int64 i = thread; i < Shape::num_ranks; i += stride) args.source_counts[i] = 0;
+    for (int64 i = thread; i <= Shape::experts_per_rank; i += stride) {
+        if (i < Shape::experts_per_rank) args.expert_counts[i] = 0;
+        if (Shape::layout == kLayoutExpert) args.expert_offsets[i] = 0;
+    }
+    if (thread == 0) *args.num_rows = 0;
+}
+
 // The tokens that a sending warp takes: first one of its block's chunk, whose slots this block has found, then whatever
 // is left of all chunks, once all blocks have found theirs.
 template <class Shape>
@@ -146,6 +161,7 @@ struct TokenSource {
     int32 size;     // of a chunk
     uint32 epoch;
     uint32 count = 0;
+    bool expired = false;  // a block has left without finding its slots
 
     __device__ TokenSource(const DispatchArgs& args_, Chunk chunk, uint32 epoch_, int warp, int lane)
         : args(args_), claims(args_.call.claimed, lane), own(chunk.begin + warp), size(chunk_size(args_.num_tokens)),
@@ -160,12 +176,12 @@ struct TokenSource {
         const int32 rest = size - Shape::send_warps;  // of each chunk
         if (rest <= 0) return false;
         if (count++ == 0) {
-            if (claims.lane < gridDim.x) {
-                const auto* found = reinterpret_cast<const uint32*>(args.slots_found);
-                while (load_acquire_gpu(found + claims.lane) != epoch) {
-                }
-            }
+            const auto* found = reinterpret_cast<const uint32*>(args.slots_found);
+            const bool here = claims.lane >= gridDim.x ||
+                              wait_for_block(found + claims.lane, epoch, deadline_of(args.call));
+            expired = !__all_sync(~0u, here);
             __syncwarp();
+            if (expired) return false;
         }
         const uint32 item = claims.take();
         token = item / rest * size + Shape::send_warps + item % rest;
@@ -184,11 +200,12 @@ __device__ void raise_row_flags(const DispatchArgs& args, const DispatchShared<S
     }
 }
 
-// One sending warp.
+// One sending warp. False: not all rows could be sent.
 template <class Shape>
-__device__ void send_rows(const DispatchArgs& args, DispatchShared<Shape>& shared, const int32* places, Chunk chunk,
+__device__ bool send_rows(const DispatchArgs& args, DispatchShared<Shape>& shared, const int32* places, Chunk chunk,
                           uint32 epoch, int warp, int lane) {
     using Stream = typename DispatchShared<Shape>::Stream;
+    static_assert(Stream::kAhead + 4 < Progress<Shape::send_warps>::kRecent, "rows begun and not yet told");
     constexpr int kUnreported = 2;  // rows that are on their way when the one before them is reported
     constexpr bool kReports = Shape::layout == kLayoutExpert;
     TokenSource<Shape> tokens(args, chunk, epoch, warp, lane);
@@ -248,17 +265,18 @@ __device__ void send_rows(const DispatchArgs& args, DispatchShared<Shape>& share
         shared.progress.report(warp, begun, lane);
         shared.progress.close(warp, lane);
     }
+    return !tokens.expired;
 }
 
 // Layout expert: rows between a group's last route and the next group are zero.
 template <class Shape>
-__device__ void clear_padding(const DispatchArgs& args, const RouteShared<Shape>& route, int warp, int lane) {
+__device__ void clear_padding(const DispatchArgs& args, const DispatchShared<Shape>& shared, int warp, int lane) {
     constexpr int kFillWarps = Shape::threads / 32 - Shape::send_warps - 1;
-    auto* rows = at_peer<unsigned char>(args.peers, args.call.rank, args.rows);
-    auto* scales = at_peer<float>(args.peers, args.call.rank, args.row_scales);
+    auto* rows = at_peer<unsigned char>(shared.data, args.call.rank, args.rows);
+    auto* scales = at_peer<float>(shared.data, args.call.rank, args.row_scales);
     int32 start = 0;
     for (int l = 0; l < Shape::experts_per_rank; ++l) {
-        const int32 routes = route.expert_total[args.call.rank * Shape::experts_per_rank + l];
+        const int32 routes = shared.route.expert_total[args.call.rank * Shape::experts_per_rank + l];
         const int32 end = start + (routes + args.alignment - 1) / args.alignment * args.alignment;
         for (int32 place = start + routes + blockIdx.x * kFillWarps + warp; place < min(end, args.capacity);
              place += gridDim.x * kFillWarps) {
@@ -274,33 +292,34 @@ __device__ void clear_padding(const DispatchArgs& args, const RouteShared<Shape>
 // arrived. (Rows of this rank itself go to all of their places at once.)
 // Warps take groups of rows in the order in which sources send them, sources in turn.
 template <class Shape>
-__device__ bool fill_further_places(const DispatchArgs& args, const RouteShared<Shape>& route, uint32 epoch, int warp,
-                                    int lane) {
+__device__ bool fill_further_places(const DispatchArgs& args, const DispatchShared<Shape>& shared, uint32 epoch,
+                                    int warp, int lane) {
     constexpr int kFillWarps = Shape::threads / 32 - Shape::send_warps - 1;
     constexpr int kGroup = 32 / Shape::top_k;  // consecutive rows of one source, looked at together: lane (j, k)
-    const Deadline deadline{args.call.fault, args.call.fault_claimed, args.call.timeout_ns};
-    const auto* flags = at_peer<const uint32>(args.call.peers, args.call.rank, args.row_flags);
-    const auto* all_places = at_peer<const int32>(args.peers, args.call.rank, args.row_places);
-    auto* rows = at_peer<unsigned char>(args.peers, args.call.rank, args.rows);
-    auto* scales = at_peer<float>(args.peers, args.call.rank, args.row_scales);
+    const Deadline deadline = deadline_of(args.call);
+    const auto* flags = at_peer<const uint32>(shared.control, args.call.rank, args.row_flags);
+    const auto* all_places = at_peer<const int32>(shared.data, args.call.rank, args.row_places);
+    auto* rows = at_peer<unsigned char>(shared.data, args.call.rank, args.rows);
+    auto* scales = at_peer<float>(shared.data, args.call.rank, args.row_scales);
     constexpr int kSources = Shape::num_ranks > 1 ? Shape::num_ranks - 1 : 1;
     const int in_group = lane / Shape::top_k;
     int32 longest = 0;
     for (int s = 0; s < Shape::num_ranks; ++s)
-        if (s != args.call.rank) longest = max(longest, route.received[s]);
+        if (s != args.call.rank) longest = max(longest, shared.route.received[s]);
     const int32 num_groups = (longest + kGroup - 1) / kGroup * (Shape::num_ranks - 1);
     Claims claims(args.call.claimed + 1, lane);
     for (int32 i = warp * gridDim.x + blockIdx.x; i < num_groups; i = gridDim.x * kFillWarps + claims.take()) {
         const int32 source = (args.call.rank + 1 + i % kSources) % Shape::num_ranks;
         const int32 in_source = i / kSources * kGroup + in_group;
-        const int64 row = route.received_base[source] + in_source;
+        const int64 row = shared.route.received_base[source] + in_source;
         int32 place = -1;
         bool here = true;
-        if (in_group < kGroup && in_source < route.received[source]) {
+        if (in_group < kGroup && in_source < shared.route.received[source]) {
             here = wait_for_flag(flags + row, epoch, deadline, source, kPhaseRows);
             if (here) place = all_places[row * Shape::top_k + lane % Shape::top_k];
         }
         if (!__all_sync(~0u, here)) return false;
+        __syncwarp();
         const uint32 fitting = __ballot_sync(~0u, place >= 0 && place < args.capacity);
         for (int j = 0; j < kGroup; ++j) {
             const uint32 of_row = fitting & (0xffffffffu >> (32 - Shape::top_k)) << (j * Shape::top_k);
@@ -325,7 +344,7 @@ __device__ bool fill_further_places(const DispatchArgs& args, const RouteShared<
 // Layouts token and rank: block 0 leaves when all rows are here.
 template <class Shape>
 __device__ bool wait_for_rows(const DispatchArgs& args, uint32 epoch, int32 blocks) {
-    const Deadline deadline{args.call.fault, args.call.fault_claimed, args.call.timeout_ns};
+    const Deadline deadline = deadline_of(args.call);
     const auto* flags = at_peer<const uint32>(args.call.peers, args.call.rank, args.done_flags);
     bool here = true;
     for (int i = threadIdx.x; i < Shape::num_ranks * blocks; i += Shape::threads) {
@@ -346,16 +365,16 @@ __device__ void dispatch(const DispatchArgs& args) {
     const int32 block = blockIdx.x, blocks = gridDim.x;
     const uint32 epoch = *args.call.epoch + 1;
     if (threadIdx.x == 0) mark(args.call, kBegun);
+    if (__syncthreads_or(has_expired(deadline_of(args.call)))) return publish_nothing<Shape>(args);
     const Chunk chunk = chunk_of(args.num_tokens, block);
 
     if (warp == 0) shared.progress.clear(lane);
     if (warp < shared.kRings) DispatchShared<Shape>::Stream::init(shared.control_of_stream[warp], lane);
     if (threadIdx.x < Shape::num_ranks) {
         shared.control[threadIdx.x] = args.call.peers[threadIdx.x];
-        shared.data[threadIdx.x] = args.peers[threadIdx.x];
     }
     mbarrier_init_fence();
-    count_all_routes<Shape>(args, route, chunk, epoch);
+    if (!count_all_routes<Shape>(args, route, chunk, epoch)) return publish_nothing<Shape>(args);
     if (threadIdx.x == 0) mark(args.call, kCounted);
     if (block == blocks - 1) {
         for (int i = threadIdx.x; i < kCounts; i += Shape::threads)
@@ -364,12 +383,15 @@ __device__ void dispatch(const DispatchArgs& args) {
     }
     const Opened opened = await_call<Shape::num_ranks, kCounts>(args.call, epoch);
     if (threadIdx.x == 0) mark(args.call, kHeard);
+    if (opened != Opened::kGo) publish_nothing<Shape>(args);
     if (opened == Opened::kExpired) return;
     if (opened == Opened::kRefused) return close_call(args.call, epoch);
 
     const AllCounts<Shape> counts{at_peer<const int32>(args.call.peers, args.call.rank,
                                                        row_offset<Shape::num_ranks, kCounts>(args.call, epoch, 0)) +
                                   kHeaderWords};
+    if (threadIdx.x < Shape::num_ranks)
+        shared.data[threadIdx.x] = args.peers[threadIdx.x] + counts.region(threadIdx.x) * args.region_bytes;
     find_bases<Shape>(args, route, counts);
     if (block == 0) publish_counts<Shape>(args, route, counts);
     bool all_fit = true;
@@ -385,21 +407,22 @@ __device__ void dispatch(const DispatchArgs& args) {
         mark(args.call, kPlaced);
     }
 
+    bool sent = true;
     if (warp < Shape::send_warps) {
-        send_rows<Shape>(args, shared, places, chunk, epoch, warp, lane);
+        sent = send_rows<Shape>(args, shared, places, chunk, epoch, warp, lane);
         if (lane == 0) mark(args.call, kSent);
     } else if constexpr (Shape::layout == kLayoutExpert) {
         if (warp == Shape::send_warps) {
             shared.progress.watch(lane, [&](int32 token) { raise_row_flags<Shape>(args, shared, epoch, token); });
         } else {
             const int fill_warp = warp - Shape::send_warps - 1;
-            clear_padding<Shape>(args, route, fill_warp, lane);
-            if (!fill_further_places<Shape>(args, route, epoch, fill_warp, lane)) return;
+            clear_padding<Shape>(args, shared, fill_warp, lane);
+            if (!fill_further_places<Shape>(args, shared, epoch, fill_warp, lane)) return;
             if (lane == 0) mark(args.call, kFilled);
         }
     }
     if constexpr (Shape::layout != kLayoutExpert) {
-        __syncthreads();
+        if (!__syncthreads_and(sent)) return;
         if (threadIdx.x < Shape::num_ranks)
             store_release_sys(at_peer<uint32>(args.call.peers, threadIdx.x, args.done_flags) +
                                   args.call.rank * Shape::max_blocks + block,

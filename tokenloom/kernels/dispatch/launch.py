@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from tokenloom.jit.compiler import KernelSpec
-from tokenloom.kernels.shape import DTYPES, LAYOUTS, Call, int32_fields, ring, uint64_fields
+from tokenloom.kernels.shape import DTYPES, LAYOUTS, MAX_SHARED_BYTES, Call, int32_fields, ring, uint64_fields
 from tokenloom.plan import Plan
 
 MAX_BLOCKS = 32
@@ -26,7 +26,9 @@ class DispatchArgs(ctypes.Structure):
     _fields_ = [
         ("call", Call),
         *uint64_fields("x", "scales", "topk_ids", "topk_weights", "done_flags", "row_flags"),
-        *uint64_fields("peers", "rows", "row_scales", "row_ids", "row_weights", "row_places", "row_tokens"),
+        *uint64_fields(
+            "peers", "rows", "row_scales", "row_ids", "row_weights", "row_places", "row_tokens", "region_bytes"
+        ),
         *uint64_fields("block_counts", "slots_found"),
         *uint64_fields("slots", "all_counts", "num_rows", "source_counts", "expert_counts", "expert_offsets"),
         *int32_fields("num_tokens", "max_tokens", "capacity", "alignment", "ids_are_int64", "stop_on_overflow"),
@@ -55,12 +57,16 @@ def dispatch_spec(
     by_expert = layout == "expert"
     send_warps = SEND_WARPS if by_expert or not quantize else QUANTIZE_WARPS
     warps = send_warps + (FILL_WARPS if by_expert else 0)
-    running_bytes = 4 * warps * (plan.num_ranks + (plan.num_experts if by_expert else 1))
     counts = plan.num_ranks + plan.num_experts
     route_bytes = 4 * (
         3 * counts + 16 + 8 * plan.num_ranks + plan.num_experts + (plan.num_experts if by_expert else 1)
     )
     route_bytes += 4 * 19 * send_warps + 256  # progress
+    running_bytes, place_warps = 4 * warps * plan.num_ranks + 4, 1
+    if by_expert:
+        room = MAX_SHARED_BYTES - route_bytes - running_bytes - 1024
+        place_warps = max(1, min(warps, room // (4 * plan.num_experts)))
+        running_bytes += 4 * place_warps * plan.num_experts
     stage_bytes, stages, shared_bytes = ring(row_bytes, send_warps, route_bytes, running_bytes)
     if quantize:
         stage_bytes, stages, shared_bytes = 128, 2, max(running_bytes, 256) + route_bytes + 512
@@ -77,6 +83,7 @@ def dispatch_spec(
         "layout": LAYOUTS[layout],
         "threads": 32 * warps,
         "send_warps": send_warps,
+        "place_warps": place_warps,
         "stage_bytes": stage_bytes,
         "stages": stages,
         "shared_bytes": shared_bytes,

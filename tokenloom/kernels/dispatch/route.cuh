@@ -24,8 +24,9 @@ struct RouteShared {
 template <class Shape>
 struct RunningCounts {
     static constexpr int kWarps = Shape::threads / 32;
+    static constexpr int kPlaceWarps = Shape::place_warps;  // fewer where counts of all experts take much memory
     int32 rows[kWarps][Shape::num_ranks];
-    int32 routes[kWarps][Shape::layout == kLayoutExpert ? Shape::num_experts : 1];
+    int32 routes[kPlaceWarps][Shape::layout == kLayoutExpert ? Shape::num_experts : 1];
 };
 
 struct Chunk {
@@ -111,9 +112,9 @@ __device__ void count_routes(const DispatchArgs& args, Chunk chunk, int32* count
 }
 
 // shared.before and shared.chunk. Blocks wait for the counts of those before them, which run: a grid is no larger than
-// what fits on the GPU at once.
+// what fits on the GPU at once. False: one of them has left, since a wait expired.
 template <class Shape>
-__device__ void count_all_routes(const DispatchArgs& args, RouteShared<Shape>& shared, Chunk chunk, uint32 epoch) {
+__device__ bool count_all_routes(const DispatchArgs& args, RouteShared<Shape>& shared, Chunk chunk, uint32 epoch) {
     constexpr int kCounts = RouteShared<Shape>::kCounts;
     for (int i = threadIdx.x; i < kCounts; i += Shape::threads) shared.before[i] = shared.chunk[i] = 0;
     __syncthreads();
@@ -121,7 +122,7 @@ __device__ void count_all_routes(const DispatchArgs& args, RouteShared<Shape>& s
     if (args.num_tokens <= 2 * Shape::threads) {  // faster than waiting for other blocks
         count_routes<Shape>(args, {0, chunk.begin}, shared.before);
         __syncthreads();
-        return;
+        return true;
     }
     __syncthreads();
     int32* counts_of_block = args.block_counts + Shape::max_blocks;
@@ -130,11 +131,9 @@ __device__ void count_all_routes(const DispatchArgs& args, RouteShared<Shape>& s
     __syncthreads();
     auto* flags = reinterpret_cast<uint32*>(args.block_counts);
     if (threadIdx.x == 0) store_release_gpu(flags + blockIdx.x, epoch);
-    if (threadIdx.x < blockIdx.x) {
-        while (load_acquire_gpu(flags + threadIdx.x) != epoch) {
-        }
-    }
-    __syncthreads();
+    const bool here =
+        threadIdx.x >= blockIdx.x || wait_for_block(flags + threadIdx.x, epoch, deadline_of(args.call));
+    if (!__syncthreads_and(here)) return false;
     for (int i = threadIdx.x; i < kCounts; i += Shape::threads) {
         int32 sum = 0;
 #pragma unroll 16
@@ -142,6 +141,7 @@ __device__ void count_all_routes(const DispatchArgs& args, RouteShared<Shape>& s
         shared.before[i] = sum;
     }
     __syncthreads();
+    return true;
 }
 
 template <class Shape>
@@ -161,6 +161,7 @@ struct AllCounts {
     static constexpr int kStride = row_words<RouteShared<Shape>::kCounts>;
     const int32* first;
     __device__ int32 rows(int source, int rank) const { return first[source * kStride + rank]; }
+    __device__ int32 region(int rank) const { return first[rank * kStride + kRegionWord - kHeaderWords]; }
     __device__ int32 routes(int source, int expert) const { return first[source * kStride + Shape::num_ranks + expert]; }
 };
 
@@ -244,17 +245,18 @@ __device__ void find_slots(const DispatchArgs& args, RouteShared<Shape>& shared,
 template <class Shape>
 __device__ void find_places(const DispatchArgs& args, RouteShared<Shape>& shared, RunningCounts<Shape>& running,
                             Chunk chunk, int32* places) {
-    constexpr int kWarps = RunningCounts<Shape>::kWarps;
+    constexpr int kWarps = RunningCounts<Shape>::kPlaceWarps;
     constexpr int kRoutesOfWarp = 32 * Shape::top_k;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int64 end = static_cast<int64>(chunk.end) * Shape::top_k;
-    int32* counts = running.routes[warp];
+    const bool takes_part = warp < kWarps;
+    int32* counts = running.routes[takes_part ? warp : 0];
     for (int64 tile = static_cast<int64>(chunk.begin) * Shape::top_k; tile < end; tile += kWarps * kRoutesOfWarp) {
         const int64 first = tile + warp * kRoutesOfWarp;
         for (int e = threadIdx.x; e < kWarps * Shape::num_experts; e += Shape::threads)
             running.routes[e / Shape::num_experts][e % Shape::num_experts] = 0;
         __syncthreads();
-        for (int i = lane; i < kRoutesOfWarp; i += 32) {
+        for (int i = lane; takes_part && i < kRoutesOfWarp; i += 32) {
             const int32 expert = first + i < end ? expert_of<Shape>(args, first + i) : -1;
             if (expert >= 0) atomicAdd(&counts[expert], 1);
         }
@@ -269,7 +271,7 @@ __device__ void find_places(const DispatchArgs& args, RouteShared<Shape>& shared
             shared.before[Shape::num_ranks + e] = next;
         }
         __syncthreads();
-        for (int i = lane; i < kRoutesOfWarp; i += 32) {
+        for (int i = lane; takes_part && i < kRoutesOfWarp; i += 32) {
             const int32 expert = first + i < end ? expert_of<Shape>(args, first + i) : -1;
             const uint32 same = __match_any_sync(~0u, expert);
             const int32 earlier = __popc(same & ((1u << lane) - 1));
