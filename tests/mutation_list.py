@@ -531,4 +531,31 @@ LAYER = (
     ),
 )
 
-MUTATIONS = SUMS + ROUTES + ERRORS + CAPACITY + TIMEOUTS + FP8 + GRADIENTS + LAYER
+KERNELS = (
+    Mutation(
+        "two-ranks-on-one-gpu",
+        "ranks that share a GPU get kernels, which wait for each other's SMs",
+        "backends/__init__.py",
+        "if gpu and gpu in gpus[:rank]]",
+        "if False]",
+        ("tests/test_backends.py",),
+    ),
+    Mutation(
+        "fields-by-age",
+        "the number of the dispatch stands behind the other fields, under another one's name",
+        EXCHANGE,
+        "(codes[0], _encode(number), *codes[1:])",
+        "(*codes, _encode(number))",
+        ("tests/test_backends.py",),
+    ),
+    Mutation(
+        "too-few-flags-of-chunks",
+        "few rows, which are chunks by themselves, have no more flags than many",
+        "kernels/combine/launch.py",
+        "max(min(plan.max_tokens_per_rank, 128), -(-plan.max_tokens_per_rank >> MOST_CHUNK_SHIFT))",
+        "-(-plan.max_tokens_per_rank >> MOST_CHUNK_SHIFT)",
+        ("tests/test_kernels.py::test_every_chunk_has_a_flag",),
+    ),
+)
+
+MUTATIONS = SUMS + ROUTES + ERRORS + CAPACITY + TIMEOUTS + FP8 + GRADIENTS + LAYER + KERNELS

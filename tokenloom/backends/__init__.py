@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import socket
-import uuid
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -60,13 +60,19 @@ def availability(
         dtype: of the tokens, where it is known.
     """
     over = "this rank alone" if transport == "local" else f"torch.distributed over {transport}"
-    why_not, host = _why_not_nvlink(device, plan, dtype), f"{socket.gethostname()}/{uuid.getnode():x}"
+    why_not, host = _why_not_nvlink(device, plan, dtype), _host()
     own = why_not or f"own kernels on {torch.cuda.get_device_name(device)}"
     gpu = "" if why_not else str(torch.cuda.get_device_properties(device).uuid)
     return [
         Availability("nvlink", why_not is None, own, host, gpu),
         Availability("collective", True, f"{over}, tensors on {device.type}", host),
     ]
+
+
+def _host() -> str:
+    """The host's name, and what tells two hosts of the same name apart: both started at different times."""
+    started = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()}/{started.read_text().strip() if started.exists() else ''}"
 
 
 def _why_not_nvlink(device: torch.device, plan: Plan | None, dtype: torch.dtype | None) -> str | None:
