@@ -16,6 +16,7 @@ from tokenloom.backends.exchange import (
     dispatch_fields,
     encode_fields,
 )
+from tokenloom.backends.regions import data_regions
 from tokenloom.errors import BackendUnavailable
 from tokenloom.plan import Plan
 
@@ -82,6 +83,15 @@ def test_more_experts_than_a_block_can_count(monkeypatch: pytest.MonkeyPatch) ->
     why = backends._why_not_nvlink(device, Plan(8, 65536, 7168, 8, 4096), BF16)
     assert why is not None
     assert "use fewer experts" in why
+
+
+@pytest.mark.parametrize("value_bytes", [2, 4])
+@pytest.mark.parametrize("plan", [Plan(8, 256, 7168, 8, 4096), Plan(3, 21, 8, 5, 7)], ids=["large", "odd"])
+def test_the_two_receive_regions_are_alike(plan: Plan, value_bytes: int) -> None:
+    """Kernels are told where things lie in the first, and how far it is to the second: the same for all of them."""
+    offset = data_regions(plan, value_bytes).offset
+    names = ("rows", "row_scales", "row_ids", "row_weights", "row_places", "row_tokens")
+    assert {offset(f"{name}1") - offset(f"{name}0") for name in names} == {offset("rows1") - offset("rows0")}
 
 
 DISPATCH = DispatchCall("expert", 16, "bounded", 640, True, True)

@@ -289,7 +289,7 @@ def test_numbers_are_the_same_on_both_sides() -> None:
     check("kernels/dispatch/dispatch.cuh", *(f"static_assert({name} == {each});" for name, each in numbers.items()))
     check(
         "device/sync/call.cuh",
-        f"static_assert(kFields == {shape.NUM_FIELDS} && kFields < kHeaderWords);",
+        f"static_assert(kFields == {shape.NUM_FIELDS} && kRegionWord < kHeaderWords);",
         f"static_assert(kHeaderWords == {regions.HEADER_WORDS});",
         f"static_assert(sizeof(FaultRecord) == 4 * {symmetric._FAULT_WORDS});",
         f"static_assert(sizeof(CallRecord) <= 4 * {symmetric._RECORD_WORDS});",

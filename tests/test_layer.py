@@ -236,7 +236,10 @@ def test_activation_checkpointing_changes_no_bit(ranks: Ranks, use_reentrant: bo
 
 
 def train(context: RankContext, case: LayerCase, steps: int) -> None:
-    """Two layers on one communicator, trained on W ranks and, densely, on all tokens at once: the same weights."""
+    """Two layers on one communicator, trained on W ranks and, densely, on all tokens at once: the same weights.
+
+    With a larger step the weights of four ranks' tokens explode, and differences in rounding with them.
+    """
     first = make_layer(case, context.group)
     second = make_layer(case, None, comm=first.comm, max_tokens_per_rank=None)
     model = torch.nn.ModuleList([first, second])
@@ -248,8 +251,8 @@ def train(context: RankContext, case: LayerCase, steps: int) -> None:
     names = [name for name, _ in model.named_parameters()]
     for name in names:
         dense[name].requires_grad_()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    dense_optimizer = torch.optim.SGD([dense[name] for name in names], lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    dense_optimizer = torch.optim.SGD([dense[name] for name in names], lr=0.01, momentum=0.9)
     batch, all_factors = torch.cat(xs).double(), torch.cat(factors).double()
     losses = []
     for _ in range(steps):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import uuid
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from tokenloom.jit.kernel import checked, load_driver
 PHASES = {1: "the opening of a call", 2: "dispatch, rows", 3: "combine, partial sums"}
 """What device/sync/wait.cuh calls Phase, in words."""
 REGION_ALIGNMENT_BYTES = 256
+CLOSE_TOGETHER_S = 0.2
+"""How long a close waits for the other ranks to close too, so that the memory is free when it returns."""
 _FAULT_WORDS = 6  # FaultRecord of device/sync/wait.cuh
 _RECORD_WORDS = 8  # CallRecord of device/sync/call.cuh
 
@@ -57,6 +61,7 @@ class SymmetricBuffer:
     def __init__(self, regions: Regions, ranks: RankGroup) -> None:
         self.regions = regions
         driver = load_driver()
+        _free_unmapped()
         with torch.cuda.device(ranks.device):
             torch.cuda.current_stream().synchronize()  # makes torch's context current
             self._address = int(checked(driver.cuMemAlloc(regions.total_bytes)))
@@ -65,28 +70,34 @@ class SymmetricBuffer:
             self._memory.zero_()
             torch.cuda.current_stream().synchronize()
             # No rank gets an address before its owner has cleared the flags behind it.
-            handles = ranks.all_gather_object(handle and bytes(handle.reserved), "sharing memory")
-            self._opened = []
+            shared = ranks.all_gather_object((handle and bytes(handle.reserved), uuid.uuid4().hex), "sharing memory")
+            opened = []
             addresses = []
-            for rank, reserved in enumerate(handles):
+            for rank, (reserved, _) in enumerate(shared):
                 if rank == ranks.rank:
                     addresses.append(self._address)
                     continue
                 theirs = driver.CUipcMemHandle()
                 theirs.reserved = reserved
                 flag = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-                self._opened.append(int(checked(driver.cuIpcOpenMemHandle(theirs, flag))))
-                addresses.append(self._opened[-1])
+                opened.append(int(checked(driver.cuIpcOpenMemHandle(theirs, flag))))
+                addresses.append(opened[-1])
             self.peers = torch.tensor(addresses, dtype=torch.int64, device=ranks.device)
-        self._release = weakref.finalize(self, _release, ranks.device, self._address, self._opened)
+        self._shared = _Shared(self._address, opened, ranks, f"unmapped {shared[0][1]}")
+        self._release = weakref.finalize(self, self._shared.release)
 
     def close(self) -> None:
         """Release the memory, which no rank may use any more: every call that this rank took part in is over.
 
         A rank leaves a call only when all that others write here for it has arrived, so a rank may close as soon as
-        its own work is done. Tensors that view the buffer are invalid afterwards.
+        its own work is done. Memory is freed when all ranks have let go of it: at once where they close together,
+        else at a later close or at the next buffer. Tensors that view the buffer are invalid afterwards.
         """
         self._release()
+        deadline = time.monotonic() + CLOSE_TOGETHER_S
+        while self._shared in _unmapped and time.monotonic() < deadline:
+            time.sleep(0.002)
+            _free_unmapped()
 
     def abandon(self) -> None:
         """Keep the memory for good: a rank that is late may still write to it."""
@@ -100,13 +111,39 @@ class SymmetricBuffer:
         return self._memory[offset : offset + num_bytes].view(dtype).view(shape)
 
 
-def _release(device: torch.device, address: int, opened: list[int]) -> None:
-    driver = load_driver()
-    with torch.cuda.device(device):
-        torch.cuda.synchronize()
-        for peer in opened:
-            driver.cuIpcCloseMemHandle(peer)
-        driver.cuMemFree(address)
+@dataclass(eq=False)
+class _Shared:
+    """Memory that other ranks map, and theirs that this one maps. What is freed while others map it may come back at
+    its old address, and they could not map it again."""
+
+    address: int
+    opened: list[int]
+    ranks: RankGroup
+    name: str
+
+    def release(self) -> None:
+        driver = load_driver()
+        with torch.cuda.device(self.ranks.device):
+            torch.cuda.synchronize()
+            for peer in self.opened:
+                driver.cuIpcCloseMemHandle(peer)
+        if self.opened:
+            self.ranks.post_note(self.name, "yes")
+        _unmapped.append(self)
+        _free_unmapped()
+
+
+_unmapped: list[_Shared] = []
+"""What this rank has let go of, and some other rank may still map."""
+
+
+def _free_unmapped() -> None:
+    for shared in list(_unmapped):
+        others = [rank for rank in range(shared.ranks.num_ranks) if rank != shared.ranks.rank]
+        if all(shared.ranks.read_note(shared.name, rank) for rank in others):
+            _unmapped.remove(shared)
+            with torch.cuda.device(shared.ranks.device):
+                load_driver().cuMemFree(shared.address)
 
 
 class _Bytes:
