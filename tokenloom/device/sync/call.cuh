@@ -43,7 +43,7 @@ struct Call {
 };
 
 // What a block has done, for measurements (bench/phases.py has the words).
-enum Mark { kBegun = 0, kCounted = 1, kHeard = 2, kPlaced = 3, kSent = 4, kTold = 5, kFilled = 6, kSummed = 7, kDone = 8 };
+enum Mark { kBegun, kCounted, kHeard, kPlaced, kSent, kTold, kFilled, kSummed, kDone };
 constexpr int kMarks = 16;
 
 // Of several warps with the same mark the last one counts.
@@ -95,8 +95,8 @@ __device__ Opened await_call(const Call& call, uint32 epoch) {
     int32 status = 0;
     int differs = kFields;
     if (peer < kRanks) {
-        here = wait_for_flag<Flag::kEveryCall>(at_peer<const uint32>(call.peers, call.rank, call.flags) + peer, epoch, deadline, peer,
-                             kPhaseOpen);
+        const auto* flags = at_peer<const uint32>(call.peers, call.rank, call.flags);
+        here = wait_for_flag<Flag::kEveryCall>(flags + peer, epoch, deadline, peer, kPhaseOpen);
     }
     if (!__syncthreads_and(here)) return Opened::kExpired;
     const auto* row = at_peer<const int32>(call.peers, call.rank, row_offset<kRanks, kCounts>(call, epoch, peer));

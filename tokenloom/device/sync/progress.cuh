@@ -45,7 +45,8 @@ struct Progress {
             const uint32 now = lane < kWarps ? load_acquire_cta(&done[lane]) : 0;
             if (__any_sync(~0u, now != before)) {
                 fence_acq_rel_sys();
-                for (uint32 i = before; i != now; ++i) tell(static_cast<int32>(load_acquire_cta(&item[lane][i % kRecent])));
+                for (uint32 i = before; i != now; ++i)
+                    tell(static_cast<int32>(load_acquire_cta(&item[lane][i % kRecent])));
                 if (lane < kWarps && before != now) store_release_cta(&told[lane], now);
                 before = now;
                 __syncwarp();

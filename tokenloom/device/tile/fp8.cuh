@@ -1,4 +1,5 @@
-// Quantise a row to E4M3 with one scale per 128 values, as the semantics define it: IEEE divisions, each result rounded.
+// Quantise a row to E4M3 with one scale per 128 values, as the semantics define it: IEEE divisions, each result
+// rounded.
 #pragma once
 #include "device/tile/rows.cuh"
 

@@ -1,8 +1,8 @@
 // Routing inside the dispatch kernel: which place, at its destination, every row of this block goes to.
 //
 // Tokens are split into one contiguous chunk per block. Each block counts its chunk, and adds the counts of the blocks
-// before it, or counts their few tokens itself; the last block, which thereby knows the totals, sends them to all ranks. From all ranks' counts every
-// block computes the same prefix sums, and so the exact place of each of its rows.
+// before it (or counts their tokens itself, where they are few); the last block, which thereby knows the totals, sends
+// them to all ranks. From all ranks' counts every block computes the same prefix sums, and so the place of each row.
 #pragma once
 #include "kernels/dispatch/args.cuh"
 
@@ -162,7 +162,9 @@ struct AllCounts {
     const int32* first;
     __device__ int32 rows(int source, int rank) const { return first[source * kStride + rank]; }
     __device__ int32 region(int rank) const { return first[rank * kStride + kRegionWord - kHeaderWords]; }
-    __device__ int32 routes(int source, int expert) const { return first[source * kStride + Shape::num_ranks + expert]; }
+    __device__ int32 routes(int source, int expert) const {
+        return first[source * kStride + Shape::num_ranks + expert];
+    }
 };
 
 // Prefix sums over all ranks' counts. Every block makes them, and so knows the place of each of its rows.

@@ -1,0 +1,63 @@
+// What the combine kernel is told, and what its blocks keep in shared memory. launch.py mirrors CombineArgs; W, E, K
+// are Shape::num_ranks and so on.
+#pragma once
+#include "device/pipe/row_stream.cuh"
+#include "device/sync/call.cuh"
+#include "device/sync/progress.cuh"
+#include "device/tile/rows.cuh"
+
+struct CombineArgs {
+    Call call;
+    const void* y;             // rows in the dispatch's layout
+    const int32* row_places;   // [R][K] place of each route of a received row (layout expert)
+    const float* row_weights;  // [R][K], or null: unweighted (layout expert)
+    const int32* row_tokens;   // [R] the token at home that a received row is (layout expert)
+    const int32* slots;        // [T][W], from the dispatch: which of the rows that went to rank r, or -1
+    const int32* all_counts;   // [W][W + E], from the dispatch
+    const void* topk_ids;      // [T][K] as given to the dispatch (per route)
+    void* out;                 // [T] rows of Shape::out_dtype
+    uint64 chunk_flags;        // in the control buffer: uint32 [W][Shape::max_chunks]: this chunk of rank r is here
+    const uint64* peers;       // the data buffers
+    uint64 home;               // rows of Shape::wire_dtype: per rank [M * min(W, K)], by expert rank, then token; per
+                               // route [M * K], by token and k
+    int32 num_tokens;
+    int32 max_tokens;  // M
+    int32 capacity;    // rows of y; what lies beyond was dropped
+    int32 ids_are_int64;
+};
+
+// Rows of a chunk are a power of two, and few where few rows come, so that many warps share them. launch.py mirrors it.
+template <class Shape>
+__device__ __forceinline__ int chunk_shift(int32 num_rows) {
+    return num_rows < 128 ? 0 : min(25 - __clz(num_rows), Shape::most_chunk_shift);
+}
+
+template <class Shape>
+struct CombineRows {
+    static constexpr bool kByExpert = Shape::layout == kLayoutExpert;
+    static constexpr bool kCopies = !kByExpert && Shape::y_dtype == Shape::wire_dtype;
+    static constexpr int kYBytes = Shape::hidden * kValueBytes<Shape::y_dtype>;
+    static constexpr int kWireBytes = Shape::hidden * kValueBytes<Shape::wire_dtype>;
+    static constexpr int kOutBytes = Shape::hidden * kValueBytes<Shape::out_dtype>;
+    using Push = RowSum<Shape::y_dtype, Shape::wire_dtype, Shape::hidden, Shape::group, Shape::push_terms, kByExpert>;
+    using Home = RowSum<Shape::wire_dtype, Shape::out_dtype, Shape::hidden, Shape::group, Shape::home_terms, false>;
+    // All bits but the sign set is NaN in every dtype.
+    static constexpr uint32 kNan = Shape::wire_dtype == kFloat32 ? 0x7fffffffu : 0x7fff7fffu;
+};
+
+template <class Shape>
+struct CombineShared {
+    using Copy = RowStream<CombineRows<Shape>::kWireBytes, Shape::stage_bytes, Shape::stages>;
+    static constexpr int kRings = CombineRows<Shape>::kCopies ? Shape::push_warps : 1;
+    typename Copy::Shared ring[kRings];
+    typename Copy::Control control_of_stream[kRings];
+    uint64 control[Shape::num_ranks];  // addresses of all ranks' buffers, as in the args: here they are read fast
+    uint64 data[Shape::num_ranks];
+    alignas(16) int32 row[kHeaderWords];
+    Progress<Shape::push_warps> progress;
+    int32 received_base[Shape::num_ranks];  // first received row that came from rank s
+    int32 received[Shape::num_ranks];       // how many did
+    int32 home_base[Shape::num_ranks];      // where this rank's rows begin in the buffer of home rank s
+    int32 own_base[Shape::num_ranks];       // where rank r's rows begin in this rank's buffer
+    int32 own[Shape::num_ranks];            // how many there are
+};

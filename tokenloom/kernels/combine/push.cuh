@@ -1,0 +1,179 @@
+// The pushing warps: rows of this rank go home. And what the telling warp says of them.
+#pragma once
+#include "kernels/combine/args.cuh"
+
+// The routes of one received row: lane k has the k-th. Rows that were not dispatched by expert have one, in lane 0.
+struct RowRoutes {
+    int64 place;  // -1: no route
+    float weight;
+    int32 token;
+};
+
+template <class Shape>
+__device__ __forceinline__ RowRoutes routes_of(const CombineArgs& args, int64 row, int lane) {
+    RowRoutes routes{-1, 1.0f, 0};
+    if constexpr (CombineRows<Shape>::kByExpert) {
+        if (lane < Shape::top_k) {
+            routes.place = args.row_places[row * Shape::top_k + lane];
+            if (args.row_weights != nullptr) routes.weight = args.row_weights[row * Shape::top_k + lane];
+        }
+        if constexpr (Shape::per_route != 0) routes.token = args.row_tokens[row];
+    } else if (lane == 0) {
+        routes.place = row;
+    }
+    return routes;
+}
+
+// One received row, home: its sum to `to`, or (per route) its routes to where those of its token lie in `home`. Rows
+// that the dispatch dropped come home as NaN.
+template <class Shape>
+__device__ __forceinline__ void push_row(const CombineArgs& args, const RowRoutes& routes, unsigned char* home,
+                                         unsigned char* to, int lane) {
+    using Rows = CombineRows<Shape>;
+    const uint64 term = reinterpret_cast<uint64>(args.y) + routes.place * Rows::kYBytes;
+    const uint32 kept = __ballot_sync(~0u, routes.place >= 0 && routes.place < args.capacity);
+    const uint32 dropped = __ballot_sync(~0u, routes.place >= args.capacity);
+    if constexpr (Shape::per_route != 0) {
+        const uint64 target = reinterpret_cast<uint64>(home) +
+                              (static_cast<int64>(routes.token) * Shape::top_k + lane) * Rows::kWireBytes;
+        Rows::Push::scale(target, term, routes.weight, kept, lane);
+        for (uint32 rest = dropped; rest != 0; rest &= rest - 1)
+            fill_row<Rows::kWireBytes>(reinterpret_cast<unsigned char*>(of_lane(target, rest)), Rows::kNan, lane);
+    } else if (dropped != 0) {
+        fill_row<Rows::kWireBytes>(to, Rows::kNan, lane);
+    } else {
+        Rows::Push::add(to, term, routes.weight, kept, 0, 1, lane);
+    }
+}
+
+// Consecutive rows of this rank for one home rank.
+struct PushChunk {
+    int32 home;
+    int32 index;     // among those for this home rank
+    int64 row;       // the first, among the received rows (layout rank: among the places)
+    int32 num_rows;  // none at the end of home ranks that receive less than others
+    int64 home_row;  // where the first goes, in the order of the home buffer
+};
+
+template <class Shape>
+__device__ int32 num_chunks(const CombineShared<Shape>& shared) {
+    int32 most = 0;
+    for (int s = 0; s < Shape::num_ranks; ++s)
+        most = max(most, ((shared.received[s] - 1) >> chunk_shift<Shape>(shared.received[s])) + 1);
+    return most * Shape::num_ranks;
+}
+
+// Home ranks take turns, so that all links are busy; this rank begins with its neighbour.
+template <class Shape>
+__device__ PushChunk chunk_of(const CombineArgs& args, const CombineShared<Shape>& shared, int32 item) {
+    const int32 index = item / Shape::num_ranks, home = (item + 1 + args.call.rank) % Shape::num_ranks;
+    const int shift = chunk_shift<Shape>(shared.received[home]);
+    const int32 begin = index << shift, end = min((index + 1) << shift, shared.received[home]);
+    const int64 first = Shape::layout == kLayoutRank ? static_cast<int64>(home) * args.max_tokens
+                                                     : shared.received_base[home];
+    return {home, index, first + begin, max(0, end - begin), shared.home_base[home] + begin};
+}
+
+// The chunks that a pushing warp takes: one of its own, then whatever is left.
+template <class Shape>
+struct ChunkSource {
+    Claims claims;
+    int32 next_item, total;
+
+    __device__ ChunkSource(const CombineArgs& args, const CombineShared<Shape>& shared, int warp, int lane)
+        : claims(args.call.claimed, lane), next_item(warp * gridDim.x + blockIdx.x), total(num_chunks<Shape>(shared)) {}
+
+    __device__ bool next(const CombineArgs& args, const CombineShared<Shape>& shared, int32& item, PushChunk& chunk) {
+        while (next_item < total) {
+            item = next_item;
+            chunk = chunk_of<Shape>(args, shared, item);
+            next_item = gridDim.x * Shape::push_warps + claims.take();
+            if (chunk.num_rows > 0) return true;
+        }
+        return false;
+    }
+};
+
+template <class Shape>
+__device__ __forceinline__ uint32* chunk_flag(const CombineArgs& args, const CombineShared<Shape>& shared,
+                                                const PushChunk& chunk) {
+    return at_peer<uint32>(shared.control, chunk.home, args.chunk_flags) + args.call.rank * Shape::max_chunks +
+           chunk.index;
+}
+
+// One pushing warp: rows as they are, through its ring. A chunk is reported when a row of a later one is on its way.
+template <class Shape>
+__device__ void push_copies(const CombineArgs& args, CombineShared<Shape>& shared, uint32 epoch, int warp, int lane) {
+    constexpr int64 kRowBytes = CombineRows<Shape>::kWireBytes;
+    using Copy = typename CombineShared<Shape>::Copy;
+    Copy stream(shared.ring[warp], shared.control_of_stream[warp], lane);
+    ChunkSource<Shape> chunks(args, shared, warp, lane);
+    PushChunk chunk{};
+    int32 in_chunk = 0, kept = 0;
+    uint32 begun = 0, issued = 0;
+    const auto begin_chunk = [&]() {  // false: there are no more
+        int32 item;
+        if (!chunks.next(args, shared, item, chunk)) return false;
+        in_chunk = 0;
+        kept = static_cast<int32>(max(0ll, min(static_cast<int64>(chunk.num_rows), args.capacity - chunk.row)));
+        auto* to = at_peer<unsigned char>(shared.data, chunk.home, args.home) + chunk.home_row * kRowBytes;
+        for (int32 i = kept; i < chunk.num_rows; ++i)  // dropped by the dispatch
+            fill_row<kRowBytes>(to + i * kRowBytes, CombineRows<Shape>::kNan, lane);
+        if (kept > 0) {
+            shared.progress.begin(warp, begun++, item, lane);
+        } else {
+            __syncwarp();
+            if (lane == 0) store_release_sys(chunk_flag<Shape>(args, shared, chunk), epoch);
+        }
+        return true;
+    };
+    stream.run(
+        [&](const unsigned char*& from, uint64& tag) {
+            while (in_chunk == kept)
+                if (!begin_chunk()) return false;
+            from = static_cast<const unsigned char*>(args.y) + (chunk.row + in_chunk) * kRowBytes;
+            auto* to = at_peer<unsigned char>(shared.data, chunk.home, args.home) +
+                       (chunk.home_row + in_chunk) * kRowBytes;
+            tag = reinterpret_cast<uint64>(to) | (in_chunk == 0);  // addresses are multiples of 16: a chunk begins here
+            ++in_chunk;
+            return true;
+        },
+        [&](uint64 tag) { return lane == 0 ? static_cast<int64>(tag & ~1ull) : Copy::kNowhere; },
+        [&](uint32, uint64 tag) {
+            if ((tag & 1) == 0) return;
+            stream.template wait_for_all_but<1>();
+            shared.progress.report(warp, issued++, lane);
+        });
+    stream.finish();
+    shared.progress.report(warp, begun, lane);
+    shared.progress.close(warp, lane);
+}
+
+// One pushing warp: rows that are made on the way.
+template <class Shape>
+__device__ void push_sums(const CombineArgs& args, CombineShared<Shape>& shared, int warp, int lane) {
+    ChunkSource<Shape> chunks(args, shared, warp, lane);
+    PushChunk chunk;
+    uint32 begun = 0;
+    for (int32 item; chunks.next(args, shared, item, chunk);) {
+        shared.progress.begin(warp, begun++, item, lane);
+        auto* home = at_peer<unsigned char>(shared.data, chunk.home, args.home);
+        auto* to = home + chunk.home_row * CombineRows<Shape>::kWireBytes;
+        RowRoutes next = routes_of<Shape>(args, chunk.row, lane);
+        for (int32 i = 0; i < chunk.num_rows; ++i) {
+            const RowRoutes routes = next;
+            if (i + 1 < chunk.num_rows) next = routes_of<Shape>(args, chunk.row + i + 1, lane);
+            push_row<Shape>(args, routes, home, to + static_cast<int64>(i) * CombineRows<Shape>::kWireBytes, lane);
+        }
+        shared.progress.report(warp, begun, lane);
+    }
+    shared.progress.close(warp, lane);
+}
+
+// The telling warp: flags of the chunks that are home.
+template <class Shape>
+__device__ void raise_chunk_flags(const CombineArgs& args, CombineShared<Shape>& shared, uint32 epoch, int lane) {
+    shared.progress.watch(lane, [&](int32 item) {
+        store_relaxed_sys(chunk_flag<Shape>(args, shared, chunk_of<Shape>(args, shared, item)), epoch);
+    });
+}

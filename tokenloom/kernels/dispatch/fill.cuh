@@ -1,0 +1,77 @@
+// The filling warps of layout expert: padding, and the places of further routes.
+#pragma once
+#include "device/tile/rows.cuh"
+#include "kernels/dispatch/shared.cuh"
+
+// Layout expert: rows between a group's last route and the next group are zero.
+template <class Shape>
+__device__ void clear_padding(const DispatchArgs& args, const DispatchShared<Shape>& shared, int warp, int lane) {
+    constexpr int kFillWarps = Shape::threads / 32 - Shape::send_warps - 1;
+    auto* rows = at_peer<unsigned char>(shared.data, args.call.rank, args.rows);
+    auto* scales = at_peer<float>(shared.data, args.call.rank, args.row_scales);
+    int32 start = 0;
+    for (int l = 0; l < Shape::experts_per_rank; ++l) {
+        const int32 routes = shared.route.expert_total[args.call.rank * Shape::experts_per_rank + l];
+        const int32 end = start + (routes + args.alignment - 1) / args.alignment * args.alignment;
+        for (int32 place = start + routes + blockIdx.x * kFillWarps + warp; place < min(end, args.capacity);
+             place += gridDim.x * kFillWarps) {
+            fill_row<Shape::row_bytes>(rows + static_cast<int64>(place) * Shape::row_bytes, 0, lane);
+            for (int i = lane; i < Shape::scales_per_row; i += 32)
+                scales[static_cast<int64>(place) * Shape::scales_per_row + i] = 0.0f;
+        }
+        start = end;
+    }
+}
+
+// Layout expert: every row from another rank that has several routes here goes to their places too, as soon as it has
+// arrived. (Rows of this rank itself go to all of their places at once.)
+// Warps take groups of rows in the order in which sources send them, sources in turn.
+template <class Shape>
+__device__ bool fill_further_places(const DispatchArgs& args, const DispatchShared<Shape>& shared, uint32 epoch,
+                                    int warp, int lane) {
+    constexpr int kFillWarps = Shape::threads / 32 - Shape::send_warps - 1;
+    constexpr int kGroup = 32 / Shape::top_k;  // consecutive rows of one source, looked at together: lane (j, k)
+    const Deadline deadline = deadline_of(args.call);
+    const auto* flags = at_peer<const uint32>(shared.control, args.call.rank, args.row_flags);
+    const auto* all_places = at_peer<const int32>(shared.data, args.call.rank, args.row_places);
+    auto* rows = at_peer<unsigned char>(shared.data, args.call.rank, args.rows);
+    auto* scales = at_peer<float>(shared.data, args.call.rank, args.row_scales);
+    constexpr int kSources = Shape::num_ranks > 1 ? Shape::num_ranks - 1 : 1;
+    const int in_group = lane / Shape::top_k;
+    int32 longest = 0;
+    for (int s = 0; s < Shape::num_ranks; ++s)
+        if (s != args.call.rank) longest = max(longest, shared.route.received[s]);
+    const int32 num_groups = (longest + kGroup - 1) / kGroup * (Shape::num_ranks - 1);
+    Claims claims(args.call.claimed + 1, lane);
+    for (int32 i = warp * gridDim.x + blockIdx.x; i < num_groups; i = gridDim.x * kFillWarps + claims.take()) {
+        const int32 source = (args.call.rank + 1 + i % kSources) % Shape::num_ranks;
+        const int32 in_source = i / kSources * kGroup + in_group;
+        const int64 row = shared.route.received_base[source] + in_source;
+        int32 place = -1;
+        bool here = true;
+        if (in_group < kGroup && in_source < shared.route.received[source]) {
+            here = wait_for_flag(flags + row, epoch, deadline, source, kPhaseRows);
+            if (here) place = all_places[row * Shape::top_k + lane % Shape::top_k];
+        }
+        if (!__all_sync(~0u, here)) return false;
+        __syncwarp();
+        const uint32 fitting = __ballot_sync(~0u, place >= 0 && place < args.capacity);
+        for (int j = 0; j < kGroup; ++j) {
+            const uint32 of_row = fitting & (0xffffffffu >> (32 - Shape::top_k)) << (j * Shape::top_k);
+            const uint32 further = of_row & (of_row - 1);
+            if (further == 0) continue;
+            const int64 first = of_lane(place, of_row);
+            copy_row<Shape::row_bytes>(rows + first * Shape::row_bytes,
+                                       reinterpret_cast<uint64>(rows) + static_cast<int64>(place) * Shape::row_bytes,
+                                       further, lane);
+            if constexpr (Shape::scales_per_row > 0) {
+                for (uint32 rest = further; rest != 0; rest &= rest - 1) {
+                    const int64 to = of_lane(place, rest);
+                    for (int c = lane; c < Shape::scales_per_row; c += 32)
+                        scales[to * Shape::scales_per_row + c] = scales[first * Shape::scales_per_row + c];
+                }
+            }
+        }
+    }
+    return true;
+}

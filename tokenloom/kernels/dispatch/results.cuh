@@ -1,0 +1,55 @@
+// What the dispatch kernel tells this rank's host and its next kernels about the output.
+#pragma once
+#include "kernels/dispatch/route.cuh"
+
+// Block 0: the counts of this rank's output, clamped to the capacity so that they are safe to address it with.
+template <class Shape>
+__device__ void publish_counts(const DispatchArgs& args, const RouteShared<Shape>& route,
+                               const AllCounts<Shape>& counts) {
+    constexpr int kCounts = RouteShared<Shape>::kCounts;
+    const int32 clamp = Shape::layout == kLayoutToken ? args.capacity : 0x7fffffff;
+    for (int i = threadIdx.x; i < Shape::num_ranks * kCounts; i += Shape::threads)
+        args.all_counts[i] = counts.rows(i / kCounts, i % kCounts);
+    for (int s = threadIdx.x; s < Shape::num_ranks; s += Shape::threads)
+        args.source_counts[s] =
+            min(route.received_base[s] + route.received[s], clamp) - min(route.received_base[s], clamp);
+    const int32* routes = route.expert_total + args.call.rank * Shape::experts_per_rank;
+    const auto padded = [&](int l) { return (routes[l] + args.alignment - 1) / args.alignment * args.alignment; };
+    for (int l = threadIdx.x; l < Shape::experts_per_rank; l += Shape::threads) {
+        int32 kept = routes[l];
+        if constexpr (Shape::layout == kLayoutExpert) {
+            int32 start = 0;
+            for (int earlier = 0; earlier < l; ++earlier) start += padded(earlier);
+            const int32 begin = min(start, args.capacity), end = min(start + padded(l), args.capacity);
+            kept = min(kept, end - begin);
+            args.expert_offsets[l] = begin;
+            if (l + 1 == Shape::experts_per_rank) args.expert_offsets[l + 1] = end;
+        }
+        args.expert_counts[l] = kept;
+    }
+    if (threadIdx.x == 0) {
+        int32 needed = 0;
+        for (int r = 0; r < Shape::num_ranks; ++r) needed = max(needed, route.needed[r]);
+        if (needed > args.capacity) {
+            args.call.record->capacity = args.capacity;
+            store_release_sys(&args.call.record->needed_rows, needed);
+        }
+        *args.num_rows = min(route.needed[args.call.rank], args.capacity);
+    }
+}
+
+// The results of a dispatch that does not take place: no rows, here or elsewhere, so that nobody who goes on with them
+// addresses anything.
+template <class Shape>
+__device__ void publish_nothing(const DispatchArgs& args) {
+    const int64 thread = blockIdx.x * Shape::threads + threadIdx.x, stride = gridDim.x * Shape::threads;
+    for (int64 i = thread; i < static_cast<int64>(args.num_tokens) * (Shape::num_ranks + Shape::top_k); i += stride)
+        args.slots[i] = -1;
+    for (int64 i = thread; i < Shape::num_ranks * RouteShared<Shape>::kCounts; i += stride) args.all_counts[i] = 0;
+    for (int64 i = thread; i < Shape::num_ranks; i += stride) args.source_counts[i] = 0;
+    for (int64 i = thread; i <= Shape::experts_per_rank; i += stride) {
+        if (i < Shape::experts_per_rank) args.expert_counts[i] = 0;
+        if (Shape::layout == kLayoutExpert) args.expert_offsets[i] = 0;
+    }
+    if (thread == 0) *args.num_rows = 0;
+}

@@ -1,0 +1,186 @@
+// The sending warps: token after token to all of its destinations. And what the telling warp says of them.
+#pragma once
+#include "device/tile/fp8.cuh"
+#include "kernels/dispatch/shared.cuh"
+
+// The routes of one token: lane k has the k-th.
+struct TokenRoutes {
+    int32 expert;      // -1: none
+    int32 rank;        // that holds it
+    int32 row;         // the token's row among those that the rank receives
+    int32 place;       // of the route there
+    float weight;
+    uint32 same_rank;  // lanes with routes to that rank
+    bool is_target;    // the row goes to this place: the first of its rank, and all places on this rank
+};
+
+template <class Shape>
+__device__ __forceinline__ TokenRoutes routes_of(const DispatchArgs& args, const RouteShared<Shape>& route,
+                                                 const int32* places, int64 token, int lane) {
+    TokenRoutes routes{-1, -1, 0, -1, 0.0f, 0, false};
+    const int64 index = token * Shape::top_k + lane;
+    if (lane < Shape::top_k) {
+        routes.expert = expert_of<Shape>(args, index);
+        if (args.topk_weights != nullptr) routes.weight = args.topk_weights[index];
+        if constexpr (Shape::layout == kLayoutExpert) routes.place = places[index];
+        if (routes.expert >= 0) {
+            routes.rank = routes.expert / Shape::experts_per_rank;
+            routes.row = route.row_base[routes.rank] + args.slots[token * Shape::num_ranks + routes.rank];
+            if constexpr (Shape::layout != kLayoutExpert) routes.place = routes.row;
+        }
+    }
+    routes.same_rank = __match_any_sync(~0u, routes.rank);
+    const bool fits = routes.place >= 0 && (Shape::layout == kLayoutRank || routes.place < args.capacity);
+    const bool first = (routes.same_rank & __ballot_sync(~0u, fits) & ((1u << lane) - 1)) == 0;
+    routes.is_target = fits && (first || (Shape::layout == kLayoutExpert && routes.rank == args.call.rank));
+    return routes;
+}
+
+// Ids, weights, places and scales of a token's rows. The lanes share the work.
+template <class Shape>
+__device__ __forceinline__ void send_metadata(const DispatchArgs& args, const DispatchShared<Shape>& shared,
+                                              const TokenRoutes& routes, int32 token, int lane) {
+    const bool leads = routes.rank >= 0 && (routes.same_rank & ((1u << lane) - 1)) == 0;
+    for (uint32 rest = __ballot_sync(~0u, leads); rest != 0; rest &= rest - 1) {
+        const int32 rank = of_lane(routes.rank, rest), row = of_lane(routes.row, rest);
+        if (Shape::layout == kLayoutToken && row >= args.capacity) continue;
+        if (lane >= Shape::top_k) continue;
+        const bool here = routes.rank == rank;
+        const int64 to = static_cast<int64>(row) * Shape::top_k + lane;
+        at_peer<int32>(shared.data, rank, args.row_ids)[to] = here ? routes.expert % Shape::experts_per_rank : -1;
+        if (args.topk_weights != nullptr)
+            at_peer<float>(shared.data, rank, args.row_weights)[to] = here ? routes.weight : 0.0f;
+        if constexpr (Shape::layout == kLayoutExpert)
+            at_peer<int32>(shared.data, rank, args.row_places)[to] = here ? routes.place : -1;
+        if (Shape::layout != kLayoutRank && lane == 0) at_peer<int32>(shared.data, rank, args.row_tokens)[row] = token;
+    }
+    if constexpr (Shape::scales_per_row > 0 && Shape::quantize == kAsIs) {
+        constexpr int kLaneScales = (Shape::scales_per_row + 31) / 32;
+        const float* from = args.scales + static_cast<int64>(token) * Shape::scales_per_row;
+        for (uint32 rest = __ballot_sync(~0u, routes.is_target); rest != 0; rest &= rest - 1) {
+            float* to = at_peer<float>(shared.data, of_lane(routes.rank, rest), args.row_scales) +
+                        static_cast<int64>(of_lane(routes.place, rest)) * Shape::scales_per_row;
+#pragma unroll 4
+            for (int i = 0; i < kLaneScales; ++i)
+                if (lane + 32 * i < Shape::scales_per_row) to[lane + 32 * i] = from[lane + 32 * i];
+        }
+    }
+}
+
+// The tokens that a sending warp takes: first one of its block's chunk, whose slots this block has found, then whatever
+// is left of all chunks, once all blocks have found theirs.
+template <class Shape>
+struct TokenSource {
+    const DispatchArgs& args;
+    Claims claims;
+    int32 own;      // the first token, or -1
+    int32 size;     // of a chunk
+    uint32 epoch;
+    uint32 count = 0;
+    bool expired = false;  // a block has left without finding its slots
+
+    __device__ TokenSource(const DispatchArgs& args_, Chunk chunk, uint32 epoch_, int warp, int lane)
+        : args(args_), claims(args_.call.claimed, lane), own(chunk.begin + warp), size(chunk_size(args_.num_tokens)),
+          epoch(epoch_) {
+        if (own >= chunk.end) own = -1;
+    }
+
+    __device__ bool next(int32& token) {
+        token = own;
+        own = -1;
+        if (token >= 0) return true;
+        const int32 rest = size - Shape::send_warps;  // of each chunk
+        if (rest <= 0) return false;
+        if (count++ == 0) {
+            const auto* found = reinterpret_cast<const uint32*>(args.slots_found);
+            const bool here = claims.lane >= gridDim.x ||
+                              wait_for_block(found + claims.lane, epoch, deadline_of(args.call));
+            expired = !__all_sync(~0u, here);
+            __syncwarp();
+            if (expired) return false;
+        }
+        const uint32 item = claims.take();
+        token = item / rest * size + Shape::send_warps + item % rest;
+        return token < args.num_tokens;
+    }
+};
+
+// Layout expert: tells the other destinations of a token that its rows are here.
+template <class Shape>
+__device__ void raise_row_flags(const DispatchArgs& args, const DispatchShared<Shape>& shared, uint32 epoch,
+                                int64 token) {
+    for (int r = 0; r < Shape::num_ranks; ++r) {
+        const int32 slot = args.slots[token * Shape::num_ranks + r];
+        if (slot >= 0 && r != args.call.rank)
+            store_relaxed_sys(at_peer<uint32>(shared.control, r, args.row_flags) + shared.route.row_base[r] + slot,
+                              epoch);
+    }
+}
+
+// One sending warp. False: not all rows could be sent.
+template <class Shape>
+__device__ bool send_rows(const DispatchArgs& args, DispatchShared<Shape>& shared, const int32* places, Chunk chunk,
+                          uint32 epoch, int warp, int lane) {
+    using Stream = typename DispatchShared<Shape>::Stream;
+    static_assert(Stream::kAhead + 4 < Progress<Shape::send_warps>::kRecent, "rows begun and not yet told");
+    constexpr int kUnreported = 2;  // rows that are on their way when the one before them is reported
+    constexpr bool kReports = Shape::layout == kLayoutExpert;
+    TokenSource<Shape> tokens(args, chunk, epoch, warp, lane);
+    TokenRoutes routes{};
+    uint32 begun = 0;
+    const auto row_of = [&](int64 token) {
+        const int64 bytes = Shape::quantize == kAsIs ? Shape::row_bytes : Shape::hidden * kValueBytes<Shape::x_dtype>;
+        return static_cast<const unsigned char*>(args.x) + token * bytes;
+    };
+    const auto begin = [&](int32& token) {
+        if (!tokens.next(token)) return false;
+        if (kReports) shared.progress.begin(warp, begun++, token, lane);
+        return true;
+    };
+    const auto target = [&]() {  // this lane's address for the row, or nowhere
+        if (!routes.is_target) return Stream::kNowhere;
+        return static_cast<int64>(shared.data[routes.rank] + args.rows) +
+               static_cast<int64>(routes.place) * Shape::row_bytes;
+    };
+    if constexpr (Shape::quantize == kAsIs) {
+        Stream stream(shared.stream[warp], shared.control_of_stream[warp], lane);
+        stream.run(
+            [&](const unsigned char*& from, uint64& tag) {
+                int32 token;
+                if (!begin(token)) return false;
+                tag = token;
+                from = row_of(token);
+                return true;
+            },
+            [&](uint64 token) {
+                routes = routes_of<Shape>(args, shared.route, places, token, lane);
+                send_metadata<Shape>(args, shared, routes, token, lane);
+                return target();
+            },
+            [&](uint32 row, uint64) {
+                if (!kReports || row < kUnreported) return;
+                stream.template wait_for_all_but<kUnreported>();
+                shared.progress.report(warp, row + 1 - kUnreported, lane);
+            });
+        stream.finish();
+    } else {
+        int32 token;
+        for (uint32 row = 0; begin(token); ++row) {
+            routes = routes_of<Shape>(args, shared.route, places, token, lane);
+            send_metadata<Shape>(args, shared, routes, token, lane);
+            const uint32 targets = __ballot_sync(~0u, routes.is_target);
+            uint64 scales = 0;
+            if (routes.is_target)
+                scales = shared.data[routes.rank] + args.row_scales +
+                         static_cast<int64>(routes.place) * Shape::scales_per_row * sizeof(float);
+            quantize_row<Shape::x_dtype, Shape::hidden, Shape::quantize == kToFp8PowerOfTwo>(row_of(token), target(),
+                                                                                           scales, targets, lane);
+            if (kReports) shared.progress.report(warp, row + 1, lane);
+        }
+    }
+    if (kReports) {
+        shared.progress.report(warp, begun, lane);
+        shared.progress.close(warp, lane);
+    }
+    return !tokens.expired;
+}

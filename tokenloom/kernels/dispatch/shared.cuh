@@ -1,0 +1,23 @@
+// What a block of the dispatch kernel keeps in shared memory.
+#pragma once
+#include "device/pipe/row_stream.cuh"
+#include "device/sync/progress.cuh"
+#include "kernels/dispatch/route.cuh"
+
+enum Quantize : int { kAsIs = 0, kToFp8 = 1, kToFp8PowerOfTwo = 2 };
+
+template <class Shape>
+struct DispatchShared {
+    using Stream = RowStream<Shape::row_bytes, Shape::stage_bytes, Shape::stages>;
+    static constexpr bool kStreams = Shape::quantize == kAsIs;
+    static constexpr int kRings = kStreams ? Shape::send_warps : 1;
+    union {
+        typename Stream::Shared stream[kRings];
+        RunningCounts<Shape> running;
+    };
+    typename Stream::Control control_of_stream[kRings];
+    uint64 control[Shape::num_ranks];  // addresses of all ranks' control buffers,
+    uint64 data[Shape::num_ranks];     // and of where they want what they receive: here they are read fast
+    Progress<Shape::send_warps> progress;
+    RouteShared<Shape> route;
+};
