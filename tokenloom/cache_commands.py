@@ -38,7 +38,6 @@ _SHAPE_PARTS = {
     "hidden": "h{}",
     "row_bytes": "{}B",
     "scales_per_row": "{}scales",
-    "max_chunks": "c{}",
     "per_route": "per_route",
 }
 """What tells one variant from another, in the order and the spelling of its name."""
@@ -93,7 +92,7 @@ def inspect_table(entries: Sequence[cache.Entry]) -> Table:
 
 
 def variant_name(entry: cache.Entry) -> str:
-    """Say "combine/expert/ep8/e256/k8/h7168/c512/bf16"."""
+    """Say "combine/expert/ep8/e256/k8/h7168/bf16"."""
     shape = entry.shape
     parts = [entry.name]
     if "layout" in shape:

@@ -278,15 +278,17 @@ def cache_build(
     num_experts: Annotated[int, typer.Option(help="Experts of the layer, over all ranks.")] = 256,
     hidden: Annotated[int, typer.Option(help="Values in a token.")] = 7168,
     top_k: Annotated[int, typer.Option(help="Experts of a token.")] = 8,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens that a rank passes to one dispatch.")] = 8192,
 ) -> None:
-    """Compile the kernels for one shape ahead of time, in all layouts and the usual dtypes. Needs no GPU."""
+    """Compile the kernels for one shape ahead of time, in all layouts and the usual dtypes. Needs no GPU.
+
+    Numbers of tokens are none of their business.
+    """
     with _errors_for_people():
         from tokenloom import cache_commands as commands
         from tokenloom import env
         from tokenloom.plan import Plan
 
-        specs = commands.variants(Plan(num_ranks, num_experts, hidden, top_k, max_tokens))
+        specs = commands.variants(Plan(num_ranks, num_experts, hidden, top_k, max_tokens_per_rank=1))
         built = commands.build(_console(), specs)
         print(f"{built.compiled} compiled in {built.wall_s:.1f} s, {built.found} were there, in {env.cache_folder()}")
         if built.not_kept:

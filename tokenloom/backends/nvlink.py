@@ -25,7 +25,7 @@ from tokenloom.backends.regions import (
 from tokenloom.errors import CapacityOverflow, DtypeMismatch, InvalidArgument, ShapeMismatch
 from tokenloom.group import RankGroup
 from tokenloom.jit.kernel import Kernel
-from tokenloom.kernels.combine.launch import combine_spec
+from tokenloom.kernels.combine.launch import combine_spec, max_chunks
 from tokenloom.kernels.dispatch.launch import MAX_BLOCKS, block_count_words, dispatch_spec
 from tokenloom.kernels.shape import DTYPES
 from tokenloom.plan import FP8_BLOCK, Plan
@@ -404,7 +404,7 @@ class NvlinkBackend:
         args.chunk_flags = self._calls.control.regions.offset("chunk_flags")
         args.peers, args.home = buffer.peers.data_ptr(), buffer.regions.offset(home)
         args.num_tokens, args.max_tokens = handle.num_tokens, self.plan.max_tokens_per_rank
-        args.capacity = capacity
+        args.capacity, args.max_chunks = capacity, max_chunks(self.plan)
         self._calls.launch(kernel, fields)
 
     # -- gradients ------------------------------------------------------------------------------------------

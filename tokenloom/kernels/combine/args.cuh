@@ -16,7 +16,7 @@ struct CombineArgs {
     const int32* all_counts;   // [W][W + E], from the dispatch
     const void* topk_ids;      // [T][K] as given to the dispatch (per route)
     void* out;                 // [T] rows of Shape::out_dtype
-    uint64 chunk_flags;        // in the control buffer: uint32 [W][Shape::max_chunks]: this chunk of rank r is here
+    uint64 chunk_flags;        // in the control buffer: uint32 [W][max_chunks]: this chunk of rank r is here
     const uint64* peers;       // the data buffers
     uint64 home;               // rows of Shape::wire_dtype: per rank [M * min(W, K)], by expert rank, then token; per
                                // route [M * K], by token and k
@@ -24,6 +24,7 @@ struct CombineArgs {
     int32 max_tokens;  // M
     int32 capacity;    // rows of y; what lies beyond was dropped
     int32 ids_are_int64;
+    int32 max_chunks;  // that one rank can send another
 };
 
 // Rows of a chunk are a power of two, and few where few rows come, so that many warps share them. launch.py mirrors it.

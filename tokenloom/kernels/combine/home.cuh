@@ -52,7 +52,7 @@ __device__ void sum_rows_at_home(const CombineArgs& args, const CombineShared<Sh
         uint64 row = 0;
         if (term.slot >= 0) {
             const int32 chunk = term.slot >> chunk_shift<Shape>(shared.own[term.rank]);
-            here = wait_for_flag(flags + term.rank * Shape::max_chunks + chunk, epoch, deadline, term.rank,
+            here = wait_for_flag(flags + term.rank * args.max_chunks + chunk, epoch, deadline, term.rank,
                                  kPhasePartials);
             row = Shape::per_route ? token * Shape::top_k + lane : shared.own_base[term.rank] + term.slot;
         }

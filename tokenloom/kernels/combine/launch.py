@@ -29,7 +29,7 @@ class CombineArgs(ctypes.Structure):
         ("call", Call),
         *uint64_fields("y", "row_places", "row_weights", "row_tokens", "slots", "all_counts", "topk_ids", "out"),
         *uint64_fields("chunk_flags", "peers", "home"),
-        *int32_fields("num_tokens", "max_tokens", "capacity", "ids_are_int64"),
+        *int32_fields("num_tokens", "max_tokens", "capacity", "ids_are_int64", "max_chunks"),
     ]
 
 
@@ -79,7 +79,6 @@ def combine_spec(
         "stages": stages,
         "shared_bytes": shared_bytes,
         "most_chunk_shift": MOST_CHUNK_SHIFT,
-        "max_chunks": max_chunks(plan),
     }
     return KernelSpec("combine", "kernels/combine/combine.cuh", tuple(shape.items()), CombineArgs, THREADS), (
         shared_bytes

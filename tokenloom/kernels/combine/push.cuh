@@ -97,7 +97,7 @@ struct ChunkSource {
 template <class Shape>
 __device__ __forceinline__ uint32* chunk_flag(const CombineArgs& args, const CombineShared<Shape>& shared,
                                                 const PushChunk& chunk) {
-    return at_peer<uint32>(shared.control, chunk.home, args.chunk_flags) + args.call.rank * Shape::max_chunks +
+    return at_peer<uint32>(shared.control, chunk.home, args.chunk_flags) + args.call.rank * args.max_chunks +
            chunk.index;
 }
 
