@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("layer", "mega"),
     ("communicator",),
     ("autograd", "checks", "agreement", "streams"),
-    ("backends", "reference"),
+    ("backends", "reference", "gemm"),
     ("kernels.*",),
     ("kernels.shape",),  # what the host sides of kernels share
     ("symmetric",),

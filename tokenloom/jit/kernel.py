@@ -51,6 +51,41 @@ class Kernel:
         return status
 
 
+class TensorMap(ctypes.Structure):
+    """Mirror of TensorMap in device/ptx/tensor.cuh: 128 opaque bytes."""
+
+    _fields_ = [("word", ctypes.c_uint64 * 16)]
+
+
+def tensor_map(tensor: torch.Tensor, box: tuple[int, ...]) -> TensorMap:
+    """How TMA finds boxes of a contiguous tensor of 1-byte values; 128-byte swizzle.
+
+    Args:
+        box: its sizes, innermost dimension first; the innermost is 128.
+    """
+    driver = load_driver()
+    sizes = list(reversed(tensor.shape))
+    strides = [stride * tensor.element_size() for stride in reversed(tensor.stride()[:-1])]
+    encoded = checked(
+        driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            len(sizes),
+            tensor.data_ptr(),
+            [driver.cuuint64_t(size) for size in sizes],
+            [driver.cuuint64_t(stride) for stride in strides],
+            [driver.cuuint32_t(size) for size in box],
+            [driver.cuuint32_t(1) for _ in box],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    found = TensorMap()
+    found.word[:] = [int(word) for word in encoded.opaque]
+    return found
+
+
 def blocks_per_sm(entry: disk.Entry, shared_bytes: int) -> int:
     """How many blocks of a kernel fit on one SM of the current CUDA context's GPU at once.
 

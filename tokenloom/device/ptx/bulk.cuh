@@ -16,6 +16,10 @@ __device__ __forceinline__ void mbarrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
+__device__ __forceinline__ void mbarrier_arrive(uint64* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
 __device__ __forceinline__ void mbarrier_arrive_expect(uint64* barrier, uint32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                  : "memory");
@@ -77,4 +81,13 @@ __device__ __forceinline__ void fence_shared_to_bulk() {
 // Between a flag that was acquired and bulk loads of what it announced, in the thread that issues them.
 __device__ __forceinline__ void fence_global_to_bulk() {
     asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+// One value of this thread, to shared memory; arrives on the barrier (which counts this thread) when all are there.
+__device__ __forceinline__ void copy_4_async(void* shared, const void* global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive_after_copies(uint64* barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }

@@ -93,3 +93,19 @@ __device__ __forceinline__ uint64 global_timer_ns() {
 __device__ __forceinline__ void sleep_ns(uint32 duration) {
     asm volatile("nanosleep.u32 %0;" ::"r"(duration) : "memory");
 }
+
+// Registers of a warpgroup: all of its warps call it. The launch bounds must leave what is asked for.
+template <int kRegisters>
+__device__ __forceinline__ void keep_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// A barrier among some of the block's warps; barrier 0 is __syncthreads.
+__device__ __forceinline__ void sync_threads(int barrier, int num_threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
+}

@@ -1,0 +1,146 @@
+"""The grouped FP8 GEMM against float64, over shapes that tiles do not divide; poison where nothing may be written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.conftest import NUM_GPUS
+from tests.small_kernels import needs_nvrtc
+from tokenloom import quant
+from tokenloom.errors import BackendUnavailable, DeviceMismatch, DtypeMismatch, ShapeMismatch, TokenloomError
+from tokenloom.gemm import grouped_gemm_fp8
+from tokenloom.jit import compiler
+from tokenloom.jit.compiler import Resources
+from tokenloom.kernels.gemm.launch import grouped_gemm_spec
+
+FP8, FP32, INT32 = torch.float8_e4m3fn, torch.float32, torch.int32
+needs_hopper = pytest.mark.skipif(NUM_GPUS == 0, reason="no NVIDIA GPU on this machine")
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def quantise_weights(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """E4M3 with one scale per 128 x 128 block."""
+    experts, n, k = b.shape
+    blocks = b.reshape(experts, n // 128, 128, k // 128, 128)
+    scales = blocks.abs().amax((2, 4)) / 448
+    q = (blocks / scales[:, :, None, :, None]).to(FP8)
+    return q.reshape(experts, n, k).contiguous(), scales.contiguous()
+
+
+def operands(counts: list[int], n: int, k: int, device: str = "cuda", first: int = 0, after: int = 0) -> Operands:
+    """Random, with ``first`` rows before those of the first expert and ``after`` behind the last."""
+    torch.manual_seed(sum(counts) + n + k)
+    rows = first + sum(counts) + after
+    # Scales that differ from row to row and block to block show where each is applied.
+    a = torch.randn(rows, k) * torch.rand(rows, k // 128).mul(4).exp().repeat_interleave(128, 1)
+    b = torch.randn(len(counts), n, k)
+    b *= torch.rand(len(counts), n // 128, k // 128).mul(4).exp().repeat_interleave(128, 1).repeat_interleave(128, 2)
+    offsets = torch.tensor([first, *counts]).cumsum(0).to(INT32)
+    tensors = (*quant.quantize_fp8(a), *quantise_weights(b), offsets)
+    return tuple(tensor.to(device) for tensor in tensors)  # type: ignore[return-value]
+
+
+def expected(a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor, e: int) -> torch.Tensor:
+    """Rows of one expert in float64."""
+    x = a.double() * a_scales.double().repeat_interleave(128, 1)
+    weights = b[e].double() * b_scales[e].double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return x @ weights.T
+
+
+CASES = {
+    "one tile": ([128], 256, 128),
+    "one row each": ([1] * 5, 256, 256),
+    "tails and empty experts": ([0, 130, 0, 1, 127, 300, 0], 512, 384),
+    "N is no multiple of the tile": ([70, 200], 384, 256),
+    "N below the tile": ([129], 128, 512),
+    "more tiles than SMs": ([700, 900], 2048, 256),
+    "long K": ([33, 257], 256, 7168),
+    "no rows": ([0, 0], 256, 128),
+}
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("name", CASES)
+def test_products(name: str) -> None:
+    """Each row by itself: an error of one row must not drown in the others. BF16 rounds to 2^-9; FP8 products and
+    float32 sums are far more exact."""
+    counts, n, k = CASES[name]
+    tensors = operands(counts, n, k)
+    out = grouped_gemm_fp8(*tensors)
+    assert out.shape == (sum(counts), n)
+    assert out.dtype == torch.bfloat16
+    a, a_scales, b, b_scales, offsets = tensors
+    for e, (begin, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
+        want = expected(a[begin:end], a_scales[begin:end], b, b_scales, e)
+        limit = 2**-8 * want.abs() + 1e-3 * want.abs().amax(1, keepdim=True) if end > begin else want
+        assert ((out[begin:end].double() - want).abs() <= limit).all(), f"expert {e}"
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_the_same_bits_from_call_to_call() -> None:
+    tensors = operands([100, 0, 513], 768, 1024)
+    first = grouped_gemm_fp8(*tensors)
+    for _ in range(20):
+        assert torch.equal(grouped_gemm_fp8(*tensors), first)
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_other_rows_are_neither_used_nor_written() -> None:
+    """Rows of no expert, before and after, are NaN here: a tile that takes them in must not let them out."""
+    counts, first, after = [37, 140], 5, 90
+    a, a_scales, b, b_scales, offsets = operands(counts, 256, 256, first=first, after=after)
+    clean = grouped_gemm_fp8(a, a_scales, b, b_scales, offsets)[first : first + sum(counts)]
+    a_scales[:first] = torch.nan
+    a_scales[first + sum(counts) :] = torch.nan
+    again = grouped_gemm_fp8(a, a_scales, b, b_scales, offsets)[first : first + sum(counts)]
+    assert torch.equal(again, clean)
+
+
+def replaced(index: int, tensor: torch.Tensor) -> Operands:
+    tensors = list(operands([3, 4], 128, 256, device="cpu"))
+    tensors[index] = tensor
+    return tuple(tensors)  # type: ignore[return-value]
+
+
+FAULTS: dict[str, tuple[int, torch.Tensor, type[TokenloomError]]] = {
+    "a of another K": (0, torch.zeros(7, 128, dtype=FP8), ShapeMismatch),
+    "a in bfloat16": (0, torch.zeros(7, 256, dtype=torch.bfloat16), DtypeMismatch),
+    "scales of fewer rows": (1, torch.zeros(6, 2), ShapeMismatch),
+    "scales that are transposed": (1, torch.zeros(2, 7).T, ShapeMismatch),
+    "N no multiple of 128": (2, torch.zeros(2, 100, 256, dtype=FP8), ShapeMismatch),
+    "weight scales of one expert": (3, torch.zeros(1, 1, 2), ShapeMismatch),
+    "offsets of too few experts": (4, torch.zeros(2, dtype=INT32), ShapeMismatch),
+    "offsets in int64": (4, torch.zeros(3, dtype=torch.int64), DtypeMismatch),
+    "scales elsewhere": (1, torch.zeros(7, 2, device="meta"), DeviceMismatch),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_bad_input_is_named(name: str) -> None:
+    index, tensor, error = FAULTS[name]
+    argument = ("a", "a_scales", "b", "b_scales", "expert_offsets")[index]
+    with pytest.raises(error, match=f"^{argument} is"):
+        grouped_gemm_fp8(*replaced(index, tensor))
+
+
+def test_without_hopper_it_says_so() -> None:
+    with pytest.raises(BackendUnavailable, match="needs a Hopper GPU"):
+        grouped_gemm_fp8(*operands([3], 128, 128, device="cpu"))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("experts", "n", "k"), [(32, 4096, 7168), (32, 7168, 2048), (1, 128, 128), (300, 384, 256)])
+def test_it_compiles_without_spills(experts: int, n: int, k: int) -> None:
+    """Accumulators indexed at run time show as a stack frame, wgmma that was serialised as a line C75xx."""
+    spec, shared_bytes = grouped_gemm_spec(experts, n, k)
+    _, log = compiler.compile_kernel(spec)
+    assert "warning" not in log.lower(), log
+    assert "C75" not in log, log
+    needs = Resources.from_log(log)
+    assert (needs.stack_bytes, needs.spill_bytes) == (0, 0), log
+    assert needs.registers * spec.threads <= 65536
+    assert shared_bytes <= 232448

@@ -1,0 +1,31 @@
+// Tensor-map copies (tiled TMA): a box of a tensor that the host has described, to shared memory.
+#pragma once
+#include "device/ptx/bulk.cuh"
+
+// What the driver's cuTensorMapEncodeTiled made; opaque.
+struct alignas(64) TensorMap {
+    uint64 word[16];
+};
+
+__device__ __forceinline__ void tensor_prefetch(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// The box at column `x`, row `y` of a matrix. What lies outside of it is zero, and counts as arrived too.
+__device__ __forceinline__ void tensor_load(void* shared, const TensorMap* map, int32 x, int32 y, uint64* barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+            shared_address(shared)),
+        "l"(map), "r"(x), "r"(y), "r"(shared_address(barrier))
+        : "memory");
+}
+
+// The same of a stack of matrices.
+__device__ __forceinline__ void tensor_load(void* shared, const TensorMap* map, int32 x, int32 y, int32 z,
+                                            uint64* barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
+            "r"(shared_address(shared)),
+        "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier))
+        : "memory");
+}
