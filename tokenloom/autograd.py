@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,10 +17,17 @@ COMBINE_RANGE = "tokenloom::combine"
 backward they are opened here, under the name of what really runs: dispatch's gradient is a combine."""
 
 
+def profiler_range(name: str) -> AbstractContextManager[Any]:
+    """A named range, where a profiler listens; else nothing, which costs the host less."""
+    return record_function(name) if torch._C._autograd._profiler_enabled() else nullcontext()
+
+
 def dispatch(
     backend: Backend, handle: Handle, x: torch.Tensor, weights: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """x [T, H], weights [T, K] at home -> (rows [places, H], ``handle.topk_weights``)."""
+    if not _wants_grad(x, weights):
+        return backend.dispatch(handle, x), handle.topk_weights
     rows, received = _Dispatch.apply(backend, handle, x, weights)
     return rows, received
 
@@ -28,7 +36,13 @@ def combine(
     backend: Backend, handle: Handle, rows: torch.Tensor, weights: torch.Tensor | None, call: CombineCall
 ) -> torch.Tensor:
     """rows [places, H], received weights [R, K] or None -> [T, H]."""
+    if not _wants_grad(rows, weights):
+        return backend.combine(handle, rows, weights, call)
     return _Combine.apply(backend, handle, rows, weights, call)
+
+
+def _wants_grad(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -51,7 +65,7 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, grad_rows: torch.Tensor, grad_received: torch.Tensor | None) -> Any:
         backend, handle, x_dtype = ctx.backend, ctx.handle, ctx.x_dtype
         grad_x = grad_weights = None
-        with record_function(COMBINE_RANGE):
+        with profiler_range(COMBINE_RANGE):
             if ctx.needs_input_grad[2]:
                 call = CombineCall("per_rank", False, x_dtype, x_dtype, False)
                 grad_x = backend.combine(handle, grad_rows.contiguous(), None, call)
@@ -74,7 +88,7 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         rows, weights = ctx.saved_tensors
-        with record_function(DISPATCH_RANGE):
+        with profiler_range(DISPATCH_RANGE):
             grad_rows, grad_weights = ctx.backend.combine_backward(
                 ctx.handle, grad.contiguous(), rows, weights, ctx.rows_dtype
             )

@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.profiler import record_function
 
 from tokenloom import autograd, backends, checks
 from tokenloom.agreement import agree
@@ -257,7 +256,7 @@ class Communicator:
             return call, tensors
 
         def work() -> Routed:
-            with record_function(autograd.DISPATCH_RANGE):
+            with autograd.profiler_range(autograd.DISPATCH_RANGE):
                 call, tensors = self._report_fault("dispatch", checked)
                 handle = self._backend.open_dispatch(call, tensors)
                 rows, weights = autograd.dispatch(self._backend, handle, tensors.x, tensors.topk_weights)
@@ -381,7 +380,7 @@ class Communicator:
             return call
 
         def work() -> torch.Tensor:
-            with record_function(autograd.COMBINE_RANGE):
+            with autograd.profiler_range(autograd.COMBINE_RANGE):
                 call = self._report_fault("combine", checked)
                 self._backend.open_combine(routed._handle, call)
                 rows = y.view(-1, self.plan.hidden)

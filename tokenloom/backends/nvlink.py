@@ -121,6 +121,7 @@ class NvlinkBackend:
         self._regions: dict[tuple[int, torch.dtype], _Region] = {}
         self._overflow: CapacityOverflow | None = None
         self._num_dispatches = 0
+        self._room = region_rows(plan)
         self._block_counts = torch.zeros(block_count_words(plan), dtype=torch.int32, device=ranks.device)
 
     # -- what opens a call ----------------------------------------------------------------------------------
@@ -136,13 +137,12 @@ class NvlinkBackend:
         _require_bulk(x)
         if self.plan.experts_per_rank * call.alignment + self.plan.worst_case_rows("expert") >= 2**31:
             raise InvalidArgument(f"alignment is {call.alignment}: places of rows would not fit 32 bits")
-        room = region_rows(self.plan)
-        worst = self.plan.worst_case_rows(call.layout, call.alignment)
-        if call.sizes == "bounded" and min(call.capacity or 0, worst) > room:
-            raise InvalidArgument(
-                f"capacity is {call.capacity}, the receive region has room for {room} rows; pass at most that, or a "
-                "larger max_tokens_per_rank to Communicator"
-            )
+        if call.sizes == "bounded" and (call.capacity or 0) > self._room:
+            if self.plan.worst_case_rows(call.layout, call.alignment) > self._room:
+                raise InvalidArgument(
+                    f"capacity is {call.capacity}, the receive region has room for {self._room} rows; pass at most "
+                    "that, or a larger max_tokens_per_rank to Communicator"
+                )
 
     def check_combine(self, handle: NvlinkHandle, y: torch.Tensor, call: CombineCall) -> None:
         """What these kernels cannot do, beyond what checks.py refuses."""
@@ -208,7 +208,7 @@ class NvlinkBackend:
     # -- dispatch -------------------------------------------------------------------------------------------
 
     def open_dispatch(self, call: DispatchCall, tensors: DispatchInput) -> NvlinkHandle:
-        room = region_rows(self.plan) if call.layout == "expert" else self.plan.worst_case_rows("token")
+        room = self._room if call.layout == "expert" else self.plan.worst_case_rows("token")
         limit = room if call.capacity is None else min(call.capacity, room)
         exact = call.sizes == "exact"
         if exact:
@@ -242,8 +242,8 @@ class NvlinkBackend:
         own = torch.empty(
             sum(results) + num_tokens * (plan.num_ranks + plan.top_k), dtype=torch.int32, device=x.device
         )
-        num_rows, source_counts, expert_counts, expert_offsets, all_counts, slots = own.split(
-            [*results, len(own) - sum(results)]
+        num_rows, source_counts, expert_counts, expert_offsets, all_counts, slots = torch.split_with_sizes(
+            own, [*results, own.shape[0] - sum(results)]
         )
         with_scales = tensors.scales is not None or call.to_fp8
         places = plan.worst_case_rows("rank") if call.layout == "rank" else capacity
