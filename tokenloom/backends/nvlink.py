@@ -135,14 +135,14 @@ class NvlinkBackend:
                 f"x is {x.dtype}, backend nvlink moves bfloat16, float16, float32 and FP8; use backend='collective'"
             )
         _require_bulk(x)
-        if self.plan.experts_per_rank * call.alignment + self.plan.worst_case_rows("expert") >= 2**31:
+        if call.alignment > 1 and self.plan.worst_case_rows("expert", call.alignment) >= 2**31:
             raise InvalidArgument(f"alignment is {call.alignment}: places of rows would not fit 32 bits")
-        if call.sizes == "bounded" and (call.capacity or 0) > self._room:
-            if self.plan.worst_case_rows(call.layout, call.alignment) > self._room:
-                raise InvalidArgument(
-                    f"capacity is {call.capacity}, the receive region has room for {self._room} rows; pass at most "
-                    "that, or a larger max_tokens_per_rank to Communicator"
-                )
+        too_many = call.sizes == "bounded" and (call.capacity or 0) > self._room
+        if too_many and self.plan.worst_case_rows(call.layout, call.alignment) > self._room:
+            raise InvalidArgument(
+                f"capacity is {call.capacity}, the receive region has room for {self._room} rows; pass at most that, or a "
+                "larger max_tokens_per_rank to Communicator"
+            )
 
     def check_combine(self, handle: NvlinkHandle, y: torch.Tensor, call: CombineCall) -> None:
         """What these kernels cannot do, beyond what checks.py refuses."""
