@@ -140,8 +140,8 @@ class NvlinkBackend:
         too_many = call.sizes == "bounded" and (call.capacity or 0) > self._room
         if too_many and self.plan.worst_case_rows(call.layout, call.alignment) > self._room:
             raise InvalidArgument(
-                f"capacity is {call.capacity}, the receive region has room for {self._room} rows; pass at most that, or a "
-                "larger max_tokens_per_rank to Communicator"
+                f"capacity is {call.capacity}, the receive region has room for {self._room} rows; pass at most that, "
+                "or a larger max_tokens_per_rank to Communicator"
             )
 
     def check_combine(self, handle: NvlinkHandle, y: torch.Tensor, call: CombineCall) -> None:
