@@ -35,6 +35,17 @@ __device__ void find_bases(const CombineArgs& args, CombineShared<Shape>& shared
     __syncthreads();
 }
 
+// The result of a combine that does not take place: NaN, so that nobody takes what lay there for a result.
+template <class Shape>
+__device__ void publish_nan(const CombineArgs& args) {
+    constexpr int kRowUnits = CombineRows<Shape>::kOutBytes / 16;
+    constexpr uint32 kNan = Shape::out_dtype == kFloat32 ? 0x7fffffffu : 0x7fff7fffu;
+    auto* out = static_cast<unsigned char*>(args.out);
+    const int64 first = blockIdx.x * Shape::threads + threadIdx.x;
+    for (int64 i = first; i < static_cast<int64>(args.num_tokens) * kRowUnits; i += gridDim.x * Shape::threads)
+        store_16(out + i * 16, Vec16{{kNan, kNan, kNan, kNan}});
+}
+
 template <class Shape>
 __device__ void combine(const CombineArgs& args) {
     extern __shared__ __align__(128) unsigned char memory[];
@@ -43,7 +54,7 @@ __device__ void combine(const CombineArgs& args) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const uint32 epoch = *args.call.epoch + 1;
     if (threadIdx.x == 0) mark(args.call, kBegun);
-    if (__syncthreads_or(has_expired(deadline_of(args.call)))) return;
+    if (__syncthreads_or(has_expired(deadline_of(args.call)))) return publish_nan<Shape>(args);
     constexpr int kCounts = Shape::num_ranks + Shape::num_experts;
     if (blockIdx.x == 0)
         announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, epoch, 0, shared.row);
@@ -53,6 +64,7 @@ __device__ void combine(const CombineArgs& args) {
     find_bases<Shape>(args, shared);
     const Opened opened = await_call<Shape::num_ranks, kCounts>(args.call, epoch);
     if (threadIdx.x == 0) mark(args.call, kHeard);
+    if (opened != Opened::kGo) publish_nan<Shape>(args);
     if (opened == Opened::kExpired) return;
     if (opened == Opened::kGo) {
         if (warp == Shape::push_warps) raise_chunk_flags<Shape>(args, shared, epoch, lane);
