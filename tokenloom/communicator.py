@@ -250,7 +250,14 @@ class Communicator:
         def checked() -> tuple[Any, Any]:
             call = checks.dispatch_call(self.plan, layout, alignment, sizes, capacity, to_fp8, power_of_two_scales)
             tensors = checks.dispatch_input(
-                self.plan, self.device, x, topk_ids, topk_weights, copy, check_ids=self._backend.checked, to_fp8=to_fp8
+                self.plan,
+                self.device,
+                x,
+                topk_ids,
+                topk_weights,
+                copy,
+                check_ids=self._backend.checked and not torch.cuda.is_current_stream_capturing(),
+                to_fp8=to_fp8,
             )
             self._backend.check_dispatch(call, tensors)
             return call, tensors

@@ -42,6 +42,12 @@ struct Call {
     int32 fields[kFields];
 };
 
+// The epoch of this call. Never 0, which flags show that nobody has raised; 2 instead, since parities alternate.
+__device__ __forceinline__ uint32 epoch_of(const Call& call) {
+    const uint32 next = *call.epoch + 1;
+    return next != 0 ? next : 2;
+}
+
 // What a block has done, for measurements (bench/phases.py has the words).
 enum Mark { kBegun, kCounted, kHeard, kPlaced, kSent, kTold, kFilled, kSummed, kDone };
 constexpr int kMarks = 16;

@@ -52,7 +52,7 @@ __device__ void combine(const CombineArgs& args) {
     static_assert(sizeof(CombineShared<Shape>) <= Shape::shared_bytes, "launch.py asks for what this needs");
     auto& shared = *reinterpret_cast<CombineShared<Shape>*>(memory);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const uint32 epoch = *args.call.epoch + 1;
+    const uint32 epoch = epoch_of(args.call);
     if (threadIdx.x == 0) mark(args.call, kBegun);
     if (__syncthreads_or(has_expired(deadline_of(args.call)))) return publish_nan<Shape>(args);
     constexpr int kCounts = Shape::num_ranks + Shape::num_experts;

@@ -41,7 +41,7 @@ __device__ void dispatch(const DispatchArgs& args) {
     constexpr int kCounts = RouteShared<Shape>::kCounts;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int32 block = blockIdx.x, blocks = gridDim.x;
-    const uint32 epoch = *args.call.epoch + 1;
+    const uint32 epoch = epoch_of(args.call);
     if (threadIdx.x == 0) mark(args.call, kBegun);
     if (__syncthreads_or(has_expired(deadline_of(args.call)))) return publish_nothing<Shape>(args);
     const Chunk chunk = chunk_of(args.num_tokens, block);
