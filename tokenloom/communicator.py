@@ -256,7 +256,8 @@ class Communicator:
                 topk_ids,
                 topk_weights,
                 copy,
-                check_ids=self._backend.checked and not torch.cuda.is_current_stream_capturing(),
+                check_ids=self._backend.checked
+                and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()),
                 to_fp8=to_fp8,
             )
             self._backend.check_dispatch(call, tensors)
