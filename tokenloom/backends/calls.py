@@ -111,8 +111,8 @@ class Calls:
             status: this rank's own fault, which it raises itself, or 0.
         """
         kernel = self.kernel(combine_spec, "token", torch.bfloat16, torch.bfloat16, torch.bfloat16)
-        counts = torch.zeros(self.plan.num_ranks, self.plan.num_ranks + self.plan.num_experts, dtype=torch.int32)
-        counts = counts.to(self.ranks.device)
+        sizes = (self.plan.num_ranks, self.plan.num_ranks + self.plan.num_experts)
+        counts = torch.zeros(sizes, dtype=torch.int32, device=self.ranks.device)
         kernel.args.all_counts = counts.data_ptr()
         kernel.args.peers = self.control.peers.data_ptr()
         kernel.args.num_tokens = 0

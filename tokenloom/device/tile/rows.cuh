@@ -49,8 +49,7 @@ __device__ __forceinline__ void fill_row(unsigned char* to, uint32 word, int lan
     for (int i = lane; i < kRowBytes / 16; i += 32) store_16(to + i * 16, Vec16{{word, word, word, word}});
 }
 
-// What rows of one shape and dtype are added up to.
-// kTermsAtOnce terms are in flight together.
+// What rows of one shape and dtype are added up to, or become one by one. kTermsAtOnce terms are in flight together.
 template <int kTermDtype, int kOutDtype, int kHidden, int kGroupValues, int kTermsAtOnce, bool kWeighted>
 struct RowSum {
     static constexpr int kGroups = kHidden / kGroupValues;
@@ -92,6 +91,26 @@ struct RowSum {
         }
     };
 
+    // The lanes' terms in their order: `begin(lanes)` with the mask of a term's lane, then `take(step, index, value)` for
+    // each group of this lane in the tile.
+    template <class Begin, class Take>
+    static __device__ __forceinline__ void for_each_term(uint64 term, float weight, uint32 terms, int tile, int lane,
+                                                         Begin begin, Take take) {
+        int index;
+        for (uint32 rest = terms; rest != 0;) {
+            Batch batch;
+            batch.load(rest, term, weight, tile, lane);
+#pragma unroll
+            for (int t = 0; t < kTermsAtOnce; ++t) {
+                if (batch.lane_of[t] == 0) continue;
+                begin(batch.lane_of[t]);
+#pragma unroll
+                for (int step = 0; step < Row::kSteps; ++step)
+                    if (Row::unit(tile, step, lane, index)) take(step, index, batch.value(t, step));
+            }
+        }
+    }
+
     // Part `part` of `parts` of the sum of the lanes' terms, in the order of lanes; without terms +0.
     static __device__ __forceinline__ void add(unsigned char* to, uint64 term, float weight, uint32 terms, int part,
                                                int parts, int lane) {
@@ -100,18 +119,10 @@ struct RowSum {
             Group<kGroupValues> sum[Row::kSteps];
 #pragma unroll
             for (int step = 0; step < Row::kSteps; ++step) sum[step] = filled_group<kGroupValues>(terms ? -0.0f : 0.0f);
+            for_each_term(
+                term, weight, terms, tile, lane, [](uint32) {},
+                [&](int step, int, const Group<kGroupValues>& value) { add_group(sum[step], value); });
             int index;
-            for (uint32 rest = terms; rest != 0;) {
-                Batch batch;
-                batch.load(rest, term, weight, tile, lane);
-#pragma unroll
-                for (int t = 0; t < kTermsAtOnce; ++t) {
-                    if (batch.lane_of[t] == 0) continue;
-#pragma unroll
-                    for (int step = 0; step < Row::kSteps; ++step)
-                        if (Row::unit(tile, step, lane, index)) add_group(sum[step], batch.value(t, step));
-                }
-            }
 #pragma unroll
             for (int step = 0; step < Row::kSteps; ++step)
                 if (Row::unit(tile, step, lane, index)) store_group<kOutDtype>(to + index * kOutBytes, sum[step]);
@@ -121,20 +132,13 @@ struct RowSum {
     // Each term by itself, weighted and rounded, to its lane's target.
     static __device__ __forceinline__ void scale(uint64 target, uint64 term, float weight, uint32 terms, int lane) {
         for (int tile = 0; tile < Row::kCount; ++tile) {
-            int index;
-            for (uint32 rest = terms; rest != 0;) {
-                Batch batch;
-                batch.load(rest, term, weight, tile, lane);
-#pragma unroll
-                for (int t = 0; t < kTermsAtOnce; ++t) {
-                    if (batch.lane_of[t] == 0) continue;
-                    auto* to = reinterpret_cast<unsigned char*>(of_lane(target, batch.lane_of[t]));
-#pragma unroll
-                    for (int step = 0; step < Row::kSteps; ++step)
-                        if (Row::unit(tile, step, lane, index))
-                            store_group<kOutDtype>(to + index * kOutBytes, batch.value(t, step));
-                }
-            }
+            unsigned char* to = nullptr;
+            for_each_term(
+                term, weight, terms, tile, lane,
+                [&](uint32 lanes) { to = reinterpret_cast<unsigned char*>(of_lane(target, lanes)); },
+                [&](int, int index, const Group<kGroupValues>& value) {
+                    store_group<kOutDtype>(to + index * kOutBytes, value);
+                });
         }
     }
 };

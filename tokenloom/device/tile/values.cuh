@@ -7,6 +7,10 @@ enum Dtype : int { kBfloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
 template <int kDtype>
 constexpr int kValueBytes = kDtype == kFloat32 ? 4 : 2;
 
+// All bits but the sign set is NaN in every dtype.
+template <int kDtype>
+constexpr uint32 kNanWord = kDtype == kFloat32 ? 0x7fffffffu : 0x7fff7fffu;
+
 __device__ __forceinline__ float bfloat16_to_float(uint32 bits) { return __uint_as_float(bits << 16); }
 
 __device__ __forceinline__ float float16_to_float(uint32 bits) {

@@ -42,8 +42,7 @@ struct CombineRows {
     static constexpr int kOutBytes = Shape::hidden * kValueBytes<Shape::out_dtype>;
     using Push = RowSum<Shape::y_dtype, Shape::wire_dtype, Shape::hidden, Shape::group, Shape::push_terms, kByExpert>;
     using Home = RowSum<Shape::wire_dtype, Shape::out_dtype, Shape::hidden, Shape::group, Shape::home_terms, false>;
-    // All bits but the sign set is NaN in every dtype.
-    static constexpr uint32 kNan = Shape::wire_dtype == kFloat32 ? 0x7fffffffu : 0x7fff7fffu;
+    static constexpr uint32 kNan = kNanWord<Shape::wire_dtype>;  // what comes home for dropped rows
 };
 
 template <class Shape>

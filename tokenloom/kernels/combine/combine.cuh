@@ -39,7 +39,7 @@ __device__ void find_bases(const CombineArgs& args, CombineShared<Shape>& shared
 template <class Shape>
 __device__ void publish_nan(const CombineArgs& args) {
     constexpr int kRowUnits = CombineRows<Shape>::kOutBytes / 16;
-    constexpr uint32 kNan = Shape::out_dtype == kFloat32 ? 0x7fffffffu : 0x7fff7fffu;
+    constexpr uint32 kNan = kNanWord<Shape::out_dtype>;
     auto* out = static_cast<unsigned char*>(args.out);
     const int64 first = blockIdx.x * Shape::threads + threadIdx.x;
     for (int64 i = first; i < static_cast<int64>(args.num_tokens) * kRowUnits; i += gridDim.x * Shape::threads)

@@ -1,5 +1,6 @@
 // The summing warps: rows that came home are added, token by token.
 #pragma once
+#include "device/tile/routes.cuh"
 #include "kernels/combine/args.cuh"
 
 // What one lane waits for and adds: the row that a rank (or, per route, an expert) sends home for a token.
@@ -13,11 +14,10 @@ __device__ __forceinline__ HomeTerm home_term(const CombineArgs& args, int64 tok
     HomeTerm term{-1, lane};
     if constexpr (Shape::per_route != 0) {
         if (lane >= Shape::top_k) return term;
-        const int64 index = token * Shape::top_k + lane;
-        const int64 id = args.ids_are_int64 ? static_cast<const int64*>(args.topk_ids)[index]
-                                            : static_cast<const int32*>(args.topk_ids)[index];
-        if (id < 0 || id >= Shape::num_experts) return term;
-        term.rank = static_cast<int32>(id) / (Shape::num_experts / Shape::num_ranks);
+        const int32 expert =
+            expert_of<Shape::num_experts>(args.topk_ids, args.ids_are_int64, token * Shape::top_k + lane);
+        if (expert < 0) return term;
+        term.rank = expert / (Shape::num_experts / Shape::num_ranks);
     } else if (lane >= Shape::num_ranks) {
         return term;
     }

@@ -48,9 +48,7 @@ __device__ void dispatch(const DispatchArgs& args) {
 
     if (warp == 0) shared.progress.clear(lane);
     if (warp < shared.kRings) DispatchShared<Shape>::Stream::init(shared.control_of_stream[warp], lane);
-    if (threadIdx.x < Shape::num_ranks) {
-        shared.control[threadIdx.x] = args.call.peers[threadIdx.x];
-    }
+    if (threadIdx.x < Shape::num_ranks) shared.control[threadIdx.x] = args.call.peers[threadIdx.x];
     mbarrier_init_fence();
     if (!count_all_routes<Shape>(args, route, chunk, epoch)) return publish_nothing<Shape>(args);
     if (threadIdx.x == 0) mark(args.call, kCounted);

@@ -4,6 +4,7 @@
 // before it (or counts their tokens itself, where they are few); the last block, which thereby knows the totals, sends
 // them to all ranks. From all ranks' counts every block computes the same prefix sums, and so the place of each row.
 #pragma once
+#include "device/tile/routes.cuh"
 #include "kernels/dispatch/args.cuh"
 
 template <class Shape>
@@ -40,16 +41,10 @@ __device__ __forceinline__ Chunk chunk_of(int32 num_tokens, int32 block) {
     return {begin, min(begin + size, num_tokens)};
 }
 
-// Expert of an id, -1 for none; ids out of range count as none, never as addresses.
-template <class Shape, class Id>
-__device__ __forceinline__ int32 expert_of_id(Id id) {
-    return id >= 0 && id < Shape::num_experts ? static_cast<int32>(id) : -1;
-}
-
+// Expert of route token * K + k, or -1.
 template <class Shape>
-__device__ __forceinline__ int32 expert_of(const DispatchArgs& args, int64 index) {  // of route token * K + k
-    return args.ids_are_int64 ? expert_of_id<Shape>(static_cast<const int64*>(args.topk_ids)[index])
-                              : expert_of_id<Shape>(static_cast<const int32*>(args.topk_ids)[index]);
+__device__ __forceinline__ int32 expert_of(const DispatchArgs& args, int64 index) {
+    return expert_of<Shape::num_experts>(args.topk_ids, args.ids_are_int64, index);
 }
 
 // The ids of one token, in 16-byte loads where rows of ids allow them.
@@ -91,7 +86,7 @@ __device__ void count_routes_of(const DispatchArgs& args, Chunk chunk, int32* co
         uint32 ranks = 0;
 #pragma unroll
         for (int k = 0; k < Shape::top_k; ++k) {
-            const int32 expert = expert_of_id<Shape>(ids.id[k]);
+            const int32 expert = expert_of_id<Shape::num_experts>(ids.id[k]);
             if (expert < 0) continue;
             ranks |= 1u << (expert / Shape::experts_per_rank);
             atomicAdd(&counts[Shape::num_ranks + expert], 1);

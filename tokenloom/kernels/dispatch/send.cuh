@@ -76,7 +76,7 @@ struct TokenSource {
     int32 own;      // the first token, or -1
     int32 size;     // of a chunk
     uint32 epoch;
-    uint32 count = 0;
+    bool slots_are_found = false;
     bool expired = false;  // a block has left without finding its slots
 
     __device__ TokenSource(const DispatchArgs& args_, Chunk chunk, uint32 epoch_, int warp, int lane)
@@ -91,13 +91,14 @@ struct TokenSource {
         if (token >= 0) return true;
         const int32 rest = size - Shape::send_warps;  // of each chunk
         if (rest <= 0) return false;
-        if (count++ == 0) {
+        if (!slots_are_found) {
             const auto* found = reinterpret_cast<const uint32*>(args.slots_found);
             const bool here = claims.lane >= gridDim.x ||
                               wait_for_block(found + claims.lane, epoch, deadline_of(args.call));
             expired = !__all_sync(~0u, here);
             __syncwarp();
             if (expired) return false;
+            slots_are_found = true;
         }
         const uint32 item = claims.take();
         token = item / rest * size + Shape::send_warps + item % rest;
@@ -137,6 +138,10 @@ __device__ bool send_rows(const DispatchArgs& args, DispatchShared<Shape>& share
         if (kReports) shared.progress.begin(warp, begun++, token, lane);
         return true;
     };
+    const auto send_rest = [&](int32 token) {  // all but the row itself
+        routes = routes_of<Shape>(args, shared.route, places, token, lane);
+        send_metadata<Shape>(args, shared, routes, token, lane);
+    };
     const auto target = [&]() {  // this lane's address for the row, or nowhere
         if (!routes.is_target) return Stream::kNowhere;
         return static_cast<int64>(shared.data[routes.rank] + args.rows) +
@@ -153,8 +158,7 @@ __device__ bool send_rows(const DispatchArgs& args, DispatchShared<Shape>& share
                 return true;
             },
             [&](uint64 token) {
-                routes = routes_of<Shape>(args, shared.route, places, token, lane);
-                send_metadata<Shape>(args, shared, routes, token, lane);
+                send_rest(token);
                 return target();
             },
             [&](uint32 row, uint64) {
@@ -166,8 +170,7 @@ __device__ bool send_rows(const DispatchArgs& args, DispatchShared<Shape>& share
     } else {
         int32 token;
         for (uint32 row = 0; begin(token); ++row) {
-            routes = routes_of<Shape>(args, shared.route, places, token, lane);
-            send_metadata<Shape>(args, shared, routes, token, lane);
+            send_rest(token);
             const uint32 targets = __ballot_sync(~0u, routes.is_target);
             uint64 scales = 0;
             if (routes.is_target)

@@ -1,0 +1,15 @@
+// Routes as the caller gives them: ids of experts, int32 or int64.
+#pragma once
+#include "device/ptx/types.cuh"
+
+// Expert of an id, -1 for none; ids out of range count as none, never as addresses.
+template <int kExperts, class Id>
+__device__ __forceinline__ int32 expert_of_id(Id id) {
+    return id >= 0 && id < kExperts ? static_cast<int32>(id) : -1;
+}
+
+template <int kExperts>
+__device__ __forceinline__ int32 expert_of(const void* ids, int32 ids_are_int64, int64 index) {
+    return ids_are_int64 ? expert_of_id<kExperts>(static_cast<const int64*>(ids)[index])
+                         : expert_of_id<kExperts>(static_cast<const int32*>(ids)[index]);
+}
