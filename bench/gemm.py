@@ -1,4 +1,4 @@
-"""The grouped FP8 GEMM beside cuBLAS, interleaved in one run on one Hopper GPU.
+"""The grouped FP8 GEMM beside cuBLAS, and DeepGEMM where it can be imported, in turns on one Hopper GPU.
 
     python bench/gemm.py [--json FILE]
 
@@ -47,6 +47,20 @@ def us_of(call: Callable[[], Any]) -> float:
     return begin.elapsed_time(end) * 1e3 / CALLS
 
 
+def deep_gemm(a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor) -> dict[str, Any]:
+    """Its grouped GEMM of as many rows for each expert; it takes multiples of 128. Empty where it is missing."""
+    try:
+        import deep_gemm as rival
+    except ImportError:
+        return {}
+    experts, (rows, k) = len(b), a.shape
+    scales = rival.transform_sf_into_required_layout(a_scales, rows, k, (1, 128, 128), is_sfa=True)
+    expert_of_row = torch.arange(experts, dtype=torch.int32, device="cuda").repeat_interleave(rows // experts)
+    out = torch.empty(rows, b.shape[1], dtype=torch.bfloat16, device="cuda")
+    call = rival.m_grouped_fp8_gemm_nt_contiguous
+    return {"DeepGEMM, even": partial(call, (a, scales), (b, b_scales), out, expert_of_row)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
@@ -69,6 +83,8 @@ def main() -> None:
             b_scales[0].t(),
             out_dtype=torch.bfloat16,
         )
+        if rows // experts % 128 == 0:
+            calls |= deep_gemm(a, a_scales, b, b_scales)
         for call in calls.values():
             us_of(call)
         times: dict[str, list[float]] = {name: [] for name in calls}

@@ -6,7 +6,15 @@ import torch
 
 from tokenloom.errors import BackendUnavailable, DeviceMismatch, DtypeMismatch, ShapeMismatch
 from tokenloom.jit.kernel import Kernel
-from tokenloom.kernels.gemm.launch import BLOCK, TILE_ROWS, grouped_gemm_spec, operand_map
+from tokenloom.kernels.gemm.launch import (
+    A_BOX_ROWS,
+    B_BOX_ROWS,
+    BLOCK,
+    CLUSTER,
+    grouped_gemm_spec,
+    operand_map,
+    scale_map,
+)
 
 HOPPER = (9, 0)
 
@@ -44,11 +52,13 @@ def grouped_gemm_fp8(
         return out
     kernel = Kernel(*grouped_gemm_spec(num_experts, n, k), a.device.index)
     args = kernel.args
-    args.a, args.b = operand_map(a, TILE_ROWS), operand_map(b, 128)
+    args.a, args.b = operand_map(a, A_BOX_ROWS), operand_map(b, B_BOX_ROWS)
+    if k % (4 * BLOCK) == 0:  # rows of scales that TMA can find
+        args.a_scale_map = scale_map(a_scales)
     args.a_scales, args.b_scales = a_scales.data_ptr(), b_scales.data_ptr()
     args.offsets, args.out = expert_offsets.data_ptr(), out.data_ptr()
     sms = torch.cuda.get_device_properties(a.device).multi_processor_count
-    kernel.launch(sms, torch.cuda.current_stream(a.device).cuda_stream)
+    kernel.launch(sms // CLUSTER * CLUSTER, torch.cuda.current_stream(a.device).cuda_stream)
     return out
 
 

@@ -35,6 +35,7 @@ class KernelSpec:
         args: ctypes.Structure with the run-time values; its class name is the struct's.
         threads: of a block.
         arch: what to compile for.
+        cluster: blocks of a cluster; launches have a multiple of it.
     """
 
     name: str
@@ -43,6 +44,7 @@ class KernelSpec:
     args: type[ctypes.Structure]
     threads: int
     arch: str = "sm_90a"
+    cluster: int = 1
 
     def source(self) -> str:
         """The translation unit: shape, kernel file, checks that both sides agree on Args, entry point."""
@@ -56,8 +58,9 @@ class KernelSpec:
             # NVRTC has no offsetof; __INTADDR__ is how its front end spells the constant.
             same = f"__INTADDR__(&{member}) == {offset} && sizeof({member}) == {size}"
             lines.append(f'static_assert({same}, "{struct}::{field}");')
+        cluster = f"__cluster_dims__({self.cluster}, 1, 1) " if self.cluster > 1 else ""
         lines.append(
-            f'extern "C" __global__ void __launch_bounds__({self.threads}, 1) '
+            f'extern "C" __global__ void {cluster}__launch_bounds__({self.threads}, 1) '
             f"{entry_symbol(self.name)}(const __grid_constant__ {struct} args) {{ {self.name}<Shape>(args); }}"
         )
         return "\n".join(lines) + "\n"

@@ -57,18 +57,22 @@ class TensorMap(ctypes.Structure):
     _fields_ = [("word", ctypes.c_uint64 * 16)]
 
 
-def tensor_map(tensor: torch.Tensor, box: tuple[int, ...]) -> TensorMap:
-    """How TMA finds boxes of a contiguous tensor of 1-byte values; 128-byte swizzle.
+def tensor_map(tensor: torch.Tensor, box: tuple[int, ...], swizzle: bool = False) -> TensorMap:
+    """How TMA finds boxes of a contiguous tensor of 1-byte or float32 values.
 
     Args:
-        box: its sizes, innermost dimension first; the innermost is 128.
+        box: its sizes, innermost dimension first.
+        swizzle: 128-byte swizzle of the box in shared memory; its innermost dimension then has 128 bytes.
     """
+    kinds = load_driver().CUtensorMapDataType
+    kind = kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32 if tensor.itemsize == 4 else kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8
+    swizzles = load_driver().CUtensorMapSwizzle
     driver = load_driver()
     sizes = list(reversed(tensor.shape))
     strides = [stride * tensor.element_size() for stride in reversed(tensor.stride()[:-1])]
     encoded = checked(
         driver.cuTensorMapEncodeTiled(
-            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            kind,
             len(sizes),
             tensor.data_ptr(),
             [driver.cuuint64_t(size) for size in sizes],
@@ -76,7 +80,7 @@ def tensor_map(tensor: torch.Tensor, box: tuple[int, ...]) -> TensorMap:
             [driver.cuuint32_t(size) for size in box],
             [driver.cuuint32_t(1) for _ in box],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            swizzles.CU_TENSOR_MAP_SWIZZLE_128B if swizzle else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )

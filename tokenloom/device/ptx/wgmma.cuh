@@ -12,24 +12,27 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
-// Of a K-major tile with rows of 128 bytes, 128-byte swizzle, aligned to 1024 bytes. One step of 32 along K is +2.
-__device__ __forceinline__ uint64 wgmma_descriptor(uint32 shared_address) {
-    constexpr uint64 kStrideOffset = 1024, kSwizzle128 = 1;
-    return static_cast<uint64>((shared_address & 0x3ffff) >> 4) | (kStrideOffset >> 4) << 32 | kSwizzle128 << 62;
-}
+// What the low word of a matrix descriptor holds, of a K-major tile in shared memory with rows of 128 bytes and 128-byte
+// swizzle, aligned to 1024 bytes. One step of 32 along K is +2. The high word is the same for all of them.
+__device__ __forceinline__ uint32 wgmma_tile(uint32 shared_address) { return (shared_address & 0x3ffff) >> 4; }
 
-// D[64, 128] (+)= A[64, 32] * B[128, 32]^T, both K-major in shared memory. `accumulate` 0 overwrites D.
-__device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint64 a, uint64 b, int accumulate) {
+constexpr uint32 kWgmmaTileHigh = 1024 >> 4 | 1u << 30;  // 8 rows to the next; the swizzle
+
+// D[64, 128] (+)= A[64, 32] * B[128, 32]^T, both K-major tiles in shared memory. `accumulate` 0 overwrites D.
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint32 a, uint32 b, int accumulate) {
     asm volatile(
         "{\n"
         ".reg .pred accumulate;\n"
+        ".reg .b64 a, b;\n"
+        "mov.b64 a, {%64, %67};\n"
+        "mov.b64 b, {%65, %67};\n"
         "setp.ne.b32 accumulate, %66, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
         "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "%64, %65, accumulate, 1, 1;\n"
+        "a, b, accumulate, 1, 1;\n"
         "}\n"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
           "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
@@ -39,5 +42,14 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint64 a, uint64 b, i
           "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
           "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
           "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-        : "l"(a), "l"(b), "r"(accumulate));
+        : "r"(a), "r"(b), "r"(accumulate), "n"(kWgmmaTileHigh));
+}
+
+// Four 8 x 8 matrices of 16-bit values to shared memory. Lane l has values {2 * (l % 4), + 1} of row l / 4 of each, and
+// gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrices(void* row, uint32 m0, uint32 m1, uint32 m2, uint32 m3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     static_cast<uint32>(__cvta_generic_to_shared(row))),
+                 "r"(m0), "r"(m1), "r"(m2), "r"(m3)
+                 : "memory");
 }

@@ -11,18 +11,25 @@ from tokenloom.jit.kernel import TensorMap, tensor_map
 from tokenloom.kernels.shape import MAX_SHARED_BYTES, uint64_fields
 
 THREADS = 384
+CLUSTER = 2
 TILE_ROWS, TILE_COLUMNS, BLOCK = 128, 256, 128
-"""kTileRows, kTileColumns and kBlock of grouped_gemm.cuh."""
-STORE_BYTES = 2 * 64 * (64 * 2 + 16)
-"""Two warpgroups' outputs on their way to memory."""
+"""kTileRows, kTileColumns and kBlock of args.cuh."""
+A_BOX_ROWS, B_BOX_ROWS = 32, 128
+STORE_BYTES = TILE_ROWS * (TILE_COLUMNS * 2 + 16)
+"""The warpgroups' outputs on their way to memory."""
+SCALE_BLOCKS = 8
+SCALE_BYTES = 2 * 4 * SCALE_BLOCKS * (TILE_ROWS + 2)
+"""Two buffers with the scales of 8 blocks of K."""
+MOST_STAGES = 3
 
 
 class GroupedGemmArgs(ctypes.Structure):
-    """Mirror of GroupedGemmArgs in grouped_gemm.cuh, which says what each value is."""
+    """Mirror of GroupedGemmArgs in args.cuh, which says what each value is."""
 
     _fields_ = [
         ("a", TensorMap),
         ("b", TensorMap),
+        ("a_scale_map", TensorMap),
         *uint64_fields("a_scales", "b_scales", "offsets", "out"),
         ("spare", ctypes.c_uint64 * 4),
     ]
@@ -30,15 +37,21 @@ class GroupedGemmArgs(ctypes.Structure):
 
 def grouped_gemm_spec(num_experts: int, n: int, k: int) -> tuple[KernelSpec, int]:
     """The variant for weights [num_experts, n, k]: (spec, dynamic shared memory)."""
-    other_bytes = STORE_BYTES + 4 * (num_experts + 1) + 2048
-    stage_bytes = (TILE_ROWS + TILE_COLUMNS) * BLOCK + 4 * TILE_ROWS + 16
-    stages = min(4, (MAX_SHARED_BYTES - other_bytes) // stage_bytes)
-    shared_bytes = stages * stage_bytes + other_bytes
+    other_bytes = STORE_BYTES + SCALE_BYTES + 4 * (num_experts + 1) + 256
+    stage_bytes = (TILE_ROWS + TILE_COLUMNS) * BLOCK + 16
+    stages = min(MOST_STAGES, (MAX_SHARED_BYTES - other_bytes) // stage_bytes)
+    shared_bytes = -(-(stages * stage_bytes + other_bytes) // 1024) * 1024  # what holds it is aligned to 1024 bytes
     shape = {"num_experts": num_experts, "n": n, "k": k, "stages": stages, "shared_bytes": shared_bytes}
-    spec = KernelSpec("grouped_gemm", "kernels/gemm/grouped_gemm.cuh", tuple(shape.items()), GroupedGemmArgs, THREADS)
+    path = "kernels/gemm/grouped_gemm.cuh"
+    spec = KernelSpec("grouped_gemm", path, tuple(shape.items()), GroupedGemmArgs, THREADS, cluster=CLUSTER)
     return spec, shared_bytes
 
 
 def operand_map(tensor: torch.Tensor, box_rows: int) -> TensorMap:
     """Of a contiguous E4M3 matrix or stack of matrices, in boxes of 128 values x ``box_rows`` rows."""
-    return tensor_map(tensor, (BLOCK, box_rows, *[1] * (tensor.dim() - 2)))
+    return tensor_map(tensor, (BLOCK, box_rows, *[1] * (tensor.dim() - 2)), swizzle=True)
+
+
+def scale_map(scales: torch.Tensor) -> TensorMap:
+    """Of a contiguous float32 matrix whose rows are multiples of 16 bytes, in boxes of 8 values x 128 rows."""
+    return tensor_map(scales, (SCALE_BLOCKS, TILE_ROWS))

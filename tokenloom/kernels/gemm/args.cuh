@@ -1,0 +1,49 @@
+// What a grouped GEMM is given, and the sizes that its roles share.
+#pragma once
+#include "device/ptx/tensor.cuh"
+
+struct GroupedGemmArgs {
+    TensorMap a;            // [rows, K] E4M3, boxes of 128 values x 32 rows, 128-byte swizzle
+    TensorMap b;            // [E, N, K] E4M3, boxes of 128 values x 128 rows
+    TensorMap a_scale_map;  // [rows, K / 128], boxes of 8 values x 128 rows; where K is a multiple of 512
+    const float* a_scales;  // the same
+    const float* b_scales;  // [E, N / 128, K / 128]
+    const int32* offsets;   // [E + 1] first row of each expert; device memory
+    void* out;              // [rows, N] bfloat16
+    uint64 spare[4];        // the maps make this a multiple of 64 bytes
+};
+
+constexpr int kBlock = 128;                // values of K with one scale, and columns with one weight scale
+constexpr int kGroups = 2;                 // math warpgroups
+constexpr int kGroupRows = 64;             // of a tile, for each
+constexpr int kTileRows = kGroups * kGroupRows;
+constexpr int kHalves = 2, kTileColumns = kHalves * kBlock;  // multiplied one after the other
+constexpr int kBoxRows = kGroupRows / 2;   // each block of a cluster loads half of the rows
+constexpr int kScaleBlocks = 8;            // of K, whose scales are loaded together
+constexpr int kMathWarps = 4 * kGroups, kStoreWarps = 2;
+
+template <class Shape>
+struct GemmShared {
+    // A buffer of scales is overwritten 16 blocks of K later, when all but the newest `stages` of them have been read.
+    static_assert(Shape::stages <= kScaleBlocks, "scales in use would be overwritten");
+    static constexpr bool kScalesByTma = Shape::k % (4 * kBlock) == 0;  // rows of scales are multiples of 16 bytes
+    static constexpr int kPitch = kTileColumns * 2 + 16;  // bytes; 16 more than a row, against bank conflicts
+    alignas(1024) unsigned char a[Shape::stages][kTileRows * kBlock];
+    alignas(1024) unsigned char b[Shape::stages][kTileColumns * kBlock];
+    alignas(16) unsigned char out[kGroups][kGroupRows * kPitch];  // sums of a warpgroup, on their way to memory
+    alignas(128) float a_scales[2][kTileRows][kScaleBlocks];
+    alignas(16) float b_scales[2][kHalves][kScaleBlocks];
+    alignas(8) uint64 full[Shape::stages];  // operands and scales are here
+    uint64 empty[Shape::stages];
+    uint64 out_full[kGroups];
+    uint64 out_empty[kGroups];
+    int32 offsets[Shape::num_experts + 1];
+};
+
+// The n-th use of a ring. Counted, not stepped: so the compiler sees that all threads of a role are at the same.
+template <int kStages>
+struct RingUse {
+    int stage;
+    uint32 parity;
+    __device__ __forceinline__ explicit RingUse(uint32 n) : stage(n % kStages), parity(n / kStages & 1) {}
+};

@@ -1,0 +1,77 @@
+// The loading warps: tiles of a and b and their scales, 128 values of K at a time, through a ring of stages.
+#pragma once
+#include "device/ptx/cluster.cuh"
+#include "kernels/gemm/tiles.cuh"
+
+// Of the weights of half a tile.
+template <class Shape>
+__device__ __forceinline__ const float* column_scales(const GroupedGemmArgs& args, const Tile& tile, int half) {
+    constexpr int kBlocks = Shape::k / kBlock, kColumnBlocks = Shape::n / kBlock;
+    const int column_block = min(tile.column / kBlock + half, kColumnBlocks - 1);  // a pair of strips may reach beyond N
+    return args.b_scales + static_cast<int64>(tile.expert * kColumnBlocks + column_block) * kBlocks;
+}
+
+// One thread. The rows are the same in both blocks, so each loads half of them, for both; a stage is free when the math
+// warps of both have read it.
+template <class Shape>
+__device__ __forceinline__ void load_tiles(const GroupedGemmArgs& args, GemmShared<Shape>& shared, int32 block) {
+    constexpr uint16 kBoth = 3;
+    constexpr int kBlocks = Shape::k / kBlock, kRowScaleBytes = sizeof(shared.a_scales[0]);
+    TileSource<Shape> tiles(shared.offsets, block);
+    uint32 uses = 0, scale_uses = 0;
+    for (Tile tile; tiles.next(tile);) {
+        const int groups = tile.groups();
+        for (int k = 0; k < kBlocks; ++k) {
+            const RingUse<Shape::stages> at(uses++);
+            mbarrier_wait(&shared.empty[at.stage], at.parity ^ 1);
+            uint64* full = &shared.full[at.stage];
+            // The scales of 8 blocks of K come with the first of them.
+            const bool with_scales = GemmShared<Shape>::kScalesByTma && k % kScaleBlocks == 0;
+            const int column_scale_bytes = min(kScaleBlocks, kBlocks - k) * 4;
+            mbarrier_arrive_expect(full, (groups * kGroupRows + kTileColumns) * kBlock +
+                                             (with_scales ? kRowScaleBytes + kHalves * column_scale_bytes : 0));
+            if (with_scales) {
+                const int buffer = scale_uses++ % 2;
+                tensor_load(shared.a_scales[buffer], &args.a_scale_map, k, tile.row, full);
+                for (int half = 0; half < kHalves; ++half)
+                    bulk_load(shared.b_scales[buffer][half], column_scales<Shape>(args, tile, half) + k,
+                              column_scale_bytes, full);
+            }
+            for (int half = 0; half < kHalves; ++half)
+                tensor_load(shared.b[at.stage] + half * kBlock * kBlock, &args.b, k * kBlock,
+                            tile.column + half * kBlock, tile.expert, full);
+            for (int group = 0; group < groups; ++group) {
+                const int row = group * kGroupRows + block * kBoxRows;
+                tensor_load_to_all(shared.a[at.stage] + row * kBlock, &args.a, k * kBlock, tile.row + row, full, kBoth);
+            }
+        }
+    }
+}
+
+// One warp: the scales of any other K, a value a row. It takes the load path that wgmma reads its operands through.
+template <class Shape>
+__device__ __forceinline__ void load_scales(const GroupedGemmArgs& args, GemmShared<Shape>& shared, int32 block,
+                                            int lane) {
+    constexpr int kBlocks = Shape::k / kBlock, kLaneRows = kTileRows / 32;
+    TileSource<Shape> tiles(shared.offsets, block);
+    uint32 uses = 0, scale_uses = 0;
+    for (Tile tile; tiles.next(tile);) {
+        const float* rows = args.a_scales + static_cast<int64>(tile.row) * kBlocks;
+        const float* columns = column_scales<Shape>(args, tile, lane % kHalves);
+        int32 from[kLaneRows];
+#pragma unroll
+        for (int i = 0; i < kLaneRows; ++i) from[i] = min(i * 32 + lane, tile.rows - 1) * kBlocks;
+        for (int k = 0; k < kBlocks; ++k) {
+            const RingUse<Shape::stages> at(uses++);
+            const int in_buffer = k % kScaleBlocks;
+            if (in_buffer == 0) ++scale_uses;
+            const int buffer = (scale_uses - 1) % 2;
+            mbarrier_wait(&shared.empty[at.stage], at.parity ^ 1);
+#pragma unroll
+            for (int i = 0; i < kLaneRows; ++i)
+                copy_4_async(&shared.a_scales[buffer][i * 32 + lane][in_buffer], rows + from[i] + k);
+            if (lane < kHalves) copy_4_async(&shared.b_scales[buffer][lane][in_buffer], columns + k);
+            mbarrier_arrive_after_copies(&shared.full[at.stage]);
+        }
+    }
+}

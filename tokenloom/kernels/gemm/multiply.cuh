@@ -1,0 +1,89 @@
+// The math warpgroups, 64 rows x 256 columns each: multiply half of a stage's columns into a temporary; add it, scaled, to
+// float32 registers (the tensor core adds FP8 products with about 14 bits, and scales change every 128 values of K
+// anyway). While one warpgroup adds, the other has the tensor cores.
+#pragma once
+#include "device/ptx/cluster.cuh"
+#include "device/ptx/wgmma.cuh"
+#include "kernels/gemm/store.cuh"
+
+__device__ __forceinline__ void start_product(float (&product)[64], uint32 a, uint32 b) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; ++step) wgmma_e4m3(product, a + 2 * step, b + 2 * step, step);
+    wgmma_commit();
+}
+
+// Registers 4j + {0, 1} are row lane / 4, columns 8j + 2 * (lane % 4) + {0, 1}; 4j + {2, 3} are 8 rows below.
+__device__ __forceinline__ void add_scaled(float (&sums)[64], const float (&product)[64], float low, float high) {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) sums[i] = __fmaf_rn(product[i], i & 2 ? high : low, sums[i]);
+}
+
+// Of one block of K: of this thread's two rows, times those of the columns.
+struct Scales {
+    float low[kHalves], high[kHalves];
+
+    // Of block `k` of the tile; `buffer` is where its scales are.
+    template <class Shape>
+    __device__ __forceinline__ void load(const GemmShared<Shape>& shared, uint32 buffer, int k, int row) {
+        const float low_row = shared.a_scales[buffer][row][k % kScaleBlocks];
+        const float high_row = shared.a_scales[buffer][row + 8][k % kScaleBlocks];
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half) {
+            const float column = shared.b_scales[buffer][half][k % kScaleBlocks];
+            low[half] = low_row * column;
+            high[half] = high_row * column;
+        }
+    }
+};
+
+template <class Shape>
+__device__ __forceinline__ void multiply_tiles(GemmShared<Shape>& shared, int32 block, int group, int thread) {
+    constexpr uint32 kScaleUses = (Shape::k / kBlock + kScaleBlocks - 1) / kScaleBlocks;  // a tile
+    constexpr uint32 kStageA = kTileRows * kBlock >> 4, kStageB = kTileColumns * kBlock >> 4;  // in descriptors
+    constexpr uint32 kHalfB = kStageB / kHalves;
+    const int lane = thread % 32, row = group * kGroupRows + thread / 32 * 16 + lane / 4;
+    const uint32 a_tiles = wgmma_tile(shared_address(shared.a[0]) + group * kGroupRows * kBlock);
+    const uint32 b_tiles = wgmma_tile(shared_address(shared.b[0]));
+    // A stage is free when the warps of both blocks have read it: lane 0 tells this block, lane 1 the other.
+    const uint32 empty = map_to_block(shared_address(shared.empty), block ^ (lane & 1));
+    int blocks = Shape::k / kBlock;
+    asm volatile("" : "+r"(blocks));  // a loop of one round that is optimised away leaves wgmma unordered (C7519)
+
+    TileSource<Shape> tiles(shared.offsets, block);
+    uint32 uses = 0, scale_uses = 0, tiles_left = 0;
+    for (Tile tile; tiles.next(tile); uses += blocks, scale_uses += kScaleUses) {
+        const bool idle = group >= tile.groups();  // no rows for this warpgroup
+        float sums[kHalves][64];
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half)
+#pragma unroll
+            for (int i = 0; i < 64; ++i) sums[half][i] = 0.0f;
+        Scales scales, next;
+        RingUse<Shape::stages> at(uses);
+        mbarrier_wait(&shared.full[at.stage], at.parity);
+        scales.load(shared, scale_uses % 2, 0, row);
+#pragma unroll 1
+        for (int k = 0; k < blocks; ++k) {
+            const int stage = at.stage;
+            const uint32 a = a_tiles + stage * kStageA, b = b_tiles + stage * kStageB;
+            float product[64];
+            if (!idle) {
+                start_product(product, a, b);
+                wgmma_wait<0>();
+                add_scaled(sums[0], product, scales.low[0], scales.high[0]);
+                start_product(product, a, b + kHalfB);
+            }
+            if (k + 1 < blocks) {  // while they multiply, what the next stage needs
+                at = RingUse<Shape::stages>(uses + k + 1);
+                mbarrier_wait(&shared.full[at.stage], at.parity);
+                next.load(shared, (scale_uses + (k + 1) / kScaleBlocks) % 2, k + 1, row);
+            }
+            wgmma_wait<0>();
+            if (lane < 2) mbarrier_arrive_there(empty + stage * 8);
+            if (!idle) add_scaled(sums[1], product, scales.low[1], scales.high[1]);
+            scales = next;
+        }
+        if (!idle) leave_rows<Shape>(shared, sums, tiles_left++, group, thread);
+    }
+}
