@@ -1,4 +1,4 @@
-"""The grouped FP8 GEMM against float64, over shapes that tiles do not divide; poison where nothing may be written."""
+"""The grouped FP8 GEMMs against float64, over shapes that tiles do not divide; poison where nothing may be read."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ import torch
 from tests.conftest import NUM_GPUS
 from tests.small_kernels import needs_nvrtc
 from tokenloom import quant
-from tokenloom.errors import BackendUnavailable, DeviceMismatch, DtypeMismatch, ShapeMismatch, TokenloomError
-from tokenloom.gemm import grouped_gemm_fp8
+from tokenloom.errors import (
+    BackendUnavailable,
+    DeviceMismatch,
+    DtypeMismatch,
+    InvalidArgument,
+    ShapeMismatch,
+    TokenloomError,
+)
+from tokenloom.gemm import grouped_gemm_fp8, grouped_swiglu_fp8, interleave_gate_and_up
 from tokenloom.jit import compiler
 from tokenloom.jit.compiler import Resources
-from tokenloom.kernels.gemm.launch import grouped_gemm_spec
+from tokenloom.kernels.gemm.launch import Swiglu, grouped_gemm_spec
 
 FP8, FP32, INT32 = torch.float8_e4m3fn, torch.float32, torch.int32
 needs_hopper = pytest.mark.skipif(NUM_GPUS == 0, reason="no NVIDIA GPU on this machine")
@@ -100,6 +107,93 @@ def test_other_rows_are_neither_used_nor_written() -> None:
     assert torch.equal(again, clean)
 
 
+# -- SwiGLU -------------------------------------------------------------------------------------------------------
+
+
+def test_gates_and_ups_in_turn() -> None:
+    """Row r of a half is row 16 * (r // 8) + r % 8, and 8 further down for ups; bytes survive."""
+    w1 = torch.arange(2 * 32 * 4).view(2, 32, 4).to(torch.uint8).view(FP8)
+    rows = interleave_gate_and_up(w1).view(torch.uint8)
+    for r in range(16):
+        assert torch.equal(rows[:, 16 * (r // 8) + r % 8], w1.view(torch.uint8)[:, r])
+        assert torch.equal(rows[:, 16 * (r // 8) + 8 + r % 8], w1.view(torch.uint8)[:, 16 + r])
+
+
+OPTIONS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "weighted": {"weighted": True},
+    "clamped": {"clamp": 2.0, "weighted": True},
+    "powers of two": {"power_of_two_scales": True},
+    "exact functions": {"fast_math": False, "clamp": 50.0},
+}
+SWIGLU_CASES = {
+    "one tile": ([128], 128, 512),
+    "tails and empty experts": ([0, 130, 0, 1, 127, 300, 0], 256, 384),
+    "an odd number of strips": ([70, 200], 384, 1024),
+    "more tiles than SMs": ([700, 900], 1024, 256),
+    "as in real models": ([33, 257], 512, 7168),
+}
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", SWIGLU_CASES)
+def test_swiglu(name: str, options: str) -> None:
+    """A code is off by at most half a step of E4M3; where sums of float32 and of float64 lie on two sides of a step,
+    by a whole one. The scale is the largest value's, so it has the error of that value's sum."""
+    counts, width, k = SWIGLU_CASES[name]
+    given = dict(OPTIONS[options])
+    a, a_scales, w1, w1_scales, offsets = operands(counts, 2 * width, k)
+    a_scales /= a_scales.mean() * k**0.5 * w1_scales.mean() * 448 * 200  # so that silu is neither 0 nor the identity
+    rows = sum(counts)
+    weights = torch.rand(rows, device=a.device) + 0.1 if given.pop("weighted", False) else None
+    interleaved = interleave_gate_and_up(w1)
+    q, scales = grouped_swiglu_fp8(a, a_scales, interleaved, w1_scales, offsets, weights, **given)  # type: ignore[arg-type]
+    assert (q.dtype, tuple(q.shape), tuple(scales.shape)) == (FP8, (rows, width), (rows, width // 128))
+    clamp = given.get("clamp")
+    for e, (begin, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
+        gate, up = expected(a[begin:end], a_scales[begin:end], w1, w1_scales, e).chunk(2, -1)
+        if clamp is not None:
+            gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)  # type: ignore[type-var]
+        want = torch.nn.functional.silu(gate) * up
+        want = want if weights is None else want * weights[begin:end, None]
+        blocks = want.view(end - begin, width // 128, 128)
+        amax = blocks.abs().amax(-1).clamp_min(1e-4)
+        want_scales = amax / 448
+        if given.get("power_of_two_scales"):
+            got = scales[begin:end].double()
+            assert (got.log2() == got.log2().round()).all()
+            assert ((got >= 0.998 * want_scales) & (got <= 2.004 * want_scales)).all()
+        else:
+            assert torch.allclose(scales[begin:end].double(), want_scales, rtol=2e-3)
+        got = quant.dequantize_fp8(q[begin:end], scales[begin:end]).double().view_as(blocks)
+        limit = 2**-3 * blocks.abs() + 2e-3 * amax[..., None]
+        assert ((got - blocks).abs() <= limit).all(), f"expert {e}"
+        difference = 1 - 2 * (got * blocks).sum() / (got.square() + blocks.square()).sum().clamp_min(1e-30)
+        assert end == begin or difference < 1e-3
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_swiglu_is_repeatable_and_uses_no_other_rows() -> None:
+    counts, first, after = [37, 140], 5, 90
+    a, a_scales, w1, w1_scales, offsets = operands(counts, 512, 512, first=first, after=after)
+    used = slice(first, first + sum(counts))
+    weights = torch.full((len(a),), torch.nan, device=a.device)
+    weights[used] = 0.5
+    clean = grouped_swiglu_fp8(a, a_scales, w1, w1_scales, offsets, weights)
+    a_scales[:first] = torch.nan
+    a_scales[first + sum(counts) :] = torch.nan
+    for _ in range(10):
+        again = grouped_swiglu_fp8(a, a_scales, w1, w1_scales, offsets, weights)
+        assert torch.equal(again[0][used].view(torch.uint8), clean[0][used].view(torch.uint8))
+        assert torch.equal(again[1][used], clean[1][used])
+
+
+# -- bad input ----------------------------------------------------------------------------------------------------
+
+
 def replaced(index: int, tensor: torch.Tensor) -> Operands:
     tensors = list(operands([3, 4], 128, 256, device="cpu"))
     tensors[index] = tensor
@@ -127,16 +221,45 @@ def test_bad_input_is_named(name: str) -> None:
         grouped_gemm_fp8(*replaced(index, tensor))
 
 
+def test_bad_input_to_swiglu_is_named() -> None:
+    a, a_scales, w1, w1_scales, offsets = operands([3, 4], 256, 256, device="cpu")
+    with pytest.raises(ShapeMismatch, match=r"^w1 is \[2, 128, 256\], expected \[E, 2I, K\]"):
+        grouped_swiglu_fp8(a, a_scales, w1[:, :128].contiguous(), w1_scales[:, :1].contiguous(), offsets)
+    with pytest.raises(ShapeMismatch, match=r"^w1_scales is"):
+        grouped_swiglu_fp8(a, a_scales, w1, w1_scales[:, :1].contiguous(), offsets)
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_bad_options_of_swiglu_are_named() -> None:
+    tensors = operands([3, 4], 256, 256)
+    with pytest.raises(ShapeMismatch, match=r"^row_weights is \[6\], expected \[7\]"):
+        grouped_swiglu_fp8(*tensors, torch.ones(6, device="cuda"))
+    with pytest.raises(InvalidArgument, match=r"^clamp is 0"):
+        grouped_swiglu_fp8(*tensors, clamp=0.0)
+
+
 def test_without_hopper_it_says_so() -> None:
-    with pytest.raises(BackendUnavailable, match="needs a Hopper GPU"):
+    with pytest.raises(BackendUnavailable, match="need a Hopper GPU"):
         grouped_gemm_fp8(*operands([3], 128, 128, device="cpu"))
 
 
 @needs_nvrtc
-@pytest.mark.parametrize(("experts", "n", "k"), [(32, 4096, 7168), (32, 7168, 2048), (1, 128, 128), (300, 384, 256)])
-def test_it_compiles_without_spills(experts: int, n: int, k: int) -> None:
+@pytest.mark.parametrize(
+    ("experts", "n", "k", "swiglu"),
+    [
+        (32, 4096, 7168, None),
+        (32, 7168, 2048, None),
+        (1, 128, 128, None),
+        (300, 384, 256, None),
+        (32, 4096, 7168, Swiglu(clamped=False, power_of_two_scales=False, fast_math=True)),
+        (32, 4096, 7168, Swiglu(clamped=True, power_of_two_scales=True, fast_math=False)),
+        (1, 256, 128, Swiglu(clamped=True, power_of_two_scales=False, fast_math=True)),
+    ],
+)
+def test_it_compiles_without_spills(experts: int, n: int, k: int, swiglu: Swiglu | None) -> None:
     """Accumulators indexed at run time show as a stack frame, wgmma that was serialised as a line C75xx."""
-    spec, shared_bytes = grouped_gemm_spec(experts, n, k)
+    spec, shared_bytes = grouped_gemm_spec(experts, n, k, swiglu)
     _, log = compiler.compile_kernel(spec)
     assert "warning" not in log.lower(), log
     assert "C75" not in log, log

@@ -12,8 +12,8 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
-// What the low word of a matrix descriptor holds, of a K-major tile in shared memory with rows of 128 bytes and 128-byte
-// swizzle, aligned to 1024 bytes. One step of 32 along K is +2. The high word is the same for all of them.
+// What the low word of a matrix descriptor holds, of a K-major tile in shared memory with rows of 128 bytes and
+// 128-byte swizzle, aligned to 1024 bytes. One step of 32 along K is +2. The high word is the same for all of them.
 __device__ __forceinline__ uint32 wgmma_tile(uint32 shared_address) { return (shared_address & 0x3ffff) >> 4; }
 
 constexpr uint32 kWgmmaTileHigh = 1024 >> 4 | 1u << 30;  // 8 rows to the next; the swizzle

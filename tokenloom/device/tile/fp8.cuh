@@ -11,12 +11,22 @@ __device__ __forceinline__ float divide_rn(float a, float b) {
     return quotient;
 }
 
-// Four values to a word, the first in its lowest byte; beyond +-448 they saturate.
+// Within 2 units in the last place.
+__device__ __forceinline__ float divide_full(float a, float b) {
+    float quotient;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(quotient) : "f"(a), "f"(b));
+    return quotient;
+}
+
+// Two values, or four, the first in the lowest byte; beyond +-448 they saturate.
+__device__ __forceinline__ uint16 pack_e4m3(float a, float b) {
+    uint16 pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(b), "f"(a));
+    return pair;
+}
+
 __device__ __forceinline__ uint32 pack_e4m3(float a, float b, float c, float d) {
-    uint16 low, high;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
-    return static_cast<uint32>(high) << 16 | low;
+    return static_cast<uint32>(pack_e4m3(c, d)) << 16 | pack_e4m3(a, b);
 }
 
 struct Fp8Scale {

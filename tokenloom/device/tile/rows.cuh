@@ -91,8 +91,8 @@ struct RowSum {
         }
     };
 
-    // The lanes' terms in their order: `begin(lanes)` with the mask of a term's lane, then `take(step, index, value)` for
-    // each group of this lane in the tile.
+    // The lanes' terms in their order: `begin(lanes)` with the mask of a term's lane, then `take(step, index, value)`
+    // for each group of this lane in the tile.
     template <class Begin, class Take>
     static __device__ __forceinline__ void for_each_term(uint64 term, float weight, uint32 terms, int tile, int lane,
                                                          Begin begin, Take take) {

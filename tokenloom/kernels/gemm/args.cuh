@@ -9,8 +9,12 @@ struct GroupedGemmArgs {
     const float* a_scales;  // the same
     const float* b_scales;  // [E, N / 128, K / 128]
     const int32* offsets;   // [E + 1] first row of each expert; device memory
-    void* out;              // [rows, N] bfloat16
-    uint64 spare[4];        // the maps make this a multiple of 64 bytes
+    void* out;              // [rows, N] bfloat16, or with SwiGLU [rows, N / 2] E4M3
+    float* out_scales;      // with SwiGLU: [rows, N / 256]
+    const float* row_weights;  // with SwiGLU: [rows], or null
+    float clamp;            // with SwiGLU: of gate from above, of up on both sides
+    int32 padding;
+    uint64 spare[1];        // the maps make this a multiple of 64 bytes
 };
 
 constexpr int kBlock = 128;                // values of K with one scale, and columns with one weight scale
@@ -27,10 +31,11 @@ struct GemmShared {
     // A buffer of scales is overwritten 16 blocks of K later, when all but the newest `stages` of them have been read.
     static_assert(Shape::stages <= kScaleBlocks, "scales in use would be overwritten");
     static constexpr bool kScalesByTma = Shape::k % (4 * kBlock) == 0;  // rows of scales are multiples of 16 bytes
-    static constexpr int kPitch = kTileColumns * 2 + 16;  // bytes; 16 more than a row, against bank conflicts
+    static constexpr int kOutBytes = Shape::swiglu ? kTileColumns / 2 : kTileColumns * 2;  // of a row of a tile
+    static constexpr int kPitch = kOutBytes + 16;                                          // against bank conflicts
     alignas(1024) unsigned char a[Shape::stages][kTileRows * kBlock];
     alignas(1024) unsigned char b[Shape::stages][kTileColumns * kBlock];
-    alignas(16) unsigned char out[kGroups][kGroupRows * kPitch];  // sums of a warpgroup, on their way to memory
+    alignas(16) unsigned char out[kGroups][kGroupRows * kPitch];  // of a warpgroup, on its way to memory
     alignas(128) float a_scales[2][kTileRows][kScaleBlocks];
     alignas(16) float b_scales[2][kHalves][kScaleBlocks];
     alignas(8) uint64 full[Shape::stages];  // operands and scales are here

@@ -2,6 +2,8 @@
 //
 //   out[row, n] = sum over blocks k of a_scale[row, k] * b_scale[e, n / 128, k] * (a[row, k:] . b[e, n, k:])
 //
+// With SwiGLU, b has 8 rows of gates and 8 rows of ups in turn, and the output is quantised (swiglu.cuh).
+//
 // Persistent; blocks work in clusters of two. Roles of a block: two math warpgroups (multiply.cuh), two loading warps
 // (load.cuh), two storing warps (store.cuh). tiles.cuh says who computes what.
 #pragma once
@@ -13,6 +15,7 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
     extern __shared__ __align__(1024) unsigned char memory[];
     static_assert(sizeof(GemmShared<Shape>) <= Shape::shared_bytes, "launch.py asks for what this needs");
     static_assert(Shape::k % kBlock == 0 && Shape::n % kBlock == 0, "whole scale blocks");
+    static_assert(!Shape::swiglu || Shape::n % kTileColumns == 0, "whole scale blocks of the output");
     auto& shared = *reinterpret_cast<GemmShared<Shape>*>(memory);
     constexpr bool kScalesByTma = GemmShared<Shape>::kScalesByTma;
     constexpr int kThreads = 128 * (kGroups + 1);
@@ -46,7 +49,7 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
         __syncwarp();
     } else {
         take_registers<kMathRegisters>();
-        multiply_tiles<Shape>(shared, block, group, threadIdx.x % 128);
+        multiply_tiles<Shape>(args, shared, block, group, threadIdx.x % 128);
     }
     cluster_sync();  // no block leaves while the other arrives on its barriers
 }

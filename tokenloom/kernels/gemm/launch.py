@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 
 import torch
 
 from tokenloom.jit.compiler import KernelSpec
 from tokenloom.jit.kernel import TensorMap, tensor_map
-from tokenloom.kernels.shape import MAX_SHARED_BYTES, uint64_fields
+from tokenloom.kernels.shape import MAX_SHARED_BYTES, int32_fields, uint64_fields
 
 THREADS = 384
 CLUSTER = 2
 TILE_ROWS, TILE_COLUMNS, BLOCK = 128, 256, 128
 """kTileRows, kTileColumns and kBlock of args.cuh."""
 A_BOX_ROWS, B_BOX_ROWS = 32, 128
-STORE_BYTES = TILE_ROWS * (TILE_COLUMNS * 2 + 16)
-"""The warpgroups' outputs on their way to memory."""
+OUT_ROW_BYTES = {False: TILE_COLUMNS * 2 + 16, True: TILE_COLUMNS // 2 + 16}
+"""Of a tile's rows on their way to memory, without and with SwiGLU."""
 SCALE_BLOCKS = 8
 SCALE_BYTES = 2 * 4 * SCALE_BLOCKS * (TILE_ROWS + 2)
 """Two buffers with the scales of 8 blocks of K."""
-MOST_STAGES = 3
+MOST_STAGES = 4
+
+
+@dataclass(frozen=True)
+class Swiglu:
+    """What becomes of sums that are gates and ups; tokenloom/gemm.py says what each option means."""
+
+    clamped: bool
+    power_of_two_scales: bool
+    fast_math: bool
 
 
 class GroupedGemmArgs(ctypes.Structure):
@@ -30,18 +40,31 @@ class GroupedGemmArgs(ctypes.Structure):
         ("a", TensorMap),
         ("b", TensorMap),
         ("a_scale_map", TensorMap),
-        *uint64_fields("a_scales", "b_scales", "offsets", "out"),
-        ("spare", ctypes.c_uint64 * 4),
+        *uint64_fields("a_scales", "b_scales", "offsets", "out", "out_scales", "row_weights"),
+        ("clamp", ctypes.c_float),
+        *int32_fields("padding"),
+        *uint64_fields("spare"),
     ]
 
 
-def grouped_gemm_spec(num_experts: int, n: int, k: int) -> tuple[KernelSpec, int]:
+def grouped_gemm_spec(num_experts: int, n: int, k: int, swiglu: Swiglu | None = None) -> tuple[KernelSpec, int]:
     """The variant for weights [num_experts, n, k]: (spec, dynamic shared memory)."""
-    other_bytes = STORE_BYTES + SCALE_BYTES + 4 * (num_experts + 1) + 256
+    scale_bytes = 2 * 4 * SCALE_BLOCKS * (TILE_ROWS + 2)  # two buffers with the scales of 8 blocks of K
+    other_bytes = TILE_ROWS * OUT_ROW_BYTES[swiglu is not None] + scale_bytes + 4 * (num_experts + 1) + 256
     stage_bytes = (TILE_ROWS + TILE_COLUMNS) * BLOCK + 16
     stages = min(MOST_STAGES, (MAX_SHARED_BYTES - other_bytes) // stage_bytes)
     shared_bytes = -(-(stages * stage_bytes + other_bytes) // 1024) * 1024  # what holds it is aligned to 1024 bytes
-    shape = {"num_experts": num_experts, "n": n, "k": k, "stages": stages, "shared_bytes": shared_bytes}
+    shape = {
+        "num_experts": num_experts,
+        "n": n,
+        "k": k,
+        "swiglu": int(swiglu is not None),
+        "clamped": int(swiglu is not None and swiglu.clamped),
+        "power_of_two": int(swiglu is not None and swiglu.power_of_two_scales),
+        "fast_math": int(swiglu is not None and swiglu.fast_math),
+        "stages": stages,
+        "shared_bytes": shared_bytes,
+    }
     path = "kernels/gemm/grouped_gemm.cuh"
     spec = KernelSpec("grouped_gemm", path, tuple(shape.items()), GroupedGemmArgs, THREADS, cluster=CLUSTER)
     return spec, shared_bytes

@@ -3,11 +3,14 @@
 #include "device/ptx/cluster.cuh"
 #include "kernels/gemm/tiles.cuh"
 
-// Of the weights of half a tile.
+// Of the weights of half a tile; with SwiGLU, of its gates (0) or its ups (1).
 template <class Shape>
 __device__ __forceinline__ const float* column_scales(const GroupedGemmArgs& args, const Tile& tile, int half) {
     constexpr int kBlocks = Shape::k / kBlock, kColumnBlocks = Shape::n / kBlock;
-    const int column_block = min(tile.column / kBlock + half, kColumnBlocks - 1);  // a pair of strips may reach beyond N
+    constexpr int kGates = kColumnBlocks / 2;
+    // A pair of strips may reach beyond N.
+    const int column_block = Shape::swiglu ? min(tile.column / kTileColumns, kGates - 1) + half * kGates
+                                           : min(tile.column / kBlock + half, kColumnBlocks - 1);
     return args.b_scales + static_cast<int64>(tile.expert * kColumnBlocks + column_block) * kBlocks;
 }
 

@@ -1,10 +1,11 @@
-// The math warpgroups, 64 rows x 256 columns each: multiply half of a stage's columns into a temporary; add it, scaled, to
-// float32 registers (the tensor core adds FP8 products with about 14 bits, and scales change every 128 values of K
+// The math warpgroups, 64 rows x 256 columns each: multiply half of a stage's columns into a temporary; add it, scaled,
+// to float32 registers (the tensor core adds FP8 products with about 14 bits, and scales change every 128 values of K
 // anyway). While one warpgroup adds, the other has the tensor cores.
 #pragma once
 #include "device/ptx/cluster.cuh"
 #include "device/ptx/wgmma.cuh"
 #include "kernels/gemm/store.cuh"
+#include "kernels/gemm/swiglu.cuh"
 
 __device__ __forceinline__ void start_product(float (&product)[64], uint32 a, uint32 b) {
     wgmma_fence();
@@ -13,15 +14,9 @@ __device__ __forceinline__ void start_product(float (&product)[64], uint32 a, ui
     wgmma_commit();
 }
 
-// Registers 4j + {0, 1} are row lane / 4, columns 8j + 2 * (lane % 4) + {0, 1}; 4j + {2, 3} are 8 rows below.
-__device__ __forceinline__ void add_scaled(float (&sums)[64], const float (&product)[64], float low, float high) {
-#pragma unroll
-    for (int i = 0; i < 64; ++i) sums[i] = __fmaf_rn(product[i], i & 2 ? high : low, sums[i]);
-}
-
-// Of one block of K: of this thread's two rows, times those of the columns.
+// Of one block of K: of this thread's two rows, times those of the columns' halves, or of gates and ups.
 struct Scales {
-    float low[kHalves], high[kHalves];
+    float low[2], high[2];
 
     // Of block `k` of the tile; `buffer` is where its scales are.
     template <class Shape>
@@ -29,16 +24,29 @@ struct Scales {
         const float low_row = shared.a_scales[buffer][row][k % kScaleBlocks];
         const float high_row = shared.a_scales[buffer][row + 8][k % kScaleBlocks];
 #pragma unroll
-        for (int half = 0; half < kHalves; ++half) {
-            const float column = shared.b_scales[buffer][half][k % kScaleBlocks];
-            low[half] = low_row * column;
-            high[half] = high_row * column;
+        for (int i = 0; i < 2; ++i) {
+            const float columns = shared.b_scales[buffer][i][k % kScaleBlocks];
+            low[i] = low_row * columns;
+            high[i] = high_row * columns;
         }
     }
 };
 
+// Registers 4j + {0, 1} are row lane / 4, columns 8j + 2 * (lane % 4) + {0, 1}; 4j + {2, 3} are 8 rows below. With
+// SwiGLU even j are gates, odd j ups.
 template <class Shape>
-__device__ __forceinline__ void multiply_tiles(GemmShared<Shape>& shared, int32 block, int group, int thread) {
+__device__ __forceinline__ void add_scaled(float (&sums)[64], const float (&product)[64], const Scales& scales,
+                                           int half) {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) {
+        const int columns = Shape::swiglu ? i / 4 % 2 : half;
+        sums[i] = __fmaf_rn(product[i], i & 2 ? scales.high[columns] : scales.low[columns], sums[i]);
+    }
+}
+
+template <class Shape>
+__device__ __forceinline__ void multiply_tiles(const GroupedGemmArgs& args, GemmShared<Shape>& shared, int32 block,
+                                               int group, int thread) {
     constexpr uint32 kScaleUses = (Shape::k / kBlock + kScaleBlocks - 1) / kScaleBlocks;  // a tile
     constexpr uint32 kStageA = kTileRows * kBlock >> 4, kStageB = kTileColumns * kBlock >> 4;  // in descriptors
     constexpr uint32 kHalfB = kStageB / kHalves;
@@ -71,7 +79,7 @@ __device__ __forceinline__ void multiply_tiles(GemmShared<Shape>& shared, int32 
             if (!idle) {
                 start_product(product, a, b);
                 wgmma_wait<0>();
-                add_scaled(sums[0], product, scales.low[0], scales.high[0]);
+                add_scaled<Shape>(sums[0], product, scales, 0);
                 start_product(product, a, b + kHalfB);
             }
             if (k + 1 < blocks) {  // while they multiply, what the next stage needs
@@ -81,9 +89,11 @@ __device__ __forceinline__ void multiply_tiles(GemmShared<Shape>& shared, int32 
             }
             wgmma_wait<0>();
             if (lane < 2) mbarrier_arrive_there(empty + stage * 8);
-            if (!idle) add_scaled(sums[1], product, scales.low[1], scales.high[1]);
+            if (!idle) add_scaled<Shape>(sums[1], product, scales, 1);
             scales = next;
         }
-        if (!idle) leave_rows<Shape>(shared, sums, tiles_left++, group, thread);
+        if (idle) continue;
+        if constexpr (Shape::swiglu) leave_activations<Shape>(args, shared, sums, tile, tiles_left++, group, thread);
+        else leave_rows<Shape>(shared, sums, tiles_left++, group, thread);
     }
 }

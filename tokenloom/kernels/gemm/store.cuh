@@ -1,32 +1,45 @@
-// From sums to an output of bfloat16 rows. Math warps leave 64 rows x 256 columns in shared memory and go on; the
-// storing warps write them where they belong.
+// The way out. Math warps leave 64 rows of a tile in shared memory and go on; the storing warps write them where they
+// belong.
 #pragma once
 #include "device/tile/values.cuh"
 #include "kernels/gemm/tiles.cuh"
 
-// Math side, of the `use`-th tile that this warpgroup has: `sums` as wgmma leaves them.
+// Waits until what this warpgroup left before, for its `use`-th tile, has been read.
 template <class Shape>
-__device__ __forceinline__ void leave_rows(GemmShared<Shape>& shared, const float (&sums)[kHalves][64], uint32 use, int group,
-                                           int thread) {
+__device__ __forceinline__ void wait_for_room(GemmShared<Shape>& shared, uint32 use, int group) {
+    mbarrier_wait(&shared.out_empty[group], use & 1 ^ 1);
+}
+
+template <class Shape>
+__device__ __forceinline__ void tell_storing_warps(GemmShared<Shape>& shared, int group, int lane) {
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(&shared.out_full[group]);
+}
+
+// An output of bfloat16 rows: `sums` as wgmma leaves them.
+template <class Shape>
+__device__ __forceinline__ void leave_rows(GemmShared<Shape>& shared, const float (&sums)[kHalves][64], uint32 use,
+                                           int group, int thread) {
     const int lane = thread % 32;
     unsigned char* to =
         shared.out[group] + (thread / 32 * 16 + lane % 16) * GemmShared<Shape>::kPitch + lane / 16 * 16;
-    mbarrier_wait(&shared.out_empty[group], use & 1 ^ 1);
+    wait_for_room(shared, use, group);
 #pragma unroll
     for (int i = 0; i < kHalves * 8; ++i) {  // 16 columns at a time
         const float* from = sums[i / 8] + i % 8 * 8;
         store_matrices(to + i * 32, pack_pair<kBfloat16>(from[0], from[1]), pack_pair<kBfloat16>(from[2], from[3]),
                        pack_pair<kBfloat16>(from[4], from[5]), pack_pair<kBfloat16>(from[6], from[7]));
     }
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(&shared.out_full[group]);
+    tell_storing_warps(shared, group, lane);
 }
 
-// The storing warps. A warp writes a row: 512 bytes.
+// The storing warps; neighbouring lanes write the same row.
 template <class Shape>
 __device__ __forceinline__ void store_tiles(const GroupedGemmArgs& args, GemmShared<Shape>& shared, int32 block,
                                             int thread) {
-    constexpr int kUnits = kTileColumns * 2 / 16, kRowsAtOnce = 32 * kStoreWarps / kUnits, kBatch = 4;
+    constexpr int kOutBytes = GemmShared<Shape>::kOutBytes;
+    constexpr int64 kRowBytes = static_cast<int64>(Shape::n) * kOutBytes / kTileColumns;
+    constexpr int kUnits = kOutBytes / 16, kRowsAtOnce = 32 * kStoreWarps / kUnits, kBatch = 4;
     const int first = thread / kUnits, unit = thread % kUnits;
     TileSource<Shape> tiles(shared.offsets, block);
     uint32 uses[kGroups] = {};
@@ -37,9 +50,9 @@ __device__ __forceinline__ void store_tiles(const GroupedGemmArgs& args, GemmSha
             if (rows <= 0) break;
             mbarrier_wait(&shared.out_full[group], uses[group]++ & 1);
             const unsigned char* from = shared.out[group] + unit * 16;
-            auto* out = static_cast<unsigned char*>(args.out) + unit * 16 +
-                        (static_cast<int64>(tile.row + group * kGroupRows) * Shape::n + tile.column) * 2;
-            const int stored = tile.column + unit * 8 < Shape::n ? rows : 0;  // a pair of strips may reach beyond N
+            const int64 in_row = static_cast<int64>(tile.column / kTileColumns) * kOutBytes + unit * 16;
+            auto* out = static_cast<unsigned char*>(args.out) + (tile.row + group * kGroupRows) * kRowBytes + in_row;
+            const int stored = in_row < kRowBytes ? rows : 0;  // a pair of strips may reach beyond N
             for (int row = first; row < stored; row += kBatch * kRowsAtOnce) {
                 Vec16 values[kBatch];
 #pragma unroll
@@ -49,7 +62,7 @@ __device__ __forceinline__ void store_tiles(const GroupedGemmArgs& args, GemmSha
 #pragma unroll
                 for (int i = 0; i < kBatch; ++i)
                     if (row + i * kRowsAtOnce < stored)
-                        store_16(out + static_cast<int64>(row + i * kRowsAtOnce) * Shape::n * 2, values[i]);
+                        store_16(out + (row + i * kRowsAtOnce) * kRowBytes, values[i]);
             }
             __syncwarp();
             if (thread % 32 == 0) mbarrier_arrive(&shared.out_empty[group]);
