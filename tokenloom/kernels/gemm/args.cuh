@@ -3,18 +3,21 @@
 #include "device/ptx/tensor.cuh"
 
 struct GroupedGemmArgs {
-    TensorMap a;            // [rows, K] E4M3, boxes of 128 values x 32 rows, 128-byte swizzle
-    TensorMap b;            // [E, N, K] E4M3, boxes of 128 values x 128 rows
-    TensorMap a_scale_map;  // [rows, K / 128], boxes of 8 values x 128 rows; where K is a multiple of 512
-    const float* a_scales;  // the same
-    const float* b_scales;  // [E, N / 128, K / 128]
-    const int32* offsets;   // [E + 1] first row of each expert; device memory
-    void* out;              // [rows, N] bfloat16, or with SwiGLU [rows, N / 2] E4M3
-    float* out_scales;      // with SwiGLU: [rows, N / 256]
+    TensorMap a;               // [rows, K] E4M3, boxes of 128 values x 32 rows, 128-byte swizzle; not if gathered
+    TensorMap b;               // [E, N, K] E4M3, boxes of 128 values x 128 rows
+    TensorMap a_scale_map;     // [rows, K / 128], boxes of 8 values x 128 rows; K a multiple of 512, not if gathered
+    const unsigned char* a_rows;  // if gathered: [any, K] E4M3
+    const float* a_scales;     // [rows, K / 128]; if gathered, in the order of a_rows
+    const int32* row_index;    // if gathered: [rows], which of a_rows each row is
+    const float* b_scales;     // [E, N / 128, K / 128]
+    const int32* offsets;      // [E + 1] first row of each expert; device memory
+    void* out;                 // [rows, N] bfloat16, or with SwiGLU [rows, N / 2] E4M3
+    const uint64* row_targets; // if scattered: [rows], addresses of output rows, which may be other GPUs'
+    float* out_scales;         // with SwiGLU: [rows, N / 256]
     const float* row_weights;  // with SwiGLU: [rows], or null
-    float clamp;            // with SwiGLU: of gate from above, of up on both sides
+    float clamp;               // with SwiGLU: of gate from above, of up on both sides
     int32 padding;
-    uint64 spare[1];        // the maps make this a multiple of 64 bytes
+    uint64 spare[6];           // the maps make this a multiple of 64 bytes
 };
 
 constexpr int kBlock = 128;                // values of K with one scale, and columns with one weight scale
@@ -30,7 +33,9 @@ template <class Shape>
 struct GemmShared {
     // A buffer of scales is overwritten 16 blocks of K later, when all but the newest `stages` of them have been read.
     static_assert(Shape::stages <= kScaleBlocks, "scales in use would be overwritten");
-    static constexpr bool kScalesByTma = Shape::k % (4 * kBlock) == 0;  // rows of scales are multiples of 16 bytes
+    static constexpr bool kWideScales = Shape::k % (4 * kBlock) == 0;  // rows of scales are multiples of 16 bytes
+    static constexpr bool kScalesByTma = kWideScales && !Shape::gathers;
+    static constexpr bool kScaleWarp = !kWideScales && !Shape::gathers;
     static constexpr int kOutBytes = Shape::swiglu ? kTileColumns / 2 : kTileColumns * 2;  // of a row of a tile
     static constexpr int kPitch = kOutBytes + 16;                                          // against bank conflicts
     alignas(1024) unsigned char a[Shape::stages][kTileRows * kBlock];
@@ -42,6 +47,7 @@ struct GemmShared {
     uint64 empty[Shape::stages];
     uint64 out_full[kGroups];
     uint64 out_empty[kGroups];
+    int32 gathered[Shape::gathers ? kTileRows : 1];  // of this tile: where each row is
     int32 offsets[Shape::num_experts + 1];
 };
 

@@ -5,9 +5,9 @@
 // With SwiGLU, b has 8 rows of gates and 8 rows of ups in turn, and the output is quantised (swiglu.cuh).
 //
 // Persistent; blocks work in clusters of two. Roles of a block: two math warpgroups (multiply.cuh), two loading warps
-// (load.cuh), two storing warps (store.cuh). tiles.cuh says who computes what.
+// (load.cuh, gather.cuh), two storing warps (store.cuh). tiles.cuh says who computes what.
 #pragma once
-#include "kernels/gemm/load.cuh"
+#include "kernels/gemm/gather.cuh"
 #include "kernels/gemm/multiply.cuh"
 
 template <class Shape>
@@ -17,16 +17,16 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
     static_assert(Shape::k % kBlock == 0 && Shape::n % kBlock == 0, "whole scale blocks");
     static_assert(!Shape::swiglu || Shape::n % kTileColumns == 0, "whole scale blocks of the output");
     auto& shared = *reinterpret_cast<GemmShared<Shape>*>(memory);
-    constexpr bool kScalesByTma = GemmShared<Shape>::kScalesByTma;
+    constexpr bool kScalesByTma = GemmShared<Shape>::kScalesByTma, kScaleWarp = GemmShared<Shape>::kScaleWarp;
     constexpr int kThreads = 128 * (kGroups + 1);
-    constexpr int kLoadRegisters = 40, kMathRegisters = 232;
+    constexpr int kLoadRegisters = 56, kMathRegisters = 224;
     static_assert(kLoadRegisters + kGroups * kMathRegisters <= 504, "what the launch allots to three warpgroups");
     const int32 block = cluster_rank();
 
     for (int i = threadIdx.x; i <= Shape::num_experts; i += kThreads) shared.offsets[i] = args.offsets[i];
     if (threadIdx.x == 0) {
         for (int i = 0; i < Shape::stages; ++i) {
-            mbarrier_init(&shared.full[i], kScalesByTma ? 1 : 1 + 32);  // who loads tiles, the warp that loads scales
+            mbarrier_init(&shared.full[i], kScaleWarp || Shape::gathers ? 1 + 32 : 1);  // who loads tiles, that warp
             mbarrier_init(&shared.empty[i], 2 * kMathWarps);  // of both blocks
         }
         for (int i = 0; i < kGroups; ++i) {
@@ -34,7 +34,7 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
             mbarrier_init(&shared.out_empty[i], kStoreWarps);
         }
         mbarrier_init_fence();
-        tensor_prefetch(&args.a);
+        if (!Shape::gathers) tensor_prefetch(&args.a);
         tensor_prefetch(&args.b);
         if (kScalesByTma) tensor_prefetch(&args.a_scale_map);
     }
@@ -44,7 +44,10 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
         keep_registers<kLoadRegisters>();
         const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
         if (warp == 0 && lane == 0) load_tiles<Shape>(args, shared, block);
-        if (warp == 1 && !kScalesByTma) load_scales<Shape>(args, shared, block, lane);
+        if constexpr (kScaleWarp)
+            if (warp == 1) load_scales<Shape>(args, shared, block, lane);
+        if constexpr (Shape::gathers != 0)
+            if (warp == 1) gather_rows<Shape>(args, shared, block, lane);
         if (warp >= 4 - kStoreWarps) store_tiles<Shape>(args, shared, block, threadIdx.x % (32 * kStoreWarps));
         __syncwarp();
     } else {

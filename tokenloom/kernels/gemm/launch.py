@@ -40,17 +40,27 @@ class GroupedGemmArgs(ctypes.Structure):
         ("a", TensorMap),
         ("b", TensorMap),
         ("a_scale_map", TensorMap),
-        *uint64_fields("a_scales", "b_scales", "offsets", "out", "out_scales", "row_weights"),
+        *uint64_fields("a_rows", "a_scales", "row_index", "b_scales", "offsets", "out", "row_targets"),
+        *uint64_fields("out_scales", "row_weights"),
         ("clamp", ctypes.c_float),
         *int32_fields("padding"),
-        *uint64_fields("spare"),
+        ("spare", ctypes.c_uint64 * 6),
     ]
 
 
-def grouped_gemm_spec(num_experts: int, n: int, k: int, swiglu: Swiglu | None = None) -> tuple[KernelSpec, int]:
-    """The variant for weights [num_experts, n, k]: (spec, dynamic shared memory)."""
+def grouped_gemm_spec(
+    num_experts: int, n: int, k: int, swiglu: Swiglu | None = None, gathers: bool = False, scatters: bool = False
+) -> tuple[KernelSpec, int]:
+    """The variant for weights [num_experts, n, k]: (spec, dynamic shared memory).
+
+    Args:
+        gathers: rows of a are where an index says.
+        scatters: rows of the output go to addresses of their own.
+    """
     scale_bytes = 2 * 4 * SCALE_BLOCKS * (TILE_ROWS + 2)  # two buffers with the scales of 8 blocks of K
     other_bytes = TILE_ROWS * OUT_ROW_BYTES[swiglu is not None] + scale_bytes + 4 * (num_experts + 1) + 256
+    if gathers:
+        other_bytes += 4 * TILE_ROWS
     stage_bytes = (TILE_ROWS + TILE_COLUMNS) * BLOCK + 16
     stages = min(MOST_STAGES, (MAX_SHARED_BYTES - other_bytes) // stage_bytes)
     shared_bytes = -(-(stages * stage_bytes + other_bytes) // 1024) * 1024  # what holds it is aligned to 1024 bytes
@@ -58,6 +68,8 @@ def grouped_gemm_spec(num_experts: int, n: int, k: int, swiglu: Swiglu | None = 
         "num_experts": num_experts,
         "n": n,
         "k": k,
+        "gathers": int(gathers),
+        "scatters": int(scatters),
         "swiglu": int(swiglu is not None),
         "clamped": int(swiglu is not None and swiglu.clamped),
         "power_of_two": int(swiglu is not None and swiglu.power_of_two_scales),

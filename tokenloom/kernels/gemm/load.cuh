@@ -1,4 +1,5 @@
-// The loading warps: tiles of a and b and their scales, 128 values of K at a time, through a ring of stages.
+// The loading warps: tiles of a and b and their scales, 128 values of K at a time, through a ring of stages. Where rows
+// are gathered, gather.cuh loads those of a.
 #pragma once
 #include "device/ptx/cluster.cuh"
 #include "kernels/gemm/tiles.cuh"
@@ -29,13 +30,16 @@ __device__ __forceinline__ void load_tiles(const GroupedGemmArgs& args, GemmShar
             mbarrier_wait(&shared.empty[at.stage], at.parity ^ 1);
             uint64* full = &shared.full[at.stage];
             // The scales of 8 blocks of K come with the first of them.
-            const bool with_scales = GemmShared<Shape>::kScalesByTma && k % kScaleBlocks == 0;
-            const int column_scale_bytes = min(kScaleBlocks, kBlocks - k) * 4;
-            mbarrier_arrive_expect(full, (groups * kGroupRows + kTileColumns) * kBlock +
-                                             (with_scales ? kRowScaleBytes + kHalves * column_scale_bytes : 0));
+            const bool with_scales = GemmShared<Shape>::kWideScales && k % kScaleBlocks == 0;
+            const int column_scale_bytes = with_scales ? min(kScaleBlocks, kBlocks - k) * 4 : 0;
+            const int row_scale_bytes = with_scales && !Shape::gathers ? kRowScaleBytes : 0;
+            const int row_bytes = Shape::gathers ? 0 : groups * kGroupRows * kBlock;
+            mbarrier_arrive_expect(
+                full, row_bytes + row_scale_bytes + kTileColumns * kBlock + kHalves * column_scale_bytes);
             if (with_scales) {
                 const int buffer = scale_uses++ % 2;
-                tensor_load(shared.a_scales[buffer], &args.a_scale_map, k, tile.row, full);
+                if constexpr (!Shape::gathers)
+                    tensor_load(shared.a_scales[buffer], &args.a_scale_map, k, tile.row, full);
                 for (int half = 0; half < kHalves; ++half)
                     bulk_load(shared.b_scales[buffer][half], column_scales<Shape>(args, tile, half) + k,
                               column_scale_bytes, full);
@@ -43,7 +47,7 @@ __device__ __forceinline__ void load_tiles(const GroupedGemmArgs& args, GemmShar
             for (int half = 0; half < kHalves; ++half)
                 tensor_load(shared.b[at.stage] + half * kBlock * kBlock, &args.b, k * kBlock,
                             tile.column + half * kBlock, tile.expert, full);
-            for (int group = 0; group < groups; ++group) {
+            for (int group = 0; group < groups && !Shape::gathers; ++group) {
                 const int row = group * kGroupRows + block * kBoxRows;
                 tensor_load_to_all(shared.a[at.stage] + row * kBlock, &args.a, k * kBlock, tile.row + row, full, kBoth);
             }

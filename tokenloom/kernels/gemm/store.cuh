@@ -33,6 +33,13 @@ __device__ __forceinline__ void leave_rows(GemmShared<Shape>& shared, const floa
     tell_storing_warps(shared, group, lane);
 }
 
+template <class Shape>
+__device__ __forceinline__ unsigned char* output_row(const GroupedGemmArgs& args, int64 row) {
+    constexpr int64 kRowBytes = static_cast<int64>(Shape::n) * GemmShared<Shape>::kOutBytes / kTileColumns;
+    if constexpr (Shape::scatters != 0) return reinterpret_cast<unsigned char*>(args.row_targets[row]);
+    return static_cast<unsigned char*>(args.out) + row * kRowBytes;
+}
+
 // The storing warps; neighbouring lanes write the same row.
 template <class Shape>
 __device__ __forceinline__ void store_tiles(const GroupedGemmArgs& args, GemmShared<Shape>& shared, int32 block,
@@ -51,7 +58,7 @@ __device__ __forceinline__ void store_tiles(const GroupedGemmArgs& args, GemmSha
             mbarrier_wait(&shared.out_full[group], uses[group]++ & 1);
             const unsigned char* from = shared.out[group] + unit * 16;
             const int64 in_row = static_cast<int64>(tile.column / kTileColumns) * kOutBytes + unit * 16;
-            auto* out = static_cast<unsigned char*>(args.out) + (tile.row + group * kGroupRows) * kRowBytes + in_row;
+            const int64 first_row = tile.row + group * kGroupRows;
             const int stored = in_row < kRowBytes ? rows : 0;  // a pair of strips may reach beyond N
             for (int row = first; row < stored; row += kBatch * kRowsAtOnce) {
                 Vec16 values[kBatch];
@@ -62,7 +69,7 @@ __device__ __forceinline__ void store_tiles(const GroupedGemmArgs& args, GemmSha
 #pragma unroll
                 for (int i = 0; i < kBatch; ++i)
                     if (row + i * kRowsAtOnce < stored)
-                        store_16(out + (row + i * kRowsAtOnce) * kRowBytes, values[i]);
+                        store_16(output_row<Shape>(args, first_row + row + i * kRowsAtOnce) + in_row, values[i]);
             }
             __syncwarp();
             if (thread % 32 == 0) mbarrier_arrive(&shared.out_empty[group]);
