@@ -306,7 +306,7 @@ def check_epochs(context: RankContext, start: int, layout: str) -> None:
         for sizes in ("exact", "bounded", "exact"):
             round_trip(context, comm, problem, layout, sizes=sizes)
         comm.check()
-        calls = comm._backend._calls  # type: ignore[attr-defined]
+        calls = comm._backend.calls  # type: ignore[attr-defined]
         assert calls.num_calls > 5
         # One epoch for each call, 0 perhaps left out.
         assert (int(calls._state[0]) - start) % 2**32 - calls.num_calls in range(3)
@@ -314,7 +314,7 @@ def check_epochs(context: RankContext, start: int, layout: str) -> None:
 
 def set_epoch(context: RankContext, comm: tl.Communicator, epoch: int) -> None:
     """As after so many calls, none of which raised other flags than those of every call."""
-    calls = comm._backend._calls  # type: ignore[attr-defined]
+    calls = comm._backend.calls  # type: ignore[attr-defined]
     bits = epoch - 2**32 if epoch >= 2**31 else epoch
     meet(context)
     calls._state[0] = bits
@@ -584,7 +584,7 @@ def use_and_close(context: RankContext, problem: Problem) -> int:
     with new_comm(context, problem.plan, checked=True) as comm:
         round_trip(context, comm, problem, "expert")
         backend: Any = comm._backend
-        buffers = [backend._calls.control, *backend._buffers.values()]
+        buffers = [backend.calls.control, *backend._buffers.values()]
         return sum(buffer.regions.total_bytes for buffer in buffers)
 
 

@@ -26,8 +26,10 @@ if TYPE_CHECKING:
         ShapeMismatch,
         TokenloomError,
     )
+    from tokenloom.gemm import grouped_gemm_fp8, grouped_swiglu_fp8, interleave_gate_and_up
     from tokenloom.layer import ExpertParallelMoE, gather_state_dict, shard_state_dict
-    from tokenloom.quant import dequantize_fp8, quantize_fp8
+    from tokenloom.mega import MegaMoE
+    from tokenloom.quant import dequantize_fp8, quantize_fp8, quantize_fp8_blocks
     from tokenloom.router import Router
     from tokenloom.streams import Event
 
@@ -35,11 +37,16 @@ _MODULE_OF = {
     "Communicator": "communicator",
     "Event": "streams",
     "ExpertParallelMoE": "layer",
+    "MegaMoE": "mega",
     "Routed": "communicator",
     "Router": "router",
     "dequantize_fp8": "quant",
     "gather_state_dict": "layer",
+    "grouped_gemm_fp8": "gemm",
+    "grouped_swiglu_fp8": "gemm",
+    "interleave_gate_and_up": "gemm",
     "quantize_fp8": "quant",
+    "quantize_fp8_blocks": "quant",
     "shard_state_dict": "layer",
 }
 
@@ -55,6 +62,7 @@ __all__ = [
     "InvalidArgument",
     "InvalidExpertId",
     "KernelCompileError",
+    "MegaMoE",
     "NotDifferentiable",
     "PeerError",
     "PeerTimeout",
@@ -66,7 +74,11 @@ __all__ = [
     "__version__",
     "dequantize_fp8",
     "gather_state_dict",
+    "grouped_gemm_fp8",
+    "grouped_swiglu_fp8",
+    "interleave_gate_and_up",
     "quantize_fp8",
+    "quantize_fp8_blocks",
     "shard_state_dict",
 ]
 

@@ -15,6 +15,7 @@ from tokenloom.kernels.gemm.launch import (
     grouped_gemm_spec,
     operand_map,
     scale_map,
+    wide_scales,
 )
 
 HOPPER = (9, 0)
@@ -92,7 +93,7 @@ def grouped_swiglu_fp8(
         raise ShapeMismatch(f"w1 is {list(w1.shape)}, expected [E, 2I, K] with I a multiple of {BLOCK}")
     _check(a, a_scales, w1, w1_scales, expert_offsets, b_name="w1")
     if row_weights is not None:
-        _check_tensor("row_weights", row_weights, torch.float32, [a.shape[0]], a.device)
+        check_tensor("row_weights", row_weights, torch.float32, [a.shape[0]], a.device)
     if clamp is not None and not clamp > 0:
         raise InvalidArgument(f"clamp is {clamp}, expected a number above 0, or None")
     swiglu = Swiglu(clamp is not None, power_of_two_scales, fast_math)
@@ -128,7 +129,7 @@ def _launch(
         return
     args = kernel.args
     args.a, args.b = operand_map(a, A_BOX_ROWS), operand_map(b, B_BOX_ROWS)
-    if a.shape[1] % (4 * BLOCK) == 0:  # rows of scales that TMA can find
+    if wide_scales(a.shape[1]):
         args.a_scale_map = scale_map(a_scales)
     args.a_scales, args.b_scales = a_scales.data_ptr(), b_scales.data_ptr()
     args.offsets, args.out = expert_offsets.data_ptr(), out.data_ptr()
@@ -149,20 +150,20 @@ def _check(
         raise ShapeMismatch(f"{b_name} is {list(b.shape)}, expected [E, N, K] with N and K multiples of {BLOCK}")
     num_experts, n, k = b.shape
     rows = a.shape[0] if a.dim() else 0
-    _check_tensor("a", a, fp8, [rows, k], a.device)
-    _check_tensor("a_scales", a_scales, fp32, [rows, k // BLOCK], a.device)
-    _check_tensor(b_name, b, fp8, [num_experts, n, k], a.device)
-    _check_tensor(f"{b_name}_scales", b_scales, fp32, [num_experts, n // BLOCK, k // BLOCK], a.device)
-    _check_tensor("expert_offsets", expert_offsets, int32, [num_experts + 1], a.device)
+    check_tensor("a", a, fp8, [rows, k], a.device)
+    check_tensor("a_scales", a_scales, fp32, [rows, k // BLOCK], a.device)
+    check_tensor(b_name, b, fp8, [num_experts, n, k], a.device)
+    check_tensor(f"{b_name}_scales", b_scales, fp32, [num_experts, n // BLOCK, k // BLOCK], a.device)
+    check_tensor("expert_offsets", expert_offsets, int32, [num_experts + 1], a.device)
     if a.device.type != "cuda" or torch.cuda.get_device_capability(a.device) != HOPPER:
         raise BackendUnavailable(f"grouped GEMMs in FP8 need a Hopper GPU, the tensors are on {a.device}")
 
 
-def _check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: list[int], device: torch.device) -> None:
+def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: list[int], device: torch.device) -> None:
     if tensor.dtype != dtype:
         raise DtypeMismatch(f"{name} is {tensor.dtype}, expected {dtype}")
     if list(tensor.shape) != shape or not tensor.is_contiguous():
         layout = "" if tensor.is_contiguous() else ", not contiguous"
         raise ShapeMismatch(f"{name} is {list(tensor.shape)}{layout}, expected {shape}, contiguous")
     if tensor.device != device:
-        raise DeviceMismatch(f"{name} is on {tensor.device}, a is on {device}")
+        raise DeviceMismatch(f"{name} is on {tensor.device}, expected {device}")

@@ -50,6 +50,30 @@ def quantize_fp8(x: torch.Tensor, *, power_of_two_scales: bool = False) -> tuple
     return q.flatten(-2), scale.squeeze(-1)
 
 
+def quantize_fp8_blocks(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise weights to E4M3 with one scale per 128 x 128 values of the last two dimensions.
+
+    In each block the same as :func:`quantize_fp8` in its blocks of 128.
+
+    Args:
+        w: [..., N, K], floating point, N and K multiples of 128.
+
+    Returns:
+        q: float8_e4m3fn [..., N, K]; scales: float32 [..., N / 128, K / 128].
+
+    Raises:
+        ShapeMismatch: N or K is not a multiple of 128.
+    """
+    if w.dim() < 2 or w.shape[-1] % FP8_BLOCK or w.shape[-2] % FP8_BLOCK:
+        raise ShapeMismatch(f"w is {list(w.shape)}, expected [..., N, K] with multiples of {FP8_BLOCK}")
+    down, across = w.shape[-2] // FP8_BLOCK, w.shape[-1] // FP8_BLOCK
+    blocks = w.detach().float().unflatten(-1, (across, FP8_BLOCK)).unflatten(-3, (down, FP8_BLOCK))
+    amax = blocks.abs().amax((-3, -1), keepdim=True).clamp_min(AMAX_FLOOR)
+    limit = torch.full_like(amax, E4M3_MAX)
+    q = (blocks * (limit / amax)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return q.flatten(-4, -3).flatten(-2), (amax / limit).squeeze(-1).squeeze(-2)
+
+
 def dequantize_fp8(q: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """``q * scale``, computed in float32, then cast.
 

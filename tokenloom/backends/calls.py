@@ -82,8 +82,19 @@ class Calls:
             opening.rank = self.ranks.rank
         return found
 
-    def launch(self, kernel: Kernel, fields: dict[str, Field], status: int = 0, region: int = 0) -> None:
-        """Put the kernel on the current stream; remember where its outcome will be."""
+    def launch(
+        self,
+        kernel: Kernel,
+        fields: dict[str, Field],
+        status: int = 0,
+        region: int = 0,
+        blocks: int | None = None,
+    ) -> None:
+        """Put the kernel on the current stream; remember where its outcome will be.
+
+        Args:
+            blocks: None: ``num_sms``. They wait for each other, so all of them have to fit on the GPU at once.
+        """
         stream = torch.cuda.current_stream(self.ranks.device)
         captured = torch.cuda.is_current_stream_capturing()
         if not captured:
@@ -93,7 +104,7 @@ class Calls:
         opening.record = self._records.address(slot)
         opening.status, opening.region = status, region
         opening.fields[:] = encode_fields(fields, NUM_FIELDS)
-        kernel.launch(self.num_sms, stream.cuda_stream)
+        kernel.launch(blocks or self.num_sms, stream.cuda_stream)
         if not captured:
             self._done[slot].record(stream)
             self._launched.append(_Launched(self.num_calls, slot, fields))

@@ -116,7 +116,7 @@ class NvlinkBackend:
         self.plan = plan
         self.ranks = ranks
         self.checked = checked
-        self._calls = Calls(plan, ranks, num_sms)
+        self.calls = Calls(plan, ranks, num_sms)
         self._buffers: dict[tuple[Any, int], SymmetricBuffer] = {}
         self._regions: dict[tuple[int, torch.dtype], _Region] = {}
         self._overflow: CapacityOverflow | None = None
@@ -167,7 +167,7 @@ class NvlinkBackend:
 
     def report_fault(self, call: str, fault: Exception) -> None:
         """Open the call with a status, which all ranks see."""
-        self._calls.report_fault(call, fault)
+        self.calls.report_fault(call, fault)
 
     def check(self, wait: bool) -> None:
         """Raise what earlier calls left behind; with ``wait`` of all calls and graph replays, finished first."""
@@ -176,11 +176,11 @@ class NvlinkBackend:
         overflow, self._overflow = self._overflow, None
         if overflow is not None:
             raise overflow
-        self._calls.check(wait)
+        self.calls.check(wait)
 
     def memory(self) -> list[str]:
         """Sizes of the symmetric buffers, those that the first call of a kind will make included."""
-        lines = [f"flags and counts: {self._calls.control.regions.total_bytes / 1e6:.1f} MB"]
+        lines = [f"flags and counts: {self.calls.control.regions.total_bytes / 1e6:.1f} MB"]
         for regions, value_bytes, what in (
             (data_regions, 2, "FP8, bfloat16 and float16"),
             (data_regions, 4, "float32"),
@@ -192,7 +192,7 @@ class NvlinkBackend:
             lines.append(f"buffers for {what}: {size}{when}")
         return lines
 
-    def _buffer(
+    def buffer(
         self, regions: Callable[[Plan, int], Regions], value_bytes: int, fields: dict[str, Field]
     ) -> SymmetricBuffer:
         """A buffer for payloads of this width, made at the first call that needs it, on all ranks alike."""
@@ -201,7 +201,7 @@ class NvlinkBackend:
         if found is None:
             if torch.cuda.is_current_stream_capturing():
                 raise InvalidArgument("the first call of a kind allocates buffers; make it once before the capture")
-            self._calls.agree(fields)  # or some ranks would wait here for others that do something else
+            self.calls.agree(fields)  # or some ranks would wait here for others that do something else
             found = self._buffers[key] = SymmetricBuffer(regions(self.plan, key[1]), self.ranks)
         return found
 
@@ -212,18 +212,18 @@ class NvlinkBackend:
         limit = room if call.capacity is None else min(call.capacity, room)
         exact = call.sizes == "exact"
         if exact:
-            self._calls.settle(0)  # what earlier calls left is not to be taken for this one's
+            self.calls.settle(0)  # what earlier calls left is not to be taken for this one's
         handle = self._start_dispatch(call, tensors, limit)
         if not exact:
             if self.checked:
                 try:
-                    self._calls.settle(0)
+                    self.calls.settle(0)
                 except CapacityOverflow as overflow:
                     self._overflow = overflow  # the dispatch itself is done; the next call raises
             too_short = call.capacity is not None and len(handle.rows) < call.capacity
             return self._own(handle, call.capacity) if tensors.own_outputs or too_short else handle
         try:
-            self._calls.settle(0)
+            self.calls.settle(0)
         except CapacityOverflow as overflow:
             if call.layout != "expert" or (call.capacity is not None and overflow.needed > call.capacity):
                 raise CapacityOverflow(overflow.needed, call.capacity or limit, sent=False) from None
@@ -235,7 +235,7 @@ class NvlinkBackend:
         plan, x, topk_ids = self.plan, _aligned(tensors.x), _aligned(tensors.topk_ids)
         num_tokens, local = x.shape[0], plan.experts_per_rank
         row_dtype = torch.float8_e4m3fn if call.to_fp8 else x.dtype
-        number = self._calls.num_calls
+        number = self.calls.num_calls
         fields = dispatch_fields(number, call, tensors)
         region = self._region(row_dtype, fields)
         results = (1, plan.num_ranks, local, local + 1, plan.num_ranks * (plan.num_ranks + plan.num_experts))
@@ -252,14 +252,14 @@ class NvlinkBackend:
             quantize = ("power of two" if call.power_of_two_scales else "any scale", x.dtype)
         row_bytes = plan.hidden * row_dtype.itemsize
         scales_per_row = plan.scales_per_token if with_scales else 0
-        kernel = self._calls.kernel(dispatch_spec, call.layout, row_bytes, scales_per_row, *quantize)
+        kernel = self.calls.kernel(dispatch_spec, call.layout, row_bytes, scales_per_row, *quantize)
         args = kernel.args
         args.x = x.data_ptr()
         args.scales = _address(tensors.scales)
         args.topk_ids = topk_ids.data_ptr()
         args.topk_weights = _address(tensors.topk_weights)
-        args.done_flags = self._calls.control.regions.offset("done_flags")
-        args.row_flags = self._calls.control.regions.offset("row_flags")
+        args.done_flags = self.calls.control.regions.offset("done_flags")
+        args.row_flags = self.calls.control.regions.offset("row_flags")
         args.block_counts = self._block_counts.data_ptr()
         args.slots_found = args.block_counts + 4 * (len(self._block_counts) - MAX_BLOCKS)
         args.peers = region.peers_address
@@ -272,7 +272,7 @@ class NvlinkBackend:
         args.capacity, args.alignment = places, call.alignment
         args.ids_are_int64 = topk_ids.dtype == torch.int64
         args.stop_on_overflow = call.sizes == "exact"
-        self._calls.launch(kernel, fields, region=region.number)
+        self.calls.launch(kernel, fields, region=region.number)
         self._num_dispatches += 1
 
         by_expert = call.layout == "expert"
@@ -301,7 +301,7 @@ class NvlinkBackend:
         key = (self._num_dispatches % 2, row_dtype)
         found = self._regions.get(key)
         if found is None:
-            buffer = self._buffer(data_regions, row_dtype.itemsize, fields)
+            buffer = self.buffer(data_regions, row_dtype.itemsize, fields)
             found = self._regions[key] = _Region(self.plan, buffer, *key)
         return found
 
@@ -342,7 +342,7 @@ class NvlinkBackend:
         """Layout "expert" of any size: rows arrive one per (token, rank), which always fits, and are spread here."""
         plain = replace(call, layout="token", alignment=1, capacity=None)
         handle = self._start_dispatch(plain, tensors, self.plan.worst_case_rows("token"))
-        self._calls.settle(0)
+        self.calls.settle(0)
         handle = self._exact(handle)
         from_each, of_each = handle.counts.source_counts.tolist(), handle.counts.expert_counts.tolist()
         placement = routing.place_by_expert(from_each, of_each, call.alignment, handle.local_ids)
@@ -374,15 +374,15 @@ class NvlinkBackend:
     ) -> torch.Tensor:
         fields = combine_fields(handle.number, call)
         by_route = call.mode == "per_route"
-        buffer = self._buffer(route_regions if by_route else data_regions, call.wire_dtype.itemsize, fields)
+        buffer = self.buffer(route_regions if by_route else data_regions, call.wire_dtype.itemsize, fields)
         variant = (handle.call.layout, rows.dtype, call.wire_dtype, call.out_dtype, call.mode)
-        kernel = self._calls.kernel(combine_spec, *variant)
+        kernel = self.calls.kernel(combine_spec, *variant)
         out = torch.empty(handle.num_tokens, self.plan.hidden, dtype=call.out_dtype, device=rows.device)
         rows = _aligned(rows)
         kernel.args.row_weights = _address(weights)
         self._start_combine(kernel, handle, rows, out, buffer, "home", fields, handle.capacity)
         if self.checked:
-            self._calls.settle(0)
+            self.calls.settle(0)
         return out
 
     def _start_combine(
@@ -401,11 +401,11 @@ class NvlinkBackend:
         args.row_places, args.row_tokens = handle.row_places.data_ptr(), handle.row_tokens.data_ptr()
         args.slots, args.all_counts = handle.slots.data_ptr(), handle.all_counts.data_ptr()
         args.topk_ids, args.ids_are_int64 = handle.given_ids.data_ptr(), handle.given_ids.dtype == torch.int64
-        args.chunk_flags = self._calls.control.regions.offset("chunk_flags")
+        args.chunk_flags = self.calls.control.regions.offset("chunk_flags")
         args.peers, args.home = buffer.peers.data_ptr(), buffer.regions.offset(home)
         args.num_tokens, args.max_tokens = handle.num_tokens, self.plan.max_tokens_per_rank
         args.capacity, args.max_chunks = capacity, max_chunks(self.plan)
-        self._calls.launch(kernel, fields)
+        self.calls.launch(kernel, fields)
 
     # -- gradients ------------------------------------------------------------------------------------------
 
@@ -448,15 +448,15 @@ class NvlinkBackend:
         rows = torch.where(handle.local_ids[: len(grad)] >= 0, grad, 0)
         width = home_weight_values(self.plan)
         rows = torch.nn.functional.pad(rows, (0, width - self.plan.top_k))
-        kernel = self._calls.kernel(combine_spec, layout, *[torch.float32] * 3, "per_rank", width)
+        kernel = self.calls.kernel(combine_spec, layout, *[torch.float32] * 3, "per_rank", width)
         out = rows.new_empty(handle.num_tokens, width)
         fields: dict[str, Field] = {"call": "combine", "dispatch number": handle.number, "mode": "gradient of weights"}
         capacity = handle.capacity if handle.call.layout == "token" else self.plan.worst_case_rows("token")
-        self._start_combine(kernel, handle, rows, out, self._calls.control, "home_weights", fields, capacity)
+        self._start_combine(kernel, handle, rows, out, self.calls.control, "home_weights", fields, capacity)
         return out[:, : self.plan.top_k]
 
     def close(self) -> None:
-        self._calls.close(list(self._buffers.values()))
+        self.calls.close(list(self._buffers.values()))
         self.ranks.close()
 
 

@@ -87,6 +87,11 @@ def operand_map(tensor: torch.Tensor, box_rows: int) -> TensorMap:
     return tensor_map(tensor, (BLOCK, box_rows, *[1] * (tensor.dim() - 2)), swizzle=True)
 
 
+def wide_scales(k: int) -> bool:
+    """Whether TMA can find the scales of rows of ``k`` values: 16 bytes at a time."""
+    return k % (4 * BLOCK) == 0
+
+
 def scale_map(scales: torch.Tensor) -> TensorMap:
     """Of a contiguous float32 matrix whose rows are multiples of 16 bytes, in boxes of 8 values x 128 rows."""
     return tensor_map(scales, (SCALE_BLOCKS, TILE_ROWS))

@@ -1,0 +1,254 @@
+"""MegaMoE: a whole mixture-of-experts layer in FP8 for inference, on Hopper GPUs of one host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from tokenloom.backends.exchange import Field
+from tokenloom.backends.nvlink import NvlinkBackend, NvlinkHandle
+from tokenloom.backends.regions import route_regions
+from tokenloom.communicator import Communicator
+from tokenloom.errors import InvalidArgument, ShapeMismatch
+from tokenloom.gemm import check_tensor, interleave_gate_and_up
+from tokenloom.jit.kernel import Kernel
+from tokenloom.kernels.gemm.launch import (
+    A_BOX_ROWS,
+    B_BOX_ROWS,
+    BLOCK,
+    CLUSTER,
+    Swiglu,
+    grouped_gemm_spec,
+    operand_map,
+    scale_map,
+    wide_scales,
+)
+from tokenloom.kernels.mega.launch import route_lists_spec, sum_routes_spec
+from tokenloom.quant import quantize_fp8_blocks
+
+FP8 = torch.float8_e4m3fn
+
+
+class MegaMoE:
+    """Dispatch, SwiGLU experts in FP8, combine: ``y = sum over k of weight_k * w2 @ (silu(gate) * up)``.
+
+    x is quantised with a scale per 128 values, the weighted activations again; each route's result is rounded to
+    bfloat16 and a token's routes are added in ascending k, in float32 (docs/concepts.md). Nothing waits for the host,
+    any routing fits, and results are the same bits from call to call. Making one is collective, and so is every call.
+
+    Args:
+        group: as for :class:`Communicator`: Hopper GPUs of one host.
+        num_experts: E, divisible by the ranks.
+        hidden, intermediate: H and I, multiples of 128.
+        top_k: K, at most 32.
+        max_tokens_per_rank: M, the most tokens of one call on one rank.
+        activation_clamp: gates at most this, ups within plus and minus this, before the activation; None: no limit.
+        fast_math: the hardware's exponential and division in the activation.
+        power_of_two_scales: as for ``quantize_fp8``, of x and of activations.
+        device, timeout_s: as for :class:`Communicator`.
+
+    Raises:
+        As :class:`Communicator`; BackendUnavailable where its kernels do not run.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | DeviceMesh | None,
+        num_experts: int,
+        hidden: int,
+        intermediate: int,
+        top_k: int,
+        max_tokens_per_rank: int,
+        *,
+        activation_clamp: float | None = None,
+        fast_math: bool = True,
+        power_of_two_scales: bool = False,
+        device: torch.device | str | None = None,
+        timeout_s: float = 30.0,
+    ) -> None:
+        for name, width in (("hidden", hidden), ("intermediate", intermediate)):
+            if not isinstance(width, int) or width <= 0 or width % BLOCK:
+                raise InvalidArgument(f"{name} is {width!r}, expected a multiple of {BLOCK}")
+        if activation_clamp is not None and not activation_clamp > 0:
+            raise InvalidArgument(f"activation_clamp is {activation_clamp}, expected a number above 0, or None")
+        self.comm = Communicator(
+            group,
+            num_experts=num_experts,
+            hidden=hidden,
+            top_k=top_k,
+            max_tokens_per_rank=max_tokens_per_rank,
+            backend="nvlink",
+            device=device,
+            timeout_s=timeout_s,
+        )
+        self.intermediate = intermediate
+        self._power_of_two_scales = power_of_two_scales
+        backend = self.comm._backend
+        assert isinstance(backend, NvlinkBackend)
+        self._backend = backend
+        self._num_sms = torch.cuda.get_device_properties(self.comm.device).multi_processor_count // CLUSTER * CLUSTER
+        plan, device = self.comm.plan, self.comm.device
+        fields: dict[str, Field] = {"call": "MegaMoE", "intermediate": intermediate}
+        self._home = backend.buffer(route_regions, torch.bfloat16.itemsize, fields)
+        routes = plan.worst_case_rows("expert")
+        local = plan.experts_per_rank
+        self._offsets = torch.zeros(local + 1, dtype=torch.int32, device=device)
+        self._rows = torch.zeros(routes, dtype=torch.int32, device=device)
+        self._row_weights = torch.zeros(routes, dtype=torch.float32, device=device)
+        self._targets = torch.zeros(routes, dtype=torch.int64, device=device)
+        self._activations = torch.empty(routes, intermediate, dtype=FP8, device=device)
+        self._activation_scales = torch.empty(routes, intermediate // BLOCK, dtype=torch.float32, device=device)
+        swiglu = Swiglu(activation_clamp is not None, power_of_two_scales, fast_math)
+        gemm1 = grouped_gemm_spec(local, 2 * intermediate, hidden, swiglu, gathers=True)
+        gemm2 = grouped_gemm_spec(local, hidden, intermediate, scatters=True)
+        self._lists = self._kernel(*route_lists_spec(plan))
+        self._gemm1, self._gemm2 = self._kernel(*gemm1), self._kernel(*gemm2)
+        self._gemm1.args.clamp = activation_clamp or 0.0
+        self._fill_in()
+        self._weights: tuple[torch.Tensor, ...] = ()
+
+    def _kernel(self, spec: Any, shared_bytes: int) -> Kernel:
+        return Kernel(spec, shared_bytes, self.comm.device.index)
+
+    def _fill_in(self) -> None:
+        """What is the same in all calls."""
+        plan, lists, gemm1, gemm2 = self.comm.plan, self._lists.args, self._gemm1.args, self._gemm2.args
+        lists.peers, lists.home = self._home.peers.data_ptr(), self._home.regions.offset("home")
+        lists.home_row_bytes = plan.hidden * torch.bfloat16.itemsize
+        lists.offsets, lists.rows = self._offsets.data_ptr(), self._rows.data_ptr()
+        lists.row_weights, lists.targets = self._row_weights.data_ptr(), self._targets.data_ptr()
+        gemm1.offsets = gemm2.offsets = self._offsets.data_ptr()
+        gemm1.row_index, gemm1.row_weights = self._rows.data_ptr(), self._row_weights.data_ptr()
+        gemm1.out, gemm1.out_scales = self._activations.data_ptr(), self._activation_scales.data_ptr()
+        gemm2.a = operand_map(self._activations, A_BOX_ROWS)
+        if wide_scales(self.intermediate):
+            gemm2.a_scale_map = scale_map(self._activation_scales)
+        gemm2.a_scales, gemm2.row_targets = self._activation_scales.data_ptr(), self._targets.data_ptr()
+
+    def load_weights(
+        self,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        w1_scales: torch.Tensor | None = None,
+        w2_scales: torch.Tensor | None = None,
+    ) -> None:
+        """Take this rank's experts: copied, w1 with gates and ups in turn.
+
+        Args:
+            w1: [E / W, 2I, H], gates, then ups; bfloat16, float16 or float32, which are quantised with a scale per
+                128 x 128 values, or float8_e4m3fn with scales.
+            w2: [E / W, H, I], of the same dtype.
+            w1_scales: float32 [E / W, 2I / 128, H / 128], beside FP8.
+            w2_scales: float32 [E / W, H / 128, I / 128], beside FP8.
+
+        Raises:
+            ShapeMismatch, DtypeMismatch, DeviceMismatch: a tensor is not as above.
+        """
+        local, hidden, width = self.comm.plan.experts_per_rank, self.comm.plan.hidden, self.intermediate
+        if w1.dtype != FP8:
+            check_tensor("w1", w1, w1.dtype, [local, 2 * width, hidden], self.comm.device)
+            check_tensor("w2", w2, w1.dtype, [local, hidden, width], self.comm.device)
+            (w1, w1_scales), (w2, w2_scales) = quantize_fp8_blocks(w1), quantize_fp8_blocks(w2)
+        if w1_scales is None or w2_scales is None:
+            raise ShapeMismatch("w1 and w2 are float8_e4m3fn, expected w1_scales and w2_scales too")
+        device = self.comm.device
+        check_tensor("w1", w1, FP8, [local, 2 * width, hidden], device)
+        check_tensor("w2", w2, FP8, [local, hidden, width], device)
+        check_tensor("w1_scales", w1_scales, torch.float32, [local, 2 * width // BLOCK, hidden // BLOCK], device)
+        check_tensor("w2_scales", w2_scales, torch.float32, [local, hidden // BLOCK, width // BLOCK], device)
+        self._weights = (interleave_gate_and_up(w1), w1_scales.clone(), w2.clone(), w2_scales.clone())
+        self._gemm1.args.b, self._gemm2.args.b = (operand_map(self._weights[i], B_BOX_ROWS) for i in (0, 2))
+        self._gemm1.args.b_scales = self._weights[1].data_ptr()
+        self._gemm2.args.b_scales = self._weights[3].data_ptr()
+
+    @torch.no_grad()
+    def forward(
+        self,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        expert_stats: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The layer's output for this rank's tokens; goes into CUDA graphs once it has been called.
+
+        Args:
+            x: bfloat16, float16 or float32 [T, H], quantised on its way, or (float8_e4m3fn [T, H], float32
+                [T, H / 128]). T may differ per rank and may be 0.
+            topk_ids: int32 or int64 [T, K]; -1 is an unused place.
+            topk_weights: float32 [T, K].
+            expert_stats: int32 [E / W], to which the routes that each local expert got are added, or None.
+
+        Returns:
+            bfloat16 [T, H]; 0 for a token without routes.
+
+        Raises:
+            As :meth:`Communicator.dispatch` with bounded sizes; nothing can overflow. InvalidArgument before
+            :meth:`load_weights`.
+        """
+        if not self._weights:
+            raise InvalidArgument("the experts have no weights; call load_weights first")
+        if expert_stats is not None:
+            local = self.comm.plan.experts_per_rank
+            check_tensor("expert_stats", expert_stats, torch.int32, [local], self.comm.device)
+        quantised = isinstance(x, tuple)
+        routed = self.comm.dispatch(
+            x,
+            topk_ids,
+            topk_weights,
+            layout="token",
+            sizes="bounded",
+            to_fp8=not quantised,
+            power_of_two_scales=self._power_of_two_scales and not quantised,
+        )
+        handle: NvlinkHandle = routed._handle
+        stream = torch.cuda.current_stream(self.comm.device).cuda_stream
+        self._list_routes(handle, expert_stats, stream)
+        self._gemm1.args.a_rows = handle.rows.data_ptr()
+        self._gemm1.args.a_scales = handle.scales.data_ptr()  # type: ignore[union-attr]
+        self._gemm1.launch(self._num_sms, stream)
+        self._gemm2.launch(self._num_sms, stream)
+        return self._sum(handle)
+
+    __call__ = forward
+
+    def _list_routes(self, handle: NvlinkHandle, expert_stats: torch.Tensor | None, stream: int) -> None:
+        args, counts = self._lists.args, handle.counts
+        args.ids, args.weights = handle.local_ids.data_ptr(), handle.topk_weights.data_ptr()  # type: ignore[union-attr]
+        args.row_tokens, args.num_rows = handle.row_tokens.data_ptr(), counts.num_rows.data_ptr()  # type: ignore[union-attr]
+        args.source_counts, args.expert_counts = counts.source_counts.data_ptr(), counts.expert_counts.data_ptr()
+        args.stats = 0 if expert_stats is None else expert_stats.data_ptr()
+        self._lists.launch(self.comm.plan.experts_per_rank, stream)
+
+    def _sum(self, handle: NvlinkHandle) -> torch.Tensor:
+        plan, calls = self.comm.plan, self._backend.calls
+        kernel = calls.kernel(sum_routes_spec)
+        out = torch.empty(handle.num_tokens, plan.hidden, dtype=torch.bfloat16, device=self.comm.device)
+        args = kernel.args
+        args.topk_ids, args.ids_are_int64 = handle.given_ids.data_ptr(), handle.given_ids.dtype == torch.int64
+        args.peers, args.home = self._home.peers.data_ptr(), self._home.regions.offset("home")
+        args.out, args.num_tokens = out.data_ptr(), handle.num_tokens
+        calls.launch(kernel, {"call": "MegaMoE", "dispatch number": handle.number}, blocks=self._num_sms)
+        return out
+
+    def describe(self) -> str:
+        """What it runs on, and how much memory its buffers take."""
+        own = [self._rows, self._row_weights, self._targets, self._activations, self._activation_scales]
+        own_bytes = sum(tensor.nbytes for tensor in own)
+        return f"{self.comm.describe()}\n    lists and activations: {own_bytes / 1e6:.1f} MB"
+
+    def check(self) -> None:
+        """Wait, and raise what calls and graph replays left behind."""
+        self.comm.check()
+
+    def close(self) -> None:
+        """Release the buffers. Calling it twice is fine."""
+        self.comm.close()
+
+    def __enter__(self) -> MegaMoE:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
