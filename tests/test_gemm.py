@@ -63,6 +63,8 @@ CASES = {
     "N below the tile": ([129], 128, 512),
     "more tiles than SMs": ([700, 900], 2048, 256),
     "long K": ([33, 257], 256, 7168),
+    "many tiles of one block of K": ([2000, 1500], 2048, 128),
+    "many tiles of four blocks": ([2000, 1500], 2048, 512),
     "no rows": ([0, 0], 256, 128),
 }
 

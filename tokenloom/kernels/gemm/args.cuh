@@ -31,8 +31,6 @@ constexpr int kMathWarps = 4 * kGroups, kStoreWarps = 2;
 
 template <class Shape>
 struct GemmShared {
-    // A buffer of scales is overwritten 16 blocks of K later, when all but the newest `stages` of them have been read.
-    static_assert(Shape::stages <= kScaleBlocks, "scales in use would be overwritten");
     static constexpr bool kWideScales = Shape::k % (4 * kBlock) == 0;  // rows of scales are multiples of 16 bytes
     static constexpr bool kScalesByTma = kWideScales && !Shape::gathers;
     static constexpr bool kScaleWarp = !kWideScales && !Shape::gathers;
@@ -57,4 +55,26 @@ struct RingUse {
     int stage;
     uint32 parity;
     __device__ __forceinline__ explicit RingUse(uint32 n) : stage(n % kStages), parity(n / kStages & 1) {}
+};
+
+// Where the scales of block `k` of a tile are. `uses` counts blocks of K before the tile. What is overwritten there has
+// been read: all but the newest `stages` blocks have.
+template <class Shape>
+struct ScalePlace {
+    static constexpr int kBlocks = Shape::k / kBlock;
+    uint32 buffer;
+    int slot;
+
+    __device__ __forceinline__ ScalePlace(uint32 uses, int k) {
+        if constexpr (GemmShared<Shape>::kWideScales) {  // 8 blocks at once, or the last 4 of a tile
+            static_assert(Shape::stages <= 5, "the buffer before the last must not be in use");
+            constexpr uint32 kBuffers = (kBlocks + kScaleBlocks - 1) / kScaleBlocks;  // that a tile fills
+            buffer = (uses / kBlocks * kBuffers + k / kScaleBlocks) % 2;
+            slot = k % kScaleBlocks;
+        } else {
+            static_assert(Shape::stages < 2 * kScaleBlocks, "slots in use must not be overwritten");
+            buffer = (uses + k) / kScaleBlocks % 2;
+            slot = (uses + k) % kScaleBlocks;
+        }
+    }
 };

@@ -13,18 +13,18 @@ __device__ __forceinline__ void gather_block(unsigned char* stage, const unsigne
 
 // The scales of blocks k..k+7 of all rows, or where rows of scales are no multiples of 16 bytes, of block k.
 template <class Shape>
-__device__ __forceinline__ void gather_scales(const GroupedGemmArgs& args, GemmShared<Shape>& shared, int buffer, int k,
-                                              int rows, int lane) {
+__device__ __forceinline__ void gather_scales(const GroupedGemmArgs& args, GemmShared<Shape>& shared,
+                                              const ScalePlace<Shape>& place, int k, int rows, int lane) {
     constexpr int kBlocks = Shape::k / kBlock;
     if constexpr (GemmShared<Shape>::kWideScales) {
         const int from = k + lane % 2 * 4;
         if (k % kScaleBlocks != 0 || from >= kBlocks) return;
         for (int row = lane / 2; row < rows; row += 16)
-            copy_16_async(&shared.a_scales[buffer][row][lane % 2 * 4],
+            copy_16_async(&shared.a_scales[place.buffer][row][lane % 2 * 4],
                           args.a_scales + static_cast<int64>(shared.gathered[row]) * kBlocks + from);
     } else {
         for (int row = lane; row < rows; row += 32)
-            copy_4_async(&shared.a_scales[buffer][row][k % kScaleBlocks],
+            copy_4_async(&shared.a_scales[place.buffer][row][place.slot],
                          args.a_scales + static_cast<int64>(shared.gathered[row]) * kBlocks + k);
     }
 }
@@ -35,29 +35,30 @@ __device__ __forceinline__ void gather_rows(const GroupedGemmArgs& args, GemmSha
     constexpr int kBlocks = Shape::k / kBlock, kInFlight = 2;  // stages whose copies have not been waited for
     static_assert(kInFlight < Shape::stages, "who waits for a stage would wait for ever");
     TileSource<Shape> tiles(shared.offsets, block);
-    uint32 uses = 0, scale_uses = 0;
+    uint32 uses = 0;
     const auto arrive = [&](uint32 use) {  // the tensor cores read what ordinary copies have written
         fence_shared_to_bulk();
         mbarrier_arrive(&shared.full[use % Shape::stages]);
     };
-    for (Tile tile; tiles.next(tile);) {
+    for (Tile tile; tiles.next(tile); uses += kBlocks) {
         const int rows = tile.groups() * kGroupRows;
         __syncwarp();
         for (int row = lane; row < rows; row += 32)
             shared.gathered[row] = args.row_index[tile.row + min(row, tile.rows - 1)];
         __syncwarp();
-        for (int k = 0; k < kBlocks; ++k, ++uses) {
-            if (k % kScaleBlocks == 0) ++scale_uses;
-            const RingUse<Shape::stages> at(uses);
+        for (int k = 0; k < kBlocks; ++k) {
+            const uint32 use = uses + k;
+            const RingUse<Shape::stages> at(use);
+            const ScalePlace<Shape> place(uses, k);
             mbarrier_wait(&shared.empty[at.stage], at.parity ^ 1);
-            gather_scales(args, shared, (scale_uses - 1) % 2, k, rows, lane);
+            gather_scales(args, shared, place, k, rows, lane);
             if (!GemmShared<Shape>::kWideScales && lane < kHalves)
-                copy_4_async(&shared.b_scales[(scale_uses - 1) % 2][lane][k % kScaleBlocks],
+                copy_4_async(&shared.b_scales[place.buffer][lane][place.slot],
                              column_scales<Shape>(args, tile, lane) + k);
             gather_block(shared.a[at.stage], args.a_rows + k * kBlock, shared.gathered, Shape::k, rows, lane);
             copies_commit();
             copies_wait<kInFlight>();
-            if (uses >= kInFlight) arrive(uses - kInFlight);
+            if (use >= kInFlight) arrive(use - kInFlight);
         }
     }
     copies_wait<0>();

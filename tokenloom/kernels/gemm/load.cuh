@@ -22,11 +22,11 @@ __device__ __forceinline__ void load_tiles(const GroupedGemmArgs& args, GemmShar
     constexpr uint16 kBoth = 3;
     constexpr int kBlocks = Shape::k / kBlock, kRowScaleBytes = sizeof(shared.a_scales[0]);
     TileSource<Shape> tiles(shared.offsets, block);
-    uint32 uses = 0, scale_uses = 0;
-    for (Tile tile; tiles.next(tile);) {
+    uint32 uses = 0;
+    for (Tile tile; tiles.next(tile); uses += kBlocks) {
         const int groups = tile.groups();
         for (int k = 0; k < kBlocks; ++k) {
-            const RingUse<Shape::stages> at(uses++);
+            const RingUse<Shape::stages> at(uses + k);
             mbarrier_wait(&shared.empty[at.stage], at.parity ^ 1);
             uint64* full = &shared.full[at.stage];
             // The scales of 8 blocks of K come with the first of them.
@@ -37,7 +37,7 @@ __device__ __forceinline__ void load_tiles(const GroupedGemmArgs& args, GemmShar
             mbarrier_arrive_expect(
                 full, row_bytes + row_scale_bytes + kTileColumns * kBlock + kHalves * column_scale_bytes);
             if (with_scales) {
-                const int buffer = scale_uses++ % 2;
+                const uint32 buffer = ScalePlace<Shape>(uses, k).buffer;
                 if constexpr (!Shape::gathers)
                     tensor_load(shared.a_scales[buffer], &args.a_scale_map, k, tile.row, full);
                 for (int half = 0; half < kHalves; ++half)
@@ -61,23 +61,21 @@ __device__ __forceinline__ void load_scales(const GroupedGemmArgs& args, GemmSha
                                             int lane) {
     constexpr int kBlocks = Shape::k / kBlock, kLaneRows = kTileRows / 32;
     TileSource<Shape> tiles(shared.offsets, block);
-    uint32 uses = 0, scale_uses = 0;
-    for (Tile tile; tiles.next(tile);) {
+    uint32 uses = 0;
+    for (Tile tile; tiles.next(tile); uses += kBlocks) {
         const float* rows = args.a_scales + static_cast<int64>(tile.row) * kBlocks;
         const float* columns = column_scales<Shape>(args, tile, lane % kHalves);
         int32 from[kLaneRows];
 #pragma unroll
         for (int i = 0; i < kLaneRows; ++i) from[i] = min(i * 32 + lane, tile.rows - 1) * kBlocks;
         for (int k = 0; k < kBlocks; ++k) {
-            const RingUse<Shape::stages> at(uses++);
-            const int in_buffer = k % kScaleBlocks;
-            if (in_buffer == 0) ++scale_uses;
-            const int buffer = (scale_uses - 1) % 2;
+            const RingUse<Shape::stages> at(uses + k);
+            const ScalePlace<Shape> place(uses, k);
             mbarrier_wait(&shared.empty[at.stage], at.parity ^ 1);
 #pragma unroll
             for (int i = 0; i < kLaneRows; ++i)
-                copy_4_async(&shared.a_scales[buffer][i * 32 + lane][in_buffer], rows + from[i] + k);
-            if (lane < kHalves) copy_4_async(&shared.b_scales[buffer][lane][in_buffer], columns + k);
+                copy_4_async(&shared.a_scales[place.buffer][i * 32 + lane][place.slot], rows + from[i] + k);
+            if (lane < kHalves) copy_4_async(&shared.b_scales[place.buffer][lane][place.slot], columns + k);
             mbarrier_arrive_after_copies(&shared.full[at.stage]);
         }
     }

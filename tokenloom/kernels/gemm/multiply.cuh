@@ -7,25 +7,27 @@
 #include "kernels/gemm/store.cuh"
 #include "kernels/gemm/swiglu.cuh"
 
-__device__ __forceinline__ void start_product(float (&product)[64], uint32 a, uint32 b) {
+constexpr bool kTurns = false;
+__device__ __forceinline__ void start_product(float (&product)[64], uint32 a, uint32 b, int group, bool turn) {
+    if (kTurns && turn) sync_threads(1 + group, 256);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step) wgmma_e4m3(product, a + 2 * step, b + 2 * step, step);
     wgmma_commit();
+    if (kTurns && turn) arrive_threads(2 - group, 256);
 }
 
 // Of one block of K: of this thread's two rows, times those of the columns' halves, or of gates and ups.
 struct Scales {
     float low[2], high[2];
 
-    // Of block `k` of the tile; `buffer` is where its scales are.
     template <class Shape>
-    __device__ __forceinline__ void load(const GemmShared<Shape>& shared, uint32 buffer, int k, int row) {
-        const float low_row = shared.a_scales[buffer][row][k % kScaleBlocks];
-        const float high_row = shared.a_scales[buffer][row + 8][k % kScaleBlocks];
+    __device__ __forceinline__ void load(const GemmShared<Shape>& shared, const ScalePlace<Shape>& place, int row) {
+        const float low_row = shared.a_scales[place.buffer][row][place.slot];
+        const float high_row = shared.a_scales[place.buffer][row + 8][place.slot];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float columns = shared.b_scales[buffer][i][k % kScaleBlocks];
+            const float columns = shared.b_scales[place.buffer][i][place.slot];
             low[i] = low_row * columns;
             high[i] = high_row * columns;
         }
@@ -47,7 +49,6 @@ __device__ __forceinline__ void add_scaled(float (&sums)[64], const float (&prod
 template <class Shape>
 __device__ __forceinline__ void multiply_tiles(const GroupedGemmArgs& args, GemmShared<Shape>& shared, int32 block,
                                                int group, int thread) {
-    constexpr uint32 kScaleUses = (Shape::k / kBlock + kScaleBlocks - 1) / kScaleBlocks;  // a tile
     constexpr uint32 kStageA = kTileRows * kBlock >> 4, kStageB = kTileColumns * kBlock >> 4;  // in descriptors
     constexpr uint32 kHalfB = kStageB / kHalves;
     const int lane = thread % 32, row = group * kGroupRows + thread / 32 * 16 + lane / 4;
@@ -58,10 +59,12 @@ __device__ __forceinline__ void multiply_tiles(const GroupedGemmArgs& args, Gemm
     int blocks = Shape::k / kBlock;
     asm volatile("" : "+r"(blocks));  // a loop of one round that is optimised away leaves wgmma unordered (C7519)
 
+    if (kTurns && group == 1) arrive_threads(1, 256);
     TileSource<Shape> tiles(shared.offsets, block);
-    uint32 uses = 0, scale_uses = 0, tiles_left = 0;
-    for (Tile tile; tiles.next(tile); uses += blocks, scale_uses += kScaleUses) {
+    uint32 uses = 0, tiles_left = 0;
+    for (Tile tile; tiles.next(tile); uses += Shape::k / kBlock) {
         const bool idle = group >= tile.groups();  // no rows for this warpgroup
+        const bool turn = tile.groups() == 2;
         float sums[kHalves][64];
 #pragma unroll
         for (int half = 0; half < kHalves; ++half)
@@ -70,22 +73,22 @@ __device__ __forceinline__ void multiply_tiles(const GroupedGemmArgs& args, Gemm
         Scales scales, next;
         RingUse<Shape::stages> at(uses);
         mbarrier_wait(&shared.full[at.stage], at.parity);
-        scales.load(shared, scale_uses % 2, 0, row);
+        scales.load(shared, ScalePlace<Shape>(uses, 0), row);
 #pragma unroll 1
         for (int k = 0; k < blocks; ++k) {
             const int stage = at.stage;
             const uint32 a = a_tiles + stage * kStageA, b = b_tiles + stage * kStageB;
             float product[64];
             if (!idle) {
-                start_product(product, a, b);
+                start_product(product, a, b, group, turn);
                 wgmma_wait<0>();
                 add_scaled<Shape>(sums[0], product, scales, 0);
-                start_product(product, a, b + kHalfB);
+                start_product(product, a, b + kHalfB, group, turn);
             }
             if (k + 1 < blocks) {  // while they multiply, what the next stage needs
                 at = RingUse<Shape::stages>(uses + k + 1);
                 mbarrier_wait(&shared.full[at.stage], at.parity);
-                next.load(shared, (scale_uses + (k + 1) / kScaleBlocks) % 2, k + 1, row);
+                next.load(shared, ScalePlace<Shape>(uses, k + 1), row);
             }
             wgmma_wait<0>();
             if (lane < 2) mbarrier_arrive_there(empty + stage * 8);
@@ -96,4 +99,5 @@ __device__ __forceinline__ void multiply_tiles(const GroupedGemmArgs& args, Gemm
         if constexpr (Shape::swiglu) leave_activations<Shape>(args, shared, sums, tile, tiles_left++, group, thread);
         else leave_rows<Shape>(shared, sums, tiles_left++, group, thread);
     }
+    if (kTurns && group == 0) sync_threads(1, 256);
 }
