@@ -43,6 +43,7 @@ _WORDS = (
     "yes",
     "no",
     *_DTYPES,
+    "MegaMoE",
 )
 
 
