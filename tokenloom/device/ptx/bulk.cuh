@@ -84,8 +84,8 @@ __device__ __forceinline__ void fence_global_to_bulk() {
 }
 
 // 16 bytes of this thread, to shared memory; in groups, of which `copies_wait` leaves the newest on their way.
-__device__ __forceinline__ void copy_16_async(void* shared, const void* global) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+__device__ __forceinline__ void copy_16_async(uint32 shared_address, const void* global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address), "l"(global) : "memory");
 }
 
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -109,8 +109,3 @@ __device__ __forceinline__ void take_registers() {
 __device__ __forceinline__ void sync_threads(int barrier, int num_threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
 }
-
-// The same without waiting: who arrives lets others pass.
-__device__ __forceinline__ void arrive_threads(int barrier, int num_threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
-}

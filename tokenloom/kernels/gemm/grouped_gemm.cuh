@@ -19,7 +19,7 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
     auto& shared = *reinterpret_cast<GemmShared<Shape>*>(memory);
     constexpr bool kScalesByTma = GemmShared<Shape>::kScalesByTma, kScaleWarp = GemmShared<Shape>::kScaleWarp;
     constexpr int kThreads = 128 * (kGroups + 1);
-    constexpr int kLoadRegisters = 56, kMathRegisters = 224;
+    constexpr int kLoadRegisters = 72, kMathRegisters = 216;
     static_assert(kLoadRegisters + kGroups * kMathRegisters <= 504, "what the launch allots to three warpgroups");
     const int32 block = cluster_rank();
 

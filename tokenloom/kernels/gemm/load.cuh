@@ -33,7 +33,7 @@ __device__ __forceinline__ void load_tiles(const GroupedGemmArgs& args, GemmShar
             const bool with_scales = GemmShared<Shape>::kWideScales && k % kScaleBlocks == 0;
             const int column_scale_bytes = with_scales ? min(kScaleBlocks, kBlocks - k) * 4 : 0;
             const int row_scale_bytes = with_scales && !Shape::gathers ? kRowScaleBytes : 0;
-            const int row_bytes = Shape::gathers ? 0 : groups * kGroupRows * kBlock;
+            const int row_bytes = groups * (Shape::gathers ? kBoxRows : kGroupRows) * kBlock;  // gathered: the other's
             mbarrier_arrive_expect(
                 full, row_bytes + row_scale_bytes + kTileColumns * kBlock + kHalves * column_scale_bytes);
             if (with_scales) {

@@ -7,14 +7,11 @@
 #include "kernels/gemm/store.cuh"
 #include "kernels/gemm/swiglu.cuh"
 
-constexpr bool kTurns = false;
-__device__ __forceinline__ void start_product(float (&product)[64], uint32 a, uint32 b, int group, bool turn) {
-    if (kTurns && turn) sync_threads(1 + group, 256);
+__device__ __forceinline__ void start_product(float (&product)[64], uint32 a, uint32 b) {
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step) wgmma_e4m3(product, a + 2 * step, b + 2 * step, step);
     wgmma_commit();
-    if (kTurns && turn) arrive_threads(2 - group, 256);
 }
 
 // Of one block of K: of this thread's two rows, times those of the columns' halves, or of gates and ups.
@@ -59,12 +56,10 @@ __device__ __forceinline__ void multiply_tiles(const GroupedGemmArgs& args, Gemm
     int blocks = Shape::k / kBlock;
     asm volatile("" : "+r"(blocks));  // a loop of one round that is optimised away leaves wgmma unordered (C7519)
 
-    if (kTurns && group == 1) arrive_threads(1, 256);
     TileSource<Shape> tiles(shared.offsets, block);
     uint32 uses = 0, tiles_left = 0;
     for (Tile tile; tiles.next(tile); uses += Shape::k / kBlock) {
         const bool idle = group >= tile.groups();  // no rows for this warpgroup
-        const bool turn = tile.groups() == 2;
         float sums[kHalves][64];
 #pragma unroll
         for (int half = 0; half < kHalves; ++half)
@@ -80,10 +75,10 @@ __device__ __forceinline__ void multiply_tiles(const GroupedGemmArgs& args, Gemm
             const uint32 a = a_tiles + stage * kStageA, b = b_tiles + stage * kStageB;
             float product[64];
             if (!idle) {
-                start_product(product, a, b, group, turn);
+                start_product(product, a, b);
                 wgmma_wait<0>();
                 add_scaled<Shape>(sums[0], product, scales, 0);
-                start_product(product, a, b + kHalfB, group, turn);
+                start_product(product, a, b + kHalfB);
             }
             if (k + 1 < blocks) {  // while they multiply, what the next stage needs
                 at = RingUse<Shape::stages>(uses + k + 1);
@@ -99,5 +94,4 @@ __device__ __forceinline__ void multiply_tiles(const GroupedGemmArgs& args, Gemm
         if constexpr (Shape::swiglu) leave_activations<Shape>(args, shared, sums, tile, tiles_left++, group, thread);
         else leave_rows<Shape>(shared, sums, tiles_left++, group, thread);
     }
-    if (kTurns && group == 0) sync_threads(1, 256);
 }
