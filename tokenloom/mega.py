@@ -50,6 +50,10 @@ class MegaMoE:
         power_of_two_scales: as for ``quantize_fp8``, of x and of activations.
         device, timeout_s: as for :class:`Communicator`.
 
+    Attributes:
+        comm: the communicator whose dispatch it uses.
+        weights: w1 with gates and ups in turn, its scales, w2, its scales; empty before :meth:`load_weights`.
+
     Raises:
         As :class:`Communicator`; BackendUnavailable where its kernels do not run.
     """
@@ -72,8 +76,7 @@ class MegaMoE:
         for name, width in (("hidden", hidden), ("intermediate", intermediate)):
             if not isinstance(width, int) or width <= 0 or width % BLOCK:
                 raise InvalidArgument(f"{name} is {width!r}, expected a multiple of {BLOCK}")
-        if activation_clamp is not None and not activation_clamp > 0:
-            raise InvalidArgument(f"activation_clamp is {activation_clamp}, expected a number above 0, or None")
+        _check_clamp(activation_clamp)
         self.comm = Communicator(
             group,
             num_experts=num_experts,
@@ -101,32 +104,48 @@ class MegaMoE:
         self._targets = torch.zeros(routes, dtype=torch.int64, device=device)
         self._activations = torch.empty(routes, intermediate, dtype=FP8, device=device)
         self._activation_scales = torch.empty(routes, intermediate // BLOCK, dtype=torch.float32, device=device)
-        swiglu = Swiglu(activation_clamp is not None, power_of_two_scales, fast_math)
-        gemm1 = grouped_gemm_spec(local, 2 * intermediate, hidden, swiglu, gathers=True)
         gemm2 = grouped_gemm_spec(local, hidden, intermediate, scatters=True)
         self._lists = self._kernel(*route_lists_spec(plan))
-        self._gemm1, self._gemm2 = self._kernel(*gemm1), self._kernel(*gemm2)
-        self._gemm1.args.clamp = activation_clamp or 0.0
+        self._gemm2 = self._kernel(*gemm2)
+        self._gemm1_of: dict[tuple[bool, bool], Kernel] = {}
+        self.weights: tuple[torch.Tensor, ...] = ()
         self._fill_in()
-        self._weights: tuple[torch.Tensor, ...] = ()
+        self.set_activation(activation_clamp, fast_math)
 
     def _kernel(self, spec: Any, shared_bytes: int) -> Kernel:
         return Kernel(spec, shared_bytes, self.comm.device.index)
 
     def _fill_in(self) -> None:
         """What is the same in all calls."""
-        plan, lists, gemm1, gemm2 = self.comm.plan, self._lists.args, self._gemm1.args, self._gemm2.args
+        plan, lists, gemm2 = self.comm.plan, self._lists.args, self._gemm2.args
         lists.peers, lists.home = self._home.peers.data_ptr(), self._home.regions.offset("home")
         lists.home_row_bytes = plan.hidden * torch.bfloat16.itemsize
         lists.offsets, lists.rows = self._offsets.data_ptr(), self._rows.data_ptr()
         lists.row_weights, lists.targets = self._row_weights.data_ptr(), self._targets.data_ptr()
-        gemm1.offsets = gemm2.offsets = self._offsets.data_ptr()
-        gemm1.row_index, gemm1.row_weights = self._rows.data_ptr(), self._row_weights.data_ptr()
-        gemm1.out, gemm1.out_scales = self._activations.data_ptr(), self._activation_scales.data_ptr()
+        gemm2.offsets = self._offsets.data_ptr()
         gemm2.a = operand_map(self._activations, A_BOX_ROWS)
         if wide_scales(self.intermediate):
             gemm2.a_scale_map = scale_map(self._activation_scales)
         gemm2.a_scales, gemm2.row_targets = self._activation_scales.data_ptr(), self._targets.data_ptr()
+
+    def set_activation(self, clamp: float | None = None, fast_math: bool = True) -> None:
+        """From the next call on; as ``activation_clamp`` and ``fast_math`` of the constructor.
+
+        Raises:
+            InvalidArgument: the clamp is not above 0.
+        """
+        _check_clamp(clamp)
+        key = (clamp is not None, fast_math)
+        if key not in self._gemm1_of:
+            plan = self.comm.plan
+            swiglu = Swiglu(clamp is not None, self._power_of_two_scales, fast_math)
+            spec = grouped_gemm_spec(plan.experts_per_rank, 2 * self.intermediate, plan.hidden, swiglu, gathers=True)
+            args = self._gemm1_of.setdefault(key, self._kernel(*spec)).args
+            args.offsets = self._offsets.data_ptr()
+            args.row_index, args.row_weights = self._rows.data_ptr(), self._row_weights.data_ptr()
+            args.out, args.out_scales = self._activations.data_ptr(), self._activation_scales.data_ptr()
+        self._gemm1 = self._gemm1_of[key]
+        self._gemm1.args.clamp = clamp or 0.0
 
     def load_weights(
         self,
@@ -154,15 +173,31 @@ class MegaMoE:
             (w1, w1_scales), (w2, w2_scales) = quantize_fp8_blocks(w1), quantize_fp8_blocks(w2)
         if w1_scales is None or w2_scales is None:
             raise ShapeMismatch("w1 and w2 are float8_e4m3fn, expected w1_scales and w2_scales too")
+        check_tensor("w1", w1, FP8, [local, 2 * width, hidden], self.comm.device)
+        self.use_weights(interleave_gate_and_up(w1), w1_scales.clone(), w2.clone(), w2_scales.clone())
+
+    def use_weights(
+        self, w1: torch.Tensor, w1_scales: torch.Tensor, w2: torch.Tensor, w2_scales: torch.Tensor
+    ) -> None:
+        """Take this rank's experts as they are, without a copy.
+
+        Args:
+            w1: float8_e4m3fn [E / W, 2I, H], with gates and ups in turn as ``interleave_gate_and_up`` makes it.
+            w1_scales: float32 [E / W, 2I / 128, H / 128]: gates, then ups, not interleaved.
+            w2: float8_e4m3fn [E / W, H, I]; w2_scales: float32 [E / W, H / 128, I / 128].
+
+        Raises:
+            ShapeMismatch, DtypeMismatch, DeviceMismatch: a tensor is not as above.
+        """
+        local, hidden, width = self.comm.plan.experts_per_rank, self.comm.plan.hidden, self.intermediate
         device = self.comm.device
         check_tensor("w1", w1, FP8, [local, 2 * width, hidden], device)
         check_tensor("w2", w2, FP8, [local, hidden, width], device)
         check_tensor("w1_scales", w1_scales, torch.float32, [local, 2 * width // BLOCK, hidden // BLOCK], device)
         check_tensor("w2_scales", w2_scales, torch.float32, [local, hidden // BLOCK, width // BLOCK], device)
-        self._weights = (interleave_gate_and_up(w1), w1_scales.clone(), w2.clone(), w2_scales.clone())
-        self._gemm1.args.b, self._gemm2.args.b = (operand_map(self._weights[i], B_BOX_ROWS) for i in (0, 2))
-        self._gemm1.args.b_scales = self._weights[1].data_ptr()
-        self._gemm2.args.b_scales = self._weights[3].data_ptr()
+        self.weights = (w1, w1_scales, w2, w2_scales)
+        self._b1, self._gemm2.args.b = operand_map(w1, B_BOX_ROWS), operand_map(w2, B_BOX_ROWS)
+        self._gemm2.args.b_scales = w2_scales.data_ptr()
 
     @torch.no_grad()
     def forward(
@@ -171,6 +206,7 @@ class MegaMoE:
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         expert_stats: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The layer's output for this rank's tokens; goes into CUDA graphs once it has been called.
 
@@ -180,6 +216,7 @@ class MegaMoE:
             topk_ids: int32 or int64 [T, K]; -1 is an unused place.
             topk_weights: float32 [T, K].
             expert_stats: int32 [E / W], to which the routes that each local expert got are added, or None.
+            out: bfloat16 [T, H] to write to, or None for a tensor of its own.
 
         Returns:
             bfloat16 [T, H]; 0 for a token without routes.
@@ -188,11 +225,14 @@ class MegaMoE:
             As :meth:`Communicator.dispatch` with bounded sizes; nothing can overflow. InvalidArgument before
             :meth:`load_weights`.
         """
-        if not self._weights:
+        if not self.weights:
             raise InvalidArgument("the experts have no weights; call load_weights first")
         if expert_stats is not None:
             local = self.comm.plan.experts_per_rank
             check_tensor("expert_stats", expert_stats, torch.int32, [local], self.comm.device)
+        if out is None:
+            out = torch.empty(len(topk_ids), self.comm.plan.hidden, dtype=torch.bfloat16, device=self.comm.device)
+        check_tensor("out", out, torch.bfloat16, [len(topk_ids), self.comm.plan.hidden], self.comm.device)
         quantised = isinstance(x, tuple)
         routed = self.comm.dispatch(
             x,
@@ -206,11 +246,13 @@ class MegaMoE:
         handle: NvlinkHandle = routed._handle
         stream = torch.cuda.current_stream(self.comm.device).cuda_stream
         self._list_routes(handle, expert_stats, stream)
-        self._gemm1.args.a_rows = handle.rows.data_ptr()
-        self._gemm1.args.a_scales = handle.scales.data_ptr()  # type: ignore[union-attr]
+        args = self._gemm1.args
+        args.a_rows, args.a_scales = handle.rows.data_ptr(), handle.scales.data_ptr()  # type: ignore[union-attr]
+        args.b, args.b_scales = self._b1, self.weights[1].data_ptr()
         self._gemm1.launch(self._num_sms, stream)
         self._gemm2.launch(self._num_sms, stream)
-        return self._sum(handle)
+        self._sum(handle, out)
+        return out
 
     __call__ = forward
 
@@ -222,16 +264,14 @@ class MegaMoE:
         args.stats = 0 if expert_stats is None else expert_stats.data_ptr()
         self._lists.launch(self.comm.plan.experts_per_rank, stream)
 
-    def _sum(self, handle: NvlinkHandle) -> torch.Tensor:
-        plan, calls = self.comm.plan, self._backend.calls
+    def _sum(self, handle: NvlinkHandle, out: torch.Tensor) -> None:
+        calls = self._backend.calls
         kernel = calls.kernel(sum_routes_spec)
-        out = torch.empty(handle.num_tokens, plan.hidden, dtype=torch.bfloat16, device=self.comm.device)
         args = kernel.args
         args.topk_ids, args.ids_are_int64 = handle.given_ids.data_ptr(), handle.given_ids.dtype == torch.int64
         args.peers, args.home = self._home.peers.data_ptr(), self._home.regions.offset("home")
         args.out, args.num_tokens = out.data_ptr(), handle.num_tokens
         calls.launch(kernel, {"call": "MegaMoE", "dispatch number": handle.number}, blocks=self._num_sms)
-        return out
 
     def describe(self) -> str:
         """What it runs on, and how much memory its buffers take."""
@@ -252,3 +292,8 @@ class MegaMoE:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _check_clamp(clamp: float | None) -> None:
+    if clamp is not None and not clamp > 0:
+        raise InvalidArgument(f"activation_clamp is {clamp}, expected a number above 0, or None")

@@ -1,0 +1,1 @@
+"""Modules with the names that other programs import."""

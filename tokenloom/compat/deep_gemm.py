@@ -1,0 +1,122 @@
+"""DeepGEMM's names for its fused MoE layer on SM90, served by :class:`tokenloom.MegaMoE`.
+
+A program that was written for ``deep_gemm`` imports this module instead. Tensors, dtypes and layouts are the same;
+activations are quantised per 128 values before the second product, not per 64, so results differ by rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tokenloom.errors import InvalidArgument, ShapeMismatch
+from tokenloom.gemm import interleave_gate_and_up
+from tokenloom.mega import MegaMoE
+
+RECIPE = (128, 128, 128)
+Weights = tuple[torch.Tensor, torch.Tensor]
+
+
+class SymmBuffer:
+    """Inputs of a call, which the caller fills, and what the layer needs besides. Making one is collective.
+
+    Attributes:
+        x: float8_e4m3fn [Mmax, H]; x_sf: float32 [Mmax, H / 128].
+        topk_idx: int64 [Mmax, K], -1 where a place is unused; topk_weights: float32 [Mmax, K].
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_experts: int,
+        num_max_tokens_per_rank: int,
+        num_topk: int,
+        hidden: int,
+        intermediate_hidden: int,
+    ) -> None:
+        sizes = (num_experts, hidden, intermediate_hidden, num_topk, num_max_tokens_per_rank)
+        self.mega = MegaMoE(group, *sizes, device=torch.device("cuda", torch.cuda.current_device()))
+        rows, device = num_max_tokens_per_rank, self.mega.comm.device
+        self.x = torch.zeros(rows, hidden, dtype=torch.float8_e4m3fn, device=device)
+        self.x_sf = torch.zeros(rows, hidden // 128, dtype=torch.float32, device=device)
+        self.topk_idx = torch.full((rows, num_topk), -1, dtype=torch.int64, device=device)
+        self.topk_weights = torch.zeros(rows, num_topk, dtype=torch.float32, device=device)
+
+    def destroy(self) -> None:
+        """Release the memory that other ranks can write."""
+        self.mega.close()
+
+
+def get_symm_buffer_for_mega_moe(
+    group: dist.ProcessGroup,
+    num_experts: int,
+    num_max_tokens_per_rank: int,
+    num_topk: int,
+    hidden: int,
+    intermediate_hidden: int,
+    **options: Any,
+) -> SymmBuffer:
+    """A buffer for calls of these sizes; collective.
+
+    Args:
+        options: DeepGEMM's others, where this layer has what they say.
+
+    Raises:
+        InvalidArgument: an option that this layer does not have.
+    """
+    known = {"activation": ("swiglu",), "mma_type": ("fp8xfp8", "fp8xfp4"), "use_fp8_dispatch": (True,)}
+    for name, value in options.items():
+        if value not in known.get(name, ()):
+            raise InvalidArgument(f"{name} is {value!r}, which tokenloom's layer does not have")
+    return SymmBuffer(group, num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden)
+
+
+get_symm_buffer_for_sm90_mega_moe = get_symm_buffer_for_mega_moe
+
+
+def transform_weights_for_mega_moe_sm90(l1_weights: Weights, l2_weights: Weights) -> tuple[Weights, Weights]:
+    """((w1, s1), (w2, s2)) as :func:`fp8_mega_moe` takes them: w1's gates and ups in turn, 8 rows of each.
+
+    Args:
+        l1_weights: float8_e4m3fn [E / R, 2I, H], gates first, and float32 [E / R, 2I / 128, H / 128].
+        l2_weights: float8_e4m3fn [E / R, H, I] and float32 [E / R, H / 128, I / 128].
+    """
+    return (interleave_gate_and_up(l1_weights[0]), l1_weights[1]), l2_weights
+
+
+def fp8_mega_moe(
+    y: torch.Tensor,
+    l1_weights: Weights,
+    l2_weights: Weights,
+    sym_buffer: SymmBuffer,
+    cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+    recipe: tuple[int, int, int] = RECIPE,
+    activation: str = "swiglu",
+    activation_clamp: float | None = None,
+    fast_math: bool = True,
+) -> None:
+    """The layer's output for the first M rows of the buffer, to ``y``.
+
+    Args:
+        y: bfloat16 [M, H], M at most the buffer's; may differ per rank.
+        l1_weights, l2_weights: of :func:`transform_weights_for_mega_moe_sm90`.
+        cumulative_local_expert_recv_stats: int32 [E / R], to which routes are added, or None.
+
+    Raises:
+        InvalidArgument: a recipe or an activation that this layer does not have.
+        ShapeMismatch, DtypeMismatch, DeviceMismatch: a tensor is not as above.
+    """
+    if tuple(recipe) != RECIPE or activation != "swiglu":
+        raise InvalidArgument(f"recipe is {recipe}, activation is {activation!r}; there are {RECIPE} and 'swiglu'")
+    buffer, mega = sym_buffer, sym_buffer.mega
+    rows = len(y)
+    if rows > len(buffer.x):
+        raise ShapeMismatch(f"y has {rows} rows, the buffer has room for {len(buffer.x)}")
+    given = (*l1_weights, *l2_weights)
+    if any(ours is not theirs for ours, theirs in zip(mega.weights or (None,) * 4, given, strict=True)):
+        mega.use_weights(*given)
+    mega.set_activation(activation_clamp, fast_math)
+    inputs = (buffer.x[:rows], buffer.x_sf[:rows]), buffer.topk_idx[:rows], buffer.topk_weights[:rows]
+    mega(*inputs, expert_stats=cumulative_local_expert_recv_stats, out=y)
