@@ -202,6 +202,37 @@ def comm(
         )
 
 
+@bench_app.command()
+def mega(
+    ranks: RanksOption = None,
+    tokens: Annotated[
+        str, typer.Option(help="Tokens of every rank, with commas between.")
+    ] = "8,16,32,64,128,256,512,1024,2048,4096,8192",
+    hidden: Annotated[int, typer.Option(min=1)] = 7168,
+    intermediate: Annotated[int, typer.Option(min=1)] = 2048,
+    num_experts: Annotated[int, typer.Option(min=1)] = 256,
+    top_k: Annotated[int, typer.Option(min=1)] = 8,
+    masked_ratio: Annotated[float, typer.Option(min=0, max=1, help="Share of routes that are unused.")] = 0.0,
+    skew: Annotated[float, typer.Option(min=0, help="Exponent of Zipf's law for experts; 0: all alike.")] = 0.0,
+    iterations: Annotated[int, typer.Option(min=3, help="Samples of each row.")] = 30,
+    json_file: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--json", dir_okay=False, help="Also write the rows, with their setup, to this file."),
+    ] = None,
+) -> None:
+    """Measure MegaMoE, the FP8 layer for inference, and its stages, on Hopper GPUs."""
+    with _errors_for_people():
+        _require_writable("--json", json_file)
+        counts = _numbers("--tokens", tokens)
+        num_ranks, _ = _pick_ranks(ranks, Device.cuda, least=1)
+        from tokenloom.bench.mega import MegaShape, run_mega
+
+        shape = MegaShape(hidden, intermediate, num_experts, top_k, masked_ratio, skew)
+        run_mega(
+            _console(), num_ranks, shape, counts, command=sys.argv[1:], iterations=iterations, json_file=json_file
+        )
+
+
 def _require_known(option: str, given: Sequence[str], known: Sequence[str]) -> None:
     unknown = [name for name in given if name not in known]
     if unknown:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ class MegaMoE:
     Attributes:
         comm: the communicator whose dispatch it uses.
         weights: w1 with gates and ups in turn, its scales, w2, its scales; empty before :meth:`load_weights`.
+        after_stage: None, or what is called with the name of each stage of a call when it is on the stream.
 
     Raises:
         As :class:`Communicator`; BackendUnavailable where its kernels do not run.
@@ -109,6 +111,7 @@ class MegaMoE:
         self._gemm2 = self._kernel(*gemm2)
         self._gemm1_of: dict[tuple[bool, bool], Kernel] = {}
         self.weights: tuple[torch.Tensor, ...] = ()
+        self.after_stage: Callable[[str], None] | None = None
         self._fill_in()
         self.set_activation(activation_clamp, fast_math)
 
@@ -245,16 +248,25 @@ class MegaMoE:
         )
         handle: NvlinkHandle = routed._handle
         stream = torch.cuda.current_stream(self.comm.device).cuda_stream
+        self._passed("dispatch")
         self._list_routes(handle, expert_stats, stream)
+        self._passed("lists")
         args = self._gemm1.args
         args.a_rows, args.a_scales = handle.rows.data_ptr(), handle.scales.data_ptr()  # type: ignore[union-attr]
         args.b, args.b_scales = self._b1, self.weights[1].data_ptr()
         self._gemm1.launch(self._num_sms, stream)
+        self._passed("gemm1")
         self._gemm2.launch(self._num_sms, stream)
+        self._passed("gemm2")
         self._sum(handle, out)
+        self._passed("sum")
         return out
 
     __call__ = forward
+
+    def _passed(self, stage: str) -> None:
+        if self.after_stage is not None:
+            self.after_stage(stage)
 
     def _list_routes(self, handle: NvlinkHandle, expert_stats: torch.Tensor | None, stream: int) -> None:
         args, counts = self._lists.args, handle.counts
