@@ -241,9 +241,30 @@ def test_bad_options_of_swiglu_are_named() -> None:
         grouped_swiglu_fp8(*tensors, clamp=0.0)
 
 
+@pytest.mark.gpu
+@needs_hopper
+def test_an_address_that_copies_cannot_take_is_named() -> None:
+    a, a_scales, b, b_scales, offsets = operands([3, 4], 128, 512)
+    odd = torch.empty(b_scales.numel() + 1, device="cuda")[1:].view_as(b_scales).copy_(b_scales)
+    with pytest.raises(InvalidArgument, match=r"^b_scales begins at no multiple of 16 bytes"):
+        grouped_gemm_fp8(a, a_scales, b, odd, offsets)
+
+
 def test_without_hopper_it_says_so() -> None:
     with pytest.raises(BackendUnavailable, match="need a Hopper GPU"):
         grouped_gemm_fp8(*operands([3], 128, 128, device="cpu"))
+
+
+def test_too_many_experts_for_the_stages() -> None:
+    """A ring that is too short would hang, not fail."""
+    assert dict(grouped_gemm_spec(2000, 256, 512, Swiglu(False, False, True), gathers=True)[0].shape)["stages"] == 4
+    for experts, options in (
+        (2100, {"swiglu": Swiglu(False, False, True), "gathers": True}),
+        (32, {"gathers": True}),
+        (15000, {}),
+    ):
+        with pytest.raises(InvalidArgument, match=rf"^{experts} experts on a rank leave \d stages"):
+            grouped_gemm_spec(experts, 256, 512, **options)  # type: ignore[arg-type]
 
 
 @needs_nvrtc

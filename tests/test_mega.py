@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from tests.small_kernels import needs_nvrtc
 from tokenloom import quant
 from tokenloom.jit import compiler
 from tokenloom.jit.compiler import Resources
-from tokenloom.kernels.mega.launch import route_lists_spec, sum_routes_spec
+from tokenloom.kernels.mega.launch import meet_ranks_spec, route_lists_spec, sum_routes_spec
 from tokenloom.launch import RankContext
 from tokenloom.plan import Plan
 
@@ -230,12 +230,64 @@ def test_replays_with_changing_routing(hoppers: Ranks) -> None:
     hoppers.run(check_changing_routing)
 
 
+def check_faults(context: RankContext, fault: str) -> None:
+    case = Case("", tokens=(30, 20))
+    layer = make_layer(case, context.num_ranks, context.device)
+    x, ids, weights = inputs(case, layer, context.rank)
+    want = expected(case, layer, context.rank)
+    with make_mega(context, case, layer) as mega:
+        assert_near(mega(x, ids, weights), want)
+        mega.check()
+        if context.rank == 0:
+            bad: dict[str, Any] = {"expert_stats": torch.zeros(1, device=context.device)} if fault == "stats" else {}
+            with pytest.raises(tl.TokenloomError, match="expert_stats is" if fault == "stats" else "x is"):
+                mega(x if fault == "stats" else x[:, :256], ids, weights, **bad)
+        else:
+            out = mega(x, ids, weights)
+            with pytest.raises(tl.PeerError, match="rank 0"):
+                mega.check()
+            assert out.isnan().all()
+        mega.check()  # raised once
+        assert_near(mega(x, ids, weights), want)
+        mega.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fault", ["stats", "x"])
+def test_a_fault_on_one_rank(hoppers: Ranks, fault: str) -> None:
+    """An error there, a PeerError elsewhere, NaN until then; the next call is all ranks' again, though a call of the
+    layer is two of the communicator."""
+    hoppers.run(check_faults, fault)
+
+
+def check_new_weights(context: RankContext) -> None:
+    case = Case("", tokens=(30, 20))
+    first, second = (make_layer(case, context.num_ranks, context.device, seed) for seed in (0, 1))
+    given = inputs(case, first, context.rank)
+    with make_mega(context, case, first) as mega:
+        mega(*given)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            out = mega(*given)
+        mine = slice(context.rank * case.experts_per_rank, (context.rank + 1) * case.experts_per_rank)
+        mega.load_weights(second.w1[mine], second.w2[mine], second.w1_scales[mine], second.w2_scales[mine])
+        graph.replay()
+        weights = {name: getattr(second, name) for name in ("w1", "w1_scales", "w2", "w2_scales")}
+        assert_near(out, expected(case, replace(first, **weights), context.rank))
+        mega.check()
+
+
+@pytest.mark.gpu
+def test_a_graph_uses_weights_that_are_loaded_later(hoppers: Ranks) -> None:
+    hoppers.run(check_new_weights)
+
+
 @needs_nvrtc
 @pytest.mark.parametrize(
     "plan", [Plan(8, 256, 7168, 8, 8192), Plan(1, 3, 128, 1, 1), Plan(32, 64, 384, 32, 9)], ids=str
 )
 def test_kernels_compile(plan: Plan) -> None:
-    for spec, _ in (route_lists_spec(plan), sum_routes_spec(plan)):
+    for spec, _ in (route_lists_spec(plan), meet_ranks_spec(plan), sum_routes_spec(plan)):
         _, log = compiler.compile_kernel(spec)
         needs = Resources.from_log(log)
         assert (needs.stack_bytes, needs.spill_bytes) == (0, 0), log

@@ -19,6 +19,7 @@ from tokenloom.kernels.gemm.launch import (
 )
 
 HOPPER = (9, 0)
+ALIGNMENT_BYTES = 16
 INTERLEAVED_ROWS = 8
 """Rows of gates, and then as many of ups, in the weights of a SwiGLU."""
 
@@ -155,6 +156,8 @@ def _check(
     check_tensor(b_name, b, fp8, [num_experts, n, k], a.device)
     check_tensor(f"{b_name}_scales", b_scales, fp32, [num_experts, n // BLOCK, k // BLOCK], a.device)
     check_tensor("expert_offsets", expert_offsets, int32, [num_experts + 1], a.device)
+    for name, tensor in ("a", a), ("a_scales", a_scales), (b_name, b), (f"{b_name}_scales", b_scales):
+        check_aligned(name, tensor)
     if a.device.type != "cuda" or torch.cuda.get_device_capability(a.device) != HOPPER:
         raise BackendUnavailable(f"grouped GEMMs in FP8 need a Hopper GPU, the tensors are on {a.device}")
 
@@ -167,3 +170,9 @@ def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: lis
         raise ShapeMismatch(f"{name} is {list(tensor.shape)}{layout}, expected {shape}, contiguous")
     if tensor.device != device:
         raise DeviceMismatch(f"{name} is on {tensor.device}, expected {device}")
+
+
+def check_aligned(name: str, tensor: torch.Tensor) -> None:
+    """Raises an error for a tensor at an address that copies of 16 bytes cannot take."""
+    if tensor.data_ptr() % ALIGNMENT_BYTES:
+        raise InvalidArgument(f"{name} begins at no multiple of {ALIGNMENT_BYTES} bytes; pass a copy of it")

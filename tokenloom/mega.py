@@ -13,8 +13,8 @@ from tokenloom.backends.exchange import Field
 from tokenloom.backends.nvlink import NvlinkBackend, NvlinkHandle
 from tokenloom.backends.regions import route_regions
 from tokenloom.communicator import Communicator
-from tokenloom.errors import InvalidArgument, ShapeMismatch
-from tokenloom.gemm import check_tensor, interleave_gate_and_up
+from tokenloom.errors import InvalidArgument, PeerTimeout, ShapeMismatch, TokenloomError
+from tokenloom.gemm import check_aligned, check_tensor, interleave_gate_and_up
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.gemm.launch import (
     A_BOX_ROWS,
@@ -27,7 +27,7 @@ from tokenloom.kernels.gemm.launch import (
     scale_map,
     wide_scales,
 )
-from tokenloom.kernels.mega.launch import route_lists_spec, sum_routes_spec
+from tokenloom.kernels.mega.launch import meet_ranks_spec, route_lists_spec, sum_routes_spec
 from tokenloom.quant import quantize_fp8_blocks
 
 FP8 = torch.float8_e4m3fn
@@ -107,10 +107,12 @@ class MegaMoE:
         self._activations = torch.empty(routes, intermediate, dtype=FP8, device=device)
         self._activation_scales = torch.empty(routes, intermediate // BLOCK, dtype=torch.float32, device=device)
         gemm2 = grouped_gemm_spec(local, hidden, intermediate, scatters=True)
-        self._lists = self._kernel(*route_lists_spec(plan))
+        self._met = torch.zeros(1, dtype=torch.int32, device=device)
+        self._lists, self._sums = self._kernel(*route_lists_spec(plan)), self._kernel(*sum_routes_spec(plan))
         self._gemm2 = self._kernel(*gemm2)
         self._gemm1_of: dict[tuple[bool, bool], Kernel] = {}
         self.weights: tuple[torch.Tensor, ...] = ()
+        self._weights_are_ours = False
         self.after_stage: Callable[[str], None] | None = None
         self._fill_in()
         self.set_activation(activation_clamp, fast_math)
@@ -125,6 +127,11 @@ class MegaMoE:
         lists.home_row_bytes = plan.hidden * torch.bfloat16.itemsize
         lists.offsets, lists.rows = self._offsets.data_ptr(), self._rows.data_ptr()
         lists.row_weights, lists.targets = self._row_weights.data_ptr(), self._targets.data_ptr()
+        lists.fault_claimed = self._backend.calls.fault_claimed
+        self._sums.args.met, self._sums.args.home = (
+            self._met.data_ptr(),
+            self._home.view("home", torch.uint8, (1,)).data_ptr(),
+        )
         gemm2.offsets = self._offsets.data_ptr()
         gemm2.a = operand_map(self._activations, A_BOX_ROWS)
         if wide_scales(self.intermediate):
@@ -157,7 +164,7 @@ class MegaMoE:
         w1_scales: torch.Tensor | None = None,
         w2_scales: torch.Tensor | None = None,
     ) -> None:
-        """Take this rank's experts: copied, w1 with gates and ups in turn.
+        """Take this rank's experts: copied, w1 with gates and ups in turn. Graphs that were captured use them too.
 
         Args:
             w1: [E / W, 2I, H], gates, then ups; bfloat16, float16 or float32, which are quantised with a scale per
@@ -177,12 +184,18 @@ class MegaMoE:
         if w1_scales is None or w2_scales is None:
             raise ShapeMismatch("w1 and w2 are float8_e4m3fn, expected w1_scales and w2_scales too")
         check_tensor("w1", w1, FP8, [local, 2 * width, hidden], self.comm.device)
-        self.use_weights(interleave_gate_and_up(w1), w1_scales.clone(), w2.clone(), w2_scales.clone())
+        given = (interleave_gate_and_up(w1), w1_scales, w2, w2_scales)
+        if self._weights_are_ours:  # graphs that were captured read them where they are
+            for ours, theirs in zip(self.weights, given, strict=True):
+                ours.copy_(theirs)
+        else:
+            self.use_weights(*(tensor.clone() for tensor in given))
+            self._weights_are_ours = True
 
     def use_weights(
         self, w1: torch.Tensor, w1_scales: torch.Tensor, w2: torch.Tensor, w2_scales: torch.Tensor
     ) -> None:
-        """Take this rank's experts as they are, without a copy.
+        """Take this rank's experts as they are, without a copy, from the next call or capture on.
 
         Args:
             w1: float8_e4m3fn [E / W, 2I, H], with gates and ups in turn as ``interleave_gate_and_up`` makes it.
@@ -198,7 +211,9 @@ class MegaMoE:
         check_tensor("w2", w2, FP8, [local, hidden, width], device)
         check_tensor("w1_scales", w1_scales, torch.float32, [local, 2 * width // BLOCK, hidden // BLOCK], device)
         check_tensor("w2_scales", w2_scales, torch.float32, [local, hidden // BLOCK, width // BLOCK], device)
-        self.weights = (w1, w1_scales, w2, w2_scales)
+        for name, tensor in ("w1", w1), ("w1_scales", w1_scales), ("w2", w2), ("w2_scales", w2_scales):
+            check_aligned(name, tensor)
+        self.weights, self._weights_are_ours = (w1, w1_scales, w2, w2_scales), False
         self._b1, self._gemm2.args.b = operand_map(w1, B_BOX_ROWS), operand_map(w2, B_BOX_ROWS)
         self._gemm2.args.b_scales = w2_scales.data_ptr()
 
@@ -228,24 +243,25 @@ class MegaMoE:
             As :meth:`Communicator.dispatch` with bounded sizes; nothing can overflow. InvalidArgument before
             :meth:`load_weights`.
         """
-        if not self.weights:
-            raise InvalidArgument("the experts have no weights; call load_weights first")
-        if expert_stats is not None:
-            local = self.comm.plan.experts_per_rank
-            check_tensor("expert_stats", expert_stats, torch.int32, [local], self.comm.device)
-        if out is None:
-            out = torch.empty(len(topk_ids), self.comm.plan.hidden, dtype=torch.bfloat16, device=self.comm.device)
-        check_tensor("out", out, torch.bfloat16, [len(topk_ids), self.comm.plan.hidden], self.comm.device)
-        quantised = isinstance(x, tuple)
-        routed = self.comm.dispatch(
-            x,
-            topk_ids,
-            topk_weights,
-            layout="token",
-            sizes="bounded",
-            to_fp8=not quantised,
-            power_of_two_scales=self._power_of_two_scales and not quantised,
-        )
+        quantised, calls = isinstance(x, tuple), self._backend.calls
+        before = calls.num_calls
+        try:
+            out = self.comm._report_fault("dispatch", lambda: self._checked(topk_ids, expert_stats, out))
+            routed = self.comm.dispatch(
+                x,
+                topk_ids,
+                topk_weights,
+                layout="token",
+                sizes="bounded",
+                to_fp8=not quantised,
+                power_of_two_scales=self._power_of_two_scales and not quantised,
+            )
+        except PeerTimeout:
+            raise
+        except TokenloomError:
+            if calls.num_calls > before:  # the others have heard of it, and go on to the end of their call
+                calls.follow_up({"call": "MegaMoE"})
+            raise
         handle: NvlinkHandle = routed._handle
         stream = torch.cuda.current_stream(self.comm.device).cuda_stream
         self._passed("dispatch")
@@ -258,11 +274,27 @@ class MegaMoE:
         self._passed("gemm1")
         self._gemm2.launch(self._num_sms, stream)
         self._passed("gemm2")
-        self._sum(handle, out)
+        self._sum(handle, out, stream)
         self._passed("sum")
         return out
 
     __call__ = forward
+
+    def _checked(
+        self, topk_ids: torch.Tensor, expert_stats: torch.Tensor | None, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """``out``, or a tensor for it."""
+        if not self.weights:
+            raise InvalidArgument("the experts have no weights; call load_weights first")
+        plan, device = self.comm.plan, self.comm.device
+        if expert_stats is not None:
+            check_tensor("expert_stats", expert_stats, torch.int32, [plan.experts_per_rank], device)
+        shape = [len(topk_ids), plan.hidden]
+        if out is None:
+            return torch.empty(shape, dtype=torch.bfloat16, device=device)
+        check_tensor("out", out, torch.bfloat16, shape, device)
+        check_aligned("out", out)
+        return out
 
     def _passed(self, stage: str) -> None:
         if self.after_stage is not None:
@@ -276,14 +308,15 @@ class MegaMoE:
         args.stats = 0 if expert_stats is None else expert_stats.data_ptr()
         self._lists.launch(self.comm.plan.experts_per_rank, stream)
 
-    def _sum(self, handle: NvlinkHandle, out: torch.Tensor) -> None:
-        calls = self._backend.calls
-        kernel = calls.kernel(sum_routes_spec)
-        args = kernel.args
-        args.topk_ids, args.ids_are_int64 = handle.given_ids.data_ptr(), handle.given_ids.dtype == torch.int64
-        args.peers, args.home = self._home.peers.data_ptr(), self._home.regions.offset("home")
-        args.out, args.num_tokens = out.data_ptr(), handle.num_tokens
-        calls.launch(kernel, {"call": "MegaMoE", "dispatch number": handle.number}, blocks=self._num_sms)
+    def _sum(self, handle: NvlinkHandle, out: torch.Tensor, stream: int) -> None:
+        calls, ids = self._backend.calls, handle.given_ids
+        meet = calls.kernel(meet_ranks_spec)
+        meet.args.met = self._met.data_ptr()
+        calls.launch(meet, {"call": "MegaMoE", "dispatch number": handle.number}, blocks=1)
+        args = self._sums.args
+        args.topk_ids, args.ids_are_int64 = ids.data_ptr(), ids.dtype == torch.int64
+        args.slots, args.out, args.num_tokens = handle.slots.data_ptr(), out.data_ptr(), handle.num_tokens
+        self._sums.launch(self._num_sms, stream)
 
     def describe(self) -> str:
         """What it runs on, and how much memory its buffers take."""

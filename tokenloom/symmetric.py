@@ -189,7 +189,7 @@ class CallOutcome:
     Attributes:
         needed_rows: rows that the fullest rank needs, if over the capacity, else 0.
         capacity: the capacity then.
-        faulty_rank: lowest rank that had a fault of its own, or None.
+        faulty_rank: lowest rank that had a fault of its own, or None. status: which it announced.
         differing_rank: lowest rank with another value than rank 0 in a field, or None.
         field, theirs, rank0s: which field, by number, and both values.
     """
@@ -197,6 +197,7 @@ class CallOutcome:
     needed_rows: int
     capacity: int
     faulty_rank: int | None
+    status: int
     differing_rank: int | None
     field: int
     theirs: int
@@ -219,7 +220,8 @@ class CallRecords:
         words = self._words[slot]
         if not words.any():
             return None
-        needed, capacity, faulty, _, differing, field, theirs, rank0s = words.tolist()
+        needed, capacity, faulty, status, differing, field, theirs, rank0s = words.tolist()
         words[:] = 0
         faulty_rank = faulty - 1 if faulty else None
-        return CallOutcome(needed, capacity, faulty_rank, differing - 1 if differing else None, field, theirs, rank0s)
+        differing_rank = differing - 1 if differing else None
+        return CallOutcome(needed, capacity, faulty_rank, status, differing_rank, field, theirs, rank0s)

@@ -28,6 +28,10 @@ CALLS_IN_FLIGHT = 3
 """Calls whose outcome the host has not read. More lets it run further ahead; errors then come later."""
 
 
+FOLLOWS_A_FAULT = 2
+"""Status of a rank in a call that it cannot take part in, since an earlier one failed there."""
+
+
 @dataclass(frozen=True)
 class _Launched:
     """A call whose outcome the host has not read: its number, its slot, and what error messages want to say."""
@@ -110,6 +114,11 @@ class Calls:
             self._launched.append(_Launched(self.num_calls, slot, fields))
             self.num_calls += 1
 
+    @property
+    def fault_claimed(self) -> int:
+        """Address of a word in device memory: not 0 once a wait of this rank has expired."""
+        return self._fault.claimed.data_ptr()
+
     def trace(self, times: torch.Tensor | None) -> None:
         """From now on kernels write when their blocks pass each phase (Mark in call.cuh): int64 [32, 16], in ns."""
         for kernel in self._kernels.values():
@@ -140,6 +149,12 @@ class Calls:
         self.ranks.post_note(f"fault/{self.num_calls}", f"{type(fault).__name__}: {fault}")
         self.agree({"call": call}, status=1)
 
+    def follow_up(self, fields: dict[str, Field]) -> None:
+        """Open the next call too, after :meth:`report_fault`, where the other ranks' operation has two of them. They
+        take it for part of the fault that they know of."""
+        if not torch.cuda.is_current_stream_capturing():
+            self.agree(fields, status=FOLLOWS_A_FAULT)
+
     def settle(self, in_flight: int, own_fault: bool = False) -> None:
         """Wait until at most ``in_flight`` calls are, and raise what the finished ones found, on all ranks alike."""
         self._raise_timeout()
@@ -169,6 +184,8 @@ class Calls:
     def _raise_outcome(self, call: _Launched) -> None:
         outcome = self._records.take(call.slot)
         if outcome is None:
+            return
+        if outcome.status == FOLLOWS_A_FAULT:
             return
         if outcome.faulty_rank is not None:
             note = self.ranks.read_note(f"fault/{call.number}", outcome.faulty_rank)

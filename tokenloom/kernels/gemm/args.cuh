@@ -31,6 +31,7 @@ constexpr int kMathWarps = 4 * kGroups, kStoreWarps = 2;
 
 template <class Shape>
 struct GemmShared {
+    static_assert(Shape::stages > 1, "math warps hold a stage until the next is there");
     static constexpr bool kWideScales = Shape::k % (4 * kBlock) == 0;  // rows of scales are multiples of 16 bytes
     static constexpr bool kScalesByTma = kWideScales && !Shape::gathers;
     static constexpr bool kScaleWarp = !kWideScales && !Shape::gathers;

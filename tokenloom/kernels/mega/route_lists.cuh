@@ -21,6 +21,7 @@ struct RouteListsArgs {
     float* row_weights;  // [places]
     uint64* targets;     // [places] address of the row at home
     int32* stats;        // null, or [L]: routes are added to it
+    const uint32* fault_claimed;  // set if a wait of this rank has expired: then what was received is not to be trusted
 };
 
 template <class Shape>
@@ -28,19 +29,21 @@ struct RouteListsShared {
     static constexpr int kWarps = Shape::threads / 32;
     int32 ends[Shape::num_ranks];  // of each source's rows
     int32 found[kWarps];           // matches of each warp
-    int32 begin;                   // first place of this expert
+    int32 begin, end;              // places of this expert
 };
 
 template <class Shape>
 __device__ __forceinline__ void begin_list(const RouteListsArgs& args, RouteListsShared<Shape>& shared, int expert) {
     if (threadIdx.x < 32) {
         int32 before = 0;
-        for (int e = threadIdx.x; e < expert; e += 32) before += args.expert_counts[e];
+        const bool trusted = load_relaxed_sys(args.fault_claimed) == 0;
+        for (int e = threadIdx.x; e < expert && trusted; e += 32) before += args.expert_counts[e];
 #pragma unroll
         for (int other = 16; other > 0; other /= 2) before += __shfl_xor_sync(~0u, before, other);
-        const int32 own = args.expert_counts[expert];
+        const int32 own = trusted ? args.expert_counts[expert] : 0;
         if (threadIdx.x == 0) {
             shared.begin = before;
+            shared.end = before + own;
             args.offsets[expert] = before;
             if (expert + 1 == Shape::experts_per_rank) args.offsets[expert + 1] = before + own;
             if (args.stats != nullptr) args.stats[expert] += own;
@@ -72,9 +75,9 @@ __device__ void route_lists(const RouteListsArgs& args) {
     constexpr int kWarps = RouteListsShared<Shape>::kWarps, kPerThread = 4;
     const int expert = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     begin_list<Shape>(args, shared, expert);
-    const int32 routes = *args.num_rows * Shape::top_k;
+    const int32 routes = *args.num_rows * Shape::top_k, end = shared.end;
     int32 place = shared.begin;
-    for (int32 first = 0; first < routes; first += Shape::threads * kPerThread) {
+    for (int32 first = 0; first < routes && place < end; first += Shape::threads * kPerThread) {
         const int32 own = first + threadIdx.x * kPerThread;
         uint32 matches = 0;
 #pragma unroll
@@ -94,7 +97,7 @@ __device__ void route_lists(const RouteListsArgs& args) {
             all += shared.found[w];
         }
         before += through - __popc(matches);
-        for (uint32 rest = matches; rest != 0; rest &= rest - 1)
+        for (uint32 rest = matches; rest != 0 && before < end; rest &= rest - 1)
             add_route<Shape>(args, shared, own + __ffs(rest) - 1, before++);
         place += all;
         __syncthreads();  // before `found` is written again
