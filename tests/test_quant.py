@@ -9,7 +9,7 @@ import torch
 
 from tests.cases import BF16, FP8, FP16, FP32, FP64
 from tests.conftest import NUM_GPUS
-from tokenloom import dequantize_fp8, quant, quantize_fp8, reference
+from tokenloom import dequantize_fp8, quant, quantize_fp8, quantize_fp8_blocks, reference
 from tokenloom.errors import DtypeMismatch, ShapeMismatch
 
 both = pytest.mark.parametrize("quantize", [quant.quantize_fp8, reference.quantize_fp8], ids=["quant", "reference"])
@@ -175,6 +175,23 @@ def test_shapes() -> None:
         assert scales.is_contiguous()
     x = torch.randn(128, 5).t()
     assert torch.equal(quantize_fp8(x)[0].view(torch.uint8), quantize_fp8(x.contiguous())[0].view(torch.uint8))
+
+
+def test_blocks_of_weights() -> None:
+    """Each 128 x 128 block by itself is a long row with one scale; leading dimensions are kept."""
+    w = torch.randn(2, 256, 384) * torch.rand(2, 2, 3).mul(9).exp().repeat_interleave(128, 1).repeat_interleave(128, 2)
+    q, scales = quantize_fp8_blocks(w)
+    assert (q.shape, scales.shape) == (w.shape, (2, 2, 3))
+    assert q.is_contiguous()
+    assert scales.is_contiguous()
+    for e, i, j in torch.cartesian_prod(torch.arange(2), torch.arange(2), torch.arange(3)).tolist():
+        here = (e, slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
+        amax = w[here].abs().max()
+        assert scales[e, i, j] == amax / torch.tensor(448.0)
+        want = (w[here] * (torch.tensor(448.0) / amax)).to(FP8)
+        assert torch.equal(q[here].view(torch.uint8), want.view(torch.uint8))
+    with pytest.raises(ShapeMismatch, match=r"^w is \[2, 100, 128\]"):
+        quantize_fp8_blocks(torch.zeros(2, 100, 128))
 
 
 def test_bad_input() -> None:

@@ -36,17 +36,7 @@ def quantize_fp8(x: torch.Tensor, *, power_of_two_scales: bool = False) -> tuple
     if hidden % FP8_BLOCK:
         raise ShapeMismatch(f"quantize_fp8 needs a last dimension that is a multiple of {FP8_BLOCK}, got {hidden}")
     blocks = x.detach().float().unflatten(-1, (hidden // FP8_BLOCK, FP8_BLOCK))
-    amax = blocks.abs().amax(-1, keepdim=True).clamp_min(AMAX_FLOOR)
-    # Tensors on both sides, for the IEEE quotient: torch computes number / tensor, and on GPUs tensor / number too, as
-    # a product with a reciprocal, which rounds twice.
-    limit = torch.full_like(amax, E4M3_MAX)
-    scale = amax / limit
-    if power_of_two_scales:
-        scale = _power_of_two_above(scale)
-        scaled = blocks / scale
-    else:
-        scaled = blocks * (limit / amax)  # not by 1 / scale, which would round twice
-    q = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    q, scale = _quantize(blocks, (-1,), power_of_two_scales)
     return q.flatten(-2), scale.squeeze(-1)
 
 
@@ -68,10 +58,8 @@ def quantize_fp8_blocks(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise ShapeMismatch(f"w is {list(w.shape)}, expected [..., N, K] with multiples of {FP8_BLOCK}")
     down, across = w.shape[-2] // FP8_BLOCK, w.shape[-1] // FP8_BLOCK
     blocks = w.detach().float().unflatten(-1, (across, FP8_BLOCK)).unflatten(-3, (down, FP8_BLOCK))
-    amax = blocks.abs().amax((-3, -1), keepdim=True).clamp_min(AMAX_FLOOR)
-    limit = torch.full_like(amax, E4M3_MAX)
-    q = (blocks * (limit / amax)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return q.flatten(-4, -3).flatten(-2), (amax / limit).squeeze(-1).squeeze(-2)
+    q, scale = _quantize(blocks, (-3, -1), False)
+    return q.flatten(-4, -3).flatten(-2), scale.squeeze(-1).squeeze(-2)
 
 
 def dequantize_fp8(q: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -83,6 +71,23 @@ def dequantize_fp8(q: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = t
     """
     blocks = q.float().unflatten(-1, (scales.shape[-1], FP8_BLOCK))
     return (blocks * scales.unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def _quantize(
+    blocks: torch.Tensor, dims: tuple[int, ...], power_of_two_scales: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of float32 values, and the scale of each block, which lies along ``dims``; those have size 1 in it."""
+    amax = blocks.abs().amax(dims, keepdim=True).clamp_min(AMAX_FLOOR)
+    # Tensors on both sides, for the IEEE quotient: torch computes number / tensor, and on GPUs tensor / number too, as
+    # a product with a reciprocal, which rounds twice.
+    limit = torch.full_like(amax, E4M3_MAX)
+    scale = amax / limit
+    if power_of_two_scales:
+        scale = _power_of_two_above(scale)
+        scaled = blocks / scale
+    else:
+        scaled = blocks * (limit / amax)  # not by 1 / scale, which would round twice
+    return scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
 
 
 def _power_of_two_above(scale: torch.Tensor) -> torch.Tensor:
