@@ -95,8 +95,7 @@ def grouped_swiglu_fp8(
     _check(a, a_scales, w1, w1_scales, expert_offsets, b_name="w1")
     if row_weights is not None:
         check_tensor("row_weights", row_weights, torch.float32, [a.shape[0]], a.device)
-    if clamp is not None and not clamp > 0:
-        raise InvalidArgument(f"clamp is {clamp}, expected a number above 0, or None")
+    check_clamp("clamp", clamp)
     swiglu = Swiglu(clamp is not None, power_of_two_scales, fast_math)
     kernel = Kernel(*grouped_gemm_spec(w1.shape[0], w1.shape[1], w1.shape[2], swiglu), a.device.index)
     rows, width = a.shape[0], w1.shape[1] // 2
@@ -153,11 +152,10 @@ def _check(
     rows = a.shape[0] if a.dim() else 0
     check_tensor("a", a, fp8, [rows, k], a.device)
     check_tensor("a_scales", a_scales, fp32, [rows, k // BLOCK], a.device)
-    check_tensor(b_name, b, fp8, [num_experts, n, k], a.device)
-    check_tensor(f"{b_name}_scales", b_scales, fp32, [num_experts, n // BLOCK, k // BLOCK], a.device)
+    check_weights(b_name, b, b_scales, [num_experts, n, k], a.device)
     check_tensor("expert_offsets", expert_offsets, int32, [num_experts + 1], a.device)
-    for name, tensor in ("a", a), ("a_scales", a_scales), (b_name, b), (f"{b_name}_scales", b_scales):
-        check_aligned(name, tensor)
+    check_aligned("a", a)
+    check_aligned("a_scales", a_scales)
     if a.device.type != "cuda" or torch.cuda.get_device_capability(a.device) != HOPPER:
         raise BackendUnavailable(f"grouped GEMMs in FP8 need a Hopper GPU, the tensors are on {a.device}")
 
@@ -170,6 +168,23 @@ def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: lis
         raise ShapeMismatch(f"{name} is {list(tensor.shape)}{layout}, expected {shape}, contiguous")
     if tensor.device != device:
         raise DeviceMismatch(f"{name} is on {tensor.device}, expected {device}")
+
+
+def check_weights(
+    name: str, weights: torch.Tensor, scales: torch.Tensor, shape: list[int], device: torch.device
+) -> None:
+    """Raises an error for weights that are not FP8 of this shape [E, N, K], with scales per 128 x 128 values."""
+    num_experts, n, k = shape
+    check_tensor(name, weights, torch.float8_e4m3fn, shape, device)
+    check_tensor(f"{name}_scales", scales, torch.float32, [num_experts, n // BLOCK, k // BLOCK], device)
+    check_aligned(name, weights)
+    check_aligned(f"{name}_scales", scales)
+
+
+def check_clamp(name: str, clamp: float | None) -> None:
+    """Raises an error for a clamp of activations that is not above 0."""
+    if clamp is not None and not clamp > 0:
+        raise InvalidArgument(f"{name} is {clamp}, expected a number above 0, or None")
 
 
 def check_aligned(name: str, tensor: torch.Tensor) -> None:

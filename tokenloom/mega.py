@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from tokenloom.backends.calls import FOLLOWS_A_FAULT
 from tokenloom.backends.exchange import Field
 from tokenloom.backends.nvlink import NvlinkBackend, NvlinkHandle
 from tokenloom.backends.regions import route_regions
 from tokenloom.communicator import Communicator
 from tokenloom.errors import InvalidArgument, PeerTimeout, ShapeMismatch, TokenloomError
-from tokenloom.gemm import check_aligned, check_tensor, interleave_gate_and_up
+from tokenloom.gemm import check_aligned, check_clamp, check_tensor, check_weights, interleave_gate_and_up
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.gemm.launch import (
     A_BOX_ROWS,
@@ -78,7 +79,7 @@ class MegaMoE:
         for name, width in (("hidden", hidden), ("intermediate", intermediate)):
             if not isinstance(width, int) or width <= 0 or width % BLOCK:
                 raise InvalidArgument(f"{name} is {width!r}, expected a multiple of {BLOCK}")
-        _check_clamp(activation_clamp)
+        check_clamp("activation_clamp", activation_clamp)
         self.comm = Communicator(
             group,
             num_experts=num_experts,
@@ -128,10 +129,8 @@ class MegaMoE:
         lists.offsets, lists.rows = self._offsets.data_ptr(), self._rows.data_ptr()
         lists.row_weights, lists.targets = self._row_weights.data_ptr(), self._targets.data_ptr()
         lists.fault_claimed = self._backend.calls.fault_claimed
-        self._sums.args.met, self._sums.args.home = (
-            self._met.data_ptr(),
-            self._home.view("home", torch.uint8, (1,)).data_ptr(),
-        )
+        self._sums.args.met = self._met.data_ptr()
+        self._sums.args.home = self._home.view("home", torch.uint8, (1,)).data_ptr()
         gemm2.offsets = self._offsets.data_ptr()
         gemm2.a = operand_map(self._activations, A_BOX_ROWS)
         if wide_scales(self.intermediate):
@@ -144,13 +143,14 @@ class MegaMoE:
         Raises:
             InvalidArgument: the clamp is not above 0.
         """
-        _check_clamp(clamp)
+        check_clamp("activation_clamp", clamp)
         key = (clamp is not None, fast_math)
         if key not in self._gemm1_of:
             plan = self.comm.plan
             swiglu = Swiglu(clamp is not None, self._power_of_two_scales, fast_math)
             spec = grouped_gemm_spec(plan.experts_per_rank, 2 * self.intermediate, plan.hidden, swiglu, gathers=True)
-            args = self._gemm1_of.setdefault(key, self._kernel(*spec)).args
+            self._gemm1_of[key] = self._kernel(*spec)
+            args = self._gemm1_of[key].args
             args.offsets = self._offsets.data_ptr()
             args.row_index, args.row_weights = self._rows.data_ptr(), self._row_weights.data_ptr()
             args.out, args.out_scales = self._activations.data_ptr(), self._activation_scales.data_ptr()
@@ -183,7 +183,7 @@ class MegaMoE:
             (w1, w1_scales), (w2, w2_scales) = quantize_fp8_blocks(w1), quantize_fp8_blocks(w2)
         if w1_scales is None or w2_scales is None:
             raise ShapeMismatch("w1 and w2 are float8_e4m3fn, expected w1_scales and w2_scales too")
-        check_tensor("w1", w1, FP8, [local, 2 * width, hidden], self.comm.device)
+        self._check_weights(w1, w1_scales, w2, w2_scales)
         given = (interleave_gate_and_up(w1), w1_scales, w2, w2_scales)
         if self._weights_are_ours:  # graphs that were captured read them where they are
             for ours, theirs in zip(self.weights, given, strict=True):
@@ -205,17 +205,17 @@ class MegaMoE:
         Raises:
             ShapeMismatch, DtypeMismatch, DeviceMismatch: a tensor is not as above.
         """
-        local, hidden, width = self.comm.plan.experts_per_rank, self.comm.plan.hidden, self.intermediate
-        device = self.comm.device
-        check_tensor("w1", w1, FP8, [local, 2 * width, hidden], device)
-        check_tensor("w2", w2, FP8, [local, hidden, width], device)
-        check_tensor("w1_scales", w1_scales, torch.float32, [local, 2 * width // BLOCK, hidden // BLOCK], device)
-        check_tensor("w2_scales", w2_scales, torch.float32, [local, hidden // BLOCK, width // BLOCK], device)
-        for name, tensor in ("w1", w1), ("w1_scales", w1_scales), ("w2", w2), ("w2_scales", w2_scales):
-            check_aligned(name, tensor)
+        self._check_weights(w1, w1_scales, w2, w2_scales)
         self.weights, self._weights_are_ours = (w1, w1_scales, w2, w2_scales), False
         self._b1, self._gemm2.args.b = operand_map(w1, B_BOX_ROWS), operand_map(w2, B_BOX_ROWS)
         self._gemm2.args.b_scales = w2_scales.data_ptr()
+
+    def _check_weights(
+        self, w1: torch.Tensor, w1_scales: torch.Tensor, w2: torch.Tensor, w2_scales: torch.Tensor
+    ) -> None:
+        local, hidden, device = self.comm.plan.experts_per_rank, self.comm.plan.hidden, self.comm.device
+        check_weights("w1", w1, w1_scales, [local, 2 * self.intermediate, hidden], device)
+        check_weights("w2", w2, w2_scales, [local, hidden, self.intermediate], device)
 
     @torch.no_grad()
     def forward(
@@ -260,7 +260,7 @@ class MegaMoE:
             raise
         except TokenloomError:
             if calls.num_calls > before:  # the others have heard of it, and go on to the end of their call
-                calls.follow_up({"call": "MegaMoE"})
+                calls.agree({"call": "MegaMoE"}, status=FOLLOWS_A_FAULT)
             raise
         handle: NvlinkHandle = routed._handle
         stream = torch.cuda.current_stream(self.comm.device).cuda_stream
@@ -337,8 +337,3 @@ class MegaMoE:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _check_clamp(clamp: float | None) -> None:
-    if clamp is not None and not clamp > 0:
-        raise InvalidArgument(f"activation_clamp is {clamp}, expected a number above 0, or None")

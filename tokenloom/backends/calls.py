@@ -26,10 +26,9 @@ from tokenloom.symmetric import CallRecords, FaultFlag, SymmetricBuffer
 
 CALLS_IN_FLIGHT = 3
 """Calls whose outcome the host has not read. More lets it run further ahead; errors then come later."""
-
-
 FOLLOWS_A_FAULT = 2
-"""Status of a rank in a call that it cannot take part in, since an earlier one failed there."""
+"""Status of a rank in a call that it opens only because the others do, after its fault in the one before; they take it
+for part of the fault that they know of."""
 
 
 @dataclass(frozen=True)
@@ -148,12 +147,6 @@ class Calls:
             return
         self.ranks.post_note(f"fault/{self.num_calls}", f"{type(fault).__name__}: {fault}")
         self.agree({"call": call}, status=1)
-
-    def follow_up(self, fields: dict[str, Field]) -> None:
-        """Open the next call too, after :meth:`report_fault`, where the other ranks' operation has two of them. They
-        take it for part of the fault that they know of."""
-        if not torch.cuda.is_current_stream_capturing():
-            self.agree(fields, status=FOLLOWS_A_FAULT)
 
     def settle(self, in_flight: int, own_fault: bool = False) -> None:
         """Wait until at most ``in_flight`` calls are, and raise what the finished ones found, on all ranks alike."""

@@ -34,6 +34,7 @@ _WORDS = (
     None,
     "dispatch",
     "combine",
+    "MegaMoE",
     *LAYOUTS,
     "exact",
     "bounded",
@@ -43,7 +44,6 @@ _WORDS = (
     "yes",
     "no",
     *_DTYPES,
-    "MegaMoE",
 )
 
 

@@ -20,8 +20,6 @@ from tokenloom.communicator import Communicator
 from tokenloom.launch import RankContext, RankPool
 
 DEFAULT_ITERATIONS = {"cpu": 20, "cuda": 100}
-ROUNDS = 3
-"""Turns that everybody measured at an operation takes, so that clocks that drift meet all of them alike."""
 LIMIT_S = 500.0
 """For one operation on one shape."""
 
@@ -35,7 +33,7 @@ def measure(
         pool: the ranks.
         series: as :func:`tokenloom.bench.series.plan_series` gives them: those of one shape together, and within
             them those of one operation.
-        iterations: samples of each, in ROUNDS turns, after a fifth of their number to warm up.
+        iterations: samples of each, in timing.ROUNDS turns, after a fifth of their number to warm up.
         starting: is told what is about to be measured.
 
     Raises:
@@ -63,7 +61,7 @@ def measure(
                 "routing_seed": ROUTING_SEED,
                 "iterations": iterations,
                 "warm_up_iterations": _warm_up(iterations),
-                "rounds": ROUNDS,
+                "rounds": timing.ROUNDS,
             }
             moved = traffic.moved(plan, rows, each.operation)
             times = [result[index] for result in results]
@@ -86,8 +84,7 @@ def measure_on_rank(context: RankContext, series: Sequence[Series], iterations: 
             if context.rank == 0:
                 context.report(f"{series[0].shape}: {operation}")
             samplers = {each: maker.sampler(each) for each in together}
-            for number in range(ROUNDS):
-                count = iterations * (number + 1) // ROUNDS - iterations * number // ROUNDS
+            for number, count in enumerate(timing.shares(iterations)):
                 for each in together:
                     # The first call after somebody else's finds cold caches, and the host's code cold too.
                     for _ in range(1 if number else _warm_up(iterations)):

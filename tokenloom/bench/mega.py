@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from tokenloom.bench import timing
+from tokenloom.bench.rows import of_the_slowest, write_json
 from tokenloom.bench.setup import run_setup
 from tokenloom.launch import RankContext, RankPool
 from tokenloom.mega import MegaMoE
 
-ROUNDS = 3
-"""Turns that both clocks take at a number of tokens."""
 LIMIT_S = 500.0
 HBM_GBYTES_PER_S, LINK_GBYTES_PER_S, FP8_TFLOPS = 4370.0, 347.0, 1388.0
 """What an H200 reads, what its links carry out of it, and what cuBLAS reaches without block scales; for the floor."""
@@ -111,7 +108,7 @@ def run_mega(
         markup=False,
     )
     if json_file is not None:
-        json_file.write_text(json.dumps({"setup": setup, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        write_json(json_file, setup, [], rows)
         console.print(f"rows written to {json_file}", markup=False)
 
 
@@ -137,12 +134,12 @@ def measure_on_rank(
 
             graph, staged = timing.capture(call), _StagedGraph(mega, call)
             samples: dict[str, list[float]] = {}
-            for number in range(ROUNDS):
+            for count in timing.shares(iterations):
                 timing.one_replay(context, graph)
-                for _ in range(iterations * (number + 1) // ROUNDS - iterations * number // ROUNDS):
+                for _ in range(count):
                     samples.setdefault("graph", []).append(timing.one_replay(context, graph))
                 timing.one_call(context, call)
-                for _ in range(iterations * (number + 1) // ROUNDS - iterations * number // ROUNDS):
+                for _ in range(count):
                     samples.setdefault("events", []).append(timing.one_call(context, call))
                     for stage, us in staged.sample(context).items():
                         samples.setdefault(stage, []).append(us)
@@ -196,8 +193,7 @@ def make_row(
     shape: MegaShape, num_ranks: int, num_tokens: int, iterations: int, by_rank: Sequence[dict[str, list[float]]]
 ) -> MegaRow:
     """A row from all ranks' samples."""
-    slowest = np.asarray([samples["graph"] for samples in by_rank])
-    p50, p99 = np.percentile(slowest.max(0), [50, 99], method="inverted_cdf").tolist()
+    p50, p99, slowest_rank = of_the_slowest([samples["graph"] for samples in by_rank])
     ids = [shape.topk_ids(rank, num_tokens) for rank in range(num_ranks)]
     experts = torch.cat([each[each >= 0] for each in ids]).long()
     local = shape.num_experts // num_ranks
@@ -212,20 +208,20 @@ def make_row(
     stages = [stage for stage in by_rank[0] if stage not in ("graph", "events")]
 
     def median(what: str) -> float:
-        return float(np.median(np.asarray([samples[what] for samples in by_rank]).max(0)))
+        return of_the_slowest([samples[what] for samples in by_rank])[0]
 
     sizes = f"t{num_tokens}/h{shape.hidden}/i{shape.intermediate}/e{shape.num_experts}/k{shape.top_k}"
     return MegaRow(
         name=f"mega/ep{num_ranks}/{sizes}/graph",
         p50_us=p50,
         p99_us=p99,
-        slowest_rank=int(np.bincount(slowest.argmax(0)).argmax()),
+        slowest_rank=slowest_rank,
         events_us=median("events"),
         tflops=flops / p50 / 1e6,
         weights_gbytes_per_s=weight_bytes / p50 / 1e3,
         floor_us=floor,
         stages_us={stage: median(stage) for stage in stages},
-        setup=asdict(replace(shape)) | {"num_tokens": num_tokens, "num_ranks": num_ranks, "iterations": iterations},
+        setup=asdict(shape) | {"num_tokens": num_tokens, "num_ranks": num_ranks, "iterations": iterations},
     )
 
 

@@ -39,18 +39,23 @@ class Row:
     setup: dict[str, Any]
 
 
+def of_the_slowest(times_us: Sequence[Sequence[float]]) -> tuple[float, float, int]:
+    """Samples [W][iterations] of all ranks -> p50 and p99 of the slowest rank of each, and who was that most often."""
+    times = np.asarray(times_us)
+    p50, p99 = np.percentile(times.max(0), [50, 99], method="inverted_cdf").tolist()
+    return p50, p99, Counter(times.argmax(0).tolist()).most_common(1)[0][0]
+
+
 def make_row(
     name: str, times_us: Sequence[Sequence[float]], moved: Traffic, num_sms: int | None, setup: dict[str, Any]
 ) -> Row:
     """A row from the samples [W][iterations] of all ranks, in microseconds."""
-    times = np.asarray(times_us)
-    slowest = times.max(0)
-    p50, p99 = np.percentile(slowest, [50, 99], method="inverted_cdf").tolist()
+    p50, p99, slowest_rank = of_the_slowest(times_us)
     return Row(
         name=name,
         p50_us=p50,
         p99_us=p99,
-        slowest_rank=Counter(times.argmax(0).tolist()).most_common(1)[0][0],
+        slowest_rank=slowest_rank,
         physical_gbytes_per_s=moved.physical_bytes / p50 / 1e3,
         logical_gbytes_per_s=moved.logical_bytes / p50 / 1e3,
         num_sms=num_sms,
@@ -78,7 +83,7 @@ def table(rows: Sequence[Row]) -> Table:
     return result
 
 
-def write_json(file: Path, setup: dict[str, Any], notes: Sequence[str], rows: Sequence[Row]) -> None:
-    """An object of ``setup`` (what all rows share), ``notes`` (why rows are missing) and ``rows``, as Row has them."""
+def write_json(file: Path, setup: dict[str, Any], notes: Sequence[str], rows: Sequence[Any]) -> None:
+    """An object of ``setup`` (what all rows share), ``notes`` (why rows are missing) and ``rows``, dataclasses."""
     content = {"setup": setup, "notes": list(notes), "rows": [asdict(row) for row in rows]}
     file.write_text(json.dumps(content, indent=1) + "\n")

@@ -14,8 +14,15 @@ from tokenloom.launch import RankContext
 GRAPH_CALLS = 10
 """Calls in a captured graph. Even, so that the two receive regions, which dispatches use in turn, take turns from
 replay to replay too."""
+ROUNDS = 3
+"""Turns that everybody measured takes, so that clocks that drift meet all of them alike."""
 EAGER_CALLS = 2
 """Before a capture, which may neither compile nor allocate buffers: one call for each receive region."""
+
+
+def shares(iterations: int) -> list[int]:
+    """Samples to take in each of the ROUNDS turns."""
+    return [iterations * (number + 1) // ROUNDS - iterations * number // ROUNDS for number in range(ROUNDS)]
 
 
 def one_call(context: RankContext, call: Callable[[], Any]) -> float:

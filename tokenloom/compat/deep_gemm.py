@@ -22,6 +22,12 @@ Weights = tuple[torch.Tensor, torch.Tensor]
 class SymmBuffer:
     """Inputs of a call, which the caller fills, and what the layer needs besides. Making one is collective.
 
+    Args:
+        options: DeepGEMM's others, where this layer has what they say.
+
+    Raises:
+        InvalidArgument: an option that this layer does not have.
+
     Attributes:
         x: float8_e4m3fn [Mmax, H]; x_sf: float32 [Mmax, H / 128].
         topk_idx: int64 [Mmax, K], -1 where a place is unused; topk_weights: float32 [Mmax, K].
@@ -35,7 +41,12 @@ class SymmBuffer:
         num_topk: int,
         hidden: int,
         intermediate_hidden: int,
+        **options: Any,
     ) -> None:
+        known = {"activation": ("swiglu",), "mma_type": ("fp8xfp8", "fp8xfp4"), "use_fp8_dispatch": (True,)}
+        for name, value in options.items():
+            if value not in known.get(name, ()):
+                raise InvalidArgument(f"{name} is {value!r}, which tokenloom's layer does not have")
         sizes = (num_experts, hidden, intermediate_hidden, num_topk, num_max_tokens_per_rank)
         self.mega = MegaMoE(group, *sizes, device=torch.device("cuda", torch.cuda.current_device()))
         rows, device = num_max_tokens_per_rank, self.mega.comm.device
@@ -49,31 +60,7 @@ class SymmBuffer:
         self.mega.close()
 
 
-def get_symm_buffer_for_mega_moe(
-    group: dist.ProcessGroup,
-    num_experts: int,
-    num_max_tokens_per_rank: int,
-    num_topk: int,
-    hidden: int,
-    intermediate_hidden: int,
-    **options: Any,
-) -> SymmBuffer:
-    """A buffer for calls of these sizes; collective.
-
-    Args:
-        options: DeepGEMM's others, where this layer has what they say.
-
-    Raises:
-        InvalidArgument: an option that this layer does not have.
-    """
-    known = {"activation": ("swiglu",), "mma_type": ("fp8xfp8", "fp8xfp4"), "use_fp8_dispatch": (True,)}
-    for name, value in options.items():
-        if value not in known.get(name, ()):
-            raise InvalidArgument(f"{name} is {value!r}, which tokenloom's layer does not have")
-    return SymmBuffer(group, num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden)
-
-
-get_symm_buffer_for_sm90_mega_moe = get_symm_buffer_for_mega_moe
+get_symm_buffer_for_mega_moe = get_symm_buffer_for_sm90_mega_moe = SymmBuffer
 
 
 def transform_weights_for_mega_moe_sm90(l1_weights: Weights, l2_weights: Weights) -> tuple[Weights, Weights]:

@@ -1,6 +1,6 @@
 // Warpgroup matrix multiply-accumulate on FP8, and what orders it. Four warps call these together.
 #pragma once
-#include "device/ptx/types.cuh"
+#include "device/ptx/bulk.cuh"
 
 // Ordinary accesses to accumulators come before the next wgmma that uses them, and the other way round.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -49,7 +49,7 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint32 a, uint32 b, i
 // gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrices(void* row, uint32 m0, uint32 m1, uint32 m2, uint32 m3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                     static_cast<uint32>(__cvta_generic_to_shared(row))),
+                     shared_address(row)),
                  "r"(m0), "r"(m1), "r"(m2), "r"(m3)
                  : "memory");
 }

@@ -3,21 +3,21 @@
 #include "device/ptx/tensor.cuh"
 
 struct GroupedGemmArgs {
-    TensorMap a;               // [rows, K] E4M3, boxes of 128 values x 32 rows, 128-byte swizzle; not if gathered
-    TensorMap b;               // [E, N, K] E4M3, boxes of 128 values x 128 rows
-    TensorMap a_scale_map;     // [rows, K / 128], boxes of 8 values x 128 rows; K a multiple of 512, not if gathered
+    TensorMap a;                  // [rows, K] E4M3, boxes of 128 values x 32 rows, 128-byte swizzle; not if gathered
+    TensorMap b;                  // [E, N, K] E4M3, boxes of 128 values x 128 rows
+    TensorMap a_scale_map;        // [rows, K / 128], boxes of 8 values x 128 rows; K a multiple of 512, not if gathered
     const unsigned char* a_rows;  // if gathered: [any, K] E4M3
-    const float* a_scales;     // [rows, K / 128]; if gathered, in the order of a_rows
-    const int32* row_index;    // if gathered: [rows], which of a_rows each row is
-    const float* b_scales;     // [E, N / 128, K / 128]
-    const int32* offsets;      // [E + 1] first row of each expert; device memory
-    void* out;                 // [rows, N] bfloat16, or with SwiGLU [rows, N / 2] E4M3
-    const uint64* row_targets; // if scattered: [rows], addresses of output rows, which may be other GPUs'
-    float* out_scales;         // with SwiGLU: [rows, N / 256]
-    const float* row_weights;  // with SwiGLU: [rows], or null
-    float clamp;               // with SwiGLU: of gate from above, of up on both sides
+    const float* a_scales;        // [rows, K / 128]; if gathered, in the order of a_rows
+    const int32* row_index;       // if gathered: [rows], which of a_rows each row is
+    const float* b_scales;        // [E, N / 128, K / 128]
+    const int32* offsets;         // [E + 1] first row of each expert; device memory
+    void* out;                    // [rows, N] bfloat16, or with SwiGLU [rows, N / 2] E4M3
+    const uint64* row_targets;    // if scattered: [rows], addresses of output rows, which may be other GPUs'
+    float* out_scales;            // with SwiGLU: [rows, N / 256]
+    const float* row_weights;     // with SwiGLU: [rows], or null
+    float clamp;                  // with SwiGLU: of gate from above, of up on both sides
     int32 padding;
-    uint64 spare[6];           // the maps make this a multiple of 64 bytes
+    uint64 spare[6];              // the maps make this a multiple of 64 bytes
 };
 
 constexpr int kBlock = 128;                // values of K with one scale, and columns with one weight scale

@@ -70,8 +70,8 @@ template <class Shape>
 __device__ __forceinline__ void gather_rows(const GroupedGemmArgs& args, GemmShared<Shape>& shared, int32 block,
                                             int lane) {
     constexpr int kBlocks = Shape::k / kBlock;
-    // Two stages are on their way, and a stage is held until the next is there: with three, who waits for the oldest to be
-    // free would wait for ever.
+    // Two stages are on their way, and a stage is held until the next is there: with three, who waits for the oldest to
+    // be free would wait for ever.
     static_assert(Shape::stages > 3 || kBlocks == 1, "too few stages to gather");
     TileSource<Shape> tiles(shared.offsets, block);
     uint32 uses = 0;
