@@ -270,7 +270,12 @@ def check_new_weights(context: RankContext) -> None:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             out = mega(*given)
         mine = slice(context.rank * case.experts_per_rank, (context.rank + 1) * case.experts_per_rank)
-        mega.load_weights(second.w1[mine], second.w2[mine], second.w1_scales[mine], second.w2_scales[mine])
+        good = (second.w1[mine], second.w2[mine], second.w1_scales[mine], second.w2_scales[mine])
+        with pytest.raises(tl.DtypeMismatch, match=r"^w2 is torch\.bfloat16"):
+            mega.load_weights(good[0], good[1].to(BF16), *good[2:])  # a copy would convert it
+        with pytest.raises(tl.DtypeMismatch, match=r"^w1 is torch\.int32"):
+            mega.load_weights(good[0].to(torch.int32), good[1].to(torch.int32))
+        mega.load_weights(*good)
         graph.replay()
         weights = {name: getattr(second, name) for name in ("w1", "w1_scales", "w2", "w2_scales")}
         assert_near(out, expected(case, replace(first, **weights), context.rank))

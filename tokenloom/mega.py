@@ -14,7 +14,7 @@ from tokenloom.backends.exchange import Field
 from tokenloom.backends.nvlink import NvlinkBackend, NvlinkHandle
 from tokenloom.backends.regions import route_regions
 from tokenloom.communicator import Communicator
-from tokenloom.errors import InvalidArgument, PeerTimeout, ShapeMismatch, TokenloomError
+from tokenloom.errors import DtypeMismatch, InvalidArgument, PeerTimeout, ShapeMismatch, TokenloomError
 from tokenloom.gemm import check_aligned, check_clamp, check_tensor, check_weights, interleave_gate_and_up
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.gemm.launch import (
@@ -29,6 +29,7 @@ from tokenloom.kernels.gemm.launch import (
     wide_scales,
 )
 from tokenloom.kernels.mega.launch import meet_ranks_spec, route_lists_spec, sum_routes_spec
+from tokenloom.kernels.shape import DTYPES
 from tokenloom.quant import quantize_fp8_blocks
 
 FP8 = torch.float8_e4m3fn
@@ -178,6 +179,8 @@ class MegaMoE:
         """
         local, hidden, width = self.comm.plan.experts_per_rank, self.comm.plan.hidden, self.intermediate
         if w1.dtype != FP8:
+            if w1.dtype not in DTYPES:
+                raise DtypeMismatch(f"w1 is {w1.dtype}, expected bfloat16, float16, float32 or float8_e4m3fn")
             check_tensor("w1", w1, w1.dtype, [local, 2 * width, hidden], self.comm.device)
             check_tensor("w2", w2, w1.dtype, [local, hidden, width], self.comm.device)
             (w1, w1_scales), (w2, w2_scales) = quantize_fp8_blocks(w1), quantize_fp8_blocks(w2)
