@@ -83,23 +83,16 @@ __device__ __forceinline__ void fence_global_to_bulk() {
     asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// 16 bytes of this thread, to shared memory; in groups, of which `copies_wait` leaves the newest on their way.
+// Bytes of this thread, to shared memory: 16, or one value.
 __device__ __forceinline__ void copy_16_async(uint32 shared_address, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address), "l"(global) : "memory");
 }
 
-__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <int Pending>
-__device__ __forceinline__ void copies_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
-}
-
-// One value of this thread, to shared memory; arrives on the barrier (which counts this thread) when all are there.
 __device__ __forceinline__ void copy_4_async(void* shared, const void* global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
 
+// Arrives on the barrier, which counts this thread, when all its copies are there.
 __device__ __forceinline__ void mbarrier_arrive_after_copies(uint64* barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }

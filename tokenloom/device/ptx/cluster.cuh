@@ -23,12 +23,3 @@ __device__ __forceinline__ uint32 map_to_block(uint32 shared_address, uint32 ran
 __device__ __forceinline__ void mbarrier_arrive_there(uint32 mapped_address) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapped_address) : "memory");
 }
-
-// From this block's shared memory to another's; it counts on a barrier there. Both addresses are mapped.
-__device__ __forceinline__ void bulk_copy_there(uint32 mapped_address, uint32 shared_address, uint32 bytes,
-                                                uint32 mapped_barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     mapped_address),
-                 "r"(shared_address), "r"(bytes), "r"(mapped_barrier)
-                 : "memory");
-}

@@ -25,16 +25,16 @@ constexpr int kGroups = 2;                 // math warpgroups
 constexpr int kGroupRows = 64;             // of a tile, for each
 constexpr int kTileRows = kGroups * kGroupRows;
 constexpr int kHalves = 2, kTileColumns = kHalves * kBlock;  // multiplied one after the other
-constexpr int kBoxRows = kGroupRows / 2;   // each block of a cluster loads half of the rows
+constexpr int kBoxRows = kGroupRows / 2;   // loaded at once; of shared rows each block loads every other box
 constexpr int kScaleBlocks = 8;            // of K, whose scales are loaded together
-constexpr int kMathWarps = 4 * kGroups, kStoreWarps = 2;
+constexpr int kMathWarps = 4 * kGroups;
 
 template <class Shape>
 struct GemmShared {
-    static_assert(Shape::stages > 1, "math warps hold a stage until the next is there");
     static constexpr bool kWideScales = Shape::k % (4 * kBlock) == 0;  // rows of scales are multiples of 16 bytes
     static constexpr bool kScalesByTma = kWideScales && !Shape::gathers;
     static constexpr bool kScaleWarp = !kWideScales && !Shape::gathers;
+    static constexpr int kGatherWarps = Shape::gathers ? kGroups : 0, kStoreWarps = Shape::gathers ? 1 : 2;
     static constexpr int kOutBytes = Shape::swiglu ? kTileColumns / 2 : kTileColumns * 2;  // of a row of a tile
     static constexpr int kPitch = kOutBytes + 16;                                          // against bank conflicts
     alignas(1024) unsigned char a[Shape::stages][kTileRows * kBlock];

@@ -61,14 +61,12 @@ def grouped_gemm_spec(
     Raises:
         InvalidArgument: so many experts that too little shared memory is left.
     """
-    scale_bytes = 2 * 4 * SCALE_BLOCKS * (TILE_ROWS + 2)  # two buffers with the scales of 8 blocks of K
-    other_bytes = TILE_ROWS * OUT_ROW_BYTES[swiglu is not None] + scale_bytes + 4 * (num_experts + 1) + 256
+    other_bytes = TILE_ROWS * OUT_ROW_BYTES[swiglu is not None] + SCALE_BYTES + 4 * (num_experts + 1) + 256
     if gathers:
         other_bytes += 4 * TILE_ROWS
     stage_bytes = (TILE_ROWS + TILE_COLUMNS) * BLOCK + 16
     stages = min(MOST_STAGES, (MAX_SHARED_BYTES - other_bytes) // stage_bytes)
-    # A warp holds a stage until the next one is there; what is gathered comes two stages late.
-    if stages < (4 if gathers and k > BLOCK else 2):
+    if stages < 2:
         raise InvalidArgument(f"{num_experts} experts on a rank leave {stages} stages of shared memory for operands")
     shared_bytes = -(-(stages * stage_bytes + other_bytes) // 1024) * 1024  # what holds it is aligned to 1024 bytes
     shape = {

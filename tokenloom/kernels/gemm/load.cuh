@@ -1,5 +1,8 @@
 // The loading warps: tiles of a and b and their scales, 128 values of K at a time, through a ring of stages. Where rows
 // are gathered, gather.cuh loads those of a.
+//
+// What the two blocks of a cluster share is loaded once, half by each, for both; a stage is free when the math warps of
+// both have read it.
 #pragma once
 #include "device/ptx/cluster.cuh"
 #include "kernels/gemm/tiles.cuh"
@@ -9,22 +12,22 @@ template <class Shape>
 __device__ __forceinline__ const float* column_scales(const GroupedGemmArgs& args, const Tile& tile, int half) {
     constexpr int kBlocks = Shape::k / kBlock, kColumnBlocks = Shape::n / kBlock;
     constexpr int kGates = kColumnBlocks / 2;
-    // A pair of strips may reach beyond N.
+    // A strip may reach beyond N.
     const int column_block = Shape::swiglu ? min(tile.column / kTileColumns, kGates - 1) + half * kGates
                                            : min(tile.column / kBlock + half, kColumnBlocks - 1);
     return args.b_scales + static_cast<int64>(tile.expert * kColumnBlocks + column_block) * kBlocks;
 }
 
-// One thread. The rows are the same in both blocks, so each loads half of them, for both; a stage is free when the math
-// warps of both have read it.
+// One thread.
 template <class Shape>
 __device__ __forceinline__ void load_tiles(const GroupedGemmArgs& args, GemmShared<Shape>& shared, int32 block) {
     constexpr uint16 kBoth = 3;
     constexpr int kBlocks = Shape::k / kBlock, kRowScaleBytes = sizeof(shared.a_scales[0]);
-    TileSource<Shape> tiles(shared.offsets, block);
+    TileSource<Shape> tiles(shared.offsets);
     uint32 uses = 0;
-    for (Tile tile; tiles.next(tile); uses += kBlocks) {
-        const int groups = tile.groups();
+    for (; tiles.next(); uses += kBlocks) {
+        const Tile tile = tiles.tile(block);
+        const int boxes = Shape::gathers ? 0 : tile.groups() * kGroupRows / kBoxRows;
         for (int k = 0; k < kBlocks; ++k) {
             const RingUse<Shape::stages> at(uses + k);
             mbarrier_wait(&shared.empty[at.stage], at.parity ^ 1);
@@ -33,9 +36,8 @@ __device__ __forceinline__ void load_tiles(const GroupedGemmArgs& args, GemmShar
             const bool with_scales = GemmShared<Shape>::kWideScales && k % kScaleBlocks == 0;
             const int column_scale_bytes = with_scales ? min(kScaleBlocks, kBlocks - k) * 4 : 0;
             const int row_scale_bytes = with_scales && !Shape::gathers ? kRowScaleBytes : 0;
-            const int row_bytes = groups * (Shape::gathers ? kBoxRows : kGroupRows) * kBlock;  // gathered: the other's
-            mbarrier_arrive_expect(
-                full, row_bytes + row_scale_bytes + kTileColumns * kBlock + kHalves * column_scale_bytes);
+            mbarrier_arrive_expect(full, (boxes * kBoxRows + kTileColumns) * kBlock + row_scale_bytes +
+                                             kHalves * column_scale_bytes);
             if (with_scales) {
                 const uint32 buffer = ScalePlace<Shape>(uses, k).buffer;
                 if constexpr (!Shape::gathers)
@@ -44,12 +46,18 @@ __device__ __forceinline__ void load_tiles(const GroupedGemmArgs& args, GemmShar
                     bulk_load(shared.b_scales[buffer][half], column_scales<Shape>(args, tile, half) + k,
                               column_scale_bytes, full);
             }
-            for (int half = 0; half < kHalves; ++half)
-                tensor_load(shared.b[at.stage] + half * kBlock * kBlock, &args.b, k * kBlock,
-                            tile.column + half * kBlock, tile.expert, full);
-            for (int group = 0; group < groups && !Shape::gathers; ++group) {
-                const int row = group * kGroupRows + block * kBoxRows;
-                tensor_load_to_all(shared.a[at.stage] + row * kBlock, &args.a, k * kBlock, tile.row + row, full, kBoth);
+#pragma unroll
+            for (int half = 0; half < kHalves; ++half) {
+                unsigned char* to = shared.b[at.stage] + half * kBlock * kBlock;
+                const int column = tile.column + half * kBlock;
+                if (!tile.shares_weights) tensor_load(to, &args.b, k * kBlock, column, tile.expert, full);
+                else if (half == block) tensor_load_to_all(to, &args.b, k * kBlock, column, tile.expert, full, kBoth);
+            }
+            for (int box = 0; box < boxes; ++box) {
+                unsigned char* to = shared.a[at.stage] + box * kBoxRows * kBlock;
+                const int row = tile.row + box * kBoxRows;
+                if (tile.shares_weights) tensor_load(to, &args.a, k * kBlock, row, full);
+                else if (box % 2 == block) tensor_load_to_all(to, &args.a, k * kBlock, row, full, kBoth);
             }
         }
     }
@@ -60,9 +68,10 @@ template <class Shape>
 __device__ __forceinline__ void load_scales(const GroupedGemmArgs& args, GemmShared<Shape>& shared, int32 block,
                                             int lane) {
     constexpr int kBlocks = Shape::k / kBlock, kLaneRows = kTileRows / 32;
-    TileSource<Shape> tiles(shared.offsets, block);
+    TileSource<Shape> tiles(shared.offsets);
     uint32 uses = 0;
-    for (Tile tile; tiles.next(tile); uses += kBlocks) {
+    for (; tiles.next(); uses += kBlocks) {
+        const Tile tile = tiles.tile(block);
         const float* rows = args.a_scales + static_cast<int64>(tile.row) * kBlocks;
         const float* columns = column_scales<Shape>(args, tile, lane % kHalves);
         int32 from[kLaneRows];

@@ -48,50 +48,54 @@ __device__ __forceinline__ void multiply_tiles(const GroupedGemmArgs& args, Gemm
                                                int group, int thread) {
     constexpr uint32 kStageA = kTileRows * kBlock >> 4, kStageB = kTileColumns * kBlock >> 4;  // in descriptors
     constexpr uint32 kHalfB = kStageB / kHalves;
+    constexpr int kUnrolled = Shape::gathers ? 2 : 4;  // more than 2 spill there
     const int lane = thread % 32, row = group * kGroupRows + thread / 32 * 16 + lane / 4;
     const uint32 a_tiles = wgmma_tile(shared_address(shared.a[0]) + group * kGroupRows * kBlock);
     const uint32 b_tiles = wgmma_tile(shared_address(shared.b[0]));
     // A stage is free when the warps of both blocks have read it: lane 0 tells this block, lane 1 the other.
     const uint32 empty = map_to_block(shared_address(shared.empty), block ^ (lane & 1));
-    int blocks = Shape::k / kBlock;
+    constexpr uint32 kBlocks = Shape::k / kBlock;
+    int blocks = kBlocks;
     asm volatile("" : "+r"(blocks));  // a loop of one round that is optimised away leaves wgmma unordered (C7519)
 
-    TileSource<Shape> tiles(shared.offsets, block);
-    uint32 uses = 0, tiles_left = 0;
-    for (Tile tile; tiles.next(tile); uses += Shape::k / kBlock) {
-        const bool idle = group >= tile.groups();  // no rows for this warpgroup
+    TileSource<Shape> tiles(shared.offsets);
+    uint32 uses = 0;
+    for (; tiles.next(); uses += kBlocks) {
+        if (group >= tiles.tile(block).groups()) {  // no rows for this warpgroup
+            for (int k = 0; k < blocks; ++k) {
+                const RingUse<Shape::stages> at(uses + k);
+                mbarrier_wait(&shared.full[at.stage], at.parity);
+                if (lane < 2) mbarrier_arrive_there(empty + at.stage * 8);
+            }
+            wait_for_room(shared, uses / kBlocks, group);
+            tell_storing_warps(shared, group, lane);
+            continue;
+        }
         float sums[kHalves][64];
 #pragma unroll
         for (int half = 0; half < kHalves; ++half)
 #pragma unroll
             for (int i = 0; i < 64; ++i) sums[half][i] = 0.0f;
-        Scales scales, next;
-        RingUse<Shape::stages> at(uses);
-        mbarrier_wait(&shared.full[at.stage], at.parity);
-        scales.load(shared, ScalePlace<Shape>(uses, 0), row);
-#pragma unroll 1
+#pragma unroll(kUnrolled)
         for (int k = 0; k < blocks; ++k) {
-            const int stage = at.stage;
-            const uint32 a = a_tiles + stage * kStageA, b = b_tiles + stage * kStageB;
-            float product[64];
-            if (!idle) {
-                start_product(product, a, b);
+            const RingUse<Shape::stages> at(uses + k);
+            const uint32 a = a_tiles + at.stage * kStageA, b = b_tiles + at.stage * kStageB;
+            mbarrier_wait(&shared.full[at.stage], at.parity);
+            if constexpr (Shape::gathers != 0) fence_shared_to_bulk();  // copies that are ordinary stores
+            Scales scales;
+            scales.load(shared, ScalePlace<Shape>(uses, k), row);
+#pragma unroll
+            for (int half = 0; half < kHalves; ++half) {
+                float product[64];
+                start_product(product, a, b + half * kHalfB);
                 wgmma_wait<0>();
-                add_scaled<Shape>(sums[0], product, scales, 0);
-                start_product(product, a, b + kHalfB);
+                if (half == kHalves - 1 && lane < 2) mbarrier_arrive_there(empty + at.stage * 8);
+                add_scaled<Shape>(sums[half], product, scales, half);
             }
-            if (k + 1 < blocks) {  // while they multiply, what the next stage needs
-                at = RingUse<Shape::stages>(uses + k + 1);
-                mbarrier_wait(&shared.full[at.stage], at.parity);
-                next.load(shared, ScalePlace<Shape>(uses, k + 1), row);
-            }
-            wgmma_wait<0>();
-            if (lane < 2) mbarrier_arrive_there(empty + stage * 8);
-            if (!idle) add_scaled<Shape>(sums[1], product, scales, 1);
-            scales = next;
         }
-        if (idle) continue;
-        if constexpr (Shape::swiglu) leave_activations<Shape>(args, shared, sums, tile, tiles_left++, group, thread);
-        else leave_rows<Shape>(shared, sums, tiles_left++, group, thread);
+        asm volatile("" : "+r"(tiles.pair));  // so that the tile is found again: registers are short in the loop
+        const Tile tile = tiles.tile(block);
+        if constexpr (Shape::swiglu) leave_activations<Shape>(args, shared, sums, tile, uses / kBlocks, group, thread);
+        else leave_rows<Shape>(shared, sums, uses / kBlocks, group, thread);
     }
 }

@@ -46,16 +46,15 @@ __device__ __forceinline__ void store_tiles(const GroupedGemmArgs& args, GemmSha
                                             int thread) {
     constexpr int kOutBytes = GemmShared<Shape>::kOutBytes;
     constexpr int64 kRowBytes = static_cast<int64>(Shape::n) * kOutBytes / kTileColumns;
-    constexpr int kUnits = kOutBytes / 16, kRowsAtOnce = 32 * kStoreWarps / kUnits, kBatch = 4;
+    constexpr int kUnits = kOutBytes / 16, kRowsAtOnce = 32 * GemmShared<Shape>::kStoreWarps / kUnits, kBatch = 4;
     const int first = thread / kUnits, unit = thread % kUnits;
-    TileSource<Shape> tiles(shared.offsets, block);
-    uint32 uses[kGroups] = {};
-    for (Tile tile; tiles.next(tile);) {
+    TileSource<Shape> tiles(shared.offsets);
+    for (uint32 use = 0; tiles.next(); ++use) {
+        const Tile tile = tiles.tile(block);
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
-            const int rows = min(tile.rows - group * kGroupRows, kGroupRows);
-            if (rows <= 0) break;
-            mbarrier_wait(&shared.out_full[group], uses[group]++ & 1);
+            const int rows = min(tile.rows - group * kGroupRows, kGroupRows);  // may be none
+            mbarrier_wait(&shared.out_full[group], use & 1);
             const unsigned char* from = shared.out[group] + unit * 16;
             const int64 in_row = static_cast<int64>(tile.column / kTileColumns) * kOutBytes + unit * 16;
             const int64 first_row = tile.row + group * kGroupRows;
