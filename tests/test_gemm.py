@@ -256,15 +256,9 @@ def test_without_hopper_it_says_so() -> None:
 
 
 def test_too_many_experts_for_the_stages() -> None:
-    """A ring that is too short would hang, not fail."""
-    assert dict(grouped_gemm_spec(2000, 256, 512, Swiglu(False, False, True), gathers=True)[0].shape)["stages"] == 4
-    for experts, options in (
-        (2100, {"swiglu": Swiglu(False, False, True), "gathers": True}),
-        (32, {"gathers": True}),
-        (15000, {}),
-    ):
-        with pytest.raises(InvalidArgument, match=rf"^{experts} experts on a rank leave \d stages"):
-            grouped_gemm_spec(experts, 256, 512, **options)  # type: ignore[arg-type]
+    """One stage leaves nothing to load while it is read."""
+    with pytest.raises(InvalidArgument, match=r"^25000 experts on a rank leave 1 stages"):
+        grouped_gemm_spec(25000, 256, 512)
 
 
 @needs_nvrtc

@@ -15,9 +15,10 @@ from tests.small_kernels import needs_nvrtc
 from tokenloom import quant
 from tokenloom.jit import compiler
 from tokenloom.jit.compiler import Resources
-from tokenloom.kernels.mega.launch import meet_ranks_spec, route_lists_spec, sum_routes_spec
+from tokenloom.kernels.mega.launch import OwnTokens, meet_ranks_spec, route_lists_spec, sum_routes_spec
 from tokenloom.launch import RankContext
 from tokenloom.plan import Plan
+from tokenloom.tune.mega import SCHEDULES
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 WHOLE_LIMIT, ROW_LIMIT = 1e-3, 5e-3
@@ -35,6 +36,7 @@ class Case:
         pick: how experts are drawn: "distinct", "repeats", "one expert" (the last), "none".
         unused: share of -1.
         quantised: x is FP8 already.
+        shared: number of shared experts.
     """
 
     why: str
@@ -49,6 +51,7 @@ class Case:
     powers: bool = False
     fast_math: bool = True
     quantised: bool = False
+    shared: int = 0
 
 
 CASES = {
@@ -71,13 +74,18 @@ CASES = {
     "clamp": Case("gates and ups are limited", clamp=0.7),
     "powers of two": Case("scales of x and of activations", powers=True),
     "exact functions": Case("the other exponential", fast_math=False, clamp=20.0),
+    "shared expert": Case("every token goes to it, those without routes too", unused=0.5, shared=1),
+    "two shared experts": Case("x as it is sent, of odd sizes", quantised=True, shared=2, hidden=384, top_k=30),
+    "shared and tiles": Case(
+        "several tiles of a shared expert", shared=1, powers=True, clamp=1.0, tokens=(300, 0, 129)
+    ),
     "as real models": Case("wide rows", hidden=7168, intermediate=2048, experts_per_rank=2, top_k=2, tokens=(40, 130)),
 }
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Weights of all experts, and inputs of all ranks."""
+    """Weights of all experts, shared ones last, and inputs of all ranks."""
 
     w1: torch.Tensor
     w1_scales: torch.Tensor
@@ -96,10 +104,10 @@ def make_layer(case: Case, num_ranks: int, device: torch.device, seed: int = 0) 
         return torch.randn(shape, generator=generator, device=device)
 
     # Blocks of many magnitudes, so that a scale of the wrong block shows; gates in silu's curved part.
-    w1 = randn(experts, 2 * width, hidden) / hidden**0.5
-    w1 *= randn(experts, 2 * width // 128, hidden // 128).exp().repeat_interleave(128, 1).repeat_interleave(128, 2)
-    w2 = randn(experts, hidden, width) / width**0.5
-    w2 *= randn(experts, hidden // 128, width // 128).exp().repeat_interleave(128, 1).repeat_interleave(128, 2)
+    w1 = randn(experts + case.shared, 2 * width, hidden) / hidden**0.5
+    w1 *= randn(len(w1), 2 * width // 128, hidden // 128).exp().repeat_interleave(128, 1).repeat_interleave(128, 2)
+    w2 = randn(experts + case.shared, hidden, width) / width**0.5
+    w2 *= randn(len(w2), hidden // 128, width // 128).exp().repeat_interleave(128, 1).repeat_interleave(128, 2)
     xs, all_ids, weights = [], [], []
     for rank in range(num_ranks):
         tokens = case.tokens[rank % len(case.tokens)]
@@ -123,6 +131,8 @@ def dense(w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def expected(case: Case, layer: Layer, rank: int) -> torch.Tensor:
     """Of one rank's tokens."""
     x, ids, weights = layer.xs[rank], layer.ids[rank], layer.weights[rank]
+    shared = torch.arange(len(layer.w1) - case.shared, len(layer.w1), device=x.device).expand(len(x), -1)
+    ids, weights = torch.cat([ids, shared], 1), torch.cat([weights, torch.ones_like(shared, dtype=FP32)], 1)
     x = quant.dequantize_fp8(*quant.quantize_fp8(x, power_of_two_scales=case.powers)).double()
     rows = torch.zeros(*ids.shape, case.hidden, dtype=BF16, device=x.device)
     for e in ids.unique().tolist():
@@ -136,7 +146,7 @@ def expected(case: Case, layer: Layer, rank: int) -> torch.Tensor:
         act = quant.dequantize_fp8(*quant.quantize_fp8(act, power_of_two_scales=case.powers)).double()
         rows[token, k] = (act @ dense(layer.w2[e], layer.w2_scales[e]).T).to(BF16)
     total = torch.zeros(len(x), case.hidden, device=x.device)
-    for k in range(case.top_k):
+    for k in range(ids.shape[1]):
         total = torch.where(ids[:, k, None] >= 0, total + rows[:, k].float(), total)
     return total.to(BF16)
 
@@ -150,7 +160,7 @@ def difference(got: torch.Tensor, want: torch.Tensor, dim: int | None = None) ->
 def make_mega(context: RankContext, case: Case, layer: Layer) -> tl.MegaMoE:
     mega = tl.MegaMoE(
         context.group,
-        len(layer.w1),
+        len(layer.w1) - case.shared,
         case.hidden,
         case.intermediate,
         case.top_k,
@@ -158,10 +168,16 @@ def make_mega(context: RankContext, case: Case, layer: Layer) -> tl.MegaMoE:
         activation_clamp=case.clamp,
         fast_math=case.fast_math,
         power_of_two_scales=case.powers,
+        num_shared_experts=case.shared,
         device=context.device,
     )
-    mine = slice(context.rank * case.experts_per_rank, (context.rank + 1) * case.experts_per_rank)
-    mega.load_weights(layer.w1[mine], layer.w2[mine], layer.w1_scales[mine], layer.w2_scales[mine])
+    mine = torch.arange(context.rank * case.experts_per_rank, (context.rank + 1) * case.experts_per_rank)
+    mine = torch.cat([mine, torch.arange(len(layer.w1) - case.shared, len(layer.w1))]).to(context.device)
+
+    def of_this_rank(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view(torch.uint8)[mine].view(tensor.dtype)
+
+    mega.load_weights(*(of_this_rank(w) for w in (layer.w1, layer.w2, layer.w1_scales, layer.w2_scales)))
     return mega
 
 
@@ -192,8 +208,10 @@ def check_case(context: RankContext, name: str) -> None:
         first = context.rank * case.experts_per_rank
         counts = [int((routes == first + e).sum()) + 1 for e in range(case.experts_per_rank)]
         assert stats.tolist() == counts
-        for _ in range(3):  # both receive regions; the same bits
-            assert torch.equal(mega(*given), out)
+        for _, schedule in SCHEDULES:
+            mega.schedule = schedule
+            for _ in range(2):
+                assert torch.equal(mega(*given), out)
         mega.check()
 
 
@@ -287,12 +305,22 @@ def test_a_graph_uses_weights_that_are_loaded_later(hoppers: Ranks) -> None:
     hoppers.run(check_new_weights)
 
 
+SPECS = {
+    "real model": (Plan(8, 256, 7168, 8, 8192), 2048, 0, torch.float8_e4m3fn),
+    "one expert": (Plan(1, 3, 128, 1, 1), 128, 0, torch.bfloat16),
+    "many ranks": (Plan(32, 64, 384, 32, 9), 256, 0, torch.float32),
+    "shared": (Plan(8, 256, 7168, 8, 8192), 2048, 1, torch.bfloat16),
+    "shared FP32": (Plan(2, 8, 384, 30, 9), 256, 2, torch.float32),
+    "shared FP8": (Plan(2, 8, 384, 30, 9), 256, 2, torch.float8_e4m3fn),
+}
+
+
 @needs_nvrtc
-@pytest.mark.parametrize(
-    "plan", [Plan(8, 256, 7168, 8, 8192), Plan(1, 3, 128, 1, 1), Plan(32, 64, 384, 32, 9)], ids=str
-)
-def test_kernels_compile(plan: Plan) -> None:
-    for spec, _ in (route_lists_spec(plan), meet_ranks_spec(plan), sum_routes_spec(plan)):
+@pytest.mark.parametrize("name", SPECS)
+def test_kernels_compile(name: str) -> None:
+    plan, intermediate, shared, dtype = SPECS[name]
+    lists = route_lists_spec(plan, intermediate, shared, OwnTokens(dtype))
+    for spec, _ in (lists, meet_ranks_spec(plan), sum_routes_spec(plan, shared)):
         _, log = compiler.compile_kernel(spec)
         needs = Resources.from_log(log)
         assert (needs.stack_bytes, needs.spill_bytes) == (0, 0), log

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tokenloom.backends.calls import FOLLOWS_A_FAULT
 from tokenloom.backends.exchange import Field
-from tokenloom.backends.nvlink import NvlinkBackend, NvlinkHandle
-from tokenloom.backends.regions import route_regions
+from tokenloom.backends.nvlink import BULK_BYTES, NvlinkBackend, NvlinkHandle
 from tokenloom.communicator import Communicator
 from tokenloom.errors import DtypeMismatch, InvalidArgument, PeerTimeout, ShapeMismatch, TokenloomError
 from tokenloom.gemm import check_aligned, check_clamp, check_tensor, check_weights, interleave_gate_and_up
@@ -28,11 +28,75 @@ from tokenloom.kernels.gemm.launch import (
     scale_map,
     wide_scales,
 )
-from tokenloom.kernels.mega.launch import meet_ranks_spec, route_lists_spec, sum_routes_spec
+from tokenloom.kernels.mega.launch import (
+    LIST_BLOCKS_PER_SM,
+    OwnTokens,
+    meet_ranks_spec,
+    route_lists_spec,
+    sum_routes_spec,
+)
 from tokenloom.kernels.shape import DTYPES
 from tokenloom.quant import quantize_fp8_blocks
+from tokenloom.symmetric import SymmetricBuffer
+from tokenloom.tune.mega import MegaSchedule, schedule_for
 
 FP8 = torch.float8_e4m3fn
+MOST_TERMS = 32
+"""Results of a token that are added."""
+
+
+def _buffer_sizes(
+    most_routes: int, num_local: int, hidden: int, intermediate: int
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """What a rank has besides what other ranks write: shape and dtype of each."""
+    int32, float32 = torch.int32, torch.float32
+    return {
+        "offsets": ((num_local + 1,), int32),
+        "rows": ((most_routes,), int32),
+        "row_weights": ((most_routes,), float32),
+        "targets": ((most_routes,), torch.int64),
+        "taken": ((num_local,), int32),
+        "copied": ((2,), int32),
+        "met": ((1,), int32),
+        "activation_values": ((max(most_routes * intermediate, hidden),), FP8),
+        "activation_scales": ((most_routes, intermediate // BLOCK), float32),
+    }
+
+
+class _Buffers:
+    """Of one rank, between the kernels of a call; route_lists.cuh and args.cuh say what each is.
+
+    Attributes:
+        shared: what other ranks write.
+        activations: [routes, I] in the order of the lists.
+        copies: the same memory as rows of H: behind the last activation of a call there is room for received rows.
+    """
+
+    offsets: torch.Tensor
+    rows: torch.Tensor
+    row_weights: torch.Tensor
+    targets: torch.Tensor
+    taken: torch.Tensor
+    copied: torch.Tensor
+    met: torch.Tensor
+    activation_scales: torch.Tensor
+    activation_values: torch.Tensor
+
+    def __init__(
+        self,
+        shared: SymmetricBuffer,
+        most_routes: int,
+        num_local: int,
+        hidden: int,
+        intermediate: int,
+        device: torch.device,
+    ) -> None:
+        self.shared = shared
+        for name, (shape, dtype) in _buffer_sizes(most_routes, num_local, hidden, intermediate).items():
+            setattr(self, name, torch.zeros(shape, dtype=torch.uint8 if dtype == FP8 else dtype, device=device))
+        values: torch.Tensor = self.activation_values.view(FP8)
+        self.activations = values[: most_routes * intermediate].view(most_routes, intermediate)
+        self.copies = values[: len(values) // hidden * hidden].view(-1, hidden)
 
 
 class MegaMoE:
@@ -51,6 +115,8 @@ class MegaMoE:
         activation_clamp: gates at most this, ups within plus and minus this, before the activation; None: no limit.
         fast_math: the hardware's exponential and division in the activation.
         power_of_two_scales: as for ``quantize_fp8``, of x and of activations.
+        num_shared_experts: S, experts that every token goes to with weight 1, on its own rank; K + S is at most 32.
+        schedule: how calls run; None: by their number of tokens (``tokenloom.tune.mega``).
         device, timeout_s: as for :class:`Communicator`.
 
     Attributes:
@@ -74,12 +140,18 @@ class MegaMoE:
         activation_clamp: float | None = None,
         fast_math: bool = True,
         power_of_two_scales: bool = False,
+        num_shared_experts: int = 0,
+        schedule: MegaSchedule | None = None,
         device: torch.device | str | None = None,
         timeout_s: float = 30.0,
     ) -> None:
         for name, width in (("hidden", hidden), ("intermediate", intermediate)):
             if not isinstance(width, int) or width <= 0 or width % BLOCK:
                 raise InvalidArgument(f"{name} is {width!r}, expected a multiple of {BLOCK}")
+        if not isinstance(num_shared_experts, int) or not 0 <= num_shared_experts <= MOST_TERMS - top_k:
+            raise InvalidArgument(
+                f"num_shared_experts is {num_shared_experts!r}, expected 0 to {MOST_TERMS} less top_k, {top_k}"
+            )
         check_clamp("activation_clamp", activation_clamp)
         self.comm = Communicator(
             group,
@@ -91,52 +163,53 @@ class MegaMoE:
             device=device,
             timeout_s=timeout_s,
         )
-        self.intermediate = intermediate
+        self.intermediate, self.num_shared_experts, self.schedule = intermediate, num_shared_experts, schedule
         self._power_of_two_scales = power_of_two_scales
         backend = self.comm._backend
         assert isinstance(backend, NvlinkBackend)
+        backend.serve_mega(num_shared_experts)
         self._backend = backend
         self._num_sms = torch.cuda.get_device_properties(self.comm.device).multi_processor_count // CLUSTER * CLUSTER
-        plan, device = self.comm.plan, self.comm.device
-        fields: dict[str, Field] = {"call": "MegaMoE", "intermediate": intermediate}
-        self._home = backend.buffer(route_regions, torch.bfloat16.itemsize, fields)
-        routes = plan.worst_case_rows("expert")
-        local = plan.experts_per_rank
-        self._offsets = torch.zeros(local + 1, dtype=torch.int32, device=device)
-        self._rows = torch.zeros(routes, dtype=torch.int32, device=device)
-        self._row_weights = torch.zeros(routes, dtype=torch.float32, device=device)
-        self._targets = torch.zeros(routes, dtype=torch.int64, device=device)
-        self._activations = torch.empty(routes, intermediate, dtype=FP8, device=device)
-        self._activation_scales = torch.empty(routes, intermediate // BLOCK, dtype=torch.float32, device=device)
-        gemm2 = grouped_gemm_spec(local, hidden, intermediate, scatters=True)
-        self._met = torch.zeros(1, dtype=torch.int32, device=device)
-        self._lists, self._sums = self._kernel(*route_lists_spec(plan)), self._kernel(*sum_routes_spec(plan))
-        self._gemm2 = self._kernel(*gemm2)
+        self._num_local = self.comm.plan.experts_per_rank + num_shared_experts
+        self._sums = self._kernel(*sum_routes_spec(self.comm.plan, num_shared_experts))
+        self._gemm2 = self._kernel(*grouped_gemm_spec(self._num_local, hidden, intermediate, scatters=True))
         self._gemm1_of: dict[tuple[bool, bool], Kernel] = {}
+        self._lists_of: dict[torch.dtype, Kernel] = {}
+        self._buffers: _Buffers | None = None
         self.weights: tuple[torch.Tensor, ...] = ()
         self._weights_are_ours = False
         self.after_stage: Callable[[str], None] | None = None
-        self._fill_in()
         self.set_activation(activation_clamp, fast_math)
 
     def _kernel(self, spec: Any, shared_bytes: int) -> Kernel:
         return Kernel(spec, shared_bytes, self.comm.device.index)
 
-    def _fill_in(self) -> None:
-        """What is the same in all calls."""
-        plan, lists, gemm2 = self.comm.plan, self._lists.args, self._gemm2.args
-        lists.peers, lists.home = self._home.peers.data_ptr(), self._home.regions.offset("home")
-        lists.home_row_bytes = plan.hidden * torch.bfloat16.itemsize
-        lists.offsets, lists.rows = self._offsets.data_ptr(), self._rows.data_ptr()
-        lists.row_weights, lists.targets = self._row_weights.data_ptr(), self._targets.data_ptr()
-        lists.fault_claimed = self._backend.calls.fault_claimed
-        self._sums.args.met = self._met.data_ptr()
-        self._sums.args.home = self._home.view("home", torch.uint8, (1,)).data_ptr()
-        gemm2.offsets = self._offsets.data_ptr()
-        gemm2.a = operand_map(self._activations, A_BOX_ROWS)
-        if wide_scales(self.intermediate):
-            gemm2.a_scale_map = scale_map(self._activation_scales)
-        gemm2.a_scales, gemm2.row_targets = self._activation_scales.data_ptr(), self._targets.data_ptr()
+    @property
+    def _most_routes(self) -> int:
+        """Of this rank's experts, whatever the routing."""
+        plan = self.comm.plan
+        return plan.worst_case_rows("expert") + self.num_shared_experts * plan.max_tokens_per_rank
+
+    def _allocate(self) -> _Buffers:
+        """At the first call, which all ranks make."""
+        if self._buffers is None:
+            fields: dict[str, Field] = {
+                "call": "MegaMoE",
+                "intermediate": self.intermediate,
+                "num_shared_experts": self.num_shared_experts,
+            }
+            shared = self._backend.mega_buffer(fields)
+            sizes = (self._most_routes, self._num_local, self.comm.plan.hidden, self.intermediate)
+            self._buffers = found = _Buffers(shared, *sizes, self.comm.device)
+            gemm2, sums = self._gemm2.args, self._sums.args
+            gemm2.a = operand_map(found.activations, A_BOX_ROWS)
+            if wide_scales(self.intermediate):
+                gemm2.a_scale_map = scale_map(found.activation_scales)
+            gemm2.a_scales, gemm2.row_targets = found.activation_scales.data_ptr(), found.targets.data_ptr()
+            gemm2.offsets = found.offsets.data_ptr()
+            sums.met, sums.home = found.met.data_ptr(), shared.view("home", torch.uint8, (1,)).data_ptr()
+            self._copies_map = operand_map(found.copies, A_BOX_ROWS)
+        return self._buffers
 
     def set_activation(self, clamp: float | None = None, fast_math: bool = True) -> None:
         """From the next call on; as ``activation_clamp`` and ``fast_math`` of the constructor.
@@ -147,14 +220,9 @@ class MegaMoE:
         check_clamp("activation_clamp", clamp)
         key = (clamp is not None, fast_math)
         if key not in self._gemm1_of:
-            plan = self.comm.plan
             swiglu = Swiglu(clamp is not None, self._power_of_two_scales, fast_math)
-            spec = grouped_gemm_spec(plan.experts_per_rank, 2 * self.intermediate, plan.hidden, swiglu, gathers=True)
-            self._gemm1_of[key] = self._kernel(*spec)
-            args = self._gemm1_of[key].args
-            args.offsets = self._offsets.data_ptr()
-            args.row_index, args.row_weights = self._rows.data_ptr(), self._row_weights.data_ptr()
-            args.out, args.out_scales = self._activations.data_ptr(), self._activation_scales.data_ptr()
+            sizes = (self._num_local, 2 * self.intermediate, self.comm.plan.hidden)
+            self._gemm1_of[key] = self._kernel(*grouped_gemm_spec(*sizes, swiglu, gathers=True))
         self._gemm1 = self._gemm1_of[key]
         self._gemm1.args.clamp = clamp or 0.0
 
@@ -168,16 +236,17 @@ class MegaMoE:
         """Take this rank's experts: copied, w1 with gates and ups in turn. Graphs that were captured use them too.
 
         Args:
-            w1: [E / W, 2I, H], gates, then ups; bfloat16, float16 or float32, which are quantised with a scale per
-                128 x 128 values, or float8_e4m3fn with scales.
-            w2: [E / W, H, I], of the same dtype.
-            w1_scales: float32 [E / W, 2I / 128, H / 128], beside FP8.
-            w2_scales: float32 [E / W, H / 128, I / 128], beside FP8.
+            w1: [L, 2I, H], gates, then ups, of this rank's E / W experts and then of the S shared ones, which are the
+                same on all ranks; bfloat16, float16 or float32, which are quantised with a scale per 128 x 128
+                values, or float8_e4m3fn with scales.
+            w2: [L, H, I], of the same dtype.
+            w1_scales: float32 [L, 2I / 128, H / 128], beside FP8.
+            w2_scales: float32 [L, H / 128, I / 128], beside FP8.
 
         Raises:
             ShapeMismatch, DtypeMismatch, DeviceMismatch: a tensor is not as above.
         """
-        local, hidden, width = self.comm.plan.experts_per_rank, self.comm.plan.hidden, self.intermediate
+        local, hidden, width = self._num_local, self.comm.plan.hidden, self.intermediate
         if w1.dtype != FP8:
             if w1.dtype not in DTYPES:
                 raise DtypeMismatch(f"w1 is {w1.dtype}, expected bfloat16, float16, float32 or float8_e4m3fn")
@@ -201,9 +270,9 @@ class MegaMoE:
         """Take this rank's experts as they are, without a copy, from the next call or capture on.
 
         Args:
-            w1: float8_e4m3fn [E / W, 2I, H], with gates and ups in turn as ``interleave_gate_and_up`` makes it.
-            w1_scales: float32 [E / W, 2I / 128, H / 128]: gates, then ups, not interleaved.
-            w2: float8_e4m3fn [E / W, H, I]; w2_scales: float32 [E / W, H / 128, I / 128].
+            w1: float8_e4m3fn [L, 2I, H], L as there, gates and ups in turn as ``interleave_gate_and_up`` makes them.
+            w1_scales: float32 [L, 2I / 128, H / 128]: gates, then ups, not interleaved.
+            w2: float8_e4m3fn [L, H, I]; w2_scales: float32 [L, H / 128, I / 128].
 
         Raises:
             ShapeMismatch, DtypeMismatch, DeviceMismatch: a tensor is not as above.
@@ -216,7 +285,7 @@ class MegaMoE:
     def _check_weights(
         self, w1: torch.Tensor, w1_scales: torch.Tensor, w2: torch.Tensor, w2_scales: torch.Tensor
     ) -> None:
-        local, hidden, device = self.comm.plan.experts_per_rank, self.comm.plan.hidden, self.comm.device
+        local, hidden, device = self._num_local, self.comm.plan.hidden, self.comm.device
         check_weights("w1", w1, w1_scales, [local, 2 * self.intermediate, hidden], device)
         check_weights("w2", w2, w2_scales, [local, hidden, self.intermediate], device)
 
@@ -250,6 +319,7 @@ class MegaMoE:
         before = calls.num_calls
         try:
             out = self.comm._report_fault("dispatch", lambda: self._checked(topk_ids, expert_stats, out))
+            buffers = self._allocate()
             routed = self.comm.dispatch(
                 x,
                 topk_ids,
@@ -268,16 +338,13 @@ class MegaMoE:
         handle: NvlinkHandle = routed._handle
         stream = torch.cuda.current_stream(self.comm.device).cuda_stream
         self._passed("dispatch")
-        self._list_routes(handle, expert_stats, stream)
+        self._list_routes(handle, buffers, x, expert_stats, stream)
         self._passed("lists")
-        args = self._gemm1.args
-        args.a_rows, args.a_scales = handle.rows.data_ptr(), handle.scales.data_ptr()  # type: ignore[union-attr]
-        args.b, args.b_scales = self._b1, self.weights[1].data_ptr()
-        self._gemm1.launch(self._num_sms, stream)
+        self._start_gemm1(handle, buffers, stream)
         self._passed("gemm1")
         self._gemm2.launch(self._num_sms, stream)
         self._passed("gemm2")
-        self._sum(handle, out, stream)
+        self._sum(handle, buffers, out, stream)
         self._passed("sum")
         return out
 
@@ -303,18 +370,54 @@ class MegaMoE:
         if self.after_stage is not None:
             self.after_stage(stage)
 
-    def _list_routes(self, handle: NvlinkHandle, expert_stats: torch.Tensor | None, stream: int) -> None:
-        args, counts = self._lists.args, handle.counts
+    def _list_routes(
+        self,
+        handle: NvlinkHandle,
+        buffers: _Buffers,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        expert_stats: torch.Tensor | None,
+        stream: int,
+    ) -> None:
+        plan, counts = self.comm.plan, handle.counts
+        values, scales = x if isinstance(x, tuple) else (x, None)
+        if self.num_shared_experts and values.data_ptr() % BULK_BYTES:
+            values = values.clone()
+        kernel = self._lists_of.get(values.dtype)
+        if kernel is None:
+            own_tokens = OwnTokens(values.dtype, self._power_of_two_scales)
+            spec = route_lists_spec(plan, self.intermediate, self.num_shared_experts, own_tokens)
+            kernel = self._lists_of[values.dtype] = self._kernel(*spec)
+        args = kernel.args
         args.ids, args.weights = handle.local_ids.data_ptr(), handle.topk_weights.data_ptr()  # type: ignore[union-attr]
         args.row_tokens, args.num_rows = handle.row_tokens.data_ptr(), counts.num_rows.data_ptr()  # type: ignore[union-attr]
         args.source_counts, args.expert_counts = counts.source_counts.data_ptr(), counts.expert_counts.data_ptr()
-        args.stats = 0 if expert_stats is None else expert_stats.data_ptr()
-        self._lists.launch(self.comm.plan.experts_per_rank, stream)
+        args.values, args.scales = handle.rows.data_ptr(), handle.scales.data_ptr()  # type: ignore[union-attr]
+        args.x, args.x_scales = values.data_ptr(), 0 if scales is None else scales.data_ptr()
+        args.num_tokens, args.rank = handle.num_tokens, self.comm.rank
+        args.peers, args.home = buffers.shared.peers.data_ptr(), buffers.shared.regions.offset("home")
+        args.offsets, args.rows = buffers.offsets.data_ptr(), buffers.rows.data_ptr()
+        args.row_weights, args.targets = buffers.row_weights.data_ptr(), buffers.targets.data_ptr()
+        args.taken, args.stats = buffers.taken.data_ptr(), 0 if expert_stats is None else expert_stats.data_ptr()
+        schedule = self.schedule or schedule_for(handle.num_tokens)
+        args.copies, args.copied = buffers.copies.data_ptr(), buffers.copied.data_ptr()
+        args.copy_room = len(buffers.copies) if schedule.copies_rows else 0
+        args.fault_claimed = self._backend.calls.fault_claimed
+        kernel.launch(LIST_BLOCKS_PER_SM * self._num_sms, stream)
 
-    def _sum(self, handle: NvlinkHandle, out: torch.Tensor, stream: int) -> None:
+    def _start_gemm1(self, handle: NvlinkHandle, buffers: _Buffers, stream: int) -> None:
+        args = self._gemm1.args
+        args.a, args.copied = self._copies_map, buffers.copied.data_ptr()
+        args.a_rows, args.a_scales = handle.rows.data_ptr(), handle.scales.data_ptr()  # type: ignore[union-attr]
+        args.row_index, args.row_weights = buffers.rows.data_ptr(), buffers.row_weights.data_ptr()
+        args.offsets = buffers.offsets.data_ptr()
+        args.out, args.out_scales = buffers.activations.data_ptr(), buffers.activation_scales.data_ptr()
+        args.b, args.b_scales = self._b1, self.weights[1].data_ptr()
+        self._gemm1.launch(self._num_sms, stream)
+
+    def _sum(self, handle: NvlinkHandle, buffers: _Buffers, out: torch.Tensor, stream: int) -> None:
         calls, ids = self._backend.calls, handle.given_ids
         meet = calls.kernel(meet_ranks_spec)
-        meet.args.met = self._met.data_ptr()
+        meet.args.met, meet.args.taken = buffers.met.data_ptr(), buffers.taken.data_ptr()
         calls.launch(meet, {"call": "MegaMoE", "dispatch number": handle.number}, blocks=1)
         args = self._sums.args
         args.topk_ids, args.ids_are_int64 = ids.data_ptr(), ids.dtype == torch.int64
@@ -322,10 +425,10 @@ class MegaMoE:
         self._sums.launch(self._num_sms, stream)
 
     def describe(self) -> str:
-        """What it runs on, and how much memory its buffers take."""
-        own = [self._rows, self._row_weights, self._targets, self._activations, self._activation_scales]
-        own_bytes = sum(tensor.nbytes for tensor in own)
-        return f"{self.comm.describe()}\n    lists and activations: {own_bytes / 1e6:.1f} MB"
+        """What it runs on, and how much memory its buffers take; they are made at the first call."""
+        sizes = _buffer_sizes(self._most_routes, self._num_local, self.comm.plan.hidden, self.intermediate)
+        own = sum(math.prod(shape) * dtype.itemsize for shape, dtype in sizes.values())
+        return f"{self.comm.describe()}\n    lists and activations: {own / 1e6:.1f} MB"
 
     def check(self) -> None:
         """Wait, and raise what calls and graph replays left behind."""

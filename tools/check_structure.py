@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kernels.shape",),  # what the host sides of kernels share
     ("symmetric",),
     ("jit", "device"),
-    ("tune.choices",),
+    ("tune", "tune.choices", "tune.mega"),
     ("router", "routing", "quant", "experts"),
     ("plan", "group", "env"),
     ("errors",),

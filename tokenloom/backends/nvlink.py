@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from tokenloom.backends.exchange import Field, combine_fields, dispatch_fields
 from tokenloom.backends.regions import (
     data_regions,
     home_weight_values,
+    mega_regions,
     region_rows,
     route_regions,
 )
@@ -31,6 +33,7 @@ from tokenloom.kernels.shape import DTYPES
 from tokenloom.plan import FP8_BLOCK, Plan
 from tokenloom.symmetric import Regions, SymmetricBuffer
 
+DataRegions = Callable[[Plan, int], Regions]
 DEFAULT_SMS = 16
 BULK_BYTES = 16
 """Rows, and their addresses, are multiples of this."""
@@ -71,18 +74,20 @@ class NvlinkHandle:
 
 
 class _Region:
-    """Views of one of the two receive regions of a buffer, at its full size. R is the most rows that may be received.
+    """Views of a receive region of a buffer, at its full size. R is the most rows that may be received.
 
     Attributes:
         rows: [places, H]; scales: float32 [places, H / 128], of no use without FP8.
         local_ids, row_places: int32 [R, K]; weights: float32 [R, K]; row_tokens: int32 [R].
         number: 0 or 1.
-        offsets: what kernels call each, and where it is in the first region; and from there to the second.
+        offsets: what kernels call each, and where it is in the first region; and from there to the second, if any.
         peers_address: of the buffer's addresses on all ranks.
     """
 
-    def __init__(self, plan: Plan, buffer: SymmetricBuffer, number: int, row_dtype: torch.dtype) -> None:
-        received, places = plan.worst_case_rows("token"), region_rows(plan)
+    def __init__(
+        self, plan: Plan, buffer: SymmetricBuffer, number: int, num_regions: int, places: int, row_dtype: torch.dtype
+    ) -> None:
+        received = plan.worst_case_rows("token")
 
         def view(name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return buffer.view(f"{name}{number}", dtype, shape)
@@ -96,7 +101,7 @@ class _Region:
         names = ("rows", "row_scales", "row_ids", "row_weights", "row_places", "row_tokens")
         offset = buffer.regions.offset
         self.offsets = [(name, offset(f"{name}0")) for name in names]
-        self.offsets.append(("region_bytes", offset("rows1") - offset("rows0")))
+        self.offsets.append(("region_bytes", offset("rows1") - offset("rows0") if num_regions > 1 else 0))
         self.number = number
         self.peers_address = buffer.peers.data_ptr()
 
@@ -122,7 +127,22 @@ class NvlinkBackend:
         self._overflow: CapacityOverflow | None = None
         self._num_dispatches = 0
         self._room = region_rows(plan)
+        self._num_regions = 2
+        self._data_regions: DataRegions = data_regions
         self._block_counts = torch.zeros(block_count_words(plan), dtype=torch.int32, device=ranks.device)
+
+    def serve_mega(self, num_shared_experts: int) -> None:
+        """From the first dispatch on: rows of layout "token" in FP8 only, in one region that each dispatch reuses.
+
+        Its ranks all meet after the last use of a dispatch's rows, before the next dispatch.
+        """
+        self._data_regions = partial(mega_regions, num_shared_experts=num_shared_experts)
+        self._num_regions = 1
+        self._room = self.plan.worst_case_rows("token") + (self.plan.max_tokens_per_rank if num_shared_experts else 0)
+
+    def mega_buffer(self, fields: dict[str, Field]) -> SymmetricBuffer:
+        """What :func:`mega_regions` says, made at the first call on all ranks."""
+        return self.buffer(self._data_regions, 1, fields)
 
     # -- what opens a call ----------------------------------------------------------------------------------
 
@@ -135,6 +155,8 @@ class NvlinkBackend:
                 f"x is {x.dtype}, backend nvlink moves bfloat16, float16, float32 and FP8; use backend='collective'"
             )
         _require_bulk(x)
+        if self._num_regions == 1 and (call.layout != "token" or (x.element_size() > 1 and not call.to_fp8)):
+            raise InvalidArgument("this communicator is a MegaMoE's, which receives FP8 in layout 'token' only")
         if call.alignment > 1 and self.plan.worst_case_rows("expert", call.alignment) >= 2**31:
             raise InvalidArgument(f"alignment is {call.alignment}: places of rows would not fit 32 bits")
         too_many = call.sizes == "bounded" and (call.capacity or 0) > self._room
@@ -181,22 +203,23 @@ class NvlinkBackend:
     def memory(self) -> list[str]:
         """Sizes of the symmetric buffers, those that the first call of a kind will make included."""
         lines = [f"flags and counts: {self.calls.control.regions.total_bytes / 1e6:.1f} MB"]
-        for regions, value_bytes, what in (
+        kinds: tuple[tuple[DataRegions, int, str], ...] = (
             (data_regions, 2, "FP8, bfloat16 and float16"),
             (data_regions, 4, "float32"),
             (route_regions, 2, "combine per route, 2-byte values"),
             (route_regions, 4, "combine per route, float32"),
-        ):
+        )
+        if self._num_regions == 1:
+            kinds = ((self._data_regions, 1, "received rows in FP8, and results that come home"),)
+        for regions, value_bytes, what in kinds:
             size = f"{regions(self.plan, value_bytes).total_bytes / 1e6:.1f} MB"
             when = "" if (regions, value_bytes) in self._buffers else ", made at the first call that needs it"
             lines.append(f"buffers for {what}: {size}{when}")
         return lines
 
-    def buffer(
-        self, regions: Callable[[Plan, int], Regions], value_bytes: int, fields: dict[str, Field]
-    ) -> SymmetricBuffer:
+    def buffer(self, regions: DataRegions, value_bytes: int, fields: dict[str, Field]) -> SymmetricBuffer:
         """A buffer for payloads of this width, made at the first call that needs it, on all ranks alike."""
-        key = (regions, max(value_bytes, 2))
+        key = (regions, value_bytes)
         found = self._buffers.get(key)
         if found is None:
             if torch.cuda.is_current_stream_capturing():
@@ -298,11 +321,12 @@ class NvlinkBackend:
 
     def _region(self, row_dtype: torch.dtype, fields: dict[str, Field]) -> _Region:
         """Where the next dispatch puts its rows."""
-        key = (self._num_dispatches % 2, row_dtype)
-        found = self._regions.get(key)
+        number = self._num_dispatches % self._num_regions
+        found = self._regions.get((number, row_dtype))
         if found is None:
-            buffer = self.buffer(data_regions, row_dtype.itemsize, fields)
-            found = self._regions[key] = _Region(self.plan, buffer, *key)
+            buffer = self.buffer(self._data_regions, max(row_dtype.itemsize, 3 - self._num_regions), fields)
+            found = _Region(self.plan, buffer, number, self._num_regions, self._room, row_dtype)
+            self._regions[number, row_dtype] = found
         return found
 
     def _exact(self, handle: NvlinkHandle) -> NvlinkHandle:

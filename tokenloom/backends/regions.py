@@ -30,18 +30,32 @@ def control_regions(plan: Plan) -> Regions:
 
 def data_regions(plan: Plan, value_bytes: int) -> Regions:
     """Two receive regions and the home buffer of combine, for payloads of ``value_bytes`` bytes a value."""
-    received, rows = plan.worst_case_rows("token"), region_rows(plan)
-    sizes = []
-    for i in (0, 1):
-        sizes += [
-            (f"rows{i}", rows * plan.hidden * value_bytes),
-            (f"row_scales{i}", rows * (plan.hidden // FP8_BLOCK) * 4),
-            (f"row_ids{i}", received * plan.top_k * 4),
-            (f"row_weights{i}", received * plan.top_k * 4),
-            (f"row_places{i}", received * plan.top_k * 4),
-            (f"row_tokens{i}", received * 4),
-        ]
-    return Regions.of([*sizes, ("home", _home_rows(plan) * plan.hidden * value_bytes)])
+    rows = region_rows(plan)
+    receive = [*_receive_region(plan, 0, rows, value_bytes), *_receive_region(plan, 1, rows, value_bytes)]
+    return Regions.of([*receive, ("home", _home_rows(plan) * plan.hidden * value_bytes)])
+
+
+def mega_regions(plan: Plan, value_bytes: int, num_shared_experts: int) -> Regions:
+    """Of a MegaMoE: one receive region for layout "token" in FP8, a row in bfloat16 for each result that comes home.
+
+    Behind the received rows is room for this rank's own tokens, if there are shared experts.
+    """
+    own_rows = plan.max_tokens_per_rank if num_shared_experts else 0
+    receive = _receive_region(plan, 0, plan.worst_case_rows("token") + own_rows, value_bytes)
+    results = plan.max_tokens_per_rank * (plan.top_k + num_shared_experts)
+    return Regions.of([*receive, ("home", results * plan.hidden * 2)])
+
+
+def _receive_region(plan: Plan, number: int, rows: int, value_bytes: int) -> list[tuple[str, int]]:
+    received = plan.worst_case_rows("token")
+    return [
+        (f"rows{number}", rows * plan.hidden * value_bytes),
+        (f"row_scales{number}", rows * (plan.hidden // FP8_BLOCK) * 4),
+        (f"row_ids{number}", received * plan.top_k * 4),
+        (f"row_weights{number}", received * plan.top_k * 4),
+        (f"row_places{number}", received * plan.top_k * 4),
+        (f"row_tokens{number}", received * 4),
+    ]
 
 
 def route_regions(plan: Plan, value_bytes: int) -> Regions:

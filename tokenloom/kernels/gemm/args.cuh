@@ -3,12 +3,13 @@
 #include "device/ptx/tensor.cuh"
 
 struct GroupedGemmArgs {
-    TensorMap a;                  // [rows, K] E4M3, boxes of 128 values x 32 rows, 128-byte swizzle; not if gathered
+    TensorMap a;                  // [rows, K] E4M3, boxes of 128 values x 32 rows, 128-byte swizzle
     TensorMap b;                  // [E, N, K] E4M3, boxes of 128 values x 128 rows
     TensorMap a_scale_map;        // [rows, K / 128], boxes of 8 values x 128 rows; K a multiple of 512, not if gathered
     const unsigned char* a_rows;  // if gathered: [any, K] E4M3
     const float* a_scales;        // [rows, K / 128]; if gathered, in the order of a_rows
     const int32* row_index;       // if gathered: [rows], which of a_rows each row is
+    const int32* copied;          // if gathered: null, or [2] (first, n): the first n rows are also a's from `first` on
     const float* b_scales;        // [E, N / 128, K / 128]
     const int32* offsets;         // [E + 1] first row of each expert; device memory
     void* out;                    // [rows, N] bfloat16, or with SwiGLU [rows, N / 2] E4M3
@@ -17,7 +18,7 @@ struct GroupedGemmArgs {
     const float* row_weights;     // with SwiGLU: [rows], or null
     float clamp;                  // with SwiGLU: of gate from above, of up on both sides
     int32 padding;
-    uint64 spare[6];              // the maps make this a multiple of 64 bytes
+    uint64 spare[5];              // the maps make this a multiple of 64 bytes
 };
 
 constexpr int kBlock = 128;                // values of K with one scale, and columns with one weight scale
@@ -25,16 +26,15 @@ constexpr int kGroups = 2;                 // math warpgroups
 constexpr int kGroupRows = 64;             // of a tile, for each
 constexpr int kTileRows = kGroups * kGroupRows;
 constexpr int kHalves = 2, kTileColumns = kHalves * kBlock;  // multiplied one after the other
-constexpr int kBoxRows = kGroupRows / 2;   // loaded at once; of shared rows each block loads every other box
+constexpr int kBoxRows = kGroupRows / 2;   // each block of a cluster loads half of the rows
 constexpr int kScaleBlocks = 8;            // of K, whose scales are loaded together
-constexpr int kMathWarps = 4 * kGroups;
+constexpr int kMathWarps = 4 * kGroups, kStoreWarps = 2;
 
 template <class Shape>
 struct GemmShared {
     static constexpr bool kWideScales = Shape::k % (4 * kBlock) == 0;  // rows of scales are multiples of 16 bytes
     static constexpr bool kScalesByTma = kWideScales && !Shape::gathers;
     static constexpr bool kScaleWarp = !kWideScales && !Shape::gathers;
-    static constexpr int kGatherWarps = Shape::gathers ? kGroups : 0, kStoreWarps = Shape::gathers ? 1 : 2;
     static constexpr int kOutBytes = Shape::swiglu ? kTileColumns / 2 : kTileColumns * 2;  // of a row of a tile
     static constexpr int kPitch = kOutBytes + 16;                                          // against bank conflicts
     alignas(1024) unsigned char a[Shape::stages][kTileRows * kBlock];

@@ -18,8 +18,6 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
     static_assert(!Shape::swiglu || Shape::n % kTileColumns == 0, "whole scale blocks of the output");
     auto& shared = *reinterpret_cast<GemmShared<Shape>*>(memory);
     constexpr bool kScalesByTma = GemmShared<Shape>::kScalesByTma, kScaleWarp = GemmShared<Shape>::kScaleWarp;
-    constexpr int kGatherWarps = GemmShared<Shape>::kGatherWarps, kStoreWarps = GemmShared<Shape>::kStoreWarps;
-    constexpr int kCopyWarps = kScaleWarp ? 1 : kGatherWarps;
     constexpr int kThreads = 128 * (kGroups + 1);
     constexpr int kLoadRegisters = 72, kMathRegisters = 216;
     static_assert(kLoadRegisters + kGroups * kMathRegisters <= 504, "what the launch allots to three warpgroups");
@@ -28,7 +26,7 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
     for (int i = threadIdx.x; i <= Shape::num_experts; i += kThreads) shared.offsets[i] = args.offsets[i];
     if (threadIdx.x == 0) {
         for (int i = 0; i < Shape::stages; ++i) {
-            mbarrier_init(&shared.full[i], 1 + 32 * kCopyWarps);  // who loads tiles, and copies
+            mbarrier_init(&shared.full[i], kScaleWarp || Shape::gathers ? 1 + 32 : 1);  // who loads tiles, that warp
             mbarrier_init(&shared.empty[i], 2 * kMathWarps);  // of both blocks
         }
         for (int i = 0; i < kGroups; ++i) {
@@ -49,7 +47,7 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
         if constexpr (kScaleWarp)
             if (warp == 1) load_scales<Shape>(args, shared, block, lane);
         if constexpr (Shape::gathers != 0)
-            if (warp >= 1 && warp <= kGatherWarps) gather_rows<Shape>(args, shared, block, warp - 1, lane);
+            if (warp == 1) gather_rows<Shape>(args, shared, block, lane);
         if (warp >= 4 - kStoreWarps) store_tiles<Shape>(args, shared, block, threadIdx.x % (32 * kStoreWarps));
         __syncwarp();
     } else {

@@ -41,11 +41,11 @@ class GroupedGemmArgs(ctypes.Structure):
         ("a", TensorMap),
         ("b", TensorMap),
         ("a_scale_map", TensorMap),
-        *uint64_fields("a_rows", "a_scales", "row_index", "b_scales", "offsets", "out", "row_targets"),
+        *uint64_fields("a_rows", "a_scales", "row_index", "copied", "b_scales", "offsets", "out", "row_targets"),
         *uint64_fields("out_scales", "row_weights"),
         ("clamp", ctypes.c_float),
         *int32_fields("padding"),
-        ("spare", ctypes.c_uint64 * 6),
+        ("spare", ctypes.c_uint64 * 5),
     ]
 
 

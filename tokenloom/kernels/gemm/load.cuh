@@ -1,8 +1,5 @@
 // The loading warps: tiles of a and b and their scales, 128 values of K at a time, through a ring of stages. Where rows
 // are gathered, gather.cuh loads those of a.
-//
-// What the two blocks of a cluster share is loaded once, half by each, for both; a stage is free when the math warps of
-// both have read it.
 #pragma once
 #include "device/ptx/cluster.cuh"
 #include "kernels/gemm/tiles.cuh"
@@ -12,22 +9,40 @@ template <class Shape>
 __device__ __forceinline__ const float* column_scales(const GroupedGemmArgs& args, const Tile& tile, int half) {
     constexpr int kBlocks = Shape::k / kBlock, kColumnBlocks = Shape::n / kBlock;
     constexpr int kGates = kColumnBlocks / 2;
-    // A strip may reach beyond N.
+    // A pair of strips may reach beyond N.
     const int column_block = Shape::swiglu ? min(tile.column / kTileColumns, kGates - 1) + half * kGates
                                            : min(tile.column / kBlock + half, kColumnBlocks - 1);
     return args.b_scales + static_cast<int64>(tile.expert * kColumnBlocks + column_block) * kBlocks;
 }
 
-// One thread.
+// Rows of a GEMM that gathers which are in order all the same: those of the first tiles, copied to where TMA finds them.
+template <class Shape>
+struct CopiedRows {
+    int32 first = 0, rows = 0;  // row i is row first + i of args.a
+
+    __device__ __forceinline__ explicit CopiedRows(const GroupedGemmArgs& args) {
+        if (!Shape::gathers || args.copied == nullptr) return;
+        first = args.copied[0];
+        rows = args.copied[1];
+    }
+
+    __device__ __forceinline__ bool have(const Tile& tile) const {
+        return !Shape::gathers || tile.row + tile.rows <= rows;
+    }
+};
+
+// One thread. The rows are the same in both blocks, so each loads half of them, for both; a stage is free when the math
+// warps of both have read it.
 template <class Shape>
 __device__ __forceinline__ void load_tiles(const GroupedGemmArgs& args, GemmShared<Shape>& shared, int32 block) {
     constexpr uint16 kBoth = 3;
     constexpr int kBlocks = Shape::k / kBlock, kRowScaleBytes = sizeof(shared.a_scales[0]);
+    const CopiedRows<Shape> copied(args);
     TileSource<Shape> tiles(shared.offsets);
     uint32 uses = 0;
     for (; tiles.next(); uses += kBlocks) {
         const Tile tile = tiles.tile(block);
-        const int boxes = Shape::gathers ? 0 : tile.groups() * kGroupRows / kBoxRows;
+        const int groups = copied.have(tile) ? tile.groups() : 0;  // of rows that TMA finds
         for (int k = 0; k < kBlocks; ++k) {
             const RingUse<Shape::stages> at(uses + k);
             mbarrier_wait(&shared.empty[at.stage], at.parity ^ 1);
@@ -36,7 +51,7 @@ __device__ __forceinline__ void load_tiles(const GroupedGemmArgs& args, GemmShar
             const bool with_scales = GemmShared<Shape>::kWideScales && k % kScaleBlocks == 0;
             const int column_scale_bytes = with_scales ? min(kScaleBlocks, kBlocks - k) * 4 : 0;
             const int row_scale_bytes = with_scales && !Shape::gathers ? kRowScaleBytes : 0;
-            mbarrier_arrive_expect(full, (boxes * kBoxRows + kTileColumns) * kBlock + row_scale_bytes +
+            mbarrier_arrive_expect(full, (groups * kGroupRows + kTileColumns) * kBlock + row_scale_bytes +
                                              kHalves * column_scale_bytes);
             if (with_scales) {
                 const uint32 buffer = ScalePlace<Shape>(uses, k).buffer;
@@ -46,18 +61,13 @@ __device__ __forceinline__ void load_tiles(const GroupedGemmArgs& args, GemmShar
                     bulk_load(shared.b_scales[buffer][half], column_scales<Shape>(args, tile, half) + k,
                               column_scale_bytes, full);
             }
-#pragma unroll
-            for (int half = 0; half < kHalves; ++half) {
-                unsigned char* to = shared.b[at.stage] + half * kBlock * kBlock;
-                const int column = tile.column + half * kBlock;
-                if (!tile.shares_weights) tensor_load(to, &args.b, k * kBlock, column, tile.expert, full);
-                else if (half == block) tensor_load_to_all(to, &args.b, k * kBlock, column, tile.expert, full, kBoth);
-            }
-            for (int box = 0; box < boxes; ++box) {
-                unsigned char* to = shared.a[at.stage] + box * kBoxRows * kBlock;
-                const int row = tile.row + box * kBoxRows;
-                if (tile.shares_weights) tensor_load(to, &args.a, k * kBlock, row, full);
-                else if (box % 2 == block) tensor_load_to_all(to, &args.a, k * kBlock, row, full, kBoth);
+            for (int half = 0; half < kHalves; ++half)
+                tensor_load(shared.b[at.stage] + half * kBlock * kBlock, &args.b, k * kBlock,
+                            tile.column + half * kBlock, tile.expert, full);
+            for (int group = 0; group < groups; ++group) {
+                const int row = group * kGroupRows + block * kBoxRows;
+                tensor_load_to_all(shared.a[at.stage] + row * kBlock, &args.a, k * kBlock,
+                                   copied.first + tile.row + row, full, kBoth);
             }
         }
     }

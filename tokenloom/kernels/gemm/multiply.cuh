@@ -48,7 +48,7 @@ __device__ __forceinline__ void multiply_tiles(const GroupedGemmArgs& args, Gemm
                                                int group, int thread) {
     constexpr uint32 kStageA = kTileRows * kBlock >> 4, kStageB = kTileColumns * kBlock >> 4;  // in descriptors
     constexpr uint32 kHalfB = kStageB / kHalves;
-    constexpr int kUnrolled = Shape::gathers ? 2 : 4;  // more than 2 spill there
+    constexpr int kUnrolled = Shape::swiglu ? 4 : 8;  // twice as many spill
     const int lane = thread % 32, row = group * kGroupRows + thread / 32 * 16 + lane / 4;
     const uint32 a_tiles = wgmma_tile(shared_address(shared.a[0]) + group * kGroupRows * kBlock);
     const uint32 b_tiles = wgmma_tile(shared_address(shared.b[0]));
@@ -83,11 +83,11 @@ __device__ __forceinline__ void multiply_tiles(const GroupedGemmArgs& args, Gemm
             mbarrier_wait(&shared.full[at.stage], at.parity);
             if constexpr (Shape::gathers != 0) fence_shared_to_bulk();  // copies that are ordinary stores
             Scales scales;
-            scales.load(shared, ScalePlace<Shape>(uses, k), row);
 #pragma unroll
             for (int half = 0; half < kHalves; ++half) {
                 float product[64];
                 start_product(product, a, b + half * kHalfB);
+                if (half == 0) scales.load(shared, ScalePlace<Shape>(uses, k), row);  // while they multiply
                 wgmma_wait<0>();
                 if (half == kHalves - 1 && lane < 2) mbarrier_arrive_there(empty + at.stage * 8);
                 add_scaled<Shape>(sums[half], product, scales, half);

@@ -46,7 +46,7 @@ __device__ __forceinline__ void store_tiles(const GroupedGemmArgs& args, GemmSha
                                             int thread) {
     constexpr int kOutBytes = GemmShared<Shape>::kOutBytes;
     constexpr int64 kRowBytes = static_cast<int64>(Shape::n) * kOutBytes / kTileColumns;
-    constexpr int kUnits = kOutBytes / 16, kRowsAtOnce = 32 * GemmShared<Shape>::kStoreWarps / kUnits, kBatch = 4;
+    constexpr int kUnits = kOutBytes / 16, kRowsAtOnce = 32 * kStoreWarps / kUnits, kBatch = 4;
     const int first = thread / kUnits, unit = thread % kUnits;
     TileSource<Shape> tiles(shared.offsets);
     for (uint32 use = 0; tiles.next(); ++use) {

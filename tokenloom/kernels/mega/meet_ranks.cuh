@@ -6,13 +6,15 @@
 
 struct MeetRanksArgs {
     Call call;
-    int32* met;  // [1] whether all ranks are here and mean the same call
+    int32* met;    // [1] whether all ranks are here and mean the same call
+    int32* taken;  // [L] of route_lists.cuh, which finds zeros in the next call
 };
 
 template <class Shape>
 __device__ void meet_ranks(const MeetRanksArgs& args) {
     __shared__ alignas(16) int32 row[kHeaderWords];
     constexpr int kCounts = Shape::num_ranks + Shape::num_experts;
+    for (int e = threadIdx.x; e < Shape::experts_per_rank; e += Shape::threads) args.taken[e] = 0;
     const uint32 epoch = epoch_of(args.call);
     Opened opened = Opened::kExpired;
     if (!__syncthreads_or(has_expired(deadline_of(args.call)))) {

@@ -1,4 +1,5 @@
-// The end of a call: each token's rows, which have come home, are added in ascending k, in float32, and rounded once.
+// The end of a call: each token's rows, which have come home, are added in ascending k, then those of shared experts, in
+// float32, and rounded once.
 //
 // NaN instead, so that nobody takes what lay there for a result: everywhere if the ranks have not met, and for tokens
 // whose dispatch did not take place.
@@ -10,7 +11,7 @@ struct SumRoutesArgs {
     const void* topk_ids;  // [T][K] as given to the dispatch
     const int32* slots;    // [T][W], from the dispatch: which of the rows that went to rank r, or -1
     const int32* met;      // [1] of meet_ranks
-    const void* home;      // [M][K] rows of bfloat16
+    const void* home;      // [M][K + S] rows of bfloat16, S of shared experts
     void* out;             // [T] rows of bfloat16
     int32 num_tokens;
     int32 ids_are_int64;
@@ -19,6 +20,7 @@ struct SumRoutesArgs {
 template <class Shape>
 __device__ void sum_routes(const SumRoutesArgs& args) {
     constexpr int kRowBytes = Shape::hidden * 2, kWarps = Shape::threads / 32;
+    constexpr int kTerms = Shape::top_k + Shape::shared_experts;
     using Sum = RowSum<kBfloat16, kBfloat16, Shape::hidden, 8, Shape::terms, false>;
     if (args.num_tokens == 0) return;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 * gridDim.x + blockIdx.x;
@@ -28,14 +30,16 @@ __device__ void sum_routes(const SumRoutesArgs& args) {
     auto* out = static_cast<unsigned char*>(args.out);
     const bool met = *args.met != 0;
     for (int32 item = warp; item < args.num_tokens * parts; item += num_warps) {
-        const int64 token = item / parts, route = token * Shape::top_k + lane;
+        const int64 token = item / parts;
         int32 expert = -1;
-        if (lane < Shape::top_k) expert = expert_of<Shape::num_experts>(args.topk_ids, args.ids_are_int64, route);
+        if (lane < Shape::top_k)
+            expert = expert_of<Shape::num_experts>(args.topk_ids, args.ids_are_int64, token * Shape::top_k + lane);
         const bool sent =
             expert < 0 || args.slots[token * Shape::num_ranks + expert / (Shape::num_experts / Shape::num_ranks)] >= 0;
         if (!__all_sync(~0u, met && sent)) fill_row<kRowBytes>(out + token * kRowBytes, kNanWord<kBfloat16>, lane);
         else
-            Sum::add(out + token * kRowBytes, home + route * kRowBytes, 1.0f, __ballot_sync(~0u, expert >= 0),
-                     item % parts, parts, lane);
+            Sum::add(out + token * kRowBytes, home + (token * kTerms + lane) * kRowBytes, 1.0f,
+                     __ballot_sync(~0u, expert >= 0 || (lane >= Shape::top_k && lane < kTerms)), item % parts, parts,
+                     lane);
     }
 }
