@@ -41,15 +41,22 @@ from tokenloom.symmetric import SymmetricBuffer
 from tokenloom.tune.mega import MegaSchedule, schedule_for
 
 FP8 = torch.float8_e4m3fn
+COPY_ROOM = 1.25
+"""Routes of a rank whose rows can be copied, over the mean of an even routing."""
 MOST_TERMS = 32
 """Results of a token that are added."""
 
 
 def _buffer_sizes(
-    most_routes: int, num_local: int, hidden: int, intermediate: int
+    most_routes: int, even_routes: int, num_local: int, hidden: int, intermediate: int
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """What a rank has besides what other ranks write: shape and dtype of each."""
+    """What a rank has besides what other ranks write: shape and dtype of each.
+
+    The worst routing's activations leave room for copies of about any other routing's rows.
+    """
     int32, float32 = torch.int32, torch.float32
+    copied = min(int(even_routes * COPY_ROOM), most_routes)
+    activations = max(most_routes * intermediate, copied * (intermediate + hidden))
     return {
         "offsets": ((num_local + 1,), int32),
         "rows": ((most_routes,), int32),
@@ -58,7 +65,7 @@ def _buffer_sizes(
         "taken": ((num_local,), int32),
         "copied": ((2,), int32),
         "met": ((1,), int32),
-        "activation_values": ((max(most_routes * intermediate, hidden),), FP8),
+        "activation_values": ((max(activations, hidden),), FP8),
         "activation_scales": ((most_routes, intermediate // BLOCK), float32),
     }
 
@@ -85,14 +92,14 @@ class _Buffers:
     def __init__(
         self,
         shared: SymmetricBuffer,
+        sizes: dict[str, tuple[tuple[int, ...], torch.dtype]],
         most_routes: int,
-        num_local: int,
         hidden: int,
         intermediate: int,
         device: torch.device,
     ) -> None:
         self.shared = shared
-        for name, (shape, dtype) in _buffer_sizes(most_routes, num_local, hidden, intermediate).items():
+        for name, (shape, dtype) in sizes.items():
             setattr(self, name, torch.zeros(shape, dtype=torch.uint8 if dtype == FP8 else dtype, device=device))
         values: torch.Tensor = self.activation_values.view(FP8)
         self.activations = values[: most_routes * intermediate].view(most_routes, intermediate)
@@ -190,6 +197,11 @@ class MegaMoE:
         plan = self.comm.plan
         return plan.worst_case_rows("expert") + self.num_shared_experts * plan.max_tokens_per_rank
 
+    def _sizes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        plan = self.comm.plan
+        even = plan.max_tokens_per_rank * (plan.top_k + self.num_shared_experts)
+        return _buffer_sizes(self._most_routes, even, self._num_local, plan.hidden, self.intermediate)
+
     def _allocate(self) -> _Buffers:
         """At the first call, which all ranks make."""
         if self._buffers is None:
@@ -199,8 +211,8 @@ class MegaMoE:
                 "num_shared_experts": self.num_shared_experts,
             }
             shared = self._backend.mega_buffer(fields)
-            sizes = (self._most_routes, self._num_local, self.comm.plan.hidden, self.intermediate)
-            self._buffers = found = _Buffers(shared, *sizes, self.comm.device)
+            sizes = (self._most_routes, self.comm.plan.hidden, self.intermediate)
+            self._buffers = found = _Buffers(shared, self._sizes(), *sizes, self.comm.device)
             gemm2, sums = self._gemm2.args, self._sums.args
             gemm2.a = operand_map(found.activations, A_BOX_ROWS)
             if wide_scales(self.intermediate):
@@ -426,8 +438,7 @@ class MegaMoE:
 
     def describe(self) -> str:
         """What it runs on, and how much memory its buffers take; they are made at the first call."""
-        sizes = _buffer_sizes(self._most_routes, self._num_local, self.comm.plan.hidden, self.intermediate)
-        own = sum(math.prod(shape) * dtype.itemsize for shape, dtype in sizes.values())
+        own = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._sizes().values())
         return f"{self.comm.describe()}\n    lists and activations: {own / 1e6:.1f} MB"
 
     def check(self) -> None:

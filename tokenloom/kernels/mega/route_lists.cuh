@@ -47,8 +47,8 @@ template <class Shape>
 struct RouteListsShared {
     static constexpr int kExperts = Shape::experts_per_rank + Shape::shared_experts;
     static constexpr int kThreadRoutes = 2;
-    static constexpr int kChunkRows = Shape::threads * kThreadRoutes / Shape::top_k;
-    static constexpr int kChunk = kChunkRows * Shape::top_k;  // routes
+    static constexpr int kMostChunkRows = Shape::threads * kThreadRoutes / Shape::top_k;
+    static constexpr int kChunk = kMostChunkRows * Shape::top_k;  // routes
     int32 places[kChunk];          // of the chunk's routes, or -1
     int32 ends[Shape::num_ranks];  // of each source's rows
     int32 copied[2];
@@ -191,10 +191,12 @@ __device__ void route_lists(const RouteListsArgs& args) {
     begin_lists<Shape>(args, shared);
     const bool trusted = shared.offsets[Shared::kExperts] != 0;
     const int32 rows = trusted ? *args.num_rows : 0;
-    for (int32 first = blockIdx.x * Shared::kChunkRows; first < rows; first += gridDim.x * Shared::kChunkRows) {
-        list_chunk<Shape>(args, shared, first * Shape::top_k, rows * Shape::top_k);
-        const int32 chunk_rows = shared.copied[1] == 0 ? 0 : min(rows - first, Shared::kChunkRows);
-        for (int row = warp; row < chunk_rows; row += kWarps)
+    // As many chunks as blocks, if there are enough rows.
+    const int32 chunk_rows = min((rows + gridDim.x - 1) / gridDim.x, Shared::kMostChunkRows);
+    for (int32 first = blockIdx.x * chunk_rows; first < rows; first += gridDim.x * chunk_rows) {
+        const int32 end = min(first + chunk_rows, rows);
+        list_chunk<Shape>(args, shared, first * Shape::top_k, end * Shape::top_k);
+        for (int row = warp; row < end - first && shared.copied[1] > 0; row += kWarps)
             copy_to_places<Shape>(args, shared, first + row,
                                   lane < Shape::top_k ? shared.places[row * Shape::top_k + lane] : -1, lane);
         __syncthreads();  // before the next chunk is listed
