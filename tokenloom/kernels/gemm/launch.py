@@ -64,6 +64,8 @@ def grouped_gemm_spec(
     other_bytes = TILE_ROWS * OUT_ROW_BYTES[swiglu is not None] + SCALE_BYTES + 4 * (num_experts + 1) + 256
     if gathers:
         other_bytes += 4 * TILE_ROWS
+    if swiglu is not None:
+        other_bytes += 4 * 2 * TILE_ROWS
     stage_bytes = (TILE_ROWS + TILE_COLUMNS) * BLOCK + 16
     stages = min(MOST_STAGES, (MAX_SHARED_BYTES - other_bytes) // stage_bytes)
     if stages < 2:

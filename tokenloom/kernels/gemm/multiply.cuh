@@ -1,6 +1,6 @@
-// The math warpgroups, 64 rows x 256 columns each: multiply half of a stage's columns into a temporary; add it, scaled,
-// to float32 registers (the tensor core adds FP8 products with about 14 bits, and scales change every 128 values of K
-// anyway). While one warpgroup adds, the other has the tensor cores.
+// The math warpgroups, 64 rows x 256 columns each, or of a tile of up to 64 rows half of the columns: multiply 128 of a
+// stage's columns into a temporary; add it, scaled, to float32 registers (the tensor core adds FP8 products with about
+// 14 bits, and scales change every 128 values of K anyway). While one warpgroup adds, the other has the tensor cores.
 #pragma once
 #include "device/ptx/cluster.cuh"
 #include "device/ptx/wgmma.cuh"
@@ -36,66 +36,86 @@ struct Scales {
 template <class Shape>
 __device__ __forceinline__ void add_scaled(float (&sums)[64], const float (&product)[64], const Scales& scales,
                                            int half) {
+    // What is known when this is compiled stays so; where it is not, one select instead of 64.
+    const float low[2] = {Shape::swiglu || half == 0 ? scales.low[0] : scales.low[1], scales.low[1]};
+    const float high[2] = {Shape::swiglu || half == 0 ? scales.high[0] : scales.high[1], scales.high[1]};
 #pragma unroll
     for (int i = 0; i < 64; ++i) {
-        const int columns = Shape::swiglu ? i / 4 % 2 : half;
-        sums[i] = __fmaf_rn(product[i], i & 2 ? scales.high[columns] : scales.low[columns], sums[i]);
+        const int columns = Shape::swiglu ? i / 4 % 2 : 0;
+        sums[i] = __fmaf_rn(product[i], i & 2 ? high[columns] : low[columns], sums[i]);
+    }
+}
+
+// The tile is found again, and addresses are computed again: so they take no registers while it is multiplied.
+template <class Shape, int kChunks>
+__device__ __forceinline__ void leave_sums(const GroupedGemmArgs& args, GemmShared<Shape>& shared,
+                                           float (&sums)[kChunks][64], TileSource<Shape>& tiles, int32 block,
+                                           uint32 use, int group, int thread) {
+    asm volatile("" : "+r"(tiles.pair), "+r"(thread));
+    const Tile tile = tiles.tile(block);
+    if constexpr (Shape::swiglu) leave_activations<Shape>(args, shared, sums, tile, use, group, thread);
+    else leave_rows<Shape>(shared, sums, use, group, thread);
+}
+
+// Where the operands are in shared memory, and what frees a stage, for one thread of a math warpgroup.
+struct Operands {
+    uint32 a, b;   // descriptors of the first stage: this warpgroup's rows, and its columns
+    uint32 empty;  // of the block that this thread tells: lane 0 its own, lane 1 the other
+    int row;       // of the tile: this thread's first
+    int lane;
+};
+
+// All blocks of K of a tile, kChunks times 128 of its columns.
+template <class Shape, int kChunks>
+__device__ __forceinline__ void multiply_tile(GemmShared<Shape>& shared, const Operands& at, uint32 uses, int first_half,
+                                              float (&sums)[kChunks][64]) {
+    constexpr uint32 kStageA = kTileRows * kBlock >> 4, kStageB = kTileColumns * kBlock >> 4;  // in descriptors
+    constexpr int kUnrolled = Shape::swiglu ? 4 : 8;  // twice as many spill
+    int blocks = Shape::k / kBlock;
+    asm volatile("" : "+r"(blocks));  // a loop of one round that is optimised away leaves wgmma unordered (C7519)
+#pragma unroll
+    for (auto& chunk : sums)
+#pragma unroll
+        for (float& sum : chunk) sum = 0.0f;
+#pragma unroll(kUnrolled)
+    for (int k = 0; k < blocks; ++k) {
+        const RingUse<Shape::stages> use(uses + k);
+        mbarrier_wait(&shared.full[use.stage], use.parity);
+        if constexpr (Shape::gathers != 0) fence_shared_to_bulk();  // copies that are ordinary stores
+        Scales scales;
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+            float product[64];
+            start_product(product, at.a + use.stage * kStageA,
+                          at.b + use.stage * kStageB + chunk * (kStageB / kHalves));
+            if (chunk == 0) scales.load(shared, ScalePlace<Shape>(uses, k), at.row);  // while they multiply
+            wgmma_wait<0>();
+            if (chunk == kChunks - 1 && at.lane < 2) mbarrier_arrive_there(at.empty + use.stage * 8);
+            add_scaled<Shape>(sums[chunk], product, scales, first_half + chunk);
+        }
     }
 }
 
 template <class Shape>
 __device__ __forceinline__ void multiply_tiles(const GroupedGemmArgs& args, GemmShared<Shape>& shared, int32 block,
                                                int group, int thread) {
-    constexpr uint32 kStageA = kTileRows * kBlock >> 4, kStageB = kTileColumns * kBlock >> 4;  // in descriptors
-    constexpr uint32 kHalfB = kStageB / kHalves;
-    constexpr int kUnrolled = Shape::swiglu ? 4 : 8;  // twice as many spill
-    const int lane = thread % 32, row = group * kGroupRows + thread / 32 * 16 + lane / 4;
-    const uint32 a_tiles = wgmma_tile(shared_address(shared.a[0]) + group * kGroupRows * kBlock);
-    const uint32 b_tiles = wgmma_tile(shared_address(shared.b[0]));
-    // A stage is free when the warps of both blocks have read it: lane 0 tells this block, lane 1 the other.
+    const int lane = thread % 32, row = thread / 32 * 16 + lane / 4;
+    const uint32 a = shared_address(shared.a[0]), b = shared_address(shared.b[0]);
+    // A stage is free when the warps of both blocks have read it.
     const uint32 empty = map_to_block(shared_address(shared.empty), block ^ (lane & 1));
-    constexpr uint32 kBlocks = Shape::k / kBlock;
-    int blocks = kBlocks;
-    asm volatile("" : "+r"(blocks));  // a loop of one round that is optimised away leaves wgmma unordered (C7519)
-
     TileSource<Shape> tiles(shared.offsets);
-    uint32 uses = 0;
-    for (; tiles.next(); uses += kBlocks) {
-        if (group >= tiles.tile(block).groups()) {  // no rows for this warpgroup
-            for (int k = 0; k < blocks; ++k) {
-                const RingUse<Shape::stages> at(uses + k);
-                mbarrier_wait(&shared.full[at.stage], at.parity);
-                if (lane < 2) mbarrier_arrive_there(empty + at.stage * 8);
-            }
-            wait_for_room(shared, uses / kBlocks, group);
-            tell_storing_warps(shared, group, lane);
-            continue;
+    constexpr uint32 kBlocks = Shape::k / kBlock;
+    for (uint32 uses = 0; tiles.next(); uses += kBlocks) {
+        if (tiles.tile(block).rows > kGroupRows) {  // 64 rows each
+            float sums[kHalves][64];
+            const uint32 own_a = wgmma_tile(a + group * kGroupRows * kBlock);
+            multiply_tile<Shape>(shared, {own_a, wgmma_tile(b), empty, group * kGroupRows + row, lane}, uses, 0, sums);
+            leave_sums<Shape>(args, shared, sums, tiles, block, uses / kBlocks, group, thread);
+        } else {  // half of the columns each
+            float sums[1][64];
+            const uint32 own_b = wgmma_tile(b + group * kBlock * kBlock);
+            multiply_tile<Shape>(shared, {wgmma_tile(a), own_b, empty, row, lane}, uses, group, sums);
+            leave_sums<Shape>(args, shared, sums, tiles, block, uses / kBlocks, group, thread);
         }
-        float sums[kHalves][64];
-#pragma unroll
-        for (int half = 0; half < kHalves; ++half)
-#pragma unroll
-            for (int i = 0; i < 64; ++i) sums[half][i] = 0.0f;
-#pragma unroll(kUnrolled)
-        for (int k = 0; k < blocks; ++k) {
-            const RingUse<Shape::stages> at(uses + k);
-            const uint32 a = a_tiles + at.stage * kStageA, b = b_tiles + at.stage * kStageB;
-            mbarrier_wait(&shared.full[at.stage], at.parity);
-            if constexpr (Shape::gathers != 0) fence_shared_to_bulk();  // copies that are ordinary stores
-            Scales scales;
-#pragma unroll
-            for (int half = 0; half < kHalves; ++half) {
-                float product[64];
-                start_product(product, a, b + half * kHalfB);
-                if (half == 0) scales.load(shared, ScalePlace<Shape>(uses, k), row);  // while they multiply
-                wgmma_wait<0>();
-                if (half == kHalves - 1 && lane < 2) mbarrier_arrive_there(empty + at.stage * 8);
-                add_scaled<Shape>(sums[half], product, scales, half);
-            }
-        }
-        asm volatile("" : "+r"(tiles.pair));  // so that the tile is found again: registers are short in the loop
-        const Tile tile = tiles.tile(block);
-        if constexpr (Shape::swiglu) leave_activations<Shape>(args, shared, sums, tile, uses / kBlocks, group, thread);
-        else leave_rows<Shape>(shared, sums, uses / kBlocks, group, thread);
     }
 }

@@ -1,5 +1,5 @@
-// The way out. Math warps leave 64 rows of a tile in shared memory and go on; the storing warps write them where they
-// belong.
+// The way out. Math warpgroups leave their rows and columns of a tile in shared memory and go on; the storing warps write
+// them where they belong.
 #pragma once
 #include "device/tile/values.cuh"
 #include "kernels/gemm/tiles.cuh"
@@ -16,16 +16,22 @@ __device__ __forceinline__ void tell_storing_warps(GemmShared<Shape>& shared, in
     if (lane == 0) mbarrier_arrive(&shared.out_full[group]);
 }
 
-// An output of bfloat16 rows: `sums` as wgmma leaves them.
-template <class Shape>
-__device__ __forceinline__ void leave_rows(GemmShared<Shape>& shared, const float (&sums)[kHalves][64], uint32 use,
+// Of a row of a tile, where a warpgroup's columns begin.
+template <class Shape, int kChunks>
+__device__ __forceinline__ int first_byte(int group) {
+    return kChunks == kHalves ? 0 : group * (GemmShared<Shape>::kOutBytes / kHalves);
+}
+
+// An output of bfloat16 rows: `sums` as wgmma leaves them, of all columns or of half `group`.
+template <class Shape, int kChunks>
+__device__ __forceinline__ void leave_rows(GemmShared<Shape>& shared, const float (&sums)[kChunks][64], uint32 use,
                                            int group, int thread) {
     const int lane = thread % 32;
-    unsigned char* to =
-        shared.out[group] + (thread / 32 * 16 + lane % 16) * GemmShared<Shape>::kPitch + lane / 16 * 16;
+    unsigned char* to = shared.out[group] + (thread / 32 * 16 + lane % 16) * GemmShared<Shape>::kPitch + lane / 16 * 16 +
+                        first_byte<Shape, kChunks>(group);
     wait_for_room(shared, use, group);
 #pragma unroll
-    for (int i = 0; i < kHalves * 8; ++i) {  // 16 columns at a time
+    for (int i = 0; i < kChunks * 8; ++i) {  // 16 columns at a time
         const float* from = sums[i / 8] + i % 8 * 8;
         store_matrices(to + i * 32, pack_pair<kBfloat16>(from[0], from[1]), pack_pair<kBfloat16>(from[2], from[3]),
                        pack_pair<kBfloat16>(from[4], from[5]), pack_pair<kBfloat16>(from[6], from[7]));
@@ -47,19 +53,21 @@ __device__ __forceinline__ void store_tiles(const GroupedGemmArgs& args, GemmSha
     constexpr int kOutBytes = GemmShared<Shape>::kOutBytes;
     constexpr int64 kRowBytes = static_cast<int64>(Shape::n) * kOutBytes / kTileColumns;
     constexpr int kUnits = kOutBytes / 16, kRowsAtOnce = 32 * kStoreWarps / kUnits, kBatch = 4;
-    const int first = thread / kUnits, unit = thread % kUnits;
+    const int unit = thread % kUnits;
     TileSource<Shape> tiles(shared.offsets);
     for (uint32 use = 0; tiles.next(); ++use) {
         const Tile tile = tiles.tile(block);
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
-            const int rows = min(tile.rows - group * kGroupRows, kGroupRows);  // may be none
+            const bool halves = tile.rows <= kGroupRows;  // each warpgroup has half of the columns
+            const int first = halves ? 0 : group * kGroupRows, rows = min(tile.rows - first, kGroupRows);
             mbarrier_wait(&shared.out_full[group], use & 1);
             const unsigned char* from = shared.out[group] + unit * 16;
             const int64 in_row = static_cast<int64>(tile.column / kTileColumns) * kOutBytes + unit * 16;
-            const int64 first_row = tile.row + group * kGroupRows;
-            const int stored = in_row < kRowBytes ? rows : 0;  // a pair of strips may reach beyond N
-            for (int row = first; row < stored; row += kBatch * kRowsAtOnce) {
+            const int64 first_row = tile.row + first;
+            const bool ours = !halves || unit / (kUnits / kHalves) == group;
+            const int stored = ours && in_row < kRowBytes ? rows : 0;  // a pair of strips may reach beyond N
+            for (int row = thread / kUnits; row < stored; row += kBatch * kRowsAtOnce) {
                 Vec16 values[kBatch];
 #pragma unroll
                 for (int i = 0; i < kBatch; ++i)
