@@ -1,4 +1,4 @@
-// The math warpgroups, 64 rows x 256 columns each, or of a tile of up to 64 rows half of the columns: multiply 128 of a
+// The math warpgroups, 64 rows x 256 columns each, or half of the columns of an expert's only 64 rows: multiply 128 of a
 // stage's columns into a temporary; add it, scaled, to float32 registers (the tensor core adds FP8 products with about
 // 14 bits, and scales change every 128 values of K anyway). While one warpgroup adds, the other has the tensor cores.
 #pragma once
@@ -96,6 +96,16 @@ __device__ __forceinline__ void multiply_tile(GemmShared<Shape>& shared, const O
     }
 }
 
+// Its stages are free for all that this warpgroup wants of them.
+template <class Shape>
+__device__ __forceinline__ void skip_tile(GemmShared<Shape>& shared, uint32 uses, uint32 empty, int lane) {
+    for (int k = 0; k < Shape::k / kBlock; ++k) {
+        const RingUse<Shape::stages> use(uses + k);
+        mbarrier_wait(&shared.full[use.stage], use.parity);
+        if (lane < 2) mbarrier_arrive_there(empty + use.stage * 8);
+    }
+}
+
 template <class Shape>
 __device__ __forceinline__ void multiply_tiles(const GroupedGemmArgs& args, GemmShared<Shape>& shared, int32 block,
                                                int group, int thread) {
@@ -106,12 +116,17 @@ __device__ __forceinline__ void multiply_tiles(const GroupedGemmArgs& args, Gemm
     TileSource<Shape> tiles(shared.offsets);
     constexpr uint32 kBlocks = Shape::k / kBlock;
     for (uint32 uses = 0; tiles.next(); uses += kBlocks) {
-        if (tiles.tile(block).rows > kGroupRows) {  // 64 rows each
+        const Tile tile = tiles.tile(block);
+        if (group >= tile.groups() && !tile.halves) {  // no rows for this warpgroup
+            skip_tile<Shape>(shared, uses, empty, lane);
+            wait_for_room(shared, uses / kBlocks, group);
+            tell_storing_warps(shared, group, lane);
+        } else if (!tile.halves) {
             float sums[kHalves][64];
             const uint32 own_a = wgmma_tile(a + group * kGroupRows * kBlock);
             multiply_tile<Shape>(shared, {own_a, wgmma_tile(b), empty, group * kGroupRows + row, lane}, uses, 0, sums);
             leave_sums<Shape>(args, shared, sums, tiles, block, uses / kBlocks, group, thread);
-        } else {  // half of the columns each
+        } else {
             float sums[1][64];
             const uint32 own_b = wgmma_tile(b + group * kBlock * kBlock);
             multiply_tile<Shape>(shared, {wgmma_tile(a), own_b, empty, row, lane}, uses, group, sums);

@@ -59,13 +59,13 @@ __device__ __forceinline__ void store_tiles(const GroupedGemmArgs& args, GemmSha
         const Tile tile = tiles.tile(block);
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
-            const bool halves = tile.rows <= kGroupRows;  // each warpgroup has half of the columns
-            const int first = halves ? 0 : group * kGroupRows, rows = min(tile.rows - first, kGroupRows);
+            const int first = tile.halves ? 0 : group * kGroupRows;
+            const int rows = min(tile.rows - first, kGroupRows);  // may be none
             mbarrier_wait(&shared.out_full[group], use & 1);
             const unsigned char* from = shared.out[group] + unit * 16;
             const int64 in_row = static_cast<int64>(tile.column / kTileColumns) * kOutBytes + unit * 16;
             const int64 first_row = tile.row + first;
-            const bool ours = !halves || unit / (kUnits / kHalves) == group;
+            const bool ours = !tile.halves || unit / (kUnits / kHalves) == group;
             const int stored = ours && in_row < kRowBytes ? rows : 0;  // a pair of strips may reach beyond N
             for (int row = thread / kUnits; row < stored; row += kBatch * kRowsAtOnce) {
                 Vec16 values[kBatch];

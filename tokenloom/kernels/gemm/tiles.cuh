@@ -7,6 +7,7 @@
 
 struct Tile {
     int32 expert, row, rows, column;  // 1..128 rows
+    bool halves;  // the warpgroups take half of the columns each, not of the rows: all rows of an expert that has few
 
     // Warpgroups that have rows to multiply.
     __device__ __forceinline__ int groups() const { return (rows + kGroupRows - 1) / kGroupRows; }
@@ -38,6 +39,7 @@ struct TileSource {
     __device__ Tile tile(int32 block) const {
         const int32 begin = offsets[expert], end = offsets[expert + 1], tiles = row_tiles();
         const int32 row = begin + pair % tiles * kTileRows;
-        return {expert, row, min(end - row, kTileRows), (pair / tiles * 2 + block) * kTileColumns};
+        return {expert, row, min(end - row, kTileRows), (pair / tiles * 2 + block) * kTileColumns,
+                end - begin <= kGroupRows};
     }
 };
