@@ -46,7 +46,7 @@ struct GemmShared {
     uint64 empty[Shape::stages];
     uint64 out_full[kGroups];
     uint64 out_empty[kGroups];
-    float largest[2][kGroups][Shape::swiglu ? kGroupRows : 1];  // activations of rows whose columns are halved; in turns
+    float largest[kGroups][Shape::swiglu ? kGroupRows : 1];  // activations of rows whose columns are halved
     int32 gathered[Shape::gathers ? kTileRows : 1];  // of this tile: where each row is
     int32 offsets[Shape::num_experts + 1];
 };

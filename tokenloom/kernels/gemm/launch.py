@@ -65,7 +65,7 @@ def grouped_gemm_spec(
     if gathers:
         other_bytes += 4 * TILE_ROWS
     if swiglu is not None:
-        other_bytes += 4 * 2 * TILE_ROWS
+        other_bytes += 4 * TILE_ROWS
     stage_bytes = (TILE_ROWS + TILE_COLUMNS) * BLOCK + 16
     stages = min(MOST_STAGES, (MAX_SHARED_BYTES - other_bytes) // stage_bytes)
     if stages < 2:

@@ -49,19 +49,18 @@ __device__ __forceinline__ void leave_row(const GroupedGemmArgs& args, const flo
     if (exists && lane % 4 == 0) args.out_scales[scale_place] = scale.scale;
 }
 
-// Both warpgroups have half of a scale block: the larger of their largest. Turns, so that what a tile leaves is read
-// before the next but one is written.
+// Both warpgroups have half of a scale block: the larger of their largest.
 template <class Shape>
-__device__ __forceinline__ void share_largest(GemmShared<Shape>& shared, float (&amax)[2], uint32 use, int group,
+__device__ __forceinline__ void share_largest(GemmShared<Shape>& shared, float (&amax)[2], int group,
                                               int staged_row, int lane) {
-    auto& largest = shared.largest[use % 2];
     if (lane % 4 == 0) {
-        largest[group][staged_row] = amax[0];
-        largest[group][staged_row + 8] = amax[1];
+        shared.largest[group][staged_row] = amax[0];
+        shared.largest[group][staged_row + 8] = amax[1];
     }
     sync_threads(1, 128 * kGroups);
-    amax[0] = fmaxf(amax[0], largest[group ^ 1][staged_row]);
-    amax[1] = fmaxf(amax[1], largest[group ^ 1][staged_row + 8]);
+    amax[0] = fmaxf(amax[0], shared.largest[group ^ 1][staged_row]);
+    amax[1] = fmaxf(amax[1], shared.largest[group ^ 1][staged_row + 8]);
+    sync_threads(1, 128 * kGroups);  // before the next tile's are written
 }
 
 template <class Shape, int kChunks>
@@ -81,7 +80,7 @@ __device__ __forceinline__ void leave_activations(const GroupedGemmArgs& args, G
 #pragma unroll
         for (int i = 0; i < 2; ++i)
             amax[i] = activate_row<Shape>(args, sums, 2 * i, tile.row + row + 8 * i, exists[i]);
-        share_largest(shared, amax, use, group, staged_row, lane);
+        share_largest(shared, amax, group, staged_row, lane);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
