@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.conftest import Ranks
-from tests.test_mega import CASES, Layer, assert_near, expected, make_layer
+from tests.mega_cases import CASES, Layer, assert_near, expected, make_layer
 from tokenloom import quant
 from tokenloom.compat import deep_gemm
 from tokenloom.errors import InvalidArgument, ShapeMismatch

@@ -43,6 +43,12 @@ class Device(str, Enum):
     cuda = "cuda"
 
 
+class Rival(str, Enum):
+    """Whose layer ``bench mega`` measures beside ours."""
+
+    deep_gemm = "deep_gemm"
+
+
 # Optional[...]: typer evaluates these annotations, and before version 0.13 it did not know X | None.
 RanksOption = Annotated[
     Optional[int],  # noqa: UP045
@@ -212,9 +218,25 @@ def mega(
     intermediate: Annotated[int, typer.Option(min=1)] = 2048,
     num_experts: Annotated[int, typer.Option(min=1)] = 256,
     top_k: Annotated[int, typer.Option(min=1)] = 8,
+    shared_experts: Annotated[int, typer.Option(min=0, help="Experts that every token goes to.")] = 0,
     masked_ratio: Annotated[float, typer.Option(min=0, max=1, help="Share of routes that are unused.")] = 0.0,
     skew: Annotated[float, typer.Option(min=0, help="Exponent of Zipf's law for experts; 0: all alike.")] = 0.0,
+    against: Annotated[
+        Optional[Rival],  # noqa: UP045
+        typer.Option(help="Also measure this library's layer, in turns with ours."),
+    ] = None,
+    cold: Annotated[bool, typer.Option("--cold", help="Overwrite L2 before each sample, which is one call.")] = False,
     iterations: Annotated[int, typer.Option(min=3, help="Samples of each row.")] = 30,
+    plot_file: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--plot", dir_okay=False, help="Also draw times against tokens to this PNG file."),
+    ] = None,
+    trace_file: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            "--trace", dir_okay=False, help="Also write the stages on every rank to this file, for Perfetto."
+        ),
+    ] = None,
     json_file: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option("--json", dir_okay=False, help="Also write the rows, with their setup, to this file."),
@@ -222,14 +244,31 @@ def mega(
 ) -> None:
     """Measure MegaMoE, the FP8 layer for inference, and its stages, on Hopper GPUs."""
     with _errors_for_people():
+        _require_writable("--plot", plot_file, ".png")
+        _require_writable("--trace", trace_file)
         _require_writable("--json", json_file)
         counts = _numbers("--tokens", tokens)
-        num_ranks, _ = _pick_ranks(ranks, Device.cuda, least=1)
-        from tokenloom.bench.mega import MegaShape, run_mega
+        from tokenloom.bench import mega_rival
+        from tokenloom.bench.mega_work import MegaShape
 
-        shape = MegaShape(hidden, intermediate, num_experts, top_k, masked_ratio, skew)
+        shape = MegaShape(hidden, intermediate, num_experts, top_k, masked_ratio, skew, shared_experts)
+        if against is not None:
+            mega_rival.load(shape)  # said before anything else: it is what was asked for
+        num_ranks, _ = _pick_ranks(ranks, Device.cuda, least=1)
+        from tokenloom.bench.mega import run_mega
+
         run_mega(
-            _console(), num_ranks, shape, counts, command=sys.argv[1:], iterations=iterations, json_file=json_file
+            _console(),
+            num_ranks,
+            shape,
+            counts,
+            command=sys.argv[1:],
+            iterations=iterations,
+            cold=cold,
+            against=against is not None,
+            plot_file=plot_file,
+            trace_file=trace_file,
+            json_file=json_file,
         )
 
 

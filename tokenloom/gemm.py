@@ -116,6 +116,14 @@ def interleave_gate_and_up(w1: torch.Tensor) -> torch.Tensor:
     return halves.transpose(1, 2).reshape(experts, rows, k).view(w1.dtype)
 
 
+def separate_gate_and_up(w1: torch.Tensor) -> torch.Tensor:
+    """What :func:`interleave_gate_and_up` made, back again: [E, 2I, K], gates first, then ups."""
+    experts, rows, k = w1.shape
+    turns = w1.view(torch.uint8) if w1.itemsize == 1 else w1
+    turns = turns.reshape(experts, rows // (2 * INTERLEAVED_ROWS), 2, INTERLEAVED_ROWS, k)
+    return turns.transpose(1, 2).reshape(experts, rows, k).view(w1.dtype)
+
+
 def _launch(
     kernel: Kernel,
     a: torch.Tensor,

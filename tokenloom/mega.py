@@ -36,6 +36,7 @@ from tokenloom.kernels.mega.launch import (
     sum_routes_spec,
 )
 from tokenloom.kernels.shape import DTYPES
+from tokenloom.mega_reference import ReferenceExperts
 from tokenloom.quant import quantize_fp8_blocks
 from tokenloom.symmetric import SymmetricBuffer
 from tokenloom.tune.mega import MegaSchedule, schedule_for
@@ -124,6 +125,7 @@ class MegaMoE:
         power_of_two_scales: as for ``quantize_fp8``, of x and of activations.
         num_shared_experts: S, experts that every token goes to with weight 1, on its own rank; K + S is at most 32.
         schedule: how calls run; None: by their number of tokens (``tokenloom.tune.mega``).
+        backend: "nvlink", or "reference": the same in plain torch, on any device, slowly.
         device, timeout_s: as for :class:`Communicator`.
 
     Attributes:
@@ -149,6 +151,7 @@ class MegaMoE:
         power_of_two_scales: bool = False,
         num_shared_experts: int = 0,
         schedule: MegaSchedule | None = None,
+        backend: str = "nvlink",
         device: torch.device | str | None = None,
         timeout_s: float = 30.0,
     ) -> None:
@@ -159,6 +162,8 @@ class MegaMoE:
             raise InvalidArgument(
                 f"num_shared_experts is {num_shared_experts!r}, expected 0 to {MOST_TERMS} less top_k, {top_k}"
             )
+        if backend not in ("nvlink", "reference"):
+            raise InvalidArgument(f"backend is {backend!r}, expected 'nvlink' or 'reference'")
         check_clamp("activation_clamp", activation_clamp)
         self.comm = Communicator(
             group,
@@ -166,27 +171,35 @@ class MegaMoE:
             hidden=hidden,
             top_k=top_k,
             max_tokens_per_rank=max_tokens_per_rank,
-            backend="nvlink",
+            backend="nvlink" if backend == "nvlink" else "auto",
             device=device,
             timeout_s=timeout_s,
         )
         self.intermediate, self.num_shared_experts, self.schedule = intermediate, num_shared_experts, schedule
         self._power_of_two_scales = power_of_two_scales
+        self._num_local = self.comm.plan.experts_per_rank + num_shared_experts
+        self.weights: tuple[torch.Tensor, ...] = ()
+        self._weights_are_ours = False
+        self.after_stage: Callable[[str], None] | None = None
+        self._reference: ReferenceExperts | None = None
+        if backend == "reference":
+            self._reference = ReferenceExperts(self.comm, num_shared_experts, power_of_two_scales)
+        else:
+            self._make_kernels()
+        self.set_activation(activation_clamp, fast_math)
+
+    def _make_kernels(self) -> None:
+        hidden, intermediate = self.comm.plan.hidden, self.intermediate
         backend = self.comm._backend
         assert isinstance(backend, NvlinkBackend)
-        backend.serve_mega(num_shared_experts)
+        backend.serve_mega(self.num_shared_experts)
         self._backend = backend
         self._num_sms = torch.cuda.get_device_properties(self.comm.device).multi_processor_count // CLUSTER * CLUSTER
-        self._num_local = self.comm.plan.experts_per_rank + num_shared_experts
-        self._sums = self._kernel(*sum_routes_spec(self.comm.plan, num_shared_experts))
+        self._sums = self._kernel(*sum_routes_spec(self.comm.plan, self.num_shared_experts))
         self._gemm2 = self._kernel(*grouped_gemm_spec(self._num_local, hidden, intermediate, scatters=True))
         self._gemm1_of: dict[tuple[bool, bool], Kernel] = {}
         self._lists_of: dict[torch.dtype, Kernel] = {}
         self._buffers: _Buffers | None = None
-        self.weights: tuple[torch.Tensor, ...] = ()
-        self._weights_are_ours = False
-        self.after_stage: Callable[[str], None] | None = None
-        self.set_activation(activation_clamp, fast_math)
 
     def _kernel(self, spec: Any, shared_bytes: int) -> Kernel:
         return Kernel(spec, shared_bytes, self.comm.device.index)
@@ -230,6 +243,9 @@ class MegaMoE:
             InvalidArgument: the clamp is not above 0.
         """
         check_clamp("activation_clamp", clamp)
+        if self._reference is not None:
+            self._reference.clamp = clamp
+            return
         key = (clamp is not None, fast_math)
         if key not in self._gemm1_of:
             swiglu = Swiglu(clamp is not None, self._power_of_two_scales, fast_math)
@@ -291,6 +307,8 @@ class MegaMoE:
         """
         self._check_weights(w1, w1_scales, w2, w2_scales)
         self.weights, self._weights_are_ours = (w1, w1_scales, w2, w2_scales), False
+        if self._reference is not None:
+            return
         self._b1, self._gemm2.args.b = operand_map(w1, B_BOX_ROWS), operand_map(w2, B_BOX_ROWS)
         self._gemm2.args.b_scales = w2_scales.data_ptr()
 
@@ -327,6 +345,9 @@ class MegaMoE:
             As :meth:`Communicator.dispatch` with bounded sizes; nothing can overflow. InvalidArgument before
             :meth:`load_weights`.
         """
+        if self._reference is not None:
+            found = self.comm._report_fault("dispatch", lambda: self._checked(topk_ids, expert_stats, out))
+            return self._reference.forward(self.weights, x, topk_ids, topk_weights, expert_stats, found)
         quantised, calls = isinstance(x, tuple), self._backend.calls
         before = calls.num_calls
         try:
@@ -438,6 +459,8 @@ class MegaMoE:
 
     def describe(self) -> str:
         """What it runs on, and how much memory its buffers take; they are made at the first call."""
+        if self._reference is not None:
+            return f"{self.comm.describe()}\n    experts in plain torch, slowly"
         own = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._sizes().values())
         return f"{self.comm.describe()}\n    lists and activations: {own / 1e6:.1f} MB"
 

@@ -1,0 +1,94 @@
+"""What ``tokenloom bench mega`` gives the layer to do, and how long a machine needs for it at least."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+HBM_GBYTES_PER_S, LINK_GBYTES_PER_S, FP8_TFLOPS = 4370.0, 347.0, 1388.0
+"""What an H200 reads, what its links carry out of it, and what cuBLAS reaches without block scales; for the floor."""
+
+
+@dataclass(frozen=True)
+class MegaShape:
+    """A layer and its routing.
+
+    Attributes:
+        masked_ratio: share of routes that are -1.
+        skew: experts are drawn with probability proportional to 1 / place^skew; 0: all alike.
+        num_shared_experts: S, that every token goes to on its own rank.
+    """
+
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+    masked_ratio: float = 0.0
+    skew: float = 0.0
+    num_shared_experts: int = 0
+
+    @property
+    def expert_weights(self) -> int:
+        """Values of one expert's weights, which are as many bytes in FP8."""
+        return 3 * self.hidden * self.intermediate
+
+    def topk_ids(self, rank: int, num_tokens: int) -> torch.Tensor:
+        """int32 [T, K] of one rank: different experts for each token."""
+        generator = torch.Generator().manual_seed(rank)
+        places = torch.randperm(self.num_experts, generator=torch.Generator().manual_seed(0)) + 1.0
+        chances = (1 / places**self.skew).expand(num_tokens, -1)
+        ids = torch.multinomial(chances, self.top_k, generator=generator) if num_tokens else chances[:, : self.top_k]
+        masked = torch.rand(ids.shape, generator=generator) < self.masked_ratio
+        return ids.masked_fill(masked, -1).to(torch.int32)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one call cannot do without.
+
+    Attributes:
+        flops: of all ranks' routes and shared experts, per rank. busiest_flops: of the rank that has most of them.
+        weight_bytes: of the experts that have a token, on the rank that has most such experts.
+        sent_bytes: that leave the busiest rank over its links.
+    """
+
+    flops: float
+    busiest_flops: int
+    weight_bytes: int
+    sent_bytes: int
+
+    @property
+    def floor_us(self) -> float:
+        """Of HBM, arithmetic and links, whichever takes longest at what an H200 was measured to give."""
+        return max(
+            self.weight_bytes / HBM_GBYTES_PER_S / 1e3,
+            self.busiest_flops / FP8_TFLOPS / 1e6,
+            self.sent_bytes / LINK_GBYTES_PER_S / 1e3,
+        )
+
+
+def work(shape: MegaShape, num_ranks: int, num_tokens: int) -> Work:
+    """Of a call with so many tokens on each of so many ranks."""
+    ids = [shape.topk_ids(rank, num_tokens) for rank in range(num_ranks)]
+    experts = torch.cat([each[each >= 0] for each in ids]).long()
+    per_expert = torch.bincount(experts, minlength=shape.num_experts).view(num_ranks, -1)
+    touched, most_routes = int((per_expert > 0).sum(1).max()), int(per_expert.sum(1).max())
+    shared, shared_routes = shape.num_shared_experts if num_tokens else 0, num_tokens * shape.num_shared_experts
+    return Work(
+        flops=(len(experts) / num_ranks + shared_routes) * 2 * shape.expert_weights,
+        busiest_flops=(most_routes + shared_routes) * 2 * shape.expert_weights,
+        weight_bytes=(touched + shared) * shape.expert_weights,
+        sent_bytes=max(bytes_out(shape, num_ranks, rank, ids) for rank in range(num_ranks)),
+    )
+
+
+def bytes_out(shape: MegaShape, num_ranks: int, rank: int, ids: Sequence[torch.Tensor]) -> int:
+    """That leave a rank: rows of x in FP8, once for each other rank, and results in bfloat16 for others' tokens."""
+    local = shape.num_experts // num_ranks
+    holders = torch.where(ids[rank] >= 0, ids[rank] // local, rank)
+    to_others = torch.zeros(len(holders), num_ranks, dtype=torch.bool).scatter_(1, holders.long(), True)
+    to_others[:, rank] = False
+    back = sum(int((ids[other] // local == rank).sum()) for other in range(num_ranks) if other != rank)
+    return int(to_others.sum()) * (shape.hidden + shape.hidden // 32) + back * shape.hidden * 2
