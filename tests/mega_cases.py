@@ -1,4 +1,4 @@
-"""Layers and tokens for tests of MegaMoE, and what comes out: the same quantisation points in torch, sums in float64."""
+"""Layers and tokens for tests of MegaMoE, and what comes out: the same quantisation points, sums in float64."""
 
 from __future__ import annotations
 

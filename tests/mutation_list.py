@@ -38,6 +38,7 @@ class Mutation:
         return text.replace(self.old, self.new)
 
 
+MEGA = "mega_reference.py"
 COLLECTIVE = "backends/collective.py"
 EXCHANGE = "backends/exchange.py"
 
@@ -558,4 +559,39 @@ KERNELS = (
     ),
 )
 
-MUTATIONS = SUMS + ROUTES + ERRORS + CAPACITY + TIMEOUTS + FP8 + GRADIENTS + LAYER + KERNELS
+MEGA_MOE = (
+    Mutation(
+        "up-clamped-above-only",
+        "ups may be as far below 0 as they like",
+        MEGA,
+        "up.clamp(-self.clamp, self.clamp)",
+        "up.clamp(max=self.clamp)",
+        ("tests/test_mega.py::test_reference_backend[cpu2-clamp]",),
+    ),
+    Mutation(
+        "activations-without-weights",
+        "routes have no weights",
+        MEGA,
+        "dequantize_fp8(*self._quantize(swiglu(gate_and_up) * row_weights[:, None]))",
+        "dequantize_fp8(*self._quantize(swiglu(gate_and_up)))",
+        ("tests/test_mega.py::test_reference_backend[cpu2-plain]",),
+    ),
+    Mutation(
+        "one-shared-expert",
+        "of several shared experts the first serves for all",
+        MEGA,
+        "total = total + self._expert(weights, e, own",
+        "total = total + self._expert(weights, comm.plan.experts_per_rank, own",
+        ("tests/test_mega.py::test_reference_backend[cpu2-two shared experts]",),
+    ),
+    Mutation(
+        "room-for-even-routing",
+        "activations have room for an even routing only",
+        "mega.py",
+        "activations = max(most_routes * intermediate, copied * (intermediate + hidden))",
+        "activations = copied * (intermediate + hidden)",
+        ("tests/test_mega.py::test_buffers_of_the_reference_layer",),
+    ),
+)
+
+MUTATIONS = MEGA_MOE + SUMS + ROUTES + ERRORS + CAPACITY + TIMEOUTS + FP8 + GRADIENTS + LAYER + KERNELS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +19,9 @@ from tests.test_bench_mega_measure import SHAPE, STAGES, fake_deep_gemm
 from tokenloom import cli
 from tokenloom.bench import mega, mega_measure, mega_rows, mega_trace, mega_work, timing
 from tokenloom.bench.mega_rows import Measured, MegaRow, Samples
+from tokenloom.bench.mega_trace import TracedCall
 from tokenloom.bench.mega_work import MegaShape
+from tokenloom.kernels.gemm.launch import TRACE_ROLES
 from tokenloom.launch import RankPool
 
 EXPERT_BYTES = 3 * 256 * 128
@@ -206,26 +209,32 @@ def test_the_table_has_everybody_and_fits() -> None:
 
 
 def test_a_trace_is_what_was_measured(tmp_path: Path) -> None:
-    """A process for each rank, the stages one after the other, of the replay whose slowest rank is the median."""
-    by_rank = [
-        {"dispatch": [1.0, 5.0, 2.0], "gemm1": [4.0, 4.0, 4.5]},
-        {"dispatch": [2.0, 1.0, 3.0], "gemm1": [2.0, 9.0, 4.0]},
+    """A process for each rank; the stages one after the other, and roles of blocks from where their GEMM begins."""
+    tiles = torch.zeros(2, len(TRACE_ROLES), 3, 2, dtype=torch.int64)
+    tiles[0, 0, 0] = torch.tensor([7_001_000, 7_003_500])
+    tiles[1, 2, 1] = torch.tensor([7_002_000, 7_002_250])
+    tiles[1, 3, 1, 0] = 7_009_000  # has begun, and no more: left out
+    calls = [
+        TracedCall({"dispatch": 2.0, "gemm1": 4.5}, {"gemm1": tiles}),
+        TracedCall({"dispatch": 3.0, "gemm1": 4.0}),
     ]
-    assert mega_trace.median_sample(by_rank) == 2  # slowest ranks: 5, 10, 7
     file = tmp_path / "trace.json"
-    mega_trace.write_trace(file, {"commit": "abc"}, "mega/a/row", 40, by_rank)
+    mega_trace.write_trace(file, {"commit": "abc"}, "mega/a/row", 40, calls)
     found = json.loads(file.read_text())
+    threads = {e["tid"]: e["args"]["name"] for e in found["traceEvents"] if e["name"] == "thread_name"}
+    assert len(threads) == 2 * 1 + 2 * len(TRACE_ROLES), "every thread has a number of its own"
+    assert 0 not in threads
     complete = [event for event in found["traceEvents"] if event["ph"] == "X"]
-    assert [(e["pid"], e["name"], e["ts"], e["dur"]) for e in complete] == [
-        (0, "dispatch", 0.0, 2.0),
-        (0, "gemm1", 2.0, 4.5),
-        (1, "dispatch", 0.0, 3.0),
-        (1, "gemm1", 3.0, 4.0),
+    assert [(e["pid"], threads[e["tid"]], e["name"], e["ts"], e["dur"]) for e in complete] == [
+        (0, "stages", "dispatch", 0.0, 2.0),
+        (0, "stages", "gemm1", 2.0, 4.5),
+        (0, "block   0 load", "gemm1 tile 0", 2.0, 2.5),
+        (0, "block   1 multiply 0", "gemm1 tile 1", 3.0, 0.25),
+        (1, "stages", "dispatch", 0.0, 3.0),
+        (1, "stages", "gemm1", 3.0, 4.0),
     ]
-    assert all(event["args"]["tokens"] == 40 for event in complete)
     names = {e["pid"]: e["args"]["name"] for e in found["traceEvents"] if e["name"] == "process_name"}
     assert names == {0: "rank 0", 1: "rank 1"}
-    assert all(event["tid"] for event in complete), "thread 0 is the idle thread"
     about = found["otherData"]
     assert (about["row"], about["num_tokens"], about["commit"]) == ("mega/a/row", 40, "abc")
     assert "its own first event" in about["starts"]
@@ -246,8 +255,12 @@ class FakePool:
 
     def run(self, function: Any, shape: Any, tokens: list[int], *rest: Any, **options: Any) -> list[list[Measured]]:
         assert function is mega_measure.measure_on_rank
-        against = rest[-1]
-        return [[made_up(rank, each, rival=against) for each in tokens] for rank in range(self.num_ranks)]
+        against, traced = rest[-2:]
+        found = [[made_up(rank, each, rival=against) for each in tokens] for rank in range(self.num_ranks)]
+        if traced:
+            for each in found:
+                each[-1] = replace(each[-1], traced=TracedCall(dict.fromkeys(STAGES, 1.0)))
+        return found
 
 
 def fake_setup(device: str, num_ranks: int, command: Any) -> dict[str, Any]:
@@ -389,8 +402,13 @@ def test_it_runs_cold_and_writes_a_trace(tmp_path: Path) -> None:
     assert all(row["cold"] and row["name"].endswith("/k2/s1/graph/cold") for row in found["rows"])
     assert all(row["p50_us"] > 0 for row in found["rows"])
     events = [event for event in json.loads(file.read_text())["traceEvents"] if event["ph"] == "X"]
-    assert [(event["pid"], event["name"]) for event in events] == [(r, s) for r in range(NUM_GPUS) for s in STAGES]
-    assert all(event["dur"] > 0 and event["args"]["tokens"] == 40 for event in events)
+    stages = [event for event in events if event["args"]]
+    assert [(event["pid"], event["name"]) for event in stages] == [(r, s) for r in range(NUM_GPUS) for s in STAGES]
+    assert all(event["dur"] > 0 and event["args"]["tokens"] == 40 for event in stages)
+    for gemm in ("gemm1", "gemm2"):
+        tiles = [event for event in events if event["name"].startswith(f"{gemm} tile")]
+        assert {event["pid"] for event in tiles} == set(range(NUM_GPUS))
+        assert all(0 <= event["dur"] < 1e6 for event in tiles)
 
 
 @pytest.mark.gpu

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -12,10 +12,12 @@ import tokenloom as tl
 from tests.conftest import Ranks
 from tests.mega_cases import CASES, Case, Layer, assert_near, expected, inputs, make_layer, make_mega
 from tests.small_kernels import needs_nvrtc
+from tokenloom.backends.regions import control_regions, mega_regions
 from tokenloom.jit import compiler
 from tokenloom.jit.compiler import Resources
 from tokenloom.kernels.mega.launch import OwnTokens, meet_ranks_spec, route_lists_spec, sum_routes_spec
 from tokenloom.launch import RankContext
+from tokenloom.mega import _buffer_sizes
 from tokenloom.plan import Plan
 from tokenloom.tune.mega import SCHEDULES
 
@@ -37,6 +39,8 @@ def check_case(context: RankContext, name: str, backend: str = "nvlink") -> None
             mega.schedule = schedule
             for _ in range(2):
                 assert torch.equal(mega(*given), out)
+        if backend == "nvlink":
+            assert len(mega.comm._backend._buffers) == 1  # type: ignore[attr-defined]  # nothing is there twice
         mega.check()
 
 
@@ -102,6 +106,14 @@ def test_replays_with_changing_routing(hoppers: Ranks) -> None:
     hoppers.run(check_changing_routing)
 
 
+FAULTS = {
+    "stats": "expert_stats is",
+    "x": "x is",
+    "weights": "topk_weights is None",
+    "first call": "expert_stats is",
+}
+
+
 def check_faults(context: RankContext, fault: str) -> None:
     case = Case("", tokens=(30, 20))
     layer = make_layer(case, context.num_ranks, context.device)
@@ -112,9 +124,9 @@ def check_faults(context: RankContext, fault: str) -> None:
             assert_near(mega(x, ids, weights), want)
             mega.check()
         if context.rank == 0:
-            bad: dict[str, Any] = {} if fault == "x" else {"expert_stats": torch.zeros(1, device=context.device)}
-            with pytest.raises(tl.TokenloomError, match="x is" if fault == "x" else "expert_stats is"):
-                mega(x[:, :256] if fault == "x" else x, ids, weights, **bad)
+            expert_stats = torch.zeros(1, device=context.device) if fault in ("stats", "first call") else None
+            with pytest.raises(tl.TokenloomError, match=FAULTS[fault]):
+                mega(x[:, :256] if fault == "x" else x, ids, None if fault == "weights" else weights, expert_stats)
         elif fault == "first call":  # buffers are made together
             with pytest.raises(tl.PeerError, match="rank 0"):
                 mega(x, ids, weights)
@@ -129,7 +141,7 @@ def check_faults(context: RankContext, fault: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fault", ["stats", "x", "first call"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_on_one_rank(hoppers: Ranks, fault: str) -> None:
     """An error there, a PeerError elsewhere, NaN until then; the next call is all ranks' again, though a call of the
     layer is two of the communicator."""
@@ -161,6 +173,18 @@ def check_new_weights(context: RankContext) -> None:
 @pytest.mark.gpu
 def test_a_graph_uses_weights_that_are_loaded_later(hoppers: Ranks) -> None:
     hoppers.run(check_new_weights)
+
+
+def test_buffers_of_the_reference_layer() -> None:
+    """Sized for any routing of 8192 tokens on 8 ranks, with room for copies of an even one."""
+    plan = Plan(8, 256, 7168, 8, 8192)
+    routes, even = plan.worst_case_rows("expert"), 8192 * 8
+    own = _buffer_sizes(routes, even, plan.experts_per_rank, plan.hidden, 2048)
+    own_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in own.values())
+    assert own_bytes + mega_regions(plan, 1, 0).total_bytes + control_regions(plan).total_bytes < 3e9
+    values = math.prod(own["activation_values"][0])
+    assert values >= routes * 2048
+    assert values >= even * 1.25 * (2048 + 7168)
 
 
 SPECS = {

@@ -234,7 +234,9 @@ def mega(
     trace_file: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
-            "--trace", dir_okay=False, help="Also write the stages on every rank to this file, for Perfetto."
+            "--trace",
+            dir_okay=False,
+            help="Also write a call, its stages and roles on every SM, to this file, for Perfetto.",
         ),
     ] = None,
     json_file: Annotated[

@@ -154,8 +154,8 @@ def _check(
     b_name: str = "b",
 ) -> None:
     fp8, fp32, int32 = torch.float8_e4m3fn, torch.float32, torch.int32
-    if b.dim() != 3 or b.shape[1] % BLOCK or b.shape[2] % BLOCK:
-        raise ShapeMismatch(f"{b_name} is {list(b.shape)}, expected [E, N, K] with N and K multiples of {BLOCK}")
+    if b.dim() != 3 or not len(b) or b.shape[1] % BLOCK or b.shape[2] % BLOCK:
+        raise ShapeMismatch(f"{b_name} is {list(b.shape)}, expected [E, N, K], N and K multiples of {BLOCK}")
     num_experts, n, k = b.shape
     rows = a.shape[0] if a.dim() else 0
     check_tensor("a", a, fp8, [rows, k], a.device)

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tokenloom.backends.calls import FOLLOWS_A_FAULT
+from tokenloom.backends.calls import CALLS_IN_FLIGHT, FOLLOWS_A_FAULT
 from tokenloom.backends.exchange import Field
 from tokenloom.backends.nvlink import BULK_BYTES, NvlinkBackend, NvlinkHandle
 from tokenloom.communicator import Communicator
-from tokenloom.errors import DtypeMismatch, InvalidArgument, PeerTimeout, ShapeMismatch, TokenloomError
+from tokenloom.errors import DtypeMismatch, InvalidArgument, PeerTimeout, ShapeMismatch
 from tokenloom.gemm import check_aligned, check_clamp, check_tensor, check_weights, interleave_gate_and_up
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.gemm.launch import (
@@ -26,6 +26,7 @@ from tokenloom.kernels.gemm.launch import (
     grouped_gemm_spec,
     operand_map,
     scale_map,
+    trace_times,
     wide_scales,
 )
 from tokenloom.kernels.mega.launch import (
@@ -46,6 +47,8 @@ COPY_ROOM = 1.25
 """Routes of a rank whose rows can be copied, over the mean of an even routing."""
 MOST_TERMS = 32
 """Results of a token that are added."""
+MOST_LOCAL_EXPERTS = 4096
+"""Of a rank: lists are made in shared memory."""
 
 
 def _buffer_sizes(
@@ -75,7 +78,6 @@ class _Buffers:
     """Of one rank, between the kernels of a call; route_lists.cuh and args.cuh say what each is.
 
     Attributes:
-        shared: what other ranks write.
         activations: [routes, I] in the order of the lists.
         copies: the same memory as rows of H: behind the last activation of a call there is room for received rows.
     """
@@ -92,14 +94,12 @@ class _Buffers:
 
     def __init__(
         self,
-        shared: SymmetricBuffer,
         sizes: dict[str, tuple[tuple[int, ...], torch.dtype]],
         most_routes: int,
         hidden: int,
         intermediate: int,
         device: torch.device,
     ) -> None:
-        self.shared = shared
         for name, (shape, dtype) in sizes.items():
             setattr(self, name, torch.zeros(shape, dtype=torch.uint8 if dtype == FP8 else dtype, device=device))
         values: torch.Tensor = self.activation_values.view(FP8)
@@ -189,6 +189,9 @@ class MegaMoE:
         self.set_activation(activation_clamp, fast_math)
 
     def _make_kernels(self) -> None:
+        if self._num_local > MOST_LOCAL_EXPERTS:
+            self.comm.close()
+            raise InvalidArgument(f"{self._num_local} experts on a rank, expected at most {MOST_LOCAL_EXPERTS}")
         hidden, intermediate = self.comm.plan.hidden, self.intermediate
         backend = self.comm._backend
         assert isinstance(backend, NvlinkBackend)
@@ -196,6 +199,7 @@ class MegaMoE:
         self._backend = backend
         self._num_sms = torch.cuda.get_device_properties(self.comm.device).multi_processor_count // CLUSTER * CLUSTER
         self._sums = self._kernel(*sum_routes_spec(self.comm.plan, self.num_shared_experts))
+        self._traces: tuple[torch.Tensor, torch.Tensor] | None = None
         self._gemm2 = self._kernel(*grouped_gemm_spec(self._num_local, hidden, intermediate, scatters=True))
         self._gemm1_of: dict[tuple[bool, bool], Kernel] = {}
         self._lists_of: dict[torch.dtype, Kernel] = {}
@@ -215,26 +219,28 @@ class MegaMoE:
         even = plan.max_tokens_per_rank * (plan.top_k + self.num_shared_experts)
         return _buffer_sizes(self._most_routes, even, self._num_local, plan.hidden, self.intermediate)
 
-    def _allocate(self) -> _Buffers:
-        """At the first call, which all ranks make."""
+    def _own_buffers(self) -> _Buffers:
+        """Made at the first call."""
         if self._buffers is None:
-            fields: dict[str, Field] = {
-                "call": "MegaMoE",
-                "intermediate": self.intermediate,
-                "num_shared_experts": self.num_shared_experts,
-            }
-            shared = self._backend.mega_buffer(fields)
             sizes = (self._most_routes, self.comm.plan.hidden, self.intermediate)
-            self._buffers = found = _Buffers(shared, self._sizes(), *sizes, self.comm.device)
-            gemm2, sums = self._gemm2.args, self._sums.args
-            gemm2.a = operand_map(found.activations, A_BOX_ROWS)
+            self._buffers = found = _Buffers(self._sizes(), *sizes, self.comm.device)
+            self._sums.args.met = found.met.data_ptr()
+            self._activations_map = operand_map(found.activations, A_BOX_ROWS)
             if wide_scales(self.intermediate):
-                gemm2.a_scale_map = scale_map(found.activation_scales)
-            gemm2.a_scales, gemm2.row_targets = found.activation_scales.data_ptr(), found.targets.data_ptr()
-            gemm2.offsets = found.offsets.data_ptr()
-            sums.met, sums.home = found.met.data_ptr(), shared.view("home", torch.uint8, (1,)).data_ptr()
+                self._scales_map = scale_map(found.activation_scales)
             self._copies_map = operand_map(found.copies, A_BOX_ROWS)
         return self._buffers
+
+    def _shared_buffer(self) -> SymmetricBuffer:
+        """Made at the first call, which all ranks make."""
+        fields: dict[str, Field] = {
+            "call": "MegaMoE",
+            "intermediate": self.intermediate,
+            "num_shared_experts": self.num_shared_experts,
+        }
+        shared = self._backend.mega_buffer(fields)
+        self._sums.args.home = shared.view("home", torch.uint8, (1,)).data_ptr()
+        return shared
 
     def set_activation(self, clamp: float | None = None, fast_math: bool = True) -> None:
         """From the next call on; as ``activation_clamp`` and ``fast_math`` of the constructor.
@@ -246,11 +252,15 @@ class MegaMoE:
         if self._reference is not None:
             self._reference.clamp = clamp
             return
+        self._activation = (clamp, fast_math)
         key = (clamp is not None, fast_math)
         if key not in self._gemm1_of:
             swiglu = Swiglu(clamp is not None, self._power_of_two_scales, fast_math)
             sizes = (self._num_local, 2 * self.intermediate, self.comm.plan.hidden)
-            self._gemm1_of[key] = self._kernel(*grouped_gemm_spec(*sizes, swiglu, gathers=True))
+            traced = self._traces is not None
+            self._gemm1_of[key] = self._kernel(*grouped_gemm_spec(*sizes, swiglu, gathers=True, traced=traced))
+            if self._traces is not None:
+                self._gemm1_of[key].args.trace = self._traces[0].data_ptr()
         self._gemm1 = self._gemm1_of[key]
         self._gemm1.args.clamp = clamp or 0.0
 
@@ -309,8 +319,7 @@ class MegaMoE:
         self.weights, self._weights_are_ours = (w1, w1_scales, w2, w2_scales), False
         if self._reference is not None:
             return
-        self._b1, self._gemm2.args.b = operand_map(w1, B_BOX_ROWS), operand_map(w2, B_BOX_ROWS)
-        self._gemm2.args.b_scales = w2_scales.data_ptr()
+        self._b1, self._b2 = operand_map(w1, B_BOX_ROWS), operand_map(w2, B_BOX_ROWS)
 
     def _check_weights(
         self, w1: torch.Tensor, w1_scales: torch.Tensor, w2: torch.Tensor, w2_scales: torch.Tensor
@@ -345,14 +354,28 @@ class MegaMoE:
             As :meth:`Communicator.dispatch` with bounded sizes; nothing can overflow. InvalidArgument before
             :meth:`load_weights`.
         """
+        self.comm._begin()
+        optional = (expert_stats, out)
         if self._reference is not None:
-            found = self.comm._report_fault("dispatch", lambda: self._checked(topk_ids, expert_stats, out))
+            found = self.comm._report_fault("dispatch", lambda: self._checked(topk_ids, topk_weights, *optional))
             return self._reference.forward(self.weights, x, topk_ids, topk_weights, expert_stats, found)
         quantised, calls = isinstance(x, tuple), self._backend.calls
+        if not torch.cuda.is_current_stream_capturing():
+            calls.settle(CALLS_IN_FLIGHT - 1)  # so that from the dispatch to the meeting nothing old is raised
+
+        def prepared() -> tuple[torch.Tensor, _Buffers, Kernel, torch.Tensor]:
+            values = x[0] if isinstance(x, tuple) else x
+            if not isinstance(values, torch.Tensor):
+                raise InvalidArgument(f"x is a {type(values).__name__}, expected a tensor, or (FP8, scales)")
+            lists = self._lists_of_dtype(values.dtype)
+            if self.num_shared_experts and values.data_ptr() % BULK_BYTES:
+                values = values.clone()
+            return self._checked(topk_ids, topk_weights, *optional), self._own_buffers(), lists, values
+
         before = calls.num_calls
         try:
-            out = self.comm._report_fault("dispatch", lambda: self._checked(topk_ids, expert_stats, out))
-            buffers = self._allocate()
+            result, buffers, lists, values = self.comm._report_fault("dispatch", prepared)
+            shared = self._shared_buffer()
             routed = self.comm.dispatch(
                 x,
                 topk_ids,
@@ -364,32 +387,43 @@ class MegaMoE:
             )
         except PeerTimeout:
             raise
-        except TokenloomError:
+        except Exception:
             if calls.num_calls > before:  # the others have heard of it, and go on to the end of their call
                 calls.agree({"call": "MegaMoE"}, status=FOLLOWS_A_FAULT)
             raise
         handle: NvlinkHandle = routed._handle
         stream = torch.cuda.current_stream(self.comm.device).cuda_stream
-        self._passed("dispatch")
-        self._list_routes(handle, buffers, x, expert_stats, stream)
-        self._passed("lists")
-        self._start_gemm1(handle, buffers, stream)
-        self._passed("gemm1")
-        self._gemm2.launch(self._num_sms, stream)
-        self._passed("gemm2")
-        self._sum(handle, buffers, out, stream)
-        self._passed("sum")
-        return out
+        try:
+            self._passed("dispatch")
+            own_scales = x[1].data_ptr() if isinstance(x, tuple) else 0
+            self._list_routes(lists, handle, buffers, shared, (values.data_ptr(), own_scales), expert_stats, stream)
+            self._passed("lists")
+            self._start_gemm1(handle, buffers, stream)
+            self._passed("gemm1")
+            self._start_gemm2(buffers, stream)
+            self._passed("gemm2")
+            self._sum(handle, buffers, result, stream)
+            self._passed("sum")
+        except BaseException:
+            buffers.taken.zero_()  # as the next call expects it
+            raise
+        return result
 
     __call__ = forward
 
     def _checked(
-        self, topk_ids: torch.Tensor, expert_stats: torch.Tensor | None, out: torch.Tensor | None
+        self,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        expert_stats: torch.Tensor | None,
+        out: torch.Tensor | None,
     ) -> torch.Tensor:
         """``out``, or a tensor for it."""
         if not self.weights:
             raise InvalidArgument("the experts have no weights; call load_weights first")
         plan, device = self.comm.plan, self.comm.device
+        if topk_weights is None:
+            raise InvalidArgument("topk_weights is None, expected float32 [T, K]")
         if expert_stats is not None:
             check_tensor("expert_stats", expert_stats, torch.int32, [plan.experts_per_rank], device)
         shape = [len(topk_ids), plan.hidden]
@@ -403,31 +437,33 @@ class MegaMoE:
         if self.after_stage is not None:
             self.after_stage(stage)
 
+    def _lists_of_dtype(self, dtype: torch.dtype) -> Kernel:
+        """Of x, which matters to shared experts."""
+        if dtype not in self._lists_of:
+            own_tokens = OwnTokens(dtype, self._power_of_two_scales)
+            spec = route_lists_spec(self.comm.plan, self.intermediate, self.num_shared_experts, own_tokens)
+            self._lists_of[dtype] = self._kernel(*spec)
+        return self._lists_of[dtype]
+
     def _list_routes(
         self,
+        kernel: Kernel,
         handle: NvlinkHandle,
         buffers: _Buffers,
-        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        shared: SymmetricBuffer,
+        own_tokens: tuple[int, int],
         expert_stats: torch.Tensor | None,
         stream: int,
     ) -> None:
-        plan, counts = self.comm.plan, handle.counts
-        values, scales = x if isinstance(x, tuple) else (x, None)
-        if self.num_shared_experts and values.data_ptr() % BULK_BYTES:
-            values = values.clone()
-        kernel = self._lists_of.get(values.dtype)
-        if kernel is None:
-            own_tokens = OwnTokens(values.dtype, self._power_of_two_scales)
-            spec = route_lists_spec(plan, self.intermediate, self.num_shared_experts, own_tokens)
-            kernel = self._lists_of[values.dtype] = self._kernel(*spec)
-        args = kernel.args
+        """``own_tokens``: addresses of x and its scales."""
+        counts, args = handle.counts, kernel.args
         args.ids, args.weights = handle.local_ids.data_ptr(), handle.topk_weights.data_ptr()  # type: ignore[union-attr]
         args.row_tokens, args.num_rows = handle.row_tokens.data_ptr(), counts.num_rows.data_ptr()  # type: ignore[union-attr]
         args.source_counts, args.expert_counts = counts.source_counts.data_ptr(), counts.expert_counts.data_ptr()
         args.values, args.scales = handle.rows.data_ptr(), handle.scales.data_ptr()  # type: ignore[union-attr]
-        args.x, args.x_scales = values.data_ptr(), 0 if scales is None else scales.data_ptr()
+        args.x, args.x_scales = own_tokens
         args.num_tokens, args.rank = handle.num_tokens, self.comm.rank
-        args.peers, args.home = buffers.shared.peers.data_ptr(), buffers.shared.regions.offset("home")
+        args.peers, args.home = shared.peers.data_ptr(), shared.regions.offset("home")
         args.offsets, args.rows = buffers.offsets.data_ptr(), buffers.rows.data_ptr()
         args.row_weights, args.targets = buffers.row_weights.data_ptr(), buffers.targets.data_ptr()
         args.taken, args.stats = buffers.taken.data_ptr(), 0 if expert_stats is None else expert_stats.data_ptr()
@@ -447,6 +483,15 @@ class MegaMoE:
         args.b, args.b_scales = self._b1, self.weights[1].data_ptr()
         self._gemm1.launch(self._num_sms, stream)
 
+    def _start_gemm2(self, buffers: _Buffers, stream: int) -> None:
+        args = self._gemm2.args
+        if wide_scales(self.intermediate):
+            args.a_scale_map = self._scales_map
+        args.a, args.a_scales = self._activations_map, buffers.activation_scales.data_ptr()
+        args.offsets, args.row_targets = buffers.offsets.data_ptr(), buffers.targets.data_ptr()
+        args.b, args.b_scales = self._b2, self.weights[3].data_ptr()
+        self._gemm2.launch(self._num_sms, stream)
+
     def _sum(self, handle: NvlinkHandle, buffers: _Buffers, out: torch.Tensor, stream: int) -> None:
         calls, ids = self._backend.calls, handle.given_ids
         meet = calls.kernel(meet_ranks_spec)
@@ -463,6 +508,23 @@ class MegaMoE:
             return f"{self.comm.describe()}\n    experts in plain torch, slowly"
         own = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._sizes().values())
         return f"{self.comm.describe()}\n    lists and activations: {own / 1e6:.1f} MB"
+
+    def trace_gemms(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """From now on the GEMMs, a little slower, write when each role of each block works on each tile.
+
+        Returns:
+            Of GEMM1 and GEMM2: int64 [blocks, role, tile, 2], nanoseconds of beginning and end, 0 where there is none;
+            roles are ``tokenloom.kernels.gemm.launch.TRACE_ROLES``.
+        """
+        if self._reference is not None:
+            raise InvalidArgument("backend 'reference' has no kernels to trace")
+        device, sizes = self.comm.device, (self._num_local, self.comm.plan.hidden, self.intermediate)
+        self._traces = (trace_times(self._num_sms, device), trace_times(self._num_sms, device))
+        self._gemm2 = self._kernel(*grouped_gemm_spec(*sizes, scatters=True, traced=True))
+        self._gemm2.args.trace = self._traces[1].data_ptr()
+        self._gemm1_of.clear()
+        self.set_activation(*self._activation)
+        return self._traces
 
     def check(self) -> None:
         """Wait, and raise what calls and graph replays left behind."""

@@ -316,7 +316,7 @@ class NvlinkBackend:
             local_ids=region.local_ids,
             row_places=region.row_places,
             row_tokens=region.row_tokens,
-            reused_after=self._num_dispatches + 1,
+            reused_after=self._num_dispatches + self._num_regions - 1,
         )
 
     def _region(self, row_dtype: torch.dtype, fields: dict[str, Field]) -> _Region:
@@ -324,7 +324,8 @@ class NvlinkBackend:
         number = self._num_dispatches % self._num_regions
         found = self._regions.get((number, row_dtype))
         if found is None:
-            buffer = self.buffer(self._data_regions, max(row_dtype.itemsize, 3 - self._num_regions), fields)
+            value_bytes = row_dtype.itemsize if self._num_regions == 1 else max(row_dtype.itemsize, 2)
+            buffer = self.buffer(self._data_regions, value_bytes, fields)
             found = _Region(self.plan, buffer, number, self._num_regions, self._room, row_dtype)
             self._regions[number, row_dtype] = found
         return found

@@ -69,7 +69,7 @@ def run_mega(
         setup |= {mega_rival.DEEP_GEMM: str(getattr(rival, "__version__", None))}
     limit_s = LIMIT_S * len(tokens) * (1 if rival is None else 2)
     with RankPool(num_ranks, "cuda") as pool, console.status(f"starting {num_ranks} ranks") as status:
-        arguments = (shape, list(tokens), iterations, cold, against)
+        arguments = (shape, list(tokens), iterations, cold, against, trace_file is not None)
         results = pool.run(measure_on_rank, *arguments, limit_s=limit_s, on_event=status.update)
     rows = [
         row
@@ -96,8 +96,9 @@ def run_mega(
         console.print(f"chart written to {plot_file}", markup=False)
     if trace_file is not None:
         name = [row.name for row in rows if row.who == mega_rows.OURS][-1]
-        mega_trace.write_trace(trace_file, setup, name, tokens[-1], [each[-1].ours.stages for each in results])
-        console.print(f"stages of {tokens[-1]} tokens written to {trace_file}; open it in Perfetto", markup=False)
+        traced = [call for each in results if (call := each[-1].traced) is not None]
+        mega_trace.write_trace(trace_file, setup, name, tokens[-1], traced)
+        console.print(f"a call of {tokens[-1]} tokens written to {trace_file}; open it in Perfetto", markup=False)
 
 
 def legend(cold: bool, against: bool) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tokenloom.bench import timing
 from tokenloom.bench.mega_rival import DeepGemm, difference
 from tokenloom.bench.mega_rows import Measured, Samples
+from tokenloom.bench.mega_trace import TracedCall
 from tokenloom.bench.mega_work import MegaShape
 from tokenloom.gemm import interleave_gate_and_up
 from tokenloom.launch import RankContext
@@ -25,13 +26,20 @@ WEIGHT_SEED = 1_000_000
 
 @torch.no_grad()
 def measure_on_rank(
-    context: RankContext, shape: MegaShape, tokens: Sequence[int], iterations: int, cold: bool, against: bool
+    context: RankContext,
+    shape: MegaShape,
+    tokens: Sequence[int],
+    iterations: int,
+    cold: bool,
+    against: bool,
+    traced: bool = False,
 ) -> list[Measured]:
     """For each number of tokens, what this rank found. Collective.
 
     Args:
         cold: overwrite L2 before each sample, and let a sample be one call.
         against: measure deep_gemm too.
+        traced: look at a call of the last number of tokens.
     """
     sizes = (shape.num_experts, shape.hidden, shape.intermediate, shape.top_k, max(tokens))
     clock = Clock(context, cold)
@@ -41,10 +49,11 @@ def measure_on_rank(
         rival = DeepGemm(context.group, shape, max(tokens), (w1, w1_scales), (w2, w2_scales)) if against else None
         w1 = interleave_gate_and_up(w1)
         mega.use_weights(w1, w1_scales, w2, w2_scales)
-        for num_tokens in tokens:
+        for i, num_tokens in enumerate(tokens):
             if context.rank == 0:
                 context.report(f"{num_tokens} tokens on every rank")
-            found.append(_measure(clock, mega, rival, shape, num_tokens, iterations))
+            last = i == len(tokens) - 1
+            found.append(_measure(clock, mega, rival, shape, num_tokens, iterations, traced and last))
         # Only now: after a failure the others may never come to what is collective.
         if rival is not None:
             rival.close()
@@ -80,7 +89,13 @@ def make_weights(
 
 
 def _measure(
-    clock: Clock, mega: MegaMoE, rival: DeepGemm | None, shape: MegaShape, num_tokens: int, iterations: int
+    clock: Clock,
+    mega: MegaMoE,
+    rival: DeepGemm | None,
+    shape: MegaShape,
+    num_tokens: int,
+    iterations: int,
+    traced: bool,
 ) -> Measured:
     context = clock.context
     generator = torch.Generator(context.device).manual_seed(context.rank)
@@ -105,8 +120,21 @@ def _measure(
     found = Measured(ours.samples)
     if theirs is not None:
         found = Measured(ours.samples, theirs.samples, difference(ours.output(clock), theirs.output(clock)))
+    if traced:
+        found = replace(found, traced=_traced_call(clock, mega, call))
     mega.check()
     return found
+
+
+def _traced_call(clock: Clock, mega: MegaMoE, call: Callable[[], Any]) -> TracedCall:
+    gemm1, gemm2 = mega.trace_gemms()
+    _warm_up(call)
+    staged = StagedGraph(clock, mega, call)
+    staged.sample()
+    for times in (gemm1, gemm2):
+        times.zero_()
+    stages = staged.sample()
+    return TracedCall(stages, {"gemm1": gemm1.cpu(), "gemm2": gemm2.cpu()})
 
 
 def _warm_up(call: Callable[[], Any]) -> None:

@@ -11,6 +11,7 @@ from rich import box
 from rich.table import Table
 
 from tokenloom.bench import mega_rival, timing
+from tokenloom.bench.mega_trace import TracedCall
 from tokenloom.bench.mega_work import MegaShape, Work, work
 from tokenloom.bench.rows import of_the_slowest
 
@@ -50,11 +51,13 @@ class Measured:
     Attributes:
         ours, rival: samples; None where no rival was asked for.
         difference: of the two outputs, by :func:`tokenloom.bench.mega_rival.difference`.
+        traced: a call by itself, if it was asked for.
     """
 
     ours: Samples
     rival: Samples | None = None
     difference: float | None = None
+    traced: TracedCall | None = None
 
 
 @dataclass(frozen=True)

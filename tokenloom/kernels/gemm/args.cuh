@@ -18,7 +18,8 @@ struct GroupedGemmArgs {
     const float* row_weights;     // with SwiGLU: [rows], or null
     float clamp;                  // with SwiGLU: of gate from above, of up on both sides
     int32 padding;
-    uint64 spare[5];              // the maps make this a multiple of 64 bytes
+    uint64* trace;                // [blocks][kTraceRoles][kTracedTiles][2] nanoseconds, where that is wanted
+    uint64 spare[4];              // the maps make this a multiple of 64 bytes
 };
 
 constexpr int kBlock = 128;                // values of K with one scale, and columns with one weight scale

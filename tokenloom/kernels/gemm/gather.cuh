@@ -46,6 +46,7 @@ __device__ __forceinline__ void gather_rows(const GroupedGemmArgs& args, GemmSha
         __syncwarp();
         for (int row = lane; row < tile.rows; row += 32) shared.gathered[row] = args.row_index[tile.row + row];
         __syncwarp();
+        if (lane == 0) trace<Shape>(args, kGathers, uses / kBlocks, 0);
         for (int k = 0; k < kBlocks; ++k) {
             const RingUse<Shape::stages> at(uses + k);
             const ScalePlace<Shape> place(uses, k);
@@ -57,5 +58,6 @@ __device__ __forceinline__ void gather_rows(const GroupedGemmArgs& args, GemmSha
             gather_values(shared, at.stage, args.a_rows + k * kBlock, rows, lane);
             mbarrier_arrive_after_copies(&shared.full[at.stage]);
         }
+        if (lane == 0) trace<Shape>(args, kGathers, uses / kBlocks, 1);
     }
 }

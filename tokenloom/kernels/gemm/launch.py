@@ -23,6 +23,9 @@ SCALE_BLOCKS = 8
 SCALE_BYTES = 2 * 4 * SCALE_BLOCKS * (TILE_ROWS + 2)
 """Two buffers with the scales of 8 blocks of K."""
 MOST_STAGES = 4
+TRACE_ROLES = ("load", "gather", "multiply 0", "multiply 1", "epilogue 0", "epilogue 1", "store")
+TRACED_TILES = 128
+"""TraceRole and kTracedTiles of trace.cuh."""
 
 
 @dataclass(frozen=True)
@@ -45,18 +48,26 @@ class GroupedGemmArgs(ctypes.Structure):
         *uint64_fields("out_scales", "row_weights"),
         ("clamp", ctypes.c_float),
         *int32_fields("padding"),
-        ("spare", ctypes.c_uint64 * 5),
+        *uint64_fields("trace"),
+        ("spare", ctypes.c_uint64 * 4),
     ]
 
 
 def grouped_gemm_spec(
-    num_experts: int, n: int, k: int, swiglu: Swiglu | None = None, gathers: bool = False, scatters: bool = False
+    num_experts: int,
+    n: int,
+    k: int,
+    swiglu: Swiglu | None = None,
+    gathers: bool = False,
+    scatters: bool = False,
+    traced: bool = False,
 ) -> tuple[KernelSpec, int]:
     """The variant for weights [num_experts, n, k]: (spec, dynamic shared memory).
 
     Args:
         gathers: rows of a are where an index says.
         scatters: rows of the output go to addresses of their own.
+        traced: it writes when each role of each block works on each tile, see :func:`trace_times`.
 
     Raises:
         InvalidArgument: so many experts that too little shared memory is left.
@@ -77,6 +88,7 @@ def grouped_gemm_spec(
         "k": k,
         "gathers": int(gathers),
         "scatters": int(scatters),
+        "traced": int(traced),
         "swiglu": int(swiglu is not None),
         "clamped": int(swiglu is not None and swiglu.clamped),
         "power_of_two": int(swiglu is not None and swiglu.power_of_two_scales),
@@ -87,6 +99,11 @@ def grouped_gemm_spec(
     path = "kernels/gemm/grouped_gemm.cuh"
     spec = KernelSpec("grouped_gemm", path, tuple(shape.items()), GroupedGemmArgs, THREADS, cluster=CLUSTER)
     return spec, shared_bytes
+
+
+def trace_times(blocks: int, device: torch.device) -> torch.Tensor:
+    """Zeros, int64 [blocks, role, tile, 2], in which a traced variant leaves nanoseconds of beginnings and ends."""
+    return torch.zeros(blocks, len(TRACE_ROLES), TRACED_TILES, 2, dtype=torch.int64, device=device)
 
 
 def operand_map(tensor: torch.Tensor, box_rows: int) -> TensorMap:

@@ -43,6 +43,7 @@ __device__ __forceinline__ void load_tiles(const GroupedGemmArgs& args, GemmShar
     for (; tiles.next(); uses += kBlocks) {
         const Tile tile = tiles.tile(block);
         const int groups = copied.have(tile) ? tile.groups() : 0;  // of rows that TMA finds
+        trace<Shape>(args, kLoads, uses / kBlocks, 0);
         for (int k = 0; k < kBlocks; ++k) {
             const RingUse<Shape::stages> at(uses + k);
             mbarrier_wait(&shared.empty[at.stage], at.parity ^ 1);
@@ -70,6 +71,7 @@ __device__ __forceinline__ void load_tiles(const GroupedGemmArgs& args, GemmShar
                                    copied.first + tile.row + row, full, kBoth);
             }
         }
+        trace<Shape>(args, kLoads, uses / kBlocks, 1);
     }
 }
 

@@ -52,9 +52,12 @@ __device__ __forceinline__ void leave_sums(const GroupedGemmArgs& args, GemmShar
                                            float (&sums)[kChunks][64], TileSource<Shape>& tiles, int32 block,
                                            uint32 use, int group, int thread) {
     asm volatile("" : "+r"(tiles.pair), "+r"(thread));
+    if (thread == 0) trace<Shape>(args, kMultiplies + group, use, 1);
+    if (thread == 0) trace<Shape>(args, kLeaves + group, use, 0);
     const Tile tile = tiles.tile(block);
     if constexpr (Shape::swiglu) leave_activations<Shape>(args, shared, sums, tile, use, group, thread);
     else leave_rows<Shape>(shared, sums, use, group, thread);
+    if (thread == 0) trace<Shape>(args, kLeaves + group, use, 1);
 }
 
 // Where the operands are in shared memory, and what frees a stage, for one thread of a math warpgroup.
@@ -117,6 +120,7 @@ __device__ __forceinline__ void multiply_tiles(const GroupedGemmArgs& args, Gemm
     constexpr uint32 kBlocks = Shape::k / kBlock;
     for (uint32 uses = 0; tiles.next(); uses += kBlocks) {
         const Tile tile = tiles.tile(block);
+        if (thread == 0) trace<Shape>(args, kMultiplies + group, uses / kBlocks, 0);
         if (group >= tile.groups() && !tile.halves) {  // no rows for this warpgroup
             skip_tile<Shape>(shared, uses, empty, lane);
             wait_for_room(shared, uses / kBlocks, group);

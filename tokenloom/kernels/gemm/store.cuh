@@ -57,6 +57,7 @@ __device__ __forceinline__ void store_tiles(const GroupedGemmArgs& args, GemmSha
     TileSource<Shape> tiles(shared.offsets);
     for (uint32 use = 0; tiles.next(); ++use) {
         const Tile tile = tiles.tile(block);
+        if (thread == 0) trace<Shape>(args, kStores, use, 0);
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
             const int first = tile.halves ? 0 : group * kGroupRows;
@@ -81,5 +82,6 @@ __device__ __forceinline__ void store_tiles(const GroupedGemmArgs& args, GemmSha
             __syncwarp();
             if (thread % 32 == 0) mbarrier_arrive(&shared.out_empty[group]);
         }
+        if (thread == 0) trace<Shape>(args, kStores, use, 1);
     }
 }

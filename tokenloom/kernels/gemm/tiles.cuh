@@ -3,7 +3,7 @@
 // Both blocks take the same rows, up to 128 of one expert, and neighbouring strips of 256 columns. Order: expert by
 // expert, pair of strips by pair of strips, so that clusters that run at once share weights in the second-level cache.
 #pragma once
-#include "kernels/gemm/args.cuh"
+#include "kernels/gemm/trace.cuh"
 
 struct Tile {
     int32 expert, row, rows, column;  // 1..128 rows
