@@ -3,8 +3,8 @@ table from.
 
     python bench/schedules.py [--json FILE]
 
-One rank with 32 experts does as much arithmetic as each of 8 ranks with 256. Times are events around replays of a graph
-of ten calls, medians over rounds in which every schedule takes its turn.
+One rank with 32 experts does as much arithmetic as each of 8 ranks with 256. Times are events around replays of a
+graph of ten calls, medians over rounds in which every schedule takes its turn.
 """
 
 from __future__ import annotations
