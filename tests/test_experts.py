@@ -108,7 +108,7 @@ def forbid(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
 @pytest.mark.parametrize("dtype", GROUPED, ids=str)
 def test_grouped_path(dtype: torch.dtype, counts: list[int], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if device == "cpu" or dtype == torch.bfloat16:  # on GPUs grouped_mm is for bfloat16
-        forbid(monkeypatch, "_loop_mm")
+        forbid(monkeypatch, "_LoopProducts")
     check(*make_case(dtype, *GROUPED[dtype], counts, device), counts)
 
 
@@ -116,7 +116,7 @@ def test_grouped_path(dtype: torch.dtype, counts: list[int], device: str, monkey
 @pytest.mark.parametrize("dtype", [torch.float64, *GROUPED], ids=str)
 def test_loop_path(dtype: torch.dtype, counts: list[int], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """float64 takes it by itself; the others are made to, so that both paths are compared on the same cases."""
-    forbid(monkeypatch, "_grouped_mm")
+    forbid(monkeypatch, "_GroupedProducts")
     if dtype != torch.float64:
         monkeypatch.setattr(experts, "_grouped_mm_takes", lambda *tensors: False)
     check(*make_case(dtype, *GROUPED.get(dtype, (8, 12)), counts, device), counts)
@@ -127,14 +127,14 @@ def test_widths_that_are_no_multiple_of_16_bytes(
     dtype: torch.dtype, hidden: int, intermediate: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """grouped_mm refuses their strides, forward or backward."""
-    forbid(monkeypatch, "_grouped_mm")
+    forbid(monkeypatch, "_GroupedProducts")
     check(*make_case(dtype, hidden, intermediate, [2, 0, 3], device), [2, 0, 3])
 
 
-@pytest.mark.parametrize("path", ["_grouped_mm", "_loop_mm"])
+@pytest.mark.parametrize("path", ["_GroupedProducts", "_LoopProducts"])
 def test_rows_beyond_the_last_offset_touch_nothing(path: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs of bounded size end in unspecified rows: NaN there must reach no output, nor any weight's gradient."""
-    if path == "_loop_mm":
+    if path == "_LoopProducts":
         monkeypatch.setattr(experts, "_grouped_mm_takes", lambda *tensors: False)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     counts = [2, 0, 3]
@@ -164,6 +164,34 @@ def test_gradients_by_finite_differences() -> None:
     """The naive loop shares autograd with the code; differences of outputs do not."""
     rows, offsets, w1, w2 = make_case(torch.float64, 3, 2, [2, 0, 1], "cpu")
     assert torch.autograd.gradcheck(lambda *values: swiglu_experts(values[0], offsets, *values[1:]), (rows, w1, w2))
+
+
+def test_gradients_of_weights_by_finite_differences() -> None:
+    """Of rows that are weighted before the second product, the weights' too; an empty expert, a row of weight 0."""
+    rows, offsets, w1, w2 = make_case(torch.float64, 3, 2, [2, 0, 2], "cpu")
+    weights = torch.tensor([0.5, -1.25, 0.0, 2.0], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda r, a, b, w: swiglu_experts(r, offsets, a, b, w), (rows, w1, w2, weights))
+    scaled = swiglu_experts(rows, offsets, w1, w2) * weights[:, None]
+    torch.testing.assert_close(swiglu_experts(rows, offsets, w1, w2, weights), scaled)
+
+
+@pytest.mark.parametrize("frozen", ["rows", "w1", "w2", "weights"])
+def test_gradients_that_nobody_wants(frozen: str, device: str) -> None:
+    """They are not computed; the others are what they would have been."""
+    rows, offsets, w1, w2 = make_case(torch.float32, 8, 12, [3, 0, 2], device)
+    weights = torch.rand(5, device=device, requires_grad=True)
+    tensors = {"rows": rows, "w1": w1, "w2": w2, "weights": weights}
+
+    def grads(wanted: list[str]) -> dict[str, torch.Tensor]:
+        out = swiglu_experts(tensors["rows"], offsets, tensors["w1"], tensors["w2"], tensors["weights"])
+        return dict(
+            zip(wanted, torch.autograd.grad(out.square().sum(), [tensors[name] for name in wanted]), strict=True)
+        )
+
+    full = grads(list(tensors))
+    tensors[frozen] = tensors[frozen].detach()
+    for name, grad in grads([name for name in tensors if name != frozen]).items():
+        torch.testing.assert_close(grad, full[name])
 
 
 def test_gate_comes_first() -> None:

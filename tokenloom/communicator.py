@@ -424,6 +424,31 @@ class Communicator:
         self._ranks.require_alive()
         self._backend.check(wait=True)
 
+    def row_weights(self, routed: Routed) -> torch.Tensor:
+        """The weight of each row of layout "expert", for who weights before the last product. Differentiable.
+
+        Then combine takes ``weighted=False``. Not collective.
+
+        Args:
+            routed: what a dispatch with topk_weights returned.
+
+        Returns:
+            float32 (float64 beside float64 weights) [rows]; 0 where no row lies.
+
+        Raises:
+            InvalidArgument: another layout, a dispatch without weights, or another communicator's.
+        """
+        _check_routed(self, routed)
+        if routed.layout != "expert" or routed._weights is None:
+            raise InvalidArgument("row_weights is for layout 'expert', dispatched with topk_weights")
+        weights, places = routed._weights.flatten(), routed.tokens.shape[0]
+        positions = self._backend.positions(routed._handle)[: len(routed._weights)].flatten()
+        # Which route each row is: no host read, so routes without a row go to a place behind the last.
+        routes = torch.arange(len(weights), device=self.device)
+        source = routes.new_full((places + 1,), len(weights))
+        source.scatter_(0, torch.where((positions >= 0) & (positions < places), positions, places), routes)
+        return torch.cat([weights, weights.new_zeros(1)])[source[:places]]
+
     def close(self) -> None:
         """Release everything; later calls raise CommunicatorBroken. The process group stays yours."""
         self._backend.close()

@@ -1,10 +1,12 @@
-"""SwiGLU experts on rows grouped by expert."""
+"""SwiGLU experts on rows grouped by expert, which save little for backward."""
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 GROUPED_MM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -13,27 +15,135 @@ GROUPED_MM_ALIGNMENT_BYTES = 16
 
 
 def swiglu_experts(
-    rows: torch.Tensor, expert_offsets: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor
+    rows: torch.Tensor,
+    expert_offsets: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    row_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``w2 @ (silu(gate) * up)`` per expert, with ``gate, up = w1 @ row``. Differentiable.
+    """``w2 @ (weight * silu(gate) * up)`` per expert, with ``gate, up = w1 @ row``. Differentiable, once.
+
+    For backward only ``rows`` and the pre-activations ``w1 @ row`` are kept: activations are computed again, and the
+    gradient of a weight is the product of the unweighted activations with their gradient, so that outputs are not
+    needed. Activations are computed in float32 (float64 beside float64) and rounded once, weighted.
 
     Args:
         rows: [R, H], expert e's rows at ``expert_offsets[e]:expert_offsets[e + 1]``; R may exceed the last offset.
         expert_offsets: int32 [L + 1], ascending.
         w1: [L, 2I, H], gate rows 0..I-1, then up rows.
         w2: [L, H, I].
+        row_weights: [R], or None for ones.
 
     Returns:
-        [R, H], dtype of ``rows``; rows beyond the last offset are unspecified.
+        [R, H], dtype of ``rows`` (of autocast, where that is on); rows beyond the last offset are unspecified.
     """
-    matmul = _grouped_mm if _grouped_mm_takes(rows, w1, w2) else _loop_mm
-    return matmul(swiglu(matmul(rows, w1, expert_offsets)), w2, expert_offsets)
+    device = rows.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        rows, w1, w2 = (tensor.to(dtype) for tensor in (rows, w1, w2))
+    if row_weights is None:
+        row_weights = rows.new_ones(len(rows), dtype=torch.promote_types(rows.dtype, torch.float32))
+    with torch.autocast(device, enabled=False):
+        return _SwigluExperts.apply(rows, expert_offsets, w1, w2, row_weights)
 
 
 def swiglu(gate_and_up: torch.Tensor) -> torch.Tensor:
     """[..., 2I] -> [..., I]: silu of the first half times the second."""
     gate, up = gate_and_up.chunk(2, -1)
     return functional.silu(gate) * up
+
+
+class _SwigluExperts(torch.autograd.Function):
+    saved_names = ("rows", "offsets", "w1", "w2", "weights of rows", "pre-activations")
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        offsets: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        row_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        products = _products(rows, w1, w2)
+        hidden = products.by_weights(rows, w1.transpose(1, 2), offsets)
+        ctx.products = products
+        ctx.save_for_backward(rows, offsets, w1, w2, row_weights, hidden)
+        return products.by_weights(_activate(hidden, row_weights), w2.transpose(1, 2), offsets)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        rows, offsets, w1, w2, row_weights, hidden = ctx.saved_tensors
+        products, grad = ctx.products, grad.contiguous()
+        wants_rows, _, wants_w1, wants_w2, wants_weights = ctx.needs_input_grad
+        grad_rows = grad_w1 = grad_w2 = grad_weights = None
+        if wants_w2:
+            grad_w2 = products.of_weights(grad, _activate(hidden, row_weights), offsets)
+        if wants_rows or wants_w1 or wants_weights:
+            grad_activations = products.by_weights(grad, w2, offsets)
+            grad_hidden, grad_weights = _activation_gradients(hidden, row_weights, grad_activations)
+            if wants_rows:
+                grad_rows = products.by_weights(grad_hidden, w1, offsets)
+            if wants_w1:
+                grad_w1 = products.of_weights(grad_hidden, rows, offsets)
+        return grad_rows, None, grad_w1, grad_w2, grad_weights if wants_weights else None
+
+
+def _activate(hidden: torch.Tensor, row_weights: torch.Tensor) -> torch.Tensor:
+    """[R, 2I] -> weighted activations [R, I] of the same dtype."""
+    compute = torch.promote_types(hidden.dtype, torch.float32)
+    return (swiglu(hidden.to(compute)) * row_weights[:, None]).to(hidden.dtype)
+
+
+def _activation_gradients(
+    hidden: torch.Tensor, row_weights: torch.Tensor, grad: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the weighted activations [R, I] -> of the pre-activations [R, 2I], and of the weights [R]."""
+    compute = torch.promote_types(hidden.dtype, torch.float32)
+    gate, up = hidden.to(compute).chunk(2, -1)
+    grad = grad.to(compute)
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    grad_weights = (grad * silu * up).sum(-1).to(row_weights.dtype)
+    grad = grad * row_weights[:, None]
+    grad_gate = grad * up * (sigmoid * (1 + gate * (1 - sigmoid)))
+    return torch.cat([grad_gate, grad * silu], -1).to(hidden.dtype), grad_weights
+
+
+class _Products(Protocol):
+    """Matrix products by groups of rows; ``offsets`` as for swiglu_experts."""
+
+    def by_weights(self, rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """[R, k], [L, k, n] -> [R, n]: each group's rows times its weights."""
+
+    def of_weights(self, left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """[R, n], [R, k] -> [L, n, k]: for each group the sum of its rows' outer products."""
+
+
+class _GroupedProducts:
+    def by_weights(self, rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return functional.grouped_mm(rows, weights, offs=offsets[1:])
+
+    def of_weights(self, left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return functional.grouped_mm(left.t(), right, offs=offsets[1:])
+
+
+class _LoopProducts:
+    def by_weights(self, rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        ends = offsets.tolist()
+        parts = [rows[ends[e] : ends[e + 1]] @ weights[e] for e in range(len(weights))]
+        parts.append(rows.new_zeros(rows.shape[0] - ends[-1], weights.shape[2]))
+        return torch.cat(parts)
+
+    def of_weights(self, left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        ends = offsets.tolist()
+        spans = [slice(begin, end) for begin, end in pairwise(ends)]
+        return torch.stack([left[span].t() @ right[span] for span in spans])
+
+
+def _products(rows: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> _Products:
+    return _GroupedProducts() if _grouped_mm_takes(rows, w1, w2) else _LoopProducts()
 
 
 def _grouped_mm_takes(rows: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> bool:
@@ -44,27 +154,3 @@ def _grouped_mm_takes(rows: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) ->
         return False
     widths = (w1.shape[2], w1.shape[1], w2.shape[2])
     return all(width * rows.element_size() % GROUPED_MM_ALIGNMENT_BYTES == 0 for width in widths)
-
-
-def _grouped_mm(rows: torch.Tensor, weights: torch.Tensor, expert_offsets: torch.Tensor) -> torch.Tensor:
-    out = functional.grouped_mm(rows, weights.transpose(1, 2), offs=expert_offsets[1:])
-    return _ContiguousGrad.apply(out)
-
-
-def _loop_mm(rows: torch.Tensor, weights: torch.Tensor, expert_offsets: torch.Tensor) -> torch.Tensor:
-    ends = expert_offsets.tolist()
-    parts = [functional.linear(rows[ends[e] : ends[e + 1]], weights[e]) for e in range(len(weights))]
-    parts.append(rows.new_zeros(rows.shape[0] - ends[-1], weights.shape[1]))
-    return torch.cat(parts)
-
-
-class _ContiguousGrad(torch.autograd.Function):
-    """Identity whose gradient is contiguous: grouped_mm's backward refuses expanded ones, as ``sum()`` gives."""
-
-    @staticmethod
-    def forward(ctx: Any, out: torch.Tensor) -> torch.Tensor:
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad.contiguous()

@@ -19,7 +19,8 @@ from tokenloom.communicator import Communicator, Routed
 from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch
 from tokenloom.experts import swiglu, swiglu_experts
 from tokenloom.group import RankGroup
-from tokenloom.router import Router, RouterSums, balance_loss, router_sums, z_loss
+from tokenloom.router import Router, RouterSums, balance_loss, router_logits, router_sums, z_loss
+from tokenloom.saved import SavedTensor, saved_tensors
 
 EXPERT_WEIGHTS = ("w1", "w2")
 """Names, within a layer, of the parameters that are sharded by expert along dimension 0."""
@@ -194,7 +195,7 @@ class ExpertParallelMoE(nn.Module):
         routed = comm.dispatch(tokens, topk_ids, topk_weights, layout="expert")
         aux_loss = self._aux_loss(sums, topk_weights.dtype)
         y = comm._report_fault("combine", lambda: self._compute(routed))
-        out = comm.combine(y, routed)
+        out = comm.combine(y, routed, weighted=False)
         if self.shared_w1 is not None and self.shared_w2 is not None:
             hidden = swiglu(functional.linear(tokens, self._replicated(self.shared_w1)))
             out = out + functional.linear(hidden, self._replicated(self.shared_w2))
@@ -208,7 +209,7 @@ class ExpertParallelMoE(nn.Module):
         tokens = self._tokens(x)
         dtype = torch.promote_types(tokens.dtype, torch.float32)
         with torch.autocast(tokens.device.type, enabled=False):  # which would choose by bfloat16 logits
-            logits = functional.linear(tokens.to(dtype), self._replicated(self.router_weight).to(dtype))
+            logits = router_logits(tokens, self._replicated(self.router_weight), dtype)
             topk_ids, topk_weights, probabilities = self.router.route(logits, self.correction_bias)
             wanted = self.balance_coef or self.z_coef or self.correction_bias is not None
             sums = router_sums(logits, probabilities, topk_ids) if wanted else None
@@ -235,13 +236,22 @@ class ExpertParallelMoE(nn.Module):
         return self.balance_coef * balance_loss(sums, self.router.top_k) + self.z_coef * z_loss(sums)
 
     def _compute(self, routed: Routed) -> torch.Tensor:
-        """The experts of this rank on their rows. Not collective."""
+        """The experts of this rank on their rows, weighted. Not collective."""
         assert routed.expert_offsets is not None
         w1, w2 = (_scale_grad(weight, self.expert_grad_scale) for weight in (self.w1, self.w2))
-        return swiglu_experts(routed.tokens, routed.expert_offsets, w1, w2)
+        return swiglu_experts(routed.tokens, routed.expert_offsets, w1, w2, self.comm.row_weights(routed))
 
     def _replicated(self, parameter: torch.Tensor) -> torch.Tensor:
         return _SumGradOverRanks.apply(parameter, self.comm._ranks) if self.router_grad == "sum" else parameter
+
+    def saved_activations(self, x: torch.Tensor) -> list[SavedTensor]:
+        """What a forward on x keeps for backward: each storage, largest first, parameters and x left out. Collective.
+
+        Print the list's items for a table; ``sum(each.num_bytes for each in ...)`` is the total.
+        """
+        with torch.enable_grad():
+            outputs = self(x)
+        return saved_tensors(outputs, [*self.parameters(), *self.buffers(), x])
 
     @torch.no_grad()
     def update_correction_bias(self, rate: float) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from tokenloom.errors import InvalidArgument
 from tokenloom.plan import MAX_TOP_K
@@ -103,6 +105,38 @@ class Router:
         allowed = torch.zeros_like(value, dtype=torch.bool)
         allowed.scatter_(-1, value.topk(self.top_groups, dim=-1).indices, True)
         return groups.masked_fill(~allowed[..., None], -torch.inf).flatten(-2)
+
+
+def router_logits(tokens: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``tokens @ weight.T`` in ``dtype``, which keeps the tokens as they are for backward, not as ``dtype``.
+
+    Args:
+        tokens: [T, H]. weight: [E, H]. dtype: at least as wide as theirs.
+
+    Returns:
+        [T, E] of ``dtype``.
+    """
+    return _Logits.apply(tokens, weight, dtype)
+
+
+class _Logits(torch.autograd.Function):
+    saved_names = ("tokens", "weight")
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        ctx.save_for_backward(tokens, weight)
+        return functional.linear(tokens.to(dtype), weight.to(dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        tokens, weight = ctx.saved_tensors
+        grad_tokens = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_tokens = (grad @ weight.to(grad.dtype)).to(tokens.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight = (grad.t() @ tokens.to(grad.dtype)).to(weight.dtype)
+        return grad_tokens, grad_weight, None
 
 
 @dataclass(frozen=True)

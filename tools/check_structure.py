@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("symmetric",),
     ("jit", "device"),
     ("tune", "tune.choices", "tune.mega"),
-    ("router", "routing", "quant", "experts"),
+    ("router", "routing", "quant", "experts", "saved"),
     ("plan", "group", "env"),
     ("errors",),
     ("_version",),

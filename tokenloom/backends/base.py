@@ -147,6 +147,9 @@ class Backend(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Gradient [T, H] -> (gradient of the rows, gradient of the received weights [R, K] if ``rows`` is given)."""
 
+    def positions(self, handle: Any) -> torch.Tensor:
+        """int64 [at least R, K] (layout "expert"; else [.., 1]): the place of each received route, -1 for none."""
+
     def return_weights(self, handle: Any, grad: torch.Tensor) -> torch.Tensor:
         """Gradient of ``handle.topk_weights`` -> [T, K] at home."""
 

@@ -248,6 +248,9 @@ class CollectiveBackend:
         place = handle.placement
         return routing.spread_gradient(received, place.positions, place.num_places, weights, rows, dtype)
 
+    def positions(self, handle: CollectiveHandle) -> torch.Tensor:
+        return handle.placement.positions
+
     def return_weights(self, handle: CollectiveHandle, grad: torch.Tensor) -> torch.Tensor:
         if handle.call.layout != "expert":
             place = handle.placement.positions[:, 0]

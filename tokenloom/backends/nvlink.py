@@ -445,12 +445,12 @@ class NvlinkBackend:
         call = DispatchCall("token", 1, "bounded", self.plan.worst_case_rows("token"))
         tensors = DispatchInput(grad, None, handle.given_ids, None, False, False, False)
         arrived = self._start_dispatch(call, tensors, self.plan.worst_case_rows("token"))
-        positions = self._positions(handle)
+        positions = self.positions(handle)
         if weights is not None:  # exact sizes have as many received weights as rows
             positions = positions[: len(weights)]
         return routing.spread_gradient(arrived.rows, positions, len(handle.rows), weights, rows, dtype)
 
-    def _positions(self, handle: NvlinkHandle) -> torch.Tensor:
+    def positions(self, handle: NvlinkHandle) -> torch.Tensor:
         """Position matrix of the received rows, one row for each that there may be; -1 beyond those there are."""
         received = torch.arange(self.plan.worst_case_rows("token"), device=handle.rows.device)
         counts = handle.all_counts[:, self.ranks.rank].to(torch.int64)

@@ -1,0 +1,85 @@
+"""What autograd keeps for backward: which tensors, how large."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """Memory that a graph keeps alive.
+
+    Attributes:
+        name: the node that keeps it, and what it is called there.
+        shape, dtype: of the tensor.
+        num_bytes: of the whole storage, which is what is kept even where the tensor is a part of it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name:40} {list(self.shape)!s:20} {str(self.dtype).removeprefix('torch.'):10} {self.num_bytes:>14,}"
+        )
+
+
+def saved_tensors(outputs: Iterable[torch.Tensor], known: Iterable[torch.Tensor]) -> list[SavedTensor]:
+    """Every storage that the graph of ``outputs`` keeps, largest first; those of ``known`` (parameters) left out.
+
+    Custom nodes may name what they save in ``saved_names``; tensors in their other attributes count as well.
+    """
+    seen = {tensor.untyped_storage().data_ptr() for tensor in known}
+    found: list[SavedTensor] = []
+    for node in _nodes(output.grad_fn for output in outputs):
+        for name, tensor in _tensors_of(node):
+            storage = tensor.untyped_storage()
+            if storage.nbytes() and storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                found.append(SavedTensor(name, tuple(tensor.shape), tensor.dtype, storage.nbytes()))
+    return sorted(found, key=lambda each: -each.num_bytes)
+
+
+def _nodes(roots: Iterable[Any]) -> Iterator[Any]:
+    waiting, visited = [node for node in roots if node is not None], set()
+    while waiting:
+        node = waiting.pop()
+        if node in visited:
+            continue
+        visited.add(node)
+        yield node
+        waiting += [parent for parent, _ in node.next_functions if parent is not None]
+
+
+def _tensors_of(node: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    label = node.name().removesuffix("Backward0").removesuffix("Backward").lstrip("_")
+    if hasattr(node, "saved_tensors"):  # written in Python
+        saved = node.saved_tensors
+        names = getattr(getattr(node, "_forward_cls", None), "saved_names", None) or [
+            f"saved {i}" for i in range(len(saved))
+        ]
+        for name, tensor in zip(names, saved, strict=True):
+            yield from _inside(f"{label}: {name}", tensor)
+        for name, value in vars(node).items():
+            yield from _inside(f"{label}: {name}", value)
+        return
+    for name in dir(node):
+        if name.startswith("_saved_"):
+            yield from _inside(f"{label}: {name.removeprefix('_saved_')}", getattr(node, name))
+
+
+def _inside(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif is_dataclass(value) and not isinstance(value, type):
+        for each in fields(value):
+            yield from _inside(f"{name}.{each.name}", getattr(value, each.name))
+    elif isinstance(value, (list, tuple)):
+        for i, each in enumerate(value):
+            yield from _inside(f"{name}[{i}]", each)
