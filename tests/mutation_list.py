@@ -2,43 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from tests.layer_mutations import LAYER, MEGA_MOE, STRATEGIES
+from tests.mutation import Mutation
 
-
-@dataclass(frozen=True)
-class Mutation:
-    """One broken rule.
-
-    Attributes:
-        name: of the mutation.
-        rule: what the code does wrong then.
-        file: within the package.
-        old: text that stands there exactly once; new: what replaces it.
-        tests: files or tests, as pytest takes them, of which at least one must fail.
-        num_ranks: how many rank processes they may have; two see most rules, and start in half the time.
-    """
-
-    name: str
-    rule: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-    num_ranks: int = 2
-
-    def apply(self, package: Path) -> str:
-        """The broken text of the file. Raises SystemExit if there is not exactly one place to break."""
-        text = (package / self.file).read_text()
-        if text.count(self.old) != 1:
-            raise SystemExit(
-                f"{self.name}: expected the following text once in {package / self.file}, "
-                f"found it {text.count(self.old)} times; bring tests/mutation_list.py up to date\n{self.old}"
-            )
-        return text.replace(self.old, self.new)
-
-
-MEGA = "mega_reference.py"
 COLLECTIVE = "backends/collective.py"
 EXCHANGE = "backends/exchange.py"
 
@@ -402,7 +368,7 @@ GRADIENTS = (
         "autograd.py",
         "            grad_weights = grad_weights.to(weights.dtype)",
         "            grad_weights = torch.zeros_like(weights)",
-        (GRADIENTS_TEST,),
+        ("tests/test_row_weights.py::test_it_is_a_weighted_combine",),
     ),
     Mutation(
         "unweighted-backward",
@@ -410,7 +376,7 @@ GRADIENTS = (
         "routing.py",
         "            term = term * weights[row, column].to(compute)[:, None]\n        grad_rows",
         "            term = term * 1\n        grad_rows",
-        (GRADIENTS_TEST,),
+        ("tests/test_row_weights.py::test_it_is_a_weighted_combine",),
     ),
     Mutation(
         "dots-with-weighted-gradient",
@@ -419,7 +385,7 @@ GRADIENTS = (
         "dots[row, column] = (term * rows[place].to(compute)).sum(1)",
         "dots[row, column] = (term * rows[place].to(compute)).sum(1) * (\n"
         "                    1 if weights is None else weights[row, column].to(compute)\n                )",
-        (GRADIENTS_TEST,),
+        ("tests/test_row_weights.py::test_it_is_a_weighted_combine",),
     ),
     Mutation(
         "weight-gradients-to-wrong-token",
@@ -473,65 +439,6 @@ GRADIENTS = (
     ),
 )
 
-LAYER = (
-    Mutation(
-        "bias-in-the-weights",
-        "the correction bias does not only choose, it weighs as well",
-        "router.py",
-        "        weights = scores.gather(-1, ids)\n",
-        "        weights = (choice + scores - scores.detach()).gather(-1, ids)\n",
-        ("tests/test_router.py",),
-    ),
-    Mutation(
-        "no-group-limit",
-        "experts outside the best groups can be chosen",
-        "router.py",
-        "if self.top_groups == self.num_groups:",
-        "if True:",
-        ("tests/test_router.py",),
-    ),
-    Mutation(
-        "value-of-a-group",
-        "a group's value is its best score for sigmoid routers too",
-        "router.py",
-        'min(2 if self.score == "sigmoid" else 1, groups.shape[-1])',
-        "1",
-        ("tests/test_router.py",),
-    ),
-    Mutation(
-        "biased-down",
-        "the correction bias falls for experts with too little load",
-        "layer.py",
-        "torch.sign(counts.mean() - counts)",
-        "torch.sign(counts - counts.mean())",
-        ("tests/test_router.py",),
-    ),
-    Mutation(
-        "gate-and-up-swapped",
-        "silu is applied to the second half of w1's rows",
-        "experts.py",
-        "gate, up = gate_and_up.chunk(2, -1)",
-        "up, gate = gate_and_up.chunk(2, -1)",
-        ("tests/test_experts.py",),
-    ),
-    Mutation(
-        "wrong-shard",
-        "every rank loads the first ranks' experts",
-        "layer.py",
-        "full[name][layer.local_experts.start : layer.local_experts.stop]",
-        "full[name][: len(layer.local_experts)]",
-        ("tests/test_state_dict.py::test_which_experts_a_rank_keeps",),
-    ),
-    Mutation(
-        "seed-by-local-number",
-        "a seed gives the same experts to every rank",
-        "layer.py",
-        "rows = self.local_experts if name in EXPERT_WEIGHTS else range(len(parameter))",
-        "rows = range(len(parameter))",
-        ("tests/test_layer.py::test_a_seed_gives_the_same_full_weights_for_any_number_of_ranks",),
-    ),
-)
-
 KERNELS = (
     Mutation(
         "two-ranks-on-one-gpu",
@@ -559,39 +466,4 @@ KERNELS = (
     ),
 )
 
-MEGA_MOE = (
-    Mutation(
-        "up-clamped-above-only",
-        "ups may be as far below 0 as they like",
-        MEGA,
-        "up.clamp(-self.clamp, self.clamp)",
-        "up.clamp(max=self.clamp)",
-        ("tests/test_mega.py::test_reference_backend[cpu2-clamp]",),
-    ),
-    Mutation(
-        "activations-without-weights",
-        "routes have no weights",
-        MEGA,
-        "dequantize_fp8(*self._quantize(swiglu(gate_and_up) * row_weights[:, None]))",
-        "dequantize_fp8(*self._quantize(swiglu(gate_and_up)))",
-        ("tests/test_mega.py::test_reference_backend[cpu2-plain]",),
-    ),
-    Mutation(
-        "one-shared-expert",
-        "of several shared experts the first serves for all",
-        MEGA,
-        "total = total + self._expert(weights, e, own",
-        "total = total + self._expert(weights, comm.plan.experts_per_rank, own",
-        ("tests/test_mega.py::test_reference_backend[cpu2-two shared experts]",),
-    ),
-    Mutation(
-        "room-for-even-routing",
-        "activations have room for an even routing only",
-        "mega.py",
-        "activations = max(most_routes * intermediate, copied * (intermediate + hidden))",
-        "activations = copied * (intermediate + hidden)",
-        ("tests/test_mega.py::test_buffers_of_the_reference_layer",),
-    ),
-)
-
-MUTATIONS = MEGA_MOE + SUMS + ROUTES + ERRORS + CAPACITY + TIMEOUTS + FP8 + GRADIENTS + LAYER + KERNELS
+MUTATIONS = STRATEGIES + MEGA_MOE + SUMS + ROUTES + ERRORS + CAPACITY + TIMEOUTS + FP8 + GRADIENTS + LAYER + KERNELS

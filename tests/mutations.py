@@ -24,7 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.mutation_list import MUTATIONS, Mutation
+from tests.mutation import Mutation
+from tests.mutation_list import MUTATIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("tokenloom", "tests", "pyproject.toml")

@@ -356,7 +356,7 @@ def check_wire(context: RankContext, layout: str) -> None:
         with count_wire() as wire:
             comm.dispatch(*problem.arguments(context), layout=layout, alignment=8 if layout == "expert" else 1)
         num_rows = rows_sent(problem, context.rank)
-        assert wire.all_to_all == [num_rows * 6 * 8, num_rows * hidden * 4]
+        assert wire.all_to_all == [num_rows * (4 + 6 * 8), num_rows * hidden * 4]  # token, ids and weights; row
         others.append(wire.others)
     assert others[0] == others[1], "what the counts exchange carries must not grow with the hidden size"
 
@@ -373,7 +373,7 @@ def check_to_fp8_wire(context: RankContext) -> None:
     with count_wire() as wire:
         comm.dispatch(*problem.arguments(context), to_fp8=True)
     num_rows = rows_sent(problem, context.rank)
-    assert wire.all_to_all == [num_rows * (6 * 8 + 2 * 4), num_rows * 256]
+    assert wire.all_to_all == [num_rows * (4 + 6 * 8 + 2 * 4), num_rows * 256]
 
 
 def rows_sent(problem: Problem, rank: int) -> int:

@@ -29,8 +29,8 @@ def check(context: RankContext, alignment: int, sizes: str, unused: float) -> No
     room = {"sizes": "bounded", "capacity": 512} if sizes == "bounded" else {}
     results = []
     for by_hand in (False, True):
-        leaf = weights.clone().requires_grad_()
-        routed = comm.dispatch(x, ids, leaf, layout="expert", alignment=alignment, **room)
+        leaf, x_leaf = weights.clone().requires_grad_(), x.clone().requires_grad_()
+        routed = comm.dispatch(x_leaf, ids, leaf, layout="expert", alignment=alignment, **room)
         y = torch.sin(routed.tokens) if sizes == "exact" else torch.sin(routed.tokens.nan_to_num())
         if by_hand:
             rows = comm.row_weights(routed)
@@ -38,11 +38,9 @@ def check(context: RankContext, alignment: int, sizes: str, unused: float) -> No
             out = comm.combine(y * rows[:, None], routed, weighted=False)
         else:
             out = comm.combine(y, routed)
-        (grad,) = torch.autograd.grad(out.square().sum(), leaf)
-        results.append((out.detach(), grad))
-    (want, want_grad), (got, got_grad) = results
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(got_grad, want_grad, rtol=1e-5, atol=1e-5)
+        results.append((out.detach(), *torch.autograd.grad(out.square().sum(), (leaf, x_leaf))))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     comm.close()
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tokenloom.mega import MegaMoE
     from tokenloom.quant import dequantize_fp8, quantize_fp8, quantize_fp8_blocks
     from tokenloom.router import Router
+    from tokenloom.strategy import Strategy
     from tokenloom.streams import Event
 
 _MODULE_OF = {
@@ -40,6 +41,7 @@ _MODULE_OF = {
     "MegaMoE": "mega",
     "Routed": "communicator",
     "Router": "router",
+    "Strategy": "strategy",
     "dequantize_fp8": "quant",
     "gather_state_dict": "layer",
     "grouped_gemm_fp8": "gemm",
@@ -70,6 +72,7 @@ __all__ = [
     "Routed",
     "Router",
     "ShapeMismatch",
+    "Strategy",
     "TokenloomError",
     "__version__",
     "dequantize_fp8",

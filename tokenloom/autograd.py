@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 
 from tokenloom.backends.base import Backend, CombineCall, Handle
+from tokenloom.strategy import SWAPPED
 
 DISPATCH_RANGE = "tokenloom::dispatch"
 COMBINE_RANGE = "tokenloom::combine"
@@ -67,7 +68,7 @@ class _Dispatch(torch.autograd.Function):
         grad_x = grad_weights = None
         with profiler_range(COMBINE_RANGE):
             if ctx.needs_input_grad[2]:
-                call = CombineCall("per_rank", False, x_dtype, x_dtype, False)
+                call = CombineCall("per_rank", False, x_dtype, x_dtype, False, SWAPPED[handle.call.strategy])
                 grad_x = backend.combine(handle, grad_rows.contiguous(), None, call)
             if ctx.needs_input_grad[3] and grad_received is not None:
                 grad_weights = backend.return_weights(handle, grad_received.contiguous())
@@ -90,7 +91,7 @@ class _Combine(torch.autograd.Function):
         rows, weights = ctx.saved_tensors
         with profiler_range(DISPATCH_RANGE):
             grad_rows, grad_weights = ctx.backend.combine_backward(
-                ctx.handle, grad.contiguous(), rows, weights, ctx.rows_dtype
+                ctx.handle, grad.contiguous(), rows, weights, ctx.rows_dtype, SWAPPED[ctx.call.strategy]
             )
         if grad_weights is not None:
             grad_weights = grad_weights.to(weights.dtype)

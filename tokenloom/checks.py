@@ -14,6 +14,7 @@ from tokenloom.errors import (
     ShapeMismatch,
 )
 from tokenloom.plan import FP8_BLOCK, LAYOUTS, Plan
+from tokenloom.strategy import Strategy
 
 PAYLOAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 FP8_DTYPE = torch.float8_e4m3fn
@@ -31,6 +32,7 @@ def dispatch_call(
     capacity: int | None,
     to_fp8: bool,
     power_of_two_scales: bool,
+    strategy: str = "dedup",
 ) -> DispatchCall:
     """The options of a dispatch, with the default capacity filled in."""
     if layout not in LAYOUTS:
@@ -60,7 +62,10 @@ def dispatch_call(
         raise InvalidArgument(
             "power_of_two_scales=True without to_fp8=True: dispatch quantises nothing then; pass both, or neither"
         )
-    return DispatchCall(layout, alignment, sizes, capacity, to_fp8, power_of_two_scales)
+    Strategy(dispatch=strategy)
+    if strategy == "all_to_all" and layout != "expert":
+        raise InvalidArgument(f"strategy 'all_to_all' moves a row for each route, layout {layout!r} has one per token")
+    return DispatchCall(layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy)
 
 
 def dispatch_input(
@@ -121,10 +126,15 @@ def combine_call(
     mode: str,
     wire_dtype: torch.dtype | None,
     out_dtype: torch.dtype | None,
+    strategy: str | None = None,
 ) -> CombineCall:
     """The options of a combine and its tensor ``y``, which must be ``rows_shape``."""
     if mode not in MODES:
         raise InvalidArgument(f"mode is {mode!r}, expected one of {', '.join(MODES)}")
+    strategy = strategy or ("dedup" if mode == "per_rank" else "all_to_all")
+    its_mode = Strategy(combine=strategy).mode
+    if its_mode != mode:
+        raise InvalidArgument(f"strategy {strategy!r} is for mode {its_mode!r}, mode is {mode!r}")
     if layout != "expert":
         if weighted is not None:
             raise InvalidArgument(
@@ -158,6 +168,7 @@ def combine_call(
         wire_dtype=wire_dtype or y.dtype,
         out_dtype=out_dtype or y.dtype,
         needs_grad=grad and (y.requires_grad or (weighted and weights is not None and weights.requires_grad)),
+        strategy=strategy,
     )
 
 

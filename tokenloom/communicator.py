@@ -180,6 +180,7 @@ class Communicator:
         copy: bool = ...,
         to_fp8: bool = ...,
         power_of_two_scales: bool = ...,
+        strategy: str = ...,
         async_op: Literal[False] = ...,
     ) -> Routed: ...
 
@@ -197,6 +198,7 @@ class Communicator:
         copy: bool = ...,
         to_fp8: bool = ...,
         power_of_two_scales: bool = ...,
+        strategy: str = ...,
         async_op: Literal[True],
     ) -> tuple[Routed, Event]: ...
 
@@ -213,6 +215,7 @@ class Communicator:
         copy: bool = False,
         to_fp8: bool = False,
         power_of_two_scales: bool = False,
+        strategy: str = "dedup",
         async_op: bool = False,
     ) -> Routed | tuple[Routed, Event]:
         """Send each token to the ranks that hold its experts. Differentiable in x and topk_weights.
@@ -234,6 +237,7 @@ class Communicator:
                 bit, as ``dispatch(quantize_fp8(x), ...)``. The rows have no gradient, so x may not require one;
                 topk_weights may.
             power_of_two_scales: with ``to_fp8``, as for :func:`tokenloom.quantize_fp8`.
+            strategy: what carries the payload, as :class:`tokenloom.Strategy` says; "nvlink" has "dedup".
             async_op: work on the communicator's own stream and return (routed, event).
 
         Raises:
@@ -248,7 +252,8 @@ class Communicator:
         self._begin()
 
         def checked() -> tuple[Any, Any]:
-            call = checks.dispatch_call(self.plan, layout, alignment, sizes, capacity, to_fp8, power_of_two_scales)
+            options = (layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy)
+            call = checks.dispatch_call(self.plan, *options)
             tensors = checks.dispatch_input(
                 self.plan,
                 self.device,
@@ -322,6 +327,7 @@ class Communicator:
         mode: Mode = ...,
         wire_dtype: torch.dtype | None = ...,
         out_dtype: torch.dtype | None = ...,
+        strategy: str | None = ...,
         async_op: Literal[False] = ...,
     ) -> torch.Tensor: ...
 
@@ -335,6 +341,7 @@ class Communicator:
         mode: Mode = ...,
         wire_dtype: torch.dtype | None = ...,
         out_dtype: torch.dtype | None = ...,
+        strategy: str | None = ...,
         async_op: Literal[True],
     ) -> tuple[torch.Tensor, Event]: ...
 
@@ -347,6 +354,7 @@ class Communicator:
         mode: Mode = "per_rank",
         wire_dtype: torch.dtype | None = None,
         out_dtype: torch.dtype | None = None,
+        strategy: str | None = None,
         async_op: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, Event]:
         """Bring the experts' rows home and sum them in a fixed order. Differentiable in y and the weights.
@@ -361,6 +369,8 @@ class Communicator:
                 summed there in ascending k (layout "expert").
             wire_dtype: dtype of what travels; default y's.
             out_dtype: dtype of the result; default y's.
+            strategy: what carries the payload, as :class:`tokenloom.Strategy` says; None: "dedup" for mode "per_rank",
+                "all_to_all" for "per_route". "nvlink" has those two.
             async_op: work on the communicator's own stream and return (out, event).
 
         Returns:
@@ -383,6 +393,7 @@ class Communicator:
                 mode,
                 wire_dtype,
                 out_dtype,
+                strategy,
             )
             self._backend.check_combine(routed._handle, y, call)
             return call

@@ -21,6 +21,7 @@ from tokenloom.experts import swiglu, swiglu_experts
 from tokenloom.group import RankGroup
 from tokenloom.router import Router, RouterSums, balance_loss, router_logits, router_sums, z_loss
 from tokenloom.saved import SavedTensor, saved_tensors
+from tokenloom.strategy import Strategy
 
 EXPERT_WEIGHTS = ("w1", "w2")
 """Names, within a layer, of the parameters that are sharded by expert along dimension 0."""
@@ -46,6 +47,7 @@ class ExpertParallelMoE(nn.Module):
         router_grad: "local": gradients of replicated parameters are this rank's part, the trainer reduces them (DDP
             does). "sum": backward sums them over the ranks of the group.
         expert_grad_scale: multiplies the gradients of expert weights; 1/W beside a trainer that averages.
+        strategy: what carries dispatch and combine, forward and, swapped, backward.
         comm: a Communicator to share between layers, instead of ``group``.
         backend, timeout_s: see Communicator.
         device, dtype: of the parameters. The device must be the communicator's.
@@ -79,6 +81,7 @@ class ExpertParallelMoE(nn.Module):
         z_coef: float = 0.0,
         router_grad: Literal["local", "sum"] = "local",
         expert_grad_scale: float = 1.0,
+        strategy: Strategy | None = None,
         comm: Communicator | None = None,
         backend: str = "auto",
         timeout_s: float = 30.0,
@@ -116,6 +119,7 @@ class ExpertParallelMoE(nn.Module):
                 "z_coef": z_coef,
                 "router_grad": router_grad,
                 "expert_grad_scale": expert_grad_scale,
+                "strategy": strategy or Strategy(),
                 "dtype": dtype,
             }, rule
 
@@ -123,6 +127,7 @@ class ExpertParallelMoE(nn.Module):
         self.hidden, self.intermediate = hidden, intermediate
         self.balance_coef, self.z_coef = balance_coef, z_coef
         self.router_grad, self.expert_grad_scale = router_grad, expert_grad_scale
+        self.strategy = strategy or Strategy()
         local = comm.plan.experts_per_rank
         factory: dict[str, Any] = {"device": comm.device, "dtype": dtype}
         self.router_weight = nn.Parameter(torch.empty(num_experts, hidden, **factory))
@@ -192,10 +197,11 @@ class ExpertParallelMoE(nn.Module):
         comm._begin()
         # What can fail on one rank alone runs under _report_fault: the others are about to wait for this rank.
         tokens, topk_ids, topk_weights, sums = comm._report_fault("dispatch", lambda: self._route(x))
-        routed = comm.dispatch(tokens, topk_ids, topk_weights, layout="expert")
+        strategy = self.strategy
+        routed = comm.dispatch(tokens, topk_ids, topk_weights, layout="expert", strategy=strategy.dispatch)
         aux_loss = self._aux_loss(sums, topk_weights.dtype)
         y = comm._report_fault("combine", lambda: self._compute(routed))
-        out = comm.combine(y, routed, weighted=False)
+        out = comm.combine(y, routed, weighted=False, mode=strategy.mode, strategy=strategy.combine)
         if self.shared_w1 is not None and self.shared_w2 is not None:
             hidden = swiglu(functional.linear(tokens, self._replicated(self.shared_w1)))
             out = out + functional.linear(hidden, self._replicated(self.shared_w2))

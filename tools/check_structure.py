@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("jit", "device"),
     ("tune", "tune.choices", "tune.mega"),
     ("router", "routing", "quant", "experts", "saved"),
-    ("plan", "group", "env"),
+    ("plan", "group", "env", "strategy"),
     ("errors",),
     ("_version",),
 )

@@ -20,6 +20,7 @@ class DispatchCall:
         to_fp8: the backend quantises x, as quantize_fp8 does, before or while it sends it: rows are float8_e4m3fn,
             and the handle has scales.
         power_of_two_scales: how it does so (False without ``to_fp8``).
+        strategy: what carries the payload, see :class:`tokenloom.strategy.Strategy`.
     """
 
     layout: str
@@ -28,6 +29,7 @@ class DispatchCall:
     capacity: int | None
     to_fp8: bool = False
     power_of_two_scales: bool = False
+    strategy: str = "dedup"
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class CombineCall:
         wire_dtype: dtype of what travels.
         out_dtype: dtype of the result.
         needs_grad: whether autograd will want a gradient.
+        strategy: what carries the payload, see :class:`tokenloom.strategy.Strategy`.
     """
 
     mode: str
@@ -69,6 +72,7 @@ class CombineCall:
     wire_dtype: torch.dtype
     out_dtype: torch.dtype
     needs_grad: bool
+    strategy: str = "dedup"
 
 
 @dataclass(frozen=True)
@@ -144,8 +148,12 @@ class Backend(Protocol):
         rows: torch.Tensor | None,
         weights: torch.Tensor | None,
         dtype: torch.dtype,
+        strategy: str = "dedup",
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Gradient [T, H] -> (gradient of the rows, gradient of the received weights [R, K] if ``rows`` is given)."""
+        """Gradient [T, H] -> (gradient of the rows, gradient of the received weights [R, K] if ``rows`` is given).
+
+        ``strategy``: a dispatch's, which carries it.
+        """
 
     def positions(self, handle: Any) -> torch.Tensor:
         """int64 [at least R, K] (layout "expert"; else [.., 1]): the place of each received route, -1 for none."""

@@ -37,6 +37,7 @@ class CollectiveHandle:
         weights: [R, K], zero where there is no route, or None.
         received_scales: float32 [R, H / 128] for FP8, else None.
         placement: where the received rows lie in the output.
+        row_homes: int64 [R], source rank * M + token: where each received row comes from.
     """
 
     call: DispatchCall
@@ -51,6 +52,7 @@ class CollectiveHandle:
     weights: torch.Tensor | None
     received_scales: torch.Tensor | None
     placement: routing.Placement
+    row_homes: torch.Tensor
 
     @property
     def counts(self) -> RoutedCounts:
@@ -118,7 +120,7 @@ class CollectiveBackend:
     def open_dispatch(self, call: DispatchCall, tensors: DispatchInput) -> CollectiveHandle:
         plan = self.plan
         send = routing.send_map(tensors.topk_ids, plan)
-        fields = dispatch_fields(self._num_dispatches, call, tensors)
+        fields = dispatch_fields(self._num_dispatches, call, tensors) | {"strategy": call.strategy}
         own_counts = torch.cat([send.rows_per_rank, send.routes_per_expert])
         table = self._exchange(fields, own_counts)
         rows, routes = table[:, : plan.num_ranks], table[:, plan.num_ranks :]
@@ -132,7 +134,7 @@ class CollectiveBackend:
         return self._make_handle(call, tensors, send, rows, routes)
 
     def open_combine(self, handle: CollectiveHandle, call: CombineCall) -> None:
-        self._exchange(combine_fields(handle.number, call))
+        self._exchange(combine_fields(handle.number, call) | {"strategy": call.strategy})
 
     def _exchange(
         self, fields: dict[str, Field], counts: torch.Tensor | None = None, fault: Exception | None = None
@@ -160,7 +162,8 @@ class CollectiveBackend:
         by_rank = routes.reshape(plan.num_ranks, plan.num_ranks, plan.experts_per_rank)  # [source, rank, expert]
         sent, received = rows[me].tolist(), rows[:, me].tolist()
         expert_counts = by_rank[:, me].sum(0).tolist()
-        local_ids, weights, scales = self._exchange_metadata(tensors, send, sent, received)
+        tokens, local_ids, weights, scales = self._exchange_metadata(tensors, send, sent, received)
+        sources = torch.repeat_interleave(torch.arange(plan.num_ranks), torch.tensor(received)).to(tokens.device)
         if call.layout == "token":
             placement = routing.place_by_token(received, expert_counts, self.ranks.device)
         elif call.layout == "rank":
@@ -182,13 +185,14 @@ class CollectiveBackend:
             weights=weights,
             received_scales=scales,
             placement=placement,
+            row_homes=sources * plan.max_tokens_per_rank + tokens,
         )
 
     def _exchange_metadata(
         self, tensors: DispatchInput, send: routing.SendMap, sent: list[int], received: list[int]
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Ids, weights and scales of the rows, in one all-to-all of int32 words: (ids, weights, scales) received."""
-        parts = [send.local_ids]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Tokens [R], ids, weights and scales of the rows, in one all-to-all of int32 words, as they are received."""
+        parts = [send.tokens[:, None].to(torch.int32), send.local_ids]
         if tensors.topk_weights is not None:
             weights = torch.where(send.mask, tensors.topk_weights.detach()[send.tokens], 0)
             parts.append(routing.packed(weights).view(torch.int32))
@@ -198,10 +202,10 @@ class CollectiveBackend:
         # Always a copy: a slice of a single row counts as contiguous, but starts wherever its neighbour ends.
         widths = [part.shape[1] for part in parts]
         split = [part.clone(memory_format=torch.contiguous_format) for part in words.split(widths, 1)]
-        local_ids, rest = split[0], split[1:]
+        tokens, local_ids, rest = split[0][:, 0], split[1], split[2:]
         received_weights = None if tensors.topk_weights is None else rest.pop(0).view(tensors.topk_weights.dtype)
         scales = rest.pop(0).view(torch.float32) if rest else None
-        return local_ids, received_weights, scales
+        return tokens, local_ids, received_weights, scales
 
     # -- moving rows ----------------------------------------------------------------------------------------
 
@@ -209,12 +213,27 @@ class CollectiveBackend:
         if handle.call.to_fp8:
             assert self._quantised is not None
             x, self._quantised = self._quantised, None
-        return handle.place(self._send(handle, x))
+        if handle.call.strategy == "all_to_all":
+            return self._send_routes(handle, x)
+        return handle.place(self._send(handle, x, handle.call.strategy))
 
-    def _send(self, handle: CollectiveHandle, x: torch.Tensor) -> torch.Tensor:
+    def _send(self, handle: CollectiveHandle, x: torch.Tensor, strategy: str) -> torch.Tensor:
         """[T, H] at home -> received rows [R, H]."""
+        if strategy == "all_gather":
+            room = x.new_zeros(self.plan.max_tokens_per_rank, x.shape[1])
+            room[: len(x)] = x
+            gathered = self.ranks.all_gather(room.view(torch.uint8).flatten(), "dispatch, all tokens")
+            return routing.gather_rows(gathered.view(x.dtype).view(-1, x.shape[1]), handle.row_homes)
         rows = routing.gather_rows(x, handle.send.tokens)
         return self.ranks.all_to_all(rows, handle.sent, handle.received, "dispatch, payload")
+
+    def _send_routes(self, handle: CollectiveHandle, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] at home -> a row for each route, at its place in the output."""
+        row, _ = handle.send.mask.nonzero(as_tuple=True)
+        rows = routing.gather_rows(x, handle.send.tokens[row])
+        received = self.ranks.all_to_all(rows, handle.routes_sent, handle.routes_received, "dispatch, routes")
+        positions = handle.placement.positions[handle.local_ids >= 0]  # in the order of arrival; -1: dropped
+        return routing.scatter_rows(received, positions[:, None], handle.placement.num_places)
 
     def combine(
         self, handle: CollectiveHandle, rows: torch.Tensor, weights: torch.Tensor | None, call: CombineCall
@@ -225,14 +244,29 @@ class CollectiveBackend:
             partial = routing.ordered_sum(rows, positions, weights, dtype=dtype).to(call.wire_dtype)
             if handle.placement.dropped is not None:
                 partial[handle.placement.dropped] = torch.nan
-            home = self.ranks.all_to_all(partial, handle.received, handle.sent, "combine, partial sums")
             order = routing.home_positions_per_rank(handle.send, handle.num_tokens, self.plan.num_ranks)
+            if call.strategy == "reduce_scatter":
+                home, order = self._scatter_dense(handle, partial, order)
+            else:
+                home = self.ranks.all_to_all(partial, handle.received, handle.sent, "combine, partial sums")
         else:
             terms = routing.weighted_routes(rows, handle.local_ids, handle.placement.positions, weights, dtype=dtype)
             terms = terms.to(call.wire_dtype)
             home = self.ranks.all_to_all(terms, handle.routes_received, handle.routes_sent, "combine, routes")
             order = routing.home_positions_per_route(handle.send, handle.num_tokens, self.plan.top_k)
         return routing.ordered_sum(home, order, dtype=dtype).to(call.out_dtype)
+
+    def _scatter_dense(
+        self, handle: CollectiveHandle, partial: torch.Tensor, order: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Partial sums [R, H] of all ranks' tokens, dense -> (home [W * M, H], and where in it each of [T, W] is)."""
+        num_ranks, room = self.plan.num_ranks, self.plan.max_tokens_per_rank
+        dense = partial.new_zeros(num_ranks * room, partial.shape[1])
+        dense[handle.row_homes] = partial
+        home = self.ranks.all_to_all(dense, [room] * num_ranks, [room] * num_ranks, "combine, dense partial sums")
+        tokens = torch.arange(len(order), device=order.device)[:, None]
+        places = torch.arange(num_ranks, device=order.device) * room + tokens
+        return home, torch.where(order >= 0, places, -1)
 
     # -- gradients ------------------------------------------------------------------------------------------
 
@@ -243,8 +277,9 @@ class CollectiveBackend:
         rows: torch.Tensor | None,
         weights: torch.Tensor | None,
         dtype: torch.dtype,
+        strategy: str = "dedup",
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        received = self._send(handle, grad)
+        received = self._send(handle, grad, strategy)
         place = handle.placement
         return routing.spread_gradient(received, place.positions, place.num_places, weights, rows, dtype)
 

@@ -19,8 +19,9 @@ from tokenloom.backends.base import CombineCall, DispatchCall, DispatchInput
 from tokenloom.errors import PeerError, PlanMismatch
 from tokenloom.group import RankGroup
 from tokenloom.plan import LAYOUTS
+from tokenloom.strategy import COMBINE_STRATEGIES, DISPATCH_STRATEGIES
 
-NUM_FIELDS = 12
+NUM_FIELDS = 13
 MESSAGE_WORDS = 32
 _HEADER_WORDS = 1 + NUM_FIELDS + MESSAGE_WORDS
 _OK, _FAULT = 0, 1
@@ -44,6 +45,7 @@ _WORDS = (
     "yes",
     "no",
     *_DTYPES,
+    *sorted({*DISPATCH_STRATEGIES, *COMBINE_STRATEGIES}),
 )
 
 

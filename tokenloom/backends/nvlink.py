@@ -149,6 +149,7 @@ class NvlinkBackend:
     def check_dispatch(self, call: DispatchCall, tensors: DispatchInput) -> None:
         """What these kernels cannot do, beyond what checks.py refuses."""
         x = tensors.x
+        _require_strategy(call.strategy, ("dedup",))
         self._require_no_host_read(call.sizes == "exact", "sizes='exact'")
         if x.element_size() > 1 and x.dtype not in DTYPES:
             raise DtypeMismatch(
@@ -169,6 +170,7 @@ class NvlinkBackend:
     def check_combine(self, handle: NvlinkHandle, y: torch.Tensor, call: CombineCall) -> None:
         """What these kernels cannot do, beyond what checks.py refuses."""
         self._require_no_host_read(False, "")
+        _require_strategy(call.strategy, ("dedup", "all_to_all"))
         if y.dtype not in DTYPES:
             raise DtypeMismatch(
                 f"y is {y.dtype}, backend nvlink sums bfloat16, float16 and float32; use backend='collective'"
@@ -441,6 +443,7 @@ class NvlinkBackend:
         rows: torch.Tensor | None,
         weights: torch.Tensor | None,
         dtype: torch.dtype,
+        strategy: str = "dedup",
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         call = DispatchCall("token", 1, "bounded", self.plan.worst_case_rows("token"))
         tensors = DispatchInput(grad, None, handle.given_ids, None, False, False, False)
@@ -487,6 +490,13 @@ class NvlinkBackend:
 
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def _require_strategy(strategy: str, known: tuple[str, ...]) -> None:
+    if strategy not in known:
+        raise InvalidArgument(
+            f"strategy is {strategy!r}, backend nvlink has {' and '.join(known)} here; use backend='collective'"
+        )
 
 
 def _require_bulk(rows: torch.Tensor) -> None:

@@ -1,0 +1,121 @@
+"""The rules of layers: ExpertParallelMoE, MegaMoE, and what carries their payloads."""
+
+from __future__ import annotations
+
+from tests.mutation import Mutation
+
+MEGA = "mega_reference.py"
+COLLECTIVE = "backends/collective.py"
+
+LAYER = (
+    Mutation(
+        "bias-in-the-weights",
+        "the correction bias does not only choose, it weighs as well",
+        "router.py",
+        "        weights = scores.gather(-1, ids)\n",
+        "        weights = (choice + scores - scores.detach()).gather(-1, ids)\n",
+        ("tests/test_router.py",),
+    ),
+    Mutation(
+        "no-group-limit",
+        "experts outside the best groups can be chosen",
+        "router.py",
+        "if self.top_groups == self.num_groups:",
+        "if True:",
+        ("tests/test_router.py",),
+    ),
+    Mutation(
+        "value-of-a-group",
+        "a group's value is its best score for sigmoid routers too",
+        "router.py",
+        'min(2 if self.score == "sigmoid" else 1, groups.shape[-1])',
+        "1",
+        ("tests/test_router.py",),
+    ),
+    Mutation(
+        "biased-down",
+        "the correction bias falls for experts with too little load",
+        "layer.py",
+        "torch.sign(counts.mean() - counts)",
+        "torch.sign(counts - counts.mean())",
+        ("tests/test_router.py",),
+    ),
+    Mutation(
+        "gate-and-up-swapped",
+        "silu is applied to the second half of w1's rows",
+        "experts.py",
+        "gate, up = gate_and_up.chunk(2, -1)",
+        "up, gate = gate_and_up.chunk(2, -1)",
+        ("tests/test_experts.py",),
+    ),
+    Mutation(
+        "wrong-shard",
+        "every rank loads the first ranks' experts",
+        "layer.py",
+        "full[name][layer.local_experts.start : layer.local_experts.stop]",
+        "full[name][: len(layer.local_experts)]",
+        ("tests/test_state_dict.py::test_which_experts_a_rank_keeps",),
+    ),
+    Mutation(
+        "seed-by-local-number",
+        "a seed gives the same experts to every rank",
+        "layer.py",
+        "rows = self.local_experts if name in EXPERT_WEIGHTS else range(len(parameter))",
+        "rows = range(len(parameter))",
+        ("tests/test_layer.py::test_a_seed_gives_the_same_full_weights_for_any_number_of_ranks",),
+    ),
+)
+
+MEGA_MOE = (
+    Mutation(
+        "up-clamped-above-only",
+        "ups may be as far below 0 as they like",
+        MEGA,
+        "up.clamp(-self.clamp, self.clamp)",
+        "up.clamp(max=self.clamp)",
+        ("tests/test_mega.py::test_reference_backend[cpu2-clamp]",),
+    ),
+    Mutation(
+        "activations-without-weights",
+        "routes have no weights",
+        MEGA,
+        "dequantize_fp8(*self._quantize(swiglu(gate_and_up) * row_weights[:, None]))",
+        "dequantize_fp8(*self._quantize(swiglu(gate_and_up)))",
+        ("tests/test_mega.py::test_reference_backend[cpu2-plain]",),
+    ),
+    Mutation(
+        "one-shared-expert",
+        "of several shared experts the first serves for all",
+        MEGA,
+        "total = total + self._expert(weights, e, own",
+        "total = total + self._expert(weights, comm.plan.experts_per_rank, own",
+        ("tests/test_mega.py::test_reference_backend[cpu2-two shared experts]",),
+    ),
+    Mutation(
+        "room-for-even-routing",
+        "activations have room for an even routing only",
+        "mega.py",
+        "activations = max(most_routes * intermediate, copied * (intermediate + hidden))",
+        "activations = copied * (intermediate + hidden)",
+        ("tests/test_mega.py::test_buffers_of_the_reference_layer",),
+    ),
+)
+
+STRATEGIES = (
+    Mutation(
+        "gathered-but-not-used",
+        "strategy all_gather sends rows as dedup does",
+        COLLECTIVE,
+        'if strategy == "all_gather":',
+        'if strategy == "none":',
+        ("tests/test_strategies.py::test_what_travels",),
+    ),
+    Mutation(
+        "home-of-another-token",
+        "dense partial sums are taken from the place of the first token",
+        COLLECTIVE,
+        "places = torch.arange(num_ranks, device=order.device) * room + tokens",
+        "places = torch.arange(num_ranks, device=order.device) * room + 0 * tokens",
+        ("tests/test_strategies.py::test_same_bits",),
+    ),
+)
