@@ -12,6 +12,7 @@ from tokenloom.bench.cases import Operation
 from tokenloom.plan import FP8_BLOCK, Plan
 
 SCALE_BYTES = 4
+TOKEN_BYTES = 4
 ID_BYTES = 4
 WEIGHT_BYTES = 4
 PAYLOAD_BYTES = {"bf16": 2, "fp8": 1, "to_fp8": 1}
@@ -49,7 +50,7 @@ def rows_between(plan: Plan, topk_ids: Sequence[torch.Tensor]) -> np.ndarray:
 def moved(plan: Plan, rows: np.ndarray, operation: Operation) -> Traffic:
     """What one call of an operation moves.
 
-    Of a dispatch every row carries its values, FP8 its scales too, and K ids and weights. Of a combine one row of
+    Of a dispatch every row carries its values, FP8 its scales too, which token it is, and K ids and weights. Of a combine one row of
     partial sums, in BF16, goes the other way for every row of the dispatch, in all layouts.
 
     Args:
@@ -57,7 +58,8 @@ def moved(plan: Plan, rows: np.ndarray, operation: Operation) -> Traffic:
     """
     sent = np.zeros((plan.num_ranks, plan.num_ranks), dtype=np.int64)  # bytes from rank to rank
     if "dispatch" in operation.name:
-        row_bytes = plan.hidden * PAYLOAD_BYTES[operation.payload] + plan.top_k * (ID_BYTES + WEIGHT_BYTES)
+        row_bytes = plan.hidden * PAYLOAD_BYTES[operation.payload]
+        row_bytes += TOKEN_BYTES + plan.top_k * (ID_BYTES + WEIGHT_BYTES)
         if operation.payload != "bf16":
             row_bytes += plan.hidden // FP8_BLOCK * SCALE_BYTES
         sent += rows * row_bytes
