@@ -55,8 +55,8 @@ def test_traffic_is_that_of_a_brute_force_count(num_ranks: int, payload: Any, na
     for source, tokens in enumerate(ids):
         for token, experts in enumerate(tokens.tolist()):
             crossed |= {(source, token, expert // plan.experts_per_rank) for expert in experts if expert >= 0}
-    # By hand for hidden 256 and top-3: 256 values of 2 bytes, or of 1 and two scales of 4; 3 ids and 3 weights of 4.
-    out_bytes = {"bf16": 512 + 24, "fp8": 256 + 8 + 24, "to_fp8": 256 + 8 + 24}[payload] if name != "combine" else 0
+    # By hand for hidden 256 and top-3: 256 values of 2 bytes, or of 1 and two scales of 4; token, 3 ids, 3 weights.
+    out_bytes = {"bf16": 512 + 28, "fp8": 256 + 8 + 28, "to_fp8": 256 + 8 + 28}[payload] if name != "combine" else 0
     home_bytes = 512 if name != "dispatch" else 0
     sent, received = [0] * num_ranks, [0] * num_ranks
     for source, _, rank in crossed:

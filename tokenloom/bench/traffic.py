@@ -50,8 +50,8 @@ def rows_between(plan: Plan, topk_ids: Sequence[torch.Tensor]) -> np.ndarray:
 def moved(plan: Plan, rows: np.ndarray, operation: Operation) -> Traffic:
     """What one call of an operation moves.
 
-    Of a dispatch every row carries its values, FP8 its scales too, which token it is, and K ids and weights. Of a combine one row of
-    partial sums, in BF16, goes the other way for every row of the dispatch, in all layouts.
+    Of a dispatch every row carries its values, FP8 its scales too, which token it is, and K ids and weights. Of a
+    combine one row of partial sums, in BF16, goes the other way for every row of the dispatch, in all layouts.
 
     Args:
         rows: as :func:`rows_between` gives them.
