@@ -50,6 +50,10 @@ class Rival(str, Enum):
 
 
 # Optional[...]: typer evaluates these annotations, and before version 0.13 it did not know X | None.
+JsonFileOption = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option("--json", dir_okay=False, help="Also write the rows, with their setup, to this file."),
+]
 RanksOption = Annotated[
     Optional[int],  # noqa: UP045
     typer.Option("--ranks", help="Number of ranks. Default: all GPUs if there are two or more, else 4 CPU processes."),
@@ -167,10 +171,7 @@ def comm(
         Optional[Path],  # noqa: UP045
         typer.Option("--plot", dir_okay=False, help="Also write a bar chart to this PNG file."),
     ] = None,
-    json_file: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option("--json", dir_okay=False, help="Also write the rows, with their setup, to this file."),
-    ] = None,
+    json_file: JsonFileOption = None,
     list_cases: Annotated[bool, typer.Option("--list", help="Print the cases and exit.")] = False,
 ) -> None:
     """Measure dispatch and combine over every backend that works here, in turns, and over deep_ep if it is there."""
@@ -239,10 +240,7 @@ def mega(
             help="Also write a call, its stages and roles on every SM, to this file, for Perfetto.",
         ),
     ] = None,
-    json_file: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option("--json", dir_okay=False, help="Also write the rows, with their setup, to this file."),
-    ] = None,
+    json_file: JsonFileOption = None,
 ) -> None:
     """Measure MegaMoE, the FP8 layer for inference, and its stages, on Hopper GPUs."""
     with _errors_for_people():

@@ -37,7 +37,7 @@ class CollectiveHandle:
         weights: [R, K], zero where there is no route, or None.
         received_scales: float32 [R, H / 128] for FP8, else None.
         placement: where the received rows lie in the output.
-        row_homes: int64 [R], source rank * M + token: where each received row comes from.
+        row_tokens: int32 [R], which token of its source each received row is.
     """
 
     call: DispatchCall
@@ -52,7 +52,7 @@ class CollectiveHandle:
     weights: torch.Tensor | None
     received_scales: torch.Tensor | None
     placement: routing.Placement
-    row_homes: torch.Tensor
+    row_tokens: torch.Tensor
 
     @property
     def counts(self) -> RoutedCounts:
@@ -120,6 +120,7 @@ class CollectiveBackend:
     def open_dispatch(self, call: DispatchCall, tensors: DispatchInput) -> CollectiveHandle:
         plan = self.plan
         send = routing.send_map(tensors.topk_ids, plan)
+        # A field of this backend alone: nvlink has one strategy, and no room for a field more in its kernels' header.
         fields = dispatch_fields(self._num_dispatches, call, tensors) | {"strategy": call.strategy}
         own_counts = torch.cat([send.rows_per_rank, send.routes_per_expert])
         table = self._exchange(fields, own_counts)
@@ -163,7 +164,6 @@ class CollectiveBackend:
         sent, received = rows[me].tolist(), rows[:, me].tolist()
         expert_counts = by_rank[:, me].sum(0).tolist()
         tokens, local_ids, weights, scales = self._exchange_metadata(tensors, send, sent, received)
-        sources = torch.repeat_interleave(torch.arange(plan.num_ranks), torch.tensor(received)).to(tokens.device)
         if call.layout == "token":
             placement = routing.place_by_token(received, expert_counts, self.ranks.device)
         elif call.layout == "rank":
@@ -185,7 +185,7 @@ class CollectiveBackend:
             weights=weights,
             received_scales=scales,
             placement=placement,
-            row_homes=sources * plan.max_tokens_per_rank + tokens,
+            row_tokens=tokens,
         )
 
     def _exchange_metadata(
@@ -223,9 +223,14 @@ class CollectiveBackend:
             room = x.new_zeros(self.plan.max_tokens_per_rank, x.shape[1])
             room[: len(x)] = x
             gathered = self.ranks.all_gather(room.view(torch.uint8).flatten(), "dispatch, all tokens")
-            return routing.gather_rows(gathered.view(x.dtype).view(-1, x.shape[1]), handle.row_homes)
+            return routing.gather_rows(gathered.view(x.dtype).view(-1, x.shape[1]), self._row_homes(handle))
         rows = routing.gather_rows(x, handle.send.tokens)
         return self.ranks.all_to_all(rows, handle.sent, handle.received, "dispatch, payload")
+
+    def _row_homes(self, handle: CollectiveHandle) -> torch.Tensor:
+        """int64 [R]: which of [W * M] tokens of all ranks each received row is."""
+        sources = torch.repeat_interleave(torch.arange(self.plan.num_ranks), torch.tensor(handle.received))
+        return sources.to(handle.row_tokens.device) * self.plan.max_tokens_per_rank + handle.row_tokens
 
     def _send_routes(self, handle: CollectiveHandle, x: torch.Tensor) -> torch.Tensor:
         """[T, H] at home -> a row for each route, at its place in the output."""
@@ -262,7 +267,7 @@ class CollectiveBackend:
         """Partial sums [R, H] of all ranks' tokens, dense -> (home [W * M, H], and where in it each of [T, W] is)."""
         num_ranks, room = self.plan.num_ranks, self.plan.max_tokens_per_rank
         dense = partial.new_zeros(num_ranks * room, partial.shape[1])
-        dense[handle.row_homes] = partial
+        dense[self._row_homes(handle)] = partial
         home = self.ranks.all_to_all(dense, [room] * num_ranks, [room] * num_ranks, "combine, dense partial sums")
         tokens = torch.arange(len(order), device=order.device)[:, None]
         places = torch.arange(num_ranks, device=order.device) * room + tokens

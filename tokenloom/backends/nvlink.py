@@ -21,6 +21,7 @@ from tokenloom.backends.regions import (
     data_regions,
     home_weight_values,
     mega_regions,
+    mega_rows,
     region_rows,
     route_regions,
 )
@@ -138,7 +139,7 @@ class NvlinkBackend:
         """
         self._data_regions = partial(mega_regions, num_shared_experts=num_shared_experts)
         self._num_regions = 1
-        self._room = self.plan.worst_case_rows("token") + (self.plan.max_tokens_per_rank if num_shared_experts else 0)
+        self._room = mega_rows(self.plan, num_shared_experts)
 
     def mega_buffer(self, fields: dict[str, Field]) -> SymmetricBuffer:
         """What :func:`mega_regions` says, made at the first call on all ranks."""

@@ -40,10 +40,14 @@ def mega_regions(plan: Plan, value_bytes: int, num_shared_experts: int) -> Regio
 
     Behind the received rows is room for this rank's own tokens, if there are shared experts.
     """
-    own_rows = plan.max_tokens_per_rank if num_shared_experts else 0
-    receive = _receive_region(plan, 0, plan.worst_case_rows("token") + own_rows, value_bytes)
+    receive = _receive_region(plan, 0, mega_rows(plan, num_shared_experts), value_bytes)
     results = plan.max_tokens_per_rank * (plan.top_k + num_shared_experts)
     return Regions.of([*receive, ("home", results * plan.hidden * 2)])
+
+
+def mega_rows(plan: Plan, num_shared_experts: int) -> int:
+    """Rows of its receive region."""
+    return plan.worst_case_rows("token") + (plan.max_tokens_per_rank if num_shared_experts else 0)
 
 
 def _receive_region(plan: Plan, number: int, rows: int, value_bytes: int) -> list[tuple[str, int]]:
