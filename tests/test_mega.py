@@ -17,7 +17,7 @@ from tokenloom.jit import compiler
 from tokenloom.jit.compiler import Resources
 from tokenloom.kernels.mega.launch import OwnTokens, meet_ranks_spec, route_lists_spec, sum_routes_spec
 from tokenloom.launch import RankContext
-from tokenloom.mega import _buffer_sizes
+from tokenloom.mega_nvlink import buffer_sizes
 from tokenloom.plan import Plan
 from tokenloom.tune.mega import SCHEDULES
 
@@ -195,7 +195,7 @@ def test_buffers_of_the_reference_layer() -> None:
     """Sized for any routing of 8192 tokens on 8 ranks, with room for copies of an even one."""
     plan = Plan(8, 256, 7168, 8, 8192)
     routes, even = plan.worst_case_rows("expert"), 8192 * 8
-    own = _buffer_sizes(routes, even, plan.experts_per_rank, plan.hidden, 2048)
+    own = buffer_sizes(routes, even, plan.experts_per_rank, plan.hidden, 2048)
     own_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in own.values())
     assert own_bytes + mega_regions(plan, 1, 0).total_bytes + control_regions(plan).total_bytes < 3e9
     values = math.prod(own["activation_values"][0])

@@ -140,6 +140,7 @@ def _launch(
     if wide_scales(a.shape[1]):
         args.a_scale_map = scale_map(a_scales)
     args.a_scales, args.b_scales = a_scales.data_ptr(), b_scales.data_ptr()
+    args.first_expert, args.end_expert = 0, b.shape[0]
     args.offsets, args.out = expert_offsets.data_ptr(), out.data_ptr()
     sms = torch.cuda.get_device_properties(a.device).multi_processor_count
     kernel.launch(sms // CLUSTER * CLUSTER, torch.cuda.current_stream(a.device).cuda_stream)

@@ -2,109 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tokenloom.backends.calls import CALLS_IN_FLIGHT, FOLLOWS_A_FAULT
-from tokenloom.backends.exchange import Field
-from tokenloom.backends.nvlink import BULK_BYTES, NvlinkBackend, NvlinkHandle
 from tokenloom.communicator import Communicator
-from tokenloom.errors import DtypeMismatch, InvalidArgument, PeerTimeout, ShapeMismatch
+from tokenloom.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
 from tokenloom.gemm import check_aligned, check_clamp, check_tensor, check_weights, interleave_gate_and_up
-from tokenloom.jit.kernel import Kernel
-from tokenloom.kernels.gemm.launch import (
-    A_BOX_ROWS,
-    B_BOX_ROWS,
-    BLOCK,
-    CLUSTER,
-    Swiglu,
-    grouped_gemm_spec,
-    operand_map,
-    scale_map,
-    trace_times,
-    wide_scales,
-)
-from tokenloom.kernels.mega.launch import (
-    LIST_BLOCKS_PER_SM,
-    OwnTokens,
-    meet_ranks_spec,
-    route_lists_spec,
-    sum_routes_spec,
-)
+from tokenloom.kernels.gemm.launch import BLOCK
 from tokenloom.kernels.shape import DTYPES
-from tokenloom.mega_reference import ReferenceExperts
+from tokenloom.mega_nvlink import FP8, NvlinkExperts
+from tokenloom.mega_reference import MegaCall, ReferenceExperts
 from tokenloom.quant import quantize_fp8_blocks
-from tokenloom.symmetric import SymmetricBuffer
-from tokenloom.tune.mega import MegaSchedule, schedule_for
+from tokenloom.tune.mega import MegaSchedule
 
-FP8 = torch.float8_e4m3fn
-COPY_ROOM = 1.25
-"""Routes of a rank whose rows can be copied, over the mean of an even routing."""
 MOST_TERMS = 32
 """Results of a token that are added."""
-MOST_LOCAL_EXPERTS = 4096
-"""Of a rank: lists are made in shared memory."""
-
-
-def _buffer_sizes(
-    most_routes: int, even_routes: int, num_local: int, hidden: int, intermediate: int
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """What a rank has besides what other ranks write: shape and dtype of each.
-
-    The worst routing's activations leave room for copies of about any other routing's rows.
-    """
-    int32, float32 = torch.int32, torch.float32
-    copied = min(int(even_routes * COPY_ROOM), most_routes)
-    activations = max(most_routes * intermediate, copied * (intermediate + hidden))
-    return {
-        "offsets": ((num_local + 1,), int32),
-        "rows": ((most_routes,), int32),
-        "row_weights": ((most_routes,), float32),
-        "targets": ((most_routes,), torch.int64),
-        "taken": ((num_local,), int32),
-        "copied": ((2,), int32),
-        "met": ((1,), int32),
-        "activation_values": ((max(activations, hidden),), FP8),
-        "activation_scales": ((most_routes, intermediate // BLOCK), float32),
-    }
-
-
-class _Buffers:
-    """Of one rank, between the kernels of a call; route_lists.cuh and args.cuh say what each is.
-
-    Attributes:
-        activations: [routes, I] in the order of the lists.
-        copies: the same memory as rows of H: behind the last activation of a call there is room for received rows.
-    """
-
-    offsets: torch.Tensor
-    rows: torch.Tensor
-    row_weights: torch.Tensor
-    targets: torch.Tensor
-    taken: torch.Tensor
-    copied: torch.Tensor
-    met: torch.Tensor
-    activation_scales: torch.Tensor
-    activation_values: torch.Tensor
-
-    def __init__(
-        self,
-        sizes: dict[str, tuple[tuple[int, ...], torch.dtype]],
-        most_routes: int,
-        hidden: int,
-        intermediate: int,
-        device: torch.device,
-    ) -> None:
-        for name, (shape, dtype) in sizes.items():
-            setattr(self, name, torch.zeros(shape, dtype=torch.uint8 if dtype == FP8 else dtype, device=device))
-        values: torch.Tensor = self.activation_values.view(FP8)
-        self.activations = values[: most_routes * intermediate].view(most_routes, intermediate)
-        self.copies = values[: len(values) // hidden * hidden].view(-1, hidden)
 
 
 class MegaMoE:
@@ -176,71 +91,17 @@ class MegaMoE:
             timeout_s=timeout_s,
         )
         self.intermediate, self.num_shared_experts, self.schedule = intermediate, num_shared_experts, schedule
-        self._power_of_two_scales = power_of_two_scales
         self._num_local = self.comm.plan.experts_per_rank + num_shared_experts
         self.weights: tuple[torch.Tensor, ...] = ()
         self._weights_are_ours = False
         self.after_stage: Callable[[str], None] | None = None
-        self._reference: ReferenceExperts | None = None
-        if backend == "reference":
-            self._reference = ReferenceExperts(self.comm, num_shared_experts, power_of_two_scales)
-        else:
-            self._make_kernels()
-        self.set_activation(activation_clamp, fast_math)
-
-    def _make_kernels(self) -> None:
-        if self._num_local > MOST_LOCAL_EXPERTS:
+        kind = NvlinkExperts if backend == "nvlink" else ReferenceExperts
+        try:
+            self._experts = kind(self.comm, intermediate, num_shared_experts, power_of_two_scales)
+        except InvalidArgument:
             self.comm.close()
-            raise InvalidArgument(f"{self._num_local} experts on a rank, expected at most {MOST_LOCAL_EXPERTS}")
-        hidden, intermediate = self.comm.plan.hidden, self.intermediate
-        backend = self.comm._backend
-        assert isinstance(backend, NvlinkBackend)
-        backend.serve_mega(self.num_shared_experts)
-        self._backend = backend
-        self._num_sms = torch.cuda.get_device_properties(self.comm.device).multi_processor_count // CLUSTER * CLUSTER
-        self._sums = self._kernel(*sum_routes_spec(self.comm.plan, self.num_shared_experts))
-        self._traces: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._gemm2 = self._kernel(*grouped_gemm_spec(self._num_local, hidden, intermediate, scatters=True))
-        self._gemm1_of: dict[tuple[bool, bool], Kernel] = {}
-        self._lists_of: dict[torch.dtype, Kernel] = {}
-        self._buffers: _Buffers | None = None
-
-    def _kernel(self, spec: Any, shared_bytes: int) -> Kernel:
-        return Kernel(spec, shared_bytes, self.comm.device.index)
-
-    @property
-    def _most_routes(self) -> int:
-        """Of this rank's experts, whatever the routing."""
-        plan = self.comm.plan
-        return plan.worst_case_rows("expert") + self.num_shared_experts * plan.max_tokens_per_rank
-
-    def _sizes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        plan = self.comm.plan
-        even = plan.max_tokens_per_rank * (plan.top_k + self.num_shared_experts)
-        return _buffer_sizes(self._most_routes, even, self._num_local, plan.hidden, self.intermediate)
-
-    def _own_buffers(self) -> _Buffers:
-        """Made at the first call."""
-        if self._buffers is None:
-            sizes = (self._most_routes, self.comm.plan.hidden, self.intermediate)
-            self._buffers = found = _Buffers(self._sizes(), *sizes, self.comm.device)
-            self._sums.args.met = found.met.data_ptr()
-            self._activations_map = operand_map(found.activations, A_BOX_ROWS)
-            if wide_scales(self.intermediate):
-                self._scales_map = scale_map(found.activation_scales)
-            self._copies_map = operand_map(found.copies, A_BOX_ROWS)
-        return self._buffers
-
-    def _shared_buffer(self) -> SymmetricBuffer:
-        """Made at the first call, which all ranks make."""
-        fields: dict[str, Field] = {
-            "call": "MegaMoE",
-            "intermediate": self.intermediate,
-            "num_shared_experts": self.num_shared_experts,
-        }
-        shared = self._backend.mega_buffer(fields)
-        self._sums.args.home = shared.view("home", torch.uint8, (1,)).data_ptr()
-        return shared
+            raise
+        self._experts.set_activation(activation_clamp, fast_math)
 
     def set_activation(self, clamp: float | None = None, fast_math: bool = True) -> None:
         """From the next call on; as ``activation_clamp`` and ``fast_math`` of the constructor.
@@ -249,20 +110,7 @@ class MegaMoE:
             InvalidArgument: the clamp is not above 0.
         """
         check_clamp("activation_clamp", clamp)
-        if self._reference is not None:
-            self._reference.clamp = clamp
-            return
-        self._activation = (clamp, fast_math)
-        key = (clamp is not None, fast_math)
-        if key not in self._gemm1_of:
-            swiglu = Swiglu(clamp is not None, self._power_of_two_scales, fast_math)
-            sizes = (self._num_local, 2 * self.intermediate, self.comm.plan.hidden)
-            traced = self._traces is not None
-            self._gemm1_of[key] = self._kernel(*grouped_gemm_spec(*sizes, swiglu, gathers=True, traced=traced))
-            if self._traces is not None:
-                self._gemm1_of[key].args.trace = self._traces[0].data_ptr()
-        self._gemm1 = self._gemm1_of[key]
-        self._gemm1.args.clamp = clamp or 0.0
+        self._experts.set_activation(clamp, fast_math)
 
     def load_weights(
         self,
@@ -317,9 +165,7 @@ class MegaMoE:
         """
         self._check_weights(w1, w1_scales, w2, w2_scales)
         self.weights, self._weights_are_ours = (w1, w1_scales, w2, w2_scales), False
-        if self._reference is not None:
-            return
-        self._b1, self._b2 = operand_map(w1, B_BOX_ROWS), operand_map(w2, B_BOX_ROWS)
+        self._experts.use_weights(self.weights)
 
     def _check_weights(
         self, w1: torch.Tensor, w1_scales: torch.Tensor, w2: torch.Tensor, w2_scales: torch.Tensor
@@ -355,59 +201,16 @@ class MegaMoE:
             :meth:`load_weights`.
         """
         self.comm._begin()
-        optional = (expert_stats, out)
-        if self._reference is not None:
-            found = self.comm._report_fault("dispatch", lambda: self._checked(topk_ids, topk_weights, *optional))
-            return self._reference.forward(self.weights, x, topk_ids, topk_weights, expert_stats, found)
-        quantised, calls = isinstance(x, tuple), self._backend.calls
-        if not torch.cuda.is_current_stream_capturing():
-            calls.settle(CALLS_IN_FLIGHT - 1)  # so that from the dispatch to the meeting nothing old is raised
-
-        def prepared() -> tuple[torch.Tensor, _Buffers, Kernel, torch.Tensor]:
-            values = x[0] if isinstance(x, tuple) else x
-            if not isinstance(values, torch.Tensor):
-                raise InvalidArgument(f"x is a {type(values).__name__}, expected a tensor, or (FP8, scales)")
-            lists = self._lists_of_dtype(values.dtype)
-            if self.num_shared_experts and values.data_ptr() % BULK_BYTES:
-                values = values.clone()
-            return self._checked(topk_ids, topk_weights, *optional), self._own_buffers(), lists, values
-
-        before = calls.num_calls
-        try:
-            result, buffers, lists, values = self.comm._report_fault("dispatch", prepared)
-            shared = self._shared_buffer()
-            routed = self.comm.dispatch(
-                x,
-                topk_ids,
-                topk_weights,
-                layout="token",
-                sizes="bounded",
-                to_fp8=not quantised,
-                power_of_two_scales=self._power_of_two_scales and not quantised,
-            )
-        except PeerTimeout:
-            raise
-        except Exception:
-            if calls.num_calls > before:  # the others have heard of it, and go on to the end of their call
-                calls.agree({"call": "MegaMoE"}, status=FOLLOWS_A_FAULT)
-            raise
-        handle: NvlinkHandle = routed._handle
-        stream = torch.cuda.current_stream(self.comm.device).cuda_stream
-        try:
-            self._passed("dispatch")
-            own_scales = x[1].data_ptr() if isinstance(x, tuple) else 0
-            self._list_routes(lists, handle, buffers, shared, (values.data_ptr(), own_scales), expert_stats, stream)
-            self._passed("lists")
-            self._start_gemm1(handle, buffers, stream)
-            self._passed("gemm1")
-            self._start_gemm2(buffers, stream)
-            self._passed("gemm2")
-            self._sum(handle, buffers, result, stream)
-            self._passed("sum")
-        except BaseException:
-            buffers.taken.zero_()  # as the next call expects it
-            raise
-        return result
+        call = MegaCall(
+            x,
+            topk_ids,
+            topk_weights,
+            expert_stats,
+            checked=lambda: self._checked(topk_ids, topk_weights, expert_stats, out),
+            schedule=self.schedule,
+            passed=self._passed,
+        )
+        return self._experts.forward(call)
 
     __call__ = forward
 
@@ -437,94 +240,21 @@ class MegaMoE:
         if self.after_stage is not None:
             self.after_stage(stage)
 
-    def _lists_of_dtype(self, dtype: torch.dtype) -> Kernel:
-        """Of x, which matters to shared experts."""
-        if dtype not in self._lists_of:
-            own_tokens = OwnTokens(dtype, self._power_of_two_scales)
-            spec = route_lists_spec(self.comm.plan, self.intermediate, self.num_shared_experts, own_tokens)
-            self._lists_of[dtype] = self._kernel(*spec)
-        return self._lists_of[dtype]
-
-    def _list_routes(
-        self,
-        kernel: Kernel,
-        handle: NvlinkHandle,
-        buffers: _Buffers,
-        shared: SymmetricBuffer,
-        own_tokens: tuple[int, int],
-        expert_stats: torch.Tensor | None,
-        stream: int,
-    ) -> None:
-        """``own_tokens``: addresses of x and its scales."""
-        counts, args = handle.counts, kernel.args
-        args.ids, args.weights = handle.local_ids.data_ptr(), handle.topk_weights.data_ptr()  # type: ignore[union-attr]
-        args.row_tokens, args.num_rows = handle.row_tokens.data_ptr(), counts.num_rows.data_ptr()  # type: ignore[union-attr]
-        args.source_counts, args.expert_counts = counts.source_counts.data_ptr(), counts.expert_counts.data_ptr()
-        args.values, args.scales = handle.rows.data_ptr(), handle.scales.data_ptr()  # type: ignore[union-attr]
-        args.x, args.x_scales = own_tokens
-        args.num_tokens, args.rank = handle.num_tokens, self.comm.rank
-        args.peers, args.home = shared.peers.data_ptr(), shared.regions.offset("home")
-        args.offsets, args.rows = buffers.offsets.data_ptr(), buffers.rows.data_ptr()
-        args.row_weights, args.targets = buffers.row_weights.data_ptr(), buffers.targets.data_ptr()
-        args.taken, args.stats = buffers.taken.data_ptr(), 0 if expert_stats is None else expert_stats.data_ptr()
-        schedule = self.schedule or schedule_for(handle.num_tokens)
-        args.copies, args.copied = buffers.copies.data_ptr(), buffers.copied.data_ptr()
-        args.copy_room = len(buffers.copies) if schedule.copies_rows else 0
-        args.fault_claimed = self._backend.calls.fault_claimed
-        kernel.launch(LIST_BLOCKS_PER_SM * self._num_sms, stream)
-
-    def _start_gemm1(self, handle: NvlinkHandle, buffers: _Buffers, stream: int) -> None:
-        args = self._gemm1.args
-        args.a, args.copied = self._copies_map, buffers.copied.data_ptr()
-        args.a_rows, args.a_scales = handle.rows.data_ptr(), handle.scales.data_ptr()  # type: ignore[union-attr]
-        args.row_index, args.row_weights = buffers.rows.data_ptr(), buffers.row_weights.data_ptr()
-        args.offsets = buffers.offsets.data_ptr()
-        args.out, args.out_scales = buffers.activations.data_ptr(), buffers.activation_scales.data_ptr()
-        args.b, args.b_scales = self._b1, self.weights[1].data_ptr()
-        self._gemm1.launch(self._num_sms, stream)
-
-    def _start_gemm2(self, buffers: _Buffers, stream: int) -> None:
-        args = self._gemm2.args
-        if wide_scales(self.intermediate):
-            args.a_scale_map = self._scales_map
-        args.a, args.a_scales = self._activations_map, buffers.activation_scales.data_ptr()
-        args.offsets, args.row_targets = buffers.offsets.data_ptr(), buffers.targets.data_ptr()
-        args.b, args.b_scales = self._b2, self.weights[3].data_ptr()
-        self._gemm2.launch(self._num_sms, stream)
-
-    def _sum(self, handle: NvlinkHandle, buffers: _Buffers, out: torch.Tensor, stream: int) -> None:
-        calls, ids = self._backend.calls, handle.given_ids
-        meet = calls.kernel(meet_ranks_spec)
-        meet.args.met, meet.args.taken = buffers.met.data_ptr(), buffers.taken.data_ptr()
-        calls.launch(meet, {"call": "MegaMoE", "dispatch number": handle.number}, blocks=1)
-        args = self._sums.args
-        args.topk_ids, args.ids_are_int64 = ids.data_ptr(), ids.dtype == torch.int64
-        args.slots, args.out, args.num_tokens = handle.slots.data_ptr(), out.data_ptr(), handle.num_tokens
-        self._sums.launch(self._num_sms, stream)
-
     def describe(self) -> str:
         """What it runs on, and how much memory its buffers take; they are made at the first call."""
-        if self._reference is not None:
-            return f"{self.comm.describe()}\n    experts in plain torch, slowly"
-        own = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._sizes().values())
-        return f"{self.comm.describe()}\n    lists and activations: {own / 1e6:.1f} MB"
+        return f"{self.comm.describe()}\n    {self._experts.describe()}"
 
     def trace_gemms(self) -> tuple[torch.Tensor, torch.Tensor]:
         """From now on the GEMMs, a little slower, write when each role of each block works on each tile.
 
         Returns:
             Of GEMM1 and GEMM2: int64 [blocks, role, tile, 2], nanoseconds of beginning and end, 0 where there is none;
-            roles are ``tokenloom.kernels.gemm.launch.TRACE_ROLES``.
+            roles are ``tokenloom.kernels.gemm.launch.TRACE_ROLES``. With several waves, the last one's remain.
+
+        Raises:
+            InvalidArgument: backend "reference" has no kernels.
         """
-        if self._reference is not None:
-            raise InvalidArgument("backend 'reference' has no kernels to trace")
-        device, sizes = self.comm.device, (self._num_local, self.comm.plan.hidden, self.intermediate)
-        self._traces = (trace_times(self._num_sms, device), trace_times(self._num_sms, device))
-        self._gemm2 = self._kernel(*grouped_gemm_spec(*sizes, scatters=True, traced=True))
-        self._gemm2.args.trace = self._traces[1].data_ptr()
-        self._gemm1_of.clear()
-        self.set_activation(*self._activation)
-        return self._traces
+        return self._experts.trace_gemms()
 
     def check(self) -> None:
         """Wait, and raise what calls and graph replays left behind."""

@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("launch", "tune.profile"),
     ("__init__",),  # the public names
     ("layer", "mega"),
+    ("mega_nvlink",),
     ("mega_reference",),
     ("communicator",),
     ("autograd", "checks", "agreement", "streams"),

@@ -17,6 +17,7 @@ from tokenloom.bench.mega_work import MegaShape
 from tokenloom.gemm import interleave_gate_and_up
 from tokenloom.launch import RankContext
 from tokenloom.mega import MegaMoE
+from tokenloom.tune.mega import schedule_for
 
 FLUSHED_L2S = 4
 """Sizes of L2 that are overwritten before a cold sample: more than two, for L2 need not evict what is oldest."""
@@ -121,13 +122,14 @@ def _measure(
     if theirs is not None:
         found = Measured(ours.samples, theirs.samples, difference(ours.output(clock), theirs.output(clock)))
     if traced:
-        found = replace(found, traced=_traced_call(clock, mega, call))
+        found = replace(found, traced=_traced_call(clock, mega, num_tokens, call))
     mega.check()
     return found
 
 
-def _traced_call(clock: Clock, mega: MegaMoE, call: Callable[[], Any]) -> TracedCall:
+def _traced_call(clock: Clock, mega: MegaMoE, num_tokens: int, call: Callable[[], Any]) -> TracedCall:
     gemm1, gemm2 = mega.trace_gemms()
+    mega.schedule = replace(schedule_for(num_tokens, clock.context.num_ranks), waves=1)  # or stages would overlap
     _warm_up(call)
     staged = StagedGraph(clock, mega, call)
     staged.sample()

@@ -18,7 +18,7 @@ from tokenloom.kernels.gemm.launch import TRACE_ROLES
 STARTS = (
     "The clocks of GPUs are not compared: times of each rank count from its own first event, in front of the call; "
     "ranks meet in a collective right before that. A GEMM's roles are put so that the first begins with its stage. "
-    "GEMMs that write times are a little slower."
+    "GEMMs that write times are a little slower, and the experts are one wave."
 )
 
 

@@ -19,7 +19,9 @@ struct GroupedGemmArgs {
     float clamp;                  // with SwiGLU: of gate from above, of up on both sides
     int32 padding;
     uint64* trace;                // [blocks][kTraceRoles][kTracedTiles][2] nanoseconds, where that is wanted
-    uint64 spare[4];              // the maps make this a multiple of 64 bytes
+    int32 first_expert;           // of those whose rows are multiplied in this launch
+    int32 end_expert;
+    uint64 spare[3];              // the maps make this a multiple of 64 bytes
 };
 
 constexpr int kBlock = 128;                // values of K with one scale, and columns with one weight scale
@@ -50,6 +52,7 @@ struct GemmShared {
     float largest[kGroups][Shape::swiglu ? kGroupRows : 1];  // activations of rows whose columns are halved
     int32 gathered[Shape::gathers ? kTileRows : 1];  // of this tile: where each row is
     int32 offsets[Shape::num_experts + 1];
+    int32 first_expert, end_expert;
 };
 
 // The n-th use of a ring. Counted, not stepped: so the compiler sees that all threads of a role are at the same.

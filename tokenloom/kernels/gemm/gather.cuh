@@ -38,7 +38,7 @@ __device__ __forceinline__ void gather_rows(const GroupedGemmArgs& args, GemmSha
                                             int lane) {
     constexpr int kBlocks = Shape::k / kBlock;
     const CopiedRows<Shape> copied(args);
-    TileSource<Shape> tiles(shared.offsets);
+    TileSource<Shape> tiles(shared);
     uint32 uses = 0;
     for (; tiles.next(); uses += kBlocks) {
         const Tile tile = tiles.tile(block);

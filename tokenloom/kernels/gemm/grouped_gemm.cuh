@@ -25,6 +25,8 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
 
     for (int i = threadIdx.x; i <= Shape::num_experts; i += kThreads) shared.offsets[i] = args.offsets[i];
     if (threadIdx.x == 0) {
+        shared.first_expert = args.first_expert;
+        shared.end_expert = args.end_expert;
         for (int i = 0; i < Shape::stages; ++i) {
             mbarrier_init(&shared.full[i], kScaleWarp || Shape::gathers ? 1 + 32 : 1);  // who loads tiles, that warp
             mbarrier_init(&shared.empty[i], 2 * kMathWarps);  // of both blocks

@@ -49,7 +49,8 @@ class GroupedGemmArgs(ctypes.Structure):
         ("clamp", ctypes.c_float),
         *int32_fields("padding"),
         *uint64_fields("trace"),
-        ("spare", ctypes.c_uint64 * 4),
+        *int32_fields("first_expert", "end_expert"),
+        ("spare", ctypes.c_uint64 * 3),
     ]
 
 
@@ -72,7 +73,7 @@ def grouped_gemm_spec(
     Raises:
         InvalidArgument: so many experts that too little shared memory is left.
     """
-    other_bytes = TILE_ROWS * OUT_ROW_BYTES[swiglu is not None] + SCALE_BYTES + 4 * (num_experts + 1) + 256
+    other_bytes = TILE_ROWS * OUT_ROW_BYTES[swiglu is not None] + SCALE_BYTES + 4 * (num_experts + 1) + 264
     if gathers:
         other_bytes += 4 * TILE_ROWS
     if swiglu is not None:

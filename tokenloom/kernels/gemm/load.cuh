@@ -38,7 +38,7 @@ __device__ __forceinline__ void load_tiles(const GroupedGemmArgs& args, GemmShar
     constexpr uint16 kBoth = 3;
     constexpr int kBlocks = Shape::k / kBlock, kRowScaleBytes = sizeof(shared.a_scales[0]);
     const CopiedRows<Shape> copied(args);
-    TileSource<Shape> tiles(shared.offsets);
+    TileSource<Shape> tiles(shared);
     uint32 uses = 0;
     for (; tiles.next(); uses += kBlocks) {
         const Tile tile = tiles.tile(block);
@@ -80,7 +80,7 @@ template <class Shape>
 __device__ __forceinline__ void load_scales(const GroupedGemmArgs& args, GemmShared<Shape>& shared, int32 block,
                                             int lane) {
     constexpr int kBlocks = Shape::k / kBlock, kLaneRows = kTileRows / 32;
-    TileSource<Shape> tiles(shared.offsets);
+    TileSource<Shape> tiles(shared);
     uint32 uses = 0;
     for (; tiles.next(); uses += kBlocks) {
         const Tile tile = tiles.tile(block);

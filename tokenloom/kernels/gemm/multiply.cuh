@@ -116,7 +116,7 @@ __device__ __forceinline__ void multiply_tiles(const GroupedGemmArgs& args, Gemm
     const uint32 a = shared_address(shared.a[0]), b = shared_address(shared.b[0]);
     // A stage is free when the warps of both blocks have read it.
     const uint32 empty = map_to_block(shared_address(shared.empty), block ^ (lane & 1));
-    TileSource<Shape> tiles(shared.offsets);
+    TileSource<Shape> tiles(shared);
     constexpr uint32 kBlocks = Shape::k / kBlock;
     for (uint32 uses = 0; tiles.next(); uses += kBlocks) {
         const Tile tile = tiles.tile(block);

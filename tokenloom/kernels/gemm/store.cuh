@@ -54,7 +54,7 @@ __device__ __forceinline__ void store_tiles(const GroupedGemmArgs& args, GemmSha
     constexpr int64 kRowBytes = static_cast<int64>(Shape::n) * kOutBytes / kTileColumns;
     constexpr int kUnits = kOutBytes / 16, kRowsAtOnce = 32 * kStoreWarps / kUnits, kBatch = 4;
     const int unit = thread % kUnits;
-    TileSource<Shape> tiles(shared.offsets);
+    TileSource<Shape> tiles(shared);
     for (uint32 use = 0; tiles.next(); ++use) {
         const Tile tile = tiles.tile(block);
         if (thread == 0) trace<Shape>(args, kStores, use, 0);

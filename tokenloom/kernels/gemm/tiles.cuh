@@ -18,16 +18,19 @@ struct TileSource {
     static constexpr int kStripPairs = (Shape::n + 2 * kTileColumns - 1) / (2 * kTileColumns);
     const int32* offsets;
     int32 pair;  // of tiles, among those of its expert
-    int32 expert = 0;
+    int32 expert, end_expert;
 
-    __device__ explicit TileSource(const int32* offsets_)
-        : offsets(offsets_), pair(static_cast<int32>(blockIdx.x / 2) - static_cast<int32>(gridDim.x / 2)) {}
+    __device__ explicit TileSource(const GemmShared<Shape>& shared)
+        : offsets(shared.offsets),
+          pair(static_cast<int32>(blockIdx.x / 2) - static_cast<int32>(gridDim.x / 2)),
+          expert(shared.first_expert),
+          end_expert(shared.end_expert) {}
 
     __device__ int32 row_tiles() const { return (offsets[expert + 1] - offsets[expert] + kTileRows - 1) / kTileRows; }
 
     // To the next pair of this cluster; false behind the last.
     __device__ bool next() {
-        for (pair += gridDim.x / 2; expert < Shape::num_experts; ++expert) {
+        for (pair += gridDim.x / 2; expert < end_expert; ++expert) {
             const int32 pairs = row_tiles() * kStripPairs;
             if (pair < pairs) return true;
             pair -= pairs;
