@@ -3,7 +3,7 @@
     python bench/gemm.py [--json FILE]
 
 cuBLAS: torch._scaled_mm with the same block scales, as one dense product of the same total size. Times are events
-around ten calls, medians over rounds in which everybody takes turns.
+around replays of a graph of ten calls, medians over rounds in which everybody takes turns.
 """
 
 from __future__ import annotations
@@ -37,11 +37,20 @@ def random_fp8(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda").to(torch.float8_e4m3fn)
 
 
-def us_of(call: Callable[[], Any]) -> float:
+def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            call()
+    return graph
+
+
+def us_of(graph: torch.cuda.CUDAGraph) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
-    for _ in range(CALLS):
-        call()
+    graph.replay()
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) * 1e3 / CALLS
@@ -85,12 +94,11 @@ def main() -> None:
         )
         if rows // experts % 128 == 0:
             calls |= deep_gemm(a, a_scales, b, b_scales)
-        for call in calls.values():
-            us_of(call)
+        graphs = {name: captured(call) for name, call in calls.items()}
         times: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(ROUNDS):
-            for name, call in calls.items():
-                times[name].append(us_of(call))
+            for name, graph in graphs.items():
+                times[name].append(us_of(graph))
         for name, samples in times.items():
             us = statistics.median(samples)
             row = {

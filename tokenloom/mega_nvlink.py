@@ -205,12 +205,15 @@ class NvlinkExperts:
         stream = torch.cuda.current_stream(self._comm.device)
         try:
             call.passed("dispatch")
+            rows, scales = routed.tokens.data_ptr(), routed.scales.data_ptr()  # type: ignore[union-attr]
             self._point_lists(lists, handle, buffers, shared, call.expert_stats)
+            lists.args.values, lists.args.scales = rows, scales
             lists.args.x, lists.args.x_scales = values.data_ptr(), call.x[1].data_ptr() if quantised else 0
             lists.args.copy_room = len(buffers.copies) if schedule.copies_rows else 0
             lists.launch(LIST_BLOCKS_PER_SM * self._num_sms, stream.cuda_stream)
             call.passed("lists")
-            self._point_gemms(handle, buffers)
+            self._point_gemms(buffers)
+            self._gemm1.args.a_rows, self._gemm1.args.a_scales = rows, scales
             self._multiply(schedule.waves, stream, call.passed)
             self._sum(handle, buffers, result, stream.cuda_stream)
             call.passed("sum")
@@ -273,7 +276,6 @@ class NvlinkExperts:
         args.ids, args.weights = handle.local_ids.data_ptr(), handle.topk_weights.data_ptr()  # type: ignore[union-attr]
         args.row_tokens, args.num_rows = handle.row_tokens.data_ptr(), counts.num_rows.data_ptr()  # type: ignore[union-attr]
         args.source_counts, args.expert_counts = counts.source_counts.data_ptr(), counts.expert_counts.data_ptr()
-        args.values, args.scales = handle.rows.data_ptr(), handle.scales.data_ptr()  # type: ignore[union-attr]
         args.num_tokens, args.rank = handle.num_tokens, self._comm.rank
         args.peers, args.home = shared.peers.data_ptr(), shared.regions.offset("home")
         args.offsets, args.rows = buffers.offsets.data_ptr(), buffers.rows.data_ptr()
@@ -282,10 +284,9 @@ class NvlinkExperts:
         args.copies, args.copied = buffers.copies.data_ptr(), buffers.copied.data_ptr()
         args.fault_claimed = self._backend.calls.fault_claimed
 
-    def _point_gemms(self, handle: NvlinkHandle, buffers: _Buffers) -> None:
+    def _point_gemms(self, buffers: _Buffers) -> None:
         args = self._gemm1.args
         args.a, args.copied = self._copies_map, buffers.copied.data_ptr()
-        args.a_rows, args.a_scales = handle.rows.data_ptr(), handle.scales.data_ptr()  # type: ignore[union-attr]
         args.row_index, args.row_weights = buffers.rows.data_ptr(), buffers.row_weights.data_ptr()
         args.offsets = buffers.offsets.data_ptr()
         args.out, args.out_scales = buffers.activations.data_ptr(), buffers.activation_scales.data_ptr()

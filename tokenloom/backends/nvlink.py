@@ -40,13 +40,15 @@ BULK_BYTES = 16
 """Rows, and their addresses, are multiples of this."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class NvlinkHandle:
     """A dispatch as this rank remembers it. R: received rows, in the order (source rank, token).
 
     Attributes:
         call, number, num_tokens, counts, topk_ids, topk_weights, scales: as in every backend.
-        rows: [places, H], the output.
+        rows: [places, H], the output, until :meth:`NvlinkBackend.dispatch` has given it out: from then on only who
+            wants it keeps it.
+        num_places: of the output.
         capacity: places that a row may have; routes beyond it were dropped.
         given_ids: topk_ids as given, which routes gradients the same way.
         slots: int32 [T * W (+ T * K)]: which of the rows to rank r each token is, or -1.
@@ -60,7 +62,7 @@ class NvlinkHandle:
     number: int
     num_tokens: int
     counts: RoutedCounts
-    rows: torch.Tensor
+    rows: torch.Tensor | None
     scales: torch.Tensor | None
     topk_ids: torch.Tensor
     topk_weights: torch.Tensor | None
@@ -72,6 +74,7 @@ class NvlinkHandle:
     row_places: torch.Tensor
     row_tokens: torch.Tensor
     reused_after: int | None
+    num_places: int = 0
 
 
 class _Region:
@@ -246,6 +249,7 @@ class NvlinkBackend:
                     self.calls.settle(0)
                 except CapacityOverflow as overflow:
                     self._overflow = overflow  # the dispatch itself is done; the next call raises
+            assert handle.rows is not None
             too_short = call.capacity is not None and len(handle.rows) < call.capacity
             return self._own(handle, call.capacity) if tensors.own_outputs or too_short else handle
         try:
@@ -339,6 +343,7 @@ class NvlinkBackend:
         handle = replace(handle, counts=replace(handle.counts, num_rows=num_rows))
         if handle.call.layout == "rank":
             return handle
+        assert handle.rows is not None
         received = int(handle.counts.source_counts.sum())
         return replace(
             handle,
@@ -375,10 +380,11 @@ class NvlinkBackend:
         from_each, of_each = handle.counts.source_counts.tolist(), handle.counts.expert_counts.tolist()
         placement = routing.place_by_expert(from_each, of_each, call.alignment, handle.local_ids)
 
-        def spread(rows: torch.Tensor) -> torch.Tensor:
+        def spread(rows: torch.Tensor | None) -> torch.Tensor:
+            assert rows is not None
             return routing.scatter_rows(rows, placement.positions, placement.num_places)
 
-        offsets = torch.tensor(placement.offsets, dtype=torch.int32, device=handle.rows.device)
+        offsets = torch.tensor(placement.offsets, dtype=torch.int32, device=handle.given_ids.device)
         handle = replace(
             self._own(handle),
             call=call,
@@ -390,7 +396,10 @@ class NvlinkBackend:
         return replace(handle, row_places=placement.positions.to(torch.int32))
 
     def dispatch(self, handle: NvlinkHandle, x: torch.Tensor) -> torch.Tensor:
-        return handle.rows  # the kernel has put them there
+        rows, handle.rows = handle.rows, None  # the kernel has put them there
+        assert rows is not None
+        handle.num_places = len(rows)
+        return rows
 
     # -- combine --------------------------------------------------------------------------------------------
 
@@ -452,11 +461,12 @@ class NvlinkBackend:
         positions = self.positions(handle)
         if weights is not None:  # exact sizes have as many received weights as rows
             positions = positions[: len(weights)]
-        return routing.spread_gradient(arrived.rows, positions, len(handle.rows), weights, rows, dtype)
+        assert arrived.rows is not None
+        return routing.spread_gradient(arrived.rows, positions, handle.num_places, weights, rows, dtype)
 
     def positions(self, handle: NvlinkHandle) -> torch.Tensor:
         """Position matrix of the received rows, one row for each that there may be; -1 beyond those there are."""
-        received = torch.arange(self.plan.worst_case_rows("token"), device=handle.rows.device)
+        received = torch.arange(self.plan.worst_case_rows("token"), device=handle.given_ids.device)
         counts = handle.all_counts[:, self.ranks.rank].to(torch.int64)
         if handle.call.layout == "expert":
             positions = torch.full((len(received), self.plan.top_k), -1, device=received.device)
