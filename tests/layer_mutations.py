@@ -1,4 +1,4 @@
-"""The rules of layers: ExpertParallelMoE, MegaMoE, and what carries their payloads."""
+"""The rules of layers: ExpertParallelMoE, MegaMoE, what carries their payloads, and how that is chosen."""
 
 from __future__ import annotations
 
@@ -117,5 +117,40 @@ STRATEGIES = (
         "places = torch.arange(num_ranks, device=order.device) * room + tokens",
         "places = torch.arange(num_ranks, device=order.device) * room + 0 * tokens",
         ("tests/test_strategies.py::test_same_bits",),
+    ),
+)
+
+TUNE = (
+    Mutation(
+        "score-of-forward-alone",
+        "the score of a strategy leaves out its gradient",
+        "tune/profiler.py",
+        'its["with_gemm"] + its["gradient"] for who',
+        'its["with_gemm"] for who',
+        ("tests/test_tune.py::test_numbers",),
+    ),
+    Mutation(
+        "fastest-rank",
+        "a sample is the time of the fastest rank",
+        "tune/profiler.py",
+        "statistics.median(map(max, zip(",
+        "statistics.median(map(min, zip(",
+        ("tests/test_tune.py::test_numbers",),
+    ),
+    Mutation(
+        "a-choice-of-its-own",
+        "each rank's layer goes by what that rank has found",
+        "layer.py",
+        "agreed[0][1]",
+        "agreed[comm.rank][1]",
+        ("tests/test_tune.py::test_rank_0_decides",),
+    ),
+    Mutation(
+        "a-choice-made-elsewhere",
+        "a choice for other hardware or software is used",
+        "tune/choices.py",
+        "_warn_of_another(path, other[0], setting)",
+        "return other[1]",
+        ("tests/test_tune.py::test_a_choice_made_elsewhere",),
     ),
 )

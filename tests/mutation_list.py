@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.layer_mutations import LAYER, MEGA_MOE, STRATEGIES
+from tests.layer_mutations import LAYER, MEGA_MOE, STRATEGIES, TUNE
 from tests.mutation import Mutation
 
 COLLECTIVE = "backends/collective.py"
@@ -466,4 +466,6 @@ KERNELS = (
     ),
 )
 
-MUTATIONS = STRATEGIES + MEGA_MOE + SUMS + ROUTES + ERRORS + CAPACITY + TIMEOUTS + FP8 + GRADIENTS + LAYER + KERNELS
+MUTATIONS = (
+    TUNE + STRATEGIES + MEGA_MOE + SUMS + ROUTES + ERRORS + CAPACITY + TIMEOUTS + FP8 + GRADIENTS + LAYER + KERNELS
+)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tokenloom import experts
-from tokenloom.experts import swiglu, swiglu_experts
+from tokenloom.activation import swiglu
+from tokenloom.experts import swiglu_experts
 
 COUNTS = {
     "even": [3, 3, 3],

@@ -25,7 +25,7 @@ from tokenloom.backends.calls import CALLS_IN_FLIGHT
 from tokenloom.errors import TokenloomError
 from tokenloom.launch import RankContext
 from tokenloom.plan import LAYOUTS, Plan
-from tokenloom.streams import _tensors_in
+from tokenloom.streams import tensors_in
 
 BACKEND = "nvlink"
 
@@ -362,7 +362,7 @@ def combine_and_drop(
     """The result, its event, and the sizes in bytes of all tensors that nobody holds any more when this returns."""
     routed = comm.dispatch(*problem.arguments(context), layout=layout, copy=True)
     y = y.to(context.device, copy=True)
-    dropped = _tensors_in((y, routed._weights, routed._handle))
+    dropped = tensors_in((y, routed._weights, routed._handle))
     sizes = [each.untyped_storage().nbytes() for each in dropped]
     side = comm._side_stream._stream
     if side is not None:

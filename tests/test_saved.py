@@ -36,7 +36,7 @@ def check_layer(context: RankContext) -> None:
     x = torch.randn(tokens, hidden, device=context.device).to(torch.bfloat16).requires_grad_()
     found = layer.saved_activations(x)
     named = {each.name: each for each in found}
-    rows, pre = named["SwigluExperts: rows"], named["SwigluExperts: pre-activations"]
+    rows, pre = named["RoutedExperts: rows"], named["RoutedExperts: pre-activations"]
     assert pre.shape == (rows.shape[0], 2 * intermediate)
     assert rows.shape[1] == hidden
     assert rows.dtype == pre.dtype == torch.bfloat16

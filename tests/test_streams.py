@@ -13,11 +13,11 @@ from tests.conftest import Ranks
 from tokenloom.backends.base import DispatchCall, RoutedCounts
 from tokenloom.backends.nvlink import NvlinkHandle
 from tokenloom.launch import RankContext
-from tokenloom.streams import SideStream, _tensors_in
+from tokenloom.streams import SideStream, tensors_in
 
 
 def found(value: object) -> list[int]:
-    return [id(tensor) for tensor in _tensors_in(value)]
+    return [id(tensor) for tensor in tensors_in(value)]
 
 
 def tensors(count: int) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tokenloom._version import __version__
 
 if TYPE_CHECKING:
+    from tokenloom import tune
     from tokenloom.communicator import Communicator, Routed
     from tokenloom.errors import (
         BackendUnavailable,
@@ -83,12 +84,15 @@ __all__ = [
     "quantize_fp8",
     "quantize_fp8_blocks",
     "shard_state_dict",
+    "tune",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'tokenloom' has no attribute {name!r}")
+    if name == "tune":
+        return import_module("tokenloom.tune")
     value = getattr(import_module(f"tokenloom.{_MODULE_OF.get(name, 'errors')}"), name)
     globals()[name] = value
     return value

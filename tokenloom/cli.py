@@ -43,6 +43,14 @@ class Device(str, Enum):
     cuda = "cuda"
 
 
+class Dtype(str, Enum):
+    """Of a layer's parameters and payloads."""
+
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp32 = "fp32"
+
+
 class Rival(str, Enum):
     """Whose layer ``bench mega`` measures beside ours."""
 
@@ -62,6 +70,7 @@ DeviceOption = Annotated[
     Optional[Device],  # noqa: UP045
     typer.Option("--device", help="cpu: processes over gloo. cuda: one GPU each, over NCCL."),
 ]
+SkewOption = Annotated[float, typer.Option(min=0, help="Exponent of Zipf's law for experts; 0: all alike.")]
 SizeOption = Annotated[
     Optional[int],  # noqa: UP045
     typer.Option(min=1, help="Instead of the case's."),
@@ -134,6 +143,45 @@ def doctor(
             print(json.dumps(report, indent=1))
         else:
             examination.show(_console(), report)
+
+
+@app.command()
+def tune(
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of every rank.")],
+    hidden: Annotated[int, typer.Option(min=1)],
+    intermediate: Annotated[int, typer.Option(min=1)],
+    num_experts: Annotated[int, typer.Option(min=1)],
+    top_k: Annotated[int, typer.Option(min=1)],
+    dtype: Annotated[Dtype, typer.Option(help="Of the layer's parameters.")] = Dtype.bf16,
+    ranks: RanksOption = None,
+    skew: SkewOption = 0.0,
+    backend: Annotated[str, typer.Option(help="nvlink, collective, or auto.")] = "auto",
+    device: DeviceOption = None,
+    iterations: Annotated[int, typer.Option(min=1, help="Samples of each number.")] = 30,
+    json_file: JsonFileOption = None,
+) -> None:
+    """Measure what carries the payloads of a layer, and keep the best, which layers of this shape then use."""
+    with _errors_for_people():
+        _require_writable("--json", json_file)
+        num_ranks, where = _pick_ranks(ranks, device, least=1)
+        from tokenloom import backends
+        from tokenloom.bench.cases import Shape
+        from tokenloom.bench.tune import run_tune
+
+        _require_known("--backend", [backend], ["auto", *backends.BACKENDS])
+        run_tune(
+            _console(),
+            num_ranks,
+            where,
+            Shape(tokens, hidden, top_k, num_experts),
+            intermediate=intermediate,
+            dtype=dtype.value,
+            skew=skew,
+            backend=backend,
+            command=sys.argv[1:],
+            iterations=iterations,
+            json_file=json_file,
+        )
 
 
 @bench_app.command()
@@ -221,7 +269,7 @@ def mega(
     top_k: Annotated[int, typer.Option(min=1)] = 8,
     shared_experts: Annotated[int, typer.Option(min=0, help="Experts that every token goes to.")] = 0,
     masked_ratio: Annotated[float, typer.Option(min=0, max=1, help="Share of routes that are unused.")] = 0.0,
-    skew: Annotated[float, typer.Option(min=0, help="Exponent of Zipf's law for experts; 0: all alike.")] = 0.0,
+    skew: SkewOption = 0.0,
     against: Annotated[
         Optional[Rival],  # noqa: UP045
         typer.Option(help="Also measure this library's layer, in turns with ours."),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tokenloom import autograd, backends, checks
 from tokenloom.agreement import agree
+from tokenloom.backends.base import DispatchInput
 from tokenloom.errors import InvalidArgument
 from tokenloom.group import RankGroup
 from tokenloom.plan import Plan
@@ -126,6 +127,7 @@ class Communicator:
         self._why = next(found.why for found in found_by_rank[self.rank] if found.name == name)
         self._backend = backends.make(name, self.plan, self._ranks, num_sms, checked)
         self._side_stream = SideStream(self.device)
+        self._num_sms = num_sms
 
     @property
     def rank(self) -> int:
@@ -254,17 +256,7 @@ class Communicator:
         def checked() -> tuple[Any, Any]:
             options = (layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy)
             call = checks.dispatch_call(self.plan, *options)
-            tensors = checks.dispatch_input(
-                self.plan,
-                self.device,
-                x,
-                topk_ids,
-                topk_weights,
-                copy,
-                check_ids=self._backend.checked
-                and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()),
-                to_fp8=to_fp8,
-            )
+            tensors = self._checked_input(x, topk_ids, topk_weights, copy, to_fp8)
             self._backend.check_dispatch(call, tensors)
             return call, tensors
 
@@ -290,6 +282,51 @@ class Communicator:
                 routed.source_counts,
             )
             return routed, self._side_stream.event(results)
+
+    def _dispatch_rows(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        capacity: int | None,
+        strategy: str,
+        need_grads: tuple[bool, bool],
+    ) -> Routed:
+        """Layout "expert" for who writes the gradients himself: rows may be a view, used before the second next.
+
+        Args:
+            capacity: of bounded sizes, or None for exact ones.
+            need_grads: whether gradients of x and of the weights will be wanted, the same on all ranks.
+        """
+
+        def checked() -> tuple[Any, Any]:
+            sizes = "exact" if capacity is None else "bounded"
+            call = checks.dispatch_call(self.plan, "expert", 1, sizes, capacity, False, False, strategy)
+            tensors = self._checked_input(x, topk_ids, topk_weights, copy=False, to_fp8=False)
+            self._backend.check_dispatch(call, tensors)
+            x_wants, weights_want = need_grads
+            tensors = replace(tensors, x_needs_grad=x_wants, weights_need_grad=weights_want)
+            return call, replace(tensors, own_outputs="but rows")
+
+        with autograd.profiler_range(autograd.DISPATCH_RANGE):
+            call, tensors = self._report_fault("dispatch", checked)
+            handle = self._backend.open_dispatch(call, tensors)
+            return self._routed(handle, self._backend.dispatch(handle, x), handle.topk_weights, topk_ids.dtype)
+
+    def _checked_input(
+        self, x: Any, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None, copy: bool, to_fp8: bool
+    ) -> DispatchInput:
+        captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return checks.dispatch_input(
+            self.plan,
+            self.device,
+            x,
+            topk_ids,
+            topk_weights,
+            copy,
+            check_ids=self._backend.checked and not captured,
+            to_fp8=to_fp8,
+        )
 
     def _routed(self, handle: Any, rows: torch.Tensor, weights: torch.Tensor | None, ids_dtype: torch.dtype) -> Routed:
         layout = handle.call.layout

@@ -9,6 +9,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from tokenloom.activation import activate, activate_backward
+
 GROUPED_MM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GROUPED_MM_ALIGNMENT_BYTES = 16
 """``grouped_mm`` takes row strides that are multiples of this."""
@@ -47,12 +49,6 @@ def swiglu_experts(
         return _SwigluExperts.apply(rows, expert_offsets, w1, w2, row_weights)
 
 
-def swiglu(gate_and_up: torch.Tensor) -> torch.Tensor:
-    """[..., 2I] -> [..., I]: silu of the first half times the second."""
-    gate, up = gate_and_up.chunk(2, -1)
-    return functional.silu(gate) * up
-
-
 class _SwigluExperts(torch.autograd.Function):
     saved_names = ("rows", "offsets", "w1", "w2", "weights of rows", "pre-activations")
 
@@ -65,11 +61,10 @@ class _SwigluExperts(torch.autograd.Function):
         w2: torch.Tensor,
         row_weights: torch.Tensor,
     ) -> torch.Tensor:
-        products = _products(rows, w1, w2)
+        ctx.products = products = products_for(rows, w1, w2)
         hidden = products.by_weights(rows, w1.transpose(1, 2), offsets)
-        ctx.products = products
         ctx.save_for_backward(rows, offsets, w1, w2, row_weights, hidden)
-        return products.by_weights(_activate(hidden, row_weights), w2.transpose(1, 2), offsets)
+        return products.by_weights(activate(hidden, row_weights, offsets[-1:]), w2.transpose(1, 2), offsets)
 
     @staticmethod
     @once_differentiable
@@ -77,41 +72,15 @@ class _SwigluExperts(torch.autograd.Function):
         rows, offsets, w1, w2, row_weights, hidden = ctx.saved_tensors
         products, grad = ctx.products, grad.contiguous()
         wants_rows, _, wants_w1, wants_w2, wants_weights = ctx.needs_input_grad
-        grad_rows = grad_w1 = grad_w2 = grad_weights = None
-        if wants_w2:
-            grad_w2 = products.of_weights(grad, _activate(hidden, row_weights), offsets)
-        if wants_rows or wants_w1 or wants_weights:
-            grad_activations = products.by_weights(grad, w2, offsets)
-            grad_hidden, grad_weights = _activation_gradients(hidden, row_weights, grad_activations)
-            if wants_rows:
-                grad_rows = products.by_weights(grad_hidden, w1, offsets)
-            if wants_w1:
-                grad_w1 = products.of_weights(grad_hidden, rows, offsets)
+        grad_activations = products.by_weights(grad, w2, offsets)
+        activations, grad_hidden, grad_weights = activate_backward(hidden, row_weights, offsets[-1:], grad_activations)
+        grad_rows = products.by_weights(grad_hidden, w1, offsets) if wants_rows else None
+        grad_w1 = products.of_weights(grad_hidden, rows, offsets) if wants_w1 else None
+        grad_w2 = products.of_weights(grad, activations, offsets) if wants_w2 else None
         return grad_rows, None, grad_w1, grad_w2, grad_weights if wants_weights else None
 
 
-def _activate(hidden: torch.Tensor, row_weights: torch.Tensor) -> torch.Tensor:
-    """[R, 2I] -> weighted activations [R, I] of the same dtype."""
-    compute = torch.promote_types(hidden.dtype, torch.float32)
-    return (swiglu(hidden.to(compute)) * row_weights[:, None]).to(hidden.dtype)
-
-
-def _activation_gradients(
-    hidden: torch.Tensor, row_weights: torch.Tensor, grad: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the weighted activations [R, I] -> of the pre-activations [R, 2I], and of the weights [R]."""
-    compute = torch.promote_types(hidden.dtype, torch.float32)
-    gate, up = hidden.to(compute).chunk(2, -1)
-    grad = grad.to(compute)
-    sigmoid = torch.sigmoid(gate)
-    silu = gate * sigmoid
-    grad_weights = (grad * silu * up).sum(-1).to(row_weights.dtype)
-    grad = grad * row_weights[:, None]
-    grad_gate = grad * up * (sigmoid * (1 + gate * (1 - sigmoid)))
-    return torch.cat([grad_gate, grad * silu], -1).to(hidden.dtype), grad_weights
-
-
-class _Products(Protocol):
+class Products(Protocol):
     """Matrix products by groups of rows; ``offsets`` as for swiglu_experts."""
 
     def by_weights(self, rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -142,7 +111,8 @@ class _LoopProducts:
         return torch.stack([left[span].t() @ right[span] for span in spans])
 
 
-def _products(rows: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> _Products:
+def products_for(rows: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> Products:
+    """How these are multiplied: by torch's grouped GEMM, or one expert after the other."""
     return _GroupedProducts() if _grouped_mm_takes(rows, w1, w2) else _LoopProducts()
 
 

@@ -14,14 +14,16 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
+from tokenloom.activation import swiglu
 from tokenloom.agreement import agree
-from tokenloom.communicator import Communicator, Routed
+from tokenloom.communicator import Communicator
 from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch
-from tokenloom.experts import swiglu, swiglu_experts
 from tokenloom.group import RankGroup
+from tokenloom.routed_experts import HowToRun, routed_experts
 from tokenloom.router import Router, RouterSums, balance_loss, router_logits, router_sums, z_loss
 from tokenloom.saved import SavedTensor, saved_tensors
 from tokenloom.strategy import Strategy
+from tokenloom.tune import choices
 
 EXPERT_WEIGHTS = ("w1", "w2")
 """Names, within a layer, of the parameters that are sharded by expert along dimension 0."""
@@ -47,7 +49,14 @@ class ExpertParallelMoE(nn.Module):
         router_grad: "local": gradients of replicated parameters are this rank's part, the trainer reduces them (DDP
             does). "sum": backward sums them over the ranks of the group.
         expert_grad_scale: multiplies the gradients of expert weights; 1/W beside a trainer that averages.
-        strategy: what carries dispatch and combine, forward and, swapped, backward.
+        strategy: what carries dispatch and combine, forward and, swapped, backward. None: what ``tokenloom tune``
+            chose for this hardware, software and shape, if rank 0 finds it on its disk, else ``Strategy()``.
+        overlap: on GPUs, let transfers run beside products; the same bits with False.
+        redispatch_in_backward: keep x instead of the rows that a rank receives, about ``top_k`` times as many; they
+            are sent again in backward.
+        pool_rows: None: what is kept for backward has its exact size, which the host waits for once a forward. Else
+            the most rows that a rank's experts may get, for which there is always room, and the host does not wait:
+            more raise CapacityOverflow in a later call or ``comm.check()``; the tokens concerned become NaN.
         comm: a Communicator to share between layers, instead of ``group``.
         backend, timeout_s: see Communicator.
         device, dtype: of the parameters. The device must be the communicator's.
@@ -82,6 +91,9 @@ class ExpertParallelMoE(nn.Module):
         router_grad: Literal["local", "sum"] = "local",
         expert_grad_scale: float = 1.0,
         strategy: Strategy | None = None,
+        overlap: bool = True,
+        redispatch_in_backward: bool = False,
+        pool_rows: int | None = None,
         comm: Communicator | None = None,
         backend: str = "auto",
         timeout_s: float = 30.0,
@@ -106,11 +118,14 @@ class ExpertParallelMoE(nn.Module):
             )
         self.comm = comm
 
-        def prepare() -> tuple[dict[str, Any], Router]:
+        def prepare() -> tuple[dict[str, Any], tuple[Router, Strategy | None]]:
             if group_and_comm:
                 raise InvalidArgument("group and comm are both given; the communicator already has a group")
             rule = Router(num_experts, top_k, router) if isinstance(router, str) else router
             _check_options(comm, rule, hidden, intermediate, num_experts, top_k, shared_intermediate, router_grad)
+            found = None
+            if strategy is None and comm.rank == 0:  # ranks may see different disks
+                found = choices.find(choices.setting_of(comm.plan, intermediate, dtype, comm.backend, comm.device))
             return {
                 "intermediate": intermediate,
                 "shared_intermediate": shared_intermediate,
@@ -119,15 +134,20 @@ class ExpertParallelMoE(nn.Module):
                 "z_coef": z_coef,
                 "router_grad": router_grad,
                 "expert_grad_scale": expert_grad_scale,
-                "strategy": strategy or Strategy(),
+                "strategy": strategy,
+                "overlap": overlap,
+                "redispatch_in_backward": redispatch_in_backward,
+                "pool_rows": pool_rows,
                 "dtype": dtype,
-            }, rule
+            }, (rule, found)
 
-        self.router = agree(comm._ranks, prepare, "making an ExpertParallelMoE")[comm.rank]
+        agreed = agree(comm._ranks, prepare, "making an ExpertParallelMoE")
+        self.router = agreed[comm.rank][0]
         self.hidden, self.intermediate = hidden, intermediate
         self.balance_coef, self.z_coef = balance_coef, z_coef
         self.router_grad, self.expert_grad_scale = router_grad, expert_grad_scale
-        self.strategy = strategy or Strategy()
+        self.strategy = strategy or agreed[0][1] or Strategy()
+        self.overlap, self.redispatch_in_backward, self.pool_rows = overlap, redispatch_in_backward, pool_rows
         local = comm.plan.experts_per_rank
         factory: dict[str, Any] = {"device": comm.device, "dtype": dtype}
         self.router_weight = nn.Parameter(torch.empty(num_experts, hidden, **factory))
@@ -197,15 +217,14 @@ class ExpertParallelMoE(nn.Module):
         comm._begin()
         # What can fail on one rank alone runs under _report_fault: the others are about to wait for this rank.
         tokens, topk_ids, topk_weights, sums = comm._report_fault("dispatch", lambda: self._route(x))
-        strategy = self.strategy
-        routed = comm.dispatch(tokens, topk_ids, topk_weights, layout="expert", strategy=strategy.dispatch)
-        aux_loss = self._aux_loss(sums, topk_weights.dtype)
-        y = comm._report_fault("combine", lambda: self._compute(routed))
-        out = comm.combine(y, routed, weighted=False, mode=strategy.mode, strategy=strategy.combine)
-        if self.shared_w1 is not None and self.shared_w2 is not None:
-            hidden = swiglu(functional.linear(tokens, self._replicated(self.shared_w1)))
-            out = out + functional.linear(hidden, self._replicated(self.shared_w2))
-        return out.view(x.shape), aux_loss
+        shared: list[torch.Tensor] = []
+        how = HowToRun(self.strategy, self.overlap, self.redispatch_in_backward, self.pool_rows)
+        w1, w2 = (_scale_grad(weight, self.expert_grad_scale) for weight in (self.w1, self.w2))
+        beside = None if self.shared_w1 is None else lambda: shared.append(self._shared_expert(tokens))
+        out = routed_experts(comm, how, tokens, topk_ids, topk_weights, w1, w2, beside)
+        for result in shared:
+            out = out + result
+        return out.view(x.shape), self._aux_loss(sums, topk_weights.dtype)
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, RouterSums | None]:
         """Tokens [T, H], ids, weights, and the sums over tokens if a loss or the bias wants them. Not collective.
@@ -241,11 +260,11 @@ class ExpertParallelMoE(nn.Module):
             return torch.zeros((), dtype=dtype, device=self.comm.device)
         return self.balance_coef * balance_loss(sums, self.router.top_k) + self.z_coef * z_loss(sums)
 
-    def _compute(self, routed: Routed) -> torch.Tensor:
-        """The experts of this rank on their rows, weighted. Not collective."""
-        assert routed.expert_offsets is not None
-        w1, w2 = (_scale_grad(weight, self.expert_grad_scale) for weight in (self.w1, self.w2))
-        return swiglu_experts(routed.tokens, routed.expert_offsets, w1, w2, self.comm.row_weights(routed))
+    def _shared_expert(self, tokens: torch.Tensor) -> torch.Tensor:
+        assert self.shared_w1 is not None
+        assert self.shared_w2 is not None
+        hidden = swiglu(functional.linear(tokens, self._replicated(self.shared_w1)))
+        return functional.linear(hidden, self._replicated(self.shared_w2))
 
     def _replicated(self, parameter: torch.Tensor) -> torch.Tensor:
         return _SumGradOverRanks.apply(parameter, self.comm._ranks) if self.router_grad == "sum" else parameter

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from tokenloom.activation import swiglu
 from tokenloom.communicator import Communicator
 from tokenloom.errors import InvalidArgument
-from tokenloom.experts import swiglu
 from tokenloom.gemm import separate_gate_and_up
 from tokenloom.quant import dequantize_fp8, quantize_fp8
 from tokenloom.tune.mega import MegaSchedule

@@ -44,14 +44,15 @@ class Event:
         return self._done is None or self._done.query()
 
 
-def _tensors_in(value: object) -> Iterator[torch.Tensor]:
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Tensors, those in tuples and those in dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple):
         for each in value:
-            yield from _tensors_in(each)
+            yield from tensors_in(each)
     elif is_dataclass(value):
-        yield from _tensors_in(tuple(vars(value).values()))
+        yield from tensors_in(tuple(vars(value).values()))
 
 
 class SideStream:
@@ -62,8 +63,8 @@ class SideStream:
         self._stream: torch.cuda.Stream | None = None
 
     @contextmanager
-    def run(self, inputs: tuple[object, ...]) -> Iterator[None]:
-        """Run the block on the side stream, after what the current stream holds so far.
+    def run(self, inputs: tuple[object, ...], after: torch.cuda.Event | None = None) -> Iterator[None]:
+        """Run the block on the side stream, after what the current stream holds so far, or after an event.
 
         Args:
             inputs: what the block reads: tensors, dataclasses with tensors in them, or anything else.
@@ -72,9 +73,13 @@ class SideStream:
             yield
             return
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        for tensor in _tensors_in(inputs):
+            # Before blocks of other streams that wait for SMs: transfers take few, and products wait for them.
+            self._stream = torch.cuda.Stream(self._device, priority=-1)
+        if after is None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        else:
+            self._stream.wait_event(after)
+        for tensor in tensors_in(inputs):
             if tensor.is_cuda:
                 tensor.record_stream(self._stream)
         with torch.cuda.stream(self._stream):

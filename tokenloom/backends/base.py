@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -42,7 +42,8 @@ class DispatchInput:
         topk_ids: int32 or int64 [T, K].
         topk_weights: float32 (float64 beside float64 payloads) [T, K], or None.
         x_needs_grad, weights_need_grad: whether autograd will want a gradient.
-        own_outputs: outputs must be ordinary tensors, not views of the backend's buffers.
+        own_outputs: outputs must be ordinary tensors, not views of the backend's buffers. "but rows": all that the
+            handle keeps must be, for somebody uses the rows, and is done with them, before the second next dispatch.
     """
 
     x: torch.Tensor
@@ -51,7 +52,7 @@ class DispatchInput:
     topk_weights: torch.Tensor | None
     x_needs_grad: bool
     weights_need_grad: bool
-    own_outputs: bool
+    own_outputs: bool | Literal["but rows"]
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,12 @@ class Backend(Protocol):
         """Gradient [T, H] -> (gradient of the rows, gradient of the received weights [R, K] if ``rows`` is given).
 
         ``strategy``: a dispatch's, which carries it.
+        """
+
+    def dispatch_again(self, handle: Any, x: torch.Tensor, strategy: str = "dedup") -> torch.Tensor:
+        """Other values [T, H] of the same tokens, or their gradients, to the places of their rows: [places, H].
+
+        They may be a view, to be used before the second next dispatch. ``strategy``: a dispatch's, which carries them.
         """
 
     def positions(self, handle: Any) -> torch.Tensor:

@@ -213,9 +213,7 @@ class CollectiveBackend:
         if handle.call.to_fp8:
             assert self._quantised is not None
             x, self._quantised = self._quantised, None
-        if handle.call.strategy == "all_to_all":
-            return self._send_routes(handle, x)
-        return handle.place(self._send(handle, x, handle.call.strategy))
+        return self.dispatch_again(handle, x, handle.call.strategy)
 
     def _send(self, handle: CollectiveHandle, x: torch.Tensor, strategy: str) -> torch.Tensor:
         """[T, H] at home -> received rows [R, H]."""
@@ -287,6 +285,11 @@ class CollectiveBackend:
         received = self._send(handle, grad, strategy)
         place = handle.placement
         return routing.spread_gradient(received, place.positions, place.num_places, weights, rows, dtype)
+
+    def dispatch_again(self, handle: CollectiveHandle, x: torch.Tensor, strategy: str = "dedup") -> torch.Tensor:
+        if strategy == "all_to_all":
+            return self._send_routes(handle, x)
+        return handle.place(self._send(handle, x, strategy))
 
     def positions(self, handle: CollectiveHandle) -> torch.Tensor:
         return handle.placement.positions

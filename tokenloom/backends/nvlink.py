@@ -251,7 +251,9 @@ class NvlinkBackend:
                     self._overflow = overflow  # the dispatch itself is done; the next call raises
             assert handle.rows is not None
             too_short = call.capacity is not None and len(handle.rows) < call.capacity
-            return self._own(handle, call.capacity) if tensors.own_outputs or too_short else handle
+            if too_short or tensors.own_outputs is True:
+                return self._own(handle, call.capacity)
+            return self._own_but_rows(handle) if tensors.own_outputs else handle
         try:
             self.calls.settle(0)
         except CapacityOverflow as overflow:
@@ -259,6 +261,8 @@ class NvlinkBackend:
                 raise CapacityOverflow(overflow.needed, call.capacity or limit, sent=False) from None
             return self._dispatch_by_way_of_token(call, tensors)
         handle = self._exact(handle)
+        if tensors.own_outputs == "but rows":
+            return self._own_but_rows(handle)
         return self._own(handle) if tensors.own_outputs else handle
 
     def _start_dispatch(self, call: DispatchCall, tensors: DispatchInput, capacity: int) -> NvlinkHandle:
@@ -356,6 +360,9 @@ class NvlinkBackend:
             row_tokens=handle.row_tokens[:received],
         )
 
+    def _own_but_rows(self, handle: NvlinkHandle) -> NvlinkHandle:
+        return replace(self._own(replace(handle, rows=None)), rows=handle.rows)
+
     def _own(self, handle: NvlinkHandle, num_places: int | None = None) -> NvlinkHandle:
         """The handle with tensors of its own instead of views of the region, of ``num_places`` rows if given."""
 
@@ -412,9 +419,12 @@ class NvlinkBackend:
         fields = combine_fields(handle.number, call)
         by_route = call.mode == "per_route"
         buffer = self.buffer(route_regions if by_route else data_regions, call.wire_dtype.itemsize, fields)
-        variant = (handle.call.layout, rows.dtype, call.wire_dtype, call.out_dtype, call.mode)
+        variant: tuple[Any, ...] = (handle.call.layout, rows.dtype, call.wire_dtype, call.out_dtype, call.mode)
+        width = rows.shape[1]  # columns of the rows may come home one after the other
+        if width != self.plan.hidden:
+            variant = (*variant, width)
         kernel = self.calls.kernel(combine_spec, *variant)
-        out = torch.empty(handle.num_tokens, self.plan.hidden, dtype=call.out_dtype, device=rows.device)
+        out = torch.empty(handle.num_tokens, width, dtype=call.out_dtype, device=rows.device)
         rows = _aligned(rows)
         kernel.args.row_weights = _address(weights)
         self._start_combine(kernel, handle, rows, out, buffer, "home", fields, handle.capacity)
@@ -463,6 +473,17 @@ class NvlinkBackend:
             positions = positions[: len(weights)]
         assert arrived.rows is not None
         return routing.spread_gradient(arrived.rows, positions, handle.num_places, weights, rows, dtype)
+
+    def dispatch_again(self, handle: NvlinkHandle, x: torch.Tensor, strategy: str = "dedup") -> torch.Tensor:
+        call = handle.call
+        if call.layout != "expert" or handle.num_places > self._room:
+            return self.combine_backward(handle, x, None, None, x.dtype)[0]
+        call = DispatchCall("expert", call.alignment, "bounded", handle.capacity)
+        arrived = self._start_dispatch(
+            call, DispatchInput(x, None, handle.given_ids, None, False, False, False), handle.capacity
+        )
+        assert arrived.rows is not None
+        return arrived.rows[: handle.num_places]
 
     def positions(self, handle: NvlinkHandle) -> torch.Tensor:
         """Position matrix of the received rows, one row for each that there may be; -1 beyond those there are."""

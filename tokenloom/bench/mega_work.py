@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tokenloom.tune.samples import draw_topk_ids
+
 HBM_GBYTES_PER_S, LINK_GBYTES_PER_S, FP8_TFLOPS = 4370.0, 347.0, 1388.0
 """What an H200 reads, what its links carry out of it, and what cuBLAS reaches without block scales; for the floor."""
 
@@ -36,12 +38,8 @@ class MegaShape:
 
     def topk_ids(self, rank: int, num_tokens: int) -> torch.Tensor:
         """int32 [T, K] of one rank: different experts for each token."""
-        generator = torch.Generator().manual_seed(rank)
-        places = torch.randperm(self.num_experts, generator=torch.Generator().manual_seed(0)) + 1.0
-        chances = (1 / places**self.skew).expand(num_tokens, -1)
-        ids = torch.multinomial(chances, self.top_k, generator=generator) if num_tokens else chances[:, : self.top_k]
-        masked = torch.rand(ids.shape, generator=generator) < self.masked_ratio
-        return ids.masked_fill(masked, -1).to(torch.int32)
+        sizes = (num_tokens, self.num_experts, self.top_k)
+        return draw_topk_ids(rank, *sizes, self.skew, self.masked_ratio)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import shlex
 import subprocess
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 import torch
 
 from tokenloom._version import __version__
+from tokenloom.tune.choices import device_name
 
 ASK_LIMIT_S = 10.0
 """For another program's answer."""
@@ -36,7 +36,7 @@ def run_setup(device: str, num_ranks: int, command: Sequence[str]) -> dict[str, 
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpu else None,
         "driver": driver() if gpu else None,
         "device": device,
-        "device_name": torch.cuda.get_device_name() if gpu else cpu_name(),
+        "device_name": device_name(torch.device(device)),
         "num_ranks": num_ranks,
         "command": shlex.join(["tokenloom", *command]),
     }
@@ -53,16 +53,6 @@ def commit(folder: Path = Path(__file__).parent) -> str | None:
         return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def cpu_name() -> str:
-    """Model of the CPU, as well as the system says it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def driver() -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tokenloom.launch import RankContext
+from tokenloom.tune.samples import call_us
 
 GRAPH_CALLS = 10
 """Calls in a captured graph. Even, so that the two receive regions, which dispatches use in turn, take turns from
@@ -26,24 +26,8 @@ def shares(iterations: int) -> list[int]:
 
 
 def one_call(context: RankContext, call: Callable[[], Any]) -> float:
-    """Microseconds of one call as its user waits for it: by events on a GPU, else by the host's clock.
-
-    All ranks leave a barrier together before it. A GPU is idle then, so what the host does before it launches counts.
-    """
-    dist.barrier(context.group)
-    if context.device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        result = call()
-        end.record()
-        end.synchronize()
-        del result  # not before the end: what it takes to free it is no part of the call
-        return start.elapsed_time(end) * 1e3
-    began = time.perf_counter()
-    result = call()
-    us = (time.perf_counter() - began) * 1e6
-    del result
-    return us
+    """Microseconds of one call, as :func:`tokenloom.tune.samples.call_us` takes them."""
+    return call_us(context.group, context.device, call)
 
 
 def capture(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:

@@ -1,1 +1,15 @@
-"""Choices made by measurement."""
+"""Choices made by measurement.
+
+``profile`` and ``Profile`` load on first use: what they measure imports the other modules of this package.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__all__ = ["Profile", "profile"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'tokenloom.tune' has no attribute {name!r}")
+    return getattr(import_module("tokenloom.tune.profiler"), name)

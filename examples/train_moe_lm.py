@@ -1,0 +1,255 @@
+"""Trains a small language model whose experts are spread over the ranks: how ExpertParallelMoE is used in a program.
+
+    python examples/train_moe_lm.py                                         # one rank
+    torchrun --nproc-per-node 4 examples/train_moe_lm.py                    # four, on GPUs (NCCL) or CPUs (gloo)
+
+Ranks share each batch (data parallelism) and the experts of each block (expert parallelism). Everything but the experts
+is replicated, and DistributedDataParallel averages its gradients. Batches and weights depend on the seed alone, so the
+loss curve is the same for any number of ranks, up to rounding. docs/training.md explains each step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import tokenloom as tl
+
+VOCABULARY = 128
+"""A token is a byte of ASCII."""
+CONTEXT = 64
+"""Tokens in a sequence."""
+HIDDEN, HEADS, BLOCKS = 64, 4, 2
+NUM_EXPERTS, TOP_K, INTERMEDIATE = 8, 2, 64
+BALANCE_COEF = 0.01
+LEARNING_RATE = 2e-3
+"""Of the first step; it falls to 0 by the last one."""
+ADAM_EPS = 1e-6
+"""Gradients below this are rounding noise, of which Adam's default of 1e-8 would make full steps."""
+MAX_GRAD_NORM = 1.0
+REPORT_EVERY = 20
+
+
+class Attention(nn.Module):
+    """Causal self-attention: [B, S, H] -> [B, S, H]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False)
+        self.out = nn.Linear(HIDDEN, HIDDEN, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(-2))
+
+
+class Block(nn.Module):
+    """Attention, then experts, each beside a residual: [B, S, H] -> ([B, S, H], balance loss)."""
+
+    def __init__(self, comm: tl.Communicator) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(HIDDEN), nn.RMSNorm(HIDDEN)
+        self.attention = Attention()
+        self.moe = tl.ExpertParallelMoE(
+            comm=comm,
+            hidden=HIDDEN,
+            intermediate=INTERMEDIATE,
+            num_experts=NUM_EXPERTS,
+            top_k=TOP_K,
+            balance_coef=BALANCE_COEF,
+            # The layer sums the gradients of expert weights over ranks; DDP averages all others. This makes a mean of
+            # the sum.
+            expert_grad_scale=1 / comm.num_ranks,
+        )
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x + self.attention(self.norm1(x))
+        y, balance_loss = self.moe(self.norm2(x))
+        return x + y, balance_loss
+
+
+class LanguageModel(nn.Module):
+    """int64 [B, S] -> logits of the next byte [B, S, VOCABULARY], balance loss of all blocks."""
+
+    def __init__(self, max_tokens_per_rank: int) -> None:
+        super().__init__()
+        comm = tl.Communicator(  # one for all blocks: they take turns
+            dist.group.WORLD,
+            num_experts=NUM_EXPERTS,
+            hidden=HIDDEN,
+            top_k=TOP_K,
+            max_tokens_per_rank=max_tokens_per_rank,
+            dtype=torch.float32,
+        )
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+        self.positions = nn.Embedding(CONTEXT, HIDDEN)
+        self.blocks = nn.ModuleList(Block(comm) for _ in range(BLOCKS))
+        self.norm = nn.RMSNorm(HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.embedding(tokens) + self.positions.weight
+        balance_loss = x.new_zeros(())
+        for block in self.blocks:
+            x, loss_of_block = block(x)
+            balance_loss = balance_loss + loss_of_block
+        return self.head(self.norm(x)), balance_loss
+
+
+def moe_layers(model: nn.Module) -> list[tl.ExpertParallelMoE]:
+    return [module for module in model.modules() if isinstance(module, tl.ExpertParallelMoE)]
+
+
+def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Of all blocks: the parameters that differ from rank to rank."""
+    return [parameter for layer in moe_layers(model) for parameter in layer.expert_parameters()]
+
+
+def reset_parameters(model: nn.Module, seed: int) -> None:
+    """The same full model for any number of ranks: a seed of its own for each layer's experts, torch's for the rest."""
+    torch.manual_seed(seed)
+    for number, module in enumerate(model.modules()):
+        if isinstance(module, tl.ExpertParallelMoE):
+            module.reset_parameters(seed=1000 * seed + number)
+        elif hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+
+def data_parallel(model: nn.Module) -> DistributedDataParallel:
+    """DDP around all of the model but the experts, whose gradients are complete when backward is done."""
+    experts = set(expert_parameters(model))
+    sharded = [name for name, parameter in model.named_parameters() if parameter in experts]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sharded)
+    return DistributedDataParallel(model)
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Scale all gradients down to the norm ``max_norm`` of the whole model, if theirs is larger. Collective.
+
+    Replicated gradients are the same on every rank, and count once. Of the experts' gradients each rank has a part:
+    their squares are summed over ranks. All ranks get the same norm, so that replicated parameters stay equal.
+    """
+    experts = expert_parameters(model)
+    replicated = set(model.parameters()) - set(experts)
+    squared = nn.utils.get_total_norm([p.grad for p in experts if p.grad is not None]).square()
+    dist.all_reduce(squared)
+    squared += nn.utils.get_total_norm([p.grad for p in replicated if p.grad is not None]).square()
+    nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, squared.sqrt())
+    return squared.sqrt()
+
+
+class Corpus:
+    """Sentences of a tiny grammar, in which numbers agree and sums are right, and batches of pieces of them."""
+
+    NOUNS = ("cat", "dog", "owl", "fox", "hen", "ant")
+    VERBS = ("see", "hear", "meet", "follow")
+
+    def __init__(self, seed: int, num_sentences: int = 5000) -> None:
+        draw = random.Random(seed)
+        text = "".join(self._sentence(draw) for _ in range(num_sentences))
+        self._bytes = torch.tensor(list(text.encode("ascii")))
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def _sentence(self, draw: random.Random) -> str:
+        subject, verb, thing = draw.choice(self.NOUNS), draw.choice(self.VERBS), draw.choice(self.NOUNS)
+        first, second = draw.randint(2, 9), draw.randint(2, 9)
+        if draw.random() < 0.5:
+            return f"{first} {subject}s {verb} {second} {thing}s: {first}+{second}={first + second}.\n"
+        return f"one {subject} {verb}s {second} {thing}s: 1+{second}={1 + second}.\n"
+
+    def next_batch(self, num_sequences: int, rank: int, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's share of the next batch: inputs and targets, int64 [num_sequences / num_ranks, CONTEXT].
+
+        Every rank draws the whole batch and keeps its part: together they see what one rank would.
+        """
+        starts = torch.randint(len(self._bytes) - CONTEXT, (num_sequences,), generator=self._generator)
+        own = starts.chunk(num_ranks)[rank]
+        pieces = self._bytes[own[:, None] + torch.arange(CONTEXT + 1)]
+        return pieces[:, :-1], pieces[:, 1:]
+
+
+def train(options: argparse.Namespace, device: torch.device) -> None:
+    """All steps of one rank. Losses are in nats per byte, over the tokens of all ranks."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    num_sequences, rest = divmod(options.tokens_per_step, CONTEXT)
+    if rest or num_sequences % num_ranks:
+        raise SystemExit(f"--tokens-per-step must be a multiple of {CONTEXT * num_ranks} on {num_ranks} ranks")
+    model = LanguageModel(options.tokens_per_step // num_ranks).to(device)
+    reset_parameters(model, options.seed)
+    if options.resume:
+        full = torch.load(options.resume, weights_only=True)
+        model.load_state_dict(tl.shard_state_dict(model, full))
+    ddp = data_parallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=ADAM_EPS)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=options.steps)
+    corpus = Corpus(options.seed)
+
+    losses, norms = [], []
+    began = time.perf_counter()
+    for step in range(1, options.steps + 1):
+        inputs, targets = (each.to(device) for each in corpus.next_batch(num_sequences, rank, num_ranks))
+        logits, balance_loss = ddp(inputs)
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        (loss + balance_loss).backward()  # ranks have equally many tokens, so the mean of their means is the mean
+        norms.append(clip_gradients(model, MAX_GRAD_NORM).item())
+        optimizer.step()
+        schedule.step()
+
+        mean = loss.detach() / num_ranks
+        dist.all_reduce(mean)
+        losses.append(mean.item())
+        if rank == 0 and step % REPORT_EVERY == 0:
+            counts = torch.stack([layer.expert_counts for layer in moe_layers(model)])  # of all ranks' tokens
+            share = (counts.amax(1) / counts.sum(1)).max().item()
+            tokens_per_s = REPORT_EVERY * options.tokens_per_step / (time.perf_counter() - began)
+            print(f"step {step:4}  loss {losses[-1]:.4f}  {tokens_per_s:8,.0f} tokens/s  busiest expert {share:.0%}")
+            began = time.perf_counter()
+
+    if options.checkpoint:
+        full = tl.gather_state_dict(model)  # collective: all ranks call it
+        if rank == 0:
+            torch.save(full, options.checkpoint)
+    if options.json and rank == 0:
+        Path(options.json).write_text(
+            json.dumps({"ranks": num_ranks, "losses": losses, "gradient_norms": norms}) + "\n"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--tokens-per-step", type=int, default=1024, help="over all ranks (default: 1024)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
+    parser.add_argument("--json", metavar="FILE", help="write loss and norm of the gradient of each step")
+    parser.add_argument("--checkpoint", metavar="FILE", help="write the weights at the end")
+    parser.add_argument("--resume", metavar="FILE", help="start from the weights that any number of ranks wrote")
+    options = parser.parse_args()
+
+    backend, device = "gloo", torch.device("cpu")
+    if torch.cuda.is_available():
+        backend, device = "nccl", torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:  # not started by torchrun: a group of one
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        train(options, device)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The switches of a layer change its time and its memory, and not one bit of its results."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import tokenloom as tl
+from tests.conftest import Ranks
+from tokenloom import routed_experts
+from tokenloom.launch import RankContext
+
+HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 256, 96, 8, 3
+TOKENS = (37, 0, 64, 5, 1, 50, 0, 64)
+WORST = 8 * 64 * TOP_K
+SWITCHES = {
+    "overlap": {"overlap": True},
+    "redispatch": {"redispatch_in_backward": True, "overlap": False},
+    "redispatch beside products": {"redispatch_in_backward": True},
+    "pool": {"pool_rows": WORST, "overlap": False},
+    "pool, redispatch, overlap": {"pool_rows": WORST, "redispatch_in_backward": True},
+}
+
+
+def layers_of(context: RankContext, count: int, **options: Any) -> list[tl.ExpertParallelMoE]:
+    """Layers that share a communicator, with weights of their own."""
+    layers: list[tl.ExpertParallelMoE] = []
+    for seed in range(count):
+        where: dict[str, Any] = {"comm": layers[0].comm} if layers else {"group": context.group}
+        layers.append(
+            tl.ExpertParallelMoE(
+                **where,
+                hidden=HIDDEN,
+                intermediate=INTERMEDIATE,
+                num_experts=EXPERTS,
+                top_k=TOP_K,
+                max_tokens_per_rank=None if layers else max(TOKENS),
+                shared_intermediate=32,
+                device=context.device,
+                dtype=torch.bfloat16,
+                **options,
+            )
+        )
+        layers[-1].reset_parameters(seed=seed)
+    return layers
+
+
+def one_step(context: RankContext, **options: Any) -> dict[str, torch.Tensor]:
+    """Output and gradients of three layers in a row."""
+    layers = layers_of(context, 3, **options)
+    generator = torch.Generator().manual_seed(context.rank)
+    x = torch.randn(TOKENS[context.rank], HIDDEN, generator=generator).to(context.device, torch.bfloat16)
+    factor = torch.randn(x.shape, generator=generator).to(context.device)
+    x.requires_grad_()
+    out = x
+    for layer in layers:
+        out = out + layer(out)[0]
+    (out.float() * factor).sum().backward()
+    assert x.grad is not None
+    found = {"out": out.detach(), "x": x.grad}
+    for i, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            assert parameter.grad is not None
+            found[f"{i}.{name}"] = parameter.grad
+    layers[0].comm.check()
+    layers[0].comm.close()
+    return found
+
+
+def compare_switch(context: RankContext, name: str) -> None:
+    plain = one_step(context, overlap=False)
+    with mock.patch.object(routed_experts, "SLAB_BYTES", 1):  # outputs come home in turns of columns
+        switched = one_step(context, **SWITCHES[name])
+    for key, value in plain.items():
+        assert torch.equal(switched[key], value), key
+    if context.device.type == "cuda":
+        assert torch._C._get_sm_carveout_experimental() is None
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_same_bits(ranks: Ranks, name: str) -> None:
+    ranks.run(compare_switch, name)
+
+
+def count_turns(context: RankContext) -> list[int]:
+    (layer,) = layers_of(context, 1)
+    with mock.patch.object(routed_experts, "SLAB_BYTES", 1):
+        found = routed_experts._slabs(layer.comm, torch.bfloat16)
+    layer.comm.close()
+    return [found, routed_experts._slabs(layer.comm, torch.bfloat16)]
+
+
+@pytest.mark.gpu
+def test_turns(hoppers: Ranks) -> None:
+    """What the comparison above is about does happen; and not for outputs as small as these otherwise."""
+    assert hoppers.run(count_turns) == [[4, 1]] * hoppers.num_ranks
+
+
+def keep_x(context: RankContext) -> None:
+    (layer,) = layers_of(context, 1, redispatch_in_backward=True)
+    x = torch.randn(64, HIDDEN, device=context.device).to(torch.bfloat16).requires_grad_()
+    found = layer.saved_activations(x)
+    assert [each.shape[1] for each in found if each.num_bytes >= x.numel() * x.element_size()] == [2 * INTERMEDIATE]
+    layer.comm.close()
+
+
+def test_redispatch_keeps_pre_activations_only(ranks: Ranks) -> None:
+    ranks.run(keep_x)
+
+
+def overflow_pool(context: RankContext) -> tuple[int, bool]:
+    (layer,) = layers_of(context, 1, pool_rows=16)
+    with torch.no_grad():
+        layer.router_weight.zero_()  # all tokens to the first experts
+    out, _ = layer(torch.ones(64, HIDDEN, device=context.device, dtype=torch.bfloat16))
+    with pytest.raises(tl.CapacityOverflow, match=r"pool_rows|capacity") as caught:
+        layer.comm.check()
+    layer.comm.close()
+    return caught.value.needed, bool(out.isnan().any())
+
+
+def test_a_pool_too_small_says_what_would_do(ranks: Ranks) -> None:
+    found = ranks.run(overflow_pool)
+    assert found == [(found[0][0], True)] * ranks.num_ranks
+    assert found[0][0] >= 64 * TOP_K

@@ -1,0 +1,84 @@
+"""``tokenloom tune``: measures strategies on ranks of its own, shows what it found, and says where the choice is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from tokenloom import backends, env
+from tokenloom.bench.cases import Shape
+from tokenloom.bench.rows import write_json
+from tokenloom.bench.series import TRANSPORTS
+from tokenloom.bench.setup import run_setup
+from tokenloom.launch import RankContext, RankPool
+from tokenloom.tune.profiler import Profile, profile
+
+LIMIT_S = 500.0
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+LEGEND = (
+    "With GEMM: dispatch and the product of gates and ups; the product of outputs and combine. Alone: the transfer "
+    "without it. Gradient: the transfer backward. Score: with GEMM + gradient. GB/s: bytes that leave the busiest "
+    "rank, by the time of the transfer alone; 1 GB is 1e9 bytes."
+)
+
+
+def run_tune(
+    console: Console,
+    num_ranks: int,
+    device: str,
+    shape: Shape,
+    *,
+    intermediate: int,
+    dtype: str,
+    skew: float,
+    backend: str,
+    command: Sequence[str],
+    iterations: int,
+    json_file: Path | None = None,
+) -> None:
+    """Measure, print a table, keep the choice, and write the file that was asked for.
+
+    Args:
+        console: for the table.
+        num_ranks: W. device: "cpu" or "cuda".
+        shape, intermediate, skew, backend, iterations: see :func:`tokenloom.tune.profiler.profile`.
+        dtype: one of DTYPES.
+        command: the arguments of ``tokenloom``, for the record.
+        json_file: the rows with their setup.
+
+    Raises:
+        InvalidArgument: the shape does not fit the ranks.
+        BackendUnavailable: the backend does not work here.
+        RankFailed: a rank failed.
+    """
+    sizes = shape.plan(num_ranks)
+    here = backends.availability(TRANSPORTS[device], torch.device(device), sizes, DTYPES[dtype])
+    backends.choose(backend, [here])  # said by the command, rather than by a rank with its traceback
+    options: dict[str, Any] = {"intermediate": intermediate, "dtype": DTYPES[dtype], "skew": skew, "backend": backend}
+    with RankPool(num_ranks, device) as pool, console.status(f"measuring on {num_ranks} ranks"):
+        results = pool.run(profile_on_rank, **asdict(shape), **options, iterations=iterations, limit_s=LIMIT_S)
+    found = results[0]
+    console.print(str(found), markup=False)
+    console.print(LEGEND, markup=False)
+    kept = f"kept in {found.file}, where layers find it"
+    lost = f"could not be kept: {env.cache_folder()} cannot be written"
+    chosen = f"dispatch {found.strategy.dispatch}, combine {found.strategy.combine}"
+    console.print(f"{chosen}: {kept if found.file else lost}", markup=False, soft_wrap=True)
+    if json_file is not None:
+        setup = run_setup(device, num_ranks, command) | asdict(found.setting)
+        setup |= {name: getattr(found, name) for name in ("num_tokens", "skew", "iterations", "file")}
+        missing = [f"{row.strategy} of {row.operation}" for row in found.rows if row.score_ms is None]
+        write_json(
+            json_file, setup, [f"not on backend {found.setting.backend}: {each}" for each in missing], found.rows
+        )
+        console.print(f"rows written to {json_file}", markup=False)
+
+
+def profile_on_rank(context: RankContext, **options: Any) -> Profile:
+    """On one rank. Collective."""
+    return profile(context.group, device=context.device, **options)

@@ -1,0 +1,157 @@
+"""Choices of strategies on disk, beside the compiled kernels: one file for each hardware, software and shape.
+
+Files are whole or absent: written aside, then renamed. What cannot be used is ignored with a warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from tokenloom import env
+from tokenloom._version import __version__
+from tokenloom.plan import Plan
+from tokenloom.strategy import Strategy
+
+_SUFFIX = ".choice"
+_ASIDE = ".partial"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a choice holds for.
+
+    Attributes:
+        device_name: model of rank 0's GPU or CPU. num_ranks: W.
+        num_hosts: 1; groups over several hosts are not told apart yet.
+        tokenloom, torch: versions. backend: of the communicator.
+        tokens: most tokens of a rank, rounded up to a power of two.
+        hidden, intermediate, top_k, num_experts: of the layer. dtype: of its parameters.
+    """
+
+    device_name: str
+    num_ranks: int
+    num_hosts: int
+    tokenloom: str
+    torch: str
+    backend: str
+    tokens: int
+    hidden: int
+    intermediate: int
+    top_k: int
+    num_experts: int
+    dtype: str
+
+    @property
+    def shape(self) -> str:
+        """Say "t4096-h7168-i2048-k8-e256-bfloat16": everything but hardware and software."""
+        sizes = f"t{self.tokens}-h{self.hidden}-i{self.intermediate}-k{self.top_k}-e{self.num_experts}"
+        return f"{sizes}-{self.dtype}"
+
+    @property
+    def file_name(self) -> str:
+        """The shape, and a hash of everything."""
+        digest = hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:16]
+        return f"{self.shape}-{digest}{_SUFFIX}"
+
+
+def setting_of(plan: Plan, intermediate: int, dtype: torch.dtype, backend: str, device: torch.device | str) -> Setting:
+    """The setting of a layer on this machine, with this software."""
+    return Setting(
+        device_name=device_name(device),
+        num_ranks=plan.num_ranks,
+        num_hosts=1,
+        tokenloom=__version__,
+        torch=str(torch.__version__),
+        backend=backend,
+        tokens=1 << (plan.max_tokens_per_rank - 1).bit_length(),
+        hidden=plan.hidden,
+        intermediate=intermediate,
+        top_k=plan.top_k,
+        num_experts=plan.num_experts,
+        dtype=str(dtype).removeprefix("torch."),
+    )
+
+
+def device_name(device: torch.device | str) -> str:
+    """Model of a GPU, or of the CPU as well as the system says it."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def keep(setting: Setting, strategy: Strategy) -> Path | None:
+    """Write a choice over what was there for this setting. The file; None where nothing can be written."""
+    folder = env.cache_folder()
+    content = json.dumps({"setting": asdict(setting), "strategy": asdict(strategy)}, indent=1) + "\n"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, aside = tempfile.mkstemp(dir=folder, suffix=_ASIDE)
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(content)
+            os.replace(aside, folder / setting.file_name)
+        except BaseException:
+            Path(aside).unlink(missing_ok=True)
+            raise
+    except OSError:
+        return None
+    return folder / setting.file_name
+
+
+def find(setting: Setting) -> Strategy | None:
+    """The choice for this setting, or None.
+
+    Warns:
+        UserWarning: its file is damaged; or there is none, but one for this shape on other hardware or with other
+            software. Both are ignored.
+    """
+    folder = env.cache_folder()
+    with contextlib.suppress(OSError):
+        if (folder / setting.file_name).exists():
+            found = _read(folder / setting.file_name)
+            return found and found[1]
+        for path in sorted(folder.glob(f"{setting.shape}-*{_SUFFIX}")):
+            other = _read(path)
+            if other is not None:
+                _warn_of_another(path, other[0], setting)
+                break
+    return None
+
+
+def _read(path: Path) -> tuple[Setting, Strategy] | None:
+    """What a file says; None, with a warning, if anything is off."""
+    try:
+        content = json.loads(path.read_text())
+        setting, strategy = Setting(**content["setting"]), Strategy(**content["strategy"])
+        if path.name == setting.file_name:
+            return setting, strategy
+    except (OSError, ValueError, TypeError, KeyError):
+        pass
+    warnings.warn(f"{path} is damaged and ignored; run `tokenloom tune` again, or delete it", stacklevel=3)
+    return None
+
+
+def _warn_of_another(path: Path, theirs: Setting, ours: Setting) -> None:
+    there, here = asdict(theirs), asdict(ours)
+    differing = [f"{name} {there[name]}, here {here[name]}" for name in here if there[name] != here[name]]
+    warnings.warn(
+        f"the strategies in {path} are ignored: they were chosen elsewhere ({'; '.join(differing)}); "
+        "run `tokenloom tune` here",
+        stacklevel=3,
+    )

@@ -1,0 +1,326 @@
+"""Measures what each strategy costs on these ranks, beside the product it feeds, and keeps which is best."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from tokenloom import routing
+from tokenloom.agreement import agree
+from tokenloom.communicator import Communicator, Routed
+from tokenloom.errors import InvalidArgument
+from tokenloom.experts import products_for
+from tokenloom.plan import Plan
+from tokenloom.router import Router
+from tokenloom.strategy import COMBINE_STRATEGIES, DISPATCH_STRATEGIES, Strategy
+from tokenloom.tune import choices
+from tokenloom.tune.choices import Setting
+from tokenloom.tune.samples import call_us, draw_topk_ids
+
+DEFAULT_ITERATIONS = 30
+WARM_UP_ROUNDS = 3
+"""Rounds that do not count: connections are made, buffers allocated, kernels compiled."""
+OPERATIONS = ("dispatch", "combine")
+CANDIDATES = (
+    *(("dispatch", strategy) for strategy in DISPATCH_STRATEGIES),
+    *(("combine", strategy) for strategy in COMBINE_STRATEGIES),
+)
+TOKEN_BYTES = ID_BYTES = WEIGHT_BYTES = 4
+"""With each row of a dispatch goes which token it is, and K ids and weights."""
+
+Candidate = tuple[str, str]
+"""An operation, "dispatch" or "combine", and a strategy of it."""
+Calls = dict[str, Callable[[], Any]]
+"""What is measured of a candidate: "with_gemm", "alone" and "gradient"."""
+
+
+@dataclass(frozen=True)
+class ProfileRow:
+    """What a strategy costs: medians over samples of the slowest rank of each; None: the backend does not have it.
+
+    Attributes:
+        operation: "dispatch" or "combine". strategy: of that operation.
+        with_gemm_ms: dispatch and the product of gates and ups, or the product of outputs and combine.
+        alone_ms: the transfer without the product.
+        gradient_ms: the transfer backward, which another strategy may carry (:data:`tokenloom.strategy.SWAPPED`).
+        score_ms: with_gemm_ms + gradient_ms: what a training step has of it.
+        physical_gbytes_per_s: bytes that leave the busiest rank in the transfer, by alone_ms; 1 GB is 1e9 bytes.
+        wins: has the least score of its operation.
+    """
+
+    operation: str
+    strategy: str
+    with_gemm_ms: float | None = None
+    alone_ms: float | None = None
+    gradient_ms: float | None = None
+    score_ms: float | None = None
+    physical_gbytes_per_s: float | None = None
+    wins: bool = False
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What :func:`profile` found, the same on all ranks. ``print`` it for a table.
+
+    Attributes:
+        setting: hardware, software and shape.
+        num_tokens: of each rank. skew: of the routing. iterations: samples of each number.
+        rows: one for every strategy.
+        file: where rank 0 has kept the choice; None where it could not be written.
+    """
+
+    setting: Setting
+    num_tokens: int
+    skew: float
+    iterations: int
+    rows: tuple[ProfileRow, ...]
+    file: str | None
+
+    @property
+    def strategy(self) -> Strategy:
+        """The winners."""
+        return Strategy(**{row.operation: row.strategy for row in self.rows if row.wins})
+
+    def __str__(self) -> str:
+        where = self.setting
+        lines = [
+            f"{where.num_ranks} ranks on {where.device_name}, backend {where.backend}",
+            f"{self.num_tokens} tokens a rank, hidden {where.hidden}, intermediate {where.intermediate}, "
+            f"top-{where.top_k} of {where.num_experts}, {where.dtype}, skew {self.skew:g}",
+            f"medians of {self.iterations} samples of the slowest rank",
+            "",
+            f"{'':9}{'strategy':15}{'with GEMM ms':>13}{'alone ms':>10}{'gradient ms':>13}{'score ms':>10}{'GB/s':>9}",
+        ]
+        return "\n".join([*lines, *map(_table_line, self.rows)])
+
+
+def _table_line(row: ProfileRow) -> str:
+    opening = f"{row.operation:9}{row.strategy:15}"
+    if row.score_ms is None:
+        return f"{opening}    not on this backend"
+    numbers = f"{row.with_gemm_ms:13.3f}{row.alone_ms:10.3f}{row.gradient_ms:13.3f}{row.score_ms:10.3f}"
+    return f"{opening}{numbers}{row.physical_gbytes_per_s:9.3g}{'  winner' if row.wins else ''}"
+
+
+def profile(
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    *,
+    num_tokens: int,
+    hidden: int,
+    intermediate: int,
+    num_experts: int,
+    top_k: int,
+    dtype: torch.dtype | None = None,
+    skew: float = 0.0,
+    iterations: int = DEFAULT_ITERATIONS,
+    backend: str = "auto",
+    device: torch.device | str | None = None,
+) -> Profile:
+    """Measure every strategy of dispatch and combine for one layer on these ranks, and keep the best. Collective.
+
+    Each is measured as the layer uses it, in layout "expert": together with the product that it feeds, or that feeds
+    it, and with its gradient, which the swapped strategy carries. All take turns, one sample each a round. A
+    :class:`tokenloom.ExpertParallelMoE` without a strategy of its own then uses the choice; see docs/tuning.md.
+
+    Args:
+        group, backend, device: see Communicator.
+        num_tokens: T on every rank; the choice holds for layers whose ``max_tokens_per_rank`` has the same next power
+            of two.
+        hidden: H. intermediate: I. num_experts: E. top_k: K, at most E.
+        dtype: of the layer's parameters and the payload; None: torch's default, as for the layer.
+        skew: experts are drawn with probability proportional to 1 / place^skew; 0: all alike. Each rank draws its own.
+        iterations: samples of each.
+
+    Raises:
+        InvalidArgument, PlanMismatch, PeerError, ...: as Communicator and ExpertParallelMoE.
+    """
+    dtype = dtype or torch.get_default_dtype()
+    with Communicator(
+        group,
+        num_experts=num_experts,
+        hidden=hidden,
+        top_k=top_k,
+        max_tokens_per_rank=num_tokens,
+        backend=backend,
+        device=device,
+        dtype=dtype,
+    ) as comm:
+
+        def prepare() -> tuple[dict[str, Any], Setting]:
+            Router(num_experts, top_k)
+            for name, value in (("intermediate", intermediate), ("iterations", iterations)):
+                if not isinstance(value, int) or value < 1:
+                    raise InvalidArgument(f"{name} is {value!r}, expected an integer of at least 1")
+            if not isinstance(skew, int | float) or not 0 <= skew < float("inf"):
+                raise InvalidArgument(f"skew is {skew!r}, expected a number of at least 0")
+            setting = choices.setting_of(comm.plan, intermediate, dtype, comm.backend, comm.device)
+            return {"intermediate": intermediate, "iterations": iterations, "skew": skew}, setting
+
+        setting = agree(comm._ranks, prepare, "profiling strategies")[0]
+        with torch.enable_grad():
+            transfers = _Transfers(comm, intermediate, dtype, skew)
+            samples = _take_turns(comm, transfers.calls(), iterations)
+        comm.check()
+        send = routing.send_map(transfers.ids, comm.plan)
+        counts = send.rows_per_rank.tolist(), send.routes_per_expert.view(comm.num_ranks, -1).sum(1).tolist()
+        by_rank = comm._ranks.all_gather_object((samples, *counts), "profiling strategies")
+        rows, routes = (torch.tensor([each[place] for each in by_rank]) for place in (1, 2))
+        sent = sent_bytes(comm.plan, rows, routes, dtype)
+        found = make_rows([each[0] for each in by_rank], sent)
+        measured = Profile(setting, num_tokens, float(skew), iterations, found, file=None)
+        file = choices.keep(setting, measured.strategy) if comm.rank == 0 else None
+        files = comm._ranks.all_gather_object(None if file is None else str(file), "keeping the choice")
+    return replace(measured, file=files[0])
+
+
+class _Transfers:
+    """The transfers of a layer on this rank's tokens, each with its product; values are random. Collective.
+
+    Attributes:
+        ids: int32 [T, K], the routing.
+    """
+
+    def __init__(self, comm: Communicator, intermediate: int, dtype: torch.dtype, skew: float) -> None:
+        plan, device = comm.plan, comm.device
+        self._generator = torch.Generator(device).manual_seed(comm.rank)
+        self._like = torch.empty(0, dtype=dtype, device=device)
+        self._comm, self._intermediate = comm, intermediate
+        num_tokens, local = plan.max_tokens_per_rank, plan.experts_per_rank
+        self.ids = draw_topk_ids(comm.rank, num_tokens, plan.num_experts, plan.top_k, skew).to(device)
+        self._weights = torch.rand(num_tokens, plan.top_k, generator=self._generator, device=device)
+        self._x = self._random(num_tokens, plan.hidden).requires_grad_()
+        self._w1 = self._random(local, 2 * intermediate, plan.hidden)
+        self._w2 = self._random(local, plan.hidden, intermediate)
+        self._products = products_for(self._x, self._w1, self._w2)
+
+    def _random(self, *sizes: int) -> torch.Tensor:
+        return self._like.new_empty(sizes).normal_(generator=self._generator)
+
+    def calls(self) -> dict[Candidate, Calls]:
+        """What to measure of every strategy that the backend has."""
+        found: dict[Candidate, Calls] = {}
+        routed = self._dispatch("dedup")
+        for operation, strategy in CANDIDATES:
+            try:
+                calls = self._of_dispatch(strategy) if operation == "dispatch" else self._of_combine(routed, strategy)
+            except InvalidArgument:  # on all ranks alike: the backend does not have it
+                if strategy == "dedup":
+                    raise
+                continue
+            found[operation, strategy] = calls
+        return found
+
+    def _dispatch(self, strategy: str) -> Routed:
+        return self._comm.dispatch(self._x, self.ids, self._weights, strategy=strategy)
+
+    def _of_dispatch(self, strategy: str) -> Calls:
+        routed = self._dispatch(strategy)
+        grad = self._random(*routed.tokens.shape)
+
+        def with_gemm() -> torch.Tensor:
+            return self._product(self._dispatch(strategy), self._w1)
+
+        def gradient() -> Any:
+            return torch.autograd.grad(routed.tokens, self._x, grad, retain_graph=True)
+
+        return {"with_gemm": with_gemm, "alone": lambda: self._dispatch(strategy), "gradient": gradient}
+
+    def _of_combine(self, routed: Routed, strategy: str) -> Calls:
+        activations = self._random(len(routed.tokens), self._intermediate)
+        y = self._random(*routed.tokens.shape).requires_grad_()
+        mode = Strategy(combine=strategy).mode
+
+        def combine(rows: torch.Tensor = y) -> torch.Tensor:
+            return self._comm.combine(rows, routed, weighted=False, mode=mode, strategy=strategy)
+
+        def with_gemm() -> torch.Tensor:
+            return combine(self._product(routed, self._w2, activations).requires_grad_())
+
+        out = combine()
+        grad = self._random(*out.shape)
+
+        def gradient() -> Any:
+            return torch.autograd.grad(out, y, grad, retain_graph=True)
+
+        return {"with_gemm": with_gemm, "alone": combine, "gradient": gradient}
+
+    @torch.no_grad()  # as in the layer, which has a gradient of its own for all of its products
+    def _product(self, routed: Routed, weights: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+        assert routed.expert_offsets is not None
+        rows = routed.tokens if rows is None else rows
+        return self._products.by_weights(rows, weights.transpose(1, 2), routed.expert_offsets)
+
+
+def _take_turns(
+    comm: Communicator, calls: Mapping[Candidate, Calls], iterations: int
+) -> dict[Candidate, dict[str, list[float]]]:
+    """Samples on this rank, in microseconds: one of each call a round, so that drifting clocks meet all alike."""
+    samples: dict[Candidate, dict[str, list[float]]] = {who: {what: [] for what in calls[who]} for who in calls}
+    for number in range(WARM_UP_ROUNDS + iterations):
+        for who, its_calls in calls.items():
+            for what, call in its_calls.items():
+                us = call_us(comm.process_group, comm.device, call)
+                if number >= WARM_UP_ROUNDS:
+                    samples[who][what].append(us)
+    return samples
+
+
+def sent_bytes(plan: Plan, rows: torch.Tensor, routes: torch.Tensor, dtype: torch.dtype) -> dict[Candidate, int]:
+    """Bytes that leave the busiest rank in one transfer forward, by strategy; the exchange of counts not among them.
+
+    Args:
+        rows: [W, W], (token, rank) rows from each rank to each. routes: the same of routes.
+        dtype: of the payload.
+    """
+    row_bytes = plan.hidden * dtype.itemsize
+    about = rows * (TOKEN_BYTES + plan.top_k * (ID_BYTES + WEIGHT_BYTES))
+    dense = torch.full_like(rows, plan.max_tokens_per_rank)
+    moved = {
+        ("dispatch", "dedup"): rows * row_bytes + about,
+        ("dispatch", "all_gather"): dense * row_bytes + about,
+        ("dispatch", "all_to_all"): routes * row_bytes + about,
+        ("combine", "dedup"): rows.t() * row_bytes,
+        ("combine", "reduce_scatter"): dense * row_bytes,
+        ("combine", "all_to_all"): routes.t() * row_bytes,
+    }
+    return {who: int((sent.sum(1) - sent.diagonal()).max()) for who, sent in moved.items()}
+
+
+def make_rows(
+    samples: Sequence[Mapping[Candidate, Mapping[str, Sequence[float]]]], sent: Mapping[Candidate, int]
+) -> tuple[ProfileRow, ...]:
+    """A row for every candidate, from the samples of all ranks, in microseconds, and ``sent_bytes``."""
+    times = {
+        who: {what: _of_the_slowest_ms([each[who][what] for each in samples]) for what in samples[0][who]}
+        for who in samples[0]
+    }
+    scores = {who: its["with_gemm"] + its["gradient"] for who, its in times.items()}
+    best = {each: min((who for who in scores if who[0] == each), key=scores.__getitem__) for each in OPERATIONS}
+    rows = []
+    for who in CANDIDATES:
+        if who not in times:
+            rows.append(ProfileRow(*who))
+            continue
+        its = times[who]
+        rows.append(
+            ProfileRow(
+                *who,
+                with_gemm_ms=its["with_gemm"],
+                alone_ms=its["alone"],
+                gradient_ms=its["gradient"],
+                score_ms=scores[who],
+                physical_gbytes_per_s=sent[who] / its["alone"] / 1e6,
+                wins=who == best[who[0]],
+            )
+        )
+    return tuple(rows)
+
+
+def _of_the_slowest_ms(by_rank: Sequence[Sequence[float]]) -> float:
+    return statistics.median(map(max, zip(*by_rank, strict=True))) / 1e3
