@@ -109,7 +109,7 @@ def forbid(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
 @pytest.mark.parametrize("dtype", GROUPED, ids=str)
 def test_grouped_path(dtype: torch.dtype, counts: list[int], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if device == "cpu" or dtype == torch.bfloat16:  # on GPUs grouped_mm is for bfloat16
-        forbid(monkeypatch, "_LoopProducts")
+        forbid(monkeypatch, "_ExpertByExpert")
     check(*make_case(dtype, *GROUPED[dtype], counts, device), counts)
 
 
@@ -132,10 +132,10 @@ def test_widths_that_are_no_multiple_of_16_bytes(
     check(*make_case(dtype, hidden, intermediate, [2, 0, 3], device), [2, 0, 3])
 
 
-@pytest.mark.parametrize("path", ["_GroupedProducts", "_LoopProducts"])
+@pytest.mark.parametrize("path", ["_GroupedProducts", "_ExpertByExpert"])
 def test_rows_beyond_the_last_offset_touch_nothing(path: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs of bounded size end in unspecified rows: NaN there must reach no output, nor any weight's gradient."""
-    if path == "_LoopProducts":
+    if path == "_ExpertByExpert":
         monkeypatch.setattr(experts, "_grouped_mm_takes", lambda *tensors: False)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     counts = [2, 0, 3]

@@ -10,18 +10,18 @@ import torch
 
 import tokenloom as tl
 from tests.conftest import Ranks
-from tokenloom import routed_experts
+from tokenloom import experts, routed_experts
 from tokenloom.launch import RankContext
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 256, 96, 8, 3
 TOKENS = (37, 0, 64, 5, 1, 50, 0, 64)
-WORST = 8 * 64 * TOP_K
+POOL = 360
 SWITCHES = {
     "overlap": {"overlap": True},
     "redispatch": {"redispatch_in_backward": True, "overlap": False},
     "redispatch beside products": {"redispatch_in_backward": True},
-    "pool": {"pool_rows": WORST, "overlap": False},
-    "pool, redispatch, overlap": {"pool_rows": WORST, "redispatch_in_backward": True},
+    "pool": {"pool_rows": POOL, "overlap": False},
+    "pool, redispatch, overlap": {"pool_rows": POOL, "redispatch_in_backward": True},
 }
 
 
@@ -70,19 +70,25 @@ def one_step(context: RankContext, **options: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def compare_switch(context: RankContext, name: str) -> None:
-    plain = one_step(context, overlap=False)
-    with mock.patch.object(routed_experts, "SLAB_BYTES", 1):  # outputs come home in turns of columns
-        switched = one_step(context, **SWITCHES[name])
+def compare_switch(context: RankContext, name: str, few_rows: int) -> None:
+    with mock.patch.object(experts, "FEW_ROWS", few_rows):
+        plain = one_step(context, overlap=False)
+        with mock.patch.object(routed_experts, "SLAB_BYTES", 1):  # outputs come home in turns of columns
+            switched = one_step(context, **SWITCHES[name])
     for key, value in plain.items():
         assert torch.equal(switched[key], value), key
-    if context.device.type == "cuda":
-        assert torch._C._get_sm_carveout_experimental() is None
 
 
 @pytest.mark.parametrize("name", SWITCHES)
 def test_same_bits(ranks: Ranks, name: str) -> None:
-    ranks.run(compare_switch, name)
+    ranks.run(compare_switch, name, experts.FEW_ROWS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["overlap", "redispatch beside products"])
+def test_same_bits_of_many_rows(hoppers: Ranks, name: str) -> None:
+    """Products expert by expert, on two streams."""
+    hoppers.run(compare_switch, name, 0)
 
 
 def count_turns(context: RankContext) -> list[int]:

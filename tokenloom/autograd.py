@@ -42,6 +42,11 @@ def combine(
     return _Combine.apply(backend, handle, rows, weights, call)
 
 
+def row_weights(backend: Backend, handle: Handle, weights: torch.Tensor, num_places: int) -> torch.Tensor:
+    """Received weights [R, K] -> [num_places], of the rows."""
+    return _RowWeights.apply(backend, handle, weights, num_places)
+
+
 def _wants_grad(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
@@ -96,3 +101,17 @@ class _Combine(torch.autograd.Function):
         if grad_weights is not None:
             grad_weights = grad_weights.to(weights.dtype)
         return None, None, grad_rows if ctx.needs_input_grad[2] else None, grad_weights, None
+
+
+class _RowWeights(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, backend: Backend, handle: Handle, weights: torch.Tensor, num_places: int) -> torch.Tensor:
+        ctx.backend, ctx.handle = backend, handle
+        ctx.save_for_backward(weights)
+        return backend.row_weights(handle, weights, num_places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (weights,) = ctx.saved_tensors
+        return None, None, ctx.backend.route_gradients(ctx.handle, grad.contiguous(), weights), None

@@ -320,6 +320,67 @@ def mega(
         )
 
 
+@bench_app.command()
+def train(
+    thiek: Annotated[
+        str,
+        typer.Option(help="T,H,I,E,K: tokens of all ranks together, hidden, intermediate, experts, top-k."),
+    ],
+    ranks: RanksOption = None,
+    device: DeviceOption = None,
+    dtype: Annotated[str, typer.Option(help="Of the layer: bf16 or fp32.")] = "bf16",
+    skew: SkewOption = 0.0,
+    strategy: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            help="What carries dispatch and combine, as all_gather,reduce_scatter. Default: the layer's pick."
+        ),
+    ] = None,
+    overlap: Annotated[bool, typer.Option(help="Let transfers run beside products.")] = True,
+    redispatch_in_backward: Annotated[
+        bool, typer.Option("--redispatch-in-backward", help="Keep tokens, not received rows, and send them again.")
+    ] = False,
+    pool_rows: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="Most rows of a rank's experts; the host then does not wait. Default: exact sizes."),
+    ] = None,
+    check: Annotated[bool, typer.Option(help="Compare outputs and gradients with a float32 reference.")] = True,
+    iterations: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=3, help="Samples of each number. Default: 6 on the CPU, 30 on GPUs."),
+    ] = None,
+    json_file: JsonFileOption = None,
+) -> None:
+    """Check a training step of ExpertParallelMoE, and measure it beside torch alone and beside no network."""
+    with _errors_for_people():
+        _require_writable("--json", json_file)
+        from tokenloom.bench.train_work import TrainOptions, TrainShape
+        from tokenloom.strategy import Strategy
+
+        _require_known("--dtype", [dtype], ["bf16", "fp32"])
+        sizes, primitives = thiek.split(","), [] if strategy is None else strategy.split(",")
+        if len(sizes) != 5 or not all(size.isdecimal() and int(size) for size in sizes):
+            raise typer.BadParameter(f"{thiek!r}, expected five positive integers, T,H,I,E,K", param_hint="--thiek")
+        if len(primitives) not in (0, 2):
+            raise typer.BadParameter(f"{strategy!r}, expected dispatch,combine", param_hint="--strategy")
+        by_hand = Strategy(*primitives) if primitives else None
+        num_ranks, where = _pick_ranks(ranks, device, least=1)
+        from tokenloom.bench.train import DEFAULT_ITERATIONS, run_train
+
+        samples = iterations or DEFAULT_ITERATIONS[where]
+        passed = run_train(
+            _console(),
+            num_ranks,
+            where,
+            TrainShape(*map(int, sizes)),
+            TrainOptions(dtype, skew, by_hand, overlap, redispatch_in_backward, pool_rows, check, samples),
+            command=sys.argv[1:],
+            json_file=json_file,
+        )
+        if not passed:
+            raise typer.Exit(FAILED)
+
+
 def _require_known(option: str, given: Sequence[str], known: Sequence[str]) -> None:
     unknown = [name for name in given if name not in known]
     if unknown:

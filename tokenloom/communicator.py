@@ -489,13 +489,7 @@ class Communicator:
         _check_routed(self, routed)
         if routed.layout != "expert" or routed._weights is None:
             raise InvalidArgument("row_weights is for layout 'expert', dispatched with topk_weights")
-        weights, places = routed._weights.flatten(), routed.tokens.shape[0]
-        positions = self._backend.positions(routed._handle)[: len(routed._weights)].flatten()
-        # Which route each row is: no host read, so routes without a row go to a place behind the last.
-        routes = torch.arange(len(weights), device=self.device)
-        source = routes.new_full((places + 1,), len(weights))
-        source.scatter_(0, torch.where((positions >= 0) & (positions < places), positions, places), routes)
-        return torch.cat([weights, weights.new_zeros(1)])[source[:places]]
+        return autograd.row_weights(self._backend, routed._handle, routed._weights, routed.tokens.shape[0])
 
     def close(self) -> None:
         """Release everything; later calls raise CommunicatorBroken. The process group stays yours."""

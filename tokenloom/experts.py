@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -11,6 +13,8 @@ from torch.nn import functional
 
 from tokenloom.activation import activate, activate_backward
 
+FEW_ROWS = 1024
+"""An expert's, up to which one launch for all experts is faster than one for each."""
 GROUPED_MM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GROUPED_MM_ALIGNMENT_BYTES = 16
 """``grouped_mm`` takes row strides that are multiples of this."""
@@ -61,10 +65,10 @@ class _SwigluExperts(torch.autograd.Function):
         w2: torch.Tensor,
         row_weights: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.products = products = products_for(rows, w1, w2)
-        hidden = products.by_weights(rows, w1.transpose(1, 2), offsets)
+        ctx.products = products = products_for(rows, w1, w2, offsets)
+        hidden = products.by_weights(rows, w1.transpose(1, 2))
         ctx.save_for_backward(rows, offsets, w1, w2, row_weights, hidden)
-        return products.by_weights(activate(hidden, row_weights, offsets[-1:]), w2.transpose(1, 2), offsets)
+        return products.by_weights(activate(hidden, row_weights, offsets[-1:]), w2.transpose(1, 2))
 
     @staticmethod
     @once_differentiable
@@ -72,48 +76,89 @@ class _SwigluExperts(torch.autograd.Function):
         rows, offsets, w1, w2, row_weights, hidden = ctx.saved_tensors
         products, grad = ctx.products, grad.contiguous()
         wants_rows, _, wants_w1, wants_w2, wants_weights = ctx.needs_input_grad
-        grad_activations = products.by_weights(grad, w2, offsets)
+        grad_activations = products.by_weights(grad, w2)
         activations, grad_hidden, grad_weights = activate_backward(hidden, row_weights, offsets[-1:], grad_activations)
-        grad_rows = products.by_weights(grad_hidden, w1, offsets) if wants_rows else None
-        grad_w1 = products.of_weights(grad_hidden, rows, offsets) if wants_w1 else None
-        grad_w2 = products.of_weights(grad, activations, offsets) if wants_w2 else None
+        grad_rows = products.by_weights(grad_hidden, w1) if wants_rows else None
+        grad_w1 = products.of_weights(grad_hidden, rows) if wants_w1 else None
+        grad_w2 = products.of_weights(grad, activations) if wants_w2 else None
         return grad_rows, None, grad_w1, grad_w2, grad_weights if wants_weights else None
 
 
 class Products(Protocol):
-    """Matrix products by groups of rows; ``offsets`` as for swiglu_experts."""
+    """Matrix products by groups of rows, which somebody has told where the groups are."""
 
-    def by_weights(self, rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """[R, k], [L, k, n] -> [R, n]: each group's rows times its weights."""
+    def by_weights(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """[R, k], [L, k, n] -> [R, n]: each group's rows times its weights; unspecified where no group is."""
 
-    def of_weights(self, left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def of_weights(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         """[R, n], [R, k] -> [L, n, k]: for each group the sum of its rows' outer products."""
 
 
 class _GroupedProducts:
-    def by_weights(self, rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        return functional.grouped_mm(rows, weights, offs=offsets[1:])
+    def __init__(self, offsets: torch.Tensor) -> None:
+        self._ends = offsets[1:]
 
-    def of_weights(self, left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        return functional.grouped_mm(left.t(), right, offs=offsets[1:])
+    def by_weights(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return functional.grouped_mm(rows, weights, offs=self._ends)
 
-
-class _LoopProducts:
-    def by_weights(self, rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        ends = offsets.tolist()
-        parts = [rows[ends[e] : ends[e + 1]] @ weights[e] for e in range(len(weights))]
-        parts.append(rows.new_zeros(rows.shape[0] - ends[-1], weights.shape[2]))
-        return torch.cat(parts)
-
-    def of_weights(self, left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        ends = offsets.tolist()
-        spans = [slice(begin, end) for begin, end in pairwise(ends)]
-        return torch.stack([left[span].t() @ right[span] for span in spans])
+    def of_weights(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return functional.grouped_mm(left.t(), right, offs=self._ends)
 
 
-def products_for(rows: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> Products:
-    """How these are multiplied: by torch's grouped GEMM, or one expert after the other."""
-    return _GroupedProducts() if _grouped_mm_takes(rows, w1, w2) else _LoopProducts()
+class _ExpertByExpert:
+    """One product after the other; on GPUs on two streams in turns, so that those that have begun late, because others
+    had taken some SMs, keep no SM idle."""
+
+    def __init__(self, ends: list[int]) -> None:
+        self._spans = [slice(begin, end) for begin, end in pairwise(ends)]
+
+    def by_weights(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = rows.new_empty(len(rows), weights.shape[2])
+        out[self._spans[-1].stop :].zero_()
+        for e, span in self._in_turns(out):
+            torch.mm(rows[span], weights[e], out=out[span])
+        return out
+
+    def of_weights(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        out = left.new_empty(len(self._spans), left.shape[1], right.shape[1])
+        for e, span in self._in_turns(out):
+            torch.mm(left[span].t(), right[span], out=out[e])
+        return out
+
+    def _in_turns(self, out: torch.Tensor) -> Iterator[tuple[int, slice]]:
+        if not out.is_cuda:
+            yield from enumerate(self._spans)
+            return
+        streams = (torch.cuda.current_stream(out.device), _second_stream(out.device))
+        streams[1].wait_stream(streams[0])
+        for e, span in enumerate(self._spans):
+            with torch.cuda.stream(streams[e % 2]):
+                yield e, span
+        streams[0].wait_stream(streams[1])
+
+
+@cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def products_for(
+    rows: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    offsets: torch.Tensor,
+    host_offsets: list[int] | None = None,
+) -> Products:
+    """How the rows of each expert are multiplied.
+
+    Args:
+        rows: [R, H]; w1: [L, 2I, H]; w2: [L, H, I]. offsets: int32 [L + 1], as for swiglu_experts.
+        host_offsets: the same where they are known on the host, or None.
+    """
+    many = rows.is_cuda and host_offsets is not None and len(rows) >= FEW_ROWS * len(w1)
+    if _grouped_mm_takes(rows, w1, w2) and not many:
+        return _GroupedProducts(offsets)
+    return _ExpertByExpert(offsets.tolist() if host_offsets is None else host_offsets)
 
 
 def _grouped_mm_takes(rows: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> bool:

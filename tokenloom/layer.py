@@ -14,11 +14,14 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
+from tokenloom import compiled
 from tokenloom.activation import swiglu
 from tokenloom.agreement import agree
+from tokenloom.backends import MAX_SMS
 from tokenloom.communicator import Communicator
 from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch
 from tokenloom.group import RankGroup
+from tokenloom.main_grads import accumulate_main_grads
 from tokenloom.routed_experts import HowToRun, routed_experts
 from tokenloom.router import Router, RouterSums, balance_loss, router_logits, router_sums, z_loss
 from tokenloom.saved import SavedTensor, saved_tensors
@@ -57,6 +60,8 @@ class ExpertParallelMoE(nn.Module):
         pool_rows: None: what is kept for backward has its exact size, which the host waits for once a forward. Else
             the most rows that a rank's experts may get, for which there is always room, and the host does not wait:
             more raise CapacityOverflow in a later call or ``comm.check()``; the tokens concerned become NaN.
+        main_grads: backward adds the gradients of expert weights to ``parameter.main_grad``, float32 and made here as
+            zeros, which nothing but you sets back; ``parameter.grad`` stays None.
         comm: a Communicator to share between layers, instead of ``group``.
         backend, timeout_s: see Communicator.
         device, dtype: of the parameters. The device must be the communicator's.
@@ -94,6 +99,7 @@ class ExpertParallelMoE(nn.Module):
         overlap: bool = True,
         redispatch_in_backward: bool = False,
         pool_rows: int | None = None,
+        main_grads: bool = False,
         comm: Communicator | None = None,
         backend: str = "auto",
         timeout_s: float = 30.0,
@@ -115,6 +121,7 @@ class ExpertParallelMoE(nn.Module):
                 device=device,
                 timeout_s=timeout_s,
                 dtype=dtype,
+                num_sms=MAX_SMS,
             )
         self.comm = comm
 
@@ -162,6 +169,18 @@ class ExpertParallelMoE(nn.Module):
         counts = torch.zeros(num_experts, dtype=torch.int64, device=comm.device)
         self.register_buffer("expert_counts", counts, persistent=False)
         self.reset_parameters()
+        self.main_grads = main_grads
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """What a copy of a layer has to do for itself."""
+        self._number = compiled.number_layer(self)
+        if self.main_grads:
+            accumulate_main_grads(self.expert_parameters())
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._set_up()
 
     @property
     def local_experts(self) -> range:
@@ -213,6 +232,9 @@ class ExpertParallelMoE(nn.Module):
             PeerError: bad input, or any other failure before the payload moved, on another rank.
             And what Communicator.dispatch raises.
         """
+        return compiled.forward(self, x) if torch.compiler.is_compiling() else self._forward(x)
+
+    def _forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         comm = self.comm
         comm._begin()
         # What can fail on one rank alone runs under _report_fault: the others are about to wait for this rank.

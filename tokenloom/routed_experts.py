@@ -3,13 +3,13 @@ the products work at the same time.
 
 Forward: the experts' second product and the combine take columns of the output in turns: while some come home, the
 next are computed. Backward: rows' gradients come home while the gradients of the weights are computed. What travels is
-on a stream of the communicator's, and products beside it leave it SMs. Results are the same bits without any of this.
+on a stream of the communicator's. Results are the same bits without any of this.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,9 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from tokenloom.activation import activate, activate_backward
 from tokenloom.autograd import COMBINE_RANGE, DISPATCH_RANGE, profiler_range
-from tokenloom.backends.base import Backend, CombineCall
+from tokenloom.backends.base import CombineCall
 from tokenloom.communicator import Communicator, Routed
-from tokenloom.experts import products_for
+from tokenloom.experts import Products, products_for
 from tokenloom.strategy import SWAPPED, Strategy
 from tokenloom.streams import Event, tensors_in
 
@@ -77,19 +77,6 @@ class _Beside:
         for event in self._pending:
             event.wait()
         self._pending.clear()
-
-    @contextmanager
-    def sms_left(self) -> Iterator[None]:
-        """Products of torch in the block leave the SMs to the communicator that its kernels take."""
-        if not self.overlaps or not self._pending:
-            yield
-            return
-        before = torch._C._get_sm_carveout_experimental()
-        torch._C._set_sm_carveout_experimental(self.comm._num_sms)
-        try:
-            yield
-        finally:
-            torch._C._set_sm_carveout_experimental(before)
 
 
 def routed_experts(
@@ -155,20 +142,27 @@ class _RoutedExperts(torch.autograd.Function):
         rows, offsets = routed.tokens, routed.expert_offsets
         assert offsets is not None
 
-        def compute() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        def compute() -> tuple[Products, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+            products = products_for(rows, w1, w2, offsets, routed._handle.host_offsets)
             row_weights = comm.row_weights(routed)
             kept = x if how.redispatch_in_backward else rows
             if any(needs) and comm.backend == "nvlink" and kept is rows:
                 with beside.transfer((rows,)) as results:  # which the second next dispatch overwrites
                     kept = rows.clone()
                     results.append(kept)
-            hidden = products_for(rows, w1, w2).by_weights(rows, w1.transpose(1, 2), offsets)
-            return hidden, activate(hidden, row_weights, offsets[-1:]), row_weights, kept
+            hidden = products.by_weights(rows, w1.transpose(1, 2))
+            return products, hidden, activate(hidden, row_weights, offsets[-1:]), row_weights, kept
 
-        hidden, activations, row_weights, kept = comm._report_fault("combine", compute)
-        out = _second_product_and_combine(beside, how, routed, activations, w2, any(needs))
+        products, hidden, activations, row_weights, kept = comm._report_fault("combine", compute)
+        out = _second_product_and_combine(beside, how, routed, products, activations, w2, any(needs))
         if any(needs):
-            ctx.comm, ctx.how, ctx.handle, ctx.overlaps = comm, how, routed._handle, beside.overlaps
+            ctx.comm, ctx.how, ctx.handle, ctx.products, ctx.overlaps = (
+                comm,
+                how,
+                routed._handle,
+                products,
+                beside.overlaps,
+            )
             ctx.save_for_backward(kept, offsets, w1, w2, row_weights, hidden)
         return out
 
@@ -178,53 +172,54 @@ class _RoutedExperts(torch.autograd.Function):
         comm, how, handle = ctx.comm, ctx.how, ctx.handle
         rows, offsets, w1, w2, row_weights, hidden = ctx.saved_tensors
         wants_x, wants_weights, wants_w1, wants_w2 = ctx.needs_input_grad[:4]
-        backend, products, beside = comm._backend, products_for(rows, w1, w2), _Beside(comm, ctx.overlaps)
+        backend, products, beside, again = comm._backend, ctx.products, _Beside(comm, ctx.overlaps), None
         grad_x = grad_weights = grad_w1 = grad_w2 = None
         with profiler_range(DISPATCH_RANGE):
             grad_out = backend.dispatch_again(handle, grad.contiguous(), SWAPPED[how.strategy.combine])
-        grad_activations = products.by_weights(grad_out, w2, offsets)
+        if how.redispatch_in_backward and wants_w1:
+            again = _Beside(comm, ctx.overlaps)
+            with again.transfer((rows, handle)), profiler_range(DISPATCH_RANGE):
+                rows = backend.dispatch_again(handle, rows, how.strategy.dispatch)
+        grad_activations = products.by_weights(grad_out, w2)
         activations, grad_hidden, grad_row_weights = activate_backward(
             hidden, row_weights, offsets[-1:], grad_activations
         )
         del grad_activations
-        grad_rows = products.by_weights(grad_hidden, w1, offsets) if wants_x else None
-        with beside.transfer((grad_rows, grad_row_weights, rows, handle)) as results:
-            with profiler_range(COMBINE_RANGE):
-                if grad_rows is not None:
-                    call = CombineCall(
-                        "per_rank", False, rows.dtype, rows.dtype, False, SWAPPED[how.strategy.dispatch]
-                    )
-                    grad_x = backend.combine(handle, grad_rows, None, call)
-                if wants_weights:
-                    grad_weights = backend.return_weights(handle, _of_routes(backend, handle, grad_row_weights))
-            if how.redispatch_in_backward and wants_w1:
-                with profiler_range(DISPATCH_RANGE):
-                    rows = backend.dispatch_again(handle, rows, how.strategy.dispatch)
+        grad_rows = products.by_weights(grad_hidden, w1) if wants_x else None
+        with beside.transfer((grad_rows, grad_row_weights, handle)) as results, profiler_range(COMBINE_RANGE):
+            if grad_rows is not None:
+                call = CombineCall("per_rank", False, rows.dtype, rows.dtype, False, SWAPPED[how.strategy.dispatch])
+                grad_x = backend.combine(handle, grad_rows, None, call)
+            if wants_weights:
+                of_routes = backend.route_gradients(handle, grad_row_weights, handle.topk_weights)
+                grad_weights = backend.return_weights(handle, of_routes)
             results += [grad_x, grad_weights]
-        with beside.sms_left():
-            if wants_w2:
-                grad_w2 = products.of_weights(grad_out, activations, offsets)
-            if wants_w1 and not how.redispatch_in_backward:
-                grad_w1 = products.of_weights(grad_hidden, rows, offsets)
+        if wants_w2:
+            grad_w2 = products.of_weights(grad_out, activations)
+        if again is not None:
+            again.wait()
+        if wants_w1:
+            grad_w1 = products.of_weights(grad_hidden, rows)
         beside.wait()
-        if wants_w1 and how.redispatch_in_backward:
-            grad_w1 = products.of_weights(grad_hidden, rows, offsets)
         return grad_x, grad_weights, grad_w1, grad_w2, None, None, None, None, None
 
 
 def _second_product_and_combine(
-    beside: _Beside, how: HowToRun, routed: Routed, activations: torch.Tensor, w2: torch.Tensor, needs_grad: bool
+    beside: _Beside,
+    how: HowToRun,
+    routed: Routed,
+    products: Products,
+    activations: torch.Tensor,
+    w2: torch.Tensor,
+    needs_grad: bool,
 ) -> torch.Tensor:
     """[rows, I] -> [T, H] at home, by columns in turns."""
-    comm, handle, offsets, hidden = beside.comm, routed._handle, routed.expert_offsets, w2.shape[1]
-    assert offsets is not None
-    products, dtype = products_for(activations, w2, w2), activations.dtype
+    comm, handle, hidden, dtype = beside.comm, routed._handle, w2.shape[1], activations.dtype
     slabs = _slabs(comm, dtype) if beside.overlaps else 1
     call = CombineCall(how.strategy.mode, False, dtype, dtype, needs_grad, how.strategy.combine)
 
     def product(columns: slice) -> torch.Tensor:
-        with beside.sms_left() if columns.start else nullcontext():
-            y = products.by_weights(activations, w2[:, columns].transpose(1, 2), offsets)
+        y = products.by_weights(activations, w2[:, columns].transpose(1, 2))
         comm._backend.check_combine(handle, y, call)
         return y
 
@@ -258,10 +253,3 @@ def _slabs(comm: Communicator, dtype: torch.dtype) -> int:
         return 1
     wanted = min(SLABS, plan.max_tokens_per_rank * plan.top_k * plan.hidden * dtype.itemsize // SLAB_BYTES)
     return next((slabs for slabs in range(wanted, 1, -1) if plan.hidden % (slabs * SLAB_UNIT) == 0), 1)
-
-
-def _of_routes(backend: Backend, handle: Any, grad_row_weights: torch.Tensor) -> torch.Tensor:
-    """[rows] -> [R, K] as the weights were received; 0 where no row lies."""
-    positions = backend.positions(handle)[: len(handle.topk_weights)]
-    found = grad_row_weights[positions.clamp_min(0)] if len(grad_row_weights) else positions.new_zeros(())
-    return torch.where(positions >= 0, found, 0).to(handle.topk_weights.dtype)

@@ -269,6 +269,21 @@ def gather_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return as_words(rows)[index].view(rows.dtype)
 
 
+def row_values(values: torch.Tensor, positions: torch.Tensor, num_places: int) -> torch.Tensor:
+    """Values [R, K] of received routes -> of the rows [num_places] that they have; 0 where no row lies.
+
+    No host read, so routes without a row go to a place behind the last. ``positions``: int64 [R, K].
+    """
+    rows, inside = values.new_zeros(num_places + 1), (positions >= 0) & (positions < num_places)
+    return rows.scatter_(0, torch.where(inside, positions, num_places).flatten(), values.flatten())[:num_places]
+
+
+def route_values(rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Values [places] of rows -> [R, K] of the routes that have them; 0 for the others."""
+    inside = (positions >= 0) & (positions < len(rows))
+    return torch.where(inside, torch.cat([rows, rows.new_zeros(1)])[torch.where(inside, positions, len(rows))], 0)
+
+
 def spread_gradient(
     received: torch.Tensor,
     positions: torch.Tensor,

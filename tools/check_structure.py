@@ -36,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("symmetric",),
     ("jit", "device"),
     ("tune", "tune.choices", "tune.mega"),
-    ("router", "routing", "quant", "saved"),
+    ("router", "routing", "quant", "saved", "compiled", "main_grads"),
     ("plan", "group", "env", "strategy"),
     ("errors",),
     ("_version",),

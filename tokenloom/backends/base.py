@@ -104,6 +104,10 @@ class Handle(Protocol):
     topk_weights: torch.Tensor | None
     scales: torch.Tensor | None
 
+    @property
+    def host_offsets(self) -> list[int] | None:
+        """``counts.expert_offsets`` where the host knows them."""
+
 
 class Backend(Protocol):
     """One way to move tokens. All methods are collective: every rank calls them, in the same order.
@@ -162,8 +166,11 @@ class Backend(Protocol):
         They may be a view, to be used before the second next dispatch. ``strategy``: a dispatch's, which carries them.
         """
 
-    def positions(self, handle: Any) -> torch.Tensor:
-        """int64 [at least R, K] (layout "expert"; else [.., 1]): the place of each received route, -1 for none."""
+    def row_weights(self, handle: Any, weights: torch.Tensor, num_places: int) -> torch.Tensor:
+        """Weights [R, K] of received routes -> [num_places] of their rows (layout "expert"); 0 where no row lies."""
+
+    def route_gradients(self, handle: Any, grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """The gradient of that: [num_places] -> [R, K] like the received weights."""
 
     def return_weights(self, handle: Any, grad: torch.Tensor) -> torch.Tensor:
         """Gradient of ``handle.topk_weights`` -> [T, K] at home."""

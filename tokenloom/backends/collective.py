@@ -55,6 +55,11 @@ class CollectiveHandle:
     row_tokens: torch.Tensor
 
     @property
+    def host_offsets(self) -> list[int] | None:
+        """``counts.expert_offsets`` on the host."""
+        return self.placement.offsets
+
+    @property
     def counts(self) -> RoutedCounts:
         """Sizes of the output, on the device."""
         place = self.placement
@@ -291,8 +296,11 @@ class CollectiveBackend:
             return self._send_routes(handle, x)
         return handle.place(self._send(handle, x, strategy))
 
-    def positions(self, handle: CollectiveHandle) -> torch.Tensor:
-        return handle.placement.positions
+    def row_weights(self, handle: CollectiveHandle, weights: torch.Tensor, num_places: int) -> torch.Tensor:
+        return routing.row_values(weights, handle.placement.positions, num_places)
+
+    def route_gradients(self, handle: CollectiveHandle, grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return routing.route_values(grad, handle.placement.positions).to(like.dtype)
 
     def return_weights(self, handle: CollectiveHandle, grad: torch.Tensor) -> torch.Tensor:
         if handle.call.layout != "expert":

@@ -30,6 +30,7 @@ from tokenloom.group import RankGroup
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.combine.launch import combine_spec, max_chunks
 from tokenloom.kernels.dispatch.launch import MAX_BLOCKS, block_count_words, dispatch_spec
+from tokenloom.kernels.rows.launch import BLOCKS, row_weights_spec
 from tokenloom.kernels.shape import DTYPES
 from tokenloom.plan import FP8_BLOCK, Plan
 from tokenloom.symmetric import Regions, SymmetricBuffer
@@ -55,6 +56,8 @@ class NvlinkHandle:
         all_counts: int32 [W, W + E]: rows per rank and routes per expert of every source.
         local_ids, row_places: int32 [>= R, K]: local expert, and place, of each route of a received row.
         row_tokens: int32 [>= R]: the token at home that a received row is (layout "expert").
+        counts_row: int32, num_rows, source_counts, expert_counts and expert_offsets as they lie side by side.
+        host_offsets: expert_offsets on the host, with exact sizes in layout "expert".
         reused_after: calls of this backend's dispatch after which the region is overwritten; None for own tensors.
     """
 
@@ -73,8 +76,10 @@ class NvlinkHandle:
     local_ids: torch.Tensor
     row_places: torch.Tensor
     row_tokens: torch.Tensor
+    counts_row: torch.Tensor
     reused_after: int | None
     num_places: int = 0
+    host_offsets: list[int] | None = None
 
 
 class _Region:
@@ -327,6 +332,7 @@ class NvlinkBackend:
             local_ids=region.local_ids,
             row_places=region.row_places,
             row_tokens=region.row_tokens,
+            counts_row=own[: sum(results[:4])],
             reused_after=self._num_dispatches + self._num_regions - 1,
         )
 
@@ -343,12 +349,14 @@ class NvlinkBackend:
 
     def _exact(self, handle: NvlinkHandle) -> NvlinkHandle:
         """The handle with outputs of their exact size."""
-        num_rows = int(handle.counts.num_rows)
+        counts, num_ranks = handle.counts_row.tolist(), self.plan.num_ranks
+        num_rows, received = counts[0], sum(counts[1 : 1 + num_ranks])
         handle = replace(handle, counts=replace(handle.counts, num_rows=num_rows))
         if handle.call.layout == "rank":
             return handle
         assert handle.rows is not None
-        received = int(handle.counts.source_counts.sum())
+        if handle.call.layout == "expert":
+            handle.host_offsets = counts[1 + num_ranks + self.plan.experts_per_rank :]
         return replace(
             handle,
             rows=handle.rows[:num_rows],
@@ -399,6 +407,7 @@ class NvlinkBackend:
             rows=spread(handle.rows),
             scales=None if handle.scales is None else spread(handle.scales),
             capacity=placement.num_places,
+            host_offsets=placement.offsets,
         )
         return replace(handle, row_places=placement.positions.to(torch.int32))
 
@@ -468,7 +477,7 @@ class NvlinkBackend:
         call = DispatchCall("token", 1, "bounded", self.plan.worst_case_rows("token"))
         tensors = DispatchInput(grad, None, handle.given_ids, None, False, False, False)
         arrived = self._start_dispatch(call, tensors, self.plan.worst_case_rows("token"))
-        positions = self.positions(handle)
+        positions = self._positions(handle)
         if weights is not None:  # exact sizes have as many received weights as rows
             positions = positions[: len(weights)]
         assert arrived.rows is not None
@@ -485,7 +494,28 @@ class NvlinkBackend:
         assert arrived.rows is not None
         return arrived.rows[: handle.num_places]
 
-    def positions(self, handle: NvlinkHandle) -> torch.Tensor:
+    def row_weights(self, handle: NvlinkHandle, weights: torch.Tensor, num_places: int) -> torch.Tensor:
+        rows = weights.new_zeros(num_places)
+        self._move_weights(handle, weights, rows, num_places, weights.numel(), to_rows=True)
+        return rows
+
+    def route_gradients(self, handle: NvlinkHandle, grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        routes = torch.empty_like(like)
+        self._move_weights(handle, grad, routes, len(grad), routes.numel(), to_rows=False)
+        return routes
+
+    def _move_weights(
+        self, handle: NvlinkHandle, source: torch.Tensor, target: torch.Tensor, places: int, routes: int, to_rows: bool
+    ) -> None:
+        # One of its own for each call: forward and backward may run in several threads.
+        kernel = Kernel(*row_weights_spec(self.plan, to_rows), self.ranks.device.index)
+        args = kernel.args
+        args.row_places, args.source_counts = handle.row_places.data_ptr(), handle.counts.source_counts.data_ptr()
+        setattr(args, "from", source.data_ptr())
+        args.to, args.routes, args.places = target.data_ptr(), routes, min(places, handle.capacity)
+        kernel.launch(BLOCKS, torch.cuda.current_stream(self.ranks.device).cuda_stream)
+
+    def _positions(self, handle: NvlinkHandle) -> torch.Tensor:
         """Position matrix of the received rows, one row for each that there may be; -1 beyond those there are."""
         received = torch.arange(self.plan.worst_case_rows("token"), device=handle.given_ids.device)
         counts = handle.all_counts[:, self.ranks.rank].to(torch.int64)

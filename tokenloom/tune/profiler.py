@@ -124,8 +124,8 @@ def profile(
 ) -> Profile:
     """Measure every strategy of dispatch and combine for one layer on these ranks, and keep the best. Collective.
 
-    Each is measured as the layer uses it, in layout "expert": together with the product that it feeds, or that feeds
-    it, and with its gradient, which the swapped strategy carries. All take turns, one sample each a round. A
+    Each is measured in layout "expert", together with the product that it feeds, or that feeds it, and with its
+    gradient, which the swapped strategy carries. All take turns, one sample each a round. A
     :class:`tokenloom.ExpertParallelMoE` without a strategy of its own then uses the choice; see docs/tuning.md.
 
     Args:
@@ -197,7 +197,6 @@ class _Transfers:
         self._x = self._random(num_tokens, plan.hidden).requires_grad_()
         self._w1 = self._random(local, 2 * intermediate, plan.hidden)
         self._w2 = self._random(local, plan.hidden, intermediate)
-        self._products = products_for(self._x, self._w1, self._w2)
 
     def _random(self, *sizes: int) -> torch.Tensor:
         return self._like.new_empty(sizes).normal_(generator=self._generator)
@@ -254,7 +253,8 @@ class _Transfers:
     def _product(self, routed: Routed, weights: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
         assert routed.expert_offsets is not None
         rows = routed.tokens if rows is None else rows
-        return self._products.by_weights(rows, weights.transpose(1, 2), routed.expert_offsets)
+        products = products_for(routed.tokens, self._w1, self._w2, routed.expert_offsets, routed._handle.host_offsets)
+        return products.by_weights(rows, weights.transpose(1, 2))
 
 
 def _take_turns(
