@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -70,39 +73,71 @@ def one_step(context: RankContext, **options: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def compare_switch(context: RankContext, name: str, few_rows: int) -> None:
-    with mock.patch.object(experts, "FEW_ROWS", few_rows):
+def two_pieces(comm: Any, how: Any, num_tokens: int) -> list[slice]:
+    return [slice(0, num_tokens // 3), slice(num_tokens // 3, num_tokens)]
+
+
+@contextmanager
+def forced(pieces: bool, few_rows: int = experts.FEW_ROWS) -> Iterator[None]:
+    """Many tokens: they go in two pieces, and experts are multiplied one by one."""
+    with ExitStack() as stack:
+        if pieces:
+            stack.enter_context(mock.patch.object(routed_experts, "_slices", two_pieces))
+        stack.enter_context(mock.patch.object(experts, "FEW_ROWS", few_rows))
+        yield
+
+
+def compare_switch(context: RankContext, name: str, pieces: bool, few_rows: int) -> None:
+    with forced(pieces, few_rows):
         plain = one_step(context, overlap=False)
-        with mock.patch.object(routed_experts, "SLAB_BYTES", 1):  # outputs come home in turns of columns
-            switched = one_step(context, **SWITCHES[name])
+        switched = one_step(context, **SWITCHES[name])
     for key, value in plain.items():
         assert torch.equal(switched[key], value), key
 
 
+@pytest.mark.parametrize("pieces", [False, True], ids=["whole", "pieces"])
 @pytest.mark.parametrize("name", SWITCHES)
-def test_same_bits(ranks: Ranks, name: str) -> None:
-    ranks.run(compare_switch, name, experts.FEW_ROWS)
+def test_same_bits(ranks: Ranks, name: str, pieces: bool) -> None:
+    ranks.run(compare_switch, name, pieces, experts.FEW_ROWS)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["overlap", "redispatch beside products"])
 def test_same_bits_of_many_rows(hoppers: Ranks, name: str) -> None:
     """Products expert by expert, on two streams."""
-    hoppers.run(compare_switch, name, 0)
+    hoppers.run(compare_switch, name, True, 0)
 
 
-def count_turns(context: RankContext) -> list[int]:
+def compare_pieces(context: RankContext, options: dict[str, Any]) -> None:
+    whole = one_step(context, **options)
+    with forced(pieces=True):
+        pieces = one_step(context, **options)
+    for key, value in whole.items():
+        # Rows are multiplied alike; gradients of weights are two sums, the first of which is rounded.
+        limit = 0.0 if key == "out" or not value.numel() else 2**-6 * float(value.abs().max())
+        torch.testing.assert_close(pieces[key], value, rtol=0, atol=limit, msg=lambda text, k=key: f"{k}: {text}")
+
+
+@pytest.mark.parametrize("redispatch", [False, True], ids=["keeps rows", "keeps x"])
+def test_pieces_are_the_whole(ranks: Ranks, redispatch: bool) -> None:
+    ranks.run(compare_pieces, {"redispatch_in_backward": redispatch})
+
+
+def count_pieces(context: RankContext) -> list[int]:
     (layer,) = layers_of(context, 1)
-    with mock.patch.object(routed_experts, "SLAB_BYTES", 1):
-        found = routed_experts._slabs(layer.comm, torch.bfloat16)
+    how = routed_experts.HowToRun(layer.strategy)
+    few = len(routed_experts._slices(layer.comm, how, 5))
+    with mock.patch.object(routed_experts, "FEW_ROWS", 1):
+        many = len(routed_experts._slices(layer.comm, how, 0))
+        bounded = len(routed_experts._slices(layer.comm, replace(how, pool_rows=9), 5))
     layer.comm.close()
-    return [found, routed_experts._slabs(layer.comm, torch.bfloat16)]
+    return [few, many, bounded]
 
 
 @pytest.mark.gpu
-def test_turns(hoppers: Ranks) -> None:
-    """What the comparison above is about does happen; and not for outputs as small as these otherwise."""
-    assert hoppers.run(count_turns) == [[4, 1]] * hoppers.num_ranks
+def test_many_tokens_go_in_pieces(hoppers: Ranks) -> None:
+    """On a rank that has none, too. What the comparisons above force does happen."""
+    assert hoppers.run(count_pieces) == [[1, 2, 1]] * hoppers.num_ranks
 
 
 def keep_x(context: RankContext) -> None:

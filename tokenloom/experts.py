@@ -90,8 +90,8 @@ class Products(Protocol):
     def by_weights(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """[R, k], [L, k, n] -> [R, n]: each group's rows times its weights; unspecified where no group is."""
 
-    def of_weights(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        """[R, n], [R, k] -> [L, n, k]: for each group the sum of its rows' outer products."""
+    def of_weights(self, left: torch.Tensor, right: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
+        """[R, n], [R, k] -> [L, n, k]: for each group the sum of its rows' outer products, added to ``total``."""
 
 
 class _GroupedProducts:
@@ -101,8 +101,9 @@ class _GroupedProducts:
     def by_weights(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return functional.grouped_mm(rows, weights, offs=self._ends)
 
-    def of_weights(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        return functional.grouped_mm(left.t(), right, offs=self._ends)
+    def of_weights(self, left: torch.Tensor, right: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
+        found = functional.grouped_mm(left.t(), right, offs=self._ends)
+        return found if total is None else total.add_(found)
 
 
 class _ExpertByExpert:
@@ -119,7 +120,11 @@ class _ExpertByExpert:
             torch.mm(rows[span], weights[e], out=out[span])
         return out
 
-    def of_weights(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    def of_weights(self, left: torch.Tensor, right: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
+        if total is not None:
+            for e, span in self._in_turns(total):
+                total[e].addmm_(left[span].t(), right[span])
+            return total
         out = left.new_empty(len(self._spans), left.shape[1], right.shape[1])
         for e, span in self._in_turns(out):
             torch.mm(left[span].t(), right[span], out=out[e])

@@ -1,9 +1,9 @@
 """Dispatch, experts, combine and all their gradients as one node of autograd, which orders them so that the links and
 the products work at the same time.
 
-Forward: the experts' second product and the combine take columns of the output in turns: while some come home, the
-next are computed. Backward: rows' gradients come home while the gradients of the weights are computed. What travels is
-on a stream of the communicator's. Results are the same bits without any of this.
+Many tokens go in two pieces, since a communicator has two receive regions: one piece travels while the experts compute
+the other. In backward, the gradients of weights are computed last, while those of rows come home. What travels is on a
+stream of the communicator's. Without overlap the same happens in the same pieces on one stream: the same bits.
 """
 
 from __future__ import annotations
@@ -21,21 +21,14 @@ from tokenloom.activation import activate, activate_backward
 from tokenloom.autograd import COMBINE_RANGE, DISPATCH_RANGE, profiler_range
 from tokenloom.backends.base import CombineCall
 from tokenloom.communicator import Communicator, Routed
-from tokenloom.experts import Products, products_for
+from tokenloom.experts import FEW_ROWS, Products, products_for
 from tokenloom.strategy import SWAPPED, Strategy
 from tokenloom.streams import Event, tensors_in
-
-SLABS = 4
-"""Turns of the columns of an output."""
-SLAB_UNIT = 64
-"""Columns of a turn are multiples of this."""
-SLAB_BYTES = 64 << 20
-"""Of received rows at an even routing, for each turn; with less, opening the calls costs more than is hidden."""
 
 
 @dataclass(frozen=True)
 class HowToRun:
-    """Choices of a layer that change its time and its memory, not its results.
+    """Choices of a layer that change its time and its memory.
 
     Attributes:
         strategy: what carries the payloads.
@@ -49,34 +42,6 @@ class HowToRun:
     overlap: bool = True
     redispatch_in_backward: bool = False
     pool_rows: int | None = None
-
-
-class _Beside:
-    """The communicator's stream, for what travels beside products; without ``overlaps`` everything stays in order."""
-
-    def __init__(self, comm: Communicator, overlaps: bool) -> None:
-        self.comm, self.overlaps = comm, overlaps
-        self._pending: list[Event] = []
-
-    @contextmanager
-    def transfer(self, inputs: tuple[object, ...], after: torch.cuda.Event | None = None) -> Iterator[list[object]]:
-        """Run the block there, behind what is on the current stream, or behind ``after``.
-
-        Yields a list: what is put in it is used on the current stream once :meth:`wait` was called.
-        """
-        results: list[object] = []
-        if not self.overlaps:
-            yield results
-            return
-        with self.comm._side_stream.run(inputs, after):
-            yield results
-            self._pending.append(self.comm._side_stream.event(tuple(tensors_in(tuple(results)))))
-
-    def wait(self) -> None:
-        """Let the current stream wait for all blocks."""
-        for event in self._pending:
-            event.wait()
-        self._pending.clear()
 
 
 def routed_experts(
@@ -109,9 +74,69 @@ def routed_experts(
         return _RoutedExperts.apply(x, topk_weights, w1, w2, topk_ids, comm, how, meanwhile, torch.is_grad_enabled())
 
 
-class _RoutedExperts(torch.autograd.Function):
-    saved_names = ("rows", "offsets", "w1", "w2", "weights of rows", "pre-activations")
+class _Links:
+    """What travels: on the communicator's stream beside the products, or in order with them."""
 
+    def __init__(self, comm: Communicator, overlap: bool) -> None:
+        self.comm, self.overlaps = comm, overlap and comm.device.type == "cuda"
+
+    def mark(self) -> torch.cuda.Event | None:
+        """What the current stream holds so far."""
+        return torch.cuda.current_stream(self.comm.device).record_event() if self.overlaps else None
+
+    @contextmanager
+    def transfer(self, inputs: tuple[object, ...], after: torch.cuda.Event | None) -> Iterator[_Transfer]:
+        """Run the block behind a mark."""
+        transfer = _Transfer()
+        if not self.overlaps:
+            yield transfer
+            return
+        with self.comm._side_stream.run(inputs, after):
+            yield transfer
+            transfer.event = self.comm._side_stream.event(tuple(tensors_in(tuple(transfer.results))))
+
+
+class _Transfer:
+    """A block of work on the links, and the results that somebody on another stream uses."""
+
+    def __init__(self) -> None:
+        self.results: list[object] = []
+        self.event: Event | None = None
+
+    def wait(self) -> None:
+        """Let the current stream wait for the block."""
+        if self.event is not None:
+            self.event.wait()
+
+
+@dataclass
+class _Piece:
+    """Some of the tokens, ``tokens`` of them, on their way through the experts.
+
+    Attributes:
+        rows: [R, H] as received, kept for the gradient of w1; or None.
+        hidden: [R, 2I], pre-activations; row_weights: [R]; offsets: int32 [L + 1].
+    """
+
+    tokens: slice
+    handle: Any
+    products: Products
+    offsets: torch.Tensor
+    row_weights: torch.Tensor
+    hidden: torch.Tensor
+    rows: torch.Tensor | None
+
+
+def _slices(comm: Communicator, how: HowToRun, num_tokens: int) -> list[slice]:
+    """Of the tokens: as many on every rank."""
+    plan = comm.plan
+    many = plan.max_tokens_per_rank * plan.top_k >= 2 * FEW_ROWS * plan.experts_per_rank
+    if not many or comm.backend != "nvlink" or how.pool_rows is not None:
+        return [slice(0, num_tokens)]
+    return [slice(0, num_tokens // 2), slice(num_tokens // 2, num_tokens)]
+
+
+class _RoutedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -126,130 +151,148 @@ class _RoutedExperts(torch.autograd.Function):
         grad_enabled: bool,
     ) -> torch.Tensor:
         needs = [grad_enabled and wanted for wanted in ctx.needs_input_grad[:4]]
-        beside = _Beside(comm, how.overlap and comm.device.type == "cuda")
-        strategy, capacity = how.strategy.dispatch, how.pool_rows
-        if meanwhile is None:
-            routed = comm._dispatch_rows(x, topk_ids, topk_weights, capacity, strategy, (needs[0], needs[1]))
-        else:
-            # Launched first, for a dispatch of exact size keeps the host; its few blocks come before waiting ones.
-            after = torch.cuda.current_stream(comm.device).record_event() if beside.overlaps else None
-            with torch.set_grad_enabled(grad_enabled):
-                comm._report_fault("dispatch", meanwhile)
-            with beside.transfer((x, topk_ids, topk_weights), after) as results:
-                routed = comm._dispatch_rows(x, topk_ids, topk_weights, capacity, strategy, (needs[0], needs[1]))
-                results.append(routed)
-            beside.wait()
-        rows, offsets = routed.tokens, routed.expert_offsets
-        assert offsets is not None
+        links = _Links(comm, how.overlap)
+        keeps_rows = any(needs) and not how.redispatch_in_backward
+        begin = links.mark()
 
-        def compute() -> tuple[Products, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        def dispatch(tokens: slice) -> tuple[Routed, _Transfer]:
+            given = (x[tokens], topk_ids[tokens], topk_weights[tokens])
+            with links.transfer(given, begin) as transfer:
+                options = (how.pool_rows, how.strategy.dispatch, (needs[0], needs[1]))
+                routed = comm._dispatch_rows(*given, *options)
+                transfer.results.append(routed)
+            return routed, transfer
+
+        def compute(tokens: slice, routed: Routed) -> tuple[_Piece, torch.Tensor]:
+            rows, offsets = routed.tokens, routed.expert_offsets
+            assert offsets is not None
             products = products_for(rows, w1, w2, offsets, routed._handle.host_offsets)
             row_weights = comm.row_weights(routed)
-            kept = x if how.redispatch_in_backward else rows
-            if any(needs) and comm.backend == "nvlink" and kept is rows:
-                with beside.transfer((rows,)) as results:  # which the second next dispatch overwrites
-                    kept = rows.clone()
-                    results.append(kept)
+            kept = rows if keeps_rows else None
+            if kept is not None and comm.backend == "nvlink":  # a view, which the second next dispatch overwrites
+                kept = rows.clone()
             hidden = products.by_weights(rows, w1.transpose(1, 2))
-            return products, hidden, activate(hidden, row_weights, offsets[-1:]), row_weights, kept
+            y = products.by_weights(activate(hidden, row_weights, offsets[-1:]), w2.transpose(1, 2))
+            comm._backend.check_combine(routed._handle, y, call)
+            return _Piece(tokens, routed._handle, products, offsets, row_weights, hidden, kept), y
 
-        products, hidden, activations, row_weights, kept = comm._report_fault("combine", compute)
-        out = _second_product_and_combine(beside, how, routed, products, activations, w2, any(needs))
+        dtype = x.dtype
+        call = CombineCall(how.strategy.mode, False, dtype, dtype, any(needs), how.strategy.combine)
+        slices = _slices(comm, how, len(x))
+        if (
+            meanwhile is not None
+        ):  # before the dispatch, which keeps the host; its few blocks come before those that wait
+            with torch.set_grad_enabled(grad_enabled):
+                comm._report_fault("dispatch", meanwhile)
+        routed, arrival = dispatch(slices[0])
+        pieces: list[_Piece] = []
+        homecomings: list[_Transfer] = []
+        out = torch.empty_like(x)
+        for i, tokens in enumerate(slices):
+            arrival.wait()
+            more = i + 1 < len(slices)
+            piece, y = comm._report_fault("dispatch" if more else "combine", partial(compute, tokens, routed))
+            computed = links.mark()
+            if more:
+                routed, arrival = dispatch(slices[i + 1])
+            with links.transfer((y, piece.handle, out), computed) as transfer, profiler_range(COMBINE_RANGE):
+                comm._backend.open_combine(piece.handle, call)
+                home = comm._backend.combine(piece.handle, y, None, call)
+                if len(slices) == 1:
+                    out = home
+                    transfer.results.append(home)
+                else:
+                    out[tokens] = home
+            homecomings.append(transfer)
+            pieces.append(piece)
+        for transfer in homecomings:
+            transfer.wait()
         if any(needs):
-            ctx.comm, ctx.how, ctx.handle, ctx.products, ctx.overlaps = (
-                comm,
-                how,
-                routed._handle,
-                products,
-                beside.overlaps,
-            )
-            ctx.save_for_backward(kept, offsets, w1, w2, row_weights, hidden)
+            _save(ctx, comm, how, pieces, None if keeps_rows else x, w1, w2)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        comm, how, handle = ctx.comm, ctx.how, ctx.handle
-        rows, offsets, w1, w2, row_weights, hidden = ctx.saved_tensors
+        comm, how = ctx.comm, ctx.how
+        pieces, x, w1, w2 = _saved(ctx)
         wants_x, wants_weights, wants_w1, wants_w2 = ctx.needs_input_grad[:4]
-        backend, products, beside, again = comm._backend, ctx.products, _Beside(comm, ctx.overlaps), None
-        grad_x = grad_weights = grad_w1 = grad_w2 = None
-        with profiler_range(DISPATCH_RANGE):
-            grad_out = backend.dispatch_again(handle, grad.contiguous(), SWAPPED[how.strategy.combine])
-        if how.redispatch_in_backward and wants_w1:
-            again = _Beside(comm, ctx.overlaps)
-            with again.transfer((rows, handle)), profiler_range(DISPATCH_RANGE):
-                rows = backend.dispatch_again(handle, rows, how.strategy.dispatch)
-        grad_activations = products.by_weights(grad_out, w2)
-        activations, grad_hidden, grad_row_weights = activate_backward(
-            hidden, row_weights, offsets[-1:], grad_activations
-        )
-        del grad_activations
-        grad_rows = products.by_weights(grad_hidden, w1) if wants_x else None
-        with beside.transfer((grad_rows, grad_row_weights, handle)) as results, profiler_range(COMBINE_RANGE):
-            if grad_rows is not None:
-                call = CombineCall("per_rank", False, rows.dtype, rows.dtype, False, SWAPPED[how.strategy.dispatch])
-                grad_x = backend.combine(handle, grad_rows, None, call)
-            if wants_weights:
-                of_routes = backend.route_gradients(handle, grad_row_weights, handle.topk_weights)
-                grad_weights = backend.return_weights(handle, of_routes)
-            results += [grad_x, grad_weights]
-        if wants_w2:
-            grad_w2 = products.of_weights(grad_out, activations)
-        if again is not None:
-            again.wait()
-        if wants_w1:
-            grad_w1 = products.of_weights(grad_hidden, rows)
-        beside.wait()
+        backend, links, grad = comm._backend, _Links(comm, how.overlap), grad.contiguous()
+        grad_x = torch.empty_like(grad) if wants_x else None
+        of_tokens: list[torch.Tensor] = []
+        grad_w1: torch.Tensor | None = None
+        grad_w2: torch.Tensor | None = None
+        begin = links.mark()
+
+        def dispatch(piece: _Piece, values: torch.Tensor, strategy: str, after: Any) -> tuple[torch.Tensor, _Transfer]:
+            with links.transfer((values, piece.handle), after) as transfer, profiler_range(DISPATCH_RANGE):
+                rows = backend.dispatch_again(piece.handle, values[piece.tokens], strategy)
+                transfer.results.append(rows)
+            return rows, transfer
+
+        def bring_home(piece: _Piece, grad_rows: torch.Tensor | None, grad_row_weights: torch.Tensor) -> _Transfer:
+            inputs = (grad_rows, grad_row_weights, piece.handle, grad_x)
+            with links.transfer(inputs, links.mark()) as transfer, profiler_range(COMBINE_RANGE):
+                if grad_rows is not None and grad_x is not None:
+                    dtype = grad_rows.dtype
+                    call = CombineCall("per_rank", False, dtype, dtype, False, SWAPPED[how.strategy.dispatch])
+                    grad_x[piece.tokens] = backend.combine(piece.handle, grad_rows, None, call)
+                if wants_weights:
+                    received = backend.route_gradients(piece.handle, grad_row_weights, piece.handle.topk_weights)
+                    of_tokens.append(backend.return_weights(piece.handle, received))
+                    transfer.results.append(of_tokens[-1])
+            return transfer
+
+        swapped = SWAPPED[how.strategy.combine]
+        grad_out, arrival = dispatch(pieces[0], grad, swapped, begin)
+        waited: list[_Transfer] = []
+        for_w1: list[tuple[_Piece, torch.Tensor, torch.Tensor, _Transfer]] = []
+        for i, piece in enumerate(pieces):
+            arrival.wait()
+            own_grad_out, products = grad_out, piece.products
+            activations, grad_hidden, grad_row_weights = activate_backward(
+                piece.hidden, piece.row_weights, piece.offsets[-1:], products.by_weights(own_grad_out, w2)
+            )
+            grad_rows = products.by_weights(grad_hidden, w1) if wants_x else None
+            if i + 1 < len(pieces):
+                grad_out, arrival = dispatch(pieces[i + 1], grad, swapped, begin)
+            waited.append(bring_home(piece, grad_rows, grad_row_weights))
+            if wants_w2:
+                grad_w2 = products.of_weights(own_grad_out, activations, grad_w2)
+            if wants_w1 and x is not None:  # over the gradients' rows, which are done with
+                for_w1.append((piece, grad_hidden, *dispatch(piece, x, how.strategy.dispatch, links.mark())))
+            elif piece.rows is not None and wants_w1:
+                grad_w1 = products.of_weights(grad_hidden, piece.rows, grad_w1)
+        for piece, grad_hidden, rows, arrival in for_w1:
+            arrival.wait()
+            grad_w1 = piece.products.of_weights(grad_hidden, rows, grad_w1)
+        for transfer in waited:
+            transfer.wait()
+        grad_weights = torch.cat(of_tokens) if wants_weights else None
         return grad_x, grad_weights, grad_w1, grad_w2, None, None, None, None, None
 
 
-def _second_product_and_combine(
-    beside: _Beside,
+def _save(
+    ctx: Any,
+    comm: Communicator,
     how: HowToRun,
-    routed: Routed,
-    products: Products,
-    activations: torch.Tensor,
+    pieces: list[_Piece],
+    x: torch.Tensor | None,
+    w1: torch.Tensor,
     w2: torch.Tensor,
-    needs_grad: bool,
-) -> torch.Tensor:
-    """[rows, I] -> [T, H] at home, by columns in turns."""
-    comm, handle, hidden, dtype = beside.comm, routed._handle, w2.shape[1], activations.dtype
-    slabs = _slabs(comm, dtype) if beside.overlaps else 1
-    call = CombineCall(how.strategy.mode, False, dtype, dtype, needs_grad, how.strategy.combine)
-
-    def product(columns: slice) -> torch.Tensor:
-        y = products.by_weights(activations, w2[:, columns].transpose(1, 2))
-        comm._backend.check_combine(handle, y, call)
-        return y
-
-    def combine(y: torch.Tensor) -> torch.Tensor:
-        with profiler_range(COMBINE_RANGE):
-            comm._backend.open_combine(handle, call)
-            return comm._backend.combine(handle, y, None, call)
-
-    out = activations.new_empty(handle.num_tokens, hidden)
-    for slab in range(slabs):
-        columns = slice(slab * hidden // slabs, (slab + 1) * hidden // slabs)
-        y = comm._report_fault("combine", partial(product, columns))
-        if slab == slabs - 1:
-            beside.wait()
-            home = combine(y)
-            return home if slabs == 1 else _put(home, out, columns)
-        with beside.transfer((y, handle, out)):
-            _put(combine(y), out, columns)
-    raise AssertionError("there is a last slab")
+) -> None:
+    """For backward: w1, w2, and x or the rows. Tensors go where autograd counts and watches them."""
+    ctx.comm, ctx.how = comm, how
+    ctx.pieces = [(piece.tokens, piece.handle, piece.products) for piece in pieces]
+    tensors, names = [w1, w2, x], ["w1", "w2", "x"]
+    for piece in pieces:
+        tensors += [piece.offsets, piece.row_weights, piece.hidden, piece.rows]
+        names += ["offsets", "weights of rows", "pre-activations", "rows"]
+    ctx.saved_names = names
+    ctx.save_for_backward(*tensors)
 
 
-def _put(home: torch.Tensor, out: torch.Tensor, columns: slice) -> torch.Tensor:
-    out[:, columns].copy_(home)
-    return out
-
-
-def _slabs(comm: Communicator, dtype: torch.dtype) -> int:
-    """The same on all ranks."""
-    plan = comm.plan
-    if comm.backend != "nvlink":
-        return 1
-    wanted = min(SLABS, plan.max_tokens_per_rank * plan.top_k * plan.hidden * dtype.itemsize // SLAB_BYTES)
-    return next((slabs for slabs in range(wanted, 1, -1) if plan.hidden % (slabs * SLAB_UNIT) == 0), 1)
+def _saved(ctx: Any) -> tuple[list[_Piece], torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    w1, w2, x, *rest = ctx.saved_tensors
+    parts = (rest[i : i + 4] for i in range(0, len(rest), 4))
+    return [_Piece(*known, *part) for known, part in zip(ctx.pieces, parts, strict=True)], x, w1, w2

@@ -61,9 +61,12 @@ def _tensors_of(node: Any) -> Iterator[tuple[str, torch.Tensor]]:
     label = node.name().removesuffix("Backward0").removesuffix("Backward").lstrip("_")
     if hasattr(node, "saved_tensors"):  # written in Python
         saved = node.saved_tensors
-        names = getattr(getattr(node, "_forward_cls", None), "saved_names", None) or [
-            f"saved {i}" for i in range(len(saved))
-        ]
+        named_here = getattr(node, "saved_names", None)  # where their number depends on the input
+        names = (
+            named_here
+            or getattr(getattr(node, "_forward_cls", None), "saved_names", None)
+            or [f"saved {i}" for i in range(len(saved))]
+        )
         for name, tensor in zip(names, saved, strict=True):
             yield from _inside(f"{label}: {name}", tensor)
         for name, value in vars(node).items():
