@@ -1,0 +1,203 @@
+"""The layer as one writes it in torch: the rival of ``tokenloom bench train`` and, without a network, its baselines.
+
+Routes are sorted by expert, rows travel by ``all_to_all_single``, a row a route, with their weights, are sorted by
+expert again, go through ``grouped_mm``, SwiGLU and ``grouped_mm``, and the same way back, where a token's rows are
+added. One host read a forward, for the sizes. Orders are undone by their inverse, not by atomic additions, and weights
+are applied between the two products, so that outputs are not kept: a good layer, written without own kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from tokenloom.activation import activate, activate_backward
+from tokenloom.bench.train_work import Weights
+from tokenloom.experts import Products, products_for
+from tokenloom.group import RankGroup
+from tokenloom.router import Router, router_logits
+
+Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""rows [R, H], offsets int32 [L + 1], w1, w2, weights of rows [R] -> [R, H]."""
+
+
+def torch_layer(
+    x: torch.Tensor, weights: Weights, top_k: int, experts: Experts, ranks: RankGroup | None = None
+) -> torch.Tensor:
+    """A layer with the router "softmax_topk". Differentiable once; collective if there are ranks.
+
+    Args:
+        x: [T, H]. weights: of this rank's experts.
+        ranks: who holds experts: rank r those from r * L. None: all are here.
+
+    Returns:
+        [T, H].
+    """
+    num_experts = len(weights.router)
+    ids, topk_weights, _ = Router(num_experts, top_k).route(router_logits(x, weights.router, torch.float32))
+    flat = ids.flatten()
+    order, inverse = _sorting(flat)
+    rows = _FanOut.apply(x, order, inverse, top_k)
+    row_weights = _Permute.apply(topk_weights.reshape(-1, 1), order, inverse)
+    counts = flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+    if ranks is None:
+        rows = experts(rows, _offsets(counts), weights.w1, weights.w2, row_weights[:, 0])
+    else:
+        rows = _on_other_ranks(rows, row_weights, counts, weights, experts, ranks)
+    return _FanIn.apply(rows, order, inverse, top_k)
+
+
+def torch_experts(
+    rows: torch.Tensor, offsets: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, row_weights: torch.Tensor
+) -> torch.Tensor:
+    """``grouped_mm`` and torch's SwiGLU: the rival's."""
+    products = products_for(rows, w1, w2, offsets)
+    gate, up = _Product.apply(rows, w1, products).chunk(2, -1)
+    activations = functional.silu(gate) * up * row_weights[:, None].to(rows.dtype)
+    return _Product.apply(activations, w2, products)
+
+
+def own_experts(
+    rows: torch.Tensor, offsets: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, row_weights: torch.Tensor
+) -> torch.Tensor:
+    """The products and the SwiGLU of ExpertParallelMoE, for which the host waits."""
+    products = products_for(rows, w1, w2, offsets, offsets.tolist())
+    activations = _Activate.apply(_Product.apply(rows, w1, products), row_weights, offsets[-1:])
+    return _Product.apply(activations, w2, products)
+
+
+def _on_other_ranks(
+    rows: torch.Tensor,
+    row_weights: torch.Tensor,
+    counts: torch.Tensor,
+    weights: Weights,
+    experts: Experts,
+    ranks: RankGroup,
+) -> torch.Tensor:
+    """There, through the experts, and back. ``counts``: int64 [E], of the rows, which are sorted by expert."""
+    num_ranks, local = ranks.num_ranks, len(weights.w1)
+    ones = [1] * num_ranks
+    received = ranks.all_to_all(counts.view(num_ranks, local), ones, ones, "counts")
+    out_counts, in_counts = torch.stack([counts.view(num_ranks, local).sum(1), received.sum(1)]).tolist()
+    rows = _AllToAll.apply(rows, ranks, out_counts, in_counts)
+    row_weights = _AllToAll.apply(row_weights, ranks, out_counts, in_counts)
+    of_expert = torch.arange(local, device=rows.device).repeat(num_ranks)
+    order, inverse = _sorting(of_expert.repeat_interleave(received.flatten(), output_size=sum(in_counts)))
+    rows = _Permute.apply(rows, order, inverse)
+    row_weights = _Permute.apply(row_weights, order, inverse)
+    rows = experts(rows, _offsets(received.sum(0)), weights.w1, weights.w2, row_weights[:, 0])
+    return _AllToAll.apply(_Permute.apply(rows, inverse, order), ranks, in_counts, out_counts)
+
+
+def _sorting(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The order that sorts keys, equal ones as they were, and its inverse."""
+    order = keys.argsort(stable=True)
+    return order, torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+def _offsets(counts: torch.Tensor) -> torch.Tensor:
+    return functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+
+
+class _Product(torch.autograd.Function):
+    """[R, k], [L, n, k] -> [R, n]: rows of each expert by its weights, transposed."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, products: Products) -> torch.Tensor:
+        ctx.save_for_backward(rows, weights)
+        ctx.products = products
+        return products.by_weights(rows, weights.transpose(1, 2))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        rows, weights = ctx.saved_tensors
+        return ctx.products.by_weights(grad, weights), ctx.products.of_weights(grad, rows), None
+
+
+class _Activate(torch.autograd.Function):
+    """[R, 2I], weights [R] -> [R, I]; its gradient computes the result again, as the layer does."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, row_weights: torch.Tensor, num_rows: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden, row_weights, num_rows)
+        return activate(hidden, row_weights, num_rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        hidden, row_weights, num_rows = ctx.saved_tensors
+        _, grad_hidden, grad_weights = activate_backward(hidden, row_weights, num_rows, grad)
+        return grad_hidden, grad_weights, None
+
+
+class _Permute(torch.autograd.Function):
+    """Rows in another order."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None
+
+
+class _FanOut(torch.autograd.Function):
+    """[T, H] -> [T * K, H]: each token K times, in the order of its routes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, top_k: int) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.top_k = top_k
+        return x.index_select(0, order // top_k)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (inverse,) = ctx.saved_tensors
+        return _sum_of_routes(grad, inverse, ctx.top_k), None, None, None
+
+
+class _FanIn(torch.autograd.Function):
+    """[T * K, H] -> [T, H]: the sum of a token's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, top_k: int) -> torch.Tensor:
+        ctx.save_for_backward(order)
+        ctx.top_k = top_k
+        return _sum_of_routes(rows, inverse, top_k)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (order,) = ctx.saved_tensors
+        return grad.index_select(0, order // ctx.top_k), None, None, None
+
+
+def _sum_of_routes(rows: torch.Tensor, inverse: torch.Tensor, top_k: int) -> torch.Tensor:
+    return rows.index_select(0, inverse).unflatten(0, (-1, top_k)).sum(1)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows to the other ranks, by counts of each; the gradient goes back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, ranks: RankGroup, out_counts: list[int], in_counts: list[int]
+    ) -> torch.Tensor:
+        ctx.ranks, ctx.out_counts, ctx.in_counts = ranks, out_counts, in_counts
+        return ranks.all_to_all(rows, out_counts, in_counts, "rows")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        back = ctx.ranks.all_to_all(grad.contiguous(), ctx.in_counts, ctx.out_counts, "gradients of rows")
+        return back, None, None, None
