@@ -154,3 +154,32 @@ TUNE = (
         ("tests/test_tune.py::test_a_choice_made_elsewhere",),
     ),
 )
+
+ROUTED = "routed_experts.py"
+
+ROUTED_EXPERTS = (
+    Mutation(
+        "rows-of-gradients-for-w1",
+        "rows that are sent again are those of the gradient",
+        ROUTED,
+        "dispatch(piece, x, how.strategy.dispatch, links.mark())",
+        "dispatch(piece, grad, how.strategy.dispatch, links.mark())",
+        ("tests/test_routed_experts.py::test_same_bits[cpu2-redispatch-whole]",),
+    ),
+    Mutation(
+        "last-piece-of-w2",
+        "the gradient of w2 is that of the last piece of the tokens",
+        ROUTED,
+        "products.of_weights(own_grad_out, activations, grad_w2)",
+        "products.of_weights(own_grad_out, activations)",
+        ("tests/test_routed_experts.py::test_pieces_are_the_whole[cpu2-keeps rows]",),
+    ),
+    Mutation(
+        "weights-of-absent-rows",
+        "a row's weight goes to the row before it",
+        "routing.py",
+        "torch.where(inside, positions, num_places).flatten()",
+        "torch.where(inside, positions - 1, num_places).flatten()",
+        ("tests/test_row_weights.py",),
+    ),
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.layer_mutations import LAYER, MEGA_MOE, STRATEGIES, TUNE
+from tests.layer_mutations import LAYER, MEGA_MOE, ROUTED_EXPERTS, STRATEGIES, TUNE
 from tests.mutation import Mutation
 
 COLLECTIVE = "backends/collective.py"
@@ -467,5 +467,17 @@ KERNELS = (
 )
 
 MUTATIONS = (
-    TUNE + STRATEGIES + MEGA_MOE + SUMS + ROUTES + ERRORS + CAPACITY + TIMEOUTS + FP8 + GRADIENTS + LAYER + KERNELS
+    ROUTED_EXPERTS
+    + TUNE
+    + STRATEGIES
+    + MEGA_MOE
+    + SUMS
+    + ROUTES
+    + ERRORS
+    + CAPACITY
+    + TIMEOUTS
+    + FP8
+    + GRADIENTS
+    + LAYER
+    + KERNELS
 )
