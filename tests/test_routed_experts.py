@@ -14,6 +14,7 @@ import torch
 import tokenloom as tl
 from tests.conftest import Ranks
 from tokenloom import experts, routed_experts
+from tokenloom.backends import regions
 from tokenloom.launch import RankContext
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 256, 96, 8, 3
@@ -51,11 +52,15 @@ def layers_of(context: RankContext, count: int, **options: Any) -> list[tl.Exper
     return layers
 
 
-def one_step(context: RankContext, **options: Any) -> dict[str, torch.Tensor]:
-    """Output and gradients of three layers in a row."""
+def one_step(context: RankContext, all_to_first: bool = False, **options: Any) -> dict[str, torch.Tensor]:
+    """Output and gradients of three layers in a row. ``all_to_first``: many tokens, all for the first experts."""
     layers = layers_of(context, 3, **options)
+    if all_to_first:
+        for layer in layers:
+            torch.nn.init.zeros_(layer.router_weight)
     generator = torch.Generator().manual_seed(context.rank)
-    x = torch.randn(TOKENS[context.rank], HIDDEN, generator=generator).to(context.device, torch.bfloat16)
+    num_tokens = max(TOKENS) if all_to_first else TOKENS[context.rank]
+    x = torch.randn(num_tokens, HIDDEN, generator=generator).to(context.device, torch.bfloat16)
     factor = torch.randn(x.shape, generator=generator).to(context.device)
     x.requires_grad_()
     out = x
@@ -167,3 +172,57 @@ def test_a_pool_too_small_says_what_would_do(ranks: Ranks) -> None:
     found = ranks.run(overflow_pool)
     assert found == [(found[0][0], True)] * ranks.num_ranks
     assert found[0][0] >= 64 * TOP_K
+
+
+def compare_too_many(context: RankContext, options: dict[str, Any], pieces: bool) -> None:
+    with forced(pieces):
+        wanted = one_step(context, all_to_first=True, overlap=False)
+        with mock.patch.object(regions, "EXPERT_ROOM", -1e9):  # room for layout "token" alone
+            found = one_step(context, all_to_first=True, **options)
+    for key, value in wanted.items():
+        assert torch.equal(found[key], value), key
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pieces", [False, True], ids=["whole", "pieces"])
+@pytest.mark.parametrize("name", ["overlap", "redispatch beside products"])
+def test_more_rows_than_a_region_holds(hoppers: Ranks, name: str, pieces: bool) -> None:
+    """They come by a slower way, on all ranks; gradients went by it only on the ranks that have too many."""
+    hoppers.run(compare_too_many, SWITCHES[name], pieces)
+
+
+def forward_and_check(layer: tl.ExpertParallelMoE, x: torch.Tensor) -> None:
+    layer(x)
+    layer.comm.check()
+
+
+def fail_in_piece(context: RankContext, number: int) -> str:
+    calls = 0
+
+    def products(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if context.rank == 0 and calls == number + 1:
+            raise RuntimeError("no memory left")
+        return experts.products_for(*args)
+
+    (layer,) = layers_of(context, 1)
+    x = torch.randn(16, HIDDEN, device=context.device).to(torch.bfloat16).requires_grad_()
+    with forced(pieces=True), mock.patch.object(routed_experts, "products_for", products):
+        with pytest.raises(RuntimeError if context.rank == 0 else tl.PeerError) as caught:
+            forward_and_check(layer, x)
+        if context.rank:
+            assert isinstance(caught.value, tl.PeerError)
+            assert caught.value.rank == 0
+        layer.comm.check()
+        layer(x)[0].sum().backward()  # goes on
+        layer.comm.check()
+    layer.comm.close()
+    return type(caught.value).__name__
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_fault_in_a_piece(ranks: Ranks, number: int) -> None:
+    """The other ranks hear of it, though a transfer of the piece before is still on its way."""
+    found = ranks.run(fail_in_piece, number)
+    assert found == ["RuntimeError"] + ["PeerError"] * (ranks.num_ranks - 1)

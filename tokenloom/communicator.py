@@ -454,6 +454,7 @@ class Communicator:
         try:
             return check()
         except Exception as fault:
+            self._side_stream.join()  # calls on it come first
             self._backend.report_fault(call, fault)
             raise
 

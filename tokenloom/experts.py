@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from tokenloom.activation import activate, activate_backward
+from tokenloom.errors import ShapeMismatch
 
 FEW_ROWS = 1024
 """An expert's, up to which one launch for all experts is faster than one for each."""
@@ -42,12 +43,19 @@ def swiglu_experts(
 
     Returns:
         [R, H], dtype of ``rows`` (of autocast, where that is on); rows beyond the last offset are unspecified.
+
+    Raises:
+        ShapeMismatch: row_weights is not [R].
     """
     device = rows.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         rows, w1, w2 = (tensor.to(dtype) for tensor in (rows, w1, w2))
-    if row_weights is None:
+    if row_weights is not None:
+        if row_weights.shape != rows.shape[:1]:
+            raise ShapeMismatch(f"row_weights is {list(row_weights.shape)}, expected [{len(rows)}]: one for each row")
+        row_weights = row_weights.contiguous()
+    else:
         row_weights = rows.new_ones(len(rows), dtype=torch.promote_types(rows.dtype, torch.float32))
     with torch.autocast(device, enabled=False):
         return _SwigluExperts.apply(rows, expert_offsets, w1, w2, row_weights)

@@ -179,15 +179,17 @@ class _RoutedExperts(torch.autograd.Function):
         dtype = x.dtype
         call = CombineCall(how.strategy.mode, False, dtype, dtype, any(needs), how.strategy.combine)
         slices = _slices(comm, how, len(x))
-        if (
-            meanwhile is not None
-        ):  # before the dispatch, which keeps the host; its few blocks come before those that wait
-            with torch.set_grad_enabled(grad_enabled):
-                comm._report_fault("dispatch", meanwhile)
+
+        def prepare() -> torch.Tensor:
+            if meanwhile is not None:  # before the dispatch, whose few blocks come before those of products that wait
+                with torch.set_grad_enabled(grad_enabled):
+                    meanwhile()
+            return torch.empty_like(x) if len(slices) > 1 else x
+
+        out = comm._report_fault("dispatch", prepare)
         routed, arrival = dispatch(slices[0])
         pieces: list[_Piece] = []
         homecomings: list[_Transfer] = []
-        out = torch.empty_like(x)
         for i, tokens in enumerate(slices):
             arrival.wait()
             more = i + 1 < len(slices)
@@ -259,13 +261,14 @@ class _RoutedExperts(torch.autograd.Function):
             waited.append(bring_home(piece, grad_rows, grad_row_weights))
             if wants_w2:
                 grad_w2 = products.of_weights(own_grad_out, activations, grad_w2)
-            if wants_w1 and x is not None:  # over the gradients' rows, which are done with
+            if x is not None:  # over the gradients' rows, which are done with; on all ranks, whoever wants w1's
                 for_w1.append((piece, grad_hidden, *dispatch(piece, x, how.strategy.dispatch, links.mark())))
             elif piece.rows is not None and wants_w1:
                 grad_w1 = products.of_weights(grad_hidden, piece.rows, grad_w1)
         for piece, grad_hidden, rows, arrival in for_w1:
             arrival.wait()
-            grad_w1 = piece.products.of_weights(grad_hidden, rows, grad_w1)
+            if wants_w1:
+                grad_w1 = piece.products.of_weights(grad_hidden, rows, grad_w1)
         for transfer in waited:
             transfer.wait()
         grad_weights = torch.cat(of_tokens) if wants_weights else None

@@ -17,19 +17,21 @@ class Event:
 
     def __init__(self) -> None:
         self._done: torch.cuda.Event | None = None
+        self._device: int | None = None
         self._results: tuple[torch.Tensor, ...] = ()
 
     def _record(self, results: tuple[torch.Tensor | None, ...]) -> None:
         """Mark the end of the work on the current stream."""
         self._done = torch.cuda.Event()
         self._done.record()
+        self._device = torch.cuda.current_device()
         self._results = tuple(result for result in results if result is not None)
 
     def wait(self) -> None:
-        """Make the current stream wait for the work; the host does not wait."""
+        """Make the current stream (of the device of the work) wait for it; the host does not wait."""
         if self._done is None:
             return
-        stream = torch.cuda.current_stream()
+        stream = torch.cuda.current_stream(self._device)
         stream.wait_event(self._done)
         for result in self._results:
             result.record_stream(stream)
@@ -84,6 +86,11 @@ class SideStream:
                 tensor.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             yield
+
+    def join(self) -> None:
+        """Make the current stream wait for all that is on this one."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def event(self, results: tuple[torch.Tensor | None, ...]) -> Event:
         """The event of work just put on this stream (call it inside ``run``)."""

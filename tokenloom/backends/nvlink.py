@@ -57,6 +57,7 @@ class NvlinkHandle:
         local_ids, row_places: int32 [>= R, K]: local expert, and place, of each route of a received row.
         row_tokens: int32 [>= R]: the token at home that a received row is (layout "expert").
         counts_row: int32, num_rows, source_counts, expert_counts and expert_offsets as they lie side by side.
+        by_token: whether rows came one per (token, rank) and were spread here, as on all ranks.
         host_offsets: expert_offsets on the host, with exact sizes in layout "expert".
         reused_after: calls of this backend's dispatch after which the region is overwritten; None for own tensors.
     """
@@ -80,6 +81,7 @@ class NvlinkHandle:
     reused_after: int | None
     num_places: int = 0
     host_offsets: list[int] | None = None
+    by_token: bool = False
 
 
 class _Region:
@@ -388,6 +390,7 @@ class NvlinkBackend:
 
     def _dispatch_by_way_of_token(self, call: DispatchCall, tensors: DispatchInput) -> NvlinkHandle:
         """Layout "expert" of any size: rows arrive one per (token, rank), which always fits, and are spread here."""
+        self._num_dispatches -= 1  # the refused one wrote nothing: so its region, and not that of the one before
         plain = replace(call, layout="token", alignment=1, capacity=None)
         handle = self._start_dispatch(plain, tensors, self.plan.worst_case_rows("token"))
         self.calls.settle(0)
@@ -408,6 +411,7 @@ class NvlinkBackend:
             scales=None if handle.scales is None else spread(handle.scales),
             capacity=placement.num_places,
             host_offsets=placement.offsets,
+            by_token=True,
         )
         return replace(handle, row_places=placement.positions.to(torch.int32))
 
@@ -485,7 +489,7 @@ class NvlinkBackend:
 
     def dispatch_again(self, handle: NvlinkHandle, x: torch.Tensor, strategy: str = "dedup") -> torch.Tensor:
         call = handle.call
-        if call.layout != "expert" or handle.num_places > self._room:
+        if call.layout != "expert" or handle.by_token or handle.num_places > self._room:
             return self.combine_backward(handle, x, None, None, x.dtype)[0]
         call = DispatchCall("expert", call.alignment, "bounded", handle.capacity)
         arrived = self._start_dispatch(
