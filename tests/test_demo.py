@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,8 @@ import pytest
 import torch
 
 from tests.conftest import Ranks
-from tokenloom.communicator import Communicator
+from tokenloom.backends.collective import CollectiveBackend
+from tokenloom.backends.nvlink import NvlinkBackend
 from tokenloom.demo import check, train
 from tokenloom.demo.compare import Difference, compare, merge
 from tokenloom.demo.model import ModelSize
@@ -65,15 +68,19 @@ def test_merging_ranks_keeps_the_worst() -> None:
 
 def check_with_a_wrong_combine(context: RankContext) -> list[Difference]:
     """The last bits of one value on one rank."""
-    real = Communicator.combine
 
-    def wrong(comm: Communicator, *args: Any, **kwargs: Any) -> Any:
-        out = real(comm, *args, **kwargs)
-        if comm.rank == 0:
-            out[0, 0] += out[0, 0].abs() * 0.01
-        return out
+    def wrong(combine: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def off_by_little(backend: Any, *args: Any) -> torch.Tensor:
+            out = combine(backend, *args)
+            if backend.ranks.rank == 0:
+                out[0, 0] += out[0, 0].abs() * 0.01
+            return out
 
-    with mock.patch.object(Communicator, "combine", wrong):
+        return off_by_little
+
+    with ExitStack() as stack:
+        for kind in (CollectiveBackend, NvlinkBackend):
+            stack.enter_context(mock.patch.object(kind, "combine", wrong(kind.combine)))
         return check.check_on_rank(context, 8, seed=0)[1]
 
 
