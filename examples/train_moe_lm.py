@@ -3,14 +3,15 @@
     python examples/train_moe_lm.py                                         # one rank
     torchrun --nproc-per-node 4 examples/train_moe_lm.py                    # four, on GPUs (NCCL) or CPUs (gloo)
 
-Ranks share each batch (data parallelism) and the experts of each block (expert parallelism). Everything but the experts
-is replicated, and DistributedDataParallel averages its gradients. Batches and weights depend on the seed alone, so the
+Ranks share each batch (data parallelism) and the experts of each block (expert parallelism). All but the experts is
+replicated, and DistributedDataParallel averages its gradients. Batches and weights depend on the seed alone, so the
 loss curve is the same for any number of ranks, up to rounding. docs/training.md explains each step.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -102,8 +103,8 @@ class LanguageModel(nn.Module):
         x = self.embedding(tokens) + self.positions.weight
         balance_loss = x.new_zeros(())
         for block in self.blocks:
-            x, loss_of_block = block(x)
-            balance_loss = balance_loss + loss_of_block
+            x, more = block(x)
+            balance_loss = balance_loss + more
         return self.head(self.norm(x)), balance_loss
 
 
@@ -117,7 +118,7 @@ def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def reset_parameters(model: nn.Module, seed: int) -> None:
-    """The same full model for any number of ranks: a seed of its own for each layer's experts, torch's for the rest."""
+    """The same full model for any number of ranks. Every MoE layer has a seed of its own."""
     torch.manual_seed(seed)
     for number, module in enumerate(model.modules()):
         if isinstance(module, tl.ExpertParallelMoE):
@@ -127,32 +128,40 @@ def reset_parameters(model: nn.Module, seed: int) -> None:
 
 
 def data_parallel(model: nn.Module) -> DistributedDataParallel:
-    """DDP around all of the model but the experts, whose gradients are complete when backward is done."""
+    """DDP around all of the model but the experts, whose gradients are complete when backward is done.
+
+    It has a process group of its own, since it never lets go of it (torch 2.13): gloo's threads live until the last
+    reference is gone, and abort the process if Python ends while one still holds a tensor.
+    """
     experts = set(expert_parameters(model))
     sharded = [name for name, parameter in model.named_parameters() if parameter in experts]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sharded)
-    return DistributedDataParallel(model)
+    return DistributedDataParallel(model, process_group=dist.new_group())
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Scale all gradients down to the norm ``max_norm`` of the whole model, if theirs is larger. Collective.
+    """Scale gradients so that their norm over the whole model is at most ``max_norm``; what it was. Collective.
 
-    Replicated gradients are the same on every rank, and count once. Of the experts' gradients each rank has a part:
-    their squares are summed over ranks. All ranks get the same norm, so that replicated parameters stay equal.
+    Replicated gradients are the same on every rank and count once. Of the experts' gradients each rank has a part:
+    their squares are summed over ranks.
     """
+
+    def squared_norm(parameters: list[nn.Parameter]) -> torch.Tensor:
+        return nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None]).square()
+
     experts = expert_parameters(model)
-    replicated = set(model.parameters()) - set(experts)
-    squared = nn.utils.get_total_norm([p.grad for p in experts if p.grad is not None]).square()
-    dist.all_reduce(squared)
-    squared += nn.utils.get_total_norm([p.grad for p in replicated if p.grad is not None]).square()
-    nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, squared.sqrt())
-    return squared.sqrt()
+    sharded = set(experts)
+    norm = squared_norm(experts)
+    dist.all_reduce(norm)
+    norm = (norm + squared_norm([each for each in model.parameters() if each not in sharded])).sqrt()
+    nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+    return norm
 
 
 class Corpus:
     """Sentences of a tiny grammar, in which numbers agree and sums are right, and batches of pieces of them."""
 
-    NOUNS = ("cat", "dog", "owl", "fox", "hen", "ant")
+    NOUNS = ("cat", "dog", "owl", "cow", "hen", "ant")
     VERBS = ("see", "hear", "meet", "follow")
 
     def __init__(self, seed: int, num_sentences: int = 5000) -> None:
@@ -163,10 +172,9 @@ class Corpus:
 
     def _sentence(self, draw: random.Random) -> str:
         subject, verb, thing = draw.choice(self.NOUNS), draw.choice(self.VERBS), draw.choice(self.NOUNS)
-        first, second = draw.randint(2, 9), draw.randint(2, 9)
-        if draw.random() < 0.5:
-            return f"{first} {subject}s {verb} {second} {thing}s: {first}+{second}={first + second}.\n"
-        return f"one {subject} {verb}s {second} {thing}s: 1+{second}={1 + second}.\n"
+        first, second = draw.randint(1, 9), draw.randint(2, 9)
+        who, does = (subject, f"{verb}s") if first == 1 else (f"{subject}s", verb)
+        return f"{first} {who} {does} {second} {thing}s: {first}+{second}={first + second}.\n"
 
     def next_batch(self, num_sequences: int, rank: int, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's share of the next batch: inputs and targets, int64 [num_sequences / num_ranks, CONTEXT].
@@ -188,8 +196,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     model = LanguageModel(options.tokens_per_step // num_ranks).to(device)
     reset_parameters(model, options.seed)
     if options.resume:
-        full = torch.load(options.resume, weights_only=True)
-        model.load_state_dict(tl.shard_state_dict(model, full))
+        model.load_state_dict(tl.shard_state_dict(model, torch.load(options.resume, weights_only=True)))
     ddp = data_parallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=ADAM_EPS)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=options.steps)
@@ -213,8 +220,9 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         if rank == 0 and step % REPORT_EVERY == 0:
             counts = torch.stack([layer.expert_counts for layer in moe_layers(model)])  # of all ranks' tokens
             share = (counts.amax(1) / counts.sum(1)).max().item()
-            tokens_per_s = REPORT_EVERY * options.tokens_per_step / (time.perf_counter() - began)
-            print(f"step {step:4}  loss {losses[-1]:.4f}  {tokens_per_s:8,.0f} tokens/s  busiest expert {share:.0%}")
+            speed = REPORT_EVERY * options.tokens_per_step / (time.perf_counter() - began)
+            report = f"step {step:4}  loss {losses[-1]:.4f}  {speed:8,.0f} tokens/s  busiest expert {share:.0%}"
+            print(report, flush=True)
             began = time.perf_counter()
 
     if options.checkpoint:
@@ -222,9 +230,8 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         if rank == 0:
             torch.save(full, options.checkpoint)
     if options.json and rank == 0:
-        Path(options.json).write_text(
-            json.dumps({"ranks": num_ranks, "losses": losses, "gradient_norms": norms}) + "\n"
-        )
+        result = {"ranks": num_ranks, "losses": losses, "gradient_norms": norms}
+        Path(options.json).write_text(json.dumps(result) + "\n")
 
 
 def main() -> None:
@@ -237,17 +244,17 @@ def main() -> None:
     parser.add_argument("--resume", metavar="FILE", help="start from the weights that any number of ranks wrote")
     options = parser.parse_args()
 
-    backend, device = "gloo", torch.device("cpu")
-    if torch.cuda.is_available():
-        backend, device = "nccl", torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    on_gpus = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpus else torch.device("cpu")
+    if on_gpus:
         torch.cuda.set_device(device)
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:  # not started by torchrun: a group of one
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    # Without torchrun: a group of one.
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if on_gpus else "gloo", device_id=device if on_gpus else None, **alone)
     try:
         train(options, device)
     finally:
+        gc.collect()  # the model, and with it the last reference to the group
         dist.destroy_process_group()
 
 

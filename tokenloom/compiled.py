@@ -1,8 +1,11 @@
-"""ExpertParallelMoE inside ``torch.compile``: to the compiler a forward of a layer is one operator, its gradient another.
+"""ExpertParallelMoE inside ``torch.compile``: to the compiler a layer's forward is one operator, its gradient another.
 
 What is inside has sizes that depend on data, collectives and host reads, so the operators run the layer as it runs
 without a compiler. What autograd keeps lives as long as the memory of a small tensor, the ticket, which the compiler
-saves for backward like any other tensor, or drops.
+saves for backward like any other tensor, or drops. The compiler sees all that the operators read and write.
+
+Collectives have to be called in one order on all ranks, whatever a compiler makes of their numbers of tokens: forward
+in the order of the program, backward in the opposite one. See :func:`_pin_to_forward` and :func:`_order_in_inductor`.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.node import has_side_effect
+from torch.utils.checkpoint import CheckpointPolicy
 
 from tokenloom.errors import NotDifferentiable
 
@@ -33,7 +38,7 @@ _numbers = itertools.count(1)
 def number_layer(layer: nn.Module) -> torch.Tensor:
     """The number by which the operators find a layer, for as long as it lives.
 
-    A tensor, since the compiler would make another graph for every value of an int.
+    A tensor: for every value of an int the compiler would make another graph.
     """
     number = next(_numbers)
     _layers[number] = layer
@@ -46,10 +51,10 @@ def forward(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     autocast_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     weights = list(layer.parameters())
     wants_grad = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, *weights)]
-    # Equal calls would be made one, whose ticket two gradients would want. What ``empty`` gives is never equal.
+    # The compiler makes one call of equal ones, whose ticket two gradients would want; what empty gives is not equal.
     call = torch.empty(0, device="cpu")
     out, aux_loss, expert_counts, _ = moe_forward(
-        x, weights, layer.correction_bias, layer.expert_counts, layer._number, call, wants_grad, autocast_dtype
+        x, weights, layer.correction_bias, layer.expert_counts, layer._number, call, wants_grad, autocast_dtype, True
     )
     layer.expert_counts.copy_(expert_counts)
     return out, aux_loss
@@ -58,14 +63,11 @@ def forward(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class _Kept(bytearray):
     """The memory of a ticket, and what its backward needs: both are gone with the last tensor in this memory."""
 
-    def __init__(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        self.number = next(_numbers)
-        super().__init__(self.number.to_bytes(TICKET_BYTES, sys.byteorder))
-        self.outputs: list[GradientEdge | None] = [
-            get_gradient_edge(output) if output.requires_grad else None for output in outputs
-        ]
-        self.inputs = [tensor for tensor in inputs if tensor.requires_grad]
-        _kept[self.number] = self
+    def __init__(self, outputs: list[GradientEdge | None], inputs: list[torch.Tensor]) -> None:
+        number = next(_numbers)
+        super().__init__(number.to_bytes(TICKET_BYTES, sys.byteorder))
+        self.outputs, self.inputs = outputs, inputs
+        _kept[number] = self
 
 
 class _Body(nn.Module):
@@ -79,7 +81,7 @@ class _Body(nn.Module):
         return self.layer._forward(x)
 
 
-@torch.library.custom_op("tokenloom::moe_forward", mutates_args=())
+@torch.library.custom_op("tokenloom::moe_forward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def moe_forward(
     x: torch.Tensor,
     weights: list[torch.Tensor],
@@ -89,39 +91,34 @@ def moe_forward(
     call: torch.Tensor,
     wants_grad: list[bool],
     autocast_dtype: torch.dtype | None,
+    keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """A layer on x.
 
     Args:
-        weights, correction_bias, expert_counts: of the layer, in the order of ``named_parameters``.
+        weights: the layer's, in the order of ``parameters()``. correction_bias, expert_counts: its buffers.
         number: of the layer.
-        call: any tensor; calls with different ones are different.
+        call: calls with different tensors here are different calls.
         wants_grad: of x and of each weight.
         autocast_dtype: None where autocast is off.
+        keep: what :func:`moe_backward` needs, if anything wants a gradient.
 
     Returns:
         out, aux_loss, the new expert_counts, and the ticket for :func:`moe_backward`.
     """
-    layer = _layers[int(number)]
-    own = dict(layer.named_parameters())
-    needs_graph = any(wants_grad)
-    # What the compiler computed may lie in memory that it gives to something else before backward.
-    stays = [False, *(ours.data_ptr() == given.data_ptr() for ours, given in zip(own.values(), weights, strict=True))]
-    with _grad_mode(needs_graph), torch.autocast(x.device.type, autocast_dtype, autocast_dtype is not None):
-        if needs_graph:
-            x, *weights = (
-                (tensor.detach() if stays else tensor.detach().clone(memory_format=torch.contiguous_format))
-                .requires_grad_(wanted)
-                for tensor, stays, wanted in zip((x, *weights), stays, wants_grad, strict=True)
-            )
-        new_counts = expert_counts.clone()
-        tensors = {**dict(zip(own, weights, strict=True)), "expert_counts": new_counts}
-        if correction_bias is not None:
-            tensors["correction_bias"] = correction_bias
-        swapped = {f"layer.{name}": tensor for name, tensor in tensors.items()}
-        out, aux_loss = functional_call(_Body(layer), swapped, (x,))
-        ticket = _Kept((out, aux_loss), (x, *weights)) if needs_graph else bytearray(TICKET_BYTES)
-        return out.detach(), aux_loss.detach(), new_counts, torch.frombuffer(ticket, dtype=torch.int64)
+    inputs = [x, *weights]
+    if not keep or not any(wants_grad):
+        with _grad_mode(False):
+            outputs = _run(number, inputs, correction_bias, expert_counts, autocast_dtype)
+        return *outputs, torch.zeros(1, dtype=torch.int64)
+    # Before backward the compiler may put something else where x is, or a weight that it computed.
+    own = {weight.data_ptr() for weight in _layers[int(number)].parameters()}
+    inputs = [x.clone(), *(weight if weight.data_ptr() in own else weight.clone() for weight in weights)]
+    with _grad_mode(True):
+        leaves = _leaves(inputs, wants_grad)
+        out, aux_loss, new_counts = _run(number, leaves, correction_bias, expert_counts, autocast_dtype)
+        ticket = torch.frombuffer(_Kept(_edges(out, aux_loss), leaves), dtype=torch.int64)
+        return out.detach(), aux_loss.detach(), new_counts, ticket
 
 
 @moe_forward.register_fake
@@ -134,14 +131,15 @@ def _(
     call: torch.Tensor,
     wants_grad: list[bool],
     autocast_dtype: torch.dtype | None,
+    keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    _keep_order_in_inductor()
+    _order_in_inductor()
     out = x.new_empty(x.shape, dtype=autocast_dtype or x.dtype)
     aux_loss = x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
     return out, aux_loss, torch.empty_like(expert_counts), torch.empty_like(number)
 
 
-@torch.library.custom_op("tokenloom::moe_backward", mutates_args=())
+@torch.library.custom_op("tokenloom::moe_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def moe_backward(
     ticket: torch.Tensor,
     grad_out: torch.Tensor,
@@ -151,20 +149,15 @@ def moe_backward(
     x_dtype: torch.dtype,
     wants_grad: list[bool],
 ) -> list[torch.Tensor]:
-    """Gradients of those of x and the weights that want one. ``weights``, ``x_shape``, ``x_dtype`` say their shapes."""
+    """Gradients of x and of the weights, as far as they want one; what is given of these says their shapes alone."""
     kept = _kept.pop(int(ticket), None)
     if kept is None:
         raise NotDifferentiable(
-            "backward of a compiled ExpertParallelMoE finds nothing that its forward kept: a compiled forward has one "
-            "backward (no retain_graph), and what it saves cannot be moved (no save_on_cpu around compiled code)"
+            "a compiled ExpertParallelMoE has kept nothing for this backward: each forward has one (no retain_graph), "
+            "and hooks on saved tensors must give back the memory they were given"
         )
     inputs, kept.inputs = kept.inputs, []
-    outputs = [(edge, grad) for edge, grad in zip(kept.outputs, (grad_out, grad_aux_loss), strict=True) if edge]
-    with _grad_mode(True):
-        grads = torch.autograd.grad(
-            [edge for edge, _ in outputs], inputs, [grad for _, grad in outputs], materialize_grads=True
-        )
-    return [grad.contiguous() for grad in grads]
+    return _gradients(kept.outputs, (grad_out, grad_aux_loss), inputs)
 
 
 @moe_backward.register_fake
@@ -177,59 +170,159 @@ def _(
     x_dtype: torch.dtype,
     wants_grad: list[bool],
 ) -> list[torch.Tensor]:
-    _keep_order_in_inductor()
+    _order_in_inductor()
     grads = [grad_out.new_empty(x_shape, dtype=x_dtype)] if wants_grad[0] else []
-    wanted = zip(weights, wants_grad[1:], strict=True)
-    return grads + [weight.new_empty(weight.shape) for weight, wants in wanted if wants]
+    of_weights = zip(weights, wants_grad[1:], strict=True)
+    return grads + [weight.new_empty(weight.shape) for weight, wanted in of_weights if wanted]
+
+
+@torch.library.custom_op("tokenloom::moe_forward_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def moe_forward_backward(
+    grad_out: torch.Tensor,
+    grad_aux_loss: torch.Tensor,
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    correction_bias: torch.Tensor | None,
+    number: torch.Tensor,
+    wants_grad: list[bool],
+    autocast_dtype: torch.dtype | None,
+) -> list[torch.Tensor]:
+    """As :func:`moe_backward`, of a forward that kept nothing, and runs here again."""
+    counts: Any = _layers[int(number)].expert_counts
+    with _grad_mode(True):
+        leaves = _leaves([x, *weights], wants_grad)
+        out, aux_loss, _ = _run(number, leaves, correction_bias, counts, autocast_dtype)
+        outputs = _edges(out, aux_loss)
+        del out, aux_loss
+        return _gradients(outputs, (grad_out, grad_aux_loss), leaves)
+
+
+@moe_forward_backward.register_fake
+def _(
+    grad_out: torch.Tensor,
+    grad_aux_loss: torch.Tensor,
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    correction_bias: torch.Tensor | None,
+    number: torch.Tensor,
+    wants_grad: list[bool],
+    autocast_dtype: torch.dtype | None,
+) -> list[torch.Tensor]:
+    _order_in_inductor()
+    of_inputs = zip((x, *weights), wants_grad, strict=True)
+    return [tensor.new_empty(tensor.shape) for tensor, wanted in of_inputs if wanted]
+
+
+def _leaves(inputs: Sequence[torch.Tensor], wants_grad: Sequence[bool]) -> list[torch.Tensor]:
+    return [each.detach().requires_grad_(wanted) for each, wanted in zip(inputs, wants_grad, strict=True)]
+
+
+def _run(
+    number: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
+    correction_bias: torch.Tensor | None,
+    expert_counts: torch.Tensor,
+    autocast_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A layer on x and weights: out, aux_loss, and the new expert_counts."""
+    layer, (x, *weights) = _layers[int(number)], inputs
+    tensors = {name: weight for (name, _), weight in zip(layer.named_parameters(), weights, strict=True)}
+    tensors["expert_counts"] = new_counts = expert_counts.clone()
+    if correction_bias is not None:
+        tensors["correction_bias"] = correction_bias
+    with torch.autocast(x.device.type, autocast_dtype, autocast_dtype is not None):
+        out, aux_loss = functional_call(_Body(layer), {f"layer.{name}": each for name, each in tensors.items()}, (x,))
+    return out, aux_loss, new_counts
+
+
+def _edges(*outputs: torch.Tensor) -> list[GradientEdge | None]:
+    return [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
+
+
+def _gradients(
+    outputs: Sequence[GradientEdge | None], grads: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    edges, grads = zip(*((edge, grad) for edge, grad in zip(outputs, grads, strict=True) if edge), strict=True)
+    wanted = [each for each in inputs if each.requires_grad]
+    with _grad_mode(True):
+        return [grad.contiguous() for grad in torch.autograd.grad(edges, wanted, grads, materialize_grads=True)]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, weights, *_, wants_grad, _ = inputs
-    ctx.x_shape, ctx.x_dtype, ctx.wants_grad = x.shape, x.dtype, wants_grad
-    ctx.save_for_backward(output[3], *weights)
+    x, weights, correction_bias, _, number, _, ctx.wants_grad, ctx.autocast_dtype, _ = inputs
+    ctx.again = _pin_to_forward()
+    if ctx.again:
+        ctx.save_for_backward(number, correction_bias, x, *weights)
+    else:
+        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        ctx.save_for_backward(output[3], *weights)
 
 
 def _backward(ctx: Any, grad_out: torch.Tensor, grad_aux_loss: torch.Tensor, *_: object) -> Any:
-    ticket, *weights = ctx.saved_tensors
-    grads = iter(moe_backward(ticket, grad_out, grad_aux_loss, weights, ctx.x_shape, ctx.x_dtype, ctx.wants_grad))
+    if ctx.again:
+        number, correction_bias, x, *weights = ctx.saved_tensors
+        rest = (correction_bias, number, ctx.wants_grad, ctx.autocast_dtype)
+        grads = iter(moe_forward_backward(grad_out, grad_aux_loss, x, weights, *rest))
+    else:
+        ticket, *weights = ctx.saved_tensors
+        shapes = (weights, ctx.x_shape, ctx.x_dtype, ctx.wants_grad)
+        grads = iter(moe_backward(ticket, grad_out, grad_aux_loss, *shapes))
     grad_x, *grad_weights = [next(grads) if wanted else None for wanted in ctx.wants_grad]
-    return grad_x, grad_weights, None, None, None, None, None, None
+    return grad_x, grad_weights, None, None, None, None, None, None, None
 
 
 moe_forward.register_autograd(_backward, setup_context=_setup_context)
-_OPERATORS = (torch.ops.tokenloom.moe_forward.default, torch.ops.tokenloom.moe_backward.default)
-# A rank without tokens may find that it needs no gradient of x; others wait for it. What a forward writes to
-# ``expert_counts`` is needed anyway.
-has_side_effect(_OPERATORS[1])
+_FORWARD, *_BACKWARDS = (
+    getattr(torch.ops.tokenloom, name).default for name in ("moe_forward", "moe_backward", "moe_forward_backward")
+)
+for _operator in _BACKWARDS:
+    # Compiled without tokens, a rank may have no use for the gradient of x, and leave the others waiting for its call.
+    # A forward is used in any case, by expert_counts.
+    has_side_effect(_operator)
+
+
+def _pin_to_forward() -> bool:
+    """Keeps the compiler from running the forward again that it traces now; whether it would have to.
+
+    What a checkpoint computes again it may put anywhere in backward, and where depends on sizes. So the gradient of
+    such a layer runs it again, by :func:`moe_forward_backward`.
+    """
+    tracing = get_proxy_mode()
+    if tracing is None:
+        return False
+    node = next(node for node in reversed(tracing.tracer.graph.nodes) if node.target is _FORWARD)
+    again = node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    for each in (node, *node.users):
+        each.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    node.args = (*node.args[:-1], not again)
+    return again
 
 
 @contextmanager
 def _grad_mode(enabled: bool) -> Iterator[None]:
-    """Autograd for what an operator calls, which torch runs below autograd."""
+    """Autograd for what an operator calls, though torch runs operators below autograd."""
     key = torch._C.DispatchKey.AutogradFunctionality
     with torch.set_grad_enabled(enabled), torch._C._SetExcludeDispatchKeyGuard(key, not enabled):
         yield
 
 
-def _keep_order_in_inductor() -> None:
+def _order_in_inductor() -> None:
     """Makes inductor run these operators in the order of its graph.
 
-    Ranks have to call their collectives in one order. Where layers do not feed each other, or one is computed again in
-    backward, inductor sees operators without a dependence and may swap them to save memory, by sizes that differ
-    between ranks. Effect tokens, torch's own means, do not order anything in inductor up to torch 2.13 (the dependence
-    is noted under the name of a buffer and looked up under that of an operation), fail under "aot_eager" with activation
-    checkpoints, and keep graphs out of inductor's cache.
+    Where layers do not feed each other it sees no dependence, and swaps them if that saves memory. Effect tokens,
+    torch's own means, do not help: with them torch 2.11 and 2.13 swap all the same and cannot compile activation
+    checkpoints, torch 2.15 keeps what it should compute again, and none of them caches the graph.
     """
     lowering = sys.modules.get("torch._inductor.lowering")
-    if lowering is None or _OPERATORS[0] in lowering.lowerings:
+    if lowering is None or _FORWARD in lowering.lowerings:
         return
     last: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-    for operator in _OPERATORS:
+    for operator in (_FORWARD, *_BACKWARDS):
         lowering.lowerings[operator] = _in_order(lowering.fallback_handler(operator), last)
 
 
 def _in_order(lower: Callable[..., Any], last: MutableMapping[Any, Any]) -> Callable[..., Any]:
-    """``lower``, whose kernel runs after the one that is ``last`` in the graph, and whatever becomes of its outputs."""
+    """``lower``, whose kernel runs after the ``last`` one of the same graph."""
     from torch._inductor.ir import FallbackKernel
     from torch._inductor.virtualized import V
 
@@ -241,7 +334,6 @@ def _in_order(lower: Callable[..., Any], last: MutableMapping[Any, Any]) -> Call
         if graph in last:
             graph.additional_buffer_deps[kernel.get_operation_name()].add(last[graph].get_name())
         last[graph] = kernel
-        kernel.has_side_effects = lambda: True
         return result
 
     return lower_in_order
