@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import tokenloom as tl
 from tests.conftest import Ranks
@@ -49,9 +50,12 @@ COMPILERS = ["aot_eager", pytest.param("inductor", marks=needs_inductor)]
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler() -> None:
+def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
-    torch.set_num_threads(1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # layers are tiny
+    yield
+    torch.set_num_threads(threads)
 
 
 class Model(nn.Module):
@@ -117,6 +121,13 @@ def counting(compiler: str) -> Any:
     from torch._dynamo.testing import CompileCounterWithBackend
 
     return CompileCounterWithBackend(compiler)
+
+
+def fresh_cache() -> Any:
+    """Nothing that was compiled earlier is used."""
+    from torch._inductor.utils import fresh_cache
+
+    return fresh_cache()
 
 
 def compare_with_eager(
@@ -259,15 +270,20 @@ def test_fake_kernels_promise_what_is_returned() -> None:
         x = torch.randn(HIDDEN, *shape[:-1]).movedim(0, -1)  # not contiguous; outputs are
         for wants_grad in ([True] * 6, [False] * 6):
             buffers, rest = (layer.correction_bias, layer.expert_counts), (layer._number, torch.empty(0))
-            given = (x, weights, *buffers, *rest, wants_grad, None)
+            given = (x, weights, *buffers, *rest, wants_grad, None, True)
             torch.library.opcheck(compiled.moe_forward, given, test_utils=("test_schema", "test_faketensor"))
-        out, aux_loss, _, ticket = compiled.moe_forward(x, weights, *buffers, *rest, [True] * 6, None)
+        out, aux_loss, _, ticket = compiled.moe_forward(x, weights, *buffers, *rest, [True] * 6, None, True)
         grads = (torch.randn_like(out), torch.randn_like(aux_loss))
-        back = (ticket, *grads, weights, list(shape), torch.float32, [True] * 6)
-        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-            promised = compiled.moe_backward(*back)
-        for got, want in zip(compiled.moe_backward(*back), promised, strict=True):
-            assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
+        kept = (ticket, *grads, weights, list(shape), torch.float32, [True] * 6)
+        again = (*grads, x, weights, layer.correction_bias, layer._number, [True] * 6, None)
+        results = []
+        for operator, back in ((compiled.moe_backward, kept), (compiled.moe_forward_backward, again)):
+            with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+                promised = operator(*back)
+            results.append(operator(*back))
+            for got, want in zip(results[-1], promised, strict=True):
+                assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
+        assert_same_bits(*results)
 
 
 # -- the same calls in the same order on all ranks ----------------------------------------------------------
@@ -284,11 +300,30 @@ def test_inductor_keeps_the_order_of_the_program() -> None:
         large = first(x)[0]
         return large * second(x[:32].sin())[0].sum()
 
-    from torch._inductor.utils import fresh_cache
-
     with fresh_cache(), torch.no_grad():
         torch.compile(function, fullgraph=True)(torch.randn(64, HIDDEN))
     assert calls == ["first", "second"]
+
+
+@needs_inductor
+@pytest.mark.parametrize("num_tokens", [5, 0])
+def test_the_order_of_backward_does_not_depend_on_sizes(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where inductor would run a checkpointed layer again does."""
+    calls: list[str] = []
+    model = Model(CASE, None, ("first",))
+    for name in ("first", "second"):
+        record_calls(getattr(model, name), calls, name)
+    gradients = compiled._gradients
+
+    def recorded(outputs: Any, grads: Any, inputs: Any) -> Any:
+        of_first = inputs[1].data_ptr() == model.first.router_weight.data_ptr()
+        calls.append(f"gradient of {'first' if of_first else 'second'}")
+        return gradients(outputs, grads, inputs)
+
+    monkeypatch.setattr(compiled, "_gradients", recorded)
+    with fresh_cache():
+        step(torch.compile(model, fullgraph=True), model, torch.randn(num_tokens, HIDDEN))
+    assert calls == ["first", "second", "gradient of second", "first", "gradient of first"]
 
 
 class FrozenBehindScale(nn.Module):
@@ -306,16 +341,9 @@ class FrozenBehindScale(nn.Module):
 
 @needs_inductor
 def test_a_rank_without_tokens_takes_part_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[int] = []
-
-    class Recorder(weakref.WeakValueDictionary[int, Any]):
-        def pop(self, key: int, *default: Any) -> Any:
-            taken.append(key)
-            return super().pop(key, *default)
-
-    monkeypatch.setattr(compiled, "_kept", Recorder())
-    from torch._inductor.utils import fresh_cache
-
+    taken: list[Any] = []
+    gradients = compiled._gradients
+    monkeypatch.setattr(compiled, "_gradients", lambda *given: (taken.append(1), gradients(*given))[1])
     model = FrozenBehindScale()
     with fresh_cache():
         out, aux_loss = torch.compile(model, fullgraph=True)(torch.randn(0, HIDDEN))
@@ -334,7 +362,7 @@ def test_what_the_compiler_computed_may_be_overwritten() -> None:
 
     def grads(weights: list[torch.Tensor], overwritten: list[torch.Tensor]) -> list[torch.Tensor]:
         wants_grad = [True] * (1 + len(own))
-        rest = (None, layer.expert_counts, layer._number, torch.empty(0), wants_grad, None)
+        rest = (None, layer.expert_counts, layer._number, torch.empty(0), wants_grad, None, True)
         out, aux_loss, counts, ticket = compiled.moe_forward(x, weights, *rest)
         given = (torch.ones_like(out), torch.ones_like(aux_loss), weights, list(x.shape), x.dtype, wants_grad)
         for tensor in (out, aux_loss, counts, *overwritten):
@@ -393,6 +421,23 @@ def test_a_forward_has_one_backward() -> None:
     (grad,) = torch.autograd.grad(run(x)[0].square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="double backward"):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("policy", "num_kept"), [(CheckpointPolicy.PREFER_RECOMPUTE, 0), (CheckpointPolicy.MUST_SAVE, 1)]
+)
+def test_a_checkpoint_keeps_nothing_unless_it_is_told_to(policy: CheckpointPolicy, num_kept: int) -> None:
+    layer, x = make_layer(CASE, None), torch.randn(5, HIDDEN)
+    contexts = partial(create_selective_checkpoint_contexts, lambda context, operator, *args, **kwargs: policy)
+
+    def run(value: torch.Tensor) -> Any:
+        return checkpoint(layer, value.relu(), use_reentrant=False, context_fn=contexts)
+
+    function = torch.compile(run, fullgraph=True, backend="aot_eager")
+    held = function(x)
+    assert len(compiled._kept) == num_kept
+    del held
+    assert_same_bits(step(function, layer, x), step(run, layer, x))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
