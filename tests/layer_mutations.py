@@ -183,3 +183,41 @@ ROUTED_EXPERTS = (
         ("tests/test_row_weights.py",),
     ),
 )
+
+COMPILER = "compiled.py"
+COMPILER_TEST = "tests/test_compile.py::test_"
+
+COMPILED = (
+    Mutation(
+        "compiler-overwrites-x",
+        "a compiled layer keeps x where the compiler puts something else",
+        COMPILER,
+        "inputs = [x.clone(), *(weight if",
+        "inputs = [x, *(weight if",
+        (f"{COMPILER_TEST}what_the_compiler_computed_may_be_overwritten",),
+    ),
+    Mutation(
+        "kept-for-ever",
+        "what a compiled forward keeps waits for a backward that never comes",
+        COMPILER,
+        "_kept: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()",
+        "_kept: dict[int, _Kept] = {}",
+        (f"{COMPILER_TEST}forwards_without_backward_keep_nothing",),
+    ),
+    Mutation(
+        "counts-are-lost",
+        "a compiled layer does not count routes",
+        COMPILER,
+        "layer.expert_counts.copy_(expert_counts)",
+        "pass",
+        (f"{COMPILER_TEST}equal_calls_are_two_calls", f"{COMPILER_TEST}wrong_input_has_its_named_error"),
+    ),
+    Mutation(
+        "narrow-main-grads",
+        "main gradients have the dtype of the parameter",
+        "main_grads.py",
+        "dtype=torch.float32",
+        "dtype=parameter.dtype",
+        ("tests/test_main_grads.py",),
+    ),
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.layer_mutations import LAYER, MEGA_MOE, ROUTED_EXPERTS, STRATEGIES, TUNE
+from tests.layer_mutations import COMPILED, LAYER, MEGA_MOE, ROUTED_EXPERTS, STRATEGIES, TUNE
 from tests.mutation import Mutation
 
 COLLECTIVE = "backends/collective.py"
@@ -479,5 +479,6 @@ MUTATIONS = (
     + FP8
     + GRADIENTS
     + LAYER
+    + COMPILED
     + KERNELS
 )

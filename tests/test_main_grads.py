@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,14 @@ from tests.layer_cases import HIDDEN, LayerCase, make_layer
 BATCHES = 64
 CASE = LayerCase(dtype=torch.bfloat16)
 """Each gradient is rounded to bfloat16 once, wherever it is summed; a sum of 64 in bfloat16 loses more by far."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # layers are tiny
+    yield
+    torch.set_num_threads(threads)
 
 
 def batches() -> list[torch.Tensor]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +31,9 @@ from tests.layer_cases import (
     make_inputs,
     make_layer,
 )
-from tokenloom.launch import RankContext
+from tokenloom.launch import RankContext, RankPool
+
+ROOT = Path(__file__).resolve().parent.parent
 
 CASE = LayerCase(dtype=torch.float32)
 """Losses and a shared expert; as many tokens as they like on each rank, none on the second."""
@@ -288,3 +292,20 @@ def test_a_mesh_of_data_and_expert_parallelism(ranks: Ranks) -> None:
     if ranks.num_ranks != ranks.pool.num_ranks:
         pytest.skip("a mesh takes all processes of the pool")
     ranks.run(train_on_a_mesh)
+
+
+# -- the document -------------------------------------------------------------------------------------------
+
+
+def run_the_document(context: RankContext, checkpoint_file: str) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/training.md").read_text(), re.DOTALL)
+    assert len(blocks) >= 10
+    namespace: dict[str, object] = {"checkpoint_file": checkpoint_file}
+    for block in blocks:
+        exec(block, namespace)
+
+
+def test_blocks_of_the_document_run(pools: Callable[[str], RankPool], tmp_path: Path) -> None:
+    """All of docs/training.md, in order, on all ranks of the pool: it uses the default group."""
+    pool = pools("cpu")
+    Ranks(pool, pool.num_ranks).run(run_the_document, str(tmp_path / "checkpoint.pt"))

@@ -51,11 +51,10 @@ def forward(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     autocast_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     weights = list(layer.parameters())
     wants_grad = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, *weights)]
-    # The compiler makes one call of equal ones, whose ticket two gradients would want; what empty gives is not equal.
-    call = torch.empty(0, device="cpu")
     out, aux_loss, expert_counts, _ = moe_forward(
-        x, weights, layer.correction_bias, layer.expert_counts, layer._number, call, wants_grad, autocast_dtype, True
+        x, weights, layer.correction_bias, layer.expert_counts, layer._number, wants_grad, autocast_dtype, True
     )
+    # Also what makes every call another one: of equal calls the compiler would make one, and two gradients of it.
     layer.expert_counts.copy_(expert_counts)
     return out, aux_loss
 
@@ -88,7 +87,6 @@ def moe_forward(
     correction_bias: torch.Tensor | None,
     expert_counts: torch.Tensor,
     number: torch.Tensor,
-    call: torch.Tensor,
     wants_grad: list[bool],
     autocast_dtype: torch.dtype | None,
     keep: bool,
@@ -98,7 +96,6 @@ def moe_forward(
     Args:
         weights: the layer's, in the order of ``parameters()``. correction_bias, expert_counts: its buffers.
         number: of the layer.
-        call: calls with different tensors here are different calls.
         wants_grad: of x and of each weight.
         autocast_dtype: None where autocast is off.
         keep: what :func:`moe_backward` needs, if anything wants a gradient.
@@ -128,7 +125,6 @@ def _(
     correction_bias: torch.Tensor | None,
     expert_counts: torch.Tensor,
     number: torch.Tensor,
-    call: torch.Tensor,
     wants_grad: list[bool],
     autocast_dtype: torch.dtype | None,
     keep: bool,
@@ -249,7 +245,7 @@ def _gradients(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, weights, correction_bias, _, number, _, ctx.wants_grad, ctx.autocast_dtype, _ = inputs
+    x, weights, correction_bias, _, number, ctx.wants_grad, ctx.autocast_dtype, _ = inputs
     ctx.again = _pin_to_forward()
     if ctx.again:
         ctx.save_for_backward(number, correction_bias, x, *weights)
@@ -268,7 +264,7 @@ def _backward(ctx: Any, grad_out: torch.Tensor, grad_aux_loss: torch.Tensor, *_:
         shapes = (weights, ctx.x_shape, ctx.x_dtype, ctx.wants_grad)
         grads = iter(moe_backward(ticket, grad_out, grad_aux_loss, *shapes))
     grad_x, *grad_weights = [next(grads) if wanted else None for wanted in ctx.wants_grad]
-    return grad_x, grad_weights, None, None, None, None, None, None, None
+    return grad_x, grad_weights, None, None, None, None, None, None
 
 
 moe_forward.register_autograd(_backward, setup_context=_setup_context)
