@@ -201,7 +201,7 @@ class RankGroup:
                 work.wait(timedelta(seconds=max(wait_s, 0.01)))  # torch takes less than 1 ms as no limit at all
                 return None
             except RuntimeError as error:
-                waited = error
+                waited = error.with_traceback(None)  # which holds this frame, and with it the callers' tensors
             if not signed_in:
                 self._sign_in()
                 signed_in = True
