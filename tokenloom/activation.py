@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from tokenloom.kernels.shape import HOPPER
 from tokenloom.kernels.swiglu import launch
-
-HOPPER = (9, 0)
 
 
 def swiglu(gate_and_up: torch.Tensor) -> torch.Tensor:

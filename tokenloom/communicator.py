@@ -127,7 +127,6 @@ class Communicator:
         self._why = next(found.why for found in found_by_rank[self.rank] if found.name == name)
         self._backend = backends.make(name, self.plan, self._ranks, num_sms, checked)
         self._side_stream = SideStream(self.device)
-        self._num_sms = num_sms
 
     @property
     def rank(self) -> int:

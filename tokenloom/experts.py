@@ -27,6 +27,7 @@ def swiglu_experts(
     w1: torch.Tensor,
     w2: torch.Tensor,
     row_weights: torch.Tensor | None = None,
+    host_offsets: list[int] | None = None,
 ) -> torch.Tensor:
     """``w2 @ (weight * silu(gate) * up)`` per expert, with ``gate, up = w1 @ row``. Differentiable, once.
 
@@ -40,6 +41,7 @@ def swiglu_experts(
         w1: [L, 2I, H], gate rows 0..I-1, then up rows.
         w2: [L, H, I].
         row_weights: [R], or None for ones.
+        host_offsets: ``expert_offsets`` where they are known on the host, which then picks faster products.
 
     Returns:
         [R, H], dtype of ``rows`` (of autocast, where that is on); rows beyond the last offset are unspecified.
@@ -58,7 +60,7 @@ def swiglu_experts(
     else:
         row_weights = rows.new_ones(len(rows), dtype=torch.promote_types(rows.dtype, torch.float32))
     with torch.autocast(device, enabled=False):
-        return _SwigluExperts.apply(rows, expert_offsets, w1, w2, row_weights)
+        return _SwigluExperts.apply(rows, expert_offsets, w1, w2, row_weights, host_offsets)
 
 
 class _SwigluExperts(torch.autograd.Function):
@@ -72,8 +74,9 @@ class _SwigluExperts(torch.autograd.Function):
         w1: torch.Tensor,
         w2: torch.Tensor,
         row_weights: torch.Tensor,
+        host_offsets: list[int] | None,
     ) -> torch.Tensor:
-        ctx.products = products = products_for(rows, w1, w2, offsets)
+        ctx.products = products = products_for(rows, w1, w2, offsets, host_offsets)
         hidden = products.by_weights(rows, w1.transpose(1, 2))
         ctx.save_for_backward(rows, offsets, w1, w2, row_weights, hidden)
         return products.by_weights(activate(hidden, row_weights, offsets[-1:]), w2.transpose(1, 2))
@@ -83,13 +86,13 @@ class _SwigluExperts(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         rows, offsets, w1, w2, row_weights, hidden = ctx.saved_tensors
         products, grad = ctx.products, grad.contiguous()
-        wants_rows, _, wants_w1, wants_w2, wants_weights = ctx.needs_input_grad
+        wants_rows, _, wants_w1, wants_w2, wants_weights, _ = ctx.needs_input_grad
         grad_activations = products.by_weights(grad, w2)
         activations, grad_hidden, grad_weights = activate_backward(hidden, row_weights, offsets[-1:], grad_activations)
         grad_rows = products.by_weights(grad_hidden, w1) if wants_rows else None
         grad_w1 = products.of_weights(grad_hidden, rows) if wants_w1 else None
         grad_w2 = products.of_weights(grad, activations) if wants_w2 else None
-        return grad_rows, None, grad_w1, grad_w2, grad_weights if wants_weights else None
+        return grad_rows, None, grad_w1, grad_w2, grad_weights if wants_weights else None, None
 
 
 class Products(Protocol):

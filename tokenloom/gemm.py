@@ -17,8 +17,8 @@ from tokenloom.kernels.gemm.launch import (
     scale_map,
     wide_scales,
 )
+from tokenloom.kernels.shape import HOPPER
 
-HOPPER = (9, 0)
 ALIGNMENT_BYTES = 16
 INTERLEAVED_ROWS = 8
 """Rows of gates, and then as many of ups, in the weights of a SwiGLU."""

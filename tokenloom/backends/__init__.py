@@ -17,6 +17,7 @@ from tokenloom.jit.compiler import load_nvrtc
 from tokenloom.jit.kernel import load_driver
 from tokenloom.kernels.dispatch.launch import MAX_BLOCKS as MAX_SMS
 from tokenloom.kernels.dispatch.launch import dispatch_spec
+from tokenloom.kernels.shape import HOPPER
 from tokenloom.plan import Plan
 
 __all__ = ["BACKENDS", "DEFAULT_SMS", "MAX_SMS", "Availability", "Backend", "availability", "choose", "make"]
@@ -86,7 +87,7 @@ def _why_not_nvlink(device: torch.device, plan: Plan | None, dtype: torch.dtype 
     if device.type != "cuda":
         return f"it needs a GPU, the tensors are on {device.type}"
     capability = torch.cuda.get_device_capability(device)
-    if capability != (9, 0):
+    if capability != HOPPER:
         return f"its kernels are for compute capability 9.0 (Hopper), {torch.cuda.get_device_name(device)} has " + (
             f"{capability[0]}.{capability[1]}"
         )

@@ -432,12 +432,9 @@ class NvlinkBackend:
         fields = combine_fields(handle.number, call)
         by_route = call.mode == "per_route"
         buffer = self.buffer(route_regions if by_route else data_regions, call.wire_dtype.itemsize, fields)
-        variant: tuple[Any, ...] = (handle.call.layout, rows.dtype, call.wire_dtype, call.out_dtype, call.mode)
-        width = rows.shape[1]  # columns of the rows may come home one after the other
-        if width != self.plan.hidden:
-            variant = (*variant, width)
+        variant = (handle.call.layout, rows.dtype, call.wire_dtype, call.out_dtype, call.mode)
         kernel = self.calls.kernel(combine_spec, *variant)
-        out = torch.empty(handle.num_tokens, width, dtype=call.out_dtype, device=rows.device)
+        out = torch.empty(handle.num_tokens, self.plan.hidden, dtype=call.out_dtype, device=rows.device)
         rows = _aligned(rows)
         kernel.args.row_weights = _address(weights)
         self._start_combine(kernel, handle, rows, out, buffer, "home", fields, handle.capacity)

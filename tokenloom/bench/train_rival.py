@@ -15,9 +15,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from tokenloom.activation import activate, activate_backward
 from tokenloom.bench.train_work import Weights
-from tokenloom.experts import Products, products_for
+from tokenloom.experts import Products, products_for, swiglu_experts
 from tokenloom.group import RankGroup
 from tokenloom.router import Router, router_logits
 
@@ -65,9 +64,7 @@ def own_experts(
     rows: torch.Tensor, offsets: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, row_weights: torch.Tensor
 ) -> torch.Tensor:
     """The products and the SwiGLU of ExpertParallelMoE, for which the host waits."""
-    products = products_for(rows, w1, w2, offsets, offsets.tolist())
-    activations = _Activate.apply(_Product.apply(rows, w1, products), row_weights, offsets[-1:])
-    return _Product.apply(activations, w2, products)
+    return swiglu_experts(rows, offsets, w1, w2, row_weights, offsets.tolist())
 
 
 def _on_other_ranks(
@@ -117,22 +114,6 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         rows, weights = ctx.saved_tensors
         return ctx.products.by_weights(grad, weights), ctx.products.of_weights(grad, rows), None
-
-
-class _Activate(torch.autograd.Function):
-    """[R, 2I], weights [R] -> [R, I]; its gradient computes the result again, as the layer does."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, row_weights: torch.Tensor, num_rows: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(hidden, row_weights, num_rows)
-        return activate(hidden, row_weights, num_rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        hidden, row_weights, num_rows = ctx.saved_tensors
-        _, grad_hidden, grad_weights = activate_backward(hidden, row_weights, num_rows, grad)
-        return grad_hidden, grad_weights, None
 
 
 class _Permute(torch.autograd.Function):

@@ -10,6 +10,8 @@ import torch
 from tokenloom.errors import InvalidArgument
 from tokenloom.plan import align_up
 
+HOPPER = (9, 0)
+"""Compute capability of the GPUs that kernels are compiled for."""
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 """As in device/tile/values.cuh."""
 LAYOUTS = {"token": 0, "expert": 1, "rank": 2}

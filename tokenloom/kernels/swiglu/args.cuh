@@ -12,7 +12,7 @@ struct SwigluArgs {
     float* grad_weights;     // backward: [rows]
 };
 
-// A row of I values in groups of 16 bytes, one per lane and step. `kGroups` rows of a group are in registers at once.
+// A row of I values in groups of 16 bytes, one per lane and step; up to kMostSteps steps at once.
 template <class Shape, int kMostSteps>
 struct SwigluRow {
     static constexpr int kDtype = Shape::dtype, kValues = 16 / kValueBytes<kDtype>;
