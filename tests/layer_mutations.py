@@ -43,7 +43,7 @@ LAYER = (
     Mutation(
         "gate-and-up-swapped",
         "silu is applied to the second half of w1's rows",
-        "experts.py",
+        "activation.py",
         "gate, up = gate_and_up.chunk(2, -1)",
         "up, gate = gate_and_up.chunk(2, -1)",
         ("tests/test_experts.py",),

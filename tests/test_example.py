@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -78,8 +79,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(folder: Path) -> dict[int, Outcome]:
-    """Of all steps on 1, 2 and 4 ranks, one after the other; each leaves a checkpoint, ``<ranks>.pt``."""
-    return {n: run_script(folder, n, "--steps", STEPS, "--checkpoint", folder / f"{n}.pt") for n in NUMBERS_OF_RANKS}
+    """Of all steps on 1, 2 and 4 ranks, side by side; each leaves a checkpoint, ``<ranks>.pt``."""
+
+    def train(num_ranks: int) -> Outcome:
+        return run_script(folder, num_ranks, "--steps", STEPS, "--checkpoint", folder / f"{num_ranks}.pt")
+
+    with ThreadPoolExecutor(len(NUMBERS_OF_RANKS)) as pool:
+        return dict(zip(NUMBERS_OF_RANKS, pool.map(train, NUMBERS_OF_RANKS), strict=True))
 
 
 def test_losses_do_not_depend_on_the_number_of_ranks(outcomes: dict[int, Outcome]) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -161,13 +164,21 @@ VARIANTS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def compiling(request: pytest.FixtureRequest) -> Iterator[dict[Variant, Future[tuple[bytes, str]]]]:
+    """The variants whose tests were asked for, on as many cores as there are."""
+    asked = [item.callspec.params.get("variant") for item in request.session.items if hasattr(item, "callspec")]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {v: pool.submit(compiler.compile_kernel, v.spec()[0]) for v in asked if isinstance(v, Variant)}
+
+
 @needs_nvrtc
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_it_compiles_within_limits(variant: Variant) -> None:
+def test_it_compiles_within_limits(variant: Variant, compiling: dict[Variant, Future[tuple[bytes, str]]]) -> None:
     """No spill, no stack frame (local arrays indexed at run time), no warning, no wgmma that was serialised (C75xx),
     and as many registers and as much shared memory as one block can have."""
     spec, shared_bytes = variant.spec()
-    cubin, log = compiler.compile_kernel(spec)
+    cubin, log = compiling[variant].result()
     assert cubin
     assert "warning" not in log.lower(), log
     assert not re.search(r"C75\d\d", log), log

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,27 +150,26 @@ def variants(plan: Plan) -> list[KernelSpec]:
 
 
 def build(console: Console, specs: Sequence[KernelSpec]) -> Built:
-    """Compile what is not on disk yet.
+    """Compile what is not on disk yet, on as many cores as there are.
 
     Raises:
         BackendUnavailable: NVRTC is missing.
         KernelCompileError: one of them does not compile.
     """
-    found = compiled = not_kept = 0
     began = time.monotonic()
     columns = (TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn())
+    missing = [spec for spec in specs if cache.stored(spec) is None]
+    pool = ThreadPoolExecutor(os.cpu_count())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=len(specs))
-        for spec in specs:
-            progress.update(task, description=spec.name)
-            if cache.stored(spec) is not None:
-                found += 1
-            else:
-                cache.get(spec)
-                compiled += 1
-                not_kept += cache.stored(spec) is None
-            progress.advance(task)
-    return Built(compiled, found, not_kept, time.monotonic() - began)
+        task = progress.add_task("", total=len(specs), completed=len(specs) - len(missing))
+        try:
+            for compiled in [pool.submit(cache.get, spec) for spec in missing]:
+                progress.update(task, description=compiled.result().name)
+                progress.advance(task)
+        finally:
+            pool.shutdown(cancel_futures=True)
+    not_kept = sum(cache.stored(spec) is None for spec in missing)
+    return Built(len(missing), len(specs) - len(missing), not_kept, time.monotonic() - began)
 
 
 def size_line(entries: Sequence[cache.Entry]) -> str:
