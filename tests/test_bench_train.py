@@ -180,6 +180,17 @@ def borrowed(pools: Callable[[str], RankPool], function: Any = train_measure.mea
         yield
 
 
+def test_a_pool_too_small_says_what_would_do() -> None:
+    """In a line, not in a traceback of a rank."""
+    command = ["bench", "train", "--thiek", "64,32,16,4,2", "--ranks", "2", "--device", "cpu", "--pool-rows", "3"]
+    done = CliRunner().invoke(cli.app, command)
+    assert done.exit_code == 1
+    said = [line for line in done.output.splitlines() if line]
+    assert len(said) == 1
+    assert said[0].startswith("tokenloom: CapacityOverflow: dispatch needs ")
+    assert "pool_rows=" in said[0]
+
+
 def test_a_wrong_gradient_fails_the_command(folder: Path, pools: Callable[[str], RankPool]) -> None:
     """Exit status 1, the tensor named. Without the check the same run ends well, and says that nothing was checked."""
     command = ["bench", "train", "--thiek", "96,32,24,24,3", "--device", "cpu", "--ranks", "2", "--iterations", "3"]

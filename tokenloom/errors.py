@@ -115,7 +115,8 @@ class CapacityOverflow(TokenloomError, RuntimeError):
         self.needed = needed
         self.capacity = capacity
         what = "an earlier dispatch dropped rows: the tokens concerned are NaN" if sent else "nothing was sent"
-        super().__init__(f"dispatch needs {needed} rows, the capacity is {capacity}; {what}; pass capacity={needed}")
+        cure = f"pass capacity={needed}" + (f", or to a layer pool_rows={needed}" if sent else "")
+        super().__init__(f"dispatch needs {needed} rows, the capacity is {capacity}; {what}; {cure}")
 
 
 class BackendUnavailable(TokenloomError, RuntimeError):

@@ -53,7 +53,7 @@ ENVIRONMENT_READER = "env"
 """The only module that may touch environment variables."""
 
 MAX_LINES = 600
-CODE_FOLDERS = (PACKAGE, "tests", "tools")
+CODE_FOLDERS = (PACKAGE, "tests", "tools", "bench", "examples")
 CODE_SUFFIXES = (".py", ".cuh", ".cu")
 
 
