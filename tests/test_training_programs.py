@@ -136,6 +136,18 @@ def assert_gradients(model: Model, want: Mapping[str, torch.Tensor]) -> None:
         assert_near(grad, wanted, torch.float32, f"gradient of {name}")
 
 
+def train_two_steps(
+    context: RankContext, run: nn.Module, model: Model, full: Mapping[str, torch.Tensor], case: LayerCase
+) -> None:
+    """Each time from zero gradients, which are compared; ``run`` is the model, or what is around it."""
+    xs, factors = make_inputs(case, context.num_ranks)
+    want = expected_gradients(case, full, xs, factors)
+    for _ in range(2):
+        model.zero_grad()
+        backward(context, run, xs, factors)
+        assert_gradients(model, want)
+
+
 # -- DDP ----------------------------------------------------------------------------------------------------
 
 PROGRAMS: dict[str, dict[str, Any]] = {
@@ -155,13 +167,7 @@ def train_beside_ddp(context: RankContext, name: str, case: LayerCase) -> None:
     """Two steps: DDP makes its buckets anew after the first."""
     model = Model(context.group, replace(case, expert_grad_scale=1 / context.num_ranks), **PROGRAMS[name])
     full = tl.gather_state_dict(model)
-    ddp = data_parallel(model, context.group)
-    xs, factors = make_inputs(case, context.num_ranks)
-    want = expected_gradients(case, full, xs, factors)
-    for _ in range(2):
-        model.zero_grad()
-        backward(context, ddp, xs, factors)
-        assert_gradients(model, want)
+    train_two_steps(context, data_parallel(model, context.group), model, full, case)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -234,12 +240,7 @@ def full_state_dict(model: Model) -> dict[str, torch.Tensor]:
 def train_beside_fsdp(context: RankContext, name: str, unit_per_layer: bool) -> None:
     full = tl.gather_state_dict(Model(context.group, CASE))
     model = fully_sharded(context, unit_per_layer, **PROGRAMS[name])
-    xs, factors = make_inputs(CASE, context.num_ranks)
-    want = expected_gradients(CASE, full, xs, factors)
-    for _ in range(2):
-        model.zero_grad()
-        backward(context, model, xs, factors)
-        assert_gradients(model, want)
+    train_two_steps(context, model, model, full, CASE)
 
 
 @pytest.mark.parametrize("name", ["plain", "checkpoint"])

@@ -88,18 +88,11 @@ def _errors_for_people() -> Iterator[None]:
     try:
         yield
     except TokenloomError as error:
-        print(f"tokenloom: {_without_traceback(error)}", file=sys.stderr)
+        print(f"tokenloom: {getattr(error, 'said', '') or error}", file=sys.stderr)  # of launch.RankFailed
         raise typer.Exit(FAILED) from error
     except KeyboardInterrupt as error:
         print("tokenloom: interrupted", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from error
-
-
-def _without_traceback(error: TokenloomError) -> str:
-    """What to say of an error: if a rank raised one that is made for people, that alone."""
-    details = getattr(error, "details", "").strip()  # of launch.RankFailed
-    _, made_for_people, said = details.rpartition(f"\n{TokenloomError.__module__}.")
-    return said if made_for_people and "\nTraceback" not in said else str(error)
 
 
 def _console() -> Console:

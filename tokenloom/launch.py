@@ -35,11 +35,13 @@ class RankFailed(TokenloomError, RuntimeError):
     Attributes:
         rank: the rank that failed first of itself (not because another rank did).
         details: its traceback, or the stacks of all ranks if they hung.
+        said: its error alone, if that was one of tokenloom's, whose messages are made for people; else "".
     """
 
-    def __init__(self, rank: int, summary: str, details: str) -> None:
+    def __init__(self, rank: int, summary: str, details: str, said: str = "") -> None:
         self.rank = rank
         self.details = details
+        self.said = said
         super().__init__(f"{summary}\n{details}")
 
 
@@ -140,7 +142,7 @@ class RankPool:
 
     def _collect(self, limit_s: float, on_event: Callable[[Any], None] | None) -> list[Any]:
         results: dict[int, Any] = {}
-        failures: dict[int, tuple[bool, str]] = {}
+        failures: dict[int, tuple[bool, str, str]] = {}
         deadline = time.monotonic() + limit_s
         while len(results) + len(failures) < self.num_ranks:
             waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results and rank not in failures]
@@ -167,7 +169,8 @@ class RankPool:
         if failures:
             # A rank that failed of itself comes before those that failed because of it.
             rank = min(failures, key=lambda rank: (failures[rank][0], rank))
-            raise RankFailed(rank, f"rank {rank} of {self.num_ranks} failed:", failures[rank][1])
+            _, details, said = failures[rank]
+            raise RankFailed(rank, f"rank {rank} of {self.num_ranks} failed:", details, said)
         return [results[rank] for rank in range(self.num_ranks)]
 
     def _receive(self, rank: int) -> tuple[str, Any]:
@@ -175,7 +178,7 @@ class RankPool:
             return self._pipes[rank].recv()
         except (EOFError, ConnectionError):
             self._processes[rank].join(1.0)
-            return "failure", (False, f"the process ended with exit code {self._processes[rank].exitcode}")
+            return "failure", (False, f"the process ended with exit code {self._processes[rank].exitcode}", "")
 
     def _stacks(self) -> str:
         """The Python stacks of all ranks, as they write them on SIGUSR1."""
@@ -272,5 +275,6 @@ def _rank_main(rank: int, num_ranks: int, device: str, folder: str, timeout_s: f
 
 def _send_failure(pipe: Connection, error: BaseException) -> None:
     because_of_another = isinstance(error, PeerError | PeerTimeout)
+    said = f"{type(error).__name__}: {error}" if isinstance(error, TokenloomError) else ""
     with suppress(BrokenPipeError):  # the parent was interrupted and does not listen any more
-        pipe.send(("failure", (because_of_another, "".join(traceback.format_exception(error)))))
+        pipe.send(("failure", (because_of_another, "".join(traceback.format_exception(error)), said)))
