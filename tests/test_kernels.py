@@ -38,11 +38,13 @@ DEVICE_FOLDERS = ("ptx", "sync", "tile", "pipe")
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel: of a dispatch if ``dtypes`` is one dtype, else of a combine from y over the wire to the output.
+    """One kernel: of a dispatch if ``dtypes`` is one dtype, of a combine from y over the wire to the output if there
+    are three, of the sums of y that copy engines send if two.
 
     Attributes:
         quantize: how a dispatch makes FP8 of its rows, "" if it does not.
         mode: of a combine.
+        strategy: of a dispatch, or "reduce_scatter" of a combine.
         of_weights: a combine of the weights' gradients, whose rows have a value per route.
     """
 
@@ -51,6 +53,7 @@ class Variant:
     dtypes: tuple[torch.dtype, ...]
     quantize: str = ""
     mode: str = "per_rank"
+    strategy: str = "dedup"
     of_weights: bool = False
     num_ranks: int = 8
     experts_per_rank: int = 32
@@ -59,19 +62,23 @@ class Variant:
     max_tokens: int = 4096
 
     def __str__(self) -> str:
-        return f"{'dispatch' if len(self.dtypes) == 1 else 'combine'}, {self.what}"
+        return f"{('dispatch', 'presum', 'combine')[len(self.dtypes) - 1]}, {self.what}"
 
     def spec(self) -> tuple[KernelSpec, int]:
         experts = self.num_ranks * self.experts_per_rank
         plan = Plan(self.num_ranks, experts, self.hidden, self.top_k, self.max_tokens)
         if len(self.dtypes) == 3:
             width = regions.home_weight_values(plan) if self.of_weights else None
-            return combine.combine_spec(plan, self.layout, *self.dtypes, self.mode, width)
+            dense = self.strategy == "reduce_scatter"
+            return combine.combine_spec(plan, self.layout, *self.dtypes, self.mode, width, dense)
+        if len(self.dtypes) == 2:
+            return combine.presum_spec(plan, *self.dtypes)
         (dtype,) = self.dtypes
         scales = plan.scales_per_token if dtype == FP8 or self.quantize else 0
         if self.quantize:
-            return dispatch.dispatch_spec(plan, self.layout, self.hidden, scales, self.quantize, dtype)
-        return dispatch.dispatch_spec(plan, self.layout, self.hidden * dtype.itemsize, scales)
+            return dispatch.dispatch_spec(plan, self.layout, self.hidden, scales, self.quantize, dtype, self.strategy)
+        row_bytes = self.hidden * dtype.itemsize
+        return dispatch.dispatch_spec(plan, self.layout, row_bytes, scales, strategy=self.strategy)
 
 
 def both(what: str, layout: str, dtype: torch.dtype = BF16, **sizes: int) -> list[Variant]:
@@ -84,6 +91,10 @@ def quantizing(what: str, layout: str, quantize: str, dtype: torch.dtype = BF16,
 
 def per_route(what: str, *dtypes: torch.dtype, **sizes: int) -> Variant:
     return Variant(f"per route, {what}", "expert", dtypes, mode="per_route", **sizes)
+
+
+def carried(strategy: str, what: str, *dtypes: torch.dtype, layout: str = "expert", **sizes: Any) -> Variant:
+    return Variant(f"{strategy}, {what}", layout, dtypes, strategy=strategy, **sizes)
 
 
 def of_weights(what: str, layout: str, **sizes: int) -> Variant:
@@ -157,6 +168,30 @@ VARIANTS = [
     per_route("top-1", BF16, BF16, BF16, top_k=1),
     per_route("top-32 of 32 ranks", BF16, BF16, BF16, top_k=32, num_ranks=32, experts_per_rank=8),
     per_route("hidden 1000, one rank", FP32, FP32, FP32, hidden=1000, num_ranks=1),
+    # What carries rows otherwise.
+    *(
+        carried(strategy, what, dtype, **sizes)
+        for strategy in ("all_gather", "all_to_all")
+        for what, dtype, sizes in (
+            ("bf16", BF16, {}),
+            ("fp32", FP32, {}),
+            ("top-32 of 32 ranks", BF16, {"top_k": 32, "num_ranks": 32, "experts_per_rank": 8}),
+            ("hidden 8, one rank", BF16, {"hidden": 8, "num_ranks": 1}),
+        )
+    ),
+    carried("all_to_all", "fp8 with scales", FP8),
+    carried("all_to_all", "to fp8", BF16, quantize="any scale"),
+    *(
+        carried("reduce_scatter", f"{what}", *dtypes, layout=layout, **sizes)
+        for what, wire, y, out, sizes in (
+            ("bf16", BF16, BF16, BF16, {}),
+            ("fp32", FP32, FP32, FP32, {}),
+            ("fp32 over fp16 to bf16", FP16, FP32, BF16, {}),
+            ("top-32 of 32 ranks", BF16, BF16, BF16, {"top_k": 32, "num_ranks": 32, "experts_per_rank": 8}),
+            ("hidden 8, one rank", BF16, BF16, BF16, {"hidden": 8, "num_ranks": 1}),
+        )
+        for dtypes, layout in (((y, wire), "expert"), ((wire, wire, out), "token"))
+    ),
     # Gradients of weights: rows of top_k values, rounded up to whole 16-byte units.
     *(of_weights(layout, layout) for layout in ("token", "rank")),
     of_weights("top-1", "token", top_k=1),

@@ -10,14 +10,18 @@ import torch
 import tokenloom as tl
 from tests.conftest import Ranks
 from tests.layer_cases import HIDDEN, LayerCase, make_inputs, make_layer
+from tests.test_routed_experts import POOL, one_step
 from tests.test_row_weights import TOKENS, TOP_K
 from tests.wire import count_wire
 from tokenloom.launch import RankContext
+from tokenloom.strategy import COMBINE_STRATEGIES, DISPATCH_STRATEGIES, Strategy
 
 BF16 = torch.bfloat16
 
 
-def make(context: RankContext) -> tuple[tl.Communicator, torch.Tensor, torch.Tensor, torch.Tensor]:
+def make(
+    context: RankContext, backend: str = "collective"
+) -> tuple[tl.Communicator, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Unequal tokens, none on the second rank, unused places, repeated experts, and one expert without routes."""
     experts, tokens, width = 2 * context.num_ranks, TOKENS[context.rank], 128
     generator = torch.Generator().manual_seed(context.rank)
@@ -25,13 +29,15 @@ def make(context: RankContext) -> tuple[tl.Communicator, torch.Tensor, torch.Ten
     ids[torch.rand(ids.shape, generator=generator) < 0.3] = -1
     x, weights = torch.randn(tokens, width, generator=generator), torch.rand(tokens, TOP_K, generator=generator)
     sizes = {"num_experts": experts, "hidden": width, "top_k": TOP_K, "max_tokens_per_rank": max(TOKENS)}
-    comm = tl.Communicator(context.group, device=context.device, backend="collective", **sizes)
+    comm = tl.Communicator(context.group, device=context.device, backend=backend, **sizes)
     return comm, x.to(BF16).to(context.device), ids.to(context.device), weights.to(context.device)
 
 
-def run_both(context: RankContext, options: dict[str, Any], dispatch: str, mode: str, combine: str) -> list[Any]:
+def run_both(
+    context: RankContext, options: dict[str, Any], dispatch: str, mode: str, combine: str, backend: str = "collective"
+) -> list[Any]:
     """Outputs and gradients of one strategy."""
-    comm, x, ids, weights = make(context)
+    comm, x, ids, weights = make(context, backend)
     leaves = (x.clone().requires_grad_(not options.get("to_fp8")), weights.clone().requires_grad_())
     routed = comm.dispatch(leaves[0], ids, leaves[1], strategy=dispatch, **options)
     rows = routed.tokens if routed.scales is None else tl.dequantize_fp8(routed.tokens, routed.scales, BF16)
@@ -45,10 +51,12 @@ def run_both(context: RankContext, options: dict[str, Any], dispatch: str, mode:
     return [routed.tokens.detach(), routed.scales, out.detach(), *grads]
 
 
-def same(context: RankContext, options: dict[str, Any], dispatch: str, mode: str, combine: str) -> None:
+def same(
+    context: RankContext, options: dict[str, Any], dispatch: str, mode: str, combine: str, backend: str = "collective"
+) -> None:
     default = "dedup" if mode == "per_rank" else "all_to_all"
     want = run_both(context, options, "dedup", mode, default)
-    got = run_both(context, options, dispatch, mode, combine)
+    got = run_both(context, options, dispatch, mode, combine, backend)
     for ours, theirs in zip(got, want, strict=True):
         assert (ours is None) == (theirs is None)
         assert ours is None or torch.equal(ours, theirs)
@@ -152,3 +160,133 @@ def of_a_layer(context: RankContext, strategy: tl.Strategy) -> None:
 def test_layers(ranks: Ranks, dispatch: str, combine: str) -> None:
     """Outputs and all gradients of a layer."""
     ranks.run(of_a_layer, tl.Strategy(dispatch, combine))
+
+
+# -- backend "nvlink" -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dispatch", "combine", "options"),
+    [
+        ("dedup", "reduce_scatter", {}),
+        ("all_gather", "dedup", {}),
+        ("all_gather", "reduce_scatter", {"alignment": 8}),
+        ("all_gather", "all_to_all", {}),
+        ("all_to_all", "dedup", {}),
+        ("all_to_all", "reduce_scatter", {"to_fp8": True, "alignment": 8}),
+        ("all_to_all", "all_to_all", {"to_fp8": True}),
+    ],
+)
+def test_kernels_give_the_same_bits(hoppers: Ranks, dispatch: str, combine: str, options: dict[str, Any]) -> None:
+    """As the other backend by its default."""
+    hoppers.run(same, options, dispatch, Strategy(combine=combine).mode, combine, "nvlink")
+
+
+def in_turns(context: RankContext) -> None:
+    """Calls of all kinds with other values each time, on streams that ranks hold up at random."""
+    width, experts, room = 512, 4 * context.num_ranks, 300
+    sizes = {"num_experts": experts, "hidden": width, "top_k": TOP_K, "max_tokens_per_rank": room}
+    where: dict[str, Any] = {"device": context.device, **sizes}
+    ours = tl.Communicator(context.group, backend="nvlink", **where)
+    plain = tl.Communicator(context.group, backend="collective", **where)
+    generator = torch.Generator().manual_seed(context.rank)
+    order = torch.Generator().manual_seed(99)  # as on all ranks
+    for number in range(60):
+        dispatch = DISPATCH_STRATEGIES[int(torch.randint(3, (), generator=order))]
+        combine = COMBINE_STRATEGIES[int(torch.randint(2, (), generator=order))]
+        tokens = int(torch.randint(room + 1, (), generator=generator))
+        x = torch.randn(tokens, width, generator=generator).to(context.device, BF16)
+        ids = torch.randint(-1, experts, (tokens, TOP_K), generator=generator).to(context.device)
+        weights = torch.rand(tokens, TOP_K, generator=generator).to(context.device)
+        torch.cuda._sleep(int(torch.randint(3_000_000, (), generator=generator)))
+        options: dict[str, Any] = {"sizes": "bounded", "capacity": room * TOP_K * context.num_ranks}
+        routed = ours.dispatch(x, ids, weights, strategy=dispatch, **options)
+        torch.cuda._sleep(int(torch.randint(3_000_000, (), generator=generator)))
+        out = ours.combine(routed.tokens, routed, strategy=combine)
+        expected = plain.dispatch(x, ids, weights)
+        rows = len(expected.tokens)
+        assert torch.equal(routed.tokens[:rows], expected.tokens), (number, dispatch)
+        assert torch.equal(out, plain.combine(expected.tokens, expected)), (number, dispatch, combine)
+    ours.close()
+    plain.close()
+
+
+@pytest.mark.gpu
+def test_kernels_take_turns(hoppers: Ranks) -> None:
+    """What copy engines bring lies in two halves, which calls use by turns."""
+    hoppers.run(in_turns)
+
+
+def drop(context: RankContext) -> None:
+    """Rows beyond the capacity are dropped, and their sums are NaN, whatever carried them."""
+    comm, x, ids, weights = make(context, "nvlink")
+    results = []
+    for dispatch, combine in (("dedup", "dedup"), ("all_gather", "reduce_scatter"), ("all_to_all", "reduce_scatter")):
+        routed = comm.dispatch(x, ids, weights, sizes="bounded", capacity=20, strategy=dispatch)
+        out = comm.combine(routed.tokens, routed, strategy=combine)
+        results.append((routed.tokens.clone(), out))
+        with pytest.raises(tl.CapacityOverflow):
+            comm.check()
+    for rows, out in results[1:]:
+        assert torch.equal(rows, results[0][0])
+        assert torch.equal(out.isnan(), results[0][1].isnan())
+        assert torch.equal(out.nan_to_num(), results[0][1].nan_to_num())
+    assert comm.num_ranks < 4 or any(out.isnan().any() for _, out in results) or not len(x)
+    comm.close()
+
+
+@pytest.mark.gpu
+def test_kernels_drop_alike(hoppers: Ranks) -> None:
+    hoppers.run(drop)
+
+
+def refuse_on_kernels(context: RankContext) -> None:
+    comm, x, ids, weights = make(context, "nvlink")
+    with pytest.raises(tl.InvalidArgument, match="has strategy 'all_gather' in layout 'expert', not 'token'"):
+        comm.dispatch(x, ids, weights, layout="token", strategy="all_gather")
+    with pytest.raises(tl.InvalidArgument, match="moves no FP8"):
+        comm.dispatch(x, ids, weights, to_fp8=True, strategy="all_gather")
+    routed = comm.dispatch(x, ids, weights, layout="token")
+    with pytest.raises(tl.InvalidArgument, match="has strategy 'reduce_scatter' in layout 'expert', not 'token'"):
+        comm.combine(routed.tokens, routed, strategy="reduce_scatter")
+    bounded: dict[str, Any] = {"sizes": "bounded", "capacity": 64}
+    for strategy in DISPATCH_STRATEGIES:
+        comm.dispatch(x, ids, weights, strategy=strategy, **bounded)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        with pytest.raises(tl.InvalidArgument, match="'all_gather' cannot be captured"):
+            comm.dispatch(x, ids, weights, strategy="all_gather", **bounded)
+        comm.dispatch(x, ids, weights, strategy="all_to_all", **bounded)
+    if context.num_ranks > 1:
+        mine = "all_gather" if context.rank == 0 else "dedup"
+        with pytest.raises(tl.PlanMismatch, match="strategy"):
+            comm.dispatch(x, ids, weights, strategy=mine)
+    comm.close()
+
+
+@pytest.mark.gpu
+def test_what_kernels_refuse(hoppers: Ranks) -> None:
+    hoppers.run(refuse_on_kernels)
+
+
+def of_a_step(context: RankContext, strategy: tl.Strategy, options: dict[str, Any]) -> None:
+    wanted, found = one_step(context, overlap=False), one_step(context, strategy=strategy, **options)
+    for key, value in wanted.items():
+        assert torch.equal(found[key], value), key
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"redispatch_in_backward": True}, {"pool_rows": POOL}], ids=str)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        tl.Strategy("all_gather", "reduce_scatter"),
+        tl.Strategy("all_gather", "dedup"),
+        tl.Strategy("all_to_all", "dedup"),
+        tl.Strategy("all_to_all", "reduce_scatter"),
+    ],
+    ids=lambda strategy: f"{strategy.dispatch} {strategy.combine}",
+)
+def test_layers_on_kernels(hoppers: Ranks, strategy: tl.Strategy, options: dict[str, Any]) -> None:
+    """Three layers in a row, beside the products; outputs and all gradients."""
+    hoppers.run(of_a_step, strategy, options)

@@ -11,7 +11,7 @@ import tokenloom as tl
 from tests.cases import Case, make_comm, make_problem
 from tests.conftest import Ranks
 from tokenloom.backends.base import DispatchCall, RoutedCounts
-from tokenloom.backends.nvlink import NvlinkHandle
+from tokenloom.backends.received import NvlinkHandle
 from tokenloom.launch import RankContext
 from tokenloom.streams import SideStream, tensors_in
 

@@ -238,7 +238,8 @@ class Communicator:
                 bit, as ``dispatch(quantize_fp8(x), ...)``. The rows have no gradient, so x may not require one;
                 topk_weights may.
             power_of_two_scales: with ``to_fp8``, as for :func:`tokenloom.quantize_fp8`.
-            strategy: what carries the payload, as :class:`tokenloom.Strategy` says; "nvlink" has "dedup".
+            strategy: what carries the payload, as :class:`tokenloom.Strategy` says. "nvlink" has others than "dedup"
+                in layout "expert"; "all_gather" not for FP8, nor in a CUDA graph.
             async_op: work on the communicator's own stream and return (routed, event).
 
         Raises:

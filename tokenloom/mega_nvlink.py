@@ -10,7 +10,8 @@ import torch
 
 from tokenloom.backends.calls import CALLS_IN_FLIGHT, FOLLOWS_A_FAULT
 from tokenloom.backends.exchange import Field
-from tokenloom.backends.nvlink import BULK_BYTES, NvlinkBackend, NvlinkHandle
+from tokenloom.backends.nvlink import BULK_BYTES, NvlinkBackend
+from tokenloom.backends.received import NvlinkHandle
 from tokenloom.communicator import Communicator
 from tokenloom.errors import InvalidArgument, PeerTimeout
 from tokenloom.jit.kernel import Kernel

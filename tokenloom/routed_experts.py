@@ -128,10 +128,11 @@ class _Piece:
 
 
 def _slices(comm: Communicator, how: HowToRun, num_tokens: int) -> list[slice]:
-    """Of the tokens: as many on every rank."""
+    """Of the tokens: as many on every rank. Dense sums always travel as M tokens: there it is one piece."""
     plan = comm.plan
     many = plan.max_tokens_per_rank * plan.top_k >= 2 * FEW_ROWS * plan.experts_per_rank
-    if not many or comm.backend != "nvlink" or how.pool_rows is not None:
+    dense = "reduce_scatter" in (how.strategy.combine, SWAPPED[how.strategy.dispatch])
+    if not many or dense or comm.backend != "nvlink" or how.pool_rows is not None:
         return [slice(0, num_tokens)]
     return [slice(0, num_tokens // 2), slice(num_tokens // 2, num_tokens)]
 

@@ -55,7 +55,8 @@ class SymmetricBuffer:
         ranks: of one NVLink domain, on one host.
 
     Attributes:
-        peers: int64 [W] on the device: every rank's address of its buffer, as this rank's kernels use it.
+        addresses: every rank's address of its buffer, as this rank uses it.
+        peers: int64 [W], the same on the device.
     """
 
     def __init__(self, regions: Regions, ranks: RankGroup) -> None:
@@ -72,17 +73,17 @@ class SymmetricBuffer:
             # No rank gets an address before its owner has cleared the flags behind it.
             shared = ranks.all_gather_object((handle and bytes(handle.reserved), uuid.uuid4().hex), "sharing memory")
             opened = []
-            addresses = []
+            self.addresses: list[int] = []
             for rank, (reserved, _) in enumerate(shared):
                 if rank == ranks.rank:
-                    addresses.append(self._address)
+                    self.addresses.append(self._address)
                     continue
                 theirs = driver.CUipcMemHandle()
                 theirs.reserved = reserved
                 flag = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
                 opened.append(int(checked(driver.cuIpcOpenMemHandle(theirs, flag))))
-                addresses.append(opened[-1])
-            self.peers = torch.tensor(addresses, dtype=torch.int64, device=ranks.device)
+                self.addresses.append(opened[-1])
+            self.peers = torch.tensor(self.addresses, dtype=torch.int64, device=ranks.device)
         self._shared = _Shared(self._address, opened, ranks, f"unmapped {shared[0][1]}")
         self._release = weakref.finalize(self, self._shared.release)
 
@@ -102,6 +103,17 @@ class SymmetricBuffer:
     def abandon(self) -> None:
         """Keep the memory for good: a rank that is late may still write to it."""
         self._release.detach()
+
+    def copy_to(self, rank: int, offset: int, values: torch.Tensor) -> None:
+        """Copy a contiguous tensor to another rank's buffer, on the current stream, which takes no SMs.
+
+        Args:
+            offset: first byte there.
+        """
+        if values.numel():
+            stream = torch.cuda.current_stream(values.device).cuda_stream
+            to, num_bytes = self.addresses[rank] + offset, values.numel() * values.element_size()
+            checked(load_driver().cuMemcpyDtoDAsync(to, values.data_ptr(), num_bytes, stream))
 
     def view(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """The first values of a region, as a tensor."""

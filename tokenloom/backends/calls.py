@@ -20,7 +20,6 @@ from tokenloom.group import RankGroup
 from tokenloom.jit.compiler import KernelSpec
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.combine.launch import combine_spec
-from tokenloom.kernels.shape import NUM_FIELDS
 from tokenloom.plan import Plan
 from tokenloom.symmetric import CallRecords, FaultFlag, SymmetricBuffer
 
@@ -106,7 +105,7 @@ class Calls:
         opening = kernel.args.call
         opening.record = self._records.address(slot)
         opening.status, opening.region = status, region
-        opening.fields[:] = encode_fields(fields, NUM_FIELDS)
+        opening.fields[:] = encode_fields(fields)
         kernel.launch(blocks or self.num_sms, stream.cuda_stream)
         if not captured:
             self._done[slot].record(stream)

@@ -125,8 +125,7 @@ class CollectiveBackend:
     def open_dispatch(self, call: DispatchCall, tensors: DispatchInput) -> CollectiveHandle:
         plan = self.plan
         send = routing.send_map(tensors.topk_ids, plan)
-        # A field of this backend alone: nvlink has one strategy, and no room for a field more in its kernels' header.
-        fields = dispatch_fields(self._num_dispatches, call, tensors) | {"strategy": call.strategy}
+        fields = dispatch_fields(self._num_dispatches, call, tensors)
         own_counts = torch.cat([send.rows_per_rank, send.routes_per_expert])
         table = self._exchange(fields, own_counts)
         rows, routes = table[:, : plan.num_ranks], table[:, plan.num_ranks :]
@@ -140,7 +139,7 @@ class CollectiveBackend:
         return self._make_handle(call, tensors, send, rows, routes)
 
     def open_combine(self, handle: CollectiveHandle, call: CombineCall) -> None:
-        self._exchange(combine_fields(handle.number, call) | {"strategy": call.strategy})
+        self._exchange(combine_fields(handle.number, call))
 
     def _exchange(
         self, fields: dict[str, Field], counts: torch.Tensor | None = None, fault: Exception | None = None

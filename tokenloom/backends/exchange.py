@@ -18,10 +18,10 @@ import torch
 from tokenloom.backends.base import CombineCall, DispatchCall, DispatchInput
 from tokenloom.errors import PeerError, PlanMismatch
 from tokenloom.group import RankGroup
+from tokenloom.kernels.shape import NUM_FIELDS
 from tokenloom.plan import LAYOUTS
 from tokenloom.strategy import COMBINE_STRATEGIES, DISPATCH_STRATEGIES
 
-NUM_FIELDS = 13
 MESSAGE_WORDS = 32
 _HEADER_WORDS = 1 + NUM_FIELDS + MESSAGE_WORDS
 _OK, _FAULT = 0, 1
@@ -98,6 +98,7 @@ def dispatch_fields(number: int, call: DispatchCall, tensors: DispatchInput) -> 
         "topk_weights.requires_grad": tensors.weights_need_grad,
         "to_fp8": call.to_fp8,
         "power_of_two_scales": call.power_of_two_scales,
+        "strategy": call.strategy,
     }
 
 
@@ -111,15 +112,16 @@ def combine_fields(number: int, call: CombineCall) -> dict[str, Field]:
         "wire_dtype": call.wire_dtype,
         "out_dtype": call.out_dtype,
         "y.requires_grad": call.needs_grad,
+        "strategy": call.strategy,
     }
 
 
-def encode_fields(fields: dict[str, Field], num_fields: int = NUM_FIELDS) -> tuple[int, ...]:
+def encode_fields(fields: dict[str, Field]) -> tuple[int, ...]:
     """Fields as integers of 32 bits: non-negative ones stand for themselves, words for -1 - their index."""
     number = fields.get("dispatch number")  # all else repeats from call to call
     codes = _encoded(tuple(value for name, value in fields.items() if name != "dispatch number"))
     codes = codes if number is None else (codes[0], _encode(number), *codes[1:])
-    return codes + (0,) * (num_fields - len(codes))
+    return codes + (0,) * (NUM_FIELDS - len(codes))
 
 
 @lru_cache(maxsize=1024)

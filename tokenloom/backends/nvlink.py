@@ -7,7 +7,7 @@ learns what went wrong, is in calls.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,10 @@ from tokenloom import routing
 from tokenloom.backends.base import CombineCall, DispatchCall, DispatchInput, RoutedCounts
 from tokenloom.backends.calls import Calls
 from tokenloom.backends.exchange import Field, combine_fields, dispatch_fields
+from tokenloom.backends.received import NvlinkHandle, Region
 from tokenloom.backends.regions import (
     data_regions,
+    gather_regions,
     home_weight_values,
     mega_regions,
     mega_rows,
@@ -28,93 +30,17 @@ from tokenloom.backends.regions import (
 from tokenloom.errors import CapacityOverflow, DtypeMismatch, InvalidArgument, ShapeMismatch
 from tokenloom.group import RankGroup
 from tokenloom.jit.kernel import Kernel
-from tokenloom.kernels.combine.launch import combine_spec, max_chunks
+from tokenloom.kernels.combine.launch import PRESUM_BLOCKS, combine_spec, max_chunks, presum_spec
 from tokenloom.kernels.dispatch.launch import MAX_BLOCKS, block_count_words, dispatch_spec
 from tokenloom.kernels.rows.launch import BLOCKS, row_weights_spec
 from tokenloom.kernels.shape import DTYPES
-from tokenloom.plan import FP8_BLOCK, Plan
+from tokenloom.plan import Plan
 from tokenloom.symmetric import Regions, SymmetricBuffer
 
 DataRegions = Callable[[Plan, int], Regions]
 DEFAULT_SMS = 16
 BULK_BYTES = 16
 """Rows, and their addresses, are multiples of this."""
-
-
-@dataclass
-class NvlinkHandle:
-    """A dispatch as this rank remembers it. R: received rows, in the order (source rank, token).
-
-    Attributes:
-        call, number, num_tokens, counts, topk_ids, topk_weights, scales: as in every backend.
-        rows: [places, H], the output, until :meth:`NvlinkBackend.dispatch` has given it out: from then on only who
-            wants it keeps it.
-        num_places: of the output.
-        capacity: places that a row may have; routes beyond it were dropped.
-        given_ids: topk_ids as given, which routes gradients the same way.
-        slots: int32 [T * W (+ T * K)]: which of the rows to rank r each token is, or -1.
-        all_counts: int32 [W, W + E]: rows per rank and routes per expert of every source.
-        local_ids, row_places: int32 [>= R, K]: local expert, and place, of each route of a received row.
-        row_tokens: int32 [>= R]: the token at home that a received row is (layout "expert").
-        counts_row: int32, num_rows, source_counts, expert_counts and expert_offsets as they lie side by side.
-        by_token: whether rows came one per (token, rank) and were spread here, as on all ranks.
-        host_offsets: expert_offsets on the host, with exact sizes in layout "expert".
-        reused_after: calls of this backend's dispatch after which the region is overwritten; None for own tensors.
-    """
-
-    call: DispatchCall
-    number: int
-    num_tokens: int
-    counts: RoutedCounts
-    rows: torch.Tensor | None
-    scales: torch.Tensor | None
-    topk_ids: torch.Tensor
-    topk_weights: torch.Tensor | None
-    capacity: int
-    given_ids: torch.Tensor
-    slots: torch.Tensor
-    all_counts: torch.Tensor
-    local_ids: torch.Tensor
-    row_places: torch.Tensor
-    row_tokens: torch.Tensor
-    counts_row: torch.Tensor
-    reused_after: int | None
-    num_places: int = 0
-    host_offsets: list[int] | None = None
-    by_token: bool = False
-
-
-class _Region:
-    """Views of a receive region of a buffer, at its full size. R is the most rows that may be received.
-
-    Attributes:
-        rows: [places, H]; scales: float32 [places, H / 128], of no use without FP8.
-        local_ids, row_places: int32 [R, K]; weights: float32 [R, K]; row_tokens: int32 [R].
-        number: 0 or 1.
-        offsets: what kernels call each, and where it is in the first region; and from there to the second, if any.
-        peers_address: of the buffer's addresses on all ranks.
-    """
-
-    def __init__(
-        self, plan: Plan, buffer: SymmetricBuffer, number: int, num_regions: int, places: int, row_dtype: torch.dtype
-    ) -> None:
-        received = plan.worst_case_rows("token")
-
-        def view(name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-            return buffer.view(f"{name}{number}", dtype, shape)
-
-        self.rows = view("rows", row_dtype, places, plan.hidden)
-        self.scales = view("row_scales", torch.float32, places, plan.hidden // FP8_BLOCK)
-        self.local_ids = view("row_ids", torch.int32, received, plan.top_k)
-        self.weights = view("row_weights", torch.float32, received, plan.top_k)
-        self.row_places = view("row_places", torch.int32, received, plan.top_k)
-        self.row_tokens = view("row_tokens", torch.int32, received)
-        names = ("rows", "row_scales", "row_ids", "row_weights", "row_places", "row_tokens")
-        offset = buffer.regions.offset
-        self.offsets = [(name, offset(f"{name}0")) for name in names]
-        self.offsets.append(("region_bytes", offset("rows1") - offset("rows0") if num_regions > 1 else 0))
-        self.number = number
-        self.peers_address = buffer.peers.data_ptr()
 
 
 class NvlinkBackend:
@@ -134,7 +60,7 @@ class NvlinkBackend:
         self.checked = checked
         self.calls = Calls(plan, ranks, num_sms)
         self._buffers: dict[tuple[Any, int], SymmetricBuffer] = {}
-        self._regions: dict[tuple[int, torch.dtype], _Region] = {}
+        self._regions: dict[tuple[int, torch.dtype], Region] = {}
         self._overflow: CapacityOverflow | None = None
         self._num_dispatches = 0
         self._room = region_rows(plan)
@@ -160,7 +86,9 @@ class NvlinkBackend:
     def check_dispatch(self, call: DispatchCall, tensors: DispatchInput) -> None:
         """What these kernels cannot do, beyond what checks.py refuses."""
         x = tensors.x
-        _require_strategy(call.strategy, ("dedup",))
+        self._require_layout(call.strategy, call.layout)
+        if call.strategy == "all_gather" and (call.to_fp8 or x.element_size() == 1):
+            raise InvalidArgument("strategy 'all_gather' moves no FP8 on backend nvlink; use 'dedup'")
         self._require_no_host_read(call.sizes == "exact", "sizes='exact'")
         if x.element_size() > 1 and x.dtype not in DTYPES:
             raise DtypeMismatch(
@@ -181,7 +109,8 @@ class NvlinkBackend:
     def check_combine(self, handle: NvlinkHandle, y: torch.Tensor, call: CombineCall) -> None:
         """What these kernels cannot do, beyond what checks.py refuses."""
         self._require_no_host_read(False, "")
-        _require_strategy(call.strategy, ("dedup", "all_to_all"))
+        if call.mode == "per_rank":
+            self._require_layout(call.strategy, handle.call.layout)
         if y.dtype not in DTYPES:
             raise DtypeMismatch(
                 f"y is {y.dtype}, backend nvlink sums bfloat16, float16 and float32; use backend='collective'"
@@ -192,6 +121,14 @@ class NvlinkBackend:
                 raise ShapeMismatch(f"a row of {self.plan.hidden} {dtype} is no multiple of {BULK_BYTES} bytes")
         if handle.reused_after is not None and self._num_dispatches > handle.reused_after:
             raise InvalidArgument("the dispatch is two or more dispatches old, its region was reused; pass copy=True")
+
+    def _require_layout(self, strategy: str, layout: str) -> None:
+        if strategy == "dedup":
+            return
+        if layout != "expert":
+            raise InvalidArgument(f"backend nvlink has strategy {strategy!r} in layout 'expert', not {layout!r}")
+        if strategy != "all_to_all" and torch.cuda.is_current_stream_capturing():
+            raise InvalidArgument(f"strategy {strategy!r} cannot be captured into a CUDA graph; use 'dedup'")
 
     def _require_no_host_read(self, reads: bool, what: str) -> None:
         if (reads or self.checked) and torch.cuda.is_current_stream_capturing():
@@ -221,6 +158,8 @@ class NvlinkBackend:
             (data_regions, 4, "float32"),
             (route_regions, 2, "combine per route, 2-byte values"),
             (route_regions, 4, "combine per route, float32"),
+            (gather_regions, 2, "all_gather and reduce_scatter, 2-byte values"),
+            (gather_regions, 4, "all_gather and reduce_scatter, float32"),
         )
         if self._num_regions == 1:
             kinds = ((self._data_regions, 1, "received rows in FP8, and results that come home"),)
@@ -288,12 +227,12 @@ class NvlinkBackend:
         )
         with_scales = tensors.scales is not None or call.to_fp8
         places = plan.worst_case_rows("rank") if call.layout == "rank" else capacity
-        quantize: tuple[Any, ...] = ()
+        quantize: tuple[Any, ...] = ("", None)
         if call.to_fp8:
             quantize = ("power of two" if call.power_of_two_scales else "any scale", x.dtype)
         row_bytes = plan.hidden * row_dtype.itemsize
         scales_per_row = plan.scales_per_token if with_scales else 0
-        kernel = self.calls.kernel(dispatch_spec, call.layout, row_bytes, scales_per_row, *quantize)
+        kernel = self.calls.kernel(dispatch_spec, call.layout, row_bytes, scales_per_row, *quantize, call.strategy)
         args = kernel.args
         args.x = x.data_ptr()
         args.scales = _address(tensors.scales)
@@ -313,6 +252,12 @@ class NvlinkBackend:
         args.capacity, args.alignment = places, call.alignment
         args.ids_are_int64 = topk_ids.dtype == torch.int64
         args.stop_on_overflow = call.sizes == "exact"
+        args.gathered = 0
+        if call.strategy == "all_gather":
+            buffer = self.buffer(gather_regions, x.element_size(), fields)
+            half = self._half(buffer)
+            self._bring(buffer, half, lambda rank: x)
+            args.gathered = buffer.addresses[self.ranks.rank] + half
         self.calls.launch(kernel, fields, region=region.number)
         self._num_dispatches += 1
 
@@ -338,14 +283,30 @@ class NvlinkBackend:
             reused_after=self._num_dispatches + self._num_regions - 1,
         )
 
-    def _region(self, row_dtype: torch.dtype, fields: dict[str, Field]) -> _Region:
+    def _half(self, buffer: SymmetricBuffer) -> int:
+        """Offset of the half of a gather buffer that the next call uses: copies into it may begin at once.
+
+        For this rank has seen the call before the next one open on all ranks, which had then done with what they had
+        received two calls before it, in this half.
+        """
+        return buffer.regions.offset(f"gathered{self.calls.num_calls % 2}")
+
+    def _bring(self, buffer: SymmetricBuffer, half: int, rows_for: Callable[[int], torch.Tensor]) -> None:
+        """At most M rows to every other rank, by copy engines. They are there when the next call has opened."""
+        plan, me = self.plan, self.ranks.rank
+        for distance in range(1, plan.num_ranks):
+            rank = (me + distance) % plan.num_ranks
+            rows = rows_for(rank)
+            buffer.copy_to(rank, half + me * plan.max_tokens_per_rank * plan.hidden * rows.element_size(), rows)
+
+    def _region(self, row_dtype: torch.dtype, fields: dict[str, Field]) -> Region:
         """Where the next dispatch puts its rows."""
         number = self._num_dispatches % self._num_regions
         found = self._regions.get((number, row_dtype))
         if found is None:
             value_bytes = row_dtype.itemsize if self._num_regions == 1 else max(row_dtype.itemsize, 2)
             buffer = self.buffer(self._data_regions, value_bytes, fields)
-            found = _Region(self.plan, buffer, number, self._num_regions, self._room, row_dtype)
+            found = Region(self.plan, buffer, number, self._num_regions, self._room, row_dtype)
             self._regions[number, row_dtype] = found
         return found
 
@@ -391,7 +352,7 @@ class NvlinkBackend:
     def _dispatch_by_way_of_token(self, call: DispatchCall, tensors: DispatchInput) -> NvlinkHandle:
         """Layout "expert" of any size: rows arrive one per (token, rank), which always fits, and are spread here."""
         self._num_dispatches -= 1  # the refused one wrote nothing: so its region, and not that of the one before
-        plain = replace(call, layout="token", alignment=1, capacity=None)
+        plain = replace(call, layout="token", alignment=1, capacity=None, strategy="dedup")
         handle = self._start_dispatch(plain, tensors, self.plan.worst_case_rows("token"))
         self.calls.settle(0)
         handle = self._exact(handle)
@@ -430,38 +391,68 @@ class NvlinkBackend:
         self, handle: NvlinkHandle, rows: torch.Tensor, weights: torch.Tensor | None, call: CombineCall
     ) -> torch.Tensor:
         fields = combine_fields(handle.number, call)
-        by_route = call.mode == "per_route"
-        buffer = self.buffer(route_regions if by_route else data_regions, call.wire_dtype.itemsize, fields)
-        variant = (handle.call.layout, rows.dtype, call.wire_dtype, call.out_dtype, call.mode)
-        kernel = self.calls.kernel(combine_spec, *variant)
-        out = torch.empty(handle.num_tokens, self.plan.hidden, dtype=call.out_dtype, device=rows.device)
         rows = _aligned(rows)
-        kernel.args.row_weights = _address(weights)
-        self._start_combine(kernel, handle, rows, out, buffer, "home", fields, handle.capacity)
+        if call.strategy == "reduce_scatter":
+            out = self._reduce_scatter(handle, rows, weights, call, fields)
+        else:
+            by_route = call.mode == "per_route"
+            buffer = self.buffer(route_regions if by_route else data_regions, call.wire_dtype.itemsize, fields)
+            variant = (handle.call.layout, rows.dtype, call.wire_dtype, call.out_dtype, call.mode)
+            kernel = self.calls.kernel(combine_spec, *variant)
+            out = torch.empty(handle.num_tokens, self.plan.hidden, dtype=call.out_dtype, device=rows.device)
+            self._describe(kernel, handle, rows, out, handle.capacity)
+            kernel.args.row_weights = _address(weights)
+            self._start_combine(kernel, buffer, buffer.regions.offset("home"), fields)
         if self.checked:
             self.calls.settle(0)
         return out
 
-    def _start_combine(
+    def _reduce_scatter(
         self,
-        kernel: Kernel,
         handle: NvlinkHandle,
         rows: torch.Tensor,
-        out: torch.Tensor,
-        buffer: SymmetricBuffer,
-        home: str,
+        weights: torch.Tensor | None,
+        call: CombineCall,
         fields: dict[str, Field],
-        capacity: int,
+    ) -> torch.Tensor:
+        """Partial sums for all tokens of all ranks; copy engines take them home; there a kernel adds them."""
+        plan, device = self.plan, rows.device
+        buffer = self.buffer(gather_regions, call.wire_dtype.itemsize, fields)
+        half = self._half(buffer)
+        dense = torch.empty(
+            plan.num_ranks, plan.max_tokens_per_rank, plan.hidden, dtype=call.wire_dtype, device=device
+        )
+        presum = self.calls.kernel(presum_spec, rows.dtype, call.wire_dtype)
+        self._describe(presum, handle, rows, dense, handle.capacity)
+        presum.args.row_weights = _address(weights)
+        presum.args.home = buffer.addresses[self.ranks.rank] + half + self.ranks.rank * dense[0].nbytes
+        presum.launch(PRESUM_BLOCKS, torch.cuda.current_stream(device).cuda_stream)
+        self._bring(buffer, half, lambda rank: dense[rank])
+        kernel = self.calls.kernel(
+            combine_spec, "token", call.wire_dtype, call.wire_dtype, call.out_dtype, "per_rank", None, True
+        )
+        out = torch.empty(handle.num_tokens, plan.hidden, dtype=call.out_dtype, device=device)
+        self._describe(kernel, handle, dense, out, handle.capacity)
+        self._start_combine(kernel, buffer, half, fields)
+        return out
+
+    def _describe(
+        self, kernel: Kernel, handle: NvlinkHandle, rows: torch.Tensor, out: torch.Tensor, capacity: int
     ) -> None:
+        """Arguments that all kernels of a combine are given."""
         args = kernel.args
         args.y, args.out = rows.data_ptr(), out.data_ptr()
         args.row_places, args.row_tokens = handle.row_places.data_ptr(), handle.row_tokens.data_ptr()
         args.slots, args.all_counts = handle.slots.data_ptr(), handle.all_counts.data_ptr()
         args.topk_ids, args.ids_are_int64 = handle.given_ids.data_ptr(), handle.given_ids.dtype == torch.int64
-        args.chunk_flags = self.calls.control.regions.offset("chunk_flags")
-        args.peers, args.home = buffer.peers.data_ptr(), buffer.regions.offset(home)
         args.num_tokens, args.max_tokens = handle.num_tokens, self.plan.max_tokens_per_rank
-        args.capacity, args.max_chunks = capacity, max_chunks(self.plan)
+        args.capacity = capacity
+
+    def _start_combine(self, kernel: Kernel, buffer: SymmetricBuffer, home: int, fields: dict[str, Field]) -> None:
+        args = kernel.args
+        args.chunk_flags = self.calls.control.regions.offset("chunk_flags")
+        args.peers, args.home = buffer.peers.data_ptr(), home
+        args.max_chunks = max_chunks(self.plan)
         self.calls.launch(kernel, fields)
 
     # -- gradients ------------------------------------------------------------------------------------------
@@ -488,7 +479,7 @@ class NvlinkBackend:
         call = handle.call
         if call.layout != "expert" or handle.by_token or handle.num_places > self._room:
             return self.combine_backward(handle, x, None, None, x.dtype)[0]
-        call = DispatchCall("expert", call.alignment, "bounded", handle.capacity)
+        call = DispatchCall("expert", call.alignment, "bounded", handle.capacity, strategy=strategy)
         arrived = self._start_dispatch(
             call, DispatchInput(x, None, handle.given_ids, None, False, False, False), handle.capacity
         )
@@ -543,7 +534,8 @@ class NvlinkBackend:
         out = rows.new_empty(handle.num_tokens, width)
         fields: dict[str, Field] = {"call": "combine", "dispatch number": handle.number, "mode": "gradient of weights"}
         capacity = handle.capacity if handle.call.layout == "token" else self.plan.worst_case_rows("token")
-        self._start_combine(kernel, handle, rows, out, self.calls.control, "home_weights", fields, capacity)
+        self._describe(kernel, handle, rows, out, capacity)
+        self._start_combine(kernel, self.calls.control, self.calls.control.regions.offset("home_weights"), fields)
         return out[:, : self.plan.top_k]
 
     def close(self) -> None:
@@ -553,13 +545,6 @@ class NvlinkBackend:
 
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def _require_strategy(strategy: str, known: tuple[str, ...]) -> None:
-    if strategy not in known:
-        raise InvalidArgument(
-            f"strategy is {strategy!r}, backend nvlink has {' and '.join(known)} here; use backend='collective'"
-        )
 
 
 def _require_bulk(rows: torch.Tensor) -> None:

@@ -67,6 +67,12 @@ def route_regions(plan: Plan, value_bytes: int) -> Regions:
     return Regions.of([("home", plan.max_tokens_per_rank * plan.top_k * plan.hidden * value_bytes)])
 
 
+def gather_regions(plan: Plan, value_bytes: int) -> Regions:
+    """Rows that copy engines bring, by rank and token, [W, M]: two of these, for even and for odd calls."""
+    size = plan.num_ranks * plan.max_tokens_per_rank * plan.hidden * value_bytes
+    return Regions.of([("gathered0", size), ("gathered1", size)])
+
+
 def home_weight_values(plan: Plan) -> int:
     """Gradients of weights in a row on its way home: top_k, rounded up to whole 16-byte units of float32."""
     return align_up(plan.top_k, 4)

@@ -54,8 +54,8 @@ def ring(row_bytes: int, warps: int, other_bytes: int, least_bytes: int) -> tupl
     )
 
 
-NUM_FIELDS = 12
-"""kFields of device/sync/call.cuh."""
+NUM_FIELDS = 13
+"""What ranks must agree on, at most; kFields of device/sync/call.cuh."""
 
 
 def uint64_fields(*names: str) -> list[tuple[str, Any]]:

@@ -8,7 +8,7 @@
 #include "device/sync/symmetric.cuh"
 #include "device/sync/wait.cuh"
 
-constexpr int kFields = 12;
+constexpr int kFields = 13;
 constexpr int kHeaderWords = 16;  // status, fields, region, spare
 constexpr int kRegionWord = 1 + kFields;
 

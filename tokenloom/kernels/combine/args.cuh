@@ -18,8 +18,8 @@ struct CombineArgs {
     void* out;                 // [T] rows of Shape::out_dtype
     uint64 chunk_flags;        // in the control buffer: uint32 [W][max_chunks]: this chunk of rank r is here
     const uint64* peers;       // the data buffers
-    uint64 home;               // rows of Shape::wire_dtype: per rank [M * min(W, K)], by expert rank, then token; per
-                               // route [M * K], by token and k
+    uint64 home;               // rows of Shape::wire_dtype: per rank [M * min(W, K)], by expert rank, then token; dense
+                               // [W][M]; per route [M * K], by token and k
     int32 num_tokens;
     int32 max_tokens;  // M
     int32 capacity;    // rows of y; what lies beyond was dropped
@@ -36,7 +36,7 @@ __device__ __forceinline__ int chunk_shift(int32 num_rows) {
 template <class Shape>
 struct CombineRows {
     static constexpr bool kByExpert = Shape::layout == kLayoutExpert;
-    static constexpr bool kCopies = !kByExpert && Shape::y_dtype == Shape::wire_dtype;
+    static constexpr bool kCopies = !kByExpert && Shape::y_dtype == Shape::wire_dtype && Shape::dense == 0;
     static constexpr int kYBytes = Shape::hidden * kValueBytes<Shape::y_dtype>;
     static constexpr int kWireBytes = Shape::hidden * kValueBytes<Shape::wire_dtype>;
     static constexpr int kOutBytes = Shape::hidden * kValueBytes<Shape::out_dtype>;

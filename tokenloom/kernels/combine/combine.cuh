@@ -7,6 +7,8 @@
 //   summing warps   take this rank's tokens in order, wait for the chunks that hold their rows, add them    (home.cuh)
 //   last block out  advances the epoch
 //
+// Dense (strategy reduce_scatter): presum.cuh has made the partial sums, copy engines have brought them; all warps sum.
+//
 // A chunk is a few consecutive rows of one (expert rank, home rank) pair, so home starts long before the last row is
 // sent. Every block has warps of both roles: while some wait, the others have the SM. README.md has the protocol.
 #pragma once
@@ -67,12 +69,16 @@ __device__ void combine(const CombineArgs& args) {
     if (opened != Opened::kGo) publish_nan<Shape>(args);
     if (opened == Opened::kExpired) return;
     if (opened == Opened::kGo) {
-        if (warp == Shape::push_warps) raise_chunk_flags<Shape>(args, shared, epoch, lane);
+        if constexpr (Shape::dense != 0) sum_rows_at_home<Shape>(args, shared, epoch, warp, lane);
+        else if (warp == Shape::push_warps) raise_chunk_flags<Shape>(args, shared, epoch, lane);
         else if (warp > Shape::push_warps)
             sum_rows_at_home<Shape>(args, shared, epoch, warp - Shape::push_warps - 1, lane);
         else if constexpr (CombineRows<Shape>::kCopies) push_copies<Shape>(args, shared, epoch, warp, lane);
         else push_sums<Shape>(args, shared, warp, lane);
-        if (lane == 0) mark(args.call, warp < Shape::push_warps ? kSent : warp == Shape::push_warps ? kTold : kSummed);
+        if (lane == 0)
+            mark(args.call, Shape::dense != 0 || warp > Shape::push_warps ? kSummed
+                            : warp == Shape::push_warps                   ? kTold
+                                                                          : kSent);
     }
     if (threadIdx.x == 0) mark(args.call, kDone);
     close_call(args.call, epoch);

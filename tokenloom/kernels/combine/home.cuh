@@ -30,7 +30,7 @@ template <class Shape>
 __device__ void sum_rows_at_home(const CombineArgs& args, const CombineShared<Shape>& shared, uint32 epoch, int warp,
                                  int lane) {
     using Rows = CombineRows<Shape>;
-    constexpr int kSumWarps = Shape::threads / 32 - Shape::push_warps - 1;
+    constexpr int kSumWarps = Shape::threads / 32 - (Shape::dense ? 0 : Shape::push_warps + 1);
     const Deadline deadline = deadline_of(args.call);
     const auto* flags = at_peer<const uint32>(shared.control, args.call.rank, args.chunk_flags);
     const auto home = reinterpret_cast<uint64>(at_peer<unsigned char>(shared.data, args.call.rank, args.home));
@@ -50,7 +50,9 @@ __device__ void sum_rows_at_home(const CombineArgs& args, const CombineShared<Sh
         if (next_item < num_items) next = home_term<Shape>(args, next_item / parts, lane);
         bool here = true;
         uint64 row = 0;
-        if (term.slot >= 0) {
+        if (Shape::dense != 0) {  // copy engines brought all rows before their ranks opened this call
+            row = static_cast<int64>(term.rank) * args.max_tokens + token;
+        } else if (term.slot >= 0) {
             const int32 chunk = term.slot >> chunk_shift<Shape>(shared.own[term.rank]);
             here = wait_for_flag(flags + term.rank * args.max_chunks + chunk, epoch, deadline, term.rank,
                                  kPhasePartials);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
 import torch
 
@@ -17,6 +18,8 @@ COPY_WARPS = 3
 """Warps of a block that send rows as they are; bulk copies need few threads. The others sum."""
 PUSH_WARPS = {"per_rank": 12, "per_route": 10}
 """Warps of a block that send rows which are sums or have to be converted; the others sum what arrives."""
+PRESUM_BLOCKS = 64
+"""Of the kernel before copies by copy engines, which only reads and writes this GPU's memory."""
 MOST_TERMS_AT_ONCE = 8
 MOST_WEIGHTED_TERMS_AT_ONCE = 4
 """Weights take registers too."""
@@ -46,14 +49,16 @@ def combine_spec(
     out_dtype: torch.dtype,
     mode: str = "per_rank",
     hidden: int | None = None,
+    dense: bool = False,
 ) -> tuple[KernelSpec, int]:
     """The variant for these dtypes: (spec, dynamic shared memory).
 
     Args:
         hidden: values of a row, if not the plan's.
+        dense: rows have come home as :func:`presum_spec` makes them; the kernel only adds them.
     """
     hidden = hidden or plan.hidden
-    copies = layout != "expert" and y_dtype == wire_dtype
+    copies = layout != "expert" and y_dtype == wire_dtype and not dense
     ranks_of_token = plan.num_ranks * (1 - (1 - 1 / plan.num_ranks) ** plan.top_k)  # if routing is random
     routes_of_row = plan.top_k / ranks_of_token if layout == "expert" else 1
     other_bytes = 36 * plan.num_ranks + 4 * 19 * max(PUSH_WARPS.values()) + 256
@@ -71,6 +76,7 @@ def combine_spec(
         "group": 8 if hidden % 8 == 0 else 4,
         "layout": LAYOUTS[layout],
         "per_route": int(mode == "per_route"),
+        "dense": int(dense),
         "threads": THREADS,
         "push_warps": COPY_WARPS if copies else PUSH_WARPS[mode],
         "push_terms": _terms_at_once(routes_of_row, MOST_WEIGHTED_TERMS_AT_ONCE),
@@ -83,6 +89,13 @@ def combine_spec(
     return KernelSpec("combine", "kernels/combine/combine.cuh", tuple(shape.items()), CombineArgs, THREADS), (
         shared_bytes
     )
+
+
+def presum_spec(plan: Plan, y_dtype: torch.dtype, wire_dtype: torch.dtype) -> tuple[KernelSpec, int]:
+    """The partial sums of layout "expert", for copy engines to take home: (spec, dynamic shared memory)."""
+    spec, _ = combine_spec(plan, "expert", y_dtype, wire_dtype, wire_dtype)
+    shape = dict(spec.shape) | {"shared_bytes": 0}
+    return replace(spec, name="presum", path="kernels/combine/presum.cuh", shape=tuple(shape.items())), 0
 
 
 def _terms_at_once(expected: float, most: int) -> int:

@@ -9,6 +9,7 @@ struct DispatchArgs {
     const float* scales;        // [T][Shape::scales_per_row], if x is FP8
     const void* topk_ids;       // [T][K] int32 or int64
     const float* topk_weights;  // [T][K], or null
+    const void* gathered;       // strategy all_gather: rows of all ranks' tokens, [W][M], which copy engines brought here
     // In the control buffer.
     uint64 done_flags;  // uint32 [W][Shape::max_blocks]: block b of rank s has sent all its rows
     uint64 row_flags;   // uint32 [W * M]: a received row is here (layout expert)

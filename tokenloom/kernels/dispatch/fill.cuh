@@ -24,15 +24,19 @@ __device__ void clear_padding(const DispatchArgs& args, const DispatchShared<Sha
 }
 
 // Layout expert: every row from another rank that has several routes here goes to their places too, as soon as it has
-// arrived. (Rows of this rank itself go to all of their places at once.)
+// arrived; by all_gather, to all of its places, once its ids are here; by all_to_all it is only waited for. (Rows of
+// this rank itself go to all of their places at once.)
 // Warps take groups of rows in the order in which sources send them, sources in turn.
 template <class Shape>
 __device__ bool fill_further_places(const DispatchArgs& args, const DispatchShared<Shape>& shared, uint32 epoch,
                                     int warp, int lane) {
     constexpr int kFillWarps = Shape::threads / 32 - Shape::send_warps - 1;
     constexpr int kGroup = 32 / Shape::top_k;  // consecutive rows of one source, looked at together: lane (j, k)
+    constexpr bool kGathered = Shape::strategy == kAllGather;
+    static_assert(!kGathered || Shape::scales_per_row == 0, "scales travel with rows");
     const Deadline deadline = deadline_of(args.call);
     const auto* flags = at_peer<const uint32>(shared.control, args.call.rank, args.row_flags);
+    const auto* tokens = at_peer<const int32>(shared.data, args.call.rank, args.row_tokens);
     const auto* all_places = at_peer<const int32>(shared.data, args.call.rank, args.row_places);
     auto* rows = at_peer<unsigned char>(shared.data, args.call.rank, args.rows);
     auto* scales = at_peer<float>(shared.data, args.call.rank, args.row_scales);
@@ -47,23 +51,27 @@ __device__ bool fill_further_places(const DispatchArgs& args, const DispatchShar
         const int32 source = (args.call.rank + 1 + i % kSources) % Shape::num_ranks;
         const int32 in_source = i / kSources * kGroup + in_group;
         const int64 row = shared.route.received_base[source] + in_source;
-        int32 place = -1;
+        int32 place = -1, token = 0;
         bool here = true;
         if (in_group < kGroup && in_source < shared.route.received[source]) {
             here = wait_for_flag(flags + row, epoch, deadline, source, kPhaseRows);
             if (here) place = all_places[row * Shape::top_k + lane % Shape::top_k];
+            if (here && kGathered) token = tokens[row];
         }
         if (!__all_sync(~0u, here)) return false;
         __syncwarp();
         const uint32 fitting = __ballot_sync(~0u, place >= 0 && place < args.capacity);
         for (int j = 0; j < kGroup; ++j) {
             const uint32 of_row = fitting & (0xffffffffu >> (32 - Shape::top_k)) << (j * Shape::top_k);
-            const uint32 further = of_row & (of_row - 1);
+            const uint32 further = Shape::strategy == kAllToAll ? 0 : kGathered ? of_row : of_row & (of_row - 1);
             if (further == 0) continue;
             const int64 first = of_lane(place, of_row);
-            copy_row<Shape::row_bytes>(rows + first * Shape::row_bytes,
-                                       reinterpret_cast<uint64>(rows) + static_cast<int64>(place) * Shape::row_bytes,
-                                       further, lane);
+            const unsigned char* from = rows + first * Shape::row_bytes;
+            if constexpr (kGathered)
+                from = static_cast<const unsigned char*>(args.gathered) +
+                       (static_cast<int64>(source) * args.max_tokens + of_lane(token, of_row)) * Shape::row_bytes;
+            copy_row<Shape::row_bytes>(
+                from, reinterpret_cast<uint64>(rows) + static_cast<int64>(place) * Shape::row_bytes, further, lane);
             if constexpr (Shape::scales_per_row > 0) {
                 for (uint32 rest = further; rest != 0; rest &= rest - 1) {
                     const int64 to = of_lane(place, rest);

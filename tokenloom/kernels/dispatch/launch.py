@@ -9,6 +9,7 @@ import torch
 from tokenloom.jit.compiler import KernelSpec
 from tokenloom.kernels.shape import DTYPES, LAYOUTS, MAX_SHARED_BYTES, Call, int32_fields, ring, uint64_fields
 from tokenloom.plan import Plan
+from tokenloom.strategy import DISPATCH_STRATEGIES
 
 MAX_BLOCKS = 32
 """Most blocks, and so SMs, of one dispatch; the flags are laid out for as many."""
@@ -25,7 +26,7 @@ class DispatchArgs(ctypes.Structure):
 
     _fields_ = [
         ("call", Call),
-        *uint64_fields("x", "scales", "topk_ids", "topk_weights", "done_flags", "row_flags"),
+        *uint64_fields("x", "scales", "topk_ids", "topk_weights", "gathered", "done_flags", "row_flags"),
         *uint64_fields(
             "peers", "rows", "row_scales", "row_ids", "row_weights", "row_places", "row_tokens", "region_bytes"
         ),
@@ -47,12 +48,14 @@ def dispatch_spec(
     scales_per_row: int,
     quantize: str = "",
     x_dtype: torch.dtype | None = None,
+    strategy: str = "dedup",
 ) -> tuple[KernelSpec, int]:
     """The variant for a payload: (spec, dynamic shared memory).
 
     Args:
         row_bytes, scales_per_row: of a row as it is sent.
         quantize: "" if x is sent as it is; "any scale" or "power of two" if x of ``x_dtype`` becomes FP8 on the way.
+        strategy: of a dispatch; other than "dedup" for layout "expert", "all_gather" for rows without scales.
     """
     by_expert = layout == "expert"
     send_warps = SEND_WARPS if by_expert or not quantize else QUANTIZE_WARPS
@@ -81,6 +84,7 @@ def dispatch_spec(
         "quantize": ("", "any scale", "power of two").index(quantize),
         "x_dtype": 0 if x_dtype is None else DTYPES[x_dtype],
         "layout": LAYOUTS[layout],
+        "strategy": DISPATCH_STRATEGIES.index(strategy),
         "threads": 32 * warps,
         "send_warps": send_warps,
         "place_warps": place_warps,

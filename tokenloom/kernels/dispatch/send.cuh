@@ -11,7 +11,7 @@ struct TokenRoutes {
     int32 place;       // of the route there
     float weight;
     uint32 same_rank;  // lanes with routes to that rank
-    bool is_target;    // the row goes to this place: the first of its rank, and all places on this rank
+    bool is_target;    // the sending warp puts the row in this place
 };
 
 template <class Shape>
@@ -32,7 +32,8 @@ __device__ __forceinline__ TokenRoutes routes_of(const DispatchArgs& args, const
     routes.same_rank = __match_any_sync(~0u, routes.rank);
     const bool fits = routes.place >= 0 && (Shape::layout == kLayoutRank || routes.place < args.capacity);
     const bool first = (routes.same_rank & __ballot_sync(~0u, fits) & ((1u << lane) - 1)) == 0;
-    routes.is_target = fits && (first || (Shape::layout == kLayoutExpert && routes.rank == args.call.rank));
+    const bool is_own = Shape::layout == kLayoutExpert && routes.rank == args.call.rank;  // goes to all of its places
+    routes.is_target = fits && (is_own || Shape::strategy == kAllToAll || (Shape::strategy == kDedup && first));
     return routes;
 }
 

@@ -6,6 +6,13 @@
 
 enum Quantize : int { kAsIs = 0, kToFp8 = 1, kToFp8PowerOfTwo = 2 };
 
+// How rows get to the places of their routes. What is not dedup is for layout expert.
+enum Strategy : int {
+    kDedup = 0,      // one for each rank, whose filling warps copy it to the places of further routes
+    kAllGather = 1,  // filling warps copy it from where all tokens are
+    kAllToAll = 2,   // one for each route
+};
+
 template <class Shape>
 struct DispatchShared {
     using Stream = RowStream<Shape::row_bytes, Shape::stage_bytes, Shape::stages>;
