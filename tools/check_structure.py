@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("communicator",),
     ("autograd", "checks", "agreement", "streams"),
     ("experts",),
+    ("products",),
     ("activation",),
     ("backends", "reference", "gemm"),
     ("kernels.*",),
