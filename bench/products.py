@@ -3,8 +3,8 @@
     python bench/products.py [--json FILE]
 
 torch: ``grouped_mm``, and cuBLAS expert by expert on two streams. Products of rows with SwiGLU are followed by our
-kernel for it, where it is not in their epilogue. The combine is one rank's own, on 32 SMs, on a stream of higher priority;
-the time is until both are done. Events around calls, medians over rounds in which everybody takes turns.
+kernel for it, where it is not in their epilogue. The combine is one rank's own, on 32 SMs of its own choice,
+beside which the time is until both are done. Events around calls, medians over rounds in which everybody takes turns.
 """
 
 from __future__ import annotations

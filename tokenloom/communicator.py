@@ -407,7 +407,7 @@ class Communicator:
             wire_dtype: dtype of what travels; default y's.
             out_dtype: dtype of the result; default y's.
             strategy: what carries the payload, as :class:`tokenloom.Strategy` says; None: "dedup" for mode "per_rank",
-                "all_to_all" for "per_route". "nvlink" has those two.
+                "all_to_all" for "per_route". "nvlink" has "reduce_scatter" in layout "expert", not in a CUDA graph.
             async_op: work on the communicator's own stream and return (out, event).
 
         Returns:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 import uuid
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
 from tokenloom.errors import PeerTimeout
 from tokenloom.group import RankGroup
-from tokenloom.jit.kernel import checked, load_driver
+from tokenloom.jit.kernel import checked, load_driver, make_current
 
 PHASES = {1: "the opening of a call", 2: "dispatch, rows", 3: "combine, partial sums"}
 """What device/sync/wait.cuh calls Phase, in words."""
@@ -111,6 +111,7 @@ class SymmetricBuffer:
             offset: first byte there.
         """
         if values.numel():
+            make_current(values.device.index)
             stream = torch.cuda.current_stream(values.device).cuda_stream
             to, num_bytes = self.addresses[rank] + offset, values.numel() * values.element_size()
             checked(load_driver().cuMemcpyDtoDAsync(to, values.data_ptr(), num_bytes, stream))
@@ -194,6 +195,36 @@ class FaultFlag:
         return PeerTimeout(self._rank, [peer], PHASES.get(phase, f"phase {phase}"), epoch, cause)
 
 
+class HostCounts:
+    """Pinned host memory where a call leaves counts while it still runs: a sequence number, then the counts.
+
+    Attributes:
+        address: for kernels. sequence: of the call that writes next, or has written last.
+    """
+
+    def __init__(self, num_counts: int) -> None:
+        self._memory = torch.zeros(1 + num_counts, dtype=torch.int32, pin_memory=True)
+        self._words = self._memory.numpy()
+        self.address = self._memory.data_ptr()
+        self.sequence = 0
+
+    def expect(self) -> int:
+        """The sequence number of the next call."""
+        self.sequence = self.sequence % (2**31 - 1) + 1
+        return self.sequence
+
+    def wait(self, look: Callable[[], None]) -> list[int]:
+        """The counts, when they are there.
+
+        Args:
+            look: raises if they will never be.
+        """
+        while self._words[0] != self.sequence:
+            look()
+            time.sleep(0)  # other threads of Python may run
+        return self._words[1:].tolist()
+
+
 @dataclass(frozen=True)
 class CallOutcome:
     """What the ranks found wrong with a call, as all of them see it alike.
@@ -226,6 +257,10 @@ class CallRecords:
     def address(self, slot: int) -> int:
         """Of a slot, for kernels."""
         return self._memory[slot].data_ptr()
+
+    def is_clear(self, slot: int) -> bool:
+        """Whether the call of this slot, as far as it has got, has found nothing wrong."""
+        return not self._words[slot].any()
 
     def take(self, slot: int) -> CallOutcome | None:
         """What a finished call left in its slot, which is cleared; None if all was well."""

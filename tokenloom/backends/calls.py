@@ -21,7 +21,7 @@ from tokenloom.jit.compiler import KernelSpec
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.combine.launch import combine_spec
 from tokenloom.plan import Plan
-from tokenloom.symmetric import CallRecords, FaultFlag, SymmetricBuffer
+from tokenloom.symmetric import CallRecords, FaultFlag, HostCounts, SymmetricBuffer
 
 CALLS_IN_FLIGHT = 3
 """Calls whose outcome the host has not read. More lets it run further ahead; errors then come later."""
@@ -158,6 +158,11 @@ class Calls:
                 self._records.take(call.slot)
             else:
                 self._raise_outcome(call)
+
+    def await_counts(self, counts: HostCounts) -> list[int] | None:
+        """What the last call leaves while it still runs; None if it has found something wrong, which settle raises."""
+        found = counts.wait(self._raise_timeout)
+        return found if self._records.is_clear(self._launched[-1].slot) else None
 
     def check(self, wait: bool) -> None:
         """Raise what earlier calls left behind; with ``wait`` of all calls and graph replays, finished first."""

@@ -35,7 +35,7 @@ from tokenloom.kernels.dispatch.launch import MAX_BLOCKS, block_count_words, dis
 from tokenloom.kernels.rows.launch import BLOCKS, row_weights_spec
 from tokenloom.kernels.shape import DTYPES
 from tokenloom.plan import Plan
-from tokenloom.symmetric import Regions, SymmetricBuffer
+from tokenloom.symmetric import HostCounts, Regions, SymmetricBuffer
 
 DataRegions = Callable[[Plan, int], Regions]
 DEFAULT_SMS = 16
@@ -66,6 +66,7 @@ class NvlinkBackend:
         self._room = region_rows(plan)
         self._num_regions = 2
         self._data_regions: DataRegions = data_regions
+        self._host_counts = HostCounts(2 + plan.num_ranks + 2 * plan.experts_per_rank)
         self._block_counts = torch.zeros(block_count_words(plan), dtype=torch.int32, device=ranks.device)
 
     def serve_mega(self, num_shared_experts: int) -> None:
@@ -127,8 +128,14 @@ class NvlinkBackend:
             return
         if layout != "expert":
             raise InvalidArgument(f"backend nvlink has strategy {strategy!r} in layout 'expert', not {layout!r}")
-        if strategy != "all_to_all" and torch.cuda.is_current_stream_capturing():
-            raise InvalidArgument(f"strategy {strategy!r} cannot be captured into a CUDA graph; use 'dedup'")
+        if strategy != "all_to_all":
+            self._require_no_capture()
+
+    def _require_no_capture(self) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise InvalidArgument(
+                "strategies 'all_gather' and 'reduce_scatter' cannot be captured into a CUDA graph; use 'dedup'"
+            )
 
     def _require_no_host_read(self, reads: bool, what: str) -> None:
         if (reads or self.checked) and torch.cuda.is_current_stream_capturing():
@@ -176,6 +183,7 @@ class NvlinkBackend:
         if found is None:
             if torch.cuda.is_current_stream_capturing():
                 raise InvalidArgument("the first call of a kind allocates buffers; make it once before the capture")
+            self.calls.settle(0)  # or a rank that knows of an earlier fault would go on without those that do not
             self.calls.agree(fields)  # or some ranks would wait here for others that do something else
             found = self._buffers[key] = SymmetricBuffer(regions(self.plan, key[1]), self.ranks)
         return found
@@ -186,8 +194,6 @@ class NvlinkBackend:
         room = self._room if call.layout == "expert" else self.plan.worst_case_rows("token")
         limit = room if call.capacity is None else min(call.capacity, room)
         exact = call.sizes == "exact"
-        if exact:
-            self.calls.settle(0)  # what earlier calls left is not to be taken for this one's
         handle = self._start_dispatch(call, tensors, limit)
         if not exact:
             if self.checked:
@@ -200,13 +206,18 @@ class NvlinkBackend:
             if too_short or tensors.own_outputs is True:
                 return self._own(handle, call.capacity)
             return self._own_but_rows(handle) if tensors.own_outputs else handle
+        counts = self.calls.await_counts(self._host_counts)
+        if counts is None or self.checked:
+            self.calls.settle(1)  # what earlier calls left is not to be taken for this one's
         try:
-            self.calls.settle(0)
+            if counts is None or self.checked:
+                self.calls.settle(0)
         except CapacityOverflow as overflow:
             if call.layout != "expert" or (call.capacity is not None and overflow.needed > call.capacity):
                 raise CapacityOverflow(overflow.needed, call.capacity or limit, sent=False) from None
             return self._dispatch_by_way_of_token(call, tensors)
-        handle = self._exact(handle)
+        assert counts is not None, "settle has raised what the call found"
+        handle = self._exact(handle, counts)
         if tensors.own_outputs == "but rows":
             return self._own_but_rows(handle)
         return self._own(handle) if tensors.own_outputs else handle
@@ -251,7 +262,10 @@ class NvlinkBackend:
         args.num_tokens, args.max_tokens = num_tokens, plan.max_tokens_per_rank
         args.capacity, args.alignment = places, call.alignment
         args.ids_are_int64 = topk_ids.dtype == torch.int64
-        args.stop_on_overflow = call.sizes == "exact"
+        exact = call.sizes == "exact"
+        args.stop_on_overflow = exact
+        args.host_counts = self._host_counts.address if exact else 0
+        args.host_sequence = self._host_counts.expect() if exact else 0
         args.gathered = 0
         if call.strategy == "all_gather":
             buffer = self.buffer(gather_regions, x.element_size(), fields)
@@ -287,8 +301,9 @@ class NvlinkBackend:
         """Offset of the half of a gather buffer that the next call uses: copies into it may begin at once.
 
         For this rank has seen the call before the next one open on all ranks, which had then done with what they had
-        received two calls before it, in this half.
+        received two calls before it, in this half. (A graph would use one half in all of its replays.)
         """
+        self._require_no_capture()
         return buffer.regions.offset(f"gathered{self.calls.num_calls % 2}")
 
     def _bring(self, buffer: SymmetricBuffer, half: int, rows_for: Callable[[int], torch.Tensor]) -> None:
@@ -310,9 +325,9 @@ class NvlinkBackend:
             self._regions[number, row_dtype] = found
         return found
 
-    def _exact(self, handle: NvlinkHandle) -> NvlinkHandle:
+    def _exact(self, handle: NvlinkHandle, counts: list[int]) -> NvlinkHandle:
         """The handle with outputs of their exact size."""
-        counts, num_ranks = handle.counts_row.tolist(), self.plan.num_ranks
+        num_ranks = self.plan.num_ranks
         num_rows, received = counts[0], sum(counts[1 : 1 + num_ranks])
         handle = replace(handle, counts=replace(handle.counts, num_rows=num_rows))
         if handle.call.layout == "rank":
@@ -355,7 +370,7 @@ class NvlinkBackend:
         plain = replace(call, layout="token", alignment=1, capacity=None, strategy="dedup")
         handle = self._start_dispatch(plain, tensors, self.plan.worst_case_rows("token"))
         self.calls.settle(0)
-        handle = self._exact(handle)
+        handle = self._exact(handle, handle.counts_row.tolist())
         from_each, of_each = handle.counts.source_counts.tolist(), handle.counts.expert_counts.tolist()
         placement = routing.place_by_expert(from_each, of_each, call.alignment, handle.local_ids)
 
@@ -419,9 +434,13 @@ class NvlinkBackend:
         plan, device = self.plan, rows.device
         buffer = self.buffer(gather_regions, call.wire_dtype.itemsize, fields)
         half = self._half(buffer)
-        dense = torch.empty(
-            plan.num_ranks, plan.max_tokens_per_rank, plan.hidden, dtype=call.wire_dtype, device=device
-        )
+        try:
+            dense = torch.empty(
+                plan.num_ranks, plan.max_tokens_per_rank, plan.hidden, dtype=call.wire_dtype, device=device
+            )
+        except Exception as fault:  # no memory: the others are told, or they would wait
+            self.report_fault("combine", fault)
+            raise
         presum = self.calls.kernel(presum_spec, rows.dtype, call.wire_dtype)
         self._describe(presum, handle, rows, dense, handle.capacity)
         presum.args.row_weights = _address(weights)
@@ -466,6 +485,9 @@ class NvlinkBackend:
         dtype: torch.dtype,
         strategy: str = "dedup",
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        unweighted = weights is None and rows is None
+        if strategy == "all_gather" and unweighted and handle.call.layout == "expert" and handle.call.sizes == "exact":
+            return self.dispatch_again(handle, grad, strategy).to(dtype, copy=True), None
         call = DispatchCall("token", 1, "bounded", self.plan.worst_case_rows("token"))
         tensors = DispatchInput(grad, None, handle.given_ids, None, False, False, False)
         arrived = self._start_dispatch(call, tensors, self.plan.worst_case_rows("token"))

@@ -39,7 +39,7 @@ class Kernel:
         """Put one launch of ``blocks`` blocks with the present ``args`` on a stream (its raw handle)."""
         status = self._launch(blocks, stream)
         if status and status == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
-            _make_current(self.device_index)
+            make_current(self.device_index)
             status = self._launch(blocks, stream)
         if status:
             checked((status,))
@@ -122,11 +122,11 @@ def _load(driver: Any, entry: disk.Entry, shared_bytes: int) -> tuple[Any, Any]:
 def _function(spec: KernelSpec, shared_bytes: int, device_index: int) -> Any:
     """The kernel in the device's primary context, which torch uses; loaded once in this process."""
     with torch.cuda.device(device_index):
-        _make_current(device_index)
+        make_current(device_index)
         return _load(load_driver(), disk.get(spec), shared_bytes)[1]
 
 
-def _make_current(device_index: int) -> None:
+def make_current(device_index: int) -> None:
     """Threads that torch starts, for backward say, have no current context until torch itself needs one there."""
     driver = load_driver()
     if not int(checked(driver.cuCtxGetCurrent())):

@@ -27,14 +27,17 @@ struct DispatchArgs {
     // Results on this rank, beside the rows.
     int32* slots;           // [T][W]: which of the rows that go to rank r this token is, or -1; then [T][K] places
     int32* all_counts;      // [W][W + E]: rows per rank, routes per expert, of every source
-    int32* num_rows;        // [1] clamped to the capacity
+    int32* num_rows;        // [1] clamped to the capacity; the next three lie behind it
     int32* source_counts;   // [W] clamped
     int32* expert_counts;   // [L] clamped
     int32* expert_offsets;  // [L + 1] clamped, layout expert only
+    int32* host_counts;     // null, or in pinned host memory: host_sequence, then these four, before rows are here
+    int32 host_sequence;
     int32 num_tokens;
     int32 max_tokens;  // M
     int32 capacity;    // rows of the output; what does not fit is dropped
     int32 alignment;
     int32 ids_are_int64;
     int32 stop_on_overflow;  // exact sizes: send nothing if anything would be dropped
+    int32 padding;
 };

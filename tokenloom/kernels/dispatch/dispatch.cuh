@@ -2,7 +2,7 @@
 //
 //   all blocks      count the routes of their chunk; the last block sends the totals to all ranks          (route.cuh)
 //   all blocks      wait for all ranks' counts; go on only if all ranks mean the same call   (device/sync/call.cuh)
-//   block 0         writes down the counts of this rank's output                                         (results.cuh)
+//   block 0         writes down the counts of this rank's output, for the host too if it waits           (results.cuh)
 //   sending warps   take token after token: stream its row, or quantise it, to all of its destinations,     (send.cuh)
 //                   with ids, weights and scales
 //   layouts token, rank
@@ -61,7 +61,10 @@ __device__ void dispatch(const DispatchArgs& args) {
     if (threadIdx.x == 0) mark(args.call, kHeard);
     if (opened != Opened::kGo) publish_nothing<Shape>(args);
     if (opened == Opened::kExpired) return;
-    if (opened == Opened::kRefused) return close_call(args.call, epoch);
+    if (opened == Opened::kRefused) {
+        if (block == 0) tell_host<Shape>(args);
+        return close_call(args.call, epoch);
+    }
 
     const AllCounts<Shape> counts{at_peer<const int32>(args.call.peers, args.call.rank,
                                                        row_offset<Shape::num_ranks, kCounts>(args.call, epoch, 0)) +
@@ -69,7 +72,10 @@ __device__ void dispatch(const DispatchArgs& args) {
     if (threadIdx.x < Shape::num_ranks)
         shared.data[threadIdx.x] = args.peers[threadIdx.x] + counts.region(threadIdx.x) * args.region_bytes;
     find_bases<Shape>(args, route, counts);
-    if (block == 0) publish_counts<Shape>(args, route, counts);
+    if (block == 0) {
+        publish_counts<Shape>(args, route, counts);
+        tell_host<Shape>(args);
+    }
     bool all_fit = true;
     for (int r = 0; r < Shape::num_ranks; ++r) all_fit = all_fit && route.needed[r] <= args.capacity;
     if (!all_fit && args.stop_on_overflow) return close_call(args.call, epoch);

@@ -32,7 +32,9 @@ class DispatchArgs(ctypes.Structure):
         ),
         *uint64_fields("block_counts", "slots_found"),
         *uint64_fields("slots", "all_counts", "num_rows", "source_counts", "expert_counts", "expert_offsets"),
-        *int32_fields("num_tokens", "max_tokens", "capacity", "alignment", "ids_are_int64", "stop_on_overflow"),
+        *uint64_fields("host_counts"),
+        *int32_fields("host_sequence", "num_tokens", "max_tokens", "capacity", "alignment", "ids_are_int64"),
+        *int32_fields("stop_on_overflow", "padding"),
     ]
 
 

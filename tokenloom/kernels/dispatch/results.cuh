@@ -38,6 +38,17 @@ __device__ void publish_counts(const DispatchArgs& args, const RouteShared<Shape
     }
 }
 
+// Block 0, behind what is wrong with the call and behind its counts: the host need not wait for the rows.
+template <class Shape>
+__device__ void tell_host(const DispatchArgs& args) {
+    constexpr int kWords = 1 + Shape::num_ranks + 2 * Shape::experts_per_rank + 1;
+    if (args.host_counts == nullptr) return;
+    __syncthreads();
+    for (int i = threadIdx.x; i < kWords; i += Shape::threads) args.host_counts[1 + i] = args.num_rows[i];
+    __syncthreads();
+    if (threadIdx.x == 0) store_release_sys(reinterpret_cast<uint32*>(args.host_counts), args.host_sequence);
+}
+
 // The results of a dispatch that does not take place: no rows, here or elsewhere, so that nobody who goes on with them
 // addresses anything.
 template <class Shape>

@@ -4,7 +4,6 @@
 #include "device/ptx/wgmma.cuh"
 #include "device/tile/values.cuh"
 #include "kernels/gemm16/tiles.cuh"
-#include "kernels/swiglu/args.cuh"
 
 // Where a warp's rows go: 128 columns from `to` on, of which `columns` exist, in `rows` rows.
 struct OutRows {
