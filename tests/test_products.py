@@ -12,7 +12,7 @@ from tokenloom.activation import activate
 from tokenloom.errors import InvalidArgument
 from tokenloom.jit import compiler
 from tokenloom.jit.compiler import KernelSpec, Resources
-from tokenloom.kernels.gemm16.launch import rows_spec, weights_spec
+from tokenloom.kernels.gemm16.launch import MOST_ITEMS, clusters, rows_spec, weights_spec
 from tokenloom.kernels.shape import HOPPER
 from tokenloom.products import OwnProducts
 
@@ -50,6 +50,14 @@ def test_it_compiles_without_spills(variant: tuple[KernelSpec, int]) -> None:
     needs = Resources.from_log(log)
     assert (needs.stack_bytes, needs.spill_bytes) == (0, 0), log
     assert dict(spec.shape)["shared_bytes"] == shared_bytes
+
+
+def test_clusters_take_all_items() -> None:
+    """However the rows are split among experts."""
+    spec, swiglu, weights = (VARIANTS[name][0] for name in ("rows, across", "rows, SwiGLU", "weights"))
+    assert clusters(2, 512, spec) * MOST_ITEMS >= 3 * 6  # 1 and 511 rows: 1 + 2 pairs of tiles, 6 strips
+    assert clusters(2, 512, swiglu) * MOST_ITEMS >= 3 * 12
+    assert clusters(16, 99999, weights) * MOST_ITEMS >= 16 * 12 * 16
 
 
 def test_too_many_experts() -> None:
@@ -152,6 +160,19 @@ def test_swiglu(groups: list[int], intermediate: int, k: int) -> None:
     want = activate(hidden, row_weights, case.offsets[-1:])
     assert torch.equal(activations[: case.total], want[: case.total])
     assert activations[case.total :].isnan().all()
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_no_rows_at_all() -> None:
+    """Not even memory for one."""
+    products = OwnProducts(torch.zeros(3, dtype=torch.int32, device="cuda"))
+    nothing = values(0, 64)
+    assert products.by_weights(nothing, values(2, 64, 128)).shape == (0, 128)
+    assert [each.shape for each in products.swiglu(nothing, values(2, 64, 64), torch.zeros(0))] == [(0, 64), (0, 32)]
+    assert products.of_weights(nothing, nothing).eq(0).all()
+    total = values(2, 64, 64)
+    assert torch.equal(products.of_weights(nothing, nothing, total.clone()), total)
 
 
 @pytest.mark.gpu

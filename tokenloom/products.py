@@ -13,7 +13,7 @@ from torch.nn import functional
 from tokenloom.activation import activate
 from tokenloom.jit.compiler import KernelSpec
 from tokenloom.jit.kernel import Kernel, tensor_map
-from tokenloom.kernels.gemm16.launch import CLUSTER, DEPTH, TILE_ROWS, rows_spec, weights_spec
+from tokenloom.kernels.gemm16 import launch
 from tokenloom.kernels.shape import HOPPER
 
 FEW_ROWS = 1024
@@ -49,7 +49,7 @@ class OwnProducts:
         across = weights.is_contiguous()
         experts, k, n = weights.shape
         out = rows.new_empty(len(rows), n)
-        kernel = self._kernel(rows_spec(experts, n, k, across), out)
+        kernel = self._kernel(launch.rows_spec(experts, n, k, across), out)
         self._launch_rows(kernel, rows, weights if across else weights.transpose(1, 2), across)
         return out
 
@@ -58,7 +58,7 @@ class OwnProducts:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         experts, n, k = w1.shape
         hidden, activations = rows.new_empty(len(rows), n), rows.new_empty(len(rows), n // 2)
-        kernel = self._kernel(rows_spec(experts, n, k, across=False, swiglu=True), hidden)
+        kernel = self._kernel(launch.rows_spec(experts, n, k, across=False, swiglu=True), hidden)
         kernel.args.activations, kernel.args.row_weights = activations.data_ptr(), row_weights.data_ptr()
         self._launch_rows(kernel, rows, w1, across=False)
         return hidden, activations
@@ -67,8 +67,10 @@ class OwnProducts:
         out, adds = total, total is not None
         if out is None:
             out = left.new_empty(len(self._offsets) - 1, left.shape[1], right.shape[1])
-        kernel = self._kernel(weights_spec(len(out), out.shape[1], out.shape[2], adds), out)
-        self._launch(kernel, left, (DEPTH, DEPTH), right, (DEPTH, DEPTH))
+        if not len(left):
+            return out if adds else out.zero_()
+        kernel = self._kernel(launch.weights_spec(len(out), out.shape[1], out.shape[2], adds), out)
+        self._launch(kernel, left, (launch.DEPTH, launch.DEPTH), right, (launch.DEPTH, launch.DEPTH))
         return out
 
     def _kernel(self, spec: tuple[KernelSpec, int], out: torch.Tensor) -> Kernel:
@@ -78,7 +80,13 @@ class OwnProducts:
 
     def _launch_rows(self, kernel: Kernel, rows: torch.Tensor, weights: torch.Tensor, across: bool) -> None:
         if len(rows):
-            self._launch(kernel, rows, (DEPTH, TILE_ROWS), weights, (DEPTH, DEPTH if across else TILE_ROWS, 1))
+            self._launch(
+                kernel,
+                rows,
+                (launch.DEPTH, launch.TILE_ROWS),
+                weights,
+                (launch.DEPTH, launch.DEPTH if across else launch.TILE_ROWS, 1),
+            )
 
     def _launch(
         self, kernel: Kernel, a: torch.Tensor, a_box: tuple[int, ...], b: torch.Tensor, b_box: tuple[int, ...]
@@ -86,8 +94,9 @@ class OwnProducts:
         claimed = torch.zeros(1, dtype=torch.int32, device=a.device)
         kernel.args.a, kernel.args.b = tensor_map(a, a_box, swizzle=True), tensor_map(b, b_box, swizzle=True)
         kernel.args.claimed = claimed.data_ptr()
-        sms = torch.cuda.get_device_properties(a.device).multi_processor_count
-        kernel.launch(sms // CLUSTER * CLUSTER, torch.cuda.current_stream(a.device).cuda_stream)
+        kernel.args.most_items = launch.MOST_ITEMS
+        blocks = launch.CLUSTER * launch.clusters(len(self._offsets) - 1, len(a), kernel.spec)
+        kernel.launch(blocks, torch.cuda.current_stream(a.device).cuda_stream)
 
 
 class _Activates:

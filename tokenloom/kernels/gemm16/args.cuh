@@ -10,7 +10,9 @@ struct Gemm16Args {
     void* activations;         // with SwiGLU: [rows, n / 2]
     const float* row_weights;  // with SwiGLU: [rows]
     uint32* claimed;           // 0 when the kernel starts: items that clusters have taken
-    uint64 spare[3];           // the maps make this a multiple of 64 bytes
+    int32 most_items;          // that a cluster takes before it leaves its SMs to whoever comes next
+    int32 padding;
+    uint64 spare[2];           // the maps make this a multiple of 64 bytes
 };
 
 constexpr int kGroups = 2, kGroupRows = 64;                      // math warpgroups, and the rows of each

@@ -1,5 +1,6 @@
 // Which tiles a cluster of two blocks computes. Items of work are claimed one by one: a block that starts late, because
-// another kernel had its SM, takes fewer of them.
+// another kernel had its SM, takes fewer of them. A cluster leaves after a few, and another one comes: so a kernel of
+// higher priority finds SMs soon.
 //
 // An item is two tiles of 128 rows, one above the other, of the same 256 columns. (With SwiGLU 128 gates and their ups.)
 // Order: expert by expert; in bands of a few items' rows, so that clusters that run at once share rows and columns in the
@@ -54,6 +55,8 @@ struct Items {
     }
 };
 
+constexpr int32 kNoItem = 0x7fffffff;
+
 // One thread of the cluster: claims items and tells both blocks, until it has told them that there are no more.
 template <class Shape>
 __device__ __forceinline__ void claim_items(const Gemm16Args& args, Gemm16Shared<Shape>& shared) {
@@ -63,7 +66,7 @@ __device__ __forceinline__ void claim_items(const Gemm16Args& args, Gemm16Shared
     for (uint32 use = 0; more; ++use) {
         const RingUse<kItems> at(use);
         mbarrier_wait_cluster(&shared.item_empty[at.place], at.parity ^ 1);
-        const int32 item = add_relaxed_gpu(args.claimed, 1);
+        const int32 item = use < args.most_items ? add_relaxed_gpu(args.claimed, 1) : kNoItem;
         more = items.find(item, 0, tile);
         for (uint32 block = 0; block < 2; ++block) {
             store_there(map_to_block(shared_address(&shared.item[at.place]), block), item);
