@@ -156,7 +156,7 @@ def test_swiglu(groups: list[int], intermediate: int, k: int) -> None:
     row_weights = torch.rand(case.total + 9, device="cuda")
     hidden, activations = case.products.swiglu(case.rows, w1, row_weights)
     for e, span in enumerate(case.spans()):
-        close(hidden[span], case.rows[span].double() @ w1[e].double().t(), 1)
+        close(hidden[span], case.rows[span].double() @ w1[e].double().t(), 25)
     want = activate(hidden, row_weights, case.offsets[-1:])
     assert torch.equal(activations[: case.total], want[: case.total])
     assert activations[case.total :].isnan().all()

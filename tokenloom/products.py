@@ -59,6 +59,7 @@ class OwnProducts:
         experts, n, k = w1.shape
         hidden, activations = rows.new_empty(len(rows), n), rows.new_empty(len(rows), n // 2)
         kernel = self._kernel(launch.rows_spec(experts, n, k, across=False, swiglu=True), hidden)
+        row_weights = row_weights.to(torch.float32)
         kernel.args.activations, kernel.args.row_weights = activations.data_ptr(), row_weights.data_ptr()
         self._launch_rows(kernel, rows, w1, across=False)
         return hidden, activations
@@ -91,6 +92,7 @@ class OwnProducts:
     def _launch(
         self, kernel: Kernel, a: torch.Tensor, a_box: tuple[int, ...], b: torch.Tensor, b_box: tuple[int, ...]
     ) -> None:
+        a, b = (each.clone() if each.data_ptr() % ALIGNMENT_BYTES else each for each in (a, b))
         claimed = torch.zeros(1, dtype=torch.int32, device=a.device)
         kernel.args.a, kernel.args.b = tensor_map(a, a_box, swizzle=True), tensor_map(b, b_box, swizzle=True)
         kernel.args.claimed = claimed.data_ptr()

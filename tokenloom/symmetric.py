@@ -19,6 +19,7 @@ PHASES = {1: "the opening of a call", 2: "dispatch, rows", 3: "combine, partial 
 REGION_ALIGNMENT_BYTES = 256
 CLOSE_TOGETHER_S = 0.2
 """How long a close waits for the other ranks to close too, so that the memory is free when it returns."""
+POLLS_BETWEEN_LOOKS = 64
 _FAULT_WORDS = 6  # FaultRecord of device/sync/wait.cuh
 _RECORD_WORDS = 8  # CallRecord of device/sync/call.cuh
 
@@ -213,14 +214,21 @@ class HostCounts:
         self.sequence = self.sequence % (2**31 - 1) + 1
         return self.sequence
 
+    def are_there(self) -> bool:
+        """Whether the expected call has left its counts."""
+        return bool(self._words[0] == self.sequence)
+
     def wait(self, look: Callable[[], None]) -> list[int]:
         """The counts, when they are there.
 
         Args:
-            look: raises if they will never be.
+            look: raises if they will never be; asked now and then.
         """
-        while self._words[0] != self.sequence:
-            look()
+        polls = 0
+        while not self.are_there():
+            polls += 1
+            if polls % POLLS_BETWEEN_LOOKS == 0:
+                look()
             time.sleep(0)  # other threads of Python may run
         return self._words[1:].tolist()
 

@@ -62,6 +62,7 @@ class Calls:
         self._captured_slot = CALLS_IN_FLIGHT + 1
         self._done = [torch.cuda.Event() for _ in range(CALLS_IN_FLIGHT + 1)]
         self._launched: deque[_Launched] = deque()
+        self._last: tuple[torch.cuda.Stream, int] | None = None  # where the last call is
         self.num_calls = 0
 
     def kernel(self, make: Callable[..., tuple[KernelSpec, int]], *variant: Any) -> Kernel:
@@ -101,6 +102,7 @@ class Calls:
         captured = torch.cuda.is_current_stream_capturing()
         if not captured:
             self.settle(CALLS_IN_FLIGHT)
+            self.follow()
         slot = self._captured_slot if captured else self.num_calls % len(self._done)
         opening = kernel.args.call
         opening.record = self._records.address(slot)
@@ -109,8 +111,15 @@ class Calls:
         kernel.launch(blocks or self.num_sms, stream.cuda_stream)
         if not captured:
             self._done[slot].record(stream)
+            self._last = stream, slot
             self._launched.append(_Launched(self.num_calls, slot, fields))
             self.num_calls += 1
+
+    def follow(self) -> None:
+        """Let the current stream wait for the call before, if that is on another one: calls share flags and counts."""
+        stream = torch.cuda.current_stream(self.ranks.device)
+        if self._last is not None and self._last[0] != stream:
+            stream.wait_event(self._done[self._last[1]])
 
     @property
     def fault_claimed(self) -> int:
@@ -161,8 +170,18 @@ class Calls:
 
     def await_counts(self, counts: HostCounts) -> list[int] | None:
         """What the last call leaves while it still runs; None if it has found something wrong, which settle raises."""
-        found = counts.wait(self._raise_timeout)
-        return found if self._records.is_clear(self._launched[-1].slot) else None
+        slot = self._launched[-1].slot
+
+        def look() -> None:
+            self._raise_timeout()
+            if self._done[slot].query():  # raises where the GPU has failed
+                torch.cuda.synchronize(self.ranks.device)
+                self._raise_timeout()
+                if not counts.are_there():
+                    raise RuntimeError("a dispatch has ended without leaving its counts; this is a bug of tokenloom")
+
+        found = counts.wait(look)
+        return found if self._records.is_clear(slot) else None
 
     def check(self, wait: bool) -> None:
         """Raise what earlier calls left behind; with ``wait`` of all calls and graph replays, finished first."""
@@ -197,6 +216,7 @@ class Calls:
 
     def close(self, others: list[SymmetricBuffer]) -> None:
         """Release the control buffer and the others; after a fault they stay, since a late rank may still write."""
+        torch.cuda.synchronize(self.ranks.device)
         for buffer in (self.control, *others):
             if self._fault.error() is None:
                 buffer.close()

@@ -208,7 +208,11 @@ class NvlinkBackend:
             return self._own_but_rows(handle) if tensors.own_outputs else handle
         counts = self.calls.await_counts(self._host_counts)
         if counts is None or self.checked:
-            self.calls.settle(1)  # what earlier calls left is not to be taken for this one's
+            try:
+                self.calls.settle(1)  # what earlier calls left is not to be taken for this one's
+            except Exception:
+                self.calls.settle(0, own_fault=True)  # whose own outcome nobody shall hear of later
+                raise
         try:
             if counts is None or self.checked:
                 self.calls.settle(0)
@@ -304,6 +308,7 @@ class NvlinkBackend:
         received two calls before it, in this half. (A graph would use one half in all of its replays.)
         """
         self._require_no_capture()
+        self.calls.follow()
         return buffer.regions.offset(f"gathered{self.calls.num_calls % 2}")
 
     def _bring(self, buffer: SymmetricBuffer, half: int, rows_for: Callable[[int], torch.Tensor]) -> None:

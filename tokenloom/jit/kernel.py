@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
@@ -72,8 +74,10 @@ def tensor_map(tensor: torch.Tensor, box: tuple[int, ...], swizzle: bool = False
     }[tensor.itemsize]
     swizzles = load_driver().CUtensorMapSwizzle
     driver = load_driver()
+    make_current(tensor.device.index)
     sizes = list(reversed(tensor.shape))
-    strides = [stride * tensor.element_size() for stride in reversed(tensor.stride()[:-1])]
+    # Of sizes: where a dimension is 1, torch may have any stride.
+    strides = [size * tensor.element_size() for size in accumulate(sizes[:-1], mul)]
     encoded = checked(
         driver.cuTensorMapEncodeTiled(
             kind,

@@ -12,7 +12,7 @@ __device__ __forceinline__ void load_tiles(const Gemm16Args& args, Gemm16Shared<
     constexpr int kBoxRows = 128;  // of what lies along the inner dimension
     ClaimedTiles<Shape> tiles(shared, block);
     Tile tile;
-    for (uint32 use = 0; tiles.next(tile, true);) {
+    for (uint32 use = 0; tiles.next(tile, 1, true);) {
         for (int32 depth = 0; depth < tile.depth; depth += kDepth, ++use) {
             const RingUse<Shape::stages> at(use);
             mbarrier_wait(&shared.empty[at.place], at.parity ^ 1);

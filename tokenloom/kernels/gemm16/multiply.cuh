@@ -37,7 +37,7 @@ __device__ __forceinline__ void multiply_tiles(const Gemm16Args& args, Gemm16Sha
     };
     ClaimedTiles<Shape> tiles(shared, block);
     Tile tile;
-    for (uint32 use = 0; tiles.next(tile, lane == 0);) {
+    for (uint32 use = 0; tiles.next(tile, ~0u, lane == 0);) {
         int32 blocks = (tile.depth + kDepth - 1) / kDepth;
         asm volatile("" : "+r"(blocks));  // a loop of one round that is optimised away leaves wgmma unordered (C7519)
         if (tile.rows <= 0) {

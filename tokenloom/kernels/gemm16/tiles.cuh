@@ -86,13 +86,14 @@ struct ClaimedTiles {
     __device__ ClaimedTiles(Gemm16Shared<Shape>& shared_, int32 block_)
         : shared(shared_), items(shared_), block(block_) {}
 
-    // All threads of the warp call it, or one thread alone; `tells` is true for one of them.
-    __device__ bool next(Tile& tile, bool tells) {
+    // The threads of `mask` call it together; `tells` is true for one of them. The plain arrival orders no memory: the
+    // word has been read, and one that waited for this warp's stores would cost a microsecond.
+    __device__ bool next(Tile& tile, uint32 mask, bool tells) {
         const RingUse<kItems> at(use++);
         mbarrier_wait_cluster(&shared.item_full[at.place], at.parity);
         const int32 item = *static_cast<volatile int32*>(&shared.item[at.place]);
-        __syncwarp(__activemask());
-        if (tells) mbarrier_arrive_release_there(map_to_block(shared_address(&shared.item_empty[at.place]), 0));
+        __syncwarp(mask);
+        if (tells) mbarrier_arrive_there(map_to_block(shared_address(&shared.item_empty[at.place]), 0));
         return items.find(item, block, tile);
     }
 };
