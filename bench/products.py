@@ -1,9 +1,8 @@
-"""The products of a training step, ours beside torch's, alone and beside a combine, in turns on one Hopper GPU.
+"""The products of a training step, alone and beside a combine, in turns on one Hopper GPU.
 
     python bench/products.py [--json FILE]
 
-torch: ``grouped_mm``, and cuBLAS expert by expert on two streams. Products of rows with SwiGLU are followed by our
-kernel for it, where it is not in their epilogue. The combine is one rank's own, on 32 SMs of its own choice,
+torch's ``grouped_mm``, and cuBLAS expert by expert on two streams. The combine is one rank's own, on 32 SMs,
 beside which the time is until both are done. Events around calls, medians over rounds in which everybody takes turns.
 """
 
@@ -20,7 +19,8 @@ from typing import Any
 import torch
 
 import tokenloom as tl
-from tokenloom.products import OwnProducts, Products, _ExpertByExpert, _GroupedProducts
+from tokenloom.activation import activate
+from tokenloom.experts import Products, _ExpertByExpert, _GroupedProducts
 
 ROUNDS = 9
 ROWS, TOP_K, SMS = 131072, 8, 32
@@ -50,14 +50,13 @@ def calls_of(hidden: int, intermediate: int, ends: list[int]) -> dict[str, tuple
     row_weights = torch.rand(ROWS, device="cuda")
     d1, d2 = torch.empty_like(w1), torch.empty_like(w2)
     who: dict[str, Products] = {
-        "ours": OwnProducts(offsets),
         "grouped_mm": _GroupedProducts(offsets),
         "cuBLAS": _ExpertByExpert(offsets, ends),
     }
     one = 2.0 * ROWS * hidden * intermediate
     products: dict[str, tuple[float, Callable[[Products], Any]]] = {
         "x w1": (2 * one, lambda p: p.by_weights(x, w1.transpose(1, 2))),
-        "x w1, SwiGLU": (2 * one, lambda p: p.swiglu(x, w1, row_weights)),
+        "x w1, SwiGLU": (2 * one, lambda p: activate(p.by_weights(x, w1.transpose(1, 2)), row_weights, offsets[-1:])),
         "act w2": (one, lambda p: p.by_weights(act, w2.transpose(1, 2))),
         "dy w2": (one, lambda p: p.by_weights(grad, w2)),
         "dh w1": (2 * one, lambda p: p.by_weights(pre, w1)),

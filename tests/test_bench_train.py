@@ -25,8 +25,8 @@ from tokenloom.bench.train_measure import WARM_UP_STEPS, Contestant
 from tokenloom.bench.train_rival import own_experts, torch_experts, torch_layer
 from tokenloom.bench.train_rows import LOCAL, ONE, OURS, PASSES, Measured, Report
 from tokenloom.bench.train_work import TrainOptions, TrainShape, Weights, make_problem
+from tokenloom.experts import _GroupedProducts
 from tokenloom.launch import RankContext, RankPool
-from tokenloom.products import OwnProducts, _GroupedProducts
 from tokenloom.saved import SavedTensor
 from tokenloom.tune import choices
 
@@ -150,13 +150,12 @@ def test_every_fault_is_found(ranks: Ranks) -> None:
 
 def measure_with_wrong_dw1(context: RankContext, *arguments: Any) -> Measured:
     """Gradients of gates and ups are 5% too large in the layer; by the width of their products."""
-    kind = OwnProducts if context.device.type == "cuda" else _GroupedProducts
-    real = kind.of_weights
+    real = _GroupedProducts.of_weights
 
     def wrong(self: Any, left: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         return real(self, left, *rest) * (1.05 if left.shape[1] == 2 * SHAPE.intermediate else 1.0)
 
-    with mock.patch.object(kind, "of_weights", wrong):
+    with mock.patch.object(_GroupedProducts, "of_weights", wrong):
         return train_measure.measure_on_rank(context, *arguments)
 
 

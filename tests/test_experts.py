@@ -7,7 +7,7 @@ from itertools import accumulate
 import pytest
 import torch
 
-from tokenloom import products
+from tokenloom import experts
 from tokenloom.activation import swiglu
 from tokenloom.experts import swiglu_experts
 
@@ -102,27 +102,12 @@ def forbid(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     def refuse(*arguments: object) -> None:
         raise AssertionError(f"{path} was not to be used here")
 
-    monkeypatch.setattr(products, path, refuse)
-
-
-def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's products, also where ours would be used."""
-    monkeypatch.setattr(products, "_own_kernels_take", lambda *tensors: False)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
-@pytest.mark.parametrize("counts", [*COUNTS.values(), [300, 0, 129, 64]], ids=[*COUNTS, "more_than_a_tile"])
-def test_own_kernels(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    forbid(monkeypatch, "torch_products")
-    torch.ones(1, device="cuda", requires_grad=True).exp().backward()
-    check(*make_case(torch.bfloat16, *GROUPED[torch.bfloat16], counts, "cuda"), counts)
+    monkeypatch.setattr(experts, path, refuse)
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 @pytest.mark.parametrize("dtype", GROUPED, ids=str)
 def test_grouped_path(dtype: torch.dtype, counts: list[int], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    without_kernels(monkeypatch)
     if device == "cpu" or dtype == torch.bfloat16:  # on GPUs grouped_mm is for bfloat16
         forbid(monkeypatch, "_ExpertByExpert")
     check(*make_case(dtype, *GROUPED[dtype], counts, device), counts)
@@ -132,10 +117,9 @@ def test_grouped_path(dtype: torch.dtype, counts: list[int], device: str, monkey
 @pytest.mark.parametrize("dtype", [torch.float64, *GROUPED], ids=str)
 def test_loop_path(dtype: torch.dtype, counts: list[int], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """float64 takes it by itself; the others are made to, so that both paths are compared on the same cases."""
-    without_kernels(monkeypatch)
     forbid(monkeypatch, "_GroupedProducts")
     if dtype != torch.float64:
-        monkeypatch.setattr(products, "_grouped_mm_takes", lambda *tensors: False)
+        monkeypatch.setattr(experts, "_grouped_mm_takes", lambda *tensors: False)
     check(*make_case(dtype, *GROUPED.get(dtype, (8, 12)), counts, device), counts)
 
 
@@ -148,15 +132,11 @@ def test_widths_that_are_no_multiple_of_16_bytes(
     check(*make_case(dtype, hidden, intermediate, [2, 0, 3], device), [2, 0, 3])
 
 
-@pytest.mark.parametrize("path", ["_GroupedProducts", "_ExpertByExpert", "OwnProducts"])
+@pytest.mark.parametrize("path", ["_GroupedProducts", "_ExpertByExpert"])
 def test_rows_beyond_the_last_offset_touch_nothing(path: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs of bounded size end in unspecified rows: NaN there must reach no output, nor any weight's gradient."""
-    if path != "OwnProducts":
-        without_kernels(monkeypatch)
-    elif device == "cpu":
-        pytest.skip("our kernels need a GPU")
     if path == "_ExpertByExpert":
-        monkeypatch.setattr(products, "_grouped_mm_takes", lambda *tensors: False)
+        monkeypatch.setattr(experts, "_grouped_mm_takes", lambda *tensors: False)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     counts = [2, 0, 3]
     rows, offsets, w1, w2 = make_case(dtype, *GROUPED[dtype], counts, device, beyond=4)

@@ -13,10 +13,9 @@ import torch
 
 import tokenloom as tl
 from tests.conftest import Ranks
-from tokenloom import routed_experts
+from tokenloom import experts, routed_experts
 from tokenloom.backends import regions
 from tokenloom.launch import RankContext
-from tokenloom.products import FEW_ROWS, products_for
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 256, 96, 8, 3
 TOKENS = (37, 0, 64, 5, 1, 50, 0, 64)
@@ -84,12 +83,12 @@ def two_pieces(comm: Any, how: Any, num_tokens: int) -> list[slice]:
 
 
 @contextmanager
-def forced(pieces: bool, few_rows: int = FEW_ROWS) -> Iterator[None]:
+def forced(pieces: bool, few_rows: int = experts.FEW_ROWS) -> Iterator[None]:
     """Many tokens: they go in two pieces, and experts are multiplied one by one."""
     with ExitStack() as stack:
         if pieces:
             stack.enter_context(mock.patch.object(routed_experts, "_slices", two_pieces))
-        stack.enter_context(mock.patch("tokenloom.products.FEW_ROWS", few_rows))
+        stack.enter_context(mock.patch.object(experts, "FEW_ROWS", few_rows))
         yield
 
 
@@ -104,7 +103,7 @@ def compare_switch(context: RankContext, name: str, pieces: bool, few_rows: int)
 @pytest.mark.parametrize("pieces", [False, True], ids=["whole", "pieces"])
 @pytest.mark.parametrize("name", SWITCHES)
 def test_same_bits(ranks: Ranks, name: str, pieces: bool) -> None:
-    ranks.run(compare_switch, name, pieces, FEW_ROWS)
+    ranks.run(compare_switch, name, pieces, experts.FEW_ROWS)
 
 
 @pytest.mark.gpu
@@ -205,7 +204,7 @@ def fail_in_piece(context: RankContext, number: int) -> str:
         calls += 1
         if context.rank == 0 and calls == number + 1:
             raise RuntimeError("no memory left")
-        return products_for(*args)
+        return experts.products_for(*args)
 
     (layer,) = layers_of(context, 1)
     x = torch.randn(16, HIDDEN, device=context.device).to(torch.bfloat16).requires_grad_()

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
-from tokenloom.activation import activate_backward
+from tokenloom.activation import activate, activate_backward
 from tokenloom.errors import ShapeMismatch
-from tokenloom.products import products_for
+
+FEW_ROWS = 1024
+"""An expert's, up to which one launch for all experts is faster than one for each."""
+GROUPED_MM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+GROUPED_MM_ALIGNMENT_BYTES = 16
+"""``grouped_mm`` takes row strides that are multiples of this."""
 
 
 def swiglu_experts(
@@ -68,9 +77,9 @@ class _SwigluExperts(torch.autograd.Function):
         host_offsets: list[int] | None,
     ) -> torch.Tensor:
         ctx.products = products = products_for(rows, w1, w2, offsets, host_offsets)
-        hidden, activations = products.swiglu(rows, w1, row_weights)
+        hidden = products.by_weights(rows, w1.transpose(1, 2))
         ctx.save_for_backward(rows, offsets, w1, w2, row_weights, hidden)
-        return products.by_weights(activations, w2.transpose(1, 2))
+        return products.by_weights(activate(hidden, row_weights, offsets[-1:]), w2.transpose(1, 2))
 
     @staticmethod
     @once_differentiable
@@ -84,3 +93,95 @@ class _SwigluExperts(torch.autograd.Function):
         grad_w1 = products.of_weights(grad_hidden, rows) if wants_w1 else None
         grad_w2 = products.of_weights(grad, activations) if wants_w2 else None
         return grad_rows, None, grad_w1, grad_w2, grad_weights if wants_weights else None, None
+
+
+class Products(Protocol):
+    """Matrix products by groups of rows, which somebody has told where the groups are."""
+
+    def by_weights(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """[R, k], [L, k, n] -> [R, n]: each group's rows times its weights; unspecified where no group is."""
+
+    def of_weights(self, left: torch.Tensor, right: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
+        """[R, n], [R, k] -> [L, n, k]: for each group the sum of its rows' outer products, added to ``total``."""
+
+
+class _GroupedProducts:
+    def __init__(self, offsets: torch.Tensor) -> None:
+        self._ends = offsets[1:]
+
+    def by_weights(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return functional.grouped_mm(rows, weights, offs=self._ends)
+
+    def of_weights(self, left: torch.Tensor, right: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
+        found = functional.grouped_mm(left.t(), right, offs=self._ends)
+        return found if total is None else total.add_(found)
+
+
+class _ExpertByExpert:
+    """One product after the other; on GPUs on two streams in turns, so that those that have begun late, because others
+    had taken some SMs, keep no SM idle."""
+
+    def __init__(self, ends: list[int]) -> None:
+        self._spans = [slice(begin, end) for begin, end in pairwise(ends)]
+
+    def by_weights(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = rows.new_empty(len(rows), weights.shape[2])
+        out[self._spans[-1].stop :].zero_()
+        for e, span in self._in_turns(out):
+            torch.mm(rows[span], weights[e], out=out[span])
+        return out
+
+    def of_weights(self, left: torch.Tensor, right: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
+        if total is not None:
+            for e, span in self._in_turns(total):
+                total[e].addmm_(left[span].t(), right[span])
+            return total
+        out = left.new_empty(len(self._spans), left.shape[1], right.shape[1])
+        for e, span in self._in_turns(out):
+            torch.mm(left[span].t(), right[span], out=out[e])
+        return out
+
+    def _in_turns(self, out: torch.Tensor) -> Iterator[tuple[int, slice]]:
+        if not out.is_cuda:
+            yield from enumerate(self._spans)
+            return
+        streams = (torch.cuda.current_stream(out.device), _second_stream(out.device))
+        streams[1].wait_stream(streams[0])
+        for e, span in enumerate(self._spans):
+            with torch.cuda.stream(streams[e % 2]):
+                yield e, span
+        streams[0].wait_stream(streams[1])
+
+
+@cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def products_for(
+    rows: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    offsets: torch.Tensor,
+    host_offsets: list[int] | None = None,
+) -> Products:
+    """How the rows of each expert are multiplied.
+
+    Args:
+        rows: [R, H]; w1: [L, 2I, H]; w2: [L, H, I]. offsets: int32 [L + 1], as for swiglu_experts.
+        host_offsets: the same where they are known on the host, or None.
+    """
+    many = rows.is_cuda and host_offsets is not None and len(rows) >= FEW_ROWS * len(w1)
+    if _grouped_mm_takes(rows, w1, w2) and not many:
+        return _GroupedProducts(offsets)
+    return _ExpertByExpert(offsets.tolist() if host_offsets is None else host_offsets)
+
+
+def _grouped_mm_takes(rows: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> bool:
+    """Whether torch's grouped GEMM accepts these; it refuses float64 and rows that are not 16-byte multiples."""
+    if rows.dtype not in GROUPED_MM_DTYPES or not rows.dtype == w1.dtype == w2.dtype:
+        return False
+    if rows.is_cuda and rows.dtype != torch.bfloat16:
+        return False
+    widths = (w1.shape[2], w1.shape[1], w2.shape[2])
+    return all(width * rows.element_size() % GROUPED_MM_ALIGNMENT_BYTES == 0 for width in widths)

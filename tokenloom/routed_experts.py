@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from tokenloom.activation import activate_backward
+from tokenloom.activation import activate, activate_backward
 from tokenloom.autograd import COMBINE_RANGE, DISPATCH_RANGE, profiler_range
 from tokenloom.backends.base import CombineCall
 from tokenloom.communicator import Communicator, Routed
-from tokenloom.products import FEW_ROWS, Products, products_for
+from tokenloom.experts import FEW_ROWS, Products, products_for
 from tokenloom.strategy import SWAPPED, Strategy
 from tokenloom.streams import Event, tensors_in
 
@@ -172,8 +172,8 @@ class _RoutedExperts(torch.autograd.Function):
             kept = rows if keeps_rows else None
             if kept is not None and comm.backend == "nvlink":  # a view, which the second next dispatch overwrites
                 kept = rows.clone()
-            hidden, activations = products.swiglu(rows, w1, row_weights)
-            y = products.by_weights(activations, w2.transpose(1, 2))
+            hidden = products.by_weights(rows, w1.transpose(1, 2))
+            y = products.by_weights(activate(hidden, row_weights, offsets[-1:]), w2.transpose(1, 2))
             comm._backend.check_combine(routed._handle, y, call)
             return _Piece(tokens, routed._handle, products, offsets, row_weights, hidden, kept), y
 

@@ -29,7 +29,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("communicator",),
     ("autograd", "checks", "agreement", "streams"),
     ("experts",),
-    ("products",),
     ("activation",),
     ("backends", "reference", "gemm"),
     ("kernels.*",),

@@ -16,9 +16,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from tokenloom.bench.train_work import Weights
-from tokenloom.experts import swiglu_experts
+from tokenloom.experts import Products, products_for, swiglu_experts
 from tokenloom.group import RankGroup
-from tokenloom.products import Products, torch_products
 from tokenloom.router import Router, router_logits
 
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -55,7 +54,7 @@ def torch_experts(
     rows: torch.Tensor, offsets: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, row_weights: torch.Tensor
 ) -> torch.Tensor:
     """``grouped_mm`` and torch's SwiGLU: the rival's."""
-    products = torch_products(rows, w1, w2, offsets)
+    products = products_for(rows, w1, w2, offsets)
     gate, up = _Product.apply(rows, w1, products).chunk(2, -1)
     activations = functional.silu(gate) * up * row_weights[:, None].to(rows.dtype)
     return _Product.apply(activations, w2, products)

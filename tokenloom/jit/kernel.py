@@ -60,18 +60,14 @@ class TensorMap(ctypes.Structure):
 
 
 def tensor_map(tensor: torch.Tensor, box: tuple[int, ...], swizzle: bool = False) -> TensorMap:
-    """How TMA finds boxes of a contiguous tensor of 1-byte, bfloat16 or float32 values.
+    """How TMA finds boxes of a contiguous tensor of 1-byte or float32 values.
 
     Args:
         box: its sizes, innermost dimension first.
         swizzle: 128-byte swizzle of the box in shared memory; its innermost dimension then has 128 bytes.
     """
     kinds = load_driver().CUtensorMapDataType
-    kind = {
-        1: kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
-        2: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        4: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
-    }[tensor.itemsize]
+    kind = kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32 if tensor.itemsize == 4 else kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8
     swizzles = load_driver().CUtensorMapSwizzle
     driver = load_driver()
     make_current(tensor.device.index)

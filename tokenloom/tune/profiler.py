@@ -15,8 +15,8 @@ from tokenloom import routing
 from tokenloom.agreement import agree
 from tokenloom.communicator import Communicator, Routed
 from tokenloom.errors import InvalidArgument
+from tokenloom.experts import products_for
 from tokenloom.plan import Plan
-from tokenloom.products import products_for
 from tokenloom.router import Router
 from tokenloom.strategy import COMBINE_STRATEGIES, DISPATCH_STRATEGIES, Strategy
 from tokenloom.tune import choices

@@ -23,27 +23,3 @@ __device__ __forceinline__ uint32 map_to_block(uint32 shared_address, uint32 ran
 __device__ __forceinline__ void mbarrier_arrive_there(uint32 mapped_address) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapped_address) : "memory");
 }
-
-// A word in another block's shared memory, then an arrival there that makes it visible to who waits with
-// mbarrier_wait_cluster.
-__device__ __forceinline__ void store_there(uint32 mapped_address, int32 value) {
-    asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(mapped_address), "r"(value) : "memory");
-}
-
-__device__ __forceinline__ void mbarrier_arrive_release_there(uint32 mapped_address) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(mapped_address) : "memory");
-}
-
-__device__ __forceinline__ void mbarrier_wait_cluster(uint64* barrier, uint32 parity) {
-    uint32 done = 0;
-    while (done == 0)
-        asm volatile(
-            "{\n"
-            ".reg .pred done;\n"
-            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, done;\n"
-            "}\n"
-            : "=r"(done)
-            : "r"(static_cast<uint32>(__cvta_generic_to_shared(barrier))), "r"(parity)
-            : "memory");
-}

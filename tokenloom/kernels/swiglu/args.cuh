@@ -28,3 +28,10 @@ struct SwigluRow {
         store_group<kDtype, kValues>(row + index * 16, values);
     }
 };
+
+// Approximations of the hardware, a few units in the last place of float32, where results are rounded to 16 bits.
+template <int kDtype>
+__device__ __forceinline__ float sigmoid(float x) {
+    if constexpr (kDtype == kFloat32) return __fdiv_rn(1.0f, 1.0f + expf(-x));
+    else return __fdividef(1.0f, 1.0f + __expf(-x));
+}
