@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -78,16 +79,18 @@ def one_step(context: RankContext, all_to_first: bool = False, **options: Any) -
     return found
 
 
-def two_pieces(comm: Any, how: Any, num_tokens: int) -> list[slice]:
-    return [slice(0, num_tokens // 3), slice(num_tokens // 3, num_tokens)]
+def four_pieces(comm: Any, how: Any, num_tokens: int) -> list[slice]:
+    """Unequal ones; of few tokens some are empty."""
+    ends = [0, num_tokens // 3, num_tokens // 2, num_tokens * 7 // 8, num_tokens]
+    return [slice(*span) for span in pairwise(ends)]
 
 
 @contextmanager
 def forced(pieces: bool, few_rows: int = experts.FEW_ROWS) -> Iterator[None]:
-    """Many tokens: they go in two pieces, and experts are multiplied one by one."""
+    """Many tokens: they go in pieces, and experts are multiplied one by one."""
     with ExitStack() as stack:
         if pieces:
-            stack.enter_context(mock.patch.object(routed_experts, "_slices", two_pieces))
+            stack.enter_context(mock.patch.object(routed_experts, "_slices", four_pieces))
         stack.enter_context(mock.patch.object(experts, "FEW_ROWS", few_rows))
         yield
 
@@ -118,7 +121,7 @@ def compare_pieces(context: RankContext, options: dict[str, Any]) -> None:
     with forced(pieces=True):
         pieces = one_step(context, **options)
     for key, value in whole.items():
-        # Rows are multiplied alike; gradients of weights are two sums, the first of which is rounded.
+        # Rows are multiplied alike; gradients of weights are four sums, each rounded.
         limit = 0.0 if key == "out" or not value.numel() else 2**-6 * float(value.abs().max())
         torch.testing.assert_close(pieces[key], value, rtol=0, atol=limit, msg=lambda text, k=key: f"{k}: {text}")
 
@@ -131,18 +134,21 @@ def test_pieces_are_the_whole(ranks: Ranks, redispatch: bool) -> None:
 def count_pieces(context: RankContext) -> list[int]:
     (layer,) = layers_of(context, 1)
     how = routed_experts.HowToRun(layer.strategy)
-    few = len(routed_experts._slices(layer.comm, how, 5))
-    with mock.patch.object(routed_experts, "FEW_ROWS", 1):
-        many = len(routed_experts._slices(layer.comm, how, 0))
-        bounded = len(routed_experts._slices(layer.comm, replace(how, pool_rows=9), 5))
+    rows = layer.comm.plan.max_tokens_per_rank * TOP_K // layer.comm.plan.experts_per_rank
+    counts = []
+    for few, tokens, pool_rows in ((rows, 5, None), (rows // 2, 5, None), (rows // 4, 0, None), (1, 5, 9)):
+        with mock.patch.object(routed_experts, "FEW_ROWS", few):
+            slices = routed_experts._slices(layer.comm, replace(how, pool_rows=pool_rows), tokens)
+        assert [index for span in slices for index in range(tokens)[span]] == list(range(tokens))
+        counts.append(len(slices))
     layer.comm.close()
-    return [few, many, bounded]
+    return counts
 
 
 @pytest.mark.gpu
 def test_many_tokens_go_in_pieces(hoppers: Ranks) -> None:
     """On a rank that has none, too. What the comparisons above force does happen."""
-    assert hoppers.run(count_pieces) == [[1, 2, 1]] * hoppers.num_ranks
+    assert hoppers.run(count_pieces) == [[1, 2, 3, 1]] * hoppers.num_ranks
 
 
 def keep_x(context: RankContext) -> None:
@@ -221,7 +227,7 @@ def fail_in_piece(context: RankContext, number: int) -> str:
     return type(caught.value).__name__
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
 def test_a_fault_in_a_piece(ranks: Ranks, number: int) -> None:
     """The other ranks hear of it, though a transfer of the piece before is still on its way."""
     found = ranks.run(fail_in_piece, number)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from typing import Any, Protocol
@@ -118,39 +118,49 @@ class _GroupedProducts:
 
 
 class _ExpertByExpert:
-    """One product after the other; on GPUs on two streams in turns, so that those that have begun late, because others
-    had taken some SMs, keep no SM idle."""
+    """One product after the other; on GPUs half of them on a second stream, so that those that have begun late,
+    because others had taken some SMs, keep no SM idle."""
 
     def __init__(self, ends: list[int]) -> None:
-        self._spans = [slice(begin, end) for begin, end in pairwise(ends)]
+        self._end = ends[-1]
+        self._counts = [end - begin for begin, end in pairwise(ends)]
 
     def by_weights(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         out = rows.new_empty(len(rows), weights.shape[2])
-        out[self._spans[-1].stop :].zero_()
-        for e, span in self._in_turns(out):
-            torch.mm(rows[span], weights[e], out=out[span])
+        out[self._end :].zero_()
+        self._for_each(torch.mm, self._parts(rows), weights.unbind(), self._parts(out))
         return out
 
     def of_weights(self, left: torch.Tensor, right: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
-        if total is not None:
-            for e, span in self._in_turns(total):
-                total[e].addmm_(left[span].t(), right[span])
-            return total
-        out = left.new_empty(len(self._spans), left.shape[1], right.shape[1])
-        for e, span in self._in_turns(out):
-            torch.mm(left[span].t(), right[span], out=out[e])
+        out = total
+        if out is None:
+            out = left.new_empty(len(self._counts), left.shape[1], right.shape[1])
+        lefts = left[: self._end].t().split(self._counts, 1)
+        self._for_each(torch.mm if total is None else _add_mm, lefts, self._parts(right), out.unbind())
         return out
 
-    def _in_turns(self, out: torch.Tensor) -> Iterator[tuple[int, slice]]:
-        if not out.is_cuda:
-            yield from enumerate(self._spans)
+    def _parts(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return rows[: self._end].split(self._counts)
+
+    @staticmethod
+    def _for_each(multiply: Callable[..., object], *operands: tuple[torch.Tensor, ...]) -> None:
+        """``multiply(left, right, out=out)`` of each expert. The host does little for one, for small ones are fast."""
+        products, device = list(zip(*operands, strict=True)), operands[-1][0].device
+        if device.type != "cuda":
+            for left, right, out in products:
+                multiply(left, right, out=out)
             return
-        streams = (torch.cuda.current_stream(out.device), _second_stream(out.device))
+        streams = (torch.cuda.current_stream(device), _second_stream(device))
         streams[1].wait_stream(streams[0])
-        for e, span in enumerate(self._spans):
-            with torch.cuda.stream(streams[e % 2]):
-                yield e, span
+        for number, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                for left, right, out in products[number::2]:
+                    multiply(left, right, out=out)
         streams[0].wait_stream(streams[1])
+
+
+def _add_mm(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    out.addmm_(left, right)
 
 
 @cache

@@ -1,17 +1,21 @@
 """Dispatch, experts, combine and all their gradients as one node of autograd, which orders them so that the links and
 the products work at the same time.
 
-Many tokens go in two pieces, since a communicator has two receive regions: one piece travels while the experts compute
-the other. In backward, the gradients of weights are computed last, while those of rows come home. What travels is on a
-stream of the communicator's. Without overlap the same happens in the same pieces on one stream: the same bits.
+Many tokens go in pieces: one travels while the experts compute another. The first and the last are small, since
+nothing is computed while rows of the first arrive and sums of the last come home. In backward, the gradients of
+weights are computed last, while those of rows come home. What travels is on a stream of the communicator's; a
+communicator has two receive regions, so a dispatch waits until the rows of the second last one have been used. Without
+overlap the same happens in the same pieces on one stream: the same bits.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -127,14 +131,22 @@ class _Piece:
     rows: torch.Tensor | None
 
 
+NUM_REGIONS = 2
+"""That a communicator receives rows in, by turns."""
+SHARES = ((1, 2, 1), (1, 1), (1,))
+"""Of the tokens, of each piece: the first of these whose pieces all have many rows for each expert."""
+
+
 def _slices(comm: Communicator, how: HowToRun, num_tokens: int) -> list[slice]:
     """Of the tokens: as many on every rank. Dense sums always travel as M tokens: there it is one piece."""
     plan = comm.plan
-    many = plan.max_tokens_per_rank * plan.top_k >= 2 * FEW_ROWS * plan.experts_per_rank
     dense = "reduce_scatter" in (how.strategy.combine, SWAPPED[how.strategy.dispatch])
-    if not many or dense or comm.backend != "nvlink" or how.pool_rows is not None:
+    if dense or comm.backend != "nvlink" or how.pool_rows is not None:
         return [slice(0, num_tokens)]
-    return [slice(0, num_tokens // 2), slice(num_tokens // 2, num_tokens)]
+    rows = plan.max_tokens_per_rank * plan.top_k // plan.experts_per_rank
+    shares = next(shares for shares in SHARES if rows // sum(shares) >= FEW_ROWS or len(shares) == 1)
+    ends = [num_tokens * end // sum(shares) for end in accumulate(shares, initial=0)]
+    return [slice(*span) for span in pairwise(ends)]
 
 
 class _RoutedExperts(torch.autograd.Function):
@@ -154,11 +166,11 @@ class _RoutedExperts(torch.autograd.Function):
         needs = [grad_enabled and wanted for wanted in ctx.needs_input_grad[:4]]
         links = _Links(comm, how.overlap)
         keeps_rows = any(needs) and not how.redispatch_in_backward
-        begin = links.mark()
+        computed = [links.mark()] * 2  # before the first piece, twice; then behind each
 
-        def dispatch(tokens: slice) -> tuple[Routed, _Transfer]:
-            given = (x[tokens], topk_ids[tokens], topk_weights[tokens])
-            with links.transfer(given, begin) as transfer:
+        def dispatch(number: int) -> tuple[Routed, _Transfer]:
+            given = (x[slices[number]], topk_ids[slices[number]], topk_weights[slices[number]])
+            with links.transfer(given, computed[number]) as transfer:
                 options = (how.pool_rows, how.strategy.dispatch, (needs[0], needs[1]))
                 routed = comm._dispatch_rows(*given, *options)
                 transfer.results.append(routed)
@@ -188,17 +200,17 @@ class _RoutedExperts(torch.autograd.Function):
             return torch.empty_like(x) if len(slices) > 1 else x
 
         out = comm._report_fault("dispatch", prepare)
-        routed, arrival = dispatch(slices[0])
+        routed, arrival = dispatch(0)
         pieces: list[_Piece] = []
         homecomings: list[_Transfer] = []
         for i, tokens in enumerate(slices):
             arrival.wait()
             more = i + 1 < len(slices)
             piece, y = comm._report_fault("dispatch" if more else "combine", partial(compute, tokens, routed))
-            computed = links.mark()
+            computed.append(links.mark())
             if more:
-                routed, arrival = dispatch(slices[i + 1])
-            with links.transfer((y, piece.handle, out), computed) as transfer, profiler_range(COMBINE_RANGE):
+                routed, arrival = dispatch(i + 1)
+            with links.transfer((y, piece.handle, out), computed[-1]) as transfer, profiler_range(COMBINE_RANGE):
                 comm._backend.open_combine(piece.handle, call)
                 home = comm._backend.combine(piece.handle, y, None, call)
                 if len(slices) == 1:
@@ -225,13 +237,25 @@ class _RoutedExperts(torch.autograd.Function):
         of_tokens: list[torch.Tensor] = []
         grad_w1: torch.Tensor | None = None
         grad_w2: torch.Tensor | None = None
-        begin = links.mark()
+        swapped = SWAPPED[how.strategy.combine]
+        journeys = deque((piece, grad, swapped) for piece in pieces)
+        if x is not None:  # on all ranks, whoever wants the gradient of w1
+            journeys.extend((piece, x, how.strategy.dispatch) for piece in pieces)
+        under_way: deque[tuple[torch.Tensor, _Transfer]] = deque()
 
-        def dispatch(piece: _Piece, values: torch.Tensor, strategy: str, after: Any) -> tuple[torch.Tensor, _Transfer]:
+        def dispatch_next(after: torch.cuda.Event | None) -> None:
+            if not journeys:
+                return
+            piece, values, strategy = journeys.popleft()
             with links.transfer((values, piece.handle), after) as transfer, profiler_range(DISPATCH_RANGE):
                 rows = backend.dispatch_again(piece.handle, values[piece.tokens], strategy)
                 transfer.results.append(rows)
-            return rows, transfer
+            under_way.append((rows, transfer))
+
+        def next_rows() -> torch.Tensor:
+            rows, transfer = under_way.popleft()
+            transfer.wait()
+            return rows
 
         def bring_home(piece: _Piece, grad_rows: torch.Tensor | None, grad_row_weights: torch.Tensor) -> _Transfer:
             inputs = (grad_rows, grad_row_weights, piece.handle, grad_x)
@@ -246,30 +270,31 @@ class _RoutedExperts(torch.autograd.Function):
                     transfer.results.append(of_tokens[-1])
             return transfer
 
-        swapped = SWAPPED[how.strategy.combine]
-        grad_out, arrival = dispatch(pieces[0], grad, swapped, begin)
+        begin = links.mark()
+        for _ in pieces[:NUM_REGIONS]:
+            dispatch_next(begin)
         waited: list[_Transfer] = []
-        for_w1: list[tuple[_Piece, torch.Tensor, torch.Tensor, _Transfer]] = []
-        for i, piece in enumerate(pieces):
-            arrival.wait()
-            own_grad_out, products = grad_out, piece.products
+        for_w1: list[tuple[_Piece, torch.Tensor]] = []
+        for piece in pieces:
+            grad_out, products = next_rows(), piece.products
             activations, grad_hidden, grad_row_weights = activate_backward(
-                piece.hidden, piece.row_weights, piece.offsets[-1:], products.by_weights(own_grad_out, w2)
+                piece.hidden, piece.row_weights, piece.offsets[-1:], products.by_weights(grad_out, w2)
             )
             grad_rows = products.by_weights(grad_hidden, w1) if wants_x else None
-            if i + 1 < len(pieces):
-                grad_out, arrival = dispatch(pieces[i + 1], grad, swapped, begin)
             waited.append(bring_home(piece, grad_rows, grad_row_weights))
             if wants_w2:
-                grad_w2 = products.of_weights(own_grad_out, activations, grad_w2)
-            if x is not None:  # over the gradients' rows, which are done with; on all ranks, whoever wants w1's
-                for_w1.append((piece, grad_hidden, *dispatch(piece, x, how.strategy.dispatch, links.mark())))
+                grad_w2 = products.of_weights(grad_out, activations, grad_w2)
+            del grad_out, activations, grad_rows
+            dispatch_next(links.mark())
+            if x is not None:
+                for_w1.append((piece, grad_hidden))
             elif piece.rows is not None and wants_w1:
                 grad_w1 = products.of_weights(grad_hidden, piece.rows, grad_w1)
-        for piece, grad_hidden, rows, arrival in for_w1:
-            arrival.wait()
+        for piece, grad_hidden in for_w1:
+            rows = next_rows()
             if wants_w1:
                 grad_w1 = piece.products.of_weights(grad_hidden, rows, grad_w1)
+            dispatch_next(links.mark())
         for transfer in waited:
             transfer.wait()
         grad_weights = torch.cat(of_tokens) if wants_weights else None
