@@ -263,7 +263,7 @@ class Communicator:
         def work() -> Routed:
             with autograd.profiler_range(autograd.DISPATCH_RANGE):
                 call, tensors = self._report_fault("dispatch", checked)
-                handle = self._backend.open_dispatch(call, tensors)
+                handle = self._backend.open_dispatch(call, tensors)()
                 rows, weights = autograd.dispatch(self._backend, handle, tensors.x, tensors.topk_weights)
                 return self._routed(handle, rows, weights, topk_ids.dtype)
 
@@ -283,7 +283,7 @@ class Communicator:
             )
             return routed, self._side_stream.event(results)
 
-    def _dispatch_rows(
+    def _begin_dispatch(
         self,
         x: torch.Tensor,
         topk_ids: torch.Tensor,
@@ -291,8 +291,11 @@ class Communicator:
         capacity: int | None,
         strategy: str,
         need_grads: tuple[bool, bool],
-    ) -> Routed:
+    ) -> Callable[[], Routed]:
         """Layout "expert" for who writes the gradients himself: rows may be a view, used before the second next.
+
+        Returns:
+            To be called before any other call of this communicator: waits until counts are known, if they are wanted.
 
         Args:
             capacity: of bounded sizes, or None for exact ones.
@@ -310,8 +313,14 @@ class Communicator:
 
         with autograd.profiler_range(autograd.DISPATCH_RANGE):
             call, tensors = self._report_fault("dispatch", checked)
-            handle = self._backend.open_dispatch(call, tensors)
-            return self._routed(handle, self._backend.dispatch(handle, x), handle.topk_weights, topk_ids.dtype)
+            opened = self._backend.open_dispatch(call, tensors)
+
+        def finish() -> Routed:
+            with autograd.profiler_range(autograd.DISPATCH_RANGE):
+                handle = opened()
+                return self._routed(handle, self._backend.dispatch(handle, x), handle.topk_weights, topk_ids.dtype)
+
+        return finish
 
     def _checked_input(
         self, x: Any, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None, copy: bool, to_fp8: bool
@@ -449,13 +458,17 @@ class Communicator:
             out = work()
             return out, self._side_stream.event((out,))
 
-    def _report_fault(self, call: str, check: Callable[[], Result]) -> Result:
-        """A check's result. What it raises is raised here once the other ranks know that this call failed."""
+    def _report_fault(self, call: str, check: Callable[[], Result], more: bool = False) -> Result:
+        """A check's result. What it raises is raised here once the other ranks know that this call failed.
+
+        Args:
+            more: a rank that need not wait for the outcome of this call opens one more before it raises.
+        """
         try:
             return check()
         except Exception as fault:
             self._side_stream.join()  # calls on it come first
-            self._backend.report_fault(call, fault)
+            self._backend.report_fault(call, fault, more)
             raise
 
     def _begin(self) -> None:

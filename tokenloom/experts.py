@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from tokenloom.activation import activate, activate_backward
 from tokenloom.errors import ShapeMismatch
+from tokenloom.streams import on_stream
 
 FEW_ROWS = 1024
 """An expert's, up to which one launch for all experts is faster than one for each."""
@@ -127,7 +128,8 @@ class _ExpertByExpert:
 
     def by_weights(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         out = rows.new_empty(len(rows), weights.shape[2])
-        out[self._end :].zero_()
+        if len(out) > self._end:
+            out[self._end :].zero_()
         self._for_each(torch.mm, self._parts(rows), weights.unbind(), self._parts(out))
         return out
 
@@ -153,7 +155,7 @@ class _ExpertByExpert:
         streams = (torch.cuda.current_stream(device), _second_stream(device))
         streams[1].wait_stream(streams[0])
         for number, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
+            with on_stream(stream):
                 for left, right, out in products[number::2]:
                     multiply(left, right, out=out)
         streams[0].wait_stream(streams[1])

@@ -168,15 +168,30 @@ class _RoutedExperts(torch.autograd.Function):
         keeps_rows = any(needs) and not how.redispatch_in_backward
         computed = [links.mark()] * 2  # before the first piece, twice; then behind each
 
-        def dispatch(number: int) -> tuple[Routed, _Transfer]:
+        def begin_dispatch(number: int) -> Callable[[], tuple[Routed, _Transfer]]:
+            """What it returns is called before anything else travels."""
             given = (x[slices[number]], topk_ids[slices[number]], topk_weights[slices[number]])
-            with links.transfer(given, computed[number]) as transfer:
+            with links.transfer(given, computed[number]):
                 options = (how.pool_rows, how.strategy.dispatch, (needs[0], needs[1]))
-                routed = comm._dispatch_rows(*given, *options)
-                transfer.results.append(routed)
-            return routed, transfer
+                begun = comm._begin_dispatch(*given, *options)
 
-        def compute(tokens: slice, routed: Routed) -> tuple[_Piece, torch.Tensor]:
+            def finish() -> tuple[Routed, _Transfer]:
+                with links.transfer((), computed[number]) as transfer:
+                    routed = begun()
+                    transfer.results.append(routed)
+                return routed, transfer
+
+            return finish
+
+        def compute(tokens: slice, routed: Routed, finish: Callable[[], Any] | None) -> tuple[_Piece, torch.Tensor]:
+            try:
+                return experts_of(tokens, routed)
+            except Exception:
+                if finish is not None:  # as the others do, who do not know yet
+                    finish()
+                raise
+
+        def experts_of(tokens: slice, routed: Routed) -> tuple[_Piece, torch.Tensor]:
             rows, offsets = routed.tokens, routed.expert_offsets
             assert offsets is not None
             products = products_for(rows, w1, w2, offsets, routed._handle.host_offsets)
@@ -200,16 +215,18 @@ class _RoutedExperts(torch.autograd.Function):
             return torch.empty_like(x) if len(slices) > 1 else x
 
         out = comm._report_fault("dispatch", prepare)
-        routed, arrival = dispatch(0)
+        routed, arrival = begin_dispatch(0)()
         pieces: list[_Piece] = []
         homecomings: list[_Transfer] = []
         for i, tokens in enumerate(slices):
-            arrival.wait()
+            # The host is ahead of the experts by the next dispatch, so that they need not wait for it.
             more = i + 1 < len(slices)
-            piece, y = comm._report_fault("dispatch" if more else "combine", partial(compute, tokens, routed))
+            finish = begin_dispatch(i + 1) if more else None
+            arrival.wait()
+            piece, y = comm._report_fault("combine", partial(compute, tokens, routed, finish), more)
             computed.append(links.mark())
-            if more:
-                routed, arrival = dispatch(i + 1)
+            if finish is not None:
+                routed, arrival = finish()
             with links.transfer((y, piece.handle, out), computed[-1]) as transfer, profiler_range(COMBINE_RANGE):
                 comm._backend.open_combine(piece.handle, call)
                 home = comm._backend.combine(piece.handle, y, None, call)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import is_dataclass
 
 import torch
 
@@ -22,9 +21,8 @@ class Event:
 
     def _record(self, results: tuple[torch.Tensor | None, ...]) -> None:
         """Mark the end of the work on the current stream."""
-        self._done = torch.cuda.Event()
-        self._done.record()
         self._device = torch.cuda.current_device()
+        self._done = torch.cuda.current_stream(self._device).record_event()
         self._results = tuple(result for result in results if result is not None)
 
     def wait(self) -> None:
@@ -46,15 +44,34 @@ class Event:
         return self._done is None or self._done.query()
 
 
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
+def tensors_in(value: object) -> list[torch.Tensor]:
     """Tensors, those in tuples and those in dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple):
-        for each in value:
-            yield from tensors_in(each)
-    elif is_dataclass(value):
-        yield from tensors_in(tuple(vars(value).values()))
+    found: list[torch.Tensor] = []
+    values = [value]
+    while values:
+        value = values.pop()
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, tuple):
+            values.extend(reversed(value))
+        elif hasattr(type(value), "__dataclass_fields__"):
+            values.extend(reversed(vars(value).values()))
+    return found
+
+
+@contextmanager
+def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    """As ``torch.cuda.stream``, which takes the host 20 us; on the current device 3."""
+    if torch.cuda.current_device() != stream.device_index:
+        with torch.cuda.stream(stream):
+            yield
+        return
+    before = torch.cuda.current_stream(stream.device_index)
+    torch.cuda.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(before)
 
 
 class SideStream:
@@ -84,7 +101,7 @@ class SideStream:
         for tensor in tensors_in(inputs):
             if tensor.is_cuda:
                 tensor.record_stream(self._stream)
-        with torch.cuda.stream(self._stream):
+        with on_stream(self._stream):
             yield
 
     def join(self) -> None:

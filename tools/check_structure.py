@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("mega_nvlink",),
     ("mega_reference",),
     ("communicator",),
-    ("autograd", "checks", "agreement", "streams"),
+    ("autograd", "checks", "agreement"),
     ("experts",),
     ("activation",),
     ("backends", "reference", "gemm"),
@@ -37,7 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("jit", "device"),
     ("tune", "tune.choices", "tune.mega"),
     ("router", "routing", "quant", "saved", "compiled", "main_grads"),
-    ("plan", "group", "env", "strategy"),
+    ("plan", "group", "env", "strategy", "streams"),
     ("errors",),
     ("_version",),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -126,11 +127,16 @@ class Backend(Protocol):
     def check_combine(self, handle: Any, y: torch.Tensor, call: CombineCall) -> None:
         """Raise for what this backend cannot do, beyond what checks.py refuses. Not collective."""
 
-    def report_fault(self, call: str, fault: Exception) -> None:
-        """Tell the other ranks, which are opening a call too, that this one failed here; theirs raise PeerError."""
+    def report_fault(self, call: str, fault: Exception, more: bool = False) -> None:
+        """Tell the other ranks, which are opening a call too, that this one failed here; theirs raise PeerError.
 
-    def open_dispatch(self, call: DispatchCall, tensors: DispatchInput) -> Any:
-        """Exchange counts and metadata, make the row maps: a Handle."""
+        Args:
+            more: a rank that need not wait for the outcome of this call opens one more before it raises.
+        """
+
+    def open_dispatch(self, call: DispatchCall, tensors: DispatchInput) -> Callable[[], Any]:
+        """Begin to exchange counts and metadata. What it returns, called once before any other call is opened, waits
+        for what the host has to know of them and gives a Handle."""
 
     def open_combine(self, handle: Any, call: CombineCall) -> None:
         """Make sure that all ranks call the same combine."""
@@ -138,7 +144,7 @@ class Backend(Protocol):
     def dispatch(self, handle: Any, x: torch.Tensor) -> torch.Tensor:
         """Send the x that ``open_dispatch`` was given, [T, H] -> rows; places that hold no row are zero.
 
-        Follows its ``open_dispatch`` at once. With ``DispatchCall.to_fp8`` rows are the quantised x.
+        Follows its Handle at once. With ``DispatchCall.to_fp8`` rows are the quantised x.
         """
 
     def combine(

@@ -8,7 +8,9 @@ both size modes, and calls cannot be captured into CUDA graphs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -119,10 +121,10 @@ class CollectiveBackend:
     def check_combine(self, handle: CollectiveHandle, y: torch.Tensor, call: CombineCall) -> None:
         """Nothing beyond checks.py."""
 
-    def report_fault(self, call: str, fault: Exception) -> None:
+    def report_fault(self, call: str, fault: Exception, more: bool = False) -> None:
         self._exchange({"call": call}, None, fault)
 
-    def open_dispatch(self, call: DispatchCall, tensors: DispatchInput) -> CollectiveHandle:
+    def open_dispatch(self, call: DispatchCall, tensors: DispatchInput) -> Callable[[], CollectiveHandle]:
         plan = self.plan
         send = routing.send_map(tensors.topk_ids, plan)
         fields = dispatch_fields(self._num_dispatches, call, tensors)
@@ -136,7 +138,7 @@ class CollectiveBackend:
             tensors = replace(tensors, x=q, scales=scales)
             # For dispatch(), which follows at once. The handle would keep it as long as the autograd graph lives.
             self._quantised = q
-        return self._make_handle(call, tensors, send, rows, routes)
+        return partial(self._make_handle, call, tensors, send, rows, routes)
 
     def open_combine(self, handle: CollectiveHandle, call: CombineCall) -> None:
         self._exchange(combine_fields(handle.number, call))

@@ -15,9 +15,9 @@ import torch
 
 from tokenloom import routing
 from tokenloom.backends.base import CombineCall, DispatchCall, DispatchInput, RoutedCounts
-from tokenloom.backends.calls import Calls
+from tokenloom.backends.calls import FOLLOWS_A_FAULT, Calls
 from tokenloom.backends.exchange import Field, combine_fields, dispatch_fields
-from tokenloom.backends.received import NvlinkHandle, Region
+from tokenloom.backends.received import BY_PLACE, BY_ROW, NvlinkHandle, Region
 from tokenloom.backends.regions import (
     data_regions,
     gather_regions,
@@ -144,9 +144,11 @@ class NvlinkBackend:
                 "sizes='bounded' and a Communicator without checked"
             )
 
-    def report_fault(self, call: str, fault: Exception) -> None:
+    def report_fault(self, call: str, fault: Exception, more: bool = False) -> None:
         """Open the call with a status, which all ranks see."""
         self.calls.report_fault(call, fault)
+        if more and not self.checked and not torch.cuda.is_current_stream_capturing():
+            self.calls.agree({"call": call}, status=FOLLOWS_A_FAULT)
 
     def check(self, wait: bool) -> None:
         """Raise what earlier calls left behind; with ``wait`` of all calls and graph replays, finished first."""
@@ -190,12 +192,13 @@ class NvlinkBackend:
 
     # -- dispatch -------------------------------------------------------------------------------------------
 
-    def open_dispatch(self, call: DispatchCall, tensors: DispatchInput) -> NvlinkHandle:
+    def open_dispatch(self, call: DispatchCall, tensors: DispatchInput) -> Callable[[], NvlinkHandle]:
         room = self._room if call.layout == "expert" else self.plan.worst_case_rows("token")
         limit = room if call.capacity is None else min(call.capacity, room)
-        exact = call.sizes == "exact"
-        handle = self._start_dispatch(call, tensors, limit)
-        if not exact:
+        return partial(self._opened, self._start_dispatch(call, tensors, limit), call, tensors, limit)
+
+    def _opened(self, handle: NvlinkHandle, call: DispatchCall, tensors: DispatchInput, limit: int) -> NvlinkHandle:
+        if call.sizes != "exact":
             if self.checked:
                 try:
                     self.calls.settle(0)
@@ -204,8 +207,10 @@ class NvlinkBackend:
             assert handle.rows is not None
             too_short = call.capacity is not None and len(handle.rows) < call.capacity
             if too_short or tensors.own_outputs is True:
-                return self._own(handle, call.capacity)
-            return self._own_but_rows(handle) if tensors.own_outputs else handle
+                self._own(handle, call.capacity)
+            elif tensors.own_outputs:
+                self._own_but_rows(handle)
+            return handle
         counts = self.calls.await_counts(self._host_counts)
         if counts is None or self.checked:
             try:
@@ -221,10 +226,12 @@ class NvlinkBackend:
                 raise CapacityOverflow(overflow.needed, call.capacity or limit, sent=False) from None
             return self._dispatch_by_way_of_token(call, tensors)
         assert counts is not None, "settle has raised what the call found"
-        handle = self._exact(handle, counts)
+        self._cut_to_size(handle, counts)
         if tensors.own_outputs == "but rows":
-            return self._own_but_rows(handle)
-        return self._own(handle) if tensors.own_outputs else handle
+            self._own_but_rows(handle)
+        elif tensors.own_outputs:
+            self._own(handle)
+        return handle
 
     def _start_dispatch(self, call: DispatchCall, tensors: DispatchInput, capacity: int) -> NvlinkHandle:
         plan, x, topk_ids = self.plan, _aligned(tensors.x), _aligned(tensors.topk_ids)
@@ -330,44 +337,38 @@ class NvlinkBackend:
             self._regions[number, row_dtype] = found
         return found
 
-    def _exact(self, handle: NvlinkHandle, counts: list[int]) -> NvlinkHandle:
-        """The handle with outputs of their exact size."""
+    def _cut_to_size(self, handle: NvlinkHandle, counts: list[int]) -> None:
+        """Outputs get their exact size."""
         num_ranks = self.plan.num_ranks
         num_rows, received = counts[0], sum(counts[1 : 1 + num_ranks])
-        handle = replace(handle, counts=replace(handle.counts, num_rows=num_rows))
+        handle.counts = replace(handle.counts, num_rows=num_rows)
         if handle.call.layout == "rank":
-            return handle
-        assert handle.rows is not None
+            return
         if handle.call.layout == "expert":
             handle.host_offsets = counts[1 + num_ranks + self.plan.experts_per_rank :]
-        return replace(
-            handle,
-            rows=handle.rows[:num_rows],
-            scales=None if handle.scales is None else handle.scales[:num_rows],
-            topk_ids=handle.topk_ids[:received],
-            topk_weights=None if handle.topk_weights is None else handle.topk_weights[:received],
-            local_ids=handle.local_ids[:received],
-            row_places=handle.row_places[:received],
-            row_tokens=handle.row_tokens[:received],
-        )
+        for names, length in ((BY_PLACE, num_rows), (BY_ROW, received)):
+            for name in names:
+                tensor = getattr(handle, name)
+                if tensor is not None:
+                    setattr(handle, name, tensor[:length])
 
-    def _own_but_rows(self, handle: NvlinkHandle) -> NvlinkHandle:
-        return replace(self._own(replace(handle, rows=None)), rows=handle.rows)
+    def _own_but_rows(self, handle: NvlinkHandle) -> None:
+        rows, handle.rows = handle.rows, None
+        self._own(handle)
+        handle.rows = rows
 
-    def _own(self, handle: NvlinkHandle, num_places: int | None = None) -> NvlinkHandle:
-        """The handle with tensors of its own instead of views of the region, of ``num_places`` rows if given."""
-
-        def own(tensor: torch.Tensor | None, num_rows: int | None) -> torch.Tensor | None:
-            if tensor is None or num_rows is None or num_rows <= len(tensor):
-                return None if tensor is None else tensor.clone()
-            return torch.cat([tensor, tensor.new_zeros(num_rows - len(tensor), tensor.shape[1])])
-
-        names = ("rows", "scales", "topk_ids", "topk_weights", "local_ids", "row_places", "row_tokens")
-        by_place = names[:2] if handle.call.layout == "expert" else names[:4]
-        copies: dict[str, Any] = {
-            name: own(getattr(handle, name), num_places if name in by_place else None) for name in names
-        }
-        return replace(handle, reused_after=None, **copies)
+    def _own(self, handle: NvlinkHandle, num_places: int | None = None) -> None:
+        """Tensors of its own instead of views of the region, of ``num_places`` rows if given."""
+        by_place = BY_PLACE if handle.call.layout == "expert" else (*BY_PLACE, "topk_ids", "topk_weights")
+        for name in (*BY_PLACE, *BY_ROW):
+            tensor = getattr(handle, name)
+            if tensor is None:
+                continue
+            own = tensor.clone()
+            if num_places is not None and name in by_place and num_places > len(own):
+                own = torch.cat([own, own.new_zeros(num_places - len(own), own.shape[1])])
+            setattr(handle, name, own)
+        handle.reused_after = None
 
     def _dispatch_by_way_of_token(self, call: DispatchCall, tensors: DispatchInput) -> NvlinkHandle:
         """Layout "expert" of any size: rows arrive one per (token, rank), which always fits, and are spread here."""
@@ -375,7 +376,7 @@ class NvlinkBackend:
         plain = replace(call, layout="token", alignment=1, capacity=None, strategy="dedup")
         handle = self._start_dispatch(plain, tensors, self.plan.worst_case_rows("token"))
         self.calls.settle(0)
-        handle = self._exact(handle, handle.counts_row.tolist())
+        self._cut_to_size(handle, handle.counts_row.tolist())
         from_each, of_each = handle.counts.source_counts.tolist(), handle.counts.expert_counts.tolist()
         placement = routing.place_by_expert(from_each, of_each, call.alignment, handle.local_ids)
 
@@ -384,8 +385,9 @@ class NvlinkBackend:
             return routing.scatter_rows(rows, placement.positions, placement.num_places)
 
         offsets = torch.tensor(placement.offsets, dtype=torch.int32, device=handle.given_ids.device)
+        self._own(handle)
         handle = replace(
-            self._own(handle),
+            handle,
             call=call,
             counts=replace(handle.counts, num_rows=placement.num_rows, expert_offsets=offsets),
             rows=spread(handle.rows),

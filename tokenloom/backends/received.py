@@ -10,6 +10,10 @@ from tokenloom.backends.base import DispatchCall, RoutedCounts
 from tokenloom.plan import FP8_BLOCK, Plan
 from tokenloom.symmetric import SymmetricBuffer
 
+BY_PLACE = ("rows", "scales")
+BY_ROW = ("topk_ids", "topk_weights", "local_ids", "row_places", "row_tokens")
+"""Tensors of a handle that lie in a receive region: a value for each place of the output, or for each received row."""
+
 
 @dataclass
 class NvlinkHandle:
