@@ -85,7 +85,7 @@ def test_build_compiles_once(first_build: tuple[Path, subprocess.CompletedProces
 def test_what_is_built_is_what_a_communicator_asks_for(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A build would be useless if a first call compiled all the same."""
     from tokenloom.backends.regions import home_weight_values
-    from tokenloom.kernels.combine.launch import combine_spec
+    from tokenloom.kernels.combine.launch import combine_spec, presum_spec
     from tokenloom.kernels.dispatch.launch import dispatch_spec
 
     monkeypatch.setenv("TOKENLOOM_CACHE_DIR", str(filled))
@@ -95,11 +95,17 @@ def test_what_is_built_is_what_a_communicator_asks_for(filled: Path, monkeypatch
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             cache.get(dispatch_spec(plan, layout, 128 * dtype.itemsize, 0)[0])
             cache.get(combine_spec(plan, layout, dtype, dtype, dtype)[0])
+            cache.get(dispatch_spec(plan, "expert", 128 * dtype.itemsize, 0, strategy="all_to_all")[0])
         cache.get(dispatch_spec(plan, layout, 128, 1)[0])
         for quantize in ("any scale", "power of two"):
             cache.get(dispatch_spec(plan, layout, 128, 1, quantize, torch.bfloat16)[0])
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        cache.get(combine_spec(plan, "expert", dtype, dtype, dtype, "per_route")[0])
+        cache.get(dispatch_spec(plan, "expert", 128 * dtype.itemsize, 0, strategy="all_gather")[0])
+        cache.get(combine_spec(plan, "token", dtype, dtype, dtype, dense=True)[0])
+        for weighted in (False, True):
+            for mode in ("per_rank", "per_route"):
+                cache.get(combine_spec(plan, "expert", dtype, dtype, dtype, mode, weighted=weighted)[0])
+            cache.get(presum_spec(plan, dtype, dtype, weighted)[0])
     for layout in ("token", "rank"):
         cache.get(combine_spec(plan, layout, *[torch.float32] * 3, "per_rank", home_weight_values(plan))[0])
 

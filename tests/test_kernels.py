@@ -45,6 +45,7 @@ class Variant:
         quantize: how a dispatch makes FP8 of its rows, "" if it does not.
         mode: of a combine.
         strategy: of a dispatch, or "reduce_scatter" of a combine.
+        weighted: whether a combine's rows have weights.
         of_weights: a combine of the weights' gradients, whose rows have a value per route.
     """
 
@@ -54,6 +55,7 @@ class Variant:
     quantize: str = ""
     mode: str = "per_rank"
     strategy: str = "dedup"
+    weighted: bool = False
     of_weights: bool = False
     num_ranks: int = 8
     experts_per_rank: int = 32
@@ -70,9 +72,9 @@ class Variant:
         if len(self.dtypes) == 3:
             width = regions.home_weight_values(plan) if self.of_weights else None
             dense = self.strategy == "reduce_scatter"
-            return combine.combine_spec(plan, self.layout, *self.dtypes, self.mode, width, dense)
+            return combine.combine_spec(plan, self.layout, *self.dtypes, self.mode, width, dense, self.weighted)
         if len(self.dtypes) == 2:
-            return combine.presum_spec(plan, *self.dtypes)
+            return combine.presum_spec(plan, *self.dtypes, self.weighted)
         (dtype,) = self.dtypes
         scales = plan.scales_per_token if dtype == FP8 or self.quantize else 0
         if self.quantize:
@@ -82,7 +84,10 @@ class Variant:
 
 
 def both(what: str, layout: str, dtype: torch.dtype = BF16, **sizes: int) -> list[Variant]:
-    return [Variant(what, layout, (dtype,), **sizes), Variant(what, layout, (dtype,) * 3, **sizes)]
+    found = [Variant(what, layout, (dtype,), **sizes), Variant(what, layout, (dtype,) * 3, **sizes)]
+    if layout == "expert":
+        found.append(Variant(f"{what}, weighted", layout, (dtype,) * 3, weighted=True, **sizes))
+    return found
 
 
 def quantizing(what: str, layout: str, quantize: str, dtype: torch.dtype = BF16, **sizes: int) -> Variant:
@@ -90,7 +95,7 @@ def quantizing(what: str, layout: str, quantize: str, dtype: torch.dtype = BF16,
 
 
 def per_route(what: str, *dtypes: torch.dtype, **sizes: int) -> Variant:
-    return Variant(f"per route, {what}", "expert", dtypes, mode="per_route", **sizes)
+    return Variant(f"per route, {what}", "expert", dtypes, mode="per_route", weighted="weighted" in what, **sizes)
 
 
 def carried(strategy: str, what: str, *dtypes: torch.dtype, layout: str = "expert", **sizes: Any) -> Variant:
@@ -163,9 +168,11 @@ VARIANTS = [
     quantizing("to fp8, top-32 of 32 ranks", "expert", "any scale", FP32, top_k=32, num_ranks=32, experts_per_rank=8),
     # Every route comes home by itself: rows are scaled and not added where they leave, and there are top_k at home.
     per_route("bf16", BF16, BF16, BF16),
+    per_route("bf16, weighted", BF16, BF16, BF16),
     per_route("fp32", FP32, FP32, FP32),
+    per_route("fp32, weighted", FP32, FP32, FP32),
     per_route("fp32 over bf16", FP32, BF16, FP32),
-    per_route("top-1", BF16, BF16, BF16, top_k=1),
+    per_route("top-1, weighted", BF16, BF16, BF16, top_k=1),
     per_route("top-32 of 32 ranks", BF16, BF16, BF16, top_k=32, num_ranks=32, experts_per_rank=8),
     per_route("hidden 1000, one rank", FP32, FP32, FP32, hidden=1000, num_ranks=1),
     # What carries rows otherwise.
@@ -181,6 +188,7 @@ VARIANTS = [
     ),
     carried("all_to_all", "fp8 with scales", FP8),
     carried("all_to_all", "to fp8", BF16, quantize="any scale"),
+    carried("all_to_all", "to fp8, powers of two", BF16, quantize="power of two"),
     *(
         carried("reduce_scatter", f"{what}", *dtypes, layout=layout, **sizes)
         for what, wire, y, out, sizes in (
@@ -192,6 +200,8 @@ VARIANTS = [
         )
         for dtypes, layout in (((y, wire), "expert"), ((wire, wire, out), "token"))
     ),
+    carried("reduce_scatter", "bf16, weighted", BF16, BF16, weighted=True),
+    carried("reduce_scatter", "fp32, weighted", FP32, FP32, weighted=True),
     # Gradients of weights: rows of top_k values, rounded up to whole 16-byte units.
     *(of_weights(layout, layout) for layout in ("token", "rank")),
     of_weights("top-1", "token", top_k=1),

@@ -22,7 +22,7 @@ from tokenloom.errors import InvalidArgument
 from tokenloom.jit import cache
 from tokenloom.jit.compiler import KernelSpec
 from tokenloom.jit.kernel import blocks_per_sm
-from tokenloom.kernels.combine.launch import combine_spec
+from tokenloom.kernels.combine.launch import combine_spec, presum_spec
 from tokenloom.kernels.dispatch.launch import dispatch_spec
 from tokenloom.kernels.shape import DTYPES, LAYOUTS
 from tokenloom.plan import FP8_BLOCK, Plan
@@ -142,8 +142,17 @@ def variants(plan: Plan) -> list[KernelSpec]:
         rows.append((plan.hidden, plan.scales_per_token))
         rows += [(*rows[-1], quantize, torch.bfloat16) for quantize in ("any scale", "power of two")]
     specs = [dispatch_spec(plan, layout, *row)[0] for layout in LAYOUTS for row in rows]
-    specs += [combine_spec(plan, layout, dtype, dtype, dtype)[0] for layout in LAYOUTS for dtype in dtypes]
-    specs += [combine_spec(plan, "expert", dtype, dtype, dtype, "per_route")[0] for dtype in dtypes]
+    for row in rows:
+        of_row = dict(zip(("row_bytes", "scales_per_row", "quantize", "x_dtype"), row, strict=False))
+        specs.append(dispatch_spec(plan, "expert", strategy="all_to_all", **of_row)[0])
+    for dtype in dtypes:
+        specs.append(dispatch_spec(plan, "expert", plan.hidden * dtype.itemsize, 0, strategy="all_gather")[0])
+        specs += [combine_spec(plan, layout, dtype, dtype, dtype)[0] for layout in LAYOUTS]
+        for weighted in (False, True):
+            specs.append(combine_spec(plan, "expert", dtype, dtype, dtype, weighted=weighted)[0])
+            specs.append(combine_spec(plan, "expert", dtype, dtype, dtype, "per_route", weighted=weighted)[0])
+            specs.append(presum_spec(plan, dtype, dtype, weighted)[0])
+        specs.append(combine_spec(plan, "token", dtype, dtype, dtype, dense=True)[0])
     fp32, width = torch.float32, home_weight_values(plan)
     specs += [combine_spec(plan, layout, fp32, fp32, fp32, "per_rank", width)[0] for layout in ("token", "rank")]
     return list(dict.fromkeys(specs))  # BF16 and FP16 rows are moved by the same kernel

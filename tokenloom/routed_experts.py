@@ -212,7 +212,7 @@ class _RoutedExperts(torch.autograd.Function):
             if meanwhile is not None:  # before the dispatch, whose few blocks come before those of products that wait
                 with torch.set_grad_enabled(grad_enabled):
                     meanwhile()
-            return torch.empty_like(x) if len(slices) > 1 else x
+            return torch.empty_like(x)
 
         out = comm._report_fault("dispatch", prepare)
         routed, arrival = begin_dispatch(0)()
@@ -229,12 +229,8 @@ class _RoutedExperts(torch.autograd.Function):
                 routed, arrival = finish()
             with links.transfer((y, piece.handle, out), computed[-1]) as transfer, profiler_range(COMBINE_RANGE):
                 comm._backend.open_combine(piece.handle, call)
-                home = comm._backend.combine(piece.handle, y, None, call)
-                if len(slices) == 1:
-                    out = home
-                    transfer.results.append(home)
-                else:
-                    out[tokens] = home
+                alone = not (more and links.overlaps)
+                comm._backend.combine(piece.handle, y, None, call, out[tokens], alone)
             homecomings.append(transfer)
             pieces.append(piece)
         for transfer in homecomings:
@@ -280,7 +276,8 @@ class _RoutedExperts(torch.autograd.Function):
                 if grad_rows is not None and grad_x is not None:
                     dtype = grad_rows.dtype
                     call = CombineCall("per_rank", False, dtype, dtype, False, SWAPPED[how.strategy.dispatch])
-                    grad_x[piece.tokens] = backend.combine(piece.handle, grad_rows, None, call)
+                    home = grad_x[piece.tokens]
+                    backend.combine(piece.handle, grad_rows, None, call, home, alone=not links.overlaps)
                 if wants_weights:
                     received = backend.route_gradients(piece.handle, grad_row_weights, piece.handle.topk_weights)
                     of_tokens.append(backend.return_weights(piece.handle, received))

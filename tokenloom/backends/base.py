@@ -148,9 +148,18 @@ class Backend(Protocol):
         """
 
     def combine(
-        self, handle: Any, rows: torch.Tensor, weights: torch.Tensor | None, call: CombineCall
+        self,
+        handle: Any,
+        rows: torch.Tensor,
+        weights: torch.Tensor | None,
+        call: CombineCall,
+        out: torch.Tensor | None = None,
+        alone: bool = False,
     ) -> torch.Tensor:
-        """Rows and received weights [R, K] -> [T, H]."""
+        """Rows and received weights [R, K] -> [T, H], into ``out`` if given.
+
+        ``alone``: nothing is computed meanwhile, so that it may take more of the GPU.
+        """
 
     def combine_backward(
         self,

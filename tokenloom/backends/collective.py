@@ -245,7 +245,13 @@ class CollectiveBackend:
         return routing.scatter_rows(received, positions[:, None], handle.placement.num_places)
 
     def combine(
-        self, handle: CollectiveHandle, rows: torch.Tensor, weights: torch.Tensor | None, call: CombineCall
+        self,
+        handle: CollectiveHandle,
+        rows: torch.Tensor,
+        weights: torch.Tensor | None,
+        call: CombineCall,
+        out: torch.Tensor | None = None,
+        alone: bool = False,
     ) -> torch.Tensor:
         dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
         if call.mode == "per_rank":
@@ -263,7 +269,8 @@ class CollectiveBackend:
             terms = terms.to(call.wire_dtype)
             home = self.ranks.all_to_all(terms, handle.routes_received, handle.routes_sent, "combine, routes")
             order = routing.home_positions_per_route(handle.send, handle.num_tokens, self.plan.top_k)
-        return routing.ordered_sum(home, order, dtype=dtype).to(call.out_dtype)
+        total = routing.ordered_sum(home, order, dtype=dtype).to(call.out_dtype)
+        return total if out is None else out.copy_(total)
 
     def _scatter_dense(
         self, handle: CollectiveHandle, partial: torch.Tensor, order: torch.Tensor

@@ -39,6 +39,8 @@ from tokenloom.symmetric import HostCounts, Regions, SymmetricBuffer
 
 DataRegions = Callable[[Plan, int], Regions]
 DEFAULT_SMS = 16
+ALONE = 2
+"""Times as many SMs for a combine beside which nothing is computed. Not all: NCCL may wait for SMs on another rank."""
 BULK_BYTES = 16
 """Rows, and their addresses, are multiples of this."""
 
@@ -410,21 +412,29 @@ class NvlinkBackend:
         """Nothing: the kernel opens the call itself."""
 
     def combine(
-        self, handle: NvlinkHandle, rows: torch.Tensor, weights: torch.Tensor | None, call: CombineCall
+        self,
+        handle: NvlinkHandle,
+        rows: torch.Tensor,
+        weights: torch.Tensor | None,
+        call: CombineCall,
+        out: torch.Tensor | None = None,
+        alone: bool = False,
     ) -> torch.Tensor:
         fields = combine_fields(handle.number, call)
         rows = _aligned(rows)
+        if out is None:
+            out = torch.empty(handle.num_tokens, self.plan.hidden, dtype=call.out_dtype, device=rows.device)
         if call.strategy == "reduce_scatter":
-            out = self._reduce_scatter(handle, rows, weights, call, fields)
+            self._reduce_scatter(handle, rows, weights, call, fields, out)
         else:
             by_route = call.mode == "per_route"
             buffer = self.buffer(route_regions if by_route else data_regions, call.wire_dtype.itemsize, fields)
             variant = (handle.call.layout, rows.dtype, call.wire_dtype, call.out_dtype, call.mode)
-            kernel = self.calls.kernel(combine_spec, *variant)
-            out = torch.empty(handle.num_tokens, self.plan.hidden, dtype=call.out_dtype, device=rows.device)
+            kernel = self.calls.kernel(combine_spec, *variant, None, False, weights is not None)
             self._describe(kernel, handle, rows, out, handle.capacity)
             kernel.args.row_weights = _address(weights)
-            self._start_combine(kernel, buffer, buffer.regions.offset("home"), fields)
+            blocks = ALONE * self.calls.num_sms if alone else None
+            self._start_combine(kernel, buffer, buffer.regions.offset("home"), fields, blocks)
         if self.checked:
             self.calls.settle(0)
         return out
@@ -436,7 +446,8 @@ class NvlinkBackend:
         weights: torch.Tensor | None,
         call: CombineCall,
         fields: dict[str, Field],
-    ) -> torch.Tensor:
+        out: torch.Tensor,
+    ) -> None:
         """Partial sums for all tokens of all ranks; copy engines take them home; there a kernel adds them."""
         plan, device = self.plan, rows.device
         buffer = self.buffer(gather_regions, call.wire_dtype.itemsize, fields)
@@ -448,7 +459,7 @@ class NvlinkBackend:
         except Exception as fault:  # no memory: the others are told, or they would wait
             self.report_fault("combine", fault)
             raise
-        presum = self.calls.kernel(presum_spec, rows.dtype, call.wire_dtype)
+        presum = self.calls.kernel(presum_spec, rows.dtype, call.wire_dtype, weights is not None)
         self._describe(presum, handle, rows, dense, handle.capacity)
         presum.args.row_weights = _address(weights)
         presum.args.home = buffer.addresses[self.ranks.rank] + half + self.ranks.rank * dense[0].nbytes
@@ -457,10 +468,8 @@ class NvlinkBackend:
         kernel = self.calls.kernel(
             combine_spec, "token", call.wire_dtype, call.wire_dtype, call.out_dtype, "per_rank", None, True
         )
-        out = torch.empty(handle.num_tokens, plan.hidden, dtype=call.out_dtype, device=device)
         self._describe(kernel, handle, dense, out, handle.capacity)
         self._start_combine(kernel, buffer, half, fields)
-        return out
 
     def _describe(
         self, kernel: Kernel, handle: NvlinkHandle, rows: torch.Tensor, out: torch.Tensor, capacity: int
@@ -474,12 +483,14 @@ class NvlinkBackend:
         args.num_tokens, args.max_tokens = handle.num_tokens, self.plan.max_tokens_per_rank
         args.capacity = capacity
 
-    def _start_combine(self, kernel: Kernel, buffer: SymmetricBuffer, home: int, fields: dict[str, Field]) -> None:
+    def _start_combine(
+        self, kernel: Kernel, buffer: SymmetricBuffer, home: int, fields: dict[str, Field], blocks: int | None = None
+    ) -> None:
         args = kernel.args
         args.chunk_flags = self.calls.control.regions.offset("chunk_flags")
         args.peers, args.home = buffer.peers.data_ptr(), home
         args.max_chunks = max_chunks(self.plan)
-        self.calls.launch(kernel, fields)
+        self.calls.launch(kernel, fields, blocks=blocks)
 
     # -- gradients ------------------------------------------------------------------------------------------
 

@@ -25,10 +25,11 @@ __device__ __forceinline__ T of_lane(T value, uint32 lanes) {  // of the lowest 
     return __shfl_sync(~0u, value, __ffs(lanes) - 1);
 }
 
-// One row to the targets of all lanes in the mask.
-template <int kRowBytes>
+// One row to the targets of all lanes in the mask. A lane has up to kMostSteps loads in flight.
+template <int kRowBytes, int kMostSteps = 14>
 __device__ __forceinline__ void copy_row(const unsigned char* from, uint64 target, uint32 targets, int lane) {
-    using Row = Tiles<kRowBytes / 16, 14>;
+    using Row = Tiles<kRowBytes / 16, kMostSteps>;
+#pragma unroll 1
     for (int tile = 0; tile < Row::kCount; ++tile) {
         Vec16 units[Row::kSteps];
         int index;

@@ -10,7 +10,7 @@ struct CombineArgs {
     Call call;
     const void* y;             // rows in the dispatch's layout
     const int32* row_places;   // [R][K] place of each route of a received row (layout expert)
-    const float* row_weights;  // [R][K], or null: unweighted (layout expert)
+    const float* row_weights;  // [R][K], of weighted variants (layout expert)
     const int32* row_tokens;   // [R] the token at home that a received row is (layout expert)
     const int32* slots;        // [T][W], from the dispatch: which of the rows that went to rank r, or -1
     const int32* all_counts;   // [W][W + E], from the dispatch
@@ -40,7 +40,9 @@ struct CombineRows {
     static constexpr int kYBytes = Shape::hidden * kValueBytes<Shape::y_dtype>;
     static constexpr int kWireBytes = Shape::hidden * kValueBytes<Shape::wire_dtype>;
     static constexpr int kOutBytes = Shape::hidden * kValueBytes<Shape::out_dtype>;
-    using Push = RowSum<Shape::y_dtype, Shape::wire_dtype, Shape::hidden, Shape::group, Shape::push_terms, kByExpert>;
+    static constexpr bool kWeighted = Shape::weighted != 0;
+    static constexpr bool kSumOfOneIsACopy = !kWeighted && Shape::y_dtype == Shape::wire_dtype;
+    using Push = RowSum<Shape::y_dtype, Shape::wire_dtype, Shape::hidden, Shape::group, Shape::push_terms, kWeighted>;
     using Home = RowSum<Shape::wire_dtype, Shape::out_dtype, Shape::hidden, Shape::group, Shape::home_terms, false>;
     static constexpr uint32 kNan = kNanWord<Shape::wire_dtype>;  // what comes home for dropped rows
 };

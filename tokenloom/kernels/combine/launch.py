@@ -50,12 +50,14 @@ def combine_spec(
     mode: str = "per_rank",
     hidden: int | None = None,
     dense: bool = False,
+    weighted: bool = False,
 ) -> tuple[KernelSpec, int]:
     """The variant for these dtypes: (spec, dynamic shared memory).
 
     Args:
         hidden: values of a row, if not the plan's.
         dense: rows have come home as :func:`presum_spec` makes them; the kernel only adds them.
+        weighted: ``row_weights`` are given (layout "expert").
     """
     hidden = hidden or plan.hidden
     copies = layout != "expert" and y_dtype == wire_dtype and not dense
@@ -77,6 +79,7 @@ def combine_spec(
         "layout": LAYOUTS[layout],
         "per_route": int(mode == "per_route"),
         "dense": int(dense),
+        "weighted": int(weighted),
         "threads": THREADS,
         "push_warps": COPY_WARPS if copies else PUSH_WARPS[mode],
         "push_terms": _terms_at_once(routes_of_row, MOST_WEIGHTED_TERMS_AT_ONCE),
@@ -91,9 +94,11 @@ def combine_spec(
     )
 
 
-def presum_spec(plan: Plan, y_dtype: torch.dtype, wire_dtype: torch.dtype) -> tuple[KernelSpec, int]:
+def presum_spec(
+    plan: Plan, y_dtype: torch.dtype, wire_dtype: torch.dtype, weighted: bool = False
+) -> tuple[KernelSpec, int]:
     """The partial sums of layout "expert", for copy engines to take home: (spec, dynamic shared memory)."""
-    spec, _ = combine_spec(plan, "expert", y_dtype, wire_dtype, wire_dtype)
+    spec, _ = combine_spec(plan, "expert", y_dtype, wire_dtype, wire_dtype, weighted=weighted)
     shape = dict(spec.shape) | {"shared_bytes": 0}
     return replace(spec, name="presum", path="kernels/combine/presum.cuh", shape=tuple(shape.items())), 0
 

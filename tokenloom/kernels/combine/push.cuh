@@ -15,7 +15,7 @@ __device__ __forceinline__ RowRoutes routes_of(const CombineArgs& args, int64 ro
     if constexpr (CombineRows<Shape>::kByExpert) {
         if (lane < Shape::top_k) {
             routes.place = args.row_places[row * Shape::top_k + lane];
-            if (args.row_weights != nullptr) routes.weight = args.row_weights[row * Shape::top_k + lane];
+            if constexpr (CombineRows<Shape>::kWeighted) routes.weight = args.row_weights[row * Shape::top_k + lane];
         }
         if constexpr (Shape::per_route != 0) routes.token = args.row_tokens[row];
     } else if (lane == 0) {
@@ -41,6 +41,10 @@ __device__ __forceinline__ void push_row(const CombineArgs& args, const RowRoute
             fill_row<Rows::kWireBytes>(reinterpret_cast<unsigned char*>(of_lane(target, rest)), Rows::kNan, lane);
     } else if (dropped != 0) {
         fill_row<Rows::kWireBytes>(to, Rows::kNan, lane);
+    } else if (Rows::kSumOfOneIsACopy && __popc(kept) == 1) {
+        constexpr int kSteps = Shape::wire_dtype == kFloat32 ? 4 : 7;  // with more some variants spill
+        copy_row<Rows::kWireBytes, kSteps>(reinterpret_cast<const unsigned char*>(of_lane(term, kept)),
+                                           reinterpret_cast<uint64>(to), 1, lane);
     } else {
         Rows::Push::add(to, term, routes.weight, kept, 0, 1, lane);
     }
