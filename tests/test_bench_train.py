@@ -235,7 +235,8 @@ def turns(context: RankContext) -> list[str]:
     def contestant(who: str) -> Contestant:
         return Contestant(lambda: who, lambda out: order.append(out))
 
-    def one_call(context: RankContext, call: Any) -> float:
+    def one_call(context: RankContext, call: Any, queued: bool) -> float:
+        assert queued
         grad = torch.is_grad_enabled()
         call()
         order.append(f"grad {grad}")

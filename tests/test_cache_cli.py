@@ -26,11 +26,14 @@ from tokenloom.plan import Plan
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 120.0
 SHAPE = ("--num-ranks", "2", "--num-experts", "4", "--hidden", "128", "--top-k", "2")
-NUM_DISPATCHES = 15
-"""For this shape: 2-byte, 4-byte and FP8 rows, and rows that become FP8 with two kinds of scale; in three layouts."""
-NUM_COMBINES = 14
-"""BF16, FP16 and FP32 in three layouts and per route; gradients of weights with layouts token and rank."""
-NUM_KERNELS = NUM_DISPATCHES + NUM_COMBINES
+NUM_DISPATCHES = 22
+"""For this shape: 2-byte, 4-byte and FP8 rows, and rows that become FP8 with two kinds of scale; in three layouts, and
+by all_to_all. 2-byte and 4-byte rows by all_gather."""
+NUM_COMBINES = 23
+"""BF16, FP16 and FP32 in three layouts, per route, weighted, weighted per route, and dense; gradients of weights with
+layouts token and rank."""
+NUM_PRESUMS = 6
+NUM_KERNELS = NUM_DISPATCHES + NUM_COMBINES + NUM_PRESUMS
 
 
 def run(folder: Path | str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -122,7 +125,12 @@ def test_list_names_every_kernel(filled: Path) -> None:
         "dispatch/expert/ep2/e4/k2/h128/128B/1scales/bf16>fp8 ",
         "dispatch/rank/ep2/e4/k2/h128/128B/1scales/bf16>fp8_power_of_two ",
         "combine/expert/ep2/e4/k2/h128/bf16 ",
+        "dispatch/expert/ep2/e4/k2/h128/256B/all_gather ",
+        "dispatch/expert/ep2/e4/k2/h128/256B/all_to_all ",
         "combine/expert/ep2/e4/k2/h128/per_route/bf16 ",
+        "combine/expert/ep2/e4/k2/h128/weighted/bf16 ",
+        "combine/token/ep2/e4/k2/h128/dense/fp32 ",
+        "presum/expert/ep2/e4/k2/h128/weighted/fp16 ",
         "combine/rank/ep2/e4/k2/h128/fp16 ",
         "combine/token/ep2/e4/k2/h128/fp32 ",
         "combine/token/ep2/e4/k2/h4/fp32 ",
@@ -138,7 +146,7 @@ def test_inspect_shows_what_kernels_need(filled: Path, say: Callable[..., Result
     """All of them; those of one name; the one of a key. Registers and the rest are those of the compiler's log."""
     everything = run(filled, "inspect")
     assert (everything.returncode, everything.stderr) == (0, "")
-    assert len(re.findall(r"^ (?:dispatch|combine)/", everything.stdout, re.MULTILINE)) == NUM_KERNELS
+    assert len(re.findall(r"^ (?:dispatch|combine|presum)/", everything.stdout, re.MULTILINE)) == NUM_KERNELS
     combines = say(filled, "inspect", "combine")
     assert len(re.findall(r"^ combine/", combines.stdout, re.MULTILINE)) == NUM_COMBINES
     assert "dispatch/" not in combines.stdout
@@ -156,10 +164,8 @@ def test_inspect_of_an_unknown_name(filled: Path, say: Callable[..., Result]) ->
     """Says which names there are."""
     done = say(filled, "inspect", "mixer")
     assert (done.exit_code, done.stdout) == (1, "")
-    assert (
-        done.stderr
-        == "tokenloom: no kernel in the cache is called mixer, nor has such a key; there are: combine, dispatch\n"
-    )
+    found = "no kernel in the cache is called mixer, nor has such a key; there are: combine, dispatch, presum"
+    assert done.stderr == f"tokenloom: {found}\n"
 
 
 @needs_nvrtc
@@ -186,9 +192,9 @@ def test_a_build_that_cannot_be_kept_fails(tmp_path: Path, say: Callable[..., Re
     """Compiling ahead of time into nowhere is not what anybody wanted."""
     folder = tmp_path / "file"
     folder.write_text("not a folder")
-    done = say(folder, "build", *SHAPE[:4], "--hidden", "4", "--top-k", "1")  # FP32 only: 7 kernels
+    done = say(folder, "build", *SHAPE[:4], "--hidden", "4", "--top-k", "1")  # FP32 only: 14 kernels
     assert done.exit_code == 1
-    assert done.stderr == f"tokenloom: 7 could not be written to {folder}\n"
+    assert done.stderr == f"tokenloom: 14 could not be written to {folder}\n"
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ class Meter:
         self.us = 0.0
         self.samples = 0
 
-    def call_us(self, process_group: Any, device: torch.device, call: Any) -> float:
+    def call_us(self, process_group: Any, device: torch.device, call: Any, queued: bool) -> float:
         self.us = 0.0
         call()
         number = self.samples // (3 * len(CANDIDATES))

@@ -26,6 +26,7 @@ from tokenloom.kernels.combine.launch import combine_spec, presum_spec
 from tokenloom.kernels.dispatch.launch import dispatch_spec
 from tokenloom.kernels.shape import DTYPES, LAYOUTS
 from tokenloom.plan import FP8_BLOCK, Plan
+from tokenloom.strategy import DISPATCH_STRATEGIES
 
 KIB = 1024
 COPIED_BYTES = 16
@@ -41,6 +42,8 @@ _SHAPE_PARTS = {
     "row_bytes": "{}B",
     "scales_per_row": "{}scales",
     "per_route": "per_route",
+    "dense": "dense",
+    "weighted": "weighted",
 }
 """What tells one variant from another, in the order and the spelling of its name."""
 _QUANTIZED = {1: "fp8", 2: "fp8_power_of_two"}
@@ -100,6 +103,8 @@ def variant_name(entry: cache.Entry) -> str:
     if "layout" in shape:
         parts.append(_LAYOUT_NAMES.get(shape["layout"], "?"))
     parts += [text.format(shape[key]) for key, text in _SHAPE_PARTS.items() if shape.get(key)]
+    if shape.get("strategy"):
+        parts.append(DISPATCH_STRATEGIES[shape["strategy"]])
     dtypes = [_DTYPE_NAMES.get(shape[key], "?") for key in ("y_dtype", "wire_dtype", "out_dtype") if key in shape]
     if shape.get("quantize"):
         dtypes = [_DTYPE_NAMES.get(shape.get("x_dtype", -1), "?"), _QUANTIZED.get(shape["quantize"], "?")]
@@ -125,8 +130,9 @@ def variants(plan: Plan) -> list[KernelSpec]:
     """The kernels that a communicator asks for, forward and backward, as far as the hidden size allows them.
 
     Dispatches in every layout of BF16, FP16, FP32 and FP8 rows, and of BF16 rows that become FP8 on their way, with
-    either kind of scale. Combines of one dtype all the way, per rank in every layout and per route; and those that
-    bring the weights' gradients home.
+    either kind of scale; in layout expert by every strategy. Combines of one dtype all the way, per rank in every
+    layout and per route, those of layout expert with weights and without, and dense; and those that bring the
+    weights' gradients home.
 
     Raises:
         InvalidArgument: there are no kernels for such rows.

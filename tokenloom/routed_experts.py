@@ -1,8 +1,7 @@
 """Dispatch, experts, combine and all their gradients as one node of autograd, which orders them so that the links and
 the products work at the same time.
 
-Many tokens go in pieces: one travels while the experts compute another. The first and the last are small, since
-nothing is computed while rows of the first arrive and sums of the last come home. In backward, the gradients of
+Many tokens go in pieces: one travels while the experts compute another. In backward, the gradients of
 weights are computed last, while those of rows come home. What travels is on a stream of the communicator's; a
 communicator has two receive regions, so a dispatch waits until the rows of the second last one have been used. Without
 overlap the same happens in the same pieces on one stream: the same bits.
@@ -133,19 +132,19 @@ class _Piece:
 
 NUM_REGIONS = 2
 """That a communicator receives rows in, by turns."""
-SHARES = ((1, 2, 1), (1, 1), (1,))
-"""Of the tokens, of each piece: the first of these whose pieces all have many rows for each expert."""
+SHARES = (3, 2)
+"""Of the tokens, of each piece. Nothing hides the combine of the last, which is slower than the first's dispatch."""
 
 
 def _slices(comm: Communicator, how: HowToRun, num_tokens: int) -> list[slice]:
     """Of the tokens: as many on every rank. Dense sums always travel as M tokens: there it is one piece."""
     plan = comm.plan
+    rows_of_expert = plan.max_tokens_per_rank * plan.top_k // plan.experts_per_rank
+    many = rows_of_expert * min(SHARES) // sum(SHARES) >= FEW_ROWS
     dense = "reduce_scatter" in (how.strategy.combine, SWAPPED[how.strategy.dispatch])
-    if dense or comm.backend != "nvlink" or how.pool_rows is not None:
+    if not many or dense or comm.backend != "nvlink" or how.pool_rows is not None:
         return [slice(0, num_tokens)]
-    rows = plan.max_tokens_per_rank * plan.top_k // plan.experts_per_rank
-    shares = next(shares for shares in SHARES if rows // sum(shares) >= FEW_ROWS or len(shares) == 1)
-    ends = [num_tokens * end // sum(shares) for end in accumulate(shares, initial=0)]
+    ends = [num_tokens * end // sum(SHARES) for end in accumulate(SHARES, initial=0)]
     return [slice(*span) for span in pairwise(ends)]
 
 

@@ -25,9 +25,9 @@ def shares(iterations: int) -> list[int]:
     return [iterations * (number + 1) // ROUNDS - iterations * number // ROUNDS for number in range(ROUNDS)]
 
 
-def one_call(context: RankContext, call: Callable[[], Any]) -> float:
+def one_call(context: RankContext, call: Callable[[], Any], queued: bool = False) -> float:
     """Microseconds of one call, as :func:`tokenloom.tune.samples.call_us` takes them."""
-    return call_us(context.group, context.device, call)
+    return call_us(context.group, context.device, call, queued)
 
 
 def capture(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:

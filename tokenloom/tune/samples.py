@@ -28,13 +28,21 @@ def draw_topk_ids(
     return ids.masked_fill(masked, -1).to(torch.int32)
 
 
-def call_us(group: dist.ProcessGroup | None, device: torch.device, call: Callable[[], Any]) -> float:
+LEAD_CYCLES = 3_000_000
+"""Of the work in front of a queued call: about 2 ms."""
+
+
+def call_us(
+    group: dist.ProcessGroup | None, device: torch.device, call: Callable[[], Any], queued: bool = False
+) -> float:
     """Microseconds of one call as its user waits for it: by events on a GPU, else by the host's clock.
 
     All ranks leave a barrier together before it. A GPU is idle then, so what the host does before it launches counts.
 
     Args:
         group: None for a process alone.
+        queued: on GPUs, the call is behind other work, as a layer is behind the one before it: what the host does
+            before it first waits for the GPU is hidden, and the GPUs, not their hosts, start together.
     """
     if group is not None:
         dist.barrier(group)
@@ -42,6 +50,10 @@ def call_us(group: dist.ProcessGroup | None, device: torch.device, call: Callabl
         torch.cuda.synchronize(device)
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if queued:
+            torch.cuda._sleep(LEAD_CYCLES)
+            if group is not None:
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
         start.record()
         result = call()
         end.record()
