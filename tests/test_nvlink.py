@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -259,35 +258,30 @@ def check_more_rows(context: RankContext, alignment: int, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
 def test_an_overflow_before_an_exact_dispatch(hoppers: Ranks, checked: bool) -> None:
-    """The exact dispatch took the first overflow for its own: it sent everything again by the way of what does not
-    fit, or named a capacity that nobody had given it."""
+    """The exact dispatch reads the outcomes of all calls, and took the first overflow for its own: it sent everything
+    again by the way of what does not fit, or named a capacity that nobody had given it."""
     hoppers.run(check_overflow_before_exact, checked)
 
 
 def check_overflow_before_exact(context: RankContext, checked: bool) -> None:
-    """A checked communicator raises it at once. Else the exact dispatch is right, or raises it before its own."""
     sizes = {"tokens": (7, 4, 6, 5), "hidden": 64, "top_k": 3, "experts_per_rank": 2}
     much = make_problem(Case("much", "", **sizes, pick="one rank"), context.num_ranks)
     little = make_problem(Case("little", "", **sizes, pick="own rank", unused=0.8, seed=1), context.num_ranks)
     assert much.plan == little.plan
     with new_comm(context, much.plan, checked=checked) as comm:
-        for layout, exact in product(("token", "expert"), LAYOUTS):
-            needed = much.rows_needed(layout, 1)
-            too_few: dict[str, Any] = {"layout": layout, "sizes": "bounded", "capacity": needed - 1}
-            wanted = comm.dispatch(*little.arguments(context), layout=exact, copy=True)
-            comm.dispatch(*much.arguments(context), **too_few)
-            if not checked:
-                found = comm.dispatch(*little.arguments(context), layout=exact, copy=True)
-                assert found.num_rows == wanted.num_rows
-                assert exact == "rank" or torch.equal(found.tokens, wanted.tokens)
-            with pytest.raises(tl.CapacityOverflow, match="an earlier dispatch dropped rows") as overflow:
-                comm.dispatch(*little.arguments(context), layout=exact) if checked else comm.check()
-            assert (overflow.value.needed, overflow.value.capacity) == (needed, needed - 1)
-            comm.dispatch(*much.arguments(context), **too_few)
-            with pytest.raises(tl.CapacityOverflow, match="an earlier dispatch dropped rows"):
-                comm.dispatch(*much.arguments(context), layout="token", capacity=1)
-            comm.check()  # of the second overflow nobody hears
-            round_trip(context, comm, little, exact)
+        for layout, alignment in (("token", 1), ("expert", 1), ("expert", 4)):
+            needed = much.rows_needed(layout, alignment)
+            for exact_layout in LAYOUTS:
+                enough = max(1, little.rows_needed(exact_layout))
+                assert enough < needed - 1
+                for own_capacity in (None, enough) if exact_layout != "rank" else (None,):
+                    comm.dispatch(*much.arguments(context), layout=layout, alignment=alignment, sizes="bounded",
+                                  capacity=needed - 1)  # fmt: skip
+                    with pytest.raises(tl.CapacityOverflow, match="an earlier dispatch dropped rows") as overflow:
+                        comm.dispatch(*little.arguments(context), layout=exact_layout, capacity=own_capacity)
+                    assert (overflow.value.needed, overflow.value.capacity) == (needed, needed - 1)
+                    round_trip(context, comm, little, exact_layout, capacity=own_capacity)
+        comm.check()
 
 
 # -- epochs ---------------------------------------------------------------------------------------------------------

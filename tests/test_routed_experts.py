@@ -202,7 +202,7 @@ def forward_and_check(layer: tl.ExpertParallelMoE, x: torch.Tensor) -> None:
     layer.comm.check()
 
 
-def fail_in_piece(context: RankContext, number: int) -> str:
+def fail_in_piece(context: RankContext, number: int, combine: str) -> str:
     calls = 0
 
     def products(*args: Any) -> Any:
@@ -212,7 +212,7 @@ def fail_in_piece(context: RankContext, number: int) -> str:
             raise RuntimeError("no memory left")
         return experts.products_for(*args)
 
-    (layer,) = layers_of(context, 1)
+    (layer,) = layers_of(context, 1, strategy=tl.Strategy(combine=combine))
     x = torch.randn(16, HIDDEN, device=context.device).to(torch.bfloat16).requires_grad_()
     with forced(pieces=True), mock.patch.object(routed_experts, "products_for", products):
         with pytest.raises(RuntimeError if context.rank == 0 else tl.PeerError) as caught:
@@ -227,8 +227,60 @@ def fail_in_piece(context: RankContext, number: int) -> str:
     return type(caught.value).__name__
 
 
+@pytest.mark.parametrize("combine", ["dedup", "all_to_all"])
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
-def test_a_fault_in_a_piece(ranks: Ranks, number: int) -> None:
-    """The other ranks hear of it, though a transfer of the piece before is still on its way."""
-    found = ranks.run(fail_in_piece, number)
+def test_a_fault_in_a_piece(ranks: Ranks, number: int, combine: str) -> None:
+    """The other ranks hear of it, though transfers of other pieces are on their way, or make buffers of their own."""
+    found = ranks.run(fail_in_piece, number, combine)
     assert found == ["RuntimeError"] + ["PeerError"] * (ranks.num_ranks - 1)
+
+
+def fail_in_layer(context: RankContext) -> str:
+    """Rank 0 fails in the first of two layers, and nobody asks for outcomes before the next step."""
+    layers = layers_of(context, 2)
+    x = torch.randn(16, HIDDEN, device=context.device).to(torch.bfloat16)
+
+    def step(products: Any = experts.products_for) -> torch.Tensor:
+        out = x.clone().requires_grad_()
+        with mock.patch.object(routed_experts, "products_for", products):
+            for layer in layers:
+                out = out + layer(out)[0]
+        out.float().sum().backward()
+        return out.detach()
+
+    def no_memory(*args: Any) -> Any:
+        raise RuntimeError("no memory left")
+
+    wanted = step()
+    with pytest.raises((RuntimeError, tl.PeerError)) as caught:
+        step(no_memory if context.rank == 0 else experts.products_for)
+    for _ in range(2):
+        assert torch.equal(step(), wanted)
+    layers[0].comm.check()
+    layers[0].comm.close()
+    return type(caught.value).__name__
+
+
+def test_a_fault_in_the_first_of_two_layers(ranks: Ranks) -> None:
+    found = ranks.run(fail_in_layer)
+    assert found == ["RuntimeError"] + ["PeerError"] * (ranks.num_ranks - 1)
+
+
+def fail_before_a_pool(context: RankContext) -> str:
+    (layer,) = layers_of(context, 1, pool_rows=POOL)
+    x = torch.randn(16, HIDDEN, device=context.device).to(torch.bfloat16)
+    wanted, _ = layer(x)
+    layer.comm.check()
+    with pytest.raises(tl.TokenloomError) as caught:
+        forward_and_check(layer, x[:, 1:] if context.rank == 0 else x)
+    for _ in range(3):
+        assert torch.equal(layer(x)[0], wanted)
+    layer.comm.check()
+    layer.comm.close()
+    return type(caught.value).__name__
+
+
+def test_bad_input_before_a_pool(ranks: Ranks) -> None:
+    """Where nobody waits for counts, the other ranks go on to their combine, and so does the one that failed."""
+    found = ranks.run(fail_before_a_pool)
+    assert found == ["ShapeMismatch"] + ["PeerError"] * (ranks.num_ranks - 1)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tokenloom import autograd, backends, checks
 from tokenloom.agreement import agree
-from tokenloom.backends.base import DispatchInput
+from tokenloom.backends.base import CombineCall, DispatchInput
 from tokenloom.errors import InvalidArgument
 from tokenloom.group import RankGroup
 from tokenloom.plan import Plan
@@ -291,6 +291,8 @@ class Communicator:
         capacity: int | None,
         strategy: str,
         need_grads: tuple[bool, bool],
+        ahead: bool,
+        then: CombineCall | None,
     ) -> Callable[[], Routed]:
         """Layout "expert" for who writes the gradients himself: rows may be a view, used before the second next.
 
@@ -300,6 +302,8 @@ class Communicator:
         Args:
             capacity: of bounded sizes, or None for exact ones.
             need_grads: whether gradients of x and of the weights will be wanted, the same on all ranks.
+            ahead: as of DispatchInput.
+            then: of :meth:`_report_fault`.
         """
 
         def checked() -> tuple[Any, Any]:
@@ -309,10 +313,10 @@ class Communicator:
             self._backend.check_dispatch(call, tensors)
             x_wants, weights_want = need_grads
             tensors = replace(tensors, x_needs_grad=x_wants, weights_need_grad=weights_want)
-            return call, replace(tensors, own_outputs="but rows")
+            return call, replace(tensors, own_outputs="but rows", ahead=ahead)
 
         with autograd.profiler_range(autograd.DISPATCH_RANGE):
-            call, tensors = self._report_fault("dispatch", checked)
+            call, tensors = self._report_fault("dispatch", checked, then)
             opened = self._backend.open_dispatch(call, tensors)
 
         def finish() -> Routed:
@@ -458,18 +462,18 @@ class Communicator:
             out = work()
             return out, self._side_stream.event((out,))
 
-    def _report_fault(self, call: str, check: Callable[[], Result], more: bool = False) -> Result:
-        """A check's result. What it raises is raised here once the other ranks know that this call failed.
-
-        Args:
-            more: a rank that need not wait for the outcome of this call opens one more before it raises.
-        """
+    def _report_fault(self, call: str, check: Callable[[], Result], then: CombineCall | None = None) -> Result:
+        """A check's result. What it raises is raised here once the other ranks know that this call failed."""
         try:
             return check()
         except Exception as fault:
-            self._side_stream.join()  # calls on it come first
-            self._backend.report_fault(call, fault, more)
+            self._tell_fault(call, fault, then)
             raise
+
+    def _tell_fault(self, call: str, fault: Exception, then: CombineCall | None) -> None:
+        """As :meth:`tokenloom.backends.base.Backend.report_fault`."""
+        self._side_stream.join()  # calls on it come first
+        self._backend.report_fault(call, fault, then)
 
     def _begin(self) -> None:
         """Raise what earlier calls left behind, as far as it is known without waiting."""

@@ -154,11 +154,13 @@ class _ExpertByExpert:
             return
         streams = (torch.cuda.current_stream(device), _second_stream(device))
         streams[1].wait_stream(streams[0])
-        for number, stream in enumerate(streams):
-            with on_stream(stream):
-                for left, right, out in products[number::2]:
-                    multiply(left, right, out=out)
-        streams[0].wait_stream(streams[1])
+        try:
+            for number, stream in enumerate(streams):
+                with on_stream(stream):
+                    for left, right, out in products[number::2]:
+                        multiply(left, right, out=out)
+        finally:  # whoever reuses the operands' memory comes behind both
+            streams[0].wait_stream(streams[1])
 
 
 def _add_mm(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:

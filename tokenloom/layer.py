@@ -237,10 +237,11 @@ class ExpertParallelMoE(nn.Module):
     def _forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         comm = self.comm
         comm._begin()
-        # What can fail on one rank alone runs under _report_fault: the others are about to wait for this rank.
-        tokens, topk_ids, topk_weights, sums = comm._report_fault("dispatch", lambda: self._route(x))
-        shared: list[torch.Tensor] = []
         how = HowToRun(self.strategy, self.overlap, self.redispatch_in_backward, self.pool_rows)
+        # What can fail on one rank alone runs under _report_fault: the others are about to wait for this rank.
+        then = how.after_dispatch(self.w1.dtype)
+        tokens, topk_ids, topk_weights, sums = comm._report_fault("dispatch", lambda: self._route(x), then)
+        shared: list[torch.Tensor] = []
         w1, w2 = (_scale_grad(weight, self.expert_grad_scale) for weight in (self.w1, self.w2))
         beside = None if self.shared_w1 is None else lambda: shared.append(self._shared_expert(tokens))
         out = routed_experts(comm, how, tokens, topk_ids, topk_weights, w1, w2, beside)

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -45,6 +44,14 @@ class HowToRun:
     overlap: bool = True
     redispatch_in_backward: bool = False
     pool_rows: int | None = None
+
+    def combine_call(self, dtype: torch.dtype, grads: bool) -> CombineCall:
+        """How rows of ``dtype`` come home."""
+        return CombineCall(self.strategy.mode, False, dtype, dtype, grads, self.strategy.combine)
+
+    def after_dispatch(self, dtype: torch.dtype) -> CombineCall | None:
+        """What ranks open though the dispatch failed on one of them, since none of them waits for it."""
+        return None if self.pool_rows is None else self.combine_call(dtype, grads=False)
 
 
 def routed_experts(
@@ -172,7 +179,7 @@ class _RoutedExperts(torch.autograd.Function):
             given = (x[slices[number]], topk_ids[slices[number]], topk_weights[slices[number]])
             with links.transfer(given, computed[number]):
                 options = (how.pool_rows, how.strategy.dispatch, (needs[0], needs[1]))
-                begun = comm._begin_dispatch(*given, *options)
+                begun = comm._begin_dispatch(*given, *options, number > 0, how.after_dispatch(dtype))
 
             def finish() -> tuple[Routed, _Transfer]:
                 with links.transfer((), computed[number]) as transfer:
@@ -182,15 +189,7 @@ class _RoutedExperts(torch.autograd.Function):
 
             return finish
 
-        def compute(tokens: slice, routed: Routed, finish: Callable[[], Any] | None) -> tuple[_Piece, torch.Tensor]:
-            try:
-                return experts_of(tokens, routed)
-            except Exception:
-                if finish is not None:  # as the others do, who do not know yet
-                    finish()
-                raise
-
-        def experts_of(tokens: slice, routed: Routed) -> tuple[_Piece, torch.Tensor]:
+        def compute(tokens: slice, routed: Routed) -> tuple[_Piece, torch.Tensor]:
             rows, offsets = routed.tokens, routed.expert_offsets
             assert offsets is not None
             products = products_for(rows, w1, w2, offsets, routed._handle.host_offsets)
@@ -204,7 +203,7 @@ class _RoutedExperts(torch.autograd.Function):
             return _Piece(tokens, routed._handle, products, offsets, row_weights, hidden, kept), y
 
         dtype = x.dtype
-        call = CombineCall(how.strategy.mode, False, dtype, dtype, any(needs), how.strategy.combine)
+        call = how.combine_call(dtype, any(needs))
         slices = _slices(comm, how, len(x))
 
         def prepare() -> torch.Tensor:
@@ -213,7 +212,7 @@ class _RoutedExperts(torch.autograd.Function):
                     meanwhile()
             return torch.empty_like(x)
 
-        out = comm._report_fault("dispatch", prepare)
+        out = comm._report_fault("dispatch", prepare, how.after_dispatch(dtype))
         routed, arrival = begin_dispatch(0)()
         pieces: list[_Piece] = []
         homecomings: list[_Transfer] = []
@@ -222,7 +221,13 @@ class _RoutedExperts(torch.autograd.Function):
             more = i + 1 < len(slices)
             finish = begin_dispatch(i + 1) if more else None
             arrival.wait()
-            piece, y = comm._report_fault("combine", partial(compute, tokens, routed, finish), more)
+            try:
+                piece, y = compute(tokens, routed)
+            except Exception as fault:
+                if finish is not None:  # as the others do, who do not know yet
+                    finish()
+                comm._tell_fault("combine", fault, call if more else None)
+                raise
             computed.append(links.mark())
             if finish is not None:
                 routed, arrival = finish()

@@ -45,6 +45,7 @@ class DispatchInput:
         x_needs_grad, weights_need_grad: whether autograd will want a gradient.
         own_outputs: outputs must be ordinary tensors, not views of the backend's buffers. "but rows": all that the
             handle keeps must be, for somebody uses the rows, and is done with them, before the second next dispatch.
+        ahead: a dispatch of exact sizes need not first raise what earlier calls left.
     """
 
     x: torch.Tensor
@@ -54,6 +55,7 @@ class DispatchInput:
     x_needs_grad: bool
     weights_need_grad: bool
     own_outputs: bool | Literal["but rows"]
+    ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,11 +129,12 @@ class Backend(Protocol):
     def check_combine(self, handle: Any, y: torch.Tensor, call: CombineCall) -> None:
         """Raise for what this backend cannot do, beyond what checks.py refuses. Not collective."""
 
-    def report_fault(self, call: str, fault: Exception, more: bool = False) -> None:
+    def report_fault(self, call: str, fault: Exception, then: CombineCall | None = None) -> None:
         """Tell the other ranks, which are opening a call too, that this one failed here; theirs raise PeerError.
 
         Args:
-            more: a rank that need not wait for the outcome of this call opens one more before it raises.
+            then: a rank that need not wait for the outcome of this call opens one more before it raises: this, or a
+                dispatch before it.
         """
 
     def open_dispatch(self, call: DispatchCall, tensors: DispatchInput) -> Callable[[], Any]:

@@ -121,7 +121,7 @@ class CollectiveBackend:
     def check_combine(self, handle: CollectiveHandle, y: torch.Tensor, call: CombineCall) -> None:
         """Nothing beyond checks.py."""
 
-    def report_fault(self, call: str, fault: Exception, more: bool = False) -> None:
+    def report_fault(self, call: str, fault: Exception, then: CombineCall | None = None) -> None:
         self._exchange({"call": call}, None, fault)
 
     def open_dispatch(self, call: DispatchCall, tensors: DispatchInput) -> Callable[[], CollectiveHandle]:

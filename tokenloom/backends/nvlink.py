@@ -17,7 +17,7 @@ from tokenloom import routing
 from tokenloom.backends.base import CombineCall, DispatchCall, DispatchInput, RoutedCounts
 from tokenloom.backends.calls import FOLLOWS_A_FAULT, Calls
 from tokenloom.backends.exchange import Field, combine_fields, dispatch_fields
-from tokenloom.backends.received import BY_PLACE, BY_ROW, NvlinkHandle, Region
+from tokenloom.backends.received import NvlinkHandle, Region
 from tokenloom.backends.regions import (
     data_regions,
     gather_regions,
@@ -40,7 +40,7 @@ from tokenloom.symmetric import HostCounts, Regions, SymmetricBuffer
 DataRegions = Callable[[Plan, int], Regions]
 DEFAULT_SMS = 16
 ALONE = 2
-"""Times as many SMs for a combine beside which nothing is computed. Not all: NCCL may wait for SMs on another rank."""
+"""Times as many SMs for a combine beside which nothing is computed, of at most half: NCCL, too, waits for SMs."""
 BULK_BYTES = 16
 """Rows, and their addresses, are multiples of this."""
 
@@ -69,6 +69,8 @@ class NvlinkBackend:
         self._num_regions = 2
         self._data_regions: DataRegions = data_regions
         self._host_counts = HostCounts(2 + plan.num_ranks + 2 * plan.experts_per_rank)
+        sms = torch.cuda.get_device_properties(ranks.device).multi_processor_count
+        self._blocks_alone = max(num_sms, min(ALONE * num_sms, sms // 2))
         self._block_counts = torch.zeros(block_count_words(plan), dtype=torch.int32, device=ranks.device)
 
     def serve_mega(self, num_shared_experts: int) -> None:
@@ -146,11 +148,13 @@ class NvlinkBackend:
                 "sizes='bounded' and a Communicator without checked"
             )
 
-    def report_fault(self, call: str, fault: Exception, more: bool = False) -> None:
-        """Open the call with a status, which all ranks see."""
+    def report_fault(self, call: str, fault: Exception, then: CombineCall | None = None) -> None:
+        """Open the call with a status, which all ranks see; and the next, unless the others stop before it: there they
+        wait for outcomes, or for a buffer that is not there yet."""
         self.calls.report_fault(call, fault)
-        if more and not self.checked and not torch.cuda.is_current_stream_capturing():
-            self.calls.agree({"call": call}, status=FOLLOWS_A_FAULT)
+        stops = then is None or self.checked or self._home(then) not in self._buffers
+        if not stops and not torch.cuda.is_current_stream_capturing():
+            self.calls.agree({"call": "combine"}, status=FOLLOWS_A_FAULT)
 
     def check(self, wait: bool) -> None:
         """Raise what earlier calls left behind; with ``wait`` of all calls and graph replays, finished first."""
@@ -195,6 +199,8 @@ class NvlinkBackend:
     # -- dispatch -------------------------------------------------------------------------------------------
 
     def open_dispatch(self, call: DispatchCall, tensors: DispatchInput) -> Callable[[], NvlinkHandle]:
+        if call.sizes == "exact" and not tensors.ahead:  # who waits hears first of what earlier calls left
+            self.calls.settle(0)
         room = self._room if call.layout == "expert" else self.plan.worst_case_rows("token")
         limit = room if call.capacity is None else min(call.capacity, room)
         return partial(self._opened, self._start_dispatch(call, tensors, limit), call, tensors, limit)
@@ -209,9 +215,9 @@ class NvlinkBackend:
             assert handle.rows is not None
             too_short = call.capacity is not None and len(handle.rows) < call.capacity
             if too_short or tensors.own_outputs is True:
-                self._own(handle, call.capacity)
+                handle.own(call.capacity)
             elif tensors.own_outputs:
-                self._own_but_rows(handle)
+                handle.own_but_rows()
             return handle
         counts = self.calls.await_counts(self._host_counts)
         if counts is None or self.checked:
@@ -228,11 +234,11 @@ class NvlinkBackend:
                 raise CapacityOverflow(overflow.needed, call.capacity or limit, sent=False) from None
             return self._dispatch_by_way_of_token(call, tensors)
         assert counts is not None, "settle has raised what the call found"
-        self._cut_to_size(handle, counts)
+        handle.cut_to_size(counts)
         if tensors.own_outputs == "but rows":
-            self._own_but_rows(handle)
+            handle.own_but_rows()
         elif tensors.own_outputs:
-            self._own(handle)
+            handle.own()
         return handle
 
     def _start_dispatch(self, call: DispatchCall, tensors: DispatchInput, capacity: int) -> NvlinkHandle:
@@ -339,46 +345,13 @@ class NvlinkBackend:
             self._regions[number, row_dtype] = found
         return found
 
-    def _cut_to_size(self, handle: NvlinkHandle, counts: list[int]) -> None:
-        """Outputs get their exact size."""
-        num_ranks = self.plan.num_ranks
-        num_rows, received = counts[0], sum(counts[1 : 1 + num_ranks])
-        handle.counts = replace(handle.counts, num_rows=num_rows)
-        if handle.call.layout == "rank":
-            return
-        if handle.call.layout == "expert":
-            handle.host_offsets = counts[1 + num_ranks + self.plan.experts_per_rank :]
-        for names, length in ((BY_PLACE, num_rows), (BY_ROW, received)):
-            for name in names:
-                tensor = getattr(handle, name)
-                if tensor is not None:
-                    setattr(handle, name, tensor[:length])
-
-    def _own_but_rows(self, handle: NvlinkHandle) -> None:
-        rows, handle.rows = handle.rows, None
-        self._own(handle)
-        handle.rows = rows
-
-    def _own(self, handle: NvlinkHandle, num_places: int | None = None) -> None:
-        """Tensors of its own instead of views of the region, of ``num_places`` rows if given."""
-        by_place = BY_PLACE if handle.call.layout == "expert" else (*BY_PLACE, "topk_ids", "topk_weights")
-        for name in (*BY_PLACE, *BY_ROW):
-            tensor = getattr(handle, name)
-            if tensor is None:
-                continue
-            own = tensor.clone()
-            if num_places is not None and name in by_place and num_places > len(own):
-                own = torch.cat([own, own.new_zeros(num_places - len(own), own.shape[1])])
-            setattr(handle, name, own)
-        handle.reused_after = None
-
     def _dispatch_by_way_of_token(self, call: DispatchCall, tensors: DispatchInput) -> NvlinkHandle:
         """Layout "expert" of any size: rows arrive one per (token, rank), which always fits, and are spread here."""
         self._num_dispatches -= 1  # the refused one wrote nothing: so its region, and not that of the one before
         plain = replace(call, layout="token", alignment=1, capacity=None, strategy="dedup")
         handle = self._start_dispatch(plain, tensors, self.plan.worst_case_rows("token"))
         self.calls.settle(0)
-        self._cut_to_size(handle, handle.counts_row.tolist())
+        handle.cut_to_size(handle.counts_row.tolist())
         from_each, of_each = handle.counts.source_counts.tolist(), handle.counts.expert_counts.tolist()
         placement = routing.place_by_expert(from_each, of_each, call.alignment, handle.local_ids)
 
@@ -387,7 +360,7 @@ class NvlinkBackend:
             return routing.scatter_rows(rows, placement.positions, placement.num_places)
 
         offsets = torch.tensor(placement.offsets, dtype=torch.int32, device=handle.given_ids.device)
-        self._own(handle)
+        handle.own()
         handle = replace(
             handle,
             call=call,
@@ -427,17 +400,22 @@ class NvlinkBackend:
         if call.strategy == "reduce_scatter":
             self._reduce_scatter(handle, rows, weights, call, fields, out)
         else:
-            by_route = call.mode == "per_route"
-            buffer = self.buffer(route_regions if by_route else data_regions, call.wire_dtype.itemsize, fields)
+            buffer = self.buffer(*self._home(call), fields)
             variant = (handle.call.layout, rows.dtype, call.wire_dtype, call.out_dtype, call.mode)
             kernel = self.calls.kernel(combine_spec, *variant, None, False, weights is not None)
             self._describe(kernel, handle, rows, out, handle.capacity)
             kernel.args.row_weights = _address(weights)
-            blocks = ALONE * self.calls.num_sms if alone else None
+            blocks = self._blocks_alone if alone else None
             self._start_combine(kernel, buffer, buffer.regions.offset("home"), fields, blocks)
         if self.checked:
             self.calls.settle(0)
         return out
+
+    @staticmethod
+    def _home(call: CombineCall) -> tuple[DataRegions, int]:
+        """Which buffer its rows go home to."""
+        by_strategy = {"reduce_scatter": gather_regions, "all_to_all": route_regions}
+        return by_strategy.get(call.strategy, data_regions), call.wire_dtype.itemsize
 
     def _reduce_scatter(
         self,
@@ -450,7 +428,7 @@ class NvlinkBackend:
     ) -> None:
         """Partial sums for all tokens of all ranks; copy engines take them home; there a kernel adds them."""
         plan, device = self.plan, rows.device
-        buffer = self.buffer(gather_regions, call.wire_dtype.itemsize, fields)
+        buffer = self.buffer(*self._home(call), fields)
         half = self._half(buffer)
         try:
             dense = torch.empty(

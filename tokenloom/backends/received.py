@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -56,6 +56,40 @@ class NvlinkHandle:
     num_places: int = 0
     host_offsets: list[int] | None = None
     by_token: bool = False
+
+    def cut_to_size(self, counts: list[int]) -> None:
+        """Outputs get their exact size; ``counts``: counts_row, on the host."""
+        num_ranks = len(self.counts.source_counts)
+        num_rows, received = counts[0], sum(counts[1 : 1 + num_ranks])
+        self.counts = replace(self.counts, num_rows=num_rows)
+        if self.call.layout == "rank":
+            return
+        if self.call.layout == "expert":
+            self.host_offsets = counts[1 + num_ranks + len(self.counts.expert_counts) :]
+        for names, length in ((BY_PLACE, num_rows), (BY_ROW, received)):
+            for name in names:
+                tensor = getattr(self, name)
+                if tensor is not None:
+                    setattr(self, name, tensor[:length])
+
+    def own_but_rows(self) -> None:
+        """Tensors of its own instead of views of the region, but rows."""
+        rows, self.rows = self.rows, None
+        self.own()
+        self.rows = rows
+
+    def own(self, num_places: int | None = None) -> None:
+        """Tensors of its own instead of views of the region; outputs have ``num_places`` places if given."""
+        by_place = BY_PLACE if self.call.layout == "expert" else (*BY_PLACE, "topk_ids", "topk_weights")
+        for name in (*BY_PLACE, *BY_ROW):
+            tensor = getattr(self, name)
+            if tensor is None:
+                continue
+            own = tensor.clone()
+            if num_places is not None and name in by_place and num_places > len(own):
+                own = torch.cat([own, own.new_zeros(num_places - len(own), own.shape[1])])
+            setattr(self, name, own)
+        self.reused_after = None
 
 
 class Region:
