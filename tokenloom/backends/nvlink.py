@@ -482,7 +482,7 @@ class NvlinkBackend:
         strategy: str = "dedup",
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         unweighted = weights is None and rows is None
-        if strategy == "all_gather" and unweighted and handle.call.layout == "expert" and handle.call.sizes == "exact":
+        if unweighted and handle.call.sizes == "exact" and self._has_places_again(handle):
             return self.dispatch_again(handle, grad, strategy).to(dtype, copy=True), None
         call = DispatchCall("token", 1, "bounded", self.plan.worst_case_rows("token"))
         tensors = DispatchInput(grad, None, handle.given_ids, None, False, False, False)
@@ -495,7 +495,7 @@ class NvlinkBackend:
 
     def dispatch_again(self, handle: NvlinkHandle, x: torch.Tensor, strategy: str = "dedup") -> torch.Tensor:
         call = handle.call
-        if call.layout != "expert" or handle.by_token or handle.num_places > self._room:
+        if not self._has_places_again(handle):
             return self.combine_backward(handle, x, None, None, x.dtype)[0]
         call = DispatchCall("expert", call.alignment, "bounded", handle.capacity, strategy=strategy)
         arrived = self._start_dispatch(
@@ -503,6 +503,10 @@ class NvlinkBackend:
         )
         assert arrived.rows is not None
         return arrived.rows[: handle.num_places]
+
+    def _has_places_again(self, handle: NvlinkHandle) -> bool:
+        """Whether a dispatch by expert finds room for the rows."""
+        return handle.call.layout == "expert" and not handle.by_token and handle.num_places <= self._room
 
     def row_weights(self, handle: NvlinkHandle, weights: torch.Tensor, num_places: int) -> torch.Tensor:
         rows = weights.new_zeros(num_places)

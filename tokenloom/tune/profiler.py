@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tokenloom import routing
 from tokenloom.agreement import agree
+from tokenloom.backends import MAX_SMS
 from tokenloom.communicator import Communicator, Routed
 from tokenloom.errors import InvalidArgument
 from tokenloom.experts import products_for
@@ -150,6 +151,7 @@ def profile(
         backend=backend,
         device=device,
         dtype=dtype,
+        num_sms=MAX_SMS,  # as layers do
     ) as comm:
 
         def prepare() -> tuple[dict[str, Any], Setting]:

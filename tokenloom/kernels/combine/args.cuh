@@ -41,7 +41,9 @@ struct CombineRows {
     static constexpr int kWireBytes = Shape::hidden * kValueBytes<Shape::wire_dtype>;
     static constexpr int kOutBytes = Shape::hidden * kValueBytes<Shape::out_dtype>;
     static constexpr bool kWeighted = Shape::weighted != 0;
-    static constexpr bool kSumOfOneIsACopy = !kWeighted && Shape::y_dtype == Shape::wire_dtype;
+    // Then it is copied, with more loads in flight; of float32 no more would be.
+    static constexpr bool kSumOfOneIsACopy =
+        !kWeighted && Shape::y_dtype == Shape::wire_dtype && Shape::y_dtype != kFloat32;
     using Push = RowSum<Shape::y_dtype, Shape::wire_dtype, Shape::hidden, Shape::group, Shape::push_terms, kWeighted>;
     using Home = RowSum<Shape::wire_dtype, Shape::out_dtype, Shape::hidden, Shape::group, Shape::home_terms, false>;
     static constexpr uint32 kNan = kNanWord<Shape::wire_dtype>;  // what comes home for dropped rows

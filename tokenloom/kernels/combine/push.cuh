@@ -42,7 +42,7 @@ __device__ __forceinline__ void push_row(const CombineArgs& args, const RowRoute
     } else if (dropped != 0) {
         fill_row<Rows::kWireBytes>(to, Rows::kNan, lane);
     } else if (Rows::kSumOfOneIsACopy && __popc(kept) == 1) {
-        constexpr int kSteps = Shape::wire_dtype == kFloat32 ? 4 : 7;  // with more some variants spill
+        constexpr int kSteps = 7;  // with more some variants spill
         copy_row<Rows::kWireBytes, kSteps>(reinterpret_cast<const unsigned char*>(of_lane(term, kept)),
                                            reinterpret_cast<uint64>(to), 1, lane);
     } else {
