@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import tokenloom as tl
-from tests.conftest import Ranks
+from tests.conftest import NUM_GPUS, Ranks
 from tests.layer_cases import HIDDEN, NUM_EXPERTS, LayerCase, make_layer
 from tokenloom import compiled
 from tokenloom.launch import RankContext
@@ -30,9 +30,13 @@ MOST_GRAPHS = 4
 """For the first size, for all others, for no token and for one: what torch tells apart."""
 
 
-def on_cpus(*numbers: int) -> pytest.MarkDecorator:
-    """On groups of so many processes; compiling takes too long for more."""
-    return pytest.mark.parametrize("ranks", [pytest.param(("cpu", n), id=f"cpu{n}") for n in numbers], indirect=True)
+def on_groups_of(*numbers: int) -> pytest.MarkDecorator:
+    """On groups of so many processes, and of so many GPUs; compiling takes too long for more."""
+    groups = [pytest.param(("cpu", n), id=f"cpu{n}") for n in numbers]
+    for n in numbers:
+        few = pytest.mark.skipif(n > NUM_GPUS, reason=f"fewer than {n} NVIDIA GPUs on this machine")
+        groups.append(pytest.param(("cuda", n), id=f"cuda{n}", marks=[pytest.mark.gpu, few]))
+    return pytest.mark.parametrize("ranks", groups, indirect=True)
 
 
 def why_no_inductor() -> str | None:
@@ -141,7 +145,7 @@ def compare_with_eager(
     run = torch.compile(model, fullgraph=True, backend=counter)
     generator = torch.Generator().manual_seed(context.rank)
     for number, num_tokens in enumerate(sizes[context.rank]):
-        x = torch.randn(num_tokens, HIDDEN, generator=generator)
+        x = torch.randn(num_tokens, HIDDEN, generator=generator).to(context.device)
         want = step(model, model, x)
         counts = [layer.expert_counts.clone() for layer in layers]
         for layer in layers:
@@ -159,7 +163,7 @@ def compare_with_eager(
 
 
 @pytest.mark.parametrize("checkpointed", [(), ("first", "second")], ids=["kept", "checkpointed"])
-@on_cpus(1, 2)
+@on_groups_of(1, 2)
 def test_any_number_of_tokens(ranks: Ranks, checkpointed: tuple[str, ...]) -> None:
     """One graph, eager's bits, and a number of tokens that changes does not make a graph each time.
 
@@ -169,7 +173,7 @@ def test_any_number_of_tokens(ranks: Ranks, checkpointed: tuple[str, ...]) -> No
 
 
 @needs_inductor
-@on_cpus(2)
+@on_groups_of(2)
 def test_inductor(ranks: Ranks) -> None:
     """One layer runs again in backward, beside the other one's gradient."""
     ranks.run(compare_with_eager, "inductor", ("first",), ((5, 3, 6), (0, 4, 2)))
@@ -197,7 +201,7 @@ def train_data_parallel(context: RankContext, inside: bool) -> None:
     for is_compiled in (False, True):
         torch.manual_seed(5)
         layer = make_layer(replace(CASE, expert_grad_scale=1 / context.num_ranks), context.group)
-        model = nn.ModuleDict({"dense": nn.Linear(HIDDEN, HIDDEN), "moe": layer})
+        model = nn.ModuleDict({"dense": nn.Linear(HIDDEN, HIDDEN).to(context.device), "moe": layer})
         model.forward = lambda x, model=model: model["moe"](model["dense"](x))  # type: ignore[method-assign]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["moe.w1", "moe.w2"])
         if is_compiled and inside:
@@ -207,7 +211,8 @@ def train_data_parallel(context: RankContext, inside: bool) -> None:
             run = torch.compile(run, backend="aot_eager")  # type: ignore[assignment]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for turn in range(2):
-            x = torch.randn(4 + turn, HIDDEN, generator=torch.Generator().manual_seed(10 * turn + context.rank))
+            generator = torch.Generator().manual_seed(10 * turn + context.rank)
+            x = torch.randn(4 + turn, HIDDEN, generator=generator).to(context.device)
             optimizer.zero_grad()
             out, aux_loss = run(x)
             (out.square().mean() + aux_loss).backward()
@@ -218,7 +223,7 @@ def train_data_parallel(context: RankContext, inside: bool) -> None:
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["layer_in_ddp", "ddp_compiled"])
-@on_cpus(2)
+@on_groups_of(2)
 def test_data_parallel(ranks: Ranks, inside: bool) -> None:
     ranks.run(train_data_parallel, inside)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tokenloom as tl
+from tests.conftest import NUM_GPUS
 from tests.layer_cases import HIDDEN, LayerCase, make_layer
 
 BATCHES = 64
@@ -25,9 +26,21 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def batches() -> list[torch.Tensor]:
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param(
+            "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="no NVIDIA GPU on this machine")]
+        ),
+    ]
+)
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def batches(device: str = "cpu") -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
-    return [torch.randn(5, HIDDEN, generator=generator).to(CASE.dtype) for _ in range(BATCHES)]
+    return [torch.randn(5, HIDDEN, generator=generator).to(device, CASE.dtype) for _ in range(BATCHES)]
 
 
 def backward(run: Any, x: torch.Tensor) -> None:
@@ -40,11 +53,11 @@ def largest_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
-def test_sums_over_micro_batches_lose_nothing(is_compiled: bool) -> None:
-    layer, plain = make_layer(CASE, None, main_grads=True), make_layer(CASE, None)
+def test_sums_over_micro_batches_lose_nothing(is_compiled: bool, device: str) -> None:
+    layer, plain = make_layer(CASE, None, main_grads=True, device=device), make_layer(CASE, None, device=device)
     run = torch.compile(layer, fullgraph=True, backend="aot_eager") if is_compiled else layer
     sums = [torch.zeros_like(weight, dtype=torch.float64) for weight in plain.expert_parameters()]
-    for x in batches():
+    for x in batches(device):
         backward(run, x)
         before = [weight.grad for weight in plain.expert_parameters()]
         plain.zero_grad()
@@ -62,8 +75,9 @@ def test_sums_over_micro_batches_lose_nothing(is_compiled: bool) -> None:
         assert largest_error(narrow.grad.double(), want) > 2**-9
 
 
-def test_only_expert_weights_have_main_grads_and_nothing_sets_them_back() -> None:
-    layer, plain, x = make_layer(CASE, None, main_grads=True), make_layer(CASE, None), batches()[0]
+def test_only_expert_weights_have_main_grads_and_nothing_sets_them_back(device: str) -> None:
+    layer, plain = make_layer(CASE, None, main_grads=True, device=device), make_layer(CASE, None, device=device)
+    x = batches(device)[0]
     assert [name for name, _ in layer.named_parameters()] == [name for name, _ in plain.named_parameters()]
     assert set(layer.state_dict()) == set(plain.state_dict())
     assert [not weight.main_grad.any() for weight in layer.expert_parameters()] == [True, True]
@@ -83,13 +97,13 @@ def test_only_expert_weights_have_main_grads_and_nothing_sets_them_back() -> Non
         assert torch.equal(weight.grad, other.grad)
 
 
-def test_the_owner_may_set_them_back_or_put_a_part_of_a_buffer_there() -> None:
+def test_the_owner_may_set_them_back_or_put_a_part_of_a_buffer_there(device: str) -> None:
     """As Megatron-LM's data parallelism does."""
-    layer, x = make_layer(CASE, None, main_grads=True), batches()[0]
+    layer, x = make_layer(CASE, None, main_grads=True, device=device), batches(device)[0]
     backward(layer, x)
     want = layer.w1.main_grad.clone()
     layer.w1.main_grad.zero_()
-    buffer = torch.zeros(layer.w1.numel() + 8)
+    buffer = torch.zeros(layer.w1.numel() + 8, device=device)
     layer.w1.main_grad, before = buffer[8:].view_as(layer.w1), layer.w1.main_grad
     backward(layer, x)
     assert torch.equal(buffer[8:].view_as(want), want)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -188,10 +189,25 @@ def test_kernels_give_the_same_bits(hoppers: Ranks, dispatch: str, combine: str,
 
 
 def in_turns(context: RankContext) -> None:
-    """Calls of all kinds, one behind the other without a word from the host; results are compared when all are done.
+    """Calls of all kinds, of two dtypes and on two streams, one behind the other without a word from the host; results
+    are compared when all are done.
 
     Most routes go to rank 0, which is long at copying rows when the others are done and begin the next call.
     """
+
+    def dispatch_and_combine(
+        strategies: tuple[str, str], beside: bool, given: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        dispatch, combine = strategies
+        if not beside:
+            routed = ours.dispatch(*given, strategy=dispatch, **options)
+            return routed.tokens, ours.combine(routed.tokens, routed, strategy=combine)
+        routed, arrived = ours.dispatch(*given, strategy=dispatch, async_op=True, **options)
+        arrived.wait()
+        out, home = ours.combine(routed.tokens, routed, strategy=combine, async_op=True)
+        home.wait()
+        return routed.tokens, out
+
     width, experts, room = 2048, 4 * context.num_ranks, 300
     sizes = {"num_experts": experts, "hidden": width, "top_k": TOP_K, "max_tokens_per_rank": room}
     where: dict[str, Any] = {"device": context.device, **sizes}
@@ -204,24 +220,23 @@ def in_turns(context: RankContext) -> None:
     for _ in range(40):
         dispatch = DISPATCH_STRATEGIES[int(torch.randint(3, (), generator=order))]
         combine = COMBINE_STRATEGIES[int(torch.randint(2, (), generator=order))]
+        beside = bool(torch.randint(2, (), generator=order))
+        dtype = (BF16, torch.float32)[int(torch.randint(2, (), generator=order))]
         tokens = int(torch.randint(room // context.num_ranks + 1, (), generator=generator))
-        x = torch.randn(tokens, width, generator=generator).to(context.device, BF16)
+        x = torch.randn(tokens, width, generator=generator).to(context.device, dtype)
         ids = torch.randint(-1, 5, (tokens, TOP_K), generator=generator).clamp_max(experts - 1).to(context.device)
         weights = torch.rand(tokens, TOP_K, generator=generator).to(context.device)
-        steps.append((dispatch, combine, x, ids, weights))
-    for strategy in DISPATCH_STRATEGIES:  # all buffers and kernels are there
-        routed = ours.dispatch(*steps[0][2:], strategy=strategy, **options)
-        ours.combine(routed.tokens, routed, strategy="reduce_scatter")
+        steps.append(((dispatch, combine), beside, (x, ids, weights)))
+    x, *routes = steps[0][2]
+    for strategy, dtype in product(DISPATCH_STRATEGIES, (BF16, torch.float32)):  # all buffers and kernels are there
+        dispatch_and_combine((strategy, "reduce_scatter"), False, (x.to(dtype), *routes))
     ours.check()
-    found = []
-    for dispatch, combine, x, ids, weights in steps:
-        routed = ours.dispatch(x, ids, weights, strategy=dispatch, **options)
-        found.append((routed.tokens, ours.combine(routed.tokens, routed, strategy=combine)))
+    found = [dispatch_and_combine(*step) for step in steps]
     ours.check()
-    for number, ((rows, out), (dispatch, combine, x, ids, weights)) in enumerate(zip(found, steps, strict=True)):
-        expected = plain.dispatch(x, ids, weights)
-        assert torch.equal(rows[: len(expected.tokens)], expected.tokens), (number, dispatch)
-        assert torch.equal(out, plain.combine(expected.tokens, expected)), (number, dispatch, combine)
+    for number, ((rows, out), (strategies, beside, given)) in enumerate(zip(found, steps, strict=True)):
+        expected = plain.dispatch(*given)
+        assert torch.equal(rows[: len(expected.tokens)], expected.tokens), (number, strategies, beside)
+        assert torch.equal(out, plain.combine(expected.tokens, expected)), (number, strategies, beside)
     ours.close()
     plain.close()
 
