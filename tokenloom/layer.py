@@ -57,7 +57,7 @@ class ExpertParallelMoE(nn.Module):
         overlap: on GPUs, let transfers run beside products; the same bits with False.
         redispatch_in_backward: keep x instead of the rows that a rank receives, about ``top_k`` times as many; they
             are sent again in backward.
-        pool_rows: None: what is kept for backward has its exact size, which the host waits for once a forward. Else
+        pool_rows: None: what is kept for backward has its exact size, which the host waits for in forward. Else
             the most rows that a rank's experts may get, for which there is always room, and the host does not wait:
             more raise CapacityOverflow in a later call or ``comm.check()``; the tokens concerned become NaN.
         main_grads: backward adds the gradients of expert weights to ``parameter.main_grad``, float32 and made here as

@@ -2,7 +2,7 @@
 the products work at the same time.
 
 Many tokens go in pieces: one travels while the experts compute another. In backward, the gradients of
-weights are computed last, while those of rows come home. What travels is on a stream of the communicator's; a
+weights come after those of rows, which go home meanwhile. What travels is on a stream of the communicator's; a
 communicator has two receive regions, so a dispatch waits until the rows of the second last one have been used. Without
 overlap the same happens in the same pieces on one stream: the same bits.
 """

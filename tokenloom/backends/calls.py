@@ -127,7 +127,7 @@ class Calls:
         return self._fault.claimed.data_ptr()
 
     def trace(self, times: torch.Tensor | None) -> None:
-        """From now on kernels write when their blocks pass each phase (Mark in call.cuh): int64 [32, 16], in ns."""
+        """From now on kernels write when their blocks pass each phase (Mark in call.cuh): int64 [blocks, 16], ns."""
         for kernel in self._kernels.values():
             kernel.args.call.trace = 0 if times is None else times.data_ptr()
 

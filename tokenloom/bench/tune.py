@@ -71,7 +71,7 @@ def run_tune(
     console.print(f"{chosen}: {kept if found.file else lost}", markup=False, soft_wrap=True)
     if json_file is not None:
         setup = run_setup(device, num_ranks, command) | asdict(found.setting)
-        setup |= {name: getattr(found, name) for name in ("num_tokens", "skew", "iterations", "file")}
+        setup |= {name: getattr(found, name) for name in ("num_tokens", "skew", "iterations")}
         missing = [f"{row.strategy} of {row.operation}" for row in found.rows if row.score_ms is None]
         write_json(
             json_file, setup, [f"not on backend {found.setting.backend}: {each}" for each in missing], found.rows
