@@ -12,6 +12,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 import tokenloom as tl
 from tokenloom.activation import activate
 from tokenloom.experts import Products, _ExpertByExpert, _GroupedProducts
+from tokenloom.tune.samples import call_us
 
 ROUNDS = 9
 ROWS, TOP_K, SMS = 131072, 8, 32
@@ -51,7 +53,7 @@ def calls_of(hidden: int, intermediate: int, ends: list[int]) -> dict[str, tuple
     d1, d2 = torch.empty_like(w1), torch.empty_like(w2)
     who: dict[str, Products] = {
         "grouped_mm": _GroupedProducts(offsets),
-        "cuBLAS": _ExpertByExpert(offsets, ends),
+        "cuBLAS": _ExpertByExpert(ends),
     }
     one = 2.0 * ROWS * hidden * intermediate
     products: dict[str, tuple[float, Callable[[Products], Any]]] = {
@@ -66,19 +68,9 @@ def calls_of(hidden: int, intermediate: int, ends: list[int]) -> dict[str, tuple
         "dw2, added": (one, lambda p: p.of_weights(grad, act, d2)),
     }
     return {
-        name: (flops, {each: (lambda f=f, p=p: f(p)) for each, p in who.items()})
-        for name, (flops, f) in products.items()
+        name: (flops, {each: partial(product, p) for each, p in who.items()})
+        for name, (flops, product) in products.items()
     }
-
-
-def us_of(call: Call) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(200_000)  # so that the host is ahead
-    begin.record()
-    call()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 1e3
 
 
 def beside(combine: Call, side: torch.cuda.Stream, call: Call) -> Call:
@@ -101,7 +93,12 @@ def main() -> None:
     for hidden, intermediate, experts in LAYERS:
         ends = list(accumulate(uneven(experts), initial=0))
         tokens = ROWS // TOP_K
-        sizes = {"num_experts": experts, "hidden": hidden, "top_k": TOP_K, "max_tokens_per_rank": tokens}
+        sizes: dict[str, Any] = {
+            "num_experts": experts,
+            "hidden": hidden,
+            "top_k": TOP_K,
+            "max_tokens_per_rank": tokens,
+        }
         comm = tl.Communicator(None, backend="nvlink", device="cuda:0", num_sms=SMS, **sizes)
         ids = torch.rand(tokens, experts, device="cuda").topk(TOP_K).indices
         with torch.no_grad():
@@ -117,7 +114,7 @@ def main() -> None:
                 times: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
                 for turn in range(ROUNDS + 1):
                     for key, call in runs.items():
-                        us = us_of(call)
+                        us = call_us(None, torch.device("cuda"), call, queued=True)
                         if turn:
                             times[key].append(us)
                 row: dict[str, Any] = {"hidden": hidden, "intermediate": intermediate, "product": name}

@@ -96,3 +96,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     config.hook.pytest_deselected(items=[item for item in items if not exists(item)])
     items[:] = [item for item in items if exists(item)]
+
+
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param(
+            "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not NUM_GPUS, reason="no NVIDIA GPU on this machine")]
+        ),
+    ]
+)
+def device(request: pytest.FixtureRequest) -> str:
+    """For tests of one process."""
+    if request.param == "cuda":
+        # Autograd's own thread has no CUDA context before its first kernel; if a cuBLAS call comes first, torch warns.
+        torch.ones(1, device="cuda", requires_grad=True).exp().backward()
+    return request.param

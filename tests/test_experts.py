@@ -27,22 +27,6 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, tor
 """Of results near 1: a few roundings of the dtype (bfloat16: 2^-9 each), in the gates, the product and the sum."""
 
 
-@pytest.fixture(
-    params=[
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")],
-        ),
-    ]
-)
-def device(request: pytest.FixtureRequest) -> str:
-    if request.param == "cuda":
-        # Autograd's own thread has no CUDA context before its first kernel; if a cuBLAS call comes first, torch warns.
-        torch.ones(1, device="cuda", requires_grad=True).exp().backward()
-    return request.param
-
-
 def make_case(
     dtype: torch.dtype, hidden: int, intermediate: int, counts: list[int], device: str, beyond: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import tokenloom as tl
-from tests.conftest import NUM_GPUS
 from tests.layer_cases import HIDDEN, LayerCase, make_layer
 
 BATCHES = 64
@@ -24,18 +23,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)  # layers are tiny
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(
-    params=[
-        "cpu",
-        pytest.param(
-            "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="no NVIDIA GPU on this machine")]
-        ),
-    ]
-)
-def device(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 def batches(device: str = "cpu") -> list[torch.Tensor]:

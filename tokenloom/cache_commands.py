@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from rich import box
@@ -143,19 +142,19 @@ def variants(plan: Plan) -> list[KernelSpec]:
             f"hidden is {plan.hidden}: no kernels for rows that are no multiple of {COPIED_BYTES} bytes; "
             "pass a multiple of 8"
         )
-    rows: list[tuple[Any, ...]] = [(plan.hidden * dtype.itemsize, 0) for dtype in dtypes]
+    rows: list[tuple[int, int, str, torch.dtype | None]] = [
+        (plan.hidden * dtype.itemsize, 0, "", None) for dtype in dtypes
+    ]
     if plan.hidden % FP8_BLOCK == 0:
-        rows.append((plan.hidden, plan.scales_per_token))
-        rows += [(*rows[-1], quantize, torch.bfloat16) for quantize in ("any scale", "power of two")]
+        of_fp8 = (plan.hidden, plan.scales_per_token)
+        rows += [(*of_fp8, "", None), *((*of_fp8, how, torch.bfloat16) for how in ("any scale", "power of two"))]
     specs = [dispatch_spec(plan, layout, *row)[0] for layout in LAYOUTS for row in rows]
-    for row in rows:
-        of_row = dict(zip(("row_bytes", "scales_per_row", "quantize", "x_dtype"), row, strict=False))
-        specs.append(dispatch_spec(plan, "expert", strategy="all_to_all", **of_row)[0])
+    specs += [dispatch_spec(plan, "expert", *row, "all_to_all")[0] for row in rows]
     for dtype in dtypes:
         specs.append(dispatch_spec(plan, "expert", plan.hidden * dtype.itemsize, 0, strategy="all_gather")[0])
         specs += [combine_spec(plan, layout, dtype, dtype, dtype)[0] for layout in LAYOUTS]
+        specs.append(combine_spec(plan, "expert", dtype, dtype, dtype, weighted=True)[0])
         for weighted in (False, True):
-            specs.append(combine_spec(plan, "expert", dtype, dtype, dtype, weighted=weighted)[0])
             specs.append(combine_spec(plan, "expert", dtype, dtype, dtype, "per_route", weighted=weighted)[0])
             specs.append(presum_spec(plan, dtype, dtype, weighted)[0])
         specs.append(combine_spec(plan, "token", dtype, dtype, dtype, dense=True)[0])

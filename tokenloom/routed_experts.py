@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from tokenloom.activation import activate, activate_backward
 from tokenloom.autograd import COMBINE_RANGE, DISPATCH_RANGE, profiler_range
-from tokenloom.backends.base import CombineCall
+from tokenloom.backends.base import NUM_REGIONS, CombineCall
 from tokenloom.communicator import Communicator, Routed
 from tokenloom.experts import FEW_ROWS, Products, products_for
 from tokenloom.strategy import SWAPPED, Strategy
@@ -137,8 +137,6 @@ class _Piece:
     rows: torch.Tensor | None
 
 
-NUM_REGIONS = 2
-"""That a communicator receives rows in, by turns."""
 SHARES = (3, 2)
 """Of the tokens, of each piece. Nothing hides the combine of the last, which is slower than the first's dispatch."""
 

@@ -8,6 +8,9 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+NUM_REGIONS = 2
+"""Where a backend receives rows, by turns: views of one last until the second next dispatch."""
+
 
 @dataclass(frozen=True)
 class DispatchCall:

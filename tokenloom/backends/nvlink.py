@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tokenloom import routing
-from tokenloom.backends.base import CombineCall, DispatchCall, DispatchInput, RoutedCounts
+from tokenloom.backends.base import NUM_REGIONS, CombineCall, DispatchCall, DispatchInput, RoutedCounts
 from tokenloom.backends.calls import FOLLOWS_A_FAULT, Calls
 from tokenloom.backends.exchange import Field, combine_fields, dispatch_fields
 from tokenloom.backends.received import NvlinkHandle, Region
@@ -66,7 +66,7 @@ class NvlinkBackend:
         self._overflow: CapacityOverflow | None = None
         self._num_dispatches = 0
         self._room = region_rows(plan)
-        self._num_regions = 2
+        self._num_regions = NUM_REGIONS
         self._data_regions: DataRegions = data_regions
         self._host_counts = HostCounts(2 + plan.num_ranks + 2 * plan.experts_per_rank)
         sms = torch.cuda.get_device_properties(ranks.device).multi_processor_count
