@@ -102,7 +102,7 @@ class Calls:
         captured = torch.cuda.is_current_stream_capturing()
         if not captured:
             self.settle(CALLS_IN_FLIGHT)
-            self.follow()
+            self.follow(stream)
         slot = self._captured_slot if captured else self.num_calls % len(self._done)
         opening = kernel.args.call
         opening.record = self._records.address(slot)
@@ -115,9 +115,8 @@ class Calls:
             self._launched.append(_Launched(self.num_calls, slot, fields))
             self.num_calls += 1
 
-    def follow(self) -> None:
-        """Let the current stream wait for the call before, if that is on another one: calls share flags and counts."""
-        stream = torch.cuda.current_stream(self.ranks.device)
+    def follow(self, stream: torch.cuda.Stream) -> None:
+        """Let the stream wait for the call before, if that is on another one: calls share flags and counts."""
         if self._last is not None and self._last[0] != stream:
             stream.wait_event(self._done[self._last[1]])
 

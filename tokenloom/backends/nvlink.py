@@ -210,8 +210,8 @@ class NvlinkBackend:
             if self.checked:
                 try:
                     self.calls.settle(0)
-                except CapacityOverflow as overflow:
-                    self._overflow = overflow  # the dispatch itself is done; the next call raises
+                except CapacityOverflow as too_many:
+                    self._overflow = too_many  # the dispatch itself is done; the next call raises
             assert handle.rows is not None
             too_short = call.capacity is not None and len(handle.rows) < call.capacity
             if too_short or tensors.own_outputs is True:
@@ -220,18 +220,10 @@ class NvlinkBackend:
                 handle.own_but_rows()
             return handle
         counts = self.calls.await_counts(self._host_counts)
-        if counts is None or self.checked:
-            try:
-                self.calls.settle(1)  # what earlier calls left is not to be taken for this one's
-            except Exception:
-                self.calls.settle(0, own_fault=True)  # whose own outcome nobody shall hear of later
-                raise
-        try:
-            if counts is None or self.checked:
-                self.calls.settle(0)
-        except CapacityOverflow as overflow:
+        overflow = self._settled() if counts is None or self.checked else None
+        if overflow is not None:
             if call.layout != "expert" or (call.capacity is not None and overflow.needed > call.capacity):
-                raise CapacityOverflow(overflow.needed, call.capacity or limit, sent=False) from None
+                raise CapacityOverflow(overflow.needed, call.capacity or limit, sent=False)
             return self._dispatch_by_way_of_token(call, tensors)
         assert counts is not None, "settle has raised what the call found"
         handle.cut_to_size(counts)
@@ -240,6 +232,19 @@ class NvlinkBackend:
         elif tensors.own_outputs:
             handle.own()
         return handle
+
+    def _settled(self) -> CapacityOverflow | None:
+        """Settle every call; return what the last one lacks room for, and raise all else."""
+        try:
+            self.calls.settle(1)  # what earlier calls left is not to be taken for this one's
+        except Exception:
+            self.calls.settle(0, own_fault=True)  # whose own outcome nobody shall hear of later
+            raise
+        try:
+            self.calls.settle(0)
+        except CapacityOverflow as overflow:
+            return overflow
+        return None
 
     def _start_dispatch(self, call: DispatchCall, tensors: DispatchInput, capacity: int) -> NvlinkHandle:
         plan, x, topk_ids = self.plan, _aligned(tensors.x), _aligned(tensors.topk_ids)
@@ -323,7 +328,7 @@ class NvlinkBackend:
         received two calls before it, in this half. (A graph would use one half in all of its replays.)
         """
         self._require_no_capture()
-        self.calls.follow()
+        self.calls.follow(torch.cuda.current_stream(self.ranks.device))
         return buffer.regions.offset(f"gathered{self.calls.num_calls % 2}")
 
     def _bring(self, buffer: SymmetricBuffer, half: int, rows_for: Callable[[int], torch.Tensor]) -> None:
