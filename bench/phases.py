@@ -81,7 +81,7 @@ def measure(context: RankContext, shape: Shape, num_sms: int) -> dict[str, Any]:
         backend="nvlink",
         num_sms=num_sms,
     ) as comm:
-        calls = comm._backend._calls  # type: ignore[attr-defined]
+        calls = comm._backend.calls  # type: ignore[attr-defined]
         for payload in ("bf16", "fp8", "to_fp8"):
             for layout in ("token", "expert", "rank"):
                 options: dict[str, Any] = {"layout": layout, "sizes": "bounded", "to_fp8": payload == "to_fp8"}

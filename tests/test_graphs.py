@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -212,6 +213,37 @@ def check_overflow(context: RankContext, kind: Kind) -> None:
         captured = Captured(step)
         for round_ in (BAD, GOOD):
             replay(round_)
+        comm.check()
+
+
+def test_branches_of_a_graph(hoppers: Ranks) -> None:
+    """Branches of a graph run at the same time, and calls that did would share flags, claims and an epoch: so calls
+    follow each other in a graph as they do outside of it, whatever their streams wait for."""
+    hoppers.run(check_branches)
+
+
+def check_branches(context: RankContext) -> None:
+    with new_comm(context) as comm:
+        steps = [Step(context, comm, EXPERT), Step(context, comm, EXPERT)]
+        fork = torch.cuda.Stream()
+
+        def both() -> list[torch.Tensor]:
+            main = torch.cuda.current_stream()
+            fork.wait_stream(main)
+            with torch.cuda.stream(fork):
+                first = steps[0].dispatch(copy=True)
+            second = steps[1].dispatch(copy=True)
+            main.wait_stream(fork)
+            return [step.finish(routed) for step, routed in zip(steps, (first, second), strict=True)]
+
+        captured = Captured(both)
+        for rounds in itertools.pairwise(ROUNDS):
+            for step, round_ in zip(steps, rounds, strict=True):
+                step.load(round_)
+            for _ in range(3):
+                captured.replay()
+            for result, step, round_ in zip(captured.results, steps, rounds, strict=True):
+                same_bits(result, step.expected(round_)[1], round_.why)
         comm.check()
 
 

@@ -238,13 +238,13 @@ def test_it_compiles_within_limits(variant: Variant, compiling: dict[Variant, Fu
 
 @pytest.mark.parametrize("quantize", ["", "any scale"], ids=["as it is", "to fp8"])
 @pytest.mark.parametrize("layout", shape.LAYOUTS)
-@pytest.mark.parametrize("num_ranks", [1, 8, 32])
-def test_any_number_of_experts_fits_or_is_refused(layout: str, num_ranks: int, quantize: str) -> None:
+@pytest.mark.parametrize(("num_ranks", "hidden"), [(1, 7168), (8, 7168), (32, 7168), (4, 512), (8, 2048)])
+def test_any_number_of_experts_fits_or_is_refused(layout: str, num_ranks: int, hidden: int, quantize: str) -> None:
     """Counters of experts and the ring of rows share a block's memory: what does not fit would fail at the launch,
-    after other ranks had begun to wait."""
+    after other ranks had begun to wait. Short rows have rings of many stages."""
 
     def of(num_experts: int) -> Variant:
-        sizes = {"num_ranks": num_ranks, "experts_per_rank": num_experts // num_ranks}
+        sizes = {"num_ranks": num_ranks, "experts_per_rank": num_experts // num_ranks, "hidden": hidden}
         return quantizing("", layout, quantize, **sizes)
 
     fitting, refused = [], []

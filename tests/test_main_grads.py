@@ -107,6 +107,9 @@ def test_copies_and_frozen_weights() -> None:
     assert twin.w1.grad is None
     assert not twin.w2.main_grad.any()
     assert not layer.w1.main_grad.any()
+    backward(copy.copy(layer), x)  # which has the same parameters
+    backward(layer, x)
+    assert torch.equal(layer.w1.main_grad, 2 * twin.w1.main_grad)
 
 
 def test_gradients_that_are_asked_for_are_given_out() -> None:

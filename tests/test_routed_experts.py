@@ -30,11 +30,14 @@ SWITCHES = {
 }
 
 
-def layers_of(context: RankContext, count: int, **options: Any) -> list[tl.ExpertParallelMoE]:
+def layers_of(
+    context: RankContext, count: int, comm: tl.Communicator | None = None, **options: Any
+) -> list[tl.ExpertParallelMoE]:
     """Layers that share a communicator, with weights of their own."""
     layers: list[tl.ExpertParallelMoE] = []
+    options = {"shared_intermediate": 32, "dtype": torch.bfloat16, **options}
     for seed in range(count):
-        where: dict[str, Any] = {"comm": layers[0].comm} if layers else {"group": context.group}
+        where: dict[str, Any] = {"comm": comm} if comm else {"group": context.group}
         layers.append(
             tl.ExpertParallelMoE(
                 **where,
@@ -42,14 +45,13 @@ def layers_of(context: RankContext, count: int, **options: Any) -> list[tl.Exper
                 intermediate=INTERMEDIATE,
                 num_experts=EXPERTS,
                 top_k=TOP_K,
-                max_tokens_per_rank=None if layers else max(TOKENS),
-                shared_intermediate=32,
+                max_tokens_per_rank=None if comm else max(TOKENS),
                 device=context.device,
-                dtype=torch.bfloat16,
                 **options,
             )
         )
         layers[-1].reset_parameters(seed=seed)
+        comm = layers[-1].comm
     return layers
 
 
@@ -235,9 +237,9 @@ def test_a_fault_in_a_piece(ranks: Ranks, number: int, combine: str) -> None:
     assert found == ["RuntimeError"] + ["PeerError"] * (ranks.num_ranks - 1)
 
 
-def fail_in_layer(context: RankContext) -> str:
+def fail_in_layer(context: RankContext, options: dict[str, Any]) -> str:
     """Rank 0 fails in the first of two layers, and nobody asks for outcomes before the next step."""
-    layers = layers_of(context, 2)
+    layers = layers_of(context, 2, **options)
     x = torch.randn(16, HIDDEN, device=context.device).to(torch.bfloat16)
 
     def step(products: Any = experts.products_for) -> torch.Tensor:
@@ -261,26 +263,130 @@ def fail_in_layer(context: RankContext) -> str:
     return type(caught.value).__name__
 
 
-def test_a_fault_in_the_first_of_two_layers(ranks: Ranks) -> None:
-    found = ranks.run(fail_in_layer)
+LOSSES = {"balance_coef": 0.1}
+"""Their sums over ranks are collectives too, which a rank that fails must not leave out, nor the others run alone."""
+
+
+@pytest.mark.parametrize("options", [{}, LOSSES], ids=["plain", "losses"])
+def test_a_fault_in_the_first_of_two_layers(ranks: Ranks, options: dict[str, Any]) -> None:
+    found = ranks.run(fail_in_layer, options)
     assert found == ["RuntimeError"] + ["PeerError"] * (ranks.num_ranks - 1)
 
 
-def fail_before_a_pool(context: RankContext) -> str:
-    (layer,) = layers_of(context, 1, pool_rows=POOL)
+def fail_before_a_pool(context: RankContext, options: dict[str, Any], runs_before: bool) -> str:
+    """``options`` of the second layer, whose call it is that fails; has it run before, so that it has its buffers?"""
+    layers = layers_of(context, 1, pool_rows=POOL, dtype=options.get("dtype", torch.bfloat16))
+    layers += layers_of(context, 1, layers[0].comm, pool_rows=POOL, **options)
     x = torch.randn(16, HIDDEN, device=context.device).to(torch.bfloat16)
-    wanted, _ = layer(x)
-    layer.comm.check()
-    with pytest.raises(tl.TokenloomError) as caught:
-        forward_and_check(layer, x[:, 1:] if context.rank == 0 else x)
-    for _ in range(3):
+    autocast = torch.autocast(context.device.type, torch.bfloat16, enabled="dtype" in options)
+    with autocast:
+        wanted = [layer(x)[0] for layer in layers[: 1 + runs_before]]
+        layers[0].comm.check()
+        with pytest.raises(tl.TokenloomError) as caught:
+            forward_and_check(layers[1], x[:, 1:] if context.rank == 0 else x)
+        for _ in range(3):
+            for layer, result in zip(layers, wanted, strict=False):
+                assert torch.equal(layer(x)[0], result)
+        layers[1](x)
+    layers[0].comm.check()
+    layers[0].comm.close()
+    return type(caught.value).__name__
+
+
+@pytest.mark.parametrize("runs_before", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [{}, LOSSES, {"strategy": tl.Strategy("all_gather", "dedup")}, {"dtype": torch.float32}],
+    ids=["plain", "losses", "all_gather", "autocast"],
+)
+def test_bad_input_before_a_pool(ranks: Ranks, options: dict[str, Any], runs_before: bool) -> None:
+    """Where nobody waits for counts, the other ranks go on to their combine, and so does the one that failed: unless
+    they lack a buffer, which all would make together."""
+    found = ranks.run(fail_before_a_pool, options, runs_before)
+    assert found == ["ShapeMismatch"] + ["PeerError"] * (ranks.num_ranks - 1)
+
+
+def overflow_in_training(context: RankContext, redispatch: bool) -> int:
+    (layer,) = layers_of(context, 1, pool_rows=70, redispatch_in_backward=redispatch)
+    x = torch.randn(10, HIDDEN, device=context.device).to(torch.bfloat16)
+    too_many = torch.ones(64, HIDDEN, device=context.device, dtype=torch.bfloat16)
+    raised = 0
+    for given in (x, too_many, x, x):
+        given = given.clone().requires_grad_()
+        try:
+            layer(given)[0].sum().backward()
+        except tl.CapacityOverflow:
+            raised += 1
+        try:
+            layer.comm.check()
+        except tl.CapacityOverflow:
+            raised += 1
+    layer.comm.close()
+    return raised
+
+
+@pytest.mark.parametrize("redispatch", [False, True])
+def test_an_overflow_is_raised_once(ranks: Ranks, redispatch: bool) -> None:
+    """Though backward sends rows and gradients by the same places again."""
+    assert ranks.run(overflow_in_training, redispatch) == [1] * ranks.num_ranks
+
+
+def no_room_for_rows(context: RankContext, number: int, pieces: bool) -> str:
+    """Rank 0 has no memory for the rows of a piece, which all have agreed to send."""
+    (layer,) = layers_of(context, 1)
+    x = torch.randn(16, HIDDEN, device=context.device).to(torch.bfloat16)
+    real, calls = tl.Communicator._routed, 0
+
+    def routed(*args: Any) -> tl.Routed:
+        nonlocal calls
+        calls += 1
+        if context.rank == 0 and calls == number + 1:
+            raise RuntimeError("no memory left")
+        return real(*args)
+
+    with forced(pieces):
+        wanted, _ = layer(x)
+        with (
+            mock.patch.object(tl.Communicator, "_routed", routed),
+            pytest.raises(RuntimeError if context.rank == 0 else tl.PeerError) as caught,
+        ):
+            forward_and_check(layer, x)
+        layer.comm.check()
         assert torch.equal(layer(x)[0], wanted)
-    layer.comm.check()
+        layer.comm.check()
     layer.comm.close()
     return type(caught.value).__name__
 
 
-def test_bad_input_before_a_pool(ranks: Ranks) -> None:
-    """Where nobody waits for counts, the other ranks go on to their combine, and so does the one that failed."""
-    found = ranks.run(fail_before_a_pool)
-    assert found == ["ShapeMismatch"] + ["PeerError"] * (ranks.num_ranks - 1)
+@pytest.mark.parametrize(("number", "pieces"), [(0, False), (0, True), (1, True), (3, True)])
+def test_no_room_for_rows(ranks: Ranks, number: int, pieces: bool) -> None:
+    found = ranks.run(no_room_for_rows, number, pieces)
+    assert found == ["RuntimeError"] + ["PeerError"] * (ranks.num_ranks - 1)
+
+
+def too_many_tokens(context: RankContext) -> None:
+    (layer,) = layers_of(context, 1)
+    x = torch.randn(max(TOKENS) + 1, HIDDEN, device=context.device).to(torch.bfloat16)
+    with forced(pieces=True), pytest.raises(tl.ShapeMismatch, match=f"max_tokens_per_rank={max(TOKENS) + 1}"):
+        layer(x)
+    layer.comm.close()
+
+
+def test_too_many_tokens_are_too_many_in_pieces_too(ranks: Ranks) -> None:
+    ranks.run(too_many_tokens)
+
+
+def freeze_w1(context: RankContext) -> None:
+    (layer,) = layers_of(context, 1)
+    x = torch.randn(64, HIDDEN, device=context.device).to(torch.bfloat16).requires_grad_()
+    kept = {each.name for each in layer.saved_activations(x)}
+    layer.w1.requires_grad_(False)
+    assert kept - {each.name for each in layer.saved_activations(x)} == {"RoutedExperts: rows"}
+    layer(x)[0].sum().backward()
+    assert layer.w1.grad is None
+    assert layer.w2.grad is not None
+    layer.comm.close()
+
+
+def test_rows_are_kept_for_the_gradient_of_w1_alone(ranks: Ranks) -> None:
+    ranks.run(freeze_w1)

@@ -91,11 +91,7 @@ def dispatch_input(
             f"x is {list(x.shape)}, the communicator was made for [tokens, {plan.hidden}]; "
             f"pass hidden={x.shape[-1] if x.ndim else '...'} to Communicator"
         )
-    if num_tokens > plan.max_tokens_per_rank:
-        raise ShapeMismatch(
-            f"x has {num_tokens} tokens, the communicator was made for at most {plan.max_tokens_per_rank}; "
-            f"pass max_tokens_per_rank={num_tokens} to Communicator, or split the batch"
-        )
+    number_of_tokens(plan, num_tokens)
     _require_ready("x", x, device)
     _check_payload(plan, x, scales, device, to_fp8)
     _check_ids(plan, topk_ids, num_tokens, device)
@@ -113,6 +109,15 @@ def dispatch_input(
         weights_need_grad=grad and topk_weights is not None and topk_weights.requires_grad,
         own_outputs=grad or copy,
     )
+
+
+def number_of_tokens(plan: Plan, num_tokens: int) -> None:
+    """Not more than there is room for."""
+    if num_tokens > plan.max_tokens_per_rank:
+        raise ShapeMismatch(
+            f"x has {num_tokens} tokens, the communicator was made for at most {plan.max_tokens_per_rank}; "
+            f"pass max_tokens_per_rank={num_tokens} to Communicator, or split the batch"
+        )
 
 
 def combine_call(

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tokenloom import autograd, backends, checks
 from tokenloom.agreement import agree
-from tokenloom.backends.base import CombineCall, DispatchInput
+from tokenloom.backends.base import DispatchInput, Onward
 from tokenloom.errors import InvalidArgument
 from tokenloom.group import RankGroup
 from tokenloom.plan import Plan
@@ -292,7 +292,7 @@ class Communicator:
         strategy: str,
         need_grads: tuple[bool, bool],
         ahead: bool,
-        then: CombineCall | None,
+        then: Onward | None,
     ) -> Callable[[], Routed]:
         """Layout "expert" for who writes the gradients himself: rows may be a view, used before the second next.
 
@@ -462,7 +462,7 @@ class Communicator:
             out = work()
             return out, self._side_stream.event((out,))
 
-    def _report_fault(self, call: str, check: Callable[[], Result], then: CombineCall | None = None) -> Result:
+    def _report_fault(self, call: str, check: Callable[[], Result], then: Onward | None = None) -> Result:
         """A check's result. What it raises is raised here once the other ranks know that this call failed."""
         try:
             return check()
@@ -470,7 +470,7 @@ class Communicator:
             self._tell_fault(call, fault, then)
             raise
 
-    def _tell_fault(self, call: str, fault: Exception, then: CombineCall | None) -> None:
+    def _tell_fault(self, call: str, fault: Exception, then: Onward | None = None) -> None:
         """As :meth:`tokenloom.backends.base.Backend.report_fault`."""
         self._side_stream.join()  # calls on it come first
         self._backend.report_fault(call, fault, then)

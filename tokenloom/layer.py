@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from tokenloom import compiled
+from tokenloom import checks, compiled
 from tokenloom.activation import swiglu
 from tokenloom.agreement import agree
 from tokenloom.backends import MAX_SMS
@@ -58,8 +58,9 @@ class ExpertParallelMoE(nn.Module):
         redispatch_in_backward: keep x instead of the rows that a rank receives, about ``top_k`` times as many; they
             are sent again in backward.
         pool_rows: None: what is kept for backward has its exact size, which the host waits for in forward. Else
-            the most rows that a rank's experts may get, for which there is always room, and the host does not wait:
-            more raise CapacityOverflow in a later call or ``comm.check()``; the tokens concerned become NaN.
+            the most rows that a rank's experts may get, for which there is always room, and the host does not wait
+            (on ``nvlink``, in bfloat16); more raise CapacityOverflow in a later call or ``comm.check()``, and the
+            tokens concerned become NaN.
         main_grads: backward adds the gradients of expert weights to ``parameter.main_grad``, float32 and made here as
             zeros, which nothing but you sets back; ``parameter.grad`` stays None.
         comm: a Communicator to share between layers, instead of ``group``.
@@ -238,9 +239,13 @@ class ExpertParallelMoE(nn.Module):
         comm = self.comm
         comm._begin()
         how = HowToRun(self.strategy, self.overlap, self.redispatch_in_backward, self.pool_rows)
-        # What can fail on one rank alone runs under _report_fault: the others are about to wait for this rank.
-        then = how.after_dispatch(self.w1.dtype)
-        tokens, topk_ids, topk_weights, sums = comm._report_fault("dispatch", lambda: self._route(x), then)
+        try:
+            tokens, topk_ids, topk_weights, sums = self._route(x)
+        except Exception as fault:  # the others are about to wait for this rank
+            self._sum_over_ranks(None)
+            comm._tell_fault("dispatch", fault, how.after_dispatch(self._dtype_that_travels()))
+            raise
+        sums = self._sum_over_ranks(sums)
         shared: list[torch.Tensor] = []
         w1, w2 = (_scale_grad(weight, self.expert_grad_scale) for weight in (self.w1, self.w2))
         beside = None if self.shared_w1 is None else lambda: shared.append(self._shared_expert(tokens))
@@ -255,13 +260,33 @@ class ExpertParallelMoE(nn.Module):
         Logits, weights and sums are at least float32.
         """
         tokens = self._tokens(x)
+        checks.number_of_tokens(self.comm.plan, len(tokens))  # pieces of them might not be too many
         dtype = torch.promote_types(tokens.dtype, torch.float32)
         with torch.autocast(tokens.device.type, enabled=False):  # which would choose by bfloat16 logits
             logits = router_logits(tokens, self._replicated(self.router_weight), dtype)
             topk_ids, topk_weights, probabilities = self.router.route(logits, self.correction_bias)
-            wanted = self.balance_coef or self.z_coef or self.correction_bias is not None
-            sums = router_sums(logits, probabilities, topk_ids) if wanted else None
+            sums = router_sums(logits, probabilities, topk_ids) if self._wants_sums() else None
             return tokens, topk_ids, topk_weights, sums
+
+    def _wants_sums(self) -> bool:
+        return bool(self.balance_coef or self.z_coef or self.correction_bias is not None)
+
+    def _sum_over_ranks(self, sums: RouterSums | None) -> RouterSums | None:
+        """Of all ranks' tokens, if anything wants them; collective then. None: of a rank that failed, which joins in
+        all the same: an all-reduce that one rank has left out pairs with the wrong one ever after."""
+        if not self._wants_sums():
+            return None
+        if self.pool_rows is None:
+            self.comm._backend.settle()  # a rank whose experts failed in an earlier layer is not here
+        if sums is None:
+            wide = torch.promote_types(self.w1.dtype, torch.float32)
+            counts = torch.zeros(self.comm.plan.num_experts, dtype=wide, device=self.comm.device)
+            sums = RouterSums(counts, counts[:1], counts, counts[:1])
+        return _sum_over_ranks(self.comm._ranks, sums)
+
+    def _dtype_that_travels(self) -> torch.dtype:
+        device = self.comm.device.type
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.w1.dtype
 
     def _tokens(self, x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, torch.Tensor):
@@ -275,9 +300,8 @@ class ExpertParallelMoE(nn.Module):
         return x.reshape(-1, self.hidden).contiguous()
 
     def _aux_loss(self, sums: RouterSums | None, dtype: torch.dtype) -> torch.Tensor:
-        """The losses over the tokens of all ranks. Collective where there are sums."""
+        """The losses over the tokens of all ranks."""
         if sums is not None:
-            sums = _sum_over_ranks(self.comm._ranks, sums)
             self.expert_counts.copy_(sums.expert_counts)
         if sums is None or not (self.balance_coef or self.z_coef):
             return torch.zeros((), dtype=dtype, device=self.comm.device)

@@ -21,6 +21,7 @@ def accumulate_main_grads(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 
 def _add_to_main_grad(parameter: torch.Tensor) -> None:
-    assert parameter.grad is not None
+    if parameter.grad is None:  # the layer is a copy of another one with the same parameters, whose hook was first
+        return
     parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
     parameter.grad = None

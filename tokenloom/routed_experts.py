@@ -21,8 +21,9 @@ from torch.autograd.function import once_differentiable
 
 from tokenloom.activation import activate, activate_backward
 from tokenloom.autograd import COMBINE_RANGE, DISPATCH_RANGE, profiler_range
-from tokenloom.backends.base import NUM_REGIONS, CombineCall
+from tokenloom.backends.base import NUM_REGIONS, CombineCall, Onward
 from tokenloom.communicator import Communicator, Routed
+from tokenloom.errors import TokenloomError
 from tokenloom.experts import FEW_ROWS, Products, products_for
 from tokenloom.strategy import SWAPPED, Strategy
 from tokenloom.streams import Event, tensors_in
@@ -49,9 +50,12 @@ class HowToRun:
         """How rows of ``dtype`` come home."""
         return CombineCall(self.strategy.mode, False, dtype, dtype, grads, self.strategy.combine)
 
-    def after_dispatch(self, dtype: torch.dtype) -> CombineCall | None:
-        """What ranks open though the dispatch failed on one of them, since none of them waits for it."""
-        return None if self.pool_rows is None else self.combine_call(dtype, grads=False)
+    def onward(self, dtype: torch.dtype) -> Onward:
+        return Onward(self.strategy.dispatch, self.combine_call(dtype, grads=False))
+
+    def after_dispatch(self, dtype: torch.dtype) -> Onward | None:
+        """What ranks open though the dispatch failed on one of them, where none of them waits for it."""
+        return None if self.pool_rows is None else self.onward(dtype)
 
 
 def routed_experts(
@@ -169,7 +173,7 @@ class _RoutedExperts(torch.autograd.Function):
     ) -> torch.Tensor:
         needs = [grad_enabled and wanted for wanted in ctx.needs_input_grad[:4]]
         links = _Links(comm, how.overlap)
-        keeps_rows = any(needs) and not how.redispatch_in_backward
+        keeps_rows = needs[2] and not how.redispatch_in_backward
         computed = [links.mark()] * 2  # before the first piece, twice; then behind each
 
         def begin_dispatch(number: int) -> Callable[[], tuple[Routed, _Transfer]]:
@@ -180,14 +184,23 @@ class _RoutedExperts(torch.autograd.Function):
                 begun = comm._begin_dispatch(*given, *options, number > 0, how.after_dispatch(dtype))
 
             def finish() -> tuple[Routed, _Transfer]:
-                with links.transfer((), computed[number]) as transfer:
-                    routed = begun()
-                    transfer.results.append(routed)
+                try:
+                    with links.transfer((), computed[number]) as transfer:
+                        routed = begun()
+                        transfer.results.append(routed)
+                except TokenloomError:  # on all ranks alike
+                    raise
+                except Exception as fault:  # no memory here for what all have agreed to send
+                    if number == 0 and len(slices) > 1:
+                        comm._tell_fault("dispatch", fault)
+                    else:
+                        comm._tell_fault("combine", fault, onward if number else None)
+                    raise
                 return routed, transfer
 
             return finish
 
-        def compute(tokens: slice, routed: Routed) -> tuple[_Piece, torch.Tensor]:
+        def compute(tokens: slice, routed: Routed) -> torch.Tensor:
             rows, offsets = routed.tokens, routed.expert_offsets
             assert offsets is not None
             products = products_for(rows, w1, w2, offsets, routed._handle.host_offsets)
@@ -198,10 +211,12 @@ class _RoutedExperts(torch.autograd.Function):
             hidden = products.by_weights(rows, w1.transpose(1, 2))
             y = products.by_weights(activate(hidden, row_weights, offsets[-1:]), w2.transpose(1, 2))
             comm._backend.check_combine(routed._handle, y, call)
-            return _Piece(tokens, routed._handle, products, offsets, row_weights, hidden, kept), y
+            if any(needs):
+                pieces.append(_Piece(tokens, routed._handle, products, offsets, row_weights, hidden, kept))
+            return y
 
         dtype = x.dtype
-        call = how.combine_call(dtype, any(needs))
+        call, onward = how.combine_call(dtype, any(needs)), how.onward(dtype)
         slices = _slices(comm, how, len(x))
 
         def prepare() -> torch.Tensor:
@@ -220,25 +235,24 @@ class _RoutedExperts(torch.autograd.Function):
             finish = begin_dispatch(i + 1) if more else None
             arrival.wait()
             try:
-                piece, y = compute(tokens, routed)
+                handle, y = routed._handle, compute(tokens, routed)
             except Exception as fault:
                 if finish is not None:  # as the others do, who do not know yet
                     finish()
-                comm._tell_fault("combine", fault, call if more else None)
+                comm._tell_fault("combine", fault, onward if more else None)
                 raise
             computed.append(links.mark())
             if finish is not None:
                 routed, arrival = finish()
-            with links.transfer((y, piece.handle, out), computed[-1]) as transfer, profiler_range(COMBINE_RANGE):
-                comm._backend.open_combine(piece.handle, call)
+            with links.transfer((y, handle, out), computed[-1]) as transfer, profiler_range(COMBINE_RANGE):
+                comm._backend.open_combine(handle, call)
                 alone = not (more and links.overlaps)
-                comm._backend.combine(piece.handle, y, None, call, out[tokens], alone)
+                comm._backend.combine(handle, y, None, call, out[tokens], alone)
             homecomings.append(transfer)
-            pieces.append(piece)
         for transfer in homecomings:
             transfer.wait()
         if any(needs):
-            _save(ctx, comm, how, pieces, None if keeps_rows else x, w1, w2)
+            _save(ctx, comm, how, pieces, x if how.redispatch_in_backward else None, w1, w2)
         return out
 
     @staticmethod

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tokenloom.agreement import agree
 from tokenloom.errors import PeerTimeout
 from tokenloom.group import RankGroup
 from tokenloom.jit.kernel import checked, load_driver, make_current
@@ -55,6 +56,9 @@ class SymmetricBuffer:
         regions: what it holds.
         ranks: of one NVLink domain, on one host.
 
+    Raises:
+        torch.OutOfMemoryError: there is no room for it here. PeerError: elsewhere.
+
     Attributes:
         addresses: every rank's address of its buffer, as this rank uses it.
         peers: int64 [W], the same on the device.
@@ -66,13 +70,28 @@ class SymmetricBuffer:
         _free_unmapped()
         with torch.cuda.device(ranks.device):
             torch.cuda.current_stream().synchronize()  # makes torch's context current
-            self._address = int(checked(driver.cuMemAlloc(regions.total_bytes)))
-            handle = checked(driver.cuIpcGetMemHandle(self._address)) if ranks.num_ranks > 1 else None
-            self._memory = torch.as_tensor(_Bytes(self._address, regions.total_bytes), device=ranks.device)
-            self._memory.zero_()
-            torch.cuda.current_stream().synchronize()
-            # No rank gets an address before its owner has cleared the flags behind it.
-            shared = ranks.all_gather_object((handle and bytes(handle.reserved), uuid.uuid4().hex), "sharing memory")
+            self._address = 0
+
+            def share() -> tuple[dict[str, int], tuple[bytes | None, str]]:
+                self._address = _allocate(regions.total_bytes)
+                handle = checked(driver.cuIpcGetMemHandle(self._address)) if ranks.num_ranks > 1 else None
+                self._memory = torch.as_tensor(_Bytes(self._address, regions.total_bytes), device=ranks.device)
+                self._memory.zero_()
+                torch.cuda.current_stream().synchronize()
+                # No rank gets an address before its owner has cleared the flags behind it.
+                return {"bytes of a buffer": regions.total_bytes}, (
+                    handle and bytes(handle.reserved),
+                    uuid.uuid4().hex,
+                )
+
+            try:
+                shared = agree(ranks, share, "sharing memory")
+            except PeerTimeout:  # others may have come further, and map it
+                raise
+            except Exception:
+                if self._address:
+                    driver.cuMemFree(self._address)
+                raise
             opened = []
             self.addresses: list[int] = []
             for rank, (reserved, _) in enumerate(shared):
@@ -158,6 +177,20 @@ def _free_unmapped() -> None:
             _unmapped.remove(shared)
             with torch.cuda.device(shared.ranks.device):
                 load_driver().cuMemFree(shared.address)
+
+
+def _allocate(num_bytes: int) -> int:
+    driver = load_driver()
+    for _ in range(2):
+        status, address = driver.cuMemAlloc(num_bytes)
+        if status != driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            return int(checked((status, address)))
+        torch.cuda.empty_cache()  # torch keeps what it has freed
+    free, _ = torch.cuda.mem_get_info()
+    raise torch.OutOfMemoryError(
+        f"a buffer of {num_bytes / 1e9:.2f} GB for other GPUs to write does not fit into {free / 1e9:.2f} GB of free "
+        "memory; pass a smaller max_tokens_per_rank, or make the first call before other memory is taken"
+    )
 
 
 class _Bytes:

@@ -83,6 +83,19 @@ class CombineCall:
 
 
 @dataclass(frozen=True)
+class Onward:
+    """A dispatch in layout "expert" and its combine, by ranks that do not wait in between.
+
+    Attributes:
+        dispatch: the strategy of one.
+        combine: the other.
+    """
+
+    dispatch: str
+    combine: CombineCall
+
+
+@dataclass(frozen=True)
 class RoutedCounts:
     """Sizes of a dispatch on this rank, safe to address the output with (clamped to the capacity).
 
@@ -132,13 +145,15 @@ class Backend(Protocol):
     def check_combine(self, handle: Any, y: torch.Tensor, call: CombineCall) -> None:
         """Raise for what this backend cannot do, beyond what checks.py refuses. Not collective."""
 
-    def report_fault(self, call: str, fault: Exception, then: CombineCall | None = None) -> None:
+    def report_fault(self, call: str, fault: Exception, then: Onward | None = None) -> None:
         """Tell the other ranks, which are opening a call too, that this one failed here; theirs raise PeerError.
 
         Args:
-            then: a rank that need not wait for the outcome of this call opens one more before it raises: this, or a
-                dispatch before it.
+            then: how ranks that need not wait for the outcome of this call go on: they open one more, and raise later.
         """
+
+    def settle(self) -> None:
+        """Wait for the outcomes of all calls so far, and raise what they found, on all ranks alike."""
 
     def open_dispatch(self, call: DispatchCall, tensors: DispatchInput) -> Callable[[], Any]:
         """Begin to exchange counts and metadata. What it returns, called once before any other call is opened, waits

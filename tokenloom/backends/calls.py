@@ -21,6 +21,7 @@ from tokenloom.jit.compiler import KernelSpec
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.combine.launch import combine_spec
 from tokenloom.plan import Plan
+from tokenloom.streams import on_stream
 from tokenloom.symmetric import CallRecords, FaultFlag, HostCounts, SymmetricBuffer
 
 CALLS_IN_FLIGHT = 3
@@ -37,6 +38,7 @@ class _Launched:
     number: int
     slot: int
     fields: dict[str, Field]
+    repeats: bool = False
 
 
 class Calls:
@@ -62,7 +64,7 @@ class Calls:
         self._captured_slot = CALLS_IN_FLIGHT + 1
         self._done = [torch.cuda.Event() for _ in range(CALLS_IN_FLIGHT + 1)]
         self._launched: deque[_Launched] = deque()
-        self._last: tuple[torch.cuda.Stream, int] | None = None  # where the last call is
+        self._last: torch.cuda.Stream | None = None  # where the last call is
         self.num_calls = 0
 
     def kernel(self, make: Callable[..., tuple[KernelSpec, int]], *variant: Any) -> Kernel:
@@ -92,33 +94,41 @@ class Calls:
         status: int = 0,
         region: int = 0,
         blocks: int | None = None,
+        repeats: bool = False,
     ) -> None:
         """Put the kernel on the current stream; remember where its outcome will be.
 
         Args:
+            repeats: a dispatch whose rows went the same way before: if they were too many, that call has said so.
             blocks: None: ``num_sms``. They wait for each other, so all of them have to fit on the GPU at once.
         """
         stream = torch.cuda.current_stream(self.ranks.device)
         captured = torch.cuda.is_current_stream_capturing()
         if not captured:
             self.settle(CALLS_IN_FLIGHT)
-            self.follow(stream)
+        self.follow(stream)
         slot = self._captured_slot if captured else self.num_calls % len(self._done)
         opening = kernel.args.call
         opening.record = self._records.address(slot)
         opening.status, opening.region = status, region
         opening.fields[:] = encode_fields(fields)
         kernel.launch(blocks or self.num_sms, stream.cuda_stream)
+        self._last = stream
         if not captured:
             self._done[slot].record(stream)
-            self._last = stream, slot
-            self._launched.append(_Launched(self.num_calls, slot, fields))
+            self._launched.append(_Launched(self.num_calls, slot, fields, repeats))
             self.num_calls += 1
 
     def follow(self, stream: torch.cuda.Stream) -> None:
-        """Let the stream wait for the call before, if that is on another one: calls share flags and counts."""
-        if self._last is not None and self._last[0] != stream:
-            stream.wait_event(self._done[self._last[1]])
+        """Let the stream wait for that of the call before: calls share flags and counts, and what has been put behind
+        a call may read what the next but one overwrites."""
+        if self._last is None or self._last == stream:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            with on_stream(self._last):
+                if not torch.cuda.is_current_stream_capturing():  # that call is not in this graph
+                    return
+        stream.wait_stream(self._last)
 
     @property
     def fault_claimed(self) -> int:
@@ -211,7 +221,8 @@ class Calls:
             raise PlanMismatch(
                 outcome.differing_rank, name, decode_field(outcome.theirs), decode_field(outcome.rank0s)
             )
-        raise CapacityOverflow(outcome.needed_rows, outcome.capacity, sent=call.fields.get("sizes") != "exact")
+        if not call.repeats:
+            raise CapacityOverflow(outcome.needed_rows, outcome.capacity, sent=call.fields.get("sizes") != "exact")
 
     def close(self, others: list[SymmetricBuffer]) -> None:
         """Release the control buffer and the others; after a fault they stay, since a late rank may still write."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from tokenloom import routing
-from tokenloom.backends.base import CombineCall, DispatchCall, DispatchInput, RoutedCounts
+from tokenloom.backends.base import CombineCall, DispatchCall, DispatchInput, Onward, RoutedCounts
 from tokenloom.backends.exchange import Field, combine_fields, dispatch_fields, exchange
 from tokenloom.errors import CapacityOverflow
 from tokenloom.group import RankGroup
@@ -121,8 +121,11 @@ class CollectiveBackend:
     def check_combine(self, handle: CollectiveHandle, y: torch.Tensor, call: CombineCall) -> None:
         """Nothing beyond checks.py."""
 
-    def report_fault(self, call: str, fault: Exception, then: CombineCall | None = None) -> None:
+    def report_fault(self, call: str, fault: Exception, then: Onward | None = None) -> None:
         self._exchange({"call": call}, None, fault)
+
+    def settle(self) -> None:
+        """Nothing: a call that has returned has raised what it found."""
 
     def open_dispatch(self, call: DispatchCall, tensors: DispatchInput) -> Callable[[], CollectiveHandle]:
         plan = self.plan

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tokenloom import routing
-from tokenloom.backends.base import NUM_REGIONS, CombineCall, DispatchCall, DispatchInput, RoutedCounts
+from tokenloom.backends.base import NUM_REGIONS, CombineCall, DispatchCall, DispatchInput, Onward, RoutedCounts
 from tokenloom.backends.calls import FOLLOWS_A_FAULT, Calls
 from tokenloom.backends.exchange import Field, combine_fields, dispatch_fields
 from tokenloom.backends.received import NvlinkHandle, Region
@@ -102,7 +102,7 @@ class NvlinkBackend:
         _require_bulk(x)
         if self._num_regions == 1 and (call.layout != "token" or (x.element_size() > 1 and not call.to_fp8)):
             raise InvalidArgument("this communicator is a MegaMoE's, which receives FP8 in layout 'token' only")
-        if call.alignment > 1 and self.plan.worst_case_rows("expert", call.alignment) >= 2**31:
+        if call.alignment > 1 and self.plan.worst_case_rows("expert", call.alignment) + call.alignment > 2**31:
             raise InvalidArgument(f"alignment is {call.alignment}: places of rows would not fit 32 bits")
         too_many = call.sizes == "bounded" and (call.capacity or 0) > self._room
         if too_many and self.plan.worst_case_rows(call.layout, call.alignment) > self._room:
@@ -148,13 +148,22 @@ class NvlinkBackend:
                 "sizes='bounded' and a Communicator without checked"
             )
 
-    def report_fault(self, call: str, fault: Exception, then: CombineCall | None = None) -> None:
+    def report_fault(self, call: str, fault: Exception, then: Onward | None = None) -> None:
         """Open the call with a status, which all ranks see; and the next, unless the others stop before it: there they
         wait for outcomes, or for a buffer that is not there yet."""
         self.calls.report_fault(call, fault)
-        stops = then is None or self.checked or self._home(then) not in self._buffers
-        if not stops and not torch.cuda.is_current_stream_capturing():
+        if then is None or self.checked or torch.cuda.is_current_stream_capturing():
+            return
+        value_bytes = then.combine.wire_dtype.itemsize
+        needed = {(self._data_regions, value_bytes), self._home(then.combine)}
+        if then.dispatch == "all_gather":
+            needed.add((gather_regions, value_bytes))
+        if needed <= self._buffers.keys():
             self.calls.agree({"call": "combine"}, status=FOLLOWS_A_FAULT)
+
+    def settle(self) -> None:
+        if not torch.cuda.is_current_stream_capturing():
+            self.calls.settle(0)
 
     def check(self, wait: bool) -> None:
         """Raise what earlier calls left behind; with ``wait`` of all calls and graph replays, finished first."""
@@ -246,7 +255,9 @@ class NvlinkBackend:
             return overflow
         return None
 
-    def _start_dispatch(self, call: DispatchCall, tensors: DispatchInput, capacity: int) -> NvlinkHandle:
+    def _start_dispatch(
+        self, call: DispatchCall, tensors: DispatchInput, capacity: int, repeats: bool = False
+    ) -> NvlinkHandle:
         plan, x, topk_ids = self.plan, _aligned(tensors.x), _aligned(tensors.topk_ids)
         num_tokens, local = x.shape[0], plan.experts_per_rank
         row_dtype = torch.float8_e4m3fn if call.to_fp8 else x.dtype
@@ -296,7 +307,7 @@ class NvlinkBackend:
             half = self._half(buffer)
             self._bring(buffer, half, lambda rank: x)
             args.gathered = buffer.addresses[self.ranks.rank] + half
-        self.calls.launch(kernel, fields, region=region.number)
+        self.calls.launch(kernel, fields, region=region.number, repeats=repeats)
         self._num_dispatches += 1
 
         by_expert = call.layout == "expert"
@@ -503,9 +514,8 @@ class NvlinkBackend:
         if not self._has_places_again(handle):
             return self.combine_backward(handle, x, None, None, x.dtype)[0]
         call = DispatchCall("expert", call.alignment, "bounded", handle.capacity, strategy=strategy)
-        arrived = self._start_dispatch(
-            call, DispatchInput(x, None, handle.given_ids, None, False, False, False), handle.capacity
-        )
+        again = DispatchInput(x, None, handle.given_ids, None, False, False, False)
+        arrived = self._start_dispatch(call, again, handle.capacity, repeats=True)
         assert arrived.rows is not None
         return arrived.rows[: handle.num_places]
 

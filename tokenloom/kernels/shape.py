@@ -39,7 +39,7 @@ def ring(row_bytes: int, warps: int, other_bytes: int, least_bytes: int) -> tupl
     """
     room = MAX_SHARED_BYTES - other_bytes - 1024
     largest = min(LARGEST_STAGE_BYTES, (room // (2 * warps) - CONTROL_BYTES) // STAGE_UNIT * STAGE_UNIT)
-    if largest < STAGE_UNIT or room < least_bytes:
+    if largest < STAGE_UNIT or room < least_bytes + 2 * warps * CONTROL_BYTES:
         raise InvalidArgument(
             f"a block's counts per expert take {other_bytes + least_bytes} of its {MAX_SHARED_BYTES} bytes of shared "
             "memory, which leaves no room for rows; use fewer experts, another layout, or backend='collective'"
@@ -47,11 +47,9 @@ def ring(row_bytes: int, warps: int, other_bytes: int, least_bytes: int) -> tupl
     segments = -(-row_bytes // largest)
     stage_bytes = align_up(-(-row_bytes // segments), STAGE_UNIT)
     stages = min(MOST_STAGES, room // (warps * (stage_bytes + CONTROL_BYTES)))
-    return (
-        stage_bytes,
-        stages,
-        max(warps * stages * stage_bytes, least_bytes) + warps * stages * CONTROL_BYTES + other_bytes + 512,
-    )
+    stages = min(stages, (room - least_bytes) // (warps * CONTROL_BYTES))
+    rings = max(warps * stages * stage_bytes, least_bytes)
+    return stage_bytes, stages, rings + warps * stages * CONTROL_BYTES + other_bytes + 512
 
 
 NUM_FIELDS = 13

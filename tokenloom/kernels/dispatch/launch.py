@@ -7,7 +7,17 @@ import ctypes
 import torch
 
 from tokenloom.jit.compiler import KernelSpec
-from tokenloom.kernels.shape import DTYPES, LAYOUTS, MAX_SHARED_BYTES, Call, int32_fields, ring, uint64_fields
+from tokenloom.kernels.shape import (
+    CONTROL_BYTES,
+    DTYPES,
+    LAYOUTS,
+    MAX_SHARED_BYTES,
+    MOST_STAGES,
+    Call,
+    int32_fields,
+    ring,
+    uint64_fields,
+)
 from tokenloom.plan import Plan
 from tokenloom.strategy import DISPATCH_STRATEGIES
 
@@ -69,7 +79,7 @@ def dispatch_spec(
     route_bytes += 4 * 19 * send_warps + 256  # progress
     running_bytes, place_warps = 4 * warps * plan.num_ranks + 4, 1
     if by_expert:
-        room = MAX_SHARED_BYTES - route_bytes - running_bytes - 1024
+        room = MAX_SHARED_BYTES - route_bytes - running_bytes - 1024 - send_warps * MOST_STAGES * CONTROL_BYTES
         place_warps = max(1, min(warps, room // (4 * plan.num_experts)))
         running_bytes += 4 * place_warps * plan.num_experts
     stage_bytes, stages, shared_bytes = ring(row_bytes, send_warps, route_bytes, running_bytes)
