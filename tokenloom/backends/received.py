@@ -80,15 +80,18 @@ class NvlinkHandle:
 
     def own(self, num_places: int | None = None) -> None:
         """Tensors of its own instead of views of the region; outputs have ``num_places`` places if given."""
-        by_place = BY_PLACE if self.call.layout == "expert" else (*BY_PLACE, "topk_ids", "topk_weights")
+        by_expert = self.call.layout == "expert"
+        by_place = BY_PLACE if by_expert else (*BY_PLACE, "topk_ids", "topk_weights")
         for name in (*BY_PLACE, *BY_ROW):
             tensor = getattr(self, name)
-            if tensor is None:
+            if tensor is None or (by_expert and name == "topk_ids"):
                 continue
             own = tensor.clone()
             if num_places is not None and name in by_place and num_places > len(own):
                 own = torch.cat([own, own.new_zeros(num_places - len(own), own.shape[1])])
             setattr(self, name, own)
+        if by_expert:  # where nobody else is given them
+            self.topk_ids = self.local_ids
         self.reused_after = None
 
 
