@@ -159,6 +159,22 @@ ROUTED = "routed_experts.py"
 
 ROUTED_EXPERTS = (
     Mutation(
+        "rows-for-frozen-w1",
+        "received rows are kept though w1 wants no gradient",
+        ROUTED,
+        "needs[2] and not how.redispatch",
+        "any(needs) and not how.redispatch",
+        ("tests/test_routed_experts.py::test_rows_are_kept_for_the_gradient_of_w1_alone[cpu2]",),
+    ),
+    Mutation(
+        "tokens-beyond-the-most",
+        "more tokens than a layer was made for pass in pieces",
+        "layer.py",
+        "        checks.number_of_tokens(self.comm.plan, len(tokens))",
+        "        pass",
+        ("tests/test_routed_experts.py::test_too_many_tokens_are_too_many_in_pieces_too[cpu2]",),
+    ),
+    Mutation(
         "rows-of-gradients-for-w1",
         "rows that are sent again are those of the gradient",
         ROUTED,

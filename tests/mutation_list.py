@@ -425,7 +425,7 @@ GRADIENTS = (
         "balance-loss-of-own-tokens",
         "the losses are those of this rank's tokens",
         "layer.py",
-        "            sums = _sum_over_ranks(self.comm._ranks, sums)\n",
+        "        sums = self._sum_over_ranks(sums)\n",
         "",
         ("tests/test_layer.py::test_many_ranks_equal_one",),
     ),
