@@ -138,6 +138,8 @@ def test_ctrl_c_ends_the_demo_cleanly() -> None:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # A shell starts what runs in its background with the signal ignored, the tests maybe, and so their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert process.stdout is not None
@@ -155,6 +157,7 @@ def test_ctrl_c_ends_the_demo_cleanly() -> None:
     finally:
         for pid in session_members(process.pid):
             os.kill(pid, signal.SIGKILL)
+        process.communicate()
 
 
 def session_members(session: int) -> list[int]:
