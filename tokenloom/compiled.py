@@ -26,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.node import has_side_effect
 from torch.utils.checkpoint import CheckpointPolicy
 
+from tokenloom import autocast
 from tokenloom.errors import NotDifferentiable
 
 TICKET_BYTES = 8
@@ -47,12 +48,11 @@ def number_layer(layer: nn.Module) -> torch.Tensor:
 
 def forward(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What the compiler sees of ``layer(x)``."""
-    device = x.device.type
-    autocast_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    dtype = autocast.autocast_dtype(x.device)
     weights = list(layer.parameters())
     wants_grad = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, *weights)]
     out, aux_loss, expert_counts, _ = moe_forward(
-        x, weights, layer.correction_bias, layer.expert_counts, layer._number, wants_grad, autocast_dtype, True
+        x, weights, layer.correction_bias, layer.expert_counts, layer._number, wants_grad, dtype, True
     )
     # Also what makes every call another one: of equal calls the compiler would make one, and two gradients of it.
     layer.expert_counts.copy_(expert_counts)

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from tokenloom.activation import activate, activate_backward
+from tokenloom.autocast import autocast_dtype
 from tokenloom.errors import ShapeMismatch
 from tokenloom.streams import on_stream
 
@@ -50,9 +51,8 @@ def swiglu_experts(
     Raises:
         ShapeMismatch: row_weights is not [R].
     """
-    device = rows.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    dtype = autocast_dtype(rows.device)
+    if dtype is not None:
         rows, w1, w2 = (tensor.to(dtype) for tensor in (rows, w1, w2))
     if row_weights is not None:
         if row_weights.shape != rows.shape[:1]:
@@ -60,7 +60,7 @@ def swiglu_experts(
         row_weights = row_weights.contiguous()
     else:
         row_weights = rows.new_ones(len(rows), dtype=torch.promote_types(rows.dtype, torch.float32))
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(rows.device.type, enabled=False):
         return _SwigluExperts.apply(rows, expert_offsets, w1, w2, row_weights, host_offsets)
 
 

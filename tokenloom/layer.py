@@ -17,6 +17,7 @@ from torch.nn import functional
 from tokenloom import checks, compiled
 from tokenloom.activation import swiglu
 from tokenloom.agreement import agree
+from tokenloom.autocast import autocast_dtype
 from tokenloom.backends import MAX_SMS
 from tokenloom.communicator import Communicator
 from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch
@@ -243,7 +244,7 @@ class ExpertParallelMoE(nn.Module):
             tokens, topk_ids, topk_weights, sums = self._route(x)
         except Exception as fault:  # the others are about to wait for this rank
             self._sum_over_ranks(None)
-            comm._tell_fault("dispatch", fault, how.after_dispatch(self._dtype_that_travels()))
+            comm._tell_fault("dispatch", fault, how.after_dispatch(autocast_dtype(comm.device) or self.w1.dtype))
             raise
         sums = self._sum_over_ranks(sums)
         shared: list[torch.Tensor] = []
@@ -283,10 +284,6 @@ class ExpertParallelMoE(nn.Module):
             counts = torch.zeros(self.comm.plan.num_experts, dtype=wide, device=self.comm.device)
             sums = RouterSums(counts, counts[:1], counts, counts[:1])
         return _sum_over_ranks(self.comm._ranks, sums)
-
-    def _dtype_that_travels(self) -> torch.dtype:
-        device = self.comm.device.type
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.w1.dtype
 
     def _tokens(self, x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, torch.Tensor):

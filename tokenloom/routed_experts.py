@@ -20,6 +20,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from tokenloom.activation import activate, activate_backward
+from tokenloom.autocast import autocast_dtype
 from tokenloom.autograd import COMBINE_RANGE, DISPATCH_RANGE, profiler_range
 from tokenloom.backends.base import NUM_REGIONS, CombineCall, Onward
 from tokenloom.communicator import Communicator, Routed
@@ -78,9 +79,8 @@ def routed_experts(
     Returns:
         [T, H], dtype of x (of autocast, where that is on).
     """
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    device, dtype = x.device.type, autocast_dtype(x.device)
+    if dtype is not None:
         x, w1, w2 = (tensor.to(dtype) for tensor in (x, w1, w2))
         if meanwhile is not None:
             meanwhile = torch.autocast(device, dtype)(meanwhile)

@@ -37,7 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("jit", "device"),
     ("tune", "tune.choices", "tune.mega"),
     ("router", "routing", "quant", "saved", "compiled", "main_grads", "agreement"),
-    ("plan", "group", "env", "strategy", "streams"),
+    ("plan", "group", "env", "strategy", "streams", "autocast"),
     ("errors",),
     ("_version",),
 )
