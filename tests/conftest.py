@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tokenloom.launch import RankPool
+from tokenloom.runtime.processes import RankPool
 
 CPU_RANKS = 4
 GROUP_SIZES = (1, 2, 4, 8)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.small_kernels import needs_nvrtc, scale_spec, write_package
+from tests.support.small_kernels import needs_nvrtc, scale_spec, write_package
 from tokenloom import env
 from tokenloom.jit import cache, compiler
 

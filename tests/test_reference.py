@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.cases import (
+from tests.support.cases import (
     BF16,
     EXAMPLE,
     FP16,

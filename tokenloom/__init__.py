@@ -10,7 +10,8 @@ from tokenloom._version import __version__
 
 if TYPE_CHECKING:
     from tokenloom import tune
-    from tokenloom.communicator import Communicator, Routed
+    from tokenloom.comm.communicator import Communicator, Routed
+    from tokenloom.comm.strategy import Strategy
     from tokenloom.errors import (
         BackendUnavailable,
         CapacityOverflow,
@@ -27,30 +28,29 @@ if TYPE_CHECKING:
         ShapeMismatch,
         TokenloomError,
     )
-    from tokenloom.gemm import grouped_gemm_fp8, grouped_swiglu_fp8, interleave_gate_and_up
-    from tokenloom.layer import ExpertParallelMoE, gather_state_dict, shard_state_dict
-    from tokenloom.mega import MegaMoE
-    from tokenloom.quant import dequantize_fp8, quantize_fp8, quantize_fp8_blocks
-    from tokenloom.router import Router
-    from tokenloom.strategy import Strategy
-    from tokenloom.streams import Event
+    from tokenloom.inference.mega_moe import MegaMoE
+    from tokenloom.ops.gemm import grouped_gemm_fp8, grouped_swiglu_fp8, interleave_gate_and_up
+    from tokenloom.ops.quant import dequantize_fp8, quantize_fp8, quantize_fp8_blocks
+    from tokenloom.ops.router import Router
+    from tokenloom.runtime.streams import Event
+    from tokenloom.training.layer import ExpertParallelMoE, gather_state_dict, shard_state_dict
 
 _MODULE_OF = {
-    "Communicator": "communicator",
-    "Event": "streams",
-    "ExpertParallelMoE": "layer",
-    "MegaMoE": "mega",
-    "Routed": "communicator",
-    "Router": "router",
-    "Strategy": "strategy",
-    "dequantize_fp8": "quant",
-    "gather_state_dict": "layer",
-    "grouped_gemm_fp8": "gemm",
-    "grouped_swiglu_fp8": "gemm",
-    "interleave_gate_and_up": "gemm",
-    "quantize_fp8": "quant",
-    "quantize_fp8_blocks": "quant",
-    "shard_state_dict": "layer",
+    "Communicator": "comm.communicator",
+    "Event": "runtime.streams",
+    "ExpertParallelMoE": "training.layer",
+    "MegaMoE": "inference.mega_moe",
+    "Routed": "comm.communicator",
+    "Router": "ops.router",
+    "Strategy": "comm.strategy",
+    "dequantize_fp8": "ops.quant",
+    "gather_state_dict": "training.layer",
+    "grouped_gemm_fp8": "ops.gemm",
+    "grouped_swiglu_fp8": "ops.gemm",
+    "interleave_gate_and_up": "ops.gemm",
+    "quantize_fp8": "ops.quant",
+    "quantize_fp8_blocks": "ops.quant",
+    "shard_state_dict": "training.layer",
 }
 
 __all__ = [

@@ -1,5 +1,5 @@
 """``python -m tokenloom``: the command line, also from a source tree that is not installed."""
 
-from tokenloom.cli import main
+from tokenloom.cli.app import main
 
 main()

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from tokenloom.errors import InvalidArgument
 
 LAYOUTS = ("token", "expert", "rank")
+DISPATCH_STRATEGIES = ("dedup", "all_gather", "all_to_all")
+COMBINE_STRATEGIES = ("dedup", "reduce_scatter", "all_to_all")
+"""What carries a payload; :class:`tokenloom.Strategy` says what each does."""
 MAX_TOP_K = 32
 FP8_BLOCK = 128
 """Values along H that share one FP8 scale."""

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Checks how the code is laid out: directions of imports, cycles, file sizes, who reads the environment.
+"""Check how the code is laid out: directions of imports, cycles, private names, file sizes, environment variables.
 
     python tools/check_structure.py [root]
 
-Prints every fault with its file and line; exit status 1 if there is any. Standard library only.
+Prints every fault with its file and line. The exit status is 1 if there is any. Standard library only.
 """
 
 from __future__ import annotations
@@ -17,53 +17,53 @@ from pathlib import Path
 PACKAGE = "tokenloom"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("__main__",),
-    ("cli",),
-    ("demo", "doctor", "cache_commands", "bench", "compat"),
-    ("launch", "tune.profiler"),
-    ("__init__",),  # the public names
-    ("layer", "mega"),
-    ("routed_experts",),
-    ("mega_nvlink",),
-    ("mega_reference",),
-    ("communicator",),
-    ("autograd", "checks"),
-    ("experts",),
-    ("activation",),
-    ("backends", "reference", "gemm"),
-    ("kernels.*",),
-    ("kernels.shape",),  # what the host sides of kernels share
-    ("symmetric",),
-    ("jit", "device"),
-    ("tune", "tune.choices", "tune.mega"),
-    ("router", "routing", "quant", "saved", "compiled", "main_grads", "agreement"),
-    ("plan", "group", "env", "strategy", "streams", "autocast"),
-    ("errors",),
-    ("_version",),
+    ("cli", "demo", "bench", "compat", "integrations"),
+    ("training", "inference", "tune"),
+    ("comm",),
+    ("backends",),
+    ("ops",),
+    ("kernels",),
+    ("runtime", "jit", "device"),
+    ("plan", "errors", "env", "reference", "_version"),
 )
-"""Modules and packages of tokenloom, top first. Each may import from lower lines only, and a package from itself;
-not from its neighbours on the same line. ``kernels.*``: every folder of kernels is a package of its own, so that what
-two kernels share has to move down. A module that is missing here is a fault: give it its place."""
+"""The rooms of the package, top layer first. A room imports from its own layer and from lower ones.
+
+Modules, and rooms of one layer, never import each other in a circle. A room that is missing here is a fault."""
+
+ENTRANCES = ("__main__", "__init__")
+"""The command line's entry and the public names: above the rooms that they open."""
+ABOVE_THE_PUBLIC_NAMES = LAYERS[0]
+"""Rooms that may import the public names themselves, as users do."""
+
+SEPARATE = "kernels"
+"""Each folder of this room is a kernel. Kernels do not import each other: what two share lies in ``kernels.common``."""
+SHARED_BY_KERNELS = "kernels.common"
 
 ONLY: dict[str, tuple[str, ...]] = {"reference": ("torch", "plan", "errors")}
-"""Modules that may import nothing else (besides the standard library): a mistake in what backends share with the
-reference could not be seen by comparing the two."""
+"""Modules that may import nothing else besides the standard library.
+
+A mistake in what backends share with the reference could not be seen by comparing the two."""
 
 ENVIRONMENT_READER = "env"
 """The only module that may touch environment variables."""
 
+BACKEND_BLIND = ("comm", "training", "inference", "tune")
+"""Rooms that ask what a backend can do, never which one it is."""
+BACKEND_NAMES = ("nvlink", "collective", "network")
+
 MAX_LINES = 600
-CODE_FOLDERS = (PACKAGE, "tests", "tools", "bench", "examples")
+CODE_FOLDERS = (PACKAGE, "tests", "tools", "microbench", "examples", "packages")
 CODE_SUFFIXES = (".py", ".cuh", ".cu")
 
 
 @dataclass(frozen=True)
 class Import:
-    """``target``: a dotted name within the package ("" is its ``__init__``), or the name of another package."""
+    """One import. ``target`` is a dotted name within the package, or the name of another package."""
 
     target: str
     inside: bool
     line: int
+    names: tuple[str, ...] = ()
 
 
 def main(arguments: list[str]) -> int:
@@ -80,20 +80,25 @@ def check(root: Path) -> list[str]:
     modules = find_modules(root / PACKAGE)
     if not modules:
         return [f"{root / PACKAGE}: no modules here"]
-    imports = {name: list(imports_of(name, path, set(modules))) for name, path in modules.items()}
+    trees = {name: ast.parse(path.read_text(), str(path)) for name, path in modules.items()}
+    imports = {name: list(imports_of(name, path, trees[name], set(modules))) for name, path in modules.items()}
+    privates = {name: private_definitions(tree) for name, tree in trees.items()}
     faults: list[str] = []
     for name, path in modules.items():
         where = path.relative_to(root)
         faults += wrong_directions(name, where, imports[name])
-        faults += environment_reads(name, where, path)
+        faults += environment_reads(name, where, trees[name])
+        faults += foreign_privates(name, where, trees[name], imports[name], privates)
+        faults += backend_questions(name, where, trees[name])
     faults += cycles(imports)
+    faults += cycles_of_rooms(imports)
     for folder in CODE_FOLDERS:
         faults += long_files(root, root / folder)
     return faults
 
 
 def find_modules(package: Path) -> dict[str, Path]:
-    """Dotted name within the package -> file; a package's ``__init__`` has the name of its folder."""
+    """Dotted name within the package -> file. A package's ``__init__`` has the name of its folder."""
     found = {}
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package).with_suffix("").parts
@@ -103,10 +108,14 @@ def find_modules(package: Path) -> dict[str, Path]:
     return found
 
 
-def imports_of(name: str, path: Path, modules: set[str]) -> Iterator[Import]:
+def room_of(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def imports_of(name: str, path: Path, tree: ast.Module, modules: set[str]) -> Iterator[Import]:
     """All imports, also those inside functions and under TYPE_CHECKING: they tie the same knots."""
     parents = [PACKAGE, *package_of(name, path)]
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield _import(alias.name, node.lineno)
@@ -114,11 +123,15 @@ def imports_of(name: str, path: Path, modules: set[str]) -> Iterator[Import]:
             base = node.module or ""
             if node.level:
                 base = ".".join([*parents[: len(parents) - node.level + 1], *base.split(".")]).rstrip(".")
-            found = [_import(f"{base}.{alias.name}", node.lineno) for alias in node.names]
-            names = [each for each in found if not (each.inside and each.target in modules)]
-            yield from (each for each in found if each not in names)
-            if names:
-                yield _import(base, node.lineno)
+            rest = []
+            for alias in node.names:
+                each = _import(f"{base}.{alias.name}", node.lineno)
+                if each.inside and each.target in modules:
+                    yield each
+                else:
+                    rest.append(alias.name)
+            if rest:
+                yield _import(base, node.lineno, tuple(rest))
 
 
 def package_of(name: str, path: Path) -> list[str]:
@@ -128,49 +141,67 @@ def package_of(name: str, path: Path) -> list[str]:
     return name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
 
 
-def _import(dotted: str, line: int) -> Import:
+def _import(dotted: str, line: int, names: tuple[str, ...] = ()) -> Import:
     first, _, rest = dotted.partition(".")
-    return Import(rest or "__init__", True, line) if first == PACKAGE else Import(first, False, line)
+    return Import(rest or "__init__", True, line, names) if first == PACKAGE else Import(first, False, line, names)
 
 
-def place_of(name: str) -> tuple[int, str] | None:
-    """(line of the table, package that may import from itself) of a module; None if the table lacks it."""
-    found = None
-    for index, line in enumerate(LAYERS):
-        for entry in line:
-            if entry.endswith(".*"):
-                parts = name.split(".")
-                package = ".".join(parts[: entry.count(".") + 1])
-                if found is None and (name == entry[:-2] or name.startswith(entry[:-1])):
-                    found = index, package
-            elif name == entry or name.startswith(f"{entry}."):
-                return index, entry  # named in full: before any pattern
-    return found
+def layer_of(name: str) -> int | None:
+    """The line of LAYERS that holds the module's room, None if none does."""
+    room = room_of(name)
+    return next((index for index, rooms in enumerate(LAYERS) if room in rooms), None)
 
 
 def wrong_directions(name: str, where: Path, imports: list[Import]) -> Iterator[str]:
-    place = place_of(name)
-    if place is None:
+    layer = layer_of(name)
+    if layer is None and name not in ENTRANCES:
         yield f"{where}: {PACKAGE}.{name} has no place in LAYERS of tools/check_structure.py; give it one"
         return
     for each in imports:
         allowed = ONLY.get(name)
-        standard = not each.inside and (each.target in sys.stdlib_module_names)
+        standard = not each.inside and each.target in sys.stdlib_module_names
         if allowed is not None and not standard and each.target not in allowed:
             yield f"{where}:{each.line}: {name} imports {each.target}, it may import only {', '.join(allowed)}"
-        if not each.inside:
+        if not each.inside or layer is None:
             continue
-        target = place_of(each.target)
+        if each.target in ENTRANCES:
+            public_values = each.names and set(each.names) <= {"__version__"}
+            if room_of(name) not in ABOVE_THE_PUBLIC_NAMES and not public_values:
+                yield f"{where}:{each.line}: {name} imports {each.target}, which is above it"
+            continue
+        target = layer_of(each.target)
         if target is None:
             yield f"{where}:{each.line}: imports {PACKAGE}.{each.target}, which has no place in LAYERS"
-        elif target[1] != place[1] and target[0] <= place[0]:
-            side = "its neighbour" if target[0] == place[0] else "which is above it"
-            yield f"{where}:{each.line}: {name} imports {each.target}, {side}; imports point down the table LAYERS"
+        elif target < layer:
+            yield f"{where}:{each.line}: {name} imports {each.target}, which is above it; imports point down LAYERS"
+        elif room_of(name) == room_of(each.target) == SEPARATE and not _kernels_may(name, each.target):
+            yield f"{where}:{each.line}: {name} imports {each.target}, another kernel; share through {SHARED_BY_KERNELS}"
+
+
+def _kernels_may(name: str, target: str) -> bool:
+    ours, theirs = (".".join(each.split(".")[:2]) for each in (name, target))
+    return ours == theirs or theirs == SHARED_BY_KERNELS or theirs == SEPARATE
 
 
 def cycles(imports: dict[str, list[Import]]) -> Iterator[str]:
-    """Only packages can hold some, the table forbids all others."""
+    """Modules that import each other in a circle."""
     graph = {name: sorted({each.target for each in found if each.inside}) for name, found in imports.items()}
+    yield from _circles(graph)
+
+
+def cycles_of_rooms(imports: dict[str, list[Import]]) -> Iterator[str]:
+    """Rooms of one layer that import each other in a circle."""
+    graph: dict[str, list[str]] = {}
+    for name, found in imports.items():
+        room = room_of(name)
+        for each in found:
+            target = room_of(each.target)
+            if each.inside and target != room and layer_of(name) is not None and layer_of(name) == layer_of(target):
+                graph.setdefault(room, []).append(target)
+    yield from _circles({room: sorted(set(targets)) for room, targets in graph.items()})
+
+
+def _circles(graph: dict[str, list[str]]) -> Iterator[str]:
     done: set[str] = set()
 
     def visit(name: str, trail: list[str]) -> Iterator[str]:
@@ -187,11 +218,59 @@ def cycles(imports: dict[str, list[Import]]) -> Iterator[str]:
         yield from visit(name, [])
 
 
-def environment_reads(name: str, where: Path, path: Path) -> Iterator[str]:
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_definitions(tree: ast.Module) -> set[str]:
+    """Private names that a module defines: functions, classes, fields, attributes of self, constants."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return {name for name in found if is_private(name)}
+
+
+def foreign_privates(
+    name: str, where: Path, tree: ast.Module, imports: list[Import], privates: dict[str, set[str]]
+) -> Iterator[str]:
+    """Private names that another room defines: there they may be renamed without a thought for this room."""
+    room = room_of(name)
+    own = {each for module, names in privates.items() if room_of(module) == room for each in names}
+    others = {each for module, names in privates.items() if room_of(module) != room for each in names} - own
+    for each in imports:
+        if each.inside and room_of(each.target) != room:
+            for private in filter(is_private, each.names):
+                yield f"{where}:{each.line}: imports {private} of {each.target}, which is private to its room"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in others:
+            yield f"{where}:{node.lineno}: touches {node.attr}, which is private to another room"
+
+
+def backend_questions(name: str, where: Path, tree: ast.Module) -> Iterator[str]:
+    """Comparisons with the name of a backend, and isinstance of one."""
+    if room_of(name) not in BACKEND_BLIND:
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            values = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]
+            if set(values) & set(BACKEND_NAMES):
+                yield f"{where}:{node.lineno}: asks which backend it has; ask for a capability instead"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+            named = [each.id for each in ast.walk(node) if isinstance(each, ast.Name)]
+            if any(each.endswith("Backend") for each in named):
+                yield f"{where}:{node.lineno}: asks which backend it has; ask for a capability instead"
+
+
+def environment_reads(name: str, where: Path, tree: ast.Module) -> Iterator[str]:
     if name == ENVIRONMENT_READER:
         return
     names = ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    for node in ast.walk(tree):
         attribute = isinstance(node, ast.Attribute) and node.attr in names
         imported = (
             isinstance(node, ast.ImportFrom) and node.module == "os" and any(a.name in names for a in node.names)

@@ -15,13 +15,13 @@ from functools import partial
 import numpy as np
 import torch
 
-from tokenloom import routing
 from tokenloom.backends.base import CombineCall, DispatchCall, DispatchInput, Onward, RoutedCounts
-from tokenloom.backends.exchange import Field, combine_fields, dispatch_fields, exchange
+from tokenloom.backends.handshake import Field, combine_fields, dispatch_fields, exchange
 from tokenloom.errors import CapacityOverflow
-from tokenloom.group import RankGroup
+from tokenloom.ops import routing
+from tokenloom.ops.quant import quantize_fp8
 from tokenloom.plan import Plan
-from tokenloom.quant import quantize_fp8
+from tokenloom.runtime.rank_group import RankGroup
 
 
 @dataclass(frozen=True)

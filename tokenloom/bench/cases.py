@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from tokenloom.communicator import Layout
+from tokenloom.comm.communicator import Layout
 from tokenloom.errors import InvalidArgument
 from tokenloom.plan import Plan
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from tokenloom import backends
+from tokenloom.backends import registry
 from tokenloom.bench import peers, timing, traffic
 from tokenloom.bench.cases import ROUTING_SEED
 from tokenloom.bench.inputs import Inputs, expert_outputs, make_inputs
 from tokenloom.bench.rows import Row, make_row
 from tokenloom.bench.series import Contestant, Series
-from tokenloom.communicator import Communicator
-from tokenloom.launch import RankContext, RankPool
+from tokenloom.comm.communicator import Communicator
+from tokenloom.runtime.processes import RankContext, RankPool
 
 DEFAULT_ITERATIONS = {"cpu": 20, "cuda": 100}
 LIMIT_S = 500.0
@@ -166,7 +166,7 @@ class CallMaker:
                 max_tokens_per_rank=shape.num_tokens,
                 backend=contestant.backend,
                 device=self._context.device,
-                num_sms=contestant.num_sms or backends.DEFAULT_SMS,
+                num_sms=contestant.num_sms or registry.DEFAULT_SMS,
             )
             self._communicators[key] = self._stack.enter_context(comm)
         return self._communicators[key]

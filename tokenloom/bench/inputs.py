@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from tokenloom.bench.cases import Shape
-from tokenloom.launch import RankContext
+from tokenloom.ops.quant import quantize_fp8
 from tokenloom.plan import FP8_BLOCK
-from tokenloom.quant import quantize_fp8
+from tokenloom.runtime.processes import RankContext
 
 
 @dataclass(frozen=True)

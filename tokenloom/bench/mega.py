@@ -12,7 +12,7 @@ from tokenloom.bench.mega_measure import measure_on_rank
 from tokenloom.bench.mega_work import FP8_TFLOPS, HBM_GBYTES_PER_S, LINK_GBYTES_PER_S, MegaShape
 from tokenloom.bench.rows import write_json
 from tokenloom.bench.setup import run_setup
-from tokenloom.launch import RankPool
+from tokenloom.runtime.processes import RankPool
 
 LIMIT_S = 500.0
 """For one number of tokens and one layer."""

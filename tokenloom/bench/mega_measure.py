@@ -14,10 +14,10 @@ from tokenloom.bench.mega_rival import DeepGemm, difference
 from tokenloom.bench.mega_rows import Measured, Samples
 from tokenloom.bench.mega_trace import TracedCall
 from tokenloom.bench.mega_work import MegaShape
-from tokenloom.gemm import interleave_gate_and_up
-from tokenloom.launch import RankContext
-from tokenloom.mega import MegaMoE
-from tokenloom.tune.mega import schedule_for
+from tokenloom.inference.mega_moe import MegaMoE
+from tokenloom.inference.schedules import schedule_for
+from tokenloom.ops.gemm import interleave_gate_and_up
+from tokenloom.runtime.processes import RankContext
 
 FLUSHED_L2S = 4
 """Sizes of L2 that are overwritten before a cold sample: more than two, for L2 need not evict what is oldest."""

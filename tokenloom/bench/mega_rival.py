@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tokenloom.bench.mega_work import MegaShape
 from tokenloom.errors import InvalidArgument
-from tokenloom.quant import quantize_fp8
+from tokenloom.ops.quant import quantize_fp8
 
 DEEP_GEMM = "deep_gemm"
 BUFFERS = ("get_symm_buffer_for_sm90_mega_moe", "get_symm_buffer_for_mega_moe")

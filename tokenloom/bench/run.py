@@ -10,7 +10,7 @@ from rich.console import Console
 from tokenloom.bench import comm, plot, rows, timing
 from tokenloom.bench.series import Series
 from tokenloom.bench.setup import run_setup
-from tokenloom.launch import RankPool
+from tokenloom.runtime.processes import RankPool
 
 LEGEND = (
     "p50 and p99 of one call, over samples, of the slowest rank of each; physical: bytes that leave the busiest rank "

@@ -8,15 +8,15 @@ from typing import Literal
 
 import torch
 
-from tokenloom import backends
+from tokenloom.backends import registry
 from tokenloom.bench import peers
 from tokenloom.bench.cases import OPERATIONS, Operation, Shape
-from tokenloom.communicator import Sizes
+from tokenloom.comm.communicator import Sizes
 from tokenloom.errors import BackendUnavailable, InvalidArgument
 from tokenloom.plan import FP8_BLOCK
 
 TRANSPORTS = {"cpu": "gloo", "cuda": "nccl"}
-CONTESTANTS = (*backends.BACKENDS, peers.DEEP_EP)
+CONTESTANTS = (*registry.BACKENDS, peers.DEEP_EP)
 """Everything that can be measured, by name."""
 
 Timing = Literal["events", "graph", "wall"]
@@ -78,7 +78,7 @@ def contestants(
     found: list[Contestant] = []
     notes: list[str] = []
     single: Timing = "events" if device == "cuda" else "wall"
-    for each in backends.availability(TRANSPORTS[device], torch.device(device), shape.plan(num_ranks)):
+    for each in registry.availability(TRANSPORTS[device], torch.device(device), shape.plan(num_ranks)):
         if each.name not in wanted:
             continue
         if not each.works:
@@ -105,7 +105,7 @@ def plan_series(
     num_ranks: int,
     device: str,
     wanted: Sequence[str] = CONTESTANTS,
-    num_sms: Sequence[int] = (backends.DEFAULT_SMS,),
+    num_sms: Sequence[int] = (registry.DEFAULT_SMS,),
     only: Sequence[str] = (),
 ) -> tuple[list[Series], list[str]]:
     """Every series to measure, by shape and operation, and a line about each row that is missing for a reason.
@@ -118,8 +118,8 @@ def plan_series(
         BackendUnavailable: nobody wanted works here.
     """
     for sms in num_sms:
-        if not 1 <= sms <= backends.MAX_SMS:
-            raise InvalidArgument(f"num_sms is {sms}, expected 1 to {backends.MAX_SMS}")
+        if not 1 <= sms <= registry.MAX_SMS:
+            raise InvalidArgument(f"num_sms is {sms}, expected 1 to {registry.MAX_SMS}")
     series: list[Series] = []
     notes: dict[str, None] = {}
     for shape in shapes:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tokenloom.launch import RankContext
+from tokenloom.runtime.processes import RankContext
 from tokenloom.tune.samples import call_us
 
 GRAPH_CALLS = 10

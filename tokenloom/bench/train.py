@@ -12,7 +12,7 @@ from tokenloom.bench.setup import run_setup
 from tokenloom.bench.train_measure import measure_on_rank
 from tokenloom.bench.train_rows import BASELINES, OURS, Report
 from tokenloom.bench.train_work import TrainOptions, TrainShape, require_steerable
-from tokenloom.launch import RankPool
+from tokenloom.runtime.processes import RankPool
 
 DEFAULT_ITERATIONS = {"cpu": 6, "cuda": 30}
 LIMIT_S = 500.0

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from tokenloom.bench.train_work import Problem
-from tokenloom.group import RankGroup
-from tokenloom.launch import RankContext
-from tokenloom.router import Router, router_logits
+from tokenloom.ops.router import Router, router_logits
+from tokenloom.runtime.processes import RankContext
+from tokenloom.runtime.rank_group import RankGroup
 
 TENSORS = ("o", "dx", "d router_weight", "dw1", "dw2")
 LIMITS = {"bf16": 2**-6, "fp32": 1e-5}

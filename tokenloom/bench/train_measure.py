@@ -18,9 +18,9 @@ from tokenloom.bench.train_rival import Experts, own_experts, torch_experts, tor
 from tokenloom.bench.train_rows import LOCAL, ONE, OURS, PASSES, Measured
 from tokenloom.bench.train_work import Problem, TrainOptions, TrainShape, Weights, make_problem
 from tokenloom.bench.tune import DTYPES
-from tokenloom.group import RankGroup
-from tokenloom.launch import RankContext
-from tokenloom.layer import ExpertParallelMoE
+from tokenloom.runtime.processes import RankContext
+from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.training.layer import ExpertParallelMoE
 from tokenloom.tune import choices
 
 WEIGHT_SEED = 1_000_000

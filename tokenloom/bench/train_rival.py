@@ -16,9 +16,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from tokenloom.bench.train_work import Weights
-from tokenloom.experts import Products, products_for, swiglu_experts
-from tokenloom.group import RankGroup
-from tokenloom.router import Router, router_logits
+from tokenloom.ops.experts import Products, products_for, swiglu_experts
+from tokenloom.ops.router import Router, router_logits
+from tokenloom.runtime.rank_group import RankGroup
 
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """rows [R, H], offsets int32 [L + 1], w1, w2, weights of rows [R] -> [R, H]."""

@@ -15,8 +15,8 @@ from tokenloom.bench.rows import of_the_slowest
 from tokenloom.bench.train_check import LARGEST_SHARE, LIMITS, REASONS, TENSORS, Difference, total
 from tokenloom.bench.train_work import TrainOptions, TrainShape
 from tokenloom.bench.tune import DTYPES
-from tokenloom.saved import SavedTensor
-from tokenloom.strategy import Strategy
+from tokenloom.comm.strategy import Strategy
+from tokenloom.training.saved_activations import SavedTensor
 
 OURS, LOCAL, ONE = "ours", "local", "one"
 BASELINES = (LOCAL, ONE)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from tokenloom.bench.cases import Shape
+from tokenloom.comm.strategy import Strategy
 from tokenloom.errors import InvalidArgument
 from tokenloom.plan import Plan
-from tokenloom.strategy import Strategy
 from tokenloom.tune.samples import draw_topk_ids
 
 STEER = 8.0

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from tokenloom import backends, env
+from tokenloom import env
+from tokenloom.backends import registry
 from tokenloom.bench.cases import Shape
 from tokenloom.bench.rows import write_json
 from tokenloom.bench.series import TRANSPORTS
 from tokenloom.bench.setup import run_setup
-from tokenloom.launch import RankContext, RankPool
+from tokenloom.runtime.processes import RankContext, RankPool
 from tokenloom.tune.profiler import Profile, profile
 
 LIMIT_S = 500.0
@@ -57,8 +58,8 @@ def run_tune(
         RankFailed: a rank failed.
     """
     sizes = shape.plan(num_ranks)
-    here = backends.availability(TRANSPORTS[device], torch.device(device), sizes, DTYPES[dtype])
-    backends.choose(backend, [here])  # said by the command, rather than by a rank with its traceback
+    here = registry.availability(TRANSPORTS[device], torch.device(device), sizes, DTYPES[dtype])
+    registry.choose(backend, [here])  # said by the command, rather than by a rank with its traceback
     options: dict[str, Any] = {"intermediate": intermediate, "dtype": DTYPES[dtype], "skew": skew, "backend": backend}
     with RankPool(num_ranks, device) as pool, console.status(f"measuring on {num_ranks} ranks"):
         results = pool.run(profile_on_rank, **asdict(shape), **options, iterations=iterations, limit_s=LIMIT_S)

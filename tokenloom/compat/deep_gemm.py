@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from tokenloom.errors import InvalidArgument, ShapeMismatch
-from tokenloom.gemm import interleave_gate_and_up
-from tokenloom.mega import MegaMoE
+from tokenloom.inference.mega_moe import MegaMoE
+from tokenloom.ops.gemm import interleave_gate_and_up
 
 RECIPE = (128, 128, 128)
 Weights = tuple[torch.Tensor, torch.Tensor]

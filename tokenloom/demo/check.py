@@ -8,10 +8,10 @@ import torch
 from torch.nn import functional
 
 from tokenloom import reference
-from tokenloom.communicator import Communicator, Layout, Routed
+from tokenloom.comm.communicator import Communicator, Layout, Routed
 from tokenloom.demo.compare import Difference, compare
-from tokenloom.launch import RankContext
-from tokenloom.layer import ExpertParallelMoE, gather_state_dict
+from tokenloom.runtime.processes import RankContext
+from tokenloom.training.layer import ExpertParallelMoE, gather_state_dict
 
 MAX_TOKENS = 48
 HIDDEN = 128

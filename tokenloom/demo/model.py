@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tokenloom.communicator import Communicator
-from tokenloom.launch import RankContext
-from tokenloom.layer import ExpertParallelMoE
+from tokenloom.comm.communicator import Communicator
+from tokenloom.runtime.processes import RankContext
+from tokenloom.training.layer import ExpertParallelMoE
 
 VOCABULARY = 256
 """A token is a byte."""

@@ -15,7 +15,7 @@ from tokenloom.demo import check, train
 from tokenloom.demo.compare import Difference, compare, merge
 from tokenloom.demo.model import ModelSize
 from tokenloom.demo.text import read_standard_library
-from tokenloom.launch import RankPool
+from tokenloom.runtime.processes import RankPool
 
 SEED = 2
 MIN_EXPERTS = 8

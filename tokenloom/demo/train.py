@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
-from tokenloom.autograd import COMBINE_RANGE, DISPATCH_RANGE
+from tokenloom.comm.autograd import COMBINE_RANGE, DISPATCH_RANGE
 from tokenloom.demo.model import LanguageModel, ModelSize, make_model
 from tokenloom.demo.text import Batches
-from tokenloom.launch import RankContext
-from tokenloom.layer import EXPERT_WEIGHTS
+from tokenloom.runtime.processes import RankContext
+from tokenloom.training.layer import EXPERT_WEIGHTS
 
 LEARNING_RATE = 3e-3
 ADAM_EPS = 1e-6

@@ -19,8 +19,8 @@ import torch
 
 from tokenloom import env
 from tokenloom._version import __version__
+from tokenloom.comm.strategy import Strategy
 from tokenloom.plan import Plan
-from tokenloom.strategy import Strategy
 
 _SUFFIX = ".choice"
 _ASIDE = ".partial"

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tokenloom import routing
-from tokenloom.agreement import agree
-from tokenloom.backends import MAX_SMS
-from tokenloom.communicator import Communicator, Routed
+from tokenloom.backends.registry import MAX_SMS
+from tokenloom.comm.communicator import Communicator, Routed
+from tokenloom.comm.strategy import Strategy
 from tokenloom.errors import InvalidArgument
-from tokenloom.experts import products_for
-from tokenloom.plan import Plan
-from tokenloom.router import Router
-from tokenloom.strategy import COMBINE_STRATEGIES, DISPATCH_STRATEGIES, Strategy
+from tokenloom.ops import routing
+from tokenloom.ops.experts import products_for
+from tokenloom.ops.router import Router
+from tokenloom.plan import COMBINE_STRATEGIES, DISPATCH_STRATEGIES, Plan
+from tokenloom.runtime.rendezvous import agree
 from tokenloom.tune import choices
 from tokenloom.tune.choices import Setting
 from tokenloom.tune.samples import call_us, draw_topk_ids

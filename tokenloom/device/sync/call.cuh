@@ -48,7 +48,7 @@ __device__ __forceinline__ uint32 epoch_of(const Call& call) {
     return next != 0 ? next : 2;
 }
 
-// What a block has done, for measurements (bench/phases.py has the words).
+// What a block has done, for measurements (microbench/phases.py has the words).
 enum Mark { kBegun, kCounted, kHeard, kPlaced, kSent, kTold, kFilled, kSummed, kDone };
 constexpr int kMarks = 16;
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from tokenloom.jit.compiler import KernelSpec
-from tokenloom.kernels.shape import DTYPES, LAYOUTS, Call, int32_fields, ring, uint64_fields
+from tokenloom.kernels.common import DTYPES, LAYOUTS, Call, int32_fields, ring, uint64_fields
 from tokenloom.plan import Plan
 
 THREADS = 512

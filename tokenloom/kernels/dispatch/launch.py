@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from tokenloom.jit.compiler import KernelSpec
-from tokenloom.kernels.shape import (
+from tokenloom.kernels.common import (
     CONTROL_BYTES,
     DTYPES,
     LAYOUTS,
@@ -18,8 +18,7 @@ from tokenloom.kernels.shape import (
     ring,
     uint64_fields,
 )
-from tokenloom.plan import Plan
-from tokenloom.strategy import DISPATCH_STRATEGIES
+from tokenloom.plan import DISPATCH_STRATEGIES, Plan
 
 MAX_BLOCKS = 32
 """Most blocks, and so SMs, of one dispatch; the flags are laid out for as many."""

@@ -10,7 +10,7 @@ import torch
 from tokenloom.errors import InvalidArgument
 from tokenloom.jit.compiler import KernelSpec
 from tokenloom.jit.kernel import TensorMap, tensor_map
-from tokenloom.kernels.shape import MAX_SHARED_BYTES, int32_fields, uint64_fields
+from tokenloom.kernels.common import MAX_SHARED_BYTES, int32_fields, uint64_fields
 
 THREADS = 384
 CLUSTER = 2

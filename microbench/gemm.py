@@ -1,0 +1,119 @@
+"""The grouped FP8 GEMM beside cuBLAS, and DeepGEMM where it can be imported, in turns on one Hopper GPU.
+
+    python microbench/gemm.py [--json FILE]
+
+cuBLAS: torch._scaled_mm with the same block scales, as one dense product of the same total size. Times are events
+around replays of a graph of ten calls, medians over rounds in which everybody takes turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenloom.ops.gemm import grouped_gemm_fp8
+
+ROUNDS, CALLS = 15, 10
+SHAPES = ((32, 65536, 4096, 7168), (32, 65536, 7168, 2048), (32, 512, 4096, 7168), (32, 512, 7168, 2048))
+"""Experts, rows, N, K."""
+
+
+def uneven(experts: int, rows: int) -> list[int]:
+    """Zipf's law: the i-th expert gets a share of 1 / i."""
+    shares = torch.arange(1, experts + 1).double().reciprocal()
+    counts = (shares / shares.sum() * rows).long()
+    counts[0] += rows - counts.sum()
+    return counts[torch.randperm(experts, generator=torch.Generator().manual_seed(0))].tolist()
+
+
+def random_fp8(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").to(torch.float8_e4m3fn)
+
+
+def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            call()
+    return graph
+
+
+def us_of(graph: torch.cuda.CUDAGraph) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3 / CALLS
+
+
+def deep_gemm(a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor) -> dict[str, Any]:
+    """Its grouped GEMM of as many rows for each expert; it takes multiples of 128. Empty where it is missing."""
+    try:
+        import deep_gemm as rival
+    except ImportError:
+        return {}
+    experts, (rows, k) = len(b), a.shape
+    scales = rival.transform_sf_into_required_layout(a_scales, rows, k, (1, 128, 128), is_sfa=True)
+    expert_of_row = torch.arange(experts, dtype=torch.int32, device="cuda").repeat_interleave(rows // experts)
+    out = torch.empty(rows, b.shape[1], dtype=torch.bfloat16, device="cuda")
+    call = rival.m_grouped_fp8_gemm_nt_contiguous
+    return {"DeepGEMM, even": partial(call, (a, scales), (b, b_scales), out, expert_of_row)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    found = []
+    for experts, rows, n, k in SHAPES:
+        a, b = random_fp8(rows, k), torch.cat([random_fp8(1, n, k) for _ in range(experts)])
+        a_scales = torch.rand(rows, k // 128, device="cuda")
+        b_scales = torch.rand(experts, n // 128, k // 128, device="cuda")
+
+        calls: dict[str, Callable[[], Any]] = {}
+        for name, counts in (("even", [rows // experts] * experts), ("uneven", uneven(experts, rows))):
+            offsets = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).cuda()
+            calls[f"grouped, {name}"] = partial(grouped_gemm_fp8, a, a_scales, b, b_scales, offsets)
+        calls["cuBLAS, dense"] = partial(
+            torch._scaled_mm,
+            a,
+            b[0].t(),
+            a_scales.t().contiguous().t(),
+            b_scales[0].t(),
+            out_dtype=torch.bfloat16,
+        )
+        if rows // experts % 128 == 0:
+            calls |= deep_gemm(a, a_scales, b, b_scales)
+        graphs = {name: captured(call) for name, call in calls.items()}
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(ROUNDS):
+            for name, graph in graphs.items():
+                times[name].append(us_of(graph))
+        for name, samples in times.items():
+            us = statistics.median(samples)
+            row = {
+                "name": f"gemm/{name}/e{experts}/r{rows}/n{n}/k{k}",
+                "p50_us": us,
+                "tflops": 2 * rows * n * k / us / 1e6,
+                "weights_gbytes_per_s": experts * n * k / us / 1e3 if "grouped" in name else None,
+            }
+            found.append(row)
+            gbytes = f"{row['weights_gbytes_per_s']:8.0f} GB/s of weights" if "grouped" in name else ""
+            print(f"{row['name']:50} {us:9.1f} us {row['tflops']:8.0f} TFLOP/s {gbytes}")
+    if arguments.json:
+        setup = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rounds": ROUNDS, "calls": CALLS}
+        arguments.json.write_text(json.dumps({"setup": setup, "rows": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Every schedule of MegaMoE at every number of tokens, in turns: what tokenloom/tune/mega.py has its table from.
+
+    python microbench/schedules.py [--tokens 8,64,512] [--json FILE]
+
+Needs Hopper GPUs; uses all of them, one rank with 32 experts each, which does as much arithmetic as each
+rank of 8 with 256. Microseconds of a call in a replayed graph: the median over rounds in which every schedule takes
+its turn, of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tokenloom as tl
+from tokenloom.bench.mega_measure import Clock, make_weights
+from tokenloom.bench.mega_work import MegaShape
+from tokenloom.inference.schedules import MegaSchedule
+from tokenloom.ops.gemm import interleave_gate_and_up
+from tokenloom.runtime.processes import RankContext, RankPool
+
+ROUNDS = 7
+TOKENS = "8,32,64,128,256,512,1024,2048,4096,8192"
+LOCAL_EXPERTS = 32
+SCHEDULES = {"gathers": MegaSchedule(copies_rows=False), "copies": MegaSchedule(copies_rows=True)}
+
+
+@torch.no_grad()
+def measure(context: RankContext, tokens: list[int]) -> list[dict[str, float]]:
+    """Of each number of tokens, the median of each schedule on this rank. Collective."""
+    shape = MegaShape(hidden=7168, intermediate=2048, num_experts=LOCAL_EXPERTS * context.num_ranks, top_k=8)
+    sizes = (shape.num_experts, shape.hidden, shape.intermediate, shape.top_k, max(tokens))
+    clock = Clock(context, cold=False)
+    rows: list[dict[str, float]] = []
+    with tl.MegaMoE(context.group, *sizes, device=context.device) as mega:
+        w1, w1_scales, w2, w2_scales = make_weights(shape, context)
+        mega.use_weights(interleave_gate_and_up(w1), w1_scales, w2, w2_scales)
+        for num_tokens in tokens:
+            x = torch.randn(num_tokens, shape.hidden, device=context.device).bfloat16()
+            ids = shape.topk_ids(context.rank, num_tokens).to(context.device)
+            weights = torch.rand(num_tokens, shape.top_k, device=context.device)
+
+            def call(given: Any = (x, ids, weights)) -> None:
+                mega(*given)
+
+            graphs = {}
+            for name, mega.schedule in SCHEDULES.items():
+                call()
+                torch.cuda.synchronize()
+                graphs[name] = clock.capture(call)
+            times: dict[str, list[float]] = {name: [] for name in graphs}
+            for _ in range(ROUNDS):
+                for name, graph in graphs.items():
+                    times[name].append(clock.replay_us(graph))
+            rows.append({name: statistics.median(each) for name, each in times.items()})
+            mega.check()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", default=TOKENS)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    tokens = [int(each) for each in arguments.tokens.split(",")]
+    with RankPool(torch.cuda.device_count(), "cuda") as pool:
+        ranks = pool.run(measure, tokens, limit_s=300)
+    rows = [
+        {"tokens": count} | {name: max(rank[i][name] for rank in ranks) for name in SCHEDULES}
+        for i, count in enumerate(tokens)
+    ]
+    for row in rows:
+        print("  ".join(f"{name} {value:,.0f}" for name, value in row.items()))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"num_ranks": len(ranks), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

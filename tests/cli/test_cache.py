@@ -1,0 +1,295 @@
+"""tokenloom cache as a user runs it: new processes, and a cache folder of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+from rich.table import Table
+from typer.testing import CliRunner, Result
+
+from tests.support.small_kernels import needs_nvrtc
+from tokenloom.cli import app, cache_commands
+from tokenloom.jit import cache, compiler
+from tokenloom.jit.cache import Entry
+from tokenloom.plan import Plan
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 120.0
+SHAPE = ("--num-ranks", "2", "--num-experts", "4", "--hidden", "128", "--top-k", "2")
+NUM_DISPATCHES = 22
+"""For this shape: 2-byte, 4-byte and FP8 rows, and rows that become FP8 with two kinds of scale; in three layouts, and
+by all_to_all. 2-byte and 4-byte rows by all_gather."""
+NUM_COMBINES = 23
+"""BF16, FP16 and FP32 in three layouts, per route, weighted, weighted per route, and dense; gradients of weights with
+layouts token and rank."""
+NUM_PRESUMS = 6
+NUM_KERNELS = NUM_DISPATCHES + NUM_COMBINES + NUM_PRESUMS
+
+
+def run(folder: Path | str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tokenloom", "cache", *arguments]
+    variables = os.environ | {"TOKENLOOM_CACHE_DIR": str(folder)}
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, env=variables)
+
+
+@pytest.fixture
+def say(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """The same in this process, without the seconds that importing torch takes: for what depends on no process."""
+
+    def say(folder: Path, *arguments: str) -> Result:
+        monkeypatch.setenv("TOKENLOOM_CACHE_DIR", str(folder))
+        return CliRunner().invoke(app.app, ["cache", *arguments])
+
+    return say
+
+
+@pytest.fixture(scope="module")
+def first_build(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A folder that was filled once, and what was said then. Tests that change it copy it."""
+    folder = tmp_path_factory.mktemp("kernels") / "cache"
+    return folder, run(folder, "build", *SHAPE)
+
+
+@pytest.fixture
+def filled(first_build: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path) -> Path:
+    """A copy of that folder."""
+    return Path(shutil.copytree(first_build[0], tmp_path / "cache"))
+
+
+def made_entry(key: str = "ab" * 16, **shape: int) -> Entry:
+    log = "8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads\nUsed 40 registers, 256 bytes smem"
+    return Entry(key, "mixer", shape, "sm_90a", 128, b"code" * 512, log)
+
+
+@needs_nvrtc
+def test_build_compiles_once(first_build: tuple[Path, subprocess.CompletedProcess[str]], filled: Path) -> None:
+    """Without a GPU, for a shape of one's own; the second time all is there, and takes no time."""
+    folder, done = first_build
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.fullmatch(
+        rf"{NUM_KERNELS} compiled in [\d.]+ s, 0 were there, in {re.escape(str(folder))}\n", done.stdout
+    )
+    assert len(list(folder.glob("*.kernel"))) == len(list(folder.iterdir())) == NUM_KERNELS
+    done = run(filled, "build", *SHAPE)
+    assert re.match(rf"0 compiled in [\d.]+ s, {NUM_KERNELS} were there", done.stdout)
+
+
+@needs_nvrtc
+def test_what_is_built_is_what_a_communicator_asks_for(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build would be useless if a first call compiled all the same."""
+    from tokenloom.backends.nvlink.buffers import home_weight_values
+    from tokenloom.kernels.combine.launch import combine_spec, presum_spec
+    from tokenloom.kernels.dispatch.launch import dispatch_spec
+
+    monkeypatch.setenv("TOKENLOOM_CACHE_DIR", str(filled))
+    monkeypatch.setattr(cache, "compile_kernel", None)  # would raise
+    plan = Plan(2, 4, 128, 2, 16)
+    for layout in ("token", "expert", "rank"):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            cache.get(dispatch_spec(plan, layout, 128 * dtype.itemsize, 0)[0])
+            cache.get(combine_spec(plan, layout, dtype, dtype, dtype)[0])
+            cache.get(dispatch_spec(plan, "expert", 128 * dtype.itemsize, 0, strategy="all_to_all")[0])
+        cache.get(dispatch_spec(plan, layout, 128, 1)[0])
+        for quantize in ("any scale", "power of two"):
+            cache.get(dispatch_spec(plan, layout, 128, 1, quantize, torch.bfloat16)[0])
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        cache.get(dispatch_spec(plan, "expert", 128 * dtype.itemsize, 0, strategy="all_gather")[0])
+        cache.get(combine_spec(plan, "token", dtype, dtype, dtype, dense=True)[0])
+        for weighted in (False, True):
+            for mode in ("per_rank", "per_route"):
+                cache.get(combine_spec(plan, "expert", dtype, dtype, dtype, mode, weighted=weighted)[0])
+            cache.get(presum_spec(plan, dtype, dtype, weighted)[0])
+    for layout in ("token", "rank"):
+        cache.get(combine_spec(plan, layout, *[torch.float32] * 3, "per_rank", home_weight_values(plan))[0])
+
+
+@needs_nvrtc
+def test_list_names_every_kernel(filled: Path) -> None:
+    """One line each, with what tells it from the others; and the total."""
+    done = run(filled, "list")
+    assert (done.returncode, done.stderr) == (0, "")
+    for name in (
+        "dispatch/expert/ep2/e4/k2/h128/256B ",
+        "dispatch/rank/ep2/e4/k2/h128/512B ",
+        "dispatch/token/ep2/e4/k2/h128/128B/1scales ",
+        "dispatch/expert/ep2/e4/k2/h128/128B/1scales/bf16>fp8 ",
+        "dispatch/rank/ep2/e4/k2/h128/128B/1scales/bf16>fp8_power_of_two ",
+        "combine/expert/ep2/e4/k2/h128/bf16 ",
+        "dispatch/expert/ep2/e4/k2/h128/256B/all_gather ",
+        "dispatch/expert/ep2/e4/k2/h128/256B/all_to_all ",
+        "combine/expert/ep2/e4/k2/h128/per_route/bf16 ",
+        "combine/expert/ep2/e4/k2/h128/weighted/bf16 ",
+        "combine/token/ep2/e4/k2/h128/dense/fp32 ",
+        "presum/expert/ep2/e4/k2/h128/weighted/fp16 ",
+        "combine/rank/ep2/e4/k2/h128/fp16 ",
+        "combine/token/ep2/e4/k2/h128/fp32 ",
+        "combine/token/ep2/e4/k2/h4/fp32 ",
+    ):
+        assert done.stdout.count(name) == 1, name
+    assert re.search(rf"^{NUM_KERNELS} kernels, \d+ KiB, in {re.escape(str(filled))}$", done.stdout, re.MULTILINE)
+    for file in filled.iterdir():
+        assert file.name[:8] in done.stdout
+
+
+@needs_nvrtc
+def test_inspect_shows_what_kernels_need(filled: Path, say: Callable[..., Result]) -> None:
+    """All of them; those of one name; the one of a key. Registers and the rest are those of the compiler's log."""
+    everything = run(filled, "inspect")
+    assert (everything.returncode, everything.stderr) == (0, "")
+    assert len(re.findall(r"^ (?:dispatch|combine|presum)/", everything.stdout, re.MULTILINE)) == NUM_KERNELS
+    combines = say(filled, "inspect", "combine")
+    assert len(re.findall(r"^ combine/", combines.stdout, re.MULTILINE)) == NUM_COMBINES
+    assert "dispatch/" not in combines.stdout
+    entry = next(cache.entries(filled))
+    needs = entry.resources
+    done = say(filled, "inspect", entry.key[:8])
+    (line,) = [line for line in done.stdout.splitlines() if entry.key[:8] in line]
+    blocks = r"(-|\d+)"  # a GPU is there, or not
+    numbers = (entry.threads, needs.registers, 0, 0, 0, entry.shape["shared_bytes"])
+    assert re.fullmatch(rf"{entry.name}/\S+ +{' +'.join(map(str, numbers))} +{blocks} +{entry.key[:8]}", line.strip())
+
+
+@needs_nvrtc
+def test_inspect_of_an_unknown_name(filled: Path, say: Callable[..., Result]) -> None:
+    """Says which names there are."""
+    done = say(filled, "inspect", "mixer")
+    assert (done.exit_code, done.stdout) == (1, "")
+    found = "no kernel in the cache is called mixer, nor has such a key; there are: combine, dispatch, presum"
+    assert done.stderr == f"tokenloom: {found}\n"
+
+
+@needs_nvrtc
+def test_clear(filled: Path, say: Callable[..., Result]) -> None:
+    """All of it is gone, and nothing is left to list."""
+    done = run(filled, "clear")
+    assert (done.returncode, done.stdout) == (0, f"{NUM_KERNELS} deleted\n")
+    assert list(filled.iterdir()) == []
+    assert say(filled, "list").stdout == f"0 kernels, 0 KiB, in {filled}\n"
+
+
+def test_an_empty_cache(tmp_path: Path, say: Callable[..., Result]) -> None:
+    """No folder yet, or a file in its place: nothing to show, nothing wrong."""
+    (tmp_path / "file").write_text("not a folder")
+    for folder in (tmp_path / "none", tmp_path / "file"):
+        for command in ("list", "inspect"):
+            done = say(folder, command)
+            assert (done.exit_code, done.stdout, done.stderr) == (0, f"0 kernels, 0 KiB, in {folder}\n", "")
+        assert say(folder, "clear").stdout == "0 deleted\n"
+
+
+@needs_nvrtc
+def test_a_build_that_cannot_be_kept_fails(tmp_path: Path, say: Callable[..., Result]) -> None:
+    """Compiling ahead of time into nowhere is not what anybody wanted."""
+    folder = tmp_path / "file"
+    folder.write_text("not a folder")
+    done = say(folder, "build", *SHAPE[:4], "--hidden", "4", "--top-k", "1")  # FP32 only: 14 kernels
+    assert done.exit_code == 1
+    assert done.stderr == f"tokenloom: 14 could not be written to {folder}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--num-ranks", "7"], "num_experts is 256, not divisible by the 7 ranks"),
+        (["--hidden", "3"], "hidden is 3: no kernels for rows that are no multiple of 16 bytes; pass a multiple of 8"),
+        (["--top-k", "33"], "top_k is 33, expected at most 32"),
+    ],
+)
+def test_impossible_shapes_are_refused(
+    arguments: list[str], said: str, tmp_path: Path, say: Callable[..., Result]
+) -> None:
+    """With the message that a communicator would give, before anything is compiled."""
+    done = say(tmp_path, "build", *arguments)
+    assert done.exit_code == 1
+    assert said in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_build_without_nvrtc_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, say: Callable[..., Result]
+) -> None:
+    """In one line; the rest of the library works without it."""
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    compiler.load_nvrtc.cache_clear()
+    done = say(tmp_path, "build")
+    assert done.exit_code == 1
+    assert "NVRTC is missing" in done.stderr
+    assert "pip install cuda-bindings nvidia-cuda-nvrtc" in done.stderr
+
+
+def test_what_cannot_be_deleted_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, say: Callable[..., Result]
+) -> None:
+    """Another user's entries: exit code 1, and where they are."""
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    cache._write(tmp_path, made_entry())
+    monkeypatch.setattr(Path, "unlink", refuse)
+    done = say(tmp_path, "clear")
+    assert (done.exit_code, done.stdout) == (1, "0 deleted\n")
+    assert f"could not be deleted: 1 kernel, 2 KiB, in {tmp_path}" in done.stderr
+
+
+def test_kernels_of_other_versions_are_shown_too() -> None:
+    """A cache may hold what another version wrote: constants that this one does not know, or others missing."""
+    names = [
+        cache_commands.variant_name(made_entry(**shape))
+        for shape in (
+            {},
+            {"num_ranks": 8, "what": 5},
+            {"layout": 9, "y_dtype": 7},
+            {"y_dtype": 0, "out_dtype": 2},
+            {"x_dtype": 0, "quantize": 3},
+        )
+    ]
+    assert names == ["mixer", "mixer/ep8", "mixer/?/?", "mixer/bf16>fp32", "mixer/bf16>?"]
+
+
+def shown(table: Table) -> str:
+    console = Console(width=120, color_system=None)
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get()
+
+
+def test_inspect_shows_trouble() -> None:
+    """A kernel that spills: that is what one inspects it for."""
+    text = shown(cache_commands.inspect_table([made_entry(shared_bytes=4096)]))
+    (line,) = [line for line in text.splitlines() if "mixer" in line]
+    assert line.split()[:7] == ["mixer", "128", "40", "8", "16", "256", "4096"]
+
+
+@pytest.mark.parametrize("loads", [True, False], ids=["Hopper", "another GPU"])
+def test_occupancy_where_a_gpu_is(loads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked of the driver, with the dynamic shared memory of the launch; "-" on a GPU that cannot load the kernel."""
+
+    def blocks_per_sm(entry: Entry, shared_bytes: int) -> int:
+        if not loads:
+            raise RuntimeError("CUDA driver: CUDA_ERROR_NO_BINARY_FOR_GPU")
+        return {4096: 3}[shared_bytes]
+
+    monkeypatch.setattr(
+        cache_commands, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True, synchronize=list))
+    )
+    monkeypatch.setattr(cache_commands, "blocks_per_sm", blocks_per_sm)
+    text = shown(cache_commands.inspect_table([made_entry(shared_bytes=4096)]))
+    assert ("3" if loads else "-") in text.splitlines()[-2].split()
+
+
+def test_names_and_keys_select() -> None:
+    """A name in full or the beginning of a key."""
+    entries = [made_entry("ab" * 16), made_entry("cd" * 16)]
+    assert cache_commands.named(entries, "mixer") == entries
+    assert cache_commands.named(entries, "cd") == entries[1:]

@@ -1,0 +1,92 @@
+"""Work on a stream of its own: which tensors torch is told of, and that nothing changes where there are no streams."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+import tokenloom as tl
+from tests.conftest import Ranks
+from tests.support.cases import Case, make_comm, make_problem
+from tokenloom.backends.base import DispatchCall, RoutedCounts
+from tokenloom.backends.nvlink.handle import NvlinkHandle
+from tokenloom.runtime.processes import RankContext
+from tokenloom.runtime.streams import SideStream, tensors_in
+
+
+def found(value: object) -> list[int]:
+    return [id(tensor) for tensor in tensors_in(value)]
+
+
+def tensors(count: int) -> list[torch.Tensor]:
+    return [torch.zeros(1) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class Inner:
+    a: torch.Tensor
+    b: int | torch.Tensor
+
+
+@dataclass(frozen=True)
+class Outer:
+    inner: Inner
+    many: tuple[torch.Tensor | None, ...]
+    name: str = "outer"
+
+
+def test_tensors_are_found_wherever_they_are() -> None:
+    """In tuples and dataclasses, and within those; what else there is does not matter."""
+    a, b, c, d = tensors(4)
+    assert found(a) == [id(a)]
+    assert found((a, None, 3, "x", (b, ()))) == [id(a), id(b)]
+    assert found(Outer(Inner(a, b), (c, None, d))) == [id(each) for each in (a, b, c, d)]
+    assert found((Inner(a, 7), None)) == [id(a)]
+    for nothing in (None, 3, "text", (), object(), torch.float32):
+        assert found(nothing) == []
+
+
+def test_all_of_a_handle_is_found() -> None:
+    """A combine on the other stream reads all that its dispatch left behind: none of it may be reused before."""
+    made = tensors(20)
+    names = [each.name for each in fields(NvlinkHandle)]
+    given: dict[str, Any] = dict.fromkeys(names, None) | {"number": 1, "num_tokens": 2, "capacity": 3}
+    given["call"] = DispatchCall("expert", 1, "bounded", 3)
+    given["counts"] = RoutedCounts(*made[:4])
+    rest = [name for name in names if given[name] is None and name != "reused_after"]
+    assert len(rest) >= 10
+    given |= dict(zip(rest, made[4:], strict=False))
+    expected = [id(tensor) for tensor in made[: 4 + len(rest)]]
+    assert sorted(found(NvlinkHandle(**given))) == sorted(expected)
+
+
+def test_without_streams(ranks: Ranks) -> None:
+    """The results are there when the call returns, and can be waited for all the same."""
+    ranks.run(check_async)
+
+
+def check_async(context: RankContext) -> None:
+    problem = make_problem(Case("async", "", unused=0.2), context.num_ranks)
+    comm = make_comm(context, "collective", problem.plan)
+    routed, event = comm.dispatch(*problem.arguments(context), async_op=True)
+    assert isinstance(event, tl.Event)
+    event.wait()
+    y = torch.ones_like(routed.tokens)
+    out, event = comm.combine(y, routed, async_op=True)
+    del routed
+    event.synchronize()
+    assert event.query()
+    want = comm.dispatch(*problem.arguments(context))
+    assert torch.equal(out, comm.combine(y, want))
+
+
+def test_a_side_stream_on_the_cpu() -> None:
+    """Runs its block, takes anything as input, and its events are done."""
+    side = SideStream(torch.device("cpu"))
+    with side.run((torch.zeros(2), None, Inner(torch.zeros(1), 2))):
+        event = side.event((torch.zeros(1), None))
+    event.wait()
+    event.synchronize()
+    assert event.query()

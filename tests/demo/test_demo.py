@@ -1,0 +1,190 @@
+"""The demo's parts: its comparisons must be able to fail, or their PASS means nothing. test_cli.py runs all of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import Ranks
+from tokenloom.backends.collective import CollectiveBackend
+from tokenloom.backends.nvlink.backend import NvlinkBackend
+from tokenloom.demo import check, train
+from tokenloom.demo.compare import Difference, compare, merge
+from tokenloom.demo.model import ModelSize
+from tokenloom.demo.run import compare_runs
+from tokenloom.demo.text import Batches, read_standard_library
+from tokenloom.runtime.processes import RankContext
+
+NAN = torch.tensor([math.nan])
+ZERO, ONE = torch.zeros(1), torch.ones(1)
+TINY = ModelSize(num_experts=8, sequences=8, hidden=32, intermediate=32, num_blocks=1, context=16)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "passes"),
+    [
+        ([(ONE, ONE)], True),
+        ([(ONE, ONE), (None, None)], True),  # absent on both sides
+        ([(ONE, ONE), (ONE, ZERO)], False),
+        ([(ONE, ONE), (NAN, ZERO)], False),  # every comparison with NaN is false, so it must not slip through max()
+        ([(NAN, ZERO), (ONE, ONE)], False),
+        ([(ONE, None)], False),
+        ([(None, ONE)], False),
+        ([(ONE, torch.ones(2))], False),  # broadcasting would call these equal
+        ([(torch.ones(0), torch.ones(0))], False),  # nothing was compared
+        ([], False),
+    ],
+)
+def test_what_passes_a_comparison(pairs: Any, passes: bool) -> None:
+    assert compare("", pairs).passed is passes
+
+
+def test_tolerance() -> None:
+    """It is the largest difference that passes."""
+    pair = (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]))
+    assert compare("", [pair], tolerance=0.5).passed
+    assert not compare("", [pair], tolerance=0.49).passed
+    assert compare("", [pair]).mean == 0.25
+
+
+def test_merging_ranks_keeps_the_worst() -> None:
+    """One failing rank, or one NaN, decides; a rank without tokens has nothing to compare and fails nobody."""
+    fine, bad, lost = (Difference("x", 2, largest, 1.0, 0.5) for largest in (0.1, 0.7, math.nan))
+    empty = Difference("x", 0, 0.0, 0.0, 0.5)
+    assert merge([[fine], [empty]]) == [Difference("x", 2, 0.1, 1.0, 0.5)]
+    assert merge([[fine], [bad]])[0].largest == 0.7
+    assert not merge([[lost], [fine]])[0].passed
+    assert not merge([[fine], [lost]])[0].passed
+
+
+def check_with_a_wrong_combine(context: RankContext) -> list[Difference]:
+    """The last bits of one value on one rank."""
+
+    def wrong(combine: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def off_by_little(backend: Any, *args: Any) -> torch.Tensor:
+            out = combine(backend, *args)
+            if backend.ranks.rank == 0:
+                out[0, 0] += out[0, 0].abs() * 0.01
+            return out
+
+        return off_by_little
+
+    with ExitStack() as stack:
+        for kind in (CollectiveBackend, NvlinkBackend):
+            stack.enter_context(mock.patch.object(kind, "combine", wrong(kind.combine)))
+        return check.check_on_rank(context, 8, seed=0)[1]
+
+
+def test_the_check_sees_a_wrong_value(ranks: Ranks) -> None:
+    """As it is, everything passes; with one value of combine off by 1%, the combines and the layer fail."""
+    right = merge([result[1] for result in ranks.run(check.check_on_rank, 8, 0)])
+    assert [difference.what for difference in right if not difference.passed] == []
+    assert [difference.largest for difference in right[:-1]] == [0.0] * 6
+    wrong = merge(ranks.run(check_with_a_wrong_combine))
+    failed = [difference.what for difference in wrong if not difference.passed]
+    assert failed == ["combine, token", "combine, expert", "combine, rank", "layer"]
+
+
+def train_without_reducing(context: RankContext, text: bytes) -> train.Trained:
+    """The commonest mistake: replicated parameters keep each rank's own gradient."""
+
+    def own(trainer: train.Trainer, loss: torch.Tensor) -> torch.Tensor:
+        return loss
+
+    with mock.patch.object(train.Trainer, "_sum_over_ranks", own):
+        return train.train(context, text, TINY, 1, 0, False)
+
+
+def train_with_all_of_the_balance_loss(context: RankContext, text: bytes) -> train.Trained:
+    """Adding aux_loss instead of aux_loss / W on every rank: Adam would hide it from the losses for a while."""
+    trainer = train.Trainer(context, text, TINY, 0)
+    real = trainer.model.forward
+
+    def scaled(tokens: torch.Tensor) -> Any:
+        logits, balance_loss = real(tokens)
+        return logits, balance_loss * context.num_ranks
+
+    with mock.patch.object(trainer.model, "forward", scaled):
+        losses = [trainer.step()]
+    return train.Trained(losses, trainer.gradients(), 0.0, None, None)
+
+
+def test_ranks_train_like_one_and_mistakes_show(ranks: Ranks) -> None:
+    """Gradients of W ranks are those of one; forgetting a sum, or counting the balance loss W times, fails."""
+    if ranks.num_ranks == 1:
+        pytest.skip("there is nothing to compare one rank with")
+    text = bytes(range(256)) * 400
+    one = Ranks(ranks.pool, 1).run(train.train, text, TINY, 3, 0, False)
+    many = ranks.run(train.train, text, TINY, 3, 0, True)
+    assert [difference.what for difference in compare_runs(many, one) if not difference.passed] == []
+    assert all(0 < trained.dispatch_share < 1 and 0 < trained.combine_share < 1 for trained in many)
+
+    first_step = [replace(one[0], losses=one[0].losses[:1])]
+    for mistake in (train_without_reducing, train_with_all_of_the_balance_loss):
+        gradients, *_ = compare_runs(ranks.run(mistake, text), first_step)
+        assert not gradients.passed, mistake.__name__
+
+
+def trained(losses: list[float], gradient: float = 1.0) -> list[train.Trained]:
+    gradients = {"head.weight": np.array([gradient, 2.0]), "blocks.0.experts.w1": np.array([gradient])}
+    return [train.Trained(losses, gradients, 0.0, None, None)]
+
+
+@pytest.mark.parametrize(
+    ("many", "failing"),
+    [
+        (trained([3.0] * 30), []),
+        (trained([3.0] * 30, gradient=1.001), [0]),
+        (trained([3.0, 3.01, *[3.0] * 28]), [1]),  # early on, only rounding is allowed
+        (trained([*[3.0] * 29, 3.01]), []),
+        (trained([*[3.0] * 29, 3.2]), [2]),
+        (trained([*[3.0] * 29, math.nan]), [2]),
+        (trained([3.0] * 29), [2]),  # a lost step
+    ],
+)
+def test_comparing_runs(many: list[train.Trained], failing: list[int]) -> None:
+    """Each of the three comparisons fails for what it is there for."""
+    found = compare_runs(many, trained([3.0] * 30))
+    assert [index for index, difference in enumerate(found) if not difference.passed] == failing
+
+
+def test_ranks_share_one_batch() -> None:
+    """The shares of all ranks are the batch of one rank, whatever their number; targets are the next bytes."""
+    text = bytes(range(256)) * 10
+    cpu = torch.device("cpu")
+    for num_ranks in (1, 3, 4):
+        batches = [Batches(text, sequences=10, context=8, seed=7) for _ in range(num_ranks)]
+        shares = [batch.next(rank, num_ranks, cpu) for rank, batch in enumerate(batches)]
+        whole, _ = Batches(text, sequences=10, context=8, seed=7).next(0, 1, cpu)
+        together = torch.cat([inputs for inputs, _ in shares])
+        assert sorted(together.tolist()) == sorted(whole.tolist())
+        assert all(torch.equal((inputs + 1) % 256, targets) for inputs, targets in shares)
+
+
+def test_the_text_is_the_standard_library() -> None:
+    """Enough of it, and the same every time: losses are compared between runs."""
+    text, description = read_standard_library()
+    assert len(text) > 1_000_000
+    assert b"import " in text
+    assert "source files in" in description
+    assert text == read_standard_library()[0]
+
+
+def test_time_under_a_range_counts_once() -> None:
+    """Ranges nest (a backend's own inside ours) and appear on host and device timelines: their union is the time."""
+
+    def event(name: str, start: float, end: float) -> Any:
+        return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end))
+
+    events = [event("a", 10, 20), event("a", 12, 15), event("b", 0, 100), event("a", 18, 25), event("a", 40, 41)]
+    assert train.covered_us(events, "a") == 16
+    assert train.covered_us(events, "missing") == 0

@@ -1,0 +1,225 @@
+"""MegaMoE against torch, on GPUs; its reference backend on all devices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tokenloom as tl
+from tests.conftest import Ranks
+from tests.support.mega_cases import CASES, Case, Layer, assert_near, expected, inputs, make_layer, make_mega
+from tests.support.small_kernels import needs_nvrtc
+from tokenloom.backends.nvlink.buffers import control_regions, mega_regions
+from tokenloom.inference.nvlink_experts import buffer_sizes
+from tokenloom.inference.schedules import SCHEDULES
+from tokenloom.jit import compiler
+from tokenloom.jit.compiler import Resources
+from tokenloom.kernels.moe.launch import OwnTokens, meet_ranks_spec, route_lists_spec, sum_routes_spec
+from tokenloom.plan import Plan
+from tokenloom.runtime.processes import RankContext
+
+
+def check_case(context: RankContext, name: str, backend: str = "nvlink") -> None:
+    case = CASES[name]
+    layer = make_layer(case, context.num_ranks, context.device)
+    with make_mega(context, case, layer, backend) as mega:
+        given = inputs(case, layer, context.rank)
+        stats = torch.ones(case.experts_per_rank, dtype=torch.int32, device=context.device)
+        out = mega(*given, expert_stats=stats)
+        mega.check()
+        assert_near(out, expected(case, layer, context.rank))
+        routes = torch.cat([ids.flatten() for ids in layer.ids])
+        first = context.rank * case.experts_per_rank
+        counts = [int((routes == first + e).sum()) + 1 for e in range(case.experts_per_rank)]
+        assert stats.tolist() == counts
+        for _, schedule in SCHEDULES:
+            mega.schedule = schedule
+            for _ in range(2):
+                assert torch.equal(mega(*given), out)
+        if backend == "nvlink":
+            assert len(mega.comm._backend._buffers) == 1  # type: ignore[attr-defined]  # nothing is there twice
+        mega.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_mega(hoppers: Ranks, name: str) -> None:
+    hoppers.run(check_case, name)
+
+
+OF_REFERENCE = (
+    "plain",
+    "fp8",
+    "no wide scales",
+    "top32",
+    "repeats",
+    "masked",
+    "all masked",
+    "no tokens",
+    "clamp",
+    "powers of two",
+    "shared expert",
+    "two shared experts",
+)
+
+
+@pytest.mark.parametrize("name", OF_REFERENCE)
+def test_reference_backend(ranks: Ranks, name: str) -> None:
+    ranks.run(check_case, name, "reference")
+
+
+def check_many_calls(context: RankContext) -> None:
+    case = Case("", tokens=(64, 40, 0, 64), experts_per_rank=8, top_k=4, shared=1)
+    layer = make_layer(case, context.num_ranks, context.device)
+    generator = torch.Generator(context.device).manual_seed(context.rank)
+    sizes = torch.randint(0, 65, (1000,), generator=torch.Generator().manual_seed(context.rank)).tolist()
+    with make_mega(context, case, layer) as mega:
+        given = inputs(case, layer, context.rank)
+        want = mega(*given)
+        for i, tokens in enumerate(sizes):
+            mega.schedule = SCHEDULES[i // 3 % len(SCHEDULES)][1]
+            x = torch.randn(tokens, case.hidden, generator=generator, device=context.device).to(torch.bfloat16)
+            ids = torch.randint(-1, 8 * context.num_ranks, (tokens, 4), generator=generator, device=context.device)
+            mega(x, ids, torch.rand(tokens, 4, generator=generator, device=context.device))
+            if i % 20 == 19:
+                assert torch.equal(mega(*given), want)
+        mega.check()
+
+
+@pytest.mark.gpu
+def test_a_thousand_calls_on_one_buffer(hoppers: Ranks) -> None:
+    """Tokens, routing and schedule change from call to call; the same input has the same bits all along."""
+    hoppers.run(check_many_calls)
+
+
+def check_changing_routing(context: RankContext) -> None:
+    case = Case("", tokens=(50, 20), top_k=3)
+    layers = [make_layer(case, context.num_ranks, context.device, seed) for seed in range(6)]
+    with make_mega(context, case, layers[0]) as mega:
+        given = inputs(case, layers[0], context.rank)
+        mega(*given)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            out = mega(*given)
+        for seed, layer in enumerate(layers):
+            routed = Layer(*(getattr(layers[0], w) for w in ("w1", "w1_scales", "w2", "w2_scales")),
+                           layer.xs, layer.ids, layer.weights)  # fmt: skip
+            for tensor, value in zip(given, inputs(case, routed, context.rank), strict=True):
+                tensor.copy_(value)
+            if seed % 3 == 2:
+                mega(*given)  # an eager call between replays
+            graph.replay()
+            assert_near(out, expected(case, routed, context.rank))
+        mega.check()
+
+
+@pytest.mark.gpu
+def test_replays_with_changing_routing(hoppers: Ranks) -> None:
+    """Counts, lists and places are made anew in each replay."""
+    hoppers.run(check_changing_routing)
+
+
+FAULTS = {
+    "stats": "expert_stats is",
+    "x": "x is",
+    "weights": "topk_weights is None",
+    "first call": "expert_stats is",
+}
+
+
+def check_faults(context: RankContext, fault: str) -> None:
+    case = Case("", tokens=(30, 20))
+    layer = make_layer(case, context.num_ranks, context.device)
+    x, ids, weights = inputs(case, layer, context.rank)
+    want = expected(case, layer, context.rank)
+    with make_mega(context, case, layer) as mega:
+        if fault != "first call":
+            assert_near(mega(x, ids, weights), want)
+            mega.check()
+        if context.rank == 0:
+            expert_stats = torch.zeros(1, device=context.device) if fault in ("stats", "first call") else None
+            with pytest.raises(tl.TokenloomError, match=FAULTS[fault]):
+                mega(x[:, :256] if fault == "x" else x, ids, None if fault == "weights" else weights, expert_stats)
+        elif fault == "first call":  # buffers are made together
+            with pytest.raises(tl.PeerError, match="rank 0"):
+                mega(x, ids, weights)
+        else:
+            out = mega(x, ids, weights)
+            with pytest.raises(tl.PeerError, match="rank 0"):
+                mega.check()
+            assert out.isnan().all()
+        mega.check()  # raised once
+        assert_near(mega(x, ids, weights), want)
+        mega.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_on_one_rank(hoppers: Ranks, fault: str) -> None:
+    """An error there, a PeerError elsewhere, NaN until then; the next call is all ranks' again, though a call of the
+    layer is two of the communicator."""
+    hoppers.run(check_faults, fault)
+
+
+def check_new_weights(context: RankContext) -> None:
+    case = Case("", tokens=(30, 20))
+    first, second = (make_layer(case, context.num_ranks, context.device, seed) for seed in (0, 1))
+    given = inputs(case, first, context.rank)
+    with make_mega(context, case, first) as mega:
+        mega(*given)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            out = mega(*given)
+        mine = slice(context.rank * case.experts_per_rank, (context.rank + 1) * case.experts_per_rank)
+        good = (second.w1[mine], second.w2[mine], second.w1_scales[mine], second.w2_scales[mine])
+        with pytest.raises(tl.DtypeMismatch, match=r"^w2 is torch\.bfloat16"):
+            mega.load_weights(good[0], good[1].to(torch.bfloat16), *good[2:])  # a copy would convert it
+        with pytest.raises(tl.DtypeMismatch, match=r"^w1 is torch\.int32"):
+            mega.load_weights(good[0].to(torch.int32), good[1].to(torch.int32))
+        mega.load_weights(*good)
+        graph.replay()
+        weights = {name: getattr(second, name) for name in ("w1", "w1_scales", "w2", "w2_scales")}
+        assert_near(out, expected(case, replace(first, **weights), context.rank))
+        mega.check()
+
+
+@pytest.mark.gpu
+def test_a_graph_uses_weights_that_are_loaded_later(hoppers: Ranks) -> None:
+    hoppers.run(check_new_weights)
+
+
+def test_buffers_of_the_reference_layer() -> None:
+    """Sized for any routing of 8192 tokens on 8 ranks, with room for copies of an even one."""
+    plan = Plan(8, 256, 7168, 8, 8192)
+    routes, even = plan.worst_case_rows("expert"), 8192 * 8
+    own = buffer_sizes(routes, even, plan.experts_per_rank, plan.hidden, 2048)
+    own_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in own.values())
+    assert own_bytes + mega_regions(plan, 1, 0).total_bytes + control_regions(plan).total_bytes < 3e9
+    values = math.prod(own["activation_values"][0])
+    assert values >= routes * 2048
+    assert values >= even * 1.25 * (2048 + 7168)
+
+
+SPECS = {
+    "real model": (Plan(8, 256, 7168, 8, 8192), 2048, 0, torch.float8_e4m3fn),
+    "one expert": (Plan(1, 3, 128, 1, 1), 128, 0, torch.bfloat16),
+    "many ranks": (Plan(32, 64, 384, 32, 9), 256, 0, torch.float32),
+    "shared": (Plan(8, 256, 7168, 8, 8192), 2048, 1, torch.bfloat16),
+    "shared FP32": (Plan(2, 8, 384, 30, 9), 256, 2, torch.float32),
+    "shared FP8": (Plan(2, 8, 384, 30, 9), 256, 2, torch.float8_e4m3fn),
+}
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("name", SPECS)
+def test_kernels_compile(name: str) -> None:
+    plan, intermediate, shared, dtype = SPECS[name]
+    lists = route_lists_spec(plan, intermediate, shared, OwnTokens(dtype))
+    for spec, _ in (lists, meet_ranks_spec(plan), sum_routes_spec(plan, shared)):
+        _, log = compiler.compile_kernel(spec)
+        needs = Resources.from_log(log)
+        assert (needs.stack_bytes, needs.spill_bytes) == (0, 0), log
+        assert needs.registers * spec.threads <= 65536

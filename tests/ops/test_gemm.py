@@ -1,0 +1,286 @@
+"""The grouped FP8 GEMMs against float64, over shapes that tiles do not divide; poison where nothing may be read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.conftest import NUM_GPUS
+from tests.support.small_kernels import needs_nvrtc
+from tokenloom.errors import (
+    BackendUnavailable,
+    DeviceMismatch,
+    DtypeMismatch,
+    InvalidArgument,
+    ShapeMismatch,
+    TokenloomError,
+)
+from tokenloom.jit import compiler
+from tokenloom.jit.compiler import Resources
+from tokenloom.kernels.gemm.launch import Swiglu, grouped_gemm_spec
+from tokenloom.ops import quant
+from tokenloom.ops.gemm import grouped_gemm_fp8, grouped_swiglu_fp8, interleave_gate_and_up
+
+FP8, FP32, INT32 = torch.float8_e4m3fn, torch.float32, torch.int32
+needs_hopper = pytest.mark.skipif(NUM_GPUS == 0, reason="no NVIDIA GPU on this machine")
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def quantise_weights(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """E4M3 with one scale per 128 x 128 block."""
+    experts, n, k = b.shape
+    blocks = b.reshape(experts, n // 128, 128, k // 128, 128)
+    scales = blocks.abs().amax((2, 4)) / 448
+    q = (blocks / scales[:, :, None, :, None]).to(FP8)
+    return q.reshape(experts, n, k).contiguous(), scales.contiguous()
+
+
+def operands(counts: list[int], n: int, k: int, device: str = "cuda", first: int = 0, after: int = 0) -> Operands:
+    """Random, with ``first`` rows before those of the first expert and ``after`` behind the last."""
+    torch.manual_seed(sum(counts) + n + k)
+    rows = first + sum(counts) + after
+    # Scales that differ from row to row and block to block show where each is applied.
+    a = torch.randn(rows, k) * torch.rand(rows, k // 128).mul(4).exp().repeat_interleave(128, 1)
+    b = torch.randn(len(counts), n, k)
+    b *= torch.rand(len(counts), n // 128, k // 128).mul(4).exp().repeat_interleave(128, 1).repeat_interleave(128, 2)
+    offsets = torch.tensor([first, *counts]).cumsum(0).to(INT32)
+    tensors = (*quant.quantize_fp8(a), *quantise_weights(b), offsets)
+    return tuple(tensor.to(device) for tensor in tensors)  # type: ignore[return-value]
+
+
+def expected(a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor, e: int) -> torch.Tensor:
+    """Rows of one expert in float64."""
+    x = a.double() * a_scales.double().repeat_interleave(128, 1)
+    weights = b[e].double() * b_scales[e].double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return x @ weights.T
+
+
+CASES = {
+    "one tile": ([128], 256, 128),
+    "one row each": ([1] * 5, 256, 256),
+    "tails and empty experts": ([0, 130, 0, 1, 127, 300, 0], 512, 384),
+    "N is no multiple of the tile": ([70, 200], 384, 256),
+    "N below the tile": ([129], 128, 512),
+    "more tiles than SMs": ([700, 900], 2048, 256),
+    "long K": ([33, 257], 256, 7168),
+    "many tiles of one block of K": ([2000, 1500], 2048, 128),
+    "many tiles of four blocks": ([2000, 1500], 2048, 512),
+    "no rows": ([0, 0], 256, 128),
+}
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("name", CASES)
+def test_products(name: str) -> None:
+    """Each row by itself: an error of one row must not drown in the others. BF16 rounds to 2^-9; FP8 products and
+    float32 sums are far more exact."""
+    counts, n, k = CASES[name]
+    tensors = operands(counts, n, k)
+    out = grouped_gemm_fp8(*tensors)
+    assert out.shape == (sum(counts), n)
+    assert out.dtype == torch.bfloat16
+    a, a_scales, b, b_scales, offsets = tensors
+    for e, (begin, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
+        want = expected(a[begin:end], a_scales[begin:end], b, b_scales, e)
+        limit = 2**-8 * want.abs() + 1e-3 * want.abs().amax(1, keepdim=True) if end > begin else want
+        assert ((out[begin:end].double() - want).abs() <= limit).all(), f"expert {e}"
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_the_same_bits_from_call_to_call() -> None:
+    tensors = operands([100, 0, 513], 768, 1024)
+    first = grouped_gemm_fp8(*tensors)
+    for _ in range(20):
+        assert torch.equal(grouped_gemm_fp8(*tensors), first)
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_other_rows_are_neither_used_nor_written() -> None:
+    """Rows of no expert, before and after, are NaN here: a tile that takes them in must not let them out."""
+    counts, first, after = [37, 140], 5, 90
+    a, a_scales, b, b_scales, offsets = operands(counts, 256, 256, first=first, after=after)
+    clean = grouped_gemm_fp8(a, a_scales, b, b_scales, offsets)[first : first + sum(counts)]
+    a_scales[:first] = torch.nan
+    a_scales[first + sum(counts) :] = torch.nan
+    again = grouped_gemm_fp8(a, a_scales, b, b_scales, offsets)[first : first + sum(counts)]
+    assert torch.equal(again, clean)
+
+
+# -- SwiGLU -------------------------------------------------------------------------------------------------------
+
+
+def test_gates_and_ups_in_turn() -> None:
+    """Row r of a half is row 16 * (r // 8) + r % 8, and 8 further down for ups; bytes survive."""
+    w1 = torch.arange(2 * 32 * 4).view(2, 32, 4).to(torch.uint8).view(FP8)
+    rows = interleave_gate_and_up(w1).view(torch.uint8)
+    for r in range(16):
+        assert torch.equal(rows[:, 16 * (r // 8) + r % 8], w1.view(torch.uint8)[:, r])
+        assert torch.equal(rows[:, 16 * (r // 8) + 8 + r % 8], w1.view(torch.uint8)[:, 16 + r])
+
+
+OPTIONS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "weighted": {"weighted": True},
+    "clamped": {"clamp": 2.0, "weighted": True},
+    "powers of two": {"power_of_two_scales": True},
+    "exact functions": {"fast_math": False, "clamp": 50.0},
+}
+SWIGLU_CASES = {
+    "one tile": ([128], 128, 512),
+    "tails and empty experts": ([0, 130, 0, 1, 127, 300, 0], 256, 384),
+    "an odd number of strips": ([70, 200], 384, 1024),
+    "more tiles than SMs": ([700, 900], 1024, 256),
+    "as in real models": ([33, 257], 512, 7168),
+}
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", SWIGLU_CASES)
+def test_swiglu(name: str, options: str) -> None:
+    """A code is off by at most half a step of E4M3; where sums of float32 and of float64 lie on two sides of a step,
+    by a whole one. The scale is the largest value's, so it has the error of that value's sum."""
+    counts, width, k = SWIGLU_CASES[name]
+    given = dict(OPTIONS[options])
+    a, a_scales, w1, w1_scales, offsets = operands(counts, 2 * width, k)
+    a_scales /= a_scales.mean() * k**0.5 * w1_scales.mean() * 448 * 200  # so that silu is neither 0 nor the identity
+    rows = sum(counts)
+    weights = torch.rand(rows, device=a.device) + 0.1 if given.pop("weighted", False) else None
+    interleaved = interleave_gate_and_up(w1)
+    q, scales = grouped_swiglu_fp8(a, a_scales, interleaved, w1_scales, offsets, weights, **given)  # type: ignore[arg-type]
+    assert (q.dtype, tuple(q.shape), tuple(scales.shape)) == (FP8, (rows, width), (rows, width // 128))
+    clamp = given.get("clamp")
+    for e, (begin, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
+        gate, up = expected(a[begin:end], a_scales[begin:end], w1, w1_scales, e).chunk(2, -1)
+        if clamp is not None:
+            gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)  # type: ignore[type-var]
+        want = torch.nn.functional.silu(gate) * up
+        want = want if weights is None else want * weights[begin:end, None]
+        blocks = want.view(end - begin, width // 128, 128)
+        amax = blocks.abs().amax(-1).clamp_min(1e-4)
+        want_scales = amax / 448
+        if given.get("power_of_two_scales"):
+            got = scales[begin:end].double()
+            assert (got.frexp().mantissa == 0.5).all()
+            assert ((got >= 0.998 * want_scales) & (got <= 2.004 * want_scales)).all()
+        else:
+            assert torch.allclose(scales[begin:end].double(), want_scales, rtol=2e-3)
+        got = quant.dequantize_fp8(q[begin:end], scales[begin:end]).double().view_as(blocks)
+        limit = 2**-3 * blocks.abs() + 2e-3 * amax[..., None]
+        assert ((got - blocks).abs() <= limit).all(), f"expert {e}"
+        difference = 1 - 2 * (got * blocks).sum() / (got.square() + blocks.square()).sum().clamp_min(1e-30)
+        assert end == begin or difference < 1e-3
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_swiglu_is_repeatable_and_uses_no_other_rows() -> None:
+    counts, first, after = [37, 140], 5, 90
+    a, a_scales, w1, w1_scales, offsets = operands(counts, 512, 512, first=first, after=after)
+    used = slice(first, first + sum(counts))
+    weights = torch.full((len(a),), torch.nan, device=a.device)
+    weights[used] = 0.5
+    clean = grouped_swiglu_fp8(a, a_scales, w1, w1_scales, offsets, weights)
+    a_scales[:first] = torch.nan
+    a_scales[first + sum(counts) :] = torch.nan
+    for _ in range(10):
+        again = grouped_swiglu_fp8(a, a_scales, w1, w1_scales, offsets, weights)
+        assert torch.equal(again[0][used].view(torch.uint8), clean[0][used].view(torch.uint8))
+        assert torch.equal(again[1][used], clean[1][used])
+
+
+# -- bad input ----------------------------------------------------------------------------------------------------
+
+
+def replaced(index: int, tensor: torch.Tensor) -> Operands:
+    tensors = list(operands([3, 4], 128, 256, device="cpu"))
+    tensors[index] = tensor
+    return tuple(tensors)  # type: ignore[return-value]
+
+
+FAULTS: dict[str, tuple[int, torch.Tensor, type[TokenloomError]]] = {
+    "a of another K": (0, torch.zeros(7, 128, dtype=FP8), ShapeMismatch),
+    "a in bfloat16": (0, torch.zeros(7, 256, dtype=torch.bfloat16), DtypeMismatch),
+    "scales of fewer rows": (1, torch.zeros(6, 2), ShapeMismatch),
+    "scales that are transposed": (1, torch.zeros(2, 7).T, ShapeMismatch),
+    "N no multiple of 128": (2, torch.zeros(2, 100, 256, dtype=FP8), ShapeMismatch),
+    "weight scales of one expert": (3, torch.zeros(1, 1, 2), ShapeMismatch),
+    "offsets of too few experts": (4, torch.zeros(2, dtype=INT32), ShapeMismatch),
+    "offsets in int64": (4, torch.zeros(3, dtype=torch.int64), DtypeMismatch),
+    "scales elsewhere": (1, torch.zeros(7, 2, device="meta"), DeviceMismatch),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_bad_input_is_named(name: str) -> None:
+    index, tensor, error = FAULTS[name]
+    argument = ("a", "a_scales", "b", "b_scales", "expert_offsets")[index]
+    with pytest.raises(error, match=f"^{argument} is"):
+        grouped_gemm_fp8(*replaced(index, tensor))
+
+
+def test_bad_input_to_swiglu_is_named() -> None:
+    a, a_scales, w1, w1_scales, offsets = operands([3, 4], 256, 256, device="cpu")
+    with pytest.raises(ShapeMismatch, match=r"^w1 is \[2, 128, 256\], expected \[E, 2I, K\]"):
+        grouped_swiglu_fp8(a, a_scales, w1[:, :128].contiguous(), w1_scales[:, :1].contiguous(), offsets)
+    with pytest.raises(ShapeMismatch, match=r"^w1_scales is"):
+        grouped_swiglu_fp8(a, a_scales, w1, w1_scales[:, :1].contiguous(), offsets)
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_bad_options_of_swiglu_are_named() -> None:
+    tensors = operands([3, 4], 256, 256)
+    with pytest.raises(ShapeMismatch, match=r"^row_weights is \[6\], expected \[7\]"):
+        grouped_swiglu_fp8(*tensors, torch.ones(6, device="cuda"))
+    with pytest.raises(InvalidArgument, match=r"^clamp is 0"):
+        grouped_swiglu_fp8(*tensors, clamp=0.0)
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_an_address_that_copies_cannot_take_is_named() -> None:
+    a, a_scales, b, b_scales, offsets = operands([3, 4], 128, 512)
+    odd = torch.empty(b_scales.numel() + 1, device="cuda")[1:].view_as(b_scales).copy_(b_scales)
+    with pytest.raises(InvalidArgument, match=r"^b_scales begins at no multiple of 16 bytes"):
+        grouped_gemm_fp8(a, a_scales, b, odd, offsets)
+
+
+def test_without_hopper_it_says_so() -> None:
+    with pytest.raises(BackendUnavailable, match="need a Hopper GPU"):
+        grouped_gemm_fp8(*operands([3], 128, 128, device="cpu"))
+
+
+def test_too_many_experts_for_the_stages() -> None:
+    """One stage leaves nothing to load while it is read."""
+    with pytest.raises(InvalidArgument, match=r"^25000 experts on a rank leave 1 stages"):
+        grouped_gemm_spec(25000, 256, 512)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("experts", "n", "k", "swiglu"),
+    [
+        (32, 4096, 7168, None),
+        (32, 7168, 2048, None),
+        (1, 128, 128, None),
+        (300, 384, 256, None),
+        (32, 4096, 7168, Swiglu(clamped=False, power_of_two_scales=False, fast_math=True)),
+        (32, 4096, 7168, Swiglu(clamped=True, power_of_two_scales=True, fast_math=False)),
+        (1, 256, 128, Swiglu(clamped=True, power_of_two_scales=False, fast_math=True)),
+    ],
+)
+def test_it_compiles_without_spills(experts: int, n: int, k: int, swiglu: Swiglu | None) -> None:
+    """Accumulators indexed at run time show as a stack frame, wgmma that was serialised as a line C75xx."""
+    spec, shared_bytes = grouped_gemm_spec(experts, n, k, swiglu)
+    _, log = compiler.compile_kernel(spec)
+    assert "warning" not in log.lower(), log
+    assert "C75" not in log, log
+    needs = Resources.from_log(log)
+    assert (needs.stack_bytes, needs.spill_bytes) == (0, 0), log
+    assert needs.registers * spec.threads <= 65536
+    assert shared_bytes <= 232448

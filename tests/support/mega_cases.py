@@ -1,0 +1,188 @@
+"""Layers and tokens for tests of MegaMoE, and what comes out: the same quantisation points, sums in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+import tokenloom as tl
+from tokenloom.ops import quant
+from tokenloom.runtime.processes import RankContext
+
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+WHOLE_LIMIT, ROW_LIMIT = 1e-3, 5e-3
+"""Of 1 - 2 sum(xy) / sum(x^2 + y^2), over all values and for the worst row: sums of float32 and of float64 quantise
+some activations to neighbouring codes."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer and its tokens, for a group of any size.
+
+    Attributes:
+        why: what goes wrong without this case.
+        tokens: of rank r: ``tokens[r % len(tokens)]``.
+        pick: how experts are drawn: "distinct", "repeats", "one expert" (the last), "none".
+        unused: share of -1.
+        quantised: x is FP8 already.
+        shared: number of shared experts.
+    """
+
+    why: str
+    tokens: tuple[int, ...] = (70, 33, 0, 64)
+    experts_per_rank: int = 4
+    hidden: int = 512
+    intermediate: int = 256
+    top_k: int = 2
+    pick: str = "distinct"
+    unused: float = 0.0
+    clamp: float | None = None
+    powers: bool = False
+    fast_math: bool = True
+    quantised: bool = False
+    shared: int = 0
+
+
+CASES = {
+    "plain": Case("the usual case: unequal tokens"),
+    "fp8": Case("x and its scales come as they are sent", quantised=True),
+    "no wide scales": Case("rows of scales that are no multiples of 16 bytes", hidden=384, intermediate=640),
+    "one block": Case("K of a GEMM is one block", hidden=128, intermediate=128),
+    "top8": Case("eight terms in a sum, several experts of a token on one rank", top_k=8, experts_per_rank=8),
+    "top32": Case("the largest K", top_k=32, pick="repeats", tokens=(9, 5)),
+    "repeats": Case("the same expert twice is two routes of one row", pick="repeats", top_k=4, experts_per_rank=1),
+    "masked": Case("-1 in any place, whole rows of -1", unused=0.6, top_k=3),
+    "all masked": Case("tokens without routes are 0", pick="none"),
+    "one expert": Case(
+        "all routes of all tokens on one expert: the largest list", pick="one expert", tokens=(150, 90)
+    ),
+    "many experts": Case("most experts are empty", experts_per_rank=40, tokens=(5, 3)),
+    "no tokens": Case("nobody has any", tokens=(0,)),
+    "one token": Case("M = 1", tokens=(1,)),
+    "many tokens": Case("several tiles of an expert", tokens=(700, 500)),
+    "clamp": Case("gates and ups are limited", clamp=0.7),
+    "powers of two": Case("scales of x and of activations", powers=True),
+    "exact functions": Case("the other exponential", fast_math=False, clamp=20.0),
+    "shared expert": Case("every token goes to it, those without routes too", unused=0.5, shared=1),
+    "two shared experts": Case("x as it is sent, of odd sizes", quantised=True, shared=2, hidden=384, top_k=30),
+    "shared and tiles": Case(
+        "several tiles of a shared expert", shared=1, powers=True, clamp=1.0, tokens=(300, 0, 129)
+    ),
+    "as real models": Case("wide rows", hidden=7168, intermediate=2048, experts_per_rank=2, top_k=2, tokens=(40, 130)),
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Weights of all experts, shared ones last, and inputs of all ranks."""
+
+    w1: torch.Tensor
+    w1_scales: torch.Tensor
+    w2: torch.Tensor
+    w2_scales: torch.Tensor
+    xs: list[torch.Tensor]
+    ids: list[torch.Tensor]
+    weights: list[torch.Tensor]
+
+
+def make_layer(case: Case, num_ranks: int, device: torch.device, seed: int = 0) -> Layer:
+    generator = torch.Generator(device).manual_seed(seed)
+    experts, width, hidden = num_ranks * case.experts_per_rank, case.intermediate, case.hidden
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    # Blocks of many magnitudes, so that a scale of the wrong block shows; gates in silu's curved part.
+    w1 = randn(experts + case.shared, 2 * width, hidden) / hidden**0.5
+    w1 *= randn(len(w1), 2 * width // 128, hidden // 128).exp().repeat_interleave(128, 1).repeat_interleave(128, 2)
+    w2 = randn(experts + case.shared, hidden, width) / width**0.5
+    w2 *= randn(len(w2), hidden // 128, width // 128).exp().repeat_interleave(128, 1).repeat_interleave(128, 2)
+    xs, all_ids, weights = [], [], []
+    for rank in range(num_ranks):
+        tokens = case.tokens[rank % len(case.tokens)]
+        xs.append((randn(tokens, hidden) * randn(tokens, 1).exp()).to(BF16))
+        draws = torch.rand(tokens, max(experts, case.top_k), generator=generator, device=device)
+        ids = draws.argsort(1)[:, : case.top_k] % experts
+        if case.pick == "repeats":
+            ids = (draws[:, : case.top_k] * experts).long()
+        if case.pick in ("one expert", "none"):
+            ids = torch.full_like(ids, experts - 1 if case.pick == "one expert" else -1)
+        ids[torch.rand(ids.shape, generator=generator, device=device) < case.unused] = -1
+        all_ids.append(ids)
+        weights.append(torch.rand(ids.shape, generator=generator, device=device) + 0.1)
+    return Layer(*quant.quantize_fp8_blocks(w1), *quant.quantize_fp8_blocks(w2), xs, all_ids, weights)
+
+
+def dense(w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return w.double() * scales.double().repeat_interleave(128, -2).repeat_interleave(128, -1)
+
+
+def expected(case: Case, layer: Layer, rank: int) -> torch.Tensor:
+    """Of one rank's tokens."""
+    x, ids, weights = layer.xs[rank], layer.ids[rank], layer.weights[rank]
+    shared = torch.arange(len(layer.w1) - case.shared, len(layer.w1), device=x.device).expand(len(x), -1)
+    ids, weights = torch.cat([ids, shared], 1), torch.cat([weights, torch.ones_like(shared, dtype=FP32)], 1)
+    x = quant.dequantize_fp8(*quant.quantize_fp8(x, power_of_two_scales=case.powers)).double()
+    rows = torch.zeros(*ids.shape, case.hidden, dtype=BF16, device=x.device)
+    for e in ids.unique().tolist():
+        if e < 0:
+            continue
+        token, k = (ids == e).nonzero(as_tuple=True)
+        gate, up = (x[token] @ dense(layer.w1[e], layer.w1_scales[e]).T).chunk(2, -1)
+        if case.clamp is not None:
+            gate, up = gate.clamp(max=case.clamp), up.clamp(-case.clamp, case.clamp)
+        act = (functional.silu(gate) * up * weights[token, k, None]).float()
+        act = quant.dequantize_fp8(*quant.quantize_fp8(act, power_of_two_scales=case.powers)).double()
+        rows[token, k] = (act @ dense(layer.w2[e], layer.w2_scales[e]).T).to(BF16)
+    total = torch.zeros(len(x), case.hidden, device=x.device)
+    for k in range(ids.shape[1]):
+        total = torch.where(ids[:, k, None] >= 0, total + rows[:, k].float(), total)
+    return total.to(BF16)
+
+
+def difference(got: torch.Tensor, want: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    got, want = got.double(), want.double()
+    norm = (got.square() + want.square()).sum(dim)
+    return torch.where(norm > 0, 1 - 2 * (got * want).sum(dim) / norm, 0)
+
+
+def make_mega(context: RankContext, case: Case, layer: Layer, backend: str = "nvlink") -> tl.MegaMoE:
+    mega = tl.MegaMoE(
+        context.group,
+        len(layer.w1) - case.shared,
+        case.hidden,
+        case.intermediate,
+        case.top_k,
+        max(1, *(len(x) for x in layer.xs)),
+        activation_clamp=case.clamp,
+        fast_math=case.fast_math,
+        power_of_two_scales=case.powers,
+        num_shared_experts=case.shared,
+        backend=backend,
+        device=context.device,
+    )
+    mine = torch.arange(context.rank * case.experts_per_rank, (context.rank + 1) * case.experts_per_rank)
+    mine = torch.cat([mine, torch.arange(len(layer.w1) - case.shared, len(layer.w1))]).to(context.device)
+
+    def of_this_rank(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view(torch.uint8)[mine].view(tensor.dtype)
+
+    mega.load_weights(*(of_this_rank(w) for w in (layer.w1, layer.w2, layer.w1_scales, layer.w2_scales)))
+    return mega
+
+
+def inputs(case: Case, layer: Layer, rank: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    x = layer.xs[rank]
+    given = quant.quantize_fp8(x, power_of_two_scales=case.powers) if case.quantised else x
+    return given, layer.ids[rank], layer.weights[rank]
+
+
+def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert (got.dtype, got.shape) == (BF16, want.shape)
+    assert not got.isnan().any()
+    if got.numel():
+        assert difference(got, want) < WHOLE_LIMIT
+        assert (difference(got, want, -1) < ROW_LIMIT).all()

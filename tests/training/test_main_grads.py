@@ -1,0 +1,121 @@
+"""Gradients of expert weights in float32, summed over micro-batches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import tokenloom as tl
+from tests.support.layer_cases import HIDDEN, LayerCase, make_layer
+
+BATCHES = 64
+CASE = LayerCase(dtype=torch.bfloat16)
+"""Each gradient is rounded to bfloat16 once, wherever it is summed; a sum of 64 in bfloat16 loses more by far."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # layers are tiny
+    yield
+    torch.set_num_threads(threads)
+
+
+def batches(device: str = "cpu") -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(5, HIDDEN, generator=generator).to(device, CASE.dtype) for _ in range(BATCHES)]
+
+
+def backward(run: Any, x: torch.Tensor) -> None:
+    out, aux_loss = run(x)
+    (out.float().square().mean() + aux_loss).backward()
+
+
+def largest_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return ((got - want).abs().max() / want.abs().max()).item()
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_sums_over_micro_batches_lose_nothing(is_compiled: bool, device: str) -> None:
+    layer, plain = make_layer(CASE, None, main_grads=True, device=device), make_layer(CASE, None, device=device)
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if is_compiled else layer
+    sums = [torch.zeros_like(weight, dtype=torch.float64) for weight in plain.expert_parameters()]
+    for x in batches(device):
+        backward(run, x)
+        before = [weight.grad for weight in plain.expert_parameters()]
+        plain.zero_grad()
+        backward(plain, x)
+        for total, weight, earlier in zip(sums, plain.expert_parameters(), before, strict=True):
+            assert weight.grad is not None
+            total += weight.grad.double()
+            if earlier is not None:  # and on with the sum in bfloat16
+                weight.grad += earlier
+    for weight, narrow, want in zip(layer.expert_parameters(), plain.expert_parameters(), sums, strict=True):
+        assert weight.grad is None
+        assert weight.main_grad.dtype == torch.float32
+        assert largest_error(weight.main_grad.double(), want) < BATCHES * 2**-24
+        assert narrow.grad is not None
+        assert largest_error(narrow.grad.double(), want) > 2**-9
+
+
+def test_only_expert_weights_have_main_grads_and_nothing_sets_them_back(device: str) -> None:
+    layer, plain = make_layer(CASE, None, main_grads=True, device=device), make_layer(CASE, None, device=device)
+    x = batches(device)[0]
+    assert [name for name, _ in layer.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert set(layer.state_dict()) == set(plain.state_dict())
+    assert [not weight.main_grad.any() for weight in layer.expert_parameters()] == [True, True]
+    for times in (1, 2):
+        backward(layer, x)
+        layer.zero_grad()
+        plain.zero_grad()
+        backward(plain, x)
+        for weight, other in zip(layer.expert_parameters(), plain.expert_parameters(), strict=True):
+            assert other.grad is not None
+            assert torch.equal(weight.main_grad, times * other.grad.float())
+    assert not any(hasattr(weight, "main_grad") for weight in (*plain.parameters(), *layer.replicated_parameters()))
+    backward(layer, x)
+    for weight, other in zip(layer.replicated_parameters(), plain.replicated_parameters(), strict=True):
+        assert weight.grad is not None
+        assert other.grad is not None
+        assert torch.equal(weight.grad, other.grad)
+
+
+def test_the_owner_may_set_them_back_or_put_a_part_of_a_buffer_there(device: str) -> None:
+    """As Megatron-LM's data parallelism does."""
+    layer, x = make_layer(CASE, None, main_grads=True, device=device), batches(device)[0]
+    backward(layer, x)
+    want = layer.w1.main_grad.clone()
+    layer.w1.main_grad.zero_()
+    buffer = torch.zeros(layer.w1.numel() + 8, device=device)
+    layer.w1.main_grad, before = buffer[8:].view_as(layer.w1), layer.w1.main_grad
+    backward(layer, x)
+    assert torch.equal(buffer[8:].view_as(want), want)
+    assert not before.any()
+    assert not buffer[:8].any()
+
+
+def test_copies_and_frozen_weights() -> None:
+    layer, x = make_layer(CASE, None, main_grads=True), batches()[0]
+    layer.w2.requires_grad_(False)
+    twin = copy.deepcopy(layer)
+    backward(twin, x)
+    assert twin.w1.main_grad.any()
+    assert twin.w1.grad is None
+    assert not twin.w2.main_grad.any()
+    assert not layer.w1.main_grad.any()
+    backward(copy.copy(layer), x)  # which has the same parameters
+    backward(layer, x)
+    assert torch.equal(layer.w1.main_grad, 2 * twin.w1.main_grad)
+
+
+def test_gradients_that_are_asked_for_are_given_out() -> None:
+    """torch.autograd.grad accumulates nothing, here neither."""
+    layer = make_layer(CASE, None, main_grads=True)
+    assert isinstance(layer, tl.ExpertParallelMoE)
+    (grad,) = torch.autograd.grad(layer(batches()[0])[0].sum(), layer.w1)
+    assert grad.dtype == CASE.dtype
+    assert not layer.w1.main_grad.any()

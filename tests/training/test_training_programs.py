@@ -1,0 +1,312 @@
+"""ExpertParallelMoE inside training programs: gradients of W ranks against a dense computation of all their tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import tokenloom as tl
+from tests.conftest import Ranks
+from tests.support.layer_cases import (
+    HIDDEN,
+    ROUTERS,
+    LayerCase,
+    assert_near,
+    dense_aux_loss,
+    dense_layer,
+    make_inputs,
+    make_layer,
+)
+from tokenloom.runtime.processes import RankContext, RankPool
+
+ROOT = Path(__file__).resolve().parents[2]
+
+CASE = LayerCase(dtype=torch.float32)
+"""Losses and a shared expert; as many tokens as they like on each rank, none on the second."""
+BLOCKS = 2
+
+
+class Model(nn.Module):
+    """Layers that share a communicator, each beside a residual, between a dense input and a dense head.
+
+    Args:
+        run: how each layer is called, as by checkpointing.
+        options: of the layers.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | DeviceMesh,
+        case: LayerCase,
+        run: Callable[..., Any] = lambda layer, x: layer(x),
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.inner, self.head = nn.Linear(HIDDEN, HIDDEN, bias=False), nn.Linear(HIDDEN, HIDDEN, bias=False)
+        first = make_layer(case, group, **options)  # type: ignore[arg-type]
+        shared = options | {"comm": first.comm, "max_tokens_per_rank": None}
+        self.layers = nn.ModuleList([first, *(make_layer(case, None, **shared) for _ in range(BLOCKS - 1))])
+        for number, layer in enumerate(self.layers[1:]):
+            layer.reset_parameters(seed=number)
+        self.run = run
+        self.to(first.comm.device)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.inner(x)
+        aux_loss = x.new_zeros(())
+        for layer in self.layers:
+            out, more = self.run(layer, x)
+            x, aux_loss = x + out, aux_loss + more
+        return self.head(x), aux_loss
+
+    def sharded_names(self) -> list[str]:
+        experts = {each for layer in self.layers for each in layer.expert_parameters()}
+        return [name for name, parameter in self.named_parameters() if parameter in experts]
+
+
+def data_parallel(model: Model, group: dist.ProcessGroup) -> nn.Module:
+    """DDP around all but the experts."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, model.sharded_names())
+    return DistributedDataParallel(model, process_group=group)
+
+
+def expected_gradients(
+    case: LayerCase,
+    full: Mapping[str, torch.Tensor],
+    xs: Sequence[torch.Tensor],
+    factors: Sequence[torch.Tensor],
+    groups: Sequence[Sequence[int]] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Of the mean over ranks of their losses, by name, every expert computed on every token.
+
+    Args:
+        full: the full state dict. xs, factors: of every rank; its loss is the sum of outputs times factors.
+        groups: ranks that share experts, whose balance loss is that of their tokens; all ranks by default.
+    """
+    weights = {name: value.double().requires_grad_() for name, value in full.items()}
+    groups = groups or [range(len(xs))]
+    hidden = [x.double() @ weights["inner.weight"].T for x in xs]
+    loss = torch.zeros((), dtype=torch.float64)
+    for index in range(BLOCKS):
+        prefix = f"layers.{index}."
+        own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+        parts = [dense_layer(each, own, ROUTERS[case.router], None) for each in hidden]
+        for group in groups:
+            loss = loss + dense_aux_loss(case, [parts[rank] for rank in group]) / len(groups)
+        hidden = [each + part.out for each, part in zip(hidden, parts, strict=True)]
+    outs = [each @ weights["head.weight"].T for each in hidden]
+    loss = loss + torch.stack([(out * f.double()).sum() for out, f in zip(outs, factors, strict=True)]).mean()
+    loss.backward()
+    return {name: value.grad for name, value in weights.items() if value.grad is not None}
+
+
+def backward(
+    context: RankContext, run: nn.Module, xs: Sequence[torch.Tensor], factors: Sequence[torch.Tensor]
+) -> None:
+    """Of this rank's loss; aux_loss is a mean over ranks already, and a trainer that averages leaves it as it is."""
+    out, aux_loss = run(xs[context.rank].to(context.device))
+    ((out * factors[context.rank].to(context.device)).sum() + aux_loss).backward()
+
+
+def assert_gradients(model: Model, want: Mapping[str, torch.Tensor]) -> None:
+    """Of the replicated parameters, and of this rank's experts."""
+    own = model.layers[0].local_experts
+    sharded = model.sharded_names()
+    names = [name for name, _ in model.named_parameters()]
+    assert set(names) == set(want)
+    for name, parameter in model.named_parameters():
+        grad = getattr(parameter, "main_grad", parameter.grad)
+        grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        wanted = want[name][own.start : own.stop] if name in sharded else want[name]
+        assert_near(grad, wanted, torch.float32, f"gradient of {name}")
+
+
+def train_two_steps(
+    context: RankContext, run: nn.Module, model: Model, full: Mapping[str, torch.Tensor], case: LayerCase
+) -> None:
+    """Each time from zero gradients, which are compared; ``run`` is the model, or what is around it."""
+    xs, factors = make_inputs(case, context.num_ranks)
+    want = expected_gradients(case, full, xs, factors)
+    for _ in range(2):
+        model.zero_grad()
+        backward(context, run, xs, factors)
+        assert_gradients(model, want)
+
+
+# -- DDP ----------------------------------------------------------------------------------------------------
+
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "checkpoint": {"run": lambda layer, x: checkpoint(layer, x, use_reentrant=False)},
+    "reentrant_checkpoint": {"run": lambda layer, x: checkpoint(layer, x, use_reentrant=True)},
+    "rows_sent_again": {"redispatch_in_backward": True},
+    "rows_sent_again_in_a_checkpoint": {
+        "redispatch_in_backward": True,
+        "run": lambda layer, x: checkpoint(layer, x, use_reentrant=False),
+    },
+    "bounded_rows": {"pool_rows": 200},
+}
+
+
+def train_beside_ddp(context: RankContext, name: str, case: LayerCase) -> None:
+    """Two steps: DDP makes its buckets anew after the first."""
+    model = Model(context.group, replace(case, expert_grad_scale=1 / context.num_ranks), **PROGRAMS[name])
+    full = tl.gather_state_dict(model)
+    train_two_steps(context, data_parallel(model, context.group), model, full, case)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_ddp_around_the_dense_part(ranks: Ranks, name: str) -> None:
+    """Ranks differ in their tokens and the second has none."""
+    ranks.run(train_beside_ddp, name, CASE)
+
+
+@pytest.mark.parametrize("name", ["plain", "checkpoint"])
+def test_ddp_with_all_tokens_on_one_rank(ranks: Ranks, name: str) -> None:
+    ranks.run(train_beside_ddp, name, replace(CASE, tokens=(9, 0, 0, 0, 0, 0, 0, 0)))
+
+
+# -- accumulation -------------------------------------------------------------------------------------------
+
+
+def accumulate(context: RankContext, case: LayerCase, main_grads: bool) -> None:
+    """Three micro-batches, in some of which ranks have no tokens; DDP reduces in the last one."""
+    model = Model(context.group, replace(case, expert_grad_scale=1 / context.num_ranks), main_grads=main_grads)
+    full = tl.gather_state_dict(model)
+    ddp = data_parallel(model, context.group)
+    xs, factors = make_inputs(case, context.num_ranks)
+    micro = [([x[i::3] for x in xs], [f[i::3] for f in factors]) for i in range(3)]
+    for batch in micro[:-1]:
+        with ddp.no_sync():  # type: ignore[operator]
+            backward(context, ddp, *batch)
+    backward(context, ddp, *micro[-1])
+    if case.balance_coef:
+        parts = [expected_gradients(case, full, *batch) for batch in micro]
+        want = {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}
+    else:
+        want = expected_gradients(case, full, xs, factors)
+    assert_gradients(model, want)
+
+
+@pytest.mark.parametrize("main_grads", [False, True])
+def test_micro_batches_equal_one_batch(ranks: Ranks, main_grads: bool) -> None:
+    ranks.run(accumulate, replace(CASE, balance_coef=0.0, z_coef=0.0), main_grads)
+
+
+def test_losses_of_the_router_are_those_of_a_micro_batch(ranks: Ranks) -> None:
+    """They are means over tokens and products of means: what is added up are the micro-batches' own."""
+    ranks.run(accumulate, CASE, False)
+
+
+# -- FSDP2 --------------------------------------------------------------------------------------------------
+
+
+def fully_sharded(context: RankContext, unit_per_layer: bool, **options: Any) -> Model:
+    """Everything but the experts is sharded over the ranks."""
+    model = Model(context.group, replace(CASE, expert_grad_scale=1 / context.num_ranks), **options)
+    mesh = DeviceMesh.from_group(context.group, context.device.type)
+    experts = {each for layer in model.layers for each in layer.expert_parameters()}
+    for layer in model.layers if unit_per_layer else []:
+        fully_shard(layer, mesh=mesh, ignored_params=experts)
+    fully_shard(model, mesh=mesh, ignored_params=experts)
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor) is (name not in model.sharded_names())
+    return model
+
+
+def full_state_dict(model: Model) -> dict[str, torch.Tensor]:
+    """Of a model that FSDP2 has sharded, on every rank; as in docs/training.md."""
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    return full | {
+        name: value for name, value in tl.gather_state_dict(model).items() if not isinstance(value, DTensor)
+    }
+
+
+def train_beside_fsdp(context: RankContext, name: str, unit_per_layer: bool) -> None:
+    full = tl.gather_state_dict(Model(context.group, CASE))
+    model = fully_sharded(context, unit_per_layer, **PROGRAMS[name])
+    train_two_steps(context, model, model, full, CASE)
+
+
+@pytest.mark.parametrize("name", ["plain", "checkpoint"])
+@pytest.mark.parametrize("unit_per_layer", [False, True], ids=["one_unit", "unit_per_layer"])
+def test_fsdp_around_the_dense_part(ranks: Ranks, name: str, unit_per_layer: bool) -> None:
+    ranks.run(train_beside_fsdp, name, unit_per_layer)
+
+
+def save_and_load_beside_fsdp(context: RankContext) -> None:
+    model = fully_sharded(context, True)
+    before = {name: value.clone() for name, value in full_state_dict(model).items()}
+    assert {name: value.shape for name, value in before.items()} == {
+        name: value.shape for name, value in tl.gather_state_dict(Model(context.group, CASE)).items()
+    }
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    part = tl.shard_state_dict(model, before)
+    set_model_state_dict(model, part, options=StateDictOptions(full_state_dict=True))
+    after = full_state_dict(model)
+    for name, value in before.items():
+        assert torch.equal(after[name].cpu(), value.cpu()), name
+
+
+def test_checkpoints_beside_fsdp(ranks: Ranks) -> None:
+    """What docs/training.md tells to do: FSDP gathers what it has sharded, tokenloom the experts."""
+    ranks.run(save_and_load_beside_fsdp)
+
+
+# -- DeviceMesh ---------------------------------------------------------------------------------------------
+
+
+def train_on_a_mesh(context: RankContext) -> None:
+    """Experts are sharded over ``ep`` and replicated over ``dp``, all else is replicated over both."""
+    size = max(1, context.num_ranks // 2)
+    mesh = init_device_mesh(context.device.type, (context.num_ranks // size, size), mesh_dim_names=("dp", "ep"))
+    model = Model(mesh["ep"], replace(CASE, expert_grad_scale=1 / context.num_ranks))
+    assert model.layers[0].comm.num_ranks == size
+    full = tl.gather_state_dict(model)
+    ddp = data_parallel(model, context.group)
+    xs, factors = make_inputs(CASE, context.num_ranks)
+    backward(context, ddp, xs, factors)
+    for layer in model.layers:
+        for parameter in layer.expert_parameters():
+            dist.all_reduce(parameter.grad, group=mesh.get_group("dp"))
+    assert_gradients(model, expected_gradients(CASE, full, xs, factors, mesh.mesh.tolist()))
+
+
+def test_a_mesh_of_data_and_expert_parallelism(ranks: Ranks) -> None:
+    if ranks.num_ranks != ranks.pool.num_ranks:
+        pytest.skip("a mesh takes all processes of the pool")
+    ranks.run(train_on_a_mesh)
+
+
+# -- the document -------------------------------------------------------------------------------------------
+
+
+def run_the_document(context: RankContext, checkpoint_file: str) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/training.md").read_text(), re.DOTALL)
+    assert len(blocks) >= 10
+    namespace: dict[str, object] = {"checkpoint_file": checkpoint_file}
+    for block in blocks:
+        exec(block, namespace)
+
+
+def test_blocks_of_the_document_run(pools: Callable[[str], RankPool], tmp_path: Path) -> None:
+    """All of docs/training.md, in order, on all ranks of the pool: it uses the default group."""
+    pool = pools("cpu")
+    Ranks(pool, pool.num_ranks).run(run_the_document, str(tmp_path / "checkpoint.pt"))

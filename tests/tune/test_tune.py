@@ -1,0 +1,456 @@
+"""The profiler of strategies, where its choices are kept, and that layers use them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+import tokenloom as tl
+from tests.conftest import Ranks
+from tokenloom.backends.collective import CollectiveBackend
+from tokenloom.bench import traffic
+from tokenloom.cli import app
+from tokenloom.plan import Plan
+from tokenloom.runtime import rank_group
+from tokenloom.runtime.processes import RankContext
+from tokenloom.tune import choices, profiler
+from tokenloom.tune.profiler import CANDIDATES, WARM_UP_ROUNDS, Profile
+from tokenloom.tune.samples import draw_topk_ids
+
+ROOT = Path(__file__).parents[2]
+BF16 = torch.bfloat16
+TOKENS, HIDDEN, INTERMEDIATE, TOP_K, NUM_EXPERTS = 13, 48, 32, 3, 8
+SIZES = {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "num_experts": NUM_EXPERTS, "top_k": TOP_K, "dtype": BF16}
+CHOSEN = tl.Strategy("all_to_all", "reduce_scatter")
+"""What COSTS make best. Forward alone it would be all_gather and dedup."""
+COSTS = {
+    ("dispatch", "dedup"): 30.0,
+    ("dispatch", "all_gather"): 10.0,
+    ("dispatch", "all_to_all"): 24.0,
+    ("combine", "dedup"): 100.0,
+    ("combine", "reduce_scatter"): 115.0,
+    ("combine", "all_to_all"): 120.0,
+}
+SCORES = {  # by hand: 64 and 48 for the products, which are as dear as their outputs are wide
+    ("dispatch", "dedup"): 30 + 64 + 100,
+    ("dispatch", "all_gather"): 10 + 64 + 115,
+    ("dispatch", "all_to_all"): 24 + 64 + 100,
+    ("combine", "dedup"): 48 + 100 + 30,
+    ("combine", "reduce_scatter"): 48 + 115 + 10,
+    ("combine", "all_to_all"): 48 + 120 + 30,
+}
+ITERATIONS = 6
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where choices are kept, in this process and in processes that it starts."""
+    monkeypatch.setenv("TOKENLOOM_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def use_folder(folder: Path) -> Any:
+    """The same on a rank, whose process is older than the test."""
+    return mock.patch.dict(os.environ, TOKENLOOM_CACHE_DIR=str(folder))
+
+
+# -- measuring ------------------------------------------------------------------------------------------------------
+
+
+class Meter:
+    """A clock that shows made-up costs instead of the time, so that what is to come out is known.
+
+    In each round another rank takes twice as long as the others, and in the warm-up and the first two rounds that
+    count everybody takes a thousand times as long: what is the slowest rank's, and a median, does not notice.
+    """
+
+    def __init__(self, context: RankContext) -> None:
+        self.context = context
+        self.us = 0.0
+        self.samples = 0
+
+    def call_us(self, process_group: Any, device: torch.device, call: Any, queued: bool) -> float:
+        self.us = 0.0
+        call()
+        number = self.samples // (3 * len(CANDIDATES))
+        self.samples += 1
+        slow = 2 if number % self.context.num_ranks == self.context.rank else 1
+        return self.us * slow * (1000 if number < WARM_UP_ROUNDS + 2 else 1)
+
+    def by_weights(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        assert rows.shape[1] == weights.shape[1]
+        self.us += weights.shape[2]
+        return rows.new_empty(len(rows), weights.shape[2])
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        def counted(name: str, operation: str) -> Any:
+            real = getattr(CollectiveBackend, name)
+
+            def call(backend: Any, handle: Any, *args: Any) -> Any:
+                strategy = handle.call.strategy if name == "dispatch" else getattr(args[-1], "strategy", args[-1])
+                self.us += COSTS[operation, strategy]
+                return real(backend, handle, *args)
+
+            return mock.patch.object(CollectiveBackend, name, call)
+
+        with (
+            mock.patch.object(profiler, "call_us", self.call_us),
+            mock.patch.object(profiler, "products_for", return_value=self),
+            counted("dispatch", "dispatch"),
+            counted("combine", "combine"),
+            counted("combine_backward", "dispatch"),
+        ):
+            yield
+
+
+def profile_by_meter(context: RankContext, folder: Path, **options: Any) -> Profile:
+    defaults = {"num_tokens": TOKENS, "backend": "collective", "iterations": ITERATIONS, "skew": 1.0}
+    with use_folder(folder), Meter(context).patched():
+        return tl.tune.profile(context.group, device=context.device, **(SIZES | defaults | options))
+
+
+def test_numbers(ranks: Ranks, tmp_path: Path) -> None:
+    """Of every strategy; by the slowest rank of each sample; the same on all ranks. The least score wins, which counts
+    the gradient."""
+    found = ranks.run(profile_by_meter, tmp_path)
+    assert all(each == found[0] for each in found)
+    assert [(row.operation, row.strategy) for row in found[0].rows] == list(CANDIDATES)
+    for row in found[0].rows:
+        who = row.operation, row.strategy
+        gradient = SCORES[who] - COSTS[who] - (64 if row.operation == "dispatch" else 48)
+        assert row.score_ms == pytest.approx(2 * SCORES[who] / 1e3), who
+        assert row.alone_ms == pytest.approx(2 * COSTS[who] / 1e3)
+        assert row.gradient_ms == pytest.approx(2 * gradient / 1e3)
+        assert row.with_gemm_ms == pytest.approx(row.score_ms - row.gradient_ms)
+        assert row.wins == (getattr(CHOSEN, row.operation) == row.strategy)
+    assert found[0].strategy == CHOSEN
+    assert (found[0].setting.num_ranks, found[0].setting.tokens) == (ranks.num_ranks, 16)
+    lines = str(found[0]).splitlines()
+    (line,) = (line for line in lines if line.startswith("dispatch all_to_all"))
+    assert line.split()[2:6] == ["0.176", "0.048", "0.200", "0.376"]
+    assert [line.split()[1] for line in lines if "winner" in line] == ["all_to_all", "reduce_scatter"]
+
+
+def test_equal_scores() -> None:
+    """One winner: the first, which is the default."""
+    sample = {"with_gemm": [1.0], "alone": [1.0], "gradient": [1.0]}
+    rows = profiler.make_rows([dict.fromkeys(CANDIDATES, sample)], dict.fromkeys(CANDIDATES, 1))
+    assert [(row.operation, row.strategy) for row in rows if row.wins] == [("dispatch", "dedup"), ("combine", "dedup")]
+
+
+def bytes_sent(context: RankContext) -> dict[Any, int]:
+    """Bytes that one call of each strategy gives to collectives for other ranks."""
+    sent, payload_bytes = 0, TOKENS * HIDDEN * 2
+    real_scatter, real_gather = dist.all_to_all_single, rank_group._all_gather
+
+    def scatter(out: torch.Tensor, given: torch.Tensor, received: Any, sizes: list[int], **options: Any) -> Any:
+        nonlocal sent
+        sent += sum(size for rank, size in enumerate(sizes) if rank != context.rank) * given[:1].nbytes
+        return real_scatter(out, given, received, sizes, **options)
+
+    def gather(out: torch.Tensor, row: torch.Tensor, **options: Any) -> Any:
+        nonlocal sent
+        if row.nbytes == payload_bytes:  # others are exchanges of counts
+            sent += (context.num_ranks - 1) * payload_bytes
+        return real_gather(out, row, **options)
+
+    plan = (NUM_EXPERTS, HIDDEN, TOP_K, TOKENS)
+    names = ("num_experts", "hidden", "top_k", "max_tokens_per_rank")
+    options: dict[str, Any] = {"device": context.device, "backend": "collective"}
+    found = {}
+    with tl.Communicator(context.group, **dict(zip(names, plan, strict=True)), **options) as comm:
+        calls = profiler._Transfers(comm, INTERMEDIATE, BF16, skew=1.5).calls()
+        for who, its in calls.items():
+            with (
+                mock.patch.object(dist, "all_to_all_single", scatter),
+                mock.patch.object(rank_group, "_all_gather", gather),
+            ):
+                sent = 0
+                its["alone"]()
+            found[who] = sent
+    return found
+
+
+def test_bytes_are_those_that_travel(ranks: Ranks, tmp_path: Path) -> None:
+    """Counted at the collectives, on the busiest rank; and it is they that the table's GB/s are of."""
+    by_rank = ranks.run(bytes_sent)
+    plan = Plan(ranks.num_ranks, NUM_EXPERTS, HIDDEN, TOP_K, TOKENS)
+    ids = [draw_topk_ids(rank, TOKENS, NUM_EXPERTS, TOP_K, skew=1.5) for rank in range(ranks.num_ranks)]
+    rows = torch.from_numpy(traffic.rows_between(plan, ids))
+    holders = [torch.bincount(each.flatten() // plan.experts_per_rank, minlength=plan.num_ranks) for each in ids]
+    expected = profiler.sent_bytes(plan, rows, torch.stack(holders), BF16)
+    assert {who: max(each[who] for each in by_rank) for who in by_rank[0]} == expected
+    assert ranks.num_ranks == 1 or len(set(expected.values())) > 3, "else this would not tell one from another"
+    for row in ranks.run(profile_by_meter, tmp_path, skew=1.5)[0].rows:
+        sent = row.physical_gbytes_per_s * row.alone_ms * 1e6
+        assert sent == pytest.approx(expected[row.operation, row.strategy])
+
+
+def profile_with_few(context: RankContext, folder: Path, dispatches: tuple[str, ...]) -> Profile:
+    def require(strategy: str, known: tuple[str, ...]) -> None:
+        if strategy not in known:
+            raise tl.InvalidArgument(f"no strategy {strategy!r} here")
+
+    def check_dispatch(self: Any, call: Any, tensors: Any) -> None:
+        require(call.strategy, dispatches)
+
+    def check_combine(self: Any, handle: Any, y: Any, call: Any) -> None:
+        require(call.strategy, ("dedup", "all_to_all"))
+
+    with (
+        mock.patch.object(CollectiveBackend, "check_dispatch", check_dispatch),
+        mock.patch.object(CollectiveBackend, "check_combine", check_combine),
+        use_folder(folder),
+    ):
+        options: dict[str, Any] = {"num_tokens": TOKENS, "iterations": 1, "backend": "collective"}
+        return tl.tune.profile(context.group, device=context.device, **options, **SIZES)
+
+
+def test_a_backend_that_has_few(ranks: Ranks, tmp_path: Path) -> None:
+    """What it lacks is said in the table and never wins, and the ranks stay in step."""
+    found = ranks.run(profile_with_few, tmp_path, ("dedup",))
+    missing = [(row.operation, row.strategy) for row in found[0].rows if row.score_ms is None]
+    assert missing == [("dispatch", "all_gather"), ("dispatch", "all_to_all"), ("combine", "reduce_scatter")]
+    assert str(found[0]).count("not on this backend") == 3
+    assert found[0].strategy.dispatch == "dedup"
+    assert all(each == found[0] for each in found)
+
+
+def refuse(context: RankContext, folder: Path) -> None:
+    with pytest.raises(tl.InvalidArgument, match="no strategy 'dedup' here"):
+        profile_with_few(context, folder, ())
+    for options, said in (
+        ({"intermediate": 0}, "intermediate is 0"),
+        ({"iterations": 0}, "iterations is 0"),
+        ({"skew": -1.0}, "skew is -1"),
+        ({"top_k": 9}, "top_k is 9"),
+        ({"num_experts": 7}, "num_experts is 7" if 7 % context.num_ranks else None),
+    ):
+        if said is not None:
+            with pytest.raises(tl.InvalidArgument, match=said):
+                profile_by_meter(context, folder, **options)
+    if context.num_ranks > 1:
+        with pytest.raises(tl.PlanMismatch, match="skew"):
+            profile_by_meter(context, folder, skew=float(context.rank))
+
+
+def test_what_cannot_be_measured(ranks: Ranks, tmp_path: Path) -> None:
+    """Raised on all ranks; whatever fails for another reason than a strategy that is missing is no line of a table."""
+    ranks.run(refuse, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def profile_on_kernels(context: RankContext, folder: Path) -> Profile:
+    with use_folder(folder):
+        sizes = {**SIZES, "hidden": 256}
+        return tl.tune.profile(context.group, num_tokens=64, iterations=3, backend="nvlink", **sizes)
+
+
+def test_on_nvlink(hoppers: Ranks, tmp_path: Path) -> None:
+    """By events on GPUs."""
+    found = hoppers.run(profile_on_kernels, tmp_path)
+    measured = [(row.operation, row.strategy) for row in found[0].rows if row.score_ms is not None]
+    assert measured == list(profiler.CANDIDATES)
+    assert all(each == found[0] for each in found)
+    assert found[0].setting.device_name == torch.cuda.get_device_name()
+
+
+# -- what is kept ---------------------------------------------------------------------------------------------------
+
+
+def make_layer(process_group: Any = None, **options: Any) -> tl.ExpertParallelMoE:
+    sizes = SIZES | {"max_tokens_per_rank": TOKENS, "backend": "collective"}
+    return tl.ExpertParallelMoE(process_group, **(sizes | options))
+
+
+def own_setting(num_ranks: int = 1, tokens: int = TOKENS, device: Any = "cpu") -> choices.Setting:
+    plan = Plan(num_ranks, NUM_EXPERTS, HIDDEN, TOP_K, tokens)
+    return choices.setting_of(plan, INTERMEDIATE, BF16, "collective", device)
+
+
+def strategies_of_layers(context: RankContext, folder: Path) -> list[tl.Strategy]:
+    """Of a layer of the profiled shape, one with another number of tokens in the same bucket, and one told by hand."""
+    with use_folder(folder):
+        options: list[dict[str, Any]] = [{}, {"max_tokens_per_rank": 9}, {"strategy": tl.Strategy("all_gather")}]
+        layers = [make_layer(context.group, device=context.device, **each) for each in options]
+        others = [{"max_tokens_per_rank": 17}, {"intermediate": 40}, {"dtype": torch.float32}, {"top_k": 2}]
+        for each in others:
+            assert make_layer(context.group, device=context.device, **each).strategy == tl.Strategy(), each
+    x = torch.ones(5, HIDDEN, dtype=BF16, device=context.device, requires_grad=True)
+    layers[0](x)[0].sum().backward()
+    assert x.grad is not None
+    return [layer.strategy for layer in layers]
+
+
+def test_layers_use_the_choice(ranks: Ranks, tmp_path: Path) -> None:
+    """Of this shape alone, on all ranks, and not where the user has said something else."""
+    kept = ranks.run(profile_by_meter, tmp_path)[0].file
+    assert Path(kept).parent == tmp_path
+    for found in ranks.run(strategies_of_layers, tmp_path):
+        assert found == [CHOSEN, CHOSEN, tl.Strategy("all_gather")]
+
+
+def on_disks_of_their_own(context: RankContext, folder: Path, by_rank: list[tl.Strategy | None]) -> tl.Strategy:
+    with use_folder(folder / str(context.rank)):
+        mine = by_rank[min(context.rank, 1)]
+        if mine is not None:
+            choices.keep(own_setting(context.num_ranks, device=context.device), mine)
+        return make_layer(context.group, device=context.device).strategy
+
+
+@pytest.mark.parametrize("rank0s", [CHOSEN, None], ids=["found", "none"])
+@pytest.mark.parametrize("others", [tl.Strategy("all_gather"), None], ids=["others found", "others none"])
+def test_rank_0_decides(ranks: Ranks, tmp_path: Path, rank0s: tl.Strategy | None, others: tl.Strategy | None) -> None:
+    """Ranks that see different disks must not travel by different strategies."""
+    found = ranks.run(on_disks_of_their_own, tmp_path, [rank0s, others])
+    assert found == [rank0s or tl.Strategy()] * ranks.num_ranks
+
+
+def disagree(context: RankContext) -> None:
+    if context.num_ranks > 1:
+        with pytest.raises(tl.PlanMismatch, match="strategy"):
+            make_layer(context.group, device=context.device, strategy=None if context.rank else tl.Strategy())
+
+
+def test_a_hand_written_choice_is_everybodys(ranks: Ranks) -> None:
+    """Even the default: without a strategy the others would go by what is on a disk."""
+    ranks.run(disagree)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("device_name", "another GPU"), ("num_ranks", 8), ("torch", "1.0"), ("tokenloom", "0.0"), ("backend", "nvlink")],
+)
+def test_a_choice_made_elsewhere(field: str, value: Any, folder: Path) -> None:
+    """Is not used, and what differs is said; another shape is nobody's business."""
+    ours = own_setting()
+    file = choices.keep(replace(ours, **{field: value}), CHOSEN)
+    said = re.escape(f"({field} {value}, here {getattr(ours, field)})")
+    with pytest.warns(UserWarning, match=f"ignored.*{said}") as warned:
+        layer = make_layer()
+    assert str(file) in str(warned[0].message)
+    assert layer.strategy == tl.Strategy()
+    assert choices.find(replace(ours, hidden=64)) is None  # a warning would be an error
+    choices.keep(ours, tl.Strategy("all_gather"))
+    assert make_layer().strategy == tl.Strategy("all_gather")
+
+
+DAMAGE = {
+    "empty": lambda text: b"",
+    "cut off": lambda text: text[: len(text) // 2],
+    "not text": lambda text: b"\xff\xfe" + text,
+    "another thing": lambda text: b"[1, 2]",
+    "unknown strategy": lambda text: text.replace(b"all_to_all", b"by_pigeon"),
+    "a field less": lambda text: text.replace(b'"backend": "collective",', b""),
+    "another setting": lambda text: text.replace(b'"hidden": 48', b'"hidden": 56'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file(damage: str, folder: Path) -> None:
+    """Is named and ignored, and the next choice replaces it."""
+    file = choices.keep(own_setting(), CHOSEN)
+    assert file is not None
+    assert choices.find(own_setting()) == CHOSEN
+    whole = file.read_bytes()
+    file.write_bytes(DAMAGE[damage](whole))
+    assert file.read_bytes() != whole
+    with pytest.warns(UserWarning, match=f"{re.escape(str(file))} is damaged and ignored"):
+        assert make_layer().strategy == tl.Strategy()
+    choices.keep(own_setting(), CHOSEN)
+    assert make_layer().strategy == CHOSEN
+
+
+def test_files_are_whole_or_absent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where writing fails, what was there stays, and nothing half-written beside it."""
+    choices.keep(own_setting(), CHOSEN)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+
+    def full_disk(*names: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full_disk)
+    assert choices.keep(own_setting(), tl.Strategy()) is None
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_nowhere_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No obstacle: the choice is not kept, and layers look in vain."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TOKENLOOM_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    assert choices.keep(own_setting(), CHOSEN) is None
+    assert make_layer().strategy == tl.Strategy()
+    found = tl.tune.profile(num_tokens=TOKENS, iterations=1, backend="collective", device="cpu", **SIZES)
+    assert found.file is None
+
+
+def test_tokens_are_rounded_up() -> None:
+    """To powers of two, so that a batch that is a little smaller finds the choice."""
+    assert [own_setting(tokens=tokens).tokens for tokens in (1, 2, 3, 8, 9, 4096)] == [1, 2, 4, 8, 16, 4096]
+
+
+# -- the command and the documents ----------------------------------------------------------------------------------
+
+
+def tune_command(*arguments: str) -> Any:
+    sizes = ["--tokens", "13", "--hidden", "48", "--intermediate", "32", "--num-experts", "8", "--top-k", "3"]
+    return CliRunner().invoke(app.app, ["tune", *sizes, "--device", "cpu", "--ranks", "2", *arguments])
+
+
+def test_the_command(folder: Path, tmp_path: Path) -> None:
+    """A table, the choice on disk for layers on two ranks, and rows with their setup."""
+    done = tune_command("--skew", "0.5", "--iterations", "2", "--json", str(tmp_path / "rows.json"))
+    assert done.exit_code == 0, done.output
+    said = json.loads((tmp_path / "rows.json").read_text())
+    assert [(row["operation"], row["strategy"]) for row in said["rows"]] == list(CANDIDATES)
+    assert all(row["alone_ms"] > 0 and row["score_ms"] > row["with_gemm_ms"] > 0 for row in said["rows"])
+    setting = own_setting(num_ranks=2)
+    assert asdict(setting).items() <= said["setup"].items()
+    assert (said["setup"]["skew"], said["setup"]["iterations"]) == (0.5, 2)
+    winners = {row["operation"]: row["strategy"] for row in said["rows"] if row["wins"]}
+    assert choices.find(setting) == tl.Strategy(**winners)
+    assert f"kept in {folder / setting.file_name}" in done.output
+    assert done.output.count("winner") == 2
+    for row in said["rows"]:
+        assert re.search(rf"{row['operation']} +{row['strategy']} +{row['with_gemm_ms']:.3f} ", done.output)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--ranks", "3"], 1, "num_experts is 8, not divisible by the 3 ranks"),
+        (["--top-k", "9"], 1, "top_k is 9"),
+        (["--backend", "nvlink"], 1, "nvlink does not work"),
+        (["--backend", "pigeon"], 2, "--backend"),
+        (["--dtype", "fp8"], 2, "--dtype"),
+    ],
+)
+def test_what_the_command_refuses(arguments: list[str], code: int, said: str, folder: Path) -> None:
+    """Before any rank is started, in a line of its own."""
+    done = tune_command(*arguments)
+    assert done.exit_code == code
+    assert said in done.output
+    assert "Traceback" not in done.output
+
+
+def test_the_examples_of_the_document_run(folder: Path) -> None:
+    """On a process alone; what they say of the layer is true."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/tuning.md").read_text(), re.DOTALL)
+    assert blocks
+    namespace: dict[str, object] = {}
+    for block in blocks:
+        exec(block, namespace)
+    assert len(list(folder.glob("*.choice"))) == 1

@@ -1,0 +1,265 @@
+"""What a call accepts. Each function returns checked values or raises a named error; nothing is sent here."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenloom.backends.base import CombineCall, DispatchCall, DispatchInput
+from tokenloom.comm.strategy import Strategy
+from tokenloom.errors import (
+    DeviceMismatch,
+    DtypeMismatch,
+    InvalidArgument,
+    InvalidExpertId,
+    NotDifferentiable,
+    ShapeMismatch,
+)
+from tokenloom.plan import FP8_BLOCK, LAYOUTS, Plan
+
+PAYLOAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+FP8_DTYPE = torch.float8_e4m3fn
+MAX_ROWS = 2**31 - 1
+"""Counts of rows are int32."""
+SIZES = ("exact", "bounded")
+MODES = ("per_rank", "per_route")
+
+
+def dispatch_call(
+    plan: Plan,
+    layout: str,
+    alignment: int,
+    sizes: str,
+    capacity: int | None,
+    to_fp8: bool,
+    power_of_two_scales: bool,
+    strategy: str = "dedup",
+) -> DispatchCall:
+    """The options of a dispatch, with the default capacity filled in."""
+    if layout not in LAYOUTS:
+        raise InvalidArgument(f"layout is {layout!r}, expected one of {', '.join(LAYOUTS)}")
+    if sizes not in SIZES:
+        raise InvalidArgument(f"sizes is {sizes!r}, expected one of {', '.join(SIZES)}")
+    if not _is_rows(alignment):
+        raise InvalidArgument(f"alignment is {alignment!r}, expected rows, 1 to {MAX_ROWS}")
+    if layout != "expert" and alignment != 1:
+        raise InvalidArgument(f"alignment is {alignment}, but only layout 'expert' has groups; leave it at 1")
+    if capacity is not None and not _is_rows(capacity):
+        raise InvalidArgument(f"capacity is {capacity!r}, expected rows, 1 to {MAX_ROWS}")
+    if layout == "rank":
+        if capacity is not None:
+            raise InvalidArgument("layout 'rank' has num_ranks * max_tokens_per_rank fixed places; leave capacity out")
+    elif sizes == "bounded" and capacity is None:
+        worst = plan.worst_case_rows(layout, alignment)
+        if layout == "expert":
+            raise InvalidArgument(
+                f"sizes='bounded' with layout 'expert' needs capacity=, the rows of the output (worst case: {worst})"
+            )
+        capacity = worst
+    for name, value in (("to_fp8", to_fp8), ("power_of_two_scales", power_of_two_scales)):
+        if not isinstance(value, bool):
+            raise InvalidArgument(f"{name} is {value!r}, expected True or False")
+    if power_of_two_scales and not to_fp8:
+        raise InvalidArgument(
+            "power_of_two_scales=True without to_fp8=True: dispatch quantises nothing then; pass both, or neither"
+        )
+    Strategy(dispatch=strategy)
+    if strategy == "all_to_all" and layout != "expert":
+        raise InvalidArgument(f"strategy 'all_to_all' moves a row for each route, layout {layout!r} has one per token")
+    return DispatchCall(layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy)
+
+
+def dispatch_input(
+    plan: Plan,
+    device: torch.device,
+    x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    copy: bool,
+    check_ids: bool,
+    to_fp8: bool,
+) -> DispatchInput:
+    """The tensors of a dispatch. ``check_ids``: read the ids on the host, to find those out of range."""
+    scales = None
+    if isinstance(x, (tuple, list)):
+        if len(x) != 2:
+            raise InvalidArgument(f"x is a {type(x).__name__} of {len(x)}, expected a tensor or (fp8, scales)")
+        x, scales = x
+    _require_tensor("x", x)
+    num_tokens = x.shape[0] if x.ndim else 0
+    if x.ndim != 2 or x.shape[1] != plan.hidden:
+        raise ShapeMismatch(
+            f"x is {list(x.shape)}, the communicator was made for [tokens, {plan.hidden}]; "
+            f"pass hidden={x.shape[-1] if x.ndim else '...'} to Communicator"
+        )
+    number_of_tokens(plan, num_tokens)
+    _require_ready("x", x, device)
+    _check_payload(plan, x, scales, device, to_fp8)
+    _check_ids(plan, topk_ids, num_tokens, device)
+    if check_ids:
+        _check_id_range(plan, topk_ids)
+    if topk_weights is not None:
+        _check_weights(plan, topk_weights, x, device, to_fp8)
+    grad = torch.is_grad_enabled()
+    return DispatchInput(
+        x=x,
+        scales=scales,
+        topk_ids=topk_ids,
+        topk_weights=topk_weights,
+        x_needs_grad=grad and x.requires_grad,
+        weights_need_grad=grad and topk_weights is not None and topk_weights.requires_grad,
+        own_outputs=grad or copy,
+    )
+
+
+def number_of_tokens(plan: Plan, num_tokens: int) -> None:
+    """Not more than there is room for."""
+    if num_tokens > plan.max_tokens_per_rank:
+        raise ShapeMismatch(
+            f"x has {num_tokens} tokens, the communicator was made for at most {plan.max_tokens_per_rank}; "
+            f"pass max_tokens_per_rank={num_tokens} to Communicator, or split the batch"
+        )
+
+
+def combine_call(
+    plan: Plan,
+    device: torch.device,
+    y: torch.Tensor,
+    rows_shape: list[int],
+    layout: str,
+    weights: torch.Tensor | None,
+    weighted: bool | None,
+    mode: str,
+    wire_dtype: torch.dtype | None,
+    out_dtype: torch.dtype | None,
+    strategy: str | None = None,
+) -> CombineCall:
+    """The options of a combine and its tensor ``y``, which must be ``rows_shape``."""
+    if mode not in MODES:
+        raise InvalidArgument(f"mode is {mode!r}, expected one of {', '.join(MODES)}")
+    strategy = strategy or ("dedup" if mode == "per_rank" else "all_to_all")
+    its_mode = Strategy(combine=strategy).mode
+    if its_mode != mode:
+        raise InvalidArgument(f"strategy {strategy!r} is for mode {its_mode!r}, mode is {mode!r}")
+    if layout != "expert":
+        if weighted is not None:
+            raise InvalidArgument(
+                f"weighted={weighted} with layout {layout!r}: its rows are weighted and summed by the caller; "
+                "leave weighted out"
+            )
+        if mode == "per_route":
+            raise InvalidArgument(f"mode 'per_route' needs one row per route, layout {layout!r} has one per token")
+    weighted = layout == "expert" if weighted is None else weighted
+    if weighted and weights is None:
+        raise InvalidArgument(
+            "weighted combine of a dispatch without topk_weights; pass them to dispatch, or weighted=False here"
+        )
+    _require_tensor("y", y)
+    if list(y.shape) != rows_shape:
+        raise ShapeMismatch(f"y is {list(y.shape)}, expected {rows_shape}: one row per row of routed.tokens")
+    _require_ready("y", y, device)
+    if y.dtype not in PAYLOAD_DTYPES:
+        raise DtypeMismatch(f"y is {y.dtype}, expected {_names(PAYLOAD_DTYPES)}")
+    for name, dtype in (("wire_dtype", wire_dtype), ("out_dtype", out_dtype)):
+        if dtype is None:
+            continue
+        if dtype not in PAYLOAD_DTYPES:
+            raise DtypeMismatch(f"{name} is {dtype}, expected {_names(PAYLOAD_DTYPES)}")
+        if dtype == torch.float64 and y.dtype != torch.float64:
+            raise DtypeMismatch(f"{name} is float64, y is {y.dtype} and summed in float32; pass y in float64")
+    grad = torch.is_grad_enabled()
+    return CombineCall(
+        mode=mode,
+        weighted=weighted,
+        wire_dtype=wire_dtype or y.dtype,
+        out_dtype=out_dtype or y.dtype,
+        needs_grad=grad and (y.requires_grad or (weighted and weights is not None and weights.requires_grad)),
+        strategy=strategy,
+    )
+
+
+def _check_payload(
+    plan: Plan, x: torch.Tensor, scales: torch.Tensor | None, device: torch.device, to_fp8: bool
+) -> None:
+    if to_fp8 and x.dtype == FP8_DTYPE:
+        raise InvalidArgument(
+            f"x is {x.dtype} already, to_fp8=True makes it so; leave to_fp8 out and pass (x, scales)"
+        )
+    if to_fp8 and scales is not None:
+        raise InvalidArgument("x comes with scales, to_fp8=True makes them; pass x alone")
+    if scales is None:
+        if x.dtype == FP8_DTYPE:
+            raise DtypeMismatch(f"x is {x.dtype} without scales; pass (x, scales), as quantize_fp8 returns them")
+        if x.dtype not in PAYLOAD_DTYPES:
+            raise DtypeMismatch(f"x is {x.dtype}, expected {_names(PAYLOAD_DTYPES)}, or (float8_e4m3fn, scales)")
+    elif x.dtype != FP8_DTYPE:
+        raise DtypeMismatch(f"x comes with scales but is {x.dtype}, expected float8_e4m3fn")
+    if scales is None and not to_fp8:
+        return
+    if plan.hidden % FP8_BLOCK:
+        raise ShapeMismatch(f"FP8 needs a hidden size that is a multiple of {FP8_BLOCK}, this one is {plan.hidden}")
+    if scales is not None:
+        _check_scales(plan, x, scales, device)
+    if torch.is_grad_enabled() and (x.requires_grad or (scales is not None and scales.requires_grad)):
+        if to_fp8:
+            raise NotDifferentiable(
+                "x requires grad, to_fp8=True sends FP8, which has none; leave it out, or detach x"
+            )
+        raise NotDifferentiable("an FP8 payload requires grad, FP8 has none; dispatch bfloat16, or detach it")
+
+
+def _check_scales(plan: Plan, x: torch.Tensor, scales: torch.Tensor, device: torch.device) -> None:
+    _require_tensor("scales", scales)
+    expected = [x.shape[0], plan.scales_per_token]
+    if list(scales.shape) != expected:
+        raise ShapeMismatch(f"scales is {list(scales.shape)}, expected {expected}: one per {FP8_BLOCK} values")
+    if scales.dtype != torch.float32:
+        raise DtypeMismatch(f"scales is {scales.dtype}, expected float32")
+    _require_ready("scales", scales, device)
+
+
+def _check_ids(plan: Plan, ids: torch.Tensor, num_tokens: int, device: torch.device) -> None:
+    _require_tensor("topk_ids", ids)
+    expected = [num_tokens, plan.top_k]
+    if list(ids.shape) != expected:
+        raise ShapeMismatch(f"topk_ids is {list(ids.shape)}, expected {expected}: top_k ids for each token of x")
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise DtypeMismatch(f"topk_ids is {ids.dtype}, expected int32 or int64")
+    _require_ready("topk_ids", ids, device)
+
+
+def _check_id_range(plan: Plan, ids: torch.Tensor) -> None:
+    bad = (ids < -1) | (ids >= plan.num_experts)
+    if bad.any():
+        token, k = bad.nonzero()[0].tolist()
+        raise InvalidExpertId(token, k, int(ids[token, k]), plan.num_experts, int(bad.sum()))
+
+
+def _check_weights(plan: Plan, weights: torch.Tensor, x: torch.Tensor, device: torch.device, to_fp8: bool) -> None:
+    _require_tensor("topk_weights", weights)
+    expected = [x.shape[0], plan.top_k]
+    if list(weights.shape) != expected:
+        raise ShapeMismatch(f"topk_weights is {list(weights.shape)}, expected {expected}: one for each id")
+    wide = x.dtype == torch.float64 and not to_fp8  # with to_fp8 the rows that travel are FP8
+    if weights.dtype != torch.float32 and not (wide and weights.dtype == torch.float64):
+        raise DtypeMismatch(f"topk_weights is {weights.dtype}, expected float32 (or float64 beside float64 tokens)")
+    _require_ready("topk_weights", weights, device)
+
+
+def _require_tensor(name: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise InvalidArgument(f"{name} is a {type(value).__name__}, expected a torch.Tensor")
+
+
+def _require_ready(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise DeviceMismatch(f"{name} is on {tensor.device}, the communicator is on {device}; move one of them")
+    if not tensor.is_contiguous():
+        raise ShapeMismatch(f"{name} has strides {tensor.stride()}, expected contiguous; pass {name}.contiguous()")
+
+
+def _is_rows(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_ROWS
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

@@ -1,0 +1,271 @@
+"""MegaMoE: a whole mixture-of-experts layer in FP8 for inference, on Hopper GPUs of one host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from tokenloom.comm.communicator import Communicator
+from tokenloom.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
+from tokenloom.inference.nvlink_experts import FP8, NvlinkExperts
+from tokenloom.inference.reference_experts import MegaCall, ReferenceExperts
+from tokenloom.inference.schedules import MegaSchedule
+from tokenloom.kernels.common import DTYPES
+from tokenloom.kernels.gemm.launch import BLOCK
+from tokenloom.ops.gemm import check_aligned, check_clamp, check_tensor, check_weights, interleave_gate_and_up
+from tokenloom.ops.quant import quantize_fp8_blocks
+
+MOST_TERMS = 32
+"""Results of a token that are added."""
+
+
+class MegaMoE:
+    """Dispatch, SwiGLU experts in FP8, combine: ``y = sum over k of weight_k * w2 @ (silu(gate) * up)``.
+
+    x is quantised with a scale per 128 values, the weighted activations again; each route's result is rounded to
+    bfloat16 and a token's routes are added in ascending k, in float32 (docs/concepts.md). Nothing waits for the host,
+    any routing fits, and results are the same bits from call to call. Making one is collective, and so is every call.
+
+    Args:
+        group: as for :class:`Communicator`: Hopper GPUs of one host.
+        num_experts: E, divisible by the ranks.
+        hidden, intermediate: H and I, multiples of 128.
+        top_k: K, at most 32.
+        max_tokens_per_rank: M, the most tokens of one call on one rank.
+        activation_clamp: gates at most this, ups within plus and minus this, before the activation; None: no limit.
+        fast_math: the hardware's exponential and division in the activation.
+        power_of_two_scales: as for ``quantize_fp8``, of x and of activations.
+        num_shared_experts: S, experts that every token goes to with weight 1, on its own rank; K + S is at most 32.
+        schedule: how calls run; None: by their number of tokens (``tokenloom.tune.mega``).
+        backend: "nvlink", or "reference": the same in plain torch, on any device, slowly.
+        device, timeout_s: as for :class:`Communicator`.
+
+    Attributes:
+        comm: the communicator whose dispatch it uses.
+        weights: w1 with gates and ups in turn, its scales, w2, its scales; empty before :meth:`load_weights`.
+        after_stage: None, or what is called with the name of each stage of a call when it is on the stream.
+
+    Raises:
+        As :class:`Communicator`; BackendUnavailable where its kernels do not run.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | DeviceMesh | None,
+        num_experts: int,
+        hidden: int,
+        intermediate: int,
+        top_k: int,
+        max_tokens_per_rank: int,
+        *,
+        activation_clamp: float | None = None,
+        fast_math: bool = True,
+        power_of_two_scales: bool = False,
+        num_shared_experts: int = 0,
+        schedule: MegaSchedule | None = None,
+        backend: str = "nvlink",
+        device: torch.device | str | None = None,
+        timeout_s: float = 30.0,
+    ) -> None:
+        for name, width in (("hidden", hidden), ("intermediate", intermediate)):
+            if not isinstance(width, int) or width <= 0 or width % BLOCK:
+                raise InvalidArgument(f"{name} is {width!r}, expected a multiple of {BLOCK}")
+        if not isinstance(num_shared_experts, int) or not 0 <= num_shared_experts <= MOST_TERMS - top_k:
+            raise InvalidArgument(
+                f"num_shared_experts is {num_shared_experts!r}, expected 0 to {MOST_TERMS} less top_k, {top_k}"
+            )
+        if backend not in ("nvlink", "reference"):
+            raise InvalidArgument(f"backend is {backend!r}, expected 'nvlink' or 'reference'")
+        check_clamp("activation_clamp", activation_clamp)
+        self.comm = Communicator(
+            group,
+            num_experts=num_experts,
+            hidden=hidden,
+            top_k=top_k,
+            max_tokens_per_rank=max_tokens_per_rank,
+            backend="nvlink" if backend == "nvlink" else "auto",
+            device=device,
+            timeout_s=timeout_s,
+        )
+        self.intermediate, self.num_shared_experts, self.schedule = intermediate, num_shared_experts, schedule
+        self._num_local = self.comm.plan.experts_per_rank + num_shared_experts
+        self.weights: tuple[torch.Tensor, ...] = ()
+        self._weights_are_ours = False
+        self.after_stage: Callable[[str], None] | None = None
+        kind = NvlinkExperts if backend == "nvlink" else ReferenceExperts
+        try:
+            self._experts = kind(self.comm, intermediate, num_shared_experts, power_of_two_scales)
+        except InvalidArgument:
+            self.comm.close()
+            raise
+        self._experts.set_activation(activation_clamp, fast_math)
+
+    def set_activation(self, clamp: float | None = None, fast_math: bool = True) -> None:
+        """From the next call on; as ``activation_clamp`` and ``fast_math`` of the constructor.
+
+        Raises:
+            InvalidArgument: the clamp is not above 0.
+        """
+        check_clamp("activation_clamp", clamp)
+        self._experts.set_activation(clamp, fast_math)
+
+    def load_weights(
+        self,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        w1_scales: torch.Tensor | None = None,
+        w2_scales: torch.Tensor | None = None,
+    ) -> None:
+        """Take this rank's experts: copied, w1 with gates and ups in turn. Graphs that were captured use them too.
+
+        Args:
+            w1: [L, 2I, H], gates, then ups, of this rank's E / W experts and then of the S shared ones, which are the
+                same on all ranks; bfloat16, float16 or float32, which are quantised with a scale per 128 x 128
+                values, or float8_e4m3fn with scales.
+            w2: [L, H, I], of the same dtype.
+            w1_scales: float32 [L, 2I / 128, H / 128], beside FP8.
+            w2_scales: float32 [L, H / 128, I / 128], beside FP8.
+
+        Raises:
+            ShapeMismatch, DtypeMismatch, DeviceMismatch: a tensor is not as above.
+        """
+        local, hidden, width = self._num_local, self.comm.plan.hidden, self.intermediate
+        if w1.dtype != FP8:
+            if w1.dtype not in DTYPES:
+                raise DtypeMismatch(f"w1 is {w1.dtype}, expected bfloat16, float16, float32 or float8_e4m3fn")
+            check_tensor("w1", w1, w1.dtype, [local, 2 * width, hidden], self.comm.device)
+            check_tensor("w2", w2, w1.dtype, [local, hidden, width], self.comm.device)
+            (w1, w1_scales), (w2, w2_scales) = quantize_fp8_blocks(w1), quantize_fp8_blocks(w2)
+        if w1_scales is None or w2_scales is None:
+            raise ShapeMismatch("w1 and w2 are float8_e4m3fn, expected w1_scales and w2_scales too")
+        self._check_weights(w1, w1_scales, w2, w2_scales)
+        given = (interleave_gate_and_up(w1), w1_scales, w2, w2_scales)
+        if self._weights_are_ours:  # graphs that were captured read them where they are
+            for ours, theirs in zip(self.weights, given, strict=True):
+                ours.copy_(theirs)
+        else:
+            self.use_weights(*(tensor.clone() for tensor in given))
+            self._weights_are_ours = True
+
+    def use_weights(
+        self, w1: torch.Tensor, w1_scales: torch.Tensor, w2: torch.Tensor, w2_scales: torch.Tensor
+    ) -> None:
+        """Take this rank's experts as they are, without a copy, from the next call or capture on.
+
+        Args:
+            w1: float8_e4m3fn [L, 2I, H], L as there, gates and ups in turn as ``interleave_gate_and_up`` makes them.
+            w1_scales: float32 [L, 2I / 128, H / 128]: gates, then ups, not interleaved.
+            w2: float8_e4m3fn [L, H, I]; w2_scales: float32 [L, H / 128, I / 128].
+
+        Raises:
+            ShapeMismatch, DtypeMismatch, DeviceMismatch: a tensor is not as above.
+        """
+        self._check_weights(w1, w1_scales, w2, w2_scales)
+        self.weights, self._weights_are_ours = (w1, w1_scales, w2, w2_scales), False
+        self._experts.use_weights(self.weights)
+
+    def _check_weights(
+        self, w1: torch.Tensor, w1_scales: torch.Tensor, w2: torch.Tensor, w2_scales: torch.Tensor
+    ) -> None:
+        local, hidden, device = self._num_local, self.comm.plan.hidden, self.comm.device
+        check_weights("w1", w1, w1_scales, [local, 2 * self.intermediate, hidden], device)
+        check_weights("w2", w2, w2_scales, [local, hidden, self.intermediate], device)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        expert_stats: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The layer's output for this rank's tokens; goes into CUDA graphs once it has been called.
+
+        Args:
+            x: bfloat16, float16 or float32 [T, H], quantised on its way, or (float8_e4m3fn [T, H], float32
+                [T, H / 128]). T may differ per rank and may be 0.
+            topk_ids: int32 or int64 [T, K]; -1 is an unused place.
+            topk_weights: float32 [T, K].
+            expert_stats: int32 [E / W], to which the routes that each local expert got are added, or None.
+            out: bfloat16 [T, H] to write to, or None for a tensor of its own.
+
+        Returns:
+            bfloat16 [T, H]; 0 for a token without routes.
+
+        Raises:
+            As :meth:`Communicator.dispatch` with bounded sizes; nothing can overflow. InvalidArgument before
+            :meth:`load_weights`.
+        """
+        self.comm._begin()
+        call = MegaCall(
+            x,
+            topk_ids,
+            topk_weights,
+            expert_stats,
+            checked=lambda: self._checked(topk_ids, topk_weights, expert_stats, out),
+            schedule=self.schedule,
+            passed=self._passed,
+        )
+        return self._experts.forward(call)
+
+    __call__ = forward
+
+    def _checked(
+        self,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        expert_stats: torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """``out``, or a tensor for it."""
+        if not self.weights:
+            raise InvalidArgument("the experts have no weights; call load_weights first")
+        plan, device = self.comm.plan, self.comm.device
+        if topk_weights is None:
+            raise InvalidArgument("topk_weights is None, expected float32 [T, K]")
+        if expert_stats is not None:
+            check_tensor("expert_stats", expert_stats, torch.int32, [plan.experts_per_rank], device)
+        shape = [len(topk_ids), plan.hidden]
+        if out is None:
+            return torch.empty(shape, dtype=torch.bfloat16, device=device)
+        check_tensor("out", out, torch.bfloat16, shape, device)
+        check_aligned("out", out)
+        return out
+
+    def _passed(self, stage: str) -> None:
+        if self.after_stage is not None:
+            self.after_stage(stage)
+
+    def describe(self) -> str:
+        """What it runs on, and how much memory its buffers take; they are made at the first call."""
+        return f"{self.comm.describe()}\n    {self._experts.describe()}"
+
+    def trace_gemms(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """From now on the GEMMs, a little slower, write when each role of each block works on each tile.
+
+        Returns:
+            Of GEMM1 and GEMM2: int64 [blocks, role, tile, 2], nanoseconds of beginning and end, 0 where there is none;
+            roles are ``tokenloom.kernels.gemm.launch.TRACE_ROLES``. With several waves, the last one's remain.
+
+        Raises:
+            InvalidArgument: backend "reference" has no kernels.
+        """
+        return self._experts.trace_gemms()
+
+    def check(self) -> None:
+        """Wait, and raise what calls and graph replays left behind."""
+        self.comm.check()
+
+    def close(self) -> None:
+        """Release the buffers. Calling it twice is fine."""
+        self.comm.close()
+
+    def __enter__(self) -> MegaMoE:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

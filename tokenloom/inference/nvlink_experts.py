@@ -1,0 +1,333 @@
+"""How a MegaMoE runs on backend nvlink: its kernels and the memory between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tokenloom.backends.handshake import Field
+from tokenloom.backends.nvlink.backend import BULK_BYTES, NvlinkBackend
+from tokenloom.backends.nvlink.handle import NvlinkHandle
+from tokenloom.backends.nvlink.launcher import CALLS_IN_FLIGHT, FOLLOWS_A_FAULT
+from tokenloom.comm.communicator import Communicator
+from tokenloom.errors import InvalidArgument, PeerTimeout
+from tokenloom.inference.reference_experts import MegaCall
+from tokenloom.inference.schedules import schedule_for
+from tokenloom.jit.kernel import Kernel
+from tokenloom.kernels.gemm.launch import (
+    A_BOX_ROWS,
+    B_BOX_ROWS,
+    BLOCK,
+    CLUSTER,
+    Swiglu,
+    grouped_gemm_spec,
+    operand_map,
+    scale_map,
+    trace_times,
+    wide_scales,
+)
+from tokenloom.kernels.moe.launch import (
+    LIST_BLOCKS_PER_SM,
+    OwnTokens,
+    meet_ranks_spec,
+    route_lists_spec,
+    sum_routes_spec,
+)
+from tokenloom.runtime.symmetric_memory import SymmetricBuffer
+
+FP8 = torch.float8_e4m3fn
+COPY_ROOM = 1.25
+"""Routes of a rank whose rows can be copied, over the mean of an even routing."""
+MOST_LOCAL_EXPERTS = 4096
+"""Of a rank: lists are made in shared memory."""
+
+
+def buffer_sizes(
+    most_routes: int, even_routes: int, num_local: int, hidden: int, intermediate: int
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """What a rank has besides what other ranks write: shape and dtype of each.
+
+    The worst routing's activations leave room for copies of about any other routing's rows.
+    """
+    int32, float32 = torch.int32, torch.float32
+    copied = min(int(even_routes * COPY_ROOM), most_routes)
+    activations = max(most_routes * intermediate, copied * (intermediate + hidden))
+    return {
+        "offsets": ((num_local + 1,), int32),
+        "rows": ((most_routes,), int32),
+        "row_weights": ((most_routes,), float32),
+        "targets": ((most_routes,), torch.int64),
+        "taken": ((num_local,), int32),
+        "copied": ((2,), int32),
+        "met": ((1,), int32),
+        "activation_values": ((max(activations, hidden),), FP8),
+        "activation_scales": ((most_routes, intermediate // BLOCK), float32),
+    }
+
+
+class _Buffers:
+    """Of one rank, between the kernels of a call; route_lists.cuh and args.cuh say what each is.
+
+    Attributes:
+        activations: [routes, I] in the order of the lists.
+        copies: the same memory as rows of H: behind the last activation of a call there is room for received rows.
+    """
+
+    offsets: torch.Tensor
+    rows: torch.Tensor
+    row_weights: torch.Tensor
+    targets: torch.Tensor
+    taken: torch.Tensor
+    copied: torch.Tensor
+    met: torch.Tensor
+    activation_scales: torch.Tensor
+    activation_values: torch.Tensor
+
+    def __init__(
+        self,
+        sizes: dict[str, tuple[tuple[int, ...], torch.dtype]],
+        most_routes: int,
+        hidden: int,
+        intermediate: int,
+        device: torch.device,
+    ) -> None:
+        for name, (shape, dtype) in sizes.items():
+            setattr(self, name, torch.zeros(shape, dtype=torch.uint8 if dtype == FP8 else dtype, device=device))
+        values: torch.Tensor = self.activation_values.view(FP8)
+        self.activations = values[: most_routes * intermediate].view(most_routes, intermediate)
+        self.copies = values[: len(values) // hidden * hidden].view(-1, hidden)
+
+
+class NvlinkExperts:
+    """Dispatch, GEMMs and the sum of one layer.
+
+    Args:
+        comm: of backend nvlink; nobody else uses it.
+        intermediate, num_shared_experts, power_of_two_scales: as of MegaMoE.
+
+    Raises:
+        InvalidArgument: too many experts on a rank.
+    """
+
+    def __init__(
+        self, comm: Communicator, intermediate: int, num_shared_experts: int, power_of_two_scales: bool
+    ) -> None:
+        self._comm, self._intermediate, self._num_shared = comm, intermediate, num_shared_experts
+        self._power_of_two_scales = power_of_two_scales
+        plan = comm.plan
+        self._num_local = plan.experts_per_rank + num_shared_experts
+        if self._num_local > MOST_LOCAL_EXPERTS:
+            raise InvalidArgument(f"{self._num_local} experts on a rank, expected at most {MOST_LOCAL_EXPERTS}")
+        # Of this rank's experts, whatever the routing.
+        self._most_routes = plan.worst_case_rows("expert") + num_shared_experts * plan.max_tokens_per_rank
+        even_routes = plan.max_tokens_per_rank * (plan.top_k + num_shared_experts)
+        self._sizes = buffer_sizes(self._most_routes, even_routes, self._num_local, plan.hidden, intermediate)
+        assert isinstance(comm._backend, NvlinkBackend)
+        self._backend = comm._backend
+        self._backend.serve_mega(num_shared_experts)
+        self._num_sms = torch.cuda.get_device_properties(comm.device).multi_processor_count // CLUSTER * CLUSTER
+        self._side = torch.cuda.Stream(comm.device)
+        self._weights: tuple[torch.Tensor, ...] = ()
+        self._buffers: _Buffers | None = None
+        self._shared: SymmetricBuffer | None = None
+        self._traces: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._sums = self._kernel(*sum_routes_spec(plan, num_shared_experts))
+        self._gemm2 = self._kernel(*grouped_gemm_spec(self._num_local, plan.hidden, intermediate, scatters=True))
+        self._gemm1_of: dict[tuple[bool, bool], Kernel] = {}
+        self._lists_of: dict[torch.dtype, Kernel] = {}
+
+    def _kernel(self, spec: Any, shared_bytes: int) -> Kernel:
+        return Kernel(spec, shared_bytes, self._comm.device.index)
+
+    def describe(self) -> str:
+        """How much memory it takes, from the first call on."""
+        own = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._sizes.values())
+        return f"lists and activations: {own / 1e6:.1f} MB"
+
+    def set_activation(self, clamp: float | None, fast_math: bool) -> None:
+        """As of MegaMoE."""
+        self._activation = (clamp, fast_math)
+        key = (clamp is not None, fast_math)
+        if key not in self._gemm1_of:
+            swiglu = Swiglu(clamp is not None, self._power_of_two_scales, fast_math)
+            sizes = (self._num_local, 2 * self._intermediate, self._comm.plan.hidden)
+            traced = self._traces is not None
+            self._gemm1_of[key] = self._kernel(*grouped_gemm_spec(*sizes, swiglu, gathers=True, traced=traced))
+            if self._traces is not None:
+                self._gemm1_of[key].args.trace = self._traces[0].data_ptr()
+        self._gemm1 = self._gemm1_of[key]
+        self._gemm1.args.clamp = clamp or 0.0
+
+    def use_weights(self, weights: tuple[torch.Tensor, ...]) -> None:
+        """Those of MegaMoE.weights, checked, from the next call on."""
+        w1, w1_scales, w2, w2_scales = self._weights = weights
+        self._gemm1_weights = (operand_map(w1, B_BOX_ROWS), w1_scales.data_ptr())
+        self._gemm2_weights = (operand_map(w2, B_BOX_ROWS), w2_scales.data_ptr())
+
+    def trace_gemms(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of MegaMoE."""
+        device, sizes = self._comm.device, (self._num_local, self._comm.plan.hidden, self._intermediate)
+        self._traces = (trace_times(self._num_sms, device), trace_times(self._num_sms, device))
+        self._gemm2 = self._kernel(*grouped_gemm_spec(*sizes, scatters=True, traced=True))
+        self._gemm2.args.trace = self._traces[1].data_ptr()
+        self._gemm1_of.clear()
+        self.set_activation(*self._activation)
+        return self._traces
+
+    def forward(self, call: MegaCall) -> torch.Tensor:
+        """As MegaMoE.forward."""
+        quantised, calls = isinstance(call.x, tuple), self._backend.calls
+        if not torch.cuda.is_current_stream_capturing():
+            calls.settle(CALLS_IN_FLIGHT - 1)  # so that from the dispatch to the meeting nothing old is raised
+        before = calls.num_calls
+        try:
+            result, buffers, lists, values = self._comm._report_fault("dispatch", lambda: self._prepared(call))
+            shared = self._shared_buffer()
+            routed = self._comm.dispatch(
+                call.x,
+                call.topk_ids,
+                call.topk_weights,
+                layout="token",
+                sizes="bounded",
+                to_fp8=not quantised,
+                power_of_two_scales=self._power_of_two_scales and not quantised,
+            )
+        except PeerTimeout:
+            raise
+        except Exception:
+            if calls.num_calls > before:  # the others have heard of it, and go on to the end of their call
+                calls.agree({"call": "MegaMoE"}, status=FOLLOWS_A_FAULT)
+            raise
+        handle: NvlinkHandle = routed._handle
+        schedule = call.schedule or schedule_for(handle.num_tokens, self._comm.num_ranks)
+        stream = torch.cuda.current_stream(self._comm.device)
+        try:
+            call.passed("dispatch")
+            rows, scales = routed.tokens.data_ptr(), routed.scales.data_ptr()  # type: ignore[union-attr]
+            self._point_lists(lists, handle, buffers, shared, call.expert_stats)
+            lists.args.values, lists.args.scales = rows, scales
+            lists.args.x, lists.args.x_scales = values.data_ptr(), call.x[1].data_ptr() if quantised else 0
+            lists.args.copy_room = len(buffers.copies) if schedule.copies_rows else 0
+            lists.launch(LIST_BLOCKS_PER_SM * self._num_sms, stream.cuda_stream)
+            call.passed("lists")
+            self._point_gemms(buffers)
+            self._gemm1.args.a_rows, self._gemm1.args.a_scales = rows, scales
+            self._multiply(schedule.waves, stream, call.passed)
+            self._sum(handle, buffers, result, stream.cuda_stream)
+            call.passed("sum")
+        except BaseException:
+            buffers.taken.zero_()  # as the next call expects it
+            raise
+        return result
+
+    def _prepared(self, call: MegaCall) -> tuple[torch.Tensor, _Buffers, Kernel, torch.Tensor]:
+        """The output's tensor, memory, the kernel that makes lists, and x's values."""
+        values = call.x[0] if isinstance(call.x, tuple) else call.x
+        if not isinstance(values, torch.Tensor):
+            raise InvalidArgument(f"x is a {type(values).__name__}, expected a tensor, or (FP8, scales)")
+        lists = self._lists_of_dtype(values.dtype)
+        if self._num_shared and values.data_ptr() % BULK_BYTES:
+            values = values.clone()
+        return call.checked(), self._own_buffers(), lists, values
+
+    def _lists_of_dtype(self, dtype: torch.dtype) -> Kernel:
+        """Of x, which matters to shared experts."""
+        if dtype not in self._lists_of:
+            own_tokens = OwnTokens(dtype, self._power_of_two_scales)
+            spec = route_lists_spec(self._comm.plan, self._intermediate, self._num_shared, own_tokens)
+            self._lists_of[dtype] = self._kernel(*spec)
+        return self._lists_of[dtype]
+
+    def _own_buffers(self) -> _Buffers:
+        """Made at the first call."""
+        if self._buffers is None:
+            sizes = (self._most_routes, self._comm.plan.hidden, self._intermediate)
+            self._buffers = found = _Buffers(self._sizes, *sizes, self._comm.device)
+            self._sums.args.met = found.met.data_ptr()
+            self._activations_map = operand_map(found.activations, A_BOX_ROWS)
+            if wide_scales(self._intermediate):
+                self._scales_map = scale_map(found.activation_scales)
+            self._copies_map = operand_map(found.copies, A_BOX_ROWS)
+        return self._buffers
+
+    def _shared_buffer(self) -> SymmetricBuffer:
+        """Made at the first call, which all ranks make."""
+        if self._shared is None:
+            fields: dict[str, Field] = {
+                "call": "MegaMoE",
+                "intermediate": self._intermediate,
+                "num_shared_experts": self._num_shared,
+            }
+            self._shared = self._backend.mega_buffer(fields)
+            self._sums.args.home = self._shared.view("home", torch.uint8, (1,)).data_ptr()
+        return self._shared
+
+    def _point_lists(
+        self,
+        lists: Kernel,
+        handle: NvlinkHandle,
+        buffers: _Buffers,
+        shared: SymmetricBuffer,
+        expert_stats: torch.Tensor | None,
+    ) -> None:
+        counts, args = handle.counts, lists.args
+        args.ids, args.weights = handle.local_ids.data_ptr(), handle.topk_weights.data_ptr()  # type: ignore[union-attr]
+        args.row_tokens, args.num_rows = handle.row_tokens.data_ptr(), counts.num_rows.data_ptr()  # type: ignore[union-attr]
+        args.source_counts, args.expert_counts = counts.source_counts.data_ptr(), counts.expert_counts.data_ptr()
+        args.num_tokens, args.rank = handle.num_tokens, self._comm.rank
+        args.peers, args.home = shared.peers.data_ptr(), shared.regions.offset("home")
+        args.offsets, args.rows = buffers.offsets.data_ptr(), buffers.rows.data_ptr()
+        args.row_weights, args.targets = buffers.row_weights.data_ptr(), buffers.targets.data_ptr()
+        args.taken, args.stats = buffers.taken.data_ptr(), 0 if expert_stats is None else expert_stats.data_ptr()
+        args.copies, args.copied = buffers.copies.data_ptr(), buffers.copied.data_ptr()
+        args.fault_claimed = self._backend.calls.fault_claimed
+
+    def _point_gemms(self, buffers: _Buffers) -> None:
+        args = self._gemm1.args
+        args.a, args.copied = self._copies_map, buffers.copied.data_ptr()
+        args.row_index, args.row_weights = buffers.rows.data_ptr(), buffers.row_weights.data_ptr()
+        args.offsets = buffers.offsets.data_ptr()
+        args.out, args.out_scales = buffers.activations.data_ptr(), buffers.activation_scales.data_ptr()
+        args.b, args.b_scales = self._gemm1_weights
+        args = self._gemm2.args
+        if wide_scales(self._intermediate):
+            args.a_scale_map = self._scales_map
+        args.a, args.a_scales = self._activations_map, buffers.activation_scales.data_ptr()
+        args.offsets, args.row_targets = buffers.offsets.data_ptr(), buffers.targets.data_ptr()
+        args.b, args.b_scales = self._gemm2_weights
+
+    def _multiply(self, waves: int, stream: torch.cuda.Stream, passed: Callable[[str], None]) -> None:
+        """Both GEMMs, in waves of experts: GEMM2 of each beside GEMM1 of the next, so that links have work earlier.
+
+        GEMM2, with half of the arithmetic, has a third of the SMs meanwhile.
+        """
+        local, all_sms = self._num_local, self._num_sms
+        waves = min(waves, local)
+        third = all_sms // 3 // CLUSTER * CLUSTER
+        side = self._side if waves > 1 else stream
+        for wave in range(waves):
+            first, last = wave == 0, wave == waves - 1
+            for gemm in (self._gemm1, self._gemm2):
+                gemm.args.first_expert, gemm.args.end_expert = wave * local // waves, (wave + 1) * local // waves
+            self._gemm1.launch(all_sms if first else all_sms - third, stream.cuda_stream)
+            if last:
+                passed("gemm1")
+            if side is not stream:
+                side.wait_stream(stream)
+            self._gemm2.launch(all_sms if last else third, side.cuda_stream)
+        if side is not stream:
+            stream.wait_stream(side)
+        passed("gemm2")
+
+    def _sum(self, handle: NvlinkHandle, buffers: _Buffers, out: torch.Tensor, stream: int) -> None:
+        calls, ids = self._backend.calls, handle.given_ids
+        meet = calls.kernel(meet_ranks_spec)
+        meet.args.met, meet.args.taken = buffers.met.data_ptr(), buffers.taken.data_ptr()
+        calls.launch(meet, {"call": "MegaMoE", "dispatch number": handle.number}, blocks=1)
+        args = self._sums.args
+        args.topk_ids, args.ids_are_int64 = ids.data_ptr(), ids.dtype == torch.int64
+        args.slots, args.out, args.num_tokens = handle.slots.data_ptr(), out.data_ptr(), handle.num_tokens
+        self._sums.launch(self._num_sms, stream)

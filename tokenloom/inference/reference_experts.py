@@ -1,0 +1,115 @@
+"""What a MegaMoE computes, in plain torch on any device, slowly: its backend "reference"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tokenloom.comm.communicator import Communicator
+from tokenloom.errors import InvalidArgument
+from tokenloom.inference.schedules import MegaSchedule
+from tokenloom.ops.activation import swiglu
+from tokenloom.ops.gemm import separate_gate_and_up
+from tokenloom.ops.quant import dequantize_fp8, quantize_fp8
+
+
+@dataclass(frozen=True)
+class MegaCall:
+    """One call of a layer, as MegaMoE.forward describes its tensors.
+
+    Attributes:
+        checked: checks what else is to be checked, and gives the output's tensor.
+        schedule: to use, or None.
+        passed: is called with the name of each stage when it is on the stream.
+    """
+
+    x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+    expert_stats: torch.Tensor | None
+    checked: Callable[[], torch.Tensor]
+    schedule: MegaSchedule | None
+    passed: Callable[[str], None]
+
+
+class ReferenceExperts:
+    """Dispatch, experts and combine of one layer: the same roundings as the kernels, sums in float32.
+
+    Args:
+        comm: any backend's.
+        intermediate: as the weights say too.
+        num_shared_experts: the last of the weights, for every token of this rank.
+        power_of_two_scales: of x and of activations.
+    """
+
+    def __init__(
+        self, comm: Communicator, intermediate: int, num_shared_experts: int, power_of_two_scales: bool
+    ) -> None:
+        self._comm, self._num_shared = comm, num_shared_experts
+        self._power_of_two_scales = power_of_two_scales
+        self._weights: tuple[torch.Tensor, ...] = ()
+        self._clamp: float | None = None
+
+    def describe(self) -> str:
+        return "experts in plain torch, slowly"
+
+    def set_activation(self, clamp: float | None, fast_math: bool) -> None:
+        """As of MegaMoE; there is no faster math here."""
+        self._clamp = clamp
+
+    def use_weights(self, weights: tuple[torch.Tensor, ...]) -> None:
+        """Those of MegaMoE.weights, checked, from the next call on."""
+        self._weights = weights
+
+    def trace_gemms(self) -> tuple[torch.Tensor, torch.Tensor]:
+        raise InvalidArgument("backend 'reference' has no kernels to trace")
+
+    def forward(self, call: MegaCall) -> torch.Tensor:
+        """As MegaMoE.forward."""
+        comm, x, topk_ids, quantised = self._comm, call.x, call.topk_ids, isinstance(call.x, tuple)
+        out = comm._report_fault("dispatch", call.checked)
+        routed = comm.dispatch(
+            x,
+            topk_ids,
+            call.topk_weights,
+            layout="token",
+            to_fp8=not quantised,
+            power_of_two_scales=self._power_of_two_scales and not quantised,
+        )
+        assert routed.scales is not None
+        assert routed.topk_ids is not None
+        assert routed.topk_weights is not None
+        rows = dequantize_fp8(routed.tokens, routed.scales)
+        results = rows.new_zeros(comm.plan.top_k, *rows.shape, dtype=torch.bfloat16)
+        for e in range(comm.plan.experts_per_rank):
+            row, k = (routed.topk_ids == e).nonzero(as_tuple=True)
+            results[k, row] = self._expert(e, rows[row], routed.topk_weights[row, k])
+        total = rows.new_zeros(len(topk_ids), rows.shape[1])
+        for place, of_ranks in enumerate(results):  # a token's k-th route is on one rank; the others add zeros to it
+            total = torch.where(topk_ids[:, place, None] >= 0, total + comm.combine(of_ranks, routed).float(), total)
+        if self._num_shared:
+            own = dequantize_fp8(*(x if isinstance(x, tuple) else self._quantize(x)))
+            for e in range(comm.plan.experts_per_rank, len(self._weights[0])):
+                total = total + self._expert(e, own, own.new_ones(len(own))).float()
+        if call.expert_stats is not None:
+            call.expert_stats.add_(routed.expert_counts)
+        return out.copy_(total)
+
+    def _expert(self, e: int, rows: torch.Tensor, row_weights: torch.Tensor) -> torch.Tensor:
+        w1, w1_scales, w2, w2_scales = (tensor[e : e + 1] for tensor in self._weights)
+        gate_and_up = rows @ _dequantize(separate_gate_and_up(w1), w1_scales).T
+        if self._clamp is not None:
+            gate, up = gate_and_up.chunk(2, -1)
+            gate_and_up = torch.cat([gate.clamp(max=self._clamp), up.clamp(-self._clamp, self._clamp)], -1)
+        activations = dequantize_fp8(*self._quantize(swiglu(gate_and_up) * row_weights[:, None]))
+        return (activations @ _dequantize(w2, w2_scales).T).bfloat16()
+
+    def _quantize(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return quantize_fp8(rows, power_of_two_scales=self._power_of_two_scales)
+
+
+def _dequantize(weights: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """float32 [N, K] of one expert, [1, N, K] with a scale per 128 x 128 values."""
+    return weights[0].float() * scales[0].repeat_interleave(128, 0).repeat_interleave(128, 1)

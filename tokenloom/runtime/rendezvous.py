@@ -1,0 +1,46 @@
+"""Agreement at construction: all ranks pass the same values, or all of them raise, naming rank and field."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from tokenloom.errors import PeerError, PlanMismatch
+from tokenloom.runtime.rank_group import RankGroup
+
+Extra = TypeVar("Extra")
+
+
+def agree(ranks: RankGroup, prepare: Callable[[], tuple[dict[str, Any], Extra]], phase: str) -> list[Extra]:
+    """Run ``prepare`` on every rank, compare what must be equal, and share the rest.
+
+    Args:
+        ranks: the group.
+        prepare: returns (values by name that must be equal on all ranks, anything else to share); it may raise.
+        phase: what is going on, for error messages.
+
+    Returns:
+        the second value of every rank, by rank.
+
+    Raises:
+        what ``prepare`` raised here; PeerError: it raised elsewhere; PlanMismatch: the values differ.
+    """
+    fault: Exception | None = None
+    mine: tuple[dict[str, Any], Any] = ({}, None)
+    try:
+        mine = prepare()
+    except Exception as error:
+        fault = error
+    message = None if fault is None else f"{type(fault).__name__}: {fault}"
+    all_ranks = ranks.all_gather_object((message, *mine), phase)
+    if fault is not None:
+        raise fault
+    for rank, (reason, _, _) in enumerate(all_ranks):
+        if reason is not None:
+            raise PeerError(rank, reason)
+    expected = all_ranks[0][1]
+    for rank, (_, values, _) in enumerate(all_ranks):
+        for name, value in expected.items():
+            if values.get(name) != value:
+                raise PlanMismatch(rank, name, values.get(name), value)
+    return [extra for _, _, extra in all_ranks]

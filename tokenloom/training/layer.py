@@ -1,0 +1,480 @@
+"""ExpertParallelMoE: a mixture-of-experts layer with its experts spread over the ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+
+from tokenloom.backends.registry import MAX_SMS
+from tokenloom.comm import validation
+from tokenloom.comm.communicator import Communicator
+from tokenloom.comm.strategy import Strategy
+from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch
+from tokenloom.ops.activation import swiglu
+from tokenloom.ops.autocast import autocast_dtype
+from tokenloom.ops.router import Router, RouterSums, balance_loss, router_logits, router_sums, z_loss
+from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.runtime.rendezvous import agree
+from tokenloom.training import torch_compile
+from tokenloom.training.main_grads import accumulate_main_grads
+from tokenloom.training.routed_experts import HowToRun, routed_experts
+from tokenloom.training.saved_activations import SavedTensor, saved_tensors
+from tokenloom.tune import choices
+
+EXPERT_WEIGHTS = ("w1", "w2")
+"""Names, within a layer, of the parameters that are sharded by expert along dimension 0."""
+
+
+class ExpertParallelMoE(nn.Module):
+    """Router, experts spread over the ranks, and an optional shared expert.
+
+    ``out = sum over the K chosen experts e of weight_e * w2_e (silu(gate) * up)``, ``gate, up = w1_e x``, plus the
+    shared expert. Every rank passes its own tokens and gets its own outputs. Gradients are those of the sum over
+    ranks of that rank's loss: expert weights receive all of it here; for the replicated parameters (router,
+    shared expert) see ``router_grad``.
+
+    Args:
+        group: a ProcessGroup, a one-dimensional DeviceMesh, or None (see Communicator). Leave out with ``comm``.
+        hidden: H. intermediate: I, width of one expert.
+        num_experts: E, divisible by the ranks. top_k: K.
+        max_tokens_per_rank: most tokens (product of the leading dimensions of the input) on one rank. Leave out with
+            ``comm``.
+        router: "softmax_topk", "topk_softmax" or "sigmoid", or a :class:`Router` with all options.
+        shared_intermediate: width of the shared expert, 0 for none.
+        balance_coef, z_coef: weights of the two losses in ``aux_loss``; 0 switches a loss off.
+        router_grad: "local": gradients of replicated parameters are this rank's part, the trainer reduces them (DDP
+            does). "sum": backward sums them over the ranks of the group.
+        expert_grad_scale: multiplies the gradients of expert weights; 1/W beside a trainer that averages.
+        strategy: what carries dispatch and combine, forward and, swapped, backward. None: what ``tokenloom tune``
+            chose for this hardware, software and shape, if rank 0 finds it on its disk, else ``Strategy()``.
+        overlap: on GPUs, let transfers run beside products; the same bits with False.
+        redispatch_in_backward: keep x instead of the rows that a rank receives, about ``top_k`` times as many; they
+            are sent again in backward.
+        pool_rows: None: what is kept for backward has its exact size, which the host waits for in forward. Else
+            the most rows that a rank's experts may get, for which there is always room, and the host does not wait
+            (on ``nvlink``, in bfloat16); more raise CapacityOverflow in a later call or ``comm.check()``, and the
+            tokens concerned become NaN.
+        main_grads: backward adds the gradients of expert weights to ``parameter.main_grad``, float32 and made here as
+            zeros, which nothing but you sets back; ``parameter.grad`` stays None.
+        comm: a Communicator to share between layers, instead of ``group``.
+        backend, timeout_s: see Communicator.
+        device, dtype: of the parameters. The device must be the communicator's.
+
+    Attributes:
+        w1: [L, 2I, H], gate rows then up rows, this rank's experts; w2: [L, H, I].
+        router_weight: [E, H]; correction_bias: float32 buffer [E] or None.
+        shared_w1: [2S, H]; shared_w2: [H, S]; None without shared expert.
+        expert_counts: int64 buffer [E], routes of the last forward over all ranks (zero until then, and kept
+            only when a loss or a correction bias needs it).
+
+    Raises:
+        InvalidArgument, PlanMismatch, PeerError, ...: as Communicator.
+    """
+
+    correction_bias: torch.Tensor | None
+    expert_counts: torch.Tensor
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        hidden: int,
+        intermediate: int,
+        num_experts: int,
+        top_k: int,
+        max_tokens_per_rank: int | None = None,
+        router: Router | Literal["softmax_topk", "topk_softmax", "sigmoid"] = "softmax_topk",
+        shared_intermediate: int = 0,
+        balance_coef: float = 0.0,
+        z_coef: float = 0.0,
+        router_grad: Literal["local", "sum"] = "local",
+        expert_grad_scale: float = 1.0,
+        strategy: Strategy | None = None,
+        overlap: bool = True,
+        redispatch_in_backward: bool = False,
+        pool_rows: int | None = None,
+        main_grads: bool = False,
+        comm: Communicator | None = None,
+        backend: str = "auto",
+        timeout_s: float = 30.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        dtype = dtype or torch.get_default_dtype()
+        group_and_comm = group is not None and comm is not None
+        if comm is None:
+            comm = Communicator(
+                group,
+                num_experts=num_experts,
+                hidden=hidden,
+                top_k=top_k,
+                # Where it is missing the communicator says so, on all ranks.
+                max_tokens_per_rank=max_tokens_per_rank,  # type: ignore[arg-type]
+                backend=backend,
+                device=device,
+                timeout_s=timeout_s,
+                dtype=dtype,
+                num_sms=MAX_SMS,
+            )
+        self.comm = comm
+
+        def prepare() -> tuple[dict[str, Any], tuple[Router, Strategy | None]]:
+            if group_and_comm:
+                raise InvalidArgument("group and comm are both given; the communicator already has a group")
+            rule = Router(num_experts, top_k, router) if isinstance(router, str) else router
+            _check_options(comm, rule, hidden, intermediate, num_experts, top_k, shared_intermediate, router_grad)
+            found = None
+            if strategy is None and comm.rank == 0:  # ranks may see different disks
+                found = choices.find(choices.setting_of(comm.plan, intermediate, dtype, comm.backend, comm.device))
+            return {
+                "intermediate": intermediate,
+                "shared_intermediate": shared_intermediate,
+                "router": rule,
+                "balance_coef": balance_coef,
+                "z_coef": z_coef,
+                "router_grad": router_grad,
+                "expert_grad_scale": expert_grad_scale,
+                "strategy": strategy,
+                "overlap": overlap,
+                "redispatch_in_backward": redispatch_in_backward,
+                "pool_rows": pool_rows,
+                "dtype": dtype,
+            }, (rule, found)
+
+        agreed = agree(comm._ranks, prepare, "making an ExpertParallelMoE")
+        self.router = agreed[comm.rank][0]
+        self.hidden, self.intermediate = hidden, intermediate
+        self.balance_coef, self.z_coef = balance_coef, z_coef
+        self.router_grad, self.expert_grad_scale = router_grad, expert_grad_scale
+        self.strategy = strategy or agreed[0][1] or Strategy()
+        self.overlap, self.redispatch_in_backward, self.pool_rows = overlap, redispatch_in_backward, pool_rows
+        local = comm.plan.experts_per_rank
+        factory: dict[str, Any] = {"device": comm.device, "dtype": dtype}
+        self.router_weight = nn.Parameter(torch.empty(num_experts, hidden, **factory))
+        self.w1 = nn.Parameter(torch.empty(local, 2 * intermediate, hidden, **factory))
+        self.w2 = nn.Parameter(torch.empty(local, hidden, intermediate, **factory))
+        self.shared_w1 = self.shared_w2 = None
+        if shared_intermediate:
+            self.shared_w1 = nn.Parameter(torch.empty(2 * shared_intermediate, hidden, **factory))
+            self.shared_w2 = nn.Parameter(torch.empty(hidden, shared_intermediate, **factory))
+        bias = torch.zeros(num_experts, device=comm.device) if self.router.correction_bias else None
+        self.register_buffer("correction_bias", bias)
+        counts = torch.zeros(num_experts, dtype=torch.int64, device=comm.device)
+        self.register_buffer("expert_counts", counts, persistent=False)
+        self.reset_parameters()
+        self.main_grads = main_grads
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """What a copy of a layer has to do for itself."""
+        self._number = torch_compile.number_layer(self)
+        if self.main_grads:
+            accumulate_main_grads(self.expert_parameters())
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._set_up()
+
+    @property
+    def local_experts(self) -> range:
+        """Global numbers of the experts on this rank."""
+        local = self.comm.plan.experts_per_rank
+        return range(self.comm.rank * local, (self.comm.rank + 1) * local)
+
+    def expert_parameters(self) -> list[nn.Parameter]:
+        """Parameters of this rank's experts: sharded, their gradients are whole."""
+        return [self.w1, self.w2]
+
+    def replicated_parameters(self) -> list[nn.Parameter]:
+        """Parameters that are the same on every rank: router and shared expert; ``router_grad`` speaks of these."""
+        return [parameter for name, parameter in self.named_parameters() if name not in EXPERT_WEIGHTS]
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Uniform in ±1/sqrt(fan-in), like nn.Linear.
+
+        Args:
+            seed: draws the same full set of weights on every rank and for any number of ranks, and keeps this
+                rank's shard. Give every layer a seed of its own, or they get equal weights. None draws from torch's
+                generator, a number of values that depends on the number of ranks: then load a checkpoint, or make
+                replicated parameters equal yourself.
+        """
+        for name, parameter in self.named_parameters():
+            bound = 1 / math.sqrt(parameter.shape[-1])
+            if seed is None:
+                parameter.uniform_(-bound, bound)
+            else:
+                rows = self.local_experts if name in EXPERT_WEIGHTS else range(len(parameter))
+                for place, row in zip(parameter, rows, strict=True):
+                    place.copy_(_seeded_uniform(place, bound, seed, name, row))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Route, dispatch, compute, combine. Collective.
+
+        Args:
+            x: [..., H], dtype and device of the parameters; leading dimensions may differ per rank and be 0.
+
+        Returns:
+            out [..., H], and aux_loss, a scalar (0 where both coefficients are 0): ``balance_coef`` times the
+            balance loss plus ``z_coef`` times the z-loss of the tokens of all ranks, the same number on every
+            rank, as if one rank had all tokens. Add it to a loss that is averaged over ranks; where ranks' losses
+            are summed, add ``aux_loss / W``.
+
+        Raises:
+            ShapeMismatch, DtypeMismatch, DeviceMismatch, InvalidArgument: bad input on this rank.
+            PeerError: bad input, or any other failure before the payload moved, on another rank.
+            And what Communicator.dispatch raises.
+        """
+        return torch_compile.forward(self, x) if torch.compiler.is_compiling() else self._forward(x)
+
+    def _forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        comm = self.comm
+        comm._begin()
+        how = HowToRun(self.strategy, self.overlap, self.redispatch_in_backward, self.pool_rows)
+        try:
+            tokens, topk_ids, topk_weights, sums = self._route(x)
+        except Exception as fault:  # the others are about to wait for this rank
+            self._sum_over_ranks(None)
+            comm._tell_fault("dispatch", fault, how.after_dispatch(autocast_dtype(comm.device) or self.w1.dtype))
+            raise
+        sums = self._sum_over_ranks(sums)
+        shared: list[torch.Tensor] = []
+        w1, w2 = (_scale_grad(weight, self.expert_grad_scale) for weight in (self.w1, self.w2))
+        beside = None if self.shared_w1 is None else lambda: shared.append(self._shared_expert(tokens))
+        out = routed_experts(comm, how, tokens, topk_ids, topk_weights, w1, w2, beside)
+        for result in shared:
+            out = out + result
+        return out.view(x.shape), self._aux_loss(sums, topk_weights.dtype)
+
+    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, RouterSums | None]:
+        """Tokens [T, H], ids, weights, and the sums over tokens if a loss or the bias wants them. Not collective.
+
+        Logits, weights and sums are at least float32.
+        """
+        tokens = self._tokens(x)
+        validation.number_of_tokens(self.comm.plan, len(tokens))  # pieces of them might not be too many
+        dtype = torch.promote_types(tokens.dtype, torch.float32)
+        with torch.autocast(tokens.device.type, enabled=False):  # which would choose by bfloat16 logits
+            logits = router_logits(tokens, self._replicated(self.router_weight), dtype)
+            topk_ids, topk_weights, probabilities = self.router.route(logits, self.correction_bias)
+            sums = router_sums(logits, probabilities, topk_ids) if self._wants_sums() else None
+            return tokens, topk_ids, topk_weights, sums
+
+    def _wants_sums(self) -> bool:
+        return bool(self.balance_coef or self.z_coef or self.correction_bias is not None)
+
+    def _sum_over_ranks(self, sums: RouterSums | None) -> RouterSums | None:
+        """Of all ranks' tokens, if anything wants them; collective then. None: of a rank that failed, which joins in
+        all the same: an all-reduce that one rank has left out pairs with the wrong one ever after."""
+        if not self._wants_sums():
+            return None
+        if self.pool_rows is None:
+            self.comm._backend.settle()  # a rank whose experts failed in an earlier layer is not here
+        if sums is None:
+            wide = torch.promote_types(self.w1.dtype, torch.float32)
+            counts = torch.zeros(self.comm.plan.num_experts, dtype=wide, device=self.comm.device)
+            sums = RouterSums(counts, counts[:1], counts, counts[:1])
+        return _sum_over_ranks(self.comm._ranks, sums)
+
+    def _tokens(self, x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(x, torch.Tensor):
+            raise InvalidArgument(f"x is a {type(x).__name__}, expected a torch.Tensor")
+        if x.ndim == 0 or x.shape[-1] != self.hidden:
+            raise ShapeMismatch(f"x is {list(x.shape)}, the layer was made for [..., {self.hidden}]")
+        if x.device != self.w1.device:
+            raise DeviceMismatch(f"x is on {x.device}, the layer is on {self.w1.device}; move one of them")
+        if x.dtype != self.w1.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise DtypeMismatch(f"x is {x.dtype}, the layer is {self.w1.dtype}; cast one of them, or use autocast")
+        return x.reshape(-1, self.hidden).contiguous()
+
+    def _aux_loss(self, sums: RouterSums | None, dtype: torch.dtype) -> torch.Tensor:
+        """The losses over the tokens of all ranks."""
+        if sums is not None:
+            self.expert_counts.copy_(sums.expert_counts)
+        if sums is None or not (self.balance_coef or self.z_coef):
+            return torch.zeros((), dtype=dtype, device=self.comm.device)
+        return self.balance_coef * balance_loss(sums, self.router.top_k) + self.z_coef * z_loss(sums)
+
+    def _shared_expert(self, tokens: torch.Tensor) -> torch.Tensor:
+        assert self.shared_w1 is not None
+        assert self.shared_w2 is not None
+        hidden = swiglu(functional.linear(tokens, self._replicated(self.shared_w1)))
+        return functional.linear(hidden, self._replicated(self.shared_w2))
+
+    def _replicated(self, parameter: torch.Tensor) -> torch.Tensor:
+        return _SumGradOverRanks.apply(parameter, self.comm._ranks) if self.router_grad == "sum" else parameter
+
+    def saved_activations(self, x: torch.Tensor) -> list[SavedTensor]:
+        """What a forward on x keeps for backward: each storage, largest first, parameters and x left out. Collective.
+
+        Print the list's items for a table; ``sum(each.num_bytes for each in ...)`` is the total.
+        """
+        with torch.enable_grad():
+            outputs = self(x)
+        return saved_tensors(outputs, [*self.parameters(), *self.buffers(), x])
+
+    @torch.no_grad()
+    def update_correction_bias(self, rate: float) -> None:
+        """Raise the bias of experts with less than the mean load of the last forward by ``rate``, lower the others'.
+
+        The auxiliary-loss-free balance of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2). Call it after a step.
+        """
+        if self.correction_bias is None:
+            raise InvalidArgument("the router has no correction bias; make it with Router(..., correction_bias=True)")
+        counts = self.expert_counts.float()
+        self.correction_bias += rate * torch.sign(counts.mean() - counts)
+
+    def extra_repr(self) -> str:
+        plan = self.comm.plan
+        return (
+            f"hidden={self.hidden}, intermediate={self.intermediate}, experts={plan.num_experts} "
+            f"({plan.experts_per_rank} here), top_k={plan.top_k}, ranks={plan.num_ranks}, backend={self.comm.backend}"
+        )
+
+
+def gather_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The full state dict of a module that holds ExpertParallelMoE layers, on every rank. Collective.
+
+    Expert weights become [E, 2I, H] and [E, H, I]; everything else is this rank's own (replicated) value.
+
+    Returns:
+        name -> tensor on the CPU; it loads on any number of ranks through :func:`shard_state_dict`.
+    """
+    sharded = _sharded_names(module)
+    full = {}
+    for name, value in module.state_dict().items():
+        if name in sharded:
+            comm = sharded[name].comm
+            rows = comm._ranks.all_gather(value.contiguous().view(torch.uint8).flatten(), "gather_state_dict")
+            value = rows.view(value.dtype).view(comm.plan.num_experts, *value.shape[1:])
+        full[name] = value.detach().cpu().clone()
+    return full
+
+
+def shard_state_dict(module: nn.Module, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """This rank's part of a full state dict, for ``module.load_state_dict``. Not collective.
+
+    Args:
+        module: holds the ExpertParallelMoE layers, made for the present number of ranks.
+        full: as :func:`gather_state_dict` gives it, written with any number of ranks.
+
+    Raises:
+        ShapeMismatch: an expert weight has another number of experts than the layer.
+    """
+    sharded = _sharded_names(module)
+    part = dict(full)
+    for name, layer in sharded.items():
+        if name not in full:
+            continue  # load_state_dict names what is missing
+        num_experts = layer.comm.plan.num_experts
+        if full[name].shape[0] != num_experts:
+            raise ShapeMismatch(f"{name} has {full[name].shape[0]} experts, the layer has {num_experts}")
+        part[name] = full[name][layer.local_experts.start : layer.local_experts.stop]
+    return part
+
+
+def _sharded_names(module: nn.Module) -> dict[str, ExpertParallelMoE]:
+    return {
+        f"{prefix}.{name}" if prefix else name: layer
+        for prefix, layer in module.named_modules(remove_duplicate=False)
+        if isinstance(layer, ExpertParallelMoE)
+        for name in EXPERT_WEIGHTS
+    }
+
+
+def _check_options(
+    comm: Communicator,
+    router: Router,
+    hidden: int,
+    intermediate: int,
+    num_experts: int,
+    top_k: int,
+    shared_intermediate: int,
+    router_grad: str,
+) -> None:
+    plan = comm.plan
+    for name, wanted, got in (
+        ("num_experts", plan.num_experts, num_experts),
+        ("hidden", plan.hidden, hidden),
+        ("top_k", plan.top_k, top_k),
+    ):
+        if wanted != got:
+            raise InvalidArgument(f"{name} is {got}, the communicator was made for {wanted}; share one that fits")
+    if (router.num_experts, router.top_k) != (num_experts, top_k):
+        raise InvalidArgument(
+            f"the router chooses {router.top_k} of {router.num_experts}, the layer has {top_k} of {num_experts}"
+        )
+    for name, width, least in (("intermediate", intermediate, 1), ("shared_intermediate", shared_intermediate, 0)):
+        if not isinstance(width, int) or width < least:
+            raise InvalidArgument(f"{name} is {width!r}, expected an integer of at least {least}")
+    if router_grad not in ("local", "sum"):
+        raise InvalidArgument(f"router_grad is {router_grad!r}, expected 'local' or 'sum'")
+
+
+def _seeded_uniform(like: torch.Tensor, bound: float, seed: int, name: str, row: int) -> torch.Tensor:
+    """Uniform values that depend on (seed, name, row) alone, drawn on the CPU."""
+    digest = hashlib.blake2b(f"{seed}/{name}/{row}".encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    return torch.rand(like.shape, generator=generator).mul_(2 * bound).sub_(bound).to(like)
+
+
+def _sum_over_ranks(ranks: RankGroup, sums: RouterSums) -> RouterSums:
+    """Sums over all ranks' tokens, differentiable: every rank's loss depends on every rank's tokens."""
+    parts = (sums.probabilities, sums.squared_lse, sums.expert_counts, sums.num_tokens)
+    total = _SumOverRanks.apply(torch.cat(parts), ranks)
+    return RouterSums(*total.split([len(part) for part in parts]))
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sum over ranks; its gradient is the sum over ranks too."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
+        ctx.ranks = ranks
+        return ranks.all_reduce_sum(values, "router losses")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return ctx.ranks.all_reduce_sum(grad.contiguous(), "router losses, gradient"), None
+
+
+class _SumGradOverRanks(torch.autograd.Function):
+    """Identity whose gradient is summed over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
+        ctx.ranks = ranks
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return ctx.ranks.all_reduce_sum(grad.contiguous(), "gradient of replicated parameters"), None
+
+
+class _ScaleGrad(torch.autograd.Function):
+    """Identity whose gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * ctx.factor, None
+
+
+def _scale_grad(weight: torch.Tensor, factor: float) -> torch.Tensor:
+    return weight if factor == 1.0 else _ScaleGrad.apply(weight, factor)

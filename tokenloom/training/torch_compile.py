@@ -1,0 +1,335 @@
+"""ExpertParallelMoE inside ``torch.compile``: to the compiler a layer's forward is one operator, its gradient another.
+
+What is inside has sizes that depend on data, collectives and host reads, so the operators run the layer as it runs
+without a compiler. What autograd keeps lives as long as the memory of a small tensor, the ticket, which the compiler
+saves for backward like any other tensor, or drops. The compiler sees all that the operators read and write.
+
+Collectives have to be called in one order on all ranks, whatever a compiler makes of their numbers of tokens: forward
+in the order of the program, backward in the opposite one. See :func:`_pin_to_forward` and :func:`_order_in_inductor`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.node import has_side_effect
+from torch.utils.checkpoint import CheckpointPolicy
+
+from tokenloom.errors import NotDifferentiable
+from tokenloom.ops import autocast
+
+TICKET_BYTES = 8
+
+_layers: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+_kept: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()
+_numbers = itertools.count(1)
+
+
+def number_layer(layer: nn.Module) -> torch.Tensor:
+    """The number by which the operators find a layer, for as long as it lives.
+
+    A tensor: for every value of an int the compiler would make another graph.
+    """
+    number = next(_numbers)
+    _layers[number] = layer
+    return torch.tensor([number], device="cpu")
+
+
+def forward(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the compiler sees of ``layer(x)``."""
+    dtype = autocast.autocast_dtype(x.device)
+    weights = list(layer.parameters())
+    wants_grad = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, *weights)]
+    out, aux_loss, expert_counts, _ = moe_forward(
+        x, weights, layer.correction_bias, layer.expert_counts, layer._number, wants_grad, dtype, True
+    )
+    # Also what makes every call another one: of equal calls the compiler would make one, and two gradients of it.
+    layer.expert_counts.copy_(expert_counts)
+    return out, aux_loss
+
+
+class _Kept(bytearray):
+    """The memory of a ticket, and what its backward needs: both are gone with the last tensor in this memory."""
+
+    def __init__(self, outputs: list[GradientEdge | None], inputs: list[torch.Tensor]) -> None:
+        number = next(_numbers)
+        super().__init__(number.to_bytes(TICKET_BYTES, sys.byteorder))
+        self.outputs, self.inputs = outputs, inputs
+        _kept[number] = self
+
+
+class _Body(nn.Module):
+    """A layer's forward without the hooks of its call, which the compiler has seen."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layer._forward(x)
+
+
+@torch.library.custom_op("tokenloom::moe_forward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def moe_forward(
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    correction_bias: torch.Tensor | None,
+    expert_counts: torch.Tensor,
+    number: torch.Tensor,
+    wants_grad: list[bool],
+    autocast_dtype: torch.dtype | None,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A layer on x.
+
+    Args:
+        weights: the layer's, in the order of ``parameters()``. correction_bias, expert_counts: its buffers.
+        number: of the layer.
+        wants_grad: of x and of each weight.
+        autocast_dtype: None where autocast is off.
+        keep: what :func:`moe_backward` needs, if anything wants a gradient.
+
+    Returns:
+        out, aux_loss, the new expert_counts, and the ticket for :func:`moe_backward`.
+    """
+    inputs = [x, *weights]
+    if not keep or not any(wants_grad):
+        with _grad_mode(False):
+            outputs = _run(number, inputs, correction_bias, expert_counts, autocast_dtype)
+        return *outputs, torch.zeros(1, dtype=torch.int64)
+    # Before backward the compiler may put something else where x is, or a weight that it computed.
+    own = {weight.data_ptr() for weight in _layers[int(number)].parameters()}
+    inputs = [x.clone(), *(weight if weight.data_ptr() in own else weight.clone() for weight in weights)]
+    with _grad_mode(True):
+        leaves = _leaves(inputs, wants_grad)
+        out, aux_loss, new_counts = _run(number, leaves, correction_bias, expert_counts, autocast_dtype)
+        ticket = torch.frombuffer(_Kept(_edges(out, aux_loss), leaves), dtype=torch.int64)
+        return out.detach(), aux_loss.detach(), new_counts, ticket
+
+
+@moe_forward.register_fake
+def _(
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    correction_bias: torch.Tensor | None,
+    expert_counts: torch.Tensor,
+    number: torch.Tensor,
+    wants_grad: list[bool],
+    autocast_dtype: torch.dtype | None,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    _order_in_inductor()
+    out = x.new_empty(x.shape, dtype=autocast_dtype or x.dtype)
+    aux_loss = x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
+    return out, aux_loss, torch.empty_like(expert_counts), torch.empty_like(number)
+
+
+@torch.library.custom_op("tokenloom::moe_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def moe_backward(
+    ticket: torch.Tensor,
+    grad_out: torch.Tensor,
+    grad_aux_loss: torch.Tensor,
+    weights: list[torch.Tensor],
+    x_shape: list[int],
+    x_dtype: torch.dtype,
+    wants_grad: list[bool],
+) -> list[torch.Tensor]:
+    """Gradients of x and of the weights, as far as they want one; what is given of these says their shapes alone."""
+    kept = _kept.pop(int(ticket), None)
+    if kept is None:
+        raise NotDifferentiable(
+            "a compiled ExpertParallelMoE has kept nothing for this backward: each forward has one (no retain_graph), "
+            "and hooks on saved tensors must give back the memory they were given"
+        )
+    inputs, kept.inputs = kept.inputs, []
+    return _gradients(kept.outputs, (grad_out, grad_aux_loss), inputs)
+
+
+@moe_backward.register_fake
+def _(
+    ticket: torch.Tensor,
+    grad_out: torch.Tensor,
+    grad_aux_loss: torch.Tensor,
+    weights: list[torch.Tensor],
+    x_shape: list[int],
+    x_dtype: torch.dtype,
+    wants_grad: list[bool],
+) -> list[torch.Tensor]:
+    _order_in_inductor()
+    grads = [grad_out.new_empty(x_shape, dtype=x_dtype)] if wants_grad[0] else []
+    of_weights = zip(weights, wants_grad[1:], strict=True)
+    return grads + [weight.new_empty(weight.shape) for weight, wanted in of_weights if wanted]
+
+
+@torch.library.custom_op("tokenloom::moe_forward_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def moe_forward_backward(
+    grad_out: torch.Tensor,
+    grad_aux_loss: torch.Tensor,
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    correction_bias: torch.Tensor | None,
+    number: torch.Tensor,
+    wants_grad: list[bool],
+    autocast_dtype: torch.dtype | None,
+) -> list[torch.Tensor]:
+    """As :func:`moe_backward`, of a forward that kept nothing, and runs here again."""
+    counts: Any = _layers[int(number)].expert_counts
+    with _grad_mode(True):
+        leaves = _leaves([x, *weights], wants_grad)
+        out, aux_loss, _ = _run(number, leaves, correction_bias, counts, autocast_dtype)
+        outputs = _edges(out, aux_loss)
+        del out, aux_loss
+        return _gradients(outputs, (grad_out, grad_aux_loss), leaves)
+
+
+@moe_forward_backward.register_fake
+def _(
+    grad_out: torch.Tensor,
+    grad_aux_loss: torch.Tensor,
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    correction_bias: torch.Tensor | None,
+    number: torch.Tensor,
+    wants_grad: list[bool],
+    autocast_dtype: torch.dtype | None,
+) -> list[torch.Tensor]:
+    _order_in_inductor()
+    of_inputs = zip((x, *weights), wants_grad, strict=True)
+    return [tensor.new_empty(tensor.shape) for tensor, wanted in of_inputs if wanted]
+
+
+def _leaves(inputs: Sequence[torch.Tensor], wants_grad: Sequence[bool]) -> list[torch.Tensor]:
+    return [each.detach().requires_grad_(wanted) for each, wanted in zip(inputs, wants_grad, strict=True)]
+
+
+def _run(
+    number: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
+    correction_bias: torch.Tensor | None,
+    expert_counts: torch.Tensor,
+    autocast_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A layer on x and weights: out, aux_loss, and the new expert_counts."""
+    layer, (x, *weights) = _layers[int(number)], inputs
+    tensors = {name: weight for (name, _), weight in zip(layer.named_parameters(), weights, strict=True)}
+    tensors["expert_counts"] = new_counts = expert_counts.clone()
+    if correction_bias is not None:
+        tensors["correction_bias"] = correction_bias
+    with torch.autocast(x.device.type, autocast_dtype, autocast_dtype is not None):
+        out, aux_loss = functional_call(_Body(layer), {f"layer.{name}": each for name, each in tensors.items()}, (x,))
+    return out, aux_loss, new_counts
+
+
+def _edges(*outputs: torch.Tensor) -> list[GradientEdge | None]:
+    return [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
+
+
+def _gradients(
+    outputs: Sequence[GradientEdge | None], grads: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    edges, grads = zip(*((edge, grad) for edge, grad in zip(outputs, grads, strict=True) if edge), strict=True)
+    wanted = [each for each in inputs if each.requires_grad]
+    with _grad_mode(True):
+        return [grad.contiguous() for grad in torch.autograd.grad(edges, wanted, grads, materialize_grads=True)]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    x, weights, correction_bias, _, number, ctx.wants_grad, ctx.autocast_dtype, _ = inputs
+    ctx.again = _pin_to_forward()
+    if ctx.again:
+        ctx.save_for_backward(number, correction_bias, x, *weights)
+    else:
+        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        ctx.save_for_backward(output[3], *weights)
+
+
+def _backward(ctx: Any, grad_out: torch.Tensor, grad_aux_loss: torch.Tensor, *_: object) -> Any:
+    if ctx.again:
+        number, correction_bias, x, *weights = ctx.saved_tensors
+        rest = (correction_bias, number, ctx.wants_grad, ctx.autocast_dtype)
+        grads = iter(moe_forward_backward(grad_out, grad_aux_loss, x, weights, *rest))
+    else:
+        ticket, *weights = ctx.saved_tensors
+        shapes = (weights, ctx.x_shape, ctx.x_dtype, ctx.wants_grad)
+        grads = iter(moe_backward(ticket, grad_out, grad_aux_loss, *shapes))
+    grad_x, *grad_weights = [next(grads) if wanted else None for wanted in ctx.wants_grad]
+    return grad_x, grad_weights, None, None, None, None, None, None
+
+
+moe_forward.register_autograd(_backward, setup_context=_setup_context)
+_FORWARD, *_BACKWARDS = (
+    getattr(torch.ops.tokenloom, name).default for name in ("moe_forward", "moe_backward", "moe_forward_backward")
+)
+for _operator in _BACKWARDS:
+    # Compiled without tokens, a rank may have no use for the gradient of x, and leave the others waiting for its call.
+    # A forward is used in any case, by expert_counts.
+    has_side_effect(_operator)
+
+
+def _pin_to_forward() -> bool:
+    """Keeps the compiler from running the forward again that it traces now; whether it would have to.
+
+    What a checkpoint computes again it may put anywhere in backward, and where depends on sizes. So the gradient of
+    such a layer runs it again, by :func:`moe_forward_backward`.
+    """
+    tracing = get_proxy_mode()
+    if tracing is None:
+        return False
+    node = next(node for node in reversed(tracing.tracer.graph.nodes) if node.target is _FORWARD)
+    again = node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    for each in (node, *node.users):
+        each.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    node.args = (*node.args[:-1], not again)
+    return again
+
+
+@contextmanager
+def _grad_mode(enabled: bool) -> Iterator[None]:
+    """Autograd for what an operator calls, though torch runs operators below autograd."""
+    key = torch._C.DispatchKey.AutogradFunctionality
+    with torch.set_grad_enabled(enabled), torch._C._SetExcludeDispatchKeyGuard(key, not enabled):
+        yield
+
+
+def _order_in_inductor() -> None:
+    """Makes inductor run these operators in the order of its graph.
+
+    Where layers do not feed each other it sees no dependence, and swaps them if that saves memory. Effect tokens,
+    torch's own means, do not help: with them torch 2.11 and 2.13 swap all the same and cannot compile activation
+    checkpoints, torch 2.15 keeps what it should compute again, and none of them caches the graph.
+    """
+    lowering = sys.modules.get("torch._inductor.lowering")
+    if lowering is None or _FORWARD in lowering.lowerings:
+        return
+    last: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+    for operator in (_FORWARD, *_BACKWARDS):
+        lowering.lowerings[operator] = _in_order(lowering.fallback_handler(operator), last)
+
+
+def _in_order(lower: Callable[..., Any], last: MutableMapping[Any, Any]) -> Callable[..., Any]:
+    """``lower``, whose kernel runs after the ``last`` one of the same graph."""
+    from torch._inductor.ir import FallbackKernel
+    from torch._inductor.virtualized import V
+
+    @functools.wraps(lower)
+    def lower_in_order(*args: Any, **kwargs: Any) -> Any:
+        graph, before = V.graph, len(V.graph.operations)
+        result = lower(*args, **kwargs)
+        kernel = [each for each in graph.operations[before:] if isinstance(each, FallbackKernel)][-1]
+        if graph in last:
+            graph.additional_buffer_deps[kernel.get_operation_name()].add(last[graph].get_name())
+        last[graph] = kernel
+        return result
+
+    return lower_in_order
