@@ -10,7 +10,19 @@ from collections.abc import Sequence
 
 
 class TokenloomError(Exception):
-    """Base of every tokenloom exception."""
+    """Base of every tokenloom exception.
+
+    Attributes:
+        known_to_all: every rank raises this error, or its counterpart, in the same call. Reporting it to the other
+            ranks would open a call that they do not open.
+    """
+
+    known_to_all = False
+
+
+def is_known_to_all(error: BaseException) -> bool:
+    """Whether the other ranks know of this error, or meet it by themselves; any exception may be marked so."""
+    return bool(getattr(error, "known_to_all", False))
 
 
 class InvalidArgument(TokenloomError, ValueError):
@@ -55,6 +67,8 @@ class PlanMismatch(TokenloomError, ValueError):
         field: what differs.
     """
 
+    known_to_all = True
+
     def __init__(self, rank: int, field: str, theirs: object, rank0: object) -> None:
         self.rank = rank
         self.field = field
@@ -70,6 +84,8 @@ class PeerError(TokenloomError, RuntimeError):
         rank: the rank that failed.
         reason: its own error, in short.
     """
+
+    known_to_all = True
 
     def __init__(self, rank: int, reason: str) -> None:
         self.rank = rank
@@ -87,6 +103,8 @@ class PeerTimeout(TokenloomError, TimeoutError):
         epoch: number of the collective step, the same on all ranks.
     """
 
+    known_to_all = True
+
     def __init__(self, rank: int, peers: Sequence[int], phase: str, epoch: int, cause: str) -> None:
         self.rank = rank
         self.peers = tuple(peers)
@@ -102,6 +120,8 @@ class PeerTimeout(TokenloomError, TimeoutError):
 class CommunicatorBroken(TokenloomError, RuntimeError):
     """The communicator was closed, or an earlier call timed out."""
 
+    known_to_all = True
+
 
 class CapacityOverflow(TokenloomError, RuntimeError):
     """A dispatch needed more rows than the capacity.
@@ -110,6 +130,8 @@ class CapacityOverflow(TokenloomError, RuntimeError):
         needed: the capacity, in rows, that would have been enough on every rank.
         capacity: the capacity, in rows, that was given.
     """
+
+    known_to_all = True
 
     def __init__(self, needed: int, capacity: int, *, sent: bool) -> None:
         self.needed = needed

@@ -1,4 +1,4 @@
-"""Agreement at construction: all ranks pass the same values, or all of them raise, naming rank and field."""
+"""Rendezvous at construction: all ranks pass the same values, or all of them raise, naming rank and field."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def agree(ranks: RankGroup, prepare: Callable[[], tuple[dict[str, Any], Extra]],
         the second value of every rank, by rank.
 
     Raises:
-        what ``prepare`` raised here; PeerError: it raised elsewhere; PlanMismatch: the values differ.
+        what ``prepare`` raised here, marked ``known_to_all``; PeerError: it raised elsewhere; PlanMismatch: the
+        values differ.
     """
     fault: Exception | None = None
     mine: tuple[dict[str, Any], Any] = ({}, None)
@@ -34,6 +35,7 @@ def agree(ranks: RankGroup, prepare: Callable[[], tuple[dict[str, Any], Extra]],
     message = None if fault is None else f"{type(fault).__name__}: {fault}"
     all_ranks = ranks.all_gather_object((message, *mine), phase)
     if fault is not None:
+        fault.known_to_all = True  # type: ignore[attr-defined]
         raise fault
     for rank, (reason, _, _) in enumerate(all_ranks):
         if reason is not None:
