@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -66,9 +67,9 @@ def filled(first_build: tuple[Path, subprocess.CompletedProcess[str]], tmp_path:
     return Path(shutil.copytree(first_build[0], tmp_path / "cache"))
 
 
-def made_entry(key: str = "ab" * 16, **shape: int) -> Entry:
+def made_entry(key: str = "ab" * 16, shared_bytes: int = 0, **shape: int) -> Entry:
     log = "8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads\nUsed 40 registers, 256 bytes smem"
-    return Entry(key, "mixer", shape, "sm_90a", 128, b"code" * 512, log)
+    return Entry(key, "mixer", shape, "sm_90a", 128, shared_bytes, b"code" * 512, log)
 
 
 @needs_nvrtc
@@ -88,29 +89,38 @@ def test_build_compiles_once(first_build: tuple[Path, subprocess.CompletedProces
 def test_what_is_built_is_what_a_communicator_asks_for(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A build would be useless if a first call compiled all the same."""
     from tokenloom.backends.nvlink.buffers import home_weight_values
-    from tokenloom.kernels.combine.launch import combine_spec, presum_spec
-    from tokenloom.kernels.dispatch.launch import dispatch_spec
+    from tokenloom.kernels.combine.launch import CombineVariant, PreReduceVariant
+    from tokenloom.kernels.dispatch.launch import DispatchVariant
 
     monkeypatch.setenv("TOKENLOOM_CACHE_DIR", str(filled))
     monkeypatch.setattr(cache, "compile_kernel", None)  # would raise
     plan = Plan(2, 4, 128, 2, 16)
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+
+    def dispatch(layout: str, x_dtype: torch.dtype, **options: str) -> None:
+        cache.get(DispatchVariant(plan=plan, layout=layout, x_dtype=x_dtype, **options).spec())
+
+    def combine(layout: str, dtype: torch.dtype, **options: Any) -> None:
+        same = {"y_dtype": dtype, "wire_dtype": dtype, "out_dtype": dtype}
+        cache.get(CombineVariant(plan=plan, layout=layout, **same, **options).spec())
+
     for layout in ("token", "expert", "rank"):
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            cache.get(dispatch_spec(plan, layout, 128 * dtype.itemsize, 0)[0])
-            cache.get(combine_spec(plan, layout, dtype, dtype, dtype)[0])
-            cache.get(dispatch_spec(plan, "expert", 128 * dtype.itemsize, 0, strategy="all_to_all")[0])
-        cache.get(dispatch_spec(plan, layout, 128, 1)[0])
+        for dtype in dtypes:
+            dispatch(layout, dtype)
+            combine(layout, dtype)
+        dispatch(layout, torch.float8_e4m3fn)
         for quantize in ("any scale", "power of two"):
-            cache.get(dispatch_spec(plan, layout, 128, 1, quantize, torch.bfloat16)[0])
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        cache.get(dispatch_spec(plan, "expert", 128 * dtype.itemsize, 0, strategy="all_gather")[0])
-        cache.get(combine_spec(plan, "token", dtype, dtype, dtype, dense=True)[0])
+            dispatch(layout, torch.bfloat16, quantize=quantize)
+    for dtype in dtypes:
+        dispatch("expert", dtype, strategy="all_to_all")
+        dispatch("expert", dtype, strategy="all_gather")
+        combine("token", dtype, dense=True)
         for weighted in (False, True):
             for mode in ("per_rank", "per_route"):
-                cache.get(combine_spec(plan, "expert", dtype, dtype, dtype, mode, weighted=weighted)[0])
-            cache.get(presum_spec(plan, dtype, dtype, weighted)[0])
+                combine("expert", dtype, mode=mode, weighted=weighted)
+            cache.get(PreReduceVariant(plan=plan, y_dtype=dtype, wire_dtype=dtype, weighted=weighted).spec())
     for layout in ("token", "rank"):
-        cache.get(combine_spec(plan, layout, *[torch.float32] * 3, "per_rank", home_weight_values(plan))[0])
+        combine(layout, torch.float32, hidden=home_weight_values(plan))
 
 
 @needs_nvrtc
@@ -155,7 +165,7 @@ def test_inspect_shows_what_kernels_need(filled: Path, say: Callable[..., Result
     done = say(filled, "inspect", entry.key[:8])
     (line,) = [line for line in done.stdout.splitlines() if entry.key[:8] in line]
     blocks = r"(-|\d+)"  # a GPU is there, or not
-    numbers = (entry.threads, needs.registers, 0, 0, 0, entry.shape["shared_bytes"])
+    numbers = (entry.threads, needs.registers, 0, 0, 0, entry.shared_bytes)
     assert re.fullmatch(rf"{entry.name}/\S+ +{' +'.join(map(str, numbers))} +{blocks} +{entry.key[:8]}", line.strip())
 
 
@@ -275,10 +285,10 @@ def test_inspect_shows_trouble() -> None:
 def test_occupancy_where_a_gpu_is(loads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked of the driver, with the dynamic shared memory of the launch; "-" on a GPU that cannot load the kernel."""
 
-    def blocks_per_sm(entry: Entry, shared_bytes: int) -> int:
+    def blocks_per_sm(entry: Entry) -> int:
         if not loads:
             raise RuntimeError("CUDA driver: CUDA_ERROR_NO_BINARY_FOR_GPU")
-        return {4096: 3}[shared_bytes]
+        return {4096: 3}[entry.shared_bytes]
 
     monkeypatch.setattr(
         cache_commands, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True, synchronize=list))

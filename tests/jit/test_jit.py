@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -518,7 +519,7 @@ def test_without_a_driver_the_reason_is_given(monkeypatch: pytest.MonkeyPatch, f
     kernel.load_driver.cache_clear()
     monkeypatch.setattr(cache, "get", lambda spec: None)
     with pytest.raises(BackendUnavailable, match="no CUDA driver"):
-        Kernel(scale_spec(), 0, 0)
+        Kernel(scale_spec(), 0)
 
 
 @pytest.mark.gpu
@@ -529,7 +530,7 @@ def test_launches_take_the_arguments_of_their_time(folder: Path, monkeypatch: py
     monkeypatch.setenv("TOKENLOOM_CACHE_DIR", str(folder))
     out = torch.zeros(3, 256, dtype=torch.int32, device="cuda")
     stream = torch.cuda.current_stream().cuda_stream
-    kernel = Kernel(scale_spec(), 0, 0)
+    kernel = Kernel(scale_spec(), 0)
     for row, step in enumerate((1, 20, 300)):
         kernel.args.out, kernel.args.length = out[row].data_ptr(), 250
         kernel.args.inner.bias, kernel.args.inner.factor = -7, 2
@@ -555,6 +556,7 @@ def test_launches_take_the_arguments_of_their_time(folder: Path, monkeypatch: py
 def test_occupancy_follows_from_what_a_block_needs(folder: Path) -> None:
     """An sm_90 SM has 2048 threads and 228 KiB of shared memory, 1 KiB of it reserved for every block."""
     torch.cuda.synchronize()
-    assert blocks_per_sm(cache.get(scale_spec(threads=1024), folder), 0) == 2
-    assert blocks_per_sm(cache.get(scale_spec(threads=256), folder), 100 * 1024) == 2
-    assert blocks_per_sm(cache.get(scale_spec(threads=256), folder), 227 * 1024) == 1
+    assert blocks_per_sm(cache.get(scale_spec(threads=1024), folder)) == 2
+    for shared_kib, blocks in ((100, 2), (227, 1)):
+        spec = replace(scale_spec(threads=256), shared_bytes=shared_kib * 1024)
+        assert blocks_per_sm(cache.get(spec, folder)) == blocks

@@ -7,28 +7,26 @@ import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from typing import Any
 
 import pytest
-import torch
 
+from tests.kernels import variants
+from tests.kernels.variants import BF16, FP16, FP32, VARIANTS
 from tests.support.small_kernels import needs_nvrtc
 from tokenloom.backends.nvlink import buffers
-from tokenloom.cli.cache_commands import variants
+from tokenloom.cli import cache_commands
 from tokenloom.errors import InvalidArgument, KernelCompileError
 from tokenloom.jit import compiler
 from tokenloom.jit.compiler import KernelSpec, Resources
 from tokenloom.kernels import common
 from tokenloom.kernels.combine import launch as combine
+from tokenloom.kernels.common import Variant
 from tokenloom.kernels.dispatch import launch as dispatch
 from tokenloom.plan import FP8_BLOCK, Plan
 from tokenloom.runtime import symmetric_memory
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-FP8 = torch.float8_e4m3fn
 REGISTERS_PER_SM = 65536
 REGISTER_UNIT = 8
 """Registers of a thread are handed out in such units."""
@@ -36,194 +34,21 @@ DEVICE_FOLDERS = ("ptx", "sync", "tile", "pipe")
 """Headers include from their own folder and those before it."""
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One kernel: of a dispatch if ``dtypes`` is one dtype, of a combine from y over the wire to the output if there
-    are three, of the sums of y that copy engines send if two.
-
-    Attributes:
-        quantize: how a dispatch makes FP8 of its rows, "" if it does not.
-        mode: of a combine.
-        strategy: of a dispatch, or "reduce_scatter" of a combine.
-        weighted: whether a combine's rows have weights.
-        of_weights: a combine of the weights' gradients, whose rows have a value per route.
-    """
-
-    what: str
-    layout: str
-    dtypes: tuple[torch.dtype, ...]
-    quantize: str = ""
-    mode: str = "per_rank"
-    strategy: str = "dedup"
-    weighted: bool = False
-    of_weights: bool = False
-    num_ranks: int = 8
-    experts_per_rank: int = 32
-    top_k: int = 8
-    hidden: int = 7168
-    max_tokens: int = 4096
-
-    def __str__(self) -> str:
-        return f"{('dispatch', 'presum', 'combine')[len(self.dtypes) - 1]}, {self.what}"
-
-    def spec(self) -> tuple[KernelSpec, int]:
-        experts = self.num_ranks * self.experts_per_rank
-        plan = Plan(self.num_ranks, experts, self.hidden, self.top_k, self.max_tokens)
-        if len(self.dtypes) == 3:
-            width = buffers.home_weight_values(plan) if self.of_weights else None
-            dense = self.strategy == "reduce_scatter"
-            return combine.combine_spec(plan, self.layout, *self.dtypes, self.mode, width, dense, self.weighted)
-        if len(self.dtypes) == 2:
-            return combine.presum_spec(plan, *self.dtypes, self.weighted)
-        (dtype,) = self.dtypes
-        scales = plan.scales_per_token if dtype == FP8 or self.quantize else 0
-        if self.quantize:
-            return dispatch.dispatch_spec(plan, self.layout, self.hidden, scales, self.quantize, dtype, self.strategy)
-        row_bytes = self.hidden * dtype.itemsize
-        return dispatch.dispatch_spec(plan, self.layout, row_bytes, scales, strategy=self.strategy)
-
-
-def both(what: str, layout: str, dtype: torch.dtype = BF16, **sizes: int) -> list[Variant]:
-    found = [Variant(what, layout, (dtype,), **sizes), Variant(what, layout, (dtype,) * 3, **sizes)]
-    if layout == "expert":
-        found.append(Variant(f"{what}, weighted", layout, (dtype,) * 3, weighted=True, **sizes))
-    return found
-
-
-def quantizing(what: str, layout: str, quantize: str, dtype: torch.dtype = BF16, **sizes: int) -> Variant:
-    return Variant(what, layout, (dtype,), quantize=quantize, **sizes)
-
-
-def per_route(what: str, *dtypes: torch.dtype, **sizes: int) -> Variant:
-    return Variant(f"per route, {what}", "expert", dtypes, mode="per_route", weighted="weighted" in what, **sizes)
-
-
-def carried(strategy: str, what: str, *dtypes: torch.dtype, layout: str = "expert", **sizes: Any) -> Variant:
-    return Variant(f"{strategy}, {what}", layout, dtypes, strategy=strategy, **sizes)
-
-
-def of_weights(what: str, layout: str, **sizes: int) -> Variant:
-    return Variant(f"weights' gradients, {what}", layout, (FP32,) * 3, of_weights=True, **sizes)
-
-
-VARIANTS = [
-    # What the speed targets are measured with, and every layout with every payload.
-    *(v for layout in common.LAYOUTS for v in both(f"{layout} bf16", layout)),
-    *(Variant(f"{layout} fp8 with scales", layout, (FP8,)) for layout in common.LAYOUTS),
-    *(v for layout in common.LAYOUTS for v in both(f"{layout} fp32", layout, FP32)),
-    # Every pair of a y dtype and a wire dtype has its own code; so has every output dtype. FP16 is like BF16 but for
-    # its conversions. Layout token converts rows that would be copied if the dtypes were the same.
-    *(
-        Variant(f"expert {y} over {wire}", "expert", (y, wire, out))
-        for (y, wire), out in zip(product((BF16, FP16, FP32), repeat=2), (FP32, BF16, FP16) * 3, strict=True)
-    ),
-    Variant("token fp16 to bf16", "token", (FP16, FP16, BF16)),
-    Variant("token fp32 over bf16", "token", (FP32, BF16, FP32)),
-    Variant("rank bf16 over fp32", "rank", (BF16, FP32, BF16)),
-    # One rank (gradients of a process alone), powers of two, and a number that is none.
-    *(
-        v
-        for num_ranks, layout in ((1, "expert"), (2, "token"), (3, "expert"), (4, "rank"))
-        for v in both(f"{num_ranks} ranks", layout, num_ranks=num_ranks)
-    ),
-    # As many ranks as bits in the masks of ranks.
-    *both("32 ranks", "expert", num_ranks=32, experts_per_rank=8),
-    # One expert a token, and the most: a full warp of routes. More routes than there are experts.
-    *both("top-1", "expert", top_k=1),
-    *both("top-32", "expert", top_k=32),
-    *both("top-32, token", "token", top_k=32),
-    *both("top-32 of one expert", "expert", top_k=32, num_ranks=1, experts_per_rank=1),
-    # Where a rank holds many of a token's experts, most terms are in flight at once.
-    Variant("top-16 of 2 ranks", "expert", (BF16, FP16, BF16), top_k=16, num_ranks=2),
-    Variant("top-32 of 4 ranks, hidden 1000", "expert", (FP32, FP16, FP16), top_k=32, num_ranks=4, hidden=1000),
-    # Many experts: their counters share memory with the ring of rows.
-    *both("2048 experts", "expert", experts_per_rank=256),
-    *both("4096 experts", "expert", experts_per_rank=512),
-    # Rows shorter than a warp's 16-byte loads, one load, a part of one segment, odd numbers of segments, many.
-    *both("hidden 8", "expert", hidden=8),
-    *both("hidden 64", "token", hidden=64),
-    *both("hidden 64, fp32", "expert", FP32, hidden=64),
-    *both("hidden 1000", "expert", hidden=1000),
-    *both("hidden 5120", "expert", hidden=5120),
-    *both("hidden 7176, fp32", "expert", FP32, hidden=7176),
-    *both("hidden 65536", "token", hidden=65536),
-    Variant("fp8, one scale", "expert", (FP8,), hidden=128),
-    # Only FP32 has rows of 16-byte units that are no multiple of 8 values.
-    *both("hidden 4, fp32", "expert", FP32, hidden=4),
-    *both("hidden 1004, fp32", "token", FP32, hidden=1004),
-    # One chunk only, and a number of tokens that no chunk divides.
-    *both("1 token", "expert", max_tokens=1),
-    *both("8191 tokens", "token", max_tokens=8191),
-    # Rows that become FP8 on their way: every dtype is read in its own way, each kind of scale is rounded in its own
-    # way. One block of 128 values, which is a part of a warp's step; several steps.
-    *(
-        quantizing(f"{layout} {dtype} to fp8, {quantize}", layout, quantize, dtype)
-        for layout, quantize, dtype in (
-            *product(("expert",), ("any scale", "power of two"), (BF16, FP16, FP32)),
-            *product(("token", "rank"), ("any scale", "power of two"), (BF16,)),
-        )
-    ),
-    quantizing("to fp8, hidden 128", "token", "power of two", hidden=128),
-    quantizing("to fp8, hidden 5120", "rank", "any scale", FP32, hidden=5120),
-    quantizing("to fp8, top-32 of 32 ranks", "expert", "any scale", FP32, top_k=32, num_ranks=32, experts_per_rank=8),
-    # Every route comes home by itself: rows are scaled and not added where they leave, and there are top_k at home.
-    per_route("bf16", BF16, BF16, BF16),
-    per_route("bf16, weighted", BF16, BF16, BF16),
-    per_route("fp32", FP32, FP32, FP32),
-    per_route("fp32, weighted", FP32, FP32, FP32),
-    per_route("fp32 over bf16", FP32, BF16, FP32),
-    per_route("top-1, weighted", BF16, BF16, BF16, top_k=1),
-    per_route("top-32 of 32 ranks", BF16, BF16, BF16, top_k=32, num_ranks=32, experts_per_rank=8),
-    per_route("hidden 1000, one rank", FP32, FP32, FP32, hidden=1000, num_ranks=1),
-    # What carries rows otherwise.
-    *(
-        carried(strategy, what, dtype, **sizes)
-        for strategy in ("all_gather", "all_to_all")
-        for what, dtype, sizes in (
-            ("bf16", BF16, {}),
-            ("fp32", FP32, {}),
-            ("top-32 of 32 ranks", BF16, {"top_k": 32, "num_ranks": 32, "experts_per_rank": 8}),
-            ("hidden 8, one rank", BF16, {"hidden": 8, "num_ranks": 1}),
-        )
-    ),
-    carried("all_to_all", "fp8 with scales", FP8),
-    carried("all_to_all", "to fp8", BF16, quantize="any scale"),
-    carried("all_to_all", "to fp8, powers of two", BF16, quantize="power of two"),
-    *(
-        carried("reduce_scatter", f"{what}", *dtypes, layout=layout, **sizes)
-        for what, wire, y, out, sizes in (
-            ("bf16", BF16, BF16, BF16, {}),
-            ("fp32", FP32, FP32, FP32, {}),
-            ("fp32 over fp16 to bf16", FP16, FP32, BF16, {}),
-            ("top-32 of 32 ranks", BF16, BF16, BF16, {"top_k": 32, "num_ranks": 32, "experts_per_rank": 8}),
-            ("hidden 8, one rank", BF16, BF16, BF16, {"hidden": 8, "num_ranks": 1}),
-        )
-        for dtypes, layout in (((y, wire), "expert"), ((wire, wire, out), "token"))
-    ),
-    carried("reduce_scatter", "bf16, weighted", BF16, BF16, weighted=True),
-    carried("reduce_scatter", "fp32, weighted", FP32, FP32, weighted=True),
-    # Gradients of weights: rows of top_k values, rounded up to whole 16-byte units.
-    *(of_weights(layout, layout) for layout in ("token", "rank")),
-    of_weights("top-1", "token", top_k=1),
-    of_weights("top-32 of one rank", "rank", top_k=32, num_ranks=1),
-]
-
-
 @pytest.fixture(scope="module")
-def compiling(request: pytest.FixtureRequest) -> Iterator[dict[Variant, Future[tuple[bytes, str]]]]:
+def compiling(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[tuple[bytes, str]]]]:
     """The variants whose tests were asked for, on as many cores as there are."""
-    asked = [item.callspec.params.get("variant") for item in request.session.items if hasattr(item, "callspec")]
+    asked = [item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield {v: pool.submit(compiler.compile_kernel, v.spec()[0]) for v in asked if isinstance(v, Variant)}
+        yield {name: pool.submit(compiler.compile_kernel, VARIANTS[name].spec()) for name in asked if name}
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_it_compiles_within_limits(variant: Variant, compiling: dict[Variant, Future[tuple[bytes, str]]]) -> None:
+@pytest.mark.parametrize("name", VARIANTS)
+def test_it_compiles_within_limits(name: str, compiling: dict[str, Future[tuple[bytes, str]]]) -> None:
     """No spill, no stack frame (local arrays indexed at run time), no warning, no wgmma that was serialised (C75xx),
     and as many registers and as much shared memory as one block can have."""
-    spec, shared_bytes = variant.spec()
-    cubin, log = compiling[variant].result()
+    spec = VARIANTS[name].spec()
+    cubin, log = compiling[name].result()
     assert cubin
     assert "warning" not in log.lower(), log
     assert not re.search(r"C75\d\d", log), log
@@ -232,8 +57,7 @@ def test_it_compiles_within_limits(variant: Variant, compiling: dict[Variant, Fu
     assert needs.registers > 0
     registers = -(-needs.registers // REGISTER_UNIT) * REGISTER_UNIT
     assert registers * spec.threads <= REGISTERS_PER_SM, log
-    assert needs.static_shared_bytes + shared_bytes <= common.MAX_SHARED_BYTES
-    assert dict(spec.shape)["shared_bytes"] == shared_bytes, "what the kernel checks is what the launch asks for"
+    assert needs.static_shared_bytes + spec.shared_bytes <= common.MAX_SHARED_BYTES
 
 
 @pytest.mark.parametrize("quantize", ["", "any scale"], ids=["as it is", "to fp8"])
@@ -245,13 +69,14 @@ def test_any_number_of_experts_fits_or_is_refused(layout: str, num_ranks: int, h
 
     def of(num_experts: int) -> Variant:
         sizes = {"num_ranks": num_ranks, "experts_per_rank": num_experts // num_ranks, "hidden": hidden}
-        return quantizing("", layout, quantize, **sizes)
+        _, variant = variants.dispatch("", layout, BF16, quantize=quantize, **sizes)
+        return variant
 
     fitting, refused = [], []
     for num_experts in range(num_ranks, 40000, 8 * num_ranks):
         variant = of(num_experts)
         try:
-            fitting.append((num_experts, variant.spec()[1]))
+            fitting.append((num_experts, variant.spec().shared_bytes))
         except InvalidArgument:
             refused.append(num_experts)
     assert max(shared_bytes for _, shared_bytes in fitting) <= common.MAX_SHARED_BYTES
@@ -263,8 +88,8 @@ def test_any_number_of_experts_fits_or_is_refused(layout: str, num_ranks: int, h
 def test_the_variants_cover_what_is_built_ahead() -> None:
     """`tokenloom cache build` with its default shape compiles kernels that are tested here, or differ in what does not
     touch the code: FP16 for BF16."""
-    tested = {without_details(variant.spec()[0]) for variant in VARIANTS}
-    built = {without_details(spec) for spec in variants(Plan(8, 256, 7168, 8, 8192))}
+    tested = {without_details(variant.spec()) for variant in VARIANTS.values()}
+    built = {without_details(spec) for spec in cache_commands.variants(Plan(8, 256, 7168, 8, 8192))}
     assert built <= tested
 
 
@@ -341,8 +166,8 @@ def test_numbers_are_the_same_on_both_sides() -> None:
     )
     check("device/tile/fp8.cuh", f"static_assert(kFp8Block == {FP8_BLOCK});")
     kinds = {"": "kAsIs", "any scale": "kToFp8", "power of two": "kToFp8PowerOfTwo"}
-    numbers = {name: dict(quantizing("", "token", kind).spec()[0].shape)["quantize"] for kind, name in kinds.items()}
-    check("kernels/dispatch/dispatch.cuh", *(f"static_assert({name} == {each});" for name, each in numbers.items()))
+    numbers = (f"static_assert({kinds[kind]} == {number});" for kind, number in dispatch.QUANTIZE.items())
+    check("kernels/dispatch/dispatch.cuh", *numbers)
     check(
         "device/sync/call.cuh",
         f"static_assert(kFields == {common.NUM_FIELDS} && kRegionWord < kHeaderWords);",

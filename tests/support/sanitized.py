@@ -92,7 +92,7 @@ def overrun() -> None:
     length = 60  # the allocator may hand out a little more, which is no reason to use it
     with tempfile.TemporaryDirectory() as folder:
         compiler.PACKAGE = write_package(Path(folder))
-        kernel = Kernel(scale_spec(), 0, 0)
+        kernel = Kernel(scale_spec(), 0)
     kernel.args.out, kernel.args.length = int(checked(load_driver().cuMemAlloc(4 * length))), length + 1
     kernel.launch(2, torch.cuda.current_stream().cuda_stream)
     torch.cuda.synchronize()

@@ -2,143 +2,153 @@
 
 from __future__ import annotations
 
-import socket
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from tokenloom.backends import collective, nvlink
 from tokenloom.backends.base import Backend
-from tokenloom.backends.collective import CollectiveBackend
-from tokenloom.backends.nvlink.backend import DEFAULT_SMS, NvlinkBackend
-from tokenloom.errors import BackendUnavailable, InvalidArgument
-from tokenloom.jit.compiler import load_nvrtc
-from tokenloom.jit.kernel import load_driver
-from tokenloom.kernels.common import HOPPER
-from tokenloom.kernels.dispatch.launch import MAX_BLOCKS as MAX_SMS
-from tokenloom.kernels.dispatch.launch import dispatch_spec
+from tokenloom.backends.registration import Availability, Registration, Request
+from tokenloom.errors import BackendUnavailable, CommunicatorBroken, InvalidArgument, PeerError, PeerTimeout
 from tokenloom.plan import Plan
 from tokenloom.runtime.rank_group import RankGroup
 
-__all__ = ["BACKENDS", "DEFAULT_SMS", "MAX_SMS", "Availability", "Backend", "availability", "choose", "make"]
-
-BACKENDS = ("nvlink", "collective")
-"""All names, best first: ``auto`` picks the first that works."""
-MAX_RANKS = 32
-"""Ranks whose rows one warp of the kernels can send to."""
-
-
-BULK_VALUES = 8
-"""Values of 2 bytes in what a bulk copy moves at once."""
+_registered: list[Registration] = [nvlink.REGISTRATION, collective.REGISTRATION]
+"""Best first: ``auto`` picks the first that works."""
 
 
 @dataclass(frozen=True)
-class Availability:
-    """Whether a backend works on this rank.
+class Choice:
+    """A backend in use.
 
     Attributes:
-        name: of the backend.
-        works: on this rank.
-        why: what it runs on, or why it does not work.
-        host: of the rank; "nvlink" needs all ranks on one.
-        gpu: of the rank, by a name that no other has, or ""; "nvlink" needs one for each rank.
+        backend: made for one communicator.
+        why: what it runs on.
+        not_picked: why each better one was not picked.
     """
 
-    name: str
-    works: bool
+    backend: Backend
     why: str
-    host: str
-    gpu: str = ""
+    not_picked: list[str]
+
+
+def register(registration: Registration, *, before: str | None = None) -> Callable[[], None]:
+    """Add a backend, which ``backend=`` of a communicator then names.
+
+    Args:
+        before: the backend that "auto" tries after this one. None: "auto" tries this one last.
+
+    Returns:
+        What takes it back.
+
+    Raises:
+        InvalidArgument: there is one of that name, or none of the name ``before``.
+    """
+    if registration.name in (*names(), "auto"):
+        raise InvalidArgument(f"there is a backend {registration.name!r} already; choose another name")
+    if before is not None and before not in names():
+        raise InvalidArgument(f"before is {before!r}, expected one of {', '.join(names())}")
+    _registered.insert(len(_registered) if before is None else names().index(before), registration)
+    return lambda: _registered.remove(registration)
+
+
+def names() -> tuple[str, ...]:
+    """All backends, best first."""
+    return tuple(each.name for each in _registered)
 
 
 def availability(
     transport: str, device: torch.device, plan: Plan | None = None, dtype: torch.dtype | None = None
 ) -> list[Availability]:
-    """Every backend, best first, for a group over ``transport`` ("gloo", "nccl", ..., "local") on ``device``.
+    """Every backend, best first, as it works on this rank; for arguments see :class:`Request`."""
+    return probe(Request(transport, device, plan=plan, dtype=dtype))
 
-    Args:
-        plan: sizes, where they are known.
-        dtype: of the tokens, where it is known.
+
+def probe(request: Request) -> list[Availability]:
+    """Every backend, best first, as it works on this rank for this request.
+
+    Raises:
+        InvalidArgument: no backend has the name that is asked for.
     """
-    over = "this rank alone" if transport == "local" else f"torch.distributed over {transport}"
-    why_not, host = _why_not_nvlink(device, plan, dtype), _host()
-    own = why_not or f"own kernels on {torch.cuda.get_device_name(device)}"
-    gpu = "" if why_not else str(torch.cuda.get_device_properties(device).uuid)
-    return [
-        Availability("nvlink", why_not is None, own, host, gpu),
-        Availability("collective", True, f"{over}, tensors on {device.type}", host),
-    ]
+    if request.name not in ("auto", *names()):
+        raise InvalidArgument(f"backend is {request.name!r}, expected auto, {', '.join(names())}")
+    return [each.probe(request) for each in _registered]
 
 
-def _host() -> str:
-    """The host's name, and what tells two hosts of the same name apart: both started at different times."""
-    started = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()}/{started.read_text().strip() if started.exists() else ''}"
-
-
-def _why_not_nvlink(device: torch.device, plan: Plan | None, dtype: torch.dtype | None) -> str | None:
-    """What keeps the kernels from running on this rank, or None."""
-    if dtype == torch.float64:
-        return "its kernels have no float64"
-    if plan is not None and plan.hidden % BULK_VALUES:
-        return f"rows of {plan.hidden} bfloat16 values are no multiple of {BULK_VALUES * 2} bytes"
-    if plan is not None and plan.num_ranks > MAX_RANKS:
-        return f"it serves at most {MAX_RANKS} ranks"
-    if device.type != "cuda":
-        return f"it needs a GPU, the tensors are on {device.type}"
-    capability = torch.cuda.get_device_capability(device)
-    if capability != HOPPER:
-        return f"its kernels are for compute capability 9.0 (Hopper), {torch.cuda.get_device_name(device)} has " + (
-            f"{capability[0]}.{capability[1]}"
-        )
-    try:
-        load_nvrtc()
-        load_driver()
-        if plan is not None:  # experts that fit layout "expert", which counts most, fit all
-            dispatch_spec(plan, "expert", plan.hidden * 2, 0)
-    except (BackendUnavailable, InvalidArgument) as error:
-        return str(error)
-    own = torch.cuda.current_device() if device.index is None else device.index
-    for peer in range(torch.cuda.device_count()):
-        if peer != own and not torch.cuda.can_device_access_peer(own, peer):
-            return f"{device} cannot access the memory of cuda:{peer}"
-    return None
-
-
-def require_known(name: str) -> None:
-    """Raises InvalidArgument for a name that is no backend."""
-    if name != "auto" and name not in BACKENDS:
-        raise InvalidArgument(f"backend is {name!r}, expected auto, {', '.join(BACKENDS)}")
-
-
-def choose(name: str, by_rank: list[list[Availability]]) -> tuple[str, list[str]]:
-    """The backend to use, given what works on every rank; and why each better one was not picked.
+def choose(name: str, by_rank: Sequence[Sequence[Availability]]) -> tuple[str, list[str]]:
+    """The best backend that all ranks think works, and why each better one was not picked.
 
     Raises:
         BackendUnavailable: the one asked for does not work on some rank; the message says where and why.
     """
     reasons: list[str] = []
-    for index, candidate in enumerate(BACKENDS):
-        failing = [(rank, found[index].why) for rank, found in enumerate(by_rank) if not found[index].works]
-        if candidate == "nvlink" and not failing:
-            away = [rank for rank, found in enumerate(by_rank) if found[index].host != by_rank[0][index].host]
-            failing = [(rank, "it is on another host than rank 0") for rank in away]
-            gpus = [found[index].gpu for found in by_rank]
-            sharing = [rank for rank, gpu in enumerate(gpus) if gpu and gpu in gpus[:rank]]
-            failing += [(rank, f"it shares its GPU with rank {gpus.index(gpus[rank])}") for rank in sharing]
-        if name in ("auto", candidate) and not failing:
-            return candidate, reasons
+    for index, candidate in enumerate(_registered):
+        found = [of_rank[index] for of_rank in by_rank]
+        failing = [(rank, each.why) for rank, each in enumerate(found) if not each.works]
+        failing = failing or candidate.objections(found)
+        if name in ("auto", candidate.name) and not failing:
+            return candidate.name, reasons
         if failing:
             ranks = "every rank" if len(failing) == len(by_rank) else f"rank {failing[0][0]}"
-            reason = f"{candidate} does not work on {ranks}: {failing[0][1]}"
-            if name == candidate:
+            reason = f"{candidate.name} does not work on {ranks}: {failing[0][1]}"
+            if name == candidate.name:
                 raise BackendUnavailable(f"{reason}; use backend='auto'")
             reasons.append(reason)
     raise BackendUnavailable("; ".join(reasons))
 
 
-def make(name: str, plan: Plan, ranks: RankGroup, num_sms: int, checked: bool) -> Backend:
-    """The backend of that name; collective: every rank makes the same one. The last two are for "nvlink"."""
-    if name == "nvlink":
-        return NvlinkBackend(plan, ranks, num_sms, checked)
-    return CollectiveBackend(plan, ranks)
+def make(request: Request, ranks: RankGroup, by_rank: Sequence[Sequence[Availability]]) -> Choice:
+    """Make the best backend that works. Collective: every rank makes the same one.
+
+    A backend that all ranks expected to work may fail when it is made, say because one process cannot map another's
+    memory. "auto" then goes on to the next.
+
+    Args:
+        by_rank: what :func:`probe` found on every rank.
+
+    Raises:
+        BackendUnavailable: the one asked for does not work, or none does.
+        InvalidArgument, torch.OutOfMemoryError: of this rank, whatever the backend. PeerError: of another.
+    """
+    left = [list(found) for found in by_rank]
+    reasons: list[str] = []
+    while True:
+        name, more = choose(request.name, left)
+        reasons += [reason for reason in more if reason not in reasons]
+        registration = _registered[names().index(name)]
+        backend, failures = _try(registration, request, ranks)
+        if backend is not None:
+            why = next(found.why for found in by_rank[ranks.rank] if found.name == name)
+            return Choice(backend, why, reasons)
+        for found in left:
+            found[names().index(name)] = Availability(name, False, failures)
+
+
+def _try(registration: Registration, request: Request, ranks: RankGroup) -> tuple[Backend | None, str]:
+    """(the backend, ""), or (None, why it failed on a rank), the same on all ranks."""
+    backend: Backend | None = None
+    error: Exception | None = None
+    try:
+        backend = registration.make(request, ranks)
+    except (PeerTimeout, CommunicatorBroken):
+        raise
+    except Exception as failure:
+        error = failure
+    told = None if error is None else (_is_fatal(error), isinstance(error, PeerError), f"{error}")
+    votes = ranks.all_gather_object(told, "making a backend")
+    failed = [(rank, vote) for rank, vote in enumerate(votes) if vote is not None]
+    if not failed:
+        return backend, ""
+    if backend is not None:
+        backend.close_buffers()
+    fatal = [rank for rank, vote in failed if vote[0]]
+    if fatal:
+        raise error if error is not None else PeerError(fatal[0], votes[fatal[0]][2])
+    rank, (_, _, text) = next(((rank, vote) for rank, vote in failed if not vote[1]), failed[0])
+    return None, f"it failed on rank {rank} when it was made: {text}"
+
+
+def _is_fatal(error: Exception) -> bool:
+    """Whether another backend would not help."""
+    return isinstance(error, InvalidArgument | torch.OutOfMemoryError)

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich import box
@@ -21,9 +22,9 @@ from tokenloom.errors import InvalidArgument
 from tokenloom.jit import cache
 from tokenloom.jit.compiler import KernelSpec
 from tokenloom.jit.kernel import blocks_per_sm
-from tokenloom.kernels.combine.launch import combine_spec, presum_spec
-from tokenloom.kernels.common import DTYPES, LAYOUTS
-from tokenloom.kernels.dispatch.launch import dispatch_spec
+from tokenloom.kernels.combine.launch import CombineVariant, PreReduceVariant
+from tokenloom.kernels.common import DTYPES, LAYOUTS, Variant
+from tokenloom.kernels.dispatch.launch import DispatchVariant
 from tokenloom.plan import DISPATCH_STRATEGIES, FP8_BLOCK, Plan
 
 KIB = 1024
@@ -87,10 +88,9 @@ def inspect_table(entries: Sequence[cache.Entry]) -> Table:
     has_gpu = _has_gpu()
     for entry in entries:
         needs = entry.resources
-        dynamic = entry.shape.get("shared_bytes", 0)
         numbers = (entry.threads, needs.registers, needs.stack_bytes, needs.spill_bytes, needs.static_shared_bytes)
-        blocks = _occupancy(entry, dynamic) if has_gpu else "-"
-        table.add_row(variant_name(entry), *map(str, numbers), str(dynamic), blocks, entry.key[:8])
+        blocks = _occupancy(entry) if has_gpu else "-"
+        table.add_row(variant_name(entry), *map(str, numbers), str(entry.shared_bytes), blocks, entry.key[:8])
     return table
 
 
@@ -141,25 +141,34 @@ def variants(plan: Plan) -> list[KernelSpec]:
             f"hidden is {plan.hidden}: no kernels for rows that are no multiple of {COPIED_BYTES} bytes; "
             "pass a multiple of 8"
         )
-    rows: list[tuple[int, int, str, torch.dtype | None]] = [
-        (plan.hidden * dtype.itemsize, 0, "", None) for dtype in dtypes
-    ]
+    plain: list[dict[str, Any]] = [{"x_dtype": dtype} for dtype in dtypes]
+    fp8: list[dict[str, Any]] = []
     if plan.hidden % FP8_BLOCK == 0:
-        of_fp8 = (plan.hidden, plan.scales_per_token)
-        rows += [(*of_fp8, "", None), *((*of_fp8, how, torch.bfloat16) for how in ("any scale", "power of two"))]
-    specs = [dispatch_spec(plan, layout, *row)[0] for layout in LAYOUTS for row in rows]
-    specs += [dispatch_spec(plan, "expert", *row, "all_to_all")[0] for row in rows]
+        fp8 = [{"x_dtype": torch.float8_e4m3fn}]
+        fp8 += [{"x_dtype": torch.bfloat16, "quantize": how} for how in ("any scale", "power of two")]
+    found: list[Variant] = [
+        DispatchVariant(plan=plan, layout=layout, **payload) for layout in LAYOUTS for payload in (*plain, *fp8)
+    ]
+    for payload in (*plain, *fp8):
+        found.append(DispatchVariant(plan=plan, layout="expert", strategy="all_to_all", **payload))
+    for payload in plain:
+        found.append(DispatchVariant(plan=plan, layout="expert", strategy="all_gather", **payload))
     for dtype in dtypes:
-        specs.append(dispatch_spec(plan, "expert", plan.hidden * dtype.itemsize, 0, strategy="all_gather")[0])
-        specs += [combine_spec(plan, layout, dtype, dtype, dtype)[0] for layout in LAYOUTS]
-        specs.append(combine_spec(plan, "expert", dtype, dtype, dtype, weighted=True)[0])
+        found += [_combine(plan, layout, dtype) for layout in LAYOUTS]
+        found.append(_combine(plan, "expert", dtype, weighted=True))
         for weighted in (False, True):
-            specs.append(combine_spec(plan, "expert", dtype, dtype, dtype, "per_route", weighted=weighted)[0])
-            specs.append(presum_spec(plan, dtype, dtype, weighted)[0])
-        specs.append(combine_spec(plan, "token", dtype, dtype, dtype, dense=True)[0])
-    fp32, width = torch.float32, home_weight_values(plan)
-    specs += [combine_spec(plan, layout, fp32, fp32, fp32, "per_rank", width)[0] for layout in ("token", "rank")]
+            found.append(_combine(plan, "expert", dtype, mode="per_route", weighted=weighted))
+            found.append(PreReduceVariant(plan=plan, y_dtype=dtype, wire_dtype=dtype, weighted=weighted))
+        found.append(_combine(plan, "token", dtype, dense=True))
+    width = home_weight_values(plan)
+    found += [_combine(plan, layout, torch.float32, hidden=width) for layout in ("token", "rank")]
+    specs = [variant.spec() for variant in found]
     return list(dict.fromkeys(specs))  # BF16 and FP16 rows are moved by the same kernel
+
+
+def _combine(plan: Plan, layout: str, dtype: torch.dtype, **options: Any) -> CombineVariant:
+    """The combine of one dtype all the way."""
+    return CombineVariant(plan=plan, layout=layout, y_dtype=dtype, wire_dtype=dtype, out_dtype=dtype, **options)
 
 
 def build(console: Console, specs: Sequence[KernelSpec]) -> Built:
@@ -208,8 +217,8 @@ def _has_gpu() -> bool:
     return True
 
 
-def _occupancy(entry: cache.Entry, dynamic_shared_bytes: int) -> str:
+def _occupancy(entry: cache.Entry) -> str:
     try:
-        return str(blocks_per_sm(entry, dynamic_shared_bytes))
+        return str(blocks_per_sm(entry))
     except RuntimeError:  # a GPU that these kernels are not for, or no driver bindings
         return "-"

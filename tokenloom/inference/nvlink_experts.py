@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -16,7 +15,9 @@ from tokenloom.comm.communicator import Communicator
 from tokenloom.errors import InvalidArgument, PeerTimeout
 from tokenloom.inference.reference_experts import MegaCall
 from tokenloom.inference.schedules import schedule_for
+from tokenloom.jit.compiler import KernelSpec
 from tokenloom.jit.kernel import Kernel
+from tokenloom.kernels.barrier.launch import BarrierVariant
 from tokenloom.kernels.gemm.launch import (
     A_BOX_ROWS,
     B_BOX_ROWS,
@@ -32,7 +33,6 @@ from tokenloom.kernels.gemm.launch import (
 from tokenloom.kernels.moe.launch import (
     LIST_BLOCKS_PER_SM,
     OwnTokens,
-    meet_ranks_spec,
     route_lists_spec,
     sum_routes_spec,
 )
@@ -134,13 +134,13 @@ class NvlinkExperts:
         self._buffers: _Buffers | None = None
         self._shared: SymmetricBuffer | None = None
         self._traces: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._sums = self._kernel(*sum_routes_spec(plan, num_shared_experts))
-        self._gemm2 = self._kernel(*grouped_gemm_spec(self._num_local, plan.hidden, intermediate, scatters=True))
+        self._sums = self._kernel(sum_routes_spec(plan, num_shared_experts))
+        self._gemm2 = self._kernel(grouped_gemm_spec(self._num_local, plan.hidden, intermediate, scatters=True))
         self._gemm1_of: dict[tuple[bool, bool], Kernel] = {}
         self._lists_of: dict[torch.dtype, Kernel] = {}
 
-    def _kernel(self, spec: Any, shared_bytes: int) -> Kernel:
-        return Kernel(spec, shared_bytes, self._comm.device.index)
+    def _kernel(self, spec: KernelSpec) -> Kernel:
+        return Kernel(spec, self._comm.device.index)
 
     def describe(self) -> str:
         """How much memory it takes, from the first call on."""
@@ -155,7 +155,7 @@ class NvlinkExperts:
             swiglu = Swiglu(clamp is not None, self._power_of_two_scales, fast_math)
             sizes = (self._num_local, 2 * self._intermediate, self._comm.plan.hidden)
             traced = self._traces is not None
-            self._gemm1_of[key] = self._kernel(*grouped_gemm_spec(*sizes, swiglu, gathers=True, traced=traced))
+            self._gemm1_of[key] = self._kernel(grouped_gemm_spec(*sizes, swiglu, gathers=True, traced=traced))
             if self._traces is not None:
                 self._gemm1_of[key].args.trace = self._traces[0].data_ptr()
         self._gemm1 = self._gemm1_of[key]
@@ -171,7 +171,7 @@ class NvlinkExperts:
         """As of MegaMoE."""
         device, sizes = self._comm.device, (self._num_local, self._comm.plan.hidden, self._intermediate)
         self._traces = (trace_times(self._num_sms, device), trace_times(self._num_sms, device))
-        self._gemm2 = self._kernel(*grouped_gemm_spec(*sizes, scatters=True, traced=True))
+        self._gemm2 = self._kernel(grouped_gemm_spec(*sizes, scatters=True, traced=True))
         self._gemm2.args.trace = self._traces[1].data_ptr()
         self._gemm1_of.clear()
         self.set_activation(*self._activation)
@@ -238,7 +238,7 @@ class NvlinkExperts:
         if dtype not in self._lists_of:
             own_tokens = OwnTokens(dtype, self._power_of_two_scales)
             spec = route_lists_spec(self._comm.plan, self._intermediate, self._num_shared, own_tokens)
-            self._lists_of[dtype] = self._kernel(*spec)
+            self._lists_of[dtype] = self._kernel(spec)
         return self._lists_of[dtype]
 
     def _own_buffers(self) -> _Buffers:
@@ -324,7 +324,7 @@ class NvlinkExperts:
 
     def _sum(self, handle: NvlinkHandle, buffers: _Buffers, out: torch.Tensor, stream: int) -> None:
         calls, ids = self._backend.calls, handle.given_ids
-        meet = calls.kernel(meet_ranks_spec)
+        meet = calls.kernel(BarrierVariant(plan=self._comm.plan))
         meet.args.met, meet.args.taken = buffers.met.data_ptr(), buffers.taken.data_ptr()
         calls.launch(meet, {"call": "MegaMoE", "dispatch number": handle.number}, blocks=1)
         args = self._sums.args

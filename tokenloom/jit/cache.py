@@ -18,7 +18,7 @@ from tokenloom import env
 from tokenloom._version import __version__
 from tokenloom.jit.compiler import OPTIONS, KernelSpec, Resources, compile_kernel, included_files, nvrtc_version
 
-_FORMAT = 1
+_FORMAT = 2
 _SUFFIX = ".kernel"
 _ASIDE = ".partial"
 
@@ -31,6 +31,7 @@ class Entry:
         key: names the entry; a hash of everything that went into it.
         name, shape, arch: of the kernel.
         threads: of a block.
+        shared_bytes: dynamic shared memory of a block.
         cubin: machine code.
         log: what the compiler said.
     """
@@ -40,6 +41,7 @@ class Entry:
     shape: dict[str, int]
     arch: str
     threads: int
+    shared_bytes: int
     cubin: bytes
     log: str
 
@@ -62,7 +64,7 @@ def get(spec: KernelSpec, folder: Path | None = None) -> Entry:
     entry = _read(folder / (key + _SUFFIX))
     if entry is None:
         cubin, log = compile_kernel(spec)
-        entry = Entry(key, spec.name, dict(spec.shape), spec.arch, spec.threads, cubin, log)
+        entry = Entry(key, spec.name, dict(spec.shape), spec.arch, spec.threads, spec.shared_bytes, cubin, log)
         _write(folder, entry)
     return entry
 

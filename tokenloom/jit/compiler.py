@@ -36,6 +36,7 @@ class KernelSpec:
         threads: of a block.
         arch: what to compile for.
         cluster: blocks of a cluster; launches have a multiple of it.
+        shared_bytes: dynamic shared memory of a block; ``Shape::shared_bytes`` in the kernel.
     """
 
     name: str
@@ -45,12 +46,14 @@ class KernelSpec:
     threads: int
     arch: str = "sm_90a"
     cluster: int = 1
+    shared_bytes: int = 0
 
     def source(self) -> str:
         """The translation unit: shape, kernel file, checks that both sides agree on Args, entry point."""
         struct = self.args.__name__
         lines = ["struct Shape {"]
-        lines += [f"    static constexpr int {key} = {value};" for key, value in self.shape]
+        constants = (*self.shape, ("shared_bytes", self.shared_bytes))
+        lines += [f"    static constexpr int {key} = {value};" for key, value in constants]
         lines += ["};", f'#include "{self.path}"']
         lines.append(f'static_assert(sizeof({struct}) == {ctypes.sizeof(self.args)}, "size of {struct}");')
         for field, offset, size in _fields(self.args):

@@ -20,19 +20,17 @@ class Kernel:
 
     Args:
         spec: what to compile.
-        shared_bytes: dynamic shared memory of a block.
         device_index: of the GPU.
 
     A launch writes nothing but ``args`` and makes one driver call; the driver copies the arguments before it returns,
     so one struct is reused by all launches (of one thread).
     """
 
-    def __init__(self, spec: KernelSpec, shared_bytes: int, device_index: int) -> None:
+    def __init__(self, spec: KernelSpec, device_index: int) -> None:
         self.spec = spec
-        self.shared_bytes = shared_bytes
         self.device_index = device_index
         self._driver = load_driver()
-        self._function = _function(spec, shared_bytes, device_index)
+        self._function = _function(spec, device_index)
         self.args: Any = spec.args()
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.args))
         self._parameters = ctypes.addressof(self._pointers)
@@ -48,7 +46,7 @@ class Kernel:
 
     def _launch(self, blocks: int, stream: int) -> Any:
         (status,) = self._driver.cuLaunchKernel(
-            self._function, blocks, 1, 1, self.spec.threads, 1, 1, self.shared_bytes, stream, self._parameters, 0
+            self._function, blocks, 1, 1, self.spec.threads, 1, 1, self.spec.shared_bytes, stream, self._parameters, 0
         )
         return status
 
@@ -94,36 +92,36 @@ def tensor_map(tensor: torch.Tensor, box: tuple[int, ...], swizzle: bool = False
     return found
 
 
-def blocks_per_sm(entry: disk.Entry, shared_bytes: int) -> int:
+def blocks_per_sm(entry: disk.Entry) -> int:
     """How many blocks of a kernel fit on one SM of the current CUDA context's GPU at once.
 
     Raises:
         RuntimeError: the GPU is of another architecture.
     """
     driver = load_driver()
-    module, function = _load(driver, entry, shared_bytes)
+    module, function = _load(driver, entry)
     try:
-        return checked(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, entry.threads, shared_bytes))
+        return checked(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, entry.threads, entry.shared_bytes))
     finally:
         checked(driver.cuModuleUnload(module))
 
 
-def _load(driver: Any, entry: disk.Entry, shared_bytes: int) -> tuple[Any, Any]:
-    """(module, function), with room for that much dynamic shared memory."""
+def _load(driver: Any, entry: disk.Entry) -> tuple[Any, Any]:
+    """(module, function), with room for its dynamic shared memory."""
     module = checked(driver.cuModuleLoadData(entry.cubin))
     function = checked(driver.cuModuleGetFunction(module, entry_symbol(entry.name).encode()))
-    if shared_bytes:
+    if entry.shared_bytes:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        checked(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
+        checked(driver.cuFuncSetAttribute(function, attribute, entry.shared_bytes))
     return module, function
 
 
 @cache
-def _function(spec: KernelSpec, shared_bytes: int, device_index: int) -> Any:
+def _function(spec: KernelSpec, device_index: int) -> Any:
     """The kernel in the device's primary context, which torch uses; loaded once in this process."""
     with torch.cuda.device(device_index):
         make_current(device_index)
-        return _load(load_driver(), disk.get(spec), shared_bytes)[1]
+        return _load(load_driver(), disk.get(spec))[1]
 
 
 def make_current(device_index: int) -> None:

@@ -51,7 +51,7 @@ def grouped_gemm_fp8(
         BackendUnavailable: the tensors are not on a Hopper GPU.
     """
     _check(a, a_scales, b, b_scales, expert_offsets)
-    kernel = Kernel(*grouped_gemm_spec(b.shape[0], b.shape[1], b.shape[2]), a.device.index)
+    kernel = Kernel(grouped_gemm_spec(b.shape[0], b.shape[1], b.shape[2]), a.device.index)
     out = torch.empty(a.shape[0], b.shape[1], dtype=torch.bfloat16, device=a.device)
     _launch(kernel, a, a_scales, b, b_scales, expert_offsets, out)
     return out
@@ -97,7 +97,7 @@ def grouped_swiglu_fp8(
         check_tensor("row_weights", row_weights, torch.float32, [a.shape[0]], a.device)
     check_clamp("clamp", clamp)
     swiglu = Swiglu(clamp is not None, power_of_two_scales, fast_math)
-    kernel = Kernel(*grouped_gemm_spec(w1.shape[0], w1.shape[1], w1.shape[2], swiglu), a.device.index)
+    kernel = Kernel(grouped_gemm_spec(w1.shape[0], w1.shape[1], w1.shape[2], swiglu), a.device.index)
     rows, width = a.shape[0], w1.shape[1] // 2
     out = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=a.device)
     out_scales = torch.empty(rows, width // BLOCK, dtype=torch.float32, device=a.device)

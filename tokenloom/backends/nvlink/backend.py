@@ -28,10 +28,10 @@ from tokenloom.backends.nvlink.handle import NvlinkHandle, Region
 from tokenloom.backends.nvlink.launcher import FOLLOWS_A_FAULT, Calls
 from tokenloom.errors import CapacityOverflow, DtypeMismatch, InvalidArgument, ShapeMismatch
 from tokenloom.jit.kernel import Kernel
-from tokenloom.kernels.combine.launch import PRESUM_BLOCKS, combine_spec, max_chunks, presum_spec
+from tokenloom.kernels.combine.launch import PRESUM_BLOCKS, CombineVariant, PreReduceVariant, max_chunks
 from tokenloom.kernels.common import DTYPES
-from tokenloom.kernels.dispatch.launch import MAX_BLOCKS, block_count_words, dispatch_spec
-from tokenloom.kernels.row_weights.launch import BLOCKS, row_weights_spec
+from tokenloom.kernels.dispatch.launch import MAX_BLOCKS, DispatchVariant, block_count_words
+from tokenloom.kernels.row_weights.launch import BLOCKS, RowWeightsVariant
 from tokenloom.ops import routing
 from tokenloom.plan import Plan
 from tokenloom.runtime.rank_group import RankGroup
@@ -273,12 +273,13 @@ class NvlinkBackend:
         )
         with_scales = tensors.scales is not None or call.to_fp8
         places = plan.worst_case_rows("rank") if call.layout == "rank" else capacity
-        quantize: tuple[Any, ...] = ("", None)
+        quantize = ""
         if call.to_fp8:
-            quantize = ("power of two" if call.power_of_two_scales else "any scale", x.dtype)
-        row_bytes = plan.hidden * row_dtype.itemsize
-        scales_per_row = plan.scales_per_token if with_scales else 0
-        kernel = self.calls.kernel(dispatch_spec, call.layout, row_bytes, scales_per_row, *quantize, call.strategy)
+            quantize = "power of two" if call.power_of_two_scales else "any scale"
+        variant = DispatchVariant(
+            plan=plan, layout=call.layout, x_dtype=x.dtype, quantize=quantize, strategy=call.strategy
+        )
+        kernel = self.calls.kernel(variant)
         args = kernel.args
         args.x = x.data_ptr()
         args.scales = _address(tensors.scales)
@@ -417,8 +418,16 @@ class NvlinkBackend:
             self._reduce_scatter(handle, rows, weights, call, fields, out)
         else:
             buffer = self.buffer(*self._home(call), fields)
-            variant = (handle.call.layout, rows.dtype, call.wire_dtype, call.out_dtype, call.mode)
-            kernel = self.calls.kernel(combine_spec, *variant, None, False, weights is not None)
+            variant = CombineVariant(
+                plan=self.plan,
+                layout=handle.call.layout,
+                y_dtype=rows.dtype,
+                wire_dtype=call.wire_dtype,
+                out_dtype=call.out_dtype,
+                mode=call.mode,
+                weighted=weights is not None,
+            )
+            kernel = self.calls.kernel(variant)
             self._describe(kernel, handle, rows, out, handle.capacity)
             kernel.args.row_weights = _address(weights)
             blocks = self._blocks_alone if alone else None
@@ -453,14 +462,23 @@ class NvlinkBackend:
         except Exception as fault:  # no memory: the others are told, or they would wait
             self.report_fault("combine", fault)
             raise
-        presum = self.calls.kernel(presum_spec, rows.dtype, call.wire_dtype, weights is not None)
+        presum = self.calls.kernel(
+            PreReduceVariant(plan=plan, y_dtype=rows.dtype, wire_dtype=call.wire_dtype, weighted=weights is not None)
+        )
         self._describe(presum, handle, rows, dense, handle.capacity)
         presum.args.row_weights = _address(weights)
         presum.args.home = buffer.addresses[self.ranks.rank] + half + self.ranks.rank * dense[0].nbytes
         presum.launch(PRESUM_BLOCKS, torch.cuda.current_stream(device).cuda_stream)
         self._bring(buffer, half, lambda rank: dense[rank])
         kernel = self.calls.kernel(
-            combine_spec, "token", call.wire_dtype, call.wire_dtype, call.out_dtype, "per_rank", None, True
+            CombineVariant(
+                plan=plan,
+                layout="token",
+                y_dtype=call.wire_dtype,
+                wire_dtype=call.wire_dtype,
+                out_dtype=call.out_dtype,
+                dense=True,
+            )
         )
         self._describe(kernel, handle, dense, out, handle.capacity)
         self._start_combine(kernel, buffer, half, fields)
@@ -537,7 +555,7 @@ class NvlinkBackend:
         self, handle: NvlinkHandle, source: torch.Tensor, target: torch.Tensor, places: int, routes: int, to_rows: bool
     ) -> None:
         # One of its own for each call: forward and backward may run in several threads.
-        kernel = Kernel(*row_weights_spec(self.plan, to_rows), self.ranks.device.index)
+        kernel = Kernel(RowWeightsVariant(plan=self.plan, to_rows=to_rows).spec(), self.ranks.device.index)
         args = kernel.args
         args.row_places, args.source_counts = handle.row_places.data_ptr(), handle.counts.source_counts.data_ptr()
         setattr(args, "from", source.data_ptr())
@@ -567,7 +585,10 @@ class NvlinkBackend:
         rows = torch.where(handle.local_ids[: len(grad)] >= 0, grad, 0)
         width = home_weight_values(self.plan)
         rows = torch.nn.functional.pad(rows, (0, width - self.plan.top_k))
-        kernel = self.calls.kernel(combine_spec, layout, *[torch.float32] * 3, "per_rank", width)
+        fp32 = torch.float32
+        kernel = self.calls.kernel(
+            CombineVariant(plan=self.plan, layout=layout, y_dtype=fp32, wire_dtype=fp32, out_dtype=fp32, hidden=width)
+        )
         out = rows.new_empty(handle.num_tokens, width)
         fields: dict[str, Field] = {"call": "combine", "dispatch number": handle.number, "mode": "gradient of weights"}
         capacity = handle.capacity if handle.call.layout == "token" else self.plan.worst_case_rows("token")

@@ -7,18 +7,16 @@ to all of them. The host reads that at once where it must, or a few calls later,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from tokenloom.backends.handshake import Field, decode_field, encode_fields
 from tokenloom.backends.nvlink.buffers import control_regions
 from tokenloom.errors import CapacityOverflow, PeerError, PlanMismatch
-from tokenloom.jit.compiler import KernelSpec
 from tokenloom.jit.kernel import Kernel
-from tokenloom.kernels.combine.launch import combine_spec
+from tokenloom.kernels.combine.launch import CombineVariant
+from tokenloom.kernels.common import Variant
 from tokenloom.plan import Plan
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.streams import on_stream
@@ -57,7 +55,7 @@ class Calls:
     def __init__(self, plan: Plan, ranks: RankGroup, num_sms: int) -> None:
         self.plan, self.ranks, self.num_sms = plan, ranks, num_sms
         self.control = SymmetricBuffer(control_regions(plan), ranks)
-        self._kernels: dict[Any, Kernel] = {}
+        self._kernels: dict[Variant, Kernel] = {}
         self._state = torch.zeros(4, dtype=torch.int32, device=ranks.device)  # epoch, blocks out, claims
         self._fault = FaultFlag(ranks.device, ranks.rank)
         self._records = CallRecords(CALLS_IN_FLIGHT + 2)
@@ -67,13 +65,11 @@ class Calls:
         self._last: torch.cuda.Stream | None = None  # where the last call is
         self.num_calls = 0
 
-    def kernel(self, make: Callable[..., tuple[KernelSpec, int]], *variant: Any) -> Kernel:
+    def kernel(self, variant: Variant) -> Kernel:
         """The kernel of a variant, with arguments of its own in which everything about the opening is filled in."""
-        key = (make, variant)
-        found = self._kernels.get(key)
+        found = self._kernels.get(variant)
         if found is None:
-            spec, shared_bytes = make(self.plan, *variant)
-            found = self._kernels[key] = Kernel(spec, shared_bytes, self.ranks.device.index)
+            found = self._kernels[variant] = Kernel(variant.spec(), self.ranks.device.index)
             opening = found.args.call
             opening.peers = self.control.peers.data_ptr()
             opening.flags = self.control.regions.offset("flags")
@@ -146,7 +142,9 @@ class Calls:
         Args:
             status: this rank's own fault, which it raises itself, or 0.
         """
-        kernel = self.kernel(combine_spec, "token", torch.bfloat16, torch.bfloat16, torch.bfloat16)
+        bf16 = torch.bfloat16
+        variant = CombineVariant(plan=self.plan, layout="token", y_dtype=bf16, wire_dtype=bf16, out_dtype=bf16)
+        kernel = self.kernel(variant)
         sizes = (self.plan.num_ranks, self.plan.num_ranks + self.plan.num_experts)
         counts = torch.zeros(sizes, dtype=torch.int32, device=self.ranks.device)
         kernel.args.all_counts = counts.data_ptr()

@@ -24,10 +24,10 @@ class SwigluArgs(ctypes.Structure):
     ]
 
 
-def swiglu_spec(name: str, dtype: torch.dtype, intermediate: int) -> tuple[KernelSpec, int]:
-    """(spec, dynamic shared memory) of "swiglu_forward" or "swiglu_backward"; launched with any number of blocks."""
+def swiglu_spec(name: str, dtype: torch.dtype, intermediate: int) -> KernelSpec:
+    """What to compile for "swiglu_forward" or "swiglu_backward"; launched with any number of blocks."""
     shape = {"dtype": DTYPES[dtype], "intermediate": intermediate, "threads": THREADS}
-    return KernelSpec(name, f"kernels/activation/{name}.cuh", tuple(shape.items()), SwigluArgs, THREADS), 0
+    return KernelSpec(name, f"kernels/activation/{name}.cuh", tuple(shape.items()), SwigluArgs, THREADS)
 
 
 def takes(dtype: torch.dtype, intermediate: int) -> bool:
@@ -62,7 +62,7 @@ def _kernel(
     name: str, hidden: torch.Tensor, weights: torch.Tensor, num_rows: torch.Tensor, activations: torch.Tensor
 ) -> Kernel:
     """One of its own for each call: forward and backward may run in several threads."""
-    kernel = Kernel(*swiglu_spec(name, hidden.dtype, hidden.shape[1] // 2), hidden.device.index)
+    kernel = Kernel(swiglu_spec(name, hidden.dtype, hidden.shape[1] // 2), hidden.device.index)
     args = kernel.args
     args.hidden, args.weights, args.num_rows = hidden.data_ptr(), weights.data_ptr(), num_rows.data_ptr()
     args.activations = activations.data_ptr()

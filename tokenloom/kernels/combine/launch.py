@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from tokenloom.jit.compiler import KernelSpec
-from tokenloom.kernels.common import DTYPES, LAYOUTS, Call, int32_fields, ring, uint64_fields
+from tokenloom.kernels.common import (
+    DTYPES,
+    LAYOUTS,
+    Call,
+    describe,
+    int32_fields,
+    ring,
+    short_name,
+    uint64_fields,
+)
 from tokenloom.plan import Plan
 
 THREADS = 512
@@ -41,66 +50,110 @@ def max_chunks(plan: Plan) -> int:
     return max(min(plan.max_tokens_per_rank, 128), -(-plan.max_tokens_per_rank >> MOST_CHUNK_SHIFT))
 
 
-def combine_spec(
-    plan: Plan,
-    layout: str,
-    y_dtype: torch.dtype,
-    wire_dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    mode: str = "per_rank",
-    hidden: int | None = None,
-    dense: bool = False,
-    weighted: bool = False,
-) -> tuple[KernelSpec, int]:
-    """The variant for these dtypes: (spec, dynamic shared memory).
+@dataclass(frozen=True, kw_only=True)
+class CombineVariant:
+    """One compiled form of the combine kernel.
 
-    Args:
-        hidden: values of a row, if not the plan's.
-        dense: rows have come home as :func:`presum_spec` makes them; the kernel only adds them.
-        weighted: ``row_weights`` are given (layout "expert").
+    Attributes:
+        plan: sizes of the group.
+        layout: "token", "expert" or "rank", as the dispatch had.
+        y_dtype, wire_dtype, out_dtype: dtypes of the rows given, of those sent home, and of the result.
+        mode: "per_rank" sends partial sums home, "per_route" each weighted row.
+        hidden: values of a row; None means the plan's.
+        dense: rows have come home as :class:`PreReduceVariant` makes them, and the kernel only adds them.
+        weighted: ``row_weights`` are given (layout "expert" only).
     """
-    hidden = hidden or plan.hidden
-    copies = layout != "expert" and y_dtype == wire_dtype and not dense
-    ranks_of_token = plan.num_ranks * (1 - (1 - 1 / plan.num_ranks) ** plan.top_k)  # if routing is random
-    routes_of_row = plan.top_k / ranks_of_token if layout == "expert" else 1
-    other_bytes = 36 * plan.num_ranks + 4 * 19 * max(PUSH_WARPS.values()) + 256
-    stage_bytes, stages, shared_bytes = 128, 2, 768 + other_bytes
-    if copies:
-        stage_bytes, stages, shared_bytes = ring(hidden * wire_dtype.itemsize, COPY_WARPS, other_bytes, 0)
-    shape = {
-        "num_ranks": plan.num_ranks,
-        "num_experts": plan.num_experts,
-        "top_k": plan.top_k,
-        "hidden": hidden,
-        "y_dtype": DTYPES[y_dtype],
-        "wire_dtype": DTYPES[wire_dtype],
-        "out_dtype": DTYPES[out_dtype],
-        "group": 8 if hidden % 8 == 0 else 4,
-        "layout": LAYOUTS[layout],
-        "per_route": int(mode == "per_route"),
-        "dense": int(dense),
-        "weighted": int(weighted),
-        "threads": THREADS,
-        "push_warps": COPY_WARPS if copies else PUSH_WARPS[mode],
-        "push_terms": _terms_at_once(routes_of_row, MOST_WEIGHTED_TERMS_AT_ONCE),
-        "home_terms": _terms_at_once(plan.top_k if mode == "per_route" else ranks_of_token, MOST_TERMS_AT_ONCE),
-        "stage_bytes": stage_bytes,
-        "stages": stages,
-        "shared_bytes": shared_bytes,
-        "most_chunk_shift": MOST_CHUNK_SHIFT,
-    }
-    return KernelSpec("combine", "kernels/combine/combine.cuh", tuple(shape.items()), CombineArgs, THREADS), (
-        shared_bytes
-    )
+
+    plan: Plan
+    layout: str
+    y_dtype: torch.dtype
+    wire_dtype: torch.dtype
+    out_dtype: torch.dtype
+    mode: str = "per_rank"
+    hidden: int | None = None
+    dense: bool = False
+    weighted: bool = False
+
+    def __str__(self) -> str:
+        dtypes = [short_name(dtype) for dtype in (self.y_dtype, self.wire_dtype, self.out_dtype)]
+        extras = [word for word in ("dense", "weighted") if getattr(self, word)]
+        if self.hidden is not None:
+            extras.append(f"rows of {self.hidden}")
+        words = [describe(self.plan), f"layout {self.layout}", self.mode, " > ".join(dtypes), *extras]
+        return f"combine, {', '.join(words)}"
+
+    def spec(self) -> KernelSpec:
+        """What to compile and how to launch it."""
+        plan, hidden = self.plan, self.hidden or self.plan.hidden
+        copies = self.layout != "expert" and self.y_dtype == self.wire_dtype and not self.dense
+        ranks_of_token = plan.num_ranks * (1 - (1 - 1 / plan.num_ranks) ** plan.top_k)  # if routing is random
+        routes_of_row = plan.top_k / ranks_of_token if self.layout == "expert" else 1
+        terms_of_token = plan.top_k if self.mode == "per_route" else ranks_of_token
+        other_bytes = 36 * plan.num_ranks + 4 * 19 * max(PUSH_WARPS.values()) + 256
+        stage_bytes, stages, shared_bytes = 128, 2, 768 + other_bytes
+        if copies:
+            stage_bytes, stages, shared_bytes = ring(hidden * self.wire_dtype.itemsize, COPY_WARPS, other_bytes, 0)
+        shape = {
+            "num_ranks": plan.num_ranks,
+            "num_experts": plan.num_experts,
+            "top_k": plan.top_k,
+            "hidden": hidden,
+            "y_dtype": DTYPES[self.y_dtype],
+            "wire_dtype": DTYPES[self.wire_dtype],
+            "out_dtype": DTYPES[self.out_dtype],
+            "group": 8 if hidden % 8 == 0 else 4,
+            "layout": LAYOUTS[self.layout],
+            "per_route": int(self.mode == "per_route"),
+            "dense": int(self.dense),
+            "weighted": int(self.weighted),
+            "threads": THREADS,
+            "push_warps": COPY_WARPS if copies else PUSH_WARPS[self.mode],
+            "push_terms": _terms_at_once(routes_of_row, MOST_WEIGHTED_TERMS_AT_ONCE),
+            "home_terms": _terms_at_once(terms_of_token, MOST_TERMS_AT_ONCE),
+            "stage_bytes": stage_bytes,
+            "stages": stages,
+            "most_chunk_shift": MOST_CHUNK_SHIFT,
+        }
+        return KernelSpec(
+            "combine",
+            "kernels/combine/combine.cuh",
+            tuple(shape.items()),
+            CombineArgs,
+            threads=THREADS,
+            shared_bytes=shared_bytes,
+        )
 
 
-def presum_spec(
-    plan: Plan, y_dtype: torch.dtype, wire_dtype: torch.dtype, weighted: bool = False
-) -> tuple[KernelSpec, int]:
-    """The partial sums of layout "expert", for copy engines to take home: (spec, dynamic shared memory)."""
-    spec, _ = combine_spec(plan, "expert", y_dtype, wire_dtype, wire_dtype, weighted=weighted)
-    shape = dict(spec.shape) | {"shared_bytes": 0}
-    return replace(spec, name="presum", path="kernels/combine/presum.cuh", shape=tuple(shape.items())), 0
+@dataclass(frozen=True, kw_only=True)
+class PreReduceVariant:
+    """One compiled form of the kernel that makes the partial sums of layout "expert", for copy engines to take home.
+
+    Attributes:
+        plan: sizes of the group.
+        y_dtype, wire_dtype: dtypes of the rows given, and of the sums.
+        weighted: ``row_weights`` are given.
+    """
+
+    plan: Plan
+    y_dtype: torch.dtype
+    wire_dtype: torch.dtype
+    weighted: bool = False
+
+    def __str__(self) -> str:
+        dtypes = f"{short_name(self.y_dtype)} > {short_name(self.wire_dtype)}"
+        return f"presum, {describe(self.plan)}, {dtypes}{', weighted' if self.weighted else ''}"
+
+    def spec(self) -> KernelSpec:
+        """What to compile and how to launch it: with any number of blocks."""
+        spec = CombineVariant(
+            plan=self.plan,
+            layout="expert",
+            y_dtype=self.y_dtype,
+            wire_dtype=self.wire_dtype,
+            out_dtype=self.wire_dtype,
+            weighted=self.weighted,
+        ).spec()
+        return replace(spec, name="presum", path="kernels/combine/presum.cuh", shared_bytes=0)
 
 
 def _terms_at_once(expected: float, most: int) -> int:

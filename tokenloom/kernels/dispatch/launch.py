@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 
 import torch
 
@@ -14,8 +15,10 @@ from tokenloom.kernels.common import (
     MAX_SHARED_BYTES,
     MOST_STAGES,
     Call,
+    describe,
     int32_fields,
     ring,
+    short_name,
     uint64_fields,
 )
 from tokenloom.plan import DISPATCH_STRATEGIES, Plan
@@ -28,6 +31,8 @@ FILL_WARPS = 8
 """Layout expert: warps of a block that copy rows to their further places; the first of them raises flags instead."""
 QUANTIZE_WARPS = 16
 """Warps of a block that quantise rows on their way; they need no ring."""
+QUANTIZE = {"": 0, "any scale": 1, "power of two": 2}
+"""How rows become FP8 on their way; Quantize of shared.cuh."""
 
 
 class DispatchArgs(ctypes.Structure):
@@ -52,57 +57,81 @@ def block_count_words(plan: Plan) -> int:
     return MAX_BLOCKS * (2 + plan.num_ranks + plan.num_experts)
 
 
-def dispatch_spec(
-    plan: Plan,
-    layout: str,
-    row_bytes: int,
-    scales_per_row: int,
-    quantize: str = "",
-    x_dtype: torch.dtype | None = None,
-    strategy: str = "dedup",
-) -> tuple[KernelSpec, int]:
-    """The variant for a payload: (spec, dynamic shared memory).
+@dataclass(frozen=True, kw_only=True)
+class DispatchVariant:
+    """One compiled form of the dispatch kernel.
 
-    Args:
-        row_bytes, scales_per_row: of a row as it is sent.
-        quantize: "" if x is sent as it is; "any scale" or "power of two" if x of ``x_dtype`` becomes FP8 on the way.
-        strategy: of a dispatch; other than "dedup" for layout "expert", "all_gather" for rows without scales.
+    Attributes:
+        plan: sizes of the group.
+        layout: "token", "expert" or "rank".
+        x_dtype: dtype of the tokens; float8_e4m3fn comes with scales.
+        quantize: "" sends rows as they are. "any scale" and "power of two" make FP8 of them on the way.
+        strategy: what carries rows, of :data:`tokenloom.plan.DISPATCH_STRATEGIES`. Other than "dedup" for layout
+            "expert" only; "all_gather" for rows without scales only.
     """
-    by_expert = layout == "expert"
-    send_warps = SEND_WARPS if by_expert or not quantize else QUANTIZE_WARPS
-    warps = send_warps + (FILL_WARPS if by_expert else 0)
-    counts = plan.num_ranks + plan.num_experts
-    route_bytes = 4 * (
-        3 * counts + 16 + 8 * plan.num_ranks + plan.num_experts + (plan.num_experts if by_expert else 1)
-    )
-    route_bytes += 4 * 19 * send_warps + 256  # progress
-    running_bytes, place_warps = 4 * warps * plan.num_ranks + 4, 1
-    if by_expert:
-        room = MAX_SHARED_BYTES - route_bytes - running_bytes - 1024 - send_warps * MOST_STAGES * CONTROL_BYTES
-        place_warps = max(1, min(warps, room // (4 * plan.num_experts)))
-        running_bytes += 4 * place_warps * plan.num_experts
-    stage_bytes, stages, shared_bytes = ring(row_bytes, send_warps, route_bytes, running_bytes)
-    if quantize:
-        stage_bytes, stages, shared_bytes = 128, 2, max(running_bytes, 256) + route_bytes + 512
-    shape = {
-        "num_ranks": plan.num_ranks,
-        "num_experts": plan.num_experts,
-        "experts_per_rank": plan.experts_per_rank,
-        "top_k": plan.top_k,
-        "hidden": plan.hidden,
-        "row_bytes": row_bytes,
-        "scales_per_row": scales_per_row,
-        "quantize": ("", "any scale", "power of two").index(quantize),
-        "x_dtype": 0 if x_dtype is None else DTYPES[x_dtype],
-        "layout": LAYOUTS[layout],
-        "strategy": DISPATCH_STRATEGIES.index(strategy),
-        "threads": 32 * warps,
-        "send_warps": send_warps,
-        "place_warps": place_warps,
-        "stage_bytes": stage_bytes,
-        "stages": stages,
-        "shared_bytes": shared_bytes,
-        "max_blocks": MAX_BLOCKS,
-    }
-    spec = KernelSpec("dispatch", "kernels/dispatch/dispatch.cuh", tuple(shape.items()), DispatchArgs, 32 * warps)
-    return spec, shared_bytes
+
+    plan: Plan
+    layout: str
+    x_dtype: torch.dtype
+    quantize: str = ""
+    strategy: str = "dedup"
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """Dtype of the rows that are sent."""
+        return torch.float8_e4m3fn if self.quantize else self.x_dtype
+
+    def __str__(self) -> str:
+        rows = f"{short_name(self.x_dtype)} to fp8, {self.quantize}" if self.quantize else short_name(self.x_dtype)
+        return f"dispatch, {describe(self.plan)}, layout {self.layout}, {self.strategy}, {rows}"
+
+    def spec(self) -> KernelSpec:
+        """What to compile and how to launch it.
+
+        Raises:
+            InvalidArgument: counts of so many experts leave no shared memory for rows.
+        """
+        plan, by_expert = self.plan, self.layout == "expert"
+        row_bytes = plan.hidden * self.row_dtype.itemsize
+        send_warps = SEND_WARPS if by_expert or not self.quantize else QUANTIZE_WARPS
+        warps = send_warps + (FILL_WARPS if by_expert else 0)
+        counts = plan.num_ranks + plan.num_experts
+        route_bytes = 4 * (
+            3 * counts + 16 + 8 * plan.num_ranks + plan.num_experts + (plan.num_experts if by_expert else 1)
+        )
+        route_bytes += 4 * 19 * send_warps + 256  # progress
+        running_bytes, place_warps = 4 * warps * plan.num_ranks + 4, 1
+        if by_expert:
+            room = MAX_SHARED_BYTES - route_bytes - running_bytes - 1024 - send_warps * MOST_STAGES * CONTROL_BYTES
+            place_warps = max(1, min(warps, room // (4 * plan.num_experts)))
+            running_bytes += 4 * place_warps * plan.num_experts
+        stage_bytes, stages, shared_bytes = ring(row_bytes, send_warps, route_bytes, running_bytes)
+        if self.quantize:
+            stage_bytes, stages, shared_bytes = 128, 2, max(running_bytes, 256) + route_bytes + 512
+        shape = {
+            "num_ranks": plan.num_ranks,
+            "num_experts": plan.num_experts,
+            "experts_per_rank": plan.experts_per_rank,
+            "top_k": plan.top_k,
+            "hidden": plan.hidden,
+            "row_bytes": row_bytes,
+            "scales_per_row": plan.scales_per_token if self.row_dtype == torch.float8_e4m3fn else 0,
+            "quantize": QUANTIZE[self.quantize],
+            "x_dtype": DTYPES[self.x_dtype] if self.quantize else 0,
+            "layout": LAYOUTS[self.layout],
+            "strategy": DISPATCH_STRATEGIES.index(self.strategy),
+            "threads": 32 * warps,
+            "send_warps": send_warps,
+            "place_warps": place_warps,
+            "stage_bytes": stage_bytes,
+            "stages": stages,
+            "max_blocks": MAX_BLOCKS,
+        }
+        return KernelSpec(
+            "dispatch",
+            "kernels/dispatch/dispatch.cuh",
+            tuple(shape.items()),
+            DispatchArgs,
+            threads=32 * warps,
+            shared_bytes=shared_bytes,
+        )

@@ -62,8 +62,8 @@ def grouped_gemm_spec(
     gathers: bool = False,
     scatters: bool = False,
     traced: bool = False,
-) -> tuple[KernelSpec, int]:
-    """The variant for weights [num_experts, n, k]: (spec, dynamic shared memory).
+) -> KernelSpec:
+    """The variant for weights [num_experts, n, k].
 
     Args:
         gathers: rows of a are where an index says.
@@ -95,11 +95,12 @@ def grouped_gemm_spec(
         "power_of_two": int(swiglu is not None and swiglu.power_of_two_scales),
         "fast_math": int(swiglu is not None and swiglu.fast_math),
         "stages": stages,
-        "shared_bytes": shared_bytes,
     }
     path = "kernels/gemm/grouped_gemm.cuh"
-    spec = KernelSpec("grouped_gemm", path, tuple(shape.items()), GroupedGemmArgs, THREADS, cluster=CLUSTER)
-    return spec, shared_bytes
+    items = tuple(shape.items())
+    return KernelSpec(
+        "grouped_gemm", path, items, GroupedGemmArgs, THREADS, cluster=CLUSTER, shared_bytes=shared_bytes
+    )
 
 
 def trace_times(blocks: int, device: torch.device) -> torch.Tensor:

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from tokenloom.jit.compiler import KernelSpec
-from tokenloom.kernels.common import DTYPES, Call, int32_fields, uint64_fields
+from tokenloom.kernels.common import DTYPES, int32_fields, uint64_fields
 from tokenloom.plan import Plan
 
 LIST_THREADS = 512
 LIST_BLOCKS_PER_SM = 2
-MEET_THREADS = 128
 SUM_THREADS = 512
 TERMS_AT_ONCE = 8
 """Rows of a token that are added together are loaded together, up to so many."""
@@ -31,12 +30,6 @@ class RouteListsArgs(ctypes.Structure):
         *int32_fields("copy_room", "padding"),
         *uint64_fields("fault_claimed"),
     ]
-
-
-class MeetRanksArgs(ctypes.Structure):
-    """Mirror of MeetRanksArgs in meet_ranks.cuh, which says what each value is."""
-
-    _fields_ = [("call", Call), *uint64_fields("met", "taken")]
 
 
 class SumRoutesArgs(ctypes.Structure):
@@ -63,8 +56,8 @@ class OwnTokens:
 
 def route_lists_spec(
     plan: Plan, intermediate: int, num_shared_experts: int = 0, own_tokens: OwnTokens = OwnTokens()
-) -> tuple[KernelSpec, int]:
-    """(spec, dynamic shared memory); launched with any number of blocks."""
+) -> KernelSpec:
+    """What to compile; launched with any number of blocks."""
     quantize = num_shared_experts > 0 and own_tokens.dtype in DTYPES
     shape = {
         "num_ranks": plan.num_ranks,
@@ -80,23 +73,11 @@ def route_lists_spec(
         "threads": LIST_THREADS,
     }
     path = "kernels/moe/route_lists.cuh"
-    return KernelSpec("route_lists", path, tuple(shape.items()), RouteListsArgs, LIST_THREADS), 0
+    return KernelSpec("route_lists", path, tuple(shape.items()), RouteListsArgs, LIST_THREADS)
 
 
-def meet_ranks_spec(plan: Plan) -> tuple[KernelSpec, int]:
-    """(spec, dynamic shared memory); launched with one block."""
-    shape = {
-        "num_ranks": plan.num_ranks,
-        "num_experts": plan.num_experts,
-        "experts_per_rank": plan.experts_per_rank,
-        "threads": MEET_THREADS,
-    }
-    path = "kernels/moe/meet_ranks.cuh"
-    return KernelSpec("meet_ranks", path, tuple(shape.items()), MeetRanksArgs, MEET_THREADS), 0
-
-
-def sum_routes_spec(plan: Plan, num_shared_experts: int = 0) -> tuple[KernelSpec, int]:
-    """(spec, dynamic shared memory); launched with any number of blocks."""
+def sum_routes_spec(plan: Plan, num_shared_experts: int = 0) -> KernelSpec:
+    """What to compile; launched with any number of blocks."""
     shape = {
         "num_ranks": plan.num_ranks,
         "num_experts": plan.num_experts,
@@ -107,4 +88,4 @@ def sum_routes_spec(plan: Plan, num_shared_experts: int = 0) -> tuple[KernelSpec
         "threads": SUM_THREADS,
     }
     path = "kernels/moe/sum_routes.cuh"
-    return KernelSpec("sum_routes", path, tuple(shape.items()), SumRoutesArgs, SUM_THREADS), 0
+    return KernelSpec("sum_routes", path, tuple(shape.items()), SumRoutesArgs, SUM_THREADS)

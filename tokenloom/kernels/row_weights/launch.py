@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 
 from tokenloom.jit.compiler import KernelSpec
-from tokenloom.kernels.common import int32_fields, uint64_fields
+from tokenloom.kernels.common import describe, int32_fields, uint64_fields
 from tokenloom.plan import Plan
 
 THREADS = 512
@@ -23,8 +24,28 @@ class RowWeightsArgs(ctypes.Structure):
     ]
 
 
-def row_weights_spec(plan: Plan, to_rows: bool) -> tuple[KernelSpec, int]:
-    """(spec, dynamic shared memory); launched with any number of blocks."""
-    shape = {"num_ranks": plan.num_ranks, "top_k": plan.top_k, "to_rows": int(to_rows), "threads": THREADS}
-    path = "kernels/row_weights/row_weights.cuh"
-    return KernelSpec("row_weights", path, tuple(shape.items()), RowWeightsArgs, THREADS), 0
+@dataclass(frozen=True, kw_only=True)
+class RowWeightsVariant:
+    """One compiled form of the kernel.
+
+    Attributes:
+        plan: sizes of the group.
+        to_rows: values go from received routes to rows of layout "expert"; False: from rows to routes.
+    """
+
+    plan: Plan
+    to_rows: bool
+
+    def __str__(self) -> str:
+        return f"row_weights, {describe(self.plan)}, {'to rows' if self.to_rows else 'to routes'}"
+
+    def spec(self) -> KernelSpec:
+        """What to compile and how to launch it: with any number of blocks."""
+        shape = {
+            "num_ranks": self.plan.num_ranks,
+            "top_k": self.plan.top_k,
+            "to_rows": int(self.to_rows),
+            "threads": THREADS,
+        }
+        path = "kernels/row_weights/row_weights.cuh"
+        return KernelSpec("row_weights", path, tuple(shape.items()), RowWeightsArgs, threads=THREADS)

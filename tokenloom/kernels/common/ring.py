@@ -1,21 +1,10 @@
-"""What the host sides of kernels share: dtypes by number, how rows are cut into stages, how a call opens."""
+"""How rows are cut into stages of shared memory; the host side of device/pipe/row_stream.cuh."""
 
 from __future__ import annotations
-
-import ctypes
-from typing import Any
-
-import torch
 
 from tokenloom.errors import InvalidArgument
 from tokenloom.plan import align_up
 
-HOPPER = (9, 0)
-"""Compute capability of the GPUs that kernels are compiled for."""
-DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-"""As in device/tile/values.cuh."""
-LAYOUTS = {"token": 0, "expert": 1, "rank": 2}
-"""As in device/sync/symmetric.cuh."""
 MAX_SHARED_BYTES = 232448
 """Shared memory that one block of an sm_90 GPU may have."""
 LARGEST_STAGE_BYTES = 7168
@@ -50,28 +39,3 @@ def ring(row_bytes: int, warps: int, other_bytes: int, least_bytes: int) -> tupl
     stages = min(stages, (room - least_bytes) // (warps * CONTROL_BYTES))
     rings = max(warps * stages * stage_bytes, least_bytes)
     return stage_bytes, stages, rings + warps * stages * CONTROL_BYTES + other_bytes + 512
-
-
-NUM_FIELDS = 13
-"""What ranks must agree on, at most; kFields of device/sync/call.cuh."""
-
-
-def uint64_fields(*names: str) -> list[tuple[str, Any]]:
-    """Fields of a ctypes.Structure that hold addresses or offsets."""
-    return [(name, ctypes.c_uint64) for name in names]
-
-
-def int32_fields(*names: str) -> list[tuple[str, Any]]:
-    """Fields of a ctypes.Structure that hold 32-bit integers."""
-    return [(name, ctypes.c_int32) for name in names]
-
-
-class Call(ctypes.Structure):
-    """Mirror of Call in device/sync/call.cuh, which says what each value is."""
-
-    _fields_ = [
-        *uint64_fields("peers", "flags", "rows", "epoch", "blocks_out", "claimed", "record", "fault", "fault_claimed"),
-        *uint64_fields("timeout_ns", "trace"),
-        *int32_fields("rank", "status", "region"),
-        ("fields", ctypes.c_int32 * NUM_FIELDS),
-    ]

@@ -1,0 +1,30 @@
+"""Numbers that stand for words in kernels, and words for people."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenloom.plan import Plan
+
+HOPPER = (9, 0)
+"""Compute capability of the GPUs that kernels are compiled for."""
+DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+"""Dtype of device/tile/values.cuh."""
+LAYOUTS = {"token": 0, "expert": 1, "rank": 2}
+"""Layout of device/sync/symmetric.cuh."""
+_SHORT_NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8",
+}
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """Name a dtype in four letters, say "bf16"."""
+    return _SHORT_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def describe(plan: Plan) -> str:
+    """Name the sizes that kernels depend on, say "ep8 e256 k8 h7168"."""
+    return f"ep{plan.num_ranks} e{plan.num_experts} k{plan.top_k} h{plan.hidden}"
