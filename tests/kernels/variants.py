@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
-from tokenloom.backends.nvlink.buffers import home_weight_values
 from tokenloom.kernels.barrier.launch import BarrierVariant
 from tokenloom.kernels.combine.launch import CombineVariant, PreReduceVariant
 from tokenloom.kernels.common import LAYOUTS, Variant
 from tokenloom.kernels.dispatch.launch import DispatchVariant
 from tokenloom.kernels.row_weights.launch import RowWeightsVariant
-from tokenloom.plan import Plan
+from tokenloom.plan import Plan, align_up
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FP8 = torch.float8_e4m3fn
@@ -75,9 +74,9 @@ def reduce_scatter(what: str, y: torch.dtype, wire: torch.dtype, out: torch.dtyp
 
 
 def of_weights(what: str, layout: str, **sizes: int) -> Named:
-    """A combine of the weights' gradients, whose rows have a value per route."""
+    """A combine of the weights' gradients, whose rows have a value per route, in whole units of 16 bytes."""
     plan, _ = sized(sizes)
-    width = home_weight_values(plan)
+    width = align_up(plan.top_k, 4)
     variant = CombineVariant(plan=plan, layout=layout, y_dtype=FP32, wire_dtype=FP32, out_dtype=FP32, hidden=width)
     return f"combine, weights' gradients, {what}", variant
 
