@@ -5,34 +5,60 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.mutations import device_code, python_code
 
-@dataclass(frozen=True)
+PACKAGE = "tokenloom"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Mutation:
     """One broken rule.
 
     Attributes:
-        name: of the mutation.
-        rule: what the code does wrong then.
-        file: within the package.
-        old: text that stands there exactly once; new: what replaces it.
-        tests: files or tests, as pytest takes them, of which at least one must fail.
-        num_ranks: how many rank processes they may have; two see most rules, and start in half the time.
+        name: Name of the mutation.
+        rule: What the code does wrong then.
+        target: Symbol to break: ``tokenloom.ops.routing:ordered_sum``, ``tokenloom.backends.collective:Class.method``,
+            or, in a header of the package, ``kernels/combine/home.cuh:sum_rows``.
+        old: Code that stands there exactly once. Spaces, quotes, comments and line breaks do not matter.
+        new: Code that replaces it.
+        tests: Node ids of files or tests, of which at least one must fail.
+        num_ranks: Size of the groups that the tests run on. Two ranks see most rules; a sum of two does not tell its
+            order.
+        gpu: Whether the tests need GPUs.
     """
 
     name: str
     rule: str
-    file: str
+    target: str
     old: str
     new: str
     tests: tuple[str, ...]
     num_ranks: int = 2
+    gpu: bool = False
 
-    def apply(self, package: Path) -> str:
-        """The broken text of the file. Raises SystemExit if there is not exactly one place to break."""
-        text = (package / self.file).read_text()
-        if text.count(self.old) != 1:
+    @property
+    def symbol(self) -> str:
+        return self.target.partition(":")[2]
+
+    def file(self, root: Path) -> Path:
+        """The file that holds the symbol, below the folder that holds the package."""
+        name = self.target.partition(":")[0]
+        if name.endswith(".cuh"):
+            return root / PACKAGE / name
+        path = root.joinpath(*name.split("."))
+        return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+    def broken(self, root: Path) -> str:
+        """The text of the file with the rule broken.
+
+        Raises:
+            SystemExit: There is not exactly one place to break.
+        """
+        file = self.file(root)
+        language = device_code if file.suffix == ".cuh" else python_code
+        try:
+            return language.replace_in_symbol(file.read_text(), self.symbol, self.old, self.new)
+        except (OSError, LookupError) as error:
             raise SystemExit(
-                f"{self.name}: expected the following text once in {package / self.file}, "
-                f"found it {text.count(self.old)} times; bring tests/mutation_list.py up to date\n{self.old}"
-            )
-        return text.replace(self.old, self.new)
+                f"mutation {self.name}, {self.target}: {error}; bring tests/mutations up to date"
+            ) from None

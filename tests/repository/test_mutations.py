@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.mutations import device_code, python_code
 from tests.mutations.mutation import Mutation
 from tests.mutations.rules import MUTATIONS
 
@@ -14,12 +18,138 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_there_is_one_place_to_break(mutation: Mutation) -> None:
-    broken = mutation.apply(ROOT / "tokenloom")
-    assert mutation.new in broken
-    assert all((ROOT / test.partition("::")[0]).is_file() for test in mutation.tests)
+    broken = mutation.broken(ROOT)
+    assert broken != mutation.file(ROOT).read_text()
+    if mutation.file(ROOT).suffix == ".py":
+        compile(broken, mutation.name, "exec")
+
+
+def test_names_are_unique() -> None:
+    names = [mutation.name for mutation in MUTATIONS]
+    assert len(names) == len(set(names))
+
+
+def test_every_test_that_should_notice_exists() -> None:
+    """Their functions; and cases as pytest collects them, except those that exist on GPUs only."""
+    tests = {(mutation.gpu, test) for mutation in MUTATIONS for test in mutation.tests}
+    for _, test in tests:
+        file, _, rest = test.partition("::")
+        functions = {each.name for each in ast.walk(ast.parse((ROOT / file).read_text())) if hasattr(each, "name")}
+        assert not rest or rest.partition("[")[0] in functions, test
+    cases = sorted(test for gpu, test in tests if "[" in test and not gpu)
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "", "-p", "no:cacheprovider", *cases]
+    collected = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert collected.returncode == 0, collected.stdout + collected.stderr
+    assert sorted(line for line in collected.stdout.splitlines() if "::" in line) == cases
+
+
+SOURCE = """
+from typing import overload
+
+LIMIT: int = 4
+
+
+class Sum:
+    # The order matters.
+    def add(self, terms):
+        total = terms[0]
+        for term in terms[1:]:
+            total = (total
+                     + term)  # rounded
+        return total
+
+    def count(self, terms): return len(terms)
+
+
+def first(terms):
+    if terms:
+        return terms[0]
+    return None
+"""
+
+
+@pytest.mark.parametrize(
+    ("symbol", "old", "new", "then"),
+    [
+        ("Sum.add", "total + term", "term", "total = term"),  # line breaks and parentheses of the source
+        ("Sum.add", "total   =   total+term", "pass", "pass"),  # a statement, spaces of its own
+        ("Sum.add", "\n    total = terms[0]\n", "", "pass"),  # indentation of its own
+        ("first", "return terms[0]", "return terms[-1]", "terms[-1]"),  # the same words stand in Sum.add too
+        ("LIMIT", "4", "5", "LIMIT: int = 5"),
+    ],
+)
+def test_python_is_broken_whatever_its_layout(symbol: str, old: str, new: str, then: str) -> None:
+    broken = python_code.replace_in_symbol(SOURCE, symbol, old, new)
+    assert then in broken
+    assert "def count(self, terms):" in broken
+
+
+@pytest.mark.parametrize(
+    ("symbol", "old", "said"),
+    [
+        ("Sum.add", "len(terms)", "holds it 0 times"),  # it stands in the method below
+        ("Sum", "terms", "holds it 3 times"),
+        ("Sum.remove", "total", "there is no Sum.remove"),
+        ("add", "total + term", "there is no add"),
+    ],
+)
+def test_what_is_not_there_once_is_refused(symbol: str, old: str, said: str) -> None:
+    with pytest.raises(LookupError, match=said):
+        python_code.replace_in_symbol(SOURCE, symbol, old, "None")
+
+
+HEADER = """
+struct Progress {
+    int done;
+    template <int kStep>
+    __device__ void watch(int limit) const {
+        while (done < limit) { poll(done /* so far */, kStep); }  // until all
+    }
+};
+
+__device__ void watch(const Progress& progress) { progress.watch(1); }
+
+template <class Shape>
+__global__ void sum_rows(float* out,
+                         const float* rows) {
+    for (int i = 0; i < Shape::n; ++i) out[0] += rows[i];
+    watch(Progress{0});
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("symbol", "old", "new", "then"),
+    [
+        ("sum_rows", "out[0]+=rows[ i ]", "out[0] = rows[i]", "++i) out[0] = rows[i];\n"),
+        ("Progress::watch", "poll(done, kStep)", "poll(done, 0)", "{ poll(done, 0); }  // until all"),
+        ("Progress", "int done;", "long done;", "    long done;\n"),
+        ("watch", "progress.watch(1)", "progress.watch(2)", "progress) { progress.watch(2); }"),
+    ],
+)
+def test_device_code_is_broken_whatever_its_layout(symbol: str, old: str, new: str, then: str) -> None:
+    assert then in device_code.replace_in_symbol(HEADER, symbol, old, new)
+
+
+@pytest.mark.parametrize(
+    ("symbol", "old", "said"),
+    [
+        ("sum_rows", "poll(done, kStep)", "holds it 0 times"),
+        ("sum_rows", "i", "holds it 4 times"),
+        ("sum_columns", "i", "there is no sum_columns"),
+        ("poll", "done", "there is no poll"),  # a call is no definition
+    ],
+)
+def test_device_code_that_is_not_there_once_is_refused(symbol: str, old: str, said: str) -> None:
+    with pytest.raises(LookupError, match=said):
+        device_code.replace_in_symbol(HEADER, symbol, old, "")
 
 
 def test_a_stale_entry_is_refused() -> None:
-    stale = Mutation("stale", "nothing", "layer.py", "text that stands nowhere", "", ())
-    with pytest.raises(SystemExit, match="stale: expected the following text once in"):
-        stale.apply(ROOT / "tokenloom")
+    stale = Mutation(
+        name="stale", rule="nothing", target="tokenloom.plan:Plan", old="moved_away", new="None", tests=()
+    )
+    with pytest.raises(SystemExit, match=r"mutation stale, tokenloom\.plan:Plan: Plan should hold"):
+        stale.broken(ROOT)
+    with pytest.raises(SystemExit, match="No such file"):
+        Mutation(name="moved", rule="", target="tokenloom.gone:x", old="", new="", tests=()).broken(ROOT)

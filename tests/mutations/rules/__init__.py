@@ -1,0 +1,14 @@
+"""The rules that ``python -m tests.mutations`` breaks, one at a time, and the tests that must notice."""
+
+from __future__ import annotations
+
+from tests.mutations.rules import collective, comm, inference, ops, runtime, training
+
+MUTATIONS = (
+    ops.MUTATIONS
+    + collective.MUTATIONS
+    + comm.MUTATIONS
+    + runtime.MUTATIONS
+    + training.MUTATIONS
+    + inference.MUTATIONS
+)

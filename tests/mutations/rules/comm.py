@@ -1,0 +1,98 @@
+"""Rules of comm/, and of what opens its calls: the handshake, who is asked, and what an error says."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+FAULT_TESTS = ("tests/training/test_layer.py::test_a_fault_on_one_rank_is_an_error_on_all_and_the_layer_works_on",)
+
+HANDSHAKE = (
+    Mutation(
+        name="lost-status-word",
+        rule="the other ranks do not hear of a fault that one rank sees",
+        target="tokenloom.backends.handshake:exchange",
+        old="_OK if fault is None else _FAULT",
+        new="_OK",
+        tests=FAULT_TESTS,
+    ),
+    Mutation(
+        name="peer-error-names-another",
+        rule="PeerError names the rank after the one that failed",
+        target="tokenloom.backends.handshake:_raise_for_peers",
+        old="int(faulty[0])",
+        new="(int(faulty[0]) + 1) % len(table)",
+        tests=FAULT_TESTS,
+    ),
+    Mutation(
+        name="no-agreement-in-calls",
+        rule="ranks that call with different options are not told",
+        target="tokenloom.backends.handshake:_raise_for_peers",
+        old="len(different)",
+        new="False",
+        tests=("tests/comm/test_errors.py::test_disagreement",),
+    ),
+    Mutation(
+        name="fields-by-age",
+        rule="the number of the dispatch stands behind the other fields, under another one's name",
+        target="tokenloom.backends.handshake:encode_fields",
+        old="(codes[0], _encode(number), *codes[1:])",
+        new="(*codes, _encode(number))",
+        tests=("tests/backends/test_registry.py",),
+    ),
+    Mutation(
+        name="two-ranks-on-one-gpu",
+        rule="ranks that share a GPU get kernels, which wait for each other's SMs",
+        target="tokenloom.backends.registry:choose",
+        old="gpu in gpus[:rank]",
+        new="False",
+        tests=("tests/backends/test_registry.py",),
+    ),
+)
+
+ARGUMENTS = (
+    Mutation(
+        name="negative-ids-pass",
+        rule="ids below -1 are taken for -1",
+        target="tokenloom.comm.validation:_check_id_range",
+        old="(ids < -1) | (ids >= plan.num_experts)",
+        new="ids >= plan.num_experts",
+        tests=("tests/comm/test_errors.py::test_dispatch_fault",),
+    ),
+    Mutation(
+        name="fp8-gradients-vanish",
+        rule="an FP8 payload that requires grad is dispatched without a word",
+        target="tokenloom.comm.validation:_check_payload",
+        old="torch.is_grad_enabled() and (x.requires_grad or (scales is not None and scales.requires_grad))",
+        new="False",
+        tests=("tests/comm/test_errors.py::test_fp8_fault",),
+    ),
+)
+
+GRADIENTS = (
+    Mutation(
+        name="to-fp8-rows-require-grad",
+        rule="rows that were quantised on the way claim to have a gradient",
+        target="tokenloom.comm.autograd:_Dispatch.forward",
+        old="rows.element_size() == 1",
+        new="x.element_size() == 1",
+        tests=("tests/comm/test_dispatch.py::test_to_fp8_and_gradients",),
+    ),
+    Mutation(
+        name="rows-hold-their-graph",
+        rule="rows that a backend keeps point at the graph that holds the backend's handle",
+        target="tokenloom.comm.autograd:_Dispatch.forward",
+        old="backend.dispatch(handle, x).detach()",
+        new="backend.dispatch(handle, x)",
+        tests=("tests/comm/test_dispatch.py::test_what_a_handle_keeps_has_no_graph",),
+    ),
+    Mutation(
+        name="no-gradient-of-weights",
+        rule="combine gives no gradient to the weights",
+        target="tokenloom.comm.autograd:_Combine.backward",
+        old="grad_weights.to(weights.dtype)",
+        new="torch.zeros_like(weights)",
+        tests=("tests/comm/test_row_weights.py::test_it_is_a_weighted_combine",),
+    ),
+)
+
+MUTATIONS = HANDSHAKE + ARGUMENTS + GRADIENTS

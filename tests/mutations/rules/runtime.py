@@ -1,0 +1,90 @@
+"""Rules of runtime/, of kernels' launch code and of tune/: deadlines, agreement, measured choices."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+LATE_TESTS = ("tests/runtime/test_rank_group.py::test_late_rank",)
+
+RANKS = (
+    Mutation(
+        name="no-agreement-when-made",
+        rule="ranks that were made with different options are not told",
+        target="tokenloom.runtime.rendezvous:agree",
+        old="values.get(name) != value",
+        new="False",
+        tests=("tests/training/test_layer.py::test_ranks_that_disagree_are_told_who_and_what",),
+    ),
+    Mutation(
+        name="closed-is-open",
+        rule="a communicator that was closed goes on working",
+        target="tokenloom.runtime.rank_group:RankGroup.require_alive",
+        old='raise CommunicatorBroken(f"{self._broken}; make a new communicator")',
+        new="pass",
+        tests=("tests/comm/test_errors.py::test_closed",),
+    ),
+    Mutation(
+        name="timeout-names-who-came",
+        rule="PeerTimeout names the ranks that are there, not those that are missing",
+        target="tokenloom.runtime.rank_group:RankGroup._missing_ranks",
+        old="""
+            if signed:
+                missing.remove(rank)
+        """,
+        new="""
+            if not signed:
+                missing.remove(rank)
+        """,
+        tests=LATE_TESTS,
+        num_ranks=4,
+    ),
+    Mutation(
+        name="alive-after-timeout",
+        rule="a communicator goes on after a timeout, with whatever the late rank sends",
+        target="tokenloom.runtime.rank_group:RankGroup.mark_broken",
+        old='f"an earlier call failed: {timeout}"',
+        new="None",
+        tests=LATE_TESTS,
+        num_ranks=4,
+    ),
+)
+
+LAUNCH = (
+    Mutation(
+        name="too-few-flags-of-chunks",
+        rule="few rows, which are chunks by themselves, have no more flags than many",
+        target="tokenloom.kernels.combine.launch:max_chunks",
+        old="max(min(plan.max_tokens_per_rank, 128), -(-plan.max_tokens_per_rank >> MOST_CHUNK_SHIFT))",
+        new="-(-plan.max_tokens_per_rank >> MOST_CHUNK_SHIFT)",
+        tests=("tests/kernels/test_kernels.py::test_every_chunk_has_a_flag",),
+    ),
+)
+
+TUNE = (
+    Mutation(
+        name="score-of-forward-alone",
+        rule="the score of a strategy leaves out its gradient",
+        target="tokenloom.tune.profiler:make_rows",
+        old='its["with_gemm"] + its["gradient"]',
+        new='its["with_gemm"]',
+        tests=("tests/tune/test_tune.py::test_numbers",),
+    ),
+    Mutation(
+        name="fastest-rank",
+        rule="a sample is the time of the fastest rank",
+        target="tokenloom.tune.profiler:_of_the_slowest_ms",
+        old="max",
+        new="min",
+        tests=("tests/tune/test_tune.py::test_numbers",),
+    ),
+    Mutation(
+        name="a-choice-made-elsewhere",
+        rule="a choice for other hardware or software is used",
+        target="tokenloom.tune.choices:find",
+        old="_warn_of_another(path, other[0], setting)",
+        new="return other[1]",
+        tests=("tests/tune/test_tune.py::test_a_choice_made_elsewhere",),
+    ),
+)
+
+MUTATIONS = RANKS + LAUNCH + TUNE

@@ -1,0 +1,152 @@
+"""Rules of training/: ExpertParallelMoE, its gradients, its checkpoints, and the layer inside torch.compile."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+LAYER_TEST = "tests/training/test_layer.py::test_"
+EXPERTS_TEST = "tests/training/test_routed_experts.py::test_"
+COMPILER_TEST = "tests/training/test_torch_compile.py::test_"
+GRADIENT_TESTS = (f"{LAYER_TEST}gradients_are_those_of_the_sum_of_all_losses",)
+
+LAYER = (
+    Mutation(
+        name="biased-down",
+        rule="the correction bias falls for experts with too little load",
+        target="tokenloom.training.layer:ExpertParallelMoE.update_correction_bias",
+        old="torch.sign(counts.mean() - counts)",
+        new="torch.sign(counts - counts.mean())",
+        tests=("tests/ops/test_router.py",),
+    ),
+    Mutation(
+        name="wrong-shard",
+        rule="every rank loads the first ranks' experts",
+        target="tokenloom.training.layer:shard_state_dict",
+        old="full[name][layer.local_experts.start : layer.local_experts.stop]",
+        new="full[name][: len(layer.local_experts)]",
+        tests=("tests/training/test_state_dict.py::test_which_experts_a_rank_keeps",),
+    ),
+    Mutation(
+        name="seed-by-local-number",
+        rule="a seed gives the same experts to every rank",
+        target="tokenloom.training.layer:ExpertParallelMoE.reset_parameters",
+        old="self.local_experts if name in EXPERT_WEIGHTS else range(len(parameter))",
+        new="range(len(parameter))",
+        tests=(f"{LAYER_TEST}a_seed_gives_the_same_full_weights_for_any_number_of_ranks",),
+    ),
+    Mutation(
+        name="a-choice-of-its-own",
+        rule="each rank's layer goes by what that rank has found",
+        target="tokenloom.training.layer:ExpertParallelMoE.__init__",
+        old="agreed[0][1]",
+        new="agreed[comm.rank][1]",
+        tests=("tests/tune/test_tune.py::test_rank_0_decides",),
+    ),
+    Mutation(
+        name="tokens-beyond-the-most",
+        rule="more tokens than a layer was made for pass in pieces",
+        target="tokenloom.training.layer:ExpertParallelMoE._route",
+        old="validation.number_of_tokens(self.comm.plan, len(tokens))",
+        new="None",
+        tests=(f"{EXPERTS_TEST}too_many_tokens_are_too_many_in_pieces_too[cpu2]",),
+    ),
+)
+
+GRADIENTS = (
+    Mutation(
+        name="router-grad-not-summed",
+        rule="router_grad='sum' leaves the sum to the trainer",
+        target="tokenloom.training.layer:ExpertParallelMoE._replicated",
+        old='self.router_grad == "sum"',
+        new="False",
+        tests=(*GRADIENT_TESTS, f"{LAYER_TEST}layers_that_share_a_communicator_train_as_one_rank_does"),
+    ),
+    Mutation(
+        name="expert-grad-scale-ignored",
+        rule="expert_grad_scale does nothing",
+        target="tokenloom.training.layer:_ScaleGrad.backward",
+        old="grad * ctx.factor",
+        new="grad",
+        tests=GRADIENT_TESTS,
+    ),
+    Mutation(
+        name="balance-loss-of-own-tokens",
+        rule="the losses are those of this rank's tokens",
+        target="tokenloom.training.layer:ExpertParallelMoE._forward",
+        old="self._sum_over_ranks(sums)",
+        new="sums",
+        tests=(f"{LAYER_TEST}many_ranks_equal_one",),
+    ),
+    Mutation(
+        name="loss-gradient-of-own-rank",
+        rule="the losses' gradient leaves out what the other ranks' losses say of this rank's tokens",
+        target="tokenloom.training.layer:_SumOverRanks.backward",
+        old='ctx.ranks.all_reduce_sum(grad.contiguous(), "router losses, gradient")',
+        new="grad",
+        tests=GRADIENT_TESTS,
+    ),
+    Mutation(
+        name="narrow-main-grads",
+        rule="main gradients have the dtype of the parameter",
+        target="tokenloom.training.main_grads:accumulate_main_grads",
+        old="torch.float32",
+        new="parameter.dtype",
+        tests=("tests/training/test_main_grads.py",),
+    ),
+)
+
+ROUTED_EXPERTS = (
+    Mutation(
+        name="rows-for-frozen-w1",
+        rule="received rows are kept though w1 wants no gradient",
+        target="tokenloom.training.routed_experts:_RoutedExperts.forward",
+        old="needs[2]",
+        new="any(needs)",
+        tests=(f"{EXPERTS_TEST}rows_are_kept_for_the_gradient_of_w1_alone[cpu2]",),
+    ),
+    Mutation(
+        name="rows-of-gradients-for-w1",
+        rule="rows that are sent again are those of the gradient",
+        target="tokenloom.training.routed_experts:_RoutedExperts.backward",
+        old="(piece, x, how.strategy.dispatch)",
+        new="(piece, grad, how.strategy.dispatch)",
+        tests=(f"{EXPERTS_TEST}same_bits[cpu2-redispatch-whole]",),
+    ),
+    Mutation(
+        name="last-piece-of-w2",
+        rule="the gradient of w2 is that of the last piece of the tokens",
+        target="tokenloom.training.routed_experts:_RoutedExperts.backward",
+        old="products.of_weights(grad_out, activations, grad_w2)",
+        new="products.of_weights(grad_out, activations)",
+        tests=(f"{EXPERTS_TEST}pieces_are_the_whole[cpu2-keeps rows]",),
+    ),
+)
+
+COMPILED = (
+    Mutation(
+        name="compiler-overwrites-x",
+        rule="a compiled layer keeps x where the compiler puts something else",
+        target="tokenloom.training.torch_compile:moe_forward",
+        old="x.clone()",
+        new="x",
+        tests=(f"{COMPILER_TEST}what_the_compiler_computed_may_be_overwritten",),
+    ),
+    Mutation(
+        name="kept-for-ever",
+        rule="what a compiled forward keeps waits for a backward that never comes",
+        target="tokenloom.training.torch_compile:_kept",
+        old="weakref.WeakValueDictionary()",
+        new="{}",
+        tests=(f"{COMPILER_TEST}forwards_without_backward_keep_nothing",),
+    ),
+    Mutation(
+        name="counts-are-lost",
+        rule="a compiled layer does not count routes",
+        target="tokenloom.training.torch_compile:forward",
+        old="layer.expert_counts.copy_(expert_counts)",
+        new="None",
+        tests=(f"{COMPILER_TEST}equal_calls_are_two_calls", f"{COMPILER_TEST}wrong_input_has_its_named_error"),
+    ),
+)
+
+MUTATIONS = LAYER + GRADIENTS + ROUTED_EXPERTS + COMPILED
