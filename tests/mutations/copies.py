@@ -185,11 +185,11 @@ class _Hurry:
     """A plugin: once a rank has failed, nobody reads what the others say of it."""
 
     def pytest_collection_finish(self) -> None:
-        importlib.import_module(f"{PACKAGE}.runtime.processes").GRACE_S = 0.2
+        importlib.import_module(f"{PACKAGE}.runtime.processes").GRACE_S = 0.2  # type: ignore[attr-defined]
 
 
 def _fork_ranks() -> None:
     """Make pools of ranks fork their processes, where they ask for new ones."""
     mp = importlib.import_module("torch.multiprocessing")
     get_context = mp.get_context
-    mp.get_context = lambda method=None: get_context("fork" if method == "spawn" else method)
+    mp.get_context = lambda method=None: get_context("fork" if method == "spawn" else method)  # type: ignore[attr-defined]
