@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,9 +29,7 @@ from tests.support.layer_cases import (
     make_inputs,
     make_layer,
 )
-from tokenloom.runtime.processes import RankContext, RankPool
-
-ROOT = Path(__file__).resolve().parents[2]
+from tokenloom.runtime.processes import RankContext
 
 CASE = LayerCase(dtype=torch.float32)
 """Losses and a shared expert; as many tokens as they like on each rank, none on the second."""
@@ -230,7 +226,7 @@ def fully_sharded(context: RankContext, unit_per_layer: bool, **options: Any) ->
 
 
 def full_state_dict(model: Model) -> dict[str, torch.Tensor]:
-    """Of a model that FSDP2 has sharded, on every rank; as in docs/training.md."""
+    """Of a model that FSDP2 has sharded, on every rank; as in docs/how-to/train.md."""
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     return full | {
         name: value for name, value in tl.gather_state_dict(model).items() if not isinstance(value, DTensor)
@@ -266,7 +262,7 @@ def save_and_load_beside_fsdp(context: RankContext) -> None:
 
 
 def test_checkpoints_beside_fsdp(ranks: Ranks) -> None:
-    """What docs/training.md tells to do: FSDP gathers what it has sharded, tokenloom the experts."""
+    """What docs/how-to/train.md tells to do: FSDP gathers what it has sharded, tokenloom the experts."""
     ranks.run(save_and_load_beside_fsdp)
 
 
@@ -293,20 +289,3 @@ def test_a_mesh_of_data_and_expert_parallelism(ranks: Ranks) -> None:
     if ranks.num_ranks != ranks.pool.num_ranks:
         pytest.skip("a mesh takes all processes of the pool")
     ranks.run(train_on_a_mesh)
-
-
-# -- the document -------------------------------------------------------------------------------------------
-
-
-def run_the_document(context: RankContext, checkpoint_file: str) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/training.md").read_text(), re.DOTALL)
-    assert len(blocks) >= 10
-    namespace: dict[str, object] = {"checkpoint_file": checkpoint_file}
-    for block in blocks:
-        exec(block, namespace)
-
-
-def test_blocks_of_the_document_run(pools: Callable[[str], RankPool], tmp_path: Path) -> None:
-    """All of docs/training.md, in order, on all ranks of the pool: it uses the default group."""
-    pool = pools("cpu")
-    Ranks(pool, pool.num_ranks).run(run_the_document, str(tmp_path / "checkpoint.pt"))
