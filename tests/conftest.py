@@ -82,7 +82,22 @@ def hoppers(request: pytest.FixtureRequest, pools: Callable[[str], RankPool]) ->
     return Ranks(pools("cuda"), request.param)
 
 
+def pytest_report_header(config: pytest.Config) -> str | None:
+    if config.option.markexpr != "not slow":
+        return None
+    return "slow tests are left out: pytest -m slow runs them, pytest -m '' runs all"
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest goes by the markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        sizes = {size for marker in item.iter_markers("slow_on") for size in marker.args}
+        if sizes and item.callspec.params["ranks"] in [("cpu", size) for size in sizes]:  # type: ignore[attr-defined]
+            item.add_marker("slow")
+    leave_out_what_cannot_be(config, items)
+
+
+def leave_out_what_cannot_be(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of backend "nvlink" exist for Hopper GPUs only, and for rows that its bulk copies can move."""
 
     def exists(item: pytest.Item) -> bool:

@@ -1,0 +1,167 @@
+"""tools/run_gpu_tests.py on a small suite without GPUs: what runs where and when, and what is said of failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "tools" / "run_gpu_tests.py"
+LIMIT_S = 120.0
+
+CONFTEST = """
+import json, os, time
+import pytest
+
+@pytest.fixture(autouse=True)
+def note(request):
+    began = time.monotonic()
+    yield
+    test, gpus = request.node.name, os.environ["CUDA_VISIBLE_DEVICES"]
+    with open(os.environ["NOTES"], "a") as file:
+        print(json.dumps({"test": test, "began": began, "ended": time.monotonic(), "gpus": gpus}), file=file)
+"""
+
+BASE = {"conftest.py": CONFTEST, "pytest.ini": "[pytest]\nmarkers =\n    alone\n    gpu\n"}
+GOOD = BASE | {
+    "test_groups.py": """
+import time
+import pytest
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [("cuda", 1), ("cuda", 2), ("cuda", 4)], ids=["cuda1", "cuda2", "cuda4"])
+@pytest.mark.parametrize("number", range(2))
+def test_group(ranks, number):
+    time.sleep(0.2)
+
+@pytest.mark.gpu
+def test_on_all_there_are(): pass
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
+def test_of_one_process(device): pass
+
+def test_without_a_gpu(): raise AssertionError("not asked for")
+""",
+    "folder/test_alone.py": """
+import time
+import pytest
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
+
+@pytest.mark.parametrize("hoppers", [1, 2])
+def test_measures(hoppers): time.sleep(0.2)
+""",
+}
+BAD = BASE | {
+    "test_bad.py": """
+import pytest
+pytestmark = pytest.mark.gpu
+
+def test_passes(): pass
+def test_fails(): assert 1 + 1 == 3, "arithmetic"
+def test_is_skipped(): pytest.skip("no reason")
+
+@pytest.fixture
+def broken():
+    yield
+    raise OSError("teardown")
+
+def test_breaks_at_the_end(broken): pass
+""",
+    "test_dies.py": """
+import os
+import pytest
+pytestmark = pytest.mark.gpu
+
+def test_before(): pass
+def test_dies(): os._exit(3)
+def test_after(): pass
+""",
+    "test_hangs.py": """
+import time
+import pytest
+pytestmark = pytest.mark.gpu
+
+def test_hangs(): time.sleep(100)
+""",
+}
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a run printed, and what its tests noted."""
+
+    code: int
+    text: str
+    notes: list[dict[str, object]]
+
+
+def run(folder: Path, suite: dict[str, str], *options: str) -> Done:
+    for name, text in suite.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    notes = folder / "notes"
+    environment = {name: value for name, value in os.environ.items() if name not in ("CUDA_VISIBLE_DEVICES", "HOME")}
+    environment |= {"NOTES": str(notes), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, str(SCRIPT), "--gpus", "4", "--out", str(folder / "out"), *options]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    lines = notes.read_text().splitlines() if notes.exists() else []
+    return Done(done.returncode, done.stdout + done.stderr, [json.loads(line) for line in lines])
+
+
+def test_parts(tmp_path: Path) -> None:
+    """Groups see as many GPUs as they need, small ones run side by side, and nothing beside what runs alone."""
+    done = run(tmp_path, GOOD, "--jobs", "1")
+    assert done.code == 0, done.text
+    assert "10 passed, 0 failed, 0 skipped" in done.text
+    seen = {str(note["test"]): len(str(note["gpus"]).split(",")) for note in done.notes}
+    assert seen == {f"test_group[{number}-cuda{size}]": size for number in range(2) for size in (1, 2, 4)} | {
+        "test_on_all_there_are": 4,
+        "test_of_one_process[cuda]": 1,
+        "test_measures[1]": 1,
+        "test_measures[2]": 2,
+    }
+    last_to_share = max(float(str(note["ended"])) for note in done.notes if "measures" not in str(note["test"]))
+    alone = [note for note in done.notes if "measures" in str(note["test"])]
+    assert all(float(str(note["began"])) > last_to_share for note in alone)
+    gpus = [gpu for note in alone for gpu in str(note["gpus"]).split(",")]
+    assert len(set(gpus)) == 3, "each on GPUs of its own"
+    for part in ("test_groups-4", "test_groups-2", "test_groups-1", "folder-test_alone-1-alone"):
+        assert f"\n{part} " in done.text
+        assert (tmp_path / "out" / f"{part}.log").is_file()
+
+
+@pytest.mark.slow
+def test_failures(tmp_path: Path) -> None:
+    """Each is named, with its last lines; so is the test that ended or held up its part. The others run on."""
+    done = run(tmp_path, BAD, "--limit-s", "10")
+    assert done.code == 1
+    assert "FAILED test_bad.py::test_fails\n" in done.text
+    assert "AssertionError: arithmetic" in done.text
+    assert "FAILED test_bad.py::test_breaks_at_the_end\n" in done.text
+    assert "OSError: teardown" in done.text
+    died = "ended with exit code 3, 2 tests have no result; the last to begin was test_dies.py::test_dies"
+    assert f"PART test_dies-4 {died}\n" in done.text
+    hung = "ended after 10 s, 1 tests have no result; the last to begin was test_hangs.py::test_hangs"
+    assert f"PART test_hangs-4 {hung}\n" in done.text
+    assert "2 passed, 2 failed, 1 skipped" in done.text
+    assert "2 of them cut short" in done.text
+
+
+@pytest.mark.parametrize(
+    ("suite", "said"),
+    [({}, "pytest collects no tests"), ({"test_x.py": "import does_not_exist"}, "No module named 'does_not_exist'")],
+)
+def test_nothing_to_run_is_no_success(tmp_path: Path, suite: dict[str, str], said: str) -> None:
+    done = run(tmp_path, suite)
+    assert done.code == 1
+    assert said in done.text

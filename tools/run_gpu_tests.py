@@ -1,0 +1,329 @@
+#!/usr/bin/env python3
+"""Run the tests that need GPUs, in parts side by side, in one command.
+
+    python tools/run_gpu_tests.py [--gpus N] [--jobs N] [--out FOLDER] [-k EXPRESSION] [tests ...]
+
+A part is the tests of one file on groups of one size, in a pytest of its own that sees as many GPUs as it needs.
+Parts share GPUs. Those with the marker ``alone``, which measure, kill or fill a GPU, come last and share with nobody.
+Prints a line for each part, then every failure. The exit status is 1 if a test failed or did not run to its end.
+
+Run it from the root of the repository. Standard library only; this file is also the plugin by which each pytest tells
+what it does, so that a part that dies or hangs is known up to the test that did it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MOST_TESTS = 60
+"""More tests of a file are more parts. A part starts in about ten seconds."""
+LIMIT_S = 400.0
+COLLECT_LIMIT_S = 120.0
+POLL_S = 0.05
+TELL_TO = "RUN_GPU_TESTS_TELL_TO"
+"""Environment variable: the file that a pytest tells what it does, in lines of JSON."""
+LAST_LINES = 12
+
+
+# -- the plugin, inside each pytest -----------------------------------------------------------------------------
+
+
+def _tell(**what: Any) -> None:
+    with open(os.environ[TELL_TO], "a") as file:
+        file.write(json.dumps(what) + "\n")
+
+
+def pytest_collection_finish(session: Any) -> None:
+    if session.config.option.collectonly:
+        torch = sys.modules.get("torch")
+        _tell(gpus=torch.cuda.device_count() if torch is not None else 0)
+        for item in session.items:
+            _tell(test=item.nodeid, ranks=ranks_of(item), alone=item.get_closest_marker("alone") is not None)
+
+
+def ranks_of(item: Any) -> int | None:
+    """GPUs that a test runs on; None for those there are."""
+    given: dict[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
+    if "ranks" in given:
+        return int(given["ranks"][1])
+    return given.get("hoppers", 1 if "device" in given else None)
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    _tell(began=nodeid)
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    if report.when == "call" or report.outcome != "passed":
+        text = report.longreprtext if report.outcome == "failed" else ""
+        _tell(test=report.nodeid, outcome=report.outcome, wall_s=report.duration, text=text)
+
+
+# -- parts ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Part:
+    """Tests that run in one pytest.
+
+    Attributes:
+        name: Short name, which its files in the output folder bear.
+        tests: Node ids.
+        num_gpus: GPUs that it sees.
+        alone: Whether no other part may use them meanwhile.
+    """
+
+    name: str
+    tests: list[str]
+    num_gpus: int
+    alone: bool
+    process: subprocess.Popen[bytes] | None = None
+    gpus: tuple[int, ...] = ()
+    began: float = 0.0
+    result: Result | None = None
+
+
+@dataclass
+class Result:
+    """What came of a part.
+
+    Attributes:
+        outcomes: "passed", "failed" or "skipped" by test; teardowns that failed count as failed tests.
+        texts: Last lines of each failure.
+        seconds: Duration of each test.
+        wall_s: Duration of the part.
+        ended: How its process ended, if not by itself with all tests run; else "".
+    """
+
+    outcomes: dict[str, str] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    wall_s: float = 0.0
+    ended: str = ""
+
+
+def make_parts(collected: Sequence[dict[str, Any]], num_gpus: int) -> list[Part]:
+    """Parts of the tests: largest groups first, those that run alone last."""
+    groups: dict[tuple[bool, int, str], list[str]] = {}
+    for each in collected:
+        size = min(each["ranks"] or num_gpus, num_gpus)  # a group that is too large says so and is skipped
+        groups.setdefault((each["alone"], -size, each["test"].partition("::")[0]), []).append(each["test"])
+    parts = []
+    for (alone, size, file), tests in sorted(groups.items(), key=lambda group: (group[0][:2], -len(group[1]))):
+        count = -(-len(tests) // MOST_TESTS)
+        for i in range(count):
+            name = file.removeprefix("tests/").removesuffix(".py").replace("/", "-") + f"-{-size}"
+            name += (f"-{i + 1}" if count > 1 else "") + ("-alone" if alone else "")
+            parts.append(Part(name, tests[i * len(tests) // count : (i + 1) * len(tests) // count], -size, alone))
+    return parts
+
+
+class Runner:
+    """Runs parts on GPUs, as many at a time as may share them."""
+
+    def __init__(self, out: Path, visible: Sequence[str], jobs: int, limit_s: float) -> None:
+        self._out, self._visible, self._jobs, self._limit_s = out, visible, jobs, limit_s
+
+    def run(self, parts: Sequence[Part]) -> Iterator[Part]:
+        """Parts as they end."""
+        waiting, running = list(parts), list[Part]()
+        try:
+            while waiting or running:
+                for part in list(waiting):
+                    if part.alone and not all(each.alone for each in (*waiting, *running)):
+                        continue  # those that share come first
+                    gpus = self._room_for(part, running)
+                    if gpus:
+                        waiting.remove(part)
+                        running.append(part)
+                        self._start(part, gpus)
+                ended = [part for part in running if self._ended(part)]
+                running = [part for part in running if part not in ended]
+                yield from ended
+                if not ended:
+                    time.sleep(POLL_S)
+        finally:
+            for part in running:
+                end(part)
+
+    def _room_for(self, part: Part, running: Sequence[Part]) -> tuple[int, ...]:
+        """The least busy GPUs that take the part; empty if too few do."""
+        load = Counter(dict.fromkeys(range(len(self._visible)), 0))
+        for each in running:
+            load.update(dict.fromkeys(each.gpus, self._jobs if each.alone else 1))
+        most = 0 if part.alone else self._jobs - 1
+        free = sorted((gpu for gpu in load if load[gpu] <= most), key=lambda gpu: (load[gpu], gpu))
+        return tuple(sorted(free[: part.num_gpus])) if len(free) >= part.num_gpus else ()
+
+    def _start(self, part: Part, gpus: tuple[int, ...]) -> None:
+        part.gpus, part.began = gpus, time.monotonic()
+        command = [*test_command(), "-rN", "-m", "", *part.tests]
+        visible = ",".join(self._visible[gpu] for gpu in gpus)
+        environment = plugin_environment(self._out / f"{part.name}.jsonl")
+        environment |= {"CUDA_VISIBLE_DEVICES": visible, "TOKENLOOM_CACHE_DIR": str(self._out / "kernels")}
+        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // (self._jobs * len(self._visible))))
+        with open(self._out / f"{part.name}.log", "wb") as log:
+            part.process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
+
+    def _ended(self, part: Part) -> bool:
+        assert part.process is not None
+        wall_s = time.monotonic() - part.began
+        late = part.process.poll() is None and wall_s > self._limit_s
+        if part.process.poll() is None and not late:
+            return False
+        end(part)  # ranks too, whatever they do
+        code = part.process.returncode
+        part.result = read_result(self._out / f"{part.name}.jsonl", part.tests)
+        part.result.wall_s = wall_s
+        if late:
+            part.result.ended = f"ended after {self._limit_s:g} s{part.result.ended}"
+        elif code not in (0, 1) or part.result.ended:
+            part.result.ended = f"ended with exit code {code}{part.result.ended}"
+        return True
+
+
+def read_result(file: Path, tests: Sequence[str]) -> Result:
+    """What a part told; ``ended`` says at which test it stopped, where tests are missing."""
+    result, last = Result(), ""
+    for line in file.read_text().splitlines() if file.exists() else []:
+        with suppress(json.JSONDecodeError):  # the line that the end of the process cut
+            told = json.loads(line)
+            if "began" in told:
+                last = told["began"]
+                continue
+            test = told["test"]
+            if result.outcomes.get(test) != "failed":
+                result.outcomes[test] = told["outcome"]
+            result.seconds[test] = result.seconds.get(test, 0.0) + told["wall_s"]
+            if told["text"]:
+                result.texts[test] = told["text"]
+    missing = [test for test in tests if test not in result.outcomes]
+    if missing:
+        result.ended = f", {len(missing)} tests have no result" + (f"; the last to begin was {last}" if last else "")
+    return result
+
+
+def end(part: Part) -> None:
+    """End a part's pytest and all ranks it has started."""
+    assert part.process is not None
+    with suppress(ProcessLookupError):
+        os.killpg(part.process.pid, signal.SIGKILL)
+    part.process.wait()
+
+
+def test_command() -> list[str]:
+    return [sys.executable, "-m", "pytest", "-p", Path(__file__).stem, "-p", "no:cacheprovider", "-q"]
+
+
+def plugin_environment(tell_to: Path) -> dict[str, str]:
+    """Variables of a pytest that finds this plugin, the package, and a home."""
+    folders = [str(Path(__file__).resolve().parent), os.getcwd(), os.environ.get("PYTHONPATH", "")]
+    home = os.environ.get("HOME") or str(tell_to.parent)
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders)), "HOME": home, TELL_TO: str(tell_to)}
+
+
+def collect(out: Path, options: argparse.Namespace) -> tuple[list[str], list[dict[str, Any]]]:
+    """GPUs to use, as CUDA_VISIBLE_DEVICES names them, and the tests.
+
+    Raises:
+        SystemExit: pytest could not collect them.
+    """
+    file = out / "collected.jsonl"
+    environment = plugin_environment(file)
+    if options.gpus:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(options.gpus))))
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[: options.gpus])
+    command = [*test_command(), "--collect-only", "-m", options.marker, *options.tests]
+    command += ["-k", options.expression] if options.expression else []
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=COLLECT_LIMIT_S, check=False
+    )
+    if done.returncode != 0:
+        raise SystemExit(f"pytest collects no tests:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
+    first, *tests = map(json.loads, file.read_text().splitlines())
+    there = options.gpus or max(1, first["gpus"])
+    return environment.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(there)))).split(","), tests
+
+
+# -- the report -------------------------------------------------------------------------------------------------
+
+
+def line_of(part: Part) -> str:
+    assert part.result is not None
+    counts = Counter(part.result.outcomes.values())
+    gpus = ",".join(map(str, part.gpus))
+    numbers = f"{counts['passed']:7}{counts['failed']:7}{counts['skipped']:8}{part.result.wall_s:9.1f}"
+    return f"{part.name:44.44} {gpus:>8}{numbers}  {part.result.ended}".rstrip()
+
+
+def report(parts: Sequence[Part], wall_s: float) -> int:
+    """Print failures and totals; how many there are of failures."""
+    failures = 0
+    counts: Counter[str] = Counter()
+    slowest: list[tuple[float, str]] = []
+    for part in parts:
+        assert part.result is not None
+        counts.update(part.result.outcomes.values())
+        slowest += [(seconds, test) for test, seconds in part.result.seconds.items()]
+        failed = [test for test, outcome in part.result.outcomes.items() if outcome == "failed"]
+        failures += len(failed) + bool(part.result.ended)
+        for test in failed:
+            lines = part.result.texts.get(test, "").splitlines()[-LAST_LINES:]
+            print("\n".join([f"\nFAILED {test}", *(f"    {line}" for line in lines)]))
+        if part.result.ended:
+            print(f"\nPART {part.name} {part.result.ended}")
+    print("\nslowest tests, seconds:")
+    for seconds, test in sorted(slowest, reverse=True)[:10]:
+        print(f"{seconds:8.1f}  {test}")
+    cut_short = sum(bool(part.result and part.result.ended) for part in parts)
+    print(f"\n{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
+    print(f"{len(parts)} parts in {wall_s:.0f} s, {cut_short} of them cut short")
+    return failures
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tests", nargs="*", help="files or tests (default: all)")
+    parser.add_argument("--gpus", type=int, help="GPUs to use (default: all)")
+    parser.add_argument("--jobs", type=int, help="parts that share a GPU (default: one for each 3 cores of a GPU)")
+    parser.add_argument("--out", type=Path, help="folder for logs and compiled kernels (default: a new one in /tmp)")
+    parser.add_argument("-k", dest="expression", help="as of pytest")
+    parser.add_argument("--marker", default="gpu", help="as -m of pytest (default: gpu)")
+    parser.add_argument(
+        "--limit-s", type=float, default=LIMIT_S, help=f"longest time of a part (default: {LIMIT_S:g})"
+    )
+    options = parser.parse_args(arguments)
+    out = options.out or Path(tempfile.mkdtemp(prefix="tokenloom-gpu-tests-"))
+    out.mkdir(parents=True, exist_ok=True)
+    for old in out.glob("*.jsonl"):
+        old.unlink()
+
+    began = time.monotonic()
+    visible, collected = collect(out, options)
+    num_gpus = len(visible)
+    jobs = options.jobs or max(1, (os.cpu_count() or 1) // num_gpus // 3)
+    parts = make_parts(collected, num_gpus)
+    print(f"{len(collected)} tests in {len(parts)} parts on {num_gpus} GPUs, {jobs} parts to a GPU; logs in {out}\n")
+    print(f"{'part':44} {'GPUs':>8}{'passed':>7}{'failed':>7}{'skipped':>8}{'seconds':>9}", flush=True)
+    for part in Runner(out, visible, jobs, options.limit_s).run(parts):
+        print(line_of(part), flush=True)
+    return 1 if report(parts, time.monotonic() - began) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
