@@ -10,7 +10,8 @@ from tokenloom._version import __version__
 
 if TYPE_CHECKING:
     from tokenloom import tune
-    from tokenloom.comm.communicator import Communicator, Routed
+    from tokenloom.comm.communicator import Communicator
+    from tokenloom.comm.routed import Routed
     from tokenloom.comm.strategy import Strategy
     from tokenloom.errors import (
         BackendUnavailable,
@@ -33,24 +34,25 @@ if TYPE_CHECKING:
     from tokenloom.ops.quant import dequantize_fp8, quantize_fp8, quantize_fp8_blocks
     from tokenloom.ops.router import Router
     from tokenloom.runtime.streams import Event
-    from tokenloom.training.layer import ExpertParallelMoE, gather_state_dict, shard_state_dict
+    from tokenloom.training.layer import ExpertParallelMoE
+    from tokenloom.training.state_dict import gather_state_dict, shard_state_dict
 
 _MODULE_OF = {
     "Communicator": "comm.communicator",
     "Event": "runtime.streams",
     "ExpertParallelMoE": "training.layer",
     "MegaMoE": "inference.mega_moe",
-    "Routed": "comm.communicator",
+    "Routed": "comm.routed",
     "Router": "ops.router",
     "Strategy": "comm.strategy",
     "dequantize_fp8": "ops.quant",
-    "gather_state_dict": "training.layer",
+    "gather_state_dict": "training.state_dict",
     "grouped_gemm_fp8": "ops.gemm",
     "grouped_swiglu_fp8": "ops.gemm",
     "interleave_gate_and_up": "ops.gemm",
     "quantize_fp8": "ops.quant",
     "quantize_fp8_blocks": "ops.quant",
-    "shard_state_dict": "training.layer",
+    "shard_state_dict": "training.state_dict",
 }
 
 __all__ = [

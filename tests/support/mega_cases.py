@@ -152,11 +152,11 @@ def difference(got: torch.Tensor, want: torch.Tensor, dim: int | None = None) ->
 def make_mega(context: RankContext, case: Case, layer: Layer, backend: str = "nvlink") -> tl.MegaMoE:
     mega = tl.MegaMoE(
         context.group,
-        len(layer.w1) - case.shared,
-        case.hidden,
-        case.intermediate,
-        case.top_k,
-        max(1, *(len(x) for x in layer.xs)),
+        num_experts=len(layer.w1) - case.shared,
+        hidden=case.hidden,
+        intermediate=case.intermediate,
+        top_k=case.top_k,
+        max_tokens_per_rank=max(1, *(len(x) for x in layer.xs)),
         activation_clamp=case.clamp,
         fast_math=case.fast_math,
         power_of_two_scales=case.powers,

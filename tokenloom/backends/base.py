@@ -1,30 +1,68 @@
-"""What a backend is: the calls that communicator.py and autograd.py make, and the plain data they pass."""
+"""The seam between the calls that users make and the ways in which tokens travel.
+
+A backend moves tokens in two halves: ``send_...`` puts a transfer on its way, ``Pending.receive`` finishes it. The
+calls of one piece are the sum of their halves. Everything here is plain data and one protocol.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
-NUM_REGIONS = 2
-"""Where a backend receives rows, by turns: views of one last until the second next dispatch."""
+from tokenloom.plan import COMBINE_STRATEGIES, DISPATCH_STRATEGIES, LAYOUTS
+
+T_co = TypeVar("T_co", covariant=True)
+
+Wait = Literal["nothing", "calls", "everything"]
+"""What :meth:`Backend.check` waits for first: nothing, the outcomes of all calls, or the device as well."""
 
 
 @dataclass(frozen=True)
-class DispatchCall:
-    """The options of one dispatch, the same on all ranks.
+class Capabilities:
+    """What a backend can do. Layers ask here and never for a backend's name.
+
+    Attributes:
+        layouts: layouts of a dispatch.
+        dispatch_strategies, combine_strategies: what may carry a payload.
+        dtypes: payloads, besides FP8 with scales, which every backend moves.
+        returns_views: rows of a dispatch may be views of the backend's memory.
+        receive_buffers: dispatches whose rows are valid at the same time, where rows are views. The rows of dispatch n
+            last until dispatch ``n + receive_buffers``.
+        overlaps_pieces: transfers run beside computation, so it pays to send a batch in pieces.
+        captures: calls of bounded sizes can be captured into CUDA graphs.
+        spans_nodes: ranks may be on several hosts.
+        reads_on_host: the host learns the outcome of every call before the call returns.
+        fused_layer: the backend has ``fused_layer``, see :mod:`tokenloom.backends.nvlink.fused`.
+    """
+
+    layouts: tuple[str, ...] = LAYOUTS
+    dispatch_strategies: tuple[str, ...] = DISPATCH_STRATEGIES
+    combine_strategies: tuple[str, ...] = COMBINE_STRATEGIES
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    returns_views: bool = False
+    receive_buffers: int = 1
+    overlaps_pieces: bool = False
+    captures: bool = False
+    spans_nodes: bool = True
+    reads_on_host: bool = True
+    fused_layer: bool = False
+
+
+@dataclass(frozen=True)
+class DispatchOptions:
+    """The options of one dispatch, equal on all ranks.
 
     Attributes:
         layout: "token", "expert" or "rank".
-        alignment: rows that each expert's group is padded to (layout "expert", else 1).
+        alignment: rows of which each expert's group is a multiple (layout "expert", else 1).
         sizes: "exact" or "bounded".
-        capacity: most rows of the output; None is no limit (exact sizes, or layout "rank").
-        to_fp8: the backend quantises x, as quantize_fp8 does, before or while it sends it: rows are float8_e4m3fn,
-            and the handle has scales.
-        power_of_two_scales: how it does so (False without ``to_fp8``).
-        strategy: what carries the payload, see :class:`tokenloom.strategy.Strategy`.
+        capacity: most rows of the output. None means no limit (exact sizes, or layout "rank").
+        to_fp8: the backend quantises x as ``quantize_fp8`` does. Rows are float8_e4m3fn and the handle has scales.
+        power_of_two_scales: scales are rounded up to powers of two. False without ``to_fp8``.
+        strategy: what carries the payload, see :class:`tokenloom.Strategy`.
     """
 
     layout: str
@@ -37,18 +75,18 @@ class DispatchCall:
 
 
 @dataclass(frozen=True)
-class DispatchInput:
+class DispatchInputs:
     """The checked tensors of one dispatch on this rank.
 
     Attributes:
-        x: [T, H]; with ``DispatchCall.to_fp8`` not quantised yet.
+        x: [T, H], not quantised yet where ``DispatchOptions.to_fp8`` is set.
         scales: float32 [T, H / 128] of an FP8 x, else None.
         topk_ids: int32 or int64 [T, K].
         topk_weights: float32 (float64 beside float64 payloads) [T, K], or None.
         x_needs_grad, weights_need_grad: whether autograd will want a gradient.
-        own_outputs: outputs must be ordinary tensors, not views of the backend's buffers. "but rows": all that the
-            handle keeps must be, for somebody uses the rows, and is done with them, before the second next dispatch.
-        ahead: a dispatch of exact sizes need not first raise what earlier calls left.
+        own_outputs: True means that outputs are ordinary tensors. "but rows" means that rows may still be a view,
+            because the caller is done with them in time.
+        ahead: the caller has begun this dispatch early. Errors of earlier calls can wait for its second half.
     """
 
     x: torch.Tensor
@@ -62,45 +100,53 @@ class DispatchInput:
 
 
 @dataclass(frozen=True)
-class CombineCall:
-    """The options of one combine, the same on all ranks.
+class CombineOptions:
+    """The options of one combine, equal on all ranks.
 
     Attributes:
-        mode: "per_rank" (a partial sum per rank) or "per_route" (one row per route comes home).
-        weighted: whether rows are multiplied by their weights (layout "expert" only).
+        weighted: rows are multiplied by their weights (layout "expert" only).
         wire_dtype: dtype of what travels.
         out_dtype: dtype of the result.
         needs_grad: whether autograd will want a gradient.
-        strategy: what carries the payload, see :class:`tokenloom.strategy.Strategy`.
+        strategy: what carries the payload, see :class:`tokenloom.Strategy`. "all_to_all" sums per route, the others
+            sum per rank first.
     """
 
-    mode: str
     weighted: bool
     wire_dtype: torch.dtype
     out_dtype: torch.dtype
     needs_grad: bool
     strategy: str = "dedup"
 
+    @property
+    def per_route(self) -> bool:
+        """Whether every route's row comes home by itself."""
+        return self.strategy == "all_to_all"
+
 
 @dataclass(frozen=True)
-class Onward:
-    """A dispatch in layout "expert" and its combine, by ranks that do not wait in between.
+class Upcoming:
+    """A call that all ranks are about to open, for a rank that cannot make it.
 
     Attributes:
-        dispatch: the strategy of one.
-        combine: the other.
+        name: what the call is named in errors: "dispatch", "combine", "gradient of dispatch", ...
+        options: of a dispatch or combine, else None.
+        value_bytes: bytes of a value on the wire.
+        awaited: the ranks wait for the outcome of this call before they open another.
     """
 
-    dispatch: str
-    combine: CombineCall
+    name: str
+    options: DispatchOptions | CombineOptions | None = None
+    value_bytes: int = 2
+    awaited: bool = False
 
 
 @dataclass(frozen=True)
 class RoutedCounts:
-    """Sizes of a dispatch on this rank, safe to address the output with (clamped to the capacity).
+    """Sizes of a dispatch on this rank, clamped to the capacity so that they are safe to address the output with.
 
     Attributes:
-        num_rows: int (exact sizes) or int32 scalar on the device (bounded sizes).
+        num_rows: int (exact sizes) or an int32 scalar on the device (bounded sizes).
         source_counts: int32 [W], (token, rank) rows from each source rank.
         expert_counts: int32 [L], routes of each local expert, without padding.
         expert_offsets: int32 [L + 1], padded starts of the groups (layout "expert"), else None.
@@ -113,113 +159,125 @@ class RoutedCounts:
 
 
 class Handle(Protocol):
-    """What a backend remembers of a dispatch so that combine, and both gradients, can be done later."""
+    """What a backend remembers of a dispatch, for combine and both gradients.
 
-    call: DispatchCall
+    Attributes:
+        options: of the dispatch.
+        number: tells this dispatch from others of the communicator, equal on all ranks.
+        num_tokens: T at home.
+        num_places: rows of the output.
+    """
+
+    options: DispatchOptions
     number: int
     num_tokens: int
-    counts: RoutedCounts
-    topk_ids: torch.Tensor
-    topk_weights: torch.Tensor | None
-    scales: torch.Tensor | None
+    num_places: int
+
+    @property
+    def counts(self) -> RoutedCounts:
+        """Sizes of the output, on the device."""
+
+    @property
+    def topk_ids(self) -> torch.Tensor:
+        """int32 [places, K]: local expert of each route, -1 elsewhere (layouts "token" and "rank")."""
+
+    @property
+    def topk_weights(self) -> torch.Tensor | None:
+        """Received weights: [places, K], or one row per received row [R, K] in layout "expert"."""
+
+    @property
+    def scales(self) -> torch.Tensor | None:
+        """float32 [places, H / 128] of FP8 rows, else None."""
 
     @property
     def host_offsets(self) -> list[int] | None:
         """``counts.expert_offsets`` where the host knows them."""
 
+    def positions(self) -> torch.Tensor:
+        """int64 [R, K], or [R, 1] where rows are not grouped by expert: place of each term of a received row.
+
+        -1 is no term. Received rows lie in the order (source rank, token); R may be larger than their number.
+        """
+
+
+class Pending(Protocol[T_co]):
+    """The second half of a call."""
+
+    def receive(self) -> T_co:
+        """Finish the call and give its result. Called once, before any other call of the communicator is opened."""
+
 
 class Backend(Protocol):
-    """One way to move tokens. All methods are collective: every rank calls them, in the same order.
+    """One way to move tokens. Every method that sends is collective: all ranks call it, in the same order.
 
-    ``rows`` below is [places, H]: the output of a dispatch in its layout, with layout "rank" flattened to
-    [W * M, H]. Received rows are one per (token, rank), in the order (source rank, token).
+    A backend tells the other ranks of a fault of its own before its call opens; ``Upcoming`` and :meth:`report_fault`
+    are for what fails outside of it. Errors that all ranks raise alike have ``known_to_all`` set.
+
+    ``rows`` is [places, H] below: the output of a dispatch in its layout, with layout "rank" flattened to [W * M, H].
+    A received row is one (token, rank), in the order (source rank, token).
     """
 
     name: str
-    checked: bool
-    """Whether the host reads ids, and the outcome of every call, before it returns."""
+    capabilities: Capabilities
 
-    def check_dispatch(self, call: DispatchCall, tensors: DispatchInput) -> None:
-        """Raise for what this backend cannot do, beyond what checks.py refuses. Not collective."""
+    def send_dispatch(self, options: DispatchOptions, inputs: DispatchInputs) -> Pending[tuple[Any, torch.Tensor]]:
+        """Check what this backend cannot do, open the call, and send.
 
-    def check_combine(self, handle: Any, y: torch.Tensor, call: CombineCall) -> None:
-        """Raise for what this backend cannot do, beyond what checks.py refuses. Not collective."""
-
-    def report_fault(self, call: str, fault: Exception, then: Onward | None = None) -> None:
-        """Tell the other ranks, which are opening a call too, that this one failed here; theirs raise PeerError.
-
-        Args:
-            then: how ranks that need not wait for the outcome of this call go on: they open one more, and raise later.
+        On return all ranks mean the same call, or will be told that they do not by a later call; x may be overwritten
+        by work that is put on the current stream behind it. ``receive`` waits for what the host has to know and gives
+        (handle, rows). Places without a row are zero in layout "expert".
         """
 
-    def settle(self) -> None:
-        """Wait for the outcomes of all calls so far, and raise what they found, on all ranks alike."""
-
-    def open_dispatch(self, call: DispatchCall, tensors: DispatchInput) -> Callable[[], Any]:
-        """Begin to exchange counts and metadata. What it returns, called once before any other call is opened, waits
-        for what the host has to know of them and gives a Handle."""
-
-    def open_combine(self, handle: Any, call: CombineCall) -> None:
-        """Make sure that all ranks call the same combine."""
-
-    def dispatch(self, handle: Any, x: torch.Tensor) -> torch.Tensor:
-        """Send the x that ``open_dispatch`` was given, [T, H] -> rows; places that hold no row are zero.
-
-        Follows its Handle at once. With ``DispatchCall.to_fp8`` rows are the quantised x.
-        """
-
-    def combine(
+    def send_combine(
         self,
         handle: Any,
         rows: torch.Tensor,
         weights: torch.Tensor | None,
-        call: CombineCall,
+        options: CombineOptions,
         out: torch.Tensor | None = None,
         alone: bool = False,
-    ) -> torch.Tensor:
-        """Rows and received weights [R, K] -> [T, H], into ``out`` if given.
+    ) -> Pending[torch.Tensor]:
+        """Open the call and send rows home, multiplied by the received weights [R, K] if they are given.
 
-        ``alone``: nothing is computed meanwhile, so that it may take more of the GPU.
+        On return the rows are on their way. ``receive`` gives [T, H], which is ``out`` if that is given.
+
+        Args:
+            alone: nothing is computed meanwhile, so the transfer may take more of the GPU.
         """
 
-    def combine_backward(
-        self,
-        handle: Any,
-        grad: torch.Tensor,
-        rows: torch.Tensor | None,
-        weights: torch.Tensor | None,
-        dtype: torch.dtype,
-        strategy: str = "dedup",
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Gradient [T, H] -> (gradient of the rows, gradient of the received weights [R, K] if ``rows`` is given).
+    def send_again(self, handle: Any, values: torch.Tensor, strategy: str = "dedup") -> Pending[torch.Tensor]:
+        """Send other values [T, H] of the same tokens, or gradients, to the places of the dispatch.
 
-        ``strategy``: a dispatch's, which carries it.
+        ``receive`` gives [places, H], which may be a view. Rows behind the last one in use are unspecified.
         """
 
-    def dispatch_again(self, handle: Any, x: torch.Tensor, strategy: str = "dedup") -> torch.Tensor:
-        """Other values [T, H] of the same tokens, or their gradients, to the places of their rows: [places, H].
+    def send_rows(self, handle: Any, values: torch.Tensor, strategy: str = "dedup") -> Pending[torch.Tensor]:
+        """Send values [T, H] once for each (token, rank) of the dispatch.
 
-        They may be a view, to be used before the second next dispatch. ``strategy``: a dispatch's, which carries them.
+        ``receive`` gives at least one row for each row of ``handle.positions()``.
         """
+
+    def send_weight_gradients(self, handle: Any, grad: torch.Tensor) -> Pending[torch.Tensor]:
+        """Send the gradient of ``handle.topk_weights`` home. ``receive`` gives [T, K]."""
 
     def row_weights(self, handle: Any, weights: torch.Tensor, num_places: int) -> torch.Tensor:
-        """Weights [R, K] of received routes -> [num_places] of their rows (layout "expert"); 0 where no row lies."""
+        """Weights [R, K] of received routes -> [num_places] of their rows (layout "expert"), 0 where no row lies."""
 
     def route_gradients(self, handle: Any, grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """The gradient of that: [num_places] -> [R, K] like the received weights."""
 
-    def return_weights(self, handle: Any, grad: torch.Tensor) -> torch.Tensor:
-        """Gradient of ``handle.topk_weights`` -> [T, K] at home."""
+    def report_fault(self, fault: Exception, upcoming: Sequence[Upcoming]) -> None:
+        """Tell the other ranks, which are opening ``upcoming[0]``, that this one failed. Theirs raise PeerError.
+
+        The rest of ``upcoming`` are the calls that follow. This rank takes part in those that the others open before
+        they learn of the fault.
+        """
+
+    def check(self, wait: Wait) -> None:
+        """Raise what earlier calls left behind (CapacityOverflow, PeerTimeout, ...), once, on all ranks alike."""
 
     def memory(self) -> list[str]:
-        """Lines for people: each buffer of its own, how large it is, and whether it is there yet."""
-
-    def check(self, wait: bool) -> None:
-        """Raise what earlier calls left behind (CapacityOverflow, PeerTimeout, ...), once, on all ranks alike.
-
-        Args:
-            wait: first wait until all calls are done; else raise what is known without waiting for recent ones.
-        """
+        """Lines for people: each buffer that outlives a call, its size, and whether it exists yet."""
 
     def close(self) -> None:
         """Release what the backend holds. Calling it twice is fine."""

@@ -1,27 +1,58 @@
 """Backend "collective": dispatch and combine over torch.distributed, on any device and any network.
 
-A dispatch is three collectives: the exchange of counts (exchange.py), one all-to-all of metadata (ids, weights,
-FP8 scales), one all-to-all of payload, one row per (token, rank). A combine is two: the exchange, and one
-all-to-all of partial sums. ``all_to_all_single`` needs its sizes on the host, so the counts are read there in
-both size modes, and calls cannot be captured into CUDA graphs.
+A dispatch is three collectives: the handshake with all counts (handshake.py), one all-to-all of metadata (ids,
+weights, FP8 scales), and one all-to-all of payload with one row per (token, rank). Every other call is the handshake
+and one all-to-all. ``all_to_all_single`` needs its sizes on the host, so both kinds of sizes read the counts there,
+and calls cannot be captured into CUDA graphs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 
-from tokenloom.backends.base import CombineCall, DispatchCall, DispatchInput, Onward, RoutedCounts
-from tokenloom.backends.handshake import Field, combine_fields, dispatch_fields, exchange
-from tokenloom.errors import CapacityOverflow
+from tokenloom.backends.base import (
+    Capabilities,
+    CombineOptions,
+    DispatchInputs,
+    DispatchOptions,
+    RoutedCounts,
+    Upcoming,
+    Wait,
+)
+from tokenloom.backends.handshake import Field, combine_fields, dispatch_fields, gradient_fields, handshake
+from tokenloom.backends.registration import Availability, Registration, Request
+from tokenloom.errors import CapacityOverflow, is_known_to_all
 from tokenloom.ops import routing
 from tokenloom.ops.quant import quantize_fp8
 from tokenloom.plan import Plan
 from tokenloom.runtime.rank_group import RankGroup
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Who sends how much to whom in one dispatch, and back in its combine.
+
+    Attributes:
+        send: the rows that this rank sends.
+        sent, received: (token, rank) rows to and from each rank.
+        routes_sent, routes_received: routes to and from each rank.
+        expert_counts: routes of each local expert.
+    """
+
+    send: routing.SendMap
+    sent: list[int]
+    received: list[int]
+    routes_sent: list[int]
+    routes_received: list[int]
+    expert_counts: list[int]
 
 
 @dataclass(frozen=True)
@@ -29,12 +60,8 @@ class CollectiveHandle:
     """A dispatch as this rank remembers it. R: received rows, in the order (source rank, token).
 
     Attributes:
-        call: the options of the dispatch.
-        number: how many dispatches this communicator had made before.
-        num_tokens: T.
-        send: the rows this rank sent.
-        sent, received: (token, rank) rows to and from each rank.
-        routes_sent, routes_received: routes to and from each rank.
+        options, number, num_tokens: as of every handle.
+        sizes: who sends how much to whom.
         local_ids: int32 [R, K].
         weights: [R, K], zero where there is no route, or None.
         received_scales: float32 [R, H / 128] for FP8, else None.
@@ -42,14 +69,10 @@ class CollectiveHandle:
         row_tokens: int32 [R], which token of its source each received row is.
     """
 
-    call: DispatchCall
+    options: DispatchOptions
     number: int
     num_tokens: int
-    send: routing.SendMap
-    sent: list[int]
-    received: list[int]
-    routes_sent: list[int]
-    routes_received: list[int]
+    sizes: Sizes
     local_ids: torch.Tensor
     weights: torch.Tensor | None
     received_scales: torch.Tensor | None
@@ -57,20 +80,22 @@ class CollectiveHandle:
     row_tokens: torch.Tensor
 
     @property
+    def num_places(self) -> int:
+        return self.placement.num_places
+
+    @property
     def host_offsets(self) -> list[int] | None:
-        """``counts.expert_offsets`` on the host."""
         return self.placement.offsets
 
     @property
     def counts(self) -> RoutedCounts:
-        """Sizes of the output, on the device."""
         place = self.placement
 
         def int32(values: int | list[int]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int32, device=self.local_ids.device)
 
         return RoutedCounts(
-            num_rows=place.num_rows if self.call.sizes == "exact" else int32(place.num_rows),
+            num_rows=place.num_rows if self.options.sizes == "exact" else int32(place.num_rows),
             source_counts=int32(place.source_counts),
             expert_counts=int32(place.expert_counts),
             expert_offsets=None if place.offsets is None else int32(place.offsets),
@@ -78,234 +103,282 @@ class CollectiveHandle:
 
     @property
     def topk_ids(self) -> torch.Tensor:
-        """int32 [places, K]: local experts in the output's order (layouts "token", "rank"); no row, no route: -1."""
-        return self.place(self.local_ids + 1) - 1
+        return self.place(self.local_ids + 1) - 1  # no row, no route: -1
 
     @property
     def topk_weights(self) -> torch.Tensor | None:
-        """Weights as autograd sees them: [places, K], or [R, K] for layout "expert"; None without weights."""
-        if self.weights is None or self.call.layout == "expert":
+        if self.weights is None or self.options.layout == "expert":
             return self.weights
         return self.place(self.weights)
 
     @property
     def scales(self) -> torch.Tensor | None:
-        """float32 [places, H / 128] for FP8, else None."""
         return None if self.received_scales is None else self.place(self.received_scales)
 
+    def positions(self) -> torch.Tensor:
+        return self.placement.positions
+
     def place(self, rows: torch.Tensor) -> torch.Tensor:
-        """Received rows [R, h] -> their places in the output [places, h]; zero where no row lies."""
-        if self.call.layout == "token" and len(rows) == self.placement.num_places:
+        """Received rows [R, h] -> their places in the output [places, h], zero where no row lies."""
+        if self.options.layout == "token" and len(rows) == self.placement.num_places:
             return rows  # the order of arrival is the order of the layout
         return routing.scatter_rows(rows, self.placement.positions, self.placement.num_places)
 
 
+class _Pending(Generic[T]):
+    """A call whose payload is on its way."""
+
+    def __init__(self, finish: Callable[[], T]) -> None:
+        self._finish = finish
+
+    def receive(self) -> T:
+        return self._finish()
+
+
+Arrival = Callable[[CollectiveHandle], torch.Tensor]
+"""Waits for a payload and gives its rows, by a handle whose metadata may arrive after the payload was sent."""
+
+
 class CollectiveBackend:
-    """Dispatch and combine over ``all_to_all_single``."""
+    """Dispatch and combine over ``all_to_all_single``. The payload travels between the halves of a call."""
 
     name = "collective"
-    checked = True
+    capabilities = Capabilities()
 
     def __init__(self, plan: Plan, ranks: RankGroup) -> None:
-        self.plan = plan
-        self.ranks = ranks
+        self._plan = plan
+        self._ranks = ranks
         self._num_dispatches = 0
         self._overflow: tuple[int, int] | None = None
-        self._quantised: torch.Tensor | None = None
 
-    # -- opening a call: counts, agreement, metadata --------------------------------------------------------
+    # -- dispatch -------------------------------------------------------------------------------------------
 
-    def check_dispatch(self, call: DispatchCall, tensors: DispatchInput) -> None:
-        """Nothing beyond checks.py."""
-
-    def check_combine(self, handle: CollectiveHandle, y: torch.Tensor, call: CombineCall) -> None:
-        """Nothing beyond checks.py."""
-
-    def report_fault(self, call: str, fault: Exception, then: Onward | None = None) -> None:
-        self._exchange({"call": call}, None, fault)
-
-    def settle(self) -> None:
-        """Nothing: a call that has returned has raised what it found."""
-
-    def open_dispatch(self, call: DispatchCall, tensors: DispatchInput) -> Callable[[], CollectiveHandle]:
-        plan = self.plan
-        send = routing.send_map(tensors.topk_ids, plan)
-        fields = dispatch_fields(self._num_dispatches, call, tensors)
-        own_counts = torch.cat([send.rows_per_rank, send.routes_per_expert])
-        table = self._exchange(fields, own_counts)
-        rows, routes = table[:, : plan.num_ranks], table[:, plan.num_ranks :]
-        self._check_capacity(call, rows, routes)
+    def send_dispatch(
+        self, options: DispatchOptions, inputs: DispatchInputs
+    ) -> _Pending[tuple[CollectiveHandle, torch.Tensor]]:
+        send = routing.send_map(inputs.topk_ids, self._plan)
+        fields = dispatch_fields(self._num_dispatches, options, inputs)
+        table = self._open(fields, torch.cat([send.rows_per_rank, send.routes_per_expert]))
+        rows, routes = table[:, : self._plan.num_ranks], table[:, self._plan.num_ranks :]
+        self._check_capacity(options, rows, routes)
         self._num_dispatches += 1
-        if call.to_fp8:
-            q, scales = quantize_fp8(tensors.x, power_of_two_scales=call.power_of_two_scales)
-            tensors = replace(tensors, x=q, scales=scales)
-            # For dispatch(), which follows at once. The handle would keep it as long as the autograd graph lives.
-            self._quantised = q
-        return partial(self._make_handle, call, tensors, send, rows, routes)
+        number, num_tokens = self._num_dispatches, len(inputs.x)
+        with _unfinished(self._ranks):
+            sizes = self._sizes(send, rows, routes)
+            x, scales = inputs.x, inputs.scales
+            if options.to_fp8:
+                x, scales = quantize_fp8(x, power_of_two_scales=options.power_of_two_scales)
+            metadata = self._send_metadata(sizes, inputs.topk_weights, scales)
+            payload = self._send_places(sizes, x, options.strategy)
 
-    def open_combine(self, handle: CollectiveHandle, call: CombineCall) -> None:
-        self._exchange(combine_fields(handle.number, call))
+        def finish() -> tuple[CollectiveHandle, torch.Tensor]:
+            with _unfinished(self._ranks):
+                tokens, local_ids, weights, received_scales = metadata()
+                placement = self._place(options, sizes, local_ids)
+                handle = CollectiveHandle(
+                    options, number, num_tokens, sizes, local_ids, weights, received_scales, placement, tokens
+                )
+                return handle, payload(handle)
 
-    def _exchange(
-        self, fields: dict[str, Field], counts: torch.Tensor | None = None, fault: Exception | None = None
-    ) -> np.ndarray:
-        return exchange(self.ranks, fields, counts, self.plan.num_ranks + self.plan.num_experts, fault)
+        return _Pending(finish)
 
-    def _check_capacity(self, call: DispatchCall, rows: np.ndarray, routes: np.ndarray) -> None:
+    def _check_capacity(self, options: DispatchOptions, rows: np.ndarray, routes: np.ndarray) -> None:
         """All ranks know all counts, so all of them raise, or remember the overflow, alike."""
-        if call.capacity is None:
+        if options.capacity is None:
             return
-        if call.layout == "expert":
-            groups = -(-routes.sum(0) // call.alignment) * call.alignment
-            needed = int(groups.reshape(self.plan.num_ranks, -1).sum(1).max())
+        if options.layout == "expert":
+            groups = -(-routes.sum(0) // options.alignment) * options.alignment
+            needed = int(groups.reshape(self._plan.num_ranks, -1).sum(1).max())
         else:
             needed = int(rows.sum(0).max())
-        if needed > call.capacity and call.sizes == "exact":
-            raise CapacityOverflow(needed, call.capacity, sent=False)
-        if needed > call.capacity:
-            self._overflow = (needed, call.capacity)
+        if needed > options.capacity and options.sizes == "exact":
+            raise CapacityOverflow(needed, options.capacity, sent=False)
+        if needed > options.capacity:
+            self._overflow = (needed, options.capacity)
 
-    def _make_handle(
-        self, call: DispatchCall, tensors: DispatchInput, send: routing.SendMap, rows: np.ndarray, routes: np.ndarray
-    ) -> CollectiveHandle:
-        plan, me = self.plan, self.ranks.rank
+    def _sizes(self, send: routing.SendMap, rows: np.ndarray, routes: np.ndarray) -> Sizes:
+        plan, me = self._plan, self._ranks.rank
         by_rank = routes.reshape(plan.num_ranks, plan.num_ranks, plan.experts_per_rank)  # [source, rank, expert]
-        sent, received = rows[me].tolist(), rows[:, me].tolist()
-        expert_counts = by_rank[:, me].sum(0).tolist()
-        tokens, local_ids, weights, scales = self._exchange_metadata(tensors, send, sent, received)
-        if call.layout == "token":
-            placement = routing.place_by_token(received, expert_counts, self.ranks.device)
-        elif call.layout == "rank":
-            placement = routing.place_by_rank(received, expert_counts, plan.max_tokens_per_rank, self.ranks.device)
-        else:
-            placement = routing.place_by_expert(received, expert_counts, call.alignment, local_ids)
-        if call.sizes == "bounded" and call.capacity is not None:
-            placement = routing.fit_capacity(placement, call.capacity)
-        return CollectiveHandle(
-            call=call,
-            number=self._num_dispatches,
-            num_tokens=tensors.x.shape[0],
+        return Sizes(
             send=send,
-            sent=sent,
-            received=received,
+            sent=rows[me].tolist(),
+            received=rows[:, me].tolist(),
             routes_sent=by_rank[me].sum(1).tolist(),
             routes_received=by_rank[:, me].sum(1).tolist(),
-            local_ids=local_ids,
-            weights=weights,
-            received_scales=scales,
-            placement=placement,
-            row_tokens=tokens,
+            expert_counts=by_rank[:, me].sum(0).tolist(),
         )
 
-    def _exchange_metadata(
-        self, tensors: DispatchInput, send: routing.SendMap, sent: list[int], received: list[int]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Tokens [R], ids, weights and scales of the rows, in one all-to-all of int32 words, as they are received."""
+    def _place(self, options: DispatchOptions, sizes: Sizes, local_ids: torch.Tensor) -> routing.Placement:
+        received, counts = sizes.received, sizes.expert_counts
+        if options.layout == "token":
+            placement = routing.place_by_token(received, counts, self._ranks.device)
+        elif options.layout == "rank":
+            placement = routing.place_by_rank(received, counts, self._plan.max_tokens_per_rank, self._ranks.device)
+        else:
+            placement = routing.place_by_expert(received, counts, options.alignment, local_ids)
+        if options.sizes == "bounded" and options.capacity is not None:
+            placement = routing.fit_capacity(placement, options.capacity)
+        return placement
+
+    def _send_metadata(
+        self, sizes: Sizes, topk_weights: torch.Tensor | None, scales: torch.Tensor | None
+    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]]:
+        """Send tokens, ids, weights and scales of the rows in one all-to-all of int32 words.
+
+        Returns:
+            What waits for them: tokens [R], local ids [R, K], weights [R, K] and scales [R, H / 128] as received.
+        """
+        send = sizes.send
         parts = [send.tokens[:, None].to(torch.int32), send.local_ids]
-        if tensors.topk_weights is not None:
-            weights = torch.where(send.mask, tensors.topk_weights.detach()[send.tokens], 0)
+        if topk_weights is not None:
+            weights = torch.where(send.mask, topk_weights.detach()[send.tokens], 0)
             parts.append(routing.packed(weights).view(torch.int32))
-        if tensors.scales is not None:
-            parts.append(tensors.scales[send.tokens].view(torch.int32))
-        words = self.ranks.all_to_all(torch.cat(parts, 1), sent, received, "dispatch, metadata")
-        # Always a copy: a slice of a single row counts as contiguous, but starts wherever its neighbour ends.
+        if scales is not None:
+            parts.append(scales[send.tokens].view(torch.int32))
         widths = [part.shape[1] for part in parts]
-        split = [part.clone(memory_format=torch.contiguous_format) for part in words.split(widths, 1)]
-        tokens, local_ids, rest = split[0][:, 0], split[1], split[2:]
-        received_weights = None if tensors.topk_weights is None else rest.pop(0).view(tensors.topk_weights.dtype)
-        scales = rest.pop(0).view(torch.float32) if rest else None
-        return tokens, local_ids, received_weights, scales
+        words = self._ranks.start_all_to_all(torch.cat(parts, 1), sizes.sent, sizes.received, "dispatch, metadata")
+
+        def receive() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+            # Always a copy: a slice of a single row counts as contiguous, but starts wherever its neighbour ends.
+            split = [part.clone(memory_format=torch.contiguous_format) for part in words.wait().split(widths, 1)]
+            tokens, local_ids, rest = split[0][:, 0], split[1], split[2:]
+            received_weights = None if topk_weights is None else rest.pop(0).view(topk_weights.dtype)
+            return tokens, local_ids, received_weights, rest.pop(0).view(torch.float32) if rest else None
+
+        return receive
 
     # -- moving rows ----------------------------------------------------------------------------------------
 
-    def dispatch(self, handle: CollectiveHandle, x: torch.Tensor) -> torch.Tensor:
-        if handle.call.to_fp8:
-            assert self._quantised is not None
-            x, self._quantised = self._quantised, None
-        return self.dispatch_again(handle, x, handle.call.strategy)
+    def _send_places(self, sizes: Sizes, x: torch.Tensor, strategy: str) -> Arrival:
+        """Send [T, H] to the places of its routes, [places, H]."""
+        if strategy == "all_to_all":
+            return self._send_routes(sizes, x)
+        rows = self._send_rows(sizes, x, strategy)
+        return lambda handle: handle.place(rows(handle))
 
-    def _send(self, handle: CollectiveHandle, x: torch.Tensor, strategy: str) -> torch.Tensor:
-        """[T, H] at home -> received rows [R, H]."""
+    def _send_rows(self, sizes: Sizes, x: torch.Tensor, strategy: str) -> Arrival:
+        """Send [T, H] once for each (token, rank), [R, H]."""
         if strategy == "all_gather":
-            room = x.new_zeros(self.plan.max_tokens_per_rank, x.shape[1])
+            room = x.new_zeros(self._plan.max_tokens_per_rank, x.shape[1])
             room[: len(x)] = x
-            gathered = self.ranks.all_gather(room.view(torch.uint8).flatten(), "dispatch, all tokens")
-            return routing.gather_rows(gathered.view(x.dtype).view(-1, x.shape[1]), self._row_homes(handle))
-        rows = routing.gather_rows(x, handle.send.tokens)
-        return self.ranks.all_to_all(rows, handle.sent, handle.received, "dispatch, payload")
+            gathered = self._ranks.all_gather(room.view(torch.uint8).flatten(), "dispatch, all tokens")
+            tokens = gathered.view(x.dtype).view(-1, x.shape[1])
+            return lambda handle: routing.gather_rows(tokens, self._row_homes(handle))
+        rows = routing.gather_rows(x, sizes.send.tokens)
+        transfer = self._ranks.start_all_to_all(rows, sizes.sent, sizes.received, "dispatch, payload")
+        return lambda handle: transfer.wait()
+
+    def _send_routes(self, sizes: Sizes, x: torch.Tensor) -> Arrival:
+        """Send [T, H] once for each route, to its place."""
+        row, _ = sizes.send.mask.nonzero(as_tuple=True)
+        rows = routing.gather_rows(x, sizes.send.tokens[row])
+        counts = sizes.routes_sent, sizes.routes_received
+        transfer = self._ranks.start_all_to_all(rows, *counts, "dispatch, routes")
+
+        def place(handle: CollectiveHandle) -> torch.Tensor:
+            positions = handle.placement.positions[handle.local_ids >= 0]  # in the order of arrival; -1: dropped
+            return routing.scatter_rows(transfer.wait(), positions[:, None], handle.num_places)
+
+        return place
 
     def _row_homes(self, handle: CollectiveHandle) -> torch.Tensor:
         """int64 [R]: which of [W * M] tokens of all ranks each received row is."""
-        sources = torch.repeat_interleave(torch.arange(self.plan.num_ranks), torch.tensor(handle.received))
-        return sources.to(handle.row_tokens.device) * self.plan.max_tokens_per_rank + handle.row_tokens
+        device = handle.row_tokens.device
+        ranks = torch.arange(self._plan.num_ranks, device=device)
+        sources = torch.repeat_interleave(ranks, torch.tensor(handle.sizes.received, device=device))
+        return sources * self._plan.max_tokens_per_rank + handle.row_tokens
 
-    def _send_routes(self, handle: CollectiveHandle, x: torch.Tensor) -> torch.Tensor:
-        """[T, H] at home -> a row for each route, at its place in the output."""
-        row, _ = handle.send.mask.nonzero(as_tuple=True)
-        rows = routing.gather_rows(x, handle.send.tokens[row])
-        received = self.ranks.all_to_all(rows, handle.routes_sent, handle.routes_received, "dispatch, routes")
-        positions = handle.placement.positions[handle.local_ids >= 0]  # in the order of arrival; -1: dropped
-        return routing.scatter_rows(received, positions[:, None], handle.placement.num_places)
+    # -- combine --------------------------------------------------------------------------------------------
 
-    def combine(
+    def send_combine(
         self,
         handle: CollectiveHandle,
         rows: torch.Tensor,
         weights: torch.Tensor | None,
-        call: CombineCall,
+        options: CombineOptions,
         out: torch.Tensor | None = None,
         alone: bool = False,
-    ) -> torch.Tensor:
-        dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
-        if call.mode == "per_rank":
-            positions = handle.placement.positions
-            partial = routing.ordered_sum(rows, positions, weights, dtype=dtype).to(call.wire_dtype)
-            if handle.placement.dropped is not None:
-                partial[handle.placement.dropped] = torch.nan
-            order = routing.home_positions_per_rank(handle.send, handle.num_tokens, self.plan.num_ranks)
-            if call.strategy == "reduce_scatter":
-                home, order = self._scatter_dense(handle, partial, order)
-            else:
-                home = self.ranks.all_to_all(partial, handle.received, handle.sent, "combine, partial sums")
-        else:
-            terms = routing.weighted_routes(rows, handle.local_ids, handle.placement.positions, weights, dtype=dtype)
-            terms = terms.to(call.wire_dtype)
-            home = self.ranks.all_to_all(terms, handle.routes_received, handle.routes_sent, "combine, routes")
-            order = routing.home_positions_per_route(handle.send, handle.num_tokens, self.plan.top_k)
-        total = routing.ordered_sum(home, order, dtype=dtype).to(call.out_dtype)
-        return total if out is None else out.copy_(total)
+    ) -> _Pending[torch.Tensor]:
+        self._open(combine_fields(handle.number, options))
+        with _unfinished(self._ranks):
+            home, order = self._send_home(handle, rows, weights, options)
 
-    def _scatter_dense(
+        def finish() -> torch.Tensor:
+            with _unfinished(self._ranks):
+                total = routing.ordered_sum(home(), order, dtype=_sum_dtype(rows)).to(options.out_dtype)
+                return total if out is None else out.copy_(total)
+
+        return _Pending(finish)
+
+    def _send_home(
+        self, handle: CollectiveHandle, rows: torch.Tensor, weights: torch.Tensor | None, options: CombineOptions
+    ) -> tuple[Callable[[], torch.Tensor], torch.Tensor]:
+        """Send the terms of the sums at home: (what waits for them [n, H], their positions [T, terms])."""
+        sizes, positions, dtype = handle.sizes, handle.placement.positions, _sum_dtype(rows)
+        if options.per_route:
+            terms = routing.weighted_routes(rows, handle.local_ids, positions, weights, dtype=dtype)
+            terms = terms.to(options.wire_dtype)
+            counts = sizes.routes_received, sizes.routes_sent
+            order = routing.home_positions_per_route(sizes.send, handle.num_tokens, self._plan.top_k)
+            return self._ranks.start_all_to_all(terms, *counts, "combine, routes").wait, order
+        partial = routing.ordered_sum(rows, positions, weights, dtype=dtype).to(options.wire_dtype)
+        if handle.placement.dropped is not None:
+            partial[handle.placement.dropped] = torch.nan
+        order = routing.home_positions_per_rank(sizes.send, handle.num_tokens, self._plan.num_ranks)
+        if options.strategy == "reduce_scatter":
+            return self._send_dense(handle, partial, order)
+        counts = sizes.received, sizes.sent
+        return self._ranks.start_all_to_all(partial, *counts, "combine, partial sums").wait, order
+
+    def _send_dense(
         self, handle: CollectiveHandle, partial: torch.Tensor, order: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Partial sums [R, H] of all ranks' tokens, dense -> (home [W * M, H], and where in it each of [T, W] is)."""
-        num_ranks, room = self.plan.num_ranks, self.plan.max_tokens_per_rank
+    ) -> tuple[Callable[[], torch.Tensor], torch.Tensor]:
+        """Partial sums [R, H] as a dense [W, M, H] of all ranks' tokens; ``order``: of those that were sent."""
+        num_ranks, room = self._plan.num_ranks, self._plan.max_tokens_per_rank
         dense = partial.new_zeros(num_ranks * room, partial.shape[1])
         dense[self._row_homes(handle)] = partial
-        home = self.ranks.all_to_all(dense, [room] * num_ranks, [room] * num_ranks, "combine, dense partial sums")
+        counts = [room] * num_ranks
+        transfer = self._ranks.start_all_to_all(dense, counts, counts, "combine, dense partial sums")
         tokens = torch.arange(len(order), device=order.device)[:, None]
         places = torch.arange(num_ranks, device=order.device) * room + tokens
-        return home, torch.where(order >= 0, places, -1)
+        return transfer.wait, torch.where(order >= 0, places, -1)
 
     # -- gradients ------------------------------------------------------------------------------------------
 
-    def combine_backward(
-        self,
-        handle: CollectiveHandle,
-        grad: torch.Tensor,
-        rows: torch.Tensor | None,
-        weights: torch.Tensor | None,
-        dtype: torch.dtype,
-        strategy: str = "dedup",
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        received = self._send(handle, grad, strategy)
-        place = handle.placement
-        return routing.spread_gradient(received, place.positions, place.num_places, weights, rows, dtype)
+    def send_again(
+        self, handle: CollectiveHandle, values: torch.Tensor, strategy: str = "dedup"
+    ) -> _Pending[torch.Tensor]:
+        return self._gradient(handle, "rows again", lambda: self._send_places(handle.sizes, values, strategy))
 
-    def dispatch_again(self, handle: CollectiveHandle, x: torch.Tensor, strategy: str = "dedup") -> torch.Tensor:
-        if strategy == "all_to_all":
-            return self._send_routes(handle, x)
-        return handle.place(self._send(handle, x, strategy))
+    def send_rows(
+        self, handle: CollectiveHandle, values: torch.Tensor, strategy: str = "dedup"
+    ) -> _Pending[torch.Tensor]:
+        return self._gradient(handle, "rows again", lambda: self._send_rows(handle.sizes, values, strategy))
+
+    def _gradient(self, handle: CollectiveHandle, what: str, send: Callable[[], Arrival]) -> _Pending[torch.Tensor]:
+        self._open(gradient_fields(handle.number, what))
+        with _unfinished(self._ranks):
+            arrival = send()
+
+        def finish() -> torch.Tensor:
+            with _unfinished(self._ranks):
+                return arrival(handle)
+
+        return _Pending(finish)
+
+    def send_weight_gradients(self, handle: CollectiveHandle, grad: torch.Tensor) -> _Pending[torch.Tensor]:
+        sizes = handle.sizes
+
+        def send() -> Arrival:
+            values = grad
+            if handle.options.layout != "expert":
+                place = handle.placement.positions[:, 0]
+                values = torch.where((place >= 0)[:, None], grad[place.clamp_min(0)], 0)
+            counts = sizes.received, sizes.sent
+            home = self._ranks.start_all_to_all(routing.packed(values), *counts, "dispatch, gradient of weights")
+            return lambda handle: routing.weights_at_home(home.wait(), sizes.send, handle.num_tokens)
+
+        return self._gradient(handle, "gradient of weights", send)
 
     def row_weights(self, handle: CollectiveHandle, weights: torch.Tensor, num_places: int) -> torch.Tensor:
         return routing.row_values(weights, handle.placement.positions, num_places)
@@ -313,24 +386,51 @@ class CollectiveBackend:
     def route_gradients(self, handle: CollectiveHandle, grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return routing.route_values(grad, handle.placement.positions).to(like.dtype)
 
-    def return_weights(self, handle: CollectiveHandle, grad: torch.Tensor) -> torch.Tensor:
-        if handle.call.layout != "expert":
-            place = handle.placement.positions[:, 0]
-            grad = torch.where((place >= 0)[:, None], grad[place.clamp_min(0)], 0)
-        grad = routing.packed(grad)
-        home = self.ranks.all_to_all(grad, handle.received, handle.sent, "dispatch, gradient of weights")
-        return routing.weights_at_home(home, handle.send, handle.num_tokens)
-
     # -- state ----------------------------------------------------------------------------------------------
 
-    def memory(self) -> list[str]:
-        """It has no buffers that outlive a call."""
-        return []
+    def _open(
+        self, fields: dict[str, Field], counts: torch.Tensor | None = None, fault: Exception | None = None
+    ) -> np.ndarray:
+        return handshake(self._ranks, fields, counts, self._plan.num_ranks + self._plan.num_experts, fault)
 
-    def check(self, wait: bool) -> None:
+    def report_fault(self, fault: Exception, upcoming: Sequence[Upcoming]) -> None:
+        self._open({"call": upcoming[0].name}, None, fault)  # which ends the others' call: nobody opens the next
+
+    def check(self, wait: Wait) -> None:
         overflow, self._overflow = self._overflow, None
         if overflow is not None:
             raise CapacityOverflow(*overflow, sent=True)
 
+    def memory(self) -> list[str]:
+        return []  # no buffer outlives a call
+
     def close(self) -> None:
-        self.ranks.close()
+        self._overflow = None
+
+
+@contextmanager
+def _unfinished(ranks: RankGroup) -> Iterator[None]:
+    """Inside, the others wait for what this rank sends. A fault of its own therefore ends the group for all."""
+    try:
+        yield
+    except Exception as fault:
+        if not is_known_to_all(fault):
+            ranks.abort(fault)
+        raise
+
+
+def _sum_dtype(rows: torch.Tensor) -> torch.dtype:
+    return torch.float64 if rows.dtype == torch.float64 else torch.float32
+
+
+def _probe(request: Request) -> Availability:
+    over = "this rank alone" if request.transport == "local" else f"torch.distributed over {request.transport}"
+    return Availability("collective", True, f"{over}, tensors on {request.device.type}")
+
+
+def _make(request: Request, ranks: RankGroup) -> CollectiveBackend:
+    assert request.plan is not None
+    return CollectiveBackend(request.plan, ranks)
+
+
+REGISTRATION = Registration("collective", _probe, _make)

@@ -1,65 +1,46 @@
-"""The exchange that opens every call: status, what must agree, and all counts, in one all-gather.
+"""The handshake that opens every call: status, what must agree, and all counts.
 
-Each rank contributes one row of int64 words::
+Over torch.distributed it is one all-gather. Each rank contributes one row of int64 words::
 
-    status | agreed fields (NUM_FIELDS) | own error, UTF-8 (MESSAGE_WORDS) | counts
+    status | hash of the agreed fields | own error, UTF-8 (MESSAGE_WORDS) | counts
 
-Dispatch and combine use rows of the same width, so ranks that call different things still find out. A fault
-that only one rank can see is thereby an error on all of them, before any payload moves.
+All calls use rows of the same width, so ranks that call different things still find out. A fault that only one rank
+can see is thereby an error on all of them, before any payload moves. Where hashes differ, a second all-gather brings
+the fields themselves, so that the error can name what differs.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
 import torch
 
-from tokenloom.backends.base import CombineCall, DispatchCall, DispatchInput
+from tokenloom.backends.base import CombineOptions, DispatchInputs, DispatchOptions
 from tokenloom.errors import PeerError, PlanMismatch
-from tokenloom.kernels.common import NUM_FIELDS
-from tokenloom.plan import COMBINE_STRATEGIES, DISPATCH_STRATEGIES, LAYOUTS
 from tokenloom.runtime.rank_group import RankGroup
 
 MESSAGE_WORDS = 32
-_HEADER_WORDS = 1 + NUM_FIELDS + MESSAGE_WORDS
+_HEADER_WORDS = 2 + MESSAGE_WORDS
 _OK, _FAULT = 0, 1
 
 Field = int | str | bool | torch.dtype | None
-
-_DTYPES = tuple(
-    str(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn)
-)
-_WORDS = (
-    None,
-    "dispatch",
-    "combine",
-    "MegaMoE",
-    *LAYOUTS,
-    "exact",
-    "bounded",
-    "per_rank",
-    "per_route",
-    "gradient of weights",
-    "yes",
-    "no",
-    *_DTYPES,
-    *sorted({*DISPATCH_STRATEGIES, *COMBINE_STRATEGIES}),
-)
+Fields = Mapping[str, Field]
+"""What all ranks must mean alike in a call, by name. The first is the call's name."""
 
 
-def exchange(
-    ranks: RankGroup,
-    fields: dict[str, Field],
-    counts: torch.Tensor | None,
-    num_counts: int,
-    fault: Exception | None,
+def handshake(
+    ranks: RankGroup, fields: Fields, counts: torch.Tensor | None, num_counts: int, fault: Exception | None
 ) -> np.ndarray:
     """Exchange status, fields and counts; raise on every rank if anything is wrong on any other.
 
+    Waits for the other ranks as long as opening a call may take.
+
     Args:
         ranks: the group.
-        fields: what must be the same on all ranks, by name, at most NUM_FIELDS; the first is the call's name.
+        fields: what must be the same on all ranks.
         counts: int64 [num_counts] on the group's device, or None for zeros.
         fault: this rank's own error, which the caller raises once the others know of it.
 
@@ -69,89 +50,93 @@ def exchange(
     Raises:
         PeerError: another rank has a fault; PlanMismatch: fields differ. Nothing where this rank has a fault.
     """
-    header = [_OK if fault is None else _FAULT]
-    header += encode_fields(fields)
+    header = [_OK if fault is None else _FAULT, hash_of(fields)]
     header += _encode_message("" if fault is None else f"{type(fault).__name__}: {fault}")
     row = torch.zeros(_HEADER_WORDS + num_counts, dtype=torch.int64, device=ranks.device)
-    row[:_HEADER_WORDS] = torch.tensor(header)
+    row[:_HEADER_WORDS] = torch.tensor(header, dtype=torch.int64, device="cpu")
     if counts is not None:
         row[_HEADER_WORDS:] = counts
-    table = ranks.all_gather(row, f"the counts exchange of {next(iter(fields.values()))}").cpu().numpy()
-    if fault is None:
-        _raise_for_peers(table, list(fields))
+    phase = f"the handshake of {next(iter(fields.values()))}"
+    table = ranks.all_gather(row, phase, opens=True).cpu().numpy()
+    faulty = np.flatnonzero(table[:, 0] != _OK)
+    if len(faulty):
+        rank = int(faulty[0])
+        if fault is None:
+            raise PeerError(rank, _decode_message(table[rank, 2:_HEADER_WORDS]))
+    elif (table[:, 1] != table[0, 1]).any():
+        raise_difference(ranks.all_gather_object(text_of(fields), phase))
     return table[:, _HEADER_WORDS:]
 
 
-def dispatch_fields(number: int, call: DispatchCall, tensors: DispatchInput) -> dict[str, Field]:
+def dispatch_fields(number: int, options: DispatchOptions, inputs: DispatchInputs) -> dict[str, Field]:
     """What ranks must agree on in a dispatch, the ``number``-th of its communicator."""
     return {
         "call": "dispatch",
         "dispatch number": number,
-        "layout": call.layout,
-        "alignment": call.alignment,
-        "sizes": call.sizes,
-        "capacity": call.capacity,
-        "x.dtype": tensors.x.dtype,
-        "topk_weights.dtype": None if tensors.topk_weights is None else tensors.topk_weights.dtype,
-        "x.requires_grad": tensors.x_needs_grad,
-        "topk_weights.requires_grad": tensors.weights_need_grad,
-        "to_fp8": call.to_fp8,
-        "power_of_two_scales": call.power_of_two_scales,
-        "strategy": call.strategy,
+        **vars(options),
+        "x.dtype": inputs.x.dtype,
+        "topk_weights.dtype": None if inputs.topk_weights is None else inputs.topk_weights.dtype,
+        "x.requires_grad": inputs.x_needs_grad,
+        "topk_weights.requires_grad": inputs.weights_need_grad,
     }
 
 
-def combine_fields(number: int, call: CombineCall) -> dict[str, Field]:
+def combine_fields(number: int, options: CombineOptions) -> dict[str, Field]:
     """What ranks must agree on in a combine of the ``number``-th dispatch."""
+    rest = {name: value for name, value in vars(options).items() if name not in ("needs_grad", "strategy")}
+    mode = "per_route" if options.per_route else "per_rank"
     return {
         "call": "combine",
         "dispatch number": number,
-        "mode": call.mode,
-        "weighted": call.weighted,
-        "wire_dtype": call.wire_dtype,
-        "out_dtype": call.out_dtype,
-        "y.requires_grad": call.needs_grad,
-        "strategy": call.strategy,
+        "mode": mode,
+        **rest,
+        "strategy": options.strategy,
+        "y.requires_grad": options.needs_grad,
     }
 
 
-def encode_fields(fields: dict[str, Field]) -> tuple[int, ...]:
-    """Fields as integers of 32 bits: non-negative ones stand for themselves, words for -1 - their index."""
+def gradient_fields(number: int, what: str) -> dict[str, Field]:
+    """What ranks must agree on in a transfer of backward that belongs to the ``number``-th dispatch."""
+    return {"call": what, "dispatch number": number}
+
+
+def text_of(fields: Fields) -> dict[str, str]:
+    """Fields in words, as they are compared and as errors show them."""
+    return {name: _word(value) for name, value in fields.items()}
+
+
+def hash_of(fields: Fields) -> int:
+    """63 bits, equal for equal fields on all ranks."""
     number = fields.get("dispatch number")  # all else repeats from call to call
-    codes = _encoded(tuple(value for name, value in fields.items() if name != "dispatch number"))
-    codes = codes if number is None else (codes[0], _encode(number), *codes[1:])
-    return codes + (0,) * (NUM_FIELDS - len(codes))
+    rest = tuple((name, value) for name, value in fields.items() if name != "dispatch number")
+    mixed = _hash_of(rest) ^ (0 if number is None else (int(number) + 1) * 0x9E3779B97F4A7C15)  # type: ignore[arg-type]
+    return mixed & 0x7FFF_FFFF_FFFF_FFFF
+
+
+def raise_difference(texts: Sequence[Mapping[str, str]]) -> None:
+    """Raise PlanMismatch for the first field that differs, from the fields of all ranks.
+
+    Raises:
+        PlanMismatch: names the lowest rank that differs from rank 0, the field, and both values.
+    """
+    names = dict.fromkeys(name for text in texts for name in text)
+    for name in names:
+        for rank, text in enumerate(texts):
+            if text.get(name) != texts[0].get(name):
+                raise PlanMismatch(rank, name, text.get(name), texts[0].get(name))
+    raise AssertionError("hashes of fields differ, the fields do not; this is a bug of tokenloom")
 
 
 @lru_cache(maxsize=1024)
-def _encoded(values: tuple[Field, ...]) -> tuple[int, ...]:
-    return tuple(_encode(value) for value in values)
+def _hash_of(fields: tuple[tuple[str, Field], ...]) -> int:
+    words = "|".join(f"{name}={_word(value)}" for name, value in fields)
+    return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little")
 
 
-def decode_field(code: int) -> int | str | None:
-    """The value of an encoded field, dtypes and booleans as words."""
-    return code if code >= 0 else _WORDS[-1 - code]
-
-
-def _raise_for_peers(table: np.ndarray, names: list[str]) -> None:
-    faulty = np.flatnonzero(table[:, 0] != _OK)
-    if len(faulty):
-        rank = int(faulty[0])
-        raise PeerError(rank, _decode_message(table[rank, 1 + NUM_FIELDS : _HEADER_WORDS]))
-    for index, name in enumerate(names):
-        column = table[:, 1 + index]
-        different = np.flatnonzero(column != column[0])
-        if len(different):
-            rank = int(different[0])
-            raise PlanMismatch(rank, name, decode_field(int(column[rank])), decode_field(int(column[0])))
-
-
-def _encode(value: Field) -> int:
+def _word(value: Field) -> str:
     if isinstance(value, bool):
-        value = "yes" if value else "no"
-    if isinstance(value, int):
-        return value
-    return -1 - _WORDS.index(str(value) if isinstance(value, torch.dtype) else value)
+        return "yes" if value else "no"
+    return str(value)
 
 
 def _encode_message(message: str) -> list[int]:

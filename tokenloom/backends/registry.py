@@ -9,10 +9,26 @@ import torch
 
 from tokenloom.backends import collective, nvlink
 from tokenloom.backends.base import Backend
+from tokenloom.backends.nvlink import DEFAULT_SMS, MAX_SMS
 from tokenloom.backends.registration import Availability, Registration, Request
 from tokenloom.errors import BackendUnavailable, CommunicatorBroken, InvalidArgument, PeerError, PeerTimeout
 from tokenloom.plan import Plan
 from tokenloom.runtime.rank_group import RankGroup
+
+__all__ = [
+    "DEFAULT_SMS",
+    "MAX_SMS",
+    "Availability",
+    "Choice",
+    "Registration",
+    "Request",
+    "availability",
+    "choose",
+    "make",
+    "names",
+    "probe",
+    "register",
+]
 
 _registered: list[Registration] = [nvlink.REGISTRATION, collective.REGISTRATION]
 """Best first: ``auto`` picks the first that works."""
@@ -116,17 +132,24 @@ def make(request: Request, ranks: RankGroup, by_rank: Sequence[Sequence[Availabi
     while True:
         name, more = choose(request.name, left)
         reasons += [reason for reason in more if reason not in reasons]
-        registration = _registered[names().index(name)]
-        backend, failures = _try(registration, request, ranks)
-        if backend is not None:
-            why = next(found.why for found in by_rank[ranks.rank] if found.name == name)
-            return Choice(backend, why, reasons)
-        for found in left:
-            found[names().index(name)] = Availability(name, False, failures)
+        index = names().index(name)
+        made = _try(_registered[index], request, ranks)
+        if not isinstance(made, _Failure):
+            why = by_rank[ranks.rank][index].why
+            return Choice(made, why, reasons)
+        left[made.rank][index] = Availability(name, False, f"it failed when it was made: {made.text}")
 
 
-def _try(registration: Registration, request: Request, ranks: RankGroup) -> tuple[Backend | None, str]:
-    """(the backend, ""), or (None, why it failed on a rank), the same on all ranks."""
+@dataclass(frozen=True)
+class _Failure:
+    """Why a backend could not be made, as a rank says it that failed of itself."""
+
+    rank: int
+    text: str
+
+
+def _try(registration: Registration, request: Request, ranks: RankGroup) -> Backend | _Failure:
+    """The backend, or why it failed: the same on all ranks."""
     backend: Backend | None = None
     error: Exception | None = None
     try:
@@ -135,18 +158,18 @@ def _try(registration: Registration, request: Request, ranks: RankGroup) -> tupl
         raise
     except Exception as failure:
         error = failure
-    told = None if error is None else (_is_fatal(error), isinstance(error, PeerError), f"{error}")
+    told = None if error is None else (_is_fatal(error), isinstance(error, PeerError), str(error))
     votes = ranks.all_gather_object(told, "making a backend")
     failed = [(rank, vote) for rank, vote in enumerate(votes) if vote is not None]
-    if not failed:
-        return backend, ""
+    if backend is not None and not failed:
+        return backend
     if backend is not None:
-        backend.close_buffers()
-    fatal = [rank for rank, vote in failed if vote[0]]
-    if fatal:
-        raise error if error is not None else PeerError(fatal[0], votes[fatal[0]][2])
-    rank, (_, _, text) = next(((rank, vote) for rank, vote in failed if not vote[1]), failed[0])
-    return None, f"it failed on rank {rank} when it was made: {text}"
+        backend.close()
+    for rank, (fatal, _, text) in failed:
+        if fatal:
+            raise error if error is not None and _is_fatal(error) else PeerError(rank, text)
+    of_itself = [(rank, text) for rank, (_, because_of_another, text) in failed if not because_of_another]
+    return _Failure(*(of_itself or [(rank, vote[2]) for rank, vote in failed])[0])
 
 
 def _is_fatal(error: Exception) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from tokenloom.backends.base import CombineCall, DispatchCall, DispatchInput
-from tokenloom.comm.strategy import Strategy
+from tokenloom.backends.base import Capabilities, CombineOptions, DispatchInputs, DispatchOptions
+from tokenloom.comm.routed import Routed
+from tokenloom.comm.strategy import STRATEGY_OF_MODE, Strategy
 from tokenloom.errors import (
     DeviceMismatch,
     DtypeMismatch,
@@ -14,18 +15,17 @@ from tokenloom.errors import (
     NotDifferentiable,
     ShapeMismatch,
 )
-from tokenloom.plan import FP8_BLOCK, LAYOUTS, Plan
+from tokenloom.plan import FP8_BLOCK, Plan
 
-PAYLOAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 FP8_DTYPE = torch.float8_e4m3fn
 MAX_ROWS = 2**31 - 1
 """Counts of rows are int32."""
 SIZES = ("exact", "bounded")
-MODES = ("per_rank", "per_route")
 
 
-def dispatch_call(
+def dispatch_options(
     plan: Plan,
+    able: Capabilities,
     layout: str,
     alignment: int,
     sizes: str,
@@ -33,10 +33,14 @@ def dispatch_call(
     to_fp8: bool,
     power_of_two_scales: bool,
     strategy: str = "dedup",
-) -> DispatchCall:
-    """The options of a dispatch, with the default capacity filled in."""
-    if layout not in LAYOUTS:
-        raise InvalidArgument(f"layout is {layout!r}, expected one of {', '.join(LAYOUTS)}")
+) -> DispatchOptions:
+    """The options of a dispatch, with the default capacity filled in.
+
+    Args:
+        able: what the communicator's backend can do.
+    """
+    if layout not in able.layouts:
+        raise InvalidArgument(f"layout is {layout!r}, expected one of {', '.join(able.layouts)}")
     if sizes not in SIZES:
         raise InvalidArgument(f"sizes is {sizes!r}, expected one of {', '.join(SIZES)}")
     if not _is_rows(alignment):
@@ -63,13 +67,22 @@ def dispatch_call(
             "power_of_two_scales=True without to_fp8=True: dispatch quantises nothing then; pass both, or neither"
         )
     Strategy(dispatch=strategy)
+    if strategy not in able.dispatch_strategies:
+        raise InvalidArgument(f"strategy is {strategy!r}, this backend has {', '.join(able.dispatch_strategies)}")
     if strategy == "all_to_all" and layout != "expert":
         raise InvalidArgument(f"strategy 'all_to_all' moves a row for each route, layout {layout!r} has one per token")
-    return DispatchCall(layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy)
+    return DispatchOptions(layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy)
 
 
-def dispatch_input(
+def reads_ids(able: Capabilities, device: torch.device) -> bool:
+    """Whether the host reads ids to find those out of range. It cannot while a graph is captured."""
+    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return able.reads_on_host and not captured
+
+
+def dispatch_inputs(
     plan: Plan,
+    able: Capabilities,
     device: torch.device,
     x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     topk_ids: torch.Tensor,
@@ -77,8 +90,13 @@ def dispatch_input(
     copy: bool,
     check_ids: bool,
     to_fp8: bool,
-) -> DispatchInput:
-    """The tensors of a dispatch. ``check_ids``: read the ids on the host, to find those out of range."""
+) -> DispatchInputs:
+    """The tensors of a dispatch.
+
+    Args:
+        able: what the communicator's backend can do.
+        check_ids: read the ids on the host, to find those out of range.
+    """
     scales = None
     if isinstance(x, (tuple, list)):
         if len(x) != 2:
@@ -93,14 +111,14 @@ def dispatch_input(
         )
     number_of_tokens(plan, num_tokens)
     _require_ready("x", x, device)
-    _check_payload(plan, x, scales, device, to_fp8)
+    _check_payload(plan, able, x, scales, device, to_fp8)
     _check_ids(plan, topk_ids, num_tokens, device)
     if check_ids:
         _check_id_range(plan, topk_ids)
     if topk_weights is not None:
         _check_weights(plan, topk_weights, x, device, to_fp8)
     grad = torch.is_grad_enabled()
-    return DispatchInput(
+    return DispatchInputs(
         x=x,
         scales=scales,
         topk_ids=topk_ids,
@@ -120,8 +138,8 @@ def number_of_tokens(plan: Plan, num_tokens: int) -> None:
         )
 
 
-def combine_call(
-    plan: Plan,
+def combine_options(
+    able: Capabilities,
     device: torch.device,
     y: torch.Tensor,
     rows_shape: list[int],
@@ -131,15 +149,15 @@ def combine_call(
     mode: str,
     wire_dtype: torch.dtype | None,
     out_dtype: torch.dtype | None,
-    strategy: str | None = None,
-) -> CombineCall:
-    """The options of a combine and its tensor ``y``, which must be ``rows_shape``."""
-    if mode not in MODES:
-        raise InvalidArgument(f"mode is {mode!r}, expected one of {', '.join(MODES)}")
-    strategy = strategy or ("dedup" if mode == "per_rank" else "all_to_all")
-    its_mode = Strategy(combine=strategy).mode
-    if its_mode != mode:
-        raise InvalidArgument(f"strategy {strategy!r} is for mode {its_mode!r}, mode is {mode!r}")
+) -> CombineOptions:
+    """The options of a combine, and its tensor ``y``, which must be ``rows_shape``.
+
+    Args:
+        able: what the communicator's backend can do.
+        weights: that the dispatch received, or None.
+    """
+    if mode not in STRATEGY_OF_MODE:
+        raise InvalidArgument(f"mode is {mode!r}, expected one of {', '.join(STRATEGY_OF_MODE)}")
     if layout != "expert":
         if weighted is not None:
             raise InvalidArgument(
@@ -157,28 +175,33 @@ def combine_call(
     if list(y.shape) != rows_shape:
         raise ShapeMismatch(f"y is {list(y.shape)}, expected {rows_shape}: one row per row of routed.tokens")
     _require_ready("y", y, device)
-    if y.dtype not in PAYLOAD_DTYPES:
-        raise DtypeMismatch(f"y is {y.dtype}, expected {_names(PAYLOAD_DTYPES)}")
-    for name, dtype in (("wire_dtype", wire_dtype), ("out_dtype", out_dtype)):
+    for name, dtype in (("y", y.dtype), ("wire_dtype", wire_dtype), ("out_dtype", out_dtype)):
         if dtype is None:
             continue
-        if dtype not in PAYLOAD_DTYPES:
-            raise DtypeMismatch(f"{name} is {dtype}, expected {_names(PAYLOAD_DTYPES)}")
+        if dtype not in able.dtypes:
+            raise DtypeMismatch(f"{name} is {dtype}, expected {_names(able.dtypes)}{_elsewhere(able, dtype)}")
         if dtype == torch.float64 and y.dtype != torch.float64:
             raise DtypeMismatch(f"{name} is float64, y is {y.dtype} and summed in float32; pass y in float64")
     grad = torch.is_grad_enabled()
-    return CombineCall(
-        mode=mode,
+    return CombineOptions(
         weighted=weighted,
         wire_dtype=wire_dtype or y.dtype,
         out_dtype=out_dtype or y.dtype,
         needs_grad=grad and (y.requires_grad or (weighted and weights is not None and weights.requires_grad)),
-        strategy=strategy,
+        strategy=STRATEGY_OF_MODE[mode],
     )
 
 
+def require_routed(routed: object, owner: object) -> None:
+    """Raise InvalidArgument unless it is what a dispatch of ``owner`` returned."""
+    if not isinstance(routed, Routed):
+        raise InvalidArgument(f"routed is a {type(routed).__name__}, expected what dispatch returned")
+    if routed._owner is not owner:
+        raise InvalidArgument("routed comes from another Communicator; combine where it was dispatched")
+
+
 def _check_payload(
-    plan: Plan, x: torch.Tensor, scales: torch.Tensor | None, device: torch.device, to_fp8: bool
+    plan: Plan, able: Capabilities, x: torch.Tensor, scales: torch.Tensor | None, device: torch.device, to_fp8: bool
 ) -> None:
     if to_fp8 and x.dtype == FP8_DTYPE:
         raise InvalidArgument(
@@ -189,8 +212,11 @@ def _check_payload(
     if scales is None:
         if x.dtype == FP8_DTYPE:
             raise DtypeMismatch(f"x is {x.dtype} without scales; pass (x, scales), as quantize_fp8 returns them")
-        if x.dtype not in PAYLOAD_DTYPES:
-            raise DtypeMismatch(f"x is {x.dtype}, expected {_names(PAYLOAD_DTYPES)}, or (float8_e4m3fn, scales)")
+        if x.dtype not in able.dtypes:
+            raise DtypeMismatch(
+                f"x is {x.dtype}, expected {_names(able.dtypes)}, or (float8_e4m3fn, scales)"
+                + _elsewhere(able, x.dtype)
+            )
     elif x.dtype != FP8_DTYPE:
         raise DtypeMismatch(f"x comes with scales but is {x.dtype}, expected float8_e4m3fn")
     if scales is None and not to_fp8:
@@ -259,6 +285,12 @@ def _require_ready(name: str, tensor: torch.Tensor, device: torch.device) -> Non
 
 def _is_rows(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_ROWS
+
+
+def _elsewhere(able: Capabilities, dtype: torch.dtype) -> str:
+    """The cure for a payload that other backends move."""
+    everywhere = Capabilities().dtypes
+    return "; backend='collective' moves it" if dtype in everywhere and dtype not in able.dtypes else ""
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

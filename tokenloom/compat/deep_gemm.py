@@ -47,8 +47,15 @@ class SymmBuffer:
         for name, value in options.items():
             if value not in known.get(name, ()):
                 raise InvalidArgument(f"{name} is {value!r}, which tokenloom's layer does not have")
-        sizes = (num_experts, hidden, intermediate_hidden, num_topk, num_max_tokens_per_rank)
-        self.mega = MegaMoE(group, *sizes, device=torch.device("cuda", torch.cuda.current_device()))
+        self.mega = MegaMoE(
+            group,
+            num_experts=num_experts,
+            hidden=hidden,
+            intermediate=intermediate_hidden,
+            top_k=num_topk,
+            max_tokens_per_rank=num_max_tokens_per_rank,
+            device=torch.device("cuda", torch.cuda.current_device()),
+        )
         rows, device = num_max_tokens_per_rank, self.mega.comm.device
         self.x = torch.zeros(rows, hidden, dtype=torch.float8_e4m3fn, device=device)
         self.x_sf = torch.zeros(rows, hidden // 128, dtype=torch.float32, device=device)

@@ -1,17 +1,20 @@
-"""The demo's first part: dispatch, combine and the layer on real ranks against the reference."""
+"""Checks dispatch, combine and the layer on real ranks against the reference: the demo's first part."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from tokenloom import reference
-from tokenloom.comm.communicator import Communicator, Layout, Routed
+from tokenloom.comm.communicator import Communicator
+from tokenloom.comm.routed import Layout, Routed
 from tokenloom.demo.compare import Difference, compare
 from tokenloom.runtime.processes import RankContext
-from tokenloom.training.layer import ExpertParallelMoE, gather_state_dict
+from tokenloom.training.layer import ExpertParallelMoE
+from tokenloom.training.state_dict import gather_state_dict
 
 MAX_TOKENS = 48
 HIDDEN = 128
@@ -23,18 +26,18 @@ UNUSED_SHARE = 0.2
 
 LAYOUTS: tuple[Layout, ...] = ("token", "expert", "rank")
 LAYER_TOLERANCE = (HIDDEN + INTERMEDIATE) * 2.0**-24
-"""Of the layer's output, relative to the largest value: its two products add HIDDEN and INTERMEDIATE terms in an order
-that the library for matrix products chooses, and every addition may round by 2^-24."""
+"""Tolerance of the layer's output, relative to the largest value. Its GEMMs add HIDDEN and INTERMEDIATE terms in an
+order that their library chooses, and every addition may round by 2^-24."""
 
 
 def check_on_rank(context: RankContext, num_experts: int, seed: int) -> tuple[str, list[Difference]]:
-    """What a rank receives, and what comes home to it, against the reference. Collective.
+    """Compare what this rank receives, and what comes home to it, with the reference. Collective.
 
-    Routing is random, with repeated experts and unused places; every rank has another number of tokens and the last
-    one has none (if there are two). All ranks draw all inputs, so each can compute the reference by itself.
+    Routing is random, with repeated experts and unused places. Every rank has another number of tokens; of two or more
+    ranks, the last one has none. All ranks draw all inputs, so each can compute the reference by itself.
 
     Returns:
-        what ``Communicator.describe`` says, and the comparisons, the same ones on every rank.
+        What ``Communicator.describe`` says, and the comparisons, the same ones on every rank.
     """
     inputs = _draw_inputs(context.num_ranks, num_experts, seed)
     comm = Communicator(
@@ -54,7 +57,13 @@ def check_on_rank(context: RankContext, num_experts: int, seed: int) -> tuple[st
 
 @dataclass(frozen=True)
 class Inputs:
-    """Of every rank: xs bfloat16 [T, H], ids int64 [T, K], weights float32 [T, K], on the CPU."""
+    """Inputs of every rank, on the CPU.
+
+    Attributes:
+        xs: bfloat16 [T, H].
+        ids: int64 [T, K].
+        weights: float32 [T, K].
+    """
 
     xs: list[torch.Tensor]
     ids: list[torch.Tensor]
@@ -62,17 +71,19 @@ class Inputs:
 
 
 def _draw_inputs(num_ranks: int, num_experts: int, seed: int) -> Inputs:
-    generator = torch.Generator().manual_seed(seed)
-    num_tokens = torch.randint(MAX_TOKENS // 4, MAX_TOKENS + 1, (num_ranks,), generator=generator).tolist()
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    whole: dict[str, Any] = {"generator": generator, "dtype": torch.int64, "device": "cpu"}
+    real: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    num_tokens = torch.randint(MAX_TOKENS // 4, MAX_TOKENS + 1, (num_ranks,), **whole).tolist()
     if num_ranks > 1:
         num_tokens[-1] = 0
     inputs = Inputs([], [], [])
     for count in num_tokens:
-        ids = torch.randint(num_experts, (count, TOP_K), generator=generator)
-        ids[torch.rand(ids.shape, generator=generator) < UNUSED_SHARE] = -1
+        ids = torch.randint(num_experts, (count, TOP_K), **whole)
+        ids[torch.rand(ids.shape, **real) < UNUSED_SHARE] = -1
         inputs.ids.append(ids)
-        inputs.xs.append(torch.randn(count, HIDDEN, generator=generator).bfloat16())
-        inputs.weights.append(torch.rand(count, TOP_K, generator=generator))
+        inputs.xs.append(torch.randn(count, HIDDEN, **real).bfloat16())
+        inputs.weights.append(torch.rand(count, TOP_K, **real))
     return inputs
 
 
@@ -83,9 +94,10 @@ def _check_layout(comm: Communicator, inputs: Inputs, layout: Layout, seed: int)
     own = (each[rank].to(device) for each in (inputs.xs, inputs.ids, inputs.weights))
     got = comm.dispatch(*own, layout=layout, alignment=alignment)
 
-    # What experts would return: any values will do, so they are drawn anew.
-    generator = torch.Generator().manual_seed(seed + 1)
-    ys = [torch.randn(each.tokens.shape, generator=generator).bfloat16() for each in wanted]
+    # Any values stand in for what experts return.
+    generator = torch.Generator(device="cpu").manual_seed(seed + 1)
+    real: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    ys = [torch.randn(each.tokens.shape, **real).bfloat16() for each in wanted]
     home = reference.combine(comm.plan, ys, wanted, inputs.ids, inputs.weights if by_expert else None)
     out = comm.combine(ys[rank].to(device), got)
     return [
@@ -95,31 +107,39 @@ def _check_layout(comm: Communicator, inputs: Inputs, layout: Layout, seed: int)
 
 
 def _routed_pairs(got: Routed, wanted: reference.Routed) -> list[tuple[torch.Tensor | None, torch.Tensor | None]]:
-    """Everything that a Routed says; of layout "rank" the places that hold a row."""
-    used = torch.tensor(sorted(wanted.rows.values()), dtype=torch.int64)
+    """Pairs of everything in a Routed; in layout "rank", only the places that hold a row."""
+    used = torch.tensor(sorted(wanted.rows.values()), dtype=torch.int64, device="cpu")
 
     def rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
         if tensor is None or got.layout != "rank":
             return tensor
         return tensor.cpu().flatten(0, 1)[used]
 
+    def numbers(values: list[int] | int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device="cpu")
+
     offsets = wanted.expert_offsets if got.layout == "expert" else None
     return [
         (rows(got.tokens), rows(wanted.tokens)),
         (rows(got.topk_ids), rows(wanted.topk_ids)),
         (rows(got.topk_weights), rows(wanted.topk_weights)),
-        (got.expert_offsets, None if offsets is None else torch.tensor(offsets)),
-        (got.expert_counts, torch.tensor(wanted.expert_counts)),
-        (got.source_counts, torch.tensor(wanted.source_counts)),
-        (torch.as_tensor(got.num_rows), torch.tensor(wanted.num_rows)),
+        (got.expert_offsets, None if offsets is None else numbers(offsets)),
+        (got.expert_counts, numbers(wanted.expert_counts)),
+        (got.source_counts, numbers(wanted.source_counts)),
+        (torch.as_tensor(got.num_rows), numbers(wanted.num_rows)),
     ]
 
 
 @torch.no_grad()
 def _check_layer(comm: Communicator, inputs: Inputs, seed: int) -> Difference:
-    """A float32 layer, with a router that chooses by itself, on the same tokens."""
+    """Check a float32 layer on the same tokens. Its router chooses by itself."""
     layer = ExpertParallelMoE(
-        comm=comm, hidden=HIDDEN, intermediate=INTERMEDIATE, num_experts=comm.plan.num_experts, top_k=TOP_K
+        comm=comm,
+        hidden=HIDDEN,
+        intermediate=INTERMEDIATE,
+        num_experts=comm.plan.num_experts,
+        top_k=TOP_K,
+        dtype=torch.float32,
     )
     layer.reset_parameters(seed=seed)
     out, _ = layer(inputs.xs[comm.rank].float().to(comm.device))

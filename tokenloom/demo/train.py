@@ -1,4 +1,4 @@
-"""The demo's training, as one rank runs it."""
+"""The demo's training on one rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
-from tokenloom.comm.autograd import COMBINE_RANGE, DISPATCH_RANGE
+from tokenloom.comm.engine import COMBINE_RANGE, DISPATCH_RANGE
 from tokenloom.demo.model import LanguageModel, ModelSize, make_model
 from tokenloom.demo.text import Batches
 from tokenloom.runtime.processes import RankContext
@@ -23,13 +23,19 @@ from tokenloom.training.layer import EXPERT_WEIGHTS
 
 LEARNING_RATE = 3e-3
 ADAM_EPS = 1e-6
-"""Gradients below this are noise beside those of the model; Adam's default of 1e-8 would make full steps of them."""
+"""Gradients below this are noise beside the model's. Adam's default of 1e-8 would turn them into full steps."""
 PROFILED_STEPS = 5
+"""Further steps in which the shares of dispatch and combine are measured."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Progress of the training, as rank 0 reports it: number of the step, its loss in nats per byte."""
+    """Progress of the training, which rank 0 reports.
+
+    Attributes:
+        number: number of the step, from 1.
+        loss: its loss, in nats per byte.
+    """
 
     number: int
     loss: float
@@ -37,14 +43,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Trained:
-    """What one rank knows afterwards.
+    """What one rank knows after the training.
 
     Attributes:
-        losses: of every step, in nats per byte, over the tokens of all ranks.
-        gradients: of the first step, by the parameter's name: expert weights [L, ...] of this rank's experts; the
-            others, summed over ranks, from rank 0 alone.
-        tokens_per_s: of all ranks together, without the first step.
-        dispatch_share, combine_share: of the time of a step, forward and backward; None if not measured.
+        losses: losses of all steps, in nats per byte, over the tokens of all ranks.
+        gradients: gradients of the first step, by the parameter's name: [L, ...] for the weights of this rank's
+            experts; the others, summed over ranks, on rank 0 alone.
+        tokens_per_s: rate of all ranks together, without the first step.
+        dispatch_share, combine_share: share of a step's time, forward and backward; None if not measured.
     """
 
     losses: list[float]
@@ -54,14 +60,16 @@ class Trained:
     combine_share: float | None
 
 
-def train(context: RankContext, text: bytes, size: ModelSize, steps: int, seed: int, measure: bool) -> Trained:
+def train(
+    context: RankContext, text: bytes, size: ModelSize, steps: int, seed: int, profiled_steps: int = 0
+) -> Trained:
     """Train on this rank's share of every batch. Collective.
 
     Args:
         text: the training text, the same on all ranks.
         steps: at least 1.
-        seed: of the weights and the batches.
-        measure: run PROFILED_STEPS more steps and measure the shares of dispatch and combine.
+        seed: seed of the weights and the batches.
+        profiled_steps: further steps in which the shares of dispatch and combine are measured; 0: none.
     """
     trainer = Trainer(context, text, size, seed)
     losses, gradients, began = [], {}, time.perf_counter()
@@ -74,12 +82,12 @@ def train(context: RankContext, text: bytes, size: ModelSize, steps: int, seed: 
             if steps > 1:
                 began = time.perf_counter()  # the first step also allocates and connects
     seconds = time.perf_counter() - began
-    shares = trainer.shares() if measure else (None, None)
+    shares = trainer.shares(profiled_steps) if profiled_steps else (None, None)
     return Trained(losses, gradients, size.tokens_per_step * max(1, steps - 1) / seconds, *shares)
 
 
 class Trainer:
-    """Data-parallel over the ranks: each has its share of the batch, all parameters but the experts, and L experts."""
+    """Data-parallel training. Each rank has its share of the batch, all parameters but the experts, and L experts."""
 
     def __init__(self, context: RankContext, text: bytes, size: ModelSize, seed: int) -> None:
         self.context, self.size = context, size
@@ -89,12 +97,11 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, eps=ADAM_EPS)
 
     def step(self) -> float:
-        """One step; the loss of the whole batch in nats per byte.
+        """Make one step and return the loss of the whole batch, in nats per byte.
 
-        A rank's loss is the sum over its tokens divided by the tokens of all ranks, so that sums over ranks, of
-        losses as of gradients, are those of one rank with the whole batch. The layers sum the gradients of expert
-        weights over ranks; here all others are. The balance loss is the same number on all ranks, so each
-        contributes 1/W of it.
+        A rank's loss is the sum over its tokens, divided by the tokens of all ranks. Sums over ranks, of losses and of
+        gradients, are then those of one rank with the whole batch. The layers sum the gradients of expert weights over
+        ranks; this method sums all others. The balance loss is the same on all ranks, so each adds 1/W of it.
         """
         context = self.context
         inputs, targets = self.batches.next(context.rank, context.num_ranks, context.device)
@@ -105,10 +112,10 @@ class Trainer:
         (loss + balance_loss / context.num_ranks).backward()
         total = self._sum_over_ranks(loss.detach())
         self.optimizer.step()
-        return total.item()  # last: a step is over when all of its work on the device is
+        return total.item()  # last, because it waits for all of the step's work on the device
 
     def _sum_over_ranks(self, loss: torch.Tensor) -> torch.Tensor:
-        """Gradients of the replicated parameters and the loss, in one all-reduce."""
+        """Sum the gradients of the replicated parameters, in place, and the loss, which is returned."""
         gradients = [parameter.grad for parameter in self.replicated if parameter.grad is not None]
         flat = torch.cat([*(gradient.flatten() for gradient in gradients), loss.reshape(1)])
         dist.all_reduce(flat, group=self.context.group)
@@ -118,15 +125,15 @@ class Trainer:
         return flat[-1]
 
     def gradients(self) -> dict[str, np.ndarray]:
-        """See :class:`Trained`."""
+        """The gradients of the last step, as :class:`Trained` describes them."""
         return {
             name: parameter.grad.cpu().numpy().copy()
             for name, parameter in self.model.named_parameters()
             if parameter.grad is not None and (_is_sharded(name) or self.context.rank == 0)
         }
 
-    def shares(self) -> tuple[float, float]:
-        """Shares of dispatch and combine in the time of a step, from the profiler's ranges."""
+    def shares(self, steps: int) -> tuple[float, float]:
+        """Shares of dispatch and combine in the time of ``steps`` further steps, from the profiler's ranges."""
         activities = [ProfilerActivity.CPU]
         if self.context.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -134,7 +141,7 @@ class Trainer:
         with _no_stderr():
             profiler.start()
         began = time.perf_counter()
-        for _ in range(PROFILED_STEPS):
+        for _ in range(steps):
             self.step()
         steps_us = (time.perf_counter() - began) * 1e6
         with _no_stderr():
@@ -145,7 +152,7 @@ class Trainer:
 
 @contextmanager
 def _no_stderr() -> Iterator[None]:
-    """Starting and stopping the profiler prints lines for its developers, from C++."""
+    """Silence the lines for its developers that the profiler prints from C++ when it starts and stops."""
     kept = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
@@ -158,7 +165,7 @@ def _no_stderr() -> Iterator[None]:
 
 
 def covered_us(events: Iterable[Any], name: str) -> float:
-    """Microseconds during which a range of that name was open, on the host or the device."""
+    """Microseconds during which a range of that name is open, on the host or the device."""
     spans = sorted((each.time_range.start, each.time_range.end) for each in events if each.name == name)
     covered, reached = 0.0, -float("inf")
     for start, end in spans:
@@ -168,7 +175,7 @@ def covered_us(events: Iterable[Any], name: str) -> float:
 
 
 def full_gradients(by_rank: list[Trained]) -> dict[str, np.ndarray]:
-    """Gradients of the first step of the whole model: expert weights as [E, ...]."""
+    """The whole model's gradients of the first step, with expert weights as [E, ...]."""
     return {
         name: np.concatenate([trained.gradients[name] for trained in by_rank]) if _is_sharded(name) else gradient
         for name, gradient in by_rank[0].gradients.items()

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from tokenloom.comm.communicator import Communicator
 from tokenloom.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
 from tokenloom.inference.nvlink_experts import FP8, NvlinkExperts
-from tokenloom.inference.reference_experts import MegaCall, ReferenceExperts
+from tokenloom.inference.reference_experts import ReferenceExperts
+from tokenloom.inference.request import ForwardRequest
 from tokenloom.inference.schedules import MegaSchedule
 from tokenloom.kernels.common import DTYPES
 from tokenloom.kernels.gemm.launch import BLOCK
@@ -20,6 +21,11 @@ from tokenloom.ops.quant import quantize_fp8_blocks
 
 MOST_TERMS = 32
 """Results of a token that are added."""
+EXPERTS: dict[str, type[NvlinkExperts] | type[ReferenceExperts]] = {
+    "nvlink": NvlinkExperts,
+    "reference": ReferenceExperts,
+}
+"""How a layer runs, by the name of its backend."""
 
 
 class MegaMoE:
@@ -41,7 +47,7 @@ class MegaMoE:
         num_shared_experts: S, experts that every token goes to with weight 1, on its own rank; K + S is at most 32.
         schedule: how calls run; None: by their number of tokens (``tokenloom.tune.mega``).
         backend: "nvlink", or "reference": the same in plain torch, on any device, slowly.
-        device, timeout_s: as for :class:`Communicator`.
+        device, timeout_s, open_timeout_s: as for :class:`Communicator`.
 
     Attributes:
         comm: the communicator whose dispatch it uses.
@@ -54,13 +60,13 @@ class MegaMoE:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | DeviceMesh | None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
         num_experts: int,
         hidden: int,
         intermediate: int,
         top_k: int,
         max_tokens_per_rank: int,
-        *,
         activation_clamp: float | None = None,
         fast_math: bool = True,
         power_of_two_scales: bool = False,
@@ -69,6 +75,7 @@ class MegaMoE:
         backend: str = "nvlink",
         device: torch.device | str | None = None,
         timeout_s: float = 30.0,
+        open_timeout_s: float | None = None,
     ) -> None:
         for name, width in (("hidden", hidden), ("intermediate", intermediate)):
             if not isinstance(width, int) or width <= 0 or width % BLOCK:
@@ -77,8 +84,8 @@ class MegaMoE:
             raise InvalidArgument(
                 f"num_shared_experts is {num_shared_experts!r}, expected 0 to {MOST_TERMS} less top_k, {top_k}"
             )
-        if backend not in ("nvlink", "reference"):
-            raise InvalidArgument(f"backend is {backend!r}, expected 'nvlink' or 'reference'")
+        if backend not in EXPERTS:
+            raise InvalidArgument(f"backend is {backend!r}, expected one of {', '.join(EXPERTS)}")
         check_clamp("activation_clamp", activation_clamp)
         self.comm = Communicator(
             group,
@@ -86,18 +93,18 @@ class MegaMoE:
             hidden=hidden,
             top_k=top_k,
             max_tokens_per_rank=max_tokens_per_rank,
-            backend="nvlink" if backend == "nvlink" else "auto",
+            backend=EXPERTS[backend].communicator_backend,
             device=device,
             timeout_s=timeout_s,
+            open_timeout_s=open_timeout_s,
         )
         self.intermediate, self.num_shared_experts, self.schedule = intermediate, num_shared_experts, schedule
         self._num_local = self.comm.plan.experts_per_rank + num_shared_experts
         self.weights: tuple[torch.Tensor, ...] = ()
         self._weights_are_ours = False
         self.after_stage: Callable[[str], None] | None = None
-        kind = NvlinkExperts if backend == "nvlink" else ReferenceExperts
         try:
-            self._experts = kind(self.comm, intermediate, num_shared_experts, power_of_two_scales)
+            self._experts = EXPERTS[backend](self.comm, intermediate, num_shared_experts, power_of_two_scales)
         except InvalidArgument:
             self.comm.close()
             raise
@@ -200,8 +207,8 @@ class MegaMoE:
             As :meth:`Communicator.dispatch` with bounded sizes; nothing can overflow. InvalidArgument before
             :meth:`load_weights`.
         """
-        self.comm._begin()
-        call = MegaCall(
+        self.comm.engine.begin()
+        request = ForwardRequest(
             x,
             topk_ids,
             topk_weights,
@@ -210,7 +217,7 @@ class MegaMoE:
             schedule=self.schedule,
             passed=self._passed,
         )
-        return self._experts.forward(call)
+        return self._experts.forward(request)
 
     __call__ = forward
 

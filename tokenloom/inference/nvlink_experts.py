@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from tokenloom.backends.base import Upcoming
 from tokenloom.backends.handshake import Field
-from tokenloom.backends.nvlink.backend import BULK_BYTES, NvlinkBackend
+from tokenloom.backends.nvlink.fused import FusedLayerCalls
 from tokenloom.backends.nvlink.handle import NvlinkHandle
-from tokenloom.backends.nvlink.launcher import CALLS_IN_FLIGHT, FOLLOWS_A_FAULT
+from tokenloom.backends.nvlink.limits import BULK_BYTES
 from tokenloom.comm.communicator import Communicator
-from tokenloom.errors import InvalidArgument, PeerTimeout
-from tokenloom.inference.reference_experts import MegaCall
+from tokenloom.errors import InvalidArgument
+from tokenloom.inference.request import ForwardRequest
 from tokenloom.inference.schedules import schedule_for
 from tokenloom.jit.compiler import KernelSpec
 from tokenloom.jit.kernel import Kernel
-from tokenloom.kernels.barrier.launch import BarrierVariant
 from tokenloom.kernels.gemm.launch import (
     A_BOX_ROWS,
     B_BOX_ROWS,
@@ -112,6 +113,8 @@ class NvlinkExperts:
         InvalidArgument: too many experts on a rank.
     """
 
+    communicator_backend = "nvlink"
+
     def __init__(
         self, comm: Communicator, intermediate: int, num_shared_experts: int, power_of_two_scales: bool
     ) -> None:
@@ -125,9 +128,7 @@ class NvlinkExperts:
         self._most_routes = plan.worst_case_rows("expert") + num_shared_experts * plan.max_tokens_per_rank
         even_routes = plan.max_tokens_per_rank * (plan.top_k + num_shared_experts)
         self._sizes = buffer_sizes(self._most_routes, even_routes, self._num_local, plan.hidden, intermediate)
-        assert isinstance(comm._backend, NvlinkBackend)
-        self._backend = comm._backend
-        self._backend.serve_mega(num_shared_experts)
+        self._calls: FusedLayerCalls = comm.engine.fused_layer(num_shared_experts)
         self._num_sms = torch.cuda.get_device_properties(comm.device).multi_processor_count // CLUSTER * CLUSTER
         self._side = torch.cuda.Stream(comm.device)
         self._weights: tuple[torch.Tensor, ...] = ()
@@ -177,61 +178,63 @@ class NvlinkExperts:
         self.set_activation(*self._activation)
         return self._traces
 
-    def forward(self, call: MegaCall) -> torch.Tensor:
+    def forward(self, request: ForwardRequest) -> torch.Tensor:
         """As MegaMoE.forward."""
-        quantised, calls = isinstance(call.x, tuple), self._backend.calls
-        if not torch.cuda.is_current_stream_capturing():
-            calls.settle(CALLS_IN_FLIGHT - 1)  # so that from the dispatch to the meeting nothing old is raised
-        before = calls.num_calls
-        try:
-            result, buffers, lists, values = self._comm._report_fault("dispatch", lambda: self._prepared(call))
+        engine = self._comm.engine
+        self._calls.make_room()
+        with engine.sequence(Upcoming("dispatch"), Upcoming("MegaMoE")) as calls:
+            result, buffers, lists, values = self._prepared(request)
             shared = self._shared_buffer()
-            routed = self._comm.dispatch(
-                call.x,
-                call.topk_ids,
-                call.topk_weights,
-                layout="token",
-                sizes="bounded",
-                to_fp8=not quantised,
-                power_of_two_scales=self._power_of_two_scales and not quantised,
-            )
-        except PeerTimeout:
-            raise
-        except Exception:
-            if calls.num_calls > before:  # the others have heard of it, and go on to the end of their call
-                calls.agree({"call": "MegaMoE"}, status=FOLLOWS_A_FAULT)
-            raise
-        handle: NvlinkHandle = routed._handle
-        schedule = call.schedule or schedule_for(handle.num_tokens, self._comm.num_ranks)
-        stream = torch.cuda.current_stream(self._comm.device)
-        try:
-            call.passed("dispatch")
-            rows, scales = routed.tokens.data_ptr(), routed.scales.data_ptr()  # type: ignore[union-attr]
-            self._point_lists(lists, handle, buffers, shared, call.expert_stats)
-            lists.args.values, lists.args.scales = rows, scales
-            lists.args.x, lists.args.x_scales = values.data_ptr(), call.x[1].data_ptr() if quantised else 0
-            lists.args.copy_room = len(buffers.copies) if schedule.copies_rows else 0
-            lists.launch(LIST_BLOCKS_PER_SM * self._num_sms, stream.cuda_stream)
-            call.passed("lists")
-            self._point_gemms(buffers)
-            self._gemm1.args.a_rows, self._gemm1.args.a_scales = rows, scales
-            self._multiply(schedule.waves, stream, call.passed)
-            self._sum(handle, buffers, result, stream.cuda_stream)
-            call.passed("sum")
-        except BaseException:
-            buffers.taken.zero_()  # as the next call expects it
-            raise
+            arguments = request.dispatch(engine, self._power_of_two_scales)
+            dispatched: Any = engine.send_dispatch(*arguments).receive()
+            handle, rows = dispatched
+            try:
+                self._compute(request, handle, rows, buffers, lists, shared, values)
+                self._meet(handle, buffers)
+            except BaseException:
+                buffers.taken.zero_()  # as the next call expects it
+                raise
+            calls.opened()
+            self._sum(handle, buffers, result)
+            request.passed("sum")
         return result
 
-    def _prepared(self, call: MegaCall) -> tuple[torch.Tensor, _Buffers, Kernel, torch.Tensor]:
+    def _compute(
+        self,
+        request: ForwardRequest,
+        handle: NvlinkHandle,
+        rows: torch.Tensor,
+        buffers: _Buffers,
+        lists: Kernel,
+        shared: SymmetricBuffer,
+        values: torch.Tensor,
+    ) -> None:
+        """Route lists and both GEMMs, the second of which sends results home."""
+        schedule = request.schedule or schedule_for(handle.num_tokens, self._comm.num_ranks)
+        stream = torch.cuda.current_stream(self._comm.device)
+        request.passed("dispatch")
+        assert handle.scales is not None
+        scales = handle.scales.data_ptr()
+        self._point_lists(lists, handle, buffers, shared, request.expert_stats)
+        lists.args.values, lists.args.scales = rows.data_ptr(), scales
+        lists.args.x = values.data_ptr()
+        lists.args.x_scales = request.x[1].data_ptr() if isinstance(request.x, tuple) else 0
+        lists.args.copy_room = len(buffers.copies) if schedule.copies_rows else 0
+        lists.launch(LIST_BLOCKS_PER_SM * self._num_sms, stream.cuda_stream)
+        request.passed("lists")
+        self._point_gemms(buffers)
+        self._gemm1.args.a_rows, self._gemm1.args.a_scales = rows.data_ptr(), scales
+        self._multiply(schedule.waves, stream, request.passed)
+
+    def _prepared(self, request: ForwardRequest) -> tuple[torch.Tensor, _Buffers, Kernel, torch.Tensor]:
         """The output's tensor, memory, the kernel that makes lists, and x's values."""
-        values = call.x[0] if isinstance(call.x, tuple) else call.x
+        values = request.x[0] if isinstance(request.x, tuple) else request.x
         if not isinstance(values, torch.Tensor):
             raise InvalidArgument(f"x is a {type(values).__name__}, expected a tensor, or (FP8, scales)")
         lists = self._lists_of_dtype(values.dtype)
         if self._num_shared and values.data_ptr() % BULK_BYTES:
             values = values.clone()
-        return call.checked(), self._own_buffers(), lists, values
+        return request.checked(), self._own_buffers(), lists, values
 
     def _lists_of_dtype(self, dtype: torch.dtype) -> Kernel:
         """Of x, which matters to shared experts."""
@@ -261,8 +264,8 @@ class NvlinkExperts:
                 "intermediate": self._intermediate,
                 "num_shared_experts": self._num_shared,
             }
-            self._shared = self._backend.mega_buffer(fields)
-            self._sums.args.home = self._shared.view("home", torch.uint8, (1,)).data_ptr()
+            self._shared = self._calls.buffer(fields)
+            self._sums.args.home = self._shared.view("combine_recv", torch.uint8, (1,)).data_ptr()
         return self._shared
 
     def _point_lists(
@@ -274,16 +277,16 @@ class NvlinkExperts:
         expert_stats: torch.Tensor | None,
     ) -> None:
         counts, args = handle.counts, lists.args
-        args.ids, args.weights = handle.local_ids.data_ptr(), handle.topk_weights.data_ptr()  # type: ignore[union-attr]
+        args.ids, args.weights = handle.local_ids.data_ptr(), handle.weights.data_ptr()  # type: ignore[union-attr]
         args.row_tokens, args.num_rows = handle.row_tokens.data_ptr(), counts.num_rows.data_ptr()  # type: ignore[union-attr]
         args.source_counts, args.expert_counts = counts.source_counts.data_ptr(), counts.expert_counts.data_ptr()
         args.num_tokens, args.rank = handle.num_tokens, self._comm.rank
-        args.peers, args.home = shared.peers.data_ptr(), shared.regions.offset("home")
+        args.peers, args.home = shared.peers.data_ptr(), shared.layout.offset("combine_recv")
         args.offsets, args.rows = buffers.offsets.data_ptr(), buffers.rows.data_ptr()
         args.row_weights, args.targets = buffers.row_weights.data_ptr(), buffers.targets.data_ptr()
         args.taken, args.stats = buffers.taken.data_ptr(), 0 if expert_stats is None else expert_stats.data_ptr()
         args.copies, args.copied = buffers.copies.data_ptr(), buffers.copied.data_ptr()
-        args.fault_claimed = self._backend.calls.fault_claimed
+        args.fault_claimed = self._calls.fault_claimed
 
     def _point_gemms(self, buffers: _Buffers) -> None:
         args = self._gemm1.args
@@ -322,12 +325,12 @@ class NvlinkExperts:
             stream.wait_stream(side)
         passed("gemm2")
 
-    def _sum(self, handle: NvlinkHandle, buffers: _Buffers, out: torch.Tensor, stream: int) -> None:
-        calls, ids = self._backend.calls, handle.given_ids
-        meet = calls.kernel(BarrierVariant(plan=self._comm.plan))
-        meet.args.met, meet.args.taken = buffers.met.data_ptr(), buffers.taken.data_ptr()
-        calls.launch(meet, {"call": "MegaMoE", "dispatch number": handle.number}, blocks=1)
-        args = self._sums.args
+    def _meet(self, handle: NvlinkHandle, buffers: _Buffers) -> None:
+        fields: dict[str, Field] = {"call": "MegaMoE", "dispatch number": handle.number}
+        self._calls.meet(fields, buffers.met, buffers.taken)
+
+    def _sum(self, handle: NvlinkHandle, buffers: _Buffers, out: torch.Tensor) -> None:
+        args, ids = self._sums.args, handle.given_ids
         args.topk_ids, args.ids_are_int64 = ids.data_ptr(), ids.dtype == torch.int64
         args.slots, args.out, args.num_tokens = handle.slots.data_ptr(), out.data_ptr(), handle.num_tokens
-        self._sums.launch(self._num_sms, stream)
+        self._sums.launch(self._num_sms, torch.cuda.current_stream(self._comm.device).cuda_stream)

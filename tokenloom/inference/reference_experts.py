@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 
+from tokenloom.backends.base import Upcoming
 from tokenloom.comm.communicator import Communicator
 from tokenloom.errors import InvalidArgument
-from tokenloom.inference.schedules import MegaSchedule
+from tokenloom.inference.request import ForwardRequest
 from tokenloom.ops.activation import swiglu
 from tokenloom.ops.gemm import separate_gate_and_up
 from tokenloom.ops.quant import dequantize_fp8, quantize_fp8
-
-
-@dataclass(frozen=True)
-class MegaCall:
-    """One call of a layer, as MegaMoE.forward describes its tensors.
-
-    Attributes:
-        checked: checks what else is to be checked, and gives the output's tensor.
-        schedule: to use, or None.
-        passed: is called with the name of each stage when it is on the stream.
-    """
-
-    x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-    topk_ids: torch.Tensor
-    topk_weights: torch.Tensor
-    expert_stats: torch.Tensor | None
-    checked: Callable[[], torch.Tensor]
-    schedule: MegaSchedule | None
-    passed: Callable[[str], None]
 
 
 class ReferenceExperts:
@@ -43,6 +22,8 @@ class ReferenceExperts:
         num_shared_experts: the last of the weights, for every token of this rank.
         power_of_two_scales: of x and of activations.
     """
+
+    communicator_backend = "auto"
 
     def __init__(
         self, comm: Communicator, intermediate: int, num_shared_experts: int, power_of_two_scales: bool
@@ -66,14 +47,15 @@ class ReferenceExperts:
     def trace_gemms(self) -> tuple[torch.Tensor, torch.Tensor]:
         raise InvalidArgument("backend 'reference' has no kernels to trace")
 
-    def forward(self, call: MegaCall) -> torch.Tensor:
+    def forward(self, request: ForwardRequest) -> torch.Tensor:
         """As MegaMoE.forward."""
-        comm, x, topk_ids, quantised = self._comm, call.x, call.topk_ids, isinstance(call.x, tuple)
-        out = comm._report_fault("dispatch", call.checked)
+        comm, x, topk_ids, quantised = self._comm, request.x, request.topk_ids, request.is_quantised
+        with comm.engine.sequence(Upcoming("dispatch")):
+            out = request.checked()
         routed = comm.dispatch(
             x,
             topk_ids,
-            call.topk_weights,
+            request.topk_weights,
             layout="token",
             to_fp8=not quantised,
             power_of_two_scales=self._power_of_two_scales and not quantised,
@@ -93,8 +75,8 @@ class ReferenceExperts:
             own = dequantize_fp8(*(x if isinstance(x, tuple) else self._quantize(x)))
             for e in range(comm.plan.experts_per_rank, len(self._weights[0])):
                 total = total + self._expert(e, own, own.new_ones(len(own))).float()
-        if call.expert_stats is not None:
-            call.expert_stats.add_(routed.expert_counts)
+        if request.expert_stats is not None:
+            request.expert_stats.add_(routed.expert_counts)
         return out.copy_(total)
 
     def _expert(self, e: int, rows: torch.Tensor, row_weights: torch.Tensor) -> torch.Tensor:

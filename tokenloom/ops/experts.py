@@ -43,7 +43,7 @@ def swiglu_experts(
         w1: [L, 2I, H], gate rows 0..I-1, then up rows.
         w2: [L, H, I].
         row_weights: [R], or None for ones.
-        host_offsets: ``expert_offsets`` where they are known on the host, which then picks faster products.
+        host_offsets: ``expert_offsets`` where they are known on the host, which then picks faster gemms.
 
     Returns:
         [R, H], dtype of ``rows`` (of autocast, where that is on); rows beyond the last offset are unspecified.
@@ -77,36 +77,36 @@ class _SwigluExperts(torch.autograd.Function):
         row_weights: torch.Tensor,
         host_offsets: list[int] | None,
     ) -> torch.Tensor:
-        ctx.products = products = products_for(rows, w1, w2, offsets, host_offsets)
-        hidden = products.by_weights(rows, w1.transpose(1, 2))
+        ctx.gemms = gemms = gemms_for(rows, w1, w2, offsets, host_offsets)
+        hidden = gemms.by_weights(rows, w1.transpose(1, 2))
         ctx.save_for_backward(rows, offsets, w1, w2, row_weights, hidden)
-        return products.by_weights(activate(hidden, row_weights, offsets[-1:]), w2.transpose(1, 2))
+        return gemms.by_weights(activate(hidden, row_weights, offsets[-1:]), w2.transpose(1, 2))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         rows, offsets, w1, w2, row_weights, hidden = ctx.saved_tensors
-        products, grad = ctx.products, grad.contiguous()
+        gemms, grad = ctx.gemms, grad.contiguous()
         wants_rows, _, wants_w1, wants_w2, wants_weights, _ = ctx.needs_input_grad
-        grad_activations = products.by_weights(grad, w2)
+        grad_activations = gemms.by_weights(grad, w2)
         activations, grad_hidden, grad_weights = activate_backward(hidden, row_weights, offsets[-1:], grad_activations)
-        grad_rows = products.by_weights(grad_hidden, w1) if wants_rows else None
-        grad_w1 = products.of_weights(grad_hidden, rows) if wants_w1 else None
-        grad_w2 = products.of_weights(grad, activations) if wants_w2 else None
+        grad_rows = gemms.by_weights(grad_hidden, w1) if wants_rows else None
+        grad_w1 = gemms.of_weights(grad_hidden, rows) if wants_w1 else None
+        grad_w2 = gemms.of_weights(grad, activations) if wants_w2 else None
         return grad_rows, None, grad_w1, grad_w2, grad_weights if wants_weights else None, None
 
 
-class Products(Protocol):
-    """Matrix products by groups of rows, which somebody has told where the groups are."""
+class ExpertGemms(Protocol):
+    """GEMMs over rows that are grouped by expert; where the groups are is known since it was made."""
 
     def by_weights(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """[R, k], [L, k, n] -> [R, n]: each group's rows times its weights; unspecified where no group is."""
 
     def of_weights(self, left: torch.Tensor, right: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
-        """[R, n], [R, k] -> [L, n, k]: for each group the sum of its rows' outer products, added to ``total``."""
+        """[R, n], [R, k] -> [L, n, k]: for each group the sum of its rows' outer gemms, added to ``total``."""
 
 
-class _GroupedProducts:
+class _GroupedGemms:
     def __init__(self, offsets: torch.Tensor) -> None:
         self._ends = offsets[1:]
 
@@ -147,9 +147,9 @@ class _ExpertByExpert:
     @staticmethod
     def _for_each(multiply: Callable[..., object], *operands: tuple[torch.Tensor, ...]) -> None:
         """``multiply(left, right, out=out)`` of each expert. The host does little for one, for small ones are fast."""
-        products, device = list(zip(*operands, strict=True)), operands[-1][0].device
+        gemms, device = list(zip(*operands, strict=True)), operands[-1][0].device
         if device.type != "cuda":
-            for left, right, out in products:
+            for left, right, out in gemms:
                 multiply(left, right, out=out)
             return
         streams = (torch.cuda.current_stream(device), _second_stream(device))
@@ -157,7 +157,7 @@ class _ExpertByExpert:
         try:
             for number, stream in enumerate(streams):
                 with on_stream(stream):
-                    for left, right, out in products[number::2]:
+                    for left, right, out in gemms[number::2]:
                         multiply(left, right, out=out)
         finally:  # whoever reuses the operands' memory comes behind both
             streams[0].wait_stream(streams[1])
@@ -172,13 +172,13 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def products_for(
+def gemms_for(
     rows: torch.Tensor,
     w1: torch.Tensor,
     w2: torch.Tensor,
     offsets: torch.Tensor,
     host_offsets: list[int] | None = None,
-) -> Products:
+) -> ExpertGemms:
     """How the rows of each expert are multiplied.
 
     Args:
@@ -187,7 +187,7 @@ def products_for(
     """
     many = rows.is_cuda and host_offsets is not None and len(rows) >= FEW_ROWS * len(w1)
     if _grouped_mm_takes(rows, w1, w2) and not many:
-        return _GroupedProducts(offsets)
+        return _GroupedGemms(offsets)
     return _ExpertByExpert(offsets.tolist() if host_offsets is None else host_offsets)
 
 

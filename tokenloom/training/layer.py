@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
@@ -22,13 +19,17 @@ from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, Sha
 from tokenloom.ops.activation import swiglu
 from tokenloom.ops.autocast import autocast_dtype
 from tokenloom.ops.router import Router, RouterSums, balance_loss, router_logits, router_sums, z_loss
-from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.rendezvous import agree
 from tokenloom.training import torch_compile
+from tokenloom.training.gradients import scale_grad, sum_grad_over_ranks, sum_over_ranks
 from tokenloom.training.main_grads import accumulate_main_grads
-from tokenloom.training.routed_experts import HowToRun, routed_experts
+from tokenloom.training.parameters import check_options, seeded_uniform
+from tokenloom.training.pieces import RunOptions, forward_calls
+from tokenloom.training.routed_experts import routed_experts
 from tokenloom.training.saved_activations import SavedTensor, saved_tensors
 from tokenloom.tune import choices
+
+__all__ = ["ExpertParallelMoE"]
 
 EXPERT_WEIGHTS = ("w1", "w2")
 """Names, within a layer, of the parameters that are sharded by expert along dimension 0."""
@@ -66,7 +67,7 @@ class ExpertParallelMoE(nn.Module):
         main_grads: backward adds the gradients of expert weights to ``parameter.main_grad``, float32 and made here as
             zeros, which nothing but you sets back; ``parameter.grad`` stays None.
         comm: a Communicator to share between layers, instead of ``group``.
-        backend, timeout_s: see Communicator.
+        backend, timeout_s, open_timeout_s: see Communicator.
         device, dtype: of the parameters. The device must be the communicator's.
 
     Attributes:
@@ -106,6 +107,7 @@ class ExpertParallelMoE(nn.Module):
         comm: Communicator | None = None,
         backend: str = "auto",
         timeout_s: float = 30.0,
+        open_timeout_s: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -123,6 +125,7 @@ class ExpertParallelMoE(nn.Module):
                 backend=backend,
                 device=device,
                 timeout_s=timeout_s,
+                open_timeout_s=open_timeout_s,
                 dtype=dtype,
                 num_sms=MAX_SMS,
             )
@@ -132,7 +135,7 @@ class ExpertParallelMoE(nn.Module):
             if group_and_comm:
                 raise InvalidArgument("group and comm are both given; the communicator already has a group")
             rule = Router(num_experts, top_k, router) if isinstance(router, str) else router
-            _check_options(comm, rule, hidden, intermediate, num_experts, top_k, shared_intermediate, router_grad)
+            check_options(comm.plan, rule, hidden, intermediate, num_experts, top_k, shared_intermediate, router_grad)
             found = None
             if strategy is None and comm.rank == 0:  # ranks may see different disks
                 found = choices.find(choices.setting_of(comm.plan, intermediate, dtype, comm.backend, comm.device))
@@ -151,7 +154,7 @@ class ExpertParallelMoE(nn.Module):
                 "dtype": dtype,
             }, (rule, found)
 
-        agreed = agree(comm._ranks, prepare, "making an ExpertParallelMoE")
+        agreed = agree(comm.engine.ranks, prepare, "making an ExpertParallelMoE")
         self.router = agreed[comm.rank][0]
         self.hidden, self.intermediate = hidden, intermediate
         self.balance_coef, self.z_coef = balance_coef, z_coef
@@ -167,7 +170,9 @@ class ExpertParallelMoE(nn.Module):
         if shared_intermediate:
             self.shared_w1 = nn.Parameter(torch.empty(2 * shared_intermediate, hidden, **factory))
             self.shared_w2 = nn.Parameter(torch.empty(hidden, shared_intermediate, **factory))
-        bias = torch.zeros(num_experts, device=comm.device) if self.router.correction_bias else None
+        bias = (
+            torch.zeros(num_experts, dtype=torch.float32, device=comm.device) if self.router.correction_bias else None
+        )
         self.register_buffer("correction_bias", bias)
         counts = torch.zeros(num_experts, dtype=torch.int64, device=comm.device)
         self.register_buffer("expert_counts", counts, persistent=False)
@@ -216,7 +221,7 @@ class ExpertParallelMoE(nn.Module):
             else:
                 rows = self.local_experts if name in EXPERT_WEIGHTS else range(len(parameter))
                 for place, row in zip(parameter, rows, strict=True):
-                    place.copy_(_seeded_uniform(place, bound, seed, name, row))
+                    place.copy_(seeded_uniform(place, bound, seed, name, row))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Route, dispatch, compute, combine. Collective.
@@ -238,28 +243,29 @@ class ExpertParallelMoE(nn.Module):
         return torch_compile.forward(self, x) if torch.compiler.is_compiling() else self._forward(x)
 
     def _forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        comm = self.comm
-        comm._begin()
-        how = HowToRun(self.strategy, self.overlap, self.redispatch_in_backward, self.pool_rows)
-        try:
-            tokens, topk_ids, topk_weights, sums = self._route(x)
-        except Exception as fault:  # the others are about to wait for this rank
-            self._sum_over_ranks(None)
-            comm._tell_fault("dispatch", fault, how.after_dispatch(autocast_dtype(comm.device) or self.w1.dtype))
-            raise
+        engine = self.comm.engine
+        engine.begin()
+        options = RunOptions(self.strategy, self.overlap, self.redispatch_in_backward, self.pool_rows)
+        dtype = autocast_dtype(self.comm.device) or self.w1.dtype
+        with engine.sequence(*forward_calls(options, 1, dtype, needs_grad=False)):  # if it fails here, nothing is open
+            try:
+                tokens, topk_ids, topk_weights, sums = self._route(x)
+            except Exception:
+                self._sum_over_ranks(None)  # the others are about to
+                raise
         sums = self._sum_over_ranks(sums)
         shared: list[torch.Tensor] = []
-        w1, w2 = (_scale_grad(weight, self.expert_grad_scale) for weight in (self.w1, self.w2))
+        w1, w2 = (scale_grad(weight, self.expert_grad_scale) for weight in (self.w1, self.w2))
         beside = None if self.shared_w1 is None else lambda: shared.append(self._shared_expert(tokens))
-        out = routed_experts(comm, how, tokens, topk_ids, topk_weights, w1, w2, beside)
+        out = routed_experts(self.comm, options, tokens, topk_ids, topk_weights, w1, w2, beside)
         for result in shared:
             out = out + result
         return out.view(x.shape), self._aux_loss(sums, topk_weights.dtype)
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, RouterSums | None]:
-        """Tokens [T, H], ids, weights, and the sums over tokens if a loss or the bias wants them. Not collective.
+        """Route: tokens [T, H], ids, weights, and the sums over tokens if a loss or the bias wants them.
 
-        Logits, weights and sums are at least float32.
+        Not collective. Logits, weights and sums are at least float32.
         """
         tokens = self._tokens(x)
         validation.number_of_tokens(self.comm.plan, len(tokens))  # pieces of them might not be too many
@@ -274,17 +280,20 @@ class ExpertParallelMoE(nn.Module):
         return bool(self.balance_coef or self.z_coef or self.correction_bias is not None)
 
     def _sum_over_ranks(self, sums: RouterSums | None) -> RouterSums | None:
-        """Of all ranks' tokens, if anything wants them; collective then. None: of a rank that failed, which joins in
-        all the same: an all-reduce that one rank has left out pairs with the wrong one ever after."""
+        """Sum over the tokens of all ranks, if a loss or the bias wants that. Collective then.
+
+        A rank that failed passes None and joins in all the same. An all-reduce that one rank leaves out would pair
+        with the wrong one ever after.
+        """
         if not self._wants_sums():
             return None
         if self.pool_rows is None:
-            self.comm._backend.settle()  # a rank whose experts failed in an earlier layer is not here
+            self.comm.engine.check("calls")  # a rank whose experts failed in an earlier layer is not here
         if sums is None:
             wide = torch.promote_types(self.w1.dtype, torch.float32)
             counts = torch.zeros(self.comm.plan.num_experts, dtype=wide, device=self.comm.device)
             sums = RouterSums(counts, counts[:1], counts, counts[:1])
-        return _sum_over_ranks(self.comm._ranks, sums)
+        return sum_over_ranks(self.comm.engine.ranks, sums)
 
     def _tokens(self, x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, torch.Tensor):
@@ -312,7 +321,7 @@ class ExpertParallelMoE(nn.Module):
         return functional.linear(hidden, self._replicated(self.shared_w2))
 
     def _replicated(self, parameter: torch.Tensor) -> torch.Tensor:
-        return _SumGradOverRanks.apply(parameter, self.comm._ranks) if self.router_grad == "sum" else parameter
+        return sum_grad_over_ranks(parameter, self.comm.engine.ranks) if self.router_grad == "sum" else parameter
 
     def saved_activations(self, x: torch.Tensor) -> list[SavedTensor]:
         """What a forward on x keeps for backward: each storage, largest first, parameters and x left out. Collective.
@@ -340,141 +349,3 @@ class ExpertParallelMoE(nn.Module):
             f"hidden={self.hidden}, intermediate={self.intermediate}, experts={plan.num_experts} "
             f"({plan.experts_per_rank} here), top_k={plan.top_k}, ranks={plan.num_ranks}, backend={self.comm.backend}"
         )
-
-
-def gather_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The full state dict of a module that holds ExpertParallelMoE layers, on every rank. Collective.
-
-    Expert weights become [E, 2I, H] and [E, H, I]; everything else is this rank's own (replicated) value.
-
-    Returns:
-        name -> tensor on the CPU; it loads on any number of ranks through :func:`shard_state_dict`.
-    """
-    sharded = _sharded_names(module)
-    full = {}
-    for name, value in module.state_dict().items():
-        if name in sharded:
-            comm = sharded[name].comm
-            rows = comm._ranks.all_gather(value.contiguous().view(torch.uint8).flatten(), "gather_state_dict")
-            value = rows.view(value.dtype).view(comm.plan.num_experts, *value.shape[1:])
-        full[name] = value.detach().cpu().clone()
-    return full
-
-
-def shard_state_dict(module: nn.Module, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """This rank's part of a full state dict, for ``module.load_state_dict``. Not collective.
-
-    Args:
-        module: holds the ExpertParallelMoE layers, made for the present number of ranks.
-        full: as :func:`gather_state_dict` gives it, written with any number of ranks.
-
-    Raises:
-        ShapeMismatch: an expert weight has another number of experts than the layer.
-    """
-    sharded = _sharded_names(module)
-    part = dict(full)
-    for name, layer in sharded.items():
-        if name not in full:
-            continue  # load_state_dict names what is missing
-        num_experts = layer.comm.plan.num_experts
-        if full[name].shape[0] != num_experts:
-            raise ShapeMismatch(f"{name} has {full[name].shape[0]} experts, the layer has {num_experts}")
-        part[name] = full[name][layer.local_experts.start : layer.local_experts.stop]
-    return part
-
-
-def _sharded_names(module: nn.Module) -> dict[str, ExpertParallelMoE]:
-    return {
-        f"{prefix}.{name}" if prefix else name: layer
-        for prefix, layer in module.named_modules(remove_duplicate=False)
-        if isinstance(layer, ExpertParallelMoE)
-        for name in EXPERT_WEIGHTS
-    }
-
-
-def _check_options(
-    comm: Communicator,
-    router: Router,
-    hidden: int,
-    intermediate: int,
-    num_experts: int,
-    top_k: int,
-    shared_intermediate: int,
-    router_grad: str,
-) -> None:
-    plan = comm.plan
-    for name, wanted, got in (
-        ("num_experts", plan.num_experts, num_experts),
-        ("hidden", plan.hidden, hidden),
-        ("top_k", plan.top_k, top_k),
-    ):
-        if wanted != got:
-            raise InvalidArgument(f"{name} is {got}, the communicator was made for {wanted}; share one that fits")
-    if (router.num_experts, router.top_k) != (num_experts, top_k):
-        raise InvalidArgument(
-            f"the router chooses {router.top_k} of {router.num_experts}, the layer has {top_k} of {num_experts}"
-        )
-    for name, width, least in (("intermediate", intermediate, 1), ("shared_intermediate", shared_intermediate, 0)):
-        if not isinstance(width, int) or width < least:
-            raise InvalidArgument(f"{name} is {width!r}, expected an integer of at least {least}")
-    if router_grad not in ("local", "sum"):
-        raise InvalidArgument(f"router_grad is {router_grad!r}, expected 'local' or 'sum'")
-
-
-def _seeded_uniform(like: torch.Tensor, bound: float, seed: int, name: str, row: int) -> torch.Tensor:
-    """Uniform values that depend on (seed, name, row) alone, drawn on the CPU."""
-    digest = hashlib.blake2b(f"{seed}/{name}/{row}".encode(), digest_size=7).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-    return torch.rand(like.shape, generator=generator).mul_(2 * bound).sub_(bound).to(like)
-
-
-def _sum_over_ranks(ranks: RankGroup, sums: RouterSums) -> RouterSums:
-    """Sums over all ranks' tokens, differentiable: every rank's loss depends on every rank's tokens."""
-    parts = (sums.probabilities, sums.squared_lse, sums.expert_counts, sums.num_tokens)
-    total = _SumOverRanks.apply(torch.cat(parts), ranks)
-    return RouterSums(*total.split([len(part) for part in parts]))
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """Sum over ranks; its gradient is the sum over ranks too."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
-        ctx.ranks = ranks
-        return ranks.all_reduce_sum(values, "router losses")
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return ctx.ranks.all_reduce_sum(grad.contiguous(), "router losses, gradient"), None
-
-
-class _SumGradOverRanks(torch.autograd.Function):
-    """Identity whose gradient is summed over ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
-        ctx.ranks = ranks
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return ctx.ranks.all_reduce_sum(grad.contiguous(), "gradient of replicated parameters"), None
-
-
-class _ScaleGrad(torch.autograd.Function):
-    """Identity whose gradient is multiplied."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad * ctx.factor, None
-
-
-def _scale_grad(weight: torch.Tensor, factor: float) -> torch.Tensor:
-    return weight if factor == 1.0 else _ScaleGrad.apply(weight, factor)

@@ -1,67 +1,37 @@
-"""Dispatch, experts, combine and all their gradients as one node of autograd, which orders them so that the links and
-the products work at the same time.
+"""Dispatch, experts, combine and all their gradients as one node of autograd.
 
-Many tokens go in pieces: one travels while the experts compute another. In backward, the gradients of
-weights come after those of rows, which go home meanwhile. What travels is on a stream of the communicator's; a
-communicator has two receive regions, so a dispatch waits until the rows of the second last one have been used. Without
-overlap the same happens in the same pieces on one stream: the same bits.
+The node orders them so that the links and the GEMMs work at the same time. Many tokens go in pieces: one travels while
+the experts compute another. In backward, the gradients of weights come after those of rows, which go home meanwhile.
+
+What travels is on a stream of the communicator's own. Received rows may be views of a few buffers, so a dispatch waits
+until the rows that it overwrites have been used. Without overlap the same happens in the same pieces on one stream,
+with the same bits.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from tokenloom.backends.base import NUM_REGIONS, CombineCall, Onward
-from tokenloom.comm.autograd import COMBINE_RANGE, DISPATCH_RANGE, profiler_range
-from tokenloom.comm.communicator import Communicator, Routed
-from tokenloom.comm.strategy import SWAPPED, Strategy
-from tokenloom.errors import TokenloomError
+from tokenloom.backends.base import Handle, Upcoming
+from tokenloom.comm import validation
+from tokenloom.comm.communicator import Communicator
+from tokenloom.comm.strategy import SWAPPED
 from tokenloom.ops.activation import activate, activate_backward
 from tokenloom.ops.autocast import autocast_dtype
-from tokenloom.ops.experts import FEW_ROWS, Products, products_for
-from tokenloom.runtime.streams import Event, tensors_in
-
-
-@dataclass(frozen=True)
-class HowToRun:
-    """Choices of a layer that change its time and its memory.
-
-    Attributes:
-        strategy: what carries the payloads.
-        overlap: see this module.
-        redispatch_in_backward: keep x instead of the received rows, which are sent again for the gradient of w1.
-        pool_rows: None: received rows have their exact size, which the host waits for. Else the most rows, and the
-            host does not wait.
-    """
-
-    strategy: Strategy
-    overlap: bool = True
-    redispatch_in_backward: bool = False
-    pool_rows: int | None = None
-
-    def combine_call(self, dtype: torch.dtype, grads: bool) -> CombineCall:
-        """How rows of ``dtype`` come home."""
-        return CombineCall(self.strategy.mode, False, dtype, dtype, grads, self.strategy.combine)
-
-    def onward(self, dtype: torch.dtype) -> Onward:
-        return Onward(self.strategy.dispatch, self.combine_call(dtype, grads=False))
-
-    def after_dispatch(self, dtype: torch.dtype) -> Onward | None:
-        """What ranks open though the dispatch failed on one of them, where none of them waits for it."""
-        return None if self.pool_rows is None else self.onward(dtype)
+from tokenloom.ops.experts import gemms_for
+from tokenloom.training.pieces import Piece, RunOptions, backward_calls, cut, forward_calls, save, saved
+from tokenloom.training.transfers import Links, Transfer
 
 
 def routed_experts(
     comm: Communicator,
-    how: HowToRun,
+    options: RunOptions,
     x: torch.Tensor,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -85,76 +55,9 @@ def routed_experts(
         if meanwhile is not None:
             meanwhile = torch.autocast(device, dtype)(meanwhile)
     with torch.autocast(device, enabled=False):
-        return _RoutedExperts.apply(x, topk_weights, w1, w2, topk_ids, comm, how, meanwhile, torch.is_grad_enabled())
-
-
-class _Links:
-    """What travels: on the communicator's stream beside the products, or in order with them."""
-
-    def __init__(self, comm: Communicator, overlap: bool) -> None:
-        self.comm, self.overlaps = comm, overlap and comm.device.type == "cuda"
-
-    def mark(self) -> torch.cuda.Event | None:
-        """What the current stream holds so far."""
-        return torch.cuda.current_stream(self.comm.device).record_event() if self.overlaps else None
-
-    @contextmanager
-    def transfer(self, inputs: tuple[object, ...], after: torch.cuda.Event | None) -> Iterator[_Transfer]:
-        """Run the block behind a mark."""
-        transfer = _Transfer()
-        if not self.overlaps:
-            yield transfer
-            return
-        with self.comm._side_stream.run(inputs, after):
-            yield transfer
-            transfer.event = self.comm._side_stream.event(tuple(tensors_in(tuple(transfer.results))))
-
-
-class _Transfer:
-    """A block of work on the links, and the results that somebody on another stream uses."""
-
-    def __init__(self) -> None:
-        self.results: list[object] = []
-        self.event: Event | None = None
-
-    def wait(self) -> None:
-        """Let the current stream wait for the block."""
-        if self.event is not None:
-            self.event.wait()
-
-
-@dataclass
-class _Piece:
-    """Some of the tokens, ``tokens`` of them, on their way through the experts.
-
-    Attributes:
-        rows: [R, H] as received, kept for the gradient of w1; or None.
-        hidden: [R, 2I], pre-activations; row_weights: [R]; offsets: int32 [L + 1].
-    """
-
-    tokens: slice
-    handle: Any
-    products: Products
-    offsets: torch.Tensor
-    row_weights: torch.Tensor
-    hidden: torch.Tensor
-    rows: torch.Tensor | None
-
-
-SHARES = (3, 2)
-"""Of the tokens, of each piece. Nothing hides the combine of the last, which is slower than the first's dispatch."""
-
-
-def _slices(comm: Communicator, how: HowToRun, num_tokens: int) -> list[slice]:
-    """Of the tokens: as many on every rank. Dense sums always travel as M tokens: there it is one piece."""
-    plan = comm.plan
-    rows_of_expert = plan.max_tokens_per_rank * plan.top_k // plan.experts_per_rank
-    many = rows_of_expert * min(SHARES) // sum(SHARES) >= FEW_ROWS
-    dense = "reduce_scatter" in (how.strategy.combine, SWAPPED[how.strategy.dispatch])
-    if not many or dense or comm.backend != "nvlink" or how.pool_rows is not None:
-        return [slice(0, num_tokens)]
-    ends = [num_tokens * end // sum(SHARES) for end in accumulate(SHARES, initial=0)]
-    return [slice(*span) for span in pairwise(ends)]
+        return _RoutedExperts.apply(
+            x, topk_weights, w1, w2, topk_ids, comm, options, meanwhile, torch.is_grad_enabled()
+        )
 
 
 class _RoutedExperts(torch.autograd.Function):
@@ -167,191 +70,217 @@ class _RoutedExperts(torch.autograd.Function):
         w2: torch.Tensor,
         topk_ids: torch.Tensor,
         comm: Communicator,
-        how: HowToRun,
+        options: RunOptions,
         meanwhile: Callable[[], None] | None,
         grad_enabled: bool,
     ) -> torch.Tensor:
         needs = [grad_enabled and wanted for wanted in ctx.needs_input_grad[:4]]
-        links = _Links(comm, how.overlap)
-        keeps_rows = needs[2] and not how.redispatch_in_backward
-        computed = [links.mark()] * 2  # before the first piece, twice; then behind each
-
-        def begin_dispatch(number: int) -> Callable[[], tuple[Routed, _Transfer]]:
-            """What it returns is called before anything else travels."""
-            given = (x[slices[number]], topk_ids[slices[number]], topk_weights[slices[number]])
-            with links.transfer(given, computed[number]):
-                options = (how.pool_rows, how.strategy.dispatch, (needs[0], needs[1]))
-                begun = comm._begin_dispatch(*given, *options, number > 0, how.after_dispatch(dtype))
-
-            def finish() -> tuple[Routed, _Transfer]:
-                try:
-                    with links.transfer((), computed[number]) as transfer:
-                        routed = begun()
-                        transfer.results.append(routed)
-                except TokenloomError:  # on all ranks alike
-                    raise
-                except Exception as fault:  # no memory here for what all have agreed to send
-                    if number == 0 and len(slices) > 1:
-                        comm._tell_fault("dispatch", fault)
-                    else:
-                        comm._tell_fault("combine", fault, onward if number else None)
-                    raise
-                return routed, transfer
-
-            return finish
-
-        def compute(tokens: slice, routed: Routed) -> torch.Tensor:
-            rows, offsets = routed.tokens, routed.expert_offsets
-            assert offsets is not None
-            products = products_for(rows, w1, w2, offsets, routed._handle.host_offsets)
-            row_weights = comm.row_weights(routed)
-            kept = rows if keeps_rows else None
-            if kept is not None and comm.backend == "nvlink":  # a view, which the second next dispatch overwrites
-                kept = rows.clone()
-            hidden = products.by_weights(rows, w1.transpose(1, 2))
-            y = products.by_weights(activate(hidden, row_weights, offsets[-1:]), w2.transpose(1, 2))
-            comm._backend.check_combine(routed._handle, y, call)
-            if any(needs):
-                pieces.append(_Piece(tokens, routed._handle, products, offsets, row_weights, hidden, kept))
-            return y
-
-        dtype = x.dtype
-        call, onward = how.combine_call(dtype, any(needs)), how.onward(dtype)
-        slices = _slices(comm, how, len(x))
-
-        def prepare() -> torch.Tensor:
-            if meanwhile is not None:  # before the dispatch, whose few blocks come before those of products that wait
+        forward = _Forward(comm, options, needs, x, topk_ids, topk_weights, w1, w2)
+        calls = forward_calls(options, len(forward.slices), x.dtype, any(needs))
+        with comm.engine.sequence(*calls):
+            if meanwhile is not None:  # before the dispatch, whose few blocks come before those of GEMMs that wait
                 with torch.set_grad_enabled(grad_enabled):
                     meanwhile()
-            return torch.empty_like(x)
-
-        out = comm._report_fault("dispatch", prepare, how.after_dispatch(dtype))
-        routed, arrival = begin_dispatch(0)()
-        pieces: list[_Piece] = []
-        homecomings: list[_Transfer] = []
-        for i, tokens in enumerate(slices):
-            # The host is ahead of the experts by the next dispatch, so that they need not wait for it.
-            more = i + 1 < len(slices)
-            finish = begin_dispatch(i + 1) if more else None
-            arrival.wait()
-            try:
-                handle, y = routed._handle, compute(tokens, routed)
-            except Exception as fault:
-                if finish is not None:  # as the others do, who do not know yet
-                    finish()
-                comm._tell_fault("combine", fault, onward if more else None)
-                raise
-            computed.append(links.mark())
-            if finish is not None:
-                routed, arrival = finish()
-            with links.transfer((y, handle, out), computed[-1]) as transfer, profiler_range(COMBINE_RANGE):
-                comm._backend.open_combine(handle, call)
-                alone = not (more and links.overlaps)
-                comm._backend.combine(handle, y, None, call, out[tokens], alone)
-            homecomings.append(transfer)
-        for transfer in homecomings:
-            transfer.wait()
+            out = forward.run()
         if any(needs):
-            _save(ctx, comm, how, pieces, x if how.redispatch_in_backward else None, w1, w2)
+            x_again = x if options.redispatch_in_backward else None
+            save(ctx, comm.engine, options, forward.pieces, x_again, w1, w2)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        comm, how = ctx.comm, ctx.how
-        pieces, x, w1, w2 = _saved(ctx)
-        wants_x, wants_weights, wants_w1, wants_w2 = ctx.needs_input_grad[:4]
-        backend, links, grad = comm._backend, _Links(comm, how.overlap), grad.contiguous()
-        grad_x = torch.empty_like(grad) if wants_x else None
-        of_tokens: list[torch.Tensor] = []
-        grad_w1: torch.Tensor | None = None
-        grad_w2: torch.Tensor | None = None
-        swapped = SWAPPED[how.strategy.combine]
-        journeys = deque((piece, grad, swapped) for piece in pieces)
-        if x is not None:  # on all ranks, whoever wants the gradient of w1
-            journeys.extend((piece, x, how.strategy.dispatch) for piece in pieces)
-        under_way: deque[tuple[torch.Tensor, _Transfer]] = deque()
+        pieces, x, w1, w2 = saved(ctx)
+        backward = _Backward(ctx, pieces, x, w1, w2, grad.contiguous())
+        with ctx.engine.sequence(*backward.calls()):
+            grads = backward.run()
+        return *grads, None, None, None, None, None
 
-        def dispatch_next(after: torch.cuda.Event | None) -> None:
-            if not journeys:
-                return
-            piece, values, strategy = journeys.popleft()
-            with links.transfer((values, piece.handle), after) as transfer, profiler_range(DISPATCH_RANGE):
-                rows = backend.dispatch_again(piece.handle, values[piece.tokens], strategy)
-                transfer.results.append(rows)
-            under_way.append((rows, transfer))
 
-        def next_rows() -> torch.Tensor:
-            rows, transfer = under_way.popleft()
+class _Forward:
+    """One forward: the host begins the next dispatch before it puts the experts of a piece on the stream."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        options: RunOptions,
+        needs: list[bool],
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+    ) -> None:
+        self.engine, self.device, self.options, self.needs = comm.engine, comm.device, options, needs
+        self.x, self.topk_ids, self.topk_weights, self.w1, self.w2 = x, topk_ids, topk_weights, w1, w2
+        self.links = Links(comm.engine, options.overlap)
+        self.slices = cut(comm.engine, options, len(x))
+        self.keeps_rows = needs[2] and not options.redispatch_in_backward
+        self.pieces: list[Piece] = []
+
+    def run(self) -> torch.Tensor:
+        """[T, H]."""
+        out = torch.empty_like(self.x)
+        combine = self.options.combine_options(self.x.dtype, any(self.needs))
+        # Rows of the first two dispatches overwrite nothing; rows of a later one wait for the GEMMs that read.
+        computed = [self.links.mark()] * 2
+        handle, rows, arrival = self._begin_dispatch(0, computed[0])()
+        homecomings: list[Transfer] = []
+        for number, tokens in enumerate(self.slices):
+            more = number + 1 < len(self.slices)
+            finish = self._begin_dispatch(number + 1, computed[number + 1]) if more else None
+            arrival.wait()
+            y, dispatched = self._compute(tokens, handle, rows), handle
+            computed.append(self.links.mark())
+            if finish is not None:
+                handle, rows, arrival = finish()
+            with self.links.transfer((y, dispatched, out), computed[-1]) as transfer:
+                alone = not (more and self.links.overlaps)
+                self.engine.send_combine(dispatched, y, None, combine, out[tokens], alone).receive()
+            homecomings.append(transfer)
+        for transfer in homecomings:
             transfer.wait()
-            return rows
+        return out
 
-        def bring_home(piece: _Piece, grad_rows: torch.Tensor | None, grad_row_weights: torch.Tensor) -> _Transfer:
-            inputs = (grad_rows, grad_row_weights, piece.handle, grad_x)
-            with links.transfer(inputs, links.mark()) as transfer, profiler_range(COMBINE_RANGE):
-                if grad_rows is not None and grad_x is not None:
-                    dtype = grad_rows.dtype
-                    call = CombineCall("per_rank", False, dtype, dtype, False, SWAPPED[how.strategy.dispatch])
-                    home = grad_x[piece.tokens]
-                    backend.combine(piece.handle, grad_rows, None, call, home, alone=not links.overlaps)
-                if wants_weights:
-                    received = backend.route_gradients(piece.handle, grad_row_weights, piece.handle.topk_weights)
-                    of_tokens.append(backend.return_weights(piece.handle, received))
-                    transfer.results.append(of_tokens[-1])
-            return transfer
+    def _begin_dispatch(
+        self, number: int, after: torch.cuda.Event | None
+    ) -> Callable[[], tuple[Handle, torch.Tensor, Transfer]]:
+        """Send a piece. What it returns finishes the dispatch, before anything else travels."""
+        tokens = self.slices[number]
+        given = (self.x[tokens], self.topk_ids[tokens], self.topk_weights[tokens])
+        with self.links.transfer(given, after):
+            pending = self.engine.send_dispatch(*self._checked(given, ahead=number > 0))
 
-        begin = links.mark()
-        for _ in range(NUM_REGIONS if links.overlaps else 1):  # else it would only take memory longer
-            dispatch_next(begin)
-        waited: list[_Transfer] = []
-        for_w1: list[tuple[_Piece, torch.Tensor]] = []
-        for piece in pieces:
-            grad_out, products = next_rows(), piece.products
+        def finish() -> tuple[Handle, torch.Tensor, Transfer]:
+            with self.links.transfer((), after) as transfer:
+                handle, rows = pending.receive()
+                transfer.results += [handle, rows]
+            return handle, rows, transfer
+
+        return finish
+
+    def _checked(self, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor], ahead: bool) -> tuple[Any, Any]:
+        engine, capacity = self.engine, self.options.pool_rows
+        able, sizes = engine.capabilities, "exact" if capacity is None else "bounded"
+        options = validation.dispatch_options(
+            engine.plan, able, "expert", 1, sizes, capacity, False, False, self.options.strategy.dispatch
+        )
+        reads_ids = validation.reads_ids(able, self.device)
+        inputs = validation.dispatch_inputs(engine.plan, able, self.device, *given, False, reads_ids, False)
+        wants_x, wants_weights = self.needs[:2]
+        inputs = replace(inputs, x_needs_grad=wants_x, weights_need_grad=wants_weights)
+        return options, replace(inputs, own_outputs="but rows", ahead=ahead)
+
+    def _compute(self, tokens: slice, handle: Handle, rows: torch.Tensor) -> torch.Tensor:
+        """The experts on the rows of a piece: [R, H], weighted."""
+        offsets, weights = handle.counts.expert_offsets, handle.topk_weights
+        assert offsets is not None
+        assert weights is not None
+        gemms = gemms_for(rows, self.w1, self.w2, offsets, handle.host_offsets)
+        row_weights = self.engine.row_weights(handle, weights, len(rows))
+        kept = rows if self.keeps_rows else None
+        if kept is not None and self.engine.capabilities.returns_views:  # a later dispatch overwrites it
+            kept = rows.clone()
+        hidden = gemms.by_weights(rows, self.w1.transpose(1, 2))
+        y = gemms.by_weights(activate(hidden, row_weights, offsets[-1:]), self.w2.transpose(1, 2))
+        if any(self.needs):
+            self.pieces.append(Piece(tokens, handle, gemms, offsets, row_weights, hidden, kept))
+        return y
+
+
+class _Backward:
+    """One backward: gradients of rows first, and those of weights while they go home."""
+
+    def __init__(
+        self,
+        ctx: Any,
+        pieces: list[Piece],
+        x: torch.Tensor | None,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        grad: torch.Tensor,
+    ) -> None:
+        self.engine, self.options = ctx.engine, ctx.options
+        self.wants_x, self.wants_weights, self.wants_w1, self.wants_w2 = ctx.needs_input_grad[:4]
+        self.pieces, self.w1, self.w2, self.dtype = pieces, w1, w2, grad.dtype
+        self.links = Links(ctx.engine, ctx.options.overlap)
+        self.sends_x = x is not None  # on all ranks, whoever wants the gradient of w1
+        strategy = ctx.options.strategy
+        self.journeys = deque((piece, grad, SWAPPED[strategy.combine]) for piece in pieces)
+        if x is not None:
+            self.journeys.extend((piece, x, strategy.dispatch) for piece in pieces)
+        # More would only take memory longer where nothing overlaps.
+        self.ahead = ctx.engine.capabilities.receive_buffers if self.links.overlaps else 1
+        self.under_way: deque[tuple[torch.Tensor, Transfer]] = deque()
+        self.grad_x = torch.empty_like(grad) if self.wants_x else None
+        self.grad_weights: list[torch.Tensor] = []
+        self.grad_w1: torch.Tensor | None = None
+        self.grad_w2: torch.Tensor | None = None
+
+    def calls(self) -> list[Upcoming]:
+        """What is about to be opened, in order."""
+        options = self.options.gradient_options(self.dtype)
+        gradients = [Upcoming("gradient of dispatch", options, self.dtype.itemsize)] * self.wants_x
+        gradients += [Upcoming("gradient of weights")] * self.wants_weights
+        return backward_calls(self.journeys, self.ahead, gradients, len(self.pieces))
+
+    def run(self) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of x, of the weights of routes, of w1 and of w2."""
+        begin = self.links.mark()
+        for _ in range(self.ahead):
+            self._dispatch_next(begin)
+        homecomings: list[Transfer] = []
+        for_w1: list[tuple[Piece, torch.Tensor]] = []
+        for piece in self.pieces:
+            grad_out, gemms = self._next_rows(), piece.gemms
             activations, grad_hidden, grad_row_weights = activate_backward(
-                piece.hidden, piece.row_weights, piece.offsets[-1:], products.by_weights(grad_out, w2)
+                piece.hidden, piece.row_weights, piece.offsets[-1:], gemms.by_weights(grad_out, self.w2)
             )
-            grad_rows = products.by_weights(grad_hidden, w1) if wants_x else None
-            waited.append(bring_home(piece, grad_rows, grad_row_weights))
-            if wants_w2:
-                grad_w2 = products.of_weights(grad_out, activations, grad_w2)
+            grad_rows = gemms.by_weights(grad_hidden, self.w1) if self.wants_x else None
+            homecomings.append(self._bring_home(piece, grad_rows, grad_row_weights))
+            if self.wants_w2:
+                self.grad_w2 = gemms.of_weights(grad_out, activations, self.grad_w2)
             del grad_out, activations, grad_rows
-            dispatch_next(links.mark())
-            if x is not None:
+            self._dispatch_next(self.links.mark())
+            if self.sends_x:
                 for_w1.append((piece, grad_hidden))
-            elif piece.rows is not None and wants_w1:
-                grad_w1 = products.of_weights(grad_hidden, piece.rows, grad_w1)
+            elif piece.rows is not None and self.wants_w1:
+                self.grad_w1 = gemms.of_weights(grad_hidden, piece.rows, self.grad_w1)
         for piece, grad_hidden in for_w1:
-            rows = next_rows()
-            if wants_w1:
-                grad_w1 = piece.products.of_weights(grad_hidden, rows, grad_w1)
-            dispatch_next(links.mark())
-        for transfer in waited:
+            rows = self._next_rows()
+            if self.wants_w1:
+                self.grad_w1 = piece.gemms.of_weights(grad_hidden, rows, self.grad_w1)
+            self._dispatch_next(self.links.mark())
+        for transfer in homecomings:
             transfer.wait()
-        grad_weights = torch.cat(of_tokens) if wants_weights else None
-        return grad_x, grad_weights, grad_w1, grad_w2, None, None, None, None, None
+        grad_weights = torch.cat(self.grad_weights) if self.wants_weights else None
+        return self.grad_x, grad_weights, self.grad_w1, self.grad_w2
 
+    def _dispatch_next(self, after: torch.cuda.Event | None) -> None:
+        if not self.journeys:
+            return
+        piece, values, strategy = self.journeys.popleft()
+        with self.links.transfer((values, piece.handle), after) as transfer:
+            rows = self.engine.send_again(piece.handle, values[piece.tokens], strategy).receive()
+            transfer.results.append(rows)
+        self.under_way.append((rows, transfer))
 
-def _save(
-    ctx: Any,
-    comm: Communicator,
-    how: HowToRun,
-    pieces: list[_Piece],
-    x: torch.Tensor | None,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-) -> None:
-    """For backward: w1, w2, and x or the rows. Tensors go where autograd counts and watches them."""
-    ctx.comm, ctx.how = comm, how
-    ctx.pieces = [(piece.tokens, piece.handle, piece.products) for piece in pieces]
-    tensors, names = [w1, w2, x], ["w1", "w2", "x"]
-    for piece in pieces:
-        tensors += [piece.offsets, piece.row_weights, piece.hidden, piece.rows]
-        names += ["offsets", "weights of rows", "pre-activations", "rows"]
-    ctx.saved_names = names
-    ctx.save_for_backward(*tensors)
+    def _next_rows(self) -> torch.Tensor:
+        rows, transfer = self.under_way.popleft()
+        transfer.wait()
+        return rows
 
-
-def _saved(ctx: Any) -> tuple[list[_Piece], torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    w1, w2, x, *rest = ctx.saved_tensors
-    parts = (rest[i : i + 4] for i in range(0, len(rest), 4))
-    return [_Piece(*known, *part) for known, part in zip(ctx.pieces, parts, strict=True)], x, w1, w2
+    def _bring_home(self, piece: Piece, grad_rows: torch.Tensor | None, grad_row_weights: torch.Tensor) -> Transfer:
+        inputs = (grad_rows, grad_row_weights, piece.handle, self.grad_x)
+        with self.links.transfer(inputs, self.links.mark()) as transfer:
+            if grad_rows is not None and self.grad_x is not None:
+                options = self.options.gradient_options(grad_rows.dtype)
+                home, alone = self.grad_x[piece.tokens], not self.links.overlaps
+                self.engine.send_combine(piece.handle, grad_rows, None, options, home, alone).receive()
+            if self.wants_weights:
+                weights = piece.handle.topk_weights
+                assert weights is not None
+                received = self.engine.route_gradients(piece.handle, grad_row_weights, weights)
+                self.grad_weights.append(self.engine.send_weight_gradients(piece.handle, received).receive())
+                transfer.results.append(self.grad_weights[-1])
+        return transfer

@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from tokenloom.backends.base import CombineOptions, Handle
 from tokenloom.backends.registry import MAX_SMS
-from tokenloom.comm.communicator import Communicator, Routed
+from tokenloom.comm import autograd, validation
+from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.strategy import Strategy
 from tokenloom.errors import InvalidArgument
 from tokenloom.ops import routing
-from tokenloom.ops.experts import products_for
+from tokenloom.ops.experts import gemms_for
 from tokenloom.ops.router import Router
 from tokenloom.plan import COMBINE_STRATEGIES, DISPATCH_STRATEGIES, Plan
 from tokenloom.runtime.rendezvous import agree
@@ -164,20 +166,20 @@ def profile(
             setting = choices.setting_of(comm.plan, intermediate, dtype, comm.backend, comm.device)
             return {"intermediate": intermediate, "iterations": iterations, "skew": skew}, setting
 
-        setting = agree(comm._ranks, prepare, "profiling strategies")[0]
+        setting = agree(comm.engine.ranks, prepare, "profiling strategies")[0]
         with torch.enable_grad():
             transfers = _Transfers(comm, intermediate, dtype, skew)
             samples = _take_turns(comm, transfers.calls(), iterations)
         comm.check()
         send = routing.send_map(transfers.ids, comm.plan)
         counts = send.rows_per_rank.tolist(), send.routes_per_expert.view(comm.num_ranks, -1).sum(1).tolist()
-        by_rank = comm._ranks.all_gather_object((samples, *counts), "profiling strategies")
+        by_rank = comm.engine.ranks.all_gather_object((samples, *counts), "profiling strategies")
         rows, routes = (torch.tensor([each[place] for each in by_rank]) for place in (1, 2))
         sent = sent_bytes(comm.plan, rows, routes, dtype)
         found = make_rows([each[0] for each in by_rank], sent)
         measured = Profile(setting, num_tokens, float(skew), iterations, found, file=None)
         file = choices.keep(setting, measured.strategy) if comm.rank == 0 else None
-        files = comm._ranks.all_gather_object(None if file is None else str(file), "keeping the choice")
+        files = comm.engine.ranks.all_gather_object(None if file is None else str(file), "keeping the choice")
     return replace(measured, file=files[0])
 
 
@@ -192,10 +194,11 @@ class _Transfers:
         plan, device = comm.plan, comm.device
         self._generator = torch.Generator(device).manual_seed(comm.rank)
         self._like = torch.empty(0, dtype=dtype, device=device)
-        self._comm, self._intermediate = comm, intermediate
+        self._engine, self._intermediate = comm.engine, intermediate
         num_tokens, local = plan.max_tokens_per_rank, plan.experts_per_rank
         self.ids = draw_topk_ids(comm.rank, num_tokens, plan.num_experts, plan.top_k, skew).to(device)
-        self._weights = torch.rand(num_tokens, plan.top_k, generator=self._generator, device=device)
+        size = (num_tokens, plan.top_k)
+        self._weights = torch.rand(size, generator=self._generator, dtype=torch.float32, device=device)
         self._x = self._random(num_tokens, plan.hidden).requires_grad_()
         self._w1 = self._random(local, 2 * intermediate, plan.hidden)
         self._w2 = self._random(local, plan.hidden, intermediate)
@@ -206,42 +209,51 @@ class _Transfers:
     def calls(self) -> dict[Candidate, Calls]:
         """What to measure of every strategy that the backend has."""
         found: dict[Candidate, Calls] = {}
-        routed = self._dispatch("dedup")
+        able = self._engine.capabilities
+        strategies = {"dispatch": able.dispatch_strategies, "combine": able.combine_strategies}
+        dispatched = self._dispatch("dedup")
         for operation, strategy in CANDIDATES:
-            try:
-                calls = self._of_dispatch(strategy) if operation == "dispatch" else self._of_combine(routed, strategy)
-            except InvalidArgument:  # on all ranks alike: the backend does not have it
-                if strategy == "dedup":
-                    raise
+            if strategy not in strategies[operation]:
                 continue
+            of_dispatch = operation == "dispatch"
+            calls = self._of_dispatch(strategy) if of_dispatch else self._of_combine(dispatched, strategy)
             found[operation, strategy] = calls
         return found
 
-    def _dispatch(self, strategy: str) -> Routed:
-        return self._comm.dispatch(self._x, self.ids, self._weights, strategy=strategy)
+    def _dispatch(self, strategy: str) -> tuple[Handle, torch.Tensor]:
+        """The handle and the rows, which have a graph."""
+        engine, device = self._engine, self._engine.ranks.device
+        able, reads_ids = engine.capabilities, validation.reads_ids(engine.capabilities, device)
+        options = validation.dispatch_options(engine.plan, able, "expert", 1, "exact", None, False, False, strategy)
+        tensors = (self._x, self.ids, self._weights)
+        inputs = validation.dispatch_inputs(engine.plan, able, device, *tensors, False, reads_ids, False)
+        handle, rows = engine.send_dispatch(options, inputs).receive()
+        return handle, autograd.dispatched(engine, handle, rows, self._x, self._weights)[0]
 
     def _of_dispatch(self, strategy: str) -> Calls:
-        routed = self._dispatch(strategy)
-        grad = self._random(*routed.tokens.shape)
+        _, rows = self._dispatch(strategy)
+        grad = self._random(*rows.shape)
 
         def with_gemm() -> torch.Tensor:
-            return self._product(self._dispatch(strategy), self._w1)
+            handle, rows = self._dispatch(strategy)
+            return self._multiply(handle, rows, self._w1)
 
         def gradient() -> Any:
-            return torch.autograd.grad(routed.tokens, self._x, grad, retain_graph=True)
+            return torch.autograd.grad(rows, self._x, grad, retain_graph=True)
 
         return {"with_gemm": with_gemm, "alone": lambda: self._dispatch(strategy), "gradient": gradient}
 
-    def _of_combine(self, routed: Routed, strategy: str) -> Calls:
-        activations = self._random(len(routed.tokens), self._intermediate)
-        y = self._random(*routed.tokens.shape).requires_grad_()
-        mode = Strategy(combine=strategy).mode
+    def _of_combine(self, dispatched: tuple[Handle, torch.Tensor], strategy: str) -> Calls:
+        handle, rows = dispatched
+        activations = self._random(len(rows), self._intermediate)
+        y = self._random(*rows.shape).requires_grad_()
+        options = CombineOptions(False, y.dtype, y.dtype, True, strategy)
 
-        def combine(rows: torch.Tensor = y) -> torch.Tensor:
-            return self._comm.combine(rows, routed, weighted=False, mode=mode, strategy=strategy)
+        def combine(y: torch.Tensor = y) -> torch.Tensor:
+            return autograd.combine(self._engine, handle, y, None, options)
 
         def with_gemm() -> torch.Tensor:
-            return combine(self._product(routed, self._w2, activations).requires_grad_())
+            return combine(self._multiply(handle, activations, self._w2).requires_grad_())
 
         out = combine()
         grad = self._random(*out.shape)
@@ -251,12 +263,12 @@ class _Transfers:
 
         return {"with_gemm": with_gemm, "alone": combine, "gradient": gradient}
 
-    @torch.no_grad()  # as in the layer, which has a gradient of its own for all of its products
-    def _product(self, routed: Routed, weights: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
-        assert routed.expert_offsets is not None
-        rows = routed.tokens if rows is None else rows
-        products = products_for(routed.tokens, self._w1, self._w2, routed.expert_offsets, routed._handle.host_offsets)
-        return products.by_weights(rows, weights.transpose(1, 2))
+    @torch.no_grad()  # as in the layer, which has a gradient of its own for all of its GEMMs
+    def _multiply(self, handle: Handle, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        offsets = handle.counts.expert_offsets
+        assert offsets is not None
+        gemms = gemms_for(rows, self._w1, self._w2, offsets, handle.host_offsets)
+        return gemms.by_weights(rows, weights.transpose(1, 2))
 
 
 def _take_turns(

@@ -1,56 +1,83 @@
-"""What lies in the symmetric buffers of a communicator, and how large it is."""
+"""What lies in the symmetric buffers of a communicator, how large it is, and when a buffer is made."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from tokenloom.backends.base import CombineOptions
+from tokenloom.backends.handshake import Fields
+from tokenloom.backends.nvlink.launcher import HEADER_WORDS, Launcher
 from tokenloom.kernels.combine.launch import max_chunks
 from tokenloom.kernels.dispatch.launch import MAX_BLOCKS
 from tokenloom.plan import FP8_BLOCK, Plan, align_up
-from tokenloom.runtime.symmetric_memory import Regions
+from tokenloom.runtime.symmetric_memory import Regions as BufferLayout
+from tokenloom.runtime.symmetric_memory import SymmetricBuffer
 
-HEADER_WORDS = 16
-"""kHeaderWords of device/sync/call.cuh."""
+RECEIVE_BUFFERS = 2
+"""Dispatches take turns in these, so views of one last until the second next dispatch."""
 EXPERT_ROOM = 1.25
-"""Rows of layout "expert" that a region has room for, over the mean of an even routing."""
+"""Rows of layout "expert" that a receive buffer has at first, over the mean of an even routing."""
+
+MakeLayout = Callable[[Plan, int, int], BufferLayout]
+"""From a plan, bytes of a value, and rows of a receive buffer (where it has some)."""
 
 
-def control_regions(plan: Plan) -> Regions:
-    """Flags, headers, counts, and the home buffer of the weights' gradients."""
-    row_words = align_up(HEADER_WORDS + plan.num_ranks + plan.num_experts, 4)  # row_words of device/sync/call.cuh
-    return Regions.of(
+def control_layout(plan: Plan) -> BufferLayout:
+    """Flags, headers, counts, and where the weights' gradients come home."""
+    header_words = align_up(HEADER_WORDS + plan.num_ranks + plan.num_experts, 4)
+    return BufferLayout.of(
         [
             ("flags", 4 * plan.num_ranks),
-            ("rows", 4 * 2 * plan.num_ranks * row_words),
+            ("headers", 4 * 2 * plan.num_ranks * header_words),
             ("done_flags", 4 * plan.num_ranks * MAX_BLOCKS),
             ("row_flags", 4 * plan.worst_case_rows("token")),
             ("chunk_flags", 4 * plan.num_ranks * max_chunks(plan)),
-            ("home_weights", 4 * _home_rows(plan) * home_weight_values(plan)),
+            ("combine_recv_weights", 4 * _combine_recv_rows(plan) * weight_gradient_values(plan)),
         ]
     )
 
 
-def data_regions(plan: Plan, value_bytes: int) -> Regions:
-    """Two receive regions and the home buffer of combine, for payloads of ``value_bytes`` bytes a value."""
-    rows = region_rows(plan)
-    receive = [*_receive_region(plan, 0, rows, value_bytes), *_receive_region(plan, 1, rows, value_bytes)]
-    return Regions.of([*receive, ("home", _home_rows(plan) * plan.hidden * value_bytes)])
+def data_layout(plan: Plan, value_bytes: int, rows: int) -> BufferLayout:
+    """Two receive buffers of ``rows`` rows, and the rows that a combine brings home."""
+    receive = [
+        place for number in range(RECEIVE_BUFFERS) for place in _receive_places(plan, number, rows, value_bytes)
+    ]
+    return BufferLayout.of([*receive, ("combine_recv", _combine_recv_rows(plan) * plan.hidden * value_bytes)])
 
 
-def mega_regions(plan: Plan, value_bytes: int, num_shared_experts: int) -> Regions:
-    """Of a MegaMoE: one receive region for layout "token" in FP8, a row in bfloat16 for each result that comes home.
-
-    Behind the received rows is room for this rank's own tokens, if there are shared experts.
-    """
-    receive = _receive_region(plan, 0, mega_rows(plan, num_shared_experts), value_bytes)
+def fused_layout(plan: Plan, value_bytes: int, rows: int, *, num_shared_experts: int) -> BufferLayout:
+    """For a MegaMoE: one receive buffer of FP8 rows, and a bfloat16 row for each result that comes home."""
+    receive = _receive_places(plan, 0, rows, value_bytes)
     results = plan.max_tokens_per_rank * (plan.top_k + num_shared_experts)
-    return Regions.of([*receive, ("home", results * plan.hidden * 2)])
+    return BufferLayout.of([*receive, ("combine_recv", results * plan.hidden * 2)])
 
 
-def mega_rows(plan: Plan, num_shared_experts: int) -> int:
-    """Rows of its receive region."""
-    return plan.worst_case_rows("token") + (plan.max_tokens_per_rank if num_shared_experts else 0)
+def route_layout(plan: Plan, value_bytes: int, rows: int) -> BufferLayout:
+    """Where a combine per route brings home one row for each route of this rank's tokens."""
+    return BufferLayout.of([("combine_recv", plan.max_tokens_per_rank * plan.top_k * plan.hidden * value_bytes)])
 
 
-def _receive_region(plan: Plan, number: int, rows: int, value_bytes: int) -> list[tuple[str, int]]:
+def gather_layout(plan: Plan, value_bytes: int, rows: int) -> BufferLayout:
+    """Rows that copy engines bring, by rank and token [W, M]: one half for even calls, one for odd ones."""
+    size = plan.num_ranks * plan.max_tokens_per_rank * plan.hidden * value_bytes
+    return BufferLayout.of([("gathered0", size), ("gathered1", size)])
+
+
+def weight_gradient_values(plan: Plan) -> int:
+    """Gradients of weights in a row on its way home: top_k, rounded up to whole 16-byte units of float32."""
+    return align_up(plan.top_k, 4)
+
+
+def receive_rows(plan: Plan) -> int:
+    """Rows of a receive buffer at first: the worst case of layouts "token" and "rank", or room for layout "expert"."""
+    even = int(plan.max_tokens_per_rank * plan.top_k * EXPERT_ROOM) + plan.experts_per_rank * 128
+    return max(plan.worst_case_rows("token"), min(even, plan.worst_case_rows("expert", 128)))
+
+
+def _receive_places(plan: Plan, number: int, rows: int, value_bytes: int) -> list[tuple[str, int]]:
     received = plan.worst_case_rows("token")
     return [
         (f"rows{number}", rows * plan.hidden * value_bytes),
@@ -62,27 +89,158 @@ def _receive_region(plan: Plan, number: int, rows: int, value_bytes: int) -> lis
     ]
 
 
-def route_regions(plan: Plan, value_bytes: int) -> Regions:
-    """The home buffer of combine per route: one row for each route of this rank's tokens."""
-    return Regions.of([("home", plan.max_tokens_per_rank * plan.top_k * plan.hidden * value_bytes)])
-
-
-def gather_regions(plan: Plan, value_bytes: int) -> Regions:
-    """Rows that copy engines bring, by rank and token, [W, M]: two of these, for even and for odd calls."""
-    size = plan.num_ranks * plan.max_tokens_per_rank * plan.hidden * value_bytes
-    return Regions.of([("gathered0", size), ("gathered1", size)])
-
-
-def home_weight_values(plan: Plan) -> int:
-    """Gradients of weights in a row on its way home: top_k, rounded up to whole 16-byte units of float32."""
-    return align_up(plan.top_k, 4)
-
-
-def _home_rows(plan: Plan) -> int:
+def _combine_recv_rows(plan: Plan) -> int:
     return plan.max_tokens_per_rank * min(plan.num_ranks, plan.top_k)
 
 
-def region_rows(plan: Plan) -> int:
-    """Rows of one receive region: the worst case of layouts "token" and "rank", and room for layout "expert"."""
-    even = int(plan.max_tokens_per_rank * plan.top_k * EXPERT_ROOM) + plan.experts_per_rank * 128
-    return max(plan.worst_case_rows("token"), min(even, plan.worst_case_rows("expert", 128)))
+class ReceiveBuffer:
+    """Views of one receive buffer at its full size. R is the most rows that may be received.
+
+    Attributes:
+        rows: [places, H]. scales: float32 [places, H / 128], of no use without FP8.
+        local_ids, row_places: int32 [R, K]. weights: float32 [R, K]. row_tokens: int32 [R].
+        number: which of them, 0 or 1.
+        offsets: for kernels: where each part of the first one begins, by the name of the argument, and the distance
+            from there to the second.
+        peers_address: of every rank's address of the buffer.
+    """
+
+    def __init__(self, plan: Plan, buffer: SymmetricBuffer, number: int, last: int, dtype: torch.dtype, rows: int):
+        received = plan.worst_case_rows("token")
+
+        def view(name: str, of: torch.dtype, *shape: int) -> torch.Tensor:
+            return buffer.view(f"{name}{number}", of, shape)
+
+        self.rows = view("rows", dtype, rows, plan.hidden)
+        self.scales = view("row_scales", torch.float32, rows, plan.hidden // FP8_BLOCK)
+        self.local_ids = view("row_ids", torch.int32, received, plan.top_k)
+        self.weights = view("row_weights", torch.float32, received, plan.top_k)
+        self.row_places = view("row_places", torch.int32, received, plan.top_k)
+        self.row_tokens = view("row_tokens", torch.int32, received)
+        self.number = number
+        names = ("rows", "row_scales", "row_ids", "row_weights", "row_places", "row_tokens")
+        offset = buffer.layout.offset
+        self.offsets = [(name, offset(f"{name}0")) for name in names]
+        self.offsets.append(("receive_buffer_bytes", offset("rows1") - offset("rows0") if last else 0))
+        self.peers_address = buffer.peers.data_ptr()
+
+
+class Buffers:
+    """The symmetric buffers of one communicator, each made at the first call that needs it, on all ranks alike.
+
+    Attributes:
+        fused: one receive buffer for FP8 rows in layout "token", as a MegaMoE wants it, which every dispatch reuses.
+    """
+
+    def __init__(self, plan: Plan, launcher: Launcher) -> None:
+        self.fused = False
+        self._plan, self._launcher = plan, launcher
+        self._buffers: dict[tuple[MakeLayout, int], SymmetricBuffer] = {}
+        self._receive: dict[tuple[int, torch.dtype], ReceiveBuffer] = {}
+        self._rows: dict[int, int] = {}
+        self._data_layout: MakeLayout = data_layout
+        self._least_rows = receive_rows(plan)
+
+    def serve_fused_layer(self, num_shared_experts: int) -> None:
+        """From the first dispatch on: one receive buffer, with room for this rank's own tokens behind its rows."""
+        own = self._plan.max_tokens_per_rank if num_shared_experts else 0
+        self._data_layout = partial(fused_layout, num_shared_experts=num_shared_experts)
+        self._least_rows = self._plan.worst_case_rows("token") + own
+        self.fused = True
+
+    @property
+    def num_receive(self) -> int:
+        """Receive buffers that dispatches take turns in."""
+        return 1 if self.fused else RECEIVE_BUFFERS
+
+    def rows_for(self, dtype: torch.dtype) -> int:
+        """Rows that a receive buffer for ``dtype`` has, or will have."""
+        return self._rows.get(self._value_bytes(dtype), self._least_rows)
+
+    def receive(self, dtype: torch.dtype, number: int, rows: int, fields: Fields) -> ReceiveBuffer:
+        """Where the ``number``-th dispatch puts its rows: a buffer of at least ``rows`` rows of ``dtype``."""
+        number %= self.num_receive
+        value_bytes = self._value_bytes(dtype)
+        if rows > self.rows_for(dtype):  # all ranks have agreed on that capacity
+            self._grow(value_bytes, rows, fields)
+        found = self._receive.get((number, dtype))
+        if found is None:
+            buffer = self.get(self._data_layout, value_bytes, fields)
+            sizes = (self.num_receive - 1, dtype, self.rows_for(dtype))
+            found = self._receive[number, dtype] = ReceiveBuffer(self._plan, buffer, number, *sizes)
+        return found
+
+    def _value_bytes(self, dtype: torch.dtype) -> int:
+        """FP8 and 2-byte values share buffers, but for a MegaMoE's."""
+        return dtype.itemsize if self.fused else max(dtype.itemsize, 2)
+
+    def _grow(self, value_bytes: int, rows: int, fields: Fields) -> None:
+        """Make room for more rows. Rows handed out stay where they are, as long as somebody looks at them."""
+        if self._has((self._data_layout, value_bytes)):
+            self._launcher.agree_before_memory(fields)
+            self._launcher.retire(self._buffers.pop((self._data_layout, value_bytes)))
+        self._receive = {
+            key: found for key, found in self._receive.items() if self._value_bytes(key[1]) != value_bytes
+        }
+        self._rows[value_bytes] = rows
+
+    def data(self, value_bytes: int, fields: Fields) -> SymmetricBuffer:
+        """The buffer that rows are received in, and come home to."""
+        return self.get(self._data_layout, value_bytes, fields)
+
+    def combine_recv(self, options: CombineOptions, fields: Fields) -> SymmetricBuffer:
+        """Where the rows of a combine come home."""
+        return self.get(*self._combine_key(options), fields)
+
+    def gather(self, value_bytes: int, fields: Fields) -> SymmetricBuffer:
+        """Where copy engines bring rows."""
+        return self.get(gather_layout, value_bytes, fields)
+
+    def get(self, layout: MakeLayout, value_bytes: int, fields: Fields) -> SymmetricBuffer:
+        """A buffer of this layout for values of this width."""
+        found = self._buffers.get((layout, value_bytes))
+        if found is None:
+            self._launcher.agree_before_memory(fields)
+            rows = self._rows.get(value_bytes, self._least_rows)
+            found = SymmetricBuffer(layout(self._plan, value_bytes, rows), self._launcher.ranks)
+            self._buffers[layout, value_bytes] = found
+        return found
+
+    def has_for_dispatch(self, strategy: str, value_bytes: int) -> bool:
+        """Whether a dispatch would make no buffer."""
+        needed = [(self._data_layout, value_bytes), *[(gather_layout, value_bytes)] * (strategy == "all_gather")]
+        return all(map(self._has, needed))
+
+    def has_for_combine(self, options: CombineOptions) -> bool:
+        """Whether a combine would make no buffer."""
+        return self._has(self._combine_key(options))
+
+    def _has(self, key: tuple[MakeLayout, int]) -> bool:
+        return key in self._buffers
+
+    def _combine_key(self, options: CombineOptions) -> tuple[MakeLayout, int]:
+        by_strategy: dict[str, MakeLayout] = {"reduce_scatter": gather_layout, "all_to_all": route_layout}
+        return by_strategy.get(options.strategy, self._data_layout), options.wire_dtype.itemsize
+
+    def all(self) -> list[SymmetricBuffer]:
+        """Those that exist."""
+        return list(self._buffers.values())
+
+    def memory(self) -> list[str]:
+        """Sizes for people, those included that a first call of its kind will make."""
+        kinds: tuple[tuple[MakeLayout, int, str], ...] = (
+            (self._data_layout, 2, "FP8, bfloat16 and float16"),
+            (self._data_layout, 4, "float32"),
+            (route_layout, 2, "combine per route, 2-byte values"),
+            (route_layout, 4, "combine per route, float32"),
+            (gather_layout, 2, "all_gather and reduce_scatter, 2-byte values"),
+            (gather_layout, 4, "all_gather and reduce_scatter, float32"),
+        )
+        if self.fused:
+            kinds = ((self._data_layout, 1, "received rows in FP8, and results that come home"),)
+        lines = []
+        for layout, value_bytes, what in kinds:
+            size = layout(self._plan, value_bytes, self._rows.get(value_bytes, self._least_rows)).total_bytes
+            when = "" if self._has((layout, value_bytes)) else ", made at the first call that needs it"
+            lines.append(f"buffers for {what}: {size / 1e6:.1f} MB{when}")
+        return lines

@@ -1,4 +1,4 @@
-"""What a dispatch of backend "nvlink" leaves: where its rows lie, and what is remembered of it."""
+"""What a dispatch leaves on this rank, for combine and gradients."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tokenloom.backends.base import DispatchCall, RoutedCounts
-from tokenloom.plan import FP8_BLOCK, Plan
-from tokenloom.runtime.symmetric_memory import SymmetricBuffer
+from tokenloom.backends.base import DispatchOptions, RoutedCounts
+from tokenloom.errors import InvalidArgument
 
-BY_PLACE = ("rows", "scales")
-BY_ROW = ("topk_ids", "topk_weights", "local_ids", "row_places", "row_tokens")
-"""Tensors of a handle that lie in a receive region: a value for each place of the output, or for each received row."""
+BY_ROW = ("weights", "local_ids", "row_places", "row_tokens")
+"""Tensors of a handle that lie in a receive buffer, with a value for each received row."""
 
 
 @dataclass
@@ -20,109 +18,133 @@ class NvlinkHandle:
     """A dispatch as this rank remembers it. R: received rows, in the order (source rank, token).
 
     Attributes:
-        call, number, num_tokens, counts, topk_ids, topk_weights, scales: as in every backend.
-        rows: [places, H], the output, until :meth:`NvlinkBackend.dispatch` has given it out: from then on only who
-            wants it keeps it.
-        num_places: of the output.
+        options, number, num_tokens, num_places, counts, scales: as of every handle.
         capacity: places that a row may have; routes beyond it were dropped.
         given_ids: topk_ids as given, which routes gradients the same way.
+        ids_version: how often they had been changed in place by then; None where torch does not count.
         slots: int32 [T * W (+ T * K)]: which of the rows to rank r each token is, or -1.
         all_counts: int32 [W, W + E]: rows per rank and routes per expert of every source.
         local_ids, row_places: int32 [>= R, K]: local expert, and place, of each route of a received row.
+        weights: float32 [>= R, K] received weights, or None.
         row_tokens: int32 [>= R]: the token at home that a received row is (layout "expert").
         counts_row: int32, num_rows, source_counts, expert_counts and expert_offsets as they lie side by side.
-        by_token: whether rows came one per (token, rank) and were spread here, as on all ranks.
+        by_token: rows came one per (token, rank) and were spread here, on all ranks alike.
         host_offsets: expert_offsets on the host, with exact sizes in layout "expert".
-        reused_after: calls of this backend's dispatch after which the region is overwritten; None for own tensors.
+        reused_after: number of the dispatch after which the receive buffer is overwritten; None for own tensors.
     """
 
-    call: DispatchCall
+    options: DispatchOptions
     number: int
     num_tokens: int
+    num_places: int
     counts: RoutedCounts
-    rows: torch.Tensor | None
     scales: torch.Tensor | None
-    topk_ids: torch.Tensor
-    topk_weights: torch.Tensor | None
     capacity: int
     given_ids: torch.Tensor
     slots: torch.Tensor
     all_counts: torch.Tensor
     local_ids: torch.Tensor
     row_places: torch.Tensor
+    weights: torch.Tensor | None
     row_tokens: torch.Tensor
     counts_row: torch.Tensor
     reused_after: int | None
-    num_places: int = 0
+    rank: int
+    max_tokens: int
+    ids_version: int | None = None
     host_offsets: list[int] | None = None
     by_token: bool = False
 
-    def cut_to_size(self, counts: list[int]) -> None:
-        """Outputs get their exact size; ``counts``: counts_row, on the host."""
+    def __post_init__(self) -> None:
+        self.ids_version = version_of(self.given_ids)
+
+    @property
+    def topk_ids(self) -> torch.Tensor:
+        return self.local_ids if self.options.layout == "expert" else self.local_ids[: self.num_places]
+
+    @property
+    def topk_weights(self) -> torch.Tensor | None:
+        if self.weights is None or self.options.layout == "expert":
+            return self.weights
+        return self.weights[: self.num_places]
+
+    def ids(self) -> torch.Tensor:
+        """The ids that were given.
+
+        Raises:
+            InvalidArgument: they were changed in place since, so routes would go elsewhere than their rows did.
+        """
+        if version_of(self.given_ids) != self.ids_version:
+            raise InvalidArgument(
+                "topk_ids was changed in place after its dispatch, whose routes are still needed; dispatch a clone"
+            )
+        return self.given_ids
+
+    def positions(self) -> torch.Tensor:
+        """One row for each received row that there may be, -1 beyond those there are. No host read."""
+        layout, num_ranks = self.options.layout, len(self.all_counts)
+        device, most = self.given_ids.device, num_ranks * self.max_tokens
+        received = torch.arange(most, device=device)
+        counts = self.all_counts[:, self.rank].to(torch.int64)
+        if layout == "expert":
+            width = self.given_ids.shape[1]
+            positions = torch.full((most, width), -1, dtype=torch.int64, device=device)
+            positions[: len(self.row_places)] = self.row_places.to(torch.int64)
+        elif layout == "token":
+            positions = received[:, None]
+        else:
+            source = torch.bucketize(received, counts.cumsum(0), right=True).clamp_max(num_ranks - 1)
+            in_source = received - (counts.cumsum(0) - counts)[source]
+            positions = (source * self.max_tokens + in_source)[:, None]
+        valid = (received < counts.sum())[:, None] & (positions < self.capacity)
+        return torch.where(valid, positions, -1)
+
+    def cut_to_size(self, counts: list[int], rows: torch.Tensor) -> torch.Tensor:
+        """Give outputs their exact size; the rows that there are.
+
+        Args:
+            counts: ``counts_row``, on the host.
+            rows: [places, H].
+        """
         num_ranks = len(self.counts.source_counts)
         num_rows, received = counts[0], sum(counts[1 : 1 + num_ranks])
         self.counts = replace(self.counts, num_rows=num_rows)
-        if self.call.layout == "rank":
-            return
-        if self.call.layout == "expert":
+        if self.options.layout == "rank":
+            return rows
+        if self.options.layout == "expert":
             self.host_offsets = counts[1 + num_ranks + len(self.counts.expert_counts) :]
-        for names, length in ((BY_PLACE, num_rows), (BY_ROW, received)):
-            for name in names:
-                tensor = getattr(self, name)
-                if tensor is not None:
-                    setattr(self, name, tensor[:length])
-
-    def own_but_rows(self) -> None:
-        """Tensors of its own instead of views of the region, but rows."""
-        rows, self.rows = self.rows, None
-        self.own()
-        self.rows = rows
+        self.num_places = num_rows
+        if self.scales is not None:
+            self.scales = self.scales[:num_rows]
+        for name in BY_ROW:
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, tensor[:received])
+        return rows[:num_rows]
 
     def own(self, num_places: int | None = None) -> None:
-        """Tensors of its own instead of views of the region; outputs have ``num_places`` places if given."""
-        by_expert = self.call.layout == "expert"
-        by_place = BY_PLACE if by_expert else (*BY_PLACE, "topk_ids", "topk_weights")
-        for name in (*BY_PLACE, *BY_ROW):
+        """Copy what views the receive buffer; outputs get ``num_places`` places if given."""
+        if num_places is not None:
+            self.num_places = max(num_places, self.num_places)
+        if self.scales is not None:
+            self.scales = copied(self.scales, self.num_places)
+        by_place = () if self.options.layout == "expert" else ("local_ids", "weights")
+        for name in BY_ROW:
             tensor = getattr(self, name)
-            if tensor is None or (by_expert and name == "topk_ids"):
-                continue
-            own = tensor.clone()
-            if num_places is not None and name in by_place and num_places > len(own):
-                own = torch.cat([own, own.new_zeros(num_places - len(own), own.shape[1])])
-            setattr(self, name, own)
-        if by_expert:  # where nobody else is given them
-            self.topk_ids = self.local_ids
+            if tensor is not None:
+                setattr(self, name, copied(tensor, self.num_places if name in by_place else 0))
         self.reused_after = None
 
 
-class Region:
-    """Views of a receive region of a buffer, at its full size. R is the most rows that may be received.
+def copied(tensor: torch.Tensor, least: int) -> torch.Tensor:
+    """A copy with at least so many rows, zeros behind those there are."""
+    if len(tensor) >= least:
+        return tensor.clone()
+    out = tensor.new_zeros(least, *tensor.shape[1:])
+    out.view(torch.uint8)[: len(tensor)] = tensor.view(torch.uint8)
+    return out
 
-    Attributes:
-        rows: [places, H]; scales: float32 [places, H / 128], of no use without FP8.
-        local_ids, row_places: int32 [R, K]; weights: float32 [R, K]; row_tokens: int32 [R].
-        number: 0 or 1.
-        offsets: what kernels call each, and where it is in the first region; and from there to the second, if any.
-        peers_address: of the buffer's addresses on all ranks.
-    """
 
-    def __init__(
-        self, plan: Plan, buffer: SymmetricBuffer, number: int, num_regions: int, places: int, row_dtype: torch.dtype
-    ) -> None:
-        received = plan.worst_case_rows("token")
-
-        def view(name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-            return buffer.view(f"{name}{number}", dtype, shape)
-
-        self.rows = view("rows", row_dtype, places, plan.hidden)
-        self.scales = view("row_scales", torch.float32, places, plan.hidden // FP8_BLOCK)
-        self.local_ids = view("row_ids", torch.int32, received, plan.top_k)
-        self.weights = view("row_weights", torch.float32, received, plan.top_k)
-        self.row_places = view("row_places", torch.int32, received, plan.top_k)
-        self.row_tokens = view("row_tokens", torch.int32, received)
-        names = ("rows", "row_scales", "row_ids", "row_weights", "row_places", "row_tokens")
-        offset = buffer.regions.offset
-        self.offsets = [(name, offset(f"{name}0")) for name in names]
-        self.offsets.append(("region_bytes", offset("rows1") - offset("rows0") if num_regions > 1 else 0))
-        self.number = number
-        self.peers_address = buffer.peers.data_ptr()
+def version_of(tensor: torch.Tensor) -> int | None:
+    """How often a tensor was changed in place; None for those of inference mode, which are not counted."""
+    return None if tensor.is_inference() else tensor._version

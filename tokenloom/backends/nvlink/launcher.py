@@ -1,4 +1,4 @@
-"""The opening of every call of backend "nvlink": what all ranks are told, and what the host learns of it later.
+"""The opening of every call: what all ranks are told, and what the host learns of it later.
 
 A kernel opens by telling all ranks what it was asked for (device/sync/call.cuh), so that a fault on one rank is known
 to all of them. The host reads that at once where it must, or a few calls later, the same number on every rank.
@@ -6,27 +6,36 @@ to all of them. The host reads that at once where it must, or a few calls later,
 
 from __future__ import annotations
 
+import json
+import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from tokenloom.backends.handshake import Field, decode_field, encode_fields
-from tokenloom.backends.nvlink.buffers import control_regions
-from tokenloom.errors import CapacityOverflow, PeerError, PlanMismatch
+from tokenloom.backends.handshake import Fields, hash_of, raise_difference, text_of
+from tokenloom.errors import CapacityOverflow, InvalidArgument, PeerError
 from tokenloom.jit.kernel import Kernel
-from tokenloom.kernels.combine.launch import CombineVariant
+from tokenloom.kernels.barrier.launch import BarrierVariant
 from tokenloom.kernels.common import Variant
 from tokenloom.plan import Plan
+from tokenloom.runtime.graph_references import GraphReferences
+from tokenloom.runtime.leftovers import release_dropped
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.streams import on_stream
-from tokenloom.runtime.symmetric_memory import CallRecords, FaultFlag, HostCounts, SymmetricBuffer
+from tokenloom.runtime.symmetric_memory import CallOutcome, CallRecords, FaultFlag, HostCounts, SymmetricBuffer
 
+__all__ = ["CALLS_IN_FLIGHT", "HEADER_WORDS", "Launcher"]
+
+HEADER_WORDS = 16
 CALLS_IN_FLIGHT = 3
 """Calls whose outcome the host has not read. More lets it run further ahead; errors then come later."""
-FOLLOWS_A_FAULT = 2
-"""Status of a rank in a call that it opens only because the others do, after its fault in the one before; they take it
-for part of the fault that they know of."""
+FAULT, FOLLOWS_A_FAULT = 1, 2
+"""Status of a rank that cannot make the call, and of one that opens it only because the others do, after its fault in
+the one before. They take the second for part of the fault that they know of."""
+NOTE_S = 5.0
+"""How long a rank waits for the options that another rank posts once both know that theirs differ."""
 
 
 @dataclass(frozen=True)
@@ -35,50 +44,61 @@ class _Launched:
 
     number: int
     slot: int
-    fields: dict[str, Field]
+    fields: Fields
     repeats: bool = False
 
 
-class Calls:
+class Launcher:
     """Launches kernels that open a call, and raises what they found.
 
     Args:
-        plan, ranks: sizes and group. Making one is collective.
+        plan, ranks: sizes and group.
+        control: the buffer with flags and headers.
         num_sms: SMs, one block each, that a kernel takes.
 
     Attributes:
-        control: the buffer with flags and counts.
-        num_calls: launched so far, not counting captured ones; each pairs with one of every other rank, whatever the
+        num_calls: launched so far, not counting captured ones. Each pairs with one of every other rank, whatever the
             ranks meant by it.
+        keep_with_graphs: what the calls of a captured graph use besides this.
     """
 
-    def __init__(self, plan: Plan, ranks: RankGroup, num_sms: int) -> None:
-        self.plan, self.ranks, self.num_sms = plan, ranks, num_sms
-        self.control = SymmetricBuffer(control_regions(plan), ranks)
+    def __init__(self, plan: Plan, ranks: RankGroup, control: SymmetricBuffer, num_sms: int) -> None:
+        self.plan, self.ranks, self.control, self.num_sms = plan, ranks, control, num_sms
+        self.num_calls = 0
         self._kernels: dict[Variant, Kernel] = {}
-        self._state = torch.zeros(4, dtype=torch.int32, device=ranks.device)  # epoch, blocks out, claims
+        # Epoch, blocks out, two kinds of claims.
+        self._state = torch.zeros(4, dtype=torch.int32, device=ranks.device)
+        self._opened = torch.zeros(1, dtype=torch.int32, device=ranks.device)
         self._fault = FaultFlag(ranks.device, ranks.rank)
         self._records = CallRecords(CALLS_IN_FLIGHT + 2)
         self._captured_slot = CALLS_IN_FLIGHT + 1
         self._done = [torch.cuda.Event() for _ in range(CALLS_IN_FLIGHT + 1)]
         self._launched: deque[_Launched] = deque()
-        self._last: torch.cuda.Stream | None = None  # where the last call is
-        self.num_calls = 0
+        self._last: torch.cuda.Stream | None = None  # where the last eager call is
+        self._last_captured: torch.cuda.Stream | None = None
+        self._graphs = GraphReferences()
+        self._retired: list[SymmetricBuffer] = []
+        self.keep_with_graphs: list[object] = []
 
     def kernel(self, variant: Variant) -> Kernel:
-        """The kernel of a variant, with arguments of its own in which everything about the opening is filled in."""
+        """The kernel of a variant, with arguments of its own in which everything about the opening is filled in.
+
+        Raises:
+            InvalidArgument: a CUDA graph is captured, and this is the first use of the variant.
+        """
         found = self._kernels.get(variant)
         if found is None:
             found = self._kernels[variant] = Kernel(variant.spec(), self.ranks.device.index)
             opening = found.args.call
             opening.peers = self.control.peers.data_ptr()
-            opening.flags = self.control.regions.offset("flags")
-            opening.rows = self.control.regions.offset("rows")
+            opening.flags = self.control.layout.offset("flags")
+            opening.headers = self.control.layout.offset("headers")
             opening.epoch = self._state.data_ptr()
             opening.blocks_out = self._state.data_ptr() + 4
             opening.claimed = self._state.data_ptr() + 8
             opening.fault = self._fault.record_address
             opening.fault_claimed = self._fault.claimed.data_ptr()
+            opening.open_timeout_ns = int(self.ranks.open_timeout_s * 1e9)
             opening.timeout_ns = int(self.ranks.timeout_s * 1e9)
             opening.rank = self.ranks.rank
         return found
@@ -86,7 +106,7 @@ class Calls:
     def launch(
         self,
         kernel: Kernel,
-        fields: dict[str, Field],
+        fields: Fields,
         status: int = 0,
         region: int = 0,
         blocks: int | None = None,
@@ -95,6 +115,8 @@ class Calls:
         """Put the kernel on the current stream; remember where its outcome will be.
 
         Args:
+            fields: what all ranks must mean alike.
+            region: which receive buffer this rank wants rows in.
             repeats: a dispatch whose rows went the same way before: if they were too many, that call has said so.
             blocks: None: ``num_sms``. They wait for each other, so all of them have to fit on the GPU at once.
         """
@@ -107,24 +129,31 @@ class Calls:
         opening = kernel.args.call
         opening.record = self._records.address(slot)
         opening.status, opening.region = status, region
-        opening.fields[:] = encode_fields(fields)
+        opening.options_hash = hash_of(fields)
         kernel.launch(blocks or self.num_sms, stream.cuda_stream)
+        if captured:
+            self._last_captured = stream
+            self._graphs.hold(stream.cuda_stream, self, *self.keep_with_graphs)
+            return
         self._last = stream
-        if not captured:
-            self._done[slot].record(stream)
-            self._launched.append(_Launched(self.num_calls, slot, fields, repeats))
-            self.num_calls += 1
+        self._done[slot].record(stream)
+        self._launched.append(_Launched(self.num_calls, slot, fields, repeats))
+        self.num_calls += 1
 
     def follow(self, stream: torch.cuda.Stream) -> None:
-        """Let the stream wait for that of the call before: calls share flags and counts, and what has been put behind
-        a call may read what the next but one overwrites."""
-        if self._last is None or self._last == stream:
+        """Let the stream wait for that of the call before.
+
+        Calls share flags and counts, and what has been put behind a call may read what the next but one overwrites.
+        """
+        capturing = torch.cuda.is_current_stream_capturing()
+        last = self._last_captured if capturing else self._last
+        if last is None or last == stream:
             return
-        if torch.cuda.is_current_stream_capturing():
-            with on_stream(self._last):
-                if not torch.cuda.is_current_stream_capturing():  # that call is not in this graph
+        if capturing:
+            with on_stream(last):
+                if not torch.cuda.is_current_stream_capturing():  # that call is in another graph
                     return
-        stream.wait_stream(self._last)
+        stream.wait_stream(last)
 
     @property
     def fault_claimed(self) -> int:
@@ -136,32 +165,43 @@ class Calls:
         for kernel in self._kernels.values():
             kernel.args.call.trace = 0 if times is None else times.data_ptr()
 
-    def agree(self, fields: dict[str, Field], status: int = 0) -> None:
+    # -- agreement and faults -------------------------------------------------------------------------------
+
+    def agree(self, fields: Fields, status: int = 0) -> None:
         """Open a call and do nothing else: raises on every rank if the ranks mean different calls.
 
         Args:
             status: this rank's own fault, which it raises itself, or 0.
         """
-        bf16 = torch.bfloat16
-        variant = CombineVariant(plan=self.plan, layout="token", y_dtype=bf16, wire_dtype=bf16, out_dtype=bf16)
-        kernel = self.kernel(variant)
-        sizes = (self.plan.num_ranks, self.plan.num_ranks + self.plan.num_experts)
-        counts = torch.zeros(sizes, dtype=torch.int32, device=self.ranks.device)
-        kernel.args.all_counts = counts.data_ptr()
-        kernel.args.peers = self.control.peers.data_ptr()
-        kernel.args.num_tokens = 0
-        self.launch(kernel, fields, status=status)
+        kernel = self.kernel(BarrierVariant(plan=self.plan))
+        kernel.args.opened, kernel.args.num_cleared = self._opened.data_ptr(), 0
+        self.launch(kernel, fields, status=status, blocks=1)
         self.settle(0, own_fault=status != 0)
 
-    def report_fault(self, call: str, fault: Exception) -> None:
-        """Open the call with a status, which all ranks see; its text goes through the group's store.
+    def agree_before_memory(self, fields: Fields) -> None:
+        """Agree that this call comes next: or some ranks would wait in making memory for others that do not.
 
-        Not while a graph is captured: nothing runs then, on no rank.
+        Raises:
+            InvalidArgument: a CUDA graph is captured.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            raise InvalidArgument("the first call of a kind allocates buffers; make it once before the capture")
+        release_dropped()
+        self.settle(0)  # or a rank that knows of an earlier fault would go on without those that do not
+        self.agree(fields)
+
+    def report_fault(self, fault: Exception, names: Sequence[str]) -> None:
+        """Open the first of these calls with a status, which all ranks see; then those that the others open meanwhile.
+
+        The text of the fault goes through the group's store. Nothing is told while a graph is captured: nothing runs
+        then, on no rank.
         """
         if torch.cuda.is_current_stream_capturing():
             return
         self.ranks.post_note(f"fault/{self.num_calls}", f"{type(fault).__name__}: {fault}")
-        self.agree({"call": call}, status=1)
+        self.agree({"call": names[0]}, status=FAULT)
+        for name in names[1 : 1 + CALLS_IN_FLIGHT]:  # before they open another, the others read what the first found
+            self.agree({"call": name}, status=FOLLOWS_A_FAULT)
 
     def settle(self, in_flight: int, own_fault: bool = False) -> None:
         """Wait until at most ``in_flight`` calls are, and raise what the finished ones found, on all ranks alike."""
@@ -192,6 +232,7 @@ class Calls:
 
     def check(self, wait: bool) -> None:
         """Raise what earlier calls left behind; with ``wait`` of all calls and graph replays, finished first."""
+        release_dropped()
         self.settle(0 if wait else CALLS_IN_FLIGHT)
         if wait:
             torch.cuda.synchronize(self.ranks.device)
@@ -206,27 +247,50 @@ class Calls:
 
     def _raise_outcome(self, call: _Launched) -> None:
         outcome = self._records.take(call.slot)
-        if outcome is None:
-            return
-        if outcome.status == FOLLOWS_A_FAULT:
+        if outcome is None or outcome.status == FOLLOWS_A_FAULT:
             return
         if outcome.faulty_rank is not None:
             note = self.ranks.read_note(f"fault/{call.number}", outcome.faulty_rank)
             raise PeerError(outcome.faulty_rank, note or "see its own error")
         if outcome.differing_rank is not None:
-            names = list(call.fields)
-            name = names[outcome.field] if outcome.field < len(names) else "the options of the call"
-            raise PlanMismatch(
-                outcome.differing_rank, name, decode_field(outcome.theirs), decode_field(outcome.rank0s)
-            )
+            self._raise_difference(call, outcome)
         if not call.repeats:
             raise CapacityOverflow(outcome.needed_rows, outcome.capacity, sent=call.fields.get("sizes") != "exact")
 
-    def close(self, others: list[SymmetricBuffer]) -> None:
-        """Release the control buffer and the others; after a fault they stay, since a late rank may still write."""
+    def _raise_difference(self, call: _Launched, outcome: CallOutcome) -> None:
+        """All ranks know that their options differ: each posts its own, and reads those of rank 0 and the other."""
+        name = f"options/{call.number}"
+        self.ranks.post_note(name, json.dumps(text_of(call.fields)))
+        texts: list[dict[str, str]] = []
+        deadline = time.monotonic() + NOTE_S
+        for rank in (0, outcome.differing_rank):
+            assert rank is not None
+            note = self.ranks.read_note(name, rank)
+            while note is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+                note = self.ranks.read_note(name, rank)
+            texts.append({"call": "unknown"} if note is None else json.loads(note))
+        raise_difference([texts[0], *[texts[0]] * ((outcome.differing_rank or 1) - 1), texts[1]])
+
+    # -- the end --------------------------------------------------------------------------------------------
+
+    def retire(self, buffer: SymmetricBuffer) -> None:
+        """A buffer that no later call uses. Graphs that were captured with it may."""
+        if self._graphs.are_gone():
+            buffer.close()
+        else:
+            self._retired.append(buffer)
+
+    def close(self, others: Sequence[SymmetricBuffer]) -> None:
+        """Release the control buffer and the others, unless graphs that were captured still use them."""
+        if torch.cuda.is_current_stream_capturing():
+            raise InvalidArgument("close() waits for the GPU; call it outside of the capture")
         torch.cuda.synchronize(self.ranks.device)
-        for buffer in (self.control, *others):
-            if self._fault.error() is None:
+        buffers = [self.control, *others, *self._retired]
+        failed = self._fault.error() is not None
+        for buffer in buffers:
+            if failed:
+                buffer.abandon()  # a late rank may still write to it
+            elif self._graphs.are_gone():
                 buffer.close()
-            else:
-                buffer.abandon()
+        release_dropped()

@@ -1,0 +1,168 @@
+"""Combine: one kernel that sends rows home and adds them there, and short relatives of it."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenloom.backends.base import CombineOptions
+from tokenloom.backends.handshake import Fields, combine_fields, gradient_fields
+from tokenloom.backends.nvlink.buffers import Buffers, weight_gradient_values
+from tokenloom.backends.nvlink.copies import Copies
+from tokenloom.backends.nvlink.handle import NvlinkHandle
+from tokenloom.backends.nvlink.launcher import Launcher
+from tokenloom.backends.nvlink.limits import address_of, aligned
+from tokenloom.jit.kernel import Kernel
+from tokenloom.kernels.combine.launch import PRE_REDUCE_BLOCKS, CombineVariant, PreReduceVariant, max_chunks
+from tokenloom.kernels.row_weights.launch import BLOCKS, RowWeightsVariant
+from tokenloom.plan import Plan
+from tokenloom.runtime.symmetric_memory import SymmetricBuffer
+
+
+class Combiner:
+    """The combines of one communicator.
+
+    Args:
+        blocks_alone: SMs of a combine beside which nothing is computed.
+    """
+
+    def __init__(self, plan: Plan, launcher: Launcher, buffers: Buffers, copies: Copies, blocks_alone: int) -> None:
+        self._plan, self._launcher, self._buffers, self._copies = plan, launcher, buffers, copies
+        self._blocks_alone = blocks_alone
+
+    def send(
+        self,
+        handle: NvlinkHandle,
+        rows: torch.Tensor,
+        weights: torch.Tensor | None,
+        options: CombineOptions,
+        out: torch.Tensor | None,
+        alone: bool,
+    ) -> torch.Tensor:
+        """Launch the kernel, which sends and sums: [T, H] in the order of the stream."""
+        fields = combine_fields(handle.number, options)
+        rows = aligned(rows)
+        if out is None:
+            out = torch.empty(handle.num_tokens, self._plan.hidden, dtype=options.out_dtype, device=rows.device)
+        if options.strategy == "reduce_scatter":
+            self._reduce_scatter(handle, rows, weights, options, fields, out)
+            return out
+        buffer = self._buffers.combine_recv(options, fields)
+        kernel = self._launcher.kernel(
+            CombineVariant(
+                plan=self._plan,
+                layout=handle.options.layout,
+                y_dtype=rows.dtype,
+                wire_dtype=options.wire_dtype,
+                out_dtype=options.out_dtype,
+                mode="per_route" if options.per_route else "per_rank",
+                weighted=weights is not None,
+            )
+        )
+        ids = handle.ids() if options.per_route else handle.given_ids
+        self._point(kernel, handle, rows, out, handle.capacity, ids)
+        kernel.args.row_weights = address_of(weights)
+        blocks = self._blocks_alone if alone else None
+        self._launch(kernel, buffer, buffer.layout.offset("combine_recv"), fields, blocks)
+        return out
+
+    def _reduce_scatter(
+        self,
+        handle: NvlinkHandle,
+        rows: torch.Tensor,
+        weights: torch.Tensor | None,
+        options: CombineOptions,
+        fields: Fields,
+        out: torch.Tensor,
+    ) -> None:
+        """Make partial sums for all tokens of all ranks; copy engines take them home; there a kernel adds them."""
+        plan, device, wire = self._plan, rows.device, options.wire_dtype
+        dense = torch.empty(plan.num_ranks, plan.max_tokens_per_rank, plan.hidden, dtype=wire, device=device)
+        pre_reduce = self._launcher.kernel(
+            PreReduceVariant(plan=plan, y_dtype=rows.dtype, wire_dtype=wire, weighted=weights is not None)
+        )
+        kernel = self._launcher.kernel(
+            CombineVariant(
+                plan=plan, layout="token", y_dtype=wire, wire_dtype=wire, out_dtype=options.out_dtype, dense=True
+            )
+        )
+        buffer, half = self._copies.half(wire.itemsize, fields)
+        me = self._launcher.ranks.rank
+        self._point(pre_reduce, handle, rows, dense, handle.capacity, handle.given_ids)
+        pre_reduce.args.row_weights = address_of(weights)
+        pre_reduce.args.own_sums = buffer.addresses[me] + half + me * dense[0].nbytes
+        pre_reduce.launch(PRE_REDUCE_BLOCKS, torch.cuda.current_stream(device).cuda_stream)
+        self._copies.bring(buffer, half, lambda rank: dense[rank])
+        self._point(kernel, handle, dense, out, handle.capacity, handle.given_ids)
+        self._launch(kernel, buffer, half, fields)
+
+    def send_weight_gradients(self, handle: NvlinkHandle, grad: torch.Tensor) -> torch.Tensor:
+        """A combine of short rows, [T, K]: of a token's K gradients each rank has some, and zeros for the others."""
+        plan, fp32 = self._plan, torch.float32
+        layout = "rank" if handle.options.layout == "rank" else "token"
+        grad = grad[: len(handle.local_ids)]
+        rows = torch.where(handle.local_ids[: len(grad)] >= 0, grad, 0)
+        width = weight_gradient_values(plan)
+        rows = torch.nn.functional.pad(rows, (0, width - plan.top_k))
+        kernel = self._launcher.kernel(
+            CombineVariant(plan=plan, layout=layout, y_dtype=fp32, wire_dtype=fp32, out_dtype=fp32, hidden=width)
+        )
+        out = rows.new_empty(handle.num_tokens, width)
+        capacity = handle.capacity if handle.options.layout == "token" else plan.worst_case_rows("token")
+        self._point(kernel, handle, rows, out, capacity, handle.given_ids)
+        control = self._launcher.control
+        fields = gradient_fields(handle.number, "gradient of weights")
+        self._launch(kernel, control, control.layout.offset("combine_recv_weights"), fields)
+        return out[:, : plan.top_k]
+
+    def _point(
+        self,
+        kernel: Kernel,
+        handle: NvlinkHandle,
+        rows: torch.Tensor,
+        out: torch.Tensor,
+        capacity: int,
+        ids: torch.Tensor,
+    ) -> None:
+        """Arguments that all kernels of a combine are given."""
+        args = kernel.args
+        args.y, args.out = rows.data_ptr(), out.data_ptr()
+        args.row_places, args.row_tokens = handle.row_places.data_ptr(), handle.row_tokens.data_ptr()
+        args.slots, args.all_counts = handle.slots.data_ptr(), handle.all_counts.data_ptr()
+        args.topk_ids, args.ids_are_int64 = ids.data_ptr(), ids.dtype == torch.int64
+        args.num_tokens, args.max_tokens = handle.num_tokens, self._plan.max_tokens_per_rank
+        args.capacity = capacity
+
+    def _launch(
+        self, kernel: Kernel, buffer: SymmetricBuffer, combine_recv: int, fields: Fields, blocks: int | None = None
+    ) -> None:
+        args = kernel.args
+        args.chunk_flags = self._launcher.control.layout.offset("chunk_flags")
+        args.peers, args.combine_recv = buffer.peers.data_ptr(), combine_recv
+        args.max_chunks = max_chunks(self._plan)
+        self._launcher.launch(kernel, fields, blocks=blocks)
+
+    # -- weights of rows, on this rank ----------------------------------------------------------------------
+
+    def row_weights(self, handle: NvlinkHandle, weights: torch.Tensor, num_places: int) -> torch.Tensor:
+        """Received weights [R, K] -> [num_places] of their rows."""
+        rows = weights.new_zeros(num_places)
+        self._move_weights(handle, weights, rows, num_places, weights.numel(), to_rows=True)
+        return rows
+
+    def route_gradients(self, handle: NvlinkHandle, grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """The gradient of that: [num_places] -> [R, K]."""
+        routes = torch.empty_like(like)
+        self._move_weights(handle, grad, routes, len(grad), routes.numel(), to_rows=False)
+        return routes
+
+    def _move_weights(
+        self, handle: NvlinkHandle, source: torch.Tensor, target: torch.Tensor, places: int, routes: int, to_rows: bool
+    ) -> None:
+        # One of its own for each call: forward and backward may run in several threads.
+        device = self._launcher.ranks.device
+        kernel = Kernel(RowWeightsVariant(plan=self._plan, to_rows=to_rows).spec(), device.index)
+        args = kernel.args
+        args.row_places, args.source_counts = handle.row_places.data_ptr(), handle.counts.source_counts.data_ptr()
+        setattr(args, "from", source.data_ptr())
+        args.to, args.routes, args.places = target.data_ptr(), routes, min(places, handle.capacity)
+        kernel.launch(BLOCKS, torch.cuda.current_stream(device).cuda_stream)

@@ -1,0 +1,46 @@
+"""Rows that copy engines carry, for strategies all_gather and reduce_scatter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tokenloom.backends.handshake import Fields
+from tokenloom.backends.nvlink.buffers import Buffers
+from tokenloom.backends.nvlink.launcher import Launcher
+from tokenloom.backends.nvlink.limits import require_no_capture
+from tokenloom.plan import Plan
+from tokenloom.runtime.symmetric_memory import SymmetricBuffer
+
+
+class Copies:
+    """Copies of one communicator. They take no SMs."""
+
+    def __init__(self, plan: Plan, launcher: Launcher, buffers: Buffers) -> None:
+        self._plan, self._launcher, self._buffers = plan, launcher, buffers
+
+    def gather(self, x: torch.Tensor, fields: Fields) -> int:
+        """Bring x to all other ranks. The address here of the rows of all ranks, there when the next call opens."""
+        buffer, half = self.half(x.element_size(), fields)
+        self.bring(buffer, half, lambda rank: x)
+        return buffer.addresses[self._launcher.ranks.rank] + half
+
+    def half(self, value_bytes: int, fields: Fields) -> tuple[SymmetricBuffer, int]:
+        """The buffer, and the offset of the half of it that the next call uses. Copies into it may begin at once.
+
+        Safe to overwrite: call n - 1 has opened on all ranks, so all have finished reading what call n - 2 put in
+        this half.
+        """
+        require_no_capture()
+        buffer = self._buffers.gather(value_bytes, fields)
+        self._launcher.follow(torch.cuda.current_stream(self._launcher.ranks.device))
+        return buffer, buffer.layout.offset(f"gathered{self._launcher.num_calls % 2}")
+
+    def bring(self, buffer: SymmetricBuffer, half: int, rows_for: Callable[[int], torch.Tensor]) -> None:
+        """Copy at most M rows to every other rank. They are there when the next call has opened."""
+        plan, me = self._plan, self._launcher.ranks.rank
+        for distance in range(1, plan.num_ranks):
+            rank = (me + distance) % plan.num_ranks
+            rows = rows_for(rank)
+            buffer.copy_to(rank, half + me * plan.max_tokens_per_rank * plan.hidden * rows.element_size(), rows)

@@ -1,0 +1,255 @@
+"""Dispatch: one kernel that sends every row to its place on the ranks that hold its experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from tokenloom.backends.base import DispatchInputs, DispatchOptions, RoutedCounts
+from tokenloom.backends.handshake import dispatch_fields
+from tokenloom.backends.nvlink.buffers import Buffers
+from tokenloom.backends.nvlink.copies import Copies
+from tokenloom.backends.nvlink.handle import NvlinkHandle, copied
+from tokenloom.backends.nvlink.launcher import Launcher
+from tokenloom.backends.nvlink.limits import address_of, aligned, check_dispatch
+from tokenloom.errors import CapacityOverflow, is_known_to_all
+from tokenloom.kernels.dispatch.launch import MAX_BLOCKS, DispatchVariant, block_count_words
+from tokenloom.ops import routing
+from tokenloom.plan import Plan
+from tokenloom.runtime.symmetric_memory import HostCounts
+
+
+class Dispatcher:
+    """The dispatches of one communicator.
+
+    Args:
+        checked: the host reads the outcome of every call before it returns.
+
+    Attributes:
+        num_dispatches: made so far. The receive buffers take turns by it.
+        overflow: a dropped row that a bounded dispatch has found and the next call raises.
+    """
+
+    def __init__(self, plan: Plan, launcher: Launcher, buffers: Buffers, copies: Copies, checked: bool) -> None:
+        self.num_dispatches = 0
+        self.overflow: CapacityOverflow | None = None
+        self._plan, self._launcher, self._buffers, self._copies = plan, launcher, buffers, copies
+        self._checked = checked
+        device = launcher.ranks.device
+        self._host_counts = HostCounts(2 + plan.num_ranks + 2 * plan.experts_per_rank)
+        self._block_counts = torch.zeros(block_count_words(plan), dtype=torch.int32, device=device)
+
+    def send(self, options: DispatchOptions, inputs: DispatchInputs) -> PendingDispatch:
+        """Launch the kernel, which sends and receives."""
+        check_dispatch(self._plan, options, inputs, self._checked, self._buffers.fused)
+        exact, row_dtype = options.sizes == "exact", inputs.x.dtype
+        if exact and not inputs.ahead:  # whoever waits hears first of what earlier calls left
+            self._launcher.settle(0)
+        if options.to_fp8:
+            row_dtype = torch.float8_e4m3fn
+        room = self._plan.worst_case_rows("token")
+        if options.layout == "expert":
+            most = self._plan.worst_case_rows("expert", options.alignment)
+            room = max(self._buffers.rows_for(row_dtype), 0 if exact else min(options.capacity or 0, most))
+        limit = room if options.capacity is None else min(options.capacity, room)
+        handle, rows = self.start(options, inputs, limit)
+        return PendingDispatch(self, handle, rows, options, inputs, limit)
+
+    def start(
+        self, options: DispatchOptions, inputs: DispatchInputs, capacity: int, repeats: bool = False
+    ) -> tuple[NvlinkHandle, torch.Tensor]:
+        """Put the kernel on the current stream: (handle, rows [places, H]), at their full size.
+
+        Args:
+            capacity: places of the output; routes beyond it are dropped.
+            repeats: the rows went the same way before, so an overflow has been told.
+        """
+        plan, launcher = self._plan, self._launcher
+        x, topk_ids = aligned(inputs.x), aligned(inputs.topk_ids)
+        num_tokens, local = x.shape[0], plan.experts_per_rank
+        row_dtype = torch.float8_e4m3fn if options.to_fp8 else x.dtype
+        number = launcher.num_calls
+        fields = dispatch_fields(number, options, inputs)
+        by_expert, by_rank = options.layout == "expert", options.layout == "rank"
+        buffer = self._buffers.receive(row_dtype, self.num_dispatches, capacity if by_expert else 0, fields)
+        results = (1, plan.num_ranks, local, local + 1, plan.num_ranks * (plan.num_ranks + plan.num_experts))
+        words = sum(results) + num_tokens * (plan.num_ranks + plan.top_k)
+        own = torch.empty(words, dtype=torch.int32, device=x.device)
+        num_rows, source_counts, expert_counts, expert_offsets, all_counts, slots = torch.split_with_sizes(
+            own, [*results, words - sum(results)]
+        )
+        quantize = ""
+        if options.to_fp8:
+            quantize = "power of two" if options.power_of_two_scales else "any scale"
+        kernel = launcher.kernel(
+            DispatchVariant(
+                plan=plan, layout=options.layout, x_dtype=x.dtype, quantize=quantize, strategy=options.strategy
+            )
+        )
+        places = plan.worst_case_rows("rank") if by_rank else capacity
+        args = kernel.args
+        args.x = x.data_ptr()
+        args.scales = address_of(inputs.scales)
+        args.topk_ids = topk_ids.data_ptr()
+        args.topk_weights = address_of(inputs.topk_weights)
+        args.done_flags = launcher.control.layout.offset("done_flags")
+        args.row_flags = launcher.control.layout.offset("row_flags")
+        args.block_counts = self._block_counts.data_ptr()
+        args.slots_found = args.block_counts + 4 * (len(self._block_counts) - MAX_BLOCKS)
+        args.peers = buffer.peers_address
+        for name, offset in buffer.offsets:
+            setattr(args, name, offset)
+        args.slots, args.all_counts = slots.data_ptr(), all_counts.data_ptr()
+        args.num_rows, args.source_counts = num_rows.data_ptr(), source_counts.data_ptr()
+        args.expert_counts, args.expert_offsets = expert_counts.data_ptr(), expert_offsets.data_ptr()
+        args.num_tokens, args.max_tokens = num_tokens, plan.max_tokens_per_rank
+        args.capacity, args.alignment = places, options.alignment
+        args.ids_are_int64 = topk_ids.dtype == torch.int64
+        exact = options.sizes == "exact"
+        args.stop_on_overflow = exact
+        args.host_counts = self._host_counts.address if exact else 0
+        args.host_sequence = self._host_counts.expect() if exact else 0
+        args.gathered = self._copies.gather(x, fields) if options.strategy == "all_gather" else 0
+        launcher.launch(kernel, fields, region=buffer.number, repeats=repeats)
+        self.num_dispatches += 1
+        with_scales = inputs.scales is not None or options.to_fp8
+        handle = NvlinkHandle(
+            options=options,
+            number=number,
+            num_tokens=num_tokens,
+            num_places=places,
+            counts=RoutedCounts(num_rows[0], source_counts, expert_counts, expert_offsets if by_expert else None),
+            scales=buffer.scales[:places] if with_scales else None,
+            capacity=places,
+            given_ids=topk_ids,
+            slots=slots,
+            all_counts=all_counts.view(plan.num_ranks, -1),
+            local_ids=buffer.local_ids,
+            row_places=buffer.row_places,
+            weights=None if inputs.topk_weights is None else buffer.weights,
+            row_tokens=buffer.row_tokens,
+            counts_row=own[: sum(results[:4])],
+            reused_after=self.num_dispatches + self._buffers.num_receive - 1,
+            rank=launcher.ranks.rank,
+            max_tokens=plan.max_tokens_per_rank,
+        )
+        return handle, buffer.rows[:places]
+
+    def send_again(self, handle: NvlinkHandle, values: torch.Tensor, strategy: str) -> torch.Tensor:
+        """Other values [T, H] to the same places: [places, H], a view."""
+        options = DispatchOptions("expert", handle.options.alignment, "bounded", handle.capacity, strategy=strategy)
+        inputs = DispatchInputs(values, None, handle.ids(), None, False, False, False)
+        _, rows = self.start(options, inputs, handle.capacity, repeats=True)
+        return rows[: handle.num_places]
+
+    def send_rows(self, handle: NvlinkHandle, values: torch.Tensor) -> torch.Tensor:
+        """Values [T, H] once for each (token, rank): [R, H], a view, for the most rows there may be."""
+        most = self._plan.worst_case_rows("token")
+        options = DispatchOptions("token", 1, "bounded", most)
+        inputs = DispatchInputs(values, None, handle.ids(), None, False, False, False)
+        return self.start(options, inputs, most)[1]
+
+    def has_places(self, handle: NvlinkHandle) -> bool:
+        """Whether :meth:`send_again` puts rows where they belong: not where they were spread here."""
+        return handle.options.layout == "expert" and not handle.by_token
+
+    # -- the second half ------------------------------------------------------------------------------------
+
+    def receive(self, pending: PendingDispatch) -> tuple[NvlinkHandle, torch.Tensor]:
+        """Wait for what the host has to know, and give outputs their size."""
+        if pending.options.sizes == "bounded":
+            return self._receive_bounded(pending)
+        handle, rows, own_outputs = pending.handle, pending.rows, pending.inputs.own_outputs
+        counts = self._launcher.await_counts(self._host_counts)
+        overflow = self._settled() if counts is None or self._checked else None
+        if overflow is not None:
+            capacity = pending.options.capacity
+            by_expert = pending.options.layout == "expert"
+            if not by_expert or (capacity is not None and overflow.needed > capacity):
+                raise CapacityOverflow(overflow.needed, capacity or pending.limit, sent=False)
+            return self._receive_by_token(pending)
+        assert counts is not None, "settle has raised what the call found"
+        rows = handle.cut_to_size(counts, rows)
+        if own_outputs:
+            handle.own()
+            rows = rows.clone() if own_outputs is True else rows
+        return handle, rows
+
+    def _receive_bounded(self, pending: PendingDispatch) -> tuple[NvlinkHandle, torch.Tensor]:
+        handle, rows, capacity = pending.handle, pending.rows, pending.options.capacity
+        if self._checked:
+            try:
+                self._launcher.settle(0)
+            except CapacityOverflow as too_many:
+                self.overflow = too_many  # the dispatch itself is done; the next call raises
+        too_short = capacity is not None and len(rows) < capacity
+        if too_short or pending.inputs.own_outputs is True:
+            handle.own(capacity)
+            rows = copied(rows, handle.num_places)
+        elif pending.inputs.own_outputs:
+            handle.own()
+        return handle, rows
+
+    def _settled(self) -> CapacityOverflow | None:
+        """Settle every call; return what the last one lacks room for, and raise all else."""
+        try:
+            self._launcher.settle(1)  # what earlier calls left is not to be taken for this one's
+        except Exception:
+            self._launcher.settle(0, own_fault=True)  # whose own outcome nobody shall hear of later
+            raise
+        try:
+            self._launcher.settle(0)
+        except CapacityOverflow as overflow:
+            return overflow
+        return None
+
+    def _receive_by_token(self, pending: PendingDispatch) -> tuple[NvlinkHandle, torch.Tensor]:
+        """Layout "expert" of any size: rows arrive one per (token, rank), which always fits, and are spread here."""
+        options = pending.options
+        self.num_dispatches -= 1  # the refused one wrote nothing: so its buffer, and not that of the one before
+        plain = replace(options, layout="token", alignment=1, capacity=None, strategy="dedup")
+        try:
+            handle, rows = self.start(plain, pending.inputs, self._plan.worst_case_rows("token"))
+        except Exception as fault:
+            if not is_known_to_all(fault):  # the others have begun it
+                self._launcher.report_fault(fault, ["dispatch"])
+                fault.known_to_all = True  # type: ignore[attr-defined]
+            raise
+        self._launcher.settle(0)
+        rows = handle.cut_to_size(handle.counts_row.tolist(), rows)
+        from_each, of_each = handle.counts.source_counts.tolist(), handle.counts.expert_counts.tolist()
+        placement = routing.place_by_expert(from_each, of_each, options.alignment, handle.local_ids)
+
+        def spread(rows: torch.Tensor) -> torch.Tensor:
+            return routing.scatter_rows(rows, placement.positions, placement.num_places)
+
+        offsets = torch.tensor(placement.offsets, dtype=torch.int32, device=rows.device)
+        handle.own()
+        handle = replace(
+            handle,
+            options=options,
+            counts=replace(handle.counts, num_rows=placement.num_rows, expert_offsets=offsets),
+            scales=None if handle.scales is None else spread(handle.scales),
+            num_places=placement.num_places,
+            capacity=placement.num_places,
+            host_offsets=placement.offsets,
+            by_token=True,
+            row_places=placement.positions.to(torch.int32),
+        )
+        return handle, spread(rows)
+
+
+@dataclass
+class PendingDispatch:
+    """A dispatch whose kernel is on the stream."""
+
+    dispatcher: Dispatcher
+    handle: NvlinkHandle
+    rows: torch.Tensor
+    options: DispatchOptions
+    inputs: DispatchInputs
+    limit: int
+
+    def receive(self) -> tuple[NvlinkHandle, torch.Tensor]:
+        return self.dispatcher.receive(self)

@@ -1,0 +1,44 @@
+"""What a fused layer needs of this backend beside dispatch: memory for results, and a meeting of all ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenloom.backends.handshake import Fields
+from tokenloom.backends.nvlink.buffers import Buffers
+from tokenloom.backends.nvlink.launcher import CALLS_IN_FLIGHT, Launcher
+from tokenloom.kernels.barrier.launch import BarrierVariant
+from tokenloom.runtime.symmetric_memory import SymmetricBuffer
+
+
+class FusedLayerCalls:
+    """Calls of one MegaMoE. Its ranks all meet after the last use of a dispatch's rows, before the next dispatch."""
+
+    def __init__(self, launcher: Launcher, buffers: Buffers) -> None:
+        self._launcher, self._buffers = launcher, buffers
+
+    def make_room(self) -> None:
+        """Settle so many calls that until the meeting nothing old is raised."""
+        if not torch.cuda.is_current_stream_capturing():
+            self._launcher.settle(CALLS_IN_FLIGHT - 1)
+
+    def buffer(self, fields: Fields) -> SymmetricBuffer:
+        """Received rows, and where results come home. Made at the first call, which all ranks make."""
+        return self._buffers.data(1, fields)
+
+    def meet(self, fields: Fields, opened: torch.Tensor, cleared: torch.Tensor) -> None:
+        """Put a meeting of all ranks on the stream. Who has met sees all that the others have sent before.
+
+        Args:
+            opened: int32 [1], becomes 1 if all ranks came and none has a fault, else 0.
+            cleared: int32, becomes zeros.
+        """
+        kernel = self._launcher.kernel(BarrierVariant(plan=self._launcher.plan))
+        args = kernel.args
+        args.opened, args.cleared, args.num_cleared = opened.data_ptr(), cleared.data_ptr(), cleared.numel()
+        self._launcher.launch(kernel, fields, blocks=1)
+
+    @property
+    def fault_claimed(self) -> int:
+        """Address of a word in device memory: not 0 once a wait of this rank has expired."""
+        return self._launcher.fault_claimed

@@ -1,0 +1,248 @@
+"""The calls of one communicator as tokenloom's own layers make them: in halves, with faults told and streams chosen.
+
+``Communicator`` checks what users pass and then calls this; layers call it directly, with handles instead of
+:class:`tokenloom.Routed`, and write their gradients by hand. Every method that sends is collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.profiler import record_function
+
+from tokenloom.backends.base import (
+    Backend,
+    Capabilities,
+    CombineOptions,
+    DispatchInputs,
+    DispatchOptions,
+    Handle,
+    Pending,
+    Upcoming,
+    Wait,
+)
+from tokenloom.errors import BackendUnavailable, is_known_to_all
+from tokenloom.ops import routing
+from tokenloom.plan import Plan
+from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.runtime.streams import SideStream, on_device
+
+T = TypeVar("T")
+
+DISPATCH_RANGE = "tokenloom::dispatch"
+COMBINE_RANGE = "tokenloom::combine"
+"""Names of the profiler ranges: what really runs, so the gradient of a dispatch is called combine."""
+
+
+def profiler_range(name: str) -> AbstractContextManager[Any]:
+    """A named range where a profiler listens. Elsewhere nothing, which costs the host less."""
+    return record_function(name) if torch._C._autograd._profiler_enabled() else nullcontext()
+
+
+@dataclass
+class Sequence:
+    """Declared calls that are not open yet, and those that are open and not yet received."""
+
+    upcoming: list[Upcoming]
+    open: list[Pending[Any]] = field(default_factory=list)
+
+    def opened(self) -> None:
+        """The next of the declared calls is open."""
+        self.upcoming[:1] = []
+
+
+class Engine:
+    """One communicator's calls in halves.
+
+    Attributes:
+        plan: sizes.
+        ranks: the group, for small collectives beside the calls. Not to be used between the halves of a call.
+        capabilities: what the backend can do.
+        side_stream: the communicator's own stream, for transfers beside computation.
+    """
+
+    def __init__(self, plan: Plan, ranks: RankGroup, backend: Backend) -> None:
+        self.plan = plan
+        self.ranks = ranks
+        self.side_stream = SideStream(ranks.device)
+        self._backend = backend
+        self._sequence: Sequence | None = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._backend.capabilities
+
+    # -- errors ---------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Raise what earlier calls left behind, as far as it is known without waiting."""
+        self.ranks.require_alive()
+        with on_device(self.ranks.device):
+            self._backend.check("nothing")
+
+    def check(self, wait: Wait) -> None:
+        """Wait, then raise what earlier calls left behind.
+
+        Raises:
+            CapacityOverflow: a bounded dispatch dropped rows (raised once).
+            PeerError, PlanMismatch, PeerTimeout: an earlier call failed.
+            CommunicatorBroken: closed, or an earlier call timed out.
+        """
+        self.ranks.require_alive()
+        with on_device(self.ranks.device):
+            self._backend.check(wait)
+
+    @contextmanager
+    def sequence(self, *upcoming: Upcoming) -> Iterator[Sequence]:
+        """Declare the calls that all ranks are about to open, in their order, and make them inside.
+
+        What fails here on this rank alone is told to the others at once: it joins, with a status, the calls that they
+        open before they learn of it. They raise PeerError; this rank raises its own error.
+        """
+        outer, mine = self._sequence, Sequence(list(upcoming))
+        self._sequence = mine
+        try:
+            with on_device(self.ranks.device):
+                yield mine
+        except Exception as fault:
+            if not is_known_to_all(fault):
+                self._tell(fault, mine)
+            raise
+        finally:
+            self._sequence = outer
+
+    def _tell(self, fault: Exception, sequence: Sequence) -> None:
+        for pending in list(sequence.open):  # counts that a kernel leaves for the host have to be taken
+            try:
+                pending.receive()
+            except Exception as other:
+                if is_known_to_all(other):
+                    return  # somebody else failed too, and nobody goes on
+        if sequence.upcoming:
+            self.side_stream.join()  # calls on it come first
+            self._backend.report_fault(fault, sequence.upcoming)
+        fault.known_to_all = True  # type: ignore[attr-defined]
+
+    def _opened(self, pending: Pending[T]) -> Pending[T]:
+        if self._sequence is None:
+            return pending
+        self._sequence.opened()
+        return _Tracked(pending, self._sequence)
+
+    # -- dispatch and combine -------------------------------------------------------------------------------
+
+    def send_dispatch(self, options: DispatchOptions, inputs: DispatchInputs) -> Pending[tuple[Handle, torch.Tensor]]:
+        """Open a dispatch and send. ``receive`` gives (handle, rows [places, H]), without a graph."""
+        with profiler_range(DISPATCH_RANGE):
+            return self._opened(self._backend.send_dispatch(options, inputs))
+
+    def send_combine(
+        self,
+        handle: Handle,
+        rows: torch.Tensor,
+        weights: torch.Tensor | None,
+        options: CombineOptions,
+        out: torch.Tensor | None = None,
+        alone: bool = False,
+    ) -> Pending[torch.Tensor]:
+        """Open a combine and send rows [places, H] home. ``receive`` gives [T, H], without a graph.
+
+        Args:
+            weights: received weights that multiply the rows, as the handle has them, or None.
+            out: [T, H] to write to, or None.
+            alone: nothing is computed meanwhile, so the transfer may take more of the GPU.
+        """
+        with profiler_range(COMBINE_RANGE):
+            return self._opened(self._backend.send_combine(handle, rows, weights, options, out, alone))
+
+    def send_again(self, handle: Handle, values: torch.Tensor, strategy: str) -> Pending[torch.Tensor]:
+        """Send other values [T, H] to the places of a dispatch. ``receive`` gives [places, H], maybe a view."""
+        with profiler_range(DISPATCH_RANGE):
+            return self._opened(self._backend.send_again(handle, values, strategy))
+
+    def send_weight_gradients(self, handle: Handle, grad: torch.Tensor) -> Pending[torch.Tensor]:
+        """Send the gradient of the received weights home. ``receive`` gives [T, K]."""
+        with profiler_range(COMBINE_RANGE):
+            return self._opened(self._backend.send_weight_gradients(handle, grad))
+
+    def combine_gradient(
+        self,
+        handle: Handle,
+        grad: torch.Tensor,
+        rows: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        dtype: torch.dtype,
+        strategy: str,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The gradient of a combine from that of its result, [T, H].
+
+        Args:
+            rows: [places, H] that were combined, if the weights want a gradient.
+            weights: that multiplied them, or None.
+            dtype: of the rows.
+            strategy: what carries it, a dispatch's.
+
+        Returns:
+            Gradient of the rows, [places, H], and of the received weights [R, K] if ``rows`` is given.
+        """
+        if rows is None and weights is None and handle.options.sizes == "exact":
+            return self.send_again(handle, grad, strategy).receive().to(dtype, copy=True), None
+        with profiler_range(DISPATCH_RANGE):
+            received = self._opened(self._backend.send_rows(handle, grad, strategy)).receive()
+        positions = handle.positions()
+        if weights is not None:  # exact sizes have as many received weights as rows
+            positions = positions[: len(weights)]
+        return routing.spread_gradient(received, positions, handle.num_places, weights, rows, dtype)
+
+    # -- weights of rows, on this rank ----------------------------------------------------------------------
+
+    def row_weights(self, handle: Handle, weights: torch.Tensor, num_places: int) -> torch.Tensor:
+        """Received weights [R, K] -> [num_places] of their rows (layout "expert"), 0 where no row lies."""
+        return self._backend.row_weights(handle, weights, num_places)
+
+    def route_gradients(self, handle: Handle, grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """The gradient of :meth:`row_weights`: [num_places] -> [R, K] like the received weights."""
+        return self._backend.route_gradients(handle, grad, like)
+
+    def fused_layer(self, num_shared_experts: int) -> Any:
+        """The calls of a fused layer, which has this communicator for itself from now on.
+
+        Raises:
+            BackendUnavailable: the backend has none.
+        """
+        if not self.capabilities.fused_layer:
+            raise BackendUnavailable(f"backend {self.backend_name} has no fused layer; use backend='nvlink'")
+        return self._backend.fused_layer(num_shared_experts)  # type: ignore[attr-defined]
+
+    # -- the communicator's own -----------------------------------------------------------------------------
+
+    @property
+    def backend_name(self) -> str:
+        """For people."""
+        return self._backend.name
+
+    def memory(self) -> list[str]:
+        """Lines for people about buffers that outlive a call."""
+        return self._backend.memory()
+
+    def close(self) -> None:
+        """Release the backend; later calls raise CommunicatorBroken."""
+        with on_device(self.ranks.device):
+            self._backend.close()
+        self.ranks.close()
+
+
+class _Tracked(Generic[T]):
+    """A pending call that its sequence knows of."""
+
+    def __init__(self, pending: Pending[T], sequence: Sequence) -> None:
+        self._pending, self._calls = pending, sequence
+        sequence.open.append(self)
+
+    def receive(self) -> T:
+        self._calls.open.remove(self)
+        return self._pending.receive()

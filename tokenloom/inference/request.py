@@ -1,0 +1,50 @@
+"""One call of a MegaMoE, as its implementations are given it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tokenloom.backends.base import DispatchInputs, DispatchOptions
+from tokenloom.comm import validation
+from tokenloom.comm.engine import Engine
+from tokenloom.inference.schedules import MegaSchedule
+
+
+@dataclass(frozen=True)
+class ForwardRequest:
+    """What :meth:`tokenloom.MegaMoE.forward` was given.
+
+    Attributes:
+        x: values [T, H], or (float8_e4m3fn [T, H], float32 [T, H / 128]).
+        topk_ids: int32 or int64 [T, K].
+        topk_weights: float32 [T, K].
+        expert_stats: int32 [E / W] to which routes are added, or None.
+        checked: checks what else is to be checked, and gives the output's tensor.
+        schedule: to use, or None.
+        passed: is called with the name of each stage when it is on the stream.
+    """
+
+    x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+    expert_stats: torch.Tensor | None
+    checked: Callable[[], torch.Tensor]
+    schedule: MegaSchedule | None
+    passed: Callable[[str], None]
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether x comes in FP8 with scales."""
+        return isinstance(self.x, tuple)
+
+    def dispatch(self, engine: Engine, power_of_two_scales: bool) -> tuple[DispatchOptions, DispatchInputs]:
+        """The dispatch of this call: FP8 rows in layout "token", of bounded size."""
+        able, device, to_fp8 = engine.capabilities, engine.ranks.device, not self.is_quantised
+        rounded = power_of_two_scales and to_fp8
+        options = validation.dispatch_options(engine.plan, able, "token", 1, "bounded", None, to_fp8, rounded)
+        tensors = (self.x, self.topk_ids, self.topk_weights)
+        reads_ids = validation.reads_ids(able, device)
+        return options, validation.dispatch_inputs(engine.plan, able, device, *tensors, False, reads_ids, to_fp8)

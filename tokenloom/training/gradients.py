@@ -1,0 +1,69 @@
+"""Small nodes of autograd: sums over ranks, and gradients that are scaled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from tokenloom.ops.router import RouterSums
+from tokenloom.runtime.rank_group import RankGroup
+
+
+def sum_over_ranks(ranks: RankGroup, sums: RouterSums) -> RouterSums:
+    """Sum over the tokens of all ranks. Differentiable, since every rank's loss depends on every rank's tokens."""
+    parts = (sums.probabilities, sums.squared_lse, sums.expert_counts, sums.num_tokens)
+    total = _SumOverRanks.apply(torch.cat(parts), ranks)
+    return RouterSums(*total.split([len(part) for part in parts]))
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sum over ranks; its gradient is the sum over ranks too."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
+        ctx.ranks = ranks
+        return ranks.all_reduce_sum(values, "router losses")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return ctx.ranks.all_reduce_sum(grad.contiguous(), "router losses, gradient"), None
+
+
+class _SumGradOverRanks(torch.autograd.Function):
+    """Identity whose gradient is summed over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
+        ctx.ranks = ranks
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return ctx.ranks.all_reduce_sum(grad.contiguous(), "gradient of replicated parameters"), None
+
+
+def sum_grad_over_ranks(parameter: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
+    """The parameter itself. Its gradient is summed over ranks."""
+    return _SumGradOverRanks.apply(parameter, ranks)
+
+
+class _ScaleGrad(torch.autograd.Function):
+    """Identity whose gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * ctx.factor, None
+
+
+def scale_grad(weight: torch.Tensor, factor: float) -> torch.Tensor:
+    """The weight itself. Its gradient is multiplied by ``factor``."""
+    return weight if factor == 1.0 else _ScaleGrad.apply(weight, factor)

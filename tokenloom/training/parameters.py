@@ -1,0 +1,46 @@
+"""Options of a layer that must fit each other, and the values that its parameters begin with."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from tokenloom.errors import InvalidArgument
+from tokenloom.ops.router import Router
+from tokenloom.plan import Plan
+
+
+def check_options(
+    plan: Plan,
+    router: Router,
+    hidden: int,
+    intermediate: int,
+    num_experts: int,
+    top_k: int,
+    shared_intermediate: int,
+    router_grad: str,
+) -> None:
+    for name, wanted, got in (
+        ("num_experts", plan.num_experts, num_experts),
+        ("hidden", plan.hidden, hidden),
+        ("top_k", plan.top_k, top_k),
+    ):
+        if wanted != got:
+            raise InvalidArgument(f"{name} is {got}, the communicator was made for {wanted}; share one that fits")
+    if (router.num_experts, router.top_k) != (num_experts, top_k):
+        raise InvalidArgument(
+            f"the router chooses {router.top_k} of {router.num_experts}, the layer has {top_k} of {num_experts}"
+        )
+    for name, width, least in (("intermediate", intermediate, 1), ("shared_intermediate", shared_intermediate, 0)):
+        if not isinstance(width, int) or width < least:
+            raise InvalidArgument(f"{name} is {width!r}, expected an integer of at least {least}")
+    if router_grad not in ("local", "sum"):
+        raise InvalidArgument(f"router_grad is {router_grad!r}, expected 'local' or 'sum'")
+
+
+def seeded_uniform(like: torch.Tensor, bound: float, seed: int, name: str, row: int) -> torch.Tensor:
+    """Uniform values that depend on (seed, name, row) alone, drawn on the CPU."""
+    digest = hashlib.blake2b(f"{seed}/{name}/{row}".encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    return torch.rand(like.shape, generator=generator).mul_(2 * bound).sub_(bound).to(like)

@@ -1,0 +1,63 @@
+"""Checkpoints of models with expert-parallel layers, for any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from tokenloom.errors import ShapeMismatch
+from tokenloom.training.layer import EXPERT_WEIGHTS, ExpertParallelMoE
+
+__all__ = ["gather_state_dict", "shard_state_dict"]
+
+
+def gather_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The full state dict of a module that holds ExpertParallelMoE layers, on every rank. Collective.
+
+    Expert weights become [E, 2I, H] and [E, H, I]; everything else is this rank's own (replicated) value.
+
+    Returns:
+        name -> tensor on the CPU; it loads on any number of ranks through :func:`shard_state_dict`.
+    """
+    sharded = _sharded_names(module)
+    full = {}
+    for name, value in module.state_dict().items():
+        if name in sharded:
+            comm = sharded[name].comm
+            rows = comm._ranks.all_gather(value.contiguous().view(torch.uint8).flatten(), "gather_state_dict")
+            value = rows.view(value.dtype).view(comm.plan.num_experts, *value.shape[1:])
+        full[name] = value.detach().cpu().clone()
+    return full
+
+
+def shard_state_dict(module: nn.Module, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """This rank's part of a full state dict, for ``module.load_state_dict``. Not collective.
+
+    Args:
+        module: holds the ExpertParallelMoE layers, made for the present number of ranks.
+        full: as :func:`gather_state_dict` gives it, written with any number of ranks.
+
+    Raises:
+        ShapeMismatch: an expert weight has another number of experts than the layer.
+    """
+    sharded = _sharded_names(module)
+    part = dict(full)
+    for name, layer in sharded.items():
+        if name not in full:
+            continue  # load_state_dict names what is missing
+        num_experts = layer.comm.plan.num_experts
+        if full[name].shape[0] != num_experts:
+            raise ShapeMismatch(f"{name} has {full[name].shape[0]} experts, the layer has {num_experts}")
+        part[name] = full[name][layer.local_experts.start : layer.local_experts.stop]
+    return part
+
+
+def _sharded_names(module: nn.Module) -> dict[str, ExpertParallelMoE]:
+    return {
+        f"{prefix}.{name}" if prefix else name: layer
+        for prefix, layer in module.named_modules(remove_duplicate=False)
+        if isinstance(layer, ExpertParallelMoE)
+        for name in EXPERT_WEIGHTS
+    }

@@ -1,0 +1,56 @@
+"""What travels while the experts compute: transfers on the communicator's own stream, or in order with the GEMMs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from tokenloom.comm.engine import Engine
+from tokenloom.runtime.streams import Event, tensors_in
+
+
+class Transfer:
+    """A block of work on the links, and the results that somebody on another stream uses."""
+
+    def __init__(self) -> None:
+        self.results: list[object] = []
+        self.event: Event | None = None
+
+    def wait(self) -> None:
+        """Let the current stream wait for the block."""
+        if self.event is not None:
+            self.event.wait()
+
+
+class Links:
+    """Where transfers run.
+
+    Args:
+        engine: of the communicator.
+        overlap: use the communicator's stream beside the GEMMs. Without it, and on CPUs, everything runs in order.
+    """
+
+    def __init__(self, engine: Engine, overlap: bool) -> None:
+        self._side_stream, self._device = engine.side_stream, engine.ranks.device
+        self.overlaps = overlap and self._device.type == "cuda"
+
+    def mark(self) -> torch.cuda.Event | None:
+        """What the current stream holds so far, for transfers that begin behind it."""
+        return torch.cuda.current_stream(self._device).record_event() if self.overlaps else None
+
+    @contextmanager
+    def transfer(self, inputs: tuple[object, ...], after: torch.cuda.Event | None) -> Iterator[Transfer]:
+        """Run the block behind a mark.
+
+        Args:
+            inputs: what the block reads: tensors, dataclasses with tensors in them, or anything else.
+        """
+        transfer = Transfer()
+        if not self.overlaps:
+            yield transfer
+            return
+        with self._side_stream.run(inputs, after):
+            yield transfer
+            transfer.event = self._side_stream.event(tuple(tensors_in(tuple(transfer.results))))
