@@ -113,7 +113,8 @@ class PeerTimeout(TokenloomError, TimeoutError):
         missing = ", ".join(map(str, self.peers)) if self.peers else "unknown"
         super().__init__(
             f"rank {rank} waited in {phase} (step {epoch}) for rank(s) {missing}: {cause}; look there first. "
-            "Close this communicator and make a new one once all ranks are back; a larger timeout_s waits longer"
+            "Close this communicator and make a new one once all ranks are back; "
+            "a larger timeout_s, or open_timeout_s where a call opens, waits longer"
         )
 
 

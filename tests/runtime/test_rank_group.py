@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,147 +16,293 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import tokenloom as tl
 from tests.conftest import CPU_RANKS
-from tests.support.cases import FP8, FP32, FP64, Case, make_problem, same_routed
 from tokenloom.errors import InvalidArgument
-from tokenloom.runtime import rank_group
+from tokenloom.runtime import noteboard, rank_group
 from tokenloom.runtime.processes import RankContext, RankFailed, RankPool
 from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.runtime.rendezvous import agree
 
 Pools = Callable[[str], RankPool]
 
 TIMEOUT_S = 1.0
+OPEN_TIMEOUT_S = 20.0
 NOTICE_S = rank_group.ROLL_CALL_S + rank_group.LOOK_EVERY_S + 1.5
-"""After the deadline everybody raises within the roll call, one look at the store, and what a busy machine needs."""
-
-
+"""After the deadline everybody raises within the roll call, one look at the notes, and what a busy machine needs."""
 LATE_S = TIMEOUT_S + rank_group.ROLL_CALL_S + 1.0
 """When all others are gone."""
 ALL = list(range(CPU_RANKS))
 PAIR = [1, 2]
 """A group of two ranks in the middle: ranks of a group are not those of the world."""
+OPENING, ROWS = "opening", "rows"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.int32, torch.int64)
 
 
-def new_communicator(context: RankContext, members: list[int], timeout_s: float) -> tl.Communicator | None:
-    """On a group of its own, since what a late rank leaves behind would disturb later tests; None outside of it."""
-    own = dist.new_group(members)
-    if context.rank not in members:
-        return None
-    return tl.Communicator(
-        own, num_experts=2 * len(members), hidden=4, top_k=2, max_tokens_per_rank=3, timeout_s=timeout_s
-    )
+def open_call(ranks: RankGroup) -> torch.Tensor:
+    """The first collective of a call."""
+    return ranks.all_gather(torch.tensor([ranks.rank]), OPENING, opens=True)
 
 
-def dispatch(comm: tl.Communicator) -> tl.Routed:
-    """Something for every rank."""
-    ids = torch.arange(6).view(3, 2) % comm.plan.num_experts
-    return comm.dispatch(torch.ones(3, 4), ids, torch.ones(3, 2))
+def send_rows(ranks: RankGroup) -> torch.Tensor:
+    """A later collective of a call: each rank sends its number to every rank."""
+    ones = [1] * ranks.num_ranks
+    return ranks.all_to_all(torch.full((ranks.num_ranks, 1), ranks.rank), ones, ones, ROWS)
+
+
+def call(ranks: RankGroup) -> None:
+    """A whole call, with its results checked."""
+    everybody = torch.arange(ranks.num_ranks)[:, None]
+    assert torch.equal(open_call(ranks), everybody)
+    assert torch.equal(send_rows(ranks), everybody)
 
 
 def run(
-    pools: Pools, members: list[int], function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S
+    pools: Pools,
+    members: list[int],
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = TIMEOUT_S,
+    open_timeout_s: float = OPEN_TIMEOUT_S,
 ) -> list[Any]:
-    """``function(comm, *args)`` on the ranks of the group; results in the order of the group."""
-    results = pools("cpu").run(with_communicator, members, timeout_s, function, *args, limit_s=60.0)
+    """``function(ranks, *args)`` on the ranks of the group; results in the order of the group."""
+    results = pools("cpu").run(with_group, members, timeout_s, open_timeout_s, function, *args, limit_s=60.0)
     return [results[member] for member in members]
 
 
-def with_communicator(
-    context: RankContext, members: list[int], timeout_s: float, function: Callable[..., Any], *args: Any
+def with_group(
+    context: RankContext,
+    members: list[int],
+    timeout_s: float,
+    open_timeout_s: float,
+    function: Callable[..., Any],
+    *args: Any,
 ) -> Any:
-    comm = new_communicator(context, members, timeout_s)
-    return None if comm is None else function(comm, *args)
+    """On a process group of its own, since what a late rank leaves behind would disturb later tests."""
+    own = dist.new_group(members)
+    if context.rank not in members:
+        return None
+    return function(RankGroup(own, timeout_s=timeout_s, open_timeout_s=open_timeout_s), *args)
+
+
+# -- two deadlines ----------------------------------------------------------------------------------------------
+
+
+def test_pause_between_calls(pools: Pools) -> None:
+    """A rank that writes a checkpoint, evaluates or compiles comes later than ``timeout_s`` to a call, to a sum
+    and to a rendezvous, and nothing breaks."""
+    run(pools, ALL, check_pause)
+
+
+def check_pause(ranks: RankGroup) -> None:
+    call(ranks)
+    for late, meet in enumerate((call, sum_up, rendezvous)):
+        if ranks.rank == late:
+            time.sleep(1.5 * TIMEOUT_S)
+        meet(ranks)
+
+
+def sum_up(ranks: RankGroup) -> None:
+    assert ranks.all_reduce_sum(torch.ones(1), "sum").item() == ranks.num_ranks
+
+
+def rendezvous(ranks: RankGroup) -> None:
+    assert agree(ranks, lambda: ({}, ranks.rank), "rendezvous") == list(range(ranks.num_ranks))
+
+
+def test_pause_within_a_call(pools: Pools) -> None:
+    """Once a call has opened, all hosts are there: a rank that is then silent for ``timeout_s`` is missing."""
+    for rank, (peers, waited_s) in enumerate(run(pools, ALL, check_pause_within)):
+        if rank != 2:
+            assert peers == (2,)
+            assert 0.9 * TIMEOUT_S < waited_s < TIMEOUT_S + NOTICE_S
+
+
+def check_pause_within(ranks: RankGroup) -> tuple[tuple[int, ...], float]:
+    open_call(ranks)
+    if ranks.rank == 2:
+        time.sleep(LATE_S)
+        return (), 0.0
+    began = time.monotonic()
+    with pytest.raises(tl.PeerTimeout, match=f"no answer within {TIMEOUT_S:g} s") as timeout:
+        send_rows(ranks)
+    return timeout.value.peers, time.monotonic() - began
+
+
+def test_the_groups_own_timeout_opens_calls(pools: Pools) -> None:
+    """By default a call may open as late as torch's own collectives would; never sooner than after ten minutes, nor
+    than ``timeout_s``."""
+    pools("cpu").run(check_default_deadlines)
+
+
+def check_default_deadlines(context: RankContext) -> None:
+    def opening(group_s: float, **options: Any) -> float:
+        return RankGroup(dist.new_group(ALL, timeout=timedelta(seconds=group_s)), **options).open_timeout_s
+
+    assert opening(1200.0) == 1200.0
+    assert opening(60.0) == rank_group.OPEN_TIMEOUT_S == 600.0
+    assert opening(60.0, timeout_s=2000) == 2000
+    assert opening(1200.0, open_timeout_s=5) == 5
+    assert RankGroup(context.group).timeout_s == 30.0
+
+
+@pytest.mark.parametrize("name", ["timeout_s", "open_timeout_s"])
+@pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan, True, "5", timedelta(seconds=5), 2e9])
+def test_a_deadline_is_a_number_of_seconds(name: str, value: Any) -> None:
+    """The largest that is taken fits an int64 of nanoseconds, also when a kernel adds it to the time of day."""
+    with pytest.raises(InvalidArgument, match=f"^{name} is "):
+        RankGroup(None, **{name: value})
+    assert int(rank_group.MAX_TIMEOUT_S * 1e9) + time.time_ns() < 2**62
+    assert RankGroup(None, **{name: rank_group.MAX_TIMEOUT_S}).device.type == "cpu"
+
+
+# -- two halves -------------------------------------------------------------------------------------------------
+
+
+def test_two_transfers_at_once(pools: Pools) -> None:
+    """Each brings its own rows, whoever starts and waits first, and leaves the host free in between."""
+    run(pools, ALL, check_two_transfers)
+
+
+def check_two_transfers(ranks: RankGroup) -> None:
+    ones = [1] * ranks.num_ranks
+    open_call(ranks)
+    started = []
+    for number in range(2):
+        time.sleep(0.1 * (ranks.rank + number) % 0.3)
+        rows = torch.full((ranks.num_ranks, 2), float(10 * ranks.rank + number))
+        began = time.monotonic()
+        started.append(ranks.start_all_to_all(rows, ones, ones, ROWS))
+        assert time.monotonic() - began < 0.5 * TIMEOUT_S
+    for number, transfer in enumerate(started):
+        want = torch.arange(ranks.num_ranks)[:, None] * 10.0 + number
+        assert torch.equal(transfer.wait(), want.expand(-1, 2))
+        assert torch.equal(transfer.wait(), want.expand(-1, 2)), "waiting again costs nothing"
+    call(ranks)
+
+
+def test_late_second_half(pools: Pools) -> None:
+    """The deadline counts from the wait on, not from the start: the experts between the halves may take long. Who is
+    missing in the first of two transfers is named with its step, and the second says that all is over."""
+    seen = run(pools, ALL, check_late_second_half)
+    assert [peers for peers, _ in seen[1:]] == [(0,)] * (CPU_RANKS - 1)
+    assert {step for _, step in seen[1:]} == {3}
+
+
+def check_late_second_half(ranks: RankGroup) -> tuple[tuple[int, ...], int]:
+    ones = [1] * ranks.num_ranks
+
+    def start() -> rank_group.Transfer:
+        return ranks.start_all_to_all(torch.zeros(ranks.num_ranks, 1), ones, ones, ROWS)
+
+    open_call(ranks)
+    transfer = start()
+    time.sleep(1.5 * TIMEOUT_S)
+    transfer.wait()
+    if ranks.rank == 0:
+        time.sleep(LATE_S)
+        return (), 0
+    first, second = start(), start()
+    with pytest.raises(tl.PeerTimeout) as timeout:
+        first.wait()
+    for transfer in (second, first):
+        with pytest.raises(tl.CommunicatorBroken):
+            transfer.wait()
+    return timeout.value.peers, timeout.value.epoch
 
 
 # -- late ranks -------------------------------------------------------------------------------------------------
 
 
 def test_slow_rank(pools: Pools) -> None:
-    """Within the timeout nothing happens, also when the wait is long enough for the roll and a look at the store."""
+    """Within the timeout nothing happens, also when the wait is long enough to sign in and to look at the notes."""
     run(pools, ALL, check_slow, timeout_s=20.0)
 
 
-def check_slow(comm: tl.Communicator) -> None:
-    routed = dispatch(comm)
-    if comm.rank == 1:
+def check_slow(ranks: RankGroup) -> None:
+    open_call(ranks)
+    if ranks.rank == 1:
         time.sleep(rank_group.SIGN_IN_AFTER_S + 2.5 * rank_group.LOOK_EVERY_S)
-    assert torch.equal(comm.combine(routed.tokens, routed), torch.full((3, 4), 2.0))
+    send_rows(ranks)
 
 
 @pytest.mark.parametrize(("members", "late"), [pytest.param(ALL, 0, id="all"), pytest.param(PAIR, 1, id="pair")])
 def test_late_rank(pools: Pools, members: list[int], late: int) -> None:
-    """The others name it and nobody else; each communicator is broken from then on, and closing it works."""
-    seen = run(pools, members, check_late, {late: LATE_S})
+    """The others name it and nobody else; each group is broken from then on, and closing it works."""
+    seen = run(pools, members, check_late, {late: LATE_S}, open_timeout_s=TIMEOUT_S)
     for rank, (peers, phase, _) in enumerate(seen):
         if rank != late:
-            assert peers == (late,)
-            assert phase == "the counts exchange of combine"
+            assert (peers, phase) == ((late,), OPENING)
     # The late one comes when all others have gone: they are missing to it, one step later.
     others = tuple(rank for rank in range(len(members)) if rank != late)
-    assert seen[late][:2] == (others, "combine, partial sums")
+    assert seen[late][:2] == (others, ROWS)
     assert {step for rank, (_, _, step) in enumerate(seen) if rank != late} == {seen[late][2] - 1}
 
 
-def check_late(comm: tl.Communicator, delays: dict[int, float]) -> tuple[tuple[int, ...], str, int]:
-    routed = dispatch(comm)
-    time.sleep(delays.get(comm.rank, 0.0))
+def check_late(ranks: RankGroup, delays: dict[int, float]) -> tuple[tuple[int, ...], str, int]:
+    call(ranks)
+    time.sleep(delays.get(ranks.rank, 0.0))
     began = time.monotonic()
     with pytest.raises(tl.PeerTimeout) as timeout:
-        comm.combine(routed.tokens, routed)
+        call(ranks)
     assert time.monotonic() - began < TIMEOUT_S + NOTICE_S
-    assert timeout.value.rank == comm.rank
+    assert timeout.value.rank == ranks.rank
     assert "look there first" in str(timeout.value)
     assert f"rank(s) {', '.join(map(str, timeout.value.peers))}:" in str(timeout.value)
-    calls: list[Callable[[], object]] = [
-        lambda: dispatch(comm),
-        lambda: comm.combine(routed.tokens, routed),
-        comm.check,
-    ]
-    for call in calls:
+    for use in (open_call, send_rows, sum_up, rendezvous):
         began = time.monotonic()
         with pytest.raises(tl.CommunicatorBroken, match=r"an earlier call failed.*make a new communicator"):
-            call()
-        assert time.monotonic() - began < 0.5, "nobody waits on a broken communicator"
-    comm.close()
-    comm.close()
+            use(ranks)
+        assert time.monotonic() - began < 0.5, "nobody waits on a broken group"
+    ranks.close()
+    ranks.close()
     with pytest.raises(tl.CommunicatorBroken):
-        comm.check()
+        ranks.require_alive()
     return timeout.value.peers, timeout.value.phase, timeout.value.epoch
 
 
 def test_different_skews(pools: Pools) -> None:
     """Two ranks are late and both are named; one that comes just before the deadline of rank 1 is not."""
-    seen = run(pools, ALL, check_late, {0: LATE_S, 3: LATE_S, 2: 0.9 * TIMEOUT_S})
+    delays = {0: LATE_S, 3: LATE_S, 2: 0.9 * TIMEOUT_S}
+    seen = run(pools, ALL, check_late, delays, open_timeout_s=TIMEOUT_S)
     assert [seen[rank][0] for rank in (1, 2)] == [(0, 3), (0, 3)]
 
 
+def test_a_rank_that_is_further_on_is_not_missing(pools: Pools) -> None:
+    """A collective may be over on some ranks when it fails on others; those wait in a later step, and are there."""
+    run(pools, PAIR, check_further_on)
+
+
+def check_further_on(ranks: RankGroup) -> None:
+    notes = ranks.notes
+    notes.sign_in(5)
+    open_call(ranks)
+    other = 1 - ranks.rank
+    assert [notes.waits_in(step, other) for step in (4, 5, 6)] == [True, True, False]
+
+
 def test_late_at_construction(pools: Pools) -> None:
-    """Making a communicator has the same deadline; once all ranks are back, a new group works."""
+    """A rendezvous has the deadline of an opening; once all ranks are back, a new group works."""
     pools("cpu").run(check_late_at_construction, limit_s=60.0)
 
 
 def check_late_at_construction(context: RankContext) -> None:
     own, again = dist.new_group(ALL), dist.new_group(ALL)
+    ranks = RankGroup(own, timeout_s=60.0, open_timeout_s=TIMEOUT_S)
     if context.rank == 2:
         time.sleep(LATE_S)
-    sizes = {"num_experts": 8, "hidden": 4, "top_k": 2, "max_tokens_per_rank": 3}
     with pytest.raises(tl.PeerTimeout) as timeout:
-        tl.Communicator(own, **sizes, timeout_s=TIMEOUT_S)
+        rendezvous(ranks)
     if context.rank != 2:
-        assert timeout.value.peers == (2,)
-        assert timeout.value.phase == "making a Communicator"
-    comm = tl.Communicator(again, **sizes)
-    routed = dispatch(comm)
-    assert torch.equal(comm.combine(routed.tokens, routed), torch.full((3, 4), 2.0))
+        assert (timeout.value.peers, timeout.value.phase) == ((2,), "rendezvous")
+    call(RankGroup(again))
 
 
 def test_tiny_timeout(pools: Pools) -> None:
     """A limit below one millisecond is a limit too."""
-    pools("cpu").run(check_tiny_timeout, limit_s=60.0)
+    run(pools, ALL, check_tiny_timeout, timeout_s=1e-4)
 
 
-def check_tiny_timeout(context: RankContext) -> None:
-    ranks = RankGroup(dist.new_group(list(range(context.num_ranks))), timeout_s=1e-4)
-    if context.rank == 0:
+def check_tiny_timeout(ranks: RankGroup) -> None:
+    if ranks.rank == 0:
         time.sleep(rank_group.ROLL_CALL_S + 0.5)
         return
     began = time.monotonic()
@@ -168,7 +316,8 @@ def check_tiny_timeout(context: RankContext) -> None:
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.8], ids=["at once", "while others wait"])
 def test_dead_process(delay_s: float) -> None:
-    """All others name it within seconds, also those that a collective does not connect with it."""
+    """All others name it within seconds, also those that a collective does not connect with it, and although a call
+    may open minutes later."""
     heard: list[tuple[int, tuple[int, ...], float]] = []
     with RankPool(CPU_RANKS) as pool:
         with pytest.raises(RankFailed, match="exit code 7") as failed:
@@ -181,19 +330,18 @@ def test_dead_process(delay_s: float) -> None:
 
 
 def check_death(context: RankContext, dying: int, delay_s: float) -> None:
-    comm = new_communicator(context, list(range(context.num_ranks)), timeout_s=60.0)
-    assert comm is not None
-    dispatch(comm)
+    ranks = RankGroup(context.group, timeout_s=60.0)
+    call(ranks)
     if context.rank == dying:
         time.sleep(delay_s)
         os._exit(7)
     began = time.monotonic()
     with pytest.raises(tl.PeerTimeout) as timeout:
-        dispatch(comm)
+        call(ranks)
     context.report((context.rank, timeout.value.peers, time.monotonic() - began))
     with pytest.raises(tl.CommunicatorBroken):
-        dispatch(comm)
-    comm.close()
+        call(ranks)
+    ranks.close()
 
 
 class GoneStore:
@@ -211,20 +359,96 @@ def test_store_is_gone(pools: Pools) -> None:
     run(pools, PAIR, check_store_is_gone)
 
 
-def check_store_is_gone(comm: tl.Communicator) -> None:
-    if comm.rank == 1:
+def check_store_is_gone(ranks: RankGroup) -> None:
+    if ranks.rank == 1:
         time.sleep(TIMEOUT_S + 0.5)
         return
-    rank_group._store_of = lambda _: GoneStore()  # type: ignore[assignment]
-    try:
-        with pytest.raises(tl.PeerTimeout, match=r"rank\(s\) unknown") as timeout:
-            dispatch(comm)
-    finally:
-        rank_group._store_of = real_store_of
+    ranks.notes._store = GoneStore()
+    with pytest.raises(tl.PeerTimeout, match=r"rank\(s\) unknown") as timeout:
+        send_rows(ranks)
     assert timeout.value.peers == ()
+    ranks.close()
 
 
-real_store_of = rank_group._store_of
+# -- notes ------------------------------------------------------------------------------------------------------
+
+
+def test_notes(pools: Pools) -> None:
+    """Each rank has its own, the latest ones can be read, and ranks that made other groups before agree on where."""
+    pools("cpu").run(check_notes)
+
+
+def check_notes(context: RankContext) -> None:
+    own, alone = dist.new_group(ALL), [dist.new_group([rank]) for rank in ALL]
+    for _ in range(1 + 2 * context.rank):
+        RankGroup(alone[context.rank])
+    ranks = RankGroup(own)
+    for number in range(noteboard.KEPT_NOTES + 1):
+        ranks.post_note(f"fault/{number}", f"{number} of {context.rank}")
+    open_call(ranks)
+    other = (context.rank + 1) % context.num_ranks
+    assert ranks.read_note("fault/0", other) is None
+    for number in range(1, noteboard.KEPT_NOTES + 1):
+        assert ranks.read_note(f"fault/{number}", other) == f"{number} of {other}"
+    assert ranks.read_note("something else", other) is None
+    send_rows(ranks)
+    ranks.close()
+    assert ranks.read_note("fault/1", other) is None, "what the others delete is not waited for"
+
+
+@pytest.mark.parametrize("end", ["close", "drop", "time out"])
+def test_the_store_does_not_grow(pools: Pools, end: str) -> None:
+    """A server that makes a new communicator a hundred times, after closing one, losing one or timing out."""
+    run(pools, PAIR, check_the_store_does_not_grow, end)
+
+
+def check_the_store_does_not_grow(ranks: RankGroup, end: str) -> None:
+    group = ranks.process_group
+    store = noteboard.store_of(group)
+    open_call(ranks)
+    first: set[str] = set()
+    for number in range(10):
+        ranks.post_note("fault/1", "something")
+        ranks.notes.sign_in(1)
+        open_call(ranks)
+        if end == "time out":
+            ranks.notes.give_up("the test")
+        if end != "drop":
+            ranks.close()
+        ranks = RankGroup(group, timeout_s=TIMEOUT_S, open_timeout_s=OPEN_TIMEOUT_S)
+        open_call(ranks)  # both have left the last one
+        send_rows(ranks)  # and nobody has begun with this one
+        if number == 2:  # the last but one of those that were dropped is only now undone
+            first = ours(store)
+        open_call(ranks)
+    assert len(ours(store)) <= len(first)
+    send_rows(ranks)
+
+
+def ours(store: Any) -> set[str]:
+    return {key for key in store.list_keys() if "tokenloom/" in key}
+
+
+def test_a_forked_child_leaves_the_store_alone(pools: Pools) -> None:
+    """It shares its parent's connection, so what it says would be taken for its parent's, and it would read the
+    answers that its parent waits for."""
+    run(pools, PAIR, check_forked_child)
+
+
+def check_forked_child(ranks: RankGroup) -> None:
+    ranks.post_note("before", "the fork")
+    open_call(ranks)
+    child = os.fork()
+    if child == 0:
+        ranks.post_note("child", "was here")
+        ranks.close()
+        os._exit(0 if ranks.read_note("before", 1 - ranks.rank) is None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    open_call(ranks)
+    assert ranks.read_note("before", 1 - ranks.rank) == "the fork"
+    assert ranks.read_note("child", 1 - ranks.rank) is None
+    call(ranks)
+
 
 # -- what a group is --------------------------------------------------------------------------------------------
 
@@ -260,7 +484,7 @@ def check_collectives(context: RankContext, members: list[int]) -> None:
     ranks = RankGroup(own)
     me, num_ranks = members.index(context.rank), len(members)
     assert (ranks.rank, ranks.num_ranks, ranks.transport) == (me, num_ranks, "gloo")
-    for dtype in (torch.bfloat16, torch.float16, FP32, FP64, FP8, torch.int32, torch.int64):
+    for dtype in DTYPES:
         # Rank r sends r rows to rank 0, r + 1 to rank 1, ...: row values say from where to where.
         send, receive = [me + r for r in range(num_ranks)], [r + me for r in range(num_ranks)]
         rows = torch.cat([torch.full((count, 3), 10.0 * me + r) for r, count in enumerate(send)]).to(dtype)
@@ -284,14 +508,10 @@ def check_device_mesh(context: RankContext) -> None:
     mesh = DeviceMesh("cpu", torch.arange(context.num_ranks).view(2, -1), mesh_dim_names=("data", "expert"))
     with pytest.raises(InvalidArgument, match=r"2 dimensions; pass one of them: mesh\['name'\]"):
         RankGroup(mesh)
-    problem = make_problem(Case("mesh", ""), context.num_ranks // 2)
     part = mesh["expert"]
-    rank = part.get_local_rank()
-    sizes = {name: value for name, value in vars(problem.plan).items() if name != "num_ranks"}
-    comm = tl.Communicator(part, **sizes)
-    assert (comm.rank, comm.num_ranks) == (rank, context.num_ranks // 2)
-    own = RankContext(rank, comm.num_ranks, part.get_group(), context.device, None)  # type: ignore[arg-type]
-    same_routed(comm.dispatch(*problem.arguments(own)), problem.dispatched("expert")[rank], problem.plan)
+    ranks = RankGroup(part)
+    assert (ranks.rank, ranks.num_ranks) == (part.get_local_rank(), context.num_ranks // 2)
+    call(ranks)
 
 
 def test_default_group(pools: Pools) -> None:
@@ -301,3 +521,27 @@ def test_default_group(pools: Pools) -> None:
 
 def check_default_group(context: RankContext) -> None:
     assert (RankGroup(None).rank, RankGroup(None).num_ranks) == (dist.get_rank(), dist.get_world_size())
+
+
+@pytest.mark.parametrize("default", ["meta", torch.bfloat16], ids=str)
+def test_the_callers_defaults_do_no_harm(pools: Pools, default: str | torch.dtype) -> None:
+    """Programs set a default device or dtype for their own tensors; ours say what they are."""
+    run(pools, PAIR, check_defaults, default)
+
+
+def check_defaults(ranks: RankGroup, default: str | torch.dtype) -> None:
+    rows = torch.full((2, 3), float(ranks.rank))
+    dtype = torch.get_default_dtype()
+    try:
+        torch.set_default_device(default) if isinstance(default, str) else torch.set_default_dtype(default)
+        rendezvous(RankGroup(ranks.process_group))
+        gathered = ranks.all_gather(rows.flatten(), OPENING, opens=True)
+        received = ranks.all_to_all(rows, [1, 1], [1, 1], ROWS)
+        total = ranks.all_reduce_sum(rows, "sum")
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(dtype)
+    want = torch.arange(2.0)[:, None].expand(-1, 3)
+    assert torch.equal(received, want)
+    assert torch.equal(gathered, want.repeat_interleave(2, 1).view(2, 2, 3).flatten(1))
+    assert torch.equal(total, torch.ones(2, 3))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pickle
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,19 +13,58 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tokenloom.errors import CommunicatorBroken, InvalidArgument, PeerTimeout
+from tokenloom.runtime.leftovers import release_dropped, undo_when_dropped
+from tokenloom.runtime.noteboard import Noteboard
 
+OPEN_TIMEOUT_S = 600.0
+"""Least default for the opening of a call: another rank's host may write a checkpoint, evaluate or compile."""
+MAX_TIMEOUT_S = 1e9
+"""31 years. In nanoseconds, and added to the time of day as GPUs count it, it still fits an int64."""
 SIGN_IN_AFTER_S = 0.5
-"""A rank that has waited this long signs the roll in the store, so that others can tell who is missing."""
+"""A rank that has waited this long signs in at the noteboard, so that others can tell who is missing."""
 LOOK_EVERY_S = 0.5
-"""How often a rank that waits looks in the store whether another one has given up: then nobody will answer."""
+"""How often a rank that waits looks whether another one has given up: then nobody will answer."""
 ROLL_CALL_S = 1.0
-"""How long a rank that gives up waits for those to sign the roll that came at the last moment."""
+"""How long a rank that gives up waits for those to sign in that came at the last moment."""
 
 # Renamed in torch 2.13, which warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-_made_on: Counter[str] = Counter()
-"""RankGroups made so far per process group: the same on all ranks, since making one is collective."""
+
+class Transfer:
+    """A collective that has been started. Transfers of a group are waited for in the order they were started.
+
+    Args:
+        ranks: the group.
+        work: torch's handle; an error, if the start failed; None if nothing is under way.
+        result: what the collective fills.
+        phase: what is going on, for error messages.
+        step: number of the collective.
+        limit_s: longest wait for other ranks, from the call of :meth:`wait` on.
+    """
+
+    def __init__(
+        self,
+        ranks: RankGroup,
+        work: dist.Work | RuntimeError | None,
+        result: torch.Tensor,
+        phase: str,
+        step: int,
+        limit_s: float,
+    ) -> None:
+        self._ranks, self._work, self._result = ranks, work, result
+        self._phase, self._step, self._limit_s = phase, step, limit_s
+
+    def wait(self) -> torch.Tensor:
+        """The result. Over gloo the host waits for it, over NCCL the current stream.
+
+        Raises:
+            PeerTimeout: over gloo, ranks are missing. CommunicatorBroken: they were in an earlier wait.
+        """
+        if self._work is not None:
+            self._ranks._finish(self._work, self._phase, self._step, self._limit_s)
+            self._work = None
+        return self._result
 
 
 class RankGroup:
@@ -40,8 +77,14 @@ class RankGroup:
         group: a ProcessGroup, a one-dimensional DeviceMesh, or None: the default group if torch.distributed
             is initialised, else a group of this rank alone.
         device: where tensors lie; None picks the current GPU for NCCL groups and the CPU otherwise.
-        timeout_s: longest wait for other ranks, in seconds. Over gloo it is kept by this class and ends in
-            PeerTimeout; over NCCL the group's own timeout applies.
+        timeout_s: longest wait for other ranks within a call, in seconds. Over gloo it is kept by this class and ends
+            in PeerTimeout; over NCCL the group's own timeout applies.
+        open_timeout_s: longest wait for other ranks to open the same call, in seconds. None: the process group's own
+            timeout, at least OPEN_TIMEOUT_S and at least ``timeout_s``. Over gloo the group's own timeout ends any
+            wait, however long this one is.
+
+    Raises:
+        InvalidArgument: an argument has a value that is never right, or this process is not in the group.
     """
 
     def __init__(
@@ -50,6 +93,7 @@ class RankGroup:
         *,
         device: torch.device | str | None = None,
         timeout_s: float = 30.0,
+        open_timeout_s: float | None = None,
     ) -> None:
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
@@ -61,18 +105,24 @@ class RankGroup:
             group = dist.group.WORLD
         if group is not None and dist.get_rank(group) < 0:
             raise InvalidArgument("this process is not a rank of the group; make the communicator on its ranks only")
-        if not isinstance(timeout_s, int | float) or not 0 < timeout_s < threading.TIMEOUT_MAX:
-            raise InvalidArgument(f"timeout_s is {timeout_s!r}, expected seconds above 0")
+        self.timeout_s = _seconds("timeout_s", timeout_s)
         self.process_group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.num_ranks = 1 if group is None else dist.get_world_size(group)
         self.device = self._pick_device(device)
-        self.timeout_s = timeout_s
+        if open_timeout_s is None:
+            open_timeout_s = max(OPEN_TIMEOUT_S, self.timeout_s, _timeout_of(group, self.device))
+        self.open_timeout_s = _seconds("open_timeout_s", open_timeout_s)
         self._deadline_is_ours = group is not None and self.device.type == "cpu"
-        name = "" if group is None else group.group_name
-        self._roll = f"tokenloom/{_made_on[name]}"
-        _made_on[name] += 1
-        self._epoch = 0
+        release_dropped()
+        self.notes = notes = Noteboard(group, self.rank, self.num_ranks)
+
+        def leave() -> bool:
+            notes.leave()
+            return True
+
+        undo_when_dropped(self, leave)
+        self._step = 0
         self._broken: str | None = None
 
     def _pick_device(self, device: torch.device | str | None) -> torch.device:
@@ -105,96 +155,124 @@ class RankGroup:
     def close(self) -> None:
         """Makes every later call raise CommunicatorBroken. The process group itself stays the caller's."""
         self._broken = self._broken or "this communicator was closed"
+        self.notes.leave()
+        release_dropped()
 
     def mark_broken(self, timeout: PeerTimeout) -> None:
         """Makes every later call raise CommunicatorBroken, for a wait that expired elsewhere than here."""
         self._broken = f"an earlier call failed: {timeout}"
 
     def post_note(self, name: str, text: str) -> None:
-        """Leave a text in the group's store, under this rank's name; nothing waits for it."""
-        self._store("set", f"{self._roll}/{name}/{self.rank}", text.encode())
+        """Leave a text for the other ranks, under this rank's name; nothing waits for it, and the latest 8 stay."""
+        self.notes.post(name, text)
 
     def read_note(self, name: str, rank: int) -> str | None:
         """The text that a rank left, or None."""
-        key = f"{self._roll}/{name}/{rank}"
-        text = self._store("get", key) if self._store("check", [key]) else None
-        return None if text is None else text.decode()
+        return self.notes.read(name, rank)
 
     def all_gather_object(self, value: Any, phase: str) -> list[Any]:
-        """The (picklable) value of every rank, by rank."""
+        """The (picklable) value of every rank, by rank. A call of its own: ranks have ``open_timeout_s`` to come."""
         if self.num_ranks == 1:
             return [value]
         encoded = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
-        sizes = self.all_gather(torch.tensor([encoded.numel()], device=self.device), phase).flatten().tolist()
-        room = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
-        room[: encoded.numel()] = encoded
-        rows = self.all_gather(room, phase).cpu()
+        size = torch.tensor([encoded.numel()], dtype=torch.int64, device=self.device)
+        sizes = self.all_gather(size, phase, opens=True).flatten().tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
+        padded[: encoded.numel()] = encoded
+        rows = self.all_gather(padded, phase).cpu()
         return [pickle.loads(rows[rank, :size].numpy().tobytes()) for rank, size in enumerate(sizes)]
 
-    def all_gather(self, row: torch.Tensor, phase: str) -> torch.Tensor:
-        """[n] on every rank -> [W, n] on every rank."""
+    def all_gather(self, row: torch.Tensor, phase: str, *, opens: bool = False) -> torch.Tensor:
+        """[n] on every rank -> [W, n] on every rank.
+
+        Args:
+            opens: this is the first collective of a call, for which ranks have ``open_timeout_s``.
+        """
         out = torch.empty(self.num_ranks * row.numel(), dtype=row.dtype, device=self.device)
         if self.process_group is None:
             out.copy_(row)
-        else:
-            self._run(lambda: _all_gather(out, row, group=self.process_group, async_op=True), phase)
-        return out.view(self.num_ranks, -1)
+
+        def start() -> dist.Work:
+            return _all_gather(out, row, group=self.process_group, async_op=True)
+
+        return self._start(start, out.view(self.num_ranks, -1), phase, opens).wait()
+
+    def start_all_to_all(
+        self, rows: torch.Tensor, send_counts: list[int], recv_counts: list[int], phase: str
+    ) -> Transfer:
+        """Send the first ``send_counts[0]`` rows to rank 0, the next to rank 1, ...; same order on arrival.
+
+        Any dtype: rows travel as bytes, since gloo lacks FP8. They may not change before the transfer was waited for.
+        """
+        out = rows.new_empty((sum(recv_counts), *rows.shape[1:]))
+        if self.process_group is None:
+            out.copy_(rows)
+        sent, received = rows.view(torch.uint8), out.view(torch.uint8)
+
+        def start() -> dist.Work:
+            return dist.all_to_all_single(
+                received, sent, recv_counts, send_counts, group=self.process_group, async_op=True
+            )
+
+        return self._start(start, out, phase)
 
     def all_to_all(
         self, rows: torch.Tensor, send_counts: list[int], recv_counts: list[int], phase: str
     ) -> torch.Tensor:
-        """Send the first ``send_counts[0]`` rows to rank 0, the next to rank 1, ...; same order on arrival.
-
-        Any dtype: rows travel as bytes, since gloo lacks FP8.
-        """
-        out = rows.new_empty((sum(recv_counts), *rows.shape[1:]))
-        if self.process_group is None:
-            return out.copy_(rows)
-        sent, received = rows.view(torch.uint8), out.view(torch.uint8)
-        self._run(
-            lambda: dist.all_to_all_single(
-                received, sent, recv_counts, send_counts, group=self.process_group, async_op=True
-            ),
-            phase,
-        )
-        return out
+        """:meth:`start_all_to_all`, and what it brought."""
+        return self.start_all_to_all(rows, send_counts, recv_counts, phase).wait()
 
     def all_reduce_sum(self, values: torch.Tensor, phase: str) -> torch.Tensor:
-        """The sum over ranks, as a new tensor."""
+        """The sum over ranks, as a new tensor. A call of its own: ranks have ``open_timeout_s`` to come."""
         out = values.detach().clone()
-        if self.process_group is not None:
-            self._run(lambda: dist.all_reduce(out, group=self.process_group, async_op=True), phase)
-        return out
+        return self._start(
+            lambda: dist.all_reduce(out, group=self.process_group, async_op=True), out, phase, True
+        ).wait()
 
-    def _run(self, start: Callable[[], Any], phase: str) -> None:
-        """Start a collective and wait for it: on the host with our deadline (gloo), on the stream (NCCL)."""
+    def _start(
+        self, start: Callable[[], dist.Work], result: torch.Tensor, phase: str, opens: bool = False
+    ) -> Transfer:
+        limit_s = self.open_timeout_s if opens else self.timeout_s
+        if self.process_group is None:
+            return Transfer(self, None, result, phase, 0, limit_s)
         self.require_alive()
-        self._epoch += 1
-        if not self._deadline_is_ours:
-            start().wait()
-            return
-        trouble = self._wait(start)
-        if trouble is None:
-            return
-        cause, error = trouble
-        self._store("set", f"{self._roll}/gave up", f"rank {self.rank} gave up in step {self._epoch}".encode())
-        timeout = PeerTimeout(self.rank, self._missing_ranks(), phase, self._epoch, cause)
-        self.mark_broken(timeout)
-        raise timeout from error
-
-    def _wait(self, start: Callable[[], Any]) -> tuple[str, RuntimeError] | None:
-        """Wait until the deadline; whoever waits long signs the roll. Returns what went wrong, if so: cause and error.
-
-        A collective fails on the ranks that talk to a dead one only, and a deadline passes where the wait began
-        first. The others learn of it from the store, so that none of them waits for an answer that cannot come.
-        """
-        deadline = time.monotonic() + self.timeout_s
-        wait_s = min(SIGN_IN_AFTER_S, self.timeout_s)
+        self._step += 1
+        work: dist.Work | RuntimeError
         try:
             work = start()
         except RuntimeError as error:
-            self._sign_in()
-            return f"the connection broke ({error})", error
+            if not self._deadline_is_ours:
+                raise
+            work = error  # as if it had failed a moment later
+        return Transfer(self, work, result, phase, self._step, limit_s)
+
+    def _finish(self, work: dist.Work | RuntimeError, phase: str, step: int, limit_s: float) -> None:
+        """Wait for a collective: on the host with our deadline (gloo), on the stream (NCCL)."""
+        self.require_alive()
+        if not self._deadline_is_ours:
+            assert not isinstance(work, RuntimeError)
+            work.wait()
+            return
+        trouble = self._wait(work, step, limit_s)
+        if trouble is None:
+            return
+        cause, error = trouble
+        self.notes.give_up(f"rank {self.rank} gave up in step {step}")
+        timeout = PeerTimeout(self.rank, self._missing_ranks(step), phase, step, cause)
+        self.mark_broken(timeout)
+        raise timeout from error
+
+    def _wait(self, work: dist.Work | RuntimeError, step: int, limit_s: float) -> tuple[str, RuntimeError] | None:
+        """Wait until the deadline; whoever waits long signs in. Returns what went wrong, if so: cause and error.
+
+        A collective fails on the ranks that talk to a dead one only, and a deadline passes where the wait began
+        first. The others learn of it from the noteboard, so that none of them waits for an answer that cannot come.
+        """
+        if isinstance(work, RuntimeError):
+            self.notes.sign_in(step)
+            return f"the connection broke ({work})", work
+        deadline = time.monotonic() + limit_s
+        wait_s = min(SIGN_IN_AFTER_S, limit_s)
         signed_in = False
         while True:
             try:
@@ -203,7 +281,7 @@ class RankGroup:
             except RuntimeError as error:
                 waited = error.with_traceback(None)  # which holds this frame, and with it the callers' tensors
             if not signed_in:
-                self._sign_in()
+                self.notes.sign_in(step)
                 signed_in = True
             if work.is_completed():  # it failed, or came to its end just now; waiting again tells which
                 try:
@@ -213,42 +291,39 @@ class RankGroup:
                     return f"the connection broke ({error})", error
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                return f"no answer within {self.timeout_s:g} s", waited
-            note = self._store("check", [f"{self._roll}/gave up"]) and self._store("get", f"{self._roll}/gave up")
-            if note:
-                return note.decode(), waited
+                return f"no answer within {limit_s:g} s", waited
+            said = self.notes.who_gave_up()
+            if said:
+                return said, waited
             wait_s = min(LOOK_EVERY_S, left_s)
 
-    def _sign_in(self) -> None:
-        self._store("set", f"{self._roll}/{self._epoch}/{self.rank}", b"here")
-
-    def _missing_ranks(self) -> list[int]:
-        """Who has not signed the roll of this step; nobody, if the store is gone."""
+    def _missing_ranks(self, step: int) -> list[int]:
+        """Who has not come to wait in this step or a later one; nobody, if the store is gone."""
         deadline = time.monotonic() + ROLL_CALL_S
         missing = [rank for rank in range(self.num_ranks) if rank != self.rank]
         while True:
             for rank in list(missing):
-                signed = self._store("check", [f"{self._roll}/{self._epoch}/{rank}"])
-                if signed is None:
+                waits = self.notes.waits_in(step, rank)
+                if waits is None:
                     return []
-                if signed:
+                if waits:
                     missing.remove(rank)
             if not missing or time.monotonic() >= deadline:
                 return missing
             time.sleep(0.05)
 
-    def _store(self, method: str, *args: Any) -> Any:
-        """Call the key-value store of the group; None where there is none, or the rank that hosts it is gone."""
-        store = _store_of(self.process_group)
-        try:
-            return None if store is None else getattr(store, method)(*args)
-        except RuntimeError:
-            return None
+
+def _seconds(name: str, value: float) -> float:
+    """The value of an option; NaN, infinity and what is not a number are refused."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_TIMEOUT_S:
+        raise InvalidArgument(f"{name} is {value!r}, expected seconds above 0, at most {MAX_TIMEOUT_S:g}")
+    return value
 
 
-def _store_of(group: dist.ProcessGroup | None) -> Any:
-    """The key-value store that the group was made with, or None where torch keeps it out of reach."""
+def _timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> float:
+    """The process group's own timeout in seconds, or 0 where torch does not tell."""
     try:
-        return group.get_group_store()  # type: ignore[union-attr]
+        timeout = group._get_backend(device).options._timeout  # type: ignore[union-attr]
+        return min(timeout.total_seconds(), MAX_TIMEOUT_S)
     except (AttributeError, RuntimeError):
-        return None
+        return 0.0
