@@ -20,7 +20,7 @@ Key = tuple[int, int] | tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Routed:
-    """What one rank receives, fields as in :class:`tokenloom.Routed`, and where everything lies.
+    """What one rank receives, with the fields of ``tokenloom.Routed``, and where everything lies.
 
     Attributes:
         rows: place of each (source rank, token), or (source rank, token, k), that has one. Rows that a bounded
@@ -58,10 +58,19 @@ def dispatch(
 
     Args:
         plan: the sizes.
-        xs: [T, H] of each rank; scales: float32 [T, H / 128] of each, for FP8.
-        topk_ids, topk_weights: [T, K] of each rank.
-        layout, alignment, capacity, to_fp8, power_of_two_scales: as Communicator.dispatch.
+        xs: [T, H] of each rank.
+        topk_ids: [T, K] of each rank.
+        topk_weights: [T, K] of each rank, or None.
+        layout: as in ``Communicator.dispatch``.
+        alignment: as in ``Communicator.dispatch``.
+        scales: float32 [T, H / 128] of each rank, for FP8.
+        capacity: as in ``Communicator.dispatch``.
         bounded: outputs have ``capacity`` rows (layout "rank": always its fixed places).
+        to_fp8: as in ``Communicator.dispatch``.
+        power_of_two_scales: as in ``Communicator.dispatch``.
+
+    Returns:
+        What each rank receives.
 
     Raises:
         CapacityOverflow: exact sizes, and some rank needs more rows than ``capacity``.
@@ -217,9 +226,12 @@ def combine(
 
     Args:
         ys: rows of each rank, shaped as its ``routed.tokens``.
-        routed: what :func:`dispatch` returned.
-        topk_ids: [T, K] of each rank; topk_weights: the same, to multiply rows of layout "expert", or None.
-        mode, wire_dtype, out_dtype: as Communicator.combine.
+        routed: what ``dispatch`` returned.
+        topk_ids: [T, K] of each rank.
+        topk_weights: [T, K] of each rank, to multiply rows of layout "expert", or None.
+        mode: "per_rank" or "per_route", the order of the sums.
+        wire_dtype: as in ``Communicator.combine``.
+        out_dtype: as in ``Communicator.combine``.
     """
     y_dtype = ys[0].dtype
     compute = torch.float64 if y_dtype == torch.float64 else torch.float32
@@ -274,8 +286,14 @@ def moe(
     """The whole layer for all ranks, given the routes.
 
     Args:
-        xs, topk_ids, topk_weights: of each rank.
-        w1: [E, 2I, H], gate rows first; w2: [E, H, I]; shared_w1: [2S, H]; shared_w2: [H, S].
+        plan: the sizes.
+        xs: [T, H] of each rank.
+        topk_ids: [T, K] of each rank.
+        topk_weights: [T, K] of each rank.
+        w1: [E, 2I, H], gate rows first.
+        w2: [E, H, I].
+        shared_w1: [2S, H], or None without a shared expert.
+        shared_w2: [H, S], or None without a shared expert.
 
     Returns:
         [T, H] of each rank.

@@ -71,19 +71,21 @@ def grouped_swiglu_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The first half of SwiGLU experts: ``silu(gate) * up * weight``, quantised, with ``gate, up = w1[e] @ row``.
 
-    Like :func:`grouped_gemm_fp8`, whose sums stay in float32 until they are quantised as ``quantize_fp8`` does.
+    Sums are those of ``grouped_gemm_fp8``. They stay in float32 until they are quantised as ``quantize_fp8`` does.
 
     Args:
-        a, a_scales, expert_offsets: as there.
-        w1: float8_e4m3fn [E, 2I, K], as :func:`interleave_gate_and_up` makes it; I a multiple of 128.
+        a: float8_e4m3fn [R, K], rows grouped by expert, contiguous.
+        a_scales: float32 [R, K / 128], contiguous.
+        w1: float8_e4m3fn [E, 2I, K], as ``interleave_gate_and_up`` makes it; I a multiple of 128.
         w1_scales: float32 [E, 2I / 128, K / 128]: gates, then ups, not interleaved.
+        expert_offsets: int32 [E + 1], first row of each expert, on the same device.
         row_weights: float32 [R], or None for ones.
         clamp: gate at most this, up within plus and minus this, before the activation.
         power_of_two_scales: as in ``quantize_fp8``.
         fast_math: the hardware's exponential and division, within a few units in the last place of float32.
 
     Returns:
-        float8_e4m3fn [R, I], and scales float32 [R, I / 128]: what :func:`grouped_gemm_fp8` takes.
+        float8_e4m3fn [R, I], and scales float32 [R, I / 128]: what ``grouped_gemm_fp8`` takes.
 
     Raises:
         ShapeMismatch, DtypeMismatch, DeviceMismatch: an argument is not as above.
@@ -109,7 +111,14 @@ def grouped_swiglu_fp8(
 
 
 def interleave_gate_and_up(w1: torch.Tensor) -> torch.Tensor:
-    """[E, 2I, K] with gates first, then ups -> the same rows, 8 gates and 8 ups in turn. I is a multiple of 8."""
+    """Reorder the rows of weights, so that 8 gates and 8 ups take turns.
+
+    Args:
+        w1: [E, 2I, K], gates first, then ups; I a multiple of 8.
+
+    Returns:
+        The same rows, of the same shape and dtype.
+    """
     experts, rows, k = w1.shape
     halves = w1.view(torch.uint8) if w1.itemsize == 1 else w1
     halves = halves.reshape(experts, 2, rows // (2 * INTERLEAVED_ROWS), INTERLEAVED_ROWS, k)
@@ -117,7 +126,7 @@ def interleave_gate_and_up(w1: torch.Tensor) -> torch.Tensor:
 
 
 def separate_gate_and_up(w1: torch.Tensor) -> torch.Tensor:
-    """What :func:`interleave_gate_and_up` made, back again: [E, 2I, K], gates first, then ups."""
+    """What ``interleave_gate_and_up`` made, back again: [E, 2I, K], gates first, then ups."""
     experts, rows, k = w1.shape
     turns = w1.view(torch.uint8) if w1.itemsize == 1 else w1
     turns = turns.reshape(experts, rows // (2 * INTERLEAVED_ROWS), 2, INTERLEAVED_ROWS, k)

@@ -1,4 +1,4 @@
-"""FP8 (E4M3) with one float32 scale per 128 values, as docs/concepts.md defines it."""
+"""FP8 (E4M3) with one float32 scale per 128 values, as docs/reference/semantics.md defines it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def quantize_fp8(x: torch.Tensor, *, power_of_two_scales: bool = False) -> tuple
 def quantize_fp8_blocks(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise weights to E4M3 with one scale per 128 x 128 values of the last two dimensions.
 
-    In each block the same as :func:`quantize_fp8` in its blocks of 128.
+    Each block is quantised as ``quantize_fp8`` quantises its blocks of 128.
 
     Args:
         w: [..., N, K], floating point, N and K multiples of 128.
