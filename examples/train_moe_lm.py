@@ -5,7 +5,7 @@
 
 Ranks share each batch (data parallelism) and the experts of each block (expert parallelism). All but the experts is
 replicated, and DistributedDataParallel averages its gradients. Batches and weights depend on the seed alone, so the
-loss curve is the same for any number of ranks, up to rounding. docs/training.md explains each step.
+loss curve is the same for any number of ranks, up to rounding. docs/how-to/train.md explains each step.
 """
 
 from __future__ import annotations

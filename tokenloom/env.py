@@ -1,4 +1,4 @@
-"""The only module that reads environment variables. docs/api.md lists them."""
+"""The only module that reads environment variables. docs/reference/environment.md lists them."""
 
 from __future__ import annotations
 

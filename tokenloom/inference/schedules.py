@@ -24,7 +24,7 @@ SCHEDULES: tuple[tuple[int, MegaSchedule], ...] = (
     (2048, MegaSchedule(copies_rows=True)),
     (1 << 30, MegaSchedule(copies_rows=True, waves=4)),
 )
-"""(most tokens of this rank, schedule), measured on H200 (docs/performance.md)."""
+"""(most tokens of this rank, schedule), measured on H200 (docs/performance/notebook.md)."""
 
 
 def schedule_for(num_tokens: int, num_ranks: int) -> MegaSchedule:

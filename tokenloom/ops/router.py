@@ -22,16 +22,17 @@ class Router:
     """How logits become routes.
 
     Attributes:
-        num_experts, top_k: E and K.
+        num_experts: E.
+        top_k: K, at most 32.
         score: "softmax_topk": probabilities over all experts, then the K largest (Switch, Mixtral's paper form,
             DeepSeek-V2, Qwen3). "topk_softmax": the K largest logits, then probabilities over those (Mixtral's
             code, gpt-oss). "sigmoid": one sigmoid per expert (DeepSeek-V3).
         renormalize: divide the K weights by their sum ("topk_softmax" sums to 1 already).
         scale: multiplies the weights at the end (DeepSeek-V3: 2.5).
-        correction_bias: choose by score + bias, weigh by score alone (DeepSeek-V3's balance without a loss).
-        num_groups, top_groups: experts lie in ``num_groups`` equal groups and only the best ``top_groups`` may be
-            chosen from; 1 and 1 is no limit. A group's value is the sum of its two best scores for "sigmoid"
-            (DeepSeek-V3), its best score otherwise (DeepSeek-V2).
+        correction_bias: choose by score + bias, weight by score alone (DeepSeek-V3's balance without a loss).
+        num_groups: equal groups that the experts lie in. A group's value is the sum of its two best scores for
+            "sigmoid" (DeepSeek-V3), its best score otherwise (DeepSeek-V2).
+        top_groups: how many of the best groups may be chosen from; equal to ``num_groups``, it is no limit.
 
     Raises:
         InvalidArgument: values that no router can have.
