@@ -27,6 +27,8 @@ from tests.support.graph_cases import ROUNDS, TOKEN, Captured, Step, plan_of
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.symmetric_memory import PHASES
 
+pytestmark = pytest.mark.alone
+
 BACKEND = "nvlink"
 OPENING, ROWS, PARTIALS = PHASES[1], PHASES[2], PHASES[3]
 TIMEOUT_S = 2.0

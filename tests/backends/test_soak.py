@@ -23,6 +23,7 @@ CAPACITY = 600
 """Of layout "expert": twice what an even routing of all tokens needs, and more than any that is drawn here does."""
 
 
+@pytest.mark.alone
 def test_soak(hoppers: Ranks) -> None:
     """Routing, tokens and weights are drawn anew before every replay, on the device, by each rank for itself, and what
     must come home can be told from them alone. The host does not wait before the end, so that every rank runs as far
@@ -90,7 +91,7 @@ def check_soak(context: RankContext, replays: int) -> None:
 
 
 def expected(layout: str, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, num_ranks: int) -> torch.Tensor:
-    """What comes home, bit for bit, for inputs [pairs, T, ...], by the formula that docs/concepts.md gives."""
+    """What comes home, bit for bit, for inputs [pairs, T, ...], by the formula of docs/reference/semantics.md."""
     owner = torch.where(ids >= 0, ids // EXPERTS_PER_RANK, -1)
     total = Sum(x.shape, x.device)
     for rank in range(num_ranks):

@@ -57,6 +57,7 @@ def check_replay(context: RankContext, kind: Kind) -> None:
         comm.check()
 
 
+@pytest.mark.alone  # contexts that share a GPU take turns: every wait for a peer is a turn of all others
 def test_many_replays_in_a_row(hoppers: Ranks) -> None:
     """The host is far ahead of the GPUs and ranks of each other: regions and flags are reused in time, not before."""
     hoppers.run(check_many_replays)

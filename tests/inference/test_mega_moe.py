@@ -90,6 +90,7 @@ def check_many_calls(context: RankContext) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone  # contexts that share a GPU take turns: every wait for a peer is a turn of all others
 def test_a_thousand_calls_on_one_buffer(hoppers: Ranks) -> None:
     """Tokens, routing and schedule change from call to call; the same input has the same bits all along."""
     hoppers.run(check_many_calls)

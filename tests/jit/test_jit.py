@@ -523,6 +523,7 @@ def test_without_a_driver_the_reason_is_given(monkeypatch: pytest.MonkeyPatch, f
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.skipif(NUM_GPUS == 0, reason="no NVIDIA GPU on this machine")
 def test_launches_take_the_arguments_of_their_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One struct serves all launches, also while earlier ones wait on the stream; a launch costs the host below 10 µs,

@@ -20,16 +20,17 @@ LIMIT_S = 240.0
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.alone,
     pytest.mark.skipif(WHY_NO_HOPPER is not None, reason=str(WHY_NO_HOPPER)),
     pytest.mark.skipif(SANITIZER is None, reason="no compute-sanitizer on PATH"),
 ]
 
 
 def sanitize(tool: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """tests/sanitized.py under a tool. What torch allocates is cut from larger pieces, which would hide an overrun."""
+    """support/sanitized.py under a tool. What torch allocates is cut from larger pieces, which would hide an overrun."""
     assert SANITIZER is not None
     options = ["--tool", tool, "--report-api-errors", "no", "--error-exitcode", str(FOUND_SOMETHING)]
-    command = [SANITIZER, *options, sys.executable, "-m", "tests.sanitized", *arguments]
+    command = [SANITIZER, *options, sys.executable, "-m", "tests.support.sanitized", *arguments]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", **environment}
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=LIMIT_S

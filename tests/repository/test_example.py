@@ -122,6 +122,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(folder: Path, outcome
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.skipif(NUM_GPUS == 0, reason="no NVIDIA GPU on this machine")
 def test_the_same_script_on_gpus(tmp_path: Path) -> None:
     one = run_script(tmp_path, 1, "--steps", EARLY_STEPS, device="cuda")

@@ -44,6 +44,7 @@ def no_room(context: RankContext) -> str:
     return type(caught.value).__name__
 
 
+@pytest.mark.alone  # it counts the free memory of the GPU
 def test_no_room_on_one_rank(hoppers: Ranks) -> None:
     """The first call of a kind makes a buffer on every rank, or on none; then it can be tried again."""
     found = hoppers.run(no_room)

@@ -1,4 +1,4 @@
-"""A small case on one GPU for compute-sanitizer: ``python -m tests.sanitized``, see test_sanitizer.py.
+"""A small case on one GPU for compute-sanitizer: ``python -m tests.support.sanitized``, see test_sanitizer.py.
 
 One rank alone, so that one process shows everything: every layout, BF16, FP8 with scales and quantised on the way,
 exact and bounded sizes, more rows than fit, sums per rank and per route. Results are compared with the reference.
