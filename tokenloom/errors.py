@@ -78,7 +78,10 @@ class PlanMismatch(TokenloomError, ValueError):
 
 
 class PeerError(TokenloomError, RuntimeError):
-    """Another rank failed before any payload moved, so this call failed here too.
+    """Another rank failed, so this call failed here too.
+
+    Nothing has moved then and the communicator works on, but for a rank that fails in the middle of a call over gloo:
+    that ends the communicator.
 
     Attributes:
         rank: the rank that failed.
@@ -87,10 +90,11 @@ class PeerError(TokenloomError, RuntimeError):
 
     known_to_all = True
 
-    def __init__(self, rank: int, reason: str) -> None:
+    def __init__(self, rank: int, reason: str, *, sent: bool = False) -> None:
         self.rank = rank
         self.reason = reason
-        super().__init__(f"rank {rank} failed in this call, nothing was sent: {reason}")
+        what = "in the middle of this call; make a new communicator" if sent else "in this call, nothing was sent"
+        super().__init__(f"rank {rank} failed {what}: {reason}")
 
 
 class PeerTimeout(TokenloomError, TimeoutError):

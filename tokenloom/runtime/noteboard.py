@@ -82,6 +82,18 @@ class Noteboard:
         """What a rank that gave up said, or None."""
         return self._get(self.key("gave up"))
 
+    def fail(self, why: str) -> None:
+        """Tell ranks that wait in the middle of a call that this one failed in it."""
+        self.call("set", self.key("failed"), json.dumps([self.rank, why]).encode())
+
+    def who_failed(self) -> tuple[int, str] | None:
+        """The rank that failed in the middle of a call, and its error."""
+        said = self._get(self.key("failed"))
+        if said is None:
+            return None
+        rank, why = json.loads(said)
+        return rank, why
+
     def leave(self) -> None:
         """Write no more notes and read none. The last rank to leave deletes all of them."""
         if self._left:
@@ -89,7 +101,7 @@ class Noteboard:
         self._left = True
         if self.call("add", self.key("left"), 1) == self.num_ranks:
             names = [(name, rank) for name in ("notes", "waits") for rank in range(self.num_ranks)]
-            self.delete([*(self.key(*each) for each in names), self.key("gave up"), self.key("left")])
+            self.delete([*(self.key(*each) for each in names), self.key("gave up"), self.key("failed"), self.key("left")])
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove keys, which may not be there."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tokenloom.errors import CommunicatorBroken, InvalidArgument, PeerTimeout
+from tokenloom.errors import CommunicatorBroken, InvalidArgument, PeerError, PeerTimeout
 from tokenloom.runtime.leftovers import release_dropped, undo_when_dropped
 from tokenloom.runtime.noteboard import Noteboard
 
@@ -162,6 +162,14 @@ class RankGroup:
         """Makes every later call raise CommunicatorBroken, for a wait that expired elsewhere than here."""
         self._broken = f"an earlier call failed: {timeout}"
 
+    def abort(self, fault: Exception) -> None:
+        """End the group for all ranks: this one failed in the middle of a call, and sends no more of it.
+
+        Over gloo, ranks that wait for it raise PeerError within a second. Over NCCL they wait for the group's timeout.
+        """
+        self._broken = f"an earlier call failed: {fault}"
+        self.notes.fail(f"{type(fault).__name__}: {fault}")
+
     def post_note(self, name: str, text: str) -> None:
         """Leave a text for the other ranks, under this rank's name; nothing waits for it, and the latest 8 stay."""
         self.notes.post(name, text)
@@ -289,12 +297,17 @@ class RankGroup:
                     return None
                 except RuntimeError as error:
                     return f"the connection broke ({error})", error
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                return f"no answer within {limit_s:g} s", waited
+            failed = self.notes.who_failed()
+            if failed:
+                peer_error = PeerError(*failed, sent=True)
+                self._broken = f"an earlier call failed: {peer_error}"
+                raise peer_error
             said = self.notes.who_gave_up()
             if said:
                 return said, waited
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return f"no answer within {limit_s:g} s", waited
             wait_s = min(LOOK_EVERY_S, left_s)
 
     def _missing_ranks(self, step: int) -> list[int]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -72,6 +73,13 @@ def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_stream(before)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a GPU the current one, if it is another; nothing on the CPU."""
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 class SideStream:
