@@ -1,7 +1,7 @@
 """Every exception that tokenloom raises on purpose.
 
-Each message says what was expected, what came, and what to do. All of them derive from
-:class:`TokenloomError`, and from the built-in exception a caller would otherwise expect.
+Each message says what was expected, what came, and what to do. All of them derive from ``TokenloomError``, and from
+the built-in exception that a caller would otherwise expect.
 """
 
 from __future__ import annotations

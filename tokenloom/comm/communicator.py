@@ -33,20 +33,21 @@ class Communicator:
     order on all ranks. Several layers may share one.
 
     Args:
-        group: a ProcessGroup, a one-dimensional DeviceMesh, or None: the default group, or this process alone
+        group: a ProcessGroup or a one-dimensional DeviceMesh. None means the default group, or this process alone
             where torch.distributed is not initialised.
         num_experts: E, divisible by the ranks W; expert e lives on rank ``e // (E / W)``.
         hidden: H, values in a token.
         top_k: K, experts per token, at most 32.
         max_tokens_per_rank: M, the most tokens of one dispatch on one rank.
         backend: "auto" picks the best that works on all ranks (``describe()`` says why), or a name.
-        device: where the tensors are; None: the current GPU for NCCL groups, else the CPU.
+        device: where the tensors are. None means the current GPU for NCCL groups, else the CPU.
         timeout_s: longest wait for another rank inside a call, in seconds (over NCCL the group's own timeout applies).
         open_timeout_s: longest wait for another rank to open the same call, in seconds. A rank that writes a
-            checkpoint, evaluates or compiles may be that late. None: the group's own timeout, at least 10 minutes.
-        dtype: of the tokens, where it is known: "auto" then picks a backend that moves it.
-        num_sms: SMs that a kernel of backend "nvlink" takes, 1 to 32; the others stay with your GEMMs.
-        checked: backend "nvlink": read ids, and the outcome of every call, on the host before it returns, so that
+            checkpoint, evaluates or compiles may be that late. None means the group's own timeout, at least 10
+            minutes.
+        dtype: dtype of the tokens, where it is known. "auto" then picks a backend that moves it.
+        num_sms: SMs that a kernel of backend "nvlink" takes, 1 to 32. The others stay with your GEMMs.
+        checked: on backend "nvlink", read ids and the outcome of every call on the host before it returns, so that
             errors come at once. "collective" always does.
 
     Attributes:
@@ -200,25 +201,25 @@ class Communicator:
                 it before combine and backward are done.
             topk_weights: float32 [T, K] (float64 beside float64 x, without to_fp8), or None. Ignored where the id
                 is -1.
-            layout: how the received rows lie, see :class:`Routed`.
+            layout: how the received rows lie, "expert", "token" or "rank"; see docs/reference/semantics.md.
             alignment: rows of which each expert's group is a multiple; the rest is zeros (layout "expert").
             sizes: "exact": outputs have their exact size, known on the host. "bounded": outputs have ``capacity``
                 rows and counts stay on the device; rows beyond ``num_rows`` are unspecified.
-            capacity: most rows. Default: no limit for exact sizes, the worst case for bounded ones (layout
-                "expert" has no default there).
-            copy: outputs are ordinary tensors of your own even where a backend hands out views of its buffers.
-            to_fp8: quantise x to E4M3 with a scale per 128 values on its way (H a multiple of 128): the same, bit for
-                bit, as ``dispatch(quantize_fp8(x), ...)``. The rows have no gradient, so x may not require one;
-                topk_weights may.
-            power_of_two_scales: with ``to_fp8``, as for :func:`tokenloom.quantize_fp8`.
-            strategy: what carries the payload, as :class:`tokenloom.Strategy` says; results do not depend on it.
-                "nvlink" has others than "dedup" in layout "expert"; "all_gather" not for FP8, nor in a CUDA graph.
+            capacity: most rows. By default exact sizes have no limit and bounded ones the worst case, but layout
+                "expert" has no default there.
+            copy: make outputs ordinary tensors of your own, even where a backend hands out views of its buffers.
+            to_fp8: quantise x to E4M3 with a scale per 128 values on its way (H a multiple of 128). The result is
+                that of ``dispatch(quantize_fp8(x), ...)``, bit for bit. The rows have no gradient, so x may not
+                require one; topk_weights may.
+            power_of_two_scales: with ``to_fp8``, round scales up to powers of two, as ``quantize_fp8`` does.
+            strategy: what carries the payload, as ``tokenloom.Strategy`` says. Results do not depend on it. "nvlink"
+                has others than "dedup" in layout "expert" only, and "all_gather" neither for FP8 nor in a CUDA graph.
             async_op: work on the communicator's own stream and return (routed, event).
 
         Returns:
-            The :class:`Routed` rows of this rank with their counts; with ``async_op`` also the event to wait for.
-            On "nvlink" with gradients disabled and without ``copy``, its tensors are views that last until the
-            second next dispatch of this communicator.
+            The rows of this rank with their counts; with ``async_op`` also the event to wait for. On "nvlink" with
+            gradients disabled and without ``copy``, the tensors are views that last until the second next dispatch
+            of this communicator.
 
         Raises:
             ShapeMismatch, DtypeMismatch, DeviceMismatch, InvalidArgument, InvalidExpertId, NotDifferentiable: bad
@@ -226,7 +227,7 @@ class Communicator:
             PeerError: bad input on another rank; nothing was sent.
             PlanMismatch: the ranks passed different options; nothing was sent.
             CapacityOverflow: more rows than ``capacity``. Exact sizes: nothing was sent. Bounded sizes: raised by a
-                later call or :meth:`check`; meanwhile combine gives NaN for the tokens concerned.
+                later call or ``check``; meanwhile combine gives NaN for the tokens concerned.
             PeerTimeout, CommunicatorBroken: another rank is missing, or was at an earlier call.
         """
         engine = self.engine
@@ -297,19 +298,20 @@ class Communicator:
             y: shape of ``routed.tokens``; bfloat16, float16, float32 or float64. One row per row of
                 ``routed.tokens``; rows that hold no token are never read.
             routed: what dispatch returned.
-            weighted: layout "expert": multiply rows by their weights (default True). Other layouts: leave it out.
-            mode: "per_rank": rows are summed per rank in ascending k, rounded to ``wire_dtype``, and the ranks' sums
-                are added in ascending rank. "per_route": every weighted row is rounded and sent home by itself, and
-                summed there in ascending k (layout "expert").
-            wire_dtype: dtype of what travels; default y's.
-            out_dtype: dtype of the result; default y's.
+            weighted: multiply rows by their weights (layout "expert", where the default is True). Leave it out for
+                other layouts.
+            mode: "per_rank" sums the rows of a rank in ascending k, rounds to ``wire_dtype``, and adds the ranks' sums
+                in ascending rank. "per_route" rounds every weighted row, sends it home by itself, and sums there in
+                ascending k (layout "expert").
+            wire_dtype: dtype of what travels, by default that of y.
+            out_dtype: dtype of the result, by default that of y.
             async_op: work on the communicator's own stream and return (out, event).
 
         Returns:
             [T, H]; zero for tokens without routes. With ``async_op`` also the event to wait for.
 
         Raises:
-            As :meth:`dispatch`.
+            TokenloomError: what ``dispatch`` raises.
         """
         engine = self.engine
         engine.begin()

@@ -1,7 +1,7 @@
-"""DeepGEMM's names for its fused MoE layer on SM90, served by :class:`tokenloom.MegaMoE`.
+"""DeepGEMM's names for its fused MoE layer on SM90, served by ``tokenloom.MegaMoE``.
 
-A program that was written for ``deep_gemm`` imports this module instead. Tensors, dtypes and layouts are the same;
-activations are quantised per 128 values before the second product, not per 64, so results differ by rounding.
+A program that was written for ``deep_gemm`` imports this module instead. Tensors, dtypes and layouts are the same.
+Activations are quantised per 128 values before the second GEMM, not per 64, so results differ by rounding.
 """
 
 from __future__ import annotations
@@ -23,14 +23,22 @@ class SymmBuffer:
     """Inputs of a call, which the caller fills, and what the layer needs besides. Making one is collective.
 
     Args:
-        options: DeepGEMM's others, where this layer has what they say.
+        group: the ranks, one Hopper GPU each.
+        num_experts: E, divisible by the ranks R.
+        num_max_tokens_per_rank: Mmax, the most tokens of one call on one rank.
+        num_topk: K.
+        hidden: H, a multiple of 128.
+        intermediate_hidden: I, a multiple of 128.
+        **options: DeepGEMM's other options, where this layer does what they say.
 
     Raises:
         InvalidArgument: an option that this layer does not have.
 
     Attributes:
-        x: float8_e4m3fn [Mmax, H]; x_sf: float32 [Mmax, H / 128].
-        topk_idx: int64 [Mmax, K], -1 where a place is unused; topk_weights: float32 [Mmax, K].
+        x: float8_e4m3fn [Mmax, H].
+        x_sf: float32 [Mmax, H / 128].
+        topk_idx: int64 [Mmax, K], -1 where a place is unused.
+        topk_weights: float32 [Mmax, K].
     """
 
     def __init__(
@@ -71,11 +79,14 @@ get_symm_buffer_for_mega_moe = get_symm_buffer_for_sm90_mega_moe = SymmBuffer
 
 
 def transform_weights_for_mega_moe_sm90(l1_weights: Weights, l2_weights: Weights) -> tuple[Weights, Weights]:
-    """((w1, s1), (w2, s2)) as :func:`fp8_mega_moe` takes them: w1's gates and ups in turn, 8 rows of each.
+    """Bring weights into the order that ``fp8_mega_moe`` takes: w1's gates and ups in turn, 8 rows of each.
 
     Args:
         l1_weights: float8_e4m3fn [E / R, 2I, H], gates first, and float32 [E / R, 2I / 128, H / 128].
         l2_weights: float8_e4m3fn [E / R, H, I] and float32 [E / R, H / 128, I / 128].
+
+    Returns:
+        ((w1, its scales), (w2, its scales)).
     """
     return (interleave_gate_and_up(l1_weights[0]), l1_weights[1]), l2_weights
 
@@ -91,12 +102,18 @@ def fp8_mega_moe(
     activation_clamp: float | None = None,
     fast_math: bool = True,
 ) -> None:
-    """The layer's output for the first M rows of the buffer, to ``y``.
+    """Write the layer's output for the first M rows of the buffer to ``y``.
 
     Args:
         y: bfloat16 [M, H], M at most the buffer's; may differ per rank.
-        l1_weights, l2_weights: of :func:`transform_weights_for_mega_moe_sm90`.
+        l1_weights: w1 and its scales, from ``transform_weights_for_mega_moe_sm90``.
+        l2_weights: w2 and its scales, from there.
+        sym_buffer: inputs of the call.
         cumulative_local_expert_recv_stats: int32 [E / R], to which routes are added, or None.
+        recipe: (128, 128, 128).
+        activation: "swiglu".
+        activation_clamp: as in ``MegaMoE``.
+        fast_math: as in ``MegaMoE``.
 
     Raises:
         InvalidArgument: a recipe or an activation that this layer does not have.

@@ -31,31 +31,36 @@ EXPERTS: dict[str, type[NvlinkExperts] | type[ReferenceExperts]] = {
 class MegaMoE:
     """Dispatch, SwiGLU experts in FP8, combine: ``y = sum over k of weight_k * w2 @ (silu(gate) * up)``.
 
-    x is quantised with a scale per 128 values, the weighted activations again; each route's result is rounded to
-    bfloat16 and a token's routes are added in ascending k, in float32 (docs/concepts.md). Nothing waits for the host,
-    any routing fits, and results are the same bits from call to call. Making one is collective, and so is every call.
+    x is quantised with a scale per 128 values, and so are the weighted activations. Each route's result is rounded to
+    bfloat16, and a token's routes are added in ascending k, in float32 (docs/reference/semantics.md). Nothing waits
+    for the host, any routing fits, and results are the same bits from call to call. Making one is collective, and so
+    is every call.
 
     Args:
-        group: as for :class:`Communicator`: Hopper GPUs of one host.
+        group: as in ``Communicator``; Hopper GPUs of one host, unless ``backend`` is "reference".
         num_experts: E, divisible by the ranks.
-        hidden, intermediate: H and I, multiples of 128.
+        hidden: H, a multiple of 128.
+        intermediate: I, a multiple of 128.
         top_k: K, at most 32.
         max_tokens_per_rank: M, the most tokens of one call on one rank.
-        activation_clamp: gates at most this, ups within plus and minus this, before the activation; None: no limit.
-        fast_math: the hardware's exponential and division in the activation.
-        power_of_two_scales: as for ``quantize_fp8``, of x and of activations.
+        activation_clamp: largest gate, and largest absolute up, before the activation. None sets no limit.
+        fast_math: use the hardware's exponential and division in the activation.
+        power_of_two_scales: round the scales of x and of activations up to powers of two.
         num_shared_experts: S, experts that every token goes to with weight 1, on its own rank; K + S is at most 32.
-        schedule: how calls run; None: by their number of tokens (``tokenloom.tune.mega``).
-        backend: "nvlink", or "reference": the same in plain torch, on any device, slowly.
-        device, timeout_s, open_timeout_s: as for :class:`Communicator`.
+        schedule: how calls run. None chooses by their number of tokens.
+        backend: "nvlink", or "reference", which computes the same in plain torch, slowly, on any device.
+        device: as in ``Communicator``.
+        timeout_s: as in ``Communicator``.
+        open_timeout_s: as in ``Communicator``.
 
     Attributes:
         comm: the communicator whose dispatch it uses.
-        weights: w1 with gates and ups in turn, its scales, w2, its scales; empty before :meth:`load_weights`.
-        after_stage: None, or what is called with the name of each stage of a call when it is on the stream.
+        weights: w1 with gates and ups in turn, its scales, w2, its scales. Empty before ``load_weights``.
+        after_stage: None, or a function that gets the name of each stage of a call once it is on the stream.
 
     Raises:
-        As :class:`Communicator`; BackendUnavailable where its kernels do not run.
+        TokenloomError: what ``Communicator`` raises.
+        BackendUnavailable: the kernels do not run here.
     """
 
     def __init__(
@@ -111,7 +116,11 @@ class MegaMoE:
         self._experts.set_activation(activation_clamp, fast_math)
 
     def set_activation(self, clamp: float | None = None, fast_math: bool = True) -> None:
-        """From the next call on; as ``activation_clamp`` and ``fast_math`` of the constructor.
+        """Change the activation from the next call on.
+
+        Args:
+            clamp: ``activation_clamp`` of the constructor.
+            fast_math: as in the constructor.
 
         Raises:
             InvalidArgument: the clamp is not above 0.
@@ -126,12 +135,12 @@ class MegaMoE:
         w1_scales: torch.Tensor | None = None,
         w2_scales: torch.Tensor | None = None,
     ) -> None:
-        """Take this rank's experts: copied, w1 with gates and ups in turn. Graphs that were captured use them too.
+        """Copy this rank's experts, w1 with gates and ups in turn. Graphs that were captured use them too.
 
         Args:
             w1: [L, 2I, H], gates, then ups, of this rank's E / W experts and then of the S shared ones, which are the
-                same on all ranks; bfloat16, float16 or float32, which are quantised with a scale per 128 x 128
-                values, or float8_e4m3fn with scales.
+                same on all ranks. bfloat16, float16 and float32 are quantised with a scale per 128 x 128 values;
+                float8_e4m3fn comes with scales.
             w2: [L, H, I], of the same dtype.
             w1_scales: float32 [L, 2I / 128, H / 128], beside FP8.
             w2_scales: float32 [L, H / 128, I / 128], beside FP8.
@@ -163,9 +172,11 @@ class MegaMoE:
         """Take this rank's experts as they are, without a copy, from the next call or capture on.
 
         Args:
-            w1: float8_e4m3fn [L, 2I, H], L as there, gates and ups in turn as ``interleave_gate_and_up`` makes them.
-            w1_scales: float32 [L, 2I / 128, H / 128]: gates, then ups, not interleaved.
-            w2: float8_e4m3fn [L, H, I]; w2_scales: float32 [L, H / 128, I / 128].
+            w1: float8_e4m3fn [L, 2I, H] for the experts of ``load_weights``, gates and ups in turn, as
+                ``interleave_gate_and_up`` makes them.
+            w1_scales: float32 [L, 2I / 128, H / 128], gates, then ups, not interleaved.
+            w2: float8_e4m3fn [L, H, I].
+            w2_scales: float32 [L, H / 128, I / 128].
 
         Raises:
             ShapeMismatch, DtypeMismatch, DeviceMismatch: a tensor is not as above.
@@ -190,7 +201,7 @@ class MegaMoE:
         expert_stats: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The layer's output for this rank's tokens; goes into CUDA graphs once it has been called.
+        """Compute the layer's output for this rank's tokens. CUDA graphs can hold calls after the first one.
 
         Args:
             x: bfloat16, float16 or float32 [T, H], quantised on its way, or (float8_e4m3fn [T, H], float32
@@ -204,8 +215,8 @@ class MegaMoE:
             bfloat16 [T, H]; 0 for a token without routes.
 
         Raises:
-            As :meth:`Communicator.dispatch` with bounded sizes; nothing can overflow. InvalidArgument before
-            :meth:`load_weights`.
+            TokenloomError: what ``Communicator.dispatch`` raises with bounded sizes; nothing can overflow.
+            InvalidArgument: ``load_weights`` was not called.
         """
         self.comm.engine.begin()
         request = ForwardRequest(
@@ -248,15 +259,16 @@ class MegaMoE:
             self.after_stage(stage)
 
     def describe(self) -> str:
-        """What it runs on, and how much memory its buffers take; they are made at the first call."""
+        """Say what the layer runs on, and how much memory its buffers take. The first call makes them."""
         return f"{self.comm.describe()}\n    {self._experts.describe()}"
 
     def trace_gemms(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """From now on the GEMMs, a little slower, write when each role of each block works on each tile.
+        """Let the GEMMs of later calls, a little slower, write when each role of each block works on each tile.
 
         Returns:
-            Of GEMM1 and GEMM2: int64 [blocks, role, tile, 2], nanoseconds of beginning and end, 0 where there is none;
-            roles are ``tokenloom.kernels.gemm.launch.TRACE_ROLES``. With several waves, the last one's remain.
+            One tensor for GEMM1 and one for GEMM2: int64 [blocks, role, tile, 2], nanoseconds of beginning and end, 0
+            where there is none. Roles are ``tokenloom.kernels.gemm.launch.TRACE_ROLES``. Of several waves, the last
+            one's times remain.
 
         Raises:
             InvalidArgument: backend "reference" has no kernels.

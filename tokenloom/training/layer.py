@@ -40,45 +40,54 @@ class ExpertParallelMoE(nn.Module):
 
     ``out = sum over the K chosen experts e of weight_e * w2_e (silu(gate) * up)``, ``gate, up = w1_e x``, plus the
     shared expert. Every rank passes its own tokens and gets its own outputs. Gradients are those of the sum over
-    ranks of that rank's loss: expert weights receive all of it here; for the replicated parameters (router,
-    shared expert) see ``router_grad``.
+    ranks of that rank's loss. Expert weights receive all of it here; ``router_grad`` says what the replicated
+    parameters (router, shared expert) receive.
 
     Args:
-        group: a ProcessGroup, a one-dimensional DeviceMesh, or None (see Communicator). Leave out with ``comm``.
-        hidden: H. intermediate: I, width of one expert.
-        num_experts: E, divisible by the ranks. top_k: K.
-        max_tokens_per_rank: most tokens (product of the leading dimensions of the input) on one rank. Leave out with
+        group: a ProcessGroup, a one-dimensional DeviceMesh, or None, as in ``Communicator``. Leave it out with
             ``comm``.
-        router: "softmax_topk", "topk_softmax" or "sigmoid", or a :class:`Router` with all options.
+        hidden: H, values in a token.
+        intermediate: I, width of one expert.
+        num_experts: E, divisible by the ranks.
+        top_k: K, experts per token.
+        max_tokens_per_rank: most tokens (product of the leading dimensions of the input) on one rank. Leave it out
+            with ``comm``.
+        router: "softmax_topk", "topk_softmax" or "sigmoid", or a ``Router`` with all options.
         shared_intermediate: width of the shared expert, 0 for none.
-        balance_coef, z_coef: weights of the two losses in ``aux_loss``; 0 switches a loss off.
-        router_grad: "local": gradients of replicated parameters are this rank's part, the trainer reduces them (DDP
-            does). "sum": backward sums them over the ranks of the group.
-        expert_grad_scale: multiplies the gradients of expert weights; 1/W beside a trainer that averages.
-        strategy: what carries dispatch and combine, forward and, swapped, backward. None: what ``tokenloom tune``
-            chose for this hardware, software and shape, if rank 0 finds it on its disk, else ``Strategy()``.
-        overlap: on GPUs, let transfers run beside products; the same bits with False.
-        redispatch_in_backward: keep x instead of the rows that a rank receives, about ``top_k`` times as many; they
-            are sent again in backward.
-        pool_rows: None: what is kept for backward has its exact size, which the host waits for in forward. Else
-            the most rows that a rank's experts may get, for which there is always room, and the host does not wait
-            (on ``nvlink``, in bfloat16); more raise CapacityOverflow in a later call or ``comm.check()``, and the
-            tokens concerned become NaN.
-        main_grads: backward adds the gradients of expert weights to ``parameter.main_grad``, float32 and made here as
-            zeros, which nothing but you sets back; ``parameter.grad`` stays None.
+        balance_coef: weight of the balance loss in ``aux_loss``; 0 switches it off.
+        z_coef: weight of the z-loss in ``aux_loss``; 0 switches it off.
+        router_grad: "local" leaves this rank's part in the gradients of replicated parameters, for a trainer that
+            reduces them (DDP does). "sum" lets backward sum them over the ranks of the group.
+        expert_grad_scale: factor of the gradients of expert weights; 1/W beside a trainer that averages.
+        strategy: what carries dispatch and combine, forward and, swapped, backward. None means what ``tokenloom
+            tune`` chose for this hardware, software and shape, if rank 0 finds it on its disk, else ``Strategy()``.
+        overlap: on GPUs, let transfers run beside GEMMs. False gives the same bits.
+        redispatch_in_backward: keep x instead of the rows that a rank receives, which are about ``top_k`` times as
+            many, and send them again in backward.
+        pool_rows: most rows that a rank's experts may get. There is always room for them, so the host does not wait
+            (on ``nvlink``, in bfloat16). More rows raise CapacityOverflow in a later call or ``comm.check()``, and
+            the tokens concerned become NaN. None keeps exact sizes, which the host waits for in forward.
+        main_grads: let backward add the gradients of expert weights to ``parameter.main_grad``, float32 and made
+            here as zeros, which only you set back. ``parameter.grad`` stays None.
         comm: a Communicator to share between layers, instead of ``group``.
-        backend, timeout_s, open_timeout_s: see Communicator.
-        device, dtype: of the parameters. The device must be the communicator's.
+        backend: as in ``Communicator``.
+        timeout_s: as in ``Communicator``.
+        open_timeout_s: as in ``Communicator``.
+        device: device of the parameters, which must be the communicator's.
+        dtype: dtype of the parameters; None means torch's default.
 
     Attributes:
-        w1: [L, 2I, H], gate rows then up rows, this rank's experts; w2: [L, H, I].
-        router_weight: [E, H]; correction_bias: float32 buffer [E] or None.
-        shared_w1: [2S, H]; shared_w2: [H, S]; None without shared expert.
-        expert_counts: int64 buffer [E], routes of the last forward over all ranks (zero until then, and kept
-            only when a loss or a correction bias needs it).
+        w1: [L, 2I, H] of this rank's experts, gate rows, then up rows.
+        w2: [L, H, I] of this rank's experts.
+        router_weight: [E, H].
+        correction_bias: float32 buffer [E], or None.
+        shared_w1: [2S, H], or None without a shared expert.
+        shared_w2: [H, S], or None without a shared expert.
+        expert_counts: int64 buffer [E], routes of the last forward over all ranks. Zero until then, and kept only
+            when a loss or a correction bias needs it.
 
     Raises:
-        InvalidArgument, PlanMismatch, PeerError, ...: as Communicator.
+        InvalidArgument, PlanMismatch, PeerError: what ``Communicator`` raises.
     """
 
     correction_bias: torch.Tensor | None
@@ -197,16 +206,16 @@ class ExpertParallelMoE(nn.Module):
         return range(self.comm.rank * local, (self.comm.rank + 1) * local)
 
     def expert_parameters(self) -> list[nn.Parameter]:
-        """Parameters of this rank's experts: sharded, their gradients are whole."""
+        """Parameters of this rank's experts. They are sharded, and their gradients are complete."""
         return [self.w1, self.w2]
 
     def replicated_parameters(self) -> list[nn.Parameter]:
-        """Parameters that are the same on every rank: router and shared expert; ``router_grad`` speaks of these."""
+        """Parameters that are the same on every rank: router and shared expert. ``router_grad`` is about these."""
         return [parameter for name, parameter in self.named_parameters() if name not in EXPERT_WEIGHTS]
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Uniform in ±1/sqrt(fan-in), like nn.Linear.
+        """Draw all weights, uniform in ±1/sqrt(fan-in), as nn.Linear does.
 
         Args:
             seed: draws the same full set of weights on every rank and for any number of ranks, and keeps this
@@ -237,8 +246,8 @@ class ExpertParallelMoE(nn.Module):
 
         Raises:
             ShapeMismatch, DtypeMismatch, DeviceMismatch, InvalidArgument: bad input on this rank.
-            PeerError: bad input, or any other failure before the payload moved, on another rank.
-            And what Communicator.dispatch raises.
+            PeerError: bad input, or any other failure, on another rank.
+            TokenloomError: what ``Communicator.dispatch`` raises.
         """
         return torch_compile.forward(self, x) if torch.compiler.is_compiling() else self._forward(x)
 
@@ -324,9 +333,9 @@ class ExpertParallelMoE(nn.Module):
         return sum_grad_over_ranks(parameter, self.comm.engine.ranks) if self.router_grad == "sum" else parameter
 
     def saved_activations(self, x: torch.Tensor) -> list[SavedTensor]:
-        """What a forward on x keeps for backward: each storage, largest first, parameters and x left out. Collective.
+        """List what a forward on x keeps for backward, largest first, without parameters and x. Collective.
 
-        Print the list's items for a table; ``sum(each.num_bytes for each in ...)`` is the total.
+        Print the items for a table; ``sum(each.num_bytes for each in ...)`` is the total.
         """
         with torch.enable_grad():
             outputs = self(x)

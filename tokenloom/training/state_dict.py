@@ -18,8 +18,11 @@ def gather_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
 
     Expert weights become [E, 2I, H] and [E, H, I]; everything else is this rank's own (replicated) value.
 
+    Args:
+        module: holds the layers.
+
     Returns:
-        name -> tensor on the CPU; it loads on any number of ranks through :func:`shard_state_dict`.
+        Tensors on the CPU by name. The dict loads on any number of ranks through ``shard_state_dict``.
     """
     sharded = _sharded_names(module)
     full = {}
@@ -37,7 +40,10 @@ def shard_state_dict(module: nn.Module, full: Mapping[str, torch.Tensor]) -> dic
 
     Args:
         module: holds the ExpertParallelMoE layers, made for the present number of ranks.
-        full: as :func:`gather_state_dict` gives it, written with any number of ranks.
+        full: what ``gather_state_dict`` gave, on any number of ranks.
+
+    Returns:
+        What ``module.load_state_dict`` takes on this rank.
 
     Raises:
         ShapeMismatch: an expert weight has another number of experts than the layer.

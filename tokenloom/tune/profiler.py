@@ -45,16 +45,19 @@ Calls = dict[str, Callable[[], Any]]
 
 @dataclass(frozen=True)
 class ProfileRow:
-    """What a strategy costs: medians over samples of the slowest rank of each; None: the backend does not have it.
+    """What a strategy costs: medians over samples of the slowest rank of each.
+
+    Numbers are None where the backend does not have the strategy.
 
     Attributes:
-        operation: "dispatch" or "combine". strategy: of that operation.
-        with_gemm_ms: dispatch and the product of gates and ups, or the product of outputs and combine.
-        alone_ms: the transfer without the product.
-        gradient_ms: the transfer backward, which another strategy may carry (:data:`tokenloom.strategy.SWAPPED`).
-        score_ms: with_gemm_ms + gradient_ms: what a training step has of it.
+        operation: "dispatch" or "combine".
+        strategy: strategy of that operation.
+        with_gemm_ms: time of dispatch and the GEMM of gates and ups, or of the GEMM of outputs and combine.
+        alone_ms: time of the transfer without the GEMM.
+        gradient_ms: time of the transfer backward, which another strategy may carry.
+        score_ms: with_gemm_ms + gradient_ms, the part that a training step has of it.
         physical_gbytes_per_s: bytes that leave the busiest rank in the transfer, by alone_ms; 1 GB is 1e9 bytes.
-        wins: has the least score of its operation.
+        wins: whether it has the lowest score of its operation.
     """
 
     operation: str
@@ -69,11 +72,13 @@ class ProfileRow:
 
 @dataclass(frozen=True)
 class Profile:
-    """What :func:`profile` found, the same on all ranks. ``print`` it for a table.
+    """What ``profile`` found, the same on all ranks. ``print`` it for a table.
 
     Attributes:
         setting: hardware, software and shape.
-        num_tokens: of each rank. skew: of the routing. iterations: samples of each number.
+        num_tokens: tokens of each rank.
+        skew: skew of the routing.
+        iterations: samples of each number.
         rows: one for every strategy.
         file: where rank 0 has kept the choice; None where it could not be written.
     """
@@ -127,21 +132,30 @@ def profile(
 ) -> Profile:
     """Measure every strategy of dispatch and combine for one layer on these ranks, and keep the best. Collective.
 
-    Each is measured in layout "expert", together with the product that it feeds, or that feeds it, and with its
-    gradient, which the swapped strategy carries. All take turns, one sample each a round. A
-    :class:`tokenloom.ExpertParallelMoE` without a strategy of its own then uses the choice; see docs/tuning.md.
+    Each is measured in layout "expert", together with the GEMM that it feeds, or that feeds it, and with its
+    gradient, which the swapped strategy carries. All take turns, one sample each a round. An ``ExpertParallelMoE``
+    without a strategy of its own then uses the choice; see docs/how-to/tune.md.
 
     Args:
-        group, backend, device: see Communicator.
-        num_tokens: T on every rank; the choice holds for layers whose ``max_tokens_per_rank`` has the same next power
+        group: as in ``Communicator``.
+        num_tokens: T on every rank. The choice holds for layers whose ``max_tokens_per_rank`` has the same next power
             of two.
-        hidden: H. intermediate: I. num_experts: E. top_k: K, at most E.
-        dtype: of the layer's parameters and the payload; None: torch's default, as for the layer.
-        skew: experts are drawn with probability proportional to 1 / place^skew; 0: all alike. Each rank draws its own.
-        iterations: samples of each.
+        hidden: H.
+        intermediate: I.
+        num_experts: E.
+        top_k: K, at most E.
+        dtype: dtype of the layer's parameters and the payload. None means torch's default, as for the layer.
+        skew: exponent of Zipf's law. An expert's probability is proportional to 1 / place^skew, so 0 makes all alike.
+            Each rank draws its own routing.
+        iterations: samples of each number.
+        backend: as in ``Communicator``.
+        device: as in ``Communicator``.
+
+    Returns:
+        What was measured and chosen, the same on all ranks.
 
     Raises:
-        InvalidArgument, PlanMismatch, PeerError, ...: as Communicator and ExpertParallelMoE.
+        InvalidArgument, PlanMismatch, PeerError: what ``Communicator`` and ``ExpertParallelMoE`` raise.
     """
     dtype = dtype or torch.get_default_dtype()
     with Communicator(
