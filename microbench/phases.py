@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 import tokenloom as tl
-from tokenloom.bench.cases import Shape
-from tokenloom.bench.inputs import expert_outputs, make_inputs
+from tokenloom.bench.common.inputs import expert_outputs, make_inputs
+from tokenloom.bench.common.shape import Shape
 from tokenloom.runtime.processes import RankContext, RankPool
 
 MARKS = ("begun", "counted", "heard", "placed", "sent", "told", "filled", "summed", "done")

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 import tokenloom as tl
-from tokenloom.bench.mega_measure import Clock, make_weights
-from tokenloom.bench.mega_work import MegaShape
+from tokenloom.bench.mega.clock import Clock
+from tokenloom.bench.mega.measure import make_weights
+from tokenloom.bench.mega.work import MegaShape
 from tokenloom.inference.schedules import MegaSchedule
 from tokenloom.ops.gemm import interleave_gate_and_up
 from tokenloom.runtime.processes import RankContext, RankPool
@@ -34,10 +35,16 @@ SCHEDULES = {"gathers": MegaSchedule(copies_rows=False), "copies": MegaSchedule(
 def measure(context: RankContext, tokens: list[int]) -> list[dict[str, float]]:
     """Of each number of tokens, the median of each schedule on this rank. Collective."""
     shape = MegaShape(hidden=7168, intermediate=2048, num_experts=LOCAL_EXPERTS * context.num_ranks, top_k=8)
-    sizes = (shape.num_experts, shape.hidden, shape.intermediate, shape.top_k, max(tokens))
+    sizes = {
+        "num_experts": shape.num_experts,
+        "hidden": shape.hidden,
+        "intermediate": shape.intermediate,
+        "top_k": shape.top_k,
+        "max_tokens_per_rank": max(tokens),
+    }
     clock = Clock(context, cold=False)
     rows: list[dict[str, float]] = []
-    with tl.MegaMoE(context.group, *sizes, device=context.device) as mega:
+    with tl.MegaMoE(context.group, **sizes, device=context.device) as mega:
         w1, w1_scales, w2, w2_scales = make_weights(shape, context)
         mega.use_weights(interleave_gate_and_up(w1), w1_scales, w2, w2_scales)
         for num_tokens in tokens:

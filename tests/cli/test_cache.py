@@ -1,4 +1,4 @@
-"""tokenloom cache as a user runs it: new processes, and a cache folder of its own."""
+"""``tokenloom cache``, with a cache folder of its own."""
 
 from __future__ import annotations
 
@@ -19,33 +19,35 @@ from rich.table import Table
 from typer.testing import CliRunner, Result
 
 from tests.support.small_kernels import needs_nvrtc
-from tokenloom.cli import app, cache_commands
+from tokenloom.backends.nvlink.buffers import weight_gradient_values
+from tokenloom.cli import app, kernel_cache
 from tokenloom.jit import cache, compiler
 from tokenloom.jit.cache import Entry
+from tokenloom.jit.compiler import KernelSpec
+from tokenloom.kernels.combine.launch import CombineVariant, PreReduceVariant
+from tokenloom.kernels.dispatch.launch import DispatchVariant
 from tokenloom.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120.0
-SHAPE = ("--num-ranks", "2", "--num-experts", "4", "--hidden", "128", "--top-k", "2")
-NUM_DISPATCHES = 22
-"""For this shape: 2-byte, 4-byte and FP8 rows, and rows that become FP8 with two kinds of scale; in three layouts, and
-by all_to_all. 2-byte and 4-byte rows by all_gather."""
-NUM_COMBINES = 23
-"""BF16, FP16 and FP32 in three layouts, per route, weighted, weighted per route, and dense; gradients of weights with
-layouts token and rank."""
-NUM_PRESUMS = 6
-NUM_KERNELS = NUM_DISPATCHES + NUM_COMBINES + NUM_PRESUMS
+PLAN = Plan(2, 4, 128, 2, 16)
+"""A shape whose rows every dtype can have."""
+NUM_VARIANTS = 22 + 23 + 6
+"""Kernels of that shape.
 
-
-def run(folder: Path | str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tokenloom", "cache", *arguments]
-    variables = os.environ | {"TOKENLOOM_CACHE_DIR": str(folder)}
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, env=variables)
+Dispatches: 2-byte, 4-byte and FP8 rows, and rows that become FP8 with two kinds of scale, in three layouts and by
+all_to_all; 2-byte and 4-byte rows by all_gather. Combines: BF16, FP16 and FP32 in three layouts, per route, weighted,
+weighted per route, and dense; gradients of weights with layouts token and rank. Pre-reductions: three dtypes, with
+weights and without."""
+SMALL = ("--num-ranks", "2", "--num-experts", "4", "--hidden", "4", "--top-k", "1")
+"""A shape whose rows only FP32 can have, so that its build is cheap."""
+NUM_SMALL = 14
+NUM_SMALL_COMBINES = 8
 
 
 @pytest.fixture
 def say(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    """The same in this process, without the seconds that importing torch takes: for what depends on no process."""
+    """The command, in this process: nothing in it depends on a process of its own."""
 
     def say(folder: Path, *arguments: str) -> Result:
         monkeypatch.setenv("TOKENLOOM_CACHE_DIR", str(folder))
@@ -55,14 +57,15 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
 
 
 @pytest.fixture(scope="module")
-def first_build(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+def first_build(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     """A folder that was filled once, and what was said then. Tests that change it copy it."""
     folder = tmp_path_factory.mktemp("kernels") / "cache"
-    return folder, run(folder, "build", *SHAPE)
+    environment = {"TOKENLOOM_CACHE_DIR": str(folder)}
+    return folder, CliRunner().invoke(app.app, ["cache", "build", *SMALL], env=environment)
 
 
 @pytest.fixture
-def filled(first_build: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path) -> Path:
+def filled(first_build: tuple[Path, Result], tmp_path: Path) -> Path:
     """A copy of that folder."""
     return Path(shutil.copytree(first_build[0], tmp_path / "cache"))
 
@@ -72,37 +75,51 @@ def made_entry(key: str = "ab" * 16, shared_bytes: int = 0, **shape: int) -> Ent
     return Entry(key, "mixer", shape, "sm_90a", 128, shared_bytes, b"code" * 512, log)
 
 
+def entry_of(spec: KernelSpec) -> Entry:
+    """What a build keeps of a kernel, without compiling it."""
+    return Entry("ab" * 16, spec.name, dict(spec.shape), spec.arch, spec.threads, spec.shared_bytes, b"", "")
+
+
 @needs_nvrtc
-def test_build_compiles_once(first_build: tuple[Path, subprocess.CompletedProcess[str]], filled: Path) -> None:
-    """Without a GPU, for a shape of one's own; the second time all is there, and takes no time."""
+def test_build_compiles_once(first_build: tuple[Path, Result], filled: Path, say: Callable[..., Result]) -> None:
+    """A build needs no GPU. The second time all is there, and nothing else is in the folder."""
     folder, done = first_build
-    assert (done.returncode, done.stderr) == (0, "")
-    assert re.fullmatch(
-        rf"{NUM_KERNELS} compiled in [\d.]+ s, 0 were there, in {re.escape(str(folder))}\n", done.stdout
-    )
-    assert len(list(folder.glob("*.kernel"))) == len(list(folder.iterdir())) == NUM_KERNELS
-    done = run(filled, "build", *SHAPE)
-    assert re.match(rf"0 compiled in [\d.]+ s, {NUM_KERNELS} were there", done.stdout)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert re.fullmatch(rf"{NUM_SMALL} compiled in [\d.]+ s, 0 were there, in {re.escape(str(folder))}\n", done.stdout)
+    assert len(list(folder.glob("*.kernel"))) == len(list(folder.iterdir())) == NUM_SMALL
+    done = say(filled, "build", *SMALL)
+    assert re.match(rf"0 compiled in [\d.]+ s, {NUM_SMALL} were there", done.stdout)
 
 
 @needs_nvrtc
-def test_what_is_built_is_what_a_communicator_asks_for(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A build would be useless if a first call compiled all the same."""
-    from tokenloom.backends.nvlink.buffers import home_weight_values
-    from tokenloom.kernels.combine.launch import CombineVariant, PreReduceVariant
-    from tokenloom.kernels.dispatch.launch import DispatchVariant
+@pytest.mark.slow
+def test_build_of_every_variant_as_a_process(tmp_path: Path) -> None:
+    """As a user runs it, for a shape of all dtypes: everything compiles, and is listed."""
+    variables = os.environ | {"TOKENLOOM_CACHE_DIR": str(tmp_path / "cache")}
 
-    monkeypatch.setenv("TOKENLOOM_CACHE_DIR", str(filled))
-    monkeypatch.setattr(cache, "compile_kernel", None)  # would raise
-    plan = Plan(2, 4, 128, 2, 16)
+    def run(*arguments: str) -> str:
+        command = [sys.executable, "-m", "tokenloom", "cache", *arguments]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, env=variables)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+    sizes = ("--num-ranks", "2", "--num-experts", "4", "--hidden", "128", "--top-k", "2")
+    assert run("build", *sizes).startswith(f"{NUM_VARIANTS} compiled in ")
+    assert f"\n{NUM_VARIANTS} kernels, " in run("list")
+
+
+def test_what_is_built_is_what_a_communicator_asks_for() -> None:
+    """A build would be useless if a first call compiled all the same; its number of tokens must not matter."""
+    built = kernel_cache.variants(Plan(2, 4, 128, 2, 1))
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    asked: list[KernelSpec] = []
 
     def dispatch(layout: str, x_dtype: torch.dtype, **options: str) -> None:
-        cache.get(DispatchVariant(plan=plan, layout=layout, x_dtype=x_dtype, **options).spec())
+        asked.append(DispatchVariant(plan=PLAN, layout=layout, x_dtype=x_dtype, **options).spec())
 
     def combine(layout: str, dtype: torch.dtype, **options: Any) -> None:
         same = {"y_dtype": dtype, "wire_dtype": dtype, "out_dtype": dtype}
-        cache.get(CombineVariant(plan=plan, layout=layout, **same, **options).spec())
+        asked.append(CombineVariant(plan=PLAN, layout=layout, **same, **options).spec())
 
     for layout in ("token", "expert", "rank"):
         for dtype in dtypes:
@@ -111,6 +128,9 @@ def test_what_is_built_is_what_a_communicator_asks_for(filled: Path, monkeypatch
         dispatch(layout, torch.float8_e4m3fn)
         for quantize in ("any scale", "power of two"):
             dispatch(layout, torch.bfloat16, quantize=quantize)
+    for payload in ({}, {"quantize": "any scale"}, {"quantize": "power of two"}):
+        dispatch("expert", torch.bfloat16, strategy="all_to_all", **payload)
+    dispatch("expert", torch.float8_e4m3fn, strategy="all_to_all")
     for dtype in dtypes:
         dispatch("expert", dtype, strategy="all_to_all")
         dispatch("expert", dtype, strategy="all_gather")
@@ -118,35 +138,46 @@ def test_what_is_built_is_what_a_communicator_asks_for(filled: Path, monkeypatch
         for weighted in (False, True):
             for mode in ("per_rank", "per_route"):
                 combine("expert", dtype, mode=mode, weighted=weighted)
-            cache.get(PreReduceVariant(plan=plan, y_dtype=dtype, wire_dtype=dtype, weighted=weighted).spec())
+            pre_reduce = PreReduceVariant(plan=PLAN, y_dtype=dtype, wire_dtype=dtype, weighted=weighted)
+            asked.append(pre_reduce.spec())
     for layout in ("token", "rank"):
-        combine(layout, torch.float32, hidden=home_weight_values(plan))
+        combine(layout, torch.float32, hidden=weight_gradient_values(PLAN))
+    assert set(asked) == set(built)
+    assert len(built) == NUM_VARIANTS
+
+
+def test_every_variant_has_a_name_of_its_own() -> None:
+    """The name holds everything that tells a kernel from the others."""
+    names = [kernel_cache.variant_name(entry_of(spec)) for spec in kernel_cache.variants(PLAN)]
+    assert len(set(names)) == len(names)
+    for name in (
+        "dispatch/expert/ep2/e4/k2/h128/256B",
+        "dispatch/rank/ep2/e4/k2/h128/512B",
+        "dispatch/token/ep2/e4/k2/h128/128B/1scales",
+        "dispatch/expert/ep2/e4/k2/h128/128B/1scales/bf16>fp8",
+        "dispatch/rank/ep2/e4/k2/h128/128B/1scales/bf16>fp8_power_of_two",
+        "combine/expert/ep2/e4/k2/h128/bf16",
+        "dispatch/expert/ep2/e4/k2/h128/256B/all_gather",
+        "dispatch/expert/ep2/e4/k2/h128/256B/all_to_all",
+        "combine/expert/ep2/e4/k2/h128/per_route/bf16",
+        "combine/expert/ep2/e4/k2/h128/weighted/bf16",
+        "combine/token/ep2/e4/k2/h128/dense/fp32",
+        "pre_reduce/expert/ep2/e4/k2/h128/weighted/fp16",
+        "combine/rank/ep2/e4/k2/h128/fp16",
+        "combine/token/ep2/e4/k2/h128/fp32",
+        "combine/token/ep2/e4/k2/h4/fp32",
+    ):
+        assert name in names
 
 
 @needs_nvrtc
-def test_list_names_every_kernel(filled: Path) -> None:
-    """One line each, with what tells it from the others; and the total."""
-    done = run(filled, "list")
-    assert (done.returncode, done.stderr) == (0, "")
-    for name in (
-        "dispatch/expert/ep2/e4/k2/h128/256B ",
-        "dispatch/rank/ep2/e4/k2/h128/512B ",
-        "dispatch/token/ep2/e4/k2/h128/128B/1scales ",
-        "dispatch/expert/ep2/e4/k2/h128/128B/1scales/bf16>fp8 ",
-        "dispatch/rank/ep2/e4/k2/h128/128B/1scales/bf16>fp8_power_of_two ",
-        "combine/expert/ep2/e4/k2/h128/bf16 ",
-        "dispatch/expert/ep2/e4/k2/h128/256B/all_gather ",
-        "dispatch/expert/ep2/e4/k2/h128/256B/all_to_all ",
-        "combine/expert/ep2/e4/k2/h128/per_route/bf16 ",
-        "combine/expert/ep2/e4/k2/h128/weighted/bf16 ",
-        "combine/token/ep2/e4/k2/h128/dense/fp32 ",
-        "presum/expert/ep2/e4/k2/h128/weighted/fp16 ",
-        "combine/rank/ep2/e4/k2/h128/fp16 ",
-        "combine/token/ep2/e4/k2/h128/fp32 ",
-        "combine/token/ep2/e4/k2/h4/fp32 ",
-    ):
-        assert done.stdout.count(name) == 1, name
-    assert re.search(rf"^{NUM_KERNELS} kernels, \d+ KiB, in {re.escape(str(filled))}$", done.stdout, re.MULTILINE)
+def test_list_names_every_kernel(filled: Path, say: Callable[..., Result]) -> None:
+    """One line each, with the name and the key; and the total."""
+    done = say(filled, "list")
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout.count("combine/expert/ep2/e4/k1/h4/weighted/fp32 ") == 1
+    assert done.stdout.count("dispatch/expert/ep2/e4/k1/h4/16B/all_gather ") == 1
+    assert re.search(rf"^{NUM_SMALL} kernels, \d+ KiB, in {re.escape(str(filled))}$", done.stdout, re.MULTILINE)
     for file in filled.iterdir():
         assert file.name[:8] in done.stdout
 
@@ -154,11 +185,11 @@ def test_list_names_every_kernel(filled: Path) -> None:
 @needs_nvrtc
 def test_inspect_shows_what_kernels_need(filled: Path, say: Callable[..., Result]) -> None:
     """All of them; those of one name; the one of a key. Registers and the rest are those of the compiler's log."""
-    everything = run(filled, "inspect")
-    assert (everything.returncode, everything.stderr) == (0, "")
-    assert len(re.findall(r"^ (?:dispatch|combine|presum)/", everything.stdout, re.MULTILINE)) == NUM_KERNELS
+    everything = say(filled, "inspect")
+    assert (everything.exit_code, everything.stderr) == (0, "")
+    assert len(re.findall(r"^ (?:dispatch|combine|pre_reduce)/", everything.stdout, re.MULTILINE)) == NUM_SMALL
     combines = say(filled, "inspect", "combine")
-    assert len(re.findall(r"^ combine/", combines.stdout, re.MULTILINE)) == NUM_COMBINES
+    assert len(re.findall(r"^ combine/", combines.stdout, re.MULTILINE)) == NUM_SMALL_COMBINES
     assert "dispatch/" not in combines.stdout
     entry = next(cache.entries(filled))
     needs = entry.resources
@@ -171,24 +202,24 @@ def test_inspect_shows_what_kernels_need(filled: Path, say: Callable[..., Result
 
 @needs_nvrtc
 def test_inspect_of_an_unknown_name(filled: Path, say: Callable[..., Result]) -> None:
-    """Says which names there are."""
+    """The message says which names there are."""
     done = say(filled, "inspect", "mixer")
     assert (done.exit_code, done.stdout) == (1, "")
-    found = "no kernel in the cache is called mixer, nor has such a key; there are: combine, dispatch, presum"
+    found = "no kernel in the cache is called mixer, nor has such a key; there are: combine, dispatch, pre_reduce"
     assert done.stderr == f"tokenloom: {found}\n"
 
 
 @needs_nvrtc
 def test_clear(filled: Path, say: Callable[..., Result]) -> None:
-    """All of it is gone, and nothing is left to list."""
-    done = run(filled, "clear")
-    assert (done.returncode, done.stdout) == (0, f"{NUM_KERNELS} deleted\n")
+    """Nothing is left in the folder, nor to list."""
+    done = say(filled, "clear")
+    assert (done.exit_code, done.stdout) == (0, f"{NUM_SMALL} deleted\n")
     assert list(filled.iterdir()) == []
     assert say(filled, "list").stdout == f"0 kernels, 0 KiB, in {filled}\n"
 
 
 def test_an_empty_cache(tmp_path: Path, say: Callable[..., Result]) -> None:
-    """No folder yet, or a file in its place: nothing to show, nothing wrong."""
+    """No folder yet, or a file in its place, is nothing to show and nothing wrong."""
     (tmp_path / "file").write_text("not a folder")
     for folder in (tmp_path / "none", tmp_path / "file"):
         for command in ("list", "inspect"):
@@ -198,13 +229,17 @@ def test_an_empty_cache(tmp_path: Path, say: Callable[..., Result]) -> None:
 
 
 @needs_nvrtc
-def test_a_build_that_cannot_be_kept_fails(tmp_path: Path, say: Callable[..., Result]) -> None:
-    """Compiling ahead of time into nowhere is not what anybody wanted."""
+def test_a_build_that_cannot_be_kept_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, say: Callable[..., Result]
+) -> None:
+    """Nobody compiles ahead of time into nowhere on purpose."""
     folder = tmp_path / "file"
     folder.write_text("not a folder")
-    done = say(folder, "build", *SHAPE[:4], "--hidden", "4", "--top-k", "1")  # FP32 only: 14 kernels
+    code = (b"code", "Used 40 registers")
+    monkeypatch.setattr(cache, "compile_kernel", lambda spec: code)  # compiling is not what this is about
+    done = say(folder, "build", *SMALL)
     assert done.exit_code == 1
-    assert done.stderr == f"tokenloom: 14 could not be written to {folder}\n"
+    assert done.stderr == f"tokenloom: {NUM_SMALL} could not be written to {folder}\n"
 
 
 @pytest.mark.parametrize(
@@ -218,7 +253,7 @@ def test_a_build_that_cannot_be_kept_fails(tmp_path: Path, say: Callable[..., Re
 def test_impossible_shapes_are_refused(
     arguments: list[str], said: str, tmp_path: Path, say: Callable[..., Result]
 ) -> None:
-    """With the message that a communicator would give, before anything is compiled."""
+    """The message is that of a communicator, and comes before anything is compiled."""
     done = say(tmp_path, "build", *arguments)
     assert done.exit_code == 1
     assert said in done.stderr
@@ -228,7 +263,7 @@ def test_impossible_shapes_are_refused(
 def test_build_without_nvrtc_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, say: Callable[..., Result]
 ) -> None:
-    """In one line; the rest of the library works without it."""
+    """One line is enough: the rest of the library works without NVRTC."""
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     compiler.load_nvrtc.cache_clear()
     done = say(tmp_path, "build")
@@ -240,7 +275,7 @@ def test_build_without_nvrtc_says_what_to_install(
 def test_what_cannot_be_deleted_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, say: Callable[..., Result]
 ) -> None:
-    """Another user's entries: exit code 1, and where they are."""
+    """Entries may belong to another user: exit code 1, and where they are."""
 
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
@@ -255,7 +290,7 @@ def test_what_cannot_be_deleted_is_said(
 def test_kernels_of_other_versions_are_shown_too() -> None:
     """A cache may hold what another version wrote: constants that this one does not know, or others missing."""
     names = [
-        cache_commands.variant_name(made_entry(**shape))
+        kernel_cache.variant_name(made_entry(**shape))
         for shape in (
             {},
             {"num_ranks": 8, "what": 5},
@@ -275,15 +310,15 @@ def shown(table: Table) -> str:
 
 
 def test_inspect_shows_trouble() -> None:
-    """A kernel that spills: that is what one inspects it for."""
-    text = shown(cache_commands.inspect_table([made_entry(shared_bytes=4096)]))
+    """Spills are what one inspects a kernel for."""
+    text = shown(kernel_cache.inspect_table([made_entry(shared_bytes=4096)]))
     (line,) = [line for line in text.splitlines() if "mixer" in line]
     assert line.split()[:7] == ["mixer", "128", "40", "8", "16", "256", "4096"]
 
 
 @pytest.mark.parametrize("loads", [True, False], ids=["Hopper", "another GPU"])
 def test_occupancy_where_a_gpu_is(loads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked of the driver, with the dynamic shared memory of the launch; "-" on a GPU that cannot load the kernel."""
+    """The driver is asked, with the dynamic shared memory of the launch; "-" is a GPU that cannot load the kernel."""
 
     def blocks_per_sm(entry: Entry) -> int:
         if not loads:
@@ -291,15 +326,15 @@ def test_occupancy_where_a_gpu_is(loads: bool, monkeypatch: pytest.MonkeyPatch) 
         return {4096: 3}[entry.shared_bytes]
 
     monkeypatch.setattr(
-        cache_commands, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True, synchronize=list))
+        kernel_cache, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True, synchronize=list))
     )
-    monkeypatch.setattr(cache_commands, "blocks_per_sm", blocks_per_sm)
-    text = shown(cache_commands.inspect_table([made_entry(shared_bytes=4096)]))
+    monkeypatch.setattr(kernel_cache, "blocks_per_sm", blocks_per_sm)
+    text = shown(kernel_cache.inspect_table([made_entry(shared_bytes=4096)]))
     assert ("3" if loads else "-") in text.splitlines()[-2].split()
 
 
 def test_names_and_keys_select() -> None:
-    """A name in full or the beginning of a key."""
+    """A name in full, or the beginning of a key."""
     entries = [made_entry("ab" * 16), made_entry("cd" * 16)]
-    assert cache_commands.named(entries, "mixer") == entries
-    assert cache_commands.named(entries, "cd") == entries[1:]
+    assert kernel_cache.named(entries, "mixer") == entries
+    assert kernel_cache.named(entries, "cd") == entries[1:]

@@ -1,4 +1,4 @@
-"""The command line as a user runs it: new processes of ``python -m tokenloom``."""
+"""The command line as a whole: its help, its exit codes, and the demo through it."""
 
 from __future__ import annotations
 
@@ -8,37 +8,43 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.cli.borrowed import borrowed
 from tokenloom import __version__
-from tokenloom.backends.registry import BACKENDS
 from tokenloom.cli import app
-from tokenloom.demo import check
-from tokenloom.runtime.processes import RankContext
+from tokenloom.cli.terminal import FAILED, INTERRUPTED
+from tokenloom.demo import check, run
+from tokenloom.demo.model import ModelSize
+from tokenloom.runtime.processes import RankContext, RankPool
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "tokenloom"]
 LIMIT_S = 120.0
 INTERRUPT_LIMIT_S = 15.0
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+SMALL = ModelSize(num_experts=8, sequences=16, num_blocks=1, context=32)
 
 
 def test_help_lists_the_commands() -> None:
-    """The first thing a user types; also that running from the tree, not installed, works."""
-    done = run("--help")
+    """The first thing that a user types; it also works from the tree, without an installation."""
+    done = subprocess.run([*COMMAND, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
-    assert all(command in done.stdout for command in ("demo", "doctor", "bench", "cache", "--version"))
+    assert all(command in done.stdout for command in ("demo", "doctor", "bench", "cache", "tune", "--version"))
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    """Importing torch takes seconds, which no command that does not compute should cost."""
+    program = "import sys; from tokenloom.cli import app; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=LIMIT_S)
 
 
 def test_version() -> None:
-    """From the one place that has it."""
+    """The version comes from the one place that has it."""
     done = CliRunner().invoke(app.app, ["--version"])
     assert (done.exit_code, done.stdout) == (0, f"tokenloom {__version__}\n")
 
@@ -55,28 +61,69 @@ def test_version() -> None:
     ],
 )
 def test_bad_options_are_named(arguments: list[str], option: str) -> None:
-    """Exit code 2, the option at fault named, and nothing started."""
+    """The exit code is 2, the option at fault is named, and nothing starts."""
     done = CliRunner().invoke(app.app, arguments)
     assert done.exit_code == 2
     assert option in done.output
     assert "Traceback" not in done.output
 
 
+SIZES = {
+    "comm": ["--tokens", "--hidden", "--num-experts", "--top-k"],
+    "mega": ["--tokens", "--hidden", "--intermediate", "--num-experts", "--top-k"],
+    "train": ["--tokens", "--hidden", "--intermediate", "--num-experts", "--top-k", "--dtype"],
+    "tune": ["--tokens", "--hidden", "--intermediate", "--num-experts", "--top-k", "--dtype"],
+}
+
+
+@pytest.mark.parametrize("command", SIZES)
+def test_sizes_have_the_same_names_everywhere(command: str) -> None:
+    """What one command calls a size, all do; comm has no experts, and mega one dtype."""
+    words = ["tune"] if command == "tune" else ["bench", command]
+    shown = CliRunner().invoke(app.app, [*words, "--help"], env={"COLUMNS": "120"}).output
+    sizes = ["--tokens", "--hidden", "--intermediate", "--num-experts", "--top-k", "--dtype"]
+    assert [name for name in sizes if re.search(rf"{name}\b", shown)] == SIZES[command]
+
+
 def test_an_error_of_ours_is_a_message() -> None:
     """What is raised on purpose says what to do: exit code 1, on stderr, without a traceback."""
-    done = run("bench", "comm", "--case", "small", "--ranks", "3")
-    assert done.returncode == 1
-    assert done.stdout == ""
+    done = CliRunner().invoke(app.app, ["bench", "comm", "--case", "small", "--ranks", "3", "--device", "cpu"])
+    assert (done.exit_code, done.stdout) == (FAILED, "")
     assert "num_experts is 8, not divisible by the 3 ranks" in done.stderr
     assert "Traceback" not in done.stderr
 
 
+def test_ctrl_c_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the command does at that moment, shells see the code that they expect."""
+
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "run_demo", interrupted)
+    done = CliRunner().invoke(app.app, ["demo", "--device", "cpu"])
+    assert (done.exit_code, done.stderr) == (INTERRUPTED, "tokenloom: interrupted\n")
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_the_demo_exits_with_its_verdict(monkeypatch: pytest.MonkeyPatch, passed: bool) -> None:
+    """A demo that fails must not look like one that passes to a script."""
+    given: list[Any] = []
+
+    def run_demo(console: Any, *arguments: Any) -> bool:
+        given.extend(arguments)
+        return passed
+
+    monkeypatch.setattr(run, "run_demo", run_demo)
+    done = CliRunner().invoke(app.app, ["demo", "--ranks", "3", "--device", "cpu", "--steps", "7"])
+    assert done.exit_code == (0 if passed else FAILED)
+    assert given == [3, "cpu", 7]
+
+
 def test_doctor() -> None:
-    """The tables for people: the versions, every backend, and why the better ones were not picked."""
-    done = run("doctor")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    for word in ("torch", "NVRTC", "NCCL", "picked by auto", *BACKENDS):
+    """The tables for people: the versions, every backend, and why the better ones are not picked."""
+    done = CliRunner().invoke(app.app, ["doctor"])
+    assert (done.exit_code, done.stderr) == (0, "")
+    for word in ("torch", "NVRTC", "NCCL", "IPC namespace", "picked by auto", "nvlink", "collective"):
         assert word in done.stdout
 
 
@@ -88,23 +135,37 @@ def test_bench_comm_lists_its_cases() -> None:
     assert "128x7168 top-8 of 256" in done.stdout
 
 
-def test_demo_passes_and_learns() -> None:
-    """All three parts on two ranks, and the training is real: the loss falls by more than one nat in 15 steps."""
-    done = run("demo", "--ranks", "2", "--device", "cpu", "--steps", "15")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == ""
-    assert "FAIL" not in done.stdout
-    assert len(re.findall(r"PASS", done.stdout)) == 7 + 3 + 1  # check, training, verdict
-    found = re.search(r"Loss ([\d.]+) -> ([\d.]+) nats", done.stdout)
+def assert_passed_and_learned(shown: str) -> None:
+    assert "FAIL" not in shown
+    assert len(re.findall(r"PASS", shown)) == 7 + 3 + 1  # check, training, verdict
+    found = re.search(r"Loss ([\d.]+) -> ([\d.]+) nats", shown)
     assert found
     first, last = map(float, found.groups())
     assert last < first - 1
-    shares = re.search(r"Dispatch took (\d+)% and combine (\d+)% of a step", done.stdout)
+    shares = re.search(r"Dispatch took (\d+)% and combine (\d+)% of a step", shown)
     assert shares
     dispatch, combine = map(int, shares.groups())
     assert dispatch > 0
     assert combine > 0
     assert dispatch + combine < 100
+
+
+def test_the_demo_passes_and_learns(pools: Callable[[str], RankPool], capsys: pytest.CaptureFixture[str]) -> None:
+    """All three parts on two ranks, with a smaller model; its loss really falls, by more than one nat in 15 steps."""
+    from tokenloom.cli.terminal import console
+
+    with borrowed(run, pools):
+        assert run.run_demo(console(), 2, "cpu", 15, size=SMALL, profiled_steps=1)
+    assert_passed_and_learned(capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_the_whole_demo_as_a_process() -> None:
+    """As a user runs it, with ranks of its own and the model that it has."""
+    command = [*COMMAND, "demo", "--ranks", "2", "--device", "cpu", "--steps", "15"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    assert_passed_and_learned(done.stdout)
 
 
 def fail_on_rank_1(context: RankContext, *arguments: Any) -> Any:
@@ -121,7 +182,7 @@ def test_a_failing_rank_ends_the_demo_with_its_own_traceback(
     monkeypatch.setattr(sys, "argv", ["tokenloom", "demo", "--ranks", "2", "--device", "cpu"])
     with pytest.raises(SystemExit) as ended:
         app.main()
-    assert ended.value.code == 1
+    assert ended.value.code == FAILED
     shown = capfd.readouterr().err
     assert "rank 1 of 2 failed" in shown
     assert "in fail_on_rank_1" in shown
@@ -129,6 +190,7 @@ def test_a_failing_rank_ends_the_demo_with_its_own_traceback(
     assert shown.count("Traceback") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="counts processes in /proc")
 def test_ctrl_c_ends_the_demo_cleanly() -> None:
     """During training: exit code 130 within seconds, a line instead of tracebacks, and no process left behind."""
@@ -139,7 +201,7 @@ def test_ctrl_c_ends_the_demo_cleanly() -> None:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # A shell starts what runs in its background with the signal ignored, the tests maybe, and so their children.
+        # A shell starts what runs in its background, tests too, with the signal ignored, and children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
@@ -149,7 +211,7 @@ def test_ctrl_c_ends_the_demo_cleanly() -> None:
         assert len(session_members(process.pid)) >= 3, "the command and its ranks"
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         _, errors = process.communicate(timeout=INTERRUPT_LIMIT_S)
-        assert process.returncode == app.INTERRUPTED
+        assert process.returncode == INTERRUPTED
         assert errors == "tokenloom: interrupted\n"
         deadline = time.monotonic() + INTERRUPT_LIMIT_S
         while session_members(process.pid) and time.monotonic() < deadline:

@@ -1,2 +1,6 @@
-"""``tokenloom bench``: what is measured (cases.py, series.py), how (inputs.py, comm.py, timing.py, peers.py), over how
-many bytes (traffic.py), and how it is told (setup.py, rows.py, plot.py). run.py puts them together."""
+"""What ``tokenloom bench`` and ``tokenloom tune`` measure.
+
+Each command has a folder (``comm/``, ``mega/``, ``train/``; ``tune.py``) with the same stages: what the operation is
+given, how its samples are taken on a rank, how samples become rows, and ``run.py``, which puts them together.
+``common/`` is shared by all of them; ``rivals/`` is everything that measures somebody else's code.
+"""

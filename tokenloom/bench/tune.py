@@ -1,4 +1,4 @@
-"""``tokenloom tune``: measures strategies on ranks of its own, shows what it found, and says where the choice is."""
+"""Runs ``tokenloom tune``: measures strategies on its own ranks, shows what it found and where the choice is kept."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from rich.console import Console
 
 from tokenloom import env
 from tokenloom.backends import registry
-from tokenloom.bench.cases import Shape
-from tokenloom.bench.rows import write_json
-from tokenloom.bench.series import TRANSPORTS
-from tokenloom.bench.setup import run_setup
+from tokenloom.bench.common.rows import write_json
+from tokenloom.bench.common.setup import TRANSPORTS, run_setup
+from tokenloom.bench.common.shape import DTYPES, Shape
 from tokenloom.runtime.processes import RankContext, RankPool
 from tokenloom.tune.profiler import Profile, profile
 
 LIMIT_S = 500.0
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LEGEND = (
-    "With GEMM: dispatch and the product of gates and ups; the product of outputs and combine. Alone: the transfer "
+    "With GEMM: dispatch and the GEMM of gates and ups; the GEMM of outputs and combine. Alone: the transfer "
     "without it. Gradient: the transfer backward. Score: with GEMM + gradient. GB/s: bytes that leave the busiest "
     "rank, by the time of the transfer alone; 1 GB is 1e9 bytes."
 )
@@ -45,12 +43,13 @@ def run_tune(
     """Measure, print a table, keep the choice, and write the file that was asked for.
 
     Args:
-        console: for the table.
-        num_ranks: W. device: "cpu" or "cuda".
+        console: where the table goes.
+        num_ranks: W.
+        device: "cpu" or "cuda".
         shape, intermediate, skew, backend, iterations: see :func:`tokenloom.tune.profiler.profile`.
         dtype: one of DTYPES.
         command: the arguments of ``tokenloom``, for the record.
-        json_file: the rows with their setup.
+        json_file: file for the rows with their setup.
 
     Raises:
         InvalidArgument: the shape does not fit the ranks.
@@ -59,7 +58,7 @@ def run_tune(
     """
     sizes = shape.plan(num_ranks)
     here = registry.availability(TRANSPORTS[device], torch.device(device), sizes, DTYPES[dtype])
-    registry.choose(backend, [here])  # said by the command, rather than by a rank with its traceback
+    registry.choose(backend, [here])  # or a rank would say it, with its traceback
     options: dict[str, Any] = {"intermediate": intermediate, "dtype": DTYPES[dtype], "skew": skew, "backend": backend}
     with RankPool(num_ranks, device) as pool, console.status(f"measuring on {num_ranks} ranks"):
         results = pool.run(profile_on_rank, **asdict(shape), **options, iterations=iterations, limit_s=LIMIT_S)
@@ -81,5 +80,5 @@ def run_tune(
 
 
 def profile_on_rank(context: RankContext, **options: Any) -> Profile:
-    """On one rank. Collective."""
+    """Profile on one rank. Collective."""
     return profile(context.group, device=context.device, **options)

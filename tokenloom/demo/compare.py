@@ -1,4 +1,4 @@
-"""Differences, and whether they are within their tolerance."""
+"""Differences between tensors, and whether they are within their tolerance."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 @dataclass(frozen=True)
 class Difference:
-    """How far values are from what they should be.
+    """Distance of values from what they should be.
 
     Attributes:
-        what: was compared.
-        num_values: how many numbers.
-        largest: absolute difference; infinite where shapes differ.
+        what: name of what was compared.
+        num_values: number of values.
+        largest: largest absolute difference; infinite where shapes differ.
         total: sum of the absolute differences.
         tolerance: largest difference that passes; 0 is exact.
     """
@@ -39,7 +39,7 @@ class Difference:
 
 
 def merge(by_rank: Sequence[Sequence[Difference]]) -> list[Difference]:
-    """The same comparisons on several ranks, as one of each."""
+    """Merge the same comparisons of several ranks: the worst rank decides."""
     return [
         Difference(
             what=parts[0].what,
@@ -72,6 +72,6 @@ def compare(
 
 
 def _largest(values: Iterable[float]) -> float:
-    """Maximum that does not lose a NaN."""
+    """The maximum, or NaN if there is one."""
     found = list(values)
     return math.nan if any(map(math.isnan, found)) else max(found)

@@ -1,8 +1,9 @@
-"""A small mixture-of-experts language model over bytes: the demo's ordinary user of ExpertParallelMoE."""
+"""A small mixture-of-experts language model over bytes, which uses ExpertParallelMoE as any program would."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,11 +22,14 @@ class ModelSize:
     """Sizes of the model and of one step.
 
     Attributes:
-        num_experts: E of each block; top_k: K.
-        hidden: H. intermediate: I of one expert. heads: of the attention.
-        num_blocks: attention and experts, one after the other.
+        num_experts: E of each block.
+        sequences: sequences in the batch of one step, over all ranks.
+        top_k: K.
+        hidden: H.
+        intermediate: I, the width of one expert.
+        heads: heads of the attention.
+        num_blocks: blocks, each with attention and experts.
         context: tokens in a sequence.
-        sequences: in the batch of one step, over all ranks.
         balance_coef: weight of the balance loss.
     """
 
@@ -45,15 +49,21 @@ class ModelSize:
         return self.sequences * self.context
 
 
+def _made_on(device: torch.device) -> dict[str, Any]:
+    """Where modules make their parameters, and of which dtype, whatever the process's defaults are."""
+    return {"device": device, "dtype": torch.float32}
+
+
 class Attention(nn.Module):
     """Causal self-attention, [B, S, H] -> [B, S, H]."""
 
-    def __init__(self, hidden: int, heads: int) -> None:
+    def __init__(self, hidden: int, heads: int, device: torch.device) -> None:
         super().__init__()
         self.heads = heads
-        # No biases: the one of the keys has no effect, so its gradient is rounding noise, which Adam would scale up.
-        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
-        self.out = nn.Linear(hidden, hidden, bias=False)
+        made = _made_on(device)
+        # No biases: that of the keys has no effect, so its gradient is rounding noise, which Adam would scale up.
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False, **made)
+        self.out = nn.Linear(hidden, hidden, bias=False, **made)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
@@ -62,12 +72,13 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then experts, each beside a residual: [B, S, H] -> ([B, S, H], balance loss)."""
+    """Attention, then experts, each with a residual connection: [B, S, H] -> ([B, S, H], balance loss)."""
 
     def __init__(self, size: ModelSize, comm: Communicator) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(size.hidden), nn.RMSNorm(size.hidden)
-        self.attention = Attention(size.hidden, size.heads)
+        made = _made_on(comm.device)
+        self.norm1, self.norm2 = nn.RMSNorm(size.hidden, **made), nn.RMSNorm(size.hidden, **made)
+        self.attention = Attention(size.hidden, size.heads, comm.device)
         self.experts = ExpertParallelMoE(
             comm=comm,
             hidden=size.hidden,
@@ -75,6 +86,7 @@ class Block(nn.Module):
             num_experts=size.num_experts,
             top_k=size.top_k,
             balance_coef=size.balance_coef,
+            dtype=torch.float32,
         )
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,16 +100,17 @@ class LanguageModel(nn.Module):
 
     Args:
         size: sizes of the model.
-        comm: shared by the experts of all blocks.
+        comm: the communicator that the experts of all blocks share.
     """
 
     def __init__(self, size: ModelSize, comm: Communicator) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, size.hidden)
-        self.positions = nn.Parameter(torch.empty(size.context, size.hidden))
+        made = _made_on(comm.device)
+        self.embedding = nn.Embedding(VOCABULARY, size.hidden, **made)
+        self.positions = nn.Parameter(torch.empty(size.context, size.hidden, **made))
         self.blocks = nn.ModuleList(Block(size, comm) for _ in range(size.num_blocks))
-        self.norm = nn.RMSNorm(size.hidden)
-        self.head = nn.Linear(size.hidden, VOCABULARY, bias=False)
+        self.norm = nn.RMSNorm(size.hidden, **made)
+        self.head = nn.Linear(size.hidden, VOCABULARY, bias=False, **made)
 
     def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.embedding(tokens) + self.positions
@@ -108,14 +121,15 @@ class LanguageModel(nn.Module):
         return self.head(self.norm(x)), aux_loss
 
     def reset_parameters(self, seed: int) -> None:
-        """The same full model for any number of ranks, drawn on the CPU."""
+        """Draw the weights on the CPU: the same full model for any number of ranks."""
         layers = [module for module in self.modules() if isinstance(module, ExpertParallelMoE)]
         own = {parameter for layer in layers for parameter in layer.parameters()}
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(device="cpu").manual_seed(seed)
         with torch.no_grad():
             for parameter in self.parameters():
                 if parameter not in own and parameter.ndim > 1:  # the norms' scales start at 1
-                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
+                    drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
+                    parameter.copy_(drawn * parameter.shape[-1] ** -0.5)
         for number, layer in enumerate(layers):
             layer.reset_parameters(seed=seed + number)
 
@@ -130,6 +144,6 @@ def make_model(context: RankContext, size: ModelSize, seed: int) -> LanguageMode
         max_tokens_per_rank=-(-size.sequences // context.num_ranks) * size.context,
         device=context.device,
     )
-    model = LanguageModel(size, comm).to(context.device)
+    model = LanguageModel(size, comm)
     model.reset_parameters(seed)
     return model

@@ -1,4 +1,4 @@
-"""What ``tokenloom demo`` does and prints."""
+"""Runs ``tokenloom demo``: checks, trains, compares, and prints what it finds."""
 
 from __future__ import annotations
 
@@ -22,21 +22,32 @@ MIN_EXPERTS = 8
 MIN_SEQUENCES = 16
 
 GRADIENT_TOLERANCE = 1e-4
-"""Of the first step's gradients, relative to the largest one of each parameter: rounding, through the whole model."""
+"""Tolerance of the first step's gradients, relative to each parameter's largest: rounding through the whole model."""
 EARLY_STEPS, EARLY_TOLERANCE = 20, 1e-3
-"""Rounding grows slowly, but where two experts score almost alike it can swap them for a token; one token in a step
-is this much of the loss at most."""
+"""Tolerance of the first losses. Rounding can swap two experts that score almost alike; one such token in a step is at
+most this much of the loss."""
 LOSS_TOLERANCE = 0.05
-"""After many steps: such swaps have moved the weights a little. Losses of successive batches differ by more."""
+"""Tolerance after many steps, when such swaps have moved the weights. Losses of successive batches differ by more."""
 
 
-def run_demo(console: Console, num_ranks: int, device: str, steps: int) -> bool:
+def run_demo(
+    console: Console,
+    num_ranks: int,
+    device: str,
+    steps: int,
+    *,
+    size: ModelSize | None = None,
+    profiled_steps: int = train.PROFILED_STEPS,
+) -> bool:
     """Check against the reference, train on all ranks, train on one, compare.
 
     Args:
-        console: to print on.
-        num_ranks: at least 2. device: "cpu" (gloo) or "cuda" (NCCL).
-        steps: of the training, at least 1.
+        console: where everything is printed.
+        num_ranks: at least 2.
+        device: "cpu" (gloo) or "cuda" (NCCL).
+        steps: training steps, at least 1.
+        size: the model; None: the demo's own. Tests take a smaller one.
+        profiled_steps: further steps in which shares are measured, at least 1.
 
     Returns:
         Whether everything passed.
@@ -46,13 +57,14 @@ def run_demo(console: Console, num_ranks: int, device: str, steps: int) -> bool:
     """
     began = time.monotonic()
     num_experts = num_ranks * -(-MIN_EXPERTS // num_ranks)
+    size = size or ModelSize(num_experts, max(MIN_SEQUENCES, num_ranks))
     where = "GPUs over NCCL" if device == "cuda" else "processes on the CPU over gloo"
     console.print(f"[bold]tokenloom demo[/bold]: {num_ranks} ranks, {where}")
     with RankPool(num_ranks, device) as pool:
         with console.status(f"starting {num_ranks} ranks"):
             results = pool.run(check.check_on_rank, num_experts, SEED)
         differences = _show_check(console, results)
-        differences += _train_and_compare(console, pool, ModelSize(num_experts, max(MIN_SEQUENCES, num_ranks)), steps)
+        differences += _train_and_compare(console, pool, size, steps, profiled_steps)
     passed = all(difference.passed for difference in differences)
     verdict = "[bold green]PASS[/]: everything agrees" if passed else "[bold red]FAIL[/]: see the tables above"
     console.print(f"{verdict}. {time.monotonic() - began:.0f} s in all.")
@@ -72,14 +84,16 @@ def _show_check(console: Console, results: Sequence[tuple[str, list[Difference]]
     console.print(_table(differences))
     console.print(
         "Moved data must be equal, and so must every sum of combine, because its order and its roundings are fixed. "
-        f"The layer also has matrix products, whose order of {check.HIDDEN} and {check.INTERMEDIATE} additions is up "
+        f"The layer also has GEMMs, whose order of {check.HIDDEN} and {check.INTERMEDIATE} additions is up "
         "to the machine: each may round by 2^-24 of the result."
     )
     console.print()
     return differences
 
 
-def _train_and_compare(console: Console, pool: RankPool, size: ModelSize, steps: int) -> list[Difference]:
+def _train_and_compare(
+    console: Console, pool: RankPool, size: ModelSize, steps: int, profiled_steps: int
+) -> list[Difference]:
     text, source = read_standard_library()
     num_ranks = pool.num_ranks
     console.print(
@@ -87,7 +101,7 @@ def _train_and_compare(console: Console, pool: RankPool, size: ModelSize, steps:
         f"attention and {size.num_experts} experts, {size.num_experts // num_ranks} on each rank, of which every byte "
         f"uses {size.top_k}. {size.tokens_per_step} bytes a step over all ranks; float32; AdamW."
     )
-    many = _train(console, pool, f"on {num_ranks} ranks", num_ranks, text, size, steps)
+    many = _train(console, pool, f"on {num_ranks} ranks", num_ranks, text, size, steps, profiled_steps)
     losses = many[0].losses
     dispatch, combine = (
         float(np.mean([getattr(trained, share) for trained in many])) for share in ("dispatch_share", "combine_share")
@@ -95,7 +109,7 @@ def _train_and_compare(console: Console, pool: RankPool, size: ModelSize, steps:
     console.print(
         f"Loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte in {steps} steps, "
         f"{many[0].tokens_per_s:,.0f} tokens/s. Dispatch took {dispatch:.0%} and combine {combine:.0%} of a step, "
-        f"forward and backward, waiting for other ranks included (torch.profiler over {train.PROFILED_STEPS} more "
+        f"forward and backward, waiting for other ranks included (torch.profiler over {profiled_steps} more "
         "steps, mean over ranks).",
         highlight=False,
     )
@@ -118,7 +132,14 @@ def _train_and_compare(console: Console, pool: RankPool, size: ModelSize, steps:
 
 
 def _train(
-    console: Console, pool: RankPool, title: str, num_ranks: int, text: bytes, size: ModelSize, steps: int
+    console: Console,
+    pool: RankPool,
+    title: str,
+    num_ranks: int,
+    text: bytes,
+    size: ModelSize,
+    steps: int,
+    profiled_steps: int = 0,
 ) -> list[train.Trained]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}"))
     with Progress(*columns, console=console) as progress:
@@ -135,7 +156,7 @@ def _train(
             size,
             steps,
             SEED,
-            num_ranks > 1,
+            profiled_steps,
             ranks=num_ranks,
             limit_s=120 + 5 * steps,
             on_event=show,
@@ -143,10 +164,10 @@ def _train(
 
 
 def compare_runs(many: list[train.Trained], one: list[train.Trained]) -> list[Difference]:
-    """Two runs of the same training on other numbers of ranks.
+    """Compare two runs of the same training on different numbers of ranks.
 
     Args:
-        many, one: results by rank.
+        many, one: what the ranks know afterwards, by rank.
     """
     wanted = train.full_gradients(one)
     got = train.full_gradients(many)
@@ -165,7 +186,7 @@ def compare_runs(many: list[train.Trained], one: list[train.Trained]) -> list[Di
 
 
 def _curves(many: list[float], one: list[float], num_ranks: int) -> Table:
-    """Both losses at a few steps."""
+    """A table of both losses at a few steps."""
     table = Table("step", f"loss on {num_ranks} ranks", "loss on 1 rank", "difference")
     for column in table.columns:
         column.justify = "right"

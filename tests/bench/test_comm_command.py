@@ -1,0 +1,156 @@
+"""``tokenloom bench comm`` as a command: its rows, its files, its chart, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.bench.test_comm import SHAPE
+from tests.cli.borrowed import borrowed
+from tokenloom.bench.comm import chart, rows, run, traffic
+from tokenloom.bench.comm.cases import OPERATIONS
+from tokenloom.bench.comm.series import Contestant, Series
+from tokenloom.bench.common import setup
+from tokenloom.bench.common.shape import Shape
+from tokenloom.cli import app
+from tokenloom.cli.terminal import FAILED
+from tokenloom.runtime.processes import RankPool
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 60.0
+
+
+def test_times_become_a_row() -> None:
+    """By hand: the slowest rank of each sample counts, and percentiles are values that were measured."""
+    times = [[10.0, 50.0, 10.0, 10.0], [20.0, 20.0, 40.0, 30.0]]  # slowest: 20, 50, 40, 30
+    row = rows.make_row("a name", times, traffic.Traffic(60_000, 90_000), 16, {"layout": "token"})
+    assert (row.name, row.num_sms) == ("a name", 16)
+    assert (row.p50_us, row.p99_us, row.slowest_rank) == (30.0, 50.0, 1)
+    assert row.physical_gbytes_per_s == pytest.approx(60e3 / 30e-6 / 1e9)
+    assert row.logical_gbytes_per_s == pytest.approx(90e3 / 30e-6 / 1e9)
+    assert row.setup == {"layout": "token", "physical_bytes": 60_000, "logical_bytes": 90_000}
+
+
+ARGUMENTS = ["bench", "comm", "--device", "cpu", "--ranks", "2", "--iterations", "4", "--case", "small"]
+
+
+def assert_rows(file: Path, shown: str, tokens: list[int], command: list[str]) -> None:
+    """Every operation has its row in the table and in the file, which says where they come from."""
+    found = json.loads(file.read_text())
+    assert [row["name"] for row in found["rows"]] == [
+        f"{each.name}/collective/ep2/t{num_tokens}/h256/k2/{each.payload}/{each.layout}/wall"
+        for num_tokens in tokens
+        for each in OPERATIONS
+    ]
+    assert {"commit", "tokenloom", "torch", "nccl", "driver", "device_name"} <= found["setup"].keys()
+    assert (found["setup"]["num_ranks"], found["setup"]["device"]) == (2, "cpu")
+    assert found["setup"]["command"] == " ".join(["tokenloom", *command])
+    assert [note.split()[0] for note in found["notes"]] == ["nvlink", "deep_ep"]
+    assert all(note in shown for note in found["notes"])
+    for row in found["rows"]:
+        assert row["name"] in shown
+        assert 0 < row["p50_us"] <= row["p99_us"]
+        assert row["slowest_rank"] in (0, 1)
+        assert 0 < row["physical_gbytes_per_s"] < row["logical_gbytes_per_s"]
+        assert row["num_sms"] is None
+        assert {"routing_seed", "sizes", "calls_per_sample", "rounds"} <= row["setup"].keys()
+        assert (row["setup"]["hidden"], row["setup"]["iterations"]) == (256, 4)
+
+
+def test_command(pools: Callable[[str], RankPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two ranks and other sizes than the case's, with all of its files."""
+    json_file, png_file = tmp_path / "rows.json", tmp_path / "chart.png"
+    command = [*ARGUMENTS, "--tokens", "16,24", "--json", str(json_file), "--plot", str(png_file)]
+    monkeypatch.setattr(sys, "argv", ["tokenloom", *command])
+    with borrowed(run, pools):
+        done = CliRunner().invoke(app.app, command)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert png_file.read_bytes().startswith(b"\x89PNG")
+    assert_rows(json_file, done.stdout, [16, 24], command)
+
+
+@pytest.mark.slow
+def test_command_as_a_process(tmp_path: Path) -> None:
+    """As a user runs it, with ranks of its own."""
+    file = tmp_path / "rows.json"
+    command = [*ARGUMENTS, "--tokens", "16", "--json", str(file)]
+    started = [sys.executable, "-m", "tokenloom", *command]
+    done = subprocess.run(started, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert_rows(file, done.stdout, [16], command)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--backends", "nvlink,mpi"], "--backends"),
+        (["--backends", ""], "--backends"),
+        (["--tokens", "0"], "--tokens"),
+        (["--tokens", "8,many"], "--tokens"),
+        (["--num-sms", "-4"], "--num-sms"),
+        (["--hidden", "0"], "--hidden"),
+        (["--plot", "/no/such/folder/chart.png"], "--plot"),
+        (["--plot", "chart.svg"], "ends in .png"),
+        (["--json", "/no/such/folder/rows.json"], "--json"),
+        (["--num-sms", "64"], "num_sms is 64, expected 1 to 32"),
+        (["--only", "no/such"], "no row has no/such in its name"),
+        (["--top-k", "9", "--num-experts", "8"], "top_k is 9"),
+        (["--backends", "nvlink"], "nothing to measure: nvlink"),
+    ],
+)
+def test_bad_options_start_nothing(arguments: list[str], said: str) -> None:
+    """A message names what is wrong; there is no traceback, and no process is started."""
+    with mock.patch.object(RankPool, "start", side_effect=AssertionError("ranks were started")):
+        done = CliRunner().invoke(app.app, ["bench", "comm", "--device", "cpu", *arguments])
+    assert done.exit_code in (1, 2)
+    assert isinstance(done.exception, SystemExit)
+    assert said in " ".join(done.output.replace("│", " ").split())
+
+
+def test_a_plot_without_matplotlib_starts_nothing(tmp_path: Path) -> None:
+    """matplotlib is no dependency; who asks for a chart without it learns so before minutes of measuring."""
+    hidden = mock.patch.dict(sys.modules, {"matplotlib.figure": None})
+    with hidden, mock.patch.object(RankPool, "start", side_effect=AssertionError("ranks were started")):
+        chart = ["--plot", str(tmp_path / "chart.png")]
+        done = CliRunner().invoke(app.app, ["bench", "comm", "--device", "cpu", *chart])
+    assert done.exit_code == FAILED
+    assert "--plot needs matplotlib" in done.output
+    assert "pip install" in done.output
+
+
+def test_a_chart_shows_every_row(tmp_path: Path) -> None:
+    """A chart for each shape, a bar of the right length for each row, and a title that says where it was measured."""
+    figures = pytest.importorskip("matplotlib.figure")
+    shapes = [SHAPE, Shape(8, 256, 2, 8)]
+    who = [Contestant("nvlink", "events", 8), Contestant("nvlink", "graph", 8), Contestant("collective", "events")]
+    made = []
+    for shape in shapes:
+        for operation in OPERATIONS[:3]:
+            for each in who[len(made) % 2 :]:  # not everybody has every operation
+                where = asdict(shape) | {"payload": operation.payload, "layout": operation.layout}
+                where |= {"operation": operation.name, "backend": each.backend, "timing": each.timing}
+                row = Series(shape, operation, each).name(2)
+                times = [[10.0 + len(made)]]
+                made.append(rows.make_row(row, times, traffic.Traffic(1, 2), each.num_sms, where))
+    about = setup.run_setup("cpu", 2, ["bench", "comm"]) | {"device_name": "a machine", "commit": "abc"}
+    drawn = []
+    with mock.patch.object(figures.Figure, "savefig", lambda figure, *args, **kwargs: drawn.append(figure)):
+        chart.write_png(tmp_path / "chart.png", about, made)
+    (figure,) = drawn
+    assert len(figure.axes) == len(shapes)
+    for axes, shape in zip(figure.axes, shapes, strict=True):
+        expected = [row.p50_us for row in made if row.setup["num_tokens"] == shape.num_tokens]
+        assert sorted(bar.get_width() for bar in axes.patches) == expected
+        assert [tick.get_text() for tick in axes.get_yticklabels()] == list(map(str, OPERATIONS[:3]))
+        assert f"{shape.num_tokens} tokens a rank" in axes.get_title()
+    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert sorted(labels) == ["collective, events", "nvlink, 8 SMs, events", "nvlink, 8 SMs, graph"]
+    assert all(word in figure.get_suptitle() for word in ("2 ranks on a machine", "torch", "abc"))

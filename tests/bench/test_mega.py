@@ -1,0 +1,435 @@
+"""What ``tokenloom bench mega`` makes of times, what its command takes, and that it runs where there are GPUs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from tests.bench.test_mega_measure import SHAPE, STAGES, fake_deep_gemm
+from tests.conftest import NUM_GPUS, WHY_NO_HOPPER
+from tokenloom.bench.common import timing
+from tokenloom.bench.mega import measure, run, trace, work
+from tokenloom.bench.mega import rows as mega_rows
+from tokenloom.bench.mega.rows import Measured, MegaRow, Samples
+from tokenloom.bench.mega.trace import TracedCall
+from tokenloom.bench.mega.work import MegaShape
+from tokenloom.cli import app
+from tokenloom.cli.terminal import FAILED
+from tokenloom.kernels.gemm.launch import TRACE_ROLES
+from tokenloom.runtime.processes import RankPool
+
+EXPERT_BYTES = 3 * 256 * 128
+
+
+# -- the work -------------------------------------------------------------------------------------------------------
+
+
+def test_routing_is_masked_and_skewed() -> None:
+    """A token gets different experts; the favourite of Zipf's law gets most tokens, and is the same on all ranks."""
+    even = SHAPE.topk_ids(0, 1000)
+    assert even.dtype == torch.int32
+    assert (even[:, 0] != even[:, 1]).all()
+    assert not even.equal(SHAPE.topk_ids(1, 1000))
+    masked = MegaShape(256, 128, 4, 2, masked_ratio=0.25).topk_ids(0, 1000)
+    assert 0.2 < (masked < 0).float().mean() < 0.3
+    skewed = [MegaShape(256, 128, 64, 2, skew=2.0).topk_ids(rank, 1000).flatten().bincount() for rank in (0, 1)]
+    assert skewed[0].argmax() == skewed[1].argmax()
+    assert skewed[0].max() > 700
+    assert SHAPE.topk_ids(0, 0).shape == (0, 2)
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Two ranks with two experts each: token 0 of rank 0 goes to both, everything else stays or is unused."""
+    ids = [torch.tensor([[0, 2], [1, 1]]), torch.tensor([[3, -1], [-1, -1]])]
+    monkeypatch.setattr(MegaShape, "topk_ids", lambda self, rank, num_tokens: ids[rank])
+    return ids
+
+
+def test_work_by_hand(two_ranks: list[torch.Tensor]) -> None:
+    """Rank 0 has three routes on its two experts, rank 1 two on its two; rank 0 sends a row, rank 1 a result."""
+    found = work.work(SHAPE, 2, 2)
+    assert found.flops == 5 / 2 * 2 * EXPERT_BYTES
+    assert found.busiest_flops == 3 * 2 * EXPERT_BYTES
+    assert found.weight_bytes == 2 * EXPERT_BYTES
+    assert work.bytes_out(SHAPE, 2, 0, two_ranks) == 256 + 256 // 128 * 4
+    assert work.bytes_out(SHAPE, 2, 1, two_ranks) == found.sent_bytes == 256 * 2
+
+
+def test_work_of_shared_experts(two_ranks: list[torch.Tensor]) -> None:
+    """Every rank reads their weights and computes all of its tokens with them; nothing of that crosses a link."""
+    found = work.work(MegaShape(256, 128, 4, 2, num_shared_experts=3), 2, 2)
+    assert found.flops == (5 / 2 + 3 * 2) * 2 * EXPERT_BYTES
+    assert found.busiest_flops == (3 + 3 * 2) * 2 * EXPERT_BYTES
+    assert found.weight_bytes == (2 + 3) * EXPERT_BYTES
+    assert found.sent_bytes == 256 * 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "floor_us"),
+    [
+        ((1, 1, 4_370_000, 1), 1),  # HBM
+        ((1, 2_776_000_000, 1, 1), 2),  # arithmetic
+        ((1, 1, 1, 1_041_000), 3),  # links
+    ],
+)
+def test_the_floor_is_what_takes_longest(sizes: tuple[int, int, int, int], floor_us: float) -> None:
+    """A microsecond of HBM, two of arithmetic or three of links, each beside next to nothing of the others."""
+    assert work.Work(*sizes).floor_us == pytest.approx(floor_us)
+
+
+# -- rows -----------------------------------------------------------------------------------------------------------
+
+
+def made_up(rank: int, num_tokens: int = 1, rival: bool = True, graph: bool = True) -> Measured:
+    """Samples of three replays that no two ranks, layers or numbers of tokens share."""
+    base = 100.0 * num_tokens + 10 * rank
+    stages = {stage: [base + 3 * i, base + 1 + 3 * i, base + 2 + 3 * i] for i, stage in enumerate(STAGES)}
+    ours = Samples([base, base + 4, base + 1], [base + 20, base + 24, base + 21], stages)
+    if not rival:
+        return Measured(ours)
+    why_not = "" if graph else "a call waits for the host"
+    theirs = Samples([2 * us for us in ours.graph] if graph else [], [3 * us for us in ours.events], {}, why_not)
+    return Measured(ours, theirs, 0.0005 + rank * 1e-4)
+
+
+def test_numbers_of_a_row(two_ranks: list[torch.Tensor]) -> None:
+    """By hand: the slowest rank of each sample counts, by graph, by events and in each stage."""
+    by_rank = [
+        Measured(Samples([10.0, 14.0, 11.0], [20.0, 20.0, 20.0], {"dispatch": [1.0, 2.0, 3.0]})),
+        Measured(Samples([12.0, 13.0, 15.0], [30.0, 10.0, 40.0], {"dispatch": [2.0, 2.0, 2.0]})),
+    ]
+    (row,) = mega_rows.make_rows(SHAPE, 2, 2, 3, False, by_rank)
+    assert (row.name, row.who) == ("mega/ep2/t2/h256/i128/e4/k2/graph", "tokenloom")
+    assert (row.p50_us, row.p99_us, row.slowest_rank) == (14.0, 15.0, 1)
+    assert (row.events_us, row.stages_us) == (30.0, {"dispatch": 2.0})
+    assert row.hbm_gbytes_per_s == pytest.approx(2 * EXPERT_BYTES / 14.0 / 1e3)
+    assert row.nvlink_gbytes_per_s == pytest.approx(256 * 2 / 14.0 / 1e3)
+    assert row.tflops == pytest.approx(5 / 2 * 2 * EXPERT_BYTES / 14.0 / 1e6)
+    assert row.floor_us == pytest.approx(2 * EXPERT_BYTES / work.HBM_GBYTES_PER_S / 1e3)
+    assert row.times_floor == pytest.approx(14.0 / row.floor_us)
+    assert (row.cold, row.rival, row.rival_ratio, row.rival_difference) == (False, None, None, None)
+    assert (row.setup["calls_per_sample"], row.setup["num_tokens"]) == (timing.GRAPH_CALLS, 2)
+
+
+def test_a_rival_has_a_row_of_its_own() -> None:
+    """Named after it; ours holds the ratio of the two and the largest difference of the outputs."""
+    ours, theirs = mega_rows.make_rows(SHAPE, 2, 1, 3, True, [made_up(0), made_up(1)])
+    assert ours.name == "mega/ep2/t1/h256/i128/e4/k2/graph/cold"
+    assert theirs.name == "mega/deep_gemm/ep2/t1/h256/i128/e4/k2/graph/cold"
+    assert (ours.rival, ours.rival_ratio) == ("deep_gemm", theirs.p50_us / ours.p50_us) == ("deep_gemm", 2.0)
+    assert ours.rival_difference == pytest.approx(0.0006)
+    assert (theirs.rival, theirs.rival_ratio, theirs.stages_us) == (None, None, {})
+    assert theirs.floor_us == ours.floor_us
+    assert theirs.events_us == 3 * ours.events_us
+    assert ours.cold
+    assert theirs.cold
+    assert ours.setup["calls_per_sample"] == 1
+    assert (ours.setup["x"], theirs.setup["x"][:13]) == ("bfloat16", "float8_e4m3fn")
+
+
+def test_without_a_graph_events_are_compared() -> None:
+    """A rival that cannot be captured: its row says so, and its ratio is one of like and like."""
+    ours, theirs = mega_rows.make_rows(SHAPE, 2, 1, 3, False, [made_up(0, graph=False), made_up(1, graph=False)])
+    assert ours.name.endswith("/graph")
+    assert theirs.name == "mega/deep_gemm/ep2/t1/h256/i128/e4/k2/events"
+    assert theirs.p50_us == theirs.events_us == 3 * ours.events_us
+    assert ours.rival_ratio == 3.0
+    assert theirs.setup["calls_per_sample"] == 1
+    note, outputs = mega_rows.notes([ours, theirs, ours, theirs])
+    assert "deep_gemm: its calls could not be captured (a call waits for the host)" in note
+    assert "0.0006" in outputs
+    assert "deep_gemm, events" in shown([ours, theirs])
+
+
+@pytest.mark.parametrize(("differences", "said"), [((0.001, 0.009), "agree"), ((0.001, 0.02), "DO NOT")])
+def test_outputs_that_differ_are_told(differences: tuple[float, float], said: str) -> None:
+    rows = [
+        mega_rows.make_rows(SHAPE, 1, 1, 3, False, [Measured(made.ours, made.rival, difference)])[0]
+        for made, difference in zip([made_up(0), made_up(0)], differences, strict=True)
+    ]
+    (note,) = mega_rows.notes(rows)
+    assert said in note
+
+
+def test_not_a_number_is_the_largest_difference() -> None:
+    """On any rank, first or last: a maximum that loses NaN would call broken outputs equal."""
+    made = made_up(0)
+    for differences in ((float("nan"), 0.0), (0.0, float("nan"))):
+        by_rank = [Measured(made.ours, made.rival, each) for each in differences]
+        (note,) = mega_rows.notes(mega_rows.make_rows(SHAPE, 2, 1, 3, False, by_rank))
+        assert "DO NOT AGREE" in note
+
+
+def test_nothing_to_do_has_no_floor() -> None:
+    """All routes unused: no ratio, no point of a floor, and a table all the same."""
+    (row,) = mega_rows.make_rows(
+        MegaShape(256, 128, 4, 2, masked_ratio=1.0), 2, 8, 3, False, [made_up(0, rival=False)] * 2
+    )
+    assert (row.floor_us, row.times_floor, mega_rows.floors([row])) == (0.0, None, [])
+    assert mega_rows.table([row]).row_count == 1
+
+
+def shown(rows: list[MegaRow], width: int = 120) -> str:
+    console = Console(width=width, highlight=False)
+    with console.capture() as captured:
+        console.print(mega_rows.table(rows))
+    return captured.get()
+
+
+def test_the_table_has_everybody_and_fits() -> None:
+    """Both layers, the ratio, and every number in full on 120 columns, at the size of the slowest rows there are."""
+    times = [12345.0] * 3
+    stages = {stage: [6789.0] * 3 for stage in STAGES}
+    by_rank = [Measured(Samples(times, times, stages), Samples(times, times), 0.001)]
+    rows = mega_rows.make_rows(MegaShape(7168, 2048, 256, 8), 1, 8192, 3, False, by_rank)
+    text = shown(rows)
+    assert text.count("12,345") == 6
+    assert text.count("6,789") == 5
+    assert "…" not in text
+    assert all(
+        word in text for word in ("tokenloom", "deep_gemm", "rival", "/ ours", "NVLink", "floor", "1.00", *STAGES)
+    )
+    alone = shown(rows[:1])
+    assert "rival" not in alone
+    assert "tokenloom" not in alone
+    events = [Measured(by_rank[0].ours, Samples([], times, {}, "why"), 0.001)]
+    clocked = shown(mega_rows.make_rows(MegaShape(7168, 2048, 256, 8), 1, 8192, 3, False, events))
+    assert clocked.count("12,345") == 6
+    assert "deep_gemm, events" in clocked
+
+
+# -- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_trace_is_what_was_measured(tmp_path: Path) -> None:
+    """A process for each rank; the stages one after the other, and roles of blocks from where their GEMM begins."""
+    tiles = torch.zeros(2, len(TRACE_ROLES), 3, 2, dtype=torch.int64)
+    tiles[0, 0, 0] = torch.tensor([7_001_000, 7_003_500])
+    tiles[1, 2, 1] = torch.tensor([7_002_000, 7_002_250])
+    tiles[1, 3, 1, 0] = 7_009_000  # has begun, and no more: left out
+    calls = [
+        TracedCall({"dispatch": 2.0, "gemm1": 4.5}, {"gemm1": tiles}),
+        TracedCall({"dispatch": 3.0, "gemm1": 4.0}),
+    ]
+    file = tmp_path / "trace.json"
+    trace.write_trace(file, {"commit": "abc"}, "mega/a/row", 40, calls)
+    found = json.loads(file.read_text())
+    threads = {e["tid"]: e["args"]["name"] for e in found["traceEvents"] if e["name"] == "thread_name"}
+    assert len(threads) == 2 * 1 + 2 * len(TRACE_ROLES), "every thread has a number of its own"
+    assert 0 not in threads
+    complete = [event for event in found["traceEvents"] if event["ph"] == "X"]
+    assert [(e["pid"], threads[e["tid"]], e["name"], e["ts"], e["dur"]) for e in complete] == [
+        (0, "stages", "dispatch", 0.0, 2.0),
+        (0, "stages", "gemm1", 2.0, 4.5),
+        (0, "block   0 load", "gemm1 tile 0", 2.0, 2.5),
+        (0, "block   1 multiply 0", "gemm1 tile 1", 3.0, 0.25),
+        (1, "stages", "dispatch", 0.0, 3.0),
+        (1, "stages", "gemm1", 3.0, 4.0),
+    ]
+    names = {e["pid"]: e["args"]["name"] for e in found["traceEvents"] if e["name"] == "process_name"}
+    assert names == {0: "rank 0", 1: "rank 1"}
+    about = found["otherData"]
+    assert (about["row"], about["num_tokens"], about["commit"]) == ("mega/a/row", 40, "abc")
+    assert "its own first event" in about["starts"]
+
+
+class FakePool:
+    """Ranks that measured what is made up."""
+
+    def __init__(self, num_ranks: int, device: str) -> None:
+        assert device == "cuda"
+        self.num_ranks = num_ranks
+
+    def __enter__(self) -> FakePool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def run(self, function: Any, shape: Any, tokens: list[int], *rest: Any, **options: Any) -> list[list[Measured]]:
+        assert function is measure.measure_on_rank
+        against, traced = rest[-2:]
+        found = [[made_up(rank, each, rival=against) for each in tokens] for rank in range(self.num_ranks)]
+        if traced:
+            for each in found:
+                each[-1] = replace(each[-1], traced=TracedCall(dict.fromkeys(STAGES, 1.0)))
+        return found
+
+
+def fake_setup(device: str, num_ranks: int, command: Any) -> dict[str, Any]:
+    known = {"commit": "abc", "tokenloom": "1", "torch": "2", "nccl": None, "driver": None, "device_name": "a machine"}
+    return known | {"device": device, "num_ranks": num_ranks, "command": " ".join(command)}
+
+
+@pytest.mark.parametrize("against", [True, False])
+def test_every_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, against: bool) -> None:
+    """Rows with everything, curves of everybody and the floor, the stages of the last number of tokens; from made-up
+    samples of two ranks."""
+    figures = pytest.importorskip("matplotlib.figure")
+    drawn: list[Any] = []
+    save = figures.Figure.savefig
+    monkeypatch.setattr(
+        figures.Figure, "savefig", lambda figure, *args, **kw: (drawn.append(figure), save(figure, *args, **kw))
+    )
+    monkeypatch.setattr(run, "RankPool", FakePool)
+    monkeypatch.setattr(run, "run_setup", fake_setup)
+    json_file, plot_file, trace_file = (tmp_path / name for name in ("rows.json", "chart.png", "trace.json"))
+    console = Console(width=120, highlight=False)
+    with fake_deep_gemm(), console.capture() as captured:
+        run.run_mega(
+            console,
+            2,
+            SHAPE,
+            [16, 8],
+            command=["bench", "mega"],
+            iterations=3,
+            cold=True,
+            against=against,
+            plot_file=plot_file,
+            trace_file=trace_file,
+            json_file=json_file,
+        )
+    text = " ".join(captured.get().split())
+    found = json.loads(json_file.read_text())
+    rows = found["rows"]
+    assert [row["who"] for row in rows] == (["tokenloom", "deep_gemm"] if against else ["tokenloom"]) * 2
+    assert set(rows[0]) == set(MegaRow.__dataclass_fields__)
+    assert found["setup"].get("deep_gemm") == ("9.9" if against else None)
+    assert all(note in text for note in found["notes"])
+    assert len(found["notes"]) == int(against)
+    assert ("its time over ours" in text) == against
+    assert "L2 was overwritten before each sample" in text
+    assert "graph of one call;" in text
+
+    assert plot_file.read_bytes().startswith(b"\x89PNG")
+    (axes,) = drawn[0].axes
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    lines = {line.get_label(): line for line in axes.get_lines()}
+    assert list(lines) == ["tokenloom, graph", *(["deep_gemm, graph"] if against else []), "floor"]
+    own = sorted((row["setup"]["num_tokens"], row["p50_us"]) for row in rows if row["who"] == "tokenloom")
+    assert list(zip(*lines["tokenloom, graph"].get_data(), strict=True)) == own
+    floors = sorted({(row["setup"]["num_tokens"], row["floor_us"]) for row in rows})
+    assert list(zip(*lines["floor"].get_data(), strict=True)) == floors
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["8", "16"]
+
+    written = json.loads(trace_file.read_text())
+    complete = [event for event in written["traceEvents"] if event["ph"] == "X"]
+    assert [(event["pid"], event["name"]) for event in complete] == [(r, stage) for r in (0, 1) for stage in STAGES]
+    assert {event["args"]["tokens"] for event in complete} == {8}
+    assert written["otherData"]["row"] == "mega/ep2/t8/h256/i128/e4/k2/graph/cold"
+
+
+# -- the command ----------------------------------------------------------------------------------------------------
+
+
+def invoke(*arguments: str) -> Any:
+    with mock.patch.object(RankPool, "start", side_effect=AssertionError("ranks were started")):
+        return CliRunner().invoke(app.app, ["bench", "mega", *arguments])
+
+
+def test_a_rival_that_is_missing_starts_nothing() -> None:
+    """With and without GPUs: exit code 1, one line, no traceback."""
+    with mock.patch.dict(sys.modules, deep_gemm=None):
+        done = invoke("--against", "deep_gemm")
+    assert done.exit_code == FAILED
+    assert isinstance(done.exception, SystemExit)
+    assert "--against deep_gemm: it cannot be imported" in done.output
+    assert "leave --against out" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--against", "somebody"], "--against"),
+        (["--plot", "chart.svg"], "ends in .png"),
+        (["--plot", "/no/such/folder/chart.png"], "--plot"),
+        (["--trace", "/no/such/folder/trace.json"], "--trace"),
+        (["--shared-experts", "-1"], "--shared-experts"),
+        (["--tokens", "8,x"], "--tokens"),
+    ],
+)
+def test_bad_options_start_nothing(arguments: list[str], said: str) -> None:
+    done = invoke(*arguments)
+    assert done.exit_code == 2
+    assert said in " ".join(done.output.replace("│", " ").split())
+
+
+@pytest.mark.skipif(NUM_GPUS > 0, reason="there are GPUs here")
+def test_it_says_that_there_is_no_gpu() -> None:
+    done = CliRunner().invoke(app.app, ["bench", "mega"])
+    assert done.exit_code != 0
+    assert "GPU" in done.output
+
+
+# -- on GPUs --------------------------------------------------------------------------------------------------------
+
+
+def run_tiny(tmp_path: Path, shape: MegaShape, **options: Any) -> tuple[dict[str, Any], str]:
+    """The file of rows, and what was printed."""
+    file = tmp_path / "rows.json"
+    console = Console(width=120, highlight=False)
+    with console.capture() as captured:
+        arguments: dict[str, Any] = {"command": ["bench", "mega"], "iterations": 3, "json_file": file}
+        run.run_mega(console, NUM_GPUS, shape, [1, 40], **arguments | options)
+    return json.loads(file.read_text()), captured.get()
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+@pytest.mark.skipif(WHY_NO_HOPPER is not None, reason=str(WHY_NO_HOPPER))
+def test_it_runs(tmp_path: Path) -> None:
+    found, _ = run_tiny(tmp_path, MegaShape(512, 256, 4 * NUM_GPUS, 2, masked_ratio=0.1, skew=0.5))
+    assert [row["setup"]["num_tokens"] for row in found["rows"]] == [1, 40]
+    for row in found["rows"]:
+        assert row["p50_us"] > 0
+        assert list(row["stages_us"]) == STAGES
+        assert all(us > 0 for us in row["stages_us"].values())
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+@pytest.mark.skipif(WHY_NO_HOPPER is not None, reason=str(WHY_NO_HOPPER))
+def test_it_runs_cold_and_writes_a_trace(tmp_path: Path) -> None:
+    """With a shared expert, whose weights are behind those of the routed ones."""
+    file = tmp_path / "trace.json"
+    shape = MegaShape(512, 256, 4 * NUM_GPUS, 2, num_shared_experts=1)
+    found, _ = run_tiny(tmp_path, shape, cold=True, trace_file=file)
+    assert all(row["cold"] and row["name"].endswith("/k2/s1/graph/cold") for row in found["rows"])
+    assert all(row["p50_us"] > 0 for row in found["rows"])
+    events = [event for event in json.loads(file.read_text())["traceEvents"] if event["ph"] == "X"]
+    stages = [event for event in events if event["args"]]
+    assert [(event["pid"], event["name"]) for event in stages] == [(r, s) for r in range(NUM_GPUS) for s in STAGES]
+    assert all(event["dur"] > 0 and event["args"]["tokens"] == 40 for event in stages)
+    for gemm in ("gemm1", "gemm2"):
+        tiles = [event for event in events if event["name"].startswith(f"{gemm} tile")]
+        assert {event["pid"] for event in tiles} == set(range(NUM_GPUS))
+        assert all(0 <= event["dur"] < 1e6 for event in tiles)
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+@pytest.mark.skipif(WHY_NO_HOPPER is not None, reason=str(WHY_NO_HOPPER))
+def test_it_runs_against_a_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our own module with deep_gemm's names takes its place, in the ranks too, which inherit the path: everything but
+    deep_gemm itself runs, and both outputs are the same bits."""
+    (tmp_path / "deep_gemm.py").write_text("from tokenloom.compat.deep_gemm import *\n__version__ = 'ours'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)
+    found, text = run_tiny(tmp_path, MegaShape(512, 256, 4 * NUM_GPUS, 2, masked_ratio=0.1), against=True)
+    assert found["setup"]["deep_gemm"] == "ours"
+    assert [row["who"] for row in found["rows"]] == ["tokenloom", "deep_gemm"] * 2
+    for ours, theirs in zip(found["rows"][::2], found["rows"][1::2], strict=True):
+        assert theirs["setup"]["clock"] == "graph", theirs["setup"]["why_no_graph"]
+        assert ours["rival_ratio"] > 0
+        assert abs(ours["rival_difference"]) < 1e-9
+    assert "so they agree" in " ".join(text.split())

@@ -1,0 +1,357 @@
+"""How ``tokenloom bench mega`` takes its samples, and how it calls a rival; on stand-ins of GPUs and of the rival."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.conftest import Ranks
+from tokenloom.bench.common import timing
+from tokenloom.bench.mega import clock, measure
+from tokenloom.bench.mega.clock import Clock
+from tokenloom.bench.mega.measure import Contestant
+from tokenloom.bench.mega.rows import Measured, Samples
+from tokenloom.bench.mega.work import MegaShape
+from tokenloom.bench.rivals import deep_gemm
+from tokenloom.errors import InvalidArgument
+from tokenloom.ops import quant
+from tokenloom.runtime.processes import RankContext
+
+SHAPE = MegaShape(hidden=256, intermediate=128, num_experts=4, top_k=2)
+STAGES = ["dispatch", "lists", "gemm1", "gemm2", "sum"]
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.fixture
+def cpu_ranks(ranks: Ranks) -> Ranks:
+    """Those of the fixture that have no GPU."""
+    if ranks.device != "cpu":
+        pytest.skip("stand-ins of GPUs run without one")
+    return ranks
+
+
+class FakeClock:
+    """Keeps who was called, in order; a sample is its number."""
+
+    def __init__(self, context: Any = None) -> None:
+        self.context = context
+        self.called: list[str] = []
+
+    def replay_us(self, graph: Any) -> float:
+        graph()
+        self.called.append(graph.__name__)
+        return float(len(self.called))
+
+    call_us = replay_us
+
+    def capture(self, call: Any) -> Any:
+        return call
+
+
+def test_everybody_takes_turns() -> None:
+    """In each of three rounds everybody by graph, then by events, then our stages, each after a sample that is thrown
+    away; who has no graph is measured by events alone."""
+    fake: Any = FakeClock()
+
+    def ours() -> None: ...
+
+    def theirs() -> None: ...
+
+    staged: Any = SimpleNamespace(sample=lambda: {"dispatch": fake.replay_us(stages), "sum": 0.0})
+
+    def stages() -> None: ...
+
+    out = torch.zeros(1)
+    contestants = [
+        Contestant(ours, out, ours, Samples()),  # type: ignore[arg-type]
+        Contestant(theirs, out, None, Samples()),
+    ]
+    measure.take_turns(fake, contestants, staged, 4)
+    one_round = ["ours", "ours", "ours", "ours", "theirs", "theirs", "stages", "stages"]  # one kept sample of each
+    last_round = ["ours"] * 6 + ["theirs"] * 3 + ["stages"] * 3
+    assert fake.called == one_round * 2 + last_round
+    assert contestants[0].samples.graph == [2.0, 10.0, 18.0, 19.0]
+    assert contestants[0].samples.events == [4.0, 12.0, 21.0, 22.0]
+    assert (contestants[1].samples.graph, contestants[1].samples.events) == ([], [6.0, 14.0, 24.0, 25.0])
+    assert contestants[0].samples.stages == {"dispatch": [8.0, 16.0, 27.0, 28.0], "sum": [0.0] * 4}
+
+
+@pytest.mark.parametrize("cold", [True, False])
+def test_a_cold_sample_is_one_call_behind_an_overwritten_cache(cold: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than twice L2 is written before the clock starts; a graph's time is divided by the number of its calls."""
+    l2 = SimpleNamespace(L2_cache_size=1000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: l2)
+    context: Any = SimpleNamespace(device=torch.device("cpu"))
+    timed = Clock(context, cold)
+    seen: list[int] = []
+
+    def sample(context: Any, what: Any, calls: int = 1) -> float:
+        if timed._overwritten is not None:
+            assert timed._overwritten.nbytes >= 2 * 1000
+            seen.append(int(timed._overwritten.sum()))
+            timed._overwritten.fill_(1)
+        return 6.0 * calls
+
+    monkeypatch.setattr(timing, "one_replay", sample)
+    monkeypatch.setattr(timing, "one_call", sample)
+    monkeypatch.setattr(timing, "capture", lambda call, calls: calls)
+    if timed._overwritten is not None:
+        timed._overwritten.fill_(1)
+    graph_calls = timed.capture(lambda: None)
+    assert timed.replay_us(None) == 6.0 * timed.calls  # type: ignore[arg-type]
+    assert timed.call_us(lambda: None) == 6.0
+    assert graph_calls == timed.calls == (1 if cold else timing.GRAPH_CALLS)  # type: ignore[comparison-overlap]
+    assert seen == ([0, 0] if cold else [])
+
+
+def captures_on_rank(context: RankContext) -> None:
+    fake: Any = FakeClock(context)
+    out = torch.zeros(3, 2)
+
+    def writes() -> None:
+        out.fill_(1.0)
+
+    def does_not() -> None: ...
+
+    graph, why_not = clock.try_capture(fake, writes, out)
+    assert (graph, why_not) == (writes, "")
+    assert clock.try_capture(fake, does_not, out) == (None, "a replay did not write its output")
+
+    def fails(call: Any) -> Any:
+        if context.rank == context.num_ranks - 1:
+            try:
+                raise RuntimeError("it waits for the host\nand more")
+            finally:
+                raise RuntimeError("the capture failed")
+        return call
+
+    fake.capture, fake.called = fails, []
+    graph, why_not = clock.try_capture(fake, writes, out)
+    last = context.rank == context.num_ranks - 1
+    assert (graph, why_not) == (None, "it waits for the host" if last else "another rank could not")
+    assert fake.called == [], "no rank replays what another cannot"
+
+
+def test_a_capture_that_fails_anywhere_fails_everywhere(cpu_ranks: Ranks) -> None:
+    """Or some would replay and wait for ever. One whose replays do nothing fails too. The first cause is told."""
+    cpu_ranks.run(captures_on_rank)
+
+
+def test_weights_of_a_rank() -> None:
+    """A rank has its routed and the shared experts; shared ones are the same on all ranks, others are not."""
+    shape = MegaShape(256, 128, 4, 2, num_shared_experts=2)
+    found = []
+    for rank in (0, 1):
+        context: Any = SimpleNamespace(rank=rank, num_ranks=2, device=torch.device("cpu"))
+        found.append(measure.make_weights(shape, context))
+    for mine, other in zip(*found, strict=True):
+        assert len(mine) == len(other) == 2 + 2
+        assert mine[2:].float().equal(other[2:].float())
+        assert len({tuple(each.flatten()[:64].tolist()) for each in (*mine.float(), *other.float()[:2])}) == 6
+    w1, w1_scales, w2, w2_scales = found[0]
+    assert (w1.shape, w1_scales.shape) == ((4, 256, 256), (4, 2, 2))
+    assert (w2.shape, w2_scales.shape) == ((4, 256, 128), (4, 2, 1))
+    assert (w1.dtype, w1_scales.dtype) == (w2.dtype, w2_scales.dtype) == (FP8, torch.float32)
+    assert 0.9 < w1.float().std() < 1.1
+    assert (w1_scales >= 0.5 / 16).all()
+    assert (w1_scales <= 1.5 / 16).all()
+
+
+class FakeBuffer:
+    """deep_gemm's buffer as far as a benchmark uses it, on the CPU."""
+
+    def __init__(self, group: dist.ProcessGroup, experts: int, rows: int, top_k: int, hidden: int, width: int) -> None:
+        assert isinstance(group, dist.ProcessGroup)
+        assert (experts, rows, top_k, hidden, width) == (4, 40, 2, 256, 128)
+        self.x = torch.zeros(rows + 24, hidden, dtype=FP8)
+        self.x_sf = torch.zeros(rows + 24, hidden // 128)
+        self.topk_idx = torch.full((rows + 24, top_k), -1, dtype=torch.int64)
+        self.topk_weights = torch.zeros(rows + 24, top_k)
+        self.destroyed = False
+
+    def destroy(self) -> None:
+        assert not self.destroyed
+        self.destroyed = True
+
+
+def fake_mega_moe(y: torch.Tensor, l1_weights: Any, l2_weights: Any, sym_buffer: FakeBuffer) -> None:
+    """Rows of x, times the sums of their weights: enough to see that everything arrived where it should."""
+    assert not sym_buffer.destroyed
+    assert y.dtype == torch.bfloat16
+    assert l1_weights[0] == l2_weights[0] == "transformed"
+    rows = len(y)
+    x = quant.dequantize_fp8(sym_buffer.x[:rows], sym_buffer.x_sf[:rows])
+    y.copy_(x * sym_buffer.topk_weights[:rows].masked_fill(sym_buffer.topk_idx[:rows] < 0, 0).sum(1, keepdim=True))
+
+
+def fake_deep_gemm(**changes: Any) -> Any:
+    """Patches in a module of that name."""
+    module = ModuleType("deep_gemm")
+    module.__version__ = "9.9"  # type: ignore[attr-defined]
+    names = {
+        "get_symm_buffer_for_sm90_mega_moe": FakeBuffer,
+        "get_symm_buffer_for_mega_moe": None,  # of other GPUs, where there are both
+        "transform_weights_for_mega_moe_sm90": lambda l1, l2: (("transformed", l1), ("transformed", l2)),
+        "fp8_mega_moe": fake_mega_moe,
+    }
+    for name, value in (names | changes).items():
+        if value != "missing":
+            setattr(module, name, value)
+    return mock.patch.dict(sys.modules, deep_gemm=module)
+
+
+def rival_on_rank(context: RankContext) -> None:
+    generator = torch.Generator().manual_seed(context.rank)
+    with fake_deep_gemm():
+        weights = measure.make_weights(SHAPE, context)
+        rival = deep_gemm.DeepGemm(context.group, SHAPE, 40, weights[:2], weights[2:])
+        for num_tokens in (40, 3):
+            x = torch.randn(num_tokens, 256, generator=generator).bfloat16()
+            ids = SHAPE.topk_ids(context.rank, num_tokens)
+            ids[0, 1] = -1
+            scores = torch.rand(num_tokens, 2, generator=generator)
+            out = torch.full_like(x, torch.nan)
+            rival.prepared_call(x, ids, scores, out)()
+            want = x * scores.masked_fill(ids < 0, 0).sum(1, keepdim=True)
+            assert deep_gemm.difference(out, want) < 1e-3  # FP8 rounds by a sixteenth at most
+        rival.close()
+        assert rival._buffer.destroyed
+
+
+def test_deep_gemm_is_called_as_it_wants(cpu_ranks: Ranks) -> None:
+    """The sizes in its order, x in FP8 with scales in its buffer, its own transformation of weights, destroyed in the
+    end: a stand-in for it checks them. What the true one does needs it, and GPUs."""
+    cpu_ranks.run(rival_on_rank)
+
+
+class FakeMega:
+    """The layer as far as a benchmark uses it, on the CPU; what it computes is what the rival's stand-in does."""
+
+    def __init__(self, group: Any, *, num_shared_experts: int, device: torch.device, **sizes: int) -> None:
+        expected = {"num_experts": 4, "hidden": 256, "intermediate": 128, "top_k": 2, "max_tokens_per_rank": 40}
+        assert sizes == expected
+        self.local = 4 // group.size() + num_shared_experts
+        self.after_stage: Any = None
+        self.checked = 0
+
+    def __enter__(self) -> FakeMega:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        assert self.checked == 2 or exception[0], "what replays left behind is raised after each number of tokens"
+
+    def use_weights(self, *weights: torch.Tensor) -> None:
+        assert [each.shape[0] for each in weights] == [self.local] * 4
+        assert weights[0].shape[1:] == (256, 256)
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *, out: torch.Tensor) -> None:
+        assert (x.dtype, ids.dtype, weights.dtype) == (torch.bfloat16, torch.int32, torch.float32)
+        assert (weights[ids < 0] == 0).all()
+        out.copy_(x * weights.sum(1, keepdim=True))
+        for stage in STAGES:
+            if self.after_stage is not None:
+                self.after_stage(stage)
+
+    def check(self) -> None:
+        self.checked += 1
+
+
+class FakeEvent:
+    """Events a microsecond apart."""
+
+    recorded = 0
+
+    def __init__(self, *, enable_timing: bool, external: bool) -> None:
+        assert enable_timing
+        assert external, "only then it is recorded by each replay"
+
+    def record(self) -> None:
+        FakeEvent.recorded += 1
+        self.number = FakeEvent.recorded
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return (end.number - self.number) / 1e3
+
+
+def fake_capture(call: Any, calls: int) -> Any:
+    """Runs what it captures, as an event's record needs; replays repeat the calls, but for the one with events."""
+    call()
+    return (lambda: None) if calls == 1 else call
+
+
+def fake_replay(context: RankContext, graph: Any, calls: int) -> float:
+    graph()
+    return 7.0
+
+
+def measure_with_stand_ins(context: RankContext, against: bool) -> list[Measured]:
+    patches = [
+        mock.patch.object(measure, "MegaMoE", FakeMega),
+        mock.patch.object(timing, "capture", fake_capture),
+        mock.patch.object(timing, "one_replay", fake_replay),
+        mock.patch.object(torch.cuda, "synchronize", return_value=None),
+        mock.patch.object(torch.cuda, "Event", FakeEvent),
+        fake_deep_gemm(),
+    ]
+    shape = MegaShape(256, 128, 4, 2, masked_ratio=0.3, num_shared_experts=0 if against else 1)
+    with ExitStack() as stack:
+        for each in patches:
+            stack.enter_context(each)
+        return measure.measure_on_rank(context, shape, [3, 40], 4, False, against)
+
+
+@pytest.mark.parametrize("against", [True, False])
+def test_a_whole_run_on_stand_ins(cpu_ranks: Ranks, against: bool) -> None:
+    """For each number of tokens as many samples of everything as asked for, and the difference of outputs that were
+    wiped and written again; GPUs, graphs and layers are stand-ins."""
+    for found in cpu_ranks.run(measure_with_stand_ins, against):
+        assert len(found) == 2
+        for each in found:
+            assert each.ours.graph == [7.0] * 4
+            assert len(each.ours.events) == 4
+            assert list(each.ours.stages) == STAGES
+            assert all(us == pytest.approx([1.0] * 4) for us in each.ours.stages.values())
+            if not against:
+                assert (each.rival, each.difference) == (None, None)
+                continue
+            assert each.rival is not None
+            assert (each.rival.graph, each.rival.why_no_graph, each.rival.stages) == ([7.0] * 4, "", {})
+            assert len(each.rival.events) == 4
+            assert each.difference is not None
+            assert 0 < each.difference < 1e-3  # the rounding to FP8 of the rival's x
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes", "said"),
+    [
+        (SHAPE, {"fp8_mega_moe": "missing"}, "has no fp8_mega_moe; install"),
+        (
+            SHAPE,
+            {"get_symm_buffer_for_sm90_mega_moe": "missing", "get_symm_buffer_for_mega_moe": "missing"},
+            "has no get_symm_buffer_for_sm90_mega_moe",
+        ),
+        (MegaShape(256, 128, 4, 2, num_shared_experts=1), {}, "no shared experts, 1 given"),
+    ],
+)
+def test_a_build_that_cannot_is_refused(shape: MegaShape, changes: dict[str, Any], said: str) -> None:
+    with fake_deep_gemm(**changes), pytest.raises(InvalidArgument, match=said):
+        deep_gemm.load(shape)
+
+
+def test_either_name_of_its_buffer_will_do() -> None:
+    with fake_deep_gemm(get_symm_buffer_for_sm90_mega_moe="missing", get_symm_buffer_for_mega_moe=FakeBuffer):
+        assert deep_gemm.load(SHAPE).__name__ == "deep_gemm"
+
+
+def test_difference_by_hand() -> None:
+    x, y = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 1.0])
+    assert deep_gemm.difference(x, y) == pytest.approx(1 - 2 * 3 / 7)
+    assert deep_gemm.difference(x, x) == deep_gemm.difference(0 * x, 0 * x) == 0.0
+    assert deep_gemm.difference(x, y * torch.nan) != 0.0

@@ -1,0 +1,258 @@
+"""``tokenloom bench train`` on ranks: its check can fail, its rival computes the same, everybody takes turns."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import tokenloom as tl
+from tests.bench.test_train_report import OPTIONS, shown
+from tests.cli.borrowed import borrowed
+from tests.conftest import Ranks
+from tokenloom.bench.common import timing
+from tokenloom.bench.rivals.torch_layer import torch_experts, torch_layer
+from tokenloom.bench.train import check, measure, run
+from tokenloom.bench.train.check import TENSORS, Difference, total
+from tokenloom.bench.train.measure import WARM_UP_STEPS, Contestant
+from tokenloom.bench.train.report import Report
+from tokenloom.bench.train.rows import LOCAL, ONE, OURS, PASSES, Measured
+from tokenloom.bench.train.work import TrainShape, Weights, make_problem
+from tokenloom.cli import app
+from tokenloom.cli.terminal import FAILED
+from tokenloom.ops.experts import _GroupedGemms
+from tokenloom.runtime.processes import RankContext, RankPool
+from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.tune import choices
+
+SHAPE = TrainShape(num_tokens=96, hidden=32, intermediate=24, num_experts=12, top_k=3)
+COMMAND = ["bench", "train", "--device", "cpu", "--ranks", "2", "--iterations", "3"]
+THIEK = ["--thiek", "96,32,24,12,3"]
+SIZES = ["--tokens", "48", "--hidden", "32", "--intermediate", "24", "--num-experts", "12", "--top-k", "3"]
+"""The same layer: 96 tokens are 48 on each of two ranks."""
+SECTIONS = ["check", "kept for backward", "times", "baselines", "exposed network time"]
+"""In the order in which they are printed, below the setup."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this process and its ranks find tuned choices: nowhere, unless the test keeps some."""
+    monkeypatch.setenv("TOKENLOOM_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def quickly(context: RankContext, *arguments: Any) -> Measured:
+    """What a rank does, without warm-up: no test looks at how long anything takes."""
+    with mock.patch.object(measure, "WARM_UP_STEPS", 0):
+        return measure.measure_on_rank(context, *arguments)
+
+
+def test_the_command(folder: Path, tmp_path: Path, pools: Callable[[str], RankPool]) -> None:
+    """Every section is there, in order, and every number of it as a row of the file. The strategy is the one that was
+    kept for this shape, and said to be."""
+    setting = choices.setting_of(SHAPE.plan(2), SHAPE.intermediate, torch.bfloat16, "collective", "cpu")
+    choices.keep(setting, tl.Strategy("all_gather", "dedup"))
+    file = tmp_path / "rows.json"
+    with borrowed(run, pools, quickly):
+        done = CliRunner().invoke(app.app, [*COMMAND, *THIEK, "--json", str(file)])
+    assert done.exit_code == 0, done.output
+    assert re.findall(r"^-- ([a-z ]+)", done.output, re.M) == SECTIONS
+    assert "96 tokens, 48 a rank; hidden 32, intermediate 24, top-3 of 12 experts, 6 a rank; bf16" in done.output
+    assert "strategy: dispatch all_gather, combine dedup: tuned here" in done.output
+    assert len(re.findall(r"^(?:o|dx|d router_weight|dw1|dw2) .* PASS", done.output, re.M)) == 5
+    assert "FAIL" not in done.output
+    found = json.loads(file.read_text())
+    name, rows = "ep2/t96/h32/i24/e12/k3/bf16", {row["name"]: row for row in found["rows"]}
+    whose = ["collective", "gloo", "local", "one"]
+    assert [each for each in rows if "/saved/" not in each] == [
+        *(f"train/{who}/{name}/{what}" for who in whose for what in PASSES),
+        *(f"train/collective/{name}/check/{tensor}" for tensor in TENSORS),
+    ]
+    assert rows[f"train/collective/{name}/saved/RoutedExperts: rows"]["shape"][1] == 32
+    assert all(row["setup"]["chosen_by"] == "tune" and row["setup"]["top_k"] == 3 for row in rows.values())
+    for who in whose:
+        assert all(0 < rows[f"train/{who}/{name}/{what}"]["p50_ms"] < 1e4 for what in PASSES)
+    forward = rows[f"train/collective/{name}/forward"]
+    assert f"{forward['p50_ms']:,.4g}" in done.output
+    assert set(forward["exposed_ms"]) == {"local", "one"}
+    assert found["setup"]["command"].startswith("tokenloom")
+    assert any("so they agree" in note for note in found["notes"])
+
+
+@pytest.mark.parametrize("sizes", [THIEK, SIZES], ids=["short", "by name"])
+def test_both_ways_to_say_the_sizes(sizes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """T of the short form is the tokens of all ranks, --tokens those of every rank, as in all other commands."""
+    given: list[Any] = []
+    monkeypatch.setattr(run, "run_train", lambda console, *arguments, **options: given.append(arguments) or True)
+    done = CliRunner().invoke(app.app, [*COMMAND, *sizes, "--dtype", "fp32"])
+    assert done.exit_code == 0, done.output
+    ((num_ranks, device, shape, options),) = given
+    assert (num_ranks, device, shape, options.dtype) == (2, "cpu", SHAPE, "fp32")
+
+
+def measure_with(context: RankContext, changes: dict[str, Any], shape: TrainShape = SHAPE) -> Measured:
+    return quickly(context, shape, replace(OPTIONS, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "fp32", "skew": 1.0, "redispatch_in_backward": True},
+        {"strategy": tl.Strategy("dedup", "all_to_all"), "pool_rows": 300, "overlap": False},
+    ],
+    ids=["fp32, skewed, sent again", "all-to-all, pool"],
+)
+def test_all_agree(ranks: Ranks, changes: dict[str, Any]) -> None:
+    """The layer agrees with reference and rival, on every number of ranks, whatever the options. Its differences are
+    far below the limits, so the limits do not hide faults. Everybody has a sample of every pass and iteration."""
+    found = ranks.run(measure_with, changes)
+    report = Report(SHAPE, replace(OPTIONS, **changes), found)
+    limit = check.LIMITS[changes.get("dtype", "bf16")]
+    assert report.passed
+    assert all(row.relative < limit / 2 for row in report.checks)
+    assert any("so they agree" in note for note in report.notes)
+    assert sum(each.routes for each in found) == 96 * 3
+    assert (found[0].chosen_by, found[0].strategy) == (
+        ("hand", changes["strategy"]) if "strategy" in changes else ("default", tl.Strategy())
+    )
+    whose = [OURS, report.rival, LOCAL, ONE]
+    assert list(found[0].samples) == whose
+    assert all(len(each.samples[who][what]) == 3 for each in found for who in whose for what in PASSES)
+    kept = {each.name for each in found[0].saved}
+    assert ("RoutedExperts: rows" in kept) != bool(changes.get("redispatch_in_backward"))
+
+
+def break_each(context: RankContext) -> dict[str, dict[str, Difference]]:
+    """Differences from the reference after a fault in one tensor of one rank, by what is wrong."""
+    group, local = context.group, SHAPE.num_experts // context.num_ranks
+    generator = torch.Generator().manual_seed(7)
+
+    def draw(*sizes: int) -> torch.Tensor:
+        drawn = torch.randn(sizes, generator=generator).bfloat16() / sizes[-1] ** 0.5
+        return drawn.to(context.device)
+
+    router, w1, w2 = draw(12, 32), draw(12, 48, 32), draw(12, 32, 24)
+    own = slice(context.rank * local, (context.rank + 1) * local)
+    weights = Weights(*(each.requires_grad_() for each in (router, w1[own].clone(), w2[own].clone())))
+    problem = make_problem(96, weights, 3, seed=context.rank)
+    ranks = RankGroup(group, device=context.device)
+    right = Contestant(lambda: torch_layer(problem.x, weights, 3, torch_experts, ranks), problem.gradients).results()
+    found = {}
+    for fault in ("none", *TENSORS, "a lost token", "not a number"):
+        got = [each.clone() for each in right]
+        if fault in TENSORS and context.rank == 0:
+            got[TENSORS.index(fault)] *= 1.05
+        if fault == "a lost token" and context.rank == context.num_ranks - 1:
+            got[0][5] = 0
+        if fault == "not a number" and context.rank == 0:
+            got[1][0, 0] = torch.nan
+        found[fault] = check.compare_with_reference(context, problem, 3, tuple(got))
+    return found
+
+
+def test_every_fault_is_found(ranks: Ranks) -> None:
+    """Faults on one rank alone: 5% too much in each tensor, a token whose output is lost, NaN. No other tensor is
+    blamed, and what is right passes."""
+    by_rank = ranks.run(break_each)
+    blamed = {"a lost token": ["o"], "not a number": ["dx"], "none": []} | {name: [name] for name in TENSORS}
+    for fault, names in blamed.items():
+        totals = {name: total(found[fault][name] for found in by_rank) for name in TENSORS}
+        assert [name for name in TENSORS if not totals[name].within(2**-6)] == names, fault
+
+
+def measure_with_wrong_dw1(context: RankContext, *arguments: Any) -> Measured:
+    """The layer's gradients of gates and ups are 5% too large; the width of their GEMM tells them from others."""
+    real = _GroupedGemms.of_weights
+
+    def wrong(self: Any, left: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        return real(self, left, *rest) * (1.05 if left.shape[1] == 2 * SHAPE.intermediate else 1.0)
+
+    with mock.patch.object(_GroupedGemms, "of_weights", wrong):
+        return quickly(context, *arguments)
+
+
+def test_a_pool_too_small_says_what_would_do() -> None:
+    """One line says it, not the traceback of a rank. The command starts its own ranks here, which the error ends."""
+    command = ["bench", "train", "--thiek", "64,32,16,4,2", "--ranks", "2", "--device", "cpu", "--pool-rows", "3"]
+    done = CliRunner().invoke(app.app, command)
+    assert done.exit_code == 1
+    said = [line for line in done.output.splitlines() if line]
+    assert len(said) == 1
+    assert said[0].startswith("tokenloom: CapacityOverflow: dispatch needs ")
+    assert "pool_rows=" in said[0]
+
+
+def test_a_wrong_gradient_fails_the_command(folder: Path, pools: Callable[[str], RankPool]) -> None:
+    """The exit status is 1, the tensor named. Without the check the run ends well, and says that it has none."""
+    command = [*COMMAND, *THIEK]
+    with borrowed(run, pools, measure_with_wrong_dw1):
+        wrong = CliRunner().invoke(app.app, command)
+        unchecked = CliRunner().invoke(app.app, [*command, "--no-check", "--no-overlap"])
+    assert wrong.exit_code == FAILED
+    assert re.findall(r"^(.*?)  .*FAIL", wrong.output, re.M) == ["dw1"]
+    assert "\nFAIL\n" in wrong.output
+    assert re.findall(r"^-- ([a-z ]+)", wrong.output, re.M) == SECTIONS
+    assert unchecked.exit_code == 0
+    assert "not asked for (--no-check)" in unchecked.output
+    assert "overlap off" in unchecked.output
+    assert "PASS" not in unchecked.output
+
+
+def measure_without_memory(context: RankContext, shape: TrainShape) -> Measured:
+    with mock.patch.object(measure, "free_bytes", return_value=100_000):
+        return measure_with(context, {"check": False}, shape)
+
+
+def test_baselines_that_cannot_be(ranks: Ranks) -> None:
+    """They are left out with their reason, on all ranks alike, and everything else is there."""
+    shape = replace(SHAPE, top_k=7)
+    report = Report(shape, OPTIONS, ranks.run(measure_without_memory, shape))
+    local = SHAPE.num_experts // ranks.num_ranks
+    few = local < 7
+    notes = [note for note in report.notes if "is not measured" in note]
+    assert [note.split()[0] for note in notes] == (["local"] if few else []) + ["one"]
+    assert "it takes about 0.0 GB, 0.0 GB are free" in notes[-1]
+    assert not few or f"a rank has {local} experts, fewer than the 7 that a token chooses" in notes[0]
+    assert {row.who for row in report.times} == {OURS, report.rival, *([] if few else [LOCAL])}
+    ours = report.times[1]
+    assert (ours.scaling, set(ours.exposed_ms)) == (None, set() if few else {LOCAL})
+    assert shown(report.exposed_table()).count(" - ") >= 2
+    assert report.checks == []
+
+
+def turns(context: RankContext) -> list[str]:
+    order: list[str] = []
+
+    def contestant(who: str) -> Contestant:
+        return Contestant(lambda: who, lambda out: order.append(out))
+
+    def one_call(context: RankContext, call: Any, queued: bool) -> float:
+        assert queued
+        grad = torch.is_grad_enabled()
+        call()
+        order.append(f"grad {grad}")
+        return 1.0
+
+    contestants = {who: contestant(who) for who in "ab"}
+    with mock.patch.object(timing, "one_call", one_call):
+        measure.take_turns(context, contestants, 4, lambda what: None)
+    assert all(len(times) == 4 for each in contestants.values() for times in each.samples.values())
+    return order
+
+
+def test_everybody_takes_turns(ranks: Ranks) -> None:
+    """Three rounds, in which everybody has a warm-up; a step is a forward without gradients, one with them, and the
+    backward of its output."""
+    steps = [WARM_UP_STEPS + count for count in timing.shares(4)]
+    expected = [who for count in steps for who in "ab" for _ in range(count)]
+    order = ranks.run(turns)[0]
+    assert order[2::4] == expected
+    assert (order[0::4], order[1::4]) == (["grad False"] * len(expected), ["grad True"] * len(expected))

@@ -1,0 +1,180 @@
+"""What ``tokenloom bench train`` makes of what ranks found, and what its command refuses; without any ranks."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+import tokenloom as tl
+from tokenloom.bench.rivals.torch_layer import own_experts, torch_experts, torch_layer
+from tokenloom.bench.train import check, measure
+from tokenloom.bench.train.check import TENSORS, Difference, compare, total
+from tokenloom.bench.train.measure import Contestant
+from tokenloom.bench.train.report import Report
+from tokenloom.bench.train.rows import LOCAL, ONE, OURS, PASSES, Measured
+from tokenloom.bench.train.work import TrainOptions, TrainShape, Weights, make_problem
+from tokenloom.cli import app
+from tokenloom.runtime.processes import RankPool
+from tokenloom.training.saved_activations import SavedTensor
+from tokenloom.tune.samples import draw_topk_ids
+
+SHAPE = TrainShape(num_tokens=96, hidden=32, intermediate=24, num_experts=24, top_k=3)
+OPTIONS = TrainOptions("bf16", 0.0, None, True, False, None, True, 3)
+
+
+def test_skewed_tokens_go_where_they_are_drawn_to() -> None:
+    """The router chooses what Zipf's law drew, in spite of rounding; without a skew it chooses by itself."""
+    weights = Weights(*(torch.randn(sizes).bfloat16() for sizes in ((16, 64), (16, 8, 64), (16, 64, 4))))
+    weights.router.mul_(0.1)
+    problem = make_problem(500, weights, 3, skew=1.2, seed=5)
+    _, ids = check.choose(problem, 3)
+    drawn = draw_topk_ids(5, 500, 16, 3, 1.2)
+    assert ids.sort().values.tolist() == drawn.sort().values.tolist()
+    even = check.choose(make_problem(500, weights, 3, seed=5), 3)[1].flatten().bincount(minlength=16)
+    assert even.max() < 2.5 * 500 * 3 / 16
+
+
+def test_both_kinds_of_experts_are_the_same() -> None:
+    """The rival's and the layer's give the same outputs and gradients, without a network."""
+    weights = Weights(
+        *(torch.randn(sizes, requires_grad=True) for sizes in ((8, 16), (8, 12, 16), (8, 16, 6))),
+    )
+    problem = make_problem(40, weights, 3)
+    results = [
+        Contestant(lambda kind=kind: torch_layer(problem.x, weights, 3, kind), problem.gradients).results()
+        for kind in (torch_experts, own_experts)
+    ]
+    for name, ours, theirs in zip(TENSORS, *results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_differences_by_hand() -> None:
+    """Parts together are as the whole. Nothing in place of something is a difference, and the other way round."""
+    got, ref = torch.tensor([[3.0, 4.0], [0.0, -2.0]]), torch.tensor([[0.0, 4.0], [0.0, -6.0]])
+    found = compare(got.bfloat16(), ref)
+    assert found == total([compare(got[:1], ref[:1]), compare(got[1:], ref[1:]), compare(got[:0], ref[:0])])
+    assert found == Difference(6.0, 10.0, 4, 4.0, 25.0, 52.0)
+    assert (found.mean_ref, found.relative) == (2.5, pytest.approx((25 / 52) ** 0.5))
+    zeros = torch.zeros(3)
+    assert compare(zeros, zeros).within(0.0)
+    assert not compare(zeros, torch.ones(3)).within(0.5)
+    assert not compare(torch.ones(3), zeros).within(0.5)
+    for place in (0, 1):  # whichever part comes first
+        parts = [compare(torch.ones(3), torch.ones(3))] * 2
+        parts[place] = compare(torch.full((3,), torch.nan), torch.ones(3))
+        assert not total(parts).within(1e9)
+
+
+def made_up(rank: int, rival_off: float = 0.0) -> Measured:
+    """Ours takes 10, 20 and 30 ms on rank 0, twice that on rank 1; others are faster or slower by a factor."""
+    factors = {OURS: 1.0, "nccl": 1.5, LOCAL: 0.9, ONE: 1.6 if rank == 0 else 0.0}
+    samples = {
+        who: {what: [(1 + rank) * factor * 1e4 * (1 + i)] * 3 for i, what in enumerate(PASSES)}
+        for who, factor in factors.items()
+    }
+    right = dict.fromkeys(TENSORS, Difference(1.0, 1.0, 2, 0.0, 0.0, 1.0))
+    rival = right | {"dx": Difference(1.0, 1.0, 2, 0.0, rival_off, 1.0)}
+    saved = [SavedTensor("big", (4, 4), torch.bfloat16, 1000 + rank), SavedTensor("small", (1,), torch.int32, 4)]
+    return Measured("nvlink", tl.Strategy(), "default", 100 + rank, right, rival, saved, samples, {})
+
+
+def shown(*tables: Any) -> str:
+    console = Console(width=120, highlight=False)
+    with console.capture() as captured:
+        for table in tables:
+            console.print(table)
+    return captured.get()
+
+
+def test_numbers_by_hand() -> None:
+    """The slowest rank counts; one rank with all tokens is divided by the ranks; backward is twice the arithmetic."""
+    shape = TrainShape(65536, 4096, 1536, 64, 8)
+    report = Report(shape, OPTIONS, [made_up(0), made_up(1)])
+    rows = {(row.who, row.what): row for row in report.times}
+    forward, backward = rows[OURS, "forward"], rows[OURS, "backward"]
+    assert forward.name == "train/nvlink/ep2/t65536/h4096/i1536/e64/k8/bf16/forward"
+    assert rows["nccl", "backward"].name == "train/nccl/ep2/t65536/h4096/i1536/e64/k8/bf16/backward"
+    assert (forward.p50_ms, forward.slowest_rank, backward.p50_ms) == (40.0, 1, 60.0)
+    flops = 6 * 32768 * 8 * 4096 * 1536
+    assert forward.tflops == pytest.approx(flops / 0.040 / 1e12)
+    assert backward.tflops == pytest.approx(2 * flops / 0.060 / 1e12)
+    assert rows[ONE, "forward"].p50_ms == 32.0
+    assert rows[ONE, "forward"].tflops == pytest.approx(2 * flops / 0.032 / 1e12)
+    assert forward.exposed_ms == {LOCAL: pytest.approx(4.0), ONE: pytest.approx(40 - 32 / 2)}
+    assert (forward.scaling, forward.rival_ratio) == (pytest.approx(16 / 40), pytest.approx(1.5))
+    line = next(line.split() for line in shown(report.exposed_table()).splitlines() if line.startswith("forward"))
+    assert line[1:] == ["40", "16", "24", "60.0", "40.0", "36", "4", "10.0", "1.50"]
+    assert (rows["nccl", "forward"].scaling, rows["nccl", "forward"].exposed_ms) == (None, {})
+    kept = "\n".join(report.saved_lines())
+    assert re.search(r"total of the rank with most +1,005\n.*H \+ 2I\) values +3,758,096,384", kept)
+    assert "1 smaller ones" in kept
+    assert [row.num_bytes for row in report.saved] == [1001, 4]
+    assert report.passed
+
+
+@pytest.mark.parametrize(("off", "said"), [(9e-4, "agree"), (2e-3, "DO NOT"), (float("nan"), "DO NOT")])
+def test_a_rival_that_computes_something_else_is_told(off: float, said: str) -> None:
+    """The limit is twice that of one layer, 2^-5; squares here, of two ranks."""
+    (note,) = Report(SHAPE, OPTIONS, [made_up(0, off), made_up(1, off)]).notes
+    assert said in note
+    assert "(dx, relative)" in note
+
+
+def test_tables_fit() -> None:
+    """120 columns are enough for the largest numbers that one would wait for."""
+    times = {what: [123_456_789.0] * 3 for what in PASSES}
+    measured = [replace(made_up(0), samples=dict.fromkeys((OURS, "nccl", LOCAL, ONE), times))] * 8
+    report = Report(TrainShape(131072, 7168, 2048, 256, 8), OPTIONS, measured)
+    text = shown(report.times_table([OURS, "nccl", LOCAL, ONE]), report.exposed_table(), report.check_table())
+    assert "…" not in text
+    assert text.count("1.235e+05") == 24 + 2 + 2
+    assert all(word in text for word in ("this layer", "nccl rival", "local", "one rank, all tokens", "scaling"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--thiek", "96,32,24,16"], 2, "expected five positive integers, T,H,I,E,K"),
+        (["--thiek", "96,32,24,16,3,1"], 2, "--thiek"),
+        (["--thiek", "96,32,24,16,many"], 2, "--thiek"),
+        (["--thiek", "96,32,0,16,3"], 2, "--thiek"),
+        (["--thiek", "97,32,24,16,3"], 1, "97 tokens in --thiek are those of all ranks, and not divisible by the 2"),
+        (["--thiek", "96,32,24,15,3"], 1, "num_experts is 15, not divisible by the 2 ranks"),
+        (["--thiek", "96,32,24,2,3"], 1, "top_k is 3"),
+        (["--thiek", "96,8,24,24,3", "--skew", "1"], 1, "--skew with 24 experts needs a hidden size of at least"),
+        (["--thiek", "96,32,24,24,3", "--dtype", "fp16"], 2, "--dtype"),
+        (["--thiek", "96,32,24,24,3", "--strategy", "dedup"], 2, "expected dispatch,combine"),
+        (["--thiek", "96,32,24,24,3", "--strategy", "dedup,pigeon"], 1, "strategy of combine is 'pigeon'"),
+        (["--thiek", "96,32,24,24,3", "--pool-rows", "0"], 2, "--pool-rows"),
+        (["--thiek", "96,32,24,24,3", "--json", "/no/such/folder/rows.json"], 2, "--json"),
+        ([], 2, "missing; pass all five sizes, or --thiek"),
+        (["--tokens", "96", "--hidden", "32", "--top-k", "3"], 2, "--intermediate, --num-experts"),
+        (["--thiek", "96,32,24,24,3", "--hidden", "64", "--top-k", "3"], 2, "leave out --hidden, --top-k, or --thiek"),
+        (["--tokens", "0", "--hidden", "32"], 2, "--tokens"),
+    ],
+)
+def test_bad_options_start_nothing(arguments: list[str], code: int, said: str) -> None:
+    """A message names what is wrong; there is no traceback, and no process is started."""
+    with mock.patch.object(RankPool, "start", side_effect=AssertionError("ranks were started")):
+        done = CliRunner().invoke(app.app, ["bench", "train", "--device", "cpu", "--ranks", "2", *arguments])
+    assert done.exit_code == code
+    assert isinstance(done.exception, SystemExit)
+    assert said in " ".join(done.output.replace("│", " ").split())
+
+
+def test_what_all_of_it_takes_on_one_rank() -> None:
+    """More than what is kept for backward, and weights with their gradients, but within a small factor of it: 131072
+    tokens of the usual layer fit one GPU of 141 GB."""
+    shape = TrainShape(131072, 4096, 1536, 128, 8)
+    weights = 2 * 128 * 3 * 4096 * 1536 * 2
+    least = shape.kept_bytes(131072, torch.bfloat16) + weights
+    assert 2 * least < measure.bytes_on_one(shape, torch.bfloat16) < 5 * least
+    assert measure.bytes_on_one(shape, torch.bfloat16) < 110e9
+    assert measure.free_bytes(torch.device("cpu")) > 1e6

@@ -1,0 +1,179 @@
+"""What ``tokenloom doctor`` finds, on machines that lack everything and on GPUs that this one may not have."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import re
+import subprocess
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from tokenloom.backends import registry
+from tokenloom.cli import examination
+from tokenloom.errors import BackendUnavailable
+from tokenloom.jit import compiler
+
+
+def shown(report: dict[str, Any]) -> str:
+    console = Console(file=io.StringIO(), width=160)
+    examination.show(console, report)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_this_machine() -> None:
+    """Whatever it is, the report is JSON, and says of every backend whether it works and why."""
+    report = json.loads(json.dumps(examination.examine()))
+    assert report["software"]["torch"] == str(torch.__version__)
+    assert report["groups"], "the tests need gloo"
+    for group in report["groups"]:
+        assert tuple(each["name"] for each in group["backends"]) == registry.names()
+        assert all(each["why"] for each in group["backends"])
+        picked = next(each for each in group["backends"] if each["name"] == group["auto"])
+        assert picked["works"]
+        better = registry.names().index(group["auto"])
+        assert len(group["not_picked"]) == better, "every better backend has its reason"
+    assert re.fullmatch(r"ipc:\[\d+\]|unknown", report["software"]["IPC namespace"])
+    text = shown(report)
+    assert all(name in text for name in registry.names())
+
+
+def test_a_machine_with_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU, no driver, no nvidia-smi, no optional package, a torch without torch.distributed."""
+
+    def missing(name: str) -> Any:
+        raise ImportError(name)
+
+    def no_program(*arguments: Any, **kwargs: Any) -> Any:
+        raise FileNotFoundError("nvidia-smi")
+
+    def no_nvrtc() -> Any:
+        raise BackendUnavailable("NVRTC is missing; pip install it")
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    monkeypatch.setattr(compiler, "load_nvrtc", no_nvrtc)
+    monkeypatch.setattr(subprocess, "run", no_program)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(dist, "is_available", lambda: False)
+    monkeypatch.setattr(examination, "IPC_NAMESPACE", "/no/such/file")
+    report = examination.examine()
+    assert report["software"]["NVIDIA driver"] == "none found"
+    assert report["software"]["NVRTC"] == "NVRTC is missing; pip install it"
+    assert report["software"]["IPC namespace"] == "unknown"
+    assert report["software"]["gloo"] == report["software"]["NCCL"] == "not part of this torch"
+    assert (report["gpus"], report["peer_access"], report["groups"]) == ([], [], [])
+    assert "only a Communicator of one rank works here" in shown(report)
+
+
+def test_a_driver_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA build of torch that finds no usable GPU: its reason is what the user needs to see."""
+
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old\nmore lines")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    assert examination.examine()["software"]["GPUs"] == "none: The NVIDIA driver on your system is too old"
+
+
+class FakeDriver:
+    """The driver's bindings as far as a trial of sharing memory uses them. GPU 1 cannot share."""
+
+    def __init__(self) -> None:
+        self.allocated: list[int] = []
+        self.current = -1
+
+    def cuMemAlloc(self, num_bytes: int) -> tuple[int, int]:
+        self.allocated.append(self.current)
+        return 0, 0x1000 + self.current
+
+    def cuIpcGetMemHandle(self, address: int) -> tuple[int, str]:
+        if address == 0x1001:
+            raise RuntimeError("CUDA driver: CUDA_ERROR_NOT_SUPPORTED")
+        return 0, "handle"
+
+    def cuMemFree(self, address: int) -> None:
+        self.allocated.remove(address - 0x1000)
+
+
+@pytest.mark.parametrize("nvml_installed", [True, False])
+def test_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch, nvml_installed: bool) -> None:
+    """Two GPUs, with and without pynvml: names, memory, links. Only one reaches the other, and only one can share
+    its memory with other processes; the trial leaves nothing allocated."""
+
+    class FakeNvml(types.ModuleType):
+        NVML_NVLINK_MAX_LINKS = 18
+        NVMLError = RuntimeError
+
+        @staticmethod
+        def nvmlInit() -> None:
+            pass
+
+        @staticmethod
+        def nvmlSystemGetDriverVersion() -> bytes:
+            return b"580.1"  # old versions answer in bytes
+
+        @staticmethod
+        def nvmlDeviceGetHandleByUUID(uuid: str) -> str:
+            return uuid
+
+        @staticmethod
+        def nvmlDeviceGetNvLinkState(handle: str, link: int) -> int:
+            if link == 6:
+                raise RuntimeError("no such link")
+            return int(link != 0)
+
+    def import_module(name: str) -> Any:
+        if name == "pynvml" and nvml_installed:
+            return FakeNvml(name)
+        raise ImportError(name)
+
+    def run(*arguments: Any, **kwargs: Any) -> Any:
+        return types.SimpleNamespace(stdout="570.2\n570.2\n")
+
+    gpu = types.SimpleNamespace(name="Fake H200", total_memory=140 * 2**30, major=9, minor=0, uuid="0-1")
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    monkeypatch.setattr(subprocess, "run", run)
+    driver = FakeDriver()
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        driver.current = index
+        yield
+
+    monkeypatch.setattr(examination, "load_driver", lambda: driver)
+    monkeypatch.setattr(examination, "checked", lambda result: result[1])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: (i, j) == (0, 1))
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 4))
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    report = examination.examine()
+    assert report["software"]["NVIDIA driver"] == ("580.1" if nvml_installed else "570.2")
+    assert report["software"]["NCCL"] == "2.30.4"
+    assert [gpu["nvlinks"] for gpu in report["gpus"]] == ([5, 5] if nvml_installed else [None, None])
+    assert report["gpus"][1]["memory_gib"] == 140.0
+    assert report["peer_access"] == [[True, True], [False, True]]
+    shares = [gpu["shares_memory"] for gpu in report["gpus"]]
+    assert shares == ["yes", "no: CUDA driver: CUDA_ERROR_NOT_SUPPORTED"]
+    assert driver.allocated == []
+    assert [group["transport"] for group in report["groups"]] == ["nccl", "gloo"]
+    text = shown(report)
+    assert "Fake H200" in text
+    assert "CUDA_ERROR_NOT_SUPPORTED" in text.replace("\n", " ")
+    assert "one IPC namespace" in text
+    assert "9.0" in text
+    assert ("needs pynvml" in text) is not nvml_installed

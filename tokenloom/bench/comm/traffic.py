@@ -1,0 +1,70 @@
+"""How many bytes an operation moves, from its routing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tokenloom.bench.comm.cases import Operation
+from tokenloom.plan import FP8_BLOCK, Plan
+
+SCALE_BYTES = 4
+TOKEN_BYTES = 4
+ID_BYTES = 4
+WEIGHT_BYTES = 4
+PAYLOAD_BYTES = {"bf16": 2, "fp8": 1, "to_fp8": 1}
+"""Bytes of a dispatched value."""
+COMBINED_BYTES = 2
+"""Bytes of a value on its way home: BF16."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of rows that one operation moves. Counts, whose size no routing changes, are not included.
+
+    Attributes:
+        physical_bytes: bytes that leave the busiest rank over a link, to other ranks.
+        logical_bytes: bytes that the rank with most receives, its own rows included.
+    """
+
+    physical_bytes: int
+    logical_bytes: int
+
+
+def rows_between(plan: Plan, topk_ids: Sequence[torch.Tensor]) -> np.ndarray:
+    """Count rows: int64 [W, W], tokens of rank i that have an expert on rank j. A token goes to a rank once.
+
+    Args:
+        topk_ids: [T, K] of each rank; -1 is an unused place.
+    """
+    rows = np.zeros((plan.num_ranks, plan.num_ranks), dtype=np.int64)
+    for source, ids in enumerate(topk_ids):
+        ranks = torch.where(ids >= 0, ids // plan.experts_per_rank, -1)
+        for rank in range(plan.num_ranks):
+            rows[source, rank] = int((ranks == rank).any(1).sum())
+    return rows
+
+
+def moved(plan: Plan, rows: np.ndarray, operation: Operation) -> Traffic:
+    """Bytes that one call of an operation moves.
+
+    A dispatched row carries its values, scales if it is FP8, the number of its token, and K ids and weights. A combine
+    sends one row of partial sums, in BF16, back for every dispatched row, in all layouts.
+
+    Args:
+        rows: from :func:`rows_between`.
+    """
+    sent = np.zeros((plan.num_ranks, plan.num_ranks), dtype=np.int64)  # bytes from rank to rank
+    if "dispatch" in operation.name:
+        row_bytes = plan.hidden * PAYLOAD_BYTES[operation.payload]
+        row_bytes += TOKEN_BYTES + plan.top_k * (ID_BYTES + WEIGHT_BYTES)
+        if operation.payload != "bf16":
+            row_bytes += plan.hidden // FP8_BLOCK * SCALE_BYTES
+        sent += rows * row_bytes
+    if "combine" in operation.name:
+        sent += rows.T * (plan.hidden * COMBINED_BYTES)
+    to_others = sent.sum(1) - sent.diagonal()
+    return Traffic(int(to_others.max()), int(sent.sum(0).max()))

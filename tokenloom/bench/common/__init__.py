@@ -1,0 +1,1 @@
+"""What all benchmarks share: shapes, inputs, clocks, percentiles, files and charts."""

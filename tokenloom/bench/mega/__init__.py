@@ -1,0 +1,1 @@
+"""``tokenloom bench mega``: the fused FP8 layer for inference, as a whole and by stages."""

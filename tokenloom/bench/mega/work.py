@@ -1,0 +1,95 @@
+"""What ``tokenloom bench mega`` gives the layer to do, and the least time that a machine needs for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tokenloom.tune.samples import draw_topk_ids
+
+HBM_GBYTES_PER_S, LINK_GBYTES_PER_S, FP8_TFLOPS = 4370.0, 347.0, 1388.0
+"""Rates of an H200, for the floor: HBM reads, bytes that its links carry out, cuBLAS without block scales."""
+
+
+@dataclass(frozen=True)
+class MegaShape:
+    """A layer and its routing.
+
+    Attributes:
+        hidden, intermediate, num_experts, top_k: H, I, E and K.
+        masked_ratio: share of routes that are -1.
+        skew: s; experts are drawn with probability proportional to 1 / place^s, so 0 makes all alike.
+        num_shared_experts: S; every token goes to them on its own rank.
+    """
+
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+    masked_ratio: float = 0.0
+    skew: float = 0.0
+    num_shared_experts: int = 0
+
+    @property
+    def expert_weights(self) -> int:
+        """Values of one expert's weights, which are as many bytes in FP8."""
+        return 3 * self.hidden * self.intermediate
+
+    def topk_ids(self, rank: int, num_tokens: int) -> torch.Tensor:
+        """Routing of one rank: int32 [T, K] on the CPU, different experts for each token."""
+        sizes = (num_tokens, self.num_experts, self.top_k)
+        return draw_topk_ids(rank, *sizes, self.skew, self.masked_ratio)
+
+
+@dataclass(frozen=True)
+class Work:
+    """The least that one call has to do.
+
+    Attributes:
+        flops: operations per rank, for all ranks' routes and shared experts.
+        busiest_flops: operations of the rank that has most.
+        weight_bytes: weights of the experts that have a token, on the rank that has most such experts.
+        sent_bytes: bytes that leave the busiest rank over its links.
+    """
+
+    flops: float
+    busiest_flops: int
+    weight_bytes: int
+    sent_bytes: int
+
+    @property
+    def floor_us(self) -> float:
+        """The longest of HBM, arithmetic and links, at the rates measured on an H200."""
+        return max(
+            self.weight_bytes / HBM_GBYTES_PER_S / 1e3,
+            self.busiest_flops / FP8_TFLOPS / 1e6,
+            self.sent_bytes / LINK_GBYTES_PER_S / 1e3,
+        )
+
+
+def work(shape: MegaShape, num_ranks: int, num_tokens: int) -> Work:
+    """The work of one call with ``num_tokens`` tokens on each of ``num_ranks`` ranks."""
+    ids = [shape.topk_ids(rank, num_tokens) for rank in range(num_ranks)]
+    experts = torch.cat([each[each >= 0] for each in ids]).long()
+    per_expert = torch.bincount(experts, minlength=shape.num_experts).view(num_ranks, -1)
+    touched, most_routes = int((per_expert > 0).sum(1).max()), int(per_expert.sum(1).max())
+    shared, shared_routes = shape.num_shared_experts if num_tokens else 0, num_tokens * shape.num_shared_experts
+    return Work(
+        flops=(len(experts) / num_ranks + shared_routes) * 2 * shape.expert_weights,
+        busiest_flops=(most_routes + shared_routes) * 2 * shape.expert_weights,
+        weight_bytes=(touched + shared) * shape.expert_weights,
+        sent_bytes=max(bytes_out(shape, num_ranks, rank, ids) for rank in range(num_ranks)),
+    )
+
+
+def bytes_out(shape: MegaShape, num_ranks: int, rank: int, ids: Sequence[torch.Tensor]) -> int:
+    """Bytes that leave a rank: FP8 rows of x, once for each other rank, and bfloat16 results for others' tokens."""
+    local = shape.num_experts // num_ranks
+    holders = torch.where(ids[rank] >= 0, ids[rank] // local, rank)
+    to_others = torch.zeros(len(holders), num_ranks, dtype=torch.bool, device="cpu")
+    to_others.scatter_(1, holders.long(), True)
+    to_others[:, rank] = False
+    back = sum(int((ids[other] // local == rank).sum()) for other in range(num_ranks) if other != rank)
+    return int(to_others.sum()) * (shape.hidden + shape.hidden // 32) + back * shape.hidden * 2

@@ -1,0 +1,108 @@
+"""DeepGEMM's fused FP8 layer, for ``tokenloom bench mega --against deep_gemm``."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+
+from tokenloom.bench.mega.work import MegaShape
+from tokenloom.errors import InvalidArgument
+from tokenloom.ops.quant import quantize_fp8
+
+NAME = "deep_gemm"
+BUFFERS = ("get_symm_buffer_for_sm90_mega_moe", "get_symm_buffer_for_mega_moe")
+"""Makers of its buffer. In builds that have both, the second is for other GPUs."""
+NEEDED = ("transform_weights_for_mega_moe_sm90", "fp8_mega_moe")
+MOST_DIFFERENCE = 0.01
+"""Limit for :func:`difference` of its output and ours: that of its own tests against float32."""
+
+Weights = tuple[torch.Tensor, torch.Tensor]
+
+
+def load(shape: MegaShape) -> ModuleType:
+    """The module deep_gemm, if it has this layer for Hopper GPUs.
+
+    Raises:
+        InvalidArgument: it cannot be imported, has no such layer, or lacks what the shape asks for.
+    """
+    if shape.num_shared_experts:
+        raise InvalidArgument(
+            f"--against {NAME}: its layer has no shared experts, {shape.num_shared_experts} given; leave out "
+            "--shared-experts or --against"
+        )
+    try:
+        module = importlib.import_module(NAME)
+    except Exception as error:  # a build for another torch, or without what it links to, fails in many ways
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InvalidArgument(
+            f"--against {NAME}: it cannot be imported ({reason}); install a build with the fused layer for SM90, "
+            "such as sgl-deep-gemm, or leave --against out"
+        ) from error
+    missing = [name for name in NEEDED if not hasattr(module, name)]
+    if not any(hasattr(module, name) for name in BUFFERS):
+        missing.append(BUFFERS[0])
+    if missing:
+        raise InvalidArgument(
+            f"--against {NAME}: the one that is installed has no {', '.join(missing)}; install a build with the "
+            "fused layer for SM90, such as sgl-deep-gemm, or leave --against out"
+        )
+    return module
+
+
+class DeepGemm:
+    """The fused FP8 layer of deep_gemm for SM90. Making one is collective.
+
+    Args:
+        group: all ranks, on one host.
+        shape: the layer.
+        max_tokens: most tokens of a rank in any call.
+        l1_weights: float8_e4m3fn [E / W, 2I, H], gates first, and float32 [E / W, 2I / 128, H / 128].
+        l2_weights: float8_e4m3fn [E / W, H, I] and float32 [E / W, H / 128, I / 128].
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, shape: MegaShape, max_tokens: int, l1_weights: Weights, l2_weights: Weights
+    ) -> None:
+        self._module = module = load(shape)
+        self._group = group
+        self._weights = module.transform_weights_for_mega_moe_sm90(l1_weights, l2_weights)
+        make = getattr(module, next(name for name in BUFFERS if hasattr(module, name)))
+        sizes = (shape.num_experts, max_tokens, shape.top_k, shape.hidden, shape.intermediate)
+        self._buffer = make(group, *sizes)
+
+    def prepared_call(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
+    ) -> Callable[[], None]:
+        """The layer on these inputs, ready to be called again and again until the next are prepared.
+
+        The layer takes FP8, so x is quantised here, once.
+
+        Args:
+            x: bfloat16 [T, H].
+            topk_ids: [T, K].
+            topk_weights: float32 [T, K].
+            out: bfloat16 [T, H], which each call writes.
+        """
+        values, scales = quantize_fp8(x)
+        rows, buffer = len(x), self._buffer
+        buffer.x[:rows].copy_(values)
+        buffer.x_sf[:rows].copy_(scales)
+        buffer.topk_idx[:rows].copy_(topk_ids)
+        buffer.topk_weights[:rows].copy_(topk_weights)
+        return lambda: self._module.fp8_mega_moe(out, *self._weights, buffer)
+
+    def close(self) -> None:
+        """Release its buffer, which peers write: behind everything on the current streams. Collective."""
+        dist.barrier(self._group)
+        self._buffer.destroy()
+
+
+def difference(x: torch.Tensor, y: torch.Tensor) -> float:
+    """``1 - 2 * sum(x * y) / sum(x^2 + y^2)`` in float64: 0 for equal tensors, NaN if one of them has NaN."""
+    x, y = x.double(), y.double()
+    size = (x * x + y * y).sum()
+    return 1.0 - float(2 * (x * y).sum() / size) if size != 0 else 0.0

@@ -1,0 +1,1 @@
+"""``tokenloom bench train``: a training step of ExpertParallelMoE, checked, and beside baselines."""

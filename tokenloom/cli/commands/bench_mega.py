@@ -1,0 +1,91 @@
+"""``tokenloom bench mega``."""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from tokenloom.cli.options import (
+    Device,
+    Hidden,
+    Intermediate,
+    JsonFile,
+    NumExperts,
+    PlotFile,
+    Ranks,
+    Skew,
+    TokensList,
+    TopK,
+    numbers,
+    pick_ranks,
+    require_writable,
+)
+from tokenloom.cli.terminal import console
+
+DEFAULT_TOKENS = "8,16,32,64,128,256,512,1024,2048,4096,8192"
+
+
+class Rival(str, Enum):
+    """Whose layer is measured beside ours."""
+
+    deep_gemm = "deep_gemm"
+
+
+def mega(
+    tokens: TokensList = DEFAULT_TOKENS,
+    hidden: Hidden = 7168,
+    intermediate: Intermediate = 2048,
+    num_experts: NumExperts = 256,
+    top_k: TopK = 8,
+    shared_experts: Annotated[int, typer.Option(min=0, help="Experts that every token goes to.")] = 0,
+    masked_ratio: Annotated[float, typer.Option(min=0, max=1, help="Share of routes that are unused.")] = 0.0,
+    skew: Skew = 0.0,
+    ranks: Ranks = None,
+    against: Annotated[
+        Optional[Rival],  # noqa: UP045
+        typer.Option(help="Also measure this library's layer, in turns with ours."),
+    ] = None,
+    cold: Annotated[bool, typer.Option("--cold", help="Overwrite L2 before each sample, which is one call.")] = False,
+    iterations: Annotated[int, typer.Option(min=3, help="Samples of each row.")] = 30,
+    plot_file: PlotFile = None,
+    trace_file: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            "--trace",
+            dir_okay=False,
+            help="Also write a call, its stages and roles on every SM, to this file, for Perfetto.",
+        ),
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure MegaMoE, the FP8 layer for inference, and its stages, on Hopper GPUs."""
+    require_writable("--plot", plot_file, ".png")
+    require_writable("--trace", trace_file)
+    require_writable("--json", json_file)
+    counts = numbers("--tokens", tokens)
+    from tokenloom.bench.mega.work import MegaShape
+    from tokenloom.bench.rivals import deep_gemm
+
+    shape = MegaShape(hidden, intermediate, num_experts, top_k, masked_ratio, skew, shared_experts)
+    if against is not None:
+        deep_gemm.load(shape)  # a missing rival is said before missing GPUs, because it was asked for
+    num_ranks, _ = pick_ranks(ranks, Device.cuda, least=1)
+    from tokenloom.bench.mega.run import run_mega
+
+    run_mega(
+        console(),
+        num_ranks,
+        shape,
+        counts,
+        command=sys.argv[1:],
+        iterations=iterations,
+        cold=cold,
+        against=against is not None,
+        plot_file=plot_file,
+        trace_file=trace_file,
+        json_file=json_file,
+    )

@@ -1,0 +1,79 @@
+"""``tokenloom cache``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Optional
+
+import typer
+
+from tokenloom.cli.options import Hidden, NumExperts, TopK
+from tokenloom.cli.terminal import FAILED, console
+
+cache = typer.Typer(name="cache", help="Compiled kernels on disk.", no_args_is_help=True)
+
+
+@cache.command("list")
+def list_kernels() -> None:
+    """Show the compiled kernels on disk."""
+    from tokenloom.cli import kernel_cache
+
+    entries = kernel_cache.sorted_entries()
+    if entries:
+        console().print(kernel_cache.list_table(entries))
+    print(kernel_cache.size_line(entries))
+
+
+@cache.command("inspect")
+def inspect_kernels(
+    name: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(help="A kernel, or the beginning of a key, as list shows them. Default: all."),
+    ] = None,
+) -> None:
+    """Show what the compiled kernels need: registers, stack, spills, shared memory, and how many blocks fit."""
+    from tokenloom.cli import kernel_cache
+
+    entries = kernel_cache.sorted_entries()
+    if name is not None:
+        entries = kernel_cache.named(entries, name)
+    if entries:
+        console().print(kernel_cache.inspect_table(entries))
+    else:
+        print(kernel_cache.size_line(entries))
+
+
+@cache.command("clear")
+def clear_kernels() -> None:
+    """Delete the compiled kernels on disk; they are compiled again when needed."""
+    from tokenloom.cli import kernel_cache
+    from tokenloom.jit import cache as disk
+
+    print(f"{disk.clear()} deleted")
+    left = list(disk.entries())
+    if left:
+        print(f"tokenloom: could not be deleted: {kernel_cache.size_line(left)}", file=sys.stderr)
+        raise typer.Exit(FAILED)
+
+
+@cache.command("build")
+def build_kernels(
+    num_ranks: Annotated[int, typer.Option(help="Ranks of the group.")] = 8,
+    num_experts: NumExperts = 256,
+    hidden: Hidden = 7168,
+    top_k: TopK = 8,
+) -> None:
+    """Compile the kernels for one shape ahead of time, in all layouts and the usual dtypes. Needs no GPU.
+
+    Kernels do not depend on the number of tokens.
+    """
+    from tokenloom import env
+    from tokenloom.cli import kernel_cache
+    from tokenloom.plan import Plan
+
+    specs = kernel_cache.variants(Plan(num_ranks, num_experts, hidden, top_k, max_tokens_per_rank=1))
+    built = kernel_cache.build(console(), specs)
+    print(f"{built.compiled} compiled in {built.wall_s:.1f} s, {built.found} were there, in {env.cache_folder()}")
+    if built.not_kept:
+        print(f"tokenloom: {built.not_kept} could not be written to {env.cache_folder()}", file=sys.stderr)
+        raise typer.Exit(FAILED)

@@ -1,0 +1,26 @@
+"""``tokenloom demo``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tokenloom.cli.options import OnDevice, Ranks, pick_ranks
+from tokenloom.cli.terminal import FAILED, console
+
+DEFAULT_STEPS = 160
+"""By then the loss has fallen by half; all of the demo takes less than a minute on two cores."""
+
+
+def demo(
+    ranks: Ranks = None,
+    device: OnDevice = None,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = DEFAULT_STEPS,
+) -> None:
+    """Check against the reference, train a small model with its experts spread over ranks, compare with one rank."""
+    num_ranks, where = pick_ranks(ranks, device, least=2)
+    from tokenloom.demo.run import run_demo
+
+    if not run_demo(console(), num_ranks, where, steps):
+        raise typer.Exit(FAILED)

@@ -1,0 +1,62 @@
+"""``tokenloom tune``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from tokenloom.cli.options import (
+    Dtype,
+    Hidden,
+    Intermediate,
+    JsonFile,
+    NumExperts,
+    OnDevice,
+    Ranks,
+    Skew,
+    Tokens,
+    TopK,
+    pick_ranks,
+    require_known,
+    require_writable,
+)
+from tokenloom.cli.terminal import console
+
+
+def tune(
+    tokens: Tokens,
+    hidden: Hidden,
+    intermediate: Intermediate,
+    num_experts: NumExperts,
+    top_k: TopK,
+    dtype: Annotated[Dtype, typer.Option(help="Dtype of the layer's parameters.")] = Dtype.bf16,
+    ranks: Ranks = None,
+    skew: Skew = 0.0,
+    backend: Annotated[str, typer.Option(help="A backend as `tokenloom doctor` names it, or auto.")] = "auto",
+    device: OnDevice = None,
+    iterations: Annotated[int, typer.Option(min=1, help="Samples of each number.")] = 30,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure what carries the payloads of a layer, and keep the best, which layers of this shape then use."""
+    require_writable("--json", json_file)
+    num_ranks, where = pick_ranks(ranks, device, least=1)
+    from tokenloom.backends import registry
+    from tokenloom.bench.common.shape import Shape
+    from tokenloom.bench.tune import run_tune
+
+    require_known("--backend", [backend], ["auto", *registry.names()])
+    run_tune(
+        console(),
+        num_ranks,
+        where,
+        Shape(tokens, hidden, top_k, num_experts),
+        intermediate=intermediate,
+        dtype=dtype.value,
+        skew=skew,
+        backend=backend,
+        command=sys.argv[1:],
+        iterations=iterations,
+        json_file=json_file,
+    )

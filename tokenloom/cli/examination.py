@@ -1,0 +1,249 @@
+"""What ``tokenloom doctor`` finds: what this machine has, which backends work here, and why the others do not."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from tokenloom._version import __version__
+from tokenloom.backends import registry
+from tokenloom.bench.common.setup import driver
+from tokenloom.errors import BackendUnavailable
+from tokenloom.jit import compiler
+from tokenloom.jit.kernel import checked, load_driver
+
+GIB = 2**30
+EXPORTED_BYTES = 2 * 2**20
+"""Size of the memory that is offered to other processes as a trial."""
+IPC_NAMESPACE = "/proc/self/ns/ipc"
+SHARING_NOTE = (
+    "Ranks map each other's memory. For that each GPU must reach the others and share memory with other processes, "
+    "and all ranks must be in one IPC namespace. A Communicator tries it when it is made; auto falls back on failure."
+)
+
+
+def examine() -> dict[str, Any]:
+    """Everything that ``tokenloom doctor`` knows, ready for JSON.
+
+    It never raises for what a machine lacks, but reports it as missing, with the reason.
+
+    Returns:
+        A dict of
+
+        - ``software``: name -> version, or why there is none.
+        - ``gpus``: a dict for each GPU: index, name, memory_gib, compute_capability, nvlinks (active ones; None where
+          they cannot be read), shares_memory ("yes", or why other processes cannot map its memory).
+        - ``peer_access``: [i][j] is whether GPU i can read and write the memory of GPU j.
+        - ``groups``: a dict for every kind of ranks that is possible here: ranks, transport, device, auto (what "auto"
+          picks), not_picked (why better backends are not), and backends, each with name, works and why.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about a driver that torch cannot use; _gpus_missing reports it
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {
+        "software": {
+            "tokenloom": __version__,
+            "Python": platform.python_version(),
+            "OS": platform.platform(),
+            "CPU cores": _cpu_cores(),
+            "torch": str(torch.__version__),
+            "CUDA of torch": torch.version.cuda or "none: a CPU build of torch",
+            "NVIDIA driver": _driver_version(),
+            "GPUs": str(num_gpus) if num_gpus else _gpus_missing(),
+            "NCCL": _nccl_version(),
+            "gloo": "yes" if dist.is_available() and dist.is_gloo_available() else "not part of this torch",
+            "NVRTC": _nvrtc_version(),
+            "IPC namespace": _ipc_namespace(),
+        },
+        "gpus": [_gpu(index) for index in range(num_gpus)],
+        "peer_access": [
+            [i == j or torch.cuda.can_device_access_peer(i, j) for j in range(num_gpus)] for i in range(num_gpus)
+        ],
+        "groups": _groups(num_gpus),
+    }
+
+
+def _cpu_cores() -> str:
+    allowed, present = len(os.sched_getaffinity(0)), os.cpu_count() or 0
+    return str(present) if allowed == present else f"{allowed} of {present} for this process"
+
+
+def _gpus_missing() -> str:
+    if torch.version.cuda is None:
+        return "none that this torch could use"
+    try:
+        torch.cuda.init()
+    except Exception as error:
+        return f"none: {_first_line(error)}"
+    return "none"
+
+
+def _nccl_version() -> str:
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return "not part of this torch"
+    try:
+        version = torch.cuda.nccl.version()
+    except Exception as error:
+        return f"does not load: {_first_line(error)}"
+    return ".".join(map(str, version))
+
+
+def _nvrtc_version() -> str:
+    try:
+        return compiler.nvrtc_version()
+    except BackendUnavailable as error:
+        return str(error)
+
+
+def _ipc_namespace() -> str:
+    """The kernel's name for it. Processes map each other's GPU memory only within one."""
+    try:
+        return os.readlink(IPC_NAMESPACE)
+    except OSError:
+        return "unknown"
+
+
+def _driver_version() -> str:
+    """NVML's answer, or nvidia-smi's where pynvml is not installed; that program comes with every driver."""
+    nvml = _nvml()
+    if nvml is not None:
+        return _text(nvml.nvmlSystemGetDriverVersion())
+    return driver() or "none found"
+
+
+def _nvml() -> Any | None:
+    """The initialised module pynvml; None if it is not installed or finds no driver."""
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except Exception:
+        return None
+    return nvml
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    return {
+        "index": index,
+        "name": properties.name,
+        "memory_gib": round(properties.total_memory / GIB, 1),
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "nvlinks": _active_nvlinks(properties),
+        "shares_memory": _shares_memory(index),
+    }
+
+
+def _shares_memory(index: int) -> str:
+    """Say "yes" if the driver exports memory of this GPU for other processes, else why not."""
+    try:
+        api = load_driver()
+        with torch.cuda.device(index):
+            torch.cuda.synchronize()  # makes the context that memory is allocated in
+            address = int(checked(api.cuMemAlloc(EXPORTED_BYTES)))
+            try:
+                checked(api.cuIpcGetMemHandle(address))
+            finally:
+                api.cuMemFree(address)
+    except (BackendUnavailable, RuntimeError) as error:
+        return f"no: {_first_line(error)}"
+    return "yes"
+
+
+def _active_nvlinks(properties: Any) -> int | None:
+    nvml = _nvml()
+    if nvml is None:
+        return None
+    try:  # by UUID, because NVML also counts GPUs that are hidden from torch
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")
+    except Exception:
+        return None
+    active = 0
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            active += nvml.nvmlDeviceGetNvLinkState(handle, link)
+        except nvml.NVMLError:
+            break  # this GPU has no more links
+    return active
+
+
+def _groups(num_gpus: int) -> list[dict[str, Any]]:
+    """The backends that a Communicator would find on this machine's GPUs, and on its CPU."""
+    kinds = []
+    if num_gpus and dist.is_available() and dist.is_nccl_available():
+        kinds.append((f"{num_gpus} GPU{'s' if num_gpus > 1 else ''}", "nccl", "cuda"))
+    if dist.is_available() and dist.is_gloo_available():
+        kinds.append(("processes on the CPU", "gloo", "cpu"))
+    groups = []
+    for ranks, transport, device in kinds:
+        found = registry.availability(transport, torch.device(device))
+        auto: str | None
+        try:
+            auto, not_picked = registry.choose("auto", [found])
+        except BackendUnavailable as error:
+            auto, not_picked = None, [str(error)]
+        groups.append(
+            {
+                "ranks": ranks,
+                "transport": transport,
+                "device": device,
+                "auto": auto,
+                "not_picked": not_picked,
+                "backends": [{"name": each.name, "works": each.works, "why": each.why} for each in found],
+            }
+        )
+    return groups
+
+
+def _text(value: str | bytes) -> str:
+    """Text of an answer; old versions of pynvml answer in bytes."""
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def show(console: Console, report: dict[str, Any]) -> None:
+    """Print what :func:`examine` found."""
+    machine = Table("this machine", "", title="Machine", title_justify="left", show_header=False)
+    for name, value in report["software"].items():
+        machine.add_row(name, value)
+    console.print(machine)
+    if report["gpus"]:
+        console.print(_gpu_table(report))
+        console.print(SHARING_NOTE, markup=False)
+    for group in report["groups"]:
+        console.print(_backend_table(group))
+        for reason in group["not_picked"]:
+            console.print(f"not picked: {reason}", markup=False, highlight=False)
+    if not report["groups"]:
+        console.print("This torch has neither NCCL nor gloo: only a Communicator of one rank works here.")
+
+
+def _gpu_table(report: dict[str, Any]) -> Table:
+    table = Table(title="GPUs, and which other GPU's memory each can reach", title_justify="left")
+    headers = ("", "name", "memory GiB", "capability", "NVLinks", "shares memory")
+    for name in (*headers, *(str(gpu["index"]) for gpu in report["gpus"])):
+        table.add_column(name)
+    for gpu, reach in zip(report["gpus"], report["peer_access"], strict=True):
+        links = "unknown (needs pynvml)" if gpu["nvlinks"] is None else str(gpu["nvlinks"])
+        row = (str(gpu["index"]), gpu["name"], str(gpu["memory_gib"]), gpu["compute_capability"], links)
+        table.add_row(*row, gpu["shares_memory"], *("yes" if reached else "no" for reached in reach))
+    return table
+
+
+def _backend_table(group: dict[str, Any]) -> Table:
+    title = f"Backends for {group['ranks']}, over {group['transport']}"
+    table = Table("backend", "works here", "picked by auto", "why", title=title, title_justify="left")
+    for each in group["backends"]:
+        picked = "yes" if each["name"] == group["auto"] else ""
+        table.add_row(each["name"], "[green]yes[/]" if each["works"] else "no", picked, each["why"])
+    return table
