@@ -16,7 +16,7 @@ from tests.kernels import variants
 from tests.kernels.variants import BF16, FP16, FP32, VARIANTS
 from tests.support.small_kernels import needs_nvrtc
 from tokenloom.backends.nvlink import buffers
-from tokenloom.cli import cache_commands
+from tokenloom.cli import kernel_cache
 from tokenloom.errors import InvalidArgument, KernelCompileError
 from tokenloom.jit import compiler
 from tokenloom.jit.compiler import KernelSpec, Resources
@@ -89,7 +89,7 @@ def test_the_variants_cover_what_is_built_ahead() -> None:
     """`tokenloom cache build` with its default shape compiles kernels that are tested here, or differ in what does not
     touch the code: FP16 for BF16."""
     tested = {without_details(variant.spec()) for variant in VARIANTS.values()}
-    built = {without_details(spec) for spec in cache_commands.variants(Plan(8, 256, 7168, 8, 8192))}
+    built = {without_details(spec) for spec in kernel_cache.variants(Plan(8, 256, 7168, 8, 8192))}
     assert built <= tested
 
 
