@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import tokenloom as tl
 from tests.conftest import Ranks
 from tokenloom.backends.collective import CollectiveBackend
-from tokenloom.bench import traffic
+from tokenloom.bench.comm import traffic
 from tokenloom.cli import app
 from tokenloom.plan import Plan
 from tokenloom.runtime import rank_group
