@@ -88,6 +88,7 @@ def outcomes(folder: Path) -> dict[int, Outcome]:
         return dict(zip(NUMBERS_OF_RANKS, pool.map(train, NUMBERS_OF_RANKS), strict=True))
 
 
+@pytest.mark.slow
 def test_losses_do_not_depend_on_the_number_of_ranks(outcomes: dict[int, Outcome]) -> None:
     """The norms show what Adam hides from losses: expert gradients that are W times too large."""
     one = outcomes[1]
@@ -99,6 +100,7 @@ def test_losses_do_not_depend_on_the_number_of_ranks(outcomes: dict[int, Outcome
         assert furthest(many.losses, one.losses) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_it_learns_and_says_so(outcomes: dict[int, Outcome]) -> None:
     """A uniform guess among 128 bytes costs 4.85 nats; a model that knows no more than single bytes, 2.9."""
     for outcome in outcomes.values():
@@ -111,6 +113,7 @@ def test_it_learns_and_says_so(outcomes: dict[int, Outcome]) -> None:
         assert all(100 / 8 <= share <= 50 for share in shares), "of 8 experts, with 2 for each token"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_with_another_number_of_ranks(folder: Path, outcomes: dict[int, Outcome]) -> None:
     """The checkpoint holds the whole model: written by 4 ranks, read by 1 and by 2."""
     full = torch.load(folder / "4.pt", weights_only=True)
@@ -142,6 +145,25 @@ def load_script() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def train_here(context: RankContext, folder: Path, steps: int) -> None:
+    """What torchrun starts, on ranks that are there already."""
+    options = {"steps": steps, "tokens_per_step": 1024, "seed": 0, "resume": None}
+    files = {"json": str(folder / "4.json"), "checkpoint": str(folder / "4.pt")}
+    load_script().train(argparse.Namespace(**options, **files), context.device)
+
+
+def test_first_steps_do_not_depend_on_the_number_of_ranks(pools: Callable[[str], RankPool], tmp_path: Path) -> None:
+    """Without torchrun, whose start takes longer than all steps: one rank by itself, and those of the pool."""
+    steps, pool = 4, pools("cpu")
+    Ranks(pool, pool.num_ranks).run(train_here, tmp_path, steps)
+    one = run_script(tmp_path, 1, "--steps", steps)
+    many = json.loads((tmp_path / "4.json").read_text())
+    assert (many["ranks"], len(many["losses"])) == (4, steps)
+    assert furthest(many["losses"], one.losses) < EARLY_TOLERANCE
+    assert furthest(many["gradient_norms"], one.norms) < EARLY_TOLERANCE
+    assert torch.load(tmp_path / "4.pt", weights_only=True)["blocks.1.moe.w1"].shape[0] == 8
 
 
 def clip(context: RankContext, max_norm: float) -> None:

@@ -39,18 +39,15 @@ def on_groups_of(*numbers: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("ranks", groups, indirect=True)
 
 
-def why_no_inductor() -> str | None:
+@pytest.fixture
+def inductor() -> None:
+    """Skips where inductor finds no C++ compiler. To ask takes 2 s, and all ranks import this file."""
     try:
         from torch._inductor.cpp_builder import get_cpp_compiler
 
         get_cpp_compiler()
     except Exception as error:  # what is raised differs by release
-        return f"inductor finds no C++ compiler here: {type(error).__name__}"
-    return None
-
-
-needs_inductor = pytest.mark.skipif(why_no_inductor() is not None, reason=str(why_no_inductor()))
-COMPILERS = ["aot_eager", pytest.param("inductor", marks=needs_inductor)]
+        pytest.skip(f"inductor finds no C++ compiler here: {type(error).__name__}")
 
 
 @pytest.fixture(autouse=True)
@@ -162,7 +159,11 @@ def compare_with_eager(
     model.first.comm.close()
 
 
-@pytest.mark.parametrize("checkpointed", [(), ("first", "second")], ids=["kept", "checkpointed"])
+@pytest.mark.slow_on(1)
+@pytest.mark.parametrize(
+    "checkpointed",
+    [pytest.param((), id="kept"), pytest.param(("first", "second"), id="checkpointed", marks=pytest.mark.slow)],
+)
 @on_groups_of(1, 2)
 def test_any_number_of_tokens(ranks: Ranks, checkpointed: tuple[str, ...]) -> None:
     """One graph, eager's bits, and a number of tokens that changes does not make a graph each time.
@@ -172,7 +173,8 @@ def test_any_number_of_tokens(ranks: Ranks, checkpointed: tuple[str, ...]) -> No
     ranks.run(compare_with_eager, "aot_eager", checkpointed, (SIZES, SIZES[::-1]))
 
 
-@needs_inductor
+@pytest.mark.slow
+@pytest.mark.usefixtures("inductor")
 @on_groups_of(2)
 def test_inductor(ranks: Ranks) -> None:
     """One layer runs again in backward, beside the other one's gradient."""
@@ -295,7 +297,8 @@ def test_fake_kernels_promise_what_is_returned() -> None:
 # -- the same calls in the same order on all ranks ----------------------------------------------------------
 
 
-@needs_inductor
+@pytest.mark.slow
+@pytest.mark.usefixtures("inductor")
 def test_inductor_keeps_the_order_of_the_program() -> None:
     """It saves memory by computing what needs little first: here the second layer. Ranks differ in what they need."""
     case, calls = replace(CASE, tokens=(64,)), []
@@ -311,7 +314,8 @@ def test_inductor_keeps_the_order_of_the_program() -> None:
     assert calls == ["first", "second"]
 
 
-@needs_inductor
+@pytest.mark.slow
+@pytest.mark.usefixtures("inductor")
 @pytest.mark.parametrize("num_tokens", [5, 0])
 def test_the_order_of_backward_does_not_depend_on_sizes(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where inductor would run a checkpointed layer again does."""
@@ -345,7 +349,8 @@ class FrozenBehindScale(nn.Module):
         return self.layer(x * self.scale)
 
 
-@needs_inductor
+@pytest.mark.slow
+@pytest.mark.usefixtures("inductor")
 def test_a_rank_without_tokens_takes_part_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Any] = []
     gradients = torch_compile._gradients
@@ -380,9 +385,11 @@ def test_what_the_compiler_computed_may_be_overwritten() -> None:
     assert_same_bits(grads(computed, [x, *computed]), want)
 
 
-@pytest.mark.parametrize("compiler", COMPILERS)
-def test_forwards_without_backward_keep_nothing(compiler: str) -> None:
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_forwards_without_backward_keep_nothing(compiler: str, request: pytest.FixtureRequest) -> None:
     """And those with one keep what they need until then, or until nobody can ask for it."""
+    if compiler == "inductor":
+        request.getfixturevalue("inductor")
     layer = make_layer(CASE, None)
     run = torch.compile(layer, fullgraph=True, backend=compiler)
     x = torch.randn(5, HIDDEN, requires_grad=True)

@@ -137,7 +137,7 @@ COMPILED = (
         target="tokenloom.training.torch_compile:_kept",
         old="weakref.WeakValueDictionary()",
         new="{}",
-        tests=(f"{COMPILER_TEST}forwards_without_backward_keep_nothing",),
+        tests=(f"{COMPILER_TEST}forwards_without_backward_keep_nothing[aot_eager]",),
     ),
     Mutation(
         name="counts-are-lost",
