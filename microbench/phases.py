@@ -1,9 +1,9 @@
-"""Where the time of a call of backend nvlink goes: when its blocks pass each phase, and what the host pays.
+"""Shows where the time of a call of backend nvlink goes: when its blocks pass each phase, and what the host pays.
 
     python microbench/phases.py [--tokens 4096] [--num-sms 16] [--json FILE]
 
-Needs Hopper GPUs; uses all of them, one rank each. Times are in microseconds since the first block of rank 0 began, of
-one call alone: (earliest, median, latest) block. The host's figures are what a call takes until it returns.
+Needs Hopper GPUs and uses all of them, one rank each. Times are those of rank 0 in a call alone: microseconds since
+its first block began, as (earliest, median, latest) block. The host's figures are what a call takes until it returns.
 """
 
 from __future__ import annotations
@@ -25,24 +25,26 @@ from tokenloom.bench.common.shape import Shape
 from tokenloom.runtime.processes import RankContext, RankPool
 
 MARKS = ("begun", "counted", "heard", "placed", "sent", "told", "filled", "summed", "done")
-"""Mark of tokenloom/device/sync/call.cuh: counts known; all ranks' counts here; places known; own rows sent; other
-ranks told; further places filled (layout expert); own tokens summed (combine); about to leave."""
+"""What a block has done, by Mark of tokenloom/device/transport/call.cuh.
+
+It has begun; its counts are known; all ranks' counts are here; places are known; its own rows are sent; the others are
+notified; further places are filled (layout expert); its own tokens are summed (combine); it is about to leave."""
 MARK_WORDS = 16
 MAX_BLOCKS = 32
 CALLS = 5
 
 
-def phases(context: RankContext, call: Callable[[], Any], calls: Any) -> dict[str, list[float]]:
-    """Of the last of a few calls that begin together."""
+def phases(context: RankContext, call: Callable[[], Any], launcher: Any) -> dict[str, list[float]]:
+    """When blocks pass each phase, in the last of CALLS calls. Ranks begin them together. Collective."""
     trace = torch.zeros(MAX_BLOCKS, MARK_WORDS, dtype=torch.int64, device=context.device)
     for _ in range(CALLS):
         trace.zero_()
         torch.cuda.synchronize()
         dist.barrier(context.group)
-        dist.all_reduce(torch.zeros(1, device=context.device), group=context.group)
-        calls.trace(trace)
+        dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=context.device), group=context.group)
+        launcher.trace(trace)
         call()
-        calls.trace(None)
+        launcher.trace(None)
         torch.cuda.synchronize()
     times = trace.cpu()
     begin = times[times > 0].min()
@@ -56,7 +58,7 @@ def phases(context: RankContext, call: Callable[[], Any], calls: Any) -> dict[st
 
 
 def host_us(call: Callable[[], Any]) -> float:
-    """What a call costs the host, with the GPU far behind."""
+    """Median time until a call returns, in microseconds, with an idle GPU."""
     costs = []
     for _ in range(20):
         torch.cuda.synchronize()
@@ -68,7 +70,7 @@ def host_us(call: Callable[[], Any]) -> float:
 
 @torch.no_grad()
 def measure(context: RankContext, shape: Shape, num_sms: int) -> dict[str, Any]:
-    """All operations of one rank. Collective."""
+    """Phases and host times of all operations on this rank. Collective."""
     given = make_inputs(context, shape)
     plan = shape.plan(context.num_ranks)
     found: dict[str, Any] = {}
@@ -80,8 +82,9 @@ def measure(context: RankContext, shape: Shape, num_sms: int) -> dict[str, Any]:
         max_tokens_per_rank=plan.max_tokens_per_rank,
         backend="nvlink",
         num_sms=num_sms,
+        device=context.device,
     ) as comm:
-        calls = comm._backend.calls  # type: ignore[attr-defined]
+        launcher = comm.engine._backend._launcher  # type: ignore[attr-defined]
         for payload in ("bf16", "fp8", "to_fp8"):
             for layout in ("token", "expert", "rank"):
                 options: dict[str, Any] = {"layout": layout, "sizes": "bounded", "to_fp8": payload == "to_fp8"}
@@ -94,7 +97,7 @@ def measure(context: RankContext, shape: Shape, num_sms: int) -> dict[str, Any]:
 
                 dispatch()
                 name = f"dispatch/{payload}/{layout}"
-                found[name] = {"phases": phases(context, dispatch, calls), "host_us": host_us(dispatch)}
+                found[name] = {"phases": phases(context, dispatch, launcher), "host_us": host_us(dispatch)}
                 if payload != "bf16":
                     continue
                 routed = dispatch(copy=True)
@@ -106,7 +109,7 @@ def measure(context: RankContext, shape: Shape, num_sms: int) -> dict[str, Any]:
 
                     combine()
                     name = f"combine/{payload}/{layout}/{mode}"
-                    found[name] = {"phases": phases(context, combine, calls), "host_us": host_us(combine)}
+                    found[name] = {"phases": phases(context, combine, launcher), "host_us": host_us(combine)}
                     comm.check()
     return found
 

@@ -1,9 +1,9 @@
-"""The products of a training step, alone and beside a combine, in turns on one Hopper GPU.
+"""Times the experts' GEMMs of a training step, alone and beside a combine, in turns on one Hopper GPU.
 
-    python microbench/products.py [--json FILE]
+    python microbench/expert_gemms.py [--json FILE]
 
-torch's ``grouped_mm``, and cuBLAS expert by expert on two streams. The combine is one rank's own, on 32 SMs,
-beside which the time is until both are done. Events around calls, medians over rounds in which everybody takes turns.
+torch's ``grouped_mm`` is measured beside cuBLAS expert by expert on two streams. The combine is one rank's own, on 32
+SMs; the time beside it ends when both are done. Events are around calls; figures are medians over rounds in turns.
 """
 
 from __future__ import annotations
@@ -21,42 +21,47 @@ import torch
 
 import tokenloom as tl
 from tokenloom.ops.activation import activate
-from tokenloom.ops.experts import Products, _ExpertByExpert, _GroupedProducts
+from tokenloom.ops.experts import ExpertGemms, gemms_for
 from tokenloom.tune.samples import call_us
 
+DEVICE = torch.device("cuda", 0)
 ROUNDS = 9
 ROWS, TOP_K, SMS = 131072, 8, 32
 LAYERS = ((4096, 1536, 16), (7168, 2048, 32))
-"""Hidden, intermediate, experts of a rank."""
+"""Hidden, intermediate and experts of a rank, for each layer."""
 
 Call = Callable[[], Any]
 
 
 def uneven(experts: int) -> list[int]:
-    """Rows of each expert as random routing has them: about even, never multiples of a tile."""
+    """Rows of each expert, much as random routing has them: about even, never multiples of a tile."""
     counts = [ROWS // experts + (37 if i % 2 else -37) * (i // 2 + 1) for i in range(experts)]
     counts[-1] += ROWS - sum(counts)
     return counts
 
 
 def random(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, device="cuda").bfloat16()
+    return torch.randn(*shape, dtype=torch.float32, device=DEVICE).bfloat16()
 
 
 def calls_of(hidden: int, intermediate: int, ends: list[int]) -> dict[str, tuple[float, dict[str, Call]]]:
-    """Product -> (FLOPs, who -> call)."""
-    offsets = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    """The calls to time: GEMM -> (floating-point operations, who -> call).
+
+    Args:
+        ends: where each expert's rows begin, and where the last one's end.
+    """
+    offsets = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
     experts = len(ends) - 1
     w1, w2 = random(experts, 2 * intermediate, hidden) * 0.02, random(experts, hidden, intermediate) * 0.02
     x, grad, pre, act = (random(ROWS, width) for width in (hidden, hidden, 2 * intermediate, intermediate))
-    row_weights = torch.rand(ROWS, device="cuda")
+    row_weights = torch.rand(ROWS, dtype=torch.float32, device=DEVICE)
     d1, d2 = torch.empty_like(w1), torch.empty_like(w2)
-    who: dict[str, Products] = {
-        "grouped_mm": _GroupedProducts(offsets),
-        "cuBLAS": _ExpertByExpert(ends),
+    who: dict[str, ExpertGemms] = {
+        "grouped_mm": gemms_for(x, w1, w2, offsets),
+        "cuBLAS": gemms_for(x, w1, w2, offsets, ends),  # with sizes on the host, and many rows of each expert
     }
     one = 2.0 * ROWS * hidden * intermediate
-    products: dict[str, tuple[float, Callable[[Products], Any]]] = {
+    gemms: dict[str, tuple[float, Callable[[ExpertGemms], Any]]] = {
         "x w1": (2 * one, lambda p: p.by_weights(x, w1.transpose(1, 2))),
         "x w1, SwiGLU": (2 * one, lambda p: activate(p.by_weights(x, w1.transpose(1, 2)), row_weights, offsets[-1:])),
         "act w2": (one, lambda p: p.by_weights(act, w2.transpose(1, 2))),
@@ -68,14 +73,15 @@ def calls_of(hidden: int, intermediate: int, ends: list[int]) -> dict[str, tuple
         "dw2, added": (one, lambda p: p.of_weights(grad, act, d2)),
     }
     return {
-        name: (flops, {each: partial(product, p) for each, p in who.items()})
-        for name, (flops, product) in products.items()
+        name: (flops, {each: partial(gemm, p) for each, p in who.items()}) for name, (flops, gemm) in gemms.items()
     }
 
 
 def beside(combine: Call, side: torch.cuda.Stream, call: Call) -> Call:
+    """Both calls, each on a stream of its own; the current stream waits for both."""
+
     def both() -> None:
-        main = torch.cuda.current_stream()
+        main = torch.cuda.current_stream(DEVICE)
         side.wait_stream(main)
         with torch.cuda.stream(side):
             combine()
@@ -99,11 +105,12 @@ def main() -> None:
             "top_k": TOP_K,
             "max_tokens_per_rank": tokens,
         }
-        comm = tl.Communicator(None, backend="nvlink", device="cuda:0", num_sms=SMS, **sizes)
-        ids = torch.rand(tokens, experts, device="cuda").topk(TOP_K).indices
+        comm = tl.Communicator(None, backend="nvlink", device=DEVICE, num_sms=SMS, **sizes)
+        ids = torch.rand(tokens, experts, dtype=torch.float32, device=DEVICE).topk(TOP_K).indices
+        weights = torch.rand(tokens, TOP_K, dtype=torch.float32, device=DEVICE)
         with torch.no_grad():
-            routed = comm.dispatch(random(tokens, hidden), ids, torch.rand(tokens, TOP_K, device="cuda"), copy=True)
-            y, side = torch.randn_like(routed.tokens), torch.cuda.Stream(priority=-1)
+            routed = comm.dispatch(random(tokens, hidden), ids, weights, copy=True)
+            y, side = torch.randn_like(routed.tokens), torch.cuda.Stream(DEVICE, priority=-1)
 
             def combine(comm: Any = comm, y: Any = y, routed: Any = routed) -> None:
                 comm.combine(y, routed, weighted=False)
@@ -114,7 +121,7 @@ def main() -> None:
                 times: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
                 for turn in range(ROUNDS + 1):
                     for key, call in runs.items():
-                        us = call_us(None, torch.device("cuda"), call, queued=True)
+                        us = call_us(None, DEVICE, call, queued=True)
                         if turn:
                             times[key].append(us)
                 row: dict[str, Any] = {"hidden": hidden, "intermediate": intermediate, "product": name}
@@ -130,7 +137,12 @@ def main() -> None:
         comm.check()
         comm.close()
     if arguments.json:
-        setup = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": ROWS, "rounds": ROUNDS}
+        setup = {
+            "device": torch.cuda.get_device_name(DEVICE),
+            "torch": torch.__version__,
+            "rows": ROWS,
+            "rounds": ROUNDS,
+        }
         arguments.json.write_text(json.dumps({"setup": setup, "rows": found}, indent=1) + "\n")
 
 
