@@ -35,7 +35,7 @@ SCHEDULES = {"gathers": MegaSchedule(copies_rows=False), "copies": MegaSchedule(
 def measure(context: RankContext, tokens: list[int]) -> list[dict[str, float]]:
     """Of each number of tokens, the median of each schedule on this rank. Collective."""
     shape = MegaShape(hidden=7168, intermediate=2048, num_experts=LOCAL_EXPERTS * context.num_ranks, top_k=8)
-    sizes = {
+    sizes: dict[str, Any] = {
         "num_experts": shape.num_experts,
         "hidden": shape.hidden,
         "intermediate": shape.intermediate,
