@@ -1,4 +1,4 @@
-"""FP8: quant.py against the reference bit for bit, and both against codes worked out by hand."""
+"""FP8: ops.quant against the reference bit for bit, and both against codes worked out by hand."""
 
 from __future__ import annotations
 

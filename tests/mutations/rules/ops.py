@@ -152,7 +152,7 @@ FP8 = (
     Mutation(
         name="reciprocal-of-the-scale",
         rule="values are multiplied by 1 / scale, which rounds twice",
-        target="tokenloom.ops.quant:_quantize",
+        target="tokenloom.ops.quant.fp8:_quantize",
         old="limit / amax",
         new="1 / scale",
         tests=QUANT_TESTS,
@@ -160,7 +160,7 @@ FP8 = (
     Mutation(
         name="division-by-the-scale",
         rule="values are divided by the scale, which only power-of-two scales are",
-        target="tokenloom.ops.quant:_quantize",
+        target="tokenloom.ops.quant.fp8:_quantize",
         old="blocks * (limit / amax)",
         new="blocks / scale",
         tests=QUANT_TESTS,
@@ -168,7 +168,7 @@ FP8 = (
     Mutation(
         name="scale-rounded-down",
         rule="power-of-two scales are rounded down, so that values overflow",
-        target="tokenloom.ops.quant:_power_of_two_above",
+        target="tokenloom.ops.quant.fp8:_power_of_two_above",
         old="scale.view(torch.int32) + mantissa_mask",
         new="scale.view(torch.int32)",
         tests=QUANT_TESTS,
@@ -176,7 +176,7 @@ FP8 = (
     Mutation(
         name="no-floor-of-amax",
         rule="a block of zeros has a scale of zero",
-        target="tokenloom.ops.quant:_quantize",
+        target="tokenloom.ops.quant.fp8:_quantize",
         old="AMAX_FLOOR",
         new="0",
         tests=QUANT_TESTS,

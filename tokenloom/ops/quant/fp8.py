@@ -9,26 +9,26 @@ from tokenloom.plan import FP8_BLOCK
 
 E4M3_MAX = 448.0
 AMAX_FLOOR = 1e-4
-"""Smallest amax that is used, so that a block of zeros has a finite scale."""
+"""Smallest amax in use, so that a block of zeros has a finite scale."""
 
 
 def quantize_fp8(x: torch.Tensor, *, power_of_two_scales: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise to E4M3 with one scale per 128 values of the last dimension.
 
-    ``amax = max(max|x|, 1e-4)``; ``scale = fl(amax / 448)``;
-    ``q = E4M3(clamp(fl(x * fl(448 / amax)), -448, 448))``, all in float32 with IEEE division and
-    round to nearest even. With ``power_of_two_scales`` the scale is rounded up to a power of two and x is
-    divided by it. Non-finite input gives unspecified output.
+    ``amax = max(max|x|, 1e-4)``, ``scale = fl(amax / 448)`` and
+    ``q = E4M3(clamp(fl(x * fl(448 / amax)), -448, 448))``. All steps are float32 with IEEE division and rounding to
+    nearest even. Non-finite input gives unspecified output. Source: docs/reference/semantics.md.
 
     Args:
-        x: [..., H], floating point, H a multiple of 128.
+        x: bfloat16, float16, float32 or float64 [..., H], H a multiple of 128.
+        power_of_two_scales: round each scale up to a power of two and divide x by it.
 
     Returns:
-        q: float8_e4m3fn [..., H]; scales: float32 [..., H / 128]; ``q * scale`` is near x.
+        q: float8_e4m3fn [..., H]; scales: float32 [..., H / 128]. ``q * scale`` approximates x.
 
     Raises:
         ShapeMismatch: H is not a multiple of 128.
-        DtypeMismatch: x is not bfloat16, float16, float32 or float64.
+        DtypeMismatch: x has another dtype.
     """
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         raise DtypeMismatch(f"quantize_fp8 takes bfloat16, float16, float32 or float64, got {x.dtype}")
@@ -46,7 +46,7 @@ def quantize_fp8_blocks(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Each block is quantised as ``quantize_fp8`` quantises its blocks of 128.
 
     Args:
-        w: [..., N, K], floating point, N and K multiples of 128.
+        w: floating point [..., N, K], N and K multiples of 128.
 
     Returns:
         q: float8_e4m3fn [..., N, K]; scales: float32 [..., N / 128, K / 128].
@@ -63,11 +63,15 @@ def quantize_fp8_blocks(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantize_fp8(q: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """``q * scale``, computed in float32, then cast.
+    """Multiply FP8 values by their scales in float32, then cast.
 
     Args:
         q: float8_e4m3fn [..., H].
         scales: float32 [..., H / 128].
+        dtype: dtype of the result.
+
+    Returns:
+        [..., H] of ``dtype``.
     """
     blocks = q.float().unflatten(-1, (scales.shape[-1], FP8_BLOCK))
     return (blocks * scales.unsqueeze(-1)).flatten(-2).to(dtype)
@@ -76,10 +80,10 @@ def dequantize_fp8(q: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = t
 def _quantize(
     blocks: torch.Tensor, dims: tuple[int, ...], power_of_two_scales: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of float32 values, and the scale of each block, which lies along ``dims``; those have size 1 in it."""
+    """Quantise float32 values whose blocks lie along ``dims``. Scales have size 1 there."""
     amax = blocks.abs().amax(dims, keepdim=True).clamp_min(AMAX_FLOOR)
-    # Tensors on both sides, for the IEEE quotient: torch computes number / tensor, and on GPUs tensor / number too, as
-    # a product with a reciprocal, which rounds twice.
+    # Torch gives the IEEE quotient only for two tensors. For number / tensor, and on GPUs for tensor / number, it
+    # multiplies by a reciprocal, which rounds twice.
     limit = torch.full_like(amax, E4M3_MAX)
     scale = amax / limit
     if power_of_two_scales:
@@ -91,6 +95,6 @@ def _quantize(
 
 
 def _power_of_two_above(scale: torch.Tensor) -> torch.Tensor:
-    """The smallest power of two that is >= scale, on the float32 bits (scale is positive and normal)."""
+    """Round up to a power of two, on the float32 bits. ``scale`` must be positive and normal."""
     mantissa_mask, exponent_mask = 0x007FFFFF, 0x7F800000
     return ((scale.view(torch.int32) + mantissa_mask) & exponent_mask).view(torch.float32)
