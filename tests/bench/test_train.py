@@ -102,6 +102,7 @@ def measure_with(context: RankContext, changes: dict[str, Any], shape: TrainShap
     return quickly(context, shape, replace(OPTIONS, **changes))
 
 
+@pytest.mark.slow_on(4)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -35,6 +35,7 @@ Dtypes = tuple[torch.dtype, torch.dtype | None, torch.dtype | None]
 # -- against the reference --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_on(4)
 @each_backend
 @pytest.mark.parametrize("case", case_params())
 def test_combine(ranks: Ranks, backend: str, case: Case) -> None:
@@ -49,6 +50,7 @@ ALL_DTYPES: list[Dtypes] = [
 ]
 
 
+@pytest.mark.slow_on(1, 4)
 @each_backend
 @pytest.mark.parametrize("case", case_params(["descending-ranks"]))
 def test_dtypes(ranks: Ranks, backend: str, case: Case) -> None:

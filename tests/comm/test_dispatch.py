@@ -41,6 +41,7 @@ ALIGNMENTS = (1, 4, 128)
 # -- against the reference --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_on(4)
 @each_backend
 @pytest.mark.parametrize("case", case_params())
 def test_dispatch(ranks: Ranks, backend: str, case: Case) -> None:
@@ -145,6 +146,7 @@ def problem_to_fp8(case: Case, num_ranks: int) -> Problem:
     return replace(problem, topk_weights=[weights.float() for weights in problem.topk_weights])
 
 
+@pytest.mark.slow_on(4)
 @each_backend
 @scales_of
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in TO_FP8_CASES])

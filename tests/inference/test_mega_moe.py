@@ -66,6 +66,7 @@ OF_REFERENCE = (
 )
 
 
+@pytest.mark.slow_on(4)
 @pytest.mark.parametrize("name", OF_REFERENCE)
 def test_reference_backend(ranks: Ranks, name: str) -> None:
     ranks.run(check_case, name, "reference")

@@ -65,7 +65,9 @@ def test_rows_that_are_not_there_are_not_written() -> None:
 @needs_nvrtc
 @pytest.mark.parametrize("name", ["swiglu_forward", "swiglu_backward"])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-@pytest.mark.parametrize("width", [*WIDTHS, 14336])
+@pytest.mark.parametrize(
+    "width", [8, *(pytest.param(width, marks=pytest.mark.slow) for width in (*WIDTHS[1:], 14336))]
+)
 def test_kernels_do_not_spill(name: str, dtype: torch.dtype, width: int) -> None:
     found = Resources.from_log(compile_kernel(swiglu_spec(name, dtype, width))[1])
     assert (found.stack_bytes, found.spill_bytes) == (0, 0)

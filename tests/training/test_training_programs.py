@@ -166,6 +166,7 @@ def train_beside_ddp(context: RankContext, name: str, case: LayerCase) -> None:
     train_two_steps(context, data_parallel(model, context.group), model, full, case)
 
 
+@pytest.mark.slow_on(4)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_ddp_around_the_dense_part(ranks: Ranks, name: str) -> None:
     """Ranks differ in their tokens and the second has none."""
@@ -239,6 +240,7 @@ def train_beside_fsdp(context: RankContext, name: str, unit_per_layer: bool) -> 
     train_two_steps(context, model, model, full, CASE)
 
 
+@pytest.mark.slow_on(4)
 @pytest.mark.parametrize("name", ["plain", "checkpoint"])
 @pytest.mark.parametrize("unit_per_layer", [False, True], ids=["one_unit", "unit_per_layer"])
 def test_fsdp_around_the_dense_part(ranks: Ranks, name: str, unit_per_layer: bool) -> None:
