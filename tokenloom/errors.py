@@ -8,6 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+__all__ = [
+    "BackendUnavailable",
+    "CapacityOverflow",
+    "CommunicatorBroken",
+    "DeviceMismatch",
+    "DtypeMismatch",
+    "InvalidArgument",
+    "InvalidExpertId",
+    "KernelCompileError",
+    "NotDifferentiable",
+    "PeerError",
+    "PeerTimeout",
+    "PlanMismatch",
+    "ShapeMismatch",
+    "TokenloomError",
+]
+
 
 class TokenloomError(Exception):
     """Base of every tokenloom exception.

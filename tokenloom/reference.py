@@ -14,6 +14,8 @@ import torch
 from tokenloom.errors import CapacityOverflow
 from tokenloom.plan import FP8_BLOCK, Plan, align_up
 
+__all__ = ["Routed", "combine", "dispatch", "moe", "quantize_fp8"]
+
 Key = tuple[int, int] | tuple[int, int, int]
 """(source rank, token), or (source rank, token, k) in layout "expert"."""
 

@@ -15,6 +15,14 @@ from tokenloom.errors import InvalidArgument, ShapeMismatch
 from tokenloom.inference.mega_moe import MegaMoE
 from tokenloom.ops.gemm import interleave_gate_and_up
 
+__all__ = [
+    "SymmBuffer",
+    "fp8_mega_moe",
+    "get_symm_buffer_for_mega_moe",
+    "get_symm_buffer_for_sm90_mega_moe",
+    "transform_weights_for_mega_moe_sm90",
+]
+
 RECIPE = (128, 128, 128)
 Weights = tuple[torch.Tensor, torch.Tensor]
 
