@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
-COMBINE = "tokenloom.backends.collective:CollectiveBackend.combine"
+SEND_HOME = "tokenloom.backends.collective:CollectiveBackend._send_home"
+SUM_DTYPE = "tokenloom.backends.collective:_sum_dtype"
 HAND_TESTS = ("tests/comm/test_combine.py::test_sums_by_hand",)
 DTYPE_TESTS = ("tests/comm/test_combine.py::test_dtypes",)
 OVERFLOW_TESTS = ("tests/comm/test_dispatch.py::test_bounded_overflow",)
@@ -13,16 +14,16 @@ SUMS = (
     Mutation(
         name="order-of-ranks",
         rule="the ranks' partial sums are added in descending order of rank",
-        target=COMBINE,
-        old="routing.home_positions_per_rank(handle.send, handle.num_tokens, self.plan.num_ranks)",
-        new="routing.home_positions_per_rank(handle.send, handle.num_tokens, self.plan.num_ranks).flip(1)",
+        target=SEND_HOME,
+        old="routing.home_positions_per_rank(sizes.send, handle.num_tokens, self._plan.num_ranks)",
+        new="routing.home_positions_per_rank(sizes.send, handle.num_tokens, self._plan.num_ranks).flip(1)",
         tests=HAND_TESTS,
         num_ranks=4,
     ),
     Mutation(
         name="order-of-k",
         rule="a partial sum adds its routes in descending k",
-        target=COMBINE,
+        target=SEND_HOME,
         old="routing.ordered_sum(rows, positions, weights, dtype=dtype)",
         new="routing.ordered_sum(rows, positions.flip(1), None if weights is None else weights.flip(1), dtype=dtype)",
         tests=DTYPE_TESTS,
@@ -30,31 +31,31 @@ SUMS = (
     Mutation(
         name="order-of-routes",
         rule="per_route adds the routes in descending k",
-        target=COMBINE,
-        old="routing.home_positions_per_route(handle.send, handle.num_tokens, self.plan.top_k)",
-        new="routing.home_positions_per_route(handle.send, handle.num_tokens, self.plan.top_k).flip(1)",
+        target=SEND_HOME,
+        old="routing.home_positions_per_route(sizes.send, handle.num_tokens, self._plan.top_k)",
+        new="routing.home_positions_per_route(sizes.send, handle.num_tokens, self._plan.top_k).flip(1)",
         tests=DTYPE_TESTS,
     ),
     Mutation(
         name="no-wire-rounding",
         rule="partial sums travel in float32, whatever the wire's dtype",
-        target=COMBINE,
-        old="routing.ordered_sum(rows, positions, weights, dtype=dtype).to(call.wire_dtype)",
+        target=SEND_HOME,
+        old="routing.ordered_sum(rows, positions, weights, dtype=dtype).to(options.wire_dtype)",
         new="routing.ordered_sum(rows, positions, weights, dtype=dtype)",
         tests=HAND_TESTS,
     ),
     Mutation(
         name="no-wire-rounding-of-routes",
         rule="per_route sends weighted rows in float32, whatever the wire's dtype",
-        target=COMBINE,
-        old="terms.to(call.wire_dtype)",
+        target=SEND_HOME,
+        old="terms.to(options.wire_dtype)",
         new="terms",
         tests=DTYPE_TESTS,
     ),
     Mutation(
         name="rounding-to-y-dtype",
         rule="partial sums are rounded to y's dtype on the way to a wider wire",
-        target=COMBINE,
+        target=SEND_HOME,
         old="routing.ordered_sum(rows, positions, weights, dtype=dtype)",
         new="routing.ordered_sum(rows, positions, weights, dtype=dtype).to(rows.dtype)",
         tests=HAND_TESTS,
@@ -62,7 +63,7 @@ SUMS = (
     Mutation(
         name="float64-sums",
         rule="sums of float32 and bfloat16 rows are kept in float64",
-        target=COMBINE,
+        target=SUM_DTYPE,
         old="torch.float64 if rows.dtype == torch.float64 else torch.float32",
         new="torch.float64",
         tests=HAND_TESTS,
@@ -70,7 +71,7 @@ SUMS = (
     Mutation(
         name="float32-sums-of-float64",
         rule="float64 rows are summed in float32",
-        target=COMBINE,
+        target=SUM_DTYPE,
         old="torch.float64 if rows.dtype == torch.float64 else torch.float32",
         new="torch.float32",
         tests=DTYPE_TESTS,
@@ -78,7 +79,7 @@ SUMS = (
     Mutation(
         name="no-nan-for-dropped",
         rule="tokens that a bounded capacity dropped are summed without the missing rows",
-        target=COMBINE,
+        target=SEND_HOME,
         old="partial[handle.placement.dropped] = torch.nan",
         new="pass",
         tests=OVERFLOW_TESTS,
@@ -89,23 +90,23 @@ TRAVEL = (
     Mutation(
         name="weights-of-unused",
         rule="weights of routes that are not the receiver's travel unmasked, NaN and all",
-        target="tokenloom.backends.collective:CollectiveBackend._exchange_metadata",
-        old="torch.where(send.mask, tensors.topk_weights.detach()[send.tokens], 0)",
-        new="tensors.topk_weights.detach()[send.tokens]",
+        target="tokenloom.backends.collective:CollectiveBackend._send_metadata",
+        old="torch.where(send.mask, topk_weights.detach()[send.tokens], 0)",
+        new="topk_weights.detach()[send.tokens]",
         tests=("tests/comm/test_dispatch.py::test_example",),
     ),
     Mutation(
         name="to-fp8-any-scale",
         rule="a dispatch that quantises ignores power_of_two_scales",
-        target="tokenloom.backends.collective:CollectiveBackend.open_dispatch",
-        old="call.power_of_two_scales",
+        target="tokenloom.backends.collective:CollectiveBackend.send_dispatch",
+        old="options.power_of_two_scales",
         new="False",
         tests=("tests/comm/test_dispatch.py::test_to_fp8",),
     ),
     Mutation(
         name="gathered-but-not-used",
         rule="strategy all_gather sends rows as dedup does",
-        target="tokenloom.backends.collective:CollectiveBackend._send",
+        target="tokenloom.backends.collective:CollectiveBackend._send_rows",
         old='strategy == "all_gather"',
         new="False",
         tests=("tests/comm/test_strategies.py::test_what_travels",),
@@ -113,7 +114,7 @@ TRAVEL = (
     Mutation(
         name="home-of-another-token",
         rule="dense partial sums are taken from the place of the first token",
-        target="tokenloom.backends.collective:CollectiveBackend._scatter_dense",
+        target="tokenloom.backends.collective:CollectiveBackend._send_dense",
         old="torch.arange(num_ranks, device=order.device) * room + tokens",
         new="torch.arange(num_ranks, device=order.device) * room + 0 * tokens",
         tests=("tests/comm/test_strategies.py::test_same_bits",),
@@ -125,7 +126,7 @@ CAPACITY = (
         name="no-capacity-check",
         rule="exact sizes ignore the capacity",
         target="tokenloom.backends.collective:CollectiveBackend._check_capacity",
-        old='needed > call.capacity and call.sizes == "exact"',
+        old='needed > options.capacity and options.sizes == "exact"',
         new="False",
         tests=("tests/comm/test_dispatch.py::test_exact_overflow",),
     ),
@@ -133,8 +134,8 @@ CAPACITY = (
         name="own-capacity-only",
         rule="a rank hears of its own overflow alone",
         target="tokenloom.backends.collective:CollectiveBackend._check_capacity",
-        old="int(groups.reshape(self.plan.num_ranks, -1).sum(1).max())",
-        new="int(groups.reshape(self.plan.num_ranks, -1).sum(1)[self.ranks.rank])",
+        old="int(groups.reshape(self._plan.num_ranks, -1).sum(1).max())",
+        new="int(groups.reshape(self._plan.num_ranks, -1).sum(1)[self._ranks.rank])",
         tests=OVERFLOW_TESTS,
     ),
     Mutation(

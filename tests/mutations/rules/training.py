@@ -21,7 +21,7 @@ LAYER = (
     Mutation(
         name="wrong-shard",
         rule="every rank loads the first ranks' experts",
-        target="tokenloom.training.layer:shard_state_dict",
+        target="tokenloom.training.state_dict:shard_state_dict",
         old="full[name][layer.local_experts.start : layer.local_experts.stop]",
         new="full[name][: len(layer.local_experts)]",
         tests=("tests/training/test_state_dict.py::test_which_experts_a_rank_keeps",),
@@ -64,7 +64,7 @@ GRADIENTS = (
     Mutation(
         name="expert-grad-scale-ignored",
         rule="expert_grad_scale does nothing",
-        target="tokenloom.training.layer:_ScaleGrad.backward",
+        target="tokenloom.training.gradients:_ScaleGrad.backward",
         old="grad * ctx.factor",
         new="grad",
         tests=GRADIENT_TESTS,
@@ -80,7 +80,7 @@ GRADIENTS = (
     Mutation(
         name="loss-gradient-of-own-rank",
         rule="the losses' gradient leaves out what the other ranks' losses say of this rank's tokens",
-        target="tokenloom.training.layer:_SumOverRanks.backward",
+        target="tokenloom.training.gradients:_SumOverRanks.backward",
         old='ctx.ranks.all_reduce_sum(grad.contiguous(), "router losses, gradient")',
         new="grad",
         tests=GRADIENT_TESTS,
@@ -99,7 +99,7 @@ ROUTED_EXPERTS = (
     Mutation(
         name="rows-for-frozen-w1",
         rule="received rows are kept though w1 wants no gradient",
-        target="tokenloom.training.routed_experts:_RoutedExperts.forward",
+        target="tokenloom.training.routed_experts:_Forward.__init__",
         old="needs[2]",
         new="any(needs)",
         tests=(f"{EXPERTS_TEST}rows_are_kept_for_the_gradient_of_w1_alone[cpu2]",),
@@ -107,17 +107,17 @@ ROUTED_EXPERTS = (
     Mutation(
         name="rows-of-gradients-for-w1",
         rule="rows that are sent again are those of the gradient",
-        target="tokenloom.training.routed_experts:_RoutedExperts.backward",
-        old="(piece, x, how.strategy.dispatch)",
-        new="(piece, grad, how.strategy.dispatch)",
+        target="tokenloom.training.routed_experts:_Backward.__init__",
+        old="(piece, x, strategy.dispatch)",
+        new="(piece, grad, strategy.dispatch)",
         tests=(f"{EXPERTS_TEST}same_bits[cpu2-redispatch-whole]",),
     ),
     Mutation(
         name="last-piece-of-w2",
         rule="the gradient of w2 is that of the last piece of the tokens",
-        target="tokenloom.training.routed_experts:_RoutedExperts.backward",
-        old="products.of_weights(grad_out, activations, grad_w2)",
-        new="products.of_weights(grad_out, activations)",
+        target="tokenloom.training.routed_experts:_Backward.run",
+        old="gemms.weight_gradient(grad_out, activations, self.grad_w2)",
+        new="gemms.weight_gradient(grad_out, activations)",
         tests=(f"{EXPERTS_TEST}pieces_are_the_whole[cpu2-keeps rows]",),
     ),
 )
