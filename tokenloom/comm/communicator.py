@@ -246,7 +246,7 @@ class Communicator:
                 options, inputs = checked()
                 handle, rows = engine.send_dispatch(options, inputs).receive()
                 rows, weights = autograd.dispatched(engine, handle, rows, inputs.x, inputs.topk_weights)
-                return make_routed(self, handle, rows, weights, topk_ids.dtype)
+                return make_routed(self, self.plan, handle, rows, weights, topk_ids.dtype)
 
         if not async_op:
             return work()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
 from tokenloom.backends.base import Handle
-
-if TYPE_CHECKING:
-    from tokenloom.comm.communicator import Communicator
+from tokenloom.plan import Plan
 
 Layout = Literal["token", "expert", "rank"]
 
@@ -43,7 +41,7 @@ class Routed:
     _ids_dtype: torch.dtype = field(repr=False)
     _handle: Handle = field(repr=False)
     _weights: torch.Tensor | None = field(repr=False)
-    _owner: Communicator = field(repr=False)
+    _owner: object = field(repr=False)
 
     @property
     def topk_ids(self) -> torch.Tensor | None:
@@ -62,15 +60,16 @@ class Routed:
 
 
 def make_routed(
-    owner: Communicator, handle: Handle, rows: torch.Tensor, weights: torch.Tensor | None, ids_dtype: torch.dtype
+    owner: object, plan: Plan, handle: Handle, rows: torch.Tensor, weights: torch.Tensor | None, ids_dtype: torch.dtype
 ) -> Routed:
     """The handle and rows of a dispatch as users see them.
 
     Args:
+        owner: the communicator.
         rows: [places, H]. weights: received weights. Both may have a graph.
         ids_dtype: of the ids that the caller gave.
     """
-    layout, plan, counts = handle.options.layout, owner.plan, handle.counts
+    layout, counts = handle.options.layout, handle.counts
     places = [plan.num_ranks, plan.max_tokens_per_rank] if layout == "rank" else [rows.shape[0]]
 
     def shaped(tensor: torch.Tensor) -> torch.Tensor:

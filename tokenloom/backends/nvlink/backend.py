@@ -162,4 +162,4 @@ class NvlinkBackend:
         return [f"flags and counts: {control / 1e6:.1f} MB", *self._buffers.memory()]
 
     def close(self) -> None:
-        self._launcher.close(self._buffers.all())
+        self._launcher.close(self._buffers.take_all())

@@ -13,8 +13,7 @@ from tokenloom.backends.nvlink.launcher import HEADER_WORDS, Launcher
 from tokenloom.kernels.combine.launch import max_chunks
 from tokenloom.kernels.dispatch.launch import MAX_BLOCKS
 from tokenloom.plan import FP8_BLOCK, Plan, align_up
-from tokenloom.runtime.symmetric_memory import Regions as BufferLayout
-from tokenloom.runtime.symmetric_memory import SymmetricBuffer
+from tokenloom.runtime.symmetric_memory import BufferLayout, SymmetricBuffer
 
 RECEIVE_BUFFERS = 2
 """Dispatches take turns in these, so views of one last until the second next dispatch."""
@@ -222,9 +221,12 @@ class Buffers:
         by_strategy: dict[str, MakeLayout] = {"reduce_scatter": gather_layout, "all_to_all": route_layout}
         return by_strategy.get(options.strategy, self._data_layout), options.wire_dtype.itemsize
 
-    def all(self) -> list[SymmetricBuffer]:
-        """Those that exist."""
-        return list(self._buffers.values())
+    def take_all(self) -> list[SymmetricBuffer]:
+        """Those that exist, for the end: nothing here views them any more."""
+        self._receive.clear()
+        found = list(self._buffers.values())
+        self._buffers.clear()
+        return found
 
     def memory(self) -> list[str]:
         """Sizes for people, those included that a first call of its kind will make."""

@@ -17,7 +17,7 @@ from tokenloom.errors import CapacityOverflow, is_known_to_all
 from tokenloom.kernels.dispatch.launch import MAX_BLOCKS, DispatchVariant, block_count_words
 from tokenloom.ops import routing
 from tokenloom.plan import Plan
-from tokenloom.runtime.symmetric_memory import HostCounts
+from tokenloom.runtime.kernel_reports import HostCounts
 
 
 class Dispatcher:
@@ -37,7 +37,7 @@ class Dispatcher:
         self._plan, self._launcher, self._buffers, self._copies = plan, launcher, buffers, copies
         self._checked = checked
         device = launcher.ranks.device
-        self._host_counts = HostCounts(2 + plan.num_ranks + 2 * plan.experts_per_rank)
+        self._host_counts = HostCounts(device, 2 + plan.num_ranks + 2 * plan.experts_per_rank)
         self._block_counts = torch.zeros(block_count_words(plan), dtype=torch.int32, device=device)
 
     def send(self, options: DispatchOptions, inputs: DispatchInputs) -> PendingDispatch:

@@ -21,10 +21,11 @@ from tokenloom.kernels.barrier.launch import BarrierVariant
 from tokenloom.kernels.common import Variant
 from tokenloom.plan import Plan
 from tokenloom.runtime.graph_references import GraphReferences
-from tokenloom.runtime.leftovers import release_dropped
+from tokenloom.runtime.kernel_reports import CallOutcome, CallRecords, FaultFlag, HostCounts
+from tokenloom.runtime.leftovers import release_dropped, undo_later
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.streams import on_stream
-from tokenloom.runtime.symmetric_memory import CallOutcome, CallRecords, FaultFlag, HostCounts, SymmetricBuffer
+from tokenloom.runtime.symmetric_memory import SymmetricBuffer, close_together
 
 __all__ = ["CALLS_IN_FLIGHT", "HEADER_WORDS", "Launcher"]
 
@@ -70,7 +71,7 @@ class Launcher:
         self._state = torch.zeros(4, dtype=torch.int32, device=ranks.device)
         self._opened = torch.zeros(1, dtype=torch.int32, device=ranks.device)
         self._fault = FaultFlag(ranks.device, ranks.rank)
-        self._records = CallRecords(CALLS_IN_FLIGHT + 2)
+        self._records = CallRecords(ranks.device, CALLS_IN_FLIGHT + 2)
         self._captured_slot = CALLS_IN_FLIGHT + 1
         self._done = [torch.cuda.Event() for _ in range(CALLS_IN_FLIGHT + 1)]
         self._launched: deque[_Launched] = deque()
@@ -232,7 +233,8 @@ class Launcher:
 
     def check(self, wait: bool) -> None:
         """Raise what earlier calls left behind; with ``wait`` of all calls and graph replays, finished first."""
-        release_dropped()
+        if wait:
+            release_dropped()
         self.settle(0 if wait else CALLS_IN_FLIGHT)
         if wait:
             torch.cuda.synchronize(self.ranks.device)
@@ -282,15 +284,21 @@ class Launcher:
             self._retired.append(buffer)
 
     def close(self, others: Sequence[SymmetricBuffer]) -> None:
-        """Release the control buffer and the others, unless graphs that were captured still use them."""
+        """Release the control buffer and the others, once no graph that was captured with them is left."""
         if torch.cuda.is_current_stream_capturing():
             raise InvalidArgument("close() waits for the GPU; call it outside of the capture")
+        buffers, graphs = [self.control, *others, *self._retired], self._graphs
+        self._retired = []
         torch.cuda.synchronize(self.ranks.device)
-        buffers = [self.control, *others, *self._retired]
-        failed = self._fault.error() is not None
-        for buffer in buffers:
-            if failed:
-                buffer.abandon()  # a late rank may still write to it
-            elif self._graphs.are_gone():
+        if graphs.are_gone():
+            close_together(buffers)
+            return
+
+        def close_behind_graphs() -> bool:
+            if not graphs.are_gone():
+                return False
+            for buffer in buffers:
                 buffer.close()
-        release_dropped()
+            return True
+
+        undo_later(close_behind_graphs)
