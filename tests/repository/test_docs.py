@@ -74,8 +74,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("page", pages_of("one process"))
 def test_examples_run_in_one_process(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Inductor compiles C++ for a minute; the layer's own tests have it. What the page shows of the layer is the same.
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    # Inductor compiles C++ for a minute, and the layer's own tests have it. Whether the graph breaks shows without.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     run_examples(page)
 
 
