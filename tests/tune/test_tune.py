@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,13 +18,15 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 import tokenloom as tl
+from tests.cli.borrowed import borrowed
 from tests.conftest import Ranks
 from tokenloom.backends.collective import CollectiveBackend
+from tokenloom.bench import tune
 from tokenloom.bench.comm import traffic
 from tokenloom.cli import app
 from tokenloom.plan import Plan
 from tokenloom.runtime import rank_group
-from tokenloom.runtime.processes import RankContext
+from tokenloom.runtime.processes import RankContext, RankPool
 from tokenloom.tune import choices, profiler
 from tokenloom.tune.profiler import CANDIDATES, WARM_UP_ROUNDS, Profile
 from tokenloom.tune.samples import draw_topk_ids
@@ -406,13 +408,15 @@ def test_tokens_are_rounded_up() -> None:
 
 
 def tune_command(*arguments: str) -> Any:
+    """What the command says for the layer of these tests, on two ranks."""
     sizes = ["--tokens", "13", "--hidden", "48", "--intermediate", "32", "--num-experts", "8", "--top-k", "3"]
     return CliRunner().invoke(app.app, ["tune", *sizes, "--device", "cpu", "--ranks", "2", *arguments])
 
 
-def test_the_command(folder: Path, tmp_path: Path) -> None:
-    """A table, the choice on disk for layers on two ranks, and rows with their setup."""
-    done = tune_command("--skew", "0.5", "--iterations", "2", "--json", str(tmp_path / "rows.json"))
+def test_the_command(folder: Path, tmp_path: Path, pools: Callable[[str], RankPool]) -> None:
+    """It prints a table, keeps the choice for layers on two ranks, and writes rows with their setup."""
+    with borrowed(tune, pools):
+        done = tune_command("--skew", "0.5", "--iterations", "2", "--json", str(tmp_path / "rows.json"))
     assert done.exit_code == 0, done.output
     said = json.loads((tmp_path / "rows.json").read_text())
     assert [(row["operation"], row["strategy"]) for row in said["rows"]] == list(CANDIDATES)
@@ -439,7 +443,7 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_the_command_refuses(arguments: list[str], code: int, said: str, folder: Path) -> None:
-    """Before any rank is started, in a line of its own."""
+    """It does so before any rank is started, in a line of its own."""
     done = tune_command(*arguments)
     assert done.exit_code == code
     assert said in done.output
