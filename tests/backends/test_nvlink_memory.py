@@ -164,7 +164,7 @@ def use_and_close(context: RankContext, problem: Problem) -> int:
         round_trip(context, comm, problem, "expert")
         backend: Any = comm._backend
         buffers = [backend.calls.control, *backend._buffers.values()]
-        return sum(buffer.regions.total_bytes for buffer in buffers)
+        return sum(buffer.layout.total_bytes for buffer in buffers)
 
 
 def free_memory() -> int:

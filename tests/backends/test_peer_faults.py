@@ -24,8 +24,8 @@ import tokenloom as tl
 from tests.conftest import Ranks
 from tests.support.cases import make_comm, same_bits, same_routed
 from tests.support.graph_cases import ROUNDS, TOKEN, Captured, Step, plan_of
+from tokenloom.runtime.kernel_reports import PHASES
 from tokenloom.runtime.processes import RankContext
-from tokenloom.runtime.symmetric_memory import PHASES
 
 pytestmark = pytest.mark.alone
 

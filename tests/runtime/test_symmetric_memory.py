@@ -1,7 +1,19 @@
-"""Memory that ranks share: what happens where there is none left."""
+"""Memory that ranks share: it is freed when nobody can write it or look at it any more, and not before.
+
+CPU ranks run on a made-up driver with the real notes between them; how far that driver is like CUDA's is for the tests
+marked ``gpu``.
+"""
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -10,51 +22,357 @@ import pytest
 import torch
 
 import tokenloom as tl
-from tests.conftest import Ranks
-from tests.support.cases import Case, make_comm, make_problem
-from tokenloom.runtime import symmetric_memory
-from tokenloom.runtime.processes import RankContext
+from tests.runtime.fake_driver import OUT_OF_MEMORY, REFUSED, FakeDriver, fake_driver
+from tokenloom.errors import is_known_to_all
+from tokenloom.runtime import leftovers, noteboard, rendezvous, symmetric_memory
+from tokenloom.runtime.leftovers import release_dropped
+from tokenloom.runtime.processes import RankContext, RankFailed, RankPool
+from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.runtime.symmetric_memory import BufferLayout, SymmetricBuffer, close_together
 
-CASE = Case("no room", "", tokens=(8, 5, 0, 6), spare=2000, hidden=4096, experts_per_rank=2, top_k=4, pick="repeats")
-"""Few tokens in buffers for many, so that what is lost would be seen."""
+Pools = Callable[[str], RankPool]
 
-
-def no_room(context: RankContext) -> str:
-    problem = make_problem(CASE, context.num_ranks)
-    x, ids, weights = problem.arguments(context)
-
-    def refuse(num_bytes: int) -> int:
-        raise torch.OutOfMemoryError(f"no room for {num_bytes} bytes")
-
-    real = symmetric_memory._allocate
-    with make_comm(context, "nvlink", problem.plan, checked=False) as comm, torch.no_grad():
-        torch.cuda.synchronize()
-        free_bytes = torch.cuda.mem_get_info()[0]
-        for _ in range(2):
-            with (
-                mock.patch.object(symmetric_memory, "_allocate", refuse if context.rank == 0 else real),
-                pytest.raises(torch.OutOfMemoryError if context.rank == 0 else tl.PeerError) as caught,
-            ):
-                comm.dispatch(x, ids, weights)
-        assert free_bytes - torch.cuda.mem_get_info()[0] < 40e6, "what the others have taken is not given back"
-        routed = comm.dispatch(x, ids, weights)
-        assert free_bytes - torch.cuda.mem_get_info()[0] > 80e6, "too small to be seen"
-        comm.combine(routed.tokens, routed)
-        comm.check()
-    return type(caught.value).__name__
+LAYOUT = BufferLayout.of([("flags", 12), ("rows", 1000)])
+PATIENCE_S = 20.0
 
 
-@pytest.mark.alone  # it counts the free memory of the GPU
-def test_no_room_on_one_rank(hoppers: Ranks) -> None:
-    """The first call of a kind makes a buffer on every rank, or on none; then it can be tried again."""
-    found = hoppers.run(no_room)
-    assert found == ["OutOfMemoryError"] + ["PeerError"] * (hoppers.num_ranks - 1)
+@pytest.fixture(params=[1, 2], ids=["alone", "pair"])
+def num_ranks(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+def run(pools: Pools, num_ranks: int, check: Callable[..., Any], *args: Any) -> list[Any]:
+    """``check(ranks, driver, *args)`` on every rank, with a made-up driver each; nothing may be left in the end."""
+    return pools("cpu").run(with_driver, check, *args, ranks=num_ranks, limit_s=60.0)
+
+
+def with_driver(context: RankContext, check: Callable[..., Any], *args: Any) -> Any:
+    ranks = RankGroup(context.group, timeout_s=PATIENCE_S)
+    with fake_driver() as driver:
+        result = check(ranks, driver, *args)
+        gc.collect()
+        release_dropped()
+        meet(ranks)
+        release_dropped()
+        assert driver.is_clean, f"{len(driver.memory)} allocated, {len(driver.mapped)} mapped in the end"
+        meet(ranks)
+    ranks.close()
+    return result
+
+
+def meet(ranks: RankGroup) -> None:
+    ranks.all_reduce_sum(torch.zeros(1), "meet")
+
+
+@contextmanager
+def captured() -> Iterator[None]:
+    """The current stream is captured into a graph: nothing may wait for the GPU."""
+    with (
+        mock.patch.object(torch.cuda, "is_initialized", return_value=True),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
+    ):
+        yield
+
+
+# -- layouts ----------------------------------------------------------------------------------------------------
+
+
+def test_layout() -> None:
+    """Every part is aligned, and the end too, so that buffers can lie behind each other."""
+    assert LAYOUT.places == {"flags": (0, 12), "rows": (256, 1000)}
+    assert (LAYOUT.offset("rows"), LAYOUT.total_bytes) == (256, 1280)
+
+
+# -- a buffer's life --------------------------------------------------------------------------------------------
+
+
+def test_what_is_closed_is_free_at_once(pools: Pools, num_ranks: int) -> None:
+    """Where all ranks close together, memory and mappings are gone when close returns."""
+    run(pools, num_ranks, check_closed)
+
+
+def check_closed(ranks: RankGroup, driver: FakeDriver) -> None:
+    buffers = [SymmetricBuffer(LAYOUT, ranks) for _ in range(2)]
+    assert len(driver.memory) == 2
+    assert len(driver.mapped) == 2 * (ranks.num_ranks - 1)
+    for buffer in buffers:
+        assert buffer.peers.tolist() == buffer.addresses
+        assert buffer.addresses[ranks.rank] in driver.memory
+        assert not buffer.view("rows", torch.int32, (250,)).any(), "flags are cleared before others can see them"
+    del buffer
+    meet(ranks)
+    with mock.patch.object(symmetric_memory, "CLOSE_TOGETHER_S", PATIENCE_S):
+        close_together(buffers)
+    assert driver.is_clean
+    close_together(buffers)
+    assert driver.calls.count("cuMemFree") == 2
+
+
+def test_handles_open_no_memory_of_others(pools: Pools) -> None:
+    """The driver cuts small allocations from slabs of 2 MiB, and a handle opens the whole slab to the other ranks."""
+    run(pools, 1, check_granularity)
+
+
+def check_granularity(ranks: RankGroup, driver: FakeDriver) -> None:
+    for num_bytes, expected in ((12, 2 << 20), (2 << 20, 2 << 20), ((2 << 20) + 1, 4 << 20)):
+        buffer = SymmetricBuffer(BufferLayout.of([("flags", num_bytes)]), ranks)
+        assert [len(memory) for memory in driver.memory.values()] == [expected]
+        close_together([buffer])
+
+
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_memory_stays_until_the_last_rank_lets_go(pools: Pools, how: str) -> None:
+    """A late rank may still write: after a timeout, or because Python collects its communicator later. Its own wait is
+    nobody else's: each rank lets go when it likes, and frees when it next looks after the last one has."""
+    run(pools, 2, check_last, how)
+
+
+def check_last(ranks: RankGroup, driver: FakeDriver, how: str) -> None:
+    buffer: SymmetricBuffer | None = SymmetricBuffer(LAYOUT, ranks)
+    if ranks.rank == 0:
+        buffer = let_go(buffer, how)
+        release_dropped()
+        assert not driver.mapped, "what others may free is unmapped"
+    meet(ranks)
+    release_dropped()
+    assert len(driver.memory) == 1
+    meet(ranks)
+    if ranks.rank == 1:
+        buffer = let_go(buffer, how)
+        release_dropped()
+        assert driver.is_clean
+    meet(ranks)
+    release_dropped()
+    assert driver.is_clean
+    assert buffer is None
+
+
+def let_go(buffer: SymmetricBuffer | None, how: str) -> None:
+    assert buffer is not None
+    if how == "close":
+        buffer.close()
+
+
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_a_view_keeps_the_memory(pools: Pools, num_ranks: int, how: str) -> None:
+    """Rows that a dispatch handed out stay as they are when the communicator is closed, or gone; they need nothing of
+    the other ranks, which free theirs."""
+    run(pools, num_ranks, check_view, how)
+
+
+def check_view(ranks: RankGroup, driver: FakeDriver, how: str) -> None:
+    buffer: SymmetricBuffer | None = SymmetricBuffer(LAYOUT, ranks)
+    assert buffer is not None
+    view = buffer.view("rows", torch.float32, (5, 2)).fill_(ranks.rank + 0.5)[1:]
+    buffer = let_go(buffer, how)
+    if ranks.rank == 1:
+        del view
+    meet(ranks)
+    release_dropped()
+    meet(ranks)
+    release_dropped()
+    assert not driver.mapped
+    if ranks.rank == 0:
+        assert len(driver.memory) == 1
+        assert torch.equal(view, torch.full((4, 2), 0.5))
+        part = view[0]
+        del view
+        release_dropped()
+        assert len(driver.memory) == 1, "a view of the view is enough"
+        del part
+        release_dropped()
+    assert driver.is_clean
+
+
+def test_a_long_lived_server_does_not_grow(pools: Pools) -> None:
+    """A hundred communicators' buffers, closed, dropped and in cycles, one rank late each time: no memory, no mapping,
+    no key in the store and no queued object more than after the first few."""
+    run(pools, 2, check_no_growth)
+
+
+def check_no_growth(ranks: RankGroup, driver: FakeDriver) -> None:
+    store = noteboard.store_of(ranks.process_group)
+    held: list[tuple[int, int, int, int]] = []
+    gc.disable()  # or Python would collect when it likes
+    try:
+        for turn in range(100):
+            own = RankGroup(ranks.process_group, timeout_s=PATIENCE_S)
+            buffer: Any = SymmetricBuffer(LAYOUT, own)
+            own.post_note("fault/1", "something")
+            cycle: list[Any] = [buffer, own]
+            cycle.append(cycle)
+            if turn % 3 == 0:
+                buffer.close()
+                own.close()
+            del buffer, cycle, own
+            if (turn + ranks.rank) % 2 == 0:
+                gc.collect()
+            meet(ranks)
+            if turn % 20 == 19:
+                gc.collect()
+                release_dropped()
+                meet(ranks)
+                release_dropped()
+                meet(ranks)
+                keys = [key for key in store.list_keys() if "tokenloom/" in key]
+                held.append((len(driver.memory), len(driver.mapped), len(leftovers._waiting), len(keys)))
+                meet(ranks)
+    finally:
+        gc.enable()
+    assert held[0][:3] == (0, 0, 0)
+    assert set(held) == {held[0]}
+
+
+# -- finalizers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_a_cycle", [False, True])
+def test_a_finalizer_only_queues(pools: Pools, num_ranks: int, in_a_cycle: bool) -> None:
+    """It runs wherever Python happens to collect: in the middle of a capture, of a call of the store, of this. What
+    it leaves is undone by the next construction, check or close outside of a capture."""
+    run(pools, num_ranks, check_finalizer, in_a_cycle)
+
+
+def check_finalizer(ranks: RankGroup, driver: FakeDriver, in_a_cycle: bool) -> None:
+    buffer = SymmetricBuffer(LAYOUT, ranks)
+    cycle: list[Any] = [buffer]
+    if in_a_cycle:
+        cycle.append(cycle)
+    before = list(driver.calls)
+    with mock.patch.object(noteboard.Noteboard, "call", side_effect=AssertionError("a finalizer uses the store")):
+        del buffer, cycle
+        gc.collect()
+    assert driver.calls == before
+    with captured():
+        release_dropped()
+    assert driver.calls == before
+    release_dropped()
+    assert not driver.mapped
+    meet(ranks)
+    close_together([SymmetricBuffer(LAYOUT, ranks)])  # making one releases what was dropped before
+    meet(ranks)
+
+
+def test_collected_while_memory_is_released(pools: Pools) -> None:
+    """The collector may run inside of a release, and find another buffer there."""
+    run(pools, 1, check_collected_inside)
+
+
+def check_collected_inside(ranks: RankGroup, driver: FakeDriver) -> None:
+    first, second = SymmetricBuffer(LAYOUT, ranks), [SymmetricBuffer(LAYOUT, ranks)]
+    real_free, depth = driver.cuMemFree, []
+
+    def free(address: int) -> Any:
+        assert not depth, "a release within a release"
+        depth.append(address)
+        second.clear()
+        gc.collect()
+        release_dropped()
+        depth.pop()
+        return real_free(address)
+
+    driver.cuMemFree = free  # type: ignore[method-assign]
+    first.close()
+    assert len(driver.memory) == 1
+    release_dropped()
+    assert driver.is_clean
+
+
+def test_a_driver_that_fails_is_asked_again(pools: Pools, num_ranks: int) -> None:
+    """As long as another thread captures, say, the driver frees and unmaps nothing. Whoever happens to be there when
+    it fails is not told, and nothing is lost."""
+    for function in ("cuMemFree", "cuIpcCloseMemHandle"):
+        run(pools, num_ranks, check_asked_again, function)
+
+
+def check_asked_again(ranks: RankGroup, driver: FakeDriver, function: str) -> None:
+    buffer = SymmetricBuffer(LAYOUT, ranks)
+    driver.failing[function] = REFUSED
+    buffer.close()
+    meet(ranks)
+    release_dropped()
+    assert driver.memory or ranks.num_ranks == 1
+    driver.failing.clear()
+
+
+def test_a_forked_child_frees_nothing(pools: Pools, num_ranks: int) -> None:
+    """Data loaders fork: the child has copies of all objects, but neither the GPU nor the store are its own."""
+    run(pools, num_ranks, check_fork)
+
+
+def check_fork(ranks: RankGroup, driver: FakeDriver) -> None:
+    buffers = [SymmetricBuffer(LAYOUT, ranks) for _ in range(3)]
+    del buffers[2]  # queued before the fork
+    before = list(driver.calls)
+    child = os.fork()
+    if child == 0:
+        try:
+            buffers[0].close()
+            del buffers
+            gc.collect()
+            release_dropped()
+            ranks.close()
+            os._exit(0 if driver.calls == before and not leftovers._waiting else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(driver.memory) == 3
+    meet(ranks)
+    close_together(buffers)
+
+
+def test_at_exit_nothing_is_done() -> None:
+    """The driver takes everything back when the process ends, and may be gone before the last finalizer runs."""
+    program = """
+from tests.runtime.fake_driver import fake_driver
+from tests.runtime.test_symmetric_memory import LAYOUT
+from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.runtime.symmetric_memory import SymmetricBuffer
+
+faked = fake_driver()
+driver = faked.__enter__()
+kept = SymmetricBuffer(LAYOUT, RankGroup(None))
+dropped = SymmetricBuffer(LAYOUT, RankGroup(None))
+del dropped
+cycle = [SymmetricBuffer(LAYOUT, RankGroup(None))]
+cycle.append(cycle)
+driver.cuMemFree = driver.cuIpcCloseMemHandle = lambda *_: print("called at exit")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60.0)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+# -- what fails while a buffer is made --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", ["cuMemAlloc", "cuIpcGetMemHandle", "cuIpcOpenMemHandle"])
+def test_what_one_rank_cannot_do_fails_on_all(pools: Pools, function: str) -> None:
+    """No memory, no shared IPC namespace, no peer access: that rank's own error there, PeerError elsewhere, nothing
+    kept, and it can be tried again."""
+    found = run(pools, 2, check_refused, function)
+    assert found == ["OutOfMemoryError" if function == "cuMemAlloc" else "RuntimeError", "PeerError"]
+
+
+def check_refused(ranks: RankGroup, driver: FakeDriver, function: str) -> str:
+    name = ""
+    for _ in range(2):
+        if ranks.rank == 0:
+            driver.failing[function] = OUT_OF_MEMORY if function == "cuMemAlloc" else REFUSED
+        with pytest.raises((RuntimeError, torch.OutOfMemoryError)) as raised:
+            SymmetricBuffer(LAYOUT, ranks)
+        assert is_known_to_all(raised.value)
+        assert driver.is_clean, "given back before it is tried again"
+        name = type(raised.value).__name__
+    driver.failing.clear()
+    close_together([SymmetricBuffer(LAYOUT, ranks)])
+    meet(ranks)
+    return name
 
 
 def test_memory_that_torch_keeps_is_asked_for() -> None:
     """torch does not give back to the driver what its tensors no longer use, unless it is told to."""
-    results = SimpleNamespace(CUDA_ERROR_OUT_OF_MEMORY=2)
-    answers: list[tuple[int, Any]] = [(2, None), (0, 4096)]
+    answers: list[tuple[Any, Any]] = [(OUT_OF_MEMORY, None), (0, 4096)]
+    results = SimpleNamespace(CUDA_ERROR_OUT_OF_MEMORY=OUT_OF_MEMORY)
     driver = SimpleNamespace(cuMemAlloc=lambda num_bytes: answers.pop(0), CUresult=results)
     with (
         mock.patch.object(symmetric_memory, "load_driver", return_value=driver),
@@ -62,3 +380,90 @@ def test_memory_that_torch_keeps_is_asked_for() -> None:
     ):
         assert symmetric_memory._allocate(10**9) == 4096
     emptied.assert_called_once()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, tl.PeerTimeout])
+def test_a_rank_that_comes_less_far_keeps_its_memory(pools: Pools, error: type[BaseException]) -> None:
+    """An exchange can end on one rank and fail on another, in whatever way: the first has mapped the memory of the
+    second, which may not free it before the first has let go."""
+    run(pools, 2, check_less_far, error)
+
+
+def check_less_far(ranks: RankGroup, driver: FakeDriver, error: type[BaseException]) -> None:
+    def fail_afterwards(*args: Any) -> list[Any]:
+        rendezvous.agree(*args)
+        raise tl.PeerTimeout(1, [0], "the test", 1, "no answer") if error is tl.PeerTimeout else error("the test")
+
+    patch = mock.patch.object(symmetric_memory, "agree", fail_afterwards if ranks.rank == 1 else rendezvous.agree)
+    if ranks.rank == 1:
+        with patch, pytest.raises(error):
+            SymmetricBuffer(LAYOUT, ranks)
+        rendezvous.agree(ranks, lambda: ({}, None), "the second half, for rank 0")
+        release_dropped()
+        assert len(driver.memory) == 1
+    else:
+        buffer = SymmetricBuffer(LAYOUT, ranks)
+        meet(ranks)
+        buffer.close()
+    if ranks.rank == 1:
+        meet(ranks)
+    meet(ranks)
+
+
+# -- ranks that end ---------------------------------------------------------------------------------------------
+
+
+def test_a_dead_rank_writes_no_more() -> None:
+    """Its process took its mappings along, so its peers free what it had mapped. One that only stands still, in a
+    debugger say, may go on writing one day."""
+    heard: list[str] = []
+    with RankPool(2) as pool, pytest.raises(RankFailed, match="exit code -9"):
+        pool.run(check_dead, on_event=heard.append, limit_s=60.0)
+    assert heard == ["kept while it stands still", "freed after its end"]
+
+
+def check_dead(context: RankContext) -> None:
+    ranks = RankGroup(context.group, timeout_s=PATIENCE_S)
+    with fake_driver() as driver:
+        buffer = SymmetricBuffer(LAYOUT, ranks)
+        others = ranks.all_gather_object(os.getpid(), "pids")
+        if context.rank == 1:
+            time.sleep(100)
+        os.kill(others[1], signal.SIGSTOP)
+        buffer.close()
+        time.sleep(0.1)
+        release_dropped()
+        if len(driver.memory) == 1:
+            context.report("kept while it stands still")
+        os.kill(others[1], signal.SIGKILL)
+        deadline = time.monotonic() + PATIENCE_S
+        while driver.memory and time.monotonic() < deadline:
+            time.sleep(0.01)
+            release_dropped()
+        if driver.is_clean:
+            context.report("freed after its end")
+
+
+# -- the caller's defaults --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("default", ["meta", torch.bfloat16], ids=str)
+def test_the_callers_defaults_do_no_harm(pools: Pools, default: str | torch.dtype) -> None:
+    """Programs set a default device or dtype for their own tensors; ours say what they are."""
+    run(pools, 2, check_defaults, default)
+
+
+def check_defaults(ranks: RankGroup, driver: FakeDriver, default: str | torch.dtype) -> None:
+    dtype = torch.get_default_dtype()
+    try:
+        torch.set_default_device(default) if isinstance(default, str) else torch.set_default_dtype(default)
+        buffer = SymmetricBuffer(LAYOUT, ranks)
+        rows = buffer.view("rows", torch.float32, (2, 2))
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(dtype)
+    assert buffer.peers.tolist() == buffer.addresses
+    assert rows.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    del rows
+    close_together([buffer])
+    meet(ranks)

@@ -34,6 +34,26 @@ def undo_later(undo: Undo) -> None:
     _waiting.append((os.getpid(), undo))
 
 
+def keep_until_idle(owner: object, device: torch.device, *memory: torch.Tensor) -> None:
+    """Keep memory that kernels may still use when its owner is dropped, until the device has done all its work."""
+
+    def drop(_: tuple[torch.Tensor, ...] = memory) -> bool:
+        return wait_for(device)
+
+    undo_when_dropped(owner, drop)
+
+
+def wait_for(device: torch.device) -> bool:
+    """Wait for all work of a device. While its current stream is captured: False, and nothing is done."""
+    if device.type != "cuda":
+        return True
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        torch.cuda.synchronize(device)
+    return True
+
+
 def release_dropped() -> None:
     """Undo what was queued, as far as it can be done now. Called where a user expects work: at a construction, a check
     or a close. While the current stream is captured, in another thread's turn, and in a forked child nothing happens.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,12 +31,18 @@ class Noteboard:
         self._process = os.getpid()
         self._posted: dict[str, str] = {}
         self._left = False
+        self._named: Counter[str] = Counter()
         # Counted in the store and not in the process: ranks that were in other groups before still count alike.
         self._prefix = f"tokenloom/{self.call('add', f'tokenloom/made/{rank}', 1)}"
 
     def key(self, name: str, rank: int | None = None) -> str:
         """The store's key for something of this communicator, or of one of its ranks."""
         return f"{self._prefix}/{name}" if rank is None else f"{self._prefix}/{name}/{rank}"
+
+    def new_name(self, kind: str) -> str:
+        """A name for the next thing of its kind: the same on all ranks, which make such things in the same order."""
+        self._named[kind] += 1
+        return f"{kind}/{self._named[kind]}"
 
     def call(self, method: str, *args: Any) -> Any:
         """Call the store; None where there is none, or its host is gone.
@@ -101,7 +108,9 @@ class Noteboard:
         self._left = True
         if self.call("add", self.key("left"), 1) == self.num_ranks:
             names = [(name, rank) for name in ("notes", "waits") for rank in range(self.num_ranks)]
-            self.delete([*(self.key(*each) for each in names), self.key("gave up"), self.key("failed"), self.key("left")])
+            self.delete(
+                [*(self.key(*each) for each in names), self.key("gave up"), self.key("failed"), self.key("left")]
+            )
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove keys, which may not be there."""

@@ -1,128 +1,114 @@
-"""Symmetric memory: one buffer on every rank, which all ranks of an NVLink domain can write."""
+"""Symmetric memory: one buffer on every rank, which all ranks of an NVLink domain can write.
+
+Memory that others may write is freed when nobody can write it any more. Each rank lets go of a buffer by itself: it
+waits for its own kernels, unmaps the others' memory, and leaves a note. A rank frees its memory once
+
+- every other rank has left its note, or its process has ended (which only ranks of one host can tell, by its PID);
+- and no tensor views the memory.
+
+There is no other rule: not after a timeout, where a late rank may still write, nor after a failed construction, where
+others may have come further. A rank that hangs for good therefore keeps its peers' memory until its process ends. So
+does one that cannot leave its note because the host of the store is gone.
+
+What cannot be freed yet is tried again at each construction, check and close (:mod:`tokenloom.runtime.leftovers`).
+"""
 
 from __future__ import annotations
 
+import os
 import time
-import uuid
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from tokenloom.errors import PeerTimeout
-from tokenloom.jit.kernel import checked, load_driver, make_current
+from tokenloom.jit.kernel import checked, load_driver
+from tokenloom.runtime.leftovers import release_dropped, undo_later, undo_when_dropped, wait_for
+from tokenloom.runtime.process_identity import ProcessIdentity
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.rendezvous import agree
 
-PHASES = {1: "the opening of a call", 2: "dispatch, rows", 3: "combine, partial sums"}
-"""What device/sync/wait.cuh calls Phase, in words."""
-REGION_ALIGNMENT_BYTES = 256
+__all__ = ["BufferLayout", "SymmetricBuffer", "close_together", "release_dropped"]
+
+ALIGNMENT_BYTES = 256
+"""Of every part of a buffer."""
+GRANULARITY_BYTES = 2 << 20
+"""The driver cuts smaller allocations out of a slab of this size, and a handle would open the whole slab to others."""
 CLOSE_TOGETHER_S = 0.2
 """How long a close waits for the other ranks to close too, so that the memory is free when it returns."""
-POLLS_BETWEEN_LOOKS = 64
-_FAULT_WORDS = 6  # FaultRecord of device/sync/wait.cuh
-_RECORD_WORDS = 8  # CallRecord of device/sync/call.cuh
 
 
 @dataclass(frozen=True)
-class Regions:
-    """Where things lie in a symmetric buffer: name -> (offset, size), in bytes."""
+class BufferLayout:
+    """Where the parts of a symmetric buffer lie: name -> (offset, size), in bytes."""
 
     places: dict[str, tuple[int, int]]
     total_bytes: int
 
     @staticmethod
-    def of(sizes: Iterable[tuple[str, int]]) -> Regions:
-        """Regions of the given sizes, one after another, each aligned."""
+    def of(sizes: Iterable[tuple[str, int]]) -> BufferLayout:
+        """Parts of the given (name, bytes), one after another, each aligned."""
         places, offset = {}, 0
         for name, size in sizes:
             places[name] = (offset, size)
-            offset += -(-size // REGION_ALIGNMENT_BYTES) * REGION_ALIGNMENT_BYTES
-        return Regions(places, offset)
+            offset += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return BufferLayout(places, offset)
 
     def offset(self, name: str) -> int:
-        """First byte of a region."""
+        """First byte of a part."""
         return self.places[name][0]
 
 
 class SymmetricBuffer:
-    """A buffer with the same regions on every rank, and the addresses of all of them. Making one is collective.
+    """A buffer of the same layout on every rank, and the addresses of all of them. Making one is collective.
 
     Memory is shared through the driver's IPC handles. (torch's symmetric memory numbers its exchanges per process, so
     ranks that were in different groups before would wait for each other forever.)
 
     Args:
-        regions: what it holds.
+        layout: what it holds, the same on all ranks.
         ranks: of one NVLink domain, on one host.
 
     Raises:
-        torch.OutOfMemoryError: there is no room for it here. PeerError: elsewhere.
+        torch.OutOfMemoryError: there is no room for it here. RuntimeError: the driver refuses. PeerError: either of
+            them, on another rank. All ranks raise alike, and the memory is given back.
 
     Attributes:
         addresses: every rank's address of its buffer, as this rank uses it.
         peers: int64 [W], the same on the device.
     """
 
-    def __init__(self, regions: Regions, ranks: RankGroup) -> None:
-        self.regions = regions
-        driver = load_driver()
-        _free_unmapped()
-        with torch.cuda.device(ranks.device):
-            torch.cuda.current_stream().synchronize()  # makes torch's context current
-            self._address = 0
-
-            def share() -> tuple[dict[str, int], tuple[bytes | None, str]]:
-                self._address = _allocate(regions.total_bytes)
-                handle = checked(driver.cuIpcGetMemHandle(self._address)) if ranks.num_ranks > 1 else None
-                self._memory = torch.as_tensor(_Bytes(self._address, regions.total_bytes), device=ranks.device)
-                self._memory.zero_()
-                torch.cuda.current_stream().synchronize()
-                # No rank gets an address before its owner has cleared the flags behind it.
-                return {"bytes of a buffer": regions.total_bytes}, (
-                    handle and bytes(handle.reserved),
-                    uuid.uuid4().hex,
-                )
-
-            try:
-                shared = agree(ranks, share, "sharing memory")
-            except PeerTimeout:  # others may have come further, and map it
-                raise
-            except Exception:
-                if self._address:
-                    driver.cuMemFree(self._address)
-                raise
-            opened = []
-            self.addresses: list[int] = []
-            for rank, (reserved, _) in enumerate(shared):
-                if rank == ranks.rank:
-                    self.addresses.append(self._address)
-                    continue
-                theirs = driver.CUipcMemHandle()
-                theirs.reserved = reserved
-                flag = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-                opened.append(int(checked(driver.cuIpcOpenMemHandle(theirs, flag))))
-                self.addresses.append(opened[-1])
-            self.peers = torch.tensor(self.addresses, dtype=torch.int64, device=ranks.device)
-        self._shared = _Shared(self._address, opened, ranks, f"unmapped {shared[0][1]}")
-        self._release = weakref.finalize(self, self._shared.release)
+    def __init__(self, layout: BufferLayout, ranks: RankGroup) -> None:
+        release_dropped()
+        self.layout = layout
+        self._shared = _Shared(ranks)
+        self._memory: torch.Tensor | None = None
+        try:
+            offers = agree(ranks, lambda: self._shared.allocate(layout.total_bytes), "sharing memory")
+            agree(ranks, lambda: self._shared.map_all(offers), "mapping shared memory")
+            self.addresses, self.peers = self._shared.addresses, self._shared.peers
+            self._memory = self._shared.tensor()
+        except BaseException as error:
+            # Of the others some may have come further than this rank, and write a note only when they close.
+            undo_later(self._shared.release)
+            if isinstance(error, Exception):
+                _wait_for_others([self._shared])
+            raise
+        self._finalizer = undo_when_dropped(self, self._shared.release)
 
     def close(self) -> None:
-        """Release the memory, which no rank may use any more: every call that this rank took part in is over.
+        """Let go of the buffer, after all work of this rank's device.
 
-        A rank leaves a call only when all that others write here for it has arrived, so a rank may close as soon as
-        its own work is done. Memory is freed when all ranks have let go of it: at once where they close together,
-        else at a later close or at the next buffer. Tensors that view the buffer are invalid afterwards.
+        A rank may close as soon as its own calls are over: it leaves a call only when all that others write here for
+        it has arrived. After a timeout that is not so, and it may close too: the memory stays until the others let
+        go. Tensors that view the buffer stay as they are, and keep its memory.
         """
-        self._release()
-        deadline = time.monotonic() + CLOSE_TOGETHER_S
-        while self._shared in _unmapped and time.monotonic() < deadline:
-            time.sleep(0.002)
-            _free_unmapped()
-
-    def abandon(self) -> None:
-        """Keep the memory for good: a rank that is late may still write to it."""
-        self._release.detach()
+        self._memory = None
+        if self._finalizer.detach() is not None:
+            undo_later(self._shared.release)
+            release_dropped()
 
     def copy_to(self, rank: int, offset: int, values: torch.Tensor) -> None:
         """Copy a contiguous tensor to another rank's buffer, on the current stream, which takes no SMs.
@@ -131,55 +117,190 @@ class SymmetricBuffer:
             offset: first byte there.
         """
         if values.numel():
-            make_current(values.device.index)
-            stream = torch.cuda.current_stream(values.device).cuda_stream
-            to, num_bytes = self.addresses[rank] + offset, values.numel() * values.element_size()
-            checked(load_driver().cuMemcpyDtoDAsync(to, values.data_ptr(), num_bytes, stream))
+            with torch.cuda.device(values.device):
+                stream = torch.cuda.current_stream(values.device).cuda_stream
+                to, num_bytes = self.addresses[rank] + offset, values.numel() * values.element_size()
+                checked(load_driver().cuMemcpyDtoDAsync(to, values.data_ptr(), num_bytes, stream))
 
     def view(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """The first values of a region, as a tensor."""
-        offset, size = self.regions.places[name]
+        """The first values of a part, as a tensor. It keeps the memory, also after the buffer was closed."""
+        offset, size = self.layout.places[name]
         num_bytes = dtype.itemsize * int(torch.Size(shape).numel())
-        assert num_bytes <= size, f"region {name} has {size} bytes, {num_bytes} were asked for"
+        assert num_bytes <= size, f"{name} has {size} bytes, {num_bytes} were asked for"
+        assert self._memory is not None, "the buffer was closed"
         return self._memory[offset : offset + num_bytes].view(dtype).view(shape)
 
 
-@dataclass(eq=False)
+def close_together(buffers: Iterable[SymmetricBuffer]) -> None:
+    """Close buffers, as all ranks do now; where they all come soon, the memory is free when this returns."""
+    buffers = list(buffers)
+    for buffer in buffers:
+        buffer.close()
+    _wait_for_others([buffer._shared for buffer in buffers])
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What a rank tells the others of its memory: the driver's handle, and who would have to end to give it up."""
+
+    handle: bytes
+    process: ProcessIdentity
+
+
 class _Shared:
-    """Memory that other ranks map, and theirs that this one maps. What is freed while others map it may come back at
-    its old address, and they could not map it again."""
+    """Memory that other ranks map, and theirs that this rank maps: all that has to be undone in the end.
 
-    address: int
-    opened: list[int]
-    ranks: RankGroup
-    name: str
+    What is freed while others map it may come back at its old address, and they could not map it again.
 
-    def release(self) -> None:
+    Attributes:
+        is_freed: nothing is left to be undone.
+    """
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self.addresses: list[int] = []
+        self.peers = torch.empty(0, dtype=torch.int64, device=ranks.device)
+        self.is_freed = False
+        self._device, self._rank, self._num_ranks = ranks.device, ranks.rank, ranks.num_ranks
+        self._notes = ranks.notes
+        self._name = self._notes.new_name("buffer")
+        self._process = os.getpid()
+        self._address = self._num_bytes = 0
+        self._opened: list[int] = []
+        self._processes: dict[int, ProcessIdentity] = {}
+        self._memory: weakref.ref[_Memory] | None = None
+        self._has_let_go = False
+
+    # -- making it ------------------------------------------------------------------------------------------
+
+    def allocate(self, num_bytes: int) -> tuple[dict[str, int], _Offer]:
+        """Memory of zeros, and what the others need to map it."""
+        self._num_bytes = max(1, -(-num_bytes // GRANULARITY_BYTES)) * GRANULARITY_BYTES
+        handle = b""
+        with _on(self._device):
+            self._address = _allocate(self._num_bytes)
+            if self._num_ranks > 1:
+                handle = bytes(checked(load_driver().cuIpcGetMemHandle(self._address)).reserved)
+            self.tensor().zero_()
+            wait_for(self._device)  # no rank gets an address before its owner has cleared the flags behind it
+        return {"bytes of a buffer": num_bytes}, _Offer(handle, ProcessIdentity.own())
+
+    def map_all(self, offers: list[_Offer]) -> tuple[dict[str, int], None]:
+        """Map the memory of all ranks."""
         driver = load_driver()
-        with torch.cuda.device(self.ranks.device):
-            torch.cuda.synchronize()
-            for peer in self.opened:
-                driver.cuIpcCloseMemHandle(peer)
-        if self.opened:
-            self.ranks.post_note(self.name, "yes")
-        _unmapped.append(self)
-        _free_unmapped()
+        self._processes = {rank: offer.process for rank, offer in enumerate(offers) if rank != self._rank}
+        with _on(self._device):
+            for rank, offer in enumerate(offers):
+                if rank == self._rank:
+                    self.addresses.append(self._address)
+                    continue
+                handle = driver.CUipcMemHandle()
+                handle.reserved = offer.handle
+                flag = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+                self._opened.append(int(checked(driver.cuIpcOpenMemHandle(handle, flag))))
+                self.addresses.append(self._opened[-1])
+            self.peers = torch.tensor(self.addresses, dtype=torch.int64, device=self._device)
+        return {}, None
+
+    def tensor(self) -> torch.Tensor:
+        """The memory as uint8 [bytes]. Its storage, and so every view of it, owns the same :class:`_Memory`."""
+        memory = self._memory() if self._memory else None
+        if memory is None:
+            memory = _Memory(self._address, self._num_bytes)
+            self._memory = weakref.ref(memory)
+        return _tensor_over(memory, self._device)
+
+    # -- undoing it -----------------------------------------------------------------------------------------
+
+    def release(self) -> bool:
+        """Let go, and free the memory if all others have let go of it and nobody looks at it; see leftovers.Undo."""
+        if self.is_freed or os.getpid() != self._process:
+            return True
+        if not self._has_let_go:
+            if not wait_for(self._device):
+                return False
+            self._let_go()
+        # Waited for again: tensors that are gone by now may have been read since.
+        if self.is_viewed() or self._waits_for_others() or not wait_for(self._device):
+            return False
+        self._free()
+        return True
+
+    def _waits_for_others(self) -> bool:
+        """Whether another rank may still write to the memory."""
+        keys = {rank: self._note(rank) for rank in range(self._num_ranks) if rank != self._rank}
+        if not keys or self._notes.call("check", list(keys.values())):
+            return False
+        for rank, key in keys.items():
+            ended = rank in self._processes and self._processes[rank].has_ended()
+            if not ended and not self._notes.call("check", [key]):
+                return True
+        return False
+
+    def _let_go(self) -> None:
+        """Unmap the others' memory and say so; the device has done all its work."""
+        with _on(self._device):
+            while self._opened:
+                checked(load_driver().cuIpcCloseMemHandle(self._opened[-1]))
+                self._opened.pop()
+        if self._num_ranks > 1:
+            self._notes.call("set", self._note(self._rank), b"let go")
+        self._has_let_go = True
+
+    def is_viewed(self) -> bool:
+        """Whether a tensor over the memory is left."""
+        return self._memory is not None and self._memory() is not None
+
+    def _free(self) -> None:
+        with _on(self._device):
+            if self._address:
+                checked(load_driver().cuMemFree(self._address))
+        self._address = 0
+        self.is_freed = True
+        freed = self._notes.key(f"{self._name}/freed")
+        if self._num_ranks > 1 and self._notes.call("add", freed, 1) == self._num_ranks:
+            self._notes.delete([*map(self._note, range(self._num_ranks)), freed])
+
+    def _note(self, rank: int) -> str:
+        return self._notes.key(self._name, rank)
 
 
-_unmapped: list[_Shared] = []
-"""What this rank has let go of, and some other rank may still map."""
+def _wait_for_others(shared: list[_Shared]) -> None:
+    """Release what is queued; give other ranks, which do the same now, a moment to let go."""
+    deadline = time.monotonic() + CLOSE_TOGETHER_S
+    while True:
+        release_dropped()
+        waiting = any(not each.is_freed and not each.is_viewed() for each in shared)
+        if not waiting or time.monotonic() >= deadline:
+            return
+        time.sleep(0.002)
 
 
-def _free_unmapped() -> None:
-    for shared in list(_unmapped):
-        others = [rank for rank in range(shared.ranks.num_ranks) if rank != shared.ranks.rank]
-        if all(shared.ranks.read_note(shared.name, rank) for rank in others):
-            _unmapped.remove(shared)
-            with torch.cuda.device(shared.ranks.device):
-                load_driver().cuMemFree(shared.address)
+class _Memory:
+    """Memory that torch did not allocate; it lives as long as a tensor over it, or a view of that."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def _tensor_over(memory: _Memory, device: torch.device) -> torch.Tensor:
+    return torch.as_tensor(memory, dtype=torch.uint8, device=device)
+
+
+@contextmanager
+def _on(device: torch.device) -> Iterator[None]:
+    """Make the device's primary context, which torch uses, current: threads may have none, or another's."""
+    with torch.cuda.device(device):
+        torch.cuda.current_stream(device).synchronize()
+        yield
 
 
 def _allocate(num_bytes: int) -> int:
+    """Memory of the current device."""
     driver = load_driver()
     for _ in range(2):
         status, address = driver.cuMemAlloc(num_bytes)
@@ -191,125 +312,3 @@ def _allocate(num_bytes: int) -> int:
         f"a buffer of {num_bytes / 1e9:.2f} GB for other GPUs to write does not fit into {free / 1e9:.2f} GB of free "
         "memory; pass a smaller max_tokens_per_rank, or make the first call before other memory is taken"
     )
-
-
-class _Bytes:
-    """Memory that torch did not allocate, for ``torch.as_tensor``."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-
-class FaultFlag:
-    """Where kernels record a wait that expired: pinned host memory, and a word on the device that says so.
-
-    Attributes:
-        record_address: of the record in pinned memory, for kernels.
-        claimed: int32 [1] on the device.
-    """
-
-    def __init__(self, device: torch.device, rank: int) -> None:
-        self._rank = rank
-        self._record = torch.zeros(_FAULT_WORDS, dtype=torch.int32, pin_memory=True)
-        self._words = self._record.numpy()
-        self.record_address = self._record.data_ptr()
-        self.claimed = torch.zeros(1, dtype=torch.int32, device=device)
-
-    def error(self) -> PeerTimeout | None:
-        """The fault that a kernel recorded, if one did."""
-        if not self._words[0]:
-            return None
-        _, peer, phase, epoch, wanted, seen = self._words.tolist()
-        cause = f"its flag shows {seen}, {wanted} was wanted"
-        return PeerTimeout(self._rank, [peer], PHASES.get(phase, f"phase {phase}"), epoch, cause)
-
-
-class HostCounts:
-    """Pinned host memory where a call leaves counts while it still runs: a sequence number, then the counts.
-
-    Attributes:
-        address: for kernels. sequence: of the call that writes next, or has written last.
-    """
-
-    def __init__(self, num_counts: int) -> None:
-        self._memory = torch.zeros(1 + num_counts, dtype=torch.int32, pin_memory=True)
-        self._words = self._memory.numpy()
-        self.address = self._memory.data_ptr()
-        self.sequence = 0
-
-    def expect(self) -> int:
-        """The sequence number of the next call."""
-        self.sequence = self.sequence % (2**31 - 1) + 1
-        return self.sequence
-
-    def are_there(self) -> bool:
-        """Whether the expected call has left its counts."""
-        return bool(self._words[0] == self.sequence)
-
-    def wait(self, look: Callable[[], None]) -> list[int]:
-        """The counts, when they are there.
-
-        Args:
-            look: raises if they will never be; asked now and then.
-        """
-        polls = 0
-        while not self.are_there():
-            polls += 1
-            if polls % POLLS_BETWEEN_LOOKS == 0:
-                look()
-            time.sleep(0)  # other threads of Python may run
-        return self._words[1:].tolist()
-
-
-@dataclass(frozen=True)
-class CallOutcome:
-    """What the ranks found wrong with a call, as all of them see it alike.
-
-    Attributes:
-        needed_rows: rows that the fullest rank needs, if over the capacity, else 0.
-        capacity: the capacity then.
-        faulty_rank: lowest rank that had a fault of its own, or None. status: which it announced.
-        differing_rank: lowest rank with another value than rank 0 in a field, or None.
-        field, theirs, rank0s: which field, by number, and both values.
-    """
-
-    needed_rows: int
-    capacity: int
-    faulty_rank: int | None
-    status: int
-    differing_rank: int | None
-    field: int
-    theirs: int
-    rank0s: int
-
-
-class CallRecords:
-    """Slots in pinned host memory where kernels write what is wrong with a call, and nothing otherwise."""
-
-    def __init__(self, num_slots: int) -> None:
-        self._memory = torch.zeros(num_slots, _RECORD_WORDS, dtype=torch.int32, pin_memory=True)
-        self._words = self._memory.numpy()
-
-    def address(self, slot: int) -> int:
-        """Of a slot, for kernels."""
-        return self._memory[slot].data_ptr()
-
-    def is_clear(self, slot: int) -> bool:
-        """Whether the call of this slot, as far as it has got, has found nothing wrong."""
-        return not self._words[slot].any()
-
-    def take(self, slot: int) -> CallOutcome | None:
-        """What a finished call left in its slot, which is cleared; None if all was well."""
-        words = self._words[slot]
-        if not words.any():
-            return None
-        needed, capacity, faulty, status, differing, field, theirs, rank0s = words.tolist()
-        words[:] = 0
-        faulty_rank = faulty - 1 if faulty else None
-        differing_rank = differing - 1 if differing else None
-        return CallOutcome(needed, capacity, faulty_rank, status, differing_rank, field, theirs, rank0s)

@@ -1,0 +1,149 @@
+"""What the host makes of the words that kernels write to pinned memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tokenloom.runtime import kernel_reports, leftovers
+from tokenloom.runtime.kernel_reports import CallOutcome, CallRecords, FaultFlag, HostCounts
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def memory() -> Iterator[list[torch.Tensor]]:
+    """Pinned memory takes a GPU; pageable words do as well here. Yields what was made, in order."""
+    real, made = torch.zeros, []
+
+    def zeros(*args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory:
+            assert options["device"] == "cpu", "only CPU tensors can be pinned, whatever the default device is"
+            made.append(real(*args, **options))
+            return made[-1]
+        return real(*args, **options)
+
+    with mock.patch.object(torch, "zeros", zeros):
+        yield made
+
+
+@pytest.fixture(params=["meta", torch.bfloat16], ids=str)
+def caller_default(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A program that sets defaults for its own tensors."""
+    dtype = torch.get_default_dtype()
+    default = request.param
+    torch.set_default_device(default) if isinstance(default, str) else torch.set_default_dtype(default)
+    yield
+    torch.set_default_device(None)
+    torch.set_default_dtype(dtype)
+
+
+@pytest.mark.usefixtures("caller_default")
+def test_the_callers_defaults_do_no_harm(memory: list[torch.Tensor]) -> None:
+    """Words are int32 in host memory, whatever the caller makes its own tensors of."""
+    flag = FaultFlag(CPU, 0)
+    CallRecords(CPU, 2)
+    HostCounts(CPU, 3)
+    assert {(each.device.type, each.dtype) for each in [flag.claimed, *memory]} == {("cpu", torch.int32)}
+    assert flag.error() is None
+
+
+def test_a_fault_names_rank_peer_and_phase(memory: list[torch.Tensor]) -> None:
+    """The words of FaultRecord, in its order, at the address that kernels are given."""
+    flag = FaultFlag(CPU, 3)
+    (record,) = memory
+    assert flag.record_address == record.data_ptr()
+    record[1:] = torch.tensor([1, 2, 40, 41, 39])
+    assert flag.error() is None, "the first word says that the others are there"
+    record[0] = 1
+    error = flag.error()
+    assert error is not None
+    assert (error.rank, error.peers, error.phase, error.epoch) == (3, (1,), kernel_reports.PHASES[2], 40)
+    assert "its flag shows 39, 41 was wanted" in str(error)
+
+
+def test_counts_belong_to_a_sequence_number(memory: list[torch.Tensor]) -> None:
+    """What the last call left is not taken for this one's; numbers start again before they overflow."""
+    counts = HostCounts(CPU, 2)
+    (words,) = memory
+    assert counts.address == words.data_ptr()
+    assert counts.expect() == 1
+    words[:] = torch.tensor([1, 7, 8])
+    assert counts.wait(lambda: None) == [7, 8]
+    assert counts.expect() == 2
+    assert not counts.are_there()
+
+    def arrive() -> None:
+        words[:] = torch.tensor([2, 9, 10])
+
+    assert counts.wait(arrive) == [9, 10]
+    counts.sequence = 2**31 - 1
+    assert counts.expect() == 1
+
+
+def test_looking_may_raise() -> None:
+    """Who waits for counts that will never be there finds out by looking."""
+    counts = HostCounts(CPU, 2)
+    counts.expect()
+    with pytest.raises(RuntimeError, match="gone"):
+        counts.wait(mock.Mock(side_effect=RuntimeError("gone")))
+
+
+def test_records_are_read_once(memory: list[torch.Tensor]) -> None:
+    """Each slot by itself; ranks are counted from 1 there, since 0 means that all is well."""
+    records = CallRecords(CPU, 3)
+    (words,) = memory
+    assert [records.address(slot) for slot in range(3)] == [words[slot].data_ptr() for slot in range(3)]
+    words[1, :5] = torch.tensor([500, 400, 0, 0, 0])
+    words[2, :5] = torch.tensor([0, 0, 1, 2, 4])
+    assert [records.is_clear(slot) for slot in range(3)] == [True, False, False]
+    assert records.take(0) is None
+    assert records.take(1) == CallOutcome(500, 400, None, 0, None)
+    assert records.take(2) == CallOutcome(0, 0, 0, 2, 3)
+    assert not words.any()
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_reads_are_ordered_where_the_machine_does_not(in_order: bool, memory: list[torch.Tensor]) -> None:
+    """On Arm the rest is read behind a system call, which comes after the word that says that it is there."""
+    flag, counts = FaultFlag(CPU, 0), HostCounts(CPU, 1)
+    memory[1][0] = counts.expect()
+
+    def seen() -> None:  # what is written last becomes visible last
+        memory[0][1], memory[1][1] = 5, 6
+
+    with (
+        mock.patch.object(kernel_reports, "_LOADS_KEEP_ORDER", in_order),
+        mock.patch.object(os, "sched_yield", side_effect=seen) as entered,
+    ):
+        assert flag.error() is None
+        entered.assert_not_called()
+        memory[0][0] = 1
+        error = flag.error()
+        assert error is not None
+        assert entered.called is not in_order
+        memory[1][1] = 0
+        assert counts.wait(lambda: None) == [0 if in_order else 6]
+        assert error.peers == ((0,) if in_order else (5,))
+
+
+def test_memory_outlives_the_kernels_that_write_it(memory: list[torch.Tensor]) -> None:
+    """torch would give pinned memory to the next who asks, while a kernel of a dropped communicator still writes."""
+    leftovers.release_dropped()
+    made = [FaultFlag(CPU, 0), CallRecords(CPU, 1), HostCounts(CPU, 1)]
+    words = [weakref.ref(each) for each in memory]
+    memory.clear()
+    with mock.patch.object(leftovers, "wait_for", return_value=False):
+        del made
+        gc.collect()
+        leftovers.release_dropped()
+        assert all(word() is not None for word in words)
+    leftovers.release_dropped()
+    assert not any(word() is not None for word in words)

@@ -1,0 +1,166 @@
+"""What kernels report to the host: waits that expired, counts of a call that still runs, and what is wrong with one.
+
+All of it lies in pinned host memory. Kernels write the contents first and then, with release order, a word that says
+that they are there. The host reads that word first and, where it is set, the rest after :func:`order_reads`.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tokenloom.errors import PeerTimeout
+from tokenloom.runtime.leftovers import keep_until_idle
+
+PHASES = {1: "the opening of a call", 2: "dispatch, rows", 3: "combine, partial sums"}
+"""What device/sync/wait.cuh calls Phase, in words."""
+FAULT_WORDS = 6
+"""FaultRecord of device/sync/wait.cuh."""
+RECORD_WORDS = 8
+"""A slot for CallRecord of device/transport/call.cuh."""
+POLLS_BETWEEN_LOOKS = 64
+
+_LOADS_KEEP_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
+
+
+def order_reads() -> None:
+    """Let reads after this call see what was written before the word that the caller has just found set.
+
+    x86 performs loads in order. Arm, as beside a GH200, does not, but orders a load behind an earlier one that a
+    branch depends on if a context synchronization event lies between: entering the kernel and coming back is one.
+    """
+    if not _LOADS_KEEP_ORDER:
+        os.sched_yield()
+
+
+def _pinned(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32, device="cpu", pin_memory=True)
+
+
+class FaultFlag:
+    """Where kernels record a wait that expired: pinned host memory, and a word on the device that says so.
+
+    Args:
+        device: of the kernels. rank: of this process, for error messages.
+
+    Attributes:
+        record_address: of the record in pinned memory, for kernels.
+        claimed: int32 [1] on the device; not 0 once a wait has expired.
+    """
+
+    def __init__(self, device: torch.device, rank: int) -> None:
+        self._rank = rank
+        memory = _pinned(FAULT_WORDS)
+        self._words = memory.numpy()
+        self.record_address = memory.data_ptr()
+        self.claimed = torch.zeros(1, dtype=torch.int32, device=device)
+        keep_until_idle(self, device, memory, self.claimed)
+
+    def error(self) -> PeerTimeout | None:
+        """The fault that a kernel recorded, if one did."""
+        if not self._words[0]:
+            return None
+        order_reads()
+        _, peer, phase, epoch, wanted, seen = self._words.tolist()
+        cause = f"its flag shows {seen}, {wanted} was wanted"
+        return PeerTimeout(self._rank, [peer], PHASES.get(phase, f"phase {phase}"), epoch, cause)
+
+
+class HostCounts:
+    """Pinned host memory where a call leaves counts while it still runs: a sequence number, then the counts.
+
+    Args:
+        device: of the kernels. num_counts: that a call leaves.
+
+    Attributes:
+        address: for kernels. sequence: of the call that writes next, or has written last.
+    """
+
+    def __init__(self, device: torch.device, num_counts: int) -> None:
+        memory = _pinned(1 + num_counts)
+        self._words = memory.numpy()
+        self.address = memory.data_ptr()
+        self.sequence = 0
+        keep_until_idle(self, device, memory)
+
+    def expect(self) -> int:
+        """The sequence number of the next call."""
+        self.sequence = self.sequence % (2**31 - 1) + 1
+        return self.sequence
+
+    def are_there(self) -> bool:
+        """Whether the expected call has left its counts."""
+        return bool(self._words[0] == self.sequence)
+
+    def wait(self, look: Callable[[], None]) -> list[int]:
+        """The counts, when they are there.
+
+        Args:
+            look: raises if they will never be; asked now and then.
+        """
+        polls = 0
+        while not self.are_there():
+            polls += 1
+            if polls % POLLS_BETWEEN_LOOKS == 0:
+                look()
+            time.sleep(0)  # other threads of Python may run
+        order_reads()
+        return self._words[1:].tolist()
+
+
+@dataclass(frozen=True)
+class CallOutcome:
+    """What the ranks found wrong with a call, as all of them see it alike.
+
+    Attributes:
+        needed_rows: rows that the fullest rank needs, if over the capacity, else 0.
+        capacity: the capacity then.
+        faulty_rank: lowest rank that had a fault of its own, or None.
+        status: what that rank announced, or 0.
+        differing_rank: lowest rank that means another call than rank 0, or None.
+    """
+
+    needed_rows: int
+    capacity: int
+    faulty_rank: int | None
+    status: int
+    differing_rank: int | None
+
+
+class CallRecords:
+    """Slots in pinned host memory where kernels write what is wrong with a call, and nothing otherwise.
+
+    Args:
+        device: of the kernels. num_slots: calls whose outcome may be unread.
+    """
+
+    def __init__(self, device: torch.device, num_slots: int) -> None:
+        memory = _pinned(num_slots, RECORD_WORDS)
+        self._words: np.ndarray = memory.numpy()
+        self._address = memory.data_ptr()
+        keep_until_idle(self, device, memory)
+
+    def address(self, slot: int) -> int:
+        """Address of a slot, for kernels."""
+        return self._address + 4 * RECORD_WORDS * slot
+
+    def is_clear(self, slot: int) -> bool:
+        """Whether the call of this slot, as far as it has got, has found nothing wrong."""
+        return not self._words[slot].any()
+
+    def take(self, slot: int) -> CallOutcome | None:
+        """What a finished call left in its slot, which is cleared; None if all was well."""
+        words = self._words[slot]
+        if not words.any():
+            return None
+        needed, capacity, faulty, status, differing, *_ = words.tolist()
+        words[:] = 0
+        return CallOutcome(
+            needed, capacity, faulty - 1 if faulty else None, status, differing - 1 if differing else None
+        )
