@@ -43,10 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     copies.preload()
     print(f"unchanged tree: tests of {len(chosen)} mutations", flush=True)
-    for trial, outcome in copies.run(unchanged(chosen), options.jobs):
-        if outcome.code != 0:
-            print(f"{outcome.tail}\nthese tests must pass on the unchanged tree: {' '.join(trial.tests)}")
-            return 1
+    failing = [(trial, outcome) for trial, outcome in copies.run(unchanged(chosen), options.jobs) if outcome.code != 0]
+    for trial, outcome in failing:
+        print(f"{outcome.tail}\nthese tests must pass on the unchanged tree: {' '.join(trial.tests)}\n")
+    if failing:
+        return 1
     trials = [Trial(each, each.tests, each.num_ranks, each.gpu, LIMIT_S) for each in chosen]
     survived = sum(not report(trial.mutation, outcome) for trial, outcome in copies.run(trials, options.jobs))
     print(f"mutations: {len(chosen)} rules broken, {len(chosen) - survived} noticed, {survived} survived; "

@@ -148,6 +148,7 @@ def exit_or_hang(context: RankContext) -> None:
     time.sleep(100)
 
 
+@pytest.mark.slow  # ranks are started anew
 def test_hang(pool: RankPool) -> None:
     """Every rank's stack is reported, also of one that has something to say all the time."""
     before = pids(pool)
@@ -172,6 +173,7 @@ def hang_busily(context: RankContext) -> None:
         context.report("still here")
 
 
+@pytest.mark.slow  # ranks are started anew
 def test_result_that_cannot_be_sent(pool: RankPool) -> None:
     """The rank's failure, not a hang."""
     with pytest.raises(RankFailed, match="pickle") as failed:
@@ -183,6 +185,7 @@ def return_lambda(context: RankContext) -> object:
     return (lambda: None) if context.rank == 0 else None
 
 
+@pytest.mark.slow  # ranks are started anew
 def test_death_between_runs(pool: RankPool) -> None:
     """A rank that was killed while idle is a failed rank of the next run, and the one after works."""
     before = pids(pool)
@@ -194,6 +197,7 @@ def test_death_between_runs(pool: RankPool) -> None:
     assert not is_alive(before[0])
 
 
+@pytest.mark.slow  # ranks are started anew
 def test_the_parent_gives_up(pool: RankPool) -> None:
     """What the parent raises while ranks work, Ctrl-C say, ends them and is raised."""
     before = pids(pool)
