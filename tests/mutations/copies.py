@@ -86,10 +86,11 @@ def preload() -> None:
 def run(trials: Iterable[Trial], jobs: int) -> Iterator[tuple[Trial, Outcome]]:
     """Outcomes as they come, ``jobs`` trials at a time."""
     waiting, running = list(reversed(list(trials))), list[_Fork]()
+    kernels = tempfile.TemporaryDirectory(prefix="tokenloom-mutant-kernels-")
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
-                running.append(_Fork(waiting.pop()))
+                running.append(_Fork(waiting.pop(), kernels.name))
             done = [fork for fork in running if fork.ended()]
             running = [fork for fork in running if fork not in done]
             yield from ((fork.trial, fork.outcome()) for fork in done)
@@ -98,12 +99,13 @@ def run(trials: Iterable[Trial], jobs: int) -> Iterator[tuple[Trial, Outcome]]:
     finally:
         for fork in running:
             fork.end()
+        kernels.cleanup()
 
 
 class _Fork:
-    """A process that runs pytest on a copy of its own."""
+    """A process that runs pytest on a copy of its own. Compiled kernels go to ``kernels``, not to the user's cache."""
 
-    def __init__(self, trial: Trial) -> None:
+    def __init__(self, trial: Trial, kernels: str) -> None:
         self.trial = trial
         self._folder = tempfile.TemporaryDirectory(prefix="tokenloom-mutant-")
         self._output = Path(self._folder.name, "output.txt")
@@ -116,7 +118,7 @@ class _Fork:
             warnings.simplefilter("ignore", DeprecationWarning)  # no thread runs here
             self._pid = os.fork()
         if self._pid == 0:
-            _run_pytest(copy, self._output, trial)
+            _run_pytest(copy, self._output, trial, kernels)
 
     def ended(self) -> bool:
         """Whether pytest is done, or out of time."""
@@ -155,7 +157,7 @@ def _copy_tree(copy: Path, mutation: Mutation | None) -> None:
         mutation.file(copy).write_text(mutation.broken(copy))
 
 
-def _run_pytest(copy: Path, output: Path, trial: Trial) -> None:
+def _run_pytest(copy: Path, output: Path, trial: Trial, kernels: str) -> None:
     """Turn this fork into a pytest process of the copy, and end it with pytest's status."""
     code = 70
     try:
@@ -164,7 +166,7 @@ def _run_pytest(copy: Path, output: Path, trial: Trial) -> None:
         for standard in (1, 2):
             os.dup2(file, standard)
         os.chdir(copy)
-        os.environ.update(PYTHONPATH=str(copy), PYTHONDONTWRITEBYTECODE="1")
+        os.environ.update(PYTHONPATH=str(copy), PYTHONDONTWRITEBYTECODE="1", TOKENLOOM_CACHE_DIR=kernels)
         sys.dont_write_bytecode = True
         sys.path[:] = [str(copy), *(each for each in sys.path if Path(each).resolve() != ROOT)]
         for name in [name for name in sys.modules if name.partition(".")[0] in COPIED_MODULES]:
