@@ -1,6 +1,10 @@
 """Compiled kernels on disk. Entries are whole or absent: written aside, then renamed; damage means recompiling.
 
 Ranks and machines that share a file system may race: all of them write the same bytes under the same key.
+
+A kernel runs with the rights of its user. So a folder or a file that somebody else could have written is not used: it
+has to belong to this user or to root, and neither its group nor others may write it. That holds for what a symbolic
+link leads to.
 """
 
 from __future__ import annotations
@@ -9,7 +13,9 @@ import contextlib
 import hashlib
 import json
 import os
+import stat
 import tempfile
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +27,9 @@ from tokenloom.jit.compiler import OPTIONS, KernelSpec, Resources, compile_kerne
 _FORMAT = 2
 _SUFFIX = ".kernel"
 _ASIDE = ".partial"
+
+_warned: set[Path] = set()
+"""Folders that this process has said it does not use."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,10 @@ def key_of(spec: KernelSpec) -> str:
 
 
 def get(spec: KernelSpec, folder: Path | None = None) -> Entry:
-    """The compiled kernel, from disk if it is there and whole, else compiled and, where possible, stored."""
+    """The compiled kernel, from disk if it is there and whole, else compiled and, where possible, stored.
+
+    Warns, once for each folder, where others could write it: kernels are compiled then and not stored.
+    """
     folder = folder or env.cache_folder()
     key = key_of(spec)
     entry = _read(folder / (key + _SUFFIX))
@@ -102,6 +114,8 @@ def clear(folder: Path | None = None) -> int:
 def _read(path: Path) -> Entry | None:
     """The entry in a file: a line with the hash of the rest, a line of JSON, the cubin. None if anything is off."""
     try:
+        if not _is_trusted(path.parent) or not _only_ours(path.stat()):
+            return None
         said, whole = path.read_bytes().split(b"\n", 1)
         if said.decode() != hashlib.sha256(whole).hexdigest():
             return None
@@ -117,12 +131,38 @@ def _write(folder: Path, entry: Entry) -> None:
     whole = json.dumps(about).encode() + b"\n" + entry.cubin
     # An unwritable or full disk costs a recompilation, never the run.
     with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_trusted(folder):
+            return
         handle, aside = tempfile.mkstemp(dir=folder, suffix=_ASIDE)
         try:
             with os.fdopen(handle, "wb") as file:
+                os.fchmod(file.fileno(), 0o644)  # what root has built, in an image say, others may use
                 file.write(hashlib.sha256(whole).hexdigest().encode() + b"\n" + whole)
             os.replace(aside, folder / (entry.key + _SUFFIX))
         except BaseException:
             Path(aside).unlink(missing_ok=True)
             raise
+
+
+def _is_trusted(folder: Path) -> bool:
+    """Whether nobody else can write a folder; warns if somebody can. OSError: there is none."""
+    found = folder.stat()
+    if not stat.S_ISDIR(found.st_mode) or _only_ours(found):
+        return True  # a file in its place fails when it is used as a folder
+    if folder not in _warned:
+        _warned.add(folder)
+        why = f"its owner is user {found.st_uid}, not you"
+        cure = "let TOKENLOOM_CACHE_DIR name a folder of your own"
+        if found.st_uid in (0, os.getuid()):
+            why, cure = f"its mode is {stat.filemode(found.st_mode)}", f"chmod go-w {folder}, or {cure}"
+        warnings.warn(
+            f"compiled kernels are not kept: others can write to the cache folder {folder} ({why}); {cure}",
+            stacklevel=4,
+        )
+    return False
+
+
+def _only_ours(found: os.stat_result) -> bool:
+    """Whether this user, or root, alone can write what was found."""
+    return found.st_uid in (0, os.getuid()) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

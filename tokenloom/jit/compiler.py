@@ -20,6 +20,11 @@ OPTIONS = (
     "--fmad=false",  # the semantics round every product and every sum by itself
     "--ptxas-options=-v",
 )
+_NAMED_AFTER_THE_COMPILER = b"""
+#define NAME(major, minor, build) version_##major##_##minor##_##build
+#define EXPANDED(major, minor, build) NAME(major, minor, build)
+extern "C" __global__ void EXPANDED(__CUDACC_VER_MAJOR__, __CUDACC_VER_MINOR__, __CUDACC_VER_BUILD__)() {}
+"""
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
@@ -144,10 +149,23 @@ def load_nvrtc() -> Any:
 
 
 def nvrtc_version() -> str:
-    """Say "13.0"."""
-    nvrtc = load_nvrtc()
-    major, minor = _checked(nvrtc, nvrtc.nvrtcVersion())
-    return f"{major}.{minor}"
+    """The compiler's full version and its build, say "13.0.88 CL-36424714"."""
+    return _version_of(load_nvrtc())
+
+
+@cache
+def _version_of(nvrtc: Any) -> str:
+    """NVRTC tells its release alone when asked, and the rest only to what it compiles: here to a kernel's name."""
+    program = _checked(nvrtc, nvrtc.nvrtcCreateProgram(_NAMED_AFTER_THE_COMPILER, b"version.cu", 0, [], []))
+    try:
+        _checked(nvrtc, nvrtc.nvrtcCompileProgram(program, 0, []))
+        ptx = bytearray(_checked(nvrtc, nvrtc.nvrtcGetPTXSize(program)))
+        _checked(nvrtc, nvrtc.nvrtcGetPTX(program, ptx))
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    numbers = re.findall(rb"\.entry version_(\d+)_(\d+)_(\d+)", ptx)
+    builds = re.findall(rb"Build ID: (\S+)", ptx)
+    return b" ".join([*(b".".join(each) for each in numbers), *builds]).decode()
 
 
 def included_files(path: str) -> Mapping[str, str]:
