@@ -5,6 +5,7 @@
 
 A part is the tests of one file on groups of one size, in a pytest of its own that sees as many GPUs as it needs.
 Parts share GPUs. Those with the marker ``alone``, which measure, kill or fill a GPU, come last and share with nobody.
+A test without a group sees one GPU, or all of them if it runs alone.
 Prints a line for each part, then every failure. The exit status is 1 if a test failed or did not run to its end.
 
 Run it from the root of the repository. Standard library only; this file is also the plugin by which each pytest tells
@@ -51,15 +52,14 @@ def pytest_collection_finish(session: Any) -> None:
         torch = sys.modules.get("torch")
         _tell(gpus=torch.cuda.device_count() if torch is not None else 0)
         for item in session.items:
-            _tell(test=item.nodeid, ranks=ranks_of(item), alone=item.get_closest_marker("alone") is not None)
+            alone = item.get_closest_marker("alone") is not None
+            _tell(test=item.nodeid, ranks=ranks_of(item) or (None if alone else 1), alone=alone)
 
 
 def ranks_of(item: Any) -> int | None:
-    """GPUs that a test runs on; None for those there are."""
+    """Size of the group that a test runs on; None if it has none."""
     given: dict[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
-    if "ranks" in given:
-        return int(given["ranks"][1])
-    return given.get("hoppers", 1 if "device" in given else None)
+    return int(given["ranks"][1]) if "ranks" in given else given.get("hoppers")
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
@@ -69,6 +69,8 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 def pytest_runtest_logreport(report: Any) -> None:
     if report.when == "call" or report.outcome != "passed":
         text = report.longreprtext if report.outcome == "failed" else ""
+        if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
+            text = report.longrepr[2].removeprefix("Skipped: ")
         _tell(test=report.nodeid, outcome=report.outcome, wall_s=report.duration, text=text)
 
 
@@ -102,7 +104,7 @@ class Result:
 
     Attributes:
         outcomes: "passed", "failed" or "skipped" by test; teardowns that failed count as failed tests.
-        texts: Last lines of each failure.
+        texts: Traceback of each failure, reason of each skip.
         seconds: Duration of each test.
         wall_s: Duration of the part.
         ended: How its process ended, if not by itself with all tests run; else "".
@@ -275,18 +277,22 @@ def report(parts: Sequence[Part], wall_s: float) -> int:
     """Print failures and totals; how many there are of failures."""
     failures = 0
     counts: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
     slowest: list[tuple[float, str]] = []
     for part in parts:
         assert part.result is not None
         counts.update(part.result.outcomes.values())
         slowest += [(seconds, test) for test, seconds in part.result.seconds.items()]
         failed = [test for test, outcome in part.result.outcomes.items() if outcome == "failed"]
+        reasons.update(part.result.texts[test] for test, how in part.result.outcomes.items() if how == "skipped")
         failures += len(failed) + bool(part.result.ended)
         for test in failed:
             lines = part.result.texts.get(test, "").splitlines()[-LAST_LINES:]
             print("\n".join([f"\nFAILED {test}", *(f"    {line}" for line in lines)]))
         if part.result.ended:
             print(f"\nPART {part.name} {part.result.ended}")
+    for reason, number in reasons.most_common():
+        print(f"\nskipped {number}: {reason}")
     print("\nslowest tests, seconds:")
     for seconds, test in sorted(slowest, reverse=True)[:10]:
         print(f"{seconds:8.1f}  {test}")

@@ -41,11 +41,7 @@ def test_group(ranks, number):
     time.sleep(0.2)
 
 @pytest.mark.gpu
-def test_on_all_there_are(): pass
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("device", ["cuda"])
-def test_of_one_process(device): pass
+def test_of_one_process(): pass
 
 def test_without_a_gpu(): raise AssertionError("not asked for")
 """,
@@ -56,6 +52,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 @pytest.mark.parametrize("hoppers", [1, 2])
 def test_measures(hoppers): time.sleep(0.2)
+
+def test_measures_all_there_are(): pass
 """,
 }
 BAD = BASE | {
@@ -125,15 +123,17 @@ def test_parts(tmp_path: Path) -> None:
     assert "10 passed, 0 failed, 0 skipped" in done.text
     seen = {str(note["test"]): len(str(note["gpus"]).split(",")) for note in done.notes}
     assert seen == {f"test_group[{number}-cuda{size}]": size for number in range(2) for size in (1, 2, 4)} | {
-        "test_on_all_there_are": 4,
-        "test_of_one_process[cuda]": 1,
+        "test_of_one_process": 1,
         "test_measures[1]": 1,
         "test_measures[2]": 2,
+        "test_measures_all_there_are": 4,
     }
     last_to_share = max(float(str(note["ended"])) for note in done.notes if "measures" not in str(note["test"]))
     alone = [note for note in done.notes if "measures" in str(note["test"])]
     assert all(float(str(note["began"])) > last_to_share for note in alone)
-    gpus = [gpu for note in alone for gpu in str(note["gpus"]).split(",")]
+    gpus = [
+        gpu for note in alone for gpu in str(note["gpus"]).split(",") if note["test"] != "test_measures_all_there_are"
+    ]
     assert len(set(gpus)) == 3, "each on GPUs of its own"
     for part in ("test_groups-4", "test_groups-2", "test_groups-1", "folder-test_alone-1-alone"):
         assert f"\n{part} " in done.text
@@ -150,10 +150,11 @@ def test_failures(tmp_path: Path) -> None:
     assert "FAILED test_bad.py::test_breaks_at_the_end\n" in done.text
     assert "OSError: teardown" in done.text
     died = "ended with exit code 3, 2 tests have no result; the last to begin was test_dies.py::test_dies"
-    assert f"PART test_dies-4 {died}\n" in done.text
+    assert f"PART test_dies-1 {died}\n" in done.text
     hung = "ended after 10 s, 1 tests have no result; the last to begin was test_hangs.py::test_hangs"
-    assert f"PART test_hangs-4 {hung}\n" in done.text
+    assert f"PART test_hangs-1 {hung}\n" in done.text
     assert "2 passed, 2 failed, 1 skipped" in done.text
+    assert "skipped 1: no reason\n" in done.text
     assert "2 of them cut short" in done.text
 
 
