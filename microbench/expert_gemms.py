@@ -62,15 +62,15 @@ def calls_of(hidden: int, intermediate: int, ends: list[int]) -> dict[str, tuple
     }
     one = 2.0 * ROWS * hidden * intermediate
     gemms: dict[str, tuple[float, Callable[[ExpertGemms], Any]]] = {
-        "x w1": (2 * one, lambda p: p.by_weights(x, w1.transpose(1, 2))),
-        "x w1, SwiGLU": (2 * one, lambda p: activate(p.by_weights(x, w1.transpose(1, 2)), row_weights, offsets[-1:])),
-        "act w2": (one, lambda p: p.by_weights(act, w2.transpose(1, 2))),
-        "dy w2": (one, lambda p: p.by_weights(grad, w2)),
-        "dh w1": (2 * one, lambda p: p.by_weights(pre, w1)),
-        "dw1": (2 * one, lambda p: p.of_weights(pre, x)),
-        "dw2": (one, lambda p: p.of_weights(grad, act)),
-        "dw1, added": (2 * one, lambda p: p.of_weights(pre, x, d1)),
-        "dw2, added": (one, lambda p: p.of_weights(grad, act, d2)),
+        "x w1": (2 * one, lambda p: p.multiply(x, w1.transpose(1, 2))),
+        "x w1, SwiGLU": (2 * one, lambda p: activate(p.multiply(x, w1.transpose(1, 2)), row_weights, offsets[-1:])),
+        "act w2": (one, lambda p: p.multiply(act, w2.transpose(1, 2))),
+        "dy w2": (one, lambda p: p.multiply(grad, w2)),
+        "dh w1": (2 * one, lambda p: p.multiply(pre, w1)),
+        "dw1": (2 * one, lambda p: p.weight_gradient(pre, x)),
+        "dw2": (one, lambda p: p.weight_gradient(grad, act)),
+        "dw1, added": (2 * one, lambda p: p.weight_gradient(pre, x, d1)),
+        "dw2, added": (one, lambda p: p.weight_gradient(grad, act, d2)),
     }
     return {
         name: (flops, {each: partial(gemm, p) for each, p in who.items()}) for name, (flops, gemm) in gemms.items()

@@ -171,12 +171,12 @@ def test_every_fault_is_found(ranks: Ranks) -> None:
 
 def measure_with_wrong_dw1(context: RankContext, *arguments: Any) -> Measured:
     """The layer's gradients of gates and ups are 5% too large; the width of their GEMM tells them from others."""
-    real = _GroupedGemms.of_weights
+    real = _GroupedGemms.weight_gradient
 
     def wrong(self: Any, left: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         return real(self, left, *rest) * (1.05 if left.shape[1] == 2 * SHAPE.intermediate else 1.0)
 
-    with mock.patch.object(_GroupedGemms, "of_weights", wrong):
+    with mock.patch.object(_GroupedGemms, "weight_gradient", wrong):
         return quickly(context, *arguments)
 
 

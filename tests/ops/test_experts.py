@@ -101,7 +101,7 @@ def test_grouped_path(dtype: torch.dtype, counts: list[int], device: str, monkey
 @pytest.mark.parametrize("dtype", [torch.float64, *GROUPED], ids=str)
 def test_loop_path(dtype: torch.dtype, counts: list[int], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """float64 takes it by itself; the others are made to, so that both paths are compared on the same cases."""
-    forbid(monkeypatch, "_GroupedProducts")
+    forbid(monkeypatch, "_GroupedGemms")
     if dtype != torch.float64:
         monkeypatch.setattr(experts, "_grouped_mm_takes", lambda *tensors: False)
     check(*make_case(dtype, *GROUPED.get(dtype, (8, 12)), counts, device), counts)
@@ -112,11 +112,11 @@ def test_widths_that_are_no_multiple_of_16_bytes(
     dtype: torch.dtype, hidden: int, intermediate: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """grouped_mm refuses their strides, forward or backward."""
-    forbid(monkeypatch, "_GroupedProducts")
+    forbid(monkeypatch, "_GroupedGemms")
     check(*make_case(dtype, hidden, intermediate, [2, 0, 3], device), [2, 0, 3])
 
 
-@pytest.mark.parametrize("path", ["_GroupedProducts", "_ExpertByExpert"])
+@pytest.mark.parametrize("path", ["_GroupedGemms", "_ExpertByExpert"])
 def test_rows_beyond_the_last_offset_touch_nothing(path: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs of bounded size end in unspecified rows: NaN there must reach no output, nor any weight's gradient."""
     if path == "_ExpertByExpert":
@@ -152,7 +152,7 @@ def test_gradients_by_finite_differences() -> None:
 
 
 def test_gradients_of_weights_by_finite_differences() -> None:
-    """Of rows that are weighted before the second product, the weights' too; an empty expert, a row of weight 0."""
+    """Of rows that are weighted before the second GEMM, the weights' too; an empty expert, a row of weight 0."""
     rows, offsets, w1, w2 = make_case(torch.float64, 3, 2, [2, 0, 2], "cpu")
     weights = torch.tensor([0.5, -1.25, 0.0, 2.0], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda r, a, b, w: swiglu_experts(r, offsets, a, b, w), (rows, w1, w2, weights))

@@ -73,7 +73,7 @@ CASES = {
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("name", CASES)
-def test_products(name: str) -> None:
+def test_gemm(name: str) -> None:
     """Each row by itself: an error of one row must not drown in the others. BF16 rounds to 2^-9; FP8 products and
     float32 sums are far more exact."""
     counts, n, k = CASES[name]

@@ -25,7 +25,7 @@ POOL = 360
 SWITCHES = {
     "overlap": {"overlap": True},
     "redispatch": {"redispatch_in_backward": True, "overlap": False},
-    "redispatch beside products": {"redispatch_in_backward": True},
+    "redispatch beside GEMMs": {"redispatch_in_backward": True},
     "pool": {"pool_rows": POOL, "overlap": False},
     "pool, redispatch, overlap": {"pool_rows": POOL, "redispatch_in_backward": True},
 }
@@ -106,6 +106,7 @@ def compare_switch(context: RankContext, name: str, pieces: bool, few_rows: int)
         assert torch.equal(switched[key], value), key
 
 
+@pytest.mark.slow_on(4)
 @pytest.mark.parametrize("pieces", [False, True], ids=["whole", "pieces"])
 @pytest.mark.parametrize("name", SWITCHES)
 def test_same_bits(ranks: Ranks, name: str, pieces: bool) -> None:
@@ -113,9 +114,9 @@ def test_same_bits(ranks: Ranks, name: str, pieces: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["overlap", "redispatch beside products"])
+@pytest.mark.parametrize("name", ["overlap", "redispatch beside GEMMs"])
 def test_same_bits_of_many_rows(hoppers: Ranks, name: str) -> None:
-    """Products expert by expert, on two streams."""
+    """GEMMs expert by expert, on two streams."""
     hoppers.run(compare_switch, name, True, 0)
 
 
@@ -194,7 +195,7 @@ def compare_too_many(context: RankContext, options: dict[str, Any], pieces: bool
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pieces", [False, True], ids=["whole", "pieces"])
-@pytest.mark.parametrize("name", ["overlap", "redispatch beside products"])
+@pytest.mark.parametrize("name", ["overlap", "redispatch beside GEMMs"])
 def test_more_rows_than_a_region_holds(hoppers: Ranks, name: str, pieces: bool) -> None:
     """They come by a slower way, on all ranks; gradients went by it only on the ranks that have too many."""
     hoppers.run(compare_too_many, SWITCHES[name], pieces)
@@ -208,16 +209,16 @@ def forward_and_check(layer: tl.ExpertParallelMoE, x: torch.Tensor) -> None:
 def fail_in_piece(context: RankContext, number: int, combine: str) -> str:
     calls = 0
 
-    def products(*args: Any) -> Any:
+    def gemms(*args: Any) -> Any:
         nonlocal calls
         calls += 1
         if context.rank == 0 and calls == number + 1:
             raise RuntimeError("no memory left")
-        return experts.products_for(*args)
+        return experts.gemms_for(*args)
 
     (layer,) = layers_of(context, 1, strategy=tl.Strategy(combine=combine))
     x = torch.randn(16, HIDDEN, device=context.device).to(torch.bfloat16).requires_grad_()
-    with forced(pieces=True), mock.patch.object(routed_experts, "products_for", products):
+    with forced(pieces=True), mock.patch.object(routed_experts, "gemms_for", gemms):
         with pytest.raises(RuntimeError if context.rank == 0 else tl.PeerError) as caught:
             forward_and_check(layer, x)
         if context.rank:
@@ -243,9 +244,9 @@ def fail_in_layer(context: RankContext, options: dict[str, Any]) -> str:
     layers = layers_of(context, 2, **options)
     x = torch.randn(16, HIDDEN, device=context.device).to(torch.bfloat16)
 
-    def step(products: Any = experts.products_for) -> torch.Tensor:
+    def step(gemms: Any = experts.gemms_for) -> torch.Tensor:
         out = x.clone().requires_grad_()
-        with mock.patch.object(routed_experts, "products_for", products):
+        with mock.patch.object(routed_experts, "gemms_for", gemms):
             for layer in layers:
                 out = out + layer(out)[0]
         out.float().sum().backward()
@@ -256,7 +257,7 @@ def fail_in_layer(context: RankContext, options: dict[str, Any]) -> str:
 
     wanted = step()
     with pytest.raises((RuntimeError, tl.PeerError)) as caught:
-        step(no_memory if context.rank == 0 else experts.products_for)
+        step(no_memory if context.rank == 0 else experts.gemms_for)
     for _ in range(2):
         assert torch.equal(step(), wanted)
     layers[0].comm.check()

@@ -31,7 +31,6 @@ from tokenloom.tune import choices, profiler
 from tokenloom.tune.profiler import CANDIDATES, WARM_UP_ROUNDS, Profile
 from tokenloom.tune.samples import draw_topk_ids
 
-ROOT = Path(__file__).parents[2]
 BF16 = torch.bfloat16
 TOKENS, HIDDEN, INTERMEDIATE, TOP_K, NUM_EXPERTS = 13, 48, 32, 3, 8
 SIZES = {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "num_experts": NUM_EXPERTS, "top_k": TOP_K, "dtype": BF16}
@@ -45,7 +44,7 @@ COSTS = {
     ("combine", "reduce_scatter"): 115.0,
     ("combine", "all_to_all"): 120.0,
 }
-SCORES = {  # by hand: 64 and 48 for the products, which are as dear as their outputs are wide
+SCORES = {  # by hand: 64 and 48 for the GEMMs, which are as dear as their outputs are wide
     ("dispatch", "dedup"): 30 + 64 + 100,
     ("dispatch", "all_gather"): 10 + 64 + 115,
     ("dispatch", "all_to_all"): 24 + 64 + 100,
@@ -91,7 +90,7 @@ class Meter:
         slow = 2 if number % self.context.num_ranks == self.context.rank else 1
         return self.us * slow * (1000 if number < WARM_UP_ROUNDS + 2 else 1)
 
-    def by_weights(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def multiply(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         assert rows.shape[1] == weights.shape[1]
         self.us += weights.shape[2]
         return rows.new_empty(len(rows), weights.shape[2])
@@ -110,7 +109,7 @@ class Meter:
 
         with (
             mock.patch.object(profiler, "call_us", self.call_us),
-            mock.patch.object(profiler, "products_for", return_value=self),
+            mock.patch.object(profiler, "gemms_for", return_value=self),
             counted("dispatch", "dispatch"),
             counted("combine", "combine"),
             counted("combine_backward", "dispatch"),
@@ -448,13 +447,3 @@ def test_what_the_command_refuses(arguments: list[str], code: int, said: str, fo
     assert done.exit_code == code
     assert said in done.output
     assert "Traceback" not in done.output
-
-
-def test_the_examples_of_the_document_run(folder: Path) -> None:
-    """On a process alone; what they say of the layer is true."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/tuning.md").read_text(), re.DOTALL)
-    assert blocks
-    namespace: dict[str, object] = {}
-    for block in blocks:
-        exec(block, namespace)
-    assert len(list(folder.glob("*.choice"))) == 1

@@ -1,4 +1,4 @@
-"""SwiGLU between the two products of an expert: one kernel each way on Hopper GPUs, torch elsewhere."""
+"""SwiGLU between the two GEMMs of an expert: one kernel each way on Hopper GPUs, torch elsewhere."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from tokenloom.kernels.common import HOPPER
 
 
 def swiglu(gate_and_up: torch.Tensor) -> torch.Tensor:
-    """[..., 2I] -> [..., I]: silu of the first half times the second."""
+    """Compute ``silu(gate) * up`` from [..., 2I], gates first, giving [..., I]."""
     gate, up = gate_and_up.chunk(2, -1)
     return functional.silu(gate) * up
 
 
 def activate(hidden: torch.Tensor, row_weights: torch.Tensor, num_rows: torch.Tensor) -> torch.Tensor:
-    """``weight * silu(gate) * up`` in float32 (float64 beside float64), rounded once.
+    """Compute ``weight * silu(gate) * up`` in float32, or float64 for float64 input, rounded once.
 
     Args:
-        hidden: [R, 2I], gates, then ups.
-        row_weights: float32 (float64) [R].
-        num_rows: int32 [1], rows that there are; others of the result are unspecified.
+        hidden: [R, 2I], gates first.
+        row_weights: float32 [R], or float64 beside float64.
+        num_rows: int32 [1], rows in use. The other rows of the result are unspecified.
 
     Returns:
-        [R, I] of the same dtype.
+        [R, I], dtype of ``hidden``.
     """
     if _kernels_take(hidden, row_weights):
         return launch.swiglu_forward(hidden, row_weights, num_rows)
@@ -35,11 +35,17 @@ def activate(hidden: torch.Tensor, row_weights: torch.Tensor, num_rows: torch.Te
 def activate_backward(
     hidden: torch.Tensor, row_weights: torch.Tensor, num_rows: torch.Tensor, grad: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """From the gradient [R, I] of what :func:`activate` gave: that again, and the gradients of hidden and weights.
+    """Recompute the result of :func:`activate` and compute the gradients of its inputs.
+
+    Args:
+        hidden: as in ``activate``.
+        row_weights: as in ``activate``.
+        num_rows: as in ``activate``.
+        grad: [R, I], gradient of the result.
 
     Returns:
-        activations [R, I], gradient of hidden [R, 2I], both of its dtype, and of the weights [R], of theirs; of the
-        first ``num_rows`` rows.
+        The result [R, I] again, the gradient of ``hidden`` [R, 2I] and that of ``row_weights`` [R], each with the
+        dtype of its input. Rows from ``num_rows`` on are unspecified.
     """
     if _kernels_take(hidden, row_weights):
         return launch.swiglu_backward(hidden, row_weights, num_rows, grad)

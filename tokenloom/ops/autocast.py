@@ -1,4 +1,4 @@
-"""What torch's autocast asks of operations that it does not know."""
+"""The dtype that torch's autocast wants of operations that torch does not know."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import torch
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype that autocast wants of operations on the device; None where it is off."""
+    """Return the dtype that autocast wants of operations on the device, or None where autocast is off."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None

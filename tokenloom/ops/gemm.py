@@ -1,4 +1,4 @@
-"""Matrix products of rows that are grouped by expert."""
+"""FP8 GEMMs over rows grouped by expert, and checks of their operands."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tokenloom.kernels.gemm.launch import (
 
 ALIGNMENT_BYTES = 16
 INTERLEAVED_ROWS = 8
-"""Rows of gates, and then as many of ups, in the weights of a SwiGLU."""
+"""Rows of gates, then as many rows of ups, that take turns in the weights of a fused SwiGLU."""
 
 
 def grouped_gemm_fp8(
@@ -31,17 +31,19 @@ def grouped_gemm_fp8(
     b_scales: torch.Tensor,
     expert_offsets: torch.Tensor,
 ) -> torch.Tensor:
-    """Each expert's rows times its weights: ``out[rows of e] = a[rows of e] @ b[e].T``, in FP8 with block scales.
+    """Multiply each expert's rows by its weights in FP8: ``out[rows of e] = a[rows of e] @ b[e].T``.
 
-    Partial products of 128 values of K are scaled and added in float32; the sum is rounded once. No host read: the
-    rows of each expert are known on the device only. Rows before the first and after the last offset are left alone.
+    Each partial sum over 128 values of K is scaled and added in float32; the total is rounded once. The host reads
+    nothing: only the device knows how many rows each expert has. Rows before the first offset and after the last are
+    not written, so their values are unspecified.
 
     Args:
         a: float8_e4m3fn [R, K], rows grouped by expert (``routed.tokens`` of layout "expert"), contiguous.
         a_scales: float32 [R, K / 128], contiguous (``routed.scales``).
-        b: float8_e4m3fn [E, N, K], contiguous; N and K multiples of 128.
+        b: float8_e4m3fn [E, N, K], contiguous, N and K multiples of 128.
         b_scales: float32 [E, N / 128, K / 128], contiguous.
-        expert_offsets: int32 [E + 1], first row of each expert, on the same device (``routed.expert_offsets``).
+        expert_offsets: int32 [E + 1], first row of each expert and the end, on the same device
+            (``routed.expert_offsets``).
 
     Returns:
         bfloat16 [R, N].
@@ -69,23 +71,25 @@ def grouped_swiglu_fp8(
     power_of_two_scales: bool = False,
     fast_math: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first half of SwiGLU experts: ``silu(gate) * up * weight``, quantised, with ``gate, up = w1[e] @ row``.
+    """Compute ``silu(gate) * up * weight``, the first half of SwiGLU experts, where ``gate, up = w1[e] @ row``.
 
-    Sums are those of ``grouped_gemm_fp8``. They stay in float32 until they are quantised as ``quantize_fp8`` does.
+    Sums are those of ``grouped_gemm_fp8``. They stay in float32 until the result is quantised as in
+    ``quantize_fp8``.
 
     Args:
         a: float8_e4m3fn [R, K], rows grouped by expert, contiguous.
         a_scales: float32 [R, K / 128], contiguous.
-        w1: float8_e4m3fn [E, 2I, K], as ``interleave_gate_and_up`` makes it; I a multiple of 128.
-        w1_scales: float32 [E, 2I / 128, K / 128]: gates, then ups, not interleaved.
-        expert_offsets: int32 [E + 1], first row of each expert, on the same device.
+        w1: float8_e4m3fn [E, 2I, K] from ``interleave_gate_and_up``, I a multiple of 128.
+        w1_scales: float32 [E, 2I / 128, K / 128], gates, then ups, not interleaved.
+        expert_offsets: int32 [E + 1], first row of each expert and the end, on the same device.
         row_weights: float32 [R], or None for ones.
-        clamp: gate at most this, up within plus and minus this, before the activation.
+        clamp: largest gate, and largest absolute up, before the activation. None sets no limit.
         power_of_two_scales: as in ``quantize_fp8``.
-        fast_math: the hardware's exponential and division, within a few units in the last place of float32.
+        fast_math: use the hardware's exponential and division, accurate to a few units in the last place of float32.
 
     Returns:
-        float8_e4m3fn [R, I], and scales float32 [R, I / 128]: what ``grouped_gemm_fp8`` takes.
+        Values float8_e4m3fn [R, I] and scales float32 [R, I / 128], as ``grouped_gemm_fp8`` takes them. Rows outside
+        the offsets are unspecified.
 
     Raises:
         ShapeMismatch, DtypeMismatch, DeviceMismatch: an argument is not as above.
@@ -111,13 +115,15 @@ def grouped_swiglu_fp8(
 
 
 def interleave_gate_and_up(w1: torch.Tensor) -> torch.Tensor:
-    """Reorder the rows of weights, so that 8 gates and 8 ups take turns.
+    """Reorder the rows of w1, gates then ups, so that 8 gates and 8 ups take turns.
+
+    ``grouped_swiglu_fp8`` and ``MegaMoE.use_weights`` take weights in this order.
 
     Args:
-        w1: [E, 2I, K], gates first, then ups; I a multiple of 8.
+        w1: [E, 2I, K], gates first, then ups; I a multiple of 8. Any dtype.
 
     Returns:
-        The same rows, of the same shape and dtype.
+        A new tensor with the same rows, shape and dtype.
     """
     experts, rows, k = w1.shape
     halves = w1.view(torch.uint8) if w1.itemsize == 1 else w1
@@ -126,7 +132,7 @@ def interleave_gate_and_up(w1: torch.Tensor) -> torch.Tensor:
 
 
 def separate_gate_and_up(w1: torch.Tensor) -> torch.Tensor:
-    """What ``interleave_gate_and_up`` made, back again: [E, 2I, K], gates first, then ups."""
+    """Undo ``interleave_gate_and_up``: return [E, 2I, K], gates first, then ups."""
     experts, rows, k = w1.shape
     turns = w1.view(torch.uint8) if w1.itemsize == 1 else w1
     turns = turns.reshape(experts, rows // (2 * INTERLEAVED_ROWS), 2, INTERLEAVED_ROWS, k)
@@ -179,6 +185,7 @@ def _check(
 
 
 def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: list[int], device: torch.device) -> None:
+    """Raise an error unless the tensor has this dtype, shape and device, and is contiguous."""
     if tensor.dtype != dtype:
         raise DtypeMismatch(f"{name} is {tensor.dtype}, expected {dtype}")
     if list(tensor.shape) != shape or not tensor.is_contiguous():
@@ -191,7 +198,7 @@ def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: lis
 def check_weights(
     name: str, weights: torch.Tensor, scales: torch.Tensor, shape: list[int], device: torch.device
 ) -> None:
-    """Raises an error for weights that are not FP8 of this shape [E, N, K], with scales per 128 x 128 values."""
+    """Raise an error unless the weights are FP8 of this shape [E, N, K], with a scale per 128 x 128 values."""
     num_experts, n, k = shape
     check_tensor(name, weights, torch.float8_e4m3fn, shape, device)
     check_tensor(f"{name}_scales", scales, torch.float32, [num_experts, n // BLOCK, k // BLOCK], device)
@@ -200,12 +207,12 @@ def check_weights(
 
 
 def check_clamp(name: str, clamp: float | None) -> None:
-    """Raises an error for a clamp of activations that is not above 0."""
+    """Raise an error unless the clamp of activations is above 0, or None."""
     if clamp is not None and not clamp > 0:
         raise InvalidArgument(f"{name} is {clamp}, expected a number above 0, or None")
 
 
 def check_aligned(name: str, tensor: torch.Tensor) -> None:
-    """Raises an error for a tensor at an address that copies of 16 bytes cannot take."""
+    """Raise an error unless the tensor begins at an address that 16-byte copies can read."""
     if tensor.data_ptr() % ALIGNMENT_BYTES:
         raise InvalidArgument(f"{name} begins at no multiple of {ALIGNMENT_BYTES} bytes; pass a copy of it")

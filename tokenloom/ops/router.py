@@ -1,4 +1,4 @@
-"""Routers: scores -> (topk_ids, topk_weights), and the losses that keep experts balanced."""
+"""Routers, which turn logits into (topk_ids, topk_weights), and losses that balance the experts."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ RENORMALIZE_EPS = 1e-20
 
 @dataclass(frozen=True)
 class Router:
-    """How logits become routes.
+    """Rule that turns a token's logits into routes.
 
     Attributes:
-        num_experts: E.
-        top_k: K, at most 32.
-        score: "softmax_topk": probabilities over all experts, then the K largest (Switch, Mixtral's paper form,
-            DeepSeek-V2, Qwen3). "topk_softmax": the K largest logits, then probabilities over those (Mixtral's
-            code, gpt-oss). "sigmoid": one sigmoid per expert (DeepSeek-V3).
-        renormalize: divide the K weights by their sum ("topk_softmax" sums to 1 already).
-        scale: multiplies the weights at the end (DeepSeek-V3: 2.5).
-        correction_bias: choose by score + bias, weight by score alone (DeepSeek-V3's balance without a loss).
-        num_groups: equal groups that the experts lie in. A group's value is the sum of its two best scores for
+        num_experts: E, experts to choose from.
+        top_k: K, experts per token, at most 32.
+        score: "softmax_topk" takes the K largest probabilities over all experts (Switch, Mixtral's paper,
+            DeepSeek-V2, Qwen3). "topk_softmax" takes the K largest logits and their softmax (Mixtral's code,
+            gpt-oss). "sigmoid" gives each expert a sigmoid of its own (DeepSeek-V3).
+        renormalize: divide the K weights by their sum. Changes nothing for "topk_softmax", which sums to 1 already.
+        scale: factor of the final weights (DeepSeek-V3: 2.5).
+        correction_bias: choose experts by score + bias, but weight them by score alone (DeepSeek-V3's balancing
+            without a loss).
+        num_groups: number of equal groups of experts. A group's value is the sum of its two best scores for
             "sigmoid" (DeepSeek-V3), its best score otherwise (DeepSeek-V2).
-        top_groups: how many of the best groups may be chosen from; equal to ``num_groups``, it is no limit.
+        top_groups: number of best groups to choose experts from. Equal to ``num_groups``, it sets no limit.
 
     Raises:
-        InvalidArgument: values that no router can have.
+        InvalidArgument: the values do not make a router.
     """
 
     num_experts: int
@@ -70,14 +71,15 @@ class Router:
     def route(
         self, logits: torch.Tensor, correction_bias: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Choose experts. Differentiable in ``logits``.
+        """Choose experts for each token. Differentiable in ``logits``.
 
         Args:
             logits: float32 or float64 [T, E].
-            correction_bias: [E], added to the scores for the choice only.
+            correction_bias: [E], added to the scores for the choice only, or None.
 
         Returns:
-            topk_ids int64 [T, K]; topk_weights [T, K]; probabilities [T, E] that sum to 1, for the balance loss.
+            topk_ids int64 [T, K], topk_weights [T, K], and probabilities [T, E] that sum to 1, for the balance loss.
+            Both have the dtype of ``logits``.
         """
         if self.score == "sigmoid":
             scores = logits.sigmoid()
@@ -97,7 +99,7 @@ class Router:
         return ids, weights * self.scale, probabilities
 
     def _limit_groups(self, choice: torch.Tensor) -> torch.Tensor:
-        """``choice`` with -inf outside the best groups."""
+        """Replace scores outside the best groups by -inf."""
         if self.top_groups == self.num_groups:
             return choice
         groups = choice.unflatten(-1, (self.num_groups, -1))
@@ -109,10 +111,12 @@ class Router:
 
 
 def router_logits(tokens: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``tokens @ weight.T`` in ``dtype``, which keeps the tokens as they are for backward, not as ``dtype``.
+    """Compute ``tokens @ weight.T`` in ``dtype``, saving the tokens for backward in their own dtype.
 
     Args:
-        tokens: [T, H]. weight: [E, H]. dtype: at least as wide as theirs.
+        tokens: [T, H].
+        weight: [E, H].
+        dtype: dtype of the result, at least as wide as the operands'.
 
     Returns:
         [T, E] of ``dtype``.
@@ -136,7 +140,7 @@ class _Logits(torch.autograd.Function):
         tokens, weight = ctx.saved_tensors
         grad_tokens = grad_weight = None
         if _by_tensor_cores(tokens, weight, grad.dtype):
-            # The gradient as the sum of two bfloat16 numbers, which keeps 16 bits of it; float32 sums.
+            # As the sum of two bfloat16 numbers the gradient keeps 16 bits. Sums are float32.
             high = grad.bfloat16()
             parts = torch.cat([high, (grad - high).bfloat16()], 1)
             if ctx.needs_input_grad[0]:
@@ -153,19 +157,19 @@ class _Logits(torch.autograd.Function):
 
 
 def _by_tensor_cores(tokens: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether torch multiplies these with float32 sums: of bfloat16 that loses nothing, and is much faster."""
+    """Return whether tensor cores can compute this: bfloat16 operands with float32 sums lose nothing and are fast."""
     return tokens.is_cuda and tokens.dtype == weight.dtype == torch.bfloat16 and dtype == torch.float32
 
 
 @dataclass(frozen=True)
 class RouterSums:
-    """What the losses need of one batch; sums over ranks are the sums of the whole batch.
+    """Sums over tokens that the losses need. Added up over ranks, they are those of the whole batch.
 
     Attributes:
-        probabilities: [E], summed over tokens.
-        squared_lse: [1], log-sum-exp of the logits, squared, summed over tokens.
+        probabilities: [E], sum of the probabilities.
+        squared_lse: [1], sum of the squared log-sum-exp of the logits.
         expert_counts: [E], routes of each expert.
-        num_tokens: [1].
+        num_tokens: [1], T.
     """
 
     probabilities: torch.Tensor
@@ -175,10 +179,12 @@ class RouterSums:
 
 
 def router_sums(logits: torch.Tensor, probabilities: torch.Tensor, topk_ids: torch.Tensor) -> RouterSums:
-    """Sums over this rank's tokens.
+    """Compute the sums over this rank's tokens.
 
     Args:
-        logits: [T, E]; probabilities: [T, E]; topk_ids: int64 [T, K], all valid.
+        logits: [T, E].
+        probabilities: [T, E].
+        topk_ids: int64 [T, K], all valid.
     """
     counts = torch.bincount(topk_ids.flatten(), minlength=logits.shape[-1])
     return RouterSums(
@@ -190,9 +196,9 @@ def router_sums(logits: torch.Tensor, probabilities: torch.Tensor, topk_ids: tor
 
 
 def balance_loss(sums: RouterSums, top_k: int) -> torch.Tensor:
-    """E * sum over experts of (share of routes) * (mean probability): 1 when both are even.
+    """Compute E * sum over experts of (share of routes) * (mean probability), a scalar: 1 when both are even.
 
-    Switch Transformer (Fedus et al., 2021, eq. 4), with K routes a token. Scalar; 0 without tokens.
+    Without tokens it is 0. Source: Switch Transformer (Fedus et al., 2021, eq. 4), extended to K routes per token.
     """
     tokens = sums.num_tokens.clamp_min(1)
     share = sums.expert_counts / (tokens * top_k)
@@ -200,5 +206,8 @@ def balance_loss(sums: RouterSums, top_k: int) -> torch.Tensor:
 
 
 def z_loss(sums: RouterSums) -> torch.Tensor:
-    """Mean over tokens of log-sum-exp of the logits, squared (ST-MoE, Zoph et al., 2022, eq. 5). Scalar."""
+    """Compute the mean over tokens of the squared log-sum-exp of the logits, a scalar. Without tokens it is 0.
+
+    Source: ST-MoE (Zoph et al., 2022, eq. 5).
+    """
     return (sums.squared_lse / sums.num_tokens.clamp_min(1)).squeeze(0)

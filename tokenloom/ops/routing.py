@@ -1,8 +1,8 @@
-"""From expert ids to row maps: pure functions on one rank's tensors, no communication.
+"""Maps from expert ids to rows: pure functions on one rank's tensors, without communication.
 
-A *position matrix* [n, j] int64 says, for output row n, which input row is its j-th term; -1 is no term.
-Ascending j is the order of the sum (semantics: combine), so every fixed-order sum of the library is one
-position matrix and one call of :func:`ordered_sum`.
+A *position matrix*, int64 [n, j], names the input row that is the j-th term of output row n; -1 means no term. Sums
+run in ascending j, so every fixed-order sum of the library is one position matrix and one call of
+:func:`ordered_sum`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from tokenloom.plan import Plan, align_up
 
 @dataclass(frozen=True)
 class SendMap:
-    """What a rank sends: one row per (token, rank), sorted by rank, then token.
+    """Rows that a rank sends: one per (token, rank), sorted by rank, then token.
 
     Attributes:
-        tokens: int64 [n], the token of each row.
+        tokens: int64 [n], token of each row.
         local_ids: int32 [n, K], expert ids as the receiver counts them (0..L-1), -1 elsewhere.
-        mask: bool [n, K], which of the token's routes go to this row's rank.
+        mask: bool [n, K], true for the token's routes to this row's rank.
         rows_per_rank: int64 [W], rows for each rank.
-        routes_per_expert: int64 [E].
+        routes_per_expert: int64 [E], routes to each expert.
     """
 
     tokens: torch.Tensor
@@ -35,7 +35,7 @@ class SendMap:
 
 
 def send_map(topk_ids: torch.Tensor, plan: Plan) -> SendMap:
-    """The rows that this rank sends for ``topk_ids`` [T, K] (valid ids only)."""
+    """Find the rows that this rank sends for ``topk_ids`` [T, K], all valid or -1."""
     ids = topk_ids.to(torch.int64)
     num_tokens = ids.shape[0]
     routes = ids >= 0
@@ -56,7 +56,7 @@ def send_map(topk_ids: torch.Tensor, plan: Plan) -> SendMap:
 
 
 def home_positions_per_rank(send: SendMap, num_tokens: int, num_ranks: int) -> torch.Tensor:
-    """[T, W]: where the partial sum of (token, rank) lies when rows come home in the order they were sent."""
+    """Find where each (token, rank) lies when one partial sum per sent row comes home, in sent order: [T, W]."""
     ranks = torch.repeat_interleave(torch.arange(num_ranks, device=send.tokens.device), send.rows_per_rank)
     positions = send.tokens.new_full((num_tokens, num_ranks), -1)
     positions[send.tokens, ranks] = torch.arange(len(ranks), device=ranks.device)
@@ -64,7 +64,7 @@ def home_positions_per_rank(send: SendMap, num_tokens: int, num_ranks: int) -> t
 
 
 def home_positions_per_route(send: SendMap, num_tokens: int, top_k: int) -> torch.Tensor:
-    """[T, K]: where the row of (token, k) lies when one row per route comes home, in sent order, then k."""
+    """Find where each (token, k) lies when one row per route comes home, in sent order, then k: [T, K]."""
     rows, ks = send.mask.nonzero(as_tuple=True)
     positions = send.tokens.new_full((num_tokens, top_k), -1)
     positions[send.tokens[rows], ks] = torch.arange(len(rows), device=rows.device)
@@ -73,17 +73,17 @@ def home_positions_per_route(send: SendMap, num_tokens: int, top_k: int) -> torc
 
 @dataclass(frozen=True)
 class Placement:
-    """Where received rows (one per (token, rank), in the order (source rank, token)) lie in the output.
+    """Places in the output of the R received rows: one per (token, rank), ordered by source rank, then token.
 
     Attributes:
-        positions: int64 [R, 1], or [R, K] for layout "expert": the place of each row, or of each of its routes,
-            -1 where there is none.
+        positions: int64 [R, 1], place of each row; in layout "expert" [R, K], place of each of its routes. -1 where
+            there is none.
         num_places: rows of the output.
-        num_rows: rows in use, padding of layout "expert" included.
+        num_rows: rows in use, including the padding of layout "expert".
         source_counts: list [W], received rows from each source.
         expert_counts: list [L], routes of each local expert, without padding.
-        offsets: list [L + 1], padded starts of the groups (layout "expert"), else None.
-        dropped: bool [R], rows of which a place did not fit the capacity; None if all fit.
+        offsets: list [L + 1], padded starts of the groups in layout "expert", else None.
+        dropped: bool [R], true for rows with a place beyond the capacity. None if all fit.
     """
 
     positions: torch.Tensor
@@ -96,13 +96,13 @@ class Placement:
 
 
 def place_by_token(source_counts: list[int], expert_counts: list[int], device: torch.device) -> Placement:
-    """Layout "token": the order of arrival."""
+    """Place rows in layout "token": in the order of arrival."""
     num_rows = sum(source_counts)
     return Placement(torch.arange(num_rows, device=device)[:, None], num_rows, num_rows, source_counts, expert_counts)
 
 
 def place_by_rank(source_counts: list[int], expert_counts: list[int], places: int, device: torch.device) -> Placement:
-    """Layout "rank": row j of source s at place ``s * places + j``."""
+    """Place rows in layout "rank": row j of source s at ``s * places + j``."""
     rows = [torch.arange(count, device=device) + source * places for source, count in enumerate(source_counts)]
     num_places = len(source_counts) * places
     return Placement(torch.cat(rows)[:, None], num_places, sum(source_counts), source_counts, expert_counts)
@@ -111,11 +111,13 @@ def place_by_rank(source_counts: list[int], expert_counts: list[int], places: in
 def place_by_expert(
     source_counts: list[int], expert_counts: list[int], alignment: int, local_ids: torch.Tensor
 ) -> Placement:
-    """Layout "expert": routes grouped by local expert, in the order (source rank, token, k) in each group.
+    """Place rows in layout "expert": routes grouped by local expert, then ordered by source rank, token and k.
 
     Args:
-        alignment: rows that each group is padded to.
-        local_ids: int32 [R, K], experts of the received rows, -1 is no route.
+        source_counts: list [W], received rows from each source.
+        expert_counts: list [L], routes of each local expert.
+        alignment: alignment of each expert's group, in rows.
+        local_ids: int32 [R, K], experts of the received rows, -1 for no route.
     """
     offsets = [0]
     for count in expert_counts:
@@ -123,8 +125,8 @@ def place_by_expert(
     flat = local_ids.flatten().to(torch.int64)
     routes = (flat >= 0).nonzero().squeeze(1)
     experts, order = torch.sort(flat[routes], stable=True)
-    counts = torch.tensor(expert_counts, device=flat.device)
-    starts = torch.tensor(offsets[:-1], device=flat.device)
+    counts = torch.tensor(expert_counts, dtype=torch.int64, device=flat.device)
+    starts = torch.tensor(offsets[:-1], dtype=torch.int64, device=flat.device)
     index_in_group = torch.arange(len(order), device=flat.device) - (torch.cumsum(counts, 0) - counts)[experts]
     positions = torch.full_like(flat, -1)
     positions[routes[order]] = starts[experts] + index_in_group
@@ -132,7 +134,7 @@ def place_by_expert(
 
 
 def fit_capacity(placement: Placement, capacity: int) -> Placement:
-    """The same placement in an output of ``capacity`` rows: what does not fit is dropped, and counts say so.
+    """Limit a placement to an output of ``capacity`` rows, dropping what does not fit.
 
     Every count and offset is clamped, so that all of them are safe to address the output with.
     """
@@ -156,7 +158,7 @@ def fit_capacity(placement: Placement, capacity: int) -> Placement:
 
 
 def terms(positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """The i-th term of every output row, for i = 0, 1, ...: (output rows, columns, input rows)."""
+    """List the i-th terms of all output rows, for i = 0, 1, ..., each as (output rows, columns, input rows)."""
     valid = positions >= 0
     nth = torch.where(valid, valid.cumsum(1) - 1, -1)
     out = []
@@ -171,15 +173,15 @@ def terms(positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, tor
 def ordered_sum(
     rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor | None = None, *, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Sum rows in the order of a position matrix, each product and each addition rounded to ``dtype`` by itself.
+    """Sum rows in the order of a position matrix, rounding each product and each addition to ``dtype``.
 
-    Starts from the first term; +0 where there is none.
+    A sum starts from its first term. Without terms it is +0.
 
     Args:
         rows: [m, H].
-        positions: int64 [n, j].
-        weights: [n, j] multiplies each term, or None.
-        dtype: float32 or float64, what is computed in.
+        positions: int64 [n, j], position matrix.
+        weights: [n, j], factor of each term, or None for ones.
+        dtype: float32 or float64, dtype of the computation.
 
     Returns:
         [n, H] of ``dtype``.
@@ -201,12 +203,17 @@ def weighted_routes(
     *,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """One row per received route, in the order (source rank, token, k), times its weight; NaN if it was dropped.
+    """Gather one row per received route, times its weight, in the order (source rank, token, k).
 
     Args:
         rows: [m, H], in layout "expert".
-        local_ids: int32 [R, K], -1 is no route; positions, weights: [R, K] of the routes.
-        dtype: float32 or float64, what is computed in.
+        local_ids: int32 [R, K], -1 for no route.
+        positions: int64 [R, K], row of each route, -1 if it was dropped.
+        weights: [R, K], weight of each route, or None for ones.
+        dtype: float32 or float64, dtype of the computation.
+
+    Returns:
+        [routes, H] of ``dtype``, NaN for dropped routes.
     """
     received, ks = (local_ids >= 0).nonzero(as_tuple=True)
     places = positions[received, ks]
@@ -219,7 +226,7 @@ def weighted_routes(
 
 
 def weights_at_home(home: torch.Tensor, send: SendMap, num_tokens: int) -> torch.Tensor:
-    """Values of routes that came home in the order they were sent, [n, K], at their tokens: [T, K], else zero."""
+    """Put values of routes that came home in sent order, [n, K], to their tokens: [T, K], zero without a route."""
     out = home.new_zeros((num_tokens, home.shape[1]))
     rows, ks = send.mask.nonzero(as_tuple=True)
     out[send.tokens[rows], ks] = home[rows, ks]
@@ -227,14 +234,15 @@ def weights_at_home(home: torch.Tensor, send: SendMap, num_tokens: int) -> torch
 
 
 def scatter_rows(rows: torch.Tensor, positions: torch.Tensor, num_out: int) -> torch.Tensor:
-    """The reverse of a sum: row n goes to every place in ``positions[n]``; places nobody names are zero.
+    """Reverse a sum: copy row n to every place in ``positions[n]``.
 
     Args:
         rows: [n, h] of any dtype, contiguous.
-        positions: int64 [n, j].
+        positions: int64 [n, j], position matrix.
+        num_out: rows of the result.
 
     Returns:
-        [num_out, h], dtype of ``rows``.
+        [num_out, h], dtype of ``rows``, zero at places that no row names.
     """
     words = as_words(rows)
     out = rows.new_zeros((num_out, rows.shape[1]))
@@ -244,7 +252,7 @@ def scatter_rows(rows: torch.Tensor, positions: torch.Tensor, num_out: int) -> t
 
 
 def as_words(rows: torch.Tensor) -> torch.Tensor:
-    """Contiguous [n, h] rows, seen as the widest integers that fit a row: indexing without dtype limits."""
+    """View contiguous [n, h] rows as the widest integers that fit, since indexing does not take every dtype."""
     rows = packed(rows)
     row_bytes = rows.shape[1] * rows.element_size()
     start_bytes = rows.storage_offset() * rows.element_size()
@@ -255,31 +263,35 @@ def as_words(rows: torch.Tensor) -> torch.Tensor:
 
 
 def packed(rows: torch.Tensor) -> torch.Tensor:
-    """``rows`` with the strides of a new tensor, so that it can be viewed as another dtype.
+    """Give ``rows`` the strides of a new tensor, so that it can be viewed as another dtype.
 
-    ``contiguous()`` is not enough: none or one of anything counts as contiguous with any strides, 0 even.
+    ``contiguous()`` is not enough: in a dimension of size 0 or 1 any stride counts as contiguous, even 0.
     """
-    if rows.stride() == torch.empty(rows.shape, device="meta").stride():
+    if rows.stride() == torch.empty(rows.shape, dtype=rows.dtype, device="meta").stride():
         return rows
     return rows.clone(memory_format=torch.contiguous_format)
 
 
 def gather_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """``rows[index]`` for contiguous [n, h] rows of any dtype, FP8 too."""
+    """Index contiguous [n, h] rows of any dtype, including FP8."""
     return as_words(rows)[index].view(rows.dtype)
 
 
 def row_values(values: torch.Tensor, positions: torch.Tensor, num_places: int) -> torch.Tensor:
-    """Values [R, K] of received routes -> of the rows [num_places] that they have; 0 where no row lies.
+    """Move values of received routes, [R, K], to the rows of those routes, [num_places]; 0 where no row lies.
 
-    No host read, so routes without a row go to a place behind the last. ``positions``: int64 [R, K].
+    Args:
+        values: [R, K].
+        positions: int64 [R, K], row of each route, -1 for none.
+        num_places: rows of the output.
     """
+    # Without a host read routes that have no row cannot be left out: they go to a place behind the last.
     rows, inside = values.new_zeros(num_places + 1), (positions >= 0) & (positions < num_places)
     return rows.scatter_(0, torch.where(inside, positions, num_places).flatten(), values.flatten())[:num_places]
 
 
 def route_values(rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Values [places] of rows -> [R, K] of the routes that have them; 0 for the others."""
+    """Move values of rows, [num_places], to the routes of those rows, [R, K]; 0 for routes without a row."""
     inside = (positions >= 0) & (positions < len(rows))
     return torch.where(inside, torch.cat([rows, rows.new_zeros(1)])[torch.where(inside, positions, len(rows))], 0)
 
@@ -292,19 +304,19 @@ def spread_gradient(
     rows: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gradient of a weighted sum of rows: each received gradient goes to the places of its terms.
+    """Compute the gradients of a weighted sum of rows: each received gradient goes to the places of its terms.
 
     Args:
-        received: [R, H], the gradient of each sum.
-        positions: int64 [R, j], place of each term, -1 is none.
-        num_places: of the rows.
-        weights: [R, j], or None where terms were not multiplied.
-        rows: [num_places, H], the terms, if gradients of the weights are wanted.
-        dtype: of the gradient of the rows.
+        received: [R, H], gradient of each sum.
+        positions: int64 [R, j], place of each term, -1 for none.
+        num_places: number of rows.
+        weights: [R, j], factors of the terms, or None for ones.
+        rows: [num_places, H], the terms, if gradients of the weights are wanted. Else None.
+        dtype: dtype of the rows' gradient.
 
     Returns:
-        [num_places, H] of ``dtype``, zero where no term lies; and float32 (float64 for float64 rows) [R, j], the dot
-        product of each term with its gradient, if ``rows`` is given.
+        The gradient of the rows, [num_places, H] of ``dtype``, zero where no term lies; and the dot product of each
+        term with its gradient, float32 (float64 for float64 rows) [R, j], or None without ``rows``.
     """
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     grad_rows = received.new_zeros((num_places, received.shape[1]), dtype=dtype)

@@ -181,8 +181,8 @@ class _Forward:
         kept = rows if self.keeps_rows else None
         if kept is not None and self.engine.capabilities.returns_views:  # a later dispatch overwrites it
             kept = rows.clone()
-        hidden = gemms.by_weights(rows, self.w1.transpose(1, 2))
-        y = gemms.by_weights(activate(hidden, row_weights, offsets[-1:]), self.w2.transpose(1, 2))
+        hidden = gemms.multiply(rows, self.w1.transpose(1, 2))
+        y = gemms.multiply(activate(hidden, row_weights, offsets[-1:]), self.w2.transpose(1, 2))
         if any(self.needs):
             self.pieces.append(Piece(tokens, handle, gemms, offsets, row_weights, hidden, kept))
         return y
@@ -234,22 +234,22 @@ class _Backward:
         for piece in self.pieces:
             grad_out, gemms = self._next_rows(), piece.gemms
             activations, grad_hidden, grad_row_weights = activate_backward(
-                piece.hidden, piece.row_weights, piece.offsets[-1:], gemms.by_weights(grad_out, self.w2)
+                piece.hidden, piece.row_weights, piece.offsets[-1:], gemms.multiply(grad_out, self.w2)
             )
-            grad_rows = gemms.by_weights(grad_hidden, self.w1) if self.wants_x else None
+            grad_rows = gemms.multiply(grad_hidden, self.w1) if self.wants_x else None
             homecomings.append(self._bring_home(piece, grad_rows, grad_row_weights))
             if self.wants_w2:
-                self.grad_w2 = gemms.of_weights(grad_out, activations, self.grad_w2)
+                self.grad_w2 = gemms.weight_gradient(grad_out, activations, self.grad_w2)
             del grad_out, activations, grad_rows
             self._dispatch_next(self.links.mark())
             if self.sends_x:
                 for_w1.append((piece, grad_hidden))
             elif piece.rows is not None and self.wants_w1:
-                self.grad_w1 = gemms.of_weights(grad_hidden, piece.rows, self.grad_w1)
+                self.grad_w1 = gemms.weight_gradient(grad_hidden, piece.rows, self.grad_w1)
         for piece, grad_hidden in for_w1:
             rows = self._next_rows()
             if self.wants_w1:
-                self.grad_w1 = piece.gemms.of_weights(grad_hidden, rows, self.grad_w1)
+                self.grad_w1 = piece.gemms.weight_gradient(grad_hidden, rows, self.grad_w1)
             self._dispatch_next(self.links.mark())
         for transfer in homecomings:
             transfer.wait()

@@ -282,7 +282,7 @@ class _Transfers:
         offsets = handle.counts.expert_offsets
         assert offsets is not None
         gemms = gemms_for(rows, self._w1, self._w2, offsets, handle.host_offsets)
-        return gemms.by_weights(rows, weights.transpose(1, 2))
+        return gemms.multiply(rows, weights.transpose(1, 2))
 
 
 def _take_turns(

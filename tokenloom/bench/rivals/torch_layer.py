@@ -57,10 +57,10 @@ def torch_experts(
     rows: torch.Tensor, offsets: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, row_weights: torch.Tensor
 ) -> torch.Tensor:
     """The rival's experts: ``grouped_mm`` and torch's SwiGLU."""
-    products = gemms_for(rows, w1, w2, offsets)
-    gate, up = _Product.apply(rows, w1, products).chunk(2, -1)
+    gemms = gemms_for(rows, w1, w2, offsets)
+    gate, up = _Gemm.apply(rows, w1, gemms).chunk(2, -1)
     activations = functional.silu(gate) * up * row_weights[:, None].to(rows.dtype)
-    return _Product.apply(activations, w2, products)
+    return _Gemm.apply(activations, w2, gemms)
 
 
 def own_experts(
@@ -109,20 +109,20 @@ def _offsets(counts: torch.Tensor) -> torch.Tensor:
     return functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
 
 
-class _Product(torch.autograd.Function):
-    """[R, k], [L, n, k] -> [R, n]: rows of each expert times its weights, transposed."""
+class _Gemm(torch.autograd.Function):
+    """Rows of each expert times its transposed weights: [R, k] and [L, n, k] give [R, n]."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, products: ExpertGemms) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, gemms: ExpertGemms) -> torch.Tensor:
         ctx.save_for_backward(rows, weights)
-        ctx.products = products
-        return products.by_weights(rows, weights.transpose(1, 2))
+        ctx.gemms = gemms
+        return gemms.multiply(rows, weights.transpose(1, 2))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         rows, weights = ctx.saved_tensors
-        return ctx.products.by_weights(grad, weights), ctx.products.of_weights(grad, rows), None
+        return ctx.gemms.multiply(grad, weights), ctx.gemms.weight_gradient(grad, rows), None
 
 
 class _Permute(torch.autograd.Function):
