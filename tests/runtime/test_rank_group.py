@@ -263,6 +263,55 @@ def check_late(ranks: RankGroup, delays: dict[int, float]) -> tuple[tuple[int, .
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_a_rank_that_has_left(pools: Pools, how: str) -> None:
+    """Nobody waits as long as a call may take to open for a rank that has closed its communicator after an error of
+    its own, say. What it had started before still arrives."""
+    run(pools, ALL, check_left, how)
+
+
+def check_left(ranks: RankGroup, how: str) -> None:
+    group = ranks.process_group
+    ranks = RankGroup(group, timeout_s=TIMEOUT_S, open_timeout_s=OPEN_TIMEOUT_S)
+    call(ranks)
+    if ranks.rank == 2:
+        ones = [1] * ranks.num_ranks
+        open_call(ranks)
+        ranks.start_all_to_all(torch.zeros(ranks.num_ranks, 1), ones, ones, ROWS)
+        if how == "close":
+            ranks.close()
+        del ranks
+        RankGroup(group)  # what was dropped is undone here
+        return
+    open_call(ranks)
+    time.sleep(rank_group.SIGN_IN_AFTER_S)
+    send_rows(ranks)
+    began = time.monotonic()
+    with pytest.raises(tl.PeerTimeout, match="the communicator was closed there") as timeout:
+        open_call(ranks)
+    assert timeout.value.peers == (2,)
+    assert time.monotonic() - began < NOTICE_S + 1.0
+
+
+def test_a_rank_that_fails_within_a_call(pools: Pools) -> None:
+    """Others learn of it, and why, while they wait for what it did not send; the group is broken for all."""
+    run(pools, PAIR, check_fails_within)
+
+
+def check_fails_within(ranks: RankGroup) -> None:
+    open_call(ranks)
+    if ranks.rank == 0:
+        ranks.abort(ValueError("no such row"))
+    else:
+        began = time.monotonic()
+        with pytest.raises(tl.PeerError, match=r"rank 0 failed.*ValueError: no such row") as raised:
+            send_rows(ranks)
+        assert raised.value.rank == 0
+        assert time.monotonic() - began < rank_group.SIGN_IN_AFTER_S + 0.5
+    with pytest.raises(tl.CommunicatorBroken, match="no such row"):
+        open_call(ranks)
+
+
 def test_different_skews(pools: Pools) -> None:
     """Two ranks are late and both are named; one that comes just before the deadline of rank 1 is not."""
     delays = {0: LATE_S, 3: LATE_S, 2: 0.9 * TIMEOUT_S}

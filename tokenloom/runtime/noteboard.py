@@ -23,10 +23,13 @@ class Noteboard:
     Args:
         group: of the ranks, or None for a rank alone.
         rank, num_ranks: within it.
+
+    Attributes:
+        step: number of the last collective that this rank has started.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, num_ranks: int) -> None:
-        self.rank, self.num_ranks = rank, num_ranks
+        self.rank, self.num_ranks, self.step = rank, num_ranks, 0
         self._store = store_of(group)
         self._process = os.getpid()
         self._posted: dict[str, str] = {}
@@ -106,11 +109,18 @@ class Noteboard:
         if self._left:
             return
         self._left = True
-        if self.call("add", self.key("left"), 1) == self.num_ranks:
-            names = [(name, rank) for name in ("notes", "waits") for rank in range(self.num_ranks)]
-            self.delete(
-                [*(self.key(*each) for each in names), self.key("gave up"), self.key("failed"), self.key("left")]
-            )
+        self.call("set", self.key("left", self.rank), str(self.step).encode())
+        if self.call("add", self.key("num left"), 1) == self.num_ranks:
+            names = [(name, rank) for name in ("notes", "waits", "left") for rank in range(self.num_ranks)]
+            self.delete([self.key(*each) for each in names])
+            self.delete([self.key(name) for name in ("gave up", "failed", "num left")])
+
+    def who_left_before(self, step: int) -> list[int]:
+        """Ranks that have left and never started this step: nobody needs to wait for them."""
+        if not self.call("check", [self.key("num left")]):
+            return []
+        last = {rank: self._get(self.key("left", rank)) for rank in range(self.num_ranks)}
+        return [rank for rank, value in last.items() if value is not None and int(value) < step]
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove keys, which may not be there."""

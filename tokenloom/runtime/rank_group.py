@@ -122,7 +122,6 @@ class RankGroup:
             return True
 
         undo_when_dropped(self, leave)
-        self._step = 0
         self._broken: str | None = None
 
     def _pick_device(self, device: torch.device | str | None) -> torch.device:
@@ -244,7 +243,7 @@ class RankGroup:
         if self.process_group is None:
             return Transfer(self, None, result, phase, 0, limit_s)
         self.require_alive()
-        self._step += 1
+        self.notes.step += 1
         work: dist.Work | RuntimeError
         try:
             work = start()
@@ -252,7 +251,7 @@ class RankGroup:
             if not self._deadline_is_ours:
                 raise
             work = error  # as if it had failed a moment later
-        return Transfer(self, work, result, phase, self._step, limit_s)
+        return Transfer(self, work, result, phase, self.notes.step, limit_s)
 
     def _finish(self, work: dist.Work | RuntimeError, phase: str, step: int, limit_s: float) -> None:
         """Wait for a collective: on the host with our deadline (gloo), on the stream (NCCL)."""
@@ -305,6 +304,8 @@ class RankGroup:
             said = self.notes.who_gave_up()
             if said:
                 return said, waited
+            if self.notes.who_left_before(step):
+                return "the communicator was closed there", waited
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return f"no answer within {limit_s:g} s", waited
