@@ -7,41 +7,24 @@ learns what went wrong, is in launcher.py; what lies where is in buffers.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Generic, TypeVar
 
 import torch
 
-from tokenloom.backends.base import Capabilities, CombineOptions, DispatchInputs, DispatchOptions, Upcoming, Wait
+from tokenloom.backends.base import Capabilities, CombineOptions, DispatchOptions, Upcoming, Wait
 from tokenloom.backends.nvlink.buffers import RECEIVE_BUFFERS, Buffers, control_layout
 from tokenloom.backends.nvlink.combine import Combiner
 from tokenloom.backends.nvlink.copies import Copies
-from tokenloom.backends.nvlink.dispatch import Dispatcher, PendingDispatch
+from tokenloom.backends.nvlink.dispatch import Dispatcher
 from tokenloom.backends.nvlink.fused import FusedLayerCalls
-from tokenloom.backends.nvlink.handle import NvlinkHandle
 from tokenloom.backends.nvlink.launcher import Launcher
-from tokenloom.backends.nvlink.limits import check_combine
-from tokenloom.ops import routing
 from tokenloom.plan import Plan
 from tokenloom.runtime.devices import usable_sms
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer
 
-T = TypeVar("T")
-
 ALONE = 2
 """Times as many SMs for a combine beside which nothing is computed, of at most half: NCCL, too, waits for SMs."""
-
-
-@dataclass(frozen=True)
-class _Pending(Generic[T]):
-    """A call whose kernel, on the stream, also receives."""
-
-    result: T
-
-    def receive(self) -> T:
-        return self.result
 
 
 class NvlinkBackend:
@@ -78,54 +61,17 @@ class NvlinkBackend:
         self._dispatcher = Dispatcher(plan, self._launcher, self._buffers, copies, checked)
         self._launcher.keep_with_graphs.append(self._dispatcher)
         blocks_alone = max(num_sms, min(ALONE * num_sms, usable_sms(ranks.device.index) // 2))
-        self._combiner = Combiner(plan, self._launcher, self._buffers, copies, blocks_alone)
+        dispatcher = self._dispatcher
+        combiner = Combiner(plan, self._launcher, self._buffers, copies, dispatcher, blocks_alone, checked)
+        self.send_dispatch, self.send_combine = dispatcher.send, combiner.send
+        self.send_again, self.send_rows = dispatcher.send_again, dispatcher.send_rows
+        self.send_weight_gradients = combiner.send_weight_gradients
+        self.row_weights, self.route_gradients = combiner.row_weights, combiner.route_gradients
 
     def fused_layer(self, num_shared_experts: int) -> FusedLayerCalls:
         """Serve one MegaMoE from now on, and nobody else."""
         self._buffers.serve_fused_layer(num_shared_experts)
         return FusedLayerCalls(self._launcher, self._buffers)
-
-    def send_dispatch(self, options: DispatchOptions, inputs: DispatchInputs) -> PendingDispatch:
-        return self._dispatcher.send(options, inputs)
-
-    def send_combine(
-        self,
-        handle: NvlinkHandle,
-        rows: torch.Tensor,
-        weights: torch.Tensor | None,
-        options: CombineOptions,
-        out: torch.Tensor | None = None,
-        alone: bool = False,
-    ) -> _Pending[torch.Tensor]:
-        num_dispatches = self._dispatcher.num_dispatches
-        check_combine(self._plan, handle, rows, options, self._checked, num_dispatches)
-        found = self._combiner.send(handle, rows, weights, options, out, alone)
-        if self._checked:
-            self._launcher.settle(0)
-        return _Pending(found)
-
-    # -- gradients ------------------------------------------------------------------------------------------
-
-    def send_again(
-        self, handle: NvlinkHandle, values: torch.Tensor, strategy: str = "dedup"
-    ) -> _Pending[torch.Tensor]:
-        if self._dispatcher.has_places(handle):
-            return _Pending(self._dispatcher.send_again(handle, values, strategy))
-        received = self._dispatcher.send_rows(handle, values)
-        spread, _ = routing.spread_gradient(received, handle.positions(), handle.num_places, None, None, values.dtype)
-        return _Pending(spread)
-
-    def send_rows(self, handle: NvlinkHandle, values: torch.Tensor, strategy: str = "dedup") -> _Pending[torch.Tensor]:
-        return _Pending(self._dispatcher.send_rows(handle, values))
-
-    def send_weight_gradients(self, handle: NvlinkHandle, grad: torch.Tensor) -> _Pending[torch.Tensor]:
-        return _Pending(self._combiner.send_weight_gradients(handle, grad))
-
-    def row_weights(self, handle: NvlinkHandle, weights: torch.Tensor, num_places: int) -> torch.Tensor:
-        return self._combiner.row_weights(handle, weights, num_places)
-
-    def route_gradients(self, handle: NvlinkHandle, grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        return self._combiner.route_gradients(handle, grad, like)
 
     # -- state ----------------------------------------------------------------------------------------------
 

@@ -8,9 +8,18 @@ from tokenloom.backends.base import CombineOptions
 from tokenloom.backends.handshake import Fields, combine_fields, gradient_fields
 from tokenloom.backends.nvlink.buffers import Buffers, weight_gradient_values
 from tokenloom.backends.nvlink.copies import Copies
-from tokenloom.backends.nvlink.handle import NvlinkHandle
-from tokenloom.backends.nvlink.launcher import Launcher
-from tokenloom.backends.nvlink.limits import address_of, aligned
+from tokenloom.backends.nvlink.dispatch import Dispatcher, NvlinkHandle
+from tokenloom.backends.nvlink.launcher import (
+    BULK_BYTES,
+    Launched,
+    Launcher,
+    address_of,
+    aligned,
+    require_bulk,
+    require_layout,
+    require_no_host_read,
+)
+from tokenloom.errors import InvalidArgument, ShapeMismatch
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.combine.launch import PRE_REDUCE_BLOCKS, CombineVariant, PreReduceVariant, max_chunks
 from tokenloom.kernels.row_weights.launch import BLOCKS, RowWeightsVariant
@@ -22,12 +31,23 @@ class Combiner:
     """The combines of one communicator.
 
     Args:
+        dispatcher: whose rows come home.
         blocks_alone: SMs of a combine beside which nothing is computed.
+        checked: the host reads the outcome of every call before it returns.
     """
 
-    def __init__(self, plan: Plan, launcher: Launcher, buffers: Buffers, copies: Copies, blocks_alone: int) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        launcher: Launcher,
+        buffers: Buffers,
+        copies: Copies,
+        dispatcher: Dispatcher,
+        blocks_alone: int,
+        checked: bool,
+    ) -> None:
         self._plan, self._launcher, self._buffers, self._copies = plan, launcher, buffers, copies
-        self._blocks_alone = blocks_alone
+        self._dispatcher, self._blocks_alone, self._checked = dispatcher, blocks_alone, checked
 
     def send(
         self,
@@ -35,17 +55,33 @@ class Combiner:
         rows: torch.Tensor,
         weights: torch.Tensor | None,
         options: CombineOptions,
-        out: torch.Tensor | None,
-        alone: bool,
-    ) -> torch.Tensor:
-        """Launch the kernel, which sends and sums: [T, H] in the order of the stream."""
+        out: torch.Tensor | None = None,
+        alone: bool = False,
+    ) -> Launched[torch.Tensor]:
+        """Launch the kernel, which sends and sums; see :meth:`tokenloom.backends.base.Backend.send_combine`."""
+        _check(self._plan, handle, rows, options, self._checked, self._dispatcher.num_dispatches)
         fields = combine_fields(handle.number, options)
         rows = aligned(rows)
         if out is None:
             out = torch.empty(handle.num_tokens, self._plan.hidden, dtype=options.out_dtype, device=rows.device)
         if options.strategy == "reduce_scatter":
             self._reduce_scatter(handle, rows, weights, options, fields, out)
-            return out
+        else:
+            self._sum_at_home(handle, rows, weights, options, fields, out, alone)
+        if self._checked:
+            self._launcher.settle(0)
+        return Launched(out)
+
+    def _sum_at_home(
+        self,
+        handle: NvlinkHandle,
+        rows: torch.Tensor,
+        weights: torch.Tensor | None,
+        options: CombineOptions,
+        fields: Fields,
+        out: torch.Tensor,
+        alone: bool,
+    ) -> None:
         buffer = self._buffers.combine_recv(options, fields)
         kernel = self._launcher.kernel(
             CombineVariant(
@@ -63,7 +99,6 @@ class Combiner:
         kernel.args.row_weights = address_of(weights)
         blocks = self._blocks_alone if alone else None
         self._launch(kernel, buffer, buffer.layout.offset("combine_recv"), fields, blocks)
-        return out
 
     def _reduce_scatter(
         self,
@@ -95,7 +130,7 @@ class Combiner:
         self._point(kernel, handle, dense, out, handle.capacity, handle.given_ids)
         self._launch(kernel, buffer, half, fields)
 
-    def send_weight_gradients(self, handle: NvlinkHandle, grad: torch.Tensor) -> torch.Tensor:
+    def send_weight_gradients(self, handle: NvlinkHandle, grad: torch.Tensor) -> Launched[torch.Tensor]:
         """A combine of short rows, [T, K]: of a token's K gradients each rank has some, and zeros for the others."""
         plan, fp32 = self._plan, torch.float32
         layout = "rank" if handle.options.layout == "rank" else "token"
@@ -112,7 +147,7 @@ class Combiner:
         control = self._launcher.control
         fields = gradient_fields(handle.number, "gradient of weights")
         self._launch(kernel, control, control.layout.offset("combine_recv_weights"), fields)
-        return out[:, : plan.top_k]
+        return Launched(out[:, : plan.top_k])
 
     def _point(
         self,
@@ -166,3 +201,28 @@ class Combiner:
         setattr(args, "from", source.data_ptr())
         args.to, args.routes, args.places = target.data_ptr(), routes, min(places, handle.capacity)
         kernel.launch(BLOCKS, torch.cuda.current_stream(device).cuda_stream)
+
+
+def _check(
+    plan: Plan,
+    handle: NvlinkHandle,
+    y: torch.Tensor,
+    options: CombineOptions,
+    checked: bool,
+    num_dispatches: int,
+) -> None:
+    """Raise for a combine that the kernels have no form for, or whose receive buffer was reused.
+
+    Args:
+        checked: the host reads the outcome of every call.
+        num_dispatches: of the communicator so far.
+    """
+    require_no_host_read(checked, "checked=True")
+    if not options.per_route:
+        require_layout(options.strategy, handle.options.layout)
+    require_bulk(y)
+    for dtype in (options.wire_dtype, options.out_dtype):
+        if plan.hidden * dtype.itemsize % BULK_BYTES:
+            raise ShapeMismatch(f"a row of {plan.hidden} {dtype} is no multiple of {BULK_BYTES} bytes")
+    if handle.reused_after is not None and num_dispatches > handle.reused_after:
+        raise InvalidArgument("the dispatch is two or more dispatches old, its buffer was reused; pass copy=True")

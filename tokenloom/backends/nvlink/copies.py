@@ -8,8 +8,7 @@ import torch
 
 from tokenloom.backends.handshake import Fields
 from tokenloom.backends.nvlink.buffers import Buffers
-from tokenloom.backends.nvlink.launcher import Launcher
-from tokenloom.backends.nvlink.limits import require_no_capture
+from tokenloom.backends.nvlink.launcher import Launcher, require_no_capture
 from tokenloom.plan import Plan
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer
 

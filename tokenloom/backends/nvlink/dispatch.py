@@ -8,16 +8,136 @@ import torch
 
 from tokenloom.backends.base import DispatchInputs, DispatchOptions, RoutedCounts
 from tokenloom.backends.handshake import dispatch_fields
+from tokenloom.backends.nvlink import places
 from tokenloom.backends.nvlink.buffers import Buffers
 from tokenloom.backends.nvlink.copies import Copies
-from tokenloom.backends.nvlink.handle import NvlinkHandle, copied
-from tokenloom.backends.nvlink.launcher import Launcher
-from tokenloom.backends.nvlink.limits import address_of, aligned, check_dispatch
-from tokenloom.errors import CapacityOverflow, is_known_to_all
+from tokenloom.backends.nvlink.launcher import (
+    Launched,
+    Launcher,
+    address_of,
+    aligned,
+    require_bulk,
+    require_layout,
+    require_no_host_read,
+)
+from tokenloom.errors import CapacityOverflow, InvalidArgument, is_known_to_all
 from tokenloom.kernels.dispatch.launch import MAX_BLOCKS, DispatchVariant, block_count_words
 from tokenloom.ops import routing
 from tokenloom.plan import Plan
 from tokenloom.runtime.kernel_reports import HostCounts
+
+BY_ROW = ("weights", "local_ids", "row_places", "row_tokens")
+"""Tensors of a handle that lie in a receive buffer, with a value for each received row."""
+
+
+@dataclass
+class NvlinkHandle:
+    """A dispatch as this rank remembers it. R: received rows, in the order (source rank, token).
+
+    Attributes:
+        options, number, num_tokens, num_places, counts, scales: as of every handle.
+        capacity: places that a row may have; routes beyond it were dropped.
+        given_ids: topk_ids as given, which routes gradients the same way.
+        ids_version: how often they had been changed in place by then; None where torch does not count.
+        slots: int32 [T * W (+ T * K)]: which of the rows to rank r each token is, or -1.
+        all_counts: int32 [W, W + E]: rows per rank and routes per expert of every source.
+        local_ids, row_places: int32 [>= R, K]: local expert, and place, of each route of a received row.
+        weights: float32 [>= R, K] received weights, or None.
+        row_tokens: int32 [>= R]: the token at home that a received row is (layout "expert").
+        counts_row: int32, num_rows, source_counts, expert_counts and expert_offsets as they lie side by side.
+        by_token: rows came one per (token, rank) and were spread here, on all ranks alike.
+        host_offsets: expert_offsets on the host, with exact sizes in layout "expert".
+        reused_after: number of the dispatch after which the receive buffer is overwritten; None for own tensors.
+    """
+
+    options: DispatchOptions
+    number: int
+    num_tokens: int
+    num_places: int
+    counts: RoutedCounts
+    scales: torch.Tensor | None
+    capacity: int
+    given_ids: torch.Tensor
+    slots: torch.Tensor
+    all_counts: torch.Tensor
+    local_ids: torch.Tensor
+    row_places: torch.Tensor
+    weights: torch.Tensor | None
+    row_tokens: torch.Tensor
+    counts_row: torch.Tensor
+    reused_after: int | None
+    rank: int
+    max_tokens: int
+    ids_version: int | None = None
+    host_offsets: list[int] | None = None
+    by_token: bool = False
+
+    def __post_init__(self) -> None:
+        self.ids_version = _version_of(self.given_ids)
+
+    @property
+    def topk_ids(self) -> torch.Tensor:
+        return self.local_ids if self.options.layout == "expert" else self.local_ids[: self.num_places]
+
+    @property
+    def topk_weights(self) -> torch.Tensor | None:
+        if self.weights is None or self.options.layout == "expert":
+            return self.weights
+        return self.weights[: self.num_places]
+
+    def ids(self) -> torch.Tensor:
+        """The ids that were given.
+
+        Raises:
+            InvalidArgument: they were changed in place since, so routes would go elsewhere than their rows did.
+        """
+        if _version_of(self.given_ids) != self.ids_version:
+            raise InvalidArgument(
+                "topk_ids was changed in place after its dispatch, whose routes are still needed; dispatch a clone"
+            )
+        return self.given_ids
+
+    def positions(self) -> torch.Tensor:
+        received = self.all_counts[:, self.rank].to(torch.int64)
+        return places.of_received_rows(
+            self.options.layout, self.row_places, received, self.max_tokens, self.capacity, self.given_ids.shape[1]
+        )
+
+    def cut_to_size(self, counts: list[int], rows: torch.Tensor) -> torch.Tensor:
+        """Give outputs their exact size; the rows that there are.
+
+        Args:
+            counts: ``counts_row``, on the host.
+            rows: [places, H].
+        """
+        num_ranks = len(self.counts.source_counts)
+        num_rows, received = counts[0], sum(counts[1 : 1 + num_ranks])
+        self.counts = replace(self.counts, num_rows=num_rows)
+        if self.options.layout == "rank":
+            return rows
+        if self.options.layout == "expert":
+            self.host_offsets = counts[1 + num_ranks + len(self.counts.expert_counts) :]
+        self.num_places = num_rows
+        if self.scales is not None:
+            self.scales = self.scales[:num_rows]
+        for name in BY_ROW:
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, tensor[:received])
+        return rows[:num_rows]
+
+    def own(self, num_places: int | None = None) -> None:
+        """Copy what views the receive buffer; outputs get ``num_places`` places if given."""
+        if num_places is not None:
+            self.num_places = max(num_places, self.num_places)
+        if self.scales is not None:
+            self.scales = places.copied(self.scales, self.num_places)
+        by_place = () if self.options.layout == "expert" else ("local_ids", "weights")
+        for name in BY_ROW:
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, places.copied(tensor, self.num_places if name in by_place else 0))
+        self.reused_after = None
 
 
 class Dispatcher:
@@ -41,8 +161,8 @@ class Dispatcher:
         self._block_counts = torch.zeros(block_count_words(plan), dtype=torch.int32, device=device)
 
     def send(self, options: DispatchOptions, inputs: DispatchInputs) -> PendingDispatch:
-        """Launch the kernel, which sends and receives."""
-        check_dispatch(self._plan, options, inputs, self._checked, self._buffers.fused)
+        """Launch the kernel, which sends and receives; see :meth:`tokenloom.backends.base.Backend.send_dispatch`."""
+        _check(self._plan, options, inputs, self._checked, self._buffers.fused)
         exact, row_dtype = options.sizes == "exact", inputs.x.dtype
         if exact and not inputs.ahead:  # whoever waits hears first of what earlier calls left
             self._launcher.settle(0)
@@ -87,7 +207,7 @@ class Dispatcher:
                 plan=plan, layout=options.layout, x_dtype=x.dtype, quantize=quantize, strategy=options.strategy
             )
         )
-        places = plan.worst_case_rows("rank") if by_rank else capacity
+        num_places = plan.worst_case_rows("rank") if by_rank else capacity
         args = kernel.args
         args.x = x.data_ptr()
         args.scales = address_of(inputs.scales)
@@ -104,7 +224,7 @@ class Dispatcher:
         args.num_rows, args.source_counts = num_rows.data_ptr(), source_counts.data_ptr()
         args.expert_counts, args.expert_offsets = expert_counts.data_ptr(), expert_offsets.data_ptr()
         args.num_tokens, args.max_tokens = num_tokens, plan.max_tokens_per_rank
-        args.capacity, args.alignment = places, options.alignment
+        args.capacity, args.alignment = num_places, options.alignment
         args.ids_are_int64 = topk_ids.dtype == torch.int64
         exact = options.sizes == "exact"
         args.stop_on_overflow = exact
@@ -118,10 +238,10 @@ class Dispatcher:
             options=options,
             number=number,
             num_tokens=num_tokens,
-            num_places=places,
+            num_places=num_places,
             counts=RoutedCounts(num_rows[0], source_counts, expert_counts, expert_offsets if by_expert else None),
-            scales=buffer.scales[:places] if with_scales else None,
-            capacity=places,
+            scales=buffer.scales[:num_places] if with_scales else None,
+            capacity=num_places,
             given_ids=topk_ids,
             slots=slots,
             all_counts=all_counts.view(plan.num_ranks, -1),
@@ -134,25 +254,27 @@ class Dispatcher:
             rank=launcher.ranks.rank,
             max_tokens=plan.max_tokens_per_rank,
         )
-        return handle, buffer.rows[:places]
+        return handle, buffer.rows[:num_places]
 
-    def send_again(self, handle: NvlinkHandle, values: torch.Tensor, strategy: str) -> torch.Tensor:
-        """Other values [T, H] to the same places: [places, H], a view."""
+    def send_again(
+        self, handle: NvlinkHandle, values: torch.Tensor, strategy: str = "dedup"
+    ) -> Launched[torch.Tensor]:
+        """Launch the kernel for other values; see :meth:`tokenloom.backends.base.Backend.send_again`."""
+        if handle.options.layout != "expert" or handle.by_token:
+            received = self.send_rows(handle, values).receive()
+            where = (handle.positions(), handle.num_places)
+            return Launched(routing.spread_gradient(received, *where, None, None, values.dtype)[0])
         options = DispatchOptions("expert", handle.options.alignment, "bounded", handle.capacity, strategy=strategy)
         inputs = DispatchInputs(values, None, handle.ids(), None, False, False, False)
         _, rows = self.start(options, inputs, handle.capacity, repeats=True)
-        return rows[: handle.num_places]
+        return Launched(rows[: handle.num_places])
 
-    def send_rows(self, handle: NvlinkHandle, values: torch.Tensor) -> torch.Tensor:
-        """Values [T, H] once for each (token, rank): [R, H], a view, for the most rows there may be."""
+    def send_rows(self, handle: NvlinkHandle, values: torch.Tensor, strategy: str = "dedup") -> Launched[torch.Tensor]:
+        """Launch the kernel for one row per (token, rank), a view for the most rows there may be."""
         most = self._plan.worst_case_rows("token")
         options = DispatchOptions("token", 1, "bounded", most)
         inputs = DispatchInputs(values, None, handle.ids(), None, False, False, False)
-        return self.start(options, inputs, most)[1]
-
-    def has_places(self, handle: NvlinkHandle) -> bool:
-        """Whether :meth:`send_again` puts rows where they belong: not where they were spread here."""
-        return handle.options.layout == "expert" and not handle.by_token
+        return Launched(self.start(options, inputs, most)[1])
 
     # -- the second half ------------------------------------------------------------------------------------
 
@@ -186,7 +308,7 @@ class Dispatcher:
         too_short = capacity is not None and len(rows) < capacity
         if too_short or pending.inputs.own_outputs is True:
             handle.own(capacity)
-            rows = copied(rows, handle.num_places)
+            rows = places.copied(rows, handle.num_places)
         elif pending.inputs.own_outputs:
             handle.own()
         return handle, rows
@@ -218,8 +340,8 @@ class Dispatcher:
             raise
         self._launcher.settle(0)
         rows = handle.cut_to_size(handle.counts_row.tolist(), rows)
-        from_each, of_each = handle.counts.source_counts.tolist(), handle.counts.expert_counts.tolist()
-        placement = routing.place_by_expert(from_each, of_each, options.alignment, handle.local_ids)
+        counts = handle.counts
+        placement = places.by_expert(counts.source_counts, counts.expert_counts, options.alignment, handle.local_ids)
 
         def spread(rows: torch.Tensor) -> torch.Tensor:
             return routing.scatter_rows(rows, placement.positions, placement.num_places)
@@ -229,7 +351,7 @@ class Dispatcher:
         handle = replace(
             handle,
             options=options,
-            counts=replace(handle.counts, num_rows=placement.num_rows, expert_offsets=offsets),
+            counts=replace(counts, num_rows=placement.num_rows, expert_offsets=offsets),
             scales=None if handle.scales is None else spread(handle.scales),
             num_places=placement.num_places,
             capacity=placement.num_places,
@@ -253,3 +375,28 @@ class PendingDispatch:
 
     def receive(self) -> tuple[NvlinkHandle, torch.Tensor]:
         return self.dispatcher.receive(self)
+
+
+def _check(plan: Plan, options: DispatchOptions, inputs: DispatchInputs, checked: bool, fused: bool) -> None:
+    """Raise for a dispatch that the kernels have no form for.
+
+    Args:
+        checked: the host reads the outcome of every call.
+        fused: the communicator is a MegaMoE's.
+    """
+    x, exact = inputs.x, options.sizes == "exact"
+    is_fp8 = options.to_fp8 or x.element_size() == 1
+    require_layout(options.strategy, options.layout)
+    if options.strategy == "all_gather" and is_fp8:
+        raise InvalidArgument("strategy 'all_gather' moves no FP8 on backend nvlink; use 'dedup'")
+    require_no_host_read(exact or checked, "sizes='exact'" if exact else "checked=True")
+    require_bulk(x)
+    if fused and (options.layout != "token" or not is_fp8):
+        raise InvalidArgument("this communicator is a MegaMoE's, which receives FP8 in layout 'token' only")
+    if options.alignment > 1 and plan.worst_case_rows("expert", options.alignment) + options.alignment > 2**31:
+        raise InvalidArgument(f"alignment is {options.alignment}: places of rows would not fit 32 bits")
+
+
+def _version_of(tensor: torch.Tensor) -> int | None:
+    """How often a tensor was changed in place; None for those of inference mode, which are not counted."""
+    return None if tensor.is_inference() else tensor._version

@@ -11,11 +11,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
 from tokenloom.backends.handshake import Fields, hash_of, raise_difference, text_of
-from tokenloom.errors import CapacityOverflow, InvalidArgument, PeerError
+from tokenloom.errors import CapacityOverflow, InvalidArgument, PeerError, ShapeMismatch
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.barrier.launch import BarrierVariant
 from tokenloom.kernels.common import Variant
@@ -27,7 +28,7 @@ from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.streams import on_stream
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer, close_together
 
-__all__ = ["CALLS_IN_FLIGHT", "HEADER_WORDS", "Launcher"]
+T = TypeVar("T")
 
 HEADER_WORDS = 16
 CALLS_IN_FLIGHT = 3
@@ -37,10 +38,22 @@ FAULT, FOLLOWS_A_FAULT = 1, 2
 the one before. They take the second for part of the fault that they know of."""
 NOTE_S = 5.0
 """How long a rank waits for the options that another rank posts once both know that theirs differ."""
+BULK_BYTES = 16
+"""Rows that kernels move, and their addresses, are multiples of this."""
 
 
 @dataclass(frozen=True)
-class _Launched:
+class Launched(Generic[T]):
+    """A call whose kernel is on the stream, where it also receives."""
+
+    result: T
+
+    def receive(self) -> T:
+        return self.result
+
+
+@dataclass(frozen=True)
+class _InFlight:
     """A call whose outcome the host has not read: its number, its slot, and what error messages want to say."""
 
     number: int
@@ -74,7 +87,7 @@ class Launcher:
         self._records = CallRecords(ranks.device, CALLS_IN_FLIGHT + 2)
         self._captured_slot = CALLS_IN_FLIGHT + 1
         self._done = [torch.cuda.Event() for _ in range(CALLS_IN_FLIGHT + 1)]
-        self._launched: deque[_Launched] = deque()
+        self._launched: deque[_InFlight] = deque()
         self._last: torch.cuda.Stream | None = None  # where the last eager call is
         self._last_captured: torch.cuda.Stream | None = None
         self._graphs = GraphReferences()
@@ -138,7 +151,7 @@ class Launcher:
             return
         self._last = stream
         self._done[slot].record(stream)
-        self._launched.append(_Launched(self.num_calls, slot, fields, repeats))
+        self._launched.append(_InFlight(self.num_calls, slot, fields, repeats))
         self.num_calls += 1
 
     def follow(self, stream: torch.cuda.Stream) -> None:
@@ -239,7 +252,7 @@ class Launcher:
         if wait:
             torch.cuda.synchronize(self.ranks.device)
             self._raise_timeout()
-            self._raise_outcome(_Launched(-1, self._captured_slot, {"call": "a captured call"}))
+            self._raise_outcome(_InFlight(-1, self._captured_slot, {"call": "a captured call"}))
 
     def _raise_timeout(self) -> None:
         timeout = self._fault.error()
@@ -247,7 +260,7 @@ class Launcher:
             self.ranks.mark_broken(timeout)
             raise timeout
 
-    def _raise_outcome(self, call: _Launched) -> None:
+    def _raise_outcome(self, call: _InFlight) -> None:
         outcome = self._records.take(call.slot)
         if outcome is None or outcome.status == FOLLOWS_A_FAULT:
             return
@@ -259,7 +272,7 @@ class Launcher:
         if not call.repeats:
             raise CapacityOverflow(outcome.needed_rows, outcome.capacity, sent=call.fields.get("sizes") != "exact")
 
-    def _raise_difference(self, call: _Launched, outcome: CallOutcome) -> None:
+    def _raise_difference(self, call: _InFlight, outcome: CallOutcome) -> None:
         """All ranks know that their options differ: each posts its own, and reads those of rank 0 and the other."""
         name = f"options/{call.number}"
         self.ranks.post_note(name, json.dumps(text_of(call.fields)))
@@ -302,3 +315,49 @@ class Launcher:
             return True
 
         undo_later(close_behind_graphs)
+
+
+# -- what kernels ask of their operands, and of the moment ------------------------------------------------------
+
+
+def require_layout(strategy: str, layout: str) -> None:
+    if strategy == "dedup":
+        return
+    if layout != "expert":
+        raise InvalidArgument(f"backend nvlink has strategy {strategy!r} in layout 'expert', not {layout!r}")
+    if strategy != "all_to_all":
+        require_no_capture()
+
+
+def require_no_capture() -> None:
+    """Raise for strategies in which a graph would use one half of a buffer in all of its replays."""
+    if torch.cuda.is_current_stream_capturing():
+        raise InvalidArgument(
+            "strategies 'all_gather' and 'reduce_scatter' cannot be captured into a CUDA graph; use 'dedup'"
+        )
+
+
+def require_no_host_read(reads: bool, what: str) -> None:
+    if reads and torch.cuda.is_current_stream_capturing():
+        raise InvalidArgument(
+            f"{what} reads on the host, which a CUDA graph cannot do; capture with sizes='bounded' and a Communicator "
+            "without checked"
+        )
+
+
+def require_bulk(rows: torch.Tensor) -> None:
+    if rows.shape[-1] * rows.element_size() % BULK_BYTES:
+        raise ShapeMismatch(
+            f"a row of {rows.shape[-1]} {rows.dtype} is not a multiple of {BULK_BYTES} bytes, which backend nvlink "
+            "needs; use backend='collective'"
+        )
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor at an address that bulk copies and 16-byte loads take."""
+    return tensor.clone() if tensor.data_ptr() % BULK_BYTES else tensor
+
+
+def address_of(tensor: torch.Tensor | None) -> int:
+    """For kernels; null for None."""
+    return 0 if tensor is None else tensor.data_ptr()
