@@ -1,31 +1,37 @@
-"""Which backend is picked, given what works on every rank; and what the ranks are asked to agree on."""
+"""Which backend is picked, given what works on every rank, and how one is added, made and taken back."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 
+import tokenloom as tl
+from tests.conftest import Ranks
+from tests.support.cases import Case, expert_rows, make_comm, make_problem, same_bits, same_routed
+from tests.support.layer_cases import LayerCase, make_inputs, make_layer
+from tests.support.toy_backend import ToyBackend, make, toy
+from tokenloom import reference
 from tokenloom.backends import registry
-from tokenloom.backends.base import CombineCall, DispatchCall, DispatchInput
-from tokenloom.backends.handshake import (
-    NUM_FIELDS,
-    Field,
-    combine_fields,
-    decode_field,
-    dispatch_fields,
-    encode_fields,
-)
-from tokenloom.backends.nvlink.buffers import data_regions
-from tokenloom.backends.registry import Availability
-from tokenloom.errors import BackendUnavailable
+from tokenloom.backends.nvlink import registration
+from tokenloom.backends.nvlink.buffers import data_layout
+from tokenloom.backends.registry import Availability, Registration, Request
 from tokenloom.plan import Plan
+from tokenloom.runtime.processes import RankContext
+from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.runtime.rendezvous import agree
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+# -- which one is picked --------------------------------------------------------------------------------------------
 
 
-def found(nvlink: bool = True, why: str = "own kernels", host: str = "a", gpu: str = "") -> list[Availability]:
+def found(nvlink: bool = True, why: str = "own kernels", host: str = "a", gpu: str = "x") -> list[Availability]:
     """What one rank finds."""
-    return [Availability("nvlink", nvlink, why, host, gpu), Availability("collective", True, "over nccl", host)]
+    return [Availability("nvlink", nvlink, why, {"host": host, "gpu": gpu}), Availability("collective", True, "nccl")]
 
 
 def test_auto_picks_the_best_that_works_everywhere() -> None:
@@ -39,7 +45,10 @@ def test_auto_picks_the_best_that_works_everywhere() -> None:
     [
         ([found(False, "no driver")] * 2, "nvlink does not work on every rank: no driver"),
         ([found(), found(False, "no driver")], "nvlink does not work on rank 1: no driver"),
-        ([found(), found(), found(host="b")], "nvlink does not work on rank 2: it is on another host than rank 0"),
+        (
+            [found(gpu="x"), found(gpu="y"), found(gpu="x", host="b")],
+            "nvlink does not work on rank 2: it is on another host than rank 0",
+        ),
         (
             [found(gpu="x"), found(gpu="y"), found(gpu="y")],
             "nvlink does not work on rank 2: it shares its GPU with rank 1",
@@ -50,9 +59,18 @@ def test_what_fails_on_one_rank_is_no_choice(by_rank: list[list[Availability]], 
     """All ranks take the same backend: auto goes on to the next one and says why, a name that was asked for raises."""
     assert registry.choose("auto", by_rank) == ("collective", [reason])
     assert registry.choose("collective", by_rank)[0] == "collective"
-    with pytest.raises(BackendUnavailable) as raised:
+    with pytest.raises(tl.BackendUnavailable) as raised:
         registry.choose("nvlink", by_rank)
     assert str(raised.value) == f"{reason}; use backend='auto'"
+
+
+def test_nothing_works() -> None:
+    """Every reason is told."""
+    nothing = [Availability("nvlink", False, "no driver"), Availability("collective", False, "no network")]
+    with pytest.raises(tl.BackendUnavailable) as raised:
+        registry.choose("auto", [nothing])
+    assert "no driver" in str(raised.value)
+    assert "no network" in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -72,60 +90,288 @@ def test_what_the_kernels_do_not_do(plan: Plan | None, dtype: torch.dtype | None
     assert collective.works
 
 
-def test_more_experts_than_a_block_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU that could run the kernels: auto takes the other backend instead of failing at the first dispatch."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(registry, "load_nvrtc", lambda: None)
-    monkeypatch.setattr(registry, "load_driver", lambda: None)
-    device = torch.device("cuda", 0)
-    assert registry._why_not_nvlink(device, Plan(8, 256, 7168, 8, 4096), BF16) is None
-    why = registry._why_not_nvlink(device, Plan(8, 65536, 7168, 8, 4096), BF16)
-    assert why is not None
-    assert "use fewer experts" in why
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[[Plan], Availability]:
+    """What the probe of "nvlink" says on a GPU that could run the kernels, of which a trial kernel is loaded."""
+    for name, value in (
+        ("get_device_capability", lambda device: (9, 0)),
+        ("get_device_name", lambda device: "a Hopper GPU"),
+        ("get_device_properties", lambda device: torch.tensor(0)),
+        ("device_count", lambda: 1),
+    ):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.Tensor, "uuid", "the GPU", raising=False)
+    for name in ("load_nvrtc", "load_driver"):
+        monkeypatch.setattr(registration, name, lambda: None)
+    monkeypatch.setattr(registration, "Kernel", lambda spec, index: None)
+    return lambda plan: registration.probe(Request("nccl", torch.device("cuda", 0), plan=plan))
+
+
+def test_more_experts_than_a_block_can_count(hopper: Callable[[Plan], Availability]) -> None:
+    """Auto takes the other backend instead of failing at the first dispatch."""
+    assert hopper(Plan(8, 256, 7168, 8, 4096)).works
+    answer = hopper(Plan(8, 65536, 7168, 8, 4096))
+    assert not answer.works
+    assert "use fewer experts" in answer.why
+
+
+@pytest.mark.parametrize("error", [tl.KernelCompileError("no such file\nsecond line"), RuntimeError("old driver")])
+def test_the_trial_kernel_fails(
+    hopper: Callable[[Plan], Availability], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """A driver that is too old for the compiler's kernels is found out before the ranks agree."""
+
+    def fail(spec: object, index: int) -> None:
+        raise error
+
+    monkeypatch.setattr(registration, "Kernel", fail)
+    answer = hopper(Plan(8, 256, 7168, 8, 4096))
+    assert not answer.works
+    assert answer.why == str(error).splitlines()[0]
 
 
 @pytest.mark.parametrize("value_bytes", [2, 4])
 @pytest.mark.parametrize("plan", [Plan(8, 256, 7168, 8, 4096), Plan(3, 21, 8, 5, 7)], ids=["large", "odd"])
-def test_the_two_receive_regions_are_alike(plan: Plan, value_bytes: int) -> None:
+def test_the_two_receive_buffers_are_alike(plan: Plan, value_bytes: int) -> None:
     """Kernels are told where things lie in the first, and how far it is to the second: the same for all of them."""
-    offset = data_regions(plan, value_bytes).offset
-    names = ("rows", "row_scales", "row_ids", "row_weights", "row_places", "row_tokens")
-    assert {offset(f"{name}1") - offset(f"{name}0") for name in names} == {offset("rows1") - offset("rows0")}
+    for rows in (1, 5000):
+        offset = data_layout(plan, value_bytes, rows).offset
+        names = ("rows", "row_scales", "row_ids", "row_weights", "row_places", "row_tokens")
+        assert {offset(f"{name}1") - offset(f"{name}0") for name in names} == {offset("rows1") - offset("rows0")}
 
 
-DISPATCH = DispatchCall("expert", 16, "bounded", 640, True, True)
-COMBINE = CombineCall("per_route", True, BF16, FP32, False)
+# -- one more -------------------------------------------------------------------------------------------------------
 
 
-def dispatched(x_dtype: torch.dtype, weights_dtype: torch.dtype | None, x_needs_grad: bool) -> DispatchInput:
-    x, ids = torch.zeros(1, 128, dtype=x_dtype), torch.zeros(1, 1, dtype=torch.int64)
-    weights = None if weights_dtype is None else torch.zeros(1, 1, dtype=weights_dtype)
-    return DispatchInput(x, None, ids, weights, x_needs_grad, False, False)
+@contextmanager
+def registered(entry: Registration) -> Iterator[None]:
+    """In this block the toy comes before all others."""
+    take_back = registry.register(entry, before=registry.names()[0])
+    try:
+        yield
+    finally:
+        take_back()
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        dispatch_fields(7, DISPATCH, dispatched(BF16, FP32, True)),
-        dispatch_fields(8, DispatchCall("token", 1, "exact", None), dispatched(FP32, None, False)),
-        dispatch_fields(1, DispatchCall("rank", 1, "exact", None), dispatched(FP32, None, True)),
-        combine_fields(7, COMBINE),
-        combine_fields(0, CombineCall("per_rank", False, FP32, BF16, True)),
-        {"call": "combine", "dispatch number": 3, "mode": "gradient of weights"},
-    ],
-    ids=["dispatch to fp8", "dispatch", "dispatch 1", "combine per route", "combine 0", "gradient of weights"],
-)
-def test_fields_can_be_read_back(fields: dict[str, Field]) -> None:
-    """In their order, the number of the dispatch among them: a rank that differs is told in which of them."""
-    words = {True: "yes", False: "no"}
-    for _ in range(2):  # the second time most of it is remembered
-        codes = encode_fields(fields)
-        assert len(codes) == NUM_FIELDS
-        for value, code in zip(fields.values(), codes, strict=False):
-            wanted = words[value] if isinstance(value, bool) else value
-            wanted = str(wanted) if isinstance(wanted, torch.dtype) else wanted
-            assert decode_field(code) == wanted
-            assert -(2**31) <= code < 2**31
-    other = encode_fields(fields | {"dispatch number": 123456})
-    assert [a == b for a, b in zip(codes, other, strict=True)] == [index != 1 for index in range(len(codes))]
+SIZES: dict[str, Any] = {"num_experts": 8, "hidden": 16, "top_k": 2, "max_tokens_per_rank": 8}
+
+
+def without_toy(context: RankContext) -> str:
+    """The group works, and nothing is left of the toy. Returns: the backend that "auto" picks then."""
+    with tl.Communicator(context.group, device=context.device, **SIZES) as comm:
+        assert "toy" not in comm.describe()
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=context.device)
+        comm.dispatch(torch.zeros(1, 16, device=context.device), ids, layout="token")
+        return comm.backend
+
+
+def test_names_are_unique_and_known() -> None:
+    """One that was taken back can come again, and "auto" is no name for a backend."""
+    before = registry.names()
+    with registered(toy()):
+        assert registry.names() == ("toy", *before)
+        with pytest.raises(tl.InvalidArgument, match="there is a backend 'toy' already"):
+            registry.register(toy())
+    assert registry.names() == before
+    for name in ("collective", "auto"):
+        with pytest.raises(tl.InvalidArgument, match=f"there is a backend '{name}' already"):
+            registry.register(Registration(name, toy().probe, make))
+    with pytest.raises(tl.InvalidArgument, match="before is 'pigeon', expected one of nvlink, collective"):
+        registry.register(toy(), before="pigeon")
+    for place, options in ((len(before), {}), (before.index("collective"), {"before": "collective"})):
+        take_back = registry.register(toy(), **options)
+        assert registry.names() == (*before[:place], "toy", *before[place:])
+        take_back()
+        assert registry.names() == before
+
+
+def test_a_backend_from_outside(ranks: Ranks) -> None:
+    """One module and one registration: "auto" and its name find it, calls and layers run on it, and what it cannot do
+    is refused by what it says of itself. Nothing in the package knows its name."""
+    ranks.run(check_toy)
+
+
+def check_toy(context: RankContext) -> None:
+    problem = make_problem(Case("toy", "", tokens=(5, 0, 3), unused=0.2, top_k=3, dtype=FP32), context.num_ranks)
+    with registered(toy()):
+        for backend in ("auto", "toy"):
+            with make_comm(context, backend, problem.plan) as comm:
+                assert comm.backend == "toy"
+                assert "backend toy: made of wood\n    a toy's memory: 0 MB" in comm.describe()
+                for layout in ("token", "expert"):
+                    there_and_back(context, comm, problem, layout)
+                refuses(context, comm, problem)
+                there_and_back(context, comm, problem, "expert")
+                called = set(comm.engine._backend.called)  # type: ignore[attr-defined]
+            assert called == {"send_dispatch", "send_combine"}
+        layers_run(context)
+    with pytest.raises(tl.InvalidArgument, match="backend is 'toy', expected auto, nvlink, collective"):
+        make_comm(context, "toy", problem.plan)
+    without_toy(context)
+
+
+def there_and_back(context: RankContext, comm: tl.Communicator, problem: Any, layout: str) -> None:
+    want = problem.dispatched(layout)
+    routed = comm.dispatch(*problem.arguments(context), layout=layout)
+    same_routed(routed, want[context.rank], problem.plan)
+    ys = expert_rows(problem, want, FP32)
+    weights = problem.topk_weights if layout == "expert" else None
+    outs = reference.combine(problem.plan, ys, want, problem.topk_ids, weights)
+    same_bits(comm.combine(ys[context.rank].to(context.device), routed), outs[context.rank], layout)
+
+
+def refuses(context: RankContext, comm: tl.Communicator, problem: Any) -> None:
+    """On all ranks, and on the last one alone, of which the others then hear."""
+    x, ids, weights = problem.arguments(context)
+    routed = comm.dispatch(x, ids, weights)
+    y = torch.zeros_like(routed.tokens)
+    alone = context.rank == context.num_ranks - 1
+    calls: list[tuple[str, Callable[..., Any], dict[str, Any]]] = [
+        ("layout is 'rank', expected one of token, expert", comm.dispatch, {"x": x, "layout": "rank"}),
+        ("strategy is 'all_gather', this backend has dedup", comm.dispatch, {"x": x, "strategy": "all_gather"}),
+        ("x is torch.float16, expected bfloat16, float32,", comm.dispatch, {"x": x.to(FP16)}),
+        ("wire_dtype is torch.float16, expected bfloat16, float32", comm.combine, {"wire_dtype": FP16}),
+        ("mode is 'per_route', this backend has per_rank", comm.combine, {"mode": "per_route"}),
+    ]
+    for text, call, wrong in calls:
+        good = (
+            {"x": x, "topk_ids": ids, "topk_weights": weights} if call == comm.dispatch else {"y": y, "routed": routed}
+        )
+        with pytest.raises((tl.InvalidArgument, tl.DtypeMismatch), match=text):
+            call(**(good | wrong))
+        with pytest.raises(tl.TokenloomError) as raised:
+            call(**(good | wrong if alone else good))
+        assert isinstance(raised.value, tl.PeerError) != alone
+        assert text[:20] in str(raised.value)
+
+
+def layers_run(context: RankContext) -> None:
+    """A layer, its gradients and its checkpoint: the same bits as on "collective"."""
+    case = LayerCase(dtype=FP32)
+    xs, factors = make_inputs(case, context.num_ranks)
+    results = []
+    for backend in ("auto", "collective"):
+        layer = make_layer(case, context.group, backend=backend, device=context.device)
+        x = xs[context.rank].to(context.device).requires_grad_()
+        out, aux_loss = layer(x)
+        ((out * factors[context.rank].to(context.device)).sum() + aux_loss / context.num_ranks).backward()
+        assert x.grad is not None
+        results.append([out, x.grad, *(parameter.grad for parameter in layer.parameters())])
+        tl.gather_state_dict(layer)
+        if backend == "auto":
+            assert layer.comm.backend == "toy"
+            called = set(layer.comm.engine._backend.called)  # type: ignore[attr-defined]
+            gradients = {"send_again", "row_weights", "route_gradients", "send_weight_gradients"}
+            assert called >= {"send_dispatch", "send_combine"} | gradients
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+    for strategy, lacks in (
+        (tl.Strategy(dispatch="all_gather"), "dispatch by 'all_gather'"),
+        (tl.Strategy(combine="reduce_scatter"), "combine by 'reduce_scatter'"),
+    ):
+        with pytest.raises(tl.InvalidArgument, match=f"{lacks}, this backend has dedup"):
+            make_layer(case, context.group, strategy=strategy, device=context.device)
+
+
+# -- making one that fails ------------------------------------------------------------------------------------------
+
+
+def failing(context: RankContext, rank: int, error: Exception, closed: list[int] | None = None) -> Any:
+    """A ``make`` that fails on one rank."""
+
+    def make_or_fail(request: Request, ranks: RankGroup) -> ToyBackend:
+        if context.rank == rank:
+            raise error
+        backend = make(request, ranks)
+        if closed is not None:
+            backend.close = lambda: closed.append(context.rank)  # type: ignore[method-assign]
+        return backend
+
+    return make_or_fail
+
+
+def test_a_backend_that_cannot_be_made(ranks: Ranks) -> None:
+    """A process that cannot map another's memory, say: under "auto" all ranks go on to the next backend and say why.
+    Asked for by name it is unavailable on all of them. What the others had made is closed."""
+    ranks.run(check_cannot_be_made)
+
+
+def check_cannot_be_made(context: RankContext) -> None:
+    odd, closed = context.num_ranks - 1, []
+    expected = without_toy(context)
+    reason = f"toy does not work on {'every rank' if odd == 0 else f'rank {odd}'}: it failed when it was made: no glue"
+    with registered(toy(failing(context, odd, RuntimeError("no glue"), closed))):
+        with tl.Communicator(context.group, device=context.device, **SIZES) as comm:
+            assert comm.backend == expected
+            assert f"  not picked: {reason}" in comm.describe().splitlines()
+        with pytest.raises(tl.BackendUnavailable) as raised:
+            tl.Communicator(context.group, device=context.device, backend="toy", **SIZES)
+        assert str(raised.value) == f"{reason}; use backend='auto'"
+    assert closed == ([] if context.rank == odd else [context.rank] * 2)
+    without_toy(context)
+
+
+def test_others_fail_because_of_one(ranks: Ranks) -> None:
+    """Making one is collective, so a fault on one rank is PeerError on the others; the reason is that of the one."""
+    if ranks.num_ranks == 1:
+        pytest.skip("nobody else")
+    ranks.run(check_others_fail)
+
+
+def check_others_fail(context: RankContext) -> None:
+    odd = context.num_ranks - 1
+
+    def make_together(request: Request, ranks: RankGroup) -> ToyBackend:
+        def prepare() -> tuple[dict[str, Any], None]:
+            if context.rank == odd:
+                raise RuntimeError("no glue")
+            return {}, None
+
+        agree(ranks, prepare, "gluing")
+        raise AssertionError("all ranks know of the fault")
+
+    with registered(toy(make_together)), tl.Communicator(context.group, device=context.device, **SIZES) as comm:
+        assert f"toy does not work on rank {odd}: it failed when it was made: no glue" in comm.describe()
+
+
+@pytest.mark.parametrize("backend", ["auto", "toy"])
+@pytest.mark.parametrize("error", [tl.InvalidArgument("num_sms is 99"), torch.OutOfMemoryError("no room")], ids=repr)
+def test_faults_that_no_other_backend_cures(ranks: Ranks, error: Exception, backend: str) -> None:
+    """A wrong argument, or no memory: that rank's own error, and PeerError on the others, under "auto" too."""
+    ranks.run(check_fatal, type(error), str(error), backend)
+
+
+def check_fatal(context: RankContext, kind: type[Exception], text: str, backend: str) -> None:
+    odd, closed = context.num_ranks - 1, []
+    with registered(toy(failing(context, odd, kind(text), closed))):
+        with pytest.raises(kind if context.rank == odd else tl.PeerError) as raised:
+            tl.Communicator(context.group, device=context.device, backend=backend, **SIZES)
+        if isinstance(raised.value, tl.PeerError):
+            assert (raised.value.rank, raised.value.reason) == (odd, text)
+            assert closed == [context.rank]
+        else:
+            assert str(raised.value) == text
+    without_toy(context)
+
+
+def no_odd_ranks(by_rank: Sequence[Availability]) -> list[tuple[int, str]]:
+    return [(rank, "it is odd") for rank in range(1, len(by_rank), 2)]
+
+
+def test_objections(ranks: Ranks) -> None:
+    """What ranks can tell only together, and what one can tell alone: "auto" goes on, a name raises."""
+    ranks.run(check_objections)
+
+
+def check_objections(context: RankContext) -> None:
+    expected = without_toy(context)
+    entries = {"it is broken": toy(works=False)}
+    if context.num_ranks > 1:
+        entries["it is odd"] = toy(objections=no_odd_ranks)
+    for why, entry in entries.items():
+        with registered(entry):
+            with tl.Communicator(context.group, device=context.device, **SIZES) as comm:
+                assert comm.backend == expected
+                assert why in comm.describe()
+            with pytest.raises(tl.BackendUnavailable, match=why):
+                tl.Communicator(context.group, device=context.device, backend="toy", **SIZES)

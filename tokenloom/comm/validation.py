@@ -6,7 +6,7 @@ import torch
 
 from tokenloom.backends.base import Capabilities, CombineOptions, DispatchInputs, DispatchOptions
 from tokenloom.comm.routed import Routed
-from tokenloom.comm.strategy import STRATEGY_OF_MODE, Strategy
+from tokenloom.comm.strategy import STRATEGY_OF_MODE, SWAPPED, Strategy
 from tokenloom.errors import (
     DeviceMismatch,
     DtypeMismatch,
@@ -158,6 +158,9 @@ def combine_options(
     """
     if mode not in STRATEGY_OF_MODE:
         raise InvalidArgument(f"mode is {mode!r}, expected one of {', '.join(STRATEGY_OF_MODE)}")
+    if STRATEGY_OF_MODE[mode] not in able.combine_strategies:
+        has = ", ".join(name for name, strategy in STRATEGY_OF_MODE.items() if strategy in able.combine_strategies)
+        raise InvalidArgument(f"mode is {mode!r}, this backend has {has}")
     if layout != "expert":
         if weighted is not None:
             raise InvalidArgument(
@@ -190,6 +193,16 @@ def combine_options(
         needs_grad=grad and (y.requires_grad or (weighted and weights is not None and weights.requires_grad)),
         strategy=STRATEGY_OF_MODE[mode],
     )
+
+
+def require_strategy(able: Capabilities, strategy: Strategy) -> None:
+    """Raise InvalidArgument unless the backend has what carries a layer's payloads and their gradients."""
+    has = {"dispatch": able.dispatch_strategies, "combine": able.combine_strategies}
+    forward = [("dispatch", strategy.dispatch), ("combine", strategy.combine)]
+    backward = [("dispatch", SWAPPED[strategy.combine]), ("combine", SWAPPED[strategy.dispatch])]
+    for name, wanted in forward + backward:
+        if wanted not in has[name]:
+            raise InvalidArgument(f"{strategy} needs {name} by {wanted!r}, this backend has {', '.join(has[name])}")
 
 
 def require_routed(routed: object, owner: object) -> None:

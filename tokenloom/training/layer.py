@@ -145,6 +145,8 @@ class ExpertParallelMoE(nn.Module):
                 raise InvalidArgument("group and comm are both given; the communicator already has a group")
             rule = Router(num_experts, top_k, router) if isinstance(router, str) else router
             check_options(comm.plan, rule, hidden, intermediate, num_experts, top_k, shared_intermediate, router_grad)
+            if strategy is not None:
+                validation.require_strategy(comm.engine.capabilities, strategy)
             found = None
             if strategy is None and comm.rank == 0:  # ranks may see different disks
                 found = choices.find(choices.setting_of(comm.plan, intermediate, dtype, comm.backend, comm.device))

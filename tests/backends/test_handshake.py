@@ -1,0 +1,107 @@
+"""What opens a call: fields that all ranks must mean alike, compared by their hash and shown by their names."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+import tokenloom as tl
+from tokenloom.backends.base import CombineOptions, DispatchInputs, DispatchOptions
+from tokenloom.backends.handshake import (
+    Fields,
+    combine_fields,
+    dispatch_fields,
+    gradient_fields,
+    hash_of,
+    raise_difference,
+    text_of,
+)
+
+BF16, FP32 = torch.bfloat16, torch.float32
+DISPATCH = DispatchOptions("expert", 16, "bounded", 640, True, True)
+COMBINE = CombineOptions(True, BF16, FP32, False)
+
+
+def inputs(x_dtype: torch.dtype = BF16, weights_dtype: torch.dtype | None = FP32, **options: bool) -> DispatchInputs:
+    x, ids = torch.zeros(1, 128, dtype=x_dtype), torch.zeros(1, 1, dtype=torch.int64)
+    weights = None if weights_dtype is None else torch.zeros(1, 1, dtype=weights_dtype)
+    needs = {"x_needs_grad": False, "weights_need_grad": False, "own_outputs": False} | options
+    return DispatchInputs(x, None, ids, weights, **needs)
+
+
+OTHER_VALUES: dict[str, Any] = {
+    "layout": "token",
+    "alignment": 8,
+    "sizes": "exact",
+    "capacity": None,
+    "to_fp8": False,
+    "power_of_two_scales": False,
+    "strategy": "all_gather",
+    "weighted": False,
+    "wire_dtype": torch.float16,
+    "out_dtype": BF16,
+    "needs_grad": True,
+}
+"""For each option, another value than DISPATCH or COMBINE has."""
+
+
+def variants() -> list[Any]:
+    """(id, fields of a call, fields of the same call with one thing changed, the name of what was changed)."""
+    dispatch, combine = dispatch_fields(7, DISPATCH, inputs()), combine_fields(7, COMBINE)
+    found: list[tuple[str, Fields, Fields, str]] = []
+    for each in fields(DispatchOptions):
+        changed = replace(DISPATCH, **{each.name: OTHER_VALUES[each.name]})
+        found.append((f"dispatch {each.name}", dispatch, dispatch_fields(7, changed, inputs()), each.name))
+    for each in fields(CombineOptions):
+        other = "reduce_scatter" if each.name == "strategy" else OTHER_VALUES[each.name]
+        changed = replace(COMBINE, **{each.name: other})
+        name = "y.requires_grad" if each.name == "needs_grad" else each.name
+        found.append((f"combine {each.name}", combine, combine_fields(7, changed), name))
+    per_route = replace(COMBINE, strategy="all_to_all")
+    found.append(("combine mode", combine, combine_fields(7, per_route), "mode"))
+    for what, changed_inputs in {
+        "x.dtype": inputs(x_dtype=FP32),
+        "topk_weights.dtype": inputs(weights_dtype=None),
+        "x.requires_grad": inputs(x_needs_grad=True),
+        "topk_weights.requires_grad": inputs(weights_need_grad=True),
+    }.items():
+        found.append((f"dispatch {what}", dispatch, dispatch_fields(7, DISPATCH, changed_inputs), what))
+    found.append(("dispatch number", dispatch, dispatch_fields(8, DISPATCH, inputs()), "dispatch number"))
+    found.append(("combine number", combine, combine_fields(1 << 40, COMBINE), "dispatch number"))
+    found.append(("call", dispatch, combine, "call"))
+    found.append(("gradient", combine, gradient_fields(7, "gradient of weights"), "call"))
+    return [pytest.param(*each, id=name) for name, *each in found]
+
+
+@pytest.mark.parametrize(("ours", "theirs", "name"), variants())
+def test_every_field_counts(ours: Fields, theirs: Fields, name: str) -> None:
+    """Another value of any option changes the hash, and the error names that option and both values."""
+    assert 0 <= hash_of(ours) < 2**63, "an int64 holds it, on the wire and in a kernel's header"
+    assert hash_of(ours) == hash_of(dict(ours))
+    assert hash_of(ours) != hash_of(theirs)
+    with pytest.raises(tl.PlanMismatch) as raised:
+        raise_difference([text_of(ours), text_of(ours), text_of(theirs)])
+    assert (raised.value.rank, raised.value.field) == (2, name)
+    assert f"{name}={text_of(theirs).get(name)}, rank 0 has {name}={text_of(ours).get(name)}" in str(raised.value)
+
+
+def test_what_ranks_may_differ_in() -> None:
+    """Who owns the outputs, and what began early, is each rank's own business."""
+    ours = hash_of(dispatch_fields(7, DISPATCH, inputs()))
+    for options in ({"own_outputs": True}, {"ahead": True}):
+        assert hash_of(dispatch_fields(7, DISPATCH, inputs(**options))) == ours
+
+
+def test_words_of_values() -> None:
+    """As errors show them: booleans in words, dtypes as torch writes them."""
+    text = text_of({"call": "dispatch", "to_fp8": True, "weighted": False, "x.dtype": BF16, "capacity": None})
+    assert text == {
+        "call": "dispatch",
+        "to_fp8": "yes",
+        "weighted": "no",
+        "x.dtype": "torch.bfloat16",
+        "capacity": "None",
+    }

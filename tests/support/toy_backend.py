@@ -1,0 +1,132 @@
+"""A backend from outside of the package: all that it offers is what the seam names, and it can do less than others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tokenloom.backends.base import (
+    Capabilities,
+    CombineOptions,
+    DispatchInputs,
+    DispatchOptions,
+    RoutedCounts,
+    Upcoming,
+    Wait,
+)
+from tokenloom.backends.collective import CollectiveBackend
+from tokenloom.backends.registration import Availability, Registration, Request
+from tokenloom.plan import Plan
+from tokenloom.runtime.rank_group import RankGroup
+
+NAME = "toy"
+CAPABILITIES = Capabilities(
+    layouts=("token", "expert"),
+    dispatch_strategies=("dedup",),
+    combine_strategies=("dedup",),
+    dtypes=(torch.bfloat16, torch.float32),
+)
+Make = Callable[[Request, RankGroup], "ToyBackend"]
+
+
+@dataclass(frozen=True)
+class ToyHandle:
+    """What the protocol Handle names, and nothing else: whoever asks for more finds nothing."""
+
+    options: DispatchOptions
+    number: int
+    num_tokens: int
+    num_places: int
+    counts: RoutedCounts
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor | None
+    scales: torch.Tensor | None
+    host_offsets: list[int] | None
+    positions: Callable[[], torch.Tensor]
+
+
+class ToyBackend:
+    """Moves tokens as "collective" does, under its own name, and notes which of its methods were called."""
+
+    name = NAME
+    capabilities = CAPABILITIES
+
+    def __init__(self, plan: Plan, ranks: RankGroup) -> None:
+        self._inner = CollectiveBackend(plan, ranks)
+        self._handles: dict[int, Any] = {}
+        self.called: list[str] = []
+
+    def send_dispatch(self, options: DispatchOptions, inputs: DispatchInputs) -> _Receives:
+        self.called.append("send_dispatch")
+        pending = self._inner.send_dispatch(options, inputs)
+
+        def receive() -> tuple[ToyHandle, torch.Tensor]:
+            inner, rows = pending.receive()
+            self._handles[inner.number] = inner
+            names = ToyHandle.__dataclass_fields__
+            return ToyHandle(**{name: getattr(inner, name) for name in names}), rows
+
+        return _Receives(receive)
+
+    def send_combine(
+        self,
+        handle: ToyHandle,
+        rows: torch.Tensor,
+        weights: torch.Tensor | None,
+        options: CombineOptions,
+        out: torch.Tensor | None = None,
+        alone: bool = False,
+    ) -> Any:
+        return self._call("send_combine", handle, rows, weights, options, out, alone)
+
+    def send_again(self, handle: ToyHandle, values: torch.Tensor, strategy: str = "dedup") -> Any:
+        return self._call("send_again", handle, values, strategy)
+
+    def send_rows(self, handle: ToyHandle, values: torch.Tensor, strategy: str = "dedup") -> Any:
+        return self._call("send_rows", handle, values, strategy)
+
+    def send_weight_gradients(self, handle: ToyHandle, grad: torch.Tensor) -> Any:
+        return self._call("send_weight_gradients", handle, grad)
+
+    def row_weights(self, handle: ToyHandle, weights: torch.Tensor, num_places: int) -> torch.Tensor:
+        return self._call("row_weights", handle, weights, num_places)
+
+    def route_gradients(self, handle: ToyHandle, grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return self._call("route_gradients", handle, grad, like)
+
+    def _call(self, name: str, handle: ToyHandle, *args: Any) -> Any:
+        self.called.append(name)
+        return getattr(self._inner, name)(self._handles[handle.number], *args)
+
+    def report_fault(self, fault: Exception, upcoming: Sequence[Upcoming]) -> None:
+        self._inner.report_fault(fault, upcoming)
+
+    def check(self, wait: Wait) -> None:
+        self._inner.check(wait)
+
+    def memory(self) -> list[str]:
+        return ["a toy's memory: 0 MB"]
+
+    def close(self) -> None:
+        self.called.append("close")
+        self._inner.close()
+
+
+@dataclass(frozen=True)
+class _Receives:
+    receive: Callable[[], tuple[ToyHandle, torch.Tensor]]
+
+
+def make(request: Request, ranks: RankGroup) -> ToyBackend:
+    """As a registration wants it."""
+    assert request.plan is not None
+    return ToyBackend(request.plan, ranks)
+
+
+def toy(make: Make = make, works: bool = True, **others: Any) -> Registration:
+    """The one registration that a new backend needs."""
+    why = "made of wood" if works else "it is broken"
+    return Registration(NAME, lambda request: Availability(NAME, works, why), make, **others)
