@@ -15,8 +15,10 @@ import torch
 import tokenloom as tl
 from tests.conftest import Ranks
 from tokenloom.backends.nvlink import buffers
+from tokenloom.comm.engine import Engine
 from tokenloom.ops import experts
 from tokenloom.runtime.processes import RankContext
+from tokenloom.training import pieces as piecewise
 from tokenloom.training import routed_experts
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 256, 96, 8, 3
@@ -82,7 +84,7 @@ def one_step(context: RankContext, all_to_first: bool = False, **options: Any) -
     return found
 
 
-def four_pieces(comm: Any, how: Any, num_tokens: int) -> list[slice]:
+def four_pieces(engine: Any, options: Any, num_tokens: int) -> list[slice]:
     """Unequal ones; of few tokens some are empty."""
     ends = [0, num_tokens // 3, num_tokens // 2, num_tokens * 7 // 8, num_tokens]
     return [slice(*span) for span in pairwise(ends)]
@@ -93,7 +95,7 @@ def forced(pieces: bool, few_rows: int = experts.FEW_ROWS) -> Iterator[None]:
     """Many tokens: they go in pieces, and experts are multiplied one by one."""
     with ExitStack() as stack:
         if pieces:
-            stack.enter_context(mock.patch.object(routed_experts, "_slices", four_pieces))
+            stack.enter_context(mock.patch.object(routed_experts, "cut", four_pieces))
         stack.enter_context(mock.patch.object(experts, "FEW_ROWS", few_rows))
         yield
 
@@ -137,12 +139,12 @@ def test_pieces_are_the_whole(ranks: Ranks, redispatch: bool) -> None:
 
 def count_pieces(context: RankContext) -> list[int]:
     (layer,) = layers_of(context, 1)
-    how = routed_experts.HowToRun(layer.strategy)
+    options = piecewise.RunOptions(layer.strategy)
     rows = layer.comm.plan.max_tokens_per_rank * TOP_K // layer.comm.plan.experts_per_rank
     counts = []
     for few, tokens, pool_rows in ((rows // 2, 5, None), (rows // 3, 5, None), (1, 0, None), (1, 5, 9)):
-        with mock.patch.object(routed_experts, "FEW_ROWS", few):
-            slices = routed_experts._slices(layer.comm, replace(how, pool_rows=pool_rows), tokens)
+        with mock.patch.object(piecewise, "FEW_ROWS", few):
+            slices = piecewise.cut(layer.comm.engine, replace(options, pool_rows=pool_rows), tokens)
         assert [index for span in slices for index in range(tokens)[span]] == list(range(tokens))
         counts.append(len(slices))
     layer.comm.close()
@@ -333,23 +335,33 @@ def test_an_overflow_is_raised_once(ranks: Ranks, redispatch: bool) -> None:
     assert ranks.run(overflow_in_training, redispatch) == [1] * ranks.num_ranks
 
 
+class NoRoom:
+    """A dispatch that arrives and then finds no memory."""
+
+    def __init__(self, pending: Any) -> None:
+        self.pending = pending
+
+    def receive(self) -> None:
+        self.pending.receive()
+        raise RuntimeError("no memory left")
+
+
 def no_room_for_rows(context: RankContext, number: int, pieces: bool) -> str:
     """Rank 0 has no memory for the rows of a piece, which all have agreed to send."""
     (layer,) = layers_of(context, 1)
     x = torch.randn(16, HIDDEN, device=context.device).to(torch.bfloat16)
-    real, calls = tl.Communicator._routed, 0
+    real, calls = Engine.send_dispatch, 0
 
-    def routed(*args: Any) -> tl.Routed:
+    def send_dispatch(*args: Any) -> Any:
         nonlocal calls
         calls += 1
-        if context.rank == 0 and calls == number + 1:
-            raise RuntimeError("no memory left")
-        return real(*args)
+        pending = real(*args)
+        return NoRoom(pending) if context.rank == 0 and calls == number + 1 else pending
 
     with forced(pieces):
         wanted, _ = layer(x)
         with (
-            mock.patch.object(tl.Communicator, "_routed", routed),
+            mock.patch.object(Engine, "send_dispatch", send_dispatch),
             pytest.raises(RuntimeError if context.rank == 0 else tl.PeerError) as caught,
         ):
             forward_and_check(layer, x)
