@@ -1,7 +1,7 @@
 """Backend "nvlink": what a review of it found wrong, so that it stays right.
 
 What every backend must do is tested elsewhere, on this one too. Here are the ways in which this one could fail that
-come of what is its own: errors that the host learns of later, regions used in turn, epochs.
+come of what is its own: errors that the host learns of later, receive buffers used in turn, epochs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import tokenloom as tl
 from tests.conftest import Ranks
 from tests.support.cases import BF16, FP8, Case, Problem, make_problem, same_routed
-from tests.support.nvlink_cases import meet, new_comm, round_trip
+from tests.support.nvlink_cases import launcher_of, meet, new_comm, round_trip
 from tokenloom import reference
 from tokenloom.backends.nvlink import buffers
 from tokenloom.backends.nvlink.launcher import CALLS_IN_FLIGHT
@@ -88,7 +88,7 @@ FAULTS = ["an id of no expert", "x of another width", "one rank dispatches", "on
 @pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
 def test_rounds_after_faults(hoppers: Ranks, checked: bool) -> None:
     """A rank that had failed had not dispatched, or had dispatched while others combined: from then on ranks differed
-    in whose turn the receive regions were, and in the number of the dispatch. Rows went to the region that their
+    in which receive buffer's turn it was, and in the number of the dispatch. Rows went to the buffer that their
     sender was at. Now every rank says where it wants them."""
     hoppers.run(check_rounds_after_faults, checked)
 
@@ -107,7 +107,7 @@ def check_rounds_after_faults(context: RankContext, checked: bool) -> None:
             right_error(context, fault, raised.value)
             comm.check()
             latest, places_after = three_rounds(context, comm, problems, sizes)
-            assert places_after == places, f"after {fault!r} views are no longer of the two regions"
+            assert places_after == places, f"after {fault!r} views are no longer of the two receive buffers"
 
 
 def three_rounds(
@@ -126,7 +126,7 @@ def three_rounds(
     comm.check()
     if comm.backend != "nvlink":
         return routed, set()
-    assert places[0] == places[2] != places[1], "the two regions do not take turns"
+    assert places[0] == places[2] != places[1], "the two receive buffers do not take turns"
     return routed, set(places[:2])
 
 
@@ -168,9 +168,9 @@ def right_error(context: RankContext, fault: str, error: BaseException) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, FP8], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("alignment", [1, 16])
-def test_more_rows_than_a_region_holds(hoppers: Ranks, alignment: int, dtype: torch.dtype) -> None:
-    """Exact sizes have no limit: what does not fit a region comes as layout "token" and is spread on arrival. The
-    combine of such a dispatch, per route, went by tokens of received rows that nobody had written."""
+def test_more_rows_than_a_receive_buffer_holds(hoppers: Ranks, alignment: int, dtype: torch.dtype) -> None:
+    """Exact sizes have no limit: what does not fit a receive buffer comes as layout "token" and is spread on arrival.
+    The combine of such a dispatch, per route, went by tokens of received rows that nobody had written."""
     hoppers.run(check_more_rows, alignment, dtype)
 
 
@@ -180,7 +180,7 @@ def check_more_rows(context: RankContext, alignment: int, dtype: torch.dtype) ->
     problem = make_problem(case, context.num_ranks)
     needed = problem.rows_needed("expert", alignment)
     with mock.patch.object(buffers, "EXPERT_ROOM", 0.0):
-        assert buffers.region_rows(problem.plan) < needed, "the region is large enough"
+        assert buffers.receive_rows(problem.plan) < needed, "the buffer is large enough"
         with new_comm(context, problem.plan, checked=False) as comm:
             for capacity in (None, needed):
                 round_trip(context, comm, problem, "expert", alignment=alignment, capacity=capacity)
@@ -243,17 +243,17 @@ def check_epochs(context: RankContext, start: int, layout: str) -> None:
         for sizes in ("exact", "bounded", "exact"):
             round_trip(context, comm, problem, layout, sizes=sizes)
         comm.check()
-        calls = comm._backend.calls  # type: ignore[attr-defined]
-        assert calls.num_calls > 5
+        launcher = launcher_of(comm)
+        assert launcher.num_calls > 5
         # One epoch for each call, 0 perhaps left out.
-        assert (int(calls._state[0]) - start) % 2**32 - calls.num_calls in range(3)
+        assert (int(launcher._state[0]) - start) % 2**32 - launcher.num_calls in range(3)
 
 
 def set_epoch(context: RankContext, comm: tl.Communicator, epoch: int) -> None:
     """As after so many calls, none of which raised other flags than those of every call."""
-    calls = comm._backend.calls  # type: ignore[attr-defined]
+    launcher = launcher_of(comm)
     bits = epoch - 2**32 if epoch >= 2**31 else epoch
     meet(context)
-    calls._state[0] = bits
-    calls.control.view("flags", torch.int32, (context.num_ranks,)).fill_(bits)
+    launcher._state[0] = bits
+    launcher.control.view("flags", torch.int32, (context.num_ranks,)).fill_(bits)
     meet(context)

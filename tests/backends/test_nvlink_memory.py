@@ -12,7 +12,7 @@ import tokenloom as tl
 from tests.conftest import Ranks
 from tests.support.cases import BF16, Case, Problem, expert_rows, make_problem, same_bits
 from tests.support.graph_cases import EXPERT, ROUNDS, Captured, Step, plan_of
-from tests.support.nvlink_cases import meet, new_comm, round_trip
+from tests.support.nvlink_cases import buffers_of, meet, new_comm, round_trip
 from tokenloom import reference
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.streams import tensors_in
@@ -59,7 +59,7 @@ def combine_and_drop(
     y = y.to(context.device, copy=True)
     dropped = tensors_in((y, routed._weights, routed._handle))
     sizes = [each.untyped_storage().nbytes() for each in dropped]
-    side = comm._side_stream._stream
+    side = comm.engine.side_stream._stream
     if side is not None:
         with torch.cuda.stream(side):
             torch.cuda._sleep(LONG_CYCLES)
@@ -162,9 +162,7 @@ def use_and_close(context: RankContext, problem: Problem) -> int:
     """A communicator's life. Returns: bytes of its buffers."""
     with new_comm(context, problem.plan, checked=True) as comm:
         round_trip(context, comm, problem, "expert")
-        backend: Any = comm._backend
-        buffers = [backend.calls.control, *backend._buffers.values()]
-        return sum(buffer.layout.total_bytes for buffer in buffers)
+        return sum(buffer.layout.total_bytes for buffer in buffers_of(comm))
 
 
 def free_memory() -> int:

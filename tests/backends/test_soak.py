@@ -27,7 +27,7 @@ CAPACITY = 600
 def test_soak(hoppers: Ranks) -> None:
     """Routing, tokens and weights are drawn anew before every replay, on the device, by each rank for itself, and what
     must come home can be told from them alone. The host does not wait before the end, so that every rank runs as far
-    ahead as the others let it: a flag, a count or a region that is reused too early shows as a wrong value."""
+    ahead as the others let it: a flag, a count or a buffer that is reused too early shows as a wrong value."""
     assert 2 * PAIRS * REPLAYS == 100_000
     hoppers.run(check_soak, REPLAYS, limit_s=90.0)
 

@@ -240,7 +240,7 @@ def check_to_fp8_async(context: RankContext, backend: str, layout: str) -> None:
 def test_outputs_are_independent(ranks: Ranks, backend: str, copy: bool) -> None:
     """With copy=True, and on collective always, outputs survive later calls and changes of the input."""
     if backend != "collective" and not copy:
-        pytest.skip("views of the receive regions, by contract")
+        pytest.skip("views of the receive buffers, by contract")
     ranks.run(check_outputs_are_independent, backend, copy)
 
 
@@ -265,15 +265,11 @@ def check_outputs_are_independent(context: RankContext, backend: str, copy: bool
 def test_what_a_handle_keeps_has_no_graph() -> None:
     """A backend may return rows that its handle keeps: their graph, which holds the handle, must still go at once."""
 
-    class KeepsItsOutputs:
-        def dispatch(self, handle: Any, x: torch.Tensor) -> torch.Tensor:
-            handle.rows = x.clone()
-            return handle.rows
-
     weights = torch.ones(3, 2, requires_grad=True)
-    handle = SimpleNamespace(topk_weights=weights.detach().clone())
     x = torch.ones(3, 4, requires_grad=True)
-    outputs = autograd.dispatch(KeepsItsOutputs(), handle, x, weights)  # type: ignore[arg-type]
+    handle: Any = SimpleNamespace(topk_weights=weights.detach().clone(), rows=x.detach().clone())
+    engine: Any = None  # which backward asks
+    outputs = autograd.dispatched(engine, handle, handle.rows, x, weights)
     assert all(output is not None and output.requires_grad for output in outputs)
     assert handle.rows.grad_fn is None
     assert handle.topk_weights.grad_fn is None
@@ -361,7 +357,7 @@ def check_wire(context: RankContext, layout: str) -> None:
         num_rows = rows_sent(problem, context.rank)
         assert wire.all_to_all == [num_rows * (4 + 6 * 8), num_rows * hidden * 4]  # token, ids and weights; row
         others.append(wire.others)
-    assert others[0] == others[1], "what the counts exchange carries must not grow with the hidden size"
+    assert others[0] == others[1], "what the handshake carries must not grow with the hidden size"
 
 
 def test_to_fp8_sends_fp8(ranks: Ranks) -> None:

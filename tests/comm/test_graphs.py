@@ -59,7 +59,7 @@ def check_replay(context: RankContext, kind: Kind) -> None:
 
 @pytest.mark.alone  # contexts that share a GPU take turns: every wait for a peer is a turn of all others
 def test_many_replays_in_a_row(hoppers: Ranks) -> None:
-    """The host is far ahead of the GPUs and ranks of each other: regions and flags are reused in time, not before."""
+    """The host is far ahead of the GPUs and ranks of each other: buffers and flags are reused in time, not before."""
     hoppers.run(check_many_replays)
 
 
@@ -84,7 +84,7 @@ def check_many_replays(context: RankContext) -> None:
 def test_replays_among_eager_calls(hoppers: Ranks) -> None:
     """Several graphs of two communicators, in an order that none was captured in, with eager calls in between: calls
     are counted on the device, so that a replay that the host knows nothing of takes its place among them. And an eager
-    dispatch with tensors of its own is combined after replays that used both receive regions."""
+    dispatch with tensors of its own is combined after replays that used both receive buffers."""
     hoppers.run(check_replays_among_eager_calls)
 
 
@@ -98,7 +98,7 @@ def check_replays_among_eager_calls(context: RankContext) -> None:
     graphs = []
     for i, step in enumerate(steps):
         if i in (2, 3):
-            eager[i]()  # shifts the turns of the two receive regions: graphs of both are there then
+            eager[i]()  # shifts the turns of the two receive buffers: graphs of both are there then
         graphs.append(Captured(step))
     held: list[tuple[Step, Round, tl.Routed]] = []
     results: list[tuple[torch.Tensor, Step, Round, str]] = []

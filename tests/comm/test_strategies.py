@@ -15,9 +15,12 @@ import tokenloom as tl
 from tests.comm.test_row_weights import TOKENS, TOP_K
 from tests.conftest import Ranks
 from tests.support.layer_cases import HIDDEN, LayerCase, make_inputs, make_layer
+from tests.support.nvlink_cases import launcher_of
+from tests.support.strategies import combine_by, combine_by_async
 from tests.support.wire import count_wire
 from tests.training.test_routed_experts import POOL, layers_of, one_step
-from tokenloom.comm.strategy import Strategy
+from tokenloom.comm.strategy import STRATEGY_OF_MODE, Strategy
+from tokenloom.kernels.dispatch.launch import DispatchVariant
 from tokenloom.plan import COMBINE_STRATEGIES, DISPATCH_STRATEGIES
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer
@@ -40,9 +43,9 @@ def make(
 
 
 def run_both(
-    context: RankContext, options: dict[str, Any], dispatch: str, mode: str, combine: str, backend: str = "collective"
+    context: RankContext, options: dict[str, Any], dispatch: str, combine: str, backend: str = "collective"
 ) -> list[Any]:
-    """Outputs and gradients of one strategy."""
+    """Outputs and gradients of one strategy of each. ``combine`` may also be a mode, as users choose it."""
     comm, x, ids, weights = make(context, backend)
     leaves = (x.clone().requires_grad_(not options.get("to_fp8")), weights.clone().requires_grad_())
     routed = comm.dispatch(leaves[0], ids, leaves[1], strategy=dispatch, **options)
@@ -50,7 +53,10 @@ def run_both(
     y = torch.sin(rows)
     if routed.topk_weights is not None:  # layouts whose rows the caller weights
         y = y * routed.topk_weights.sum(-1, keepdim=True).to(y.dtype)
-    out = comm.combine(y, routed, mode=mode, strategy=combine)
+    if combine in STRATEGY_OF_MODE:
+        out = comm.combine(y, routed, mode=combine)
+    else:
+        out = combine_by(comm, combine, y, routed)
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     grads = torch.autograd.grad(out.float().square().sum(), wanted, allow_unused=True)
     comm.close()
@@ -58,11 +64,11 @@ def run_both(
 
 
 def same(
-    context: RankContext, options: dict[str, Any], dispatch: str, mode: str, combine: str, backend: str = "collective"
+    context: RankContext, options: dict[str, Any], dispatch: str, combine: str, backend: str = "collective"
 ) -> None:
-    default = "dedup" if mode == "per_rank" else "all_to_all"
-    want = run_both(context, options, "dedup", mode, default)
-    got = run_both(context, options, dispatch, mode, combine, backend)
+    mode = "per_route" if combine == "all_to_all" else "per_rank"
+    want = run_both(context, options, "dedup", mode)
+    got = run_both(context, options, dispatch, combine, backend)
     for ours, theirs in zip(got, want, strict=True):
         assert (ours is None) == (theirs is None)
         assert ours is None or torch.equal(ours, theirs)
@@ -81,13 +87,12 @@ def same(
 )
 def test_same_bits(ranks: Ranks, layout: str, dispatch: str, combine: str, to_fp8: bool) -> None:
     """Rows, sums and both gradients, for every layout that a strategy has."""
-    mode = "per_route" if combine == "all_to_all" else "per_rank"
-    ranks.run(same, {"layout": layout, "to_fp8": to_fp8}, dispatch, mode, combine)
+    ranks.run(same, {"layout": layout, "to_fp8": to_fp8}, dispatch, combine)
 
 
 @pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
 def test_groups_are_padded_and_rows_dropped_alike(ranks: Ranks, dispatch: str) -> None:
-    ranks.run(same, {"layout": "expert", "alignment": 8}, dispatch, "per_rank", "reduce_scatter")
+    ranks.run(same, {"layout": "expert", "alignment": 8}, dispatch, "reduce_scatter")
 
 
 def count(context: RankContext) -> None:
@@ -107,7 +112,7 @@ def count(context: RankContext) -> None:
     received = int(routed.source_counts.sum())
     for strategy, sent in (("dedup", received), ("reduce_scatter", num_ranks * room)):
         with count_wire() as wire:
-            comm.combine(routed.tokens, routed, strategy=strategy)
+            combine_by(comm, strategy, routed.tokens, routed)
         assert wire.all_to_all == [sent * row_bytes]
     comm.close()
 
@@ -123,15 +128,19 @@ def refuse(context: RankContext) -> None:
         comm.dispatch(x, ids, weights, strategy="broadcast")
     with pytest.raises(tl.InvalidArgument, match="'all_to_all' moves a row for each route"):
         comm.dispatch(x, ids, weights, layout="token", strategy="all_to_all")
-    routed = comm.dispatch(x, ids, weights)
-    with pytest.raises(tl.InvalidArgument, match="for mode 'per_route', mode is 'per_rank'"):
-        comm.combine(routed.tokens, routed, strategy="all_to_all")
     with pytest.raises(tl.InvalidArgument, match="strategy of combine is 'all_gather'"):
-        comm.combine(routed.tokens, routed, strategy="all_gather")
+        tl.Strategy(combine="all_gather")
+    routed = comm.dispatch(x, ids, weights)
     if context.num_ranks > 1:
         mine = "all_gather" if context.rank == 0 else "dedup"
         with pytest.raises(tl.PlanMismatch, match="strategy"):
             comm.dispatch(x, ids, weights, strategy=mine)
+        mine = "reduce_scatter" if context.rank == 0 else "dedup"
+        with pytest.raises(tl.PlanMismatch, match="strategy"):
+            combine_by(comm, mine, routed.tokens, routed)
+        mine = "all_to_all" if context.rank == 0 else "dedup"  # which differ in their sums, too
+        with pytest.raises(tl.PlanMismatch, match="mode"):
+            combine_by(comm, mine, routed.tokens, routed)
     comm.close()
 
 
@@ -186,7 +195,7 @@ def test_layers(ranks: Ranks, dispatch: str, combine: str) -> None:
 )
 def test_kernels_give_the_same_bits(hoppers: Ranks, dispatch: str, combine: str, options: dict[str, Any]) -> None:
     """As the other backend by its default."""
-    hoppers.run(same, options, dispatch, Strategy(combine=combine).mode, combine, "nvlink")
+    hoppers.run(same, options, dispatch, combine, "nvlink")
 
 
 def in_turns(context: RankContext) -> None:
@@ -202,10 +211,10 @@ def in_turns(context: RankContext) -> None:
         dispatch, combine = strategies
         if not beside:
             routed = ours.dispatch(*given, strategy=dispatch, **options)
-            return routed.tokens, ours.combine(routed.tokens, routed, strategy=combine)
+            return routed.tokens, combine_by(ours, combine, routed.tokens, routed)
         routed, arrived = ours.dispatch(*given, strategy=dispatch, async_op=True, **options)
         arrived.wait()
-        out, home = ours.combine(routed.tokens, routed, strategy=combine, async_op=True)
+        out, home = combine_by_async(ours, combine, routed.tokens, routed)
         home.wait()
         return routed.tokens, out
 
@@ -253,7 +262,7 @@ def drop(context: RankContext) -> bool:
     results = []
     for dispatch, combine in (("dedup", "dedup"), ("all_gather", "reduce_scatter"), ("all_to_all", "reduce_scatter")):
         routed = comm.dispatch(x, ids, weights, sizes="bounded", capacity=8, strategy=dispatch)
-        out = comm.combine(routed.tokens, routed, strategy=combine)
+        out = combine_by(comm, combine, routed.tokens, routed)
         results.append((routed.tokens[: int(routed.num_rows)].clone(), out))
         with pytest.raises(tl.CapacityOverflow):
             comm.check()
@@ -300,13 +309,12 @@ def count_copies(context: RankContext) -> None:
             assert copied == of_gradient, f"gradient of {strategy}"
         y = routed.tokens.detach().requires_grad_()
         for strategy, of_combine, of_gradient in (("dedup", 0, 0), ("reduce_scatter", dense, all_tokens)):
-            options: dict[str, Any] = {"strategy": strategy, "weighted": False}
-            copied, out = counted(lambda o=options: comm.combine(y, routed, **o))
+            copied, out = counted(lambda s=strategy: combine_by(comm, s, y, routed, weighted=False))
             assert copied == of_combine, strategy
             copied, _ = counted(lambda o=out: o.sum().backward())
             assert copied == of_gradient, f"gradient of {strategy}"
-    names = {dict(kernel.spec.shape).get("strategy") for kernel in comm._backend.calls._kernels.values()}
-    assert {DISPATCH_STRATEGIES.index("all_to_all"), DISPATCH_STRATEGIES.index("all_gather")} <= names
+    names = {variant.strategy for variant in launcher_of(comm)._kernels if isinstance(variant, DispatchVariant)}
+    assert {"all_to_all", "all_gather"} <= names
     comm.check()
     comm.close()
 
@@ -325,7 +333,7 @@ def refuse_on_kernels(context: RankContext) -> None:
         comm.dispatch(x, ids, weights, to_fp8=True, strategy="all_gather")
     routed = comm.dispatch(x, ids, weights, layout="token")
     with pytest.raises(tl.InvalidArgument, match="has strategy 'reduce_scatter' in layout 'expert', not 'token'"):
-        comm.combine(routed.tokens, routed, strategy="reduce_scatter")
+        combine_by(comm, "reduce_scatter", routed.tokens, routed)
     bounded: dict[str, Any] = {"sizes": "bounded", "capacity": 64}
     for strategy in DISPATCH_STRATEGIES:
         comm.dispatch(x, ids, weights, strategy=strategy, **bounded)

@@ -10,7 +10,7 @@ import torch
 import tokenloom as tl
 from tests.conftest import Ranks
 from tests.support.cases import Case, make_comm, make_problem
-from tokenloom.backends.base import DispatchCall, RoutedCounts
+from tokenloom.backends.base import DispatchOptions, RoutedCounts
 from tokenloom.backends.nvlink.dispatch import NvlinkHandle
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.streams import SideStream, tensors_in
@@ -53,9 +53,9 @@ def test_all_of_a_handle_is_found() -> None:
     made = tensors(20)
     names = [each.name for each in fields(NvlinkHandle)]
     given: dict[str, Any] = dict.fromkeys(names, None) | {"number": 1, "num_tokens": 2, "capacity": 3}
-    given["call"] = DispatchCall("expert", 1, "bounded", 3)
+    given["options"] = DispatchOptions("expert", 1, "bounded", 3)
     given["counts"] = RoutedCounts(*made[:4])
-    rest = [name for name in names if given[name] is None and name != "reused_after"]
+    rest = [name for name in names if given[name] is None and name not in ("reused_after", "ids_version")]
     assert len(rest) >= 10
     given |= dict(zip(rest, made[4:], strict=False))
     expected = [id(tensor) for tensor in made[: 4 + len(rest)]]

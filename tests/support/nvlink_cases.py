@@ -17,14 +17,27 @@ from tests.support.cases import (
     same_routed,
 )
 from tokenloom import reference
+from tokenloom.backends.nvlink.launcher import Launcher
 from tokenloom.plan import Plan
 from tokenloom.runtime.processes import RankContext
+from tokenloom.runtime.symmetric_memory import SymmetricBuffer
 
 BACKEND = "nvlink"
 
 
 def new_comm(context: RankContext, plan: Plan, *, checked: bool) -> tl.Communicator:
     return make_comm(context, BACKEND, plan, checked=checked)
+
+
+def launcher_of(comm: tl.Communicator) -> Launcher:
+    """What opens the calls of a communicator, for tests of epochs and of what is captured."""
+    return comm.engine._backend._launcher  # type: ignore[attr-defined]
+
+
+def buffers_of(comm: tl.Communicator) -> list[SymmetricBuffer]:
+    """All memory of a communicator that other ranks write, as far as it is made."""
+    backend = comm.engine._backend
+    return [backend._launcher.control, *backend._buffers.all()]  # type: ignore[attr-defined]
 
 
 def meet(context: RankContext) -> None:

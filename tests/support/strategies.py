@@ -1,0 +1,35 @@
+"""Combines carried by any strategy, as layers have them. ``Communicator.combine`` offers what sums differently."""
+
+from __future__ import annotations
+
+import torch
+
+import tokenloom as tl
+from tokenloom.backends.base import CombineOptions, Upcoming
+from tokenloom.comm import autograd
+
+
+def combine_by(
+    comm: tl.Communicator, strategy: str, y: torch.Tensor, routed: tl.Routed, *, weighted: bool = True
+) -> torch.Tensor:
+    """As ``comm.combine(y, routed)``, carried by a strategy of combine. Differentiable, collective.
+
+    Args:
+        weighted: multiply rows of layout "expert" by their weights. Other layouts have none to multiply by.
+    """
+    engine, weights = comm.engine, routed._weights if weighted else None
+    needs_grad = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (y, weights))
+    options = CombineOptions(weights is not None, y.dtype, y.dtype, needs_grad, strategy)
+    engine.begin()
+    with engine.sequence(Upcoming("combine")):
+        return autograd.combine(engine, routed._handle, y.view(-1, comm.plan.hidden), weights, options)
+
+
+def combine_by_async(
+    comm: tl.Communicator, strategy: str, y: torch.Tensor, routed: tl.Routed
+) -> tuple[torch.Tensor, tl.Event]:
+    """The same on the communicator's own stream, with the event to wait for."""
+    side = comm.engine.side_stream
+    with side.run((y, routed)):
+        out = combine_by(comm, strategy, y, routed)
+        return out, side.event((out,))
