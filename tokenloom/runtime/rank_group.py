@@ -301,11 +301,11 @@ class RankGroup:
                 peer_error = PeerError(*failed, sent=True)
                 self._broken = f"an earlier call failed: {peer_error}"
                 raise peer_error
+            if self.notes.who_left_before(step):
+                return "the communicator was closed there", waited
             said = self.notes.who_gave_up()
             if said:
                 return said, waited
-            if self.notes.who_left_before(step):
-                return "the communicator was closed there", waited
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return f"no answer within {limit_s:g} s", waited
