@@ -24,7 +24,7 @@ from tokenloom.bench.common.inputs import expert_outputs, make_inputs
 from tokenloom.bench.common.shape import Shape
 from tokenloom.runtime.processes import RankContext, RankPool
 
-MARKS = ("begun", "counted", "heard", "placed", "sent", "told", "filled", "summed", "done")
+MARKS = ("begun", "counted", "heard", "placed", "sent", "notified", "filled", "summed", "done")
 """What a block has done, by Mark of tokenloom/device/transport/call.cuh.
 
 It has begun; its counts are known; all ranks' counts are here; places are known; its own rows are sent; the others are

@@ -14,6 +14,7 @@ import pytest
 
 from tests.kernels import variants
 from tests.kernels.variants import BF16, FP16, FP32, VARIANTS
+from tests.support.slow import mostly_slow
 from tests.support.small_kernels import needs_nvrtc
 from tokenloom.backends.nvlink import buffers
 from tokenloom.cli import kernel_cache
@@ -25,12 +26,12 @@ from tokenloom.kernels.combine import launch as combine
 from tokenloom.kernels.common import Variant
 from tokenloom.kernels.dispatch import launch as dispatch
 from tokenloom.plan import FP8_BLOCK, Plan
-from tokenloom.runtime import symmetric_memory
+from tokenloom.runtime import kernel_reports
 
 REGISTERS_PER_SM = 65536
 REGISTER_UNIT = 8
 """Registers of a thread are handed out in such units."""
-DEVICE_FOLDERS = ("ptx", "sync", "tile", "pipe")
+DEVICE_FOLDERS = ("ptx", "sync", "tile", "pipe", "transport", "roles")
 """Headers include from their own folder and those before it."""
 
 
@@ -42,8 +43,25 @@ def compiling(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[tuple
         yield {name: pool.submit(compiler.compile_kernel, VARIANTS[name].spec()) for name in asked if name}
 
 
+QUICK = {
+    "dispatch, expert bf16",
+    "dispatch, expert fp8 with scales",
+    "dispatch, token fp32",
+    "dispatch, token torch.bfloat16 to fp8, power of two",
+    "dispatch, all_to_all, bf16",
+    "combine, expert bf16, weighted",
+    "combine, rank bf16 over fp32",
+    "combine, per route, bf16, weighted",
+    "combine, reduce_scatter, bf16",
+    "pre_reduce, reduce_scatter, bf16",
+    "row_weights, to rows, 8 ranks",
+    "barrier, 8 ranks",
+}
+"""One of each kernel, and of the ways through it."""
+
+
 @needs_nvrtc
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", mostly_slow(VARIANTS, QUICK))
 def test_it_compiles_within_limits(name: str, compiling: dict[str, Future[tuple[bytes, str]]]) -> None:
     """No spill, no stack frame (local arrays indexed at run time), no warning, no wgmma that was serialised (C75xx),
     and as many registers and as much shared memory as one block can have."""
@@ -136,8 +154,9 @@ def test_a_header_includes_what_it_needs(header: str) -> None:
 
 @pytest.mark.parametrize("header", headers())
 def test_includes_point_downward(header: str) -> None:
-    """ptx, sync, tile, pipe, each only from those before it; kernels from device/ and their own folder, so that what
-    two kernels share moves down; and nothing from outside, which NVRTC would not find."""
+    """A folder of device/ includes only from itself and those before it, kernels from device/ and their own folder.
+
+    So what two kernels share moves down. Nothing comes from outside, which NVRTC would not find."""
     text = (compiler.PACKAGE / header).read_text()
     included = re.findall(r'^\s*#\s*include\s*["<]([^">]+)', text, re.MULTILINE)
     top, folder = header.split("/")[:2]
@@ -161,7 +180,7 @@ def test_numbers_are_the_same_on_both_sides() -> None:
         *(f"static_assert(kValueBytes<{names[dtype]}> == {dtype.itemsize});" for dtype in common.DTYPES),
     )
     check(
-        "device/sync/symmetric.cuh",
+        "device/tile/layout.cuh",
         *(f"static_assert(kLayout{name.title()} == {number});" for name, number in common.LAYOUTS.items()),
     )
     check("device/tile/fp8.cuh", f"static_assert(kFp8Block == {FP8_BLOCK});")
@@ -169,14 +188,19 @@ def test_numbers_are_the_same_on_both_sides() -> None:
     numbers = (f"static_assert({kinds[kind]} == {number});" for kind, number in dispatch.QUANTIZE.items())
     check("kernels/dispatch/dispatch.cuh", *numbers)
     check(
-        "device/sync/call.cuh",
-        f"static_assert(kFields == {common.NUM_FIELDS} && kRegionWord < kHeaderWords);",
-        f"static_assert(kHeaderWords == {buffers.HEADER_WORDS});",
-        f"static_assert(sizeof(FaultRecord) == 4 * {symmetric_memory._FAULT_WORDS});",
-        f"static_assert(sizeof(CallRecord) <= 4 * {symmetric_memory._RECORD_WORDS});",
+        "device/transport/call.cuh",
+        f"static_assert(kMostRanks == {common.MAX_RANKS});",
+        f"static_assert(kHeaderWords == {common.HEADER_WORDS});",
+        f"static_assert(sizeof(FaultRecord) == 4 * {kernel_reports.FAULT_WORDS});",
+        f"static_assert(sizeof(CallRecord) <= 4 * {kernel_reports.RECORD_WORDS});",
     )
-    phases = {"kPhaseOpen": "opening", "kPhaseRows": "dispatch, rows", "kPhasePartials": "combine, partial sums"}
-    for number, words in symmetric_memory.PHASES.items():
+    phases = {
+        "kPhaseOpen": "opening",
+        "kPhaseRows": "dispatch, rows",
+        "kPhasePartials": "combine, partial sums",
+        "kPhaseBlocks": "own kernel",
+    }
+    for number, words in kernel_reports.PHASES.items():
         (name,) = [name for name, part in phases.items() if part in words]
         check("device/sync/wait.cuh", f"static_assert({name} == {number});")
 
@@ -185,10 +209,10 @@ def test_numbers_are_the_same_on_both_sides() -> None:
 @pytest.mark.parametrize(("num_ranks", "num_experts"), [(1, 1), (3, 21), (8, 256), (32, 32)])
 def test_rows_of_an_announcement_have_their_room(num_ranks: int, num_experts: int) -> None:
     """Two for each source, one per parity of the epoch."""
-    _, num_bytes = buffers.control_regions(Plan(num_ranks, num_experts, 8, 1, 1)).places["rows"]
+    _, num_bytes = buffers.control_layout(Plan(num_ranks, num_experts, 8, 1, 1)).places["headers"]
     check(
-        "device/sync/call.cuh",
-        f"static_assert(2 * {num_ranks} * row_words<{num_ranks} + {num_experts}> * sizeof(int32) == {num_bytes});",
+        "device/transport/call.cuh",
+        f"static_assert(2 * {num_ranks} * header_words<{num_ranks} + {num_experts}> * sizeof(int32) == {num_bytes});",
     )
 
 

@@ -18,7 +18,7 @@ import torch
 from tokenloom.errors import PeerTimeout
 from tokenloom.runtime.leftovers import keep_until_idle
 
-PHASES = {1: "the opening of a call", 2: "dispatch, rows", 3: "combine, partial sums"}
+PHASES = {1: "the opening of a call", 2: "dispatch, rows", 3: "combine, partial sums", 4: "blocks of its own kernel"}
 """What device/sync/wait.cuh calls Phase, in words."""
 FAULT_WORDS = 6
 """FaultRecord of device/sync/wait.cuh."""

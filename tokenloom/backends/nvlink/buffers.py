@@ -9,8 +9,9 @@ import torch
 
 from tokenloom.backends.base import CombineOptions
 from tokenloom.backends.handshake import Fields
-from tokenloom.backends.nvlink.launcher import HEADER_WORDS, Launcher
+from tokenloom.backends.nvlink.launcher import Launcher
 from tokenloom.kernels.combine.launch import max_chunks
+from tokenloom.kernels.common import HEADER_WORDS
 from tokenloom.kernels.dispatch.launch import MAX_BLOCKS
 from tokenloom.plan import FP8_BLOCK, Plan, align_up
 from tokenloom.runtime.symmetric_memory import BufferLayout, SymmetricBuffer

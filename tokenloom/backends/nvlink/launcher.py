@@ -1,7 +1,7 @@
 """The opening of every call: what all ranks are told, and what the host learns of it later.
 
-A kernel opens by telling all ranks what it was asked for (device/sync/call.cuh), so that a fault on one rank is known
-to all of them. The host reads that at once where it must, or a few calls later, the same number on every rank.
+A kernel opens by telling all ranks what it was asked for (device/transport/call.cuh), so that a fault on one rank is
+known to all of them. The host reads that at once where it must, or a few calls later, the same number on every rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from tokenloom.runtime.symmetric_memory import SymmetricBuffer, close_together
 
 T = TypeVar("T")
 
-HEADER_WORDS = 16
 CALLS_IN_FLIGHT = 3
 """Calls whose outcome the host has not read. More lets it run further ahead; errors then come later."""
 FAULT, FOLLOWS_A_FAULT = 1, 2

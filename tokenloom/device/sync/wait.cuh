@@ -19,7 +19,7 @@ struct Deadline {
 };
 
 // What a wait is for, by number; symmetric.py has the words.
-enum Phase : uint32 { kPhaseOpen = 1, kPhaseRows = 2, kPhasePartials = 3 };
+enum Phase : uint32 { kPhaseOpen = 1, kPhaseRows = 2, kPhasePartials = 3, kPhaseBlocks = 4 };
 
 // Flags that every call raises may be ahead already (epochs wrap). Others may be very old, and are compared exactly:
 // nobody raises them for a later call before this rank has announced that call.
@@ -46,13 +46,14 @@ __device__ __forceinline__ bool has_expired(const Deadline& deadline) {
     return load_relaxed_sys(deadline.fault_claimed) != 0;
 }
 
+constexpr int kPollsPerClock = 1024;
+
 // One thread waits until the peer's flag reaches `wanted`. What the peer released before is visible to it then.
 // False: expired, or another wait of this rank did; the caller must not touch what it waited for.
 template <Flag kKind = Flag::kSomeCalls>
 __device__ __forceinline__ bool wait_for_flag(const uint32* flag, uint32 wanted, const Deadline& deadline,
                                               uint32 peer, uint32 phase) {
     constexpr int kPollsBeforeSleep = 256;  // about a microsecond
-    constexpr int kPollsPerClock = 1024;
     uint64 began = 0;
     for (uint32 polls = 0; !has_reached<kKind>(load_relaxed_sys(flag), wanted); ++polls) {
         if (polls < kPollsBeforeSleep) continue;
@@ -70,9 +71,21 @@ __device__ __forceinline__ bool wait_for_flag(const uint32* flag, uint32 wanted,
     return true;
 }
 
-// One thread waits for another block of its own grid, which runs; it may have left because a wait expired.
-__device__ __forceinline__ bool wait_for_block(const uint32* flag, uint32 wanted, const Deadline& deadline) {
-    while (load_acquire_gpu(flag) != wanted)
+// One thread of rank `self` waits for another block of its own grid. That block may have left because a wait expired,
+// or may never run where the GPU has no room for all blocks. False as above.
+__device__ __forceinline__ bool wait_for_block(const uint32* flag, uint32 wanted, const Deadline& deadline,
+                                               uint32 self) {
+    uint64 began = 0;
+    for (uint32 polls = 1;; ++polls) {
+        const uint32 seen = load_acquire_gpu(flag);
+        if (seen == wanted) return true;
         if (has_expired(deadline)) return false;
-    return true;
+        if (polls % kPollsPerClock != 0) continue;
+        const uint64 now = global_timer_ns();
+        if (began == 0) began = now;
+        if (now - began > deadline.timeout_ns) {
+            record_fault(deadline.fault, deadline.fault_claimed, self, kPhaseBlocks, wanted, seen);
+            return false;
+        }
+    }
 }

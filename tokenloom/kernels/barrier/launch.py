@@ -6,19 +6,19 @@ import ctypes
 from dataclasses import dataclass
 
 from tokenloom.jit.compiler import KernelSpec
-from tokenloom.kernels.common import Call, describe, uint64_fields
+from tokenloom.kernels.common import Call, describe, int32_fields, uint64_fields
 from tokenloom.plan import Plan
 
 THREADS = 128
 
 
-class MeetRanksArgs(ctypes.Structure):
-    """Mirror of MeetRanksArgs in meet_ranks.cuh, which says what each value is."""
+class BarrierArgs(ctypes.Structure):
+    """Mirror of BarrierArgs in barrier.cuh, which says what each value is."""
 
-    _fields_ = [("call", Call), *uint64_fields("met", "taken")]
+    _fields_ = [("call", Call), *uint64_fields("opened", "cleared"), *int32_fields("num_cleared", "padding")]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class BarrierVariant:
     """One compiled form of the barrier kernel.
 
@@ -36,8 +36,7 @@ class BarrierVariant:
         shape = {
             "num_ranks": self.plan.num_ranks,
             "num_experts": self.plan.num_experts,
-            "experts_per_rank": self.plan.experts_per_rank,
             "threads": THREADS,
         }
-        path = "kernels/moe/meet_ranks.cuh"
-        return KernelSpec("meet_ranks", path, tuple(shape.items()), MeetRanksArgs, threads=THREADS)
+        path = "kernels/barrier/barrier.cuh"
+        return KernelSpec("barrier", path, tuple(shape.items()), BarrierArgs, threads=THREADS)

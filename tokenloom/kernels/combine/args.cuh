@@ -2,9 +2,11 @@
 // are Shape::num_ranks and so on.
 #pragma once
 #include "device/pipe/row_stream.cuh"
-#include "device/sync/call.cuh"
+#include "device/sync/claims.cuh"
 #include "device/sync/progress.cuh"
+#include "device/tile/layout.cuh"
 #include "device/tile/rows.cuh"
+#include "device/transport/call.cuh"
 
 struct CombineArgs {
     Call call;
@@ -18,13 +20,14 @@ struct CombineArgs {
     void* out;                 // [T] rows of Shape::out_dtype
     uint64 chunk_flags;        // in the control buffer: uint32 [W][max_chunks]: this chunk of rank r is here
     const uint64* peers;       // the data buffers
-    uint64 home;               // rows of Shape::wire_dtype: per rank [M * min(W, K)], by expert rank, then token; dense
-                               // [W][M]; per route [M * K], by token and k
+    uint64 combine_recv;       // in them, rows of Shape::wire_dtype: per rank [M * min(W, K)], by expert rank, then
+                               // token; dense [W][M]; per route [M * K], by token and k
     int32 num_tokens;
     int32 max_tokens;  // M
     int32 capacity;    // rows of y; what lies beyond was dropped
     int32 ids_are_int64;
     int32 max_chunks;  // that one rank can send another
+    uint64 own_sums;   // pre_reduce only: address of [M] rows for the sums of this rank's own tokens
 };
 
 // Rows of a chunk are a power of two, and few where few rows come, so that many warps share them. launch.py mirrors it.
@@ -45,7 +48,7 @@ struct CombineRows {
     static constexpr bool kSumOfOneIsACopy =
         !kWeighted && Shape::y_dtype == Shape::wire_dtype && Shape::y_dtype != kFloat32;
     using Push = RowSum<Shape::y_dtype, Shape::wire_dtype, Shape::hidden, Shape::group, Shape::push_terms, kWeighted>;
-    using Home = RowSum<Shape::wire_dtype, Shape::out_dtype, Shape::hidden, Shape::group, Shape::home_terms, false>;
+    using Sum = RowSum<Shape::wire_dtype, Shape::out_dtype, Shape::hidden, Shape::group, Shape::sum_terms, false>;
     static constexpr uint32 kNan = kNanWord<Shape::wire_dtype>;  // what comes home for dropped rows
 };
 
@@ -55,9 +58,9 @@ struct CombineShared {
     static constexpr int kRings = CombineRows<Shape>::kCopies ? Shape::push_warps : 1;
     typename Copy::Shared ring[kRings];
     typename Copy::Control control_of_stream[kRings];
-    uint64 control[Shape::num_ranks];  // addresses of all ranks' buffers, as in the args: here they are read fast
-    uint64 data[Shape::num_ranks];
-    alignas(16) int32 row[kHeaderWords];
+    PeerWindow<Shape::num_ranks> control;  // of all ranks' buffers, as in the args: here they are read fast
+    PeerWindow<Shape::num_ranks> data;
+    alignas(16) int32 header[kHeaderWords];
     Progress<Shape::push_warps> progress;
     int32 received_base[Shape::num_ranks];  // first received row that came from rank s
     int32 received[Shape::num_ranks];       // how many did

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 
@@ -27,7 +27,7 @@ COPY_WARPS = 3
 """Warps of a block that send rows as they are; bulk copies need few threads. The others sum."""
 PUSH_WARPS = {"per_rank": 12, "per_route": 10}
 """Warps of a block that send rows which are sums or have to be converted; the others sum what arrives."""
-PRESUM_BLOCKS = 64
+PRE_REDUCE_BLOCKS = 64
 """Of the kernel before copies by copy engines, which only reads and writes this GPU's memory."""
 MOST_TERMS_AT_ONCE = 8
 MOST_WEIGHTED_TERMS_AT_ONCE = 4
@@ -40,8 +40,9 @@ class CombineArgs(ctypes.Structure):
     _fields_ = [
         ("call", Call),
         *uint64_fields("y", "row_places", "row_weights", "row_tokens", "slots", "all_counts", "topk_ids", "out"),
-        *uint64_fields("chunk_flags", "peers", "home"),
+        *uint64_fields("chunk_flags", "peers", "combine_recv"),
         *int32_fields("num_tokens", "max_tokens", "capacity", "ids_are_int64", "max_chunks"),
+        *uint64_fields("own_sums"),
     ]
 
 
@@ -50,7 +51,7 @@ def max_chunks(plan: Plan) -> int:
     return max(min(plan.max_tokens_per_rank, 128), -(-plan.max_tokens_per_rank >> MOST_CHUNK_SHIFT))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CombineVariant:
     """One compiled form of the combine kernel.
 
@@ -65,6 +66,7 @@ class CombineVariant:
     """
 
     plan: Plan
+    _: KW_ONLY
     layout: str
     y_dtype: torch.dtype
     wire_dtype: torch.dtype
@@ -109,7 +111,7 @@ class CombineVariant:
             "threads": THREADS,
             "push_warps": COPY_WARPS if copies else PUSH_WARPS[self.mode],
             "push_terms": _terms_at_once(routes_of_row, MOST_WEIGHTED_TERMS_AT_ONCE),
-            "home_terms": _terms_at_once(terms_of_token, MOST_TERMS_AT_ONCE),
+            "sum_terms": _terms_at_once(terms_of_token, MOST_TERMS_AT_ONCE),
             "stage_bytes": stage_bytes,
             "stages": stages,
             "most_chunk_shift": MOST_CHUNK_SHIFT,
@@ -124,7 +126,7 @@ class CombineVariant:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PreReduceVariant:
     """One compiled form of the kernel that makes the partial sums of layout "expert", for copy engines to take home.
 
@@ -135,13 +137,14 @@ class PreReduceVariant:
     """
 
     plan: Plan
+    _: KW_ONLY
     y_dtype: torch.dtype
     wire_dtype: torch.dtype
     weighted: bool = False
 
     def __str__(self) -> str:
         dtypes = f"{short_name(self.y_dtype)} > {short_name(self.wire_dtype)}"
-        return f"presum, {describe(self.plan)}, {dtypes}{', weighted' if self.weighted else ''}"
+        return f"pre_reduce, {describe(self.plan)}, {dtypes}{', weighted' if self.weighted else ''}"
 
     def spec(self) -> KernelSpec:
         """What to compile and how to launch it: with any number of blocks."""
@@ -153,7 +156,7 @@ class PreReduceVariant:
             out_dtype=self.wire_dtype,
             weighted=self.weighted,
         ).spec()
-        return replace(spec, name="presum", path="kernels/combine/presum.cuh", shared_bytes=0)
+        return replace(spec, name="pre_reduce", path="kernels/combine/pre_reduce.cuh", shared_bytes=0)
 
 
 def _terms_at_once(expected: float, most: int) -> int:

@@ -1,4 +1,4 @@
-// The pushing warps: rows of this rank go home. And what the telling warp says of them.
+// The pushing warps: rows of this rank go home. And what the notify warp says of them.
 #pragma once
 #include "kernels/combine/args.cuh"
 
@@ -24,17 +24,17 @@ __device__ __forceinline__ RowRoutes routes_of(const CombineArgs& args, int64 ro
     return routes;
 }
 
-// One received row, home: its sum to `to`, or (per route) its routes to where those of its token lie in `home`. Rows
-// that the dispatch dropped come home as NaN.
+// One received row, home: its sum to `to`, or (per route) its routes to where those of its token lie, from `first` on.
+// Rows that the dispatch dropped come home as NaN.
 template <class Shape>
-__device__ __forceinline__ void push_row(const CombineArgs& args, const RowRoutes& routes, unsigned char* home,
+__device__ __forceinline__ void push_row(const CombineArgs& args, const RowRoutes& routes, unsigned char* first,
                                          unsigned char* to, int lane) {
     using Rows = CombineRows<Shape>;
     const uint64 term = reinterpret_cast<uint64>(args.y) + routes.place * Rows::kYBytes;
     const uint32 kept = __ballot_sync(~0u, routes.place >= 0 && routes.place < args.capacity);
     const uint32 dropped = __ballot_sync(~0u, routes.place >= args.capacity);
     if constexpr (Shape::per_route != 0) {
-        const uint64 target = reinterpret_cast<uint64>(home) +
+        const uint64 target = reinterpret_cast<uint64>(first) +
                               (static_cast<int64>(routes.token) * Shape::top_k + lane) * Rows::kWireBytes;
         Rows::Push::scale(target, term, routes.weight, kept, lane);
         for (uint32 rest = dropped; rest != 0; rest &= rest - 1)
@@ -98,11 +98,11 @@ struct ChunkSource {
     }
 };
 
+// The signals of this rank's chunks for a home rank.
 template <class Shape>
-__device__ __forceinline__ uint32* chunk_flag(const CombineArgs& args, const CombineShared<Shape>& shared,
-                                                const PushChunk& chunk) {
-    return at_peer<uint32>(shared.control, chunk.home, args.chunk_flags) + args.call.rank * args.max_chunks +
-           chunk.index;
+__device__ __forceinline__ PeerSignals chunk_signals(const CombineArgs& args, const CombineShared<Shape>& shared,
+                                                     int home) {
+    return shared.control.signals(home, args.chunk_flags).from(args.call.rank * args.max_chunks);
 }
 
 // One pushing warp: rows as they are, through its ring. A chunk is reported when a row of a later one is on its way.
@@ -120,14 +120,14 @@ __device__ void push_copies(const CombineArgs& args, CombineShared<Shape>& share
         if (!chunks.next(args, shared, item, chunk)) return false;
         in_chunk = 0;
         kept = static_cast<int32>(max(0ll, min(static_cast<int64>(chunk.num_rows), args.capacity - chunk.row)));
-        auto* to = at_peer<unsigned char>(shared.data, chunk.home, args.home) + chunk.home_row * kRowBytes;
+        auto* to = shared.data.staging(chunk.home, args.combine_recv) + chunk.home_row * kRowBytes;
         for (int32 i = kept; i < chunk.num_rows; ++i)  // dropped by the dispatch
             fill_row<kRowBytes>(to + i * kRowBytes, CombineRows<Shape>::kNan, lane);
         if (kept > 0) {
             shared.progress.begin(warp, begun++, item, lane);
         } else {
             __syncwarp();
-            if (lane == 0) store_release_sys(chunk_flag<Shape>(args, shared, chunk), epoch);
+            if (lane == 0) chunk_signals<Shape>(args, shared, chunk.home).raise(chunk.index, epoch);
         }
         return true;
     };
@@ -136,8 +136,7 @@ __device__ void push_copies(const CombineArgs& args, CombineShared<Shape>& share
             while (in_chunk == kept)
                 if (!begin_chunk()) return false;
             from = static_cast<const unsigned char*>(args.y) + (chunk.row + in_chunk) * kRowBytes;
-            auto* to = at_peer<unsigned char>(shared.data, chunk.home, args.home) +
-                       (chunk.home_row + in_chunk) * kRowBytes;
+            auto* to = shared.data.staging(chunk.home, args.combine_recv) + (chunk.home_row + in_chunk) * kRowBytes;
             tag = reinterpret_cast<uint64>(to) | (in_chunk == 0);  // addresses are multiples of 16: a chunk begins here
             ++in_chunk;
             return true;
@@ -161,23 +160,24 @@ __device__ void push_sums(const CombineArgs& args, CombineShared<Shape>& shared,
     uint32 begun = 0;
     for (int32 item; chunks.next(args, shared, item, chunk);) {
         shared.progress.begin(warp, begun++, item, lane);
-        auto* home = at_peer<unsigned char>(shared.data, chunk.home, args.home);
-        auto* to = home + chunk.home_row * CombineRows<Shape>::kWireBytes;
+        auto* first = shared.data.staging(chunk.home, args.combine_recv);
+        auto* to = first + chunk.home_row * CombineRows<Shape>::kWireBytes;
         RowRoutes next = routes_of<Shape>(args, chunk.row, lane);
         for (int32 i = 0; i < chunk.num_rows; ++i) {
             const RowRoutes routes = next;
             if (i + 1 < chunk.num_rows) next = routes_of<Shape>(args, chunk.row + i + 1, lane);
-            push_row<Shape>(args, routes, home, to + static_cast<int64>(i) * CombineRows<Shape>::kWireBytes, lane);
+            push_row<Shape>(args, routes, first, to + static_cast<int64>(i) * CombineRows<Shape>::kWireBytes, lane);
         }
         shared.progress.report(warp, begun, lane);
     }
     shared.progress.close(warp, lane);
 }
 
-// The telling warp: flags of the chunks that are home.
+// The notify warp: signals of the chunks that are home.
 template <class Shape>
-__device__ void raise_chunk_flags(const CombineArgs& args, CombineShared<Shape>& shared, uint32 epoch, int lane) {
+__device__ void notify_chunks(const CombineArgs& args, CombineShared<Shape>& shared, uint32 epoch, int lane) {
     shared.progress.watch(lane, [&](int32 item) {
-        store_relaxed_sys(chunk_flag<Shape>(args, shared, chunk_of<Shape>(args, shared, item)), epoch);
+        const PushChunk chunk = chunk_of<Shape>(args, shared, item);
+        chunk_signals<Shape>(args, shared, chunk.home).raise_relaxed(chunk.index, epoch);
     });
 }

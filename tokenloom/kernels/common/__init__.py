@@ -1,18 +1,19 @@
 """What the host sides of kernels share."""
 
-from tokenloom.kernels.common.call import NUM_FIELDS, Call, int32_fields, uint64_fields
-from tokenloom.kernels.common.numbers import DTYPES, HOPPER, LAYOUTS, describe, short_name
+from tokenloom.kernels.common.call import HEADER_WORDS, Call, int32_fields, uint64_fields
+from tokenloom.kernels.common.numbers import DTYPES, HOPPER, LAYOUTS, MAX_RANKS, describe, short_name
 from tokenloom.kernels.common.ring import CONTROL_BYTES, MAX_SHARED_BYTES, MOST_STAGES, ring
 from tokenloom.kernels.common.variant import Variant
 
 __all__ = [
     "CONTROL_BYTES",
     "DTYPES",
+    "HEADER_WORDS",
     "HOPPER",
     "LAYOUTS",
+    "MAX_RANKS",
     "MAX_SHARED_BYTES",
     "MOST_STAGES",
-    "NUM_FIELDS",
     "Call",
     "Variant",
     "describe",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-NUM_FIELDS = 13
-"""What ranks must agree on, at most; kFields of device/sync/call.cuh."""
+HEADER_WORDS = 4
+"""Words of what ranks tell each other when a call opens, before counts; kHeaderWords of device/transport/call.cuh."""
 
 
 def uint64_fields(*names: str) -> list[tuple[str, Any]]:
@@ -20,11 +20,10 @@ def int32_fields(*names: str) -> list[tuple[str, Any]]:
 
 
 class Call(ctypes.Structure):
-    """Mirror of Call in device/sync/call.cuh, which says what each value is."""
+    """Mirror of Call in device/transport/call.cuh, which says what each value is."""
 
     _fields_ = [
-        *uint64_fields("peers", "flags", "rows", "epoch", "blocks_out", "claimed", "record", "fault", "fault_claimed"),
-        *uint64_fields("timeout_ns", "trace"),
-        *int32_fields("rank", "status", "region"),
-        ("fields", ctypes.c_int32 * NUM_FIELDS),
+        *uint64_fields("peers", "flags", "headers", "epoch", "blocks_out", "claimed", "record", "fault"),
+        *uint64_fields("fault_claimed", "open_timeout_ns", "timeout_ns", "trace", "options_hash"),
+        *int32_fields("rank", "status", "region", "padding"),
     ]

@@ -1,6 +1,7 @@
 // What the dispatch kernel is told. launch.py mirrors DispatchArgs; W, E, L, K are Shape::num_ranks and so on.
 #pragma once
-#include "device/sync/call.cuh"
+#include "device/tile/layout.cuh"
+#include "device/transport/call.cuh"
 
 struct DispatchArgs {
     Call call;

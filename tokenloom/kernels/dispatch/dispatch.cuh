@@ -1,17 +1,17 @@
 // Dispatch: every row goes straight to its final place on the ranks that hold its experts.
 //
 //   all blocks      count the routes of their chunk; the last block sends the totals to all ranks          (route.cuh)
-//   all blocks      wait for all ranks' counts; go on only if all ranks mean the same call   (device/sync/call.cuh)
+//   all blocks      wait for all ranks' counts; go on only if all ranks mean the same call       (transport/call.cuh)
 //   block 0         writes down the counts of this rank's output, for the host too if it waits           (results.cuh)
 //   sending warps   take token after token: stream its row, or quantise it, to all of its destinations,     (send.cuh)
 //                   with ids, weights and scales
 //   layouts token, rank
 //     all blocks    say so to all ranks; block 0 waits for all ranks' blocks
 //   layout expert
-//     telling warp  raises a flag per row that has been sent
+//     notify warp   raises a flag per row that has been sent
 //     filling warps clear the padding, then copy each row that arrives to the places of its further         (fill.cuh)
 //                   routes
-//   last block out  advances the epoch
+//   last block out  advances the epoch; if the call was refused or a wait has expired, it makes the results say so
 //
 // README.md has the protocol and why it is safe to reuse the region.
 #pragma once
@@ -23,62 +23,59 @@
 template <class Shape>
 __device__ bool wait_for_rows(const DispatchArgs& args, uint32 epoch, int32 blocks) {
     const Deadline deadline = deadline_of(args.call);
-    const auto* flags = at_peer<const uint32>(args.call.peers, args.call.rank, args.done_flags);
+    const PeerSignals done = window_of<Shape::num_ranks>(args.call.peers).signals(args.call.rank, args.done_flags);
     bool here = true;
     for (int i = threadIdx.x; i < Shape::num_ranks * blocks; i += Shape::threads) {
         const int peer = i / blocks, block = i % blocks;
-        here = here && wait_for_flag(flags + peer * Shape::max_blocks + block, epoch, deadline, peer, kPhaseRows);
+        here = here && done.from(peer * Shape::max_blocks).wait(block, epoch, deadline, peer, kPhaseRows);
     }
     return __syncthreads_and(here);
 }
 
+// All that a block does before it leaves. False, in any thread: the dispatch does not take place, or not all of it.
 template <class Shape>
-__device__ void dispatch(const DispatchArgs& args) {
+__device__ bool dispatch_rows(const DispatchArgs& args, uint32 epoch) {
     extern __shared__ __align__(128) unsigned char memory[];
+    static_assert(Shape::num_ranks <= kMostRanks, "a lane and a bit of every mask for each rank");
     static_assert(sizeof(DispatchShared<Shape>) <= Shape::shared_bytes, "launch.py asks for what this needs");
     auto& shared = *reinterpret_cast<DispatchShared<Shape>*>(memory);
     auto& route = shared.route;
     constexpr int kCounts = RouteShared<Shape>::kCounts;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int32 block = blockIdx.x, blocks = gridDim.x;
-    const uint32 epoch = epoch_of(args.call);
     if (threadIdx.x == 0) mark(args.call, kBegun);
-    if (__syncthreads_or(has_expired(deadline_of(args.call)))) return publish_nothing<Shape>(args);
+    if (__syncthreads_or(has_expired(deadline_of(args.call)))) return false;
     const Chunk chunk = chunk_of(args.num_tokens, block);
 
     if (warp == 0) shared.progress.clear(lane);
     if (warp < shared.kRings) DispatchShared<Shape>::Stream::init(shared.control_of_stream[warp], lane);
-    if (threadIdx.x < Shape::num_ranks) shared.control[threadIdx.x] = args.call.peers[threadIdx.x];
+    if (threadIdx.x < Shape::num_ranks) shared.control.bases[threadIdx.x] = args.call.peers[threadIdx.x];
     mbarrier_init_fence();
-    if (!count_all_routes<Shape>(args, route, chunk, epoch)) return publish_nothing<Shape>(args);
+    if (!count_all_routes<Shape>(args, route, chunk, epoch)) return false;
     if (threadIdx.x == 0) mark(args.call, kCounted);
     if (block == blocks - 1) {
         for (int i = threadIdx.x; i < kCounts; i += Shape::threads)
-            route.row[kHeaderWords + i] = route.before[i] + route.chunk[i];
-        announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, epoch, kCounts, route.row);
+            route.header[kHeaderWords + i] = route.before[i] + route.chunk[i];
+        announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, epoch, kCounts, route.header);
     }
     const Opened opened = await_call<Shape::num_ranks, kCounts>(args.call, epoch);
     if (threadIdx.x == 0) mark(args.call, kHeard);
-    if (opened != Opened::kGo) publish_nothing<Shape>(args);
-    if (opened == Opened::kExpired) return;
-    if (opened == Opened::kRefused) {
-        if (block == 0) tell_host<Shape>(args);
-        return close_call(args.call, epoch);
+    if (opened != Opened::kGo) {
+        if (opened == Opened::kRefused && block == 0) notify_host<Shape>(args);  // which reads the record first
+        return false;
     }
 
-    const AllCounts<Shape> counts{at_peer<const int32>(args.call.peers, args.call.rank,
-                                                       row_offset<Shape::num_ranks, kCounts>(args.call, epoch, 0)) +
-                                  kHeaderWords};
+    const AllCounts<Shape> counts{headers_of<Shape::num_ranks, kCounts>(args.call, epoch) + kHeaderWords};
     if (threadIdx.x < Shape::num_ranks)
-        shared.data[threadIdx.x] = args.peers[threadIdx.x] + counts.region(threadIdx.x) * args.region_bytes;
+        shared.data.bases[threadIdx.x] = args.peers[threadIdx.x] + counts.region(threadIdx.x) * args.region_bytes;
     find_bases<Shape>(args, route, counts);
     if (block == 0) {
         publish_counts<Shape>(args, route, counts);
-        tell_host<Shape>(args);
+        notify_host<Shape>(args);
     }
     bool all_fit = true;
     for (int r = 0; r < Shape::num_ranks; ++r) all_fit = all_fit && route.needed[r] <= args.capacity;
-    if (!all_fit && args.stop_on_overflow) return close_call(args.call, epoch);
+    if (!all_fit && args.stop_on_overflow) return true;
     find_slots<Shape>(args, route, shared.running, chunk);
     int32* places = args.slots + static_cast<int64>(args.num_tokens) * Shape::num_ranks;
     if constexpr (Shape::layout == kLayoutExpert) find_places<Shape>(args, route, shared.running, chunk, places);
@@ -89,29 +86,37 @@ __device__ void dispatch(const DispatchArgs& args) {
         mark(args.call, kPlaced);
     }
 
-    bool sent = true;
+    bool done = true;  // what this thread's warp had to do
     if (warp < Shape::send_warps) {
-        sent = send_rows<Shape>(args, shared, places, chunk, epoch, warp, lane);
+        done = send_rows<Shape>(args, shared, places, chunk, epoch, warp, lane);
         if (lane == 0) mark(args.call, kSent);
     } else if constexpr (Shape::layout == kLayoutExpert) {
         if (warp == Shape::send_warps) {
-            shared.progress.watch(lane, [&](int32 token) { raise_row_flags<Shape>(args, shared, epoch, token); });
+            shared.progress.watch(lane, [&](int32 token) { notify_row<Shape>(args, shared, epoch, token); });
         } else {
             const int fill_warp = warp - Shape::send_warps - 1;
             clear_padding<Shape>(args, shared, fill_warp, lane);
-            if (!fill_further_places<Shape>(args, shared, epoch, fill_warp, lane)) return;
+            done = fill_further_places<Shape>(args, shared, epoch, fill_warp, lane);
             if (lane == 0) mark(args.call, kFilled);
         }
     }
     if constexpr (Shape::layout != kLayoutExpert) {
-        if (!__syncthreads_and(sent)) return;
+        if (!__syncthreads_and(done)) return false;
         if (threadIdx.x < Shape::num_ranks)
-            store_release_sys(at_peer<uint32>(args.call.peers, threadIdx.x, args.done_flags) +
-                                  args.call.rank * Shape::max_blocks + block,
-                              epoch);
-        if (threadIdx.x == 0) mark(args.call, kTold);
-        if (block == 0 && !wait_for_rows<Shape>(args, epoch, blocks)) return;
+            window_of<Shape::num_ranks>(args.call.peers)
+                .signals(threadIdx.x, args.done_flags)
+                .from(args.call.rank * Shape::max_blocks)
+                .raise(block, epoch);
+        if (threadIdx.x == 0) mark(args.call, kNotified);
+        if (block == 0) done = wait_for_rows<Shape>(args, epoch, blocks);
     }
     if (threadIdx.x == 0) mark(args.call, kDone);
-    close_call(args.call, epoch);
+    return done;
+}
+
+template <class Shape>
+__device__ void dispatch(const DispatchArgs& args) {
+    const uint32 epoch = epoch_of(args.call);
+    const bool done = dispatch_rows<Shape>(args, epoch);
+    if (close_call(args.call, epoch, done)) publish_nothing<Shape>(args);
 }

@@ -7,8 +7,8 @@
 template <class Shape>
 __device__ void clear_padding(const DispatchArgs& args, const DispatchShared<Shape>& shared, int warp, int lane) {
     constexpr int kFillWarps = Shape::threads / 32 - Shape::send_warps - 1;
-    auto* rows = at_peer<unsigned char>(shared.data, args.call.rank, args.rows);
-    auto* scales = at_peer<float>(shared.data, args.call.rank, args.row_scales);
+    auto* rows = shared.data.template local<unsigned char>(args.call.rank, args.rows);
+    auto* scales = shared.data.template local<float>(args.call.rank, args.row_scales);
     int32 start = 0;
     for (int l = 0; l < Shape::experts_per_rank; ++l) {
         const int32 routes = shared.route.expert_total[args.call.rank * Shape::experts_per_rank + l];
@@ -35,11 +35,11 @@ __device__ bool fill_further_places(const DispatchArgs& args, const DispatchShar
     constexpr bool kGathered = Shape::strategy == kAllGather;
     static_assert(!kGathered || Shape::scales_per_row == 0, "scales travel with rows");
     const Deadline deadline = deadline_of(args.call);
-    const auto* flags = at_peer<const uint32>(shared.control, args.call.rank, args.row_flags);
-    const auto* tokens = at_peer<const int32>(shared.data, args.call.rank, args.row_tokens);
-    const auto* all_places = at_peer<const int32>(shared.data, args.call.rank, args.row_places);
-    auto* rows = at_peer<unsigned char>(shared.data, args.call.rank, args.rows);
-    auto* scales = at_peer<float>(shared.data, args.call.rank, args.row_scales);
+    const PeerSignals flags = shared.control.signals(args.call.rank, args.row_flags);
+    const auto* tokens = shared.data.template local<const int32>(args.call.rank, args.row_tokens);
+    const auto* all_places = shared.data.template local<const int32>(args.call.rank, args.row_places);
+    auto* rows = shared.data.template local<unsigned char>(args.call.rank, args.rows);
+    auto* scales = shared.data.template local<float>(args.call.rank, args.row_scales);
     constexpr int kSources = Shape::num_ranks > 1 ? Shape::num_ranks - 1 : 1;
     const int in_group = lane / Shape::top_k;
     int32 longest = 0;
@@ -54,7 +54,7 @@ __device__ bool fill_further_places(const DispatchArgs& args, const DispatchShar
         int32 place = -1, token = 0;
         bool here = true;
         if (in_group < kGroup && in_source < shared.route.received[source]) {
-            here = wait_for_flag(flags + row, epoch, deadline, source, kPhaseRows);
+            here = flags.wait(row, epoch, deadline, source, kPhaseRows);
             if (here) place = all_places[row * Shape::top_k + lane % Shape::top_k];
             if (here && kGathered) token = tokens[row];
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 
@@ -57,7 +57,7 @@ def block_count_words(plan: Plan) -> int:
     return MAX_BLOCKS * (2 + plan.num_ranks + plan.num_experts)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DispatchVariant:
     """One compiled form of the dispatch kernel.
 
@@ -71,6 +71,7 @@ class DispatchVariant:
     """
 
     plan: Plan
+    _: KW_ONLY
     layout: str
     x_dtype: torch.dtype
     quantize: str = ""

@@ -40,7 +40,7 @@ __device__ void publish_counts(const DispatchArgs& args, const RouteShared<Shape
 
 // Block 0, behind what is wrong with the call and behind its counts: the host need not wait for the rows.
 template <class Shape>
-__device__ void tell_host(const DispatchArgs& args) {
+__device__ void notify_host(const DispatchArgs& args) {
     constexpr int kWords = 1 + Shape::num_ranks + 2 * Shape::experts_per_rank + 1;
     if (args.host_counts == nullptr) return;
     __syncthreads();
@@ -49,11 +49,12 @@ __device__ void tell_host(const DispatchArgs& args) {
     if (threadIdx.x == 0) store_release_sys(reinterpret_cast<uint32*>(args.host_counts), args.host_sequence);
 }
 
-// The results of a dispatch that does not take place: no rows, here or elsewhere, so that nobody who goes on with them
-// addresses anything.
+// One warp: the results of a dispatch that did not take place. No rows, here or elsewhere, so that nobody who goes on
+// with them addresses anything.
 template <class Shape>
 __device__ void publish_nothing(const DispatchArgs& args) {
-    const int64 thread = blockIdx.x * Shape::threads + threadIdx.x, stride = gridDim.x * Shape::threads;
+    constexpr int stride = 32;
+    const int64 thread = threadIdx.x;
     for (int64 i = thread; i < static_cast<int64>(args.num_tokens) * (Shape::num_ranks + Shape::top_k); i += stride)
         args.slots[i] = -1;
     for (int64 i = thread; i < Shape::num_ranks * RouteShared<Shape>::kCounts; i += stride) args.all_counts[i] = 0;

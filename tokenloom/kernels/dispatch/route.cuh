@@ -10,7 +10,7 @@
 template <class Shape>
 struct RouteShared {
     static constexpr int kCounts = Shape::num_ranks + Shape::num_experts;
-    alignas(16) int32 row[row_words<kCounts>];  // what the last block announces
+    alignas(16) int32 header[header_words<kCounts>];  // what the last block announces
     int32 before[kCounts];                   // rows per rank, then routes per expert, of the tokens before this chunk
     int32 chunk[kCounts];                    // the same of this chunk
     int32 row_base[Shape::num_ranks];        // first row of this source among the rows that rank r receives
@@ -127,7 +127,7 @@ __device__ bool count_all_routes(const DispatchArgs& args, RouteShared<Shape>& s
     auto* flags = reinterpret_cast<uint32*>(args.block_counts);
     if (threadIdx.x == 0) store_release_gpu(flags + blockIdx.x, epoch);
     const bool here =
-        threadIdx.x >= blockIdx.x || wait_for_block(flags + threadIdx.x, epoch, deadline_of(args.call));
+        threadIdx.x >= blockIdx.x || wait_for_block(flags + threadIdx.x, epoch, deadline_of(args.call), args.call.rank);
     if (!__syncthreads_and(here)) return false;
     for (int i = threadIdx.x; i < kCounts; i += Shape::threads) {
         int32 sum = 0;
@@ -153,7 +153,7 @@ __device__ __forceinline__ uint32 ranks_of(const DispatchArgs& args, int32 token
 // Counts of all ranks, as they lie in this rank's control buffer.
 template <class Shape>
 struct AllCounts {
-    static constexpr int kStride = row_words<RouteShared<Shape>::kCounts>;
+    static constexpr int kStride = header_words<RouteShared<Shape>::kCounts>;
     const int32* first;
     __device__ int32 rows(int source, int rank) const { return first[source * kStride + rank]; }
     __device__ int32 region(int rank) const { return first[rank * kStride + kRegionWord - kHeaderWords]; }

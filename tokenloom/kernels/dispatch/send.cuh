@@ -1,4 +1,4 @@
-// The sending warps: token after token to all of its destinations. And what the telling warp says of them.
+// The sending warps: token after token to all of its destinations. And what the notify warp says of them.
 #pragma once
 #include "device/tile/fp8.cuh"
 #include "kernels/dispatch/shared.cuh"
@@ -41,6 +41,7 @@ __device__ __forceinline__ TokenRoutes routes_of(const DispatchArgs& args, const
 template <class Shape>
 __device__ __forceinline__ void send_metadata(const DispatchArgs& args, const DispatchShared<Shape>& shared,
                                               const TokenRoutes& routes, int32 token, int lane) {
+    const auto& data = shared.data;
     const bool leads = routes.rank >= 0 && (routes.same_rank & ((1u << lane) - 1)) == 0;
     for (uint32 rest = __ballot_sync(~0u, leads); rest != 0; rest &= rest - 1) {
         const int32 rank = of_lane(routes.rank, rest), row = of_lane(routes.row, rest);
@@ -48,18 +49,16 @@ __device__ __forceinline__ void send_metadata(const DispatchArgs& args, const Di
         if (lane >= Shape::top_k) continue;
         const bool here = routes.rank == rank;
         const int64 to = static_cast<int64>(row) * Shape::top_k + lane;
-        at_peer<int32>(shared.data, rank, args.row_ids)[to] = here ? routes.expert % Shape::experts_per_rank : -1;
-        if (args.topk_weights != nullptr)
-            at_peer<float>(shared.data, rank, args.row_weights)[to] = here ? routes.weight : 0.0f;
-        if constexpr (Shape::layout == kLayoutExpert)
-            at_peer<int32>(shared.data, rank, args.row_places)[to] = here ? routes.place : -1;
-        if (Shape::layout != kLayoutRank && lane == 0) at_peer<int32>(shared.data, rank, args.row_tokens)[row] = token;
+        data.put(rank, args.row_ids, to, here ? routes.expert % Shape::experts_per_rank : -1);
+        if (args.topk_weights != nullptr) data.put(rank, args.row_weights, to, here ? routes.weight : 0.0f);
+        if constexpr (Shape::layout == kLayoutExpert) data.put(rank, args.row_places, to, here ? routes.place : -1);
+        if (Shape::layout != kLayoutRank && lane == 0) data.put(rank, args.row_tokens, row, token);
     }
     if constexpr (Shape::scales_per_row > 0 && Shape::quantize == kAsIs) {
         constexpr int kLaneScales = (Shape::scales_per_row + 31) / 32;
         const float* from = args.scales + static_cast<int64>(token) * Shape::scales_per_row;
         for (uint32 rest = __ballot_sync(~0u, routes.is_target); rest != 0; rest &= rest - 1) {
-            float* to = at_peer<float>(shared.data, of_lane(routes.rank, rest), args.row_scales) +
+            float* to = data.template staging<float>(of_lane(routes.rank, rest), args.row_scales) +
                         static_cast<int64>(of_lane(routes.place, rest)) * Shape::scales_per_row;
 #pragma unroll 4
             for (int i = 0; i < kLaneScales; ++i)
@@ -95,7 +94,7 @@ struct TokenSource {
         if (!slots_are_found) {
             const auto* found = reinterpret_cast<const uint32*>(args.slots_found);
             const bool here = claims.lane >= gridDim.x ||
-                              wait_for_block(found + claims.lane, epoch, deadline_of(args.call));
+                              wait_for_block(found + claims.lane, epoch, deadline_of(args.call), args.call.rank);
             expired = !__all_sync(~0u, here);
             __syncwarp();
             if (expired) return false;
@@ -107,15 +106,17 @@ struct TokenSource {
     }
 };
 
-// Layout expert: tells the other destinations of a token that its rows are here.
+// Layout expert: the other destinations of a token hear that its rows are here.
 template <class Shape>
-__device__ void raise_row_flags(const DispatchArgs& args, const DispatchShared<Shape>& shared, uint32 epoch,
+__device__ void notify_row(const DispatchArgs& args, const DispatchShared<Shape>& shared, uint32 epoch,
                                 int64 token) {
     for (int r = 0; r < Shape::num_ranks; ++r) {
         const int32 slot = args.slots[token * Shape::num_ranks + r];
         if (slot >= 0 && r != args.call.rank)
-            store_relaxed_sys(at_peer<uint32>(shared.control, r, args.row_flags) + shared.route.row_base[r] + slot,
-                              epoch);
+            shared.control
+                .signals(r, args.row_flags)
+                .from(shared.route.row_base[r])
+                .raise_relaxed(slot, epoch);
     }
 }
 
@@ -124,7 +125,7 @@ template <class Shape>
 __device__ bool send_rows(const DispatchArgs& args, DispatchShared<Shape>& shared, const int32* places, Chunk chunk,
                           uint32 epoch, int warp, int lane) {
     using Stream = typename DispatchShared<Shape>::Stream;
-    static_assert(Stream::kAhead + 4 < Progress<Shape::send_warps>::kRecent, "rows begun and not yet told");
+    static_assert(Stream::kAhead + 4 < Progress<Shape::send_warps>::kRecent, "rows begun and not yet notified");
     constexpr int kUnreported = 2;  // rows that are on their way when the one before them is reported
     constexpr bool kReports = Shape::layout == kLayoutExpert;
     TokenSource<Shape> tokens(args, chunk, epoch, warp, lane);
@@ -145,7 +146,7 @@ __device__ bool send_rows(const DispatchArgs& args, DispatchShared<Shape>& share
     };
     const auto target = [&]() {  // this lane's address for the row, or nowhere
         if (!routes.is_target) return Stream::kNowhere;
-        return static_cast<int64>(shared.data[routes.rank] + args.rows) +
+        return static_cast<int64>(shared.data.staging_address(routes.rank, args.rows)) +
                static_cast<int64>(routes.place) * Shape::row_bytes;
     };
     if constexpr (Shape::quantize == kAsIs) {
@@ -175,7 +176,7 @@ __device__ bool send_rows(const DispatchArgs& args, DispatchShared<Shape>& share
             const uint32 targets = __ballot_sync(~0u, routes.is_target);
             uint64 scales = 0;
             if (routes.is_target)
-                scales = shared.data[routes.rank] + args.row_scales +
+                scales = shared.data.staging_address(routes.rank, args.row_scales) +
                          static_cast<int64>(routes.place) * Shape::scales_per_row * sizeof(float);
             quantize_row<Shape::x_dtype, Shape::hidden, Shape::quantize == kToFp8PowerOfTwo>(row_of(token), target(),
                                                                                            scales, targets, lane);

@@ -1,6 +1,7 @@
 // What a block of the dispatch kernel keeps in shared memory.
 #pragma once
 #include "device/pipe/row_stream.cuh"
+#include "device/sync/claims.cuh"
 #include "device/sync/progress.cuh"
 #include "kernels/dispatch/route.cuh"
 
@@ -23,8 +24,8 @@ struct DispatchShared {
         RunningCounts<Shape> running;
     };
     typename Stream::Control control_of_stream[kRings];
-    uint64 control[Shape::num_ranks];  // addresses of all ranks' control buffers,
-    uint64 data[Shape::num_ranks];     // and of where they want what they receive: here they are read fast
+    PeerWindow<Shape::num_ranks> control;  // of all ranks' control buffers,
+    PeerWindow<Shape::num_ranks> data;     // and of the regions where they receive: here they are read fast
     Progress<Shape::send_warps> progress;
     RouteShared<Shape> route;
 };

@@ -10,7 +10,7 @@
 struct SumRoutesArgs {
     const void* topk_ids;  // [T][K] as given to the dispatch
     const int32* slots;    // [T][W], from the dispatch: which of the rows that went to rank r, or -1
-    const int32* met;      // [1] of meet_ranks
+    const int32* met;      // [1] `opened` of the barrier
     const void* home;      // [M][K + S] rows of bfloat16, S of shared experts
     void* out;             // [T] rows of bfloat16
     int32 num_tokens;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from tokenloom.jit.compiler import KernelSpec
 from tokenloom.kernels.common import describe, int32_fields, uint64_fields
@@ -24,7 +24,7 @@ class RowWeightsArgs(ctypes.Structure):
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RowWeightsVariant:
     """One compiled form of the kernel.
 
@@ -34,6 +34,7 @@ class RowWeightsVariant:
     """
 
     plan: Plan
+    _: KW_ONLY
     to_rows: bool
 
     def __str__(self) -> str:

@@ -4,14 +4,14 @@
 #include "kernels/combine/args.cuh"
 
 // What one lane waits for and adds: the row that a rank (or, per route, an expert) sends home for a token.
-struct HomeTerm {
+struct Term {
     int32 slot;  // among the rows that went to the rank; -1: none
     int32 rank;
 };
 
 template <class Shape>
-__device__ __forceinline__ HomeTerm home_term(const CombineArgs& args, int64 token, int lane) {
-    HomeTerm term{-1, lane};
+__device__ __forceinline__ Term term_of(const CombineArgs& args, int64 token, int lane) {
+    Term term{-1, lane};
     if constexpr (Shape::per_route != 0) {
         if (lane >= Shape::top_k) return term;
         const int32 expert =
@@ -25,43 +25,45 @@ __device__ __forceinline__ HomeTerm home_term(const CombineArgs& args, int64 tok
     return term;
 }
 
-// A warp takes token after token, or part of one where tokens are few: wait for its rows, add them, round once.
+// A warp takes token after token, or part of one where tokens are few: wait for its rows, add them, round once. False:
+// a wait has expired.
 template <class Shape>
-__device__ void sum_rows_at_home(const CombineArgs& args, const CombineShared<Shape>& shared, uint32 epoch, int warp,
-                                 int lane) {
+__device__ bool sum_rows(const CombineArgs& args, const CombineShared<Shape>& shared, uint32 epoch, int warp,
+                         int lane) {
     using Rows = CombineRows<Shape>;
     constexpr int kSumWarps = Shape::threads / 32 - (Shape::dense ? 0 : Shape::push_warps + 1);
     const Deadline deadline = deadline_of(args.call);
-    const auto* flags = at_peer<const uint32>(shared.control, args.call.rank, args.chunk_flags);
-    const auto home = reinterpret_cast<uint64>(at_peer<unsigned char>(shared.data, args.call.rank, args.home));
+    const PeerSignals flags = shared.control.signals(args.call.rank, args.chunk_flags);
+    const auto received =
+        reinterpret_cast<uint64>(shared.data.template local<unsigned char>(args.call.rank, args.combine_recv));
     auto* out = static_cast<unsigned char*>(args.out);
-    if (args.num_tokens == 0) return;
+    if (args.num_tokens == 0) return true;
     const int32 num_warps = gridDim.x * kSumWarps;
-    const int32 parts = min(max(4 * num_warps / args.num_tokens, 1), Rows::Home::Row::kCount);
+    const int32 parts = min(max(4 * num_warps / args.num_tokens, 1), Rows::Sum::Row::kCount);
     const int32 num_items = args.num_tokens * parts;
     Claims claims(args.call.claimed + 1, lane);
     int32 item = warp * gridDim.x + blockIdx.x;
-    if (item >= num_items) return;
-    HomeTerm next = home_term<Shape>(args, item / parts, lane);
+    if (item >= num_items) return true;
+    Term next = term_of<Shape>(args, item / parts, lane);
     for (int32 next_item; item < num_items; item = next_item) {
         const int64 token = item / parts;
-        const HomeTerm term = next;
+        const Term term = next;
         next_item = num_warps + claims.take();
-        if (next_item < num_items) next = home_term<Shape>(args, next_item / parts, lane);
+        if (next_item < num_items) next = term_of<Shape>(args, next_item / parts, lane);
         bool here = true;
         uint64 row = 0;
         if (Shape::dense != 0) {  // copy engines brought all rows before their ranks opened this call
             row = static_cast<int64>(term.rank) * args.max_tokens + token;
         } else if (term.slot >= 0) {
             const int32 chunk = term.slot >> chunk_shift<Shape>(shared.own[term.rank]);
-            here = wait_for_flag(flags + term.rank * args.max_chunks + chunk, epoch, deadline, term.rank,
-                                 kPhasePartials);
+            here = flags.from(term.rank * args.max_chunks).wait(chunk, epoch, deadline, term.rank, kPhasePartials);
             row = Shape::per_route ? token * Shape::top_k + lane : shared.own_base[term.rank] + term.slot;
         }
-        if (!__all_sync(~0u, here)) return;
+        if (!__all_sync(~0u, here)) return false;
         __syncwarp();
         const uint32 terms = __ballot_sync(~0u, term.slot >= 0);
-        Rows::Home::add(out + token * Rows::kOutBytes, home + row * Rows::kWireBytes, 1.0f, terms, item % parts, parts,
-                        lane);
+        Rows::Sum::add(out + token * Rows::kOutBytes, received + row * Rows::kWireBytes, 1.0f, terms, item % parts,
+                       parts, lane);
     }
+    return true;
 }

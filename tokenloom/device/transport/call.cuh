@@ -1,0 +1,161 @@
+// How every call of several ranks opens and closes.
+//
+// A rank puts its header into every rank's control buffer and raises its flag there: it has begun the call, and this
+// is what the call means to it. Headers lie by parity of the epoch and by source; in a dispatch, counts follow each. A
+// flag that shows the epoch says that the header is here, and that its rank has let go of what it received before.
+//
+// Two parities suffice: a rank that writes a header of epoch n + 2 has seen all flags of n + 1, so everyone has left
+// call n.
+#pragma once
+#include "device/transport/peer.cuh"
+
+constexpr int kHeaderWords = 4;  // status, region, hash of the options
+constexpr int kRegionWord = 1;
+constexpr int kHashWord = 2;
+
+// In pinned host memory, written only when something is wrong. Each rank finds the same. kernel_reports.py mirrors it.
+struct CallRecord {
+    uint32 needed_rows;     // rows that the fullest rank needs, if over the capacity
+    uint32 capacity;        // the capacity then
+    uint32 faulty_rank;     // 1 + the lowest rank with a status, or 0
+    int32 status;           // its status
+    uint32 differing_rank;  // 1 + the lowest rank with another hash than rank 0, or 0
+};
+
+struct Call {
+    const uint64* peers;  // [W] device memory: every rank's control buffer
+    uint64 flags;         // uint32 [W]
+    uint64 headers;       // int32 [2][W][kHeaderWords + counts]
+    uint32* epoch;        // device memory: calls done so far
+    uint32* blocks_out;   // device memory: blocks that have left this call, and how many of them in vain
+    uint32* claimed;      // device memory [2]: items that warps have claimed, of two kinds of work
+    CallRecord* record;
+    FaultRecord* fault;
+    uint32* fault_claimed;
+    uint64 open_timeout_ns;  // for other ranks to begin the call: their hosts may be busy with something else
+    uint64 timeout_ns;       // for everything after that
+    uint64* trace;           // null, or [blocks][kMarks] times in ns
+    uint64 options_hash;     // of all that ranks must agree on; the host knows the options themselves
+    int32 rank;
+    int32 status;  // 0, or what went wrong here before the call: then nobody sends anything
+    int32 region;  // where this rank wants what it receives; may be another one on every rank
+    int32 padding;
+};
+
+// The epoch of this call. Never 0, which flags show that nobody has raised; 2 instead, since parities alternate.
+__device__ __forceinline__ uint32 epoch_of(const Call& call) {
+    const uint32 next = *call.epoch + 1;
+    return next != 0 ? next : 2;
+}
+
+// What a block has done, for measurements (microbench/phases.py has the words).
+enum Mark { kBegun, kCounted, kHeard, kPlaced, kSent, kNotified, kFilled, kSummed, kDone };
+constexpr int kMarks = 16;
+
+// Of several warps with the same mark the last one counts.
+__device__ __forceinline__ void mark(const Call& call, Mark what) {
+    if (call.trace != nullptr) call.trace[blockIdx.x * kMarks + what] = global_timer_ns();
+}
+
+enum class Opened { kGo, kRefused, kExpired };
+
+// For waits inside a call that has opened.
+__device__ __forceinline__ Deadline deadline_of(const Call& call) {
+    return {call.fault, call.fault_claimed, call.timeout_ns};
+}
+
+template <int kRanks>
+__device__ __forceinline__ const PeerWindow<kRanks>& window_of(const uint64* peers) {
+    return *reinterpret_cast<const PeerWindow<kRanks>*>(peers);
+}
+
+template <int kCounts>
+constexpr int header_words = (kHeaderWords + kCounts + 3) / 4 * 4;  // whole 16-byte units
+
+template <int kRanks, int kCounts>
+__device__ __forceinline__ uint64 header_offset(const Call& call, uint32 epoch, int source) {
+    return call.headers + static_cast<uint64>((epoch & 1) * kRanks + source) * header_words<kCounts> * sizeof(int32);
+}
+
+// All ranks' headers of a call, in the order of ranks, once it has opened.
+template <int kRanks, int kCounts>
+__device__ __forceinline__ const int32* headers_of(const Call& call, uint32 epoch) {
+    return window_of<kRanks>(call.peers).template local<const int32>(
+        call.rank, header_offset<kRanks, kCounts>(call, epoch, 0));
+}
+
+// This rank's header to all ranks, then its flag. One block calls it, with all its threads. `header`, in shared
+// memory, has the counts behind kHeaderWords that are filled in here.
+template <int kRanks, int kCounts, int kThreads>
+__device__ void announce_call(const Call& call, uint32 epoch, int num_counts, int32* header) {
+    if (threadIdx.x < kHeaderWords)
+        header[threadIdx.x] = threadIdx.x == 0             ? call.status
+                              : threadIdx.x == kRegionWord ? call.region
+                              : threadIdx.x == kHashWord   ? static_cast<int32>(call.options_hash)
+                                                           : static_cast<int32>(call.options_hash >> 32);
+    __syncthreads();
+    const uint64 mine = header_offset<kRanks, kCounts>(call, epoch, call.rank);
+    const int units = (kHeaderWords + num_counts + 3) / 4;
+    for (int i = threadIdx.x; i < units * kRanks; i += kThreads)
+        window_of<kRanks>(call.peers).put_16(i % kRanks, mine, i / kRanks,
+                                             reinterpret_cast<const Vec16*>(header)[i / kRanks]);
+    __syncthreads();
+    if (threadIdx.x < kRanks) window_of<kRanks>(call.peers).signals(threadIdx.x, call.flags).raise(call.rank, epoch);
+}
+
+// All ranks' headers are here, and all of them mean the same call. Every block calls it, with all its threads, and
+// gets the same answer on all ranks, unless a wait expires; block 0 records what is wrong.
+template <int kRanks, int kCounts>
+__device__ Opened await_call(const Call& call, uint32 epoch) {
+    const Deadline deadline{call.fault, call.fault_claimed, call.open_timeout_ns};
+    const int peer = threadIdx.x;
+    bool here = true;
+    int32 status = 0;
+    bool differs = false;
+    if (peer < kRanks) {
+        const PeerSignals flags = window_of<kRanks>(call.peers).signals(call.rank, call.flags);
+        here = flags.template wait<Flag::kEveryCall>(peer, epoch, deadline, peer, kPhaseOpen);
+    }
+    if (!__syncthreads_and(here)) return Opened::kExpired;
+    if (peer < kRanks) {
+        const int32* first = headers_of<kRanks, kCounts>(call, epoch);
+        const int32* header = first + peer * header_words<kCounts>;
+        status = header[0];
+        for (int word = kHashWord; word < kHeaderWords; ++word) differs = differs || header[word] != first[word];
+    }
+    if (__syncthreads_and(status == 0 && !differs)) return Opened::kGo;
+    if (blockIdx.x == 0 && threadIdx.x < 32) {
+        const uint32 faulty = __ballot_sync(~0u, status != 0), differing = __ballot_sync(~0u, differs);
+        if (faulty != 0 && threadIdx.x == __ffs(faulty) - 1) {
+            call.record->status = status;
+            store_release_sys(&call.record->faulty_rank, threadIdx.x + 1);
+        }
+        if (differing != 0 && threadIdx.x == __ffs(differing) - 1)
+            store_release_sys(&call.record->differing_rank, threadIdx.x + 1);
+    }
+    return Opened::kRefused;
+}
+
+// Every block's last step, with all its threads, whatever became of the call. The last block out advances the epoch:
+// all blocks have read it then.
+//
+// True in warp 0 of the last block out, and nowhere else, if any thread of any block was not `done`: the call was
+// refused, or a wait has expired. Nobody else writes results any more; that warp makes them safe to go on with.
+__device__ __forceinline__ bool close_call(const Call& call, uint32 epoch, bool done) {
+    constexpr uint32 kInVain = 1 << 16;  // a grid has fewer blocks
+    const uint32 own = __syncthreads_and(done) ? 1 : kInVain + 1;
+    if (threadIdx.x >= 32) return false;
+    bool in_vain = false;
+    if (threadIdx.x == 0) {
+        const uint32 out = add_acq_rel_gpu(call.blocks_out, own) + own;
+        if (out % kInVain == gridDim.x) {
+            *call.blocks_out = 0;
+            call.claimed[0] = call.claimed[1] = 0;
+            *call.epoch = epoch;
+            in_vain = out >= kInVain;
+        }
+    }
+    if (!__any_sync(~0u, in_vain)) return false;
+    __syncwarp();  // the other lanes write behind what thread 0 has acquired
+    return true;
+}
