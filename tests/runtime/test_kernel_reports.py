@@ -69,6 +69,16 @@ def test_a_fault_names_rank_peer_and_phase(memory: list[torch.Tensor]) -> None:
     assert "its flag shows 39, 41 was wanted" in str(error)
 
 
+def test_blocks_that_do_not_run_are_nobody_elses_fault(memory: list[torch.Tensor]) -> None:
+    """A kernel whose blocks wait for each other, and for SMs, names its own rank and says what it lacks."""
+    flag = FaultFlag(CPU, 3)
+    memory[0][:] = torch.tensor([1, 3, kernel_reports.OWN_BLOCKS, 40, 41, 39])
+    error = flag.error()
+    assert error is not None
+    assert (error.peers, error.phase) == ((3,), "blocks of its own kernel")
+    assert "too few SMs" in str(error)
+
+
 def test_counts_belong_to_a_sequence_number(memory: list[torch.Tensor]) -> None:
     """What the last call left is not taken for this one's; numbers start again before they overflow."""
     counts = HostCounts(CPU, 2)

@@ -18,7 +18,13 @@ import torch
 from tokenloom.errors import PeerTimeout
 from tokenloom.runtime.leftovers import keep_until_idle
 
-PHASES = {1: "the opening of a call", 2: "dispatch, rows", 3: "combine, partial sums", 4: "blocks of its own kernel"}
+OWN_BLOCKS = 4
+PHASES = {
+    1: "the opening of a call",
+    2: "dispatch, rows",
+    3: "combine, partial sums",
+    OWN_BLOCKS: "blocks of its own kernel",
+}
 """What device/sync/wait.cuh calls Phase, in words."""
 FAULT_WORDS = 6
 """FaultRecord of device/sync/wait.cuh."""
@@ -69,6 +75,8 @@ class FaultFlag:
         order_reads()
         _, peer, phase, epoch, wanted, seen = self._words.tolist()
         cause = f"its flag shows {seen}, {wanted} was wanted"
+        if phase == OWN_BLOCKS:
+            cause = "they do not all run at once, since other kernels or limits leave them too few SMs"
         return PeerTimeout(self._rank, [peer], PHASES.get(phase, f"phase {phase}"), epoch, cause)
 
 
