@@ -36,7 +36,7 @@ ABOVE_THE_PUBLIC_NAMES = LAYERS[0]
 """Rooms that may import the public names themselves, as users do."""
 
 SEPARATE = "kernels"
-"""Each folder of this room is a kernel. Kernels do not import each other: what two share lies in ``kernels.common``."""
+"""Each folder of this room is a kernel. Kernels do not import each other; what two share is in ``kernels.common``."""
 SHARED_BY_KERNELS = "kernels.common"
 
 ONLY: dict[str, tuple[str, ...]] = {"reference": ("torch", "plan", "errors")}
@@ -175,12 +175,13 @@ def wrong_directions(name: str, where: Path, imports: list[Import]) -> Iterator[
         elif target < layer:
             yield f"{where}:{each.line}: {name} imports {each.target}, which is above it; imports point down LAYERS"
         elif room_of(name) == room_of(each.target) == SEPARATE and not _kernels_may(name, each.target):
-            yield f"{where}:{each.line}: {name} imports {each.target}, another kernel; share through {SHARED_BY_KERNELS}"
+            cure = f"share through {SHARED_BY_KERNELS}"
+            yield f"{where}:{each.line}: {name} imports {each.target}, another kernel; {cure}"
 
 
 def _kernels_may(name: str, target: str) -> bool:
     ours, theirs = (".".join(each.split(".")[:2]) for each in (name, target))
-    return ours == theirs or theirs == SHARED_BY_KERNELS or theirs == SEPARATE
+    return theirs in (ours, SHARED_BY_KERNELS, SEPARATE)
 
 
 def cycles(imports: dict[str, list[Import]]) -> Iterator[str]:
