@@ -121,7 +121,7 @@ class ReceiveBuffer:
         names = ("rows", "row_scales", "row_ids", "row_weights", "row_places", "row_tokens")
         offset = buffer.layout.offset
         self.offsets = [(name, offset(f"{name}0")) for name in names]
-        self.offsets.append(("receive_buffer_bytes", offset("rows1") - offset("rows0") if last else 0))
+        self.offsets.append(("region_bytes", offset("rows1") - offset("rows0") if last else 0))
         self.peers_address = buffer.peers.data_ptr()
 
 
