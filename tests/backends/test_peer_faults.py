@@ -1,10 +1,11 @@
 """Ranks that are slow, late or killed while kernels wait for them: the others wait, or say in time who is missing.
 
-Over gloo the host waits, see test_group.py. Here GPUs do, and a host that asks nothing learns of it later.
+Over gloo the host waits: runtime/test_rank_group.py. Here GPUs do, and a host that asks nothing learns of it later.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -22,10 +23,12 @@ import torch.distributed as dist
 
 import tokenloom as tl
 from tests.conftest import Ranks
-from tests.support.cases import make_comm, same_bits, same_routed
+from tests.support.cases import Case, make_comm, make_problem, same_bits, same_routed
 from tests.support.graph_cases import ROUNDS, TOKEN, Captured, Step, plan_of
 from tokenloom.runtime.kernel_reports import PHASES
+from tokenloom.runtime.leftovers import release_dropped
 from tokenloom.runtime.processes import RankContext
+from tokenloom.runtime.symmetric_memory import GRANULARITY_BYTES
 
 pytestmark = pytest.mark.alone
 
@@ -52,7 +55,9 @@ class Seen:
 
 
 def new_comm(context: RankContext, **options: Any) -> tl.Communicator:
-    return make_comm(context, BACKEND, plan_of(context.num_ranks), **({"timeout_s": TIMEOUT_S} | options))
+    """Both deadlines are short, so that the tests see both."""
+    deadlines = {"timeout_s": TIMEOUT_S, "open_timeout_s": TIMEOUT_S}
+    return make_comm(context, BACKEND, plan_of(context.num_ranks), **(deadlines | options))
 
 
 def round_trip(step: Step, sizes: str = "exact") -> tl.Routed:
@@ -71,7 +76,7 @@ def load_kernels(context: RankContext) -> tl.Communicator:
     Returns:
         The communicator that did it, with a timeout that does not expire.
     """
-    patient = new_comm(context, timeout_s=60.0, checked=False)
+    patient = new_comm(context, timeout_s=60.0, open_timeout_s=60.0, checked=False)
     step = Step(context, patient, TOKEN)
     round_trip(step)
     round_trip(step, "bounded")
@@ -142,7 +147,7 @@ def check_slow(context: RankContext, where: str, sizes: str) -> None:
         elif slow:
             torch.cuda._sleep(1_300_000_000)  # cycles: 0.65 s at 2 GHz
 
-    with new_comm(context, timeout_s=5.0, checked=False) as comm:
+    with new_comm(context, timeout_s=5.0, open_timeout_s=5.0, checked=False) as comm:
         step = Step(context, comm, TOKEN)
         round_trip(step, sizes)
         comm.check()
@@ -156,6 +161,27 @@ def check_slow(context: RankContext, where: str, sizes: str) -> None:
         assert time.monotonic() - began > 1.0, "nobody waited"
         same_bits(out, step.expected(ROUNDS[0])[1], "out")
         round_trip(step, sizes)
+        comm.check()
+
+
+@pytest.mark.parametrize("sizes", ["exact", "bounded"])
+def test_pause_between_calls(peers: Ranks, sizes: str) -> None:
+    """A rank that writes a checkpoint, evaluates or compiles opens its next call much later than ``timeout_s``: the
+    others wait for it as long as the process group would."""
+    peers.run(check_pause, sizes)
+
+
+def check_pause(context: RankContext, sizes: str) -> None:
+    load_kernels(context).close()
+    with new_comm(context, open_timeout_s=None, checked=False) as comm:
+        step = Step(context, comm, TOKEN)
+        round_trip(step, sizes)
+        for late, call in enumerate((lambda: step.dispatch(sizes=sizes), lambda: round_trip(step, sizes))):
+            comm.check()
+            meet(context)
+            if context.rank == late:
+                time.sleep(2 * TIMEOUT_S)
+            call()
         comm.check()
 
 
@@ -187,9 +213,57 @@ def check_late(context: RankContext, call: str) -> Seen:
         time.sleep(LATE_S)
     seen = time_out(lambda: step.dispatch(sizes="exact") if call == "dispatch" else step.finish(routed))
     stays_broken(step, routed)
-    with new_comm(context, timeout_s=30.0) as again:
+    with new_comm(context, timeout_s=30.0, open_timeout_s=30.0) as again:
         round_trip(Step(context, again, TOKEN))
     return seen
+
+
+LARGE = Case("large", "", tokens=(8, 5, 0, 6), spare=1016, hidden=4096, experts_per_rank=2, top_k=4, pick="repeats")
+"""Few tokens in buffers for many, so that they are worth counting."""
+
+
+def test_memory_after_a_timeout(peers: Ranks) -> None:
+    """A late rank may still write to the memory of the others, until it has closed its communicator too. Then all of
+    them free it: a server that makes a new communicator after each timeout does not grow."""
+    peers.run(check_memory)
+
+
+def check_memory(context: RankContext) -> None:
+    load_kernels(context).close()
+    problem = make_problem(LARGE, context.num_ranks)
+    lost_bytes, held_bytes = [], 0
+    for turn in range(4):
+        meet(context)
+        settle_memory(context)
+        free_bytes = torch.cuda.mem_get_info()[0]
+        if turn == 0:
+            first_bytes = free_bytes
+        lost_bytes.append(first_bytes - free_bytes)
+        deadlines = {"timeout_s": TIMEOUT_S, "open_timeout_s": TIMEOUT_S}
+        comm = make_comm(context, BACKEND, problem.plan, **deadlines)
+        arguments = problem.arguments(context)
+        with torch.no_grad():
+            comm.dispatch(*arguments, layout="token")
+            held_bytes = free_bytes - torch.cuda.mem_get_info()[0]
+            meet(context)
+            if context.rank == turn % context.num_ranks:
+                time.sleep(LATE_S)
+            with pytest.raises(tl.PeerTimeout):
+                comm.dispatch(*arguments, layout="token")
+        comm.close()
+        del comm
+    assert held_bytes > 48e6, "too small to be seen"
+    # The first turn loads kernels, and torch makes what it makes once.
+    assert lost_bytes[-1] - lost_bytes[1] < held_bytes / 2, lost_bytes
+
+
+def settle_memory(context: RankContext) -> None:
+    """Free what all ranks have let go of by now."""
+    gc.collect()
+    for _ in range(2):
+        release_dropped()
+        meet(context)
+    torch.cuda.empty_cache()
 
 
 # -- a rank that is killed ----------------------------------------------------------------------------------------
@@ -336,5 +410,13 @@ def live_through_a_death(context: RankContext, victim: int, pipe: Connection) ->
     assert time.monotonic() - began < AT_ONCE_S, "a replay on a broken communicator waits once more"
     for name, step in steps.items():
         stays_broken(step, routed[name])
+    free_bytes = torch.cuda.mem_get_info()[0]
     patient.close()  # it has seen nothing of the death, and releases memory that it shared with the dead
+    del patient
+    deadline = time.monotonic() + EXIT_S / 2
+    while torch.cuda.mem_get_info()[0] - free_bytes < 2 * GRANULARITY_BYTES and time.monotonic() < deadline:
+        time.sleep(0.01)  # the other survivors close theirs
+        gc.collect()
+        release_dropped()
+    assert torch.cuda.mem_get_info()[0] - free_bytes >= 2 * GRANULARITY_BYTES
     return seen
