@@ -26,7 +26,7 @@ from tokenloom.errors import PeerError, PeerTimeout, TokenloomError
 
 CPU_RANKS = 4
 GRACE_S = 5.0
-"""After one rank failed, how long to wait for what the others say, before they are ended."""
+"""How long the other ranks have to say what they know once one has failed; then they are ended."""
 
 
 class RankFailed(TokenloomError, RuntimeError):
@@ -35,7 +35,7 @@ class RankFailed(TokenloomError, RuntimeError):
     Attributes:
         rank: the rank that failed first of itself (not because another rank did).
         details: its traceback, or the stacks of all ranks if they hung.
-        said: its error alone, if that was one of tokenloom's, whose messages are made for people; else "".
+        said: the error alone if it is one of tokenloom's, whose messages are made for people; else "".
     """
 
     def __init__(self, rank: int, summary: str, details: str, said: str = "") -> None:
@@ -46,7 +46,7 @@ class RankFailed(TokenloomError, RuntimeError):
 
 
 class RankContext:
-    """What a function that runs on the ranks is given first.
+    """First argument of a function that runs on the ranks.
 
     Attributes:
         rank, num_ranks: within the group of this run.
@@ -211,7 +211,7 @@ def default_ranks(device: str | None = None) -> tuple[int, str]:
     """(ranks, device) for trying things out: all GPUs if there are two or more, else CPU_RANKS processes.
 
     Args:
-        device: "cpu" or "cuda" where it is given; with "cuda" the ranks are the GPUs there are, 0 even.
+        device: "cpu" or "cuda"; None picks one. With "cuda" there is a rank for each GPU, so there may be none.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = device or ("cuda" if gpus >= 2 else "cpu")

@@ -77,11 +77,11 @@ class RankGroup:
         group: a ProcessGroup, a one-dimensional DeviceMesh, or None: the default group if torch.distributed
             is initialised, else a group of this rank alone.
         device: where tensors lie; None picks the current GPU for NCCL groups and the CPU otherwise.
-        timeout_s: longest wait for other ranks within a call, in seconds. Over gloo it is kept by this class and ends
-            in PeerTimeout; over NCCL the group's own timeout applies.
+        timeout_s: longest wait for other ranks within a call, in seconds. Over gloo this class keeps it and raises
+            PeerTimeout; over NCCL the process group's own timeout applies.
         open_timeout_s: longest wait for other ranks to open the same call, in seconds. None: the process group's own
-            timeout, at least OPEN_TIMEOUT_S and at least ``timeout_s``. Over gloo the group's own timeout ends any
-            wait, however long this one is.
+            timeout, at least OPEN_TIMEOUT_S and at least ``timeout_s``. Over gloo no wait outlasts the process
+            group's own timeout.
 
     Raises:
         InvalidArgument: an argument has a value that is never right, or this process is not in the group.
@@ -147,18 +147,18 @@ class RankGroup:
         return by_device.get(self.device.type, config)
 
     def require_alive(self) -> None:
-        """Raises CommunicatorBroken once a wait has timed out or the group was closed."""
+        """Raise CommunicatorBroken if a wait has timed out or the group was closed."""
         if self._broken:
             raise CommunicatorBroken(f"{self._broken}; make a new communicator")
 
     def close(self) -> None:
-        """Makes every later call raise CommunicatorBroken. The process group itself stays the caller's."""
+        """Make every later call raise CommunicatorBroken. The process group itself stays the caller's."""
         self._broken = self._broken or "this communicator was closed"
         self.notes.leave()
         release_dropped()
 
     def mark_broken(self, timeout: PeerTimeout) -> None:
-        """Makes every later call raise CommunicatorBroken, for a wait that expired elsewhere than here."""
+        """Make every later call raise CommunicatorBroken: a wait has expired elsewhere than here."""
         self._broken = f"an earlier call failed: {timeout}"
 
     def abort(self, fault: Exception) -> None:
@@ -178,7 +178,7 @@ class RankGroup:
         return self.notes.read(name, rank)
 
     def all_gather_object(self, value: Any, phase: str) -> list[Any]:
-        """The (picklable) value of every rank, by rank. A call of its own: ranks have ``open_timeout_s`` to come."""
+        """The picklable value of every rank. This is a call by itself: ranks have ``open_timeout_s`` to come."""
         if self.num_ranks == 1:
             return [value]
         encoded = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
@@ -226,11 +226,11 @@ class RankGroup:
     def all_to_all(
         self, rows: torch.Tensor, send_counts: list[int], recv_counts: list[int], phase: str
     ) -> torch.Tensor:
-        """:meth:`start_all_to_all`, and what it brought."""
+        """Run :meth:`start_all_to_all` and wait for what it brings."""
         return self.start_all_to_all(rows, send_counts, recv_counts, phase).wait()
 
     def all_reduce_sum(self, values: torch.Tensor, phase: str) -> torch.Tensor:
-        """The sum over ranks, as a new tensor. A call of its own: ranks have ``open_timeout_s`` to come."""
+        """The sum over ranks, as a new tensor. This is a call by itself: ranks have ``open_timeout_s`` to come."""
         out = values.detach().clone()
         return self._start(
             lambda: dist.all_reduce(out, group=self.process_group, async_op=True), out, phase, True
