@@ -12,7 +12,7 @@ import tokenloom as tl
 from tests.conftest import Ranks
 from tests.support.mega_cases import CASES, Case, Layer, assert_near, expected, inputs, make_layer, make_mega
 from tests.support.small_kernels import needs_nvrtc
-from tokenloom.backends.nvlink.buffers import control_regions, mega_regions
+from tokenloom.backends.nvlink.buffers import control_layout, fused_layout
 from tokenloom.inference.nvlink_experts import buffer_sizes
 from tokenloom.inference.schedules import SCHEDULES
 from tokenloom.jit import compiler
@@ -199,7 +199,7 @@ def test_buffers_of_the_reference_layer() -> None:
     routes, even = plan.worst_case_rows("expert"), 8192 * 8
     own = buffer_sizes(routes, even, plan.experts_per_rank, plan.hidden, 2048)
     own_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in own.values())
-    assert own_bytes + mega_regions(plan, 1, 0).total_bytes + control_regions(plan).total_bytes < 3e9
+    assert own_bytes + fused_layout(plan, 1, plan.worst_case_rows("token"), num_shared_experts=0).total_bytes + control_layout(plan).total_bytes < 3e9
     values = math.prod(own["activation_values"][0])
     assert values >= routes * 2048
     assert values >= even * 1.25 * (2048 + 7168)
