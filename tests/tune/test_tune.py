@@ -24,6 +24,7 @@ from tokenloom.backends.collective import CollectiveBackend
 from tokenloom.bench import tune
 from tokenloom.bench.comm import traffic
 from tokenloom.cli import app
+from tokenloom.comm.engine import Engine
 from tokenloom.plan import Plan
 from tokenloom.runtime import rank_group
 from tokenloom.runtime.processes import RankContext, RankPool
@@ -98,21 +99,24 @@ class Meter:
     @contextmanager
     def patched(self) -> Iterator[None]:
         def counted(name: str, operation: str) -> Any:
-            real = getattr(CollectiveBackend, name)
+            real = getattr(Engine, name)
 
-            def call(backend: Any, handle: Any, *args: Any) -> Any:
-                strategy = handle.call.strategy if name == "dispatch" else getattr(args[-1], "strategy", args[-1])
+            def call(*args: Any) -> Any:
+                """The strategy comes last, or in the options."""
+                (strategy,) = (
+                    each for each in (getattr(arg, "strategy", arg) for arg in args) if isinstance(each, str)
+                )
                 self.us += COSTS[operation, strategy]
-                return real(backend, handle, *args)
+                return real(*args)
 
-            return mock.patch.object(CollectiveBackend, name, call)
+            return mock.patch.object(Engine, name, call)
 
         with (
             mock.patch.object(profiler, "call_us", self.call_us),
             mock.patch.object(profiler, "gemms_for", return_value=self),
-            counted("dispatch", "dispatch"),
-            counted("combine", "combine"),
-            counted("combine_backward", "dispatch"),
+            counted("send_dispatch", "dispatch"),
+            counted("send_combine", "combine"),
+            counted("combine_gradient", "dispatch"),
         ):
             yield
 
@@ -201,21 +205,10 @@ def test_bytes_are_those_that_travel(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def profile_with_few(context: RankContext, folder: Path, dispatches: tuple[str, ...]) -> Profile:
-    def require(strategy: str, known: tuple[str, ...]) -> None:
-        if strategy not in known:
-            raise tl.InvalidArgument(f"no strategy {strategy!r} here")
-
-    def check_dispatch(self: Any, call: Any, tensors: Any) -> None:
-        require(call.strategy, dispatches)
-
-    def check_combine(self: Any, handle: Any, y: Any, call: Any) -> None:
-        require(call.strategy, ("dedup", "all_to_all"))
-
-    with (
-        mock.patch.object(CollectiveBackend, "check_dispatch", check_dispatch),
-        mock.patch.object(CollectiveBackend, "check_combine", check_combine),
-        use_folder(folder),
-    ):
+    few = replace(
+        CollectiveBackend.capabilities, dispatch_strategies=dispatches, combine_strategies=("dedup", "all_to_all")
+    )
+    with mock.patch.object(CollectiveBackend, "capabilities", few), use_folder(folder):
         options: dict[str, Any] = {"num_tokens": TOKENS, "iterations": 1, "backend": "collective"}
         return tl.tune.profile(context.group, device=context.device, **options, **SIZES)
 
@@ -231,7 +224,7 @@ def test_a_backend_that_has_few(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def refuse(context: RankContext, folder: Path) -> None:
-    with pytest.raises(tl.InvalidArgument, match="no strategy 'dedup' here"):
+    with pytest.raises(tl.InvalidArgument, match="strategy is 'dedup', this backend has"):
         profile_with_few(context, folder, ())
     for options, said in (
         ({"intermediate": 0}, "intermediate is 0"),

@@ -1,6 +1,6 @@
 """Choices made by measurement.
 
-``profile`` and ``Profile`` load on first use: what they measure imports the other modules of this package.
+``profile`` and ``Profile`` load on first use, because the layers that they measure import other modules of this room.
 """
 
 from importlib import import_module

@@ -1,6 +1,6 @@
-"""Choices of strategies on disk, beside the compiled kernels: one file for each hardware, software and shape.
+"""Chosen strategies on disk, beside the compiled kernels: one file per combination of hardware, software and shape.
 
-Files are whole or absent: written aside, then renamed. What cannot be used is ignored with a warning.
+A file is written aside and then renamed, so it is whole or absent. An unusable file is ignored with a warning.
 """
 
 from __future__ import annotations
@@ -28,14 +28,21 @@ _ASIDE = ".partial"
 
 @dataclass(frozen=True)
 class Setting:
-    """What a choice holds for.
+    """Hardware, software and shape that a choice holds for.
 
     Attributes:
-        device_name: model of rank 0's GPU or CPU. num_ranks: W.
-        num_hosts: 1; groups over several hosts are not told apart yet.
-        tokenloom, torch: versions. backend: of the communicator.
+        device_name: model of rank 0's GPU or CPU.
+        num_ranks: W.
+        num_hosts: always 1. Groups over several hosts are not told apart yet.
+        tokenloom: version of tokenloom.
+        torch: version of torch.
+        backend: name of the communicator's backend.
         tokens: most tokens of a rank, rounded up to a power of two.
-        hidden, intermediate, top_k, num_experts: of the layer. dtype: of its parameters.
+        hidden: H.
+        intermediate: I.
+        top_k: K.
+        num_experts: E.
+        dtype: dtype of the layer's parameters, without "torch.".
     """
 
     device_name: str
@@ -53,19 +60,19 @@ class Setting:
 
     @property
     def shape(self) -> str:
-        """Say "t4096-h7168-i2048-k8-e256-bfloat16": everything but hardware and software."""
+        """Everything but hardware and software, such as "t4096-h7168-i2048-k8-e256-bfloat16"."""
         sizes = f"t{self.tokens}-h{self.hidden}-i{self.intermediate}-k{self.top_k}-e{self.num_experts}"
         return f"{sizes}-{self.dtype}"
 
     @property
     def file_name(self) -> str:
-        """The shape, and a hash of everything."""
+        """Name of the file: the shape and a hash of the whole setting."""
         digest = hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:16]
         return f"{self.shape}-{digest}{_SUFFIX}"
 
 
 def setting_of(plan: Plan, intermediate: int, dtype: torch.dtype, backend: str, device: torch.device | str) -> Setting:
-    """The setting of a layer on this machine, with this software."""
+    """Describe a layer on this machine, with this software."""
     return Setting(
         device_name=device_name(device),
         num_ranks=plan.num_ranks,
@@ -83,7 +90,7 @@ def setting_of(plan: Plan, intermediate: int, dtype: torch.dtype, backend: str, 
 
 
 def device_name(device: torch.device | str) -> str:
-    """Model of a GPU, or of the CPU as well as the system says it."""
+    """Return the model of a GPU, or of the CPU as far as the system tells it."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -96,7 +103,7 @@ def device_name(device: torch.device | str) -> str:
 
 
 def keep(setting: Setting, strategy: Strategy) -> Path | None:
-    """Write a choice over what was there for this setting. The file; None where nothing can be written."""
+    """Write a choice, replacing the one for this setting. Return its file, or None where nothing can be written."""
     folder = env.cache_folder()
     content = json.dumps({"setting": asdict(setting), "strategy": asdict(strategy)}, indent=1) + "\n"
     try:
@@ -115,11 +122,11 @@ def keep(setting: Setting, strategy: Strategy) -> Path | None:
 
 
 def find(setting: Setting) -> Strategy | None:
-    """The choice for this setting, or None.
+    """Return the choice for this setting, or None.
 
     Warns:
-        UserWarning: its file is damaged; or there is none, but one for this shape on other hardware or with other
-            software. Both are ignored.
+        UserWarning: the file is damaged, or the only file for this shape comes from other hardware or software. Both
+            are ignored.
     """
     folder = env.cache_folder()
     with contextlib.suppress(OSError):
@@ -135,7 +142,7 @@ def find(setting: Setting) -> Strategy | None:
 
 
 def _read(path: Path) -> tuple[Setting, Strategy] | None:
-    """What a file says; None, with a warning, if anything is off."""
+    """Read a file. Return None, with a warning, if anything in it is wrong."""
     try:
         content = json.loads(path.read_text())
         setting, strategy = Setting(**content["setting"]), Strategy(**content["strategy"])

@@ -1,4 +1,4 @@
-"""Measures what each strategy costs on these ranks, beside the product it feeds, and keeps which is best."""
+"""Measurement of each strategy on these ranks, beside the GEMM that it feeds, and the choice of the best."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from tokenloom.tune.samples import call_us, draw_topk_ids
 
 DEFAULT_ITERATIONS = 30
 WARM_UP_ROUNDS = 3
-"""Rounds that do not count: connections are made, buffers allocated, kernels compiled."""
+"""Rounds that do not count, in which connections, buffers and kernels are made."""
 OPERATIONS = ("dispatch", "combine")
 CANDIDATES = (
     *(("dispatch", strategy) for strategy in DISPATCH_STRATEGIES),
     *(("combine", strategy) for strategy in COMBINE_STRATEGIES),
 )
 TOKEN_BYTES = ID_BYTES = WEIGHT_BYTES = 4
-"""With each row of a dispatch goes which token it is, and K ids and weights."""
+"""Bytes beside each row of a dispatch: the number of its token, K ids and K weights."""
 
 Candidate = tuple[str, str]
-"""An operation, "dispatch" or "combine", and a strategy of it."""
+"""Operation, "dispatch" or "combine", and one of its strategies."""
 Calls = dict[str, Callable[[], Any]]
-"""What is measured of a candidate: "with_gemm", "alone" and "gradient"."""
+"""Measured calls of a candidate, by name: "with_gemm", "alone" and "gradient"."""
 
 
 @dataclass(frozen=True)
 class ProfileRow:
-    """What a strategy costs: medians over samples of the slowest rank of each.
+    """Cost of one strategy. Times are medians over samples, each of the slowest rank.
 
     Numbers are None where the backend does not have the strategy.
 
@@ -54,9 +54,10 @@ class ProfileRow:
         strategy: strategy of that operation.
         with_gemm_ms: time of dispatch and the GEMM of gates and ups, or of the GEMM of outputs and combine.
         alone_ms: time of the transfer without the GEMM.
-        gradient_ms: time of the transfer backward, which another strategy may carry.
-        score_ms: with_gemm_ms + gradient_ms, the part that a training step has of it.
-        physical_gbytes_per_s: bytes that leave the busiest rank in the transfer, by alone_ms; 1 GB is 1e9 bytes.
+        gradient_ms: time of the backward transfer, which another strategy may carry.
+        score_ms: with_gemm_ms + gradient_ms, the strategy's share of a training step.
+        physical_gbytes_per_s: bytes that leave the busiest rank in the transfer, divided by alone_ms. 1 GB is 1e9
+            bytes.
         wins: whether it has the lowest score of its operation.
     """
 
@@ -72,15 +73,15 @@ class ProfileRow:
 
 @dataclass(frozen=True)
 class Profile:
-    """What ``profile`` found, the same on all ranks. ``print`` it for a table.
+    """Result of ``profile``, the same on all ranks. ``print`` it for a table.
 
     Attributes:
-        setting: hardware, software and shape.
+        setting: hardware, software and shape that the choice holds for.
         num_tokens: tokens of each rank.
-        skew: skew of the routing.
+        skew: skew of the routing, as in ``profile``.
         iterations: samples of each number.
-        rows: one for every strategy.
-        file: where rank 0 has kept the choice; None where it could not be written.
+        rows: one for every strategy, dispatch first.
+        file: file in which rank 0 keeps the choice. None if it could not be written.
     """
 
     setting: Setting
@@ -92,7 +93,7 @@ class Profile:
 
     @property
     def strategy(self) -> Strategy:
-        """The winners."""
+        """Winners of both operations."""
         return Strategy(**{row.operation: row.strategy for row in self.rows if row.wins})
 
     def __str__(self) -> str:
@@ -132,9 +133,9 @@ def profile(
 ) -> Profile:
     """Measure every strategy of dispatch and combine for one layer on these ranks, and keep the best. Collective.
 
-    Each is measured in layout "expert", together with the GEMM that it feeds, or that feeds it, and with its
-    gradient, which the swapped strategy carries. All take turns, one sample each a round. An ``ExpertParallelMoE``
-    without a strategy of its own then uses the choice; see docs/how-to/tune.md.
+    Each strategy is measured in layout "expert", together with the GEMM that it feeds or that feeds it. Its gradient,
+    which the swapped strategy carries, is measured too. Strategies take turns, one sample each per round. Afterwards
+    an ``ExpertParallelMoE`` without a strategy of its own uses the choice; see docs/how-to/tune.md.
 
     Args:
         group: as in ``Communicator``.
@@ -143,16 +144,16 @@ def profile(
         hidden: H.
         intermediate: I.
         num_experts: E.
-        top_k: K, at most E.
+        top_k: K, at most 32 and at most E.
         dtype: dtype of the layer's parameters and the payload. None means torch's default, as for the layer.
         skew: exponent of Zipf's law. An expert's probability is proportional to 1 / place^skew, so 0 makes all alike.
             Each rank draws its own routing.
-        iterations: samples of each number.
+        iterations: samples of each number, at least 1.
         backend: as in ``Communicator``.
         device: as in ``Communicator``.
 
     Returns:
-        What was measured and chosen, the same on all ranks.
+        Measurements and choice, the same on all ranks. Rank 0 also writes the choice to its disk.
 
     Raises:
         InvalidArgument, PlanMismatch, PeerError: what ``Communicator`` and ``ExpertParallelMoE`` raise.
@@ -188,7 +189,7 @@ def profile(
         send = routing.send_map(transfers.ids, comm.plan)
         counts = send.rows_per_rank.tolist(), send.routes_per_expert.view(comm.num_ranks, -1).sum(1).tolist()
         by_rank = comm.engine.ranks.all_gather_object((samples, *counts), "profiling strategies")
-        rows, routes = (torch.tensor([each[place] for each in by_rank]) for place in (1, 2))
+        rows, routes = (torch.tensor([each[i] for each in by_rank], dtype=torch.int64, device="cpu") for i in (1, 2))
         sent = sent_bytes(comm.plan, rows, routes, dtype)
         found = make_rows([each[0] for each in by_rank], sent)
         measured = Profile(setting, num_tokens, float(skew), iterations, found, file=None)
@@ -198,10 +199,10 @@ def profile(
 
 
 class _Transfers:
-    """The transfers of a layer on this rank's tokens, each with its product; values are random. Collective.
+    """Transfers of a layer with random values, each with its GEMM. Making one is collective.
 
     Attributes:
-        ids: int32 [T, K], the routing.
+        ids: int32 [T, K], routing of this rank's tokens.
     """
 
     def __init__(self, comm: Communicator, intermediate: int, dtype: torch.dtype, skew: float) -> None:
@@ -221,7 +222,7 @@ class _Transfers:
         return self._like.new_empty(sizes).normal_(generator=self._generator)
 
     def calls(self) -> dict[Candidate, Calls]:
-        """What to measure of every strategy that the backend has."""
+        """Return the calls to measure for every strategy that the backend has."""
         found: dict[Candidate, Calls] = {}
         able = self._engine.capabilities
         strategies = {"dispatch": able.dispatch_strategies, "combine": able.combine_strategies}
@@ -229,13 +230,13 @@ class _Transfers:
         for operation, strategy in CANDIDATES:
             if strategy not in strategies[operation]:
                 continue
-            of_dispatch = operation == "dispatch"
-            calls = self._of_dispatch(strategy) if of_dispatch else self._of_combine(dispatched, strategy)
+            is_dispatch = operation == "dispatch"
+            calls = self._dispatch_calls(strategy) if is_dispatch else self._combine_calls(dispatched, strategy)
             found[operation, strategy] = calls
         return found
 
     def _dispatch(self, strategy: str) -> tuple[Handle, torch.Tensor]:
-        """The handle and the rows, which have a graph."""
+        """Dispatch, and return the handle and the rows with their graph."""
         engine, device = self._engine, self._engine.ranks.device
         able, reads_ids = engine.capabilities, validation.reads_ids(engine.capabilities, device)
         options = validation.dispatch_options(engine.plan, able, "expert", 1, "exact", None, False, False, strategy)
@@ -244,7 +245,7 @@ class _Transfers:
         handle, rows = engine.send_dispatch(options, inputs).receive()
         return handle, autograd.dispatched(engine, handle, rows, self._x, self._weights)[0]
 
-    def _of_dispatch(self, strategy: str) -> Calls:
+    def _dispatch_calls(self, strategy: str) -> Calls:
         _, rows = self._dispatch(strategy)
         grad = self._random(*rows.shape)
 
@@ -257,7 +258,7 @@ class _Transfers:
 
         return {"with_gemm": with_gemm, "alone": lambda: self._dispatch(strategy), "gradient": gradient}
 
-    def _of_combine(self, dispatched: tuple[Handle, torch.Tensor], strategy: str) -> Calls:
+    def _combine_calls(self, dispatched: tuple[Handle, torch.Tensor], strategy: str) -> Calls:
         handle, rows = dispatched
         activations = self._random(len(rows), self._intermediate)
         y = self._random(*rows.shape).requires_grad_()
@@ -277,7 +278,7 @@ class _Transfers:
 
         return {"with_gemm": with_gemm, "alone": combine, "gradient": gradient}
 
-    @torch.no_grad()  # as in the layer, which has a gradient of its own for all of its GEMMs
+    @torch.no_grad()  # as in the layer, which writes the gradients of its GEMMs by hand
     def _multiply(self, handle: Handle, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         offsets = handle.counts.expert_offsets
         assert offsets is not None
@@ -288,7 +289,7 @@ class _Transfers:
 def _take_turns(
     comm: Communicator, calls: Mapping[Candidate, Calls], iterations: int
 ) -> dict[Candidate, dict[str, list[float]]]:
-    """Samples on this rank, in microseconds: one of each call a round, so that drifting clocks meet all alike."""
+    """Sample each call once per round, in microseconds on this rank, so that drifting clocks affect all alike."""
     samples: dict[Candidate, dict[str, list[float]]] = {who: {what: [] for what in calls[who]} for who in calls}
     for number in range(WARM_UP_ROUNDS + iterations):
         for who, its_calls in calls.items():
@@ -300,19 +301,21 @@ def _take_turns(
 
 
 def sent_bytes(plan: Plan, rows: torch.Tensor, routes: torch.Tensor, dtype: torch.dtype) -> dict[Candidate, int]:
-    """Bytes that leave the busiest rank in one transfer forward, by strategy; the exchange of counts not among them.
+    """Count the bytes that leave the busiest rank in one forward transfer, by strategy, without those of the counts.
 
     Args:
-        rows: [W, W], (token, rank) rows from each rank to each. routes: the same of routes.
-        dtype: of the payload.
+        plan: the sizes.
+        rows: int64 [W, W], (token, rank) rows from each rank to each.
+        routes: int64 [W, W], routes from each rank to each.
+        dtype: dtype of the payload.
     """
     row_bytes = plan.hidden * dtype.itemsize
-    about = rows * (TOKEN_BYTES + plan.top_k * (ID_BYTES + WEIGHT_BYTES))
+    beside = rows * (TOKEN_BYTES + plan.top_k * (ID_BYTES + WEIGHT_BYTES))
     dense = torch.full_like(rows, plan.max_tokens_per_rank)
     moved = {
-        ("dispatch", "dedup"): rows * row_bytes + about,
-        ("dispatch", "all_gather"): dense * row_bytes + about,
-        ("dispatch", "all_to_all"): routes * row_bytes + about,
+        ("dispatch", "dedup"): rows * row_bytes + beside,
+        ("dispatch", "all_gather"): dense * row_bytes + beside,
+        ("dispatch", "all_to_all"): routes * row_bytes + beside,
         ("combine", "dedup"): rows.t() * row_bytes,
         ("combine", "reduce_scatter"): dense * row_bytes,
         ("combine", "all_to_all"): routes.t() * row_bytes,
@@ -323,9 +326,9 @@ def sent_bytes(plan: Plan, rows: torch.Tensor, routes: torch.Tensor, dtype: torc
 def make_rows(
     samples: Sequence[Mapping[Candidate, Mapping[str, Sequence[float]]]], sent: Mapping[Candidate, int]
 ) -> tuple[ProfileRow, ...]:
-    """A row for every candidate, from the samples of all ranks, in microseconds, and ``sent_bytes``."""
+    """Make a row for every candidate from the samples of all ranks, in microseconds, and from ``sent_bytes``."""
     times = {
-        who: {what: _of_the_slowest_ms([each[who][what] for each in samples]) for what in samples[0][who]}
+        who: {what: _slowest_rank_ms([each[who][what] for each in samples]) for what in samples[0][who]}
         for who in samples[0]
     }
     scores = {who: its["with_gemm"] + its["gradient"] for who, its in times.items()}
@@ -350,5 +353,5 @@ def make_rows(
     return tuple(rows)
 
 
-def _of_the_slowest_ms(by_rank: Sequence[Sequence[float]]) -> float:
+def _slowest_rank_ms(by_rank: Sequence[Sequence[float]]) -> float:
     return statistics.median(map(max, zip(*by_rank, strict=True))) / 1e3

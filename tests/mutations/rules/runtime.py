@@ -66,7 +66,7 @@ TUNE = (
     Mutation(
         name="fastest-rank",
         rule="a sample is the time of the fastest rank",
-        target="tokenloom.tune.profiler:_of_the_slowest_ms",
+        target="tokenloom.tune.profiler:_slowest_rank_ms",
         old="max",
         new="min",
         tests=("tests/tune/test_tune.py::test_numbers",),
