@@ -213,9 +213,11 @@ def profile_with_few(context: RankContext, folder: Path, dispatches: tuple[str, 
         return tl.tune.profile(context.group, device=context.device, **options, **SIZES)
 
 
-def test_a_backend_that_has_few(ranks: Ranks, tmp_path: Path) -> None:
-    """What it lacks is said in the table and never wins, and the ranks stay in step."""
-    found = ranks.run(profile_with_few, tmp_path, ("dedup",))
+@pytest.mark.parametrize("dispatches", [("dedup",), ("dedup", "all_gather")], ids=" ".join)
+def test_a_backend_that_has_few(ranks: Ranks, tmp_path: Path, dispatches: tuple[str, ...]) -> None:
+    """What it lacks is said in the table and never wins, and the ranks stay in step. The gradient of all_gather is
+    carried by reduce_scatter, so one is worth nothing without the other."""
+    found = ranks.run(profile_with_few, tmp_path, dispatches)
     missing = [(row.operation, row.strategy) for row in found[0].rows if row.score_ms is None]
     assert missing == [("dispatch", "all_gather"), ("dispatch", "all_to_all"), ("combine", "reduce_scatter")]
     assert str(found[0]).count("not on this backend") == 3

@@ -15,7 +15,7 @@ from tokenloom.backends.base import CombineOptions, Handle
 from tokenloom.backends.registry import MAX_SMS
 from tokenloom.comm import autograd, validation
 from tokenloom.comm.communicator import Communicator
-from tokenloom.comm.strategy import Strategy
+from tokenloom.comm.strategy import SWAPPED, Strategy
 from tokenloom.errors import InvalidArgument
 from tokenloom.ops import routing
 from tokenloom.ops.experts import gemms_for
@@ -222,15 +222,16 @@ class _Transfers:
         return self._like.new_empty(sizes).normal_(generator=self._generator)
 
     def calls(self) -> dict[Candidate, Calls]:
-        """Return the calls to measure for every strategy that the backend has."""
+        """Return the calls to measure for every strategy that the backend has, that of its gradient included."""
         found: dict[Candidate, Calls] = {}
         able = self._engine.capabilities
         strategies = {"dispatch": able.dispatch_strategies, "combine": able.combine_strategies}
         dispatched = self._dispatch("dedup")
         for operation, strategy in CANDIDATES:
-            if strategy not in strategies[operation]:
-                continue
             is_dispatch = operation == "dispatch"
+            gradient = "combine" if is_dispatch else "dispatch"
+            if strategy not in strategies[operation] or SWAPPED[strategy] not in strategies[gradient]:
+                continue
             calls = self._dispatch_calls(strategy) if is_dispatch else self._combine_calls(dispatched, strategy)
             found[operation, strategy] = calls
         return found
