@@ -38,9 +38,9 @@ DEVICE_FOLDERS = ("ptx", "sync", "tile", "pipe", "transport", "roles")
 @pytest.fixture(scope="module")
 def compiling(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[tuple[bytes, str]]]]:
     """The variants whose tests were asked for, on as many cores as there are."""
-    asked = [item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")]
+    asked = [item.callspec.params.get("form") for item in request.session.items if hasattr(item, "callspec")]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield {name: pool.submit(compiler.compile_kernel, VARIANTS[name].spec()) for name in asked if name}
+        yield {form: pool.submit(compiler.compile_kernel, VARIANTS[form].spec()) for form in asked if form}
 
 
 QUICK = {
@@ -61,12 +61,12 @@ QUICK = {
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("name", mostly_slow(VARIANTS, QUICK))
-def test_it_compiles_within_limits(name: str, compiling: dict[str, Future[tuple[bytes, str]]]) -> None:
+@pytest.mark.parametrize("form", mostly_slow(VARIANTS, QUICK))
+def test_it_compiles_within_limits(form: str, compiling: dict[str, Future[tuple[bytes, str]]]) -> None:
     """No spill, no stack frame (local arrays indexed at run time), no warning, no wgmma that was serialised (C75xx),
     and as many registers and as much shared memory as one block can have."""
-    spec = VARIANTS[name].spec()
-    cubin, log = compiling[name].result()
+    spec = VARIANTS[form].spec()
+    cubin, log = compiling[form].result()
     assert cubin
     assert "warning" not in log.lower(), log
     assert not re.search(r"C75\d\d", log), log

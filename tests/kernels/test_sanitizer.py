@@ -27,7 +27,9 @@ pytestmark = [
 
 
 def sanitize(tool: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """support/sanitized.py under a tool. What torch allocates is cut from larger pieces, which would hide an overrun."""
+    """Run support/sanitized.py under a tool.
+
+    What torch allocates is cut from larger pieces, which would hide an overrun: so it does not cache."""
     assert SANITIZER is not None
     options = ["--tool", tool, "--report-api-errors", "no", "--error-exitcode", str(FOUND_SOMETHING)]
     command = [SANITIZER, *options, sys.executable, "-m", "tests.support.sanitized", *arguments]

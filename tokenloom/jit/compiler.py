@@ -30,18 +30,19 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """One kernel variant.
+    """What to compile for one form of a kernel, and how to launch it.
 
     Attributes:
-        name: of the kernel, its file's stem and its entry point.
-        path: of the file in the package, say "kernels/dispatch/dispatch.cuh". It defines ``template <class Shape>
+        name: name of the kernel: the stem of its file, and its entry point.
+        path: its file in the package, say "kernels/dispatch/dispatch.cuh". The file defines ``template <class Shape>
             void name(const Args&)`` and the struct that ``args`` mirrors.
         shape: compile-time integers, ``Shape::key`` in the kernel.
-        args: ctypes.Structure with the run-time values; its class name is the struct's.
-        threads: of a block.
-        arch: what to compile for.
-        cluster: blocks of a cluster; launches have a multiple of it.
-        shared_bytes: dynamic shared memory of a block; ``Shape::shared_bytes`` in the kernel.
+        args: ctypes.Structure with the run-time values. Its class has the name of the struct.
+        threads: threads of a block.
+        arch: architecture to compile for.
+        cluster: blocks of a cluster. A launch has a multiple of it.
+        shared_bytes: dynamic shared memory of a block, ``Shape::shared_bytes`` in the kernel.
+        cooperative: the driver refuses a launch whose blocks do not all fit on the GPU at once.
     """
 
     name: str
@@ -52,6 +53,7 @@ class KernelSpec:
     arch: str = "sm_90a"
     cluster: int = 1
     shared_bytes: int = 0
+    cooperative: bool = False
 
     def source(self) -> str:
         """The translation unit: shape, kernel file, checks that both sides agree on Args, entry point."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tokenloom.errors import BackendUnavailable
+from tokenloom.errors import BackendUnavailable, InvalidArgument
 from tokenloom.jit import cache as disk
 from tokenloom.jit.compiler import KernelSpec, entry_symbol
 
@@ -18,12 +18,20 @@ from tokenloom.jit.compiler import KernelSpec, entry_symbol
 class Kernel:
     """A kernel on one device, with arguments of its own.
 
+    A launch writes nothing but ``args`` and makes one driver call. The driver copies the arguments before it returns,
+    so one struct serves all launches of one thread.
+
     Args:
         spec: what to compile.
-        device_index: of the GPU.
+        device_index: index of the GPU.
 
-    A launch writes nothing but ``args`` and makes one driver call; the driver copies the arguments before it returns,
-    so one struct is reused by all launches (of one thread).
+    Attributes:
+        args: the ``spec.args`` structure that the next launch passes.
+
+    Raises:
+        InvalidArgument: the kernel is not loaded yet, and a CUDA graph is being captured.
+        BackendUnavailable: there is no driver.
+        KernelCompileError: the kernel does not compile.
     """
 
     def __init__(self, spec: KernelSpec, device_index: int) -> None:
@@ -31,24 +39,36 @@ class Kernel:
         self.device_index = device_index
         self._driver = load_driver()
         self._function = _function(spec, device_index)
+        results = self._driver.CUresult
+        self._other_context = (results.CUDA_ERROR_INVALID_CONTEXT, results.CUDA_ERROR_INVALID_HANDLE)
         self.args: Any = spec.args()
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.args))
         self._parameters = ctypes.addressof(self._pointers)
 
     def launch(self, blocks: int, stream: int) -> None:
-        """Put one launch of ``blocks`` blocks with the present ``args`` on a stream (its raw handle)."""
+        """Put one launch with the present ``args`` on a stream. The device need not be the current one.
+
+        Args:
+            blocks: blocks of the grid.
+            stream: raw handle of a stream of this kernel's device.
+
+        Raises:
+            RuntimeError: the driver refuses, for the reason that the message names.
+        """
         status = self._launch(blocks, stream)
-        if status and status == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
-            make_current(self.device_index)
-            status = self._launch(blocks, stream)
+        if status in self._other_context:  # of another device, or none yet in this thread
+            with torch.cuda.device(self.device_index):
+                make_current(self.device_index)
+                status = self._launch(blocks, stream)
         if status:
             checked((status,))
 
     def _launch(self, blocks: int, stream: int) -> Any:
-        (status,) = self._driver.cuLaunchKernel(
-            self._function, blocks, 1, 1, self.spec.threads, 1, 1, self.spec.shared_bytes, stream, self._parameters, 0
-        )
-        return status
+        spec = self.spec
+        sizes = (blocks, 1, 1, spec.threads, 1, 1, spec.shared_bytes)
+        if spec.cooperative:
+            return self._driver.cuLaunchCooperativeKernel(self._function, *sizes, stream, self._parameters)[0]
+        return self._driver.cuLaunchKernel(self._function, *sizes, stream, self._parameters, 0)[0]
 
 
 class TensorMap(ctypes.Structure):
@@ -119,6 +139,11 @@ def _load(driver: Any, entry: disk.Entry) -> tuple[Any, Any]:
 @cache
 def _function(spec: KernelSpec, device_index: int) -> Any:
     """The kernel in the device's primary context, which torch uses; loaded once in this process."""
+    if torch.cuda.is_current_stream_capturing():
+        raise InvalidArgument(
+            f"the first use of a kernel loads it, which a CUDA graph cannot capture ({spec.name}); make the same call "
+            "once before the capture"
+        )
     with torch.cuda.device(device_index):
         make_current(device_index)
         return _load(load_driver(), disk.get(spec))[1]

@@ -1,8 +1,8 @@
-// Waiting for other ranks: poll a flag until it reaches the epoch, or until the deadline; leave a record then.
+// Waiting within a deadline: poll a flag until it reaches the epoch. A wait that expires leaves a record for the host.
 #pragma once
 #include "device/ptx/memory.cuh"
 
-// In pinned host memory; the first wait of a rank that expires fills it. symmetric.py mirrors it.
+// In pinned host memory; the first wait of a rank that expires fills it. kernel_reports.py mirrors it.
 struct FaultRecord {
     uint32 is_set;
     uint32 peer;
@@ -18,7 +18,7 @@ struct Deadline {
     uint64 timeout_ns;
 };
 
-// What a wait is for, by number; symmetric.py has the words.
+// What a wait is for, by number; kernel_reports.py has the words.
 enum Phase : uint32 { kPhaseOpen = 1, kPhaseRows = 2, kPhasePartials = 3, kPhaseBlocks = 4 };
 
 // Flags that every call raises may be ahead already (epochs wrap). Others may be very old, and are compared exactly:

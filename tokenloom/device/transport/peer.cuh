@@ -55,7 +55,8 @@ struct PeerWindow {
     }
 
     // Where this rank writes what shall lie at `offset` of `rank`: with stores, or bulk stores from shared memory. For
-    // peers that is the destination itself, so nothing is left to send. Order: none, until a signal.
+    // peers that is the destination itself, so nothing is left to send. Order: none, until a signal. (The offset comes
+    // by reference to be loaded behind the base: then the machine code is that of `bases[rank] + offset`.)
     __device__ __forceinline__ uint64 staging_address(int rank, const uint64& offset) const {
         return bases[rank] + offset;
     }

@@ -1,8 +1,8 @@
-// A barrier of all ranks: opens a call and does nothing else. Whoever leaves it with `opened` set sees what every other
-// rank wrote before its own barrier, on its stream and in this GPU's memory too.
+// A barrier of all ranks: opens a call and does nothing else. What comes behind it on this rank's stream, with `opened`
+// set, sees what all other ranks' streams wrote before their barriers, in this GPU's memory too.
 //
-//   the one block   tells all ranks that this one is here, waits for all of them        (device/transport/call.cuh)
-//                   writes down whether all are here and mean the same call, advances the epoch
+//   the one block   clears what it is asked to, tells all ranks that this one is here, and waits for all of them; then
+//                   it writes down whether they mean the same call, and advances the epoch       (transport/call.cuh)
 //
 // One block, so that nobody who waits keeps an SM from work that others wait for. README.md says who uses it.
 #pragma once

@@ -1,4 +1,4 @@
-// What the combine kernel is told, and what its blocks keep in shared memory. launch.py mirrors CombineArgs; W, E, K
+// Arguments of the combine kernel, and what its blocks keep in shared memory. launch.py mirrors CombineArgs; W, E, K
 // are Shape::num_ranks and so on.
 #pragma once
 #include "device/pipe/row_stream.cuh"

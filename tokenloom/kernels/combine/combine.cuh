@@ -1,7 +1,8 @@
 // Combine: rows go home as partial sums, one per (token, rank), and are added there in ascending rank. Or, per route:
 // every weighted row goes home by itself, and they are added there in ascending k.
 //
-//   all blocks      wait until all ranks have begun this combine, so that their buffers are free
+//   all blocks      wait until all ranks have begun this combine, so that their buffers are free; the last one says
+//                   that this rank has
 //   pushing warps   write chunks of rows into their home ranks' buffers                                     (push.cuh)
 //   notify warp     raises the flags of chunks that are there
 //   summing warps   take this rank's tokens in order, wait for the chunks that hold their rows, add them    (sum.cuh)
@@ -58,7 +59,7 @@ __device__ bool combine_rows(const CombineArgs& args, uint32 epoch) {
     if (threadIdx.x == 0) mark(args.call, kBegun);
     if (__syncthreads_or(has_expired(deadline_of(args.call)))) return false;
     constexpr int kCounts = Shape::num_ranks + Shape::num_experts;
-    if (blockIdx.x == 0)
+    if (blockIdx.x == gridDim.x - 1)  // blocks start in order: when the last one runs, none of this rank lacks an SM
         announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, epoch, 0, shared.header);
     if (warp == 0) shared.progress.clear(lane);
     if (warp < shared.kRings) CombineShared<Shape>::Copy::init(shared.control_of_stream[warp], lane);

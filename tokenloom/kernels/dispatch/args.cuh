@@ -1,4 +1,4 @@
-// What the dispatch kernel is told. launch.py mirrors DispatchArgs; W, E, L, K are Shape::num_ranks and so on.
+// Arguments of the dispatch kernel. launch.py mirrors DispatchArgs; W, E, L, K are Shape::num_ranks and so on.
 #pragma once
 #include "device/tile/layout.cuh"
 #include "device/transport/call.cuh"

@@ -1,0 +1,169 @@
+"""Launches: what they need of the thread that makes them, of the device, and of a capture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import NUM_GPUS
+from tests.support.small_kernels import scale_spec, write_package
+from tokenloom.errors import InvalidArgument
+from tokenloom.jit import compiler, kernel
+from tokenloom.jit.compiler import KernelSpec
+from tokenloom.jit.kernel import Kernel
+
+OK, INVALID_CONTEXT, INVALID_HANDLE, OTHER = 0, 201, 400, 999
+STREAM = 1234
+
+
+class Driver:
+    """Launches nothing, and answers as it is told to."""
+
+    CUresult = SimpleNamespace(CUDA_ERROR_INVALID_CONTEXT=INVALID_CONTEXT, CUDA_ERROR_INVALID_HANDLE=INVALID_HANDLE)
+
+    def __init__(self, *answers: int) -> None:
+        self.answers = list(answers)
+        self.said: list[str] = []
+
+    def cuLaunchKernel(self, *arguments: Any) -> tuple[Any]:
+        assert len(arguments) == 11
+        return self._launch("plain", arguments)
+
+    def cuLaunchCooperativeKernel(self, *arguments: Any) -> tuple[Any]:
+        assert len(arguments) == 10
+        return self._launch("cooperative", arguments)
+
+    def _launch(self, how: str, arguments: tuple[Any, ...]) -> tuple[Any]:
+        assert (arguments[1], arguments[4], arguments[8]) == (3, 64, STREAM)  # blocks, threads, stream
+        self.said.append(how)
+        status = self.answers.pop(0)
+        return (SimpleNamespace(name=f"CUDA_ERROR_{status}") if status == OTHER else status,)
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Launch a kernel by a driver that answers so, and return what happened."""
+
+    def run(spec: KernelSpec, *answers: int) -> list[str]:
+        driver = Driver(*answers)
+
+        @contextmanager
+        def device(index: int) -> Iterator[None]:
+            driver.said.append(f"device {index}")
+            yield
+
+        monkeypatch.setattr(kernel, "load_driver", lambda: driver)
+        monkeypatch.setattr(kernel, "_function", lambda spec, index: object())
+        monkeypatch.setattr(kernel, "make_current", lambda index: None)
+        monkeypatch.setattr(torch.cuda, "device", device)
+        Kernel(spec, 2).launch(3, STREAM)
+        return driver.said
+
+    return run
+
+
+def test_a_launch_is_one_call(launch: Any) -> None:
+    """The usual one asks the driver nothing else."""
+    assert launch(scale_spec(), OK) == ["plain"]
+    assert launch(replace(scale_spec(), cooperative=True), OK) == ["cooperative"]
+
+
+@pytest.mark.parametrize("status", [INVALID_CONTEXT, INVALID_HANDLE])
+def test_another_device_may_be_current(launch: Any, status: int) -> None:
+    """The driver finds no context, in threads of autograd, or another device's: the launch is made again there."""
+    assert launch(scale_spec(), status, OK) == ["plain", "device 2", "plain"]
+
+
+def test_other_errors_are_raised(launch: Any) -> None:
+    """Once: what has failed on its own device fails for another reason."""
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_999"):
+        launch(scale_spec(), OTHER)
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_999"):
+        launch(scale_spec(), INVALID_HANDLE, OTHER)
+
+
+def test_the_first_use_in_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the driver is asked to load anything, which would end the capture with an error of its own."""
+    monkeypatch.setattr(kernel, "load_driver", lambda: Driver())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(
+        InvalidArgument, match=r"^the first use of a kernel .* \(scale\); make the same call once before"
+    ):
+        Kernel(scale_spec(captured=1), 0)
+
+
+# -- on GPUs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The small kernel, and a cache of its own."""
+    monkeypatch.setattr(compiler, "PACKAGE", write_package(tmp_path / "package"))
+    monkeypatch.setenv("TOKENLOOM_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def run_scale(spec: KernelSpec, device: int, out: torch.Tensor, blocks: int = 4) -> None:
+    """out[i] = i + 7 for the first 256 values."""
+    launched = Kernel(spec, device)
+    args = launched.args
+    args.out, args.length, args.step = out.data_ptr(), 256, 1
+    args.inner.factor = 1
+    launched.launch(blocks, torch.cuda.current_stream(out.device).cuda_stream)
+
+
+def expected(device: int) -> torch.Tensor:
+    return torch.arange(7, 263, dtype=torch.int32, device=f"cuda:{device}")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(NUM_GPUS < 2, reason="needs two NVIDIA GPUs")
+def test_a_device_that_is_not_current(package: None) -> None:
+    """Loaded and launched while another one is, with its own stream."""
+    out = torch.zeros(256, dtype=torch.int32, device="cuda:1")
+    with torch.cuda.device(0):
+        run_scale(scale_spec(), 1, out)
+        assert torch.cuda.current_device() == 0
+    torch.cuda.synchronize(1)
+    assert torch.equal(out, expected(1))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(NUM_GPUS == 0, reason="no NVIDIA GPU on this machine")
+def test_a_capture_survives_the_refusal(package: None) -> None:
+    """What was captured before and after it runs when the graph does."""
+    out = torch.zeros(2, 256, dtype=torch.int32, device="cuda:0")
+    run_scale(scale_spec(), 0, out[0])
+    torch.cuda.synchronize()
+    out.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        with pytest.raises(InvalidArgument, match="once before the capture"):
+            run_scale(scale_spec(new=1), 0, out[0])
+        run_scale(scale_spec(), 0, out[1])
+    graph.replay()
+    torch.cuda.synchronize()
+    assert not out[0].any()
+    assert torch.equal(out[1], expected(0))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(NUM_GPUS == 0, reason="no NVIDIA GPU on this machine")
+def test_cooperative_launches(package: None) -> None:
+    """Refused where blocks would have to wait for room; captured and replayed as others are."""
+    spec = replace(scale_spec(), cooperative=True)
+    out = torch.zeros(256, dtype=torch.int32, device="cuda:0")
+    with pytest.raises(RuntimeError, match="COOPERATIVE_LAUNCH_TOO_LARGE"):
+        run_scale(spec, 0, out, blocks=1_000_000)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run_scale(spec, 0, out)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected(0))
