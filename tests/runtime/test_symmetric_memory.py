@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import tokenloom as tl
+from tests.conftest import LIMIT_S
 from tests.runtime.fake_driver import OUT_OF_MEMORY, REFUSED, FakeDriver, fake_driver
 from tokenloom.errors import is_known_to_all
 from tokenloom.runtime import leftovers, noteboard, rendezvous, symmetric_memory
@@ -43,7 +44,7 @@ def num_ranks(request: pytest.FixtureRequest) -> int:
 
 def run(pools: Pools, num_ranks: int, check: Callable[..., Any], *args: Any) -> list[Any]:
     """``check(ranks, driver, *args)`` on every rank, with a made-up driver each; nothing may be left in the end."""
-    return pools("cpu").run(with_driver, check, *args, ranks=num_ranks, limit_s=60.0)
+    return pools("cpu").run(with_driver, check, *args, ranks=num_ranks, limit_s=LIMIT_S)
 
 
 def with_driver(context: RankContext, check: Callable[..., Any], *args: Any) -> Any:
@@ -194,6 +195,7 @@ def check_no_growth(ranks: RankGroup, driver: FakeDriver) -> None:
     store = noteboard.store_of(ranks.process_group)
     held: list[tuple[int, int, int, int]] = []
     gc.disable()  # or Python would collect when it likes
+    gc.freeze()  # so that it has to look at what is made here alone
     try:
         for turn in range(100):
             own = RankGroup(ranks.process_group, timeout_s=PATIENCE_S)
@@ -218,6 +220,7 @@ def check_no_growth(ranks: RankGroup, driver: FakeDriver) -> None:
                 held.append((len(driver.memory), len(driver.mapped), len(leftovers._waiting), len(keys)))
                 meet(ranks)
     finally:
+        gc.unfreeze()
         gc.enable()
     assert held[0][:3] == (0, 0, 0)
     assert set(held) == {held[0]}
@@ -324,6 +327,7 @@ def check_fork(ranks: RankGroup, driver: FakeDriver) -> None:
 def test_at_exit_nothing_is_done() -> None:
     """The driver takes everything back when the process ends, and may be gone before the last finalizer runs."""
     program = """
+from tests.conftest import LIMIT_S
 from tests.runtime.fake_driver import fake_driver
 from tests.runtime.test_symmetric_memory import LAYOUT
 from tokenloom.runtime.rank_group import RankGroup
@@ -413,6 +417,7 @@ def check_less_far(ranks: RankGroup, driver: FakeDriver, error: type[BaseExcepti
 # -- ranks that end ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # ranks are started anew
 def test_a_dead_rank_writes_no_more() -> None:
     """Its process took its mappings along, so its peers free what it had mapped. One that only stands still, in a
     debugger say, may go on writing one day."""
