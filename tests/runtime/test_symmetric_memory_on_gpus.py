@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from typing import Any
 from unittest import mock
 
@@ -44,7 +45,8 @@ def check_handle(context: RankContext) -> None:
 
 
 def test_ranks_see_what_others_write(hoppers: Ranks) -> None:
-    """Every rank writes its number to every rank, also while another device is current."""
+    """Every rank writes its number to every rank, also while another device is current, and from a thread that has no
+    CUDA context yet, as backward's have not."""
     hoppers.run(check_writing)
 
 
@@ -56,7 +58,9 @@ def check_writing(context: RankContext) -> None:
         buffer = SymmetricBuffer(BufferLayout.of([("numbers", 4 * ranks.num_ranks)]), ranks)
         number = torch.full((1,), ranks.rank, dtype=torch.int32, device=context.device)
         for rank in range(ranks.num_ranks):
-            buffer.copy_to(rank, 4 * ranks.rank, number)
+            thread = threading.Thread(target=buffer.copy_to, args=(rank, 4 * ranks.rank, number))
+            thread.start()
+            thread.join()
         meet(ranks)
         view = buffer.view("numbers", torch.int32, (ranks.num_ranks,))
         assert view.tolist() == list(range(ranks.num_ranks))

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenloom.jit.kernel import checked, load_driver
+from tokenloom.jit.kernel import checked, load_driver, make_current
 from tokenloom.runtime.leftovers import release_dropped, undo_later, undo_when_dropped, wait_for
 from tokenloom.runtime.process_identity import ProcessIdentity
 from tokenloom.runtime.rank_group import RankGroup
@@ -118,6 +118,7 @@ class SymmetricBuffer:
         """
         if values.numel():
             with torch.cuda.device(values.device):
+                make_current(values.device.index)
                 stream = torch.cuda.current_stream(values.device).cuda_stream
                 to, num_bytes = self.addresses[rank] + offset, values.numel() * values.element_size()
                 checked(load_driver().cuMemcpyDtoDAsync(to, values.data_ptr(), num_bytes, stream))
