@@ -30,8 +30,6 @@ from tokenloom.runtime.process_identity import ProcessIdentity
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.rendezvous import agree
 
-__all__ = ["BufferLayout", "SymmetricBuffer", "close_together", "release_dropped"]
-
 ALIGNMENT_BYTES = 256
 """Of every part of a buffer."""
 GRANULARITY_BYTES = 2 << 20
