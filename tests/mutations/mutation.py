@@ -18,7 +18,7 @@ class Mutation:
         name: Name of the mutation.
         rule: What the code does wrong then.
         target: Symbol to break: ``tokenloom.ops.routing:ordered_sum``, ``tokenloom.backends.collective:Class.method``,
-            or, in a header of the package, ``kernels/combine/home.cuh:sum_rows``.
+            or, in a header of the package, ``kernels/combine/sum.cuh:sum_rows``.
         old: Code that stands there exactly once. Spaces, quotes, comments and line breaks do not matter.
         new: Code that replaces it.
         tests: Node ids of files or tests, of which at least one must fail.

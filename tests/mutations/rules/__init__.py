@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutations.rules import collective, comm, inference, ops, runtime, training
+from tests.mutations.rules import collective, comm, inference, kernels, ops, runtime, training
 
 MUTATIONS = (
     ops.MUTATIONS
@@ -11,4 +11,5 @@ MUTATIONS = (
     + runtime.MUTATIONS
     + training.MUTATIONS
     + inference.MUTATIONS
+    + kernels.MUTATIONS
 )
