@@ -198,8 +198,8 @@ class Combiner:
         kernel = Kernel(RowWeightsVariant(plan=self._plan, to_rows=to_rows).spec(), device.index)
         args = kernel.args
         args.row_places, args.source_counts = handle.row_places.data_ptr(), handle.counts.source_counts.data_ptr()
-        setattr(args, "from", source.data_ptr())
-        args.to, args.routes, args.places = target.data_ptr(), routes, min(places, handle.capacity)
+        args.source, args.target = source.data_ptr(), target.data_ptr()
+        args.routes, args.places = routes, min(places, handle.capacity)
         kernel.launch(BLOCKS, torch.cuda.current_stream(device).cuda_stream)
 
 

@@ -22,20 +22,21 @@ from tokenloom.plan import Plan
 
 THREADS = 512
 MOST_CHUNK_SHIFT = 2
-"""Chunks have up to 4 rows: with more, home waits longer for the chunks that many warps send at once."""
+"""Chunks have up to 4 rows. With more, home ranks wait longer for the chunks that many warps send at once."""
 COPY_WARPS = 3
-"""Warps of a block that send rows as they are; bulk copies need few threads. The others sum."""
+"""Warps of a block that send rows as they are. Bulk copies need few threads; the other warps sum."""
 PUSH_WARPS = {"per_rank": 12, "per_route": 10}
-"""Warps of a block that send rows which are sums or have to be converted; the others sum what arrives."""
+"""Warps of a block that send rows which are sums, or have to be converted. The other warps sum what arrives."""
 PRE_REDUCE_BLOCKS = 64
-"""Of the kernel before copies by copy engines, which only reads and writes this GPU's memory."""
+"""Blocks of the kernel that pre-reduces, which only reads and writes this GPU's memory."""
 MOST_TERMS_AT_ONCE = 8
+"""Terms of a sum whose loads are in flight together."""
 MOST_WEIGHTED_TERMS_AT_ONCE = 4
-"""Weights take registers too."""
+"""The same of weighted terms: weights take registers too."""
 
 
 class CombineArgs(ctypes.Structure):
-    """Mirror of CombineArgs in combine.cuh, which says what each value is; addresses and offsets are uint64."""
+    """Mirror of CombineArgs in args.cuh, which says what each value is. Addresses and offsets are uint64."""
 
     _fields_ = [
         ("call", Call),
@@ -47,7 +48,7 @@ class CombineArgs(ctypes.Structure):
 
 
 def max_chunks(plan: Plan) -> int:
-    """Chunks that one rank can send another in a combine: fewer than 128 rows are chunks by themselves."""
+    """Count the chunks that one rank can send another in a combine. Fewer than 128 rows are chunks by themselves."""
     return max(min(plan.max_tokens_per_rank, 128), -(-plan.max_tokens_per_rank >> MOST_CHUNK_SHIFT))
 
 
@@ -160,7 +161,7 @@ class PreReduceVariant:
 
 
 def _terms_at_once(expected: float, most: int) -> int:
-    """How many terms of a sum are loaded together: the power of two that about holds the expected number."""
+    """Terms of a sum that are loaded together: the power of two that about holds the expected number."""
     terms = 1
     while terms < min(0.9 * expected, most):
         terms *= 2

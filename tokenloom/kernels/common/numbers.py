@@ -9,11 +9,11 @@ from tokenloom.plan import Plan
 HOPPER = (9, 0)
 """Compute capability of the GPUs that kernels are compiled for."""
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-"""Dtype of device/tile/values.cuh."""
+"""Numbers of dtypes; Dtype of device/tile/values.cuh."""
 LAYOUTS = {"token": 0, "expert": 1, "rank": 2}
-"""Layout of device/tile/layout.cuh."""
+"""Numbers of layouts; Layout of device/tile/layout.cuh."""
 MAX_RANKS = 32
-"""Ranks of a group: warps have a lane, and masks a bit, for each. kMostRanks of device/transport/peer.cuh."""
+"""Most ranks of a group: a warp has a lane, and a mask a bit, for each. kMostRanks of device/transport/peer.cuh."""
 _SHORT_NAMES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",

@@ -8,20 +8,26 @@ from tokenloom.plan import align_up
 MAX_SHARED_BYTES = 232448
 """Shared memory that one block of an sm_90 GPU may have."""
 LARGEST_STAGE_BYTES = 7168
-"""Four rows of 7 KB in flight per warp fill the links; larger stages only make the ring shorter."""
+"""Largest stage. Four rows of 7 KB in flight per warp fill the links, and larger stages only make the ring shorter."""
 MOST_STAGES = 8
 CONTROL_BYTES = 32
-"""Of each stage: an mbarrier, and its part of the tags of RowStream."""
+"""Bytes beside each stage: an mbarrier, and its part of the tags of RowStream."""
 STAGE_UNIT = 128
-"""Stages are aligned to this many bytes."""
+"""Alignment of stages, in bytes."""
 
 
 def ring(row_bytes: int, warps: int, other_bytes: int, least_bytes: int) -> tuple[int, int, int]:
-    """How a row streams through the rings of ``warps`` warps: (bytes of a stage, stages, shared memory of the block).
+    """Cut a row into stages for the rings of a block.
 
     Args:
+        row_bytes: bytes of a row.
+        warps: warps that stream rows, each through a ring of its own.
         other_bytes: shared memory beside the rings.
-        least_bytes: what the rings' memory is used for before; the block has at least that and ``other_bytes``.
+        least_bytes: what the memory of the rings is used for before rows stream. The block has at least that and
+            ``other_bytes``.
+
+    Returns:
+        Bytes of a stage, stages of a ring, and bytes of shared memory of the block.
 
     Raises:
         InvalidArgument: the block needs so much other shared memory that no ring fits beside it.

@@ -24,19 +24,19 @@ from tokenloom.kernels.common import (
 from tokenloom.plan import DISPATCH_STRATEGIES, Plan
 
 MAX_BLOCKS = 32
-"""Most blocks, and so SMs, of one dispatch; the flags are laid out for as many."""
+"""Most blocks of one dispatch, each on an SM of its own. Flags are laid out for as many."""
 SEND_WARPS = 8
-"""Warps of a block that stream rows; they share the memory of an SM."""
+"""Warps of a block that stream rows. Their rings share the memory of an SM."""
 FILL_WARPS = 8
-"""Layout expert: warps of a block that copy rows to their further places; the first of them raises flags instead."""
+"""Further warps of a block in layout expert: a notify warp, and those that copy rows to their further places."""
 QUANTIZE_WARPS = 16
-"""Warps of a block that quantise rows on their way; they need no ring."""
+"""Warps of a block that quantise rows on their way. They need no ring."""
 QUANTIZE = {"": 0, "any scale": 1, "power of two": 2}
 """How rows become FP8 on their way; Quantize of shared.cuh."""
 
 
 class DispatchArgs(ctypes.Structure):
-    """Mirror of DispatchArgs in args.cuh, which says what each value is; addresses and offsets are uint64."""
+    """Mirror of DispatchArgs in args.cuh, which says what each value is. Addresses and offsets are uint64."""
 
     _fields_ = [
         ("call", Call),
@@ -53,7 +53,7 @@ class DispatchArgs(ctypes.Structure):
 
 
 def block_count_words(plan: Plan) -> int:
-    """int32 words of ``block_counts`` and, behind it, ``slots_found``."""
+    """Count the int32 words of ``block_counts`` and of ``slots_found``, which lies behind it."""
     return MAX_BLOCKS * (2 + plan.num_ranks + plan.num_experts)
 
 

@@ -11,14 +11,14 @@ from tokenloom.plan import Plan
 
 THREADS = 512
 BLOCKS = 64
-"""Each thread has a few routes of a large call."""
+"""Blocks of a launch: each thread has a few routes of a large call."""
 
 
 class RowWeightsArgs(ctypes.Structure):
     """Mirror of RowWeightsArgs in row_weights.cuh, which says what each value is."""
 
     _fields_ = [
-        *uint64_fields("row_places", "source_counts", "from", "to"),
+        *uint64_fields("row_places", "source_counts", "source", "target"),
         ("routes", ctypes.c_int64),
         *int32_fields("places", "padding"),
     ]

@@ -6,9 +6,9 @@
 struct RowWeightsArgs {
     const int32* row_places;     // [>= R][K], place of each route of a received row; -1: none
     const int32* source_counts;  // [W], which make R
-    const float* from;
-    float* to;
-    int64 routes;  // to have values: K times the rows of `from`, or of `to`
+    const float* source;
+    float* target;
+    int64 routes;  // that have values: K times the rows of `source` (to_rows), or of `target`
     int32 places;  // rows that there may be
     int32 padding;
 };
@@ -23,9 +23,9 @@ __device__ void row_weights(const RowWeightsArgs& args) {
         const int32 place = i < received ? args.row_places[i] : -1;
         const bool exists = place >= 0 && place < args.places;
         if constexpr (Shape::to_rows != 0) {
-            if (exists) args.to[place] = args.from[i];
+            if (exists) args.target[place] = args.source[i];
         } else {
-            args.to[i] = exists ? args.from[place] : 0.0f;
+            args.target[i] = exists ? args.source[place] : 0.0f;
         }
     }
 }
