@@ -355,6 +355,31 @@ def test_a_float64_layer_takes_a_backend_that_has_it() -> None:
     assert reason in layer.comm.describe()
 
 
+def step_under(default: str | torch.dtype | None) -> dict[str, torch.Tensor]:
+    """All that a step makes, in a program with a default device or dtype of its own."""
+    (x,), (factors,) = make_inputs(replace(BASE, dtype=FP32, tokens=(5,)), 1)
+    dtype = torch.get_default_dtype()
+    try:
+        torch.set_default_device(default) if isinstance(default, str) else torch.set_default_dtype(default or dtype)
+        layer = make_layer(replace(BASE, dtype=FP32, balance_coef=0.1), None, device="cpu")
+        out, aux_loss = layer(x)
+        ((out * factors).sum() + aux_loss).backward()
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(dtype)
+    gradients = {f"gradient of {name}": each.grad for name, each in layer.named_parameters() if each.grad is not None}
+    return dict(layer.named_parameters()) | gradients | {"out": out, "aux_loss": aux_loss}
+
+
+@pytest.mark.parametrize("default", ["meta", torch.float64, BF16], ids=str)
+def test_the_callers_defaults_change_nothing(default: str | torch.dtype) -> None:
+    """Neither the weights of a seed nor what is computed with them."""
+    want, found = step_under(None), step_under(default)
+    assert want.keys() == found.keys()
+    for name, value in want.items():
+        assert torch.equal(found[name], value), name
+
+
 # -- errors -------------------------------------------------------------------------------------------------
 
 FAULTS: dict[str, type[Exception]] = {

@@ -189,6 +189,22 @@ def bytes_sent(context: RankContext) -> dict[Any, int]:
     return found
 
 
+@pytest.mark.parametrize("default", ["meta", torch.float64], ids=str)
+def test_draws_do_not_depend_on_the_callers_defaults(default: str | torch.dtype) -> None:
+    """The same seed gives the same routes in every program."""
+    sizes = {"rank": 1, "num_tokens": 50, "num_experts": 16, "top_k": 3, "skew": 1.2, "masked_ratio": 0.3}
+    want = draw_topk_ids(**sizes)
+    dtype = torch.get_default_dtype()
+    try:
+        torch.set_default_device(default) if isinstance(default, str) else torch.set_default_dtype(default)
+        found = draw_topk_ids(**sizes)
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(dtype)
+    assert found.device.type == "cpu"
+    assert torch.equal(found, want)
+
+
 def test_bytes_are_those_that_travel(ranks: Ranks, tmp_path: Path) -> None:
     """Counted at the collectives, on the busiest rank; and it is they that the table's GB/s are of."""
     by_rank = ranks.run(bytes_sent)

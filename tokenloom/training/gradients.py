@@ -1,4 +1,4 @@
-"""Small nodes of autograd: sums over ranks, and gradients that are scaled."""
+"""Small autograd nodes: sums over ranks and scaled gradients."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tokenloom.runtime.rank_group import RankGroup
 
 
 def sum_over_ranks(ranks: RankGroup, sums: RouterSums) -> RouterSums:
-    """Sum over the tokens of all ranks. Differentiable, since every rank's loss depends on every rank's tokens."""
+    """Sum over the tokens of all ranks. Differentiable, because each rank's loss depends on all ranks' tokens."""
     parts = (sums.probabilities, sums.squared_lse, sums.expert_counts, sums.num_tokens)
     total = _SumOverRanks.apply(torch.cat(parts), ranks)
     return RouterSums(*total.split([len(part) for part in parts]))
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum over ranks; its gradient is the sum over ranks too."""
+    """Sum over ranks, whose gradient is the sum over ranks too."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
@@ -33,7 +33,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class _SumGradOverRanks(torch.autograd.Function):
-    """Identity whose gradient is summed over ranks."""
+    """Identity with a gradient that is summed over ranks."""
 
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
@@ -47,12 +47,12 @@ class _SumGradOverRanks(torch.autograd.Function):
 
 
 def sum_grad_over_ranks(parameter: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
-    """The parameter itself. Its gradient is summed over ranks."""
+    """Return the parameter as it is, and sum its gradient over ranks."""
     return _SumGradOverRanks.apply(parameter, ranks)
 
 
 class _ScaleGrad(torch.autograd.Function):
-    """Identity whose gradient is multiplied."""
+    """Identity with a gradient that is multiplied by a factor."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, factor: float) -> torch.Tensor:
@@ -65,5 +65,5 @@ class _ScaleGrad(torch.autograd.Function):
 
 
 def scale_grad(weight: torch.Tensor, factor: float) -> torch.Tensor:
-    """The weight itself. Its gradient is multiplied by ``factor``."""
+    """Return the weight as it is, and multiply its gradient by ``factor``."""
     return weight if factor == 1.0 else _ScaleGrad.apply(weight, factor)

@@ -1,4 +1,4 @@
-"""ExpertParallelMoE: a mixture-of-experts layer with its experts spread over the ranks."""
+"""ExpertParallelMoE: a mixture-of-experts layer whose experts are spread over the ranks."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from tokenloom.tune import choices
 __all__ = ["ExpertParallelMoE"]
 
 EXPERT_WEIGHTS = ("w1", "w2")
-"""Names, within a layer, of the parameters that are sharded by expert along dimension 0."""
+"""Names of the parameters that are sharded by expert, along dimension 0."""
 
 
 class ExpertParallelMoE(nn.Module):
     """Router, experts spread over the ranks, and an optional shared expert.
 
-    ``out = sum over the K chosen experts e of weight_e * w2_e (silu(gate) * up)``, ``gate, up = w1_e x``, plus the
-    shared expert. Every rank passes its own tokens and gets its own outputs. Gradients are those of the sum over
-    ranks of that rank's loss. Expert weights receive all of it here; ``router_grad`` says what the replicated
+    ``out = sum over the K chosen experts e of weight_e * w2_e (silu(gate) * up)`` with ``gate, up = w1_e x``, plus the
+    shared expert. Every rank passes its own tokens and gets its own outputs. Gradients are those of the sum of all
+    ranks' losses. Expert weights receive their whole gradient here; ``router_grad`` says what the replicated
     parameters (router, shared expert) receive.
 
     Args:
@@ -48,8 +48,8 @@ class ExpertParallelMoE(nn.Module):
             ``comm``.
         hidden: H, values in a token.
         intermediate: I, width of one expert.
-        num_experts: E, divisible by the ranks.
-        top_k: K, experts per token.
+        num_experts: E, divisible by the number of ranks.
+        top_k: K, experts per token, at most 32.
         max_tokens_per_rank: most tokens (product of the leading dimensions of the input) on one rank. Leave it out
             with ``comm``.
         router: "softmax_topk", "topk_softmax" or "sigmoid", or a ``Router`` with all options.
@@ -59,16 +59,16 @@ class ExpertParallelMoE(nn.Module):
         router_grad: "local" leaves this rank's part in the gradients of replicated parameters, for a trainer that
             reduces them (DDP does). "sum" lets backward sum them over the ranks of the group.
         expert_grad_scale: factor of the gradients of expert weights; 1/W beside a trainer that averages.
-        strategy: what carries dispatch and combine, forward and, swapped, backward. None means what ``tokenloom
-            tune`` chose for this hardware, software and shape, if rank 0 finds it on its disk, else ``Strategy()``.
+        strategy: strategies of dispatch and combine in forward; backward swaps them. None takes what ``tokenloom
+            tune`` chose for this hardware, software and shape if rank 0 has it on its disk, else ``Strategy()``.
         overlap: on GPUs, let transfers run beside GEMMs. False gives the same bits.
-        redispatch_in_backward: keep x instead of the rows that a rank receives, which are about ``top_k`` times as
-            many, and send them again in backward.
+        redispatch_in_backward: keep x and send it again in backward, instead of keeping the rows that a rank
+            receives, which are about ``top_k`` times as many.
         pool_rows: most rows that a rank's experts may get. There is always room for them, so the host does not wait
             (on ``nvlink``, in bfloat16). More rows raise CapacityOverflow in a later call or ``comm.check()``, and
             the tokens concerned become NaN. None keeps exact sizes, which the host waits for in forward.
-        main_grads: let backward add the gradients of expert weights to ``parameter.main_grad``, float32 and made
-            here as zeros, which only you set back. ``parameter.grad`` stays None.
+        main_grads: let backward add the gradients of expert weights to ``parameter.main_grad``, which is float32,
+            made here as zeros and reset by you alone. ``parameter.grad`` stays None.
         comm: a Communicator to share between layers, instead of ``group``.
         backend: as in ``Communicator``.
         timeout_s: as in ``Communicator``.
@@ -77,17 +77,17 @@ class ExpertParallelMoE(nn.Module):
         dtype: dtype of the parameters; None means torch's default.
 
     Attributes:
-        w1: [L, 2I, H] of this rank's experts, gate rows, then up rows.
-        w2: [L, H, I] of this rank's experts.
+        w1: [L, 2I, H], this rank's L = E / W experts, gate rows first, then up rows.
+        w2: [L, H, I], this rank's experts.
         router_weight: [E, H].
-        correction_bias: float32 buffer [E], or None.
-        shared_w1: [2S, H], or None without a shared expert.
+        correction_bias: float32 buffer [E], or None without ``Router.correction_bias``.
+        shared_w1: [2S, H], gate rows first, or None without a shared expert of width S.
         shared_w2: [H, S], or None without a shared expert.
-        expert_counts: int64 buffer [E], routes of the last forward over all ranks. Zero until then, and kept only
-            when a loss or a correction bias needs it.
+        expert_counts: int64 buffer [E], routes of the last forward over all ranks. Zero before the first forward, and
+            updated only when a loss or a correction bias needs it.
 
     Raises:
-        InvalidArgument, PlanMismatch, PeerError: what ``Communicator`` raises.
+        InvalidArgument, PlanMismatch, PeerError: as in ``Communicator``.
     """
 
     correction_bias: torch.Tensor | None
@@ -129,7 +129,7 @@ class ExpertParallelMoE(nn.Module):
                 num_experts=num_experts,
                 hidden=hidden,
                 top_k=top_k,
-                # Where it is missing the communicator says so, on all ranks.
+                # The communicator reports a missing value, on all ranks.
                 max_tokens_per_rank=max_tokens_per_rank,  # type: ignore[arg-type]
                 backend=backend,
                 device=device,
@@ -192,7 +192,7 @@ class ExpertParallelMoE(nn.Module):
         self._set_up()
 
     def _set_up(self) -> None:
-        """What a copy of a layer has to do for itself."""
+        """Do what each copy of a layer needs for itself."""
         self._number = torch_compile.number_layer(self)
         if self.main_grads:
             accumulate_main_grads(self.expert_parameters())
@@ -208,22 +208,22 @@ class ExpertParallelMoE(nn.Module):
         return range(self.comm.rank * local, (self.comm.rank + 1) * local)
 
     def expert_parameters(self) -> list[nn.Parameter]:
-        """Parameters of this rank's experts. They are sharded, and their gradients are complete."""
+        """Return the parameters of this rank's experts. They are sharded, and their gradients are complete."""
         return [self.w1, self.w2]
 
     def replicated_parameters(self) -> list[nn.Parameter]:
-        """Parameters that are the same on every rank: router and shared expert. ``router_grad`` is about these."""
+        """Return the parameters that ``router_grad`` is about: router and shared expert, the same on every rank."""
         return [parameter for name, parameter in self.named_parameters() if name not in EXPERT_WEIGHTS]
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Draw all weights, uniform in ±1/sqrt(fan-in), as nn.Linear does.
+        """Draw all weights uniformly in ±1/sqrt(fan-in), as nn.Linear does.
 
         Args:
-            seed: draws the same full set of weights on every rank and for any number of ranks, and keeps this
-                rank's shard. Give every layer a seed of its own, or they get equal weights. None draws from torch's
-                generator, a number of values that depends on the number of ranks: then load a checkpoint, or make
-                replicated parameters equal yourself.
+            seed: draw the same full set of weights on every rank and for any number of ranks, and keep this rank's
+                shard. Give each layer its own seed, or layers get equal weights. None draws from torch's generator,
+                and how many values depends on the number of ranks. Then load a checkpoint, or make replicated
+                parameters equal yourself.
         """
         for name, parameter in self.named_parameters():
             bound = 1 / math.sqrt(parameter.shape[-1])
@@ -241,15 +241,15 @@ class ExpertParallelMoE(nn.Module):
             x: [..., H], dtype and device of the parameters; leading dimensions may differ per rank and be 0.
 
         Returns:
-            out [..., H], and aux_loss, a scalar (0 where both coefficients are 0): ``balance_coef`` times the
-            balance loss plus ``z_coef`` times the z-loss of the tokens of all ranks, the same number on every
-            rank, as if one rank had all tokens. Add it to a loss that is averaged over ranks; where ranks' losses
-            are summed, add ``aux_loss / W``.
+            out [..., H], dtype of the parameters (or of autocast), and aux_loss, a scalar of at least float32:
+            ``balance_coef`` times the balance loss plus ``z_coef`` times the z-loss. Both losses are over the tokens
+            of all ranks, so aux_loss is the same on every rank; it is 0 where both coefficients are 0. Add it to a
+            loss that is averaged over ranks. Where losses are summed over ranks, add ``aux_loss / W``.
 
         Raises:
             ShapeMismatch, DtypeMismatch, DeviceMismatch, InvalidArgument: bad input on this rank.
             PeerError: bad input, or any other failure, on another rank.
-            TokenloomError: what ``Communicator.dispatch`` raises.
+            TokenloomError: as in ``Communicator.dispatch``.
         """
         return torch_compile.forward(self, x) if torch.compiler.is_compiling() else self._forward(x)
 
@@ -258,11 +258,13 @@ class ExpertParallelMoE(nn.Module):
         engine.begin()
         options = RunOptions(self.strategy, self.overlap, self.redispatch_in_backward, self.pool_rows)
         dtype = autocast_dtype(self.comm.device) or self.w1.dtype
-        with engine.sequence(*forward_calls(options, 1, dtype, needs_grad=False)):  # if it fails here, nothing is open
+        with engine.sequence(
+            *forward_calls(options, 1, dtype, needs_grad=False)
+        ):  # a failure here comes before any call
             try:
                 tokens, topk_ids, topk_weights, sums = self._route(x)
             except Exception:
-                self._sum_over_ranks(None)  # the others are about to
+                self._sum_over_ranks(None)  # the other ranks are about to sum
                 raise
         sums = self._sum_over_ranks(sums)
         shared: list[torch.Tensor] = []
@@ -274,14 +276,14 @@ class ExpertParallelMoE(nn.Module):
         return out.view(x.shape), self._aux_loss(sums, topk_weights.dtype)
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, RouterSums | None]:
-        """Route: tokens [T, H], ids, weights, and the sums over tokens if a loss or the bias wants them.
+        """Route, giving tokens [T, H], ids, weights, and the sums over tokens if a loss or the bias wants them.
 
         Not collective. Logits, weights and sums are at least float32.
         """
         tokens = self._tokens(x)
-        validation.number_of_tokens(self.comm.plan, len(tokens))  # pieces of them might not be too many
+        validation.number_of_tokens(self.comm.plan, len(tokens))  # pieces of too many tokens may be few enough
         dtype = torch.promote_types(tokens.dtype, torch.float32)
-        with torch.autocast(tokens.device.type, enabled=False):  # which would choose by bfloat16 logits
+        with torch.autocast(tokens.device.type, enabled=False):  # autocast would route by bfloat16 logits
             logits = router_logits(tokens, self._replicated(self.router_weight), dtype)
             topk_ids, topk_weights, probabilities = self.router.route(logits, self.correction_bias)
             sums = router_sums(logits, probabilities, topk_ids) if self._wants_sums() else None
@@ -291,15 +293,15 @@ class ExpertParallelMoE(nn.Module):
         return bool(self.balance_coef or self.z_coef or self.correction_bias is not None)
 
     def _sum_over_ranks(self, sums: RouterSums | None) -> RouterSums | None:
-        """Sum over the tokens of all ranks, if a loss or the bias wants that. Collective then.
+        """Sum over the tokens of all ranks, if a loss or the bias wants that, which is then collective.
 
-        A rank that failed passes None and joins in all the same. An all-reduce that one rank leaves out would pair
-        with the wrong one ever after.
+        A rank that failed passes None and takes part all the same. If one rank left out an all-reduce, all later ones
+        would pair wrongly.
         """
         if not self._wants_sums():
             return None
         if self.pool_rows is None:
-            self.comm.engine.check("calls")  # a rank whose experts failed in an earlier layer is not here
+            self.comm.engine.check("calls")  # a rank whose experts failed in an earlier layer does not get here
         if sums is None:
             wide = torch.promote_types(self.w1.dtype, torch.float32)
             counts = torch.zeros(self.comm.plan.num_experts, dtype=wide, device=self.comm.device)
@@ -318,7 +320,7 @@ class ExpertParallelMoE(nn.Module):
         return x.reshape(-1, self.hidden).contiguous()
 
     def _aux_loss(self, sums: RouterSums | None, dtype: torch.dtype) -> torch.Tensor:
-        """The losses over the tokens of all ranks."""
+        """Compute aux_loss over the tokens of all ranks, and keep the counts of routes."""
         if sums is not None:
             self.expert_counts.copy_(sums.expert_counts)
         if sums is None or not (self.balance_coef or self.z_coef):
@@ -335,9 +337,14 @@ class ExpertParallelMoE(nn.Module):
         return sum_grad_over_ranks(parameter, self.comm.engine.ranks) if self.router_grad == "sum" else parameter
 
     def saved_activations(self, x: torch.Tensor) -> list[SavedTensor]:
-        """List what a forward on x keeps for backward, largest first, without parameters and x. Collective.
+        """Run a forward on x and list what it keeps for backward, without parameters and x. Collective.
 
-        Print the items for a table; ``sum(each.num_bytes for each in ...)`` is the total.
+        Args:
+            x: as in ``forward``.
+
+        Returns:
+            One item per storage, largest first. Print the items for a table; ``sum(each.num_bytes for each in ...)``
+            is the total.
         """
         with torch.enable_grad():
             outputs = self(x)
@@ -345,9 +352,15 @@ class ExpertParallelMoE(nn.Module):
 
     @torch.no_grad()
     def update_correction_bias(self, rate: float) -> None:
-        """Raise the bias of experts with less than the mean load of the last forward by ``rate``, lower the others'.
+        """Raise the bias of experts with less than the mean load in the last forward, and lower the bias of others.
 
-        The auxiliary-loss-free balance of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2). Call it after a step.
+        Call it after a step. Source: auxiliary-loss-free balancing in DeepSeek-V3 (arXiv 2412.19437, section 2.1.2).
+
+        Args:
+            rate: added to a bias or subtracted from it.
+
+        Raises:
+            InvalidArgument: the router has no correction bias.
         """
         if self.correction_bias is None:
             raise InvalidArgument("the router has no correction bias; make it with Router(..., correction_bias=True)")

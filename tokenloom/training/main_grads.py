@@ -1,4 +1,4 @@
-"""Gradients that are summed over micro-batches in float32, whatever the dtype of the parameters."""
+"""Gradients summed over micro-batches in float32, whatever the dtype of the parameters."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 def accumulate_main_grads(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """From now on backward adds each gradient to ``parameter.main_grad`` and leaves ``parameter.grad`` None.
+    """Let backward add each gradient to ``parameter.main_grad`` and leave ``parameter.grad`` None.
 
-    ``main_grad`` is Megatron-LM's name: float32, the parameter's shape, made here as zeros unless there is one. Its
-    owner sets it back, or puts another tensor in its place, a part of a larger one, say.
+    The name is Megatron-LM's. ``main_grad`` is float32 with the parameter's shape, made here as zeros unless it
+    exists. Its owner resets it, or replaces it by another tensor, such as a part of a larger one.
     """
     for parameter in parameters:
         if not hasattr(parameter, "main_grad"):
@@ -21,7 +21,7 @@ def accumulate_main_grads(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 
 def _add_to_main_grad(parameter: torch.Tensor) -> None:
-    if parameter.grad is None:  # the layer is a copy of another one with the same parameters, whose hook was first
+    if parameter.grad is None:  # a copy of the layer shares the parameter, and its hook was first
         return
     parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
     parameter.grad = None

@@ -1,4 +1,4 @@
-"""Options of a layer that must fit each other, and the values that its parameters begin with."""
+"""Checks of a layer's options, and the initial values of its parameters."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def check_options(
     shared_intermediate: int,
     router_grad: str,
 ) -> None:
+    """Raise InvalidArgument unless the options of a layer fit each other and the communicator's plan."""
     for name, wanted, got in (
         ("num_experts", plan.num_experts, num_experts),
         ("hidden", plan.hidden, hidden),
@@ -40,7 +41,11 @@ def check_options(
 
 
 def seeded_uniform(like: torch.Tensor, bound: float, seed: int, name: str, row: int) -> torch.Tensor:
-    """Uniform values that depend on (seed, name, row) alone, drawn on the CPU."""
+    """Draw uniform values in ±bound that depend on (seed, name, row) alone, with the shape and dtype of ``like``.
+
+    They are drawn on the CPU in float32, so they depend neither on the device nor on torch's defaults.
+    """
     digest = hashlib.blake2b(f"{seed}/{name}/{row}".encode(), digest_size=7).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-    return torch.rand(like.shape, generator=generator).mul_(2 * bound).sub_(bound).to(like)
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little"))
+    values = torch.rand(like.shape, generator=generator, dtype=torch.float32, device="cpu")
+    return values.mul_(2 * bound).sub_(bound).to(like)

@@ -1,4 +1,4 @@
-"""How a batch is cut into pieces, which calls the pieces make, and what is kept of them for backward."""
+"""Pieces of a batch: how it is cut, which calls they make, and what is kept of them for backward."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SHARES = (3, 2)
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Choices of a layer that change its time and its memory.
+    """Choices of a layer that change its time and its memory, but not its results.
 
     Attributes:
-        strategy: what carries the payloads.
-        overlap: transfers run on a stream of their own, beside GEMMs.
-        redispatch_in_backward: keep x instead of the received rows, which are sent again for the gradient of w1.
-        pool_rows: None: received rows have their exact size, which the host waits for. Else the most rows, and the
-            host does not wait.
+        strategy: strategies of dispatch and combine.
+        overlap: run transfers on a stream of their own, beside GEMMs.
+        redispatch_in_backward: keep x instead of the received rows, and send it again for the gradient of w1.
+        pool_rows: most rows that a rank receives, so that the host does not wait. None gives exact sizes, which the
+            host waits for.
     """
 
     strategy: Strategy
@@ -36,24 +36,24 @@ class RunOptions:
     pool_rows: int | None = None
 
     def combine_options(self, dtype: torch.dtype, needs_grad: bool) -> CombineOptions:
-        """How rows of ``dtype`` come home. They are weighted before the second GEMM."""
+        """Describe the combine of rows of ``dtype``, which are weighted before the second GEMM."""
         return CombineOptions(False, dtype, dtype, needs_grad, self.strategy.combine)
 
     def gradient_options(self, dtype: torch.dtype) -> CombineOptions:
-        """How the gradient of x comes home."""
+        """Describe the combine of the gradient of x."""
         return CombineOptions(False, dtype, dtype, False, SWAPPED[self.strategy.dispatch])
 
 
 @dataclass
 class Piece:
-    """Some of the tokens on their way through the experts.
+    """Some of the tokens, on their way through the experts.
 
     Attributes:
-        tokens: which.
-        handle: of their dispatch.
-        gemms: multiplies their rows by expert.
-        offsets: int32 [L + 1].
-        row_weights: [R].
+        tokens: range of the tokens.
+        handle: handle of their dispatch.
+        gemms: GEMMs over their rows.
+        offsets: int32 [L + 1], first row of each expert and the end.
+        row_weights: [R], weight of each row.
         hidden: [R, 2I], pre-activations.
         rows: [R, H] as received, kept for the gradient of w1, or None.
     """
@@ -68,9 +68,9 @@ class Piece:
 
 
 def cut(engine: Engine, options: RunOptions, num_tokens: int) -> list[slice]:
-    """The tokens of each piece, as many pieces on every rank.
+    """Cut the tokens into pieces, the same number on every rank.
 
-    Few tokens stay whole. So do dense sums, which always travel as M tokens, and batches of bounded size.
+    A small batch stays whole. So does one with dense sums, which always travel as M tokens, and one of bounded size.
     """
     plan = engine.plan
     rows_of_expert = plan.max_tokens_per_rank * plan.top_k // plan.experts_per_rank
@@ -83,7 +83,7 @@ def cut(engine: Engine, options: RunOptions, num_tokens: int) -> list[slice]:
 
 
 def forward_calls(options: RunOptions, num_pieces: int, dtype: torch.dtype, needs_grad: bool) -> list[Upcoming]:
-    """The calls of a forward in their order: each dispatch is open before the combine of the piece before it."""
+    """List the calls of a forward in order. Each dispatch opens before the combine of the previous piece."""
     dispatch = Upcoming(
         "dispatch", resend_options(options.strategy.dispatch), dtype.itemsize, awaited=options.pool_rows is None
     )
@@ -94,12 +94,13 @@ def forward_calls(options: RunOptions, num_pieces: int, dtype: torch.dtype, need
 def backward_calls(
     journeys: deque[tuple[Piece, torch.Tensor, str]], ahead: int, gradients: list[Upcoming], num_pieces: int
 ) -> list[Upcoming]:
-    """The calls of a backward in their order.
+    """List the calls of a backward in order.
 
     Args:
-        journeys: what is sent to the places of rows: of the output's gradient, then of x again.
-        ahead: how many of them are sent before the first piece is computed.
-        gradients: what comes home of each piece.
+        journeys: (piece, values, strategy) of each transfer to the experts: gradients of the output, then maybe x.
+        ahead: number of journeys that begin before the first piece is computed.
+        gradients: calls that bring home the gradients of one piece.
+        num_pieces: number of pieces.
     """
     sent = deque(
         Upcoming("rows again", resend_options(strategy), values.element_size()) for _, values, strategy in journeys
@@ -112,7 +113,7 @@ def backward_calls(
 
 
 def resend_options(strategy: str) -> DispatchOptions:
-    """A dispatch in layout "expert" as far as its buffers depend on it."""
+    """Describe a dispatch in layout "expert" as far as its buffers depend on it."""
     return DispatchOptions("expert", 1, "bounded", None, strategy=strategy)
 
 
@@ -125,19 +126,19 @@ def save(
     w1: torch.Tensor,
     w2: torch.Tensor,
 ) -> None:
-    """Keep for backward: w1, w2, and x or the rows. Tensors go where autograd counts and watches them."""
+    """Keep what backward needs: pieces, w1, w2 and maybe x. Tensors go through autograd, which watches them."""
     ctx.engine, ctx.options = engine, options
     ctx.pieces = [(piece.tokens, piece.handle, piece.gemms) for piece in pieces]
     tensors, names = [w1, w2, x], ["w1", "w2", "x"]
     for piece in pieces:
         tensors += [piece.offsets, piece.row_weights, piece.hidden, piece.rows]
-        names += ["offsets", "weights of rows", "pre-activations", "rows"]
+        names += ["offsets", "row weights", "pre-activations", "rows"]
     ctx.saved_names = names
     ctx.save_for_backward(*tensors)
 
 
 def saved(ctx: Any) -> tuple[list[Piece], torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """What :func:`save` kept: pieces, x or None, w1, w2."""
+    """Return what :func:`save` kept: pieces, x or None, w1, w2."""
     w1, w2, x, *rest = ctx.saved_tensors
     parts = (rest[i : i + 4] for i in range(0, len(rest), 4))
     return [Piece(*known, *part) for known, part in zip(ctx.pieces, parts, strict=True)], x, w1, w2

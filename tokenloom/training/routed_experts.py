@@ -1,11 +1,11 @@
-"""Dispatch, experts, combine and all their gradients as one node of autograd.
+"""Dispatch, experts, combine and all their gradients as one autograd node.
 
-The node orders them so that the links and the GEMMs work at the same time. Many tokens go in pieces: one travels while
-the experts compute another. In backward, the gradients of weights come after those of rows, which go home meanwhile.
+The node orders them so that links and GEMMs work at the same time. A large batch goes in pieces: one travels while the
+experts compute another. Backward computes the gradients of weights after those of rows, which go home meanwhile.
 
-What travels is on a stream of the communicator's own. Received rows may be views of a few buffers, so a dispatch waits
-until the rows that it overwrites have been used. Without overlap the same happens in the same pieces on one stream,
-with the same bits.
+Transfers run on a stream of the communicator's own. Received rows may be views of a few buffers, so a dispatch waits
+until the rows that it overwrites have been used. Without overlap the same pieces run on one stream, with the same
+bits.
 """
 
 from __future__ import annotations
@@ -39,15 +39,22 @@ def routed_experts(
     w2: torch.Tensor,
     meanwhile: Callable[[], None] | None = None,
 ) -> torch.Tensor:
-    """``out = sum over k of weight_k * w2 @ (silu(gate) * up)`` of a token's experts. Collective, differentiable once.
+    """Compute ``sum over k of weight_k * w2 @ (silu(gate) * up)`` with each token's experts.
+
+    Collective. Differentiable once.
 
     Args:
-        x: [T, H]. topk_ids: [T, K]. topk_weights: [T, K], float32 (float64 beside float64).
-        w1: [L, 2I, H]; w2: [L, H, I] of this rank's experts.
+        comm: communicator that carries the tokens.
+        options: choices that change time and memory.
+        x: [T, H].
+        topk_ids: int32 or int64 [T, K], -1 for an unused place.
+        topk_weights: float32 [T, K], or float64 beside float64.
+        w1: [L, 2I, H], this rank's experts, gate rows first.
+        w2: [L, H, I], this rank's experts.
         meanwhile: work of this rank beside the dispatch, or None.
 
     Returns:
-        [T, H], dtype of x (of autocast, where that is on).
+        [T, H], dtype of x, or of autocast where that is on.
     """
     device, dtype = x.device.type, autocast_dtype(x.device)
     if dtype is not None:
@@ -78,7 +85,7 @@ class _RoutedExperts(torch.autograd.Function):
         forward = _Forward(comm, options, needs, x, topk_ids, topk_weights, w1, w2)
         calls = forward_calls(options, len(forward.slices), x.dtype, any(needs))
         with comm.engine.sequence(*calls):
-            if meanwhile is not None:  # before the dispatch, whose few blocks come before those of GEMMs that wait
+            if meanwhile is not None:  # first: the few blocks of a dispatch get SMs before the waiting blocks of GEMMs
                 with torch.set_grad_enabled(grad_enabled):
                     meanwhile()
             out = forward.run()
@@ -98,7 +105,7 @@ class _RoutedExperts(torch.autograd.Function):
 
 
 class _Forward:
-    """One forward: the host begins the next dispatch before it puts the experts of a piece on the stream."""
+    """One forward. The host begins each dispatch before it puts the experts of the previous piece on the stream."""
 
     def __init__(
         self,
@@ -119,10 +126,10 @@ class _Forward:
         self.pieces: list[Piece] = []
 
     def run(self) -> torch.Tensor:
-        """[T, H]."""
+        """Return the output, [T, H]."""
         out = torch.empty_like(self.x)
         combine = self.options.combine_options(self.x.dtype, any(self.needs))
-        # Rows of the first two dispatches overwrite nothing; rows of a later one wait for the GEMMs that read.
+        # The first two dispatches overwrite no rows. A later one waits for the GEMMs that read what it overwrites.
         computed = [self.links.mark()] * 2
         handle, rows, arrival = self._begin_dispatch(0, computed[0])()
         homecomings: list[Transfer] = []
@@ -145,7 +152,7 @@ class _Forward:
     def _begin_dispatch(
         self, number: int, after: torch.cuda.Event | None
     ) -> Callable[[], tuple[Handle, torch.Tensor, Transfer]]:
-        """Send a piece. What it returns finishes the dispatch, before anything else travels."""
+        """Send a piece. Call the returned function to finish the dispatch before anything else travels."""
         tokens = self.slices[number]
         given = (self.x[tokens], self.topk_ids[tokens], self.topk_weights[tokens])
         with self.links.transfer(given, after):
@@ -172,14 +179,14 @@ class _Forward:
         return options, replace(inputs, own_outputs="but rows", ahead=ahead)
 
     def _compute(self, tokens: slice, handle: Handle, rows: torch.Tensor) -> torch.Tensor:
-        """The experts on the rows of a piece: [R, H], weighted."""
+        """Run the experts on the rows of a piece, giving weighted rows [R, H]."""
         offsets, weights = handle.counts.expert_offsets, handle.topk_weights
         assert offsets is not None
         assert weights is not None
         gemms = gemms_for(rows, self.w1, self.w2, offsets, handle.host_offsets)
         row_weights = self.engine.row_weights(handle, weights, len(rows))
         kept = rows if self.keeps_rows else None
-        if kept is not None and self.engine.capabilities.returns_views:  # a later dispatch overwrites it
+        if kept is not None and self.engine.capabilities.returns_views:  # a later dispatch overwrites the view
             kept = rows.clone()
         hidden = gemms.multiply(rows, self.w1.transpose(1, 2))
         y = gemms.multiply(activate(hidden, row_weights, offsets[-1:]), self.w2.transpose(1, 2))
@@ -189,7 +196,7 @@ class _Forward:
 
 
 class _Backward:
-    """One backward: gradients of rows first, and those of weights while they go home."""
+    """One backward: gradients of rows first, then those of weights while the former go home."""
 
     def __init__(
         self,
@@ -204,12 +211,12 @@ class _Backward:
         self.wants_x, self.wants_weights, self.wants_w1, self.wants_w2 = ctx.needs_input_grad[:4]
         self.pieces, self.w1, self.w2, self.dtype = pieces, w1, w2, grad.dtype
         self.links = Links(ctx.engine, ctx.options.overlap)
-        self.sends_x = x is not None  # on all ranks, whoever wants the gradient of w1
+        self.sends_x = x is not None  # alike on all ranks, even where w1 wants no gradient
         strategy = ctx.options.strategy
         self.journeys = deque((piece, grad, SWAPPED[strategy.combine]) for piece in pieces)
         if x is not None:
             self.journeys.extend((piece, x, strategy.dispatch) for piece in pieces)
-        # More would only take memory longer where nothing overlaps.
+        # Where nothing overlaps, more journeys ahead would only hold memory longer.
         self.ahead = ctx.engine.capabilities.receive_buffers if self.links.overlaps else 1
         self.under_way: deque[tuple[torch.Tensor, Transfer]] = deque()
         self.grad_x = torch.empty_like(grad) if self.wants_x else None
@@ -218,14 +225,14 @@ class _Backward:
         self.grad_w2: torch.Tensor | None = None
 
     def calls(self) -> list[Upcoming]:
-        """What is about to be opened, in order."""
+        """List the calls of this backward, in order."""
         options = self.options.gradient_options(self.dtype)
         gradients = [Upcoming("gradient of dispatch", options, self.dtype.itemsize)] * self.wants_x
         gradients += [Upcoming("gradient of weights")] * self.wants_weights
         return backward_calls(self.journeys, self.ahead, gradients, len(self.pieces))
 
     def run(self) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of x, of the weights of routes, of w1 and of w2."""
+        """Return the gradients of x, of the routes' weights, of w1 and of w2."""
         begin = self.links.mark()
         for _ in range(self.ahead):
             self._dispatch_next(begin)

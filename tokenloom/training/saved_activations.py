@@ -1,4 +1,4 @@
-"""What autograd keeps for backward: which tensors, how large."""
+"""List of the tensors that autograd keeps for backward, with their sizes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import torch
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """Memory that a graph keeps alive.
+    """Tensor that a graph keeps alive.
 
     Attributes:
-        name: the node that keeps it, and what it is called there.
-        shape, dtype: of the tensor.
-        num_bytes: of the whole storage, which is what is kept even where the tensor is a part of it.
+        name: node that keeps the tensor, and the tensor's name there.
+        shape: shape of the tensor.
+        dtype: dtype of the tensor.
+        num_bytes: bytes of the whole storage, which stays even if the tensor is a part of it.
     """
 
     name: str
@@ -31,9 +32,13 @@ class SavedTensor:
 
 
 def saved_tensors(outputs: Iterable[torch.Tensor], known: Iterable[torch.Tensor]) -> list[SavedTensor]:
-    """Every storage that the graph of ``outputs`` keeps, largest first; those of ``known`` (parameters) left out.
+    """List every storage that the graph of ``outputs`` keeps, largest first.
 
-    Custom nodes may name what they save in ``saved_names``; tensors in their other attributes count as well.
+    Custom nodes may name their saved tensors in ``saved_names``. Tensors in their other attributes count as well.
+
+    Args:
+        outputs: results of the graph.
+        known: tensors whose storages are left out, such as parameters.
     """
     seen = {tensor.untyped_storage().data_ptr() for tensor in known}
     found: list[SavedTensor] = []
@@ -61,7 +66,7 @@ def _tensors_of(node: Any) -> Iterator[tuple[str, torch.Tensor]]:
     label = node.name().removesuffix("Backward0").removesuffix("Backward").lstrip("_")
     if hasattr(node, "saved_tensors"):  # written in Python
         saved = node.saved_tensors
-        named_here = getattr(node, "saved_names", None)  # where their number depends on the input
+        named_here = getattr(node, "saved_names", None)  # set where the number of tensors depends on the input
         names = (
             named_here
             or getattr(getattr(node, "_forward_cls", None), "saved_names", None)

@@ -14,15 +14,15 @@ __all__ = ["gather_state_dict", "shard_state_dict"]
 
 
 def gather_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The full state dict of a module that holds ExpertParallelMoE layers, on every rank. Collective.
+    """Gather the full state dict of a module with ExpertParallelMoE layers, on every rank. Collective.
 
-    Expert weights become [E, 2I, H] and [E, H, I]; everything else is this rank's own (replicated) value.
+    Expert weights become [E, 2I, H] and [E, H, I]. Everything else is this rank's own (replicated) value.
 
     Args:
-        module: holds the layers.
+        module: module that holds the layers.
 
     Returns:
-        Tensors on the CPU by name. The dict loads on any number of ranks through ``shard_state_dict``.
+        Tensors on the CPU, by name. The dict loads on any number of ranks through ``shard_state_dict``.
     """
     sharded = _sharded_names(module)
     full = {}
@@ -36,14 +36,14 @@ def gather_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def shard_state_dict(module: nn.Module, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """This rank's part of a full state dict, for ``module.load_state_dict``. Not collective.
+    """Take this rank's part of a full state dict. Not collective.
 
     Args:
-        module: holds the ExpertParallelMoE layers, made for the present number of ranks.
-        full: what ``gather_state_dict`` gave, on any number of ranks.
+        module: module that holds the ExpertParallelMoE layers, made for the present number of ranks.
+        full: dict from ``gather_state_dict``, on any number of ranks.
 
     Returns:
-        What ``module.load_state_dict`` takes on this rank.
+        Dict that ``module.load_state_dict`` takes on this rank.
 
     Raises:
         ShapeMismatch: an expert weight has another number of experts than the layer.
@@ -52,7 +52,7 @@ def shard_state_dict(module: nn.Module, full: Mapping[str, torch.Tensor]) -> dic
     part = dict(full)
     for name, layer in sharded.items():
         if name not in full:
-            continue  # load_state_dict names what is missing
+            continue  # load_state_dict reports missing names
         num_experts = layer.comm.plan.num_experts
         if full[name].shape[0] != num_experts:
             raise ShapeMismatch(f"{name} has {full[name].shape[0]} experts, the layer has {num_experts}")
@@ -61,6 +61,7 @@ def shard_state_dict(module: nn.Module, full: Mapping[str, torch.Tensor]) -> dic
 
 
 def _sharded_names(module: nn.Module) -> dict[str, ExpertParallelMoE]:
+    """Map the name of each sharded parameter to its layer."""
     return {
         f"{prefix}.{name}" if prefix else name: layer
         for prefix, layer in module.named_modules(remove_duplicate=False)

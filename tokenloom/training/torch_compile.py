@@ -1,20 +1,18 @@
 """ExpertParallelMoE inside ``torch.compile``: to the compiler a layer's forward is one operator, its gradient another.
 
-What is inside has sizes that depend on data, collectives and host reads, so the operators run the layer as it runs
-without a compiler. What autograd keeps lives as long as the memory of a small tensor, the ticket, which the compiler
-saves for backward like any other tensor, or drops. The compiler sees all that the operators read and write.
+A layer has collectives, host reads and sizes that depend on data, so the operators run it as it runs without a
+compiler. The compiler sees everything that they read and write.
 
-Collectives have to be called in one order on all ranks, whatever a compiler makes of their numbers of tokens: forward
-in the order of the program, backward in the opposite one. See :func:`_pin_to_forward` and :func:`_order_in_inductor`.
+What autograd keeps lives as long as the memory of a small tensor, the ticket. The compiler saves the ticket for
+backward like any other tensor, or drops it. :mod:`tokenloom.training.compiled_order` keeps calls in order.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,12 +20,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.fx.node import has_side_effect
-from torch.utils.checkpoint import CheckpointPolicy
 
 from tokenloom.errors import NotDifferentiable
 from tokenloom.ops import autocast
+from tokenloom.training.compiled_order import keep_in_graph, keep_order_in_inductor, pin_to_forward
 
 TICKET_BYTES = 8
 
@@ -37,30 +33,30 @@ _numbers = itertools.count(1)
 
 
 def number_layer(layer: nn.Module) -> torch.Tensor:
-    """The number by which the operators find a layer, for as long as it lives.
+    """Give the layer a number, by which the operators find it as long as it lives.
 
-    A tensor: for every value of an int the compiler would make another graph.
+    The number is a tensor, because the compiler would make another graph for every value of an int.
     """
     number = next(_numbers)
     _layers[number] = layer
-    return torch.tensor([number], device="cpu")
+    return torch.tensor([number], dtype=torch.int64, device="cpu")
 
 
 def forward(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the compiler sees of ``layer(x)``."""
+    """Run ``layer(x)`` as the compiler sees it."""
     dtype = autocast.autocast_dtype(x.device)
     weights = list(layer.parameters())
     wants_grad = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, *weights)]
     out, aux_loss, expert_counts, _ = moe_forward(
         x, weights, layer.correction_bias, layer.expert_counts, layer._number, wants_grad, dtype, True
     )
-    # Also what makes every call another one: of equal calls the compiler would make one, and two gradients of it.
+    # This also makes calls differ. The compiler would merge equal calls into one and take two gradients of it.
     layer.expert_counts.copy_(expert_counts)
     return out, aux_loss
 
 
 class _Kept(bytearray):
-    """The memory of a ticket, and what its backward needs: both are gone with the last tensor in this memory."""
+    """Memory of a ticket and what its backward needs. Both go with the last tensor in this memory."""
 
     def __init__(self, outputs: list[GradientEdge | None], inputs: list[torch.Tensor]) -> None:
         number = next(_numbers)
@@ -70,7 +66,7 @@ class _Kept(bytearray):
 
 
 class _Body(nn.Module):
-    """A layer's forward without the hooks of its call, which the compiler has seen."""
+    """A layer's forward without the hooks of its call, which the compiler has traced."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -91,14 +87,17 @@ def moe_forward(
     autocast_dtype: torch.dtype | None,
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A layer on x.
+    """Run a layer on x.
 
     Args:
-        weights: the layer's, in the order of ``parameters()``. correction_bias, expert_counts: its buffers.
-        number: of the layer.
-        wants_grad: of x and of each weight.
-        autocast_dtype: None where autocast is off.
-        keep: what :func:`moe_backward` needs, if anything wants a gradient.
+        x: input of the layer.
+        weights: the layer's parameters, in the order of ``parameters()``.
+        correction_bias: the layer's buffer, or None.
+        expert_counts: the layer's buffer.
+        number: number of the layer, from :func:`number_layer`.
+        wants_grad: whether x and each of the weights want a gradient.
+        autocast_dtype: dtype of autocast, None where it is off.
+        keep: keep what :func:`moe_backward` needs, if anything wants a gradient.
 
     Returns:
         out, aux_loss, the new expert_counts, and the ticket for :func:`moe_backward`.
@@ -107,8 +106,8 @@ def moe_forward(
     if not keep or not any(wants_grad):
         with _grad_mode(False):
             outputs = _run(number, inputs, correction_bias, expert_counts, autocast_dtype)
-        return *outputs, torch.zeros(1, dtype=torch.int64)
-    # Before backward the compiler may put something else where x is, or a weight that it computed.
+        return *outputs, torch.zeros(1, dtype=torch.int64, device="cpu")
+    # Before backward the compiler may reuse the memory of x, or of a weight that it computed.
     own = {weight.data_ptr() for weight in _layers[int(number)].parameters()}
     inputs = [x.clone(), *(weight if weight.data_ptr() in own else weight.clone() for weight in weights)]
     with _grad_mode(True):
@@ -129,7 +128,7 @@ def _(
     autocast_dtype: torch.dtype | None,
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    _order_in_inductor()
+    keep_order_in_inductor((_FORWARD, *_BACKWARDS))
     out = x.new_empty(x.shape, dtype=autocast_dtype or x.dtype)
     aux_loss = x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
     return out, aux_loss, torch.empty_like(expert_counts), torch.empty_like(number)
@@ -145,7 +144,7 @@ def moe_backward(
     x_dtype: torch.dtype,
     wants_grad: list[bool],
 ) -> list[torch.Tensor]:
-    """Gradients of x and of the weights, as far as they want one; what is given of these says their shapes alone."""
+    """Compute the gradients of x and of the weights that want one. ``weights`` and ``x_...`` only give shapes."""
     kept = _kept.pop(int(ticket), None)
     if kept is None:
         raise NotDifferentiable(
@@ -166,7 +165,7 @@ def _(
     x_dtype: torch.dtype,
     wants_grad: list[bool],
 ) -> list[torch.Tensor]:
-    _order_in_inductor()
+    keep_order_in_inductor((_FORWARD, *_BACKWARDS))
     grads = [grad_out.new_empty(x_shape, dtype=x_dtype)] if wants_grad[0] else []
     of_weights = zip(weights, wants_grad[1:], strict=True)
     return grads + [weight.new_empty(weight.shape) for weight, wanted in of_weights if wanted]
@@ -183,7 +182,7 @@ def moe_forward_backward(
     wants_grad: list[bool],
     autocast_dtype: torch.dtype | None,
 ) -> list[torch.Tensor]:
-    """As :func:`moe_backward`, of a forward that kept nothing, and runs here again."""
+    """Run a forward that kept nothing again, then compute its gradients like :func:`moe_backward`."""
     counts: Any = _layers[int(number)].expert_counts
     with _grad_mode(True):
         leaves = _leaves([x, *weights], wants_grad)
@@ -204,7 +203,7 @@ def _(
     wants_grad: list[bool],
     autocast_dtype: torch.dtype | None,
 ) -> list[torch.Tensor]:
-    _order_in_inductor()
+    keep_order_in_inductor((_FORWARD, *_BACKWARDS))
     of_inputs = zip((x, *weights), wants_grad, strict=True)
     return [tensor.new_empty(tensor.shape) for tensor, wanted in of_inputs if wanted]
 
@@ -220,7 +219,7 @@ def _run(
     expert_counts: torch.Tensor,
     autocast_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A layer on x and weights: out, aux_loss, and the new expert_counts."""
+    """Run a layer on x and weights, giving out, aux_loss and the new expert_counts."""
     layer, (x, *weights) = _layers[int(number)], inputs
     tensors = {name: weight for (name, _), weight in zip(layer.named_parameters(), weights, strict=True)}
     tensors["expert_counts"] = new_counts = expert_counts.clone()
@@ -246,7 +245,7 @@ def _gradients(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     x, weights, correction_bias, _, number, ctx.wants_grad, ctx.autocast_dtype, _ = inputs
-    ctx.again = _pin_to_forward()
+    ctx.again = pin_to_forward(_FORWARD)
     if ctx.again:
         ctx.save_for_backward(number, correction_bias, x, *weights)
     else:
@@ -271,65 +270,12 @@ moe_forward.register_autograd(_backward, setup_context=_setup_context)
 _FORWARD, *_BACKWARDS = (
     getattr(torch.ops.tokenloom, name).default for name in ("moe_forward", "moe_backward", "moe_forward_backward")
 )
-for _operator in _BACKWARDS:
-    # Compiled without tokens, a rank may have no use for the gradient of x, and leave the others waiting for its call.
-    # A forward is used in any case, by expert_counts.
-    has_side_effect(_operator)
-
-
-def _pin_to_forward() -> bool:
-    """Keeps the compiler from running the forward again that it traces now; whether it would have to.
-
-    What a checkpoint computes again it may put anywhere in backward, and where depends on sizes. So the gradient of
-    such a layer runs it again, by :func:`moe_forward_backward`.
-    """
-    tracing = get_proxy_mode()
-    if tracing is None:
-        return False
-    node = next(node for node in reversed(tracing.tracer.graph.nodes) if node.target is _FORWARD)
-    again = node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-    for each in (node, *node.users):
-        each.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    node.args = (*node.args[:-1], not again)
-    return again
+keep_in_graph(_BACKWARDS)  # a forward is always used, by expert_counts
 
 
 @contextmanager
 def _grad_mode(enabled: bool) -> Iterator[None]:
-    """Autograd for what an operator calls, though torch runs operators below autograd."""
+    """Switch autograd for what an operator calls, though torch runs operators below autograd."""
     key = torch._C.DispatchKey.AutogradFunctionality
     with torch.set_grad_enabled(enabled), torch._C._SetExcludeDispatchKeyGuard(key, not enabled):
         yield
-
-
-def _order_in_inductor() -> None:
-    """Makes inductor run these operators in the order of its graph.
-
-    Where layers do not feed each other it sees no dependence, and swaps them if that saves memory. Effect tokens,
-    torch's own means, do not help: with them torch 2.11 and 2.13 swap all the same and cannot compile activation
-    checkpoints, torch 2.15 keeps what it should compute again, and none of them caches the graph.
-    """
-    lowering = sys.modules.get("torch._inductor.lowering")
-    if lowering is None or _FORWARD in lowering.lowerings:
-        return
-    last: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-    for operator in (_FORWARD, *_BACKWARDS):
-        lowering.lowerings[operator] = _in_order(lowering.fallback_handler(operator), last)
-
-
-def _in_order(lower: Callable[..., Any], last: MutableMapping[Any, Any]) -> Callable[..., Any]:
-    """``lower``, whose kernel runs after the ``last`` one of the same graph."""
-    from torch._inductor.ir import FallbackKernel
-    from torch._inductor.virtualized import V
-
-    @functools.wraps(lower)
-    def lower_in_order(*args: Any, **kwargs: Any) -> Any:
-        graph, before = V.graph, len(V.graph.operations)
-        result = lower(*args, **kwargs)
-        kernel = [each for each in graph.operations[before:] if isinstance(each, FallbackKernel)][-1]
-        if graph in last:
-            graph.additional_buffer_deps[kernel.get_operation_name()].add(last[graph].get_name())
-        last[graph] = kernel
-        return result
-
-    return lower_in_order

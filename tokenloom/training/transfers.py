@@ -1,4 +1,4 @@
-"""What travels while the experts compute: transfers on the communicator's own stream, or in order with the GEMMs."""
+"""Transfers beside the experts' GEMMs: on the communicator's own stream, or in order with the GEMMs."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from tokenloom.runtime.streams import Event, tensors_in
 
 
 class Transfer:
-    """A block of work on the links, and the results that somebody on another stream uses."""
+    """Block of work on the links, and its results that another stream uses."""
 
     def __init__(self) -> None:
         self.results: list[object] = []
         self.event: Event | None = None
 
     def wait(self) -> None:
-        """Let the current stream wait for the block."""
+        """Make the current stream wait for the block."""
         if self.event is not None:
             self.event.wait()
 
 
 class Links:
-    """Where transfers run.
+    """Place where transfers run: a stream of their own, or the current one.
 
     Args:
-        engine: of the communicator.
+        engine: the communicator's engine.
         overlap: use the communicator's stream beside the GEMMs. Without it, and on CPUs, everything runs in order.
     """
 
@@ -37,15 +37,16 @@ class Links:
         self.overlaps = overlap and self._device.type == "cuda"
 
     def mark(self) -> torch.cuda.Event | None:
-        """What the current stream holds so far, for transfers that begin behind it."""
+        """Mark the work on the current stream so far, for transfers that begin after it. None without overlap."""
         return torch.cuda.current_stream(self._device).record_event() if self.overlaps else None
 
     @contextmanager
     def transfer(self, inputs: tuple[object, ...], after: torch.cuda.Event | None) -> Iterator[Transfer]:
-        """Run the block behind a mark.
+        """Run the block after a mark.
 
         Args:
-            inputs: what the block reads: tensors, dataclasses with tensors in them, or anything else.
+            inputs: everything that the block reads: tensors, or tuples and dataclasses that hold tensors.
+            after: mark from :meth:`mark`.
         """
         transfer = Transfer()
         if not self.overlaps:
