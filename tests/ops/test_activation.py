@@ -8,7 +8,7 @@ import torch
 from tests.conftest import WHY_NO_HOPPER
 from tests.support.small_kernels import needs_nvrtc
 from tokenloom.jit.compiler import Resources, compile_kernel
-from tokenloom.kernels.activation.launch import swiglu_spec
+from tokenloom.kernels.activation.launch import SwigluVariant
 from tokenloom.ops.activation import activate, activate_backward
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -63,11 +63,11 @@ def test_rows_that_are_not_there_are_not_written() -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("name", ["swiglu_forward", "swiglu_backward"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize(
     "width", [8, *(pytest.param(width, marks=pytest.mark.slow) for width in (*WIDTHS[1:], 14336))]
 )
-def test_kernels_do_not_spill(name: str, dtype: torch.dtype, width: int) -> None:
-    found = Resources.from_log(compile_kernel(swiglu_spec(name, dtype, width))[1])
+def test_kernels_do_not_spill(direction: str, dtype: torch.dtype, width: int) -> None:
+    found = Resources.from_log(compile_kernel(SwigluVariant(direction, dtype, width).spec())[1])
     assert (found.stack_bytes, found.spill_bytes) == (0, 0)

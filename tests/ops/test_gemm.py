@@ -18,7 +18,7 @@ from tokenloom.errors import (
 )
 from tokenloom.jit import compiler
 from tokenloom.jit.compiler import Resources
-from tokenloom.kernels.gemm.launch import Swiglu, grouped_gemm_spec
+from tokenloom.kernels.gemm.launch import GroupedGemmVariant, SwigluFp8Epilogue
 from tokenloom.ops import quant
 from tokenloom.ops.gemm import grouped_gemm_fp8, grouped_swiglu_fp8, interleave_gate_and_up
 
@@ -259,26 +259,34 @@ def test_without_hopper_it_says_so() -> None:
 def test_too_many_experts_for_the_stages() -> None:
     """One stage leaves nothing to load while it is read."""
     with pytest.raises(InvalidArgument, match=r"^25000 experts on a rank leave 1 stages"):
-        grouped_gemm_spec(25000, 256, 512)
+        GroupedGemmVariant(25000, 256, 512).spec()
 
 
-COMPILED: dict[str, tuple[int, int, int, Swiglu | None]] = {
-    "large": (32, 4096, 7168, None),
-    "large, few blocks of K": (32, 7168, 2048, None),
-    "smallest": (1, 128, 128, None),
-    "many experts": (300, 384, 256, None),
-    "large, SwiGLU": (32, 4096, 7168, Swiglu(clamped=False, power_of_two_scales=False, fast_math=True)),
-    "large, SwiGLU, exact": (32, 4096, 7168, Swiglu(clamped=True, power_of_two_scales=True, fast_math=False)),
-    "smallest, SwiGLU": (1, 256, 128, Swiglu(clamped=True, power_of_two_scales=False, fast_math=True)),
+EXACT = SwigluFp8Epilogue(clamped=True, power_of_two_scales=True, fast_math=False)
+COMPILED = {
+    # GEMMs of a large layer have the longest main loops and use the most registers.
+    "large": GroupedGemmVariant(32, 4096, 7168),
+    "large, few blocks of K": GroupedGemmVariant(32, 7168, 2048),
+    "large, SwiGLU": GroupedGemmVariant(32, 4096, 7168, epilogue=SwigluFp8Epilogue()),
+    "large, SwiGLU, exact": GroupedGemmVariant(32, 4096, 7168, epilogue=EXACT),
+    # What MegaMoE adds to them.
+    "large, gathers": GroupedGemmVariant(32, 4096, 7168, epilogue=SwigluFp8Epilogue(), gathers=True),
+    "large, scatters": GroupedGemmVariant(32, 7168, 2048, scatters=True),
+    "large, traced": GroupedGemmVariant(32, 4096, 7168, epilogue=EXACT, gathers=True, traced=True),
+    # One block of K: a loop that is optimised away leaves wgmma unordered. Scales of such a K come by threads.
+    "smallest": GroupedGemmVariant(1, 128, 128),
+    "smallest, SwiGLU": GroupedGemmVariant(1, 256, 128, epilogue=SwigluFp8Epilogue(clamped=True)),
+    "smallest, gathers": GroupedGemmVariant(1, 256, 128, epilogue=SwigluFp8Epilogue(clamped=True), gathers=True),
+    "many experts": GroupedGemmVariant(300, 384, 256),
 }
-"""Experts, N, K, SwiGLU."""
+"""Forms by name."""
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("name", mostly_slow(COMPILED, {"smallest", "smallest, SwiGLU"}))
 def test_it_compiles_without_spills(name: str) -> None:
     """Accumulators indexed at run time show as a stack frame, wgmma that was serialised as a line C75xx."""
-    spec = grouped_gemm_spec(*COMPILED[name])
+    spec = COMPILED[name].spec()
     _, log = compiler.compile_kernel(spec)
     assert "warning" not in log.lower(), log
     assert "C75" not in log, log

@@ -17,15 +17,15 @@ from tokenloom.comm.communicator import Communicator
 from tokenloom.errors import InvalidArgument
 from tokenloom.inference.request import ForwardRequest
 from tokenloom.inference.schedules import schedule_for
-from tokenloom.jit.compiler import KernelSpec
 from tokenloom.jit.kernel import Kernel
+from tokenloom.kernels.common import Variant
 from tokenloom.kernels.gemm.launch import (
     A_BOX_ROWS,
     B_BOX_ROWS,
     BLOCK,
     CLUSTER,
-    Swiglu,
-    grouped_gemm_spec,
+    GroupedGemmVariant,
+    SwigluFp8Epilogue,
     operand_map,
     scale_map,
     trace_times,
@@ -34,8 +34,8 @@ from tokenloom.kernels.gemm.launch import (
 from tokenloom.kernels.moe.launch import (
     LIST_BLOCKS_PER_SM,
     OwnTokens,
-    route_lists_spec,
-    sum_routes_spec,
+    RouteListsVariant,
+    SumRoutesVariant,
 )
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer
 
@@ -135,13 +135,13 @@ class NvlinkExperts:
         self._buffers: _Buffers | None = None
         self._shared: SymmetricBuffer | None = None
         self._traces: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._sums = self._kernel(sum_routes_spec(plan, num_shared_experts))
-        self._gemm2 = self._kernel(grouped_gemm_spec(self._num_local, plan.hidden, intermediate, scatters=True))
+        self._sums = self._kernel(SumRoutesVariant(plan, num_shared_experts=num_shared_experts))
+        self._gemm2 = self._kernel(GroupedGemmVariant(self._num_local, plan.hidden, intermediate, scatters=True))
         self._gemm1_of: dict[tuple[bool, bool], Kernel] = {}
         self._lists_of: dict[torch.dtype, Kernel] = {}
 
-    def _kernel(self, spec: KernelSpec) -> Kernel:
-        return Kernel(spec, self._comm.device.index)
+    def _kernel(self, variant: Variant) -> Kernel:
+        return Kernel(variant.spec(), self._comm.device.index)
 
     def describe(self) -> str:
         """How much memory it takes, from the first call on."""
@@ -153,10 +153,14 @@ class NvlinkExperts:
         self._activation = (clamp, fast_math)
         key = (clamp is not None, fast_math)
         if key not in self._gemm1_of:
-            swiglu = Swiglu(clamp is not None, self._power_of_two_scales, fast_math)
+            epilogue = SwigluFp8Epilogue(
+                clamped=clamp is not None, power_of_two_scales=self._power_of_two_scales, fast_math=fast_math
+            )
             sizes = (self._num_local, 2 * self._intermediate, self._comm.plan.hidden)
             traced = self._traces is not None
-            self._gemm1_of[key] = self._kernel(grouped_gemm_spec(*sizes, swiglu, gathers=True, traced=traced))
+            self._gemm1_of[key] = self._kernel(
+                GroupedGemmVariant(*sizes, epilogue=epilogue, gathers=True, traced=traced)
+            )
             if self._traces is not None:
                 self._gemm1_of[key].args.trace = self._traces[0].data_ptr()
         self._gemm1 = self._gemm1_of[key]
@@ -172,7 +176,7 @@ class NvlinkExperts:
         """As of MegaMoE."""
         device, sizes = self._comm.device, (self._num_local, self._comm.plan.hidden, self._intermediate)
         self._traces = (trace_times(self._num_sms, device), trace_times(self._num_sms, device))
-        self._gemm2 = self._kernel(grouped_gemm_spec(*sizes, scatters=True, traced=True))
+        self._gemm2 = self._kernel(GroupedGemmVariant(*sizes, scatters=True, traced=True))
         self._gemm2.args.trace = self._traces[1].data_ptr()
         self._gemm1_of.clear()
         self.set_activation(*self._activation)
@@ -240,8 +244,14 @@ class NvlinkExperts:
         """Of x, which matters to shared experts."""
         if dtype not in self._lists_of:
             own_tokens = OwnTokens(dtype, self._power_of_two_scales)
-            spec = route_lists_spec(self._comm.plan, self._intermediate, self._num_shared, own_tokens)
-            self._lists_of[dtype] = self._kernel(spec)
+            self._lists_of[dtype] = self._kernel(
+                RouteListsVariant(
+                    self._comm.plan,
+                    intermediate=self._intermediate,
+                    num_shared_experts=self._num_shared,
+                    own_tokens=own_tokens,
+                )
+            )
         return self._lists_of[dtype]
 
     def _own_buffers(self) -> _Buffers:
@@ -265,7 +275,7 @@ class NvlinkExperts:
                 "num_shared_experts": self._num_shared,
             }
             self._shared = self._calls.buffer(fields)
-            self._sums.args.home = self._shared.view("combine_recv", torch.uint8, (1,)).data_ptr()
+            self._sums.args.combine_recv = self._shared.view("combine_recv", torch.uint8, (1,)).data_ptr()
         return self._shared
 
     def _point_lists(
@@ -281,7 +291,7 @@ class NvlinkExperts:
         args.row_tokens, args.num_rows = handle.row_tokens.data_ptr(), counts.num_rows.data_ptr()  # type: ignore[union-attr]
         args.source_counts, args.expert_counts = counts.source_counts.data_ptr(), counts.expert_counts.data_ptr()
         args.num_tokens, args.rank = handle.num_tokens, self._comm.rank
-        args.peers, args.home = shared.peers.data_ptr(), shared.layout.offset("combine_recv")
+        args.peers, args.combine_recv = shared.peers.data_ptr(), shared.layout.offset("combine_recv")
         args.offsets, args.rows = buffers.offsets.data_ptr(), buffers.rows.data_ptr()
         args.row_weights, args.targets = buffers.row_weights.data_ptr(), buffers.targets.data_ptr()
         args.taken, args.stats = buffers.taken.data_ptr(), 0 if expert_stats is None else expert_stats.data_ptr()

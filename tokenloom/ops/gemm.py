@@ -12,8 +12,8 @@ from tokenloom.kernels.gemm.launch import (
     B_BOX_ROWS,
     BLOCK,
     CLUSTER,
-    Swiglu,
-    grouped_gemm_spec,
+    GroupedGemmVariant,
+    SwigluFp8Epilogue,
     operand_map,
     scale_map,
     wide_scales,
@@ -53,7 +53,7 @@ def grouped_gemm_fp8(
         BackendUnavailable: the tensors are not on a Hopper GPU.
     """
     _check(a, a_scales, b, b_scales, expert_offsets)
-    kernel = Kernel(grouped_gemm_spec(b.shape[0], b.shape[1], b.shape[2]), a.device.index)
+    kernel = Kernel(GroupedGemmVariant(*b.shape).spec(), a.device.index)
     out = torch.empty(a.shape[0], b.shape[1], dtype=torch.bfloat16, device=a.device)
     _launch(kernel, a, a_scales, b, b_scales, expert_offsets, out)
     return out
@@ -102,8 +102,10 @@ def grouped_swiglu_fp8(
     if row_weights is not None:
         check_tensor("row_weights", row_weights, torch.float32, [a.shape[0]], a.device)
     check_clamp("clamp", clamp)
-    swiglu = Swiglu(clamp is not None, power_of_two_scales, fast_math)
-    kernel = Kernel(grouped_gemm_spec(w1.shape[0], w1.shape[1], w1.shape[2], swiglu), a.device.index)
+    epilogue = SwigluFp8Epilogue(
+        clamped=clamp is not None, power_of_two_scales=power_of_two_scales, fast_math=fast_math
+    )
+    kernel = Kernel(GroupedGemmVariant(*w1.shape, epilogue=epilogue).spec(), a.device.index)
     rows, width = a.shape[0], w1.shape[1] // 2
     out = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=a.device)
     out_scales = torch.empty(rows, width // BLOCK, dtype=torch.float32, device=a.device)

@@ -1,11 +1,11 @@
-// A warp copies, scales and adds rows in global memory; targets may be a peer's.
+// A warp copies, scales and adds rows in global memory. Targets may be a peer's memory.
 //
-// A row is cut into tiles: in each, a lane has a few 16-byte loads in flight per row, which is what hides the latency.
-// Where several rows take part, lane i holds the address (and the weight) of row i, and a mask says which lanes do.
+// A row is cut into tiles. In each, a lane has a few 16-byte loads of every row in flight, which hides the latency. Where
+// several rows take part, lane i holds the address (and the weight) of row i, and a mask has a bit for each such lane.
 #pragma once
 #include "device/tile/values.cuh"
 
-// A row of kUnits units, one per lane and step: tiles of kSteps steps, at most kMostSteps, all of the same size.
+// A row of kUnits units, one for each lane and step: tiles of kSteps <= kMostSteps steps, all of the same size.
 template <int kUnits, int kMostSteps>
 struct Tiles {
     static constexpr int kAllSteps = (kUnits + 31) / 32;
@@ -13,19 +13,20 @@ struct Tiles {
     static constexpr int kSteps = (kAllSteps + kCount - 1) / kCount;
     static constexpr bool kEven = kCount * kSteps * 32 == kUnits;
 
-    // Unit of a lane at a step of a tile; false beyond the row's end.
+    // Finds the unit of a lane at a step of a tile; false past the row's end.
     static __device__ __forceinline__ bool unit(int tile, int step, int lane, int& index) {
         index = (tile * kSteps + step) * 32 + lane;
         return kEven || index < kUnits;
     }
 };
 
+// What the lowest lane in the mask has.
 template <class T>
-__device__ __forceinline__ T of_lane(T value, uint32 lanes) {  // of the lowest lane in the mask
+__device__ __forceinline__ T of_lane(T value, uint32 lanes) {
     return __shfl_sync(~0u, value, __ffs(lanes) - 1);
 }
 
-// One row to the targets of all lanes in the mask. A lane has up to kMostSteps loads in flight.
+// Copies one row to the targets of all lanes in the mask. A lane has up to kMostSteps loads in flight.
 template <int kRowBytes, int kMostSteps = 14>
 __device__ __forceinline__ void copy_row(const unsigned char* from, uint64 target, uint32 targets, int lane) {
     using Row = Tiles<kRowBytes / 16, kMostSteps>;
@@ -50,24 +51,25 @@ __device__ __forceinline__ void fill_row(unsigned char* to, uint32 word, int lan
     for (int i = lane; i < kRowBytes / 16; i += 32) store_16(to + i * 16, Vec16{{word, word, word, word}});
 }
 
-// What rows of one shape and dtype are added up to, or become one by one. kTermsAtOnce terms are in flight together.
+// The one sum of this library: rows of one shape and dtype, weighted or not, added in the order of lanes. `scale` makes
+// one row of each instead. kTermsAtOnce terms are in flight together.
 template <int kTermDtype, int kOutDtype, int kHidden, int kGroupValues, int kTermsAtOnce, bool kWeighted>
 struct RowSum {
     static constexpr int kGroups = kHidden / kGroupValues;
     static constexpr int kTermBytes = kGroupValues * kValueBytes<kTermDtype>;
     static constexpr int kOutBytes = kGroupValues * kValueBytes<kOutDtype>;
-    // A step takes registers for the terms in flight and for the sum; more than this many would spill.
+    // A step takes registers for the terms in flight and for the sum. With more than this many, variants spill.
     static constexpr int kMostRegisters = kWeighted ? 70 : 80;
     static constexpr int kStepRegisters = kTermsAtOnce * kTermBytes / 4 + kGroupValues;
     static constexpr int kMostSteps = kStepRegisters > kMostRegisters ? 1 : kMostRegisters / kStepRegisters;
     using Row = Tiles<kGroups, (kMostSteps < 4 ? kMostSteps : 4)>;
     using Packed = PackedGroup<kTermDtype, kGroupValues>;
 
-    // The next kTermsAtOnce terms of the mask, as many as there are.
+    // The next terms of the mask, up to kTermsAtOnce.
     struct Batch {
         Packed packed[kTermsAtOnce][Row::kSteps];
         float weight[kTermsAtOnce];
-        uint32 lane_of[kTermsAtOnce];  // masks of one lane, or 0
+        uint32 lane_of[kTermsAtOnce];  // a mask of one lane, or 0
 
         __device__ __forceinline__ void load(uint32& rest, uint64 term, float own_weight, int tile, int lane) {
             int index;
@@ -92,8 +94,8 @@ struct RowSum {
         }
     };
 
-    // The lanes' terms in their order: `begin(lanes)` with the mask of a term's lane, then `take(step, index, value)`
-    // for each group of this lane in the tile.
+    // Goes through the lanes' terms in their order. Calls `begin(lanes)` with the mask of a term's lane, then
+    // `take(step, index, value)` for each group that this lane has in the tile.
     template <class Begin, class Take>
     static __device__ __forceinline__ void for_each_term(uint64 term, float weight, uint32 terms, int tile, int lane,
                                                          Begin begin, Take take) {
@@ -112,11 +114,16 @@ struct RowSum {
         }
     }
 
-    // Part `part` of `parts` of the sum of the lanes' terms, in the order of lanes; without terms +0.
+    // Into how many parts each of `rows` sums is cut, so that `warps` warps have work where rows are few.
+    static __device__ __forceinline__ int32 parts(int32 rows, int32 warps) {
+        return min(max(4 * warps / rows, 1), Row::kCount);
+    }
+
+    // Adds part `part` of `parts` of the lanes' terms; +0 without terms.
     static __device__ __forceinline__ void add(unsigned char* to, uint64 term, float weight, uint32 terms, int part,
                                                int parts, int lane) {
         for (int tile = part; tile < Row::kCount; tile += parts) {
-            // x + -0 is x for every x: thus the sum starts from its first term.
+            // x + -0 is x for every x, so the sum starts from its first term.
             Group<kGroupValues> sum[Row::kSteps];
 #pragma unroll
             for (int step = 0; step < Row::kSteps; ++step) sum[step] = filled_group<kGroupValues>(terms ? -0.0f : 0.0f);
@@ -130,7 +137,7 @@ struct RowSum {
         }
     }
 
-    // Each term by itself, weighted and rounded, to its lane's target.
+    // Weights and rounds each term by itself, and stores it to its lane's target.
     static __device__ __forceinline__ void scale(uint64 target, uint64 term, float weight, uint32 terms, int lane) {
         for (int tile = 0; tile < Row::kCount; ++tile) {
             unsigned char* to = nullptr;

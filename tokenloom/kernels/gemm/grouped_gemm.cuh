@@ -2,59 +2,118 @@
 //
 //   out[row, n] = sum over blocks k of a_scale[row, k] * b_scale[e, n / 128, k] * (a[row, k:] . b[e, n, k:])
 //
-// With SwiGLU, b has 8 rows of gates and 8 rows of ups in turn, and the output is quantised (swiglu.cuh).
+// With SwiGLU, b has 8 rows of gates and 8 of ups in turn, and the output is quantised.
 //
-// Persistent; blocks work in clusters of two. Roles of a block: two math warpgroups (multiply.cuh), two loading warps
-// (load.cuh, gather.cuh), two storing warps (store.cuh). tiles.cuh says who computes what.
+// Persistent, in clusters of two blocks. The roles are in device/roles; here they get their types and their threads.
 #pragma once
-#include "kernels/gemm/gather.cuh"
-#include "kernels/gemm/multiply.cuh"
+#include "device/roles/bf16_epilogue.cuh"
+#include "device/roles/expert_tiles.cuh"
+#include "device/roles/gathered_rows.cuh"
+#include "device/roles/load.cuh"
+#include "device/roles/math.cuh"
+#include "device/roles/store.cuh"
+#include "device/roles/swiglu_fp8_epilogue.cuh"
+
+struct GroupedGemmArgs {
+    TensorMap a;                  // [rows, K] E4M3, boxes of 128 values x 32 rows, 128-byte swizzle; if gathered, of copies
+    TensorMap b;                  // [E, N, K] E4M3, boxes of 128 values x 128 rows
+    TensorMap a_scale_map;        // [rows, K / 128], boxes of 8 values x 128 rows; if K % 512 == 0 and not gathered
+    const unsigned char* a_rows;  // gathered: [any, K] E4M3
+    const float* a_scales;        // [rows, K / 128]; gathered: in the order of a_rows
+    const int32* row_index;       // gathered: [rows], which of a_rows each row is
+    const int32* copied;          // gathered: null, or [2] (first, n): rows 0..n-1 are also a's, from `first` on
+    const float* b_scales;        // [E, N / 128, K / 128]
+    const int32* offsets;         // [E + 1] first row of each expert; device memory
+    void* out;                    // [rows, N] bfloat16; SwiGLU: [rows, N / 2] E4M3
+    const uint64* row_targets;    // scattered: [rows], addresses of output rows, which may be other GPUs'
+    float* out_scales;            // SwiGLU: [rows, N / 256]
+    const float* row_weights;     // SwiGLU: [rows], or null for ones
+    float clamp;                  // SwiGLU, clamped: the most of a gate, and the largest magnitude of an up
+    int32 padding;
+    uint64* trace;                // traced: [blocks][kTraceRoles][kTracedTiles][2] nanoseconds
+    int32 first_expert;           // the range of experts whose rows this launch multiplies
+    int32 end_expert;
+    uint64 spare[3];              // tensor maps are aligned to 64 bytes, and so is this
+};
+
+// The choices of a variant. Each is made once, here: what becomes of sums, where rows come from, where they go.
+template <class Shape>
+__device__ __forceinline__ auto epilogue_of(const GroupedGemmArgs& args) {
+    if constexpr (Shape::swiglu != 0)
+        return SwigluFp8Epilogue<Shape::n, Shape::clamped != 0, Shape::power_of_two != 0, Shape::fast_math != 0>{
+            args.out_scales, args.row_weights, args.clamp};
+    else return Bf16Epilogue<Shape::n>{};
+}
+
+template <class Shape>
+__device__ __forceinline__ auto rows_of(const GroupedGemmArgs& args) {
+    if constexpr (Shape::gathers != 0)
+        return GatheredRows<Shape::k>{args.a, args.a_scale_map, args.a_rows, args.a_scales, args.row_index, args.copied};
+    else return TiledRows<Shape::k>{args.a, args.a_scale_map, args.a_scales};
+}
+
+template <class Shape, int64 kRowBytes>
+__device__ __forceinline__ auto destination_of(const GroupedGemmArgs& args) {
+    if constexpr (Shape::scatters != 0) return RowsByAddress{args.row_targets};
+    else return RowsInOrder<kRowBytes>{args.out};
+}
+
+template <class Rows, class Epilogue, int kExperts, int kStages>
+struct GemmShared {
+    alignas(1024) OperandRing<kStages> ring;
+    Staging<Epilogue::kTileRowBytes> staging;
+    typename Epilogue::Shared epilogue;
+    typename Rows::Shared rows;
+    ExpertTable<kExperts> experts;
+};
 
 template <class Shape>
 __device__ void grouped_gemm(const GroupedGemmArgs& args) {
+    using Epilogue = decltype(epilogue_of<Shape>(args));
+    using Rows = decltype(rows_of<Shape>(args));
+    using Weights = Fp8Weights<Shape::n, Shape::k, typename Epilogue::Columns>;
+    using Tiles = ExpertTiles<Shape::n>;
+    using Shared = GemmShared<Rows, Epilogue, Shape::num_experts, Shape::stages>;
+    const Epilogue epilogue = epilogue_of<Shape>(args);
+    const Rows rows = rows_of<Shape>(args);
+    const Weights weights{args.b, args.b_scales};
+    const auto destination = destination_of<Shape, Epilogue::kRowBytes>(args);
+    const Trace<Shape::traced != 0> trace{args.trace};
     extern __shared__ __align__(1024) unsigned char memory[];
-    static_assert(sizeof(GemmShared<Shape>) <= Shape::shared_bytes, "launch.py asks for what this needs");
-    static_assert(Shape::k % kBlock == 0 && Shape::n % kBlock == 0, "whole scale blocks");
-    static_assert(!Shape::swiglu || Shape::n % kTileColumns == 0, "whole scale blocks of the output");
-    auto& shared = *reinterpret_cast<GemmShared<Shape>*>(memory);
-    constexpr bool kScalesByTma = GemmShared<Shape>::kScalesByTma, kScaleWarp = GemmShared<Shape>::kScaleWarp;
-    constexpr int kThreads = 128 * (kGroups + 1);
-    constexpr int kLoadRegisters = 72, kMathRegisters = 216;
-    static_assert(kLoadRegisters + kGroups * kMathRegisters <= 504, "what the launch allots to three warpgroups");
+    static_assert(sizeof(Shared) <= Shape::shared_bytes, "launch.py asks for what this needs");
+    auto& shared = *reinterpret_cast<Shared*>(memory);
+
+    // Warpgroups 0 and 1 multiply. Of the last one, warp 0 loads, warp 1 loads beside it, warps 2 and 3 store.
+    constexpr int kThreads = kGroupThreads * (kGroups + 1);
+    constexpr int kMathRegisters = 216, kOtherRegisters = 72;
+    static_assert(kGroups * kMathRegisters + kOtherRegisters <= 504, "what the launch gives three warpgroups");
     const int32 block = cluster_rank();
 
-    for (int i = threadIdx.x; i <= Shape::num_experts; i += kThreads) shared.offsets[i] = args.offsets[i];
+    shared.experts.fill(args.offsets, args.first_expert, args.end_expert, kThreads);
     if (threadIdx.x == 0) {
-        shared.first_expert = args.first_expert;
-        shared.end_expert = args.end_expert;
-        for (int i = 0; i < Shape::stages; ++i) {
-            mbarrier_init(&shared.full[i], kScaleWarp || Shape::gathers ? 1 + 32 : 1);  // who loads tiles, that warp
-            mbarrier_init(&shared.empty[i], 2 * kMathWarps);  // of both blocks
-        }
-        for (int i = 0; i < kGroups; ++i) {
-            mbarrier_init(&shared.out_full[i], kMathWarps / kGroups);
-            mbarrier_init(&shared.out_empty[i], kStoreWarps);
-        }
+        shared.ring.init(kLoaderArrivals + (Rows::kSecondWarp ? kSecondWarpArrivals : 0), kMathArrivals);
+        shared.staging.init(kStagingArrivals, kStoreArrivals);
         mbarrier_init_fence();
-        if (!Shape::gathers) tensor_prefetch(&args.a);
-        tensor_prefetch(&args.b);
-        if (kScalesByTma) tensor_prefetch(&args.a_scale_map);
+        rows.prefetch();
+        tensor_prefetch(&weights.map);
     }
     cluster_sync();
-    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // so that the compiler knows that it is uniform
+    const int group = __shfl_sync(~0u, threadIdx.x / kGroupThreads, 0);  // the compiler then knows that it is uniform
     if (group == kGroups) {
-        keep_registers<kLoadRegisters>();
-        const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-        if (warp == 0 && lane == 0) load_tiles<Shape>(args, shared, block);
-        if constexpr (kScaleWarp)
-            if (warp == 1) load_scales<Shape>(args, shared, block, lane);
-        if constexpr (Shape::gathers != 0)
-            if (warp == 1) gather_rows<Shape>(args, shared, block, lane);
-        if (warp >= 4 - kStoreWarps) store_tiles<Shape>(args, shared, block, threadIdx.x % (32 * kStoreWarps));
+        keep_registers<kOtherRegisters>();
+        const int warp = threadIdx.x % kGroupThreads / 32, lane = threadIdx.x % 32;
+        if (warp == 0 && lane == 0) load_tiles(shared.ring, rows, weights, Tiles(shared.experts), trace, block);
+        if constexpr (Rows::kSecondWarp)
+            if (warp == 1)
+                rows.load_beside(shared.ring, shared.rows, weights, Tiles(shared.experts), trace, block, lane);
+        if (warp >= kGroupWarps - kStoreWarps)
+            store_tiles<Epilogue::kRowBytes>(shared.staging, destination, Tiles(shared.experts), trace, block,
+                                             threadIdx.x % (32 * kStoreWarps));
         __syncwarp();
     } else {
         take_registers<kMathRegisters>();
-        multiply_tiles<Shape>(args, shared, block, group, threadIdx.x % 128);
+        multiply_tiles<Rows, Weights>(shared.ring, epilogue, shared.staging, shared.epilogue, Tiles(shared.experts),
+                                      trace, block, group, threadIdx.x % kGroupThreads);
     }
     cluster_sync();  // no block leaves while the other arrives on its barriers
 }

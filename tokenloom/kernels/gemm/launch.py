@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
 
 import torch
 
@@ -11,34 +12,73 @@ from tokenloom.errors import InvalidArgument
 from tokenloom.jit.compiler import KernelSpec
 from tokenloom.jit.kernel import TensorMap, tensor_map
 from tokenloom.kernels.common import MAX_SHARED_BYTES, int32_fields, uint64_fields
+from tokenloom.plan import align_up
 
 THREADS = 384
 CLUSTER = 2
 TILE_ROWS, TILE_COLUMNS, BLOCK = 128, 256, 128
-"""kTileRows, kTileColumns and kBlock of args.cuh."""
+"""kTileRows, kTileColumns and kBlock of device/roles/gemm_tile.cuh."""
 A_BOX_ROWS, B_BOX_ROWS = 32, 128
-OUT_ROW_BYTES = {False: TILE_COLUMNS * 2 + 16, True: TILE_COLUMNS // 2 + 16}
-"""Of a tile's rows on their way to memory, without and with SwiGLU."""
+"""kBoxRows of RowOperand and WeightOperand in device/roles/operand_ring.cuh."""
 SCALE_BLOCKS = 8
-SCALE_BYTES = 2 * 4 * SCALE_BLOCKS * (TILE_ROWS + 2)
-"""Two buffers with the scales of 8 blocks of K."""
+"""kScaleBlocks of device/roles/gemm_tile.cuh."""
 MOST_STAGES = 4
 TRACE_ROLES = ("load", "gather", "multiply 0", "multiply 1", "epilogue 0", "epilogue 1", "store")
 TRACED_TILES = 128
-"""TraceRole and kTracedTiles of trace.cuh."""
+"""TraceRole and kTracedTiles of device/roles/trace.cuh."""
 
 
 @dataclass(frozen=True)
-class Swiglu:
-    """What becomes of sums that are gates and ups; tokenloom/gemm.py says what each option means."""
+class Bf16Epilogue:
+    """Each sum is rounded once to bfloat16. The output is [rows, n]."""
 
-    clamped: bool
-    power_of_two_scales: bool
-    fast_math: bool
+    tile_row_bytes: ClassVar[int] = TILE_COLUMNS * 2
+    shared_bytes: ClassVar[int] = 1
+
+    def __str__(self) -> str:
+        return "bf16"
+
+    def shape(self) -> dict[str, int]:
+        """Compile-time integers that choose it."""
+        return {"swiglu": 0, "clamped": 0, "power_of_two": 0, "fast_math": 0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwigluFp8Epilogue:
+    """Sums are gates and ups, which become weighted activations in FP8. The output is [rows, n / 2], and scales.
+
+    Attributes:
+        clamped: gates are at most ``GroupedGemmArgs.clamp``; ups are within plus and minus that.
+        power_of_two_scales: scales are rounded up to powers of two, as in ``quantize_fp8``.
+        fast_math: exponential and division are the hardware's approximations.
+    """
+
+    clamped: bool = False
+    power_of_two_scales: bool = False
+    fast_math: bool = True
+    tile_row_bytes: ClassVar[int] = TILE_COLUMNS // 2
+    shared_bytes: ClassVar[int] = 4 * TILE_ROWS
+
+    def __str__(self) -> str:
+        options = {
+            "clamped": self.clamped,
+            "powers of two": self.power_of_two_scales,
+            "exact functions": not self.fast_math,
+        }
+        return " ".join(["swiglu fp8", *(name for name, chosen in options.items() if chosen)])
+
+    def shape(self) -> dict[str, int]:
+        """Compile-time integers that choose it."""
+        return {
+            "swiglu": 1,
+            "clamped": int(self.clamped),
+            "power_of_two": int(self.power_of_two_scales),
+            "fast_math": int(self.fast_math),
+        }
 
 
 class GroupedGemmArgs(ctypes.Structure):
-    """Mirror of GroupedGemmArgs in args.cuh, which says what each value is."""
+    """Mirror of GroupedGemmArgs in grouped_gemm.cuh, which says what each value is."""
 
     _fields_ = [
         ("a", TensorMap),
@@ -54,70 +94,95 @@ class GroupedGemmArgs(ctypes.Structure):
     ]
 
 
-def grouped_gemm_spec(
-    num_experts: int,
-    n: int,
-    k: int,
-    swiglu: Swiglu | None = None,
-    gathers: bool = False,
-    scatters: bool = False,
-    traced: bool = False,
-) -> KernelSpec:
-    """The variant for weights [num_experts, n, k].
+@dataclass(frozen=True)
+class GroupedGemmVariant:
+    """One compiled form of the grouped GEMM.
 
-    Args:
-        gathers: rows of a are where an index says.
-        scatters: rows of the output go to addresses of their own.
-        traced: it writes when each role of each block works on each tile, see :func:`trace_times`.
-
-    Raises:
-        InvalidArgument: so many experts that too little shared memory is left.
+    Attributes:
+        num_experts: weights are [num_experts, n, k].
+        n, k: multiples of 128; n of 256 beside SwigluFp8Epilogue.
+        epilogue: what becomes of the sums.
+        gathers: an index says where each row of a is.
+        scatters: each row of the output has an address of its own.
+        traced: roles write when they work on which tile, see :func:`trace_times`.
     """
-    other_bytes = TILE_ROWS * OUT_ROW_BYTES[swiglu is not None] + SCALE_BYTES + 4 * (num_experts + 1) + 264
-    if gathers:
-        other_bytes += 4 * TILE_ROWS
-    if swiglu is not None:
-        other_bytes += 4 * TILE_ROWS
-    stage_bytes = (TILE_ROWS + TILE_COLUMNS) * BLOCK + 16
-    stages = min(MOST_STAGES, (MAX_SHARED_BYTES - other_bytes) // stage_bytes)
-    if stages < 2:
-        raise InvalidArgument(f"{num_experts} experts on a rank leave {stages} stages of shared memory for operands")
-    shared_bytes = -(-(stages * stage_bytes + other_bytes) // 1024) * 1024  # what holds it is aligned to 1024 bytes
-    shape = {
-        "num_experts": num_experts,
-        "n": n,
-        "k": k,
-        "gathers": int(gathers),
-        "scatters": int(scatters),
-        "traced": int(traced),
-        "swiglu": int(swiglu is not None),
-        "clamped": int(swiglu is not None and swiglu.clamped),
-        "power_of_two": int(swiglu is not None and swiglu.power_of_two_scales),
-        "fast_math": int(swiglu is not None and swiglu.fast_math),
-        "stages": stages,
-    }
-    path = "kernels/gemm/grouped_gemm.cuh"
-    items = tuple(shape.items())
-    return KernelSpec(
-        "grouped_gemm", path, items, GroupedGemmArgs, THREADS, cluster=CLUSTER, shared_bytes=shared_bytes
-    )
+
+    num_experts: int
+    n: int
+    k: int
+    _: KW_ONLY
+    epilogue: Bf16Epilogue | SwigluFp8Epilogue = Bf16Epilogue()
+    gathers: bool = False
+    scatters: bool = False
+    traced: bool = False
+
+    def __str__(self) -> str:
+        options = {"gathers": self.gathers, "scatters": self.scatters, "traced": self.traced}
+        parts = [f"e{self.num_experts} n{self.n} k{self.k}", str(self.epilogue)]
+        return ", ".join(["grouped_gemm", *parts, *(name for name, chosen in options.items() if chosen)])
+
+    def spec(self) -> KernelSpec:
+        """What to compile and how to launch it: with any even number of blocks that run at the same time.
+
+        Raises:
+            InvalidArgument: offsets of so many experts leave no shared memory for operands.
+        """
+        stages = max((s for s in range(1, MOST_STAGES + 1) if self._shared_bytes(s) <= MAX_SHARED_BYTES), default=0)
+        if stages < 2:
+            raise InvalidArgument(
+                f"{self.num_experts} experts on a rank leave {stages} stages of shared memory for operands, "
+                "expected 2; use more ranks or fewer experts"
+            )
+        shape = {
+            "num_experts": self.num_experts,
+            "n": self.n,
+            "k": self.k,
+            "gathers": int(self.gathers),
+            "scatters": int(self.scatters),
+            "traced": int(self.traced),
+            **self.epilogue.shape(),
+            "stages": stages,
+        }
+        return KernelSpec(
+            "grouped_gemm",
+            "kernels/gemm/grouped_gemm.cuh",
+            tuple(shape.items()),
+            GroupedGemmArgs,
+            THREADS,
+            cluster=CLUSTER,
+            shared_bytes=self._shared_bytes(stages),
+        )
+
+    def _shared_bytes(self, stages: int) -> int:
+        """Size of GemmShared in grouped_gemm.cuh, member by member."""
+        barriers = 2 * 8
+        ring = stages * ((TILE_ROWS + TILE_COLUMNS) * BLOCK + barriers)
+        ring += 2 * 4 * SCALE_BLOCKS * (TILE_ROWS + TILE_COLUMNS // BLOCK)
+        staging = TILE_ROWS * (self.epilogue.tile_row_bytes + 16) + 2 * barriers
+        epilogue = align_up(self.epilogue.shared_bytes, 4)
+        rows = 4 * TILE_ROWS if self.gathers else 4
+        experts = 4 * (self.num_experts + 3)
+        return align_up(align_up(ring, 128) + staging + epilogue + rows + experts, 1024)
 
 
 def trace_times(blocks: int, device: torch.device) -> torch.Tensor:
-    """Zeros, int64 [blocks, role, tile, 2], in which a traced variant leaves nanoseconds of beginnings and ends."""
+    """Make the int64 tensor [blocks, role, tile, 2] of zeros that a traced variant fills.
+
+    It holds nanoseconds of each beginning and each end, roles as in :data:`TRACE_ROLES`.
+    """
     return torch.zeros(blocks, len(TRACE_ROLES), TRACED_TILES, 2, dtype=torch.int64, device=device)
 
 
 def operand_map(tensor: torch.Tensor, box_rows: int) -> TensorMap:
-    """Of a contiguous E4M3 matrix or stack of matrices, in boxes of 128 values x ``box_rows`` rows."""
+    """Describe a contiguous E4M3 matrix, or a stack of them, as boxes of 128 values x ``box_rows`` rows."""
     return tensor_map(tensor, (BLOCK, box_rows, *[1] * (tensor.dim() - 2)), swizzle=True)
 
 
 def wide_scales(k: int) -> bool:
-    """Whether TMA can find the scales of rows of ``k`` values: 16 bytes at a time."""
+    """Whether TMA can load the scales of rows of ``k`` values, which it takes 16 bytes at a time."""
     return k % (4 * BLOCK) == 0
 
 
 def scale_map(scales: torch.Tensor) -> TensorMap:
-    """Of a contiguous float32 matrix whose rows are multiples of 16 bytes, in boxes of 8 values x 128 rows."""
+    """Describe a contiguous float32 matrix as boxes of 8 values x 128 rows; its rows are multiples of 16 bytes."""
     return tensor_map(scales, (SCALE_BLOCKS, TILE_ROWS))

@@ -1,46 +1,46 @@
-// Which received rows each local expert takes, as lists that the GEMMs follow; where there is room, the rows themselves
-// too, in the order of the lists, so that GEMM1 need not gather them.
+// Route lists: which received rows each local expert takes. The GEMMs follow them. Where there is room, rows are also
+// copied into the order of the lists, so that GEMM1 does not have to gather them.
 //
-// Blocks take chunks of the received routes, in no order: an expert's list is in whatever order they came to it. That
-// shows nowhere: a row's result does not depend on its place, and has an address of its own.
+// Blocks take chunks of the received routes in any order, so the order within a list is arbitrary. It does not show: the
+// result of a row does not depend on its place, and goes to an address of its own.
 //
-// Shared experts are this rank's last ones. Their lists are all of its own tokens, which are put, quantised, behind the
-// received rows.
+// Shared experts are this rank's last experts. Each takes all of the rank's own tokens, which this kernel puts, quantised,
+// behind the received rows.
 #pragma once
-#include "device/ptx/memory.cuh"
 #include "device/tile/fp8.cuh"
+#include "device/transport/peer.cuh"
 
 struct RouteListsArgs {
-    // From the dispatch, layout token; R rows were received.
+    // From the dispatch in layout token, which received R rows.
     const int32* ids;            // [>= R][K] local expert of each route, or -1
     const float* weights;        // [>= R][K]
-    const int32* row_tokens;     // [>= R] the token at home that a row is
+    const int32* row_tokens;     // [>= R] token of the home rank that a row is
     const int32* num_rows;       // [1] R
     const int32* source_counts;  // [W] rows from each rank
     const int32* expert_counts;  // [L] routes to each expert, of those with routes
-    unsigned char* values;       // [>= R][H] E4M3; own tokens from row Shape::received_rows on
+    unsigned char* values;       // [>= R][H] E4M3; own tokens begin at row Shape::received_rows
     float* scales;               // [>= R][H / 128]
-    // With shared experts: this rank's tokens, as they were given.
+    // With shared experts: this rank's tokens, as the caller gave them.
     const unsigned char* x;      // [T][H] of Shape::x_dtype, or E4M3
-    const float* x_scales;       // beside E4M3: [T][H / 128]
+    const float* x_scales;       // with E4M3: [T][H / 128]
     int32 num_tokens;
     int32 rank;
-    // Where results go home to: a row for each token and k, then for each shared expert.
-    const uint64* peers;  // [W] device memory: every rank's buffer
-    uint64 home;          // in it: [M][K + S] rows of bfloat16
-    // The lists, one behind the other.
+    // Where results go: each rank has a row for each of its tokens and k, then for each shared expert.
+    const uint64* peers;  // [W] every rank's buffer; device memory
+    uint64 combine_recv;  // offset in it of [M][K + S] rows of bfloat16
+    // The lists, one after the other. A place is an index into them.
     int32* offsets;      // [L + S + 1] first place of each expert
     int32* rows;         // [places] received row
     float* row_weights;  // [places]
-    uint64* targets;     // [places] address of the row at home
+    uint64* targets;     // [places] address of the result at its home rank
     int32* taken;        // [L] places taken of each list; 0 before the call
-    int32* stats;        // null, or [L]: routes are added to it
+    int32* stats;        // null, or [L]: the number of routes is added
     // Copies of rows lie behind the activations that GEMM1 will write, in the same buffer of `copy_room` rows of H.
     unsigned char* copies;
-    int32* copied;       // [2]: the first n places' rows are rows first.. of the buffer
-    int32 copy_room;     // 0: none are wanted
+    int32* copied;       // [2] (first, n): the rows of places 0..n-1 are rows first.. of that buffer
+    int32 copy_room;     // 0: no copies are wanted
     int32 padding;
-    const uint32* fault_claimed;  // set if a wait of this rank has expired: then what was received is not to be trusted
+    const uint32* fault_claimed;  // not 0: a wait of this rank has expired, and what it received must not be trusted
 };
 
 template <class Shape>
@@ -53,7 +53,7 @@ struct RouteListsShared {
     int32 ends[Shape::num_ranks];  // of each source's rows
     int32 copied[2];
     int32 offsets[kExperts + 1];
-    int32 found[Shape::experts_per_rank];  // of the chunk, for each expert; then where they begin
+    int32 found[Shape::experts_per_rank];  // routes of the chunk to each expert; then their first place
 };
 
 template <class Shape>
@@ -98,10 +98,12 @@ __device__ __forceinline__ void begin_lists(const RouteListsArgs& args, RouteLis
     if (threadIdx.x < 2) args.copied[threadIdx.x] = shared.copied[threadIdx.x];
 }
 
+// Where the result of a token's k-th route (of its shared expert k - K) goes.
 template <class Shape>
-__device__ __forceinline__ uint64 home_of(const RouteListsArgs& args, int source, int32 token, int k) {
+__device__ __forceinline__ uint64 target_of(const RouteListsArgs& args, int home_rank, int32 token, int k) {
+    const auto& window = *reinterpret_cast<const PeerWindow<Shape::num_ranks>*>(args.peers);
     const int64 row = static_cast<int64>(token) * (Shape::top_k + Shape::shared_experts) + k;
-    return args.peers[source] + args.home + static_cast<uint64>(row) * (Shape::hidden * 2);
+    return window.staging_address(home_rank, args.combine_recv) + static_cast<uint64>(row) * (Shape::hidden * 2);
 }
 
 template <class Shape>
@@ -112,10 +114,10 @@ __device__ __forceinline__ void add_route(const RouteListsArgs& args, const Rout
     while (row >= shared.ends[source]) ++source;
     args.rows[place] = row;
     args.row_weights[place] = args.weights[route];
-    args.targets[place] = home_of<Shape>(args, source, args.row_tokens[row], k);
+    args.targets[place] = target_of<Shape>(args, source, args.row_tokens[row], k);
 }
 
-// The lists of one chunk of routes; `places` then says where each route is.
+// Lists one chunk of routes. `shared.places` then says where each route is.
 template <class Shape>
 __device__ __forceinline__ void list_chunk(const RouteListsArgs& args, RouteListsShared<Shape>& shared, int32 first,
                                            int32 routes) {
@@ -137,14 +139,14 @@ __device__ __forceinline__ void list_chunk(const RouteListsArgs& args, RouteList
     for (int i = 0; i < Shared::kThreadRoutes; ++i) {
         const int32 own = i * Shape::threads + static_cast<int32>(threadIdx.x);
         int32 place = expert[i] < 0 ? -1 : shared.found[expert[i]] + earlier[i];
-        if (expert[i] >= 0 && place >= shared.offsets[expert[i] + 1]) place = -1;  // not what was counted: a fault
+        if (expert[i] >= 0 && place >= shared.offsets[expert[i] + 1]) place = -1;  // more than was counted: a fault
         if (place >= 0) add_route<Shape>(args, shared, first + own, place);
         if (own < Shared::kChunk) shared.places[own] = place;
     }
     __syncthreads();
 }
 
-// A row to the places, a lane's each, that are copied; -1: none.
+// Copies a row to those of the lanes' places that have copies; -1 is none.
 template <class Shape>
 __device__ __forceinline__ void copy_to_places(const RouteListsArgs& args, const RouteListsShared<Shape>& shared,
                                                int32 row, int32 place, int lane) {
@@ -154,7 +156,7 @@ __device__ __forceinline__ void copy_to_places(const RouteListsArgs& args, const
     copy_row<Shape::hidden>(args.values + static_cast<int64>(row) * Shape::hidden, to, targets, lane);
 }
 
-// One of this rank's tokens, for shared experts; a warp.
+// A warp adds one of this rank's tokens to the lists of shared experts.
 template <class Shape>
 __device__ __forceinline__ void add_own_token(const RouteListsArgs& args, const RouteListsShared<Shape>& shared,
                                               int32 token, int lane) {
@@ -177,7 +179,7 @@ __device__ __forceinline__ void add_own_token(const RouteListsArgs& args, const 
         place = shared.offsets[kRouted + lane] + token;
         args.rows[place] = row;
         args.row_weights[place] = 1.0f;
-        args.targets[place] = home_of<Shape>(args, args.rank, token, Shape::top_k + lane);
+        args.targets[place] = target_of<Shape>(args, args.rank, token, Shape::top_k + lane);
     }
     copy_to_places<Shape>(args, shared, row, place, lane);
 }

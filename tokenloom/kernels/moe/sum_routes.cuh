@@ -1,18 +1,18 @@
-// The end of a call: each token's rows, which have come home, are added in ascending k, then those of shared experts, in
-// float32, and rounded once.
+// The end of a MegaMoE call. Each token's rows have come home; they are added in ascending k, shared experts' rows last,
+// in float32, and rounded once.
 //
-// NaN instead, so that nobody takes what lay there for a result: everywhere if the ranks have not met, and for tokens
-// whose dispatch did not take place.
+// NaN takes the place of a sum that must not be trusted: of all tokens if the ranks have not met, and of tokens whose
+// dispatch did not take place.
 #pragma once
 #include "device/tile/routes.cuh"
 #include "device/tile/rows.cuh"
 
 struct SumRoutesArgs {
-    const void* topk_ids;  // [T][K] as given to the dispatch
-    const int32* slots;    // [T][W], from the dispatch: which of the rows that went to rank r, or -1
-    const int32* met;      // [1] `opened` of the barrier
-    const void* home;      // [M][K + S] rows of bfloat16, S of shared experts
-    void* out;             // [T] rows of bfloat16
+    const void* topk_ids;      // [T][K] as given to the dispatch
+    const int32* slots;        // [T][W], from the dispatch: which of the rows that went to rank r, or -1
+    const int32* met;          // [1] of the barrier after the GEMMs: whether all ranks came
+    const void* combine_recv;  // [M][K + S] rows of bfloat16, S of shared experts
+    void* out;                 // [T] rows of bfloat16
     int32 num_tokens;
     int32 ids_are_int64;
 };
@@ -25,8 +25,8 @@ __device__ void sum_routes(const SumRoutesArgs& args) {
     if (args.num_tokens == 0) return;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 * gridDim.x + blockIdx.x;
     const int32 num_warps = kWarps * gridDim.x;
-    const int32 parts = min(max(4 * num_warps / args.num_tokens, 1), Sum::Row::kCount);  // of a token, where few are
-    const auto home = reinterpret_cast<uint64>(args.home);
+    const int32 parts = Sum::parts(args.num_tokens, num_warps);
+    const auto rows = reinterpret_cast<uint64>(args.combine_recv);
     auto* out = static_cast<unsigned char*>(args.out);
     const bool met = *args.met != 0;
     for (int32 item = warp; item < args.num_tokens * parts; item += num_warps) {
@@ -38,7 +38,7 @@ __device__ void sum_routes(const SumRoutesArgs& args) {
             expert < 0 || args.slots[token * Shape::num_ranks + expert / (Shape::num_experts / Shape::num_ranks)] >= 0;
         if (!__all_sync(~0u, met && sent)) fill_row<kRowBytes>(out + token * kRowBytes, kNanWord<kBfloat16>, lane);
         else
-            Sum::add(out + token * kRowBytes, home + (token * kTerms + lane) * kRowBytes, 1.0f,
+            Sum::add(out + token * kRowBytes, rows + (token * kTerms + lane) * kRowBytes, 1.0f,
                      __ballot_sync(~0u, expert >= 0 || (lane >= Shape::top_k && lane < kTerms)), item % parts, parts,
                      lane);
     }

@@ -1,0 +1,73 @@
+// The ring of stages between loading and math warps. A stage holds a tile's operands for 128 values of K.
+#pragma once
+#include "device/ptx/bulk.cuh"
+#include "device/roles/gemm_tile.cuh"
+
+// An *operand* says how 128 values of K lie in a stage, for a tile's rows or its columns, and how TMA brings them:
+//
+//   kRowBytes     bytes of one row
+//   kStageBytes   bytes of a stage
+//   kBoxRows      rows of one TMA box; tensor maps are made with it
+//
+// This one is E4M3 with the 128-byte swizzle, as wgmma reads it. An operand of another width is a type of its own, beside
+// a role that decodes it into the stage.
+template <int kRows, int kRowsOfBox>
+struct Fp8Operand {
+    static constexpr int kRowBytes = kBlock;
+    static constexpr int kStageBytes = kRows * kRowBytes;
+    static constexpr int kBoxRows = kRowsOfBox;
+};
+using RowOperand = Fp8Operand<kTileRows, kGroupRows / kClusterBlocks>;  // each block loads half of the rows, for both
+using WeightOperand = Fp8Operand<kTileColumns, kBlock>;
+
+// Whether rows of scales are multiples of 16 bytes, as TMA needs them.
+template <int kBlocks>
+constexpr bool kWideScales = kBlocks % 4 == 0;
+
+// A kernel places it at a multiple of 1024 bytes, for the swizzle. Arrivals are sums over the roles that the kernel runs:
+// on `full` the loading warps' of this block, on `empty` the math warps' of all blocks of the cluster.
+template <int kRingStages>
+struct OperandRing {
+    static constexpr int kStages = kRingStages;
+    unsigned char a[kStages][RowOperand::kStageBytes];
+    unsigned char b[kStages][WeightOperand::kStageBytes];
+    alignas(128) float a_scales[2][kTileRows][kScaleBlocks];
+    alignas(16) float b_scales[2][kHalves][kScaleBlocks];
+    alignas(8) uint64 full[kStages];  // operands and scales are here
+    uint64 empty[kStages];
+
+    __device__ __forceinline__ void init(uint32 full_arrivals, uint32 empty_arrivals) {
+        for (int i = 0; i < kStages; ++i) {
+            mbarrier_init(&full[i], full_arrivals);
+            mbarrier_init(&empty[i], empty_arrivals);
+        }
+    }
+};
+
+// The n-th use of a ring. Counted, not stepped: so the compiler sees that all threads of a role agree.
+template <int kStages>
+struct RingUse {
+    int stage;
+    uint32 parity;
+    __device__ __forceinline__ explicit RingUse(uint32 n) : stage(n % kStages), parity(n / kStages & 1) {}
+};
+
+// Where the scales of block k of a tile lie. What they overwrite has been read: all but the newest kStages blocks have.
+template <int kBlocks, int kStages>
+struct ScalePlace {
+    uint32 buffer;
+    int slot;
+
+    template <class At>
+    __device__ __forceinline__ ScalePlace(const At& at, int k) {
+        if constexpr (kWideScales<kBlocks>) {  // 8 blocks at once, or the last 4 of a tile
+            static_assert(kStages <= 5, "the buffer before the last must not be in use");
+            buffer = (at.scale_buffers() + k / kScaleBlocks) % 2;
+            slot = k % kScaleBlocks;
+        } else {
+            static_assert(kStages < 2 * kScaleBlocks, "slots in use must not be overwritten");
+            buffer = (at.blocks + k) / kScaleBlocks % 2;
+            slot = (at.blocks + k) % kScaleBlocks;
+        }
+    }
+};

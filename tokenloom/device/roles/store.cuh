@@ -1,0 +1,70 @@
+// The storing warps: rows of a tile go from shared memory to where a destination says.
+#pragma once
+#include "device/ptx/memory.cuh"
+#include "device/roles/staging.cuh"
+#include "device/roles/trace.cuh"
+
+constexpr int kStoreWarps = 2;
+constexpr int kStoreArrivals = kStoreWarps;  // on an empty buffer of the staging: each warp
+
+// A *destination* says where rows of the output go:
+//
+//   unsigned char* row(int64 row)   the address of a row
+//
+// Rows follow each other, or each has an address of its own, which may be another GPU's.
+template <int64 kRowBytes>
+struct RowsInOrder {
+    void* const& out;
+    __device__ __forceinline__ unsigned char* row(int64 row) const {
+        return static_cast<unsigned char*>(out) + row * kRowBytes;
+    }
+};
+
+struct RowsByAddress {
+    const uint64* const& addresses;
+    __device__ __forceinline__ unsigned char* row(int64 row) const {
+        return reinterpret_cast<unsigned char*>(addresses[row]);
+    }
+};
+
+// What the warpgroups staged for the block's tile `number`. Neighbouring lanes write the same row.
+template <int64 kRowBytes, class Staging, class Destination>
+__device__ __forceinline__ void store_tile(Staging& staging, const Destination& to, const Tile& tile, uint32 number,
+                                           int thread) {
+    constexpr int kUnits = Staging::kRowBytes / 16, kRowsAtOnce = 32 * kStoreWarps / kUnits, kBatch = 4;
+    const int unit = thread % kUnits;
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+        const int first = tile.halves ? 0 : group * kGroupRows;
+        const int rows = min(tile.rows - first, kGroupRows);  // may be none
+        mbarrier_wait(&staging.full[group], number & 1);
+        const unsigned char* from = staging.rows[group] + unit * 16;
+        const int64 in_row = static_cast<int64>(tile.column / kTileColumns) * Staging::kRowBytes + unit * 16;
+        const int64 first_row = tile.row + first;
+        const bool ours = !tile.halves || unit / (kUnits / kHalves) == group;
+        const int stored = ours && in_row < kRowBytes ? rows : 0;  // a pair of strips may reach past N
+        for (int row = thread / kUnits; row < stored; row += kBatch * kRowsAtOnce) {
+            Vec16 values[kBatch];
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i)
+                values[i] = *reinterpret_cast<const Vec16*>(
+                    from + min(row + i * kRowsAtOnce, kGroupRows - 1) * Staging::kPitch);
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i)
+                if (row + i * kRowsAtOnce < stored)
+                    store_16(to.row(first_row + row + i * kRowsAtOnce) + in_row, values[i]);
+        }
+        __syncwarp();
+        if (thread % 32 == 0) mbarrier_arrive(&staging.empty[group]);
+    }
+}
+
+template <int64 kRowBytes, class Staging, class Destination, class Tiles, class Trace>
+__device__ __forceinline__ void store_tiles(Staging& staging, const Destination& to, Tiles tiles, const Trace& trace,
+                                            int32 block, int thread) {
+    for (uint32 number = 0; tiles.next(); ++number) {
+        if (thread == 0) trace.mark(kStores, number, kBegins);
+        store_tile<kRowBytes>(staging, to, tiles.tile(block), number, thread);
+        if (thread == 0) trace.mark(kStores, number, kEnds);
+    }
+}

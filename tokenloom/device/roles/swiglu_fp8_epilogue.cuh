@@ -1,0 +1,104 @@
+// An epilogue for sums that are gates and ups: silu(gate) * up * weight, quantised to E4M3 with one scale per row and 128
+// values. bf16_epilogue.cuh says what an epilogue is.
+//
+// Gates and ups take turns every 8 columns, so each thread has both of a value. The 256 columns of a row are one scale
+// block of the output, which four lanes share.
+#pragma once
+#include "device/ptx/memory.cuh"
+#include "device/roles/staging.cuh"
+#include "device/roles/weights.cuh"
+#include "device/tile/fp8.cuh"
+
+template <int kN, bool kClamped, bool kPowerOfTwo, bool kFastMath>
+struct SwigluFp8Epilogue {
+    static_assert(kN % kTileColumns == 0, "whole scale blocks of the output");
+    using Columns = GatesAndUpsInTurns;
+    static constexpr int kTileRowBytes = kTileColumns / 2;
+    static constexpr int64 kRowBytes = kN / 2, kRowScales = kN / kTileColumns;
+    static constexpr int kUnrolled = 4;
+    struct Shared {
+        float largest[kGroups][kGroupRows];  // activations of each row, if the warpgroups share its columns
+    };
+    float* const& scales;         // [rows, N / 256]
+    const float* const& weights;  // [rows], or null for ones
+    const float& clamp;           // the most of a gate, and the largest magnitude of an up
+
+    __device__ __forceinline__ float activate(float gate, float up) const {
+        if constexpr (kClamped) {
+            gate = fminf(gate, clamp);
+            up = fmaxf(fminf(up, clamp), -clamp);
+        }
+        if constexpr (kFastMath) return __fdividef(gate, 1.0f + __expf(-gate)) * up;
+        return divide_full(gate, 1.0f + expf(-gate)) * up;
+    }
+
+    // One row of this thread: registers `first` and the next of every 4, columns 8j + 2 * (lane % 4) + {0, 1} of the
+    // output. Each activation replaces its gate. Returns the largest magnitude that this warpgroup has of the row.
+    template <int kChunks>
+    __device__ __forceinline__ float activate_row(float (&sums)[kChunks][64], int first, int32 row, bool exists) const {
+        const float weight = exists && weights != nullptr ? weights[row] : 1.0f;
+        float amax = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kChunks * 8; ++i) {
+            float* gates = sums[i / 8] + i % 8 * 8 + first;
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                gates[e] = activate(gates[e], gates[e + 4]) * weight;
+                amax = fmaxf(amax, fabsf(gates[e]));
+            }
+        }
+        amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
+        return fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
+    }
+
+    template <int kChunks>
+    __device__ __forceinline__ void stage_row(const float (&sums)[kChunks][64], int first, float amax,
+                                              unsigned char* to, int64 scale_place, bool exists, int lane) const {
+        const Fp8Scale scale = fp8_scale<kPowerOfTwo>(amax);
+#pragma unroll
+        for (int i = 0; i < kChunks * 8; ++i) {
+            const float* values = sums[i / 8] + i % 8 * 8 + first;
+            *reinterpret_cast<uint16*>(to + i * 8 + lane % 4 * 2) =
+                pack_e4m3(values[0] * scale.factor, values[1] * scale.factor);
+        }
+        if (exists && lane % 4 == 0) scales[scale_place] = scale.scale;
+    }
+
+    // Each warpgroup has half of the scale block: both take the larger magnitude.
+    static __device__ __forceinline__ void share_largest(Shared& shared, float (&amax)[2], int group, int staged_row,
+                                                         int lane) {
+        if (lane % 4 == 0) {
+            shared.largest[group][staged_row] = amax[0];
+            shared.largest[group][staged_row + 8] = amax[1];
+        }
+        sync_threads(1, kGroups * kGroupThreads);
+        amax[0] = fmaxf(amax[0], shared.largest[group ^ 1][staged_row]);
+        amax[1] = fmaxf(amax[1], shared.largest[group ^ 1][staged_row + 8]);
+        sync_threads(1, kGroups * kGroupThreads);  // before the next tile's are written
+    }
+
+    template <int kChunks>
+    __device__ __forceinline__ void stage(Staging<kTileRowBytes>& staging, Shared& shared, float (&sums)[kChunks][64],
+                                          const Tile& tile, uint32 number, int group, int thread) const {
+        const int lane = thread % 32, staged_row = thread / 32 * 16 + lane / 4;
+        const int row = (kChunks == kHalves ? group * kGroupRows : 0) + staged_row;
+        unsigned char* to = staging.rows[group] + staged_row * staging.kPitch + first_byte<kChunks>(kTileRowBytes, group);
+        const bool inside = tile.column < kN;  // a pair of strips may reach past N
+        const bool exists[2] = {inside && row < tile.rows, inside && row + 8 < tile.rows};
+        staging.wait_for_room(number, group);
+        float amax[2];
+        if constexpr (kChunks < kHalves) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) amax[i] = activate_row(sums, 2 * i, tile.row + row + 8 * i, exists[i]);
+            share_largest(shared, amax, group, staged_row, lane);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if constexpr (kChunks == kHalves)  // one row after the other: registers are scarce
+                amax[i] = activate_row(sums, 2 * i, tile.row + row + 8 * i, exists[i]);
+            stage_row(sums, 2 * i, amax[i], to + 8 * i * staging.kPitch,
+                      (tile.row + row + 8 * i) * kRowScales + tile.column / kTileColumns, exists[i], lane);
+        }
+        staging.publish(group, lane);
+    }
+};

@@ -1,0 +1,64 @@
+// Rows that lie in the order of the tiles, where TMA finds them; and a second loading warp, which some of them need.
+//
+// *Rows* say where the activations of a GEMM are. tiled_rows.cuh and gathered_rows.cuh are such types:
+//
+//   kBlocks             blocks of K
+//   kScalesByTma        the loader (load.cuh) brings the scales of rows
+//   kSecondWarp         there is a second loading warp, for what the loader does not bring
+//   kWrittenByThreads   that warp writes operands as threads do, and math warps must fence before wgmma reads them
+//   map, scale_map      tensor maps: of values, and with kScalesByTma of scales
+//   prefetch()          fetches the tensor maps ahead
+//   on_tma()            which rows TMA finds: `have(tile)`, and `first`, the map's row of row 0
+//   Shared              what the second warp keeps in shared memory
+//   load_beside(...)    the role of the second warp; each lane arrives once on a stage
+#pragma once
+#include "device/roles/trace.cuh"
+#include "device/roles/weights.cuh"
+
+constexpr int kSecondWarpArrivals = 32;  // on a full stage
+
+template <int kK>
+struct TiledRows {
+    static constexpr int kBlocks = kK / kBlock;
+    static constexpr bool kScalesByTma = kWideScales<kBlocks>, kSecondWarp = !kScalesByTma, kWrittenByThreads = false;
+    struct Shared {};
+    struct OnTma {
+        static constexpr int32 first = 0;
+        __device__ __forceinline__ bool have(const Tile&) const { return true; }
+    };
+    const TensorMap& map;        // [rows, K] E4M3
+    const TensorMap& scale_map;  // [rows, K / 128]
+    const float* const& scales;  // the same, for the second warp
+
+    __device__ __forceinline__ void prefetch() const {
+        tensor_prefetch(&map);
+        if (kScalesByTma) tensor_prefetch(&scale_map);
+    }
+
+    __device__ __forceinline__ OnTma on_tma() const { return {}; }
+
+    // Scales of a K that TMA cannot take, one value of each row at a time. Their loads share the path of wgmma's operands.
+    template <class Ring, class Weights, class Tiles, class Trace>
+    __device__ __forceinline__ void load_beside(Ring& ring, Shared&, const Weights& weights, Tiles tiles, const Trace&,
+                                                int32 block, int lane) const {
+        constexpr int kLaneRows = kTileRows / 32;
+        for (Position<kBlocks> at{0}; tiles.next(); at.advance()) {
+            const Tile tile = tiles.tile(block);
+            const float* rows = scales + static_cast<int64>(tile.row) * kBlocks;
+            const float* columns = weights.column_scales(tile, lane % kHalves);
+            int32 from[kLaneRows];
+#pragma unroll
+            for (int i = 0; i < kLaneRows; ++i) from[i] = min(i * 32 + lane, tile.rows - 1) * kBlocks;
+            for (int k = 0; k < kBlocks; ++k) {
+                const RingUse<Ring::kStages> use(at.blocks + k);
+                const ScalePlace<kBlocks, Ring::kStages> place(at, k);
+                mbarrier_wait(&ring.empty[use.stage], use.parity ^ 1);
+#pragma unroll
+                for (int i = 0; i < kLaneRows; ++i)
+                    copy_4_async(&ring.a_scales[place.buffer][i * 32 + lane][place.slot], rows + from[i] + k);
+                if (lane < kHalves) copy_4_async(&ring.b_scales[place.buffer][lane][place.slot], columns + k);
+                mbarrier_arrive_after_copies(&ring.full[use.stage]);
+            }
+        }
+    }
+};

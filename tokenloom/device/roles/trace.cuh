@@ -1,0 +1,20 @@
+// When each role of a block works on which tile, for people to look at, in variants that are compiled for it.
+#pragma once
+#include "device/ptx/memory.cuh"
+
+// A math warpgroup has the number given here plus its own.
+enum TraceRole : int { kLoads = 0, kGathers = 1, kMultiplies = 2, kStages = 4, kStores = 6, kTraceRoles = 7 };
+enum TraceEnd : int { kBegins = 0, kEnds = 1 };
+constexpr uint32 kTracedTiles = 128;  // of a block; later ones are left out
+
+template <bool kTraced>
+struct Trace {
+    uint64* const& times;  // [blocks][kTraceRoles][kTracedTiles][2] nanoseconds
+
+    // One thread of a role calls it. `tile` counts the tiles of the block.
+    __device__ __forceinline__ void mark(int role, uint32 tile, TraceEnd end) const {
+        if constexpr (kTraced)
+            if (tile < kTracedTiles)
+                times[((blockIdx.x * kTraceRoles + role) * kTracedTiles + tile) * 2 + end] = global_timer_ns();
+    }
+};
