@@ -181,10 +181,10 @@ def combine_options(
     for name, dtype in (("y", y.dtype), ("wire_dtype", wire_dtype), ("out_dtype", out_dtype)):
         if dtype is None:
             continue
-        if dtype not in able.dtypes:
-            raise DtypeMismatch(f"{name} is {dtype}, expected {_names(able.dtypes)}{_elsewhere(able, dtype)}")
         if dtype == torch.float64 and y.dtype != torch.float64:
             raise DtypeMismatch(f"{name} is float64, y is {y.dtype} and summed in float32; pass y in float64")
+        if dtype not in able.dtypes:
+            raise DtypeMismatch(f"{name} is {dtype}, expected {_names(able.dtypes)}{_elsewhere(able, dtype)}")
     grad = torch.is_grad_enabled()
     return CombineOptions(
         weighted=weighted,

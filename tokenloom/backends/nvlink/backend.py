@@ -79,7 +79,7 @@ class NvlinkBackend:
         """Open the calls that the others open before they wait: for an outcome, or for a buffer that is not there."""
         names = [upcoming[0].name]
         for call, following in pairwise(upcoming):
-            if call.awaited or self._checked or not self._has_buffers(following):
+            if call.awaited or self._checked or not all(map(self._has_buffers, (call, following))):
                 break
             names.append(following.name)
         self._launcher.report_fault(fault, names)
