@@ -40,7 +40,7 @@ def check_case(context: RankContext, name: str, backend: str = "nvlink") -> None
             for _ in range(2):
                 assert torch.equal(mega(*given), out)
         if backend == "nvlink":
-            assert len(mega.comm._backend._buffers) == 1  # type: ignore[attr-defined]  # nothing is there twice
+            assert len(mega.comm.engine._backend._buffers._buffers) == 1  # type: ignore[attr-defined]  # nothing is there twice
         mega.check()
 
 

@@ -1,4 +1,4 @@
-"""How a MegaMoE runs on backend nvlink: its kernels and the memory between them."""
+"""MegaMoE on backend nvlink: its kernels and the memory between them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tokenloom.backends.base import Upcoming
+from tokenloom.backends.base import DispatchOptions, Upcoming
 from tokenloom.backends.handshake import Field
 from tokenloom.backends.nvlink.dispatch import NvlinkHandle
 from tokenloom.backends.nvlink.fused import FusedLayerCalls
@@ -41,17 +41,20 @@ from tokenloom.runtime.symmetric_memory import SymmetricBuffer
 
 FP8 = torch.float8_e4m3fn
 COPY_ROOM = 1.25
-"""Routes of a rank whose rows can be copied, over the mean of an even routing."""
+"""Room for copies of rows, relative to the routes that a rank has when routing is even."""
+CALLS = (Upcoming("dispatch", DispatchOptions("token", 1, "bounded", None), value_bytes=1), Upcoming("MegaMoE"))
+"""What each forward opens: FP8 rows travel, then all ranks meet."""
 MOST_LOCAL_EXPERTS = 4096
-"""Of a rank: lists are made in shared memory."""
+"""Most experts on a rank, because route lists are made in shared memory."""
 
 
 def buffer_sizes(
     most_routes: int, even_routes: int, num_local: int, hidden: int, intermediate: int
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """What a rank has besides what other ranks write: shape and dtype of each.
+    """List shape and dtype of the buffers that only this rank writes.
 
-    The worst routing's activations leave room for copies of about any other routing's rows.
+    There is room for the activations of the worst routing. Almost any other routing leaves enough of it for copies of
+    its rows.
     """
     int32, float32 = torch.int32, torch.float32
     copied = min(int(even_routes * COPY_ROOM), most_routes)
@@ -70,11 +73,11 @@ def buffer_sizes(
 
 
 class _Buffers:
-    """Of one rank, between the kernels of a call; route_lists.cuh and args.cuh say what each is.
+    """Memory of one rank between the kernels of a call. route_lists.cuh and args.cuh say what each part is.
 
     Attributes:
-        activations: [routes, I] in the order of the lists.
-        copies: the same memory as rows of H: behind the last activation of a call there is room for received rows.
+        activations: [routes, I], in the order of the route lists.
+        copies: the same memory as rows of H. The part behind a call's last activation has room for received rows.
     """
 
     offsets: torch.Tensor
@@ -106,8 +109,10 @@ class NvlinkExperts:
     """Dispatch, GEMMs and the sum of one layer.
 
     Args:
-        comm: of backend nvlink; nobody else uses it.
-        intermediate, num_shared_experts, power_of_two_scales: as of MegaMoE.
+        comm: communicator of backend nvlink, which nobody else uses.
+        intermediate: as in ``MegaMoE``.
+        num_shared_experts: as in ``MegaMoE``.
+        power_of_two_scales: as in ``MegaMoE``.
 
     Raises:
         InvalidArgument: too many experts on a rank.
@@ -124,7 +129,7 @@ class NvlinkExperts:
         self._num_local = plan.experts_per_rank + num_shared_experts
         if self._num_local > MOST_LOCAL_EXPERTS:
             raise InvalidArgument(f"{self._num_local} experts on a rank, expected at most {MOST_LOCAL_EXPERTS}")
-        # Of this rank's experts, whatever the routing.
+        # Most routes of this rank's experts under any routing.
         self._most_routes = plan.worst_case_rows("expert") + num_shared_experts * plan.max_tokens_per_rank
         even_routes = plan.max_tokens_per_rank * (plan.top_k + num_shared_experts)
         self._sizes = buffer_sizes(self._most_routes, even_routes, self._num_local, plan.hidden, intermediate)
@@ -144,12 +149,12 @@ class NvlinkExperts:
         return Kernel(variant.spec(), self._comm.device.index)
 
     def describe(self) -> str:
-        """How much memory it takes, from the first call on."""
+        """Say how much memory the layer takes from the first call on."""
         own = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._sizes.values())
-        return f"lists and activations: {own / 1e6:.1f} MB"
+        return f"route lists and activations: {own / 1e6:.1f} MB"
 
     def set_activation(self, clamp: float | None, fast_math: bool) -> None:
-        """As of MegaMoE."""
+        """Do what ``MegaMoE.set_activation`` says."""
         self._activation = (clamp, fast_math)
         key = (clamp is not None, fast_math)
         if key not in self._gemm1_of:
@@ -167,13 +172,13 @@ class NvlinkExperts:
         self._gemm1.args.clamp = clamp or 0.0
 
     def use_weights(self, weights: tuple[torch.Tensor, ...]) -> None:
-        """Those of MegaMoE.weights, checked, from the next call on."""
+        """Use the checked weights of ``MegaMoE.weights`` from the next call on."""
         w1, w1_scales, w2, w2_scales = self._weights = weights
         self._gemm1_weights = (operand_map(w1, B_BOX_ROWS), w1_scales.data_ptr())
         self._gemm2_weights = (operand_map(w2, B_BOX_ROWS), w2_scales.data_ptr())
 
     def trace_gemms(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """As of MegaMoE."""
+        """Do what ``MegaMoE.trace_gemms`` says."""
         device, sizes = self._comm.device, (self._num_local, self._comm.plan.hidden, self._intermediate)
         self._traces = (trace_times(self._num_sms, device), trace_times(self._num_sms, device))
         self._gemm2 = self._kernel(GroupedGemmVariant(*sizes, scatters=True, traced=True))
@@ -183,10 +188,10 @@ class NvlinkExperts:
         return self._traces
 
     def forward(self, request: ForwardRequest) -> torch.Tensor:
-        """As MegaMoE.forward."""
+        """Compute what ``MegaMoE.forward`` returns."""
         engine = self._comm.engine
         self._calls.make_room()
-        with engine.sequence(Upcoming("dispatch"), Upcoming("MegaMoE")) as calls:
+        with engine.sequence(*CALLS) as calls:
             result, buffers, lists, values = self._prepared(request)
             shared = self._shared_buffer()
             arguments = request.dispatch(engine, self._power_of_two_scales)
@@ -196,7 +201,7 @@ class NvlinkExperts:
                 self._compute(request, handle, rows, buffers, lists, shared, values)
                 self._meet(handle, buffers)
             except BaseException:
-                buffers.taken.zero_()  # as the next call expects it
+                buffers.taken.zero_()  # the next call expects zeros
                 raise
             calls.opened()
             self._sum(handle, buffers, result)
@@ -213,7 +218,7 @@ class NvlinkExperts:
         shared: SymmetricBuffer,
         values: torch.Tensor,
     ) -> None:
-        """Route lists and both GEMMs, the second of which sends results home."""
+        """Make the route lists and run both GEMMs, the second of which sends results home."""
         schedule = request.schedule or schedule_for(handle.num_tokens, self._comm.num_ranks)
         stream = torch.cuda.current_stream(self._comm.device)
         request.passed("dispatch")
@@ -231,7 +236,7 @@ class NvlinkExperts:
         self._multiply(schedule.waves, stream, request.passed)
 
     def _prepared(self, request: ForwardRequest) -> tuple[torch.Tensor, _Buffers, Kernel, torch.Tensor]:
-        """The output's tensor, memory, the kernel that makes lists, and x's values."""
+        """Return the output's tensor, the buffers, the kernel that makes route lists, and the values of x."""
         values = request.x[0] if isinstance(request.x, tuple) else request.x
         if not isinstance(values, torch.Tensor):
             raise InvalidArgument(f"x is a {type(values).__name__}, expected a tensor, or (FP8, scales)")
@@ -241,7 +246,7 @@ class NvlinkExperts:
         return request.checked(), self._own_buffers(), lists, values
 
     def _lists_of_dtype(self, dtype: torch.dtype) -> Kernel:
-        """Of x, which matters to shared experts."""
+        """Return the kernel that makes route lists. The dtype of x matters to shared experts."""
         if dtype not in self._lists_of:
             own_tokens = OwnTokens(dtype, self._power_of_two_scales)
             self._lists_of[dtype] = self._kernel(
@@ -255,7 +260,7 @@ class NvlinkExperts:
         return self._lists_of[dtype]
 
     def _own_buffers(self) -> _Buffers:
-        """Made at the first call."""
+        """Return this rank's buffers, which the first call makes."""
         if self._buffers is None:
             sizes = (self._most_routes, self._comm.plan.hidden, self._intermediate)
             self._buffers = found = _Buffers(self._sizes, *sizes, self._comm.device)
@@ -267,7 +272,7 @@ class NvlinkExperts:
         return self._buffers
 
     def _shared_buffer(self) -> SymmetricBuffer:
-        """Made at the first call, which all ranks make."""
+        """Return the buffer that peers write to. The first call, which all ranks make, makes it."""
         if self._shared is None:
             fields: dict[str, Field] = {
                 "call": "MegaMoE",
@@ -313,9 +318,9 @@ class NvlinkExperts:
         args.b, args.b_scales = self._gemm2_weights
 
     def _multiply(self, waves: int, stream: torch.cuda.Stream, passed: Callable[[str], None]) -> None:
-        """Both GEMMs, in waves of experts: GEMM2 of each beside GEMM1 of the next, so that links have work earlier.
+        """Run both GEMMs in waves of experts: GEMM2 of each beside GEMM1 of the next, so that links have work earlier.
 
-        GEMM2, with half of the arithmetic, has a third of the SMs meanwhile.
+        Meanwhile GEMM2, which has half of GEMM1's arithmetic, gets a third of the SMs.
         """
         local, all_sms = self._num_local, self._num_sms
         waves = min(waves, local)
