@@ -1,1 +1,1 @@
-"""Modules with the names that other programs import."""
+"""Modules with the names and signatures that other programs import."""

@@ -1,7 +1,8 @@
 """DeepGEMM's names for its fused MoE layer on SM90, served by ``tokenloom.MegaMoE``.
 
-A program that was written for ``deep_gemm`` imports this module instead. Tensors, dtypes and layouts are the same.
-Activations are quantised per 128 values before the second GEMM, not per 64, so results differ by rounding.
+A program written for ``deep_gemm`` imports this module instead. Names, tensors, dtypes and layouts are DeepGEMM's
+(https://github.com/deepseek-ai/DeepGEMM). Activations are quantised per 128 values before the second GEMM, not per 64,
+so results differ by rounding.
 """
 
 from __future__ import annotations
@@ -24,29 +25,34 @@ __all__ = [
 ]
 
 RECIPE = (128, 128, 128)
+"""Recipe of DeepGEMM that this layer has, and the only one."""
 Weights = tuple[torch.Tensor, torch.Tensor]
+"""FP8 values and their float32 scales."""
 
 
 class SymmBuffer:
-    """Inputs of a call, which the caller fills, and what the layer needs besides. Making one is collective.
+    """Inputs of a call, which the caller fills, and the layer behind them. Making one is collective.
 
     Args:
-        group: the ranks, one Hopper GPU each.
-        num_experts: E, divisible by the ranks R.
+        group: the R ranks, one Hopper GPU each.
+        num_experts: E, divisible by R.
         num_max_tokens_per_rank: Mmax, the most tokens of one call on one rank.
-        num_topk: K.
+        num_topk: K, at most 32.
         hidden: H, a multiple of 128.
         intermediate_hidden: I, a multiple of 128.
-        **options: DeepGEMM's other options, where this layer does what they say.
-
-    Raises:
-        InvalidArgument: an option that this layer does not have.
+        **options: DeepGEMM's other options: ``activation`` "swiglu", ``mma_type`` "fp8xfp8" or "fp8xfp4" and
+            ``use_fp8_dispatch`` True.
 
     Attributes:
-        x: float8_e4m3fn [Mmax, H].
-        x_sf: float32 [Mmax, H / 128].
-        topk_idx: int64 [Mmax, K], -1 where a place is unused.
+        x: float8_e4m3fn [Mmax, H], tokens.
+        x_sf: float32 [Mmax, H / 128], their scales.
+        topk_idx: int64 [Mmax, K], expert ids; -1 marks an unused place.
         topk_weights: float32 [Mmax, K].
+        mega: the layer.
+
+    Raises:
+        InvalidArgument: an option or a value that this layer does not have.
+        BackendUnavailable: the kernels do not run here.
     """
 
     def __init__(
@@ -79,7 +85,7 @@ class SymmBuffer:
         self.topk_weights = torch.zeros(rows, num_topk, dtype=torch.float32, device=device)
 
     def destroy(self) -> None:
-        """Release the memory that other ranks can write."""
+        """Release the memory that other ranks can write to. Calling it twice is fine."""
         self.mega.close()
 
 
@@ -87,11 +93,11 @@ get_symm_buffer_for_mega_moe = get_symm_buffer_for_sm90_mega_moe = SymmBuffer
 
 
 def transform_weights_for_mega_moe_sm90(l1_weights: Weights, l2_weights: Weights) -> tuple[Weights, Weights]:
-    """Bring weights into the order that ``fp8_mega_moe`` takes: w1's gates and ups in turn, 8 rows of each.
+    """Put weights into the order that ``fp8_mega_moe`` takes: gates and ups of w1 in turn, 8 rows of each.
 
     Args:
-        l1_weights: float8_e4m3fn [E / R, 2I, H], gates first, and float32 [E / R, 2I / 128, H / 128].
-        l2_weights: float8_e4m3fn [E / R, H, I] and float32 [E / R, H / 128, I / 128].
+        l1_weights: w1, float8_e4m3fn [E / R, 2I, H], gates first, and scales, float32 [E / R, 2I / 128, H / 128].
+        l2_weights: w2, float8_e4m3fn [E / R, H, I], and scales, float32 [E / R, H / 128, I / 128].
 
     Returns:
         ((w1, its scales), (w2, its scales)).
@@ -113,11 +119,12 @@ def fp8_mega_moe(
     """Write the layer's output for the first M rows of the buffer to ``y``.
 
     Args:
-        y: bfloat16 [M, H], M at most the buffer's; may differ per rank.
+        y: bfloat16 [M, H], M at most Mmax. M may differ per rank and may be 0.
         l1_weights: w1 and its scales, from ``transform_weights_for_mega_moe_sm90``.
-        l2_weights: w2 and its scales, from there.
+        l2_weights: w2 and its scales, from the same function.
         sym_buffer: inputs of the call.
-        cumulative_local_expert_recv_stats: int32 [E / R], to which routes are added, or None.
+        cumulative_local_expert_recv_stats: int32 [E / R], to which each local expert's number of routes is added, or
+            None.
         recipe: (128, 128, 128).
         activation: "swiglu".
         activation_clamp: as in ``MegaMoE``.
@@ -126,6 +133,7 @@ def fp8_mega_moe(
     Raises:
         InvalidArgument: a recipe or an activation that this layer does not have.
         ShapeMismatch, DtypeMismatch, DeviceMismatch: a tensor is not as above.
+        TokenloomError: as in ``MegaMoE.forward``.
     """
     if tuple(recipe) != RECIPE or activation != "swiglu":
         raise InvalidArgument(f"recipe is {recipe}, activation is {activation!r}; there are {RECIPE} and 'swiglu'")

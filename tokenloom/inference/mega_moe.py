@@ -1,4 +1,4 @@
-"""MegaMoE: a whole mixture-of-experts layer in FP8 for inference, on Hopper GPUs of one host."""
+"""MegaMoE: a whole mixture-of-experts layer in FP8, for inference on Hopper GPUs of one host."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from tokenloom.ops.gemm import check_aligned, check_clamp, check_tensor, check_w
 from tokenloom.ops.quant import quantize_fp8_blocks
 
 MOST_TERMS = 32
-"""Results of a token that are added."""
+"""Most results that are added up for one token."""
 EXPERTS: dict[str, type[NvlinkExperts] | type[ReferenceExperts]] = {
     "nvlink": NvlinkExperts,
     "reference": ReferenceExperts,
 }
-"""How a layer runs, by the name of its backend."""
+"""Implementation of a layer, by the name of its backend."""
 
 
 class MegaMoE:
     """Dispatch, SwiGLU experts in FP8, combine: ``y = sum over k of weight_k * w2 @ (silu(gate) * up)``.
 
-    x is quantised with a scale per 128 values, and so are the weighted activations. Each route's result is rounded to
-    bfloat16, and a token's routes are added in ascending k, in float32 (docs/reference/semantics.md). Nothing waits
-    for the host, any routing fits, and results are the same bits from call to call. Making one is collective, and so
-    is every call.
+    x and the weighted activations are quantised with a scale per 128 values. Each route's result is rounded to
+    bfloat16, and a token's results are added in ascending k, in float32 (docs/reference/semantics.md). Nothing waits
+    for the host, any routing fits, and equal calls give equal bits. Making a layer is collective, and so is every
+    call.
 
     Args:
-        group: as in ``Communicator``; Hopper GPUs of one host, unless ``backend`` is "reference".
-        num_experts: E, divisible by the ranks.
+        group: as in ``Communicator``. The ranks are Hopper GPUs of one host, unless ``backend`` is "reference".
+        num_experts: E, divisible by the number of ranks.
         hidden: H, a multiple of 128.
         intermediate: I, a multiple of 128.
         top_k: K, at most 32.
@@ -46,21 +46,22 @@ class MegaMoE:
         activation_clamp: largest gate, and largest absolute up, before the activation. None sets no limit.
         fast_math: use the hardware's exponential and division in the activation.
         power_of_two_scales: round the scales of x and of activations up to powers of two.
-        num_shared_experts: S, experts that every token goes to with weight 1, on its own rank; K + S is at most 32.
-        schedule: how calls run. None chooses by their number of tokens.
+        num_shared_experts: S, experts that every token goes to with weight 1, on its own rank. K + S is at most 32.
+        schedule: schedule of all calls. None chooses by the number of tokens of each call.
         backend: "nvlink", or "reference", which computes the same in plain torch, slowly, on any device.
         device: as in ``Communicator``.
         timeout_s: as in ``Communicator``.
         open_timeout_s: as in ``Communicator``.
 
     Attributes:
-        comm: the communicator whose dispatch it uses.
+        comm: communicator that dispatches the tokens.
         weights: w1 with gates and ups in turn, its scales, w2, its scales. Empty before ``load_weights``.
-        after_stage: None, or a function that gets the name of each stage of a call once it is on the stream.
+        after_stage: function that gets the name of each stage of a call once it is on the stream, or None.
 
     Raises:
-        TokenloomError: what ``Communicator`` raises.
+        InvalidArgument: a size or an option is not as above.
         BackendUnavailable: the kernels do not run here.
+        TokenloomError: as in ``Communicator``.
     """
 
     def __init__(
@@ -119,11 +120,11 @@ class MegaMoE:
         """Change the activation from the next call on.
 
         Args:
-            clamp: ``activation_clamp`` of the constructor.
+            clamp: as ``activation_clamp`` of the constructor.
             fast_math: as in the constructor.
 
         Raises:
-            InvalidArgument: the clamp is not above 0.
+            InvalidArgument: the clamp is neither None nor above 0.
         """
         check_clamp("activation_clamp", clamp)
         self._experts.set_activation(clamp, fast_math)
@@ -135,15 +136,16 @@ class MegaMoE:
         w1_scales: torch.Tensor | None = None,
         w2_scales: torch.Tensor | None = None,
     ) -> None:
-        """Copy this rank's experts, w1 with gates and ups in turn. Graphs that were captured use them too.
+        """Copy this rank's experts, with gates and ups of w1 in turn. Captured graphs use the new values too.
+
+        The L = E / W + S experts are this rank's own, then the shared ones, which are the same on all ranks.
 
         Args:
-            w1: [L, 2I, H], gates, then ups, of this rank's E / W experts and then of the S shared ones, which are the
-                same on all ranks. bfloat16, float16 and float32 are quantised with a scale per 128 x 128 values;
-                float8_e4m3fn comes with scales.
+            w1: [L, 2I, H], gates first, then ups. bfloat16, float16 and float32 are quantised with a scale per
+                128 x 128 values; float8_e4m3fn comes with scales.
             w2: [L, H, I], of the same dtype.
-            w1_scales: float32 [L, 2I / 128, H / 128], beside FP8.
-            w2_scales: float32 [L, H / 128, I / 128], beside FP8.
+            w1_scales: float32 [L, 2I / 128, H / 128] beside FP8, else None.
+            w2_scales: float32 [L, H / 128, I / 128] beside FP8, else None.
 
         Raises:
             ShapeMismatch, DtypeMismatch, DeviceMismatch: a tensor is not as above.
@@ -159,7 +161,7 @@ class MegaMoE:
             raise ShapeMismatch("w1 and w2 are float8_e4m3fn, expected w1_scales and w2_scales too")
         self._check_weights(w1, w1_scales, w2, w2_scales)
         given = (interleave_gate_and_up(w1), w1_scales, w2, w2_scales)
-        if self._weights_are_ours:  # graphs that were captured read them where they are
+        if self._weights_are_ours:  # captured graphs read the weights where they are
             for ours, theirs in zip(self.weights, given, strict=True):
                 ours.copy_(theirs)
         else:
@@ -169,11 +171,11 @@ class MegaMoE:
     def use_weights(
         self, w1: torch.Tensor, w1_scales: torch.Tensor, w2: torch.Tensor, w2_scales: torch.Tensor
     ) -> None:
-        """Take this rank's experts as they are, without a copy, from the next call or capture on.
+        """Use this rank's experts as they are, without a copy, from the next call or capture on.
 
         Args:
-            w1: float8_e4m3fn [L, 2I, H] for the experts of ``load_weights``, gates and ups in turn, as
-                ``interleave_gate_and_up`` makes them.
+            w1: float8_e4m3fn [L, 2I, H], the experts of ``load_weights``, with gates and ups in turn as
+                ``interleave_gate_and_up`` puts them.
             w1_scales: float32 [L, 2I / 128, H / 128], gates, then ups, not interleaved.
             w2: float8_e4m3fn [L, H, I].
             w2_scales: float32 [L, H / 128, I / 128].
@@ -201,22 +203,22 @@ class MegaMoE:
         expert_stats: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute the layer's output for this rank's tokens. CUDA graphs can hold calls after the first one.
+        """Compute the layer's output for this rank's tokens. CUDA graphs can hold calls other than the first.
 
         Args:
-            x: bfloat16, float16 or float32 [T, H], quantised on its way, or (float8_e4m3fn [T, H], float32
+            x: bfloat16, float16 or float32 [T, H], which dispatch quantises, or (float8_e4m3fn [T, H], float32
                 [T, H / 128]). T may differ per rank and may be 0.
             topk_ids: int32 or int64 [T, K]; -1 is an unused place.
             topk_weights: float32 [T, K].
-            expert_stats: int32 [E / W], to which the routes that each local expert got are added, or None.
-            out: bfloat16 [T, H] to write to, or None for a tensor of its own.
+            expert_stats: int32 [E / W], to which each local expert's number of routes is added, or None.
+            out: bfloat16 [T, H] to write to, or None for a new tensor.
 
         Returns:
-            bfloat16 [T, H]; 0 for a token without routes.
+            bfloat16 [T, H], ``out`` if it was given. A token without routes or shared experts gives 0.
 
         Raises:
-            TokenloomError: what ``Communicator.dispatch`` raises with bounded sizes; nothing can overflow.
             InvalidArgument: ``load_weights`` was not called.
+            TokenloomError: as in ``Communicator.dispatch`` with bounded sizes, but nothing can overflow.
         """
         self.comm.engine.begin()
         request = ForwardRequest(
@@ -239,7 +241,7 @@ class MegaMoE:
         expert_stats: torch.Tensor | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """``out``, or a tensor for it."""
+        """Check the arguments that dispatch does not check, and return ``out`` or a new tensor for it."""
         if not self.weights:
             raise InvalidArgument("the experts have no weights; call load_weights first")
         plan, device = self.comm.plan, self.comm.device
@@ -259,16 +261,16 @@ class MegaMoE:
             self.after_stage(stage)
 
     def describe(self) -> str:
-        """Say what the layer runs on, and how much memory its buffers take. The first call makes them."""
+        """Say what the layer runs on and how much memory its buffers take. The first call makes them."""
         return f"{self.comm.describe()}\n    {self._experts.describe()}"
 
     def trace_gemms(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Let the GEMMs of later calls, a little slower, write when each role of each block works on each tile.
+        """Make the GEMMs of later calls, a little slower, record when each role of each block works on each tile.
 
         Returns:
-            One tensor for GEMM1 and one for GEMM2: int64 [blocks, role, tile, 2], nanoseconds of beginning and end, 0
-            where there is none. Roles are ``tokenloom.kernels.gemm.launch.TRACE_ROLES``. Of several waves, the last
-            one's times remain.
+            One tensor for GEMM1 and one for GEMM2: int64 [blocks, role, tile, 2], nanoseconds at the beginning and
+            the end, 0 where a role has no such tile. Roles are ``tokenloom.kernels.gemm.launch.TRACE_ROLES``. With
+            several waves, the times of the last one remain.
 
         Raises:
             InvalidArgument: backend "reference" has no kernels.
@@ -276,7 +278,7 @@ class MegaMoE:
         return self._experts.trace_gemms()
 
     def check(self) -> None:
-        """Wait, and raise what calls and graph replays left behind."""
+        """Wait for all calls and graph replays, and raise the errors that they left behind."""
         self.comm.check()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a MegaMoE computes, in plain torch on any device, slowly: its backend "reference"."""
+"""Backend "reference" of MegaMoE: the same results in plain torch, slowly, on any device."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tokenloom.ops.quant import dequantize_fp8, quantize_fp8
 
 
 class ReferenceExperts:
-    """Dispatch, experts and combine of one layer: the same roundings as the kernels, sums in float32.
+    """Dispatch, experts and combine of one layer, with the roundings of the kernels and float32 sums.
 
     Args:
-        comm: any backend's.
-        intermediate: as the weights say too.
-        num_shared_experts: the last of the weights, for every token of this rank.
-        power_of_two_scales: of x and of activations.
+        comm: communicator of any backend.
+        intermediate: I, which the weights tell too.
+        num_shared_experts: S, the last experts of the weights, for every token of this rank.
+        power_of_two_scales: round the scales of x and of activations up to powers of two.
     """
 
     communicator_backend = "auto"
@@ -37,18 +37,18 @@ class ReferenceExperts:
         return "experts in plain torch, slowly"
 
     def set_activation(self, clamp: float | None, fast_math: bool) -> None:
-        """As of MegaMoE; there is no faster math here."""
+        """Do what ``MegaMoE.set_activation`` says, except that there is no faster math here."""
         self._clamp = clamp
 
     def use_weights(self, weights: tuple[torch.Tensor, ...]) -> None:
-        """Those of MegaMoE.weights, checked, from the next call on."""
+        """Use the checked weights of ``MegaMoE.weights`` from the next call on."""
         self._weights = weights
 
     def trace_gemms(self) -> tuple[torch.Tensor, torch.Tensor]:
         raise InvalidArgument("backend 'reference' has no kernels to trace")
 
     def forward(self, request: ForwardRequest) -> torch.Tensor:
-        """As MegaMoE.forward."""
+        """Compute what ``MegaMoE.forward`` returns."""
         comm, x, topk_ids, quantised = self._comm, request.x, request.topk_ids, request.is_quantised
         with comm.engine.sequence(Upcoming("dispatch")):
             out = request.checked()
@@ -69,7 +69,7 @@ class ReferenceExperts:
             row, k = (routed.topk_ids == e).nonzero(as_tuple=True)
             results[k, row] = self._expert(e, rows[row], routed.topk_weights[row, k])
         total = rows.new_zeros(len(topk_ids), rows.shape[1])
-        for place, of_ranks in enumerate(results):  # a token's k-th route is on one rank; the others add zeros to it
+        for place, of_ranks in enumerate(results):  # a token's k-th route is on one rank; the others add zeros
             total = torch.where(topk_ids[:, place, None] >= 0, total + comm.combine(of_ranks, routed).float(), total)
         if self._num_shared:
             own = dequantize_fp8(*(x if isinstance(x, tuple) else self._quantize(x)))
@@ -93,5 +93,5 @@ class ReferenceExperts:
 
 
 def _dequantize(weights: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """float32 [N, K] of one expert, [1, N, K] with a scale per 128 x 128 values."""
+    """Multiply one expert's weights, [1, N, K] with a scale per 128 x 128 values, out to float32 [N, K]."""
     return weights[0].float() * scales[0].repeat_interleave(128, 0).repeat_interleave(128, 1)

@@ -1,4 +1,4 @@
-"""One call of a MegaMoE, as its implementations are given it."""
+"""One call of a MegaMoE, as its implementations get it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tokenloom.inference.schedules import MegaSchedule
 
 @dataclass(frozen=True)
 class ForwardRequest:
-    """What :meth:`tokenloom.MegaMoE.forward` was given.
+    """Arguments of :meth:`tokenloom.MegaMoE.forward`, and what the implementation has to call.
 
     Attributes:
         x: values [T, H], or (float8_e4m3fn [T, H], float32 [T, H / 128]).
-        topk_ids: int32 or int64 [T, K].
+        topk_ids: int32 or int64 [T, K], -1 for an unused place.
         topk_weights: float32 [T, K].
-        expert_stats: int32 [E / W] to which routes are added, or None.
-        checked: checks what else is to be checked, and gives the output's tensor.
-        schedule: to use, or None.
-        passed: is called with the name of each stage when it is on the stream.
+        expert_stats: int32 [E / W], to which numbers of routes are added, or None.
+        checked: function that checks the other arguments and returns the tensor for the output.
+        schedule: schedule of the call, or None to choose one.
+        passed: function to call with the name of each stage once it is on the stream.
     """
 
     x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -37,11 +37,11 @@ class ForwardRequest:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether x comes in FP8 with scales."""
+        """True where x comes in FP8 with scales."""
         return isinstance(self.x, tuple)
 
     def dispatch(self, engine: Engine, power_of_two_scales: bool) -> tuple[DispatchOptions, DispatchInputs]:
-        """The dispatch of this call: FP8 rows in layout "token", of bounded size."""
+        """Check and describe the dispatch of this call: FP8 rows in layout "token", of bounded size."""
         able, device, to_fp8 = engine.capabilities, engine.ranks.device, not self.is_quantised
         rounded = power_of_two_scales and to_fp8
         options = validation.dispatch_options(engine.plan, able, "token", 1, "bounded", None, to_fp8, rounded)

@@ -1,4 +1,4 @@
-"""How a MegaMoE runs a call, by its number of tokens."""
+"""Schedules of MegaMoE calls, by their number of tokens."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class MegaSchedule:
-    """Choices of one call, which change its time and not its result. Ranks may differ.
+    """Choices of one call that change its time but not its result. Ranks may differ.
 
     Attributes:
-        copies_rows: received rows are put in the order of the experts before GEMM1, which then loads them by TMA, as
-            far as there is room beside the activations. Otherwise it gathers them.
-        waves: groups of experts; GEMM2 of one, which sends results home, runs beside GEMM1 of the next.
+        copies_rows: copy received rows into the order of the experts, as far as there is room beside the activations,
+            so that GEMM1 loads them by TMA. GEMM1 gathers all other rows.
+        waves: number of groups of experts. GEMM2 of one group, which sends results home, runs beside GEMM1 of the
+            next.
     """
 
     copies_rows: bool
@@ -24,10 +25,10 @@ SCHEDULES: tuple[tuple[int, MegaSchedule], ...] = (
     (2048, MegaSchedule(copies_rows=True)),
     (1 << 30, MegaSchedule(copies_rows=True, waves=4)),
 )
-"""(most tokens of this rank, schedule), measured on H200 (docs/performance/notebook.md)."""
+"""Pairs (most tokens of this rank, schedule), measured on H200 (docs/performance/notebook.md)."""
 
 
 def schedule_for(num_tokens: int, num_ranks: int) -> MegaSchedule:
-    """The first of the table that is for so many tokens; a rank alone sends nothing home, and needs no waves."""
+    """Return the schedule for a number of tokens. A single rank sends nothing home, so it needs no waves."""
     found = next(schedule for most, schedule in SCHEDULES if num_tokens <= most)
     return found if num_ranks > 1 else replace(found, waves=1)
