@@ -12,12 +12,13 @@
 constexpr int kHeaderWords = 4;  // status, region, hash of the options
 constexpr int kRegionWord = 1;
 constexpr int kHashWord = 2;
+constexpr int32 kOwnFault = 1;  // status of a rank that cannot make the call; launcher.py has the others
 
 // In pinned host memory, written only when something is wrong. Each rank finds the same. kernel_reports.py mirrors it.
 struct CallRecord {
     uint32 needed_rows;     // rows that the fullest rank needs, if over the capacity
     uint32 capacity;        // the capacity then
-    uint32 faulty_rank;     // 1 + the lowest rank with a status, or 0
+    uint32 faulty_rank;     // 1 + the lowest rank with a fault of its own, else with any status, or 0
     int32 status;           // its status
     uint32 differing_rank;  // 1 + the lowest rank with another hash than rank 0, or 0
 };
@@ -125,7 +126,10 @@ __device__ Opened await_call(const Call& call, uint32 epoch) {
     }
     if (__syncthreads_and(status == 0 && !differs)) return Opened::kGo;
     if (blockIdx.x == 0 && threadIdx.x < 32) {
-        const uint32 faulty = __ballot_sync(~0u, status != 0), differing = __ballot_sync(~0u, differs);
+        // Who only follows a fault of the call before comes behind who has one of this call.
+        const uint32 own_fault = __ballot_sync(~0u, status == kOwnFault);
+        const uint32 faulty = own_fault != 0 ? own_fault : __ballot_sync(~0u, status != 0);
+        const uint32 differing = __ballot_sync(~0u, differs);
         if (faulty != 0 && threadIdx.x == __ffs(faulty) - 1) {
             call.record->status = status;
             store_release_sys(&call.record->faulty_rank, threadIdx.x + 1);
