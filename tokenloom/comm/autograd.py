@@ -16,8 +16,6 @@ def dispatched(
     engine: Engine, handle: Handle, rows: torch.Tensor, x: torch.Tensor, weights: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Tie what a dispatch received to x [T, H] and weights [T, K] at home: (rows, received weights)."""
-    if not _wants_grad(x, weights):
-        return rows, handle.topk_weights
     return _Dispatch.apply(engine, handle, [rows], x, weights)
 
 
@@ -25,18 +23,12 @@ def combine(
     engine: Engine, handle: Handle, rows: torch.Tensor, weights: torch.Tensor | None, options: CombineOptions
 ) -> torch.Tensor:
     """rows [places, H], received weights [R, K] or None -> [T, H]."""
-    if not _wants_grad(rows, weights):
-        return engine.send_combine(handle, rows, weights, options).receive()
     return _Combine.apply(engine, handle, rows, weights, options)
 
 
 def row_weights(engine: Engine, handle: Handle, weights: torch.Tensor, num_places: int) -> torch.Tensor:
     """Received weights [R, K] -> [num_places], one for each row."""
     return _RowWeights.apply(engine, handle, weights, num_places)
-
-
-def _wants_grad(*tensors: torch.Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 class _Dispatch(torch.autograd.Function):

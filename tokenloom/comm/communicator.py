@@ -245,7 +245,9 @@ class Communicator:
             with profiler_range(DISPATCH_RANGE), engine.sequence(Upcoming("dispatch")):
                 options, inputs = checked()
                 handle, rows = engine.send_dispatch(options, inputs).receive()
-                rows, weights = autograd.dispatched(engine, handle, rows, inputs.x, inputs.topk_weights)
+                weights = handle.topk_weights
+                if inputs.x_needs_grad or inputs.weights_need_grad:
+                    rows, weights = autograd.dispatched(engine, handle, rows, inputs.x, inputs.topk_weights)
                 return make_routed(self, self.plan, handle, rows, weights, topk_ids.dtype)
 
         if not async_op:
@@ -326,7 +328,10 @@ class Communicator:
             with profiler_range(COMBINE_RANGE), engine.sequence(Upcoming("combine")):
                 options = checked()
                 weights = routed._weights if options.weighted else None
-                return autograd.combine(engine, routed._handle, y.view(-1, self.plan.hidden), weights, options)
+                rows = y.view(-1, self.plan.hidden)
+                if options.needs_grad:
+                    return autograd.combine(engine, routed._handle, rows, weights, options)
+                return engine.send_combine(routed._handle, rows, weights, options).receive()
 
         if not async_op:
             return work()
