@@ -416,6 +416,7 @@ def _unfinished(ranks: RankGroup) -> Iterator[None]:
     except Exception as fault:
         if not is_known_to_all(fault):
             ranks.abort(fault)
+            fault.known_to_all = True  # type: ignore[attr-defined]  # no call can be opened to tell them
         raise
 
 
@@ -433,4 +434,4 @@ def _make(request: Request, ranks: RankGroup) -> CollectiveBackend:
     return CollectiveBackend(request.plan, ranks)
 
 
-REGISTRATION = Registration("collective", _probe, _make)
+REGISTRATION = Registration("collective", CollectiveBackend.capabilities, _probe, _make)

@@ -87,9 +87,9 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        rows, weights = ctx.saved_tensors
         upcoming = Upcoming("gradient of combine", value_bytes=grad.element_size())
         with ctx.engine.sequence(upcoming):
+            rows, weights = ctx.saved_tensors  # which raises on a rank that has changed them in place
             grad_rows, grad_weights = ctx.engine.combine_gradient(
                 ctx.handle, grad.contiguous(), rows, weights, ctx.rows_dtype, SWAPPED[ctx.options.strategy]
             )

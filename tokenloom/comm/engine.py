@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -25,7 +25,7 @@ from tokenloom.backends.base import (
     Upcoming,
     Wait,
 )
-from tokenloom.errors import BackendUnavailable, is_known_to_all
+from tokenloom.errors import BackendUnavailable, CommunicatorBroken, PeerTimeout, is_known_to_all
 from tokenloom.ops import routing
 from tokenloom.plan import Plan
 from tokenloom.runtime.rank_group import RankGroup
@@ -116,6 +116,7 @@ class Engine:
             self._sequence = outer
 
     def _tell(self, fault: Exception, sequence: Sequence) -> None:
+        fault.known_to_all = True  # type: ignore[attr-defined]  # nobody around tells it again, whatever comes of this
         for pending in list(sequence.open):  # counts that a kernel leaves for the host have to be taken
             try:
                 pending.receive()
@@ -124,8 +125,8 @@ class Engine:
                     return  # somebody else failed too, and nobody goes on
         if sequence.upcoming:
             self.side_stream.join()  # calls on it come first
-            self._backend.report_fault(fault, sequence.upcoming)
-        fault.known_to_all = True  # type: ignore[attr-defined]
+            with suppress(PeerTimeout, CommunicatorBroken):  # later calls say so, this one has its own error
+                self._backend.report_fault(fault, sequence.upcoming)
 
     def _opened(self, pending: Pending[T]) -> Pending[T]:
         if self._sequence is None:

@@ -92,19 +92,24 @@ def forward_calls(options: RunOptions, num_pieces: int, dtype: torch.dtype, need
 
 
 def backward_calls(
-    journeys: deque[tuple[Piece, torch.Tensor, str]], ahead: int, gradients: list[Upcoming], num_pieces: int
+    options: RunOptions, num_pieces: int, ahead: int, dtype: torch.dtype, wants_x: bool, wants_weights: bool
 ) -> list[Upcoming]:
     """List the calls of a backward in order.
 
     Args:
-        journeys: (piece, values, strategy) of each transfer to the experts: gradients of the output, then maybe x.
-        ahead: number of journeys that begin before the first piece is computed.
-        gradients: calls that bring home the gradients of one piece.
+        options: choices of the layer.
         num_pieces: number of pieces.
+        ahead: number of journeys to the experts that begin before the first piece is computed.
+        dtype: of the tokens and their gradients.
+        wants_x: the gradient of x goes home.
+        wants_weights: the gradient of the routes' weights goes home.
     """
-    sent = deque(
-        Upcoming("rows again", resend_options(strategy), values.element_size()) for _, values, strategy in journeys
-    )
+    strategies = [SWAPPED[options.strategy.combine]] * num_pieces
+    if options.redispatch_in_backward:
+        strategies += [options.strategy.dispatch] * num_pieces
+    sent = deque(Upcoming("rows again", resend_options(each), dtype.itemsize) for each in strategies)
+    gradients = [Upcoming("gradient of dispatch", options.gradient_options(dtype), dtype.itemsize)] * wants_x
+    gradients += [Upcoming("gradient of weights")] * wants_weights
     calls = [sent.popleft() for _ in range(min(ahead, len(sent)))]
     for _ in range(num_pieces):
         calls += gradients

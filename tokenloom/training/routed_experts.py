@@ -58,7 +58,8 @@ def routed_experts(
     """
     device, dtype = x.device.type, autocast_dtype(x.device)
     if dtype is not None:
-        x, w1, w2 = (tensor.to(dtype) for tensor in (x, w1, w2))
+        with comm.engine.sequence(*forward_calls(options, 1, dtype, needs_grad=False)):  # there may be no room
+            x, w1, w2 = (tensor.to(dtype) for tensor in (x, w1, w2))
         if meanwhile is not None:
             meanwhile = torch.autocast(device, dtype)(meanwhile)
     with torch.autocast(device, enabled=False):
@@ -97,8 +98,7 @@ class _RoutedExperts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        pieces, x, w1, w2 = saved(ctx)
-        backward = _Backward(ctx, pieces, x, w1, w2, grad.contiguous())
+        backward = _Backward(ctx, grad)
         with ctx.engine.sequence(*backward.calls()):
             grads = backward.run()
         return *grads, None, None, None, None, None
@@ -196,43 +196,44 @@ class _Forward:
 
 
 class _Backward:
-    """One backward: gradients of rows first, then those of weights while the former go home."""
+    """One backward: gradients of rows first, then those of weights while the former go home.
 
-    def __init__(
-        self,
-        ctx: Any,
-        pieces: list[Piece],
-        x: torch.Tensor | None,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        grad: torch.Tensor,
-    ) -> None:
+    Making one allocates nothing and reads no saved tensor: what can fail has to wait for the sequence of calls.
+    """
+
+    def __init__(self, ctx: Any, grad: torch.Tensor) -> None:
+        self.ctx, self.given = ctx, grad
         self.engine, self.options = ctx.engine, ctx.options
         self.wants_x, self.wants_weights, self.wants_w1, self.wants_w2 = ctx.needs_input_grad[:4]
-        self.pieces, self.w1, self.w2, self.dtype = pieces, w1, w2, grad.dtype
         self.links = Links(ctx.engine, ctx.options.overlap)
-        self.sends_x = x is not None  # alike on all ranks, even where w1 wants no gradient
-        strategy = ctx.options.strategy
-        self.journeys = deque((piece, grad, SWAPPED[strategy.combine]) for piece in pieces)
-        if x is not None:
-            self.journeys.extend((piece, x, strategy.dispatch) for piece in pieces)
+        self.sends_x = ctx.options.redispatch_in_backward  # alike on all ranks, even where w1 wants no gradient
         # Where nothing overlaps, more journeys ahead would only hold memory longer.
         self.ahead = ctx.engine.capabilities.receive_buffers if self.links.overlaps else 1
+        self.journeys: deque[tuple[Piece, torch.Tensor, str]] = deque()
         self.under_way: deque[tuple[torch.Tensor, Transfer]] = deque()
-        self.grad_x = torch.empty_like(grad) if self.wants_x else None
+        self.grad_x: torch.Tensor | None = None
         self.grad_weights: list[torch.Tensor] = []
         self.grad_w1: torch.Tensor | None = None
         self.grad_w2: torch.Tensor | None = None
 
     def calls(self) -> list[Upcoming]:
         """List the calls of this backward, in order."""
-        options = self.options.gradient_options(self.dtype)
-        gradients = [Upcoming("gradient of dispatch", options, self.dtype.itemsize)] * self.wants_x
-        gradients += [Upcoming("gradient of weights")] * self.wants_weights
-        return backward_calls(self.journeys, self.ahead, gradients, len(self.pieces))
+        num_pieces, dtype = len(self.ctx.pieces), self.given.dtype
+        return backward_calls(self.options, num_pieces, self.ahead, dtype, self.wants_x, self.wants_weights)
+
+    def _load(self) -> None:
+        """Take what forward saved, and make room for the gradient of x."""
+        self.pieces, x, self.w1, self.w2 = saved(self.ctx)
+        grad, strategy = self.given.contiguous(), self.options.strategy
+        self.journeys.extend((piece, grad, SWAPPED[strategy.combine]) for piece in self.pieces)
+        if x is not None:
+            self.journeys.extend((piece, x, strategy.dispatch) for piece in self.pieces)
+        if self.wants_x:
+            self.grad_x = torch.empty_like(grad)
 
     def run(self) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of x, of the routes' weights, of w1 and of w2."""
+        self._load()
         begin = self.links.mark()
         for _ in range(self.ahead):
             self._dispatch_next(begin)
