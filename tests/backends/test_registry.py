@@ -175,7 +175,7 @@ def test_names_are_unique_and_known() -> None:
     assert registry.names() == before
     for name in ("collective", "auto"):
         with pytest.raises(tl.InvalidArgument, match=f"there is a backend '{name}' already"):
-            registry.register(Registration(name, toy().probe, make))
+            registry.register(Registration(name, toy().capabilities, toy().probe, make))
     with pytest.raises(tl.InvalidArgument, match="before is 'pigeon', expected one of nvlink, collective"):
         registry.register(toy(), before="pigeon")
     for place, options in ((len(before), {}), (before.index("collective"), {"before": "collective"})):

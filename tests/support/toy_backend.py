@@ -129,4 +129,4 @@ def make(request: Request, ranks: RankGroup) -> ToyBackend:
 def toy(make: Make = make, works: bool = True, **others: Any) -> Registration:
     """The one registration that a new backend needs."""
     why = "made of wood" if works else "it is broken"
-    return Registration(NAME, lambda request: Availability(NAME, works, why), make, **others)
+    return Registration(NAME, ToyBackend.capabilities, lambda request: Availability(NAME, works, why), make, **others)

@@ -33,6 +33,7 @@ class Capabilities:
             last until dispatch ``n + receive_buffers``.
         overlaps_pieces: transfers run beside computation, so it pays to send a batch in pieces.
         captures: calls of bounded sizes can be captured into CUDA graphs.
+        takes_sms: ``num_sms`` of the communicator says how many SMs its kernels take.
         spans_nodes: ranks may be on several hosts.
         reads_on_host: the host learns the outcome of every call before the call returns.
         fused_layer: the backend has ``fused_layer``, see :mod:`tokenloom.backends.nvlink.fused`.
@@ -46,6 +47,7 @@ class Capabilities:
     receive_buffers: int = 1
     overlaps_pieces: bool = False
     captures: bool = False
+    takes_sms: bool = False
     spans_nodes: bool = True
     reads_on_host: bool = True
     fused_layer: bool = False

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tokenloom.backends.base import Backend
+from tokenloom.backends.base import Backend, Capabilities
 from tokenloom.plan import Plan
 from tokenloom.runtime.rank_group import RankGroup
 
@@ -69,6 +69,7 @@ class Registration:
 
     Attributes:
         name: unique.
+        capabilities: what it can do, but for what a communicator asks for.
         probe: whether it works on this rank. Tries what can be tried without the other ranks, and never raises for
             what does not work here. May raise InvalidArgument for a request that is wrong everywhere.
         make: makes the backend. Collective; fails on all ranks alike.
@@ -76,6 +77,7 @@ class Registration:
     """
 
     name: str
+    capabilities: Capabilities
     probe: Callable[[Request], Availability]
     make: Callable[[Request, RankGroup], Backend]
     objections: Callable[[Sequence[Availability]], list[tuple[int, str]]] = no_objections

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenloom.backends import collective, nvlink
-from tokenloom.backends.base import Backend
+from tokenloom.backends.base import Backend, Capabilities
 from tokenloom.backends.nvlink import DEFAULT_SMS, MAX_SMS
 from tokenloom.backends.registration import Availability, Registration, Request
 from tokenloom.errors import BackendUnavailable, CommunicatorBroken, InvalidArgument, PeerError, PeerTimeout
@@ -23,6 +23,7 @@ __all__ = [
     "Registration",
     "Request",
     "availability",
+    "capabilities",
     "choose",
     "make",
     "names",
@@ -72,6 +73,17 @@ def register(registration: Registration, *, before: str | None = None) -> Callab
 def names() -> tuple[str, ...]:
     """All backends, best first."""
     return tuple(each.name for each in _registered)
+
+
+def capabilities(name: str) -> Capabilities:
+    """What a backend can do, wherever it works.
+
+    Raises:
+        InvalidArgument: there is none of that name.
+    """
+    if name not in names():
+        raise InvalidArgument(f"backend is {name!r}, expected one of {', '.join(names())}")
+    return _registered[names().index(name)].capabilities
 
 
 def availability(

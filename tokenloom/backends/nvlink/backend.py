@@ -7,6 +7,7 @@ learns what went wrong, is in launcher.py; what lies where is in buffers.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -25,6 +26,17 @@ from tokenloom.runtime.symmetric_memory import SymmetricBuffer
 
 ALONE = 2
 """Times as many SMs for a combine beside which nothing is computed, of at most half: NCCL, too, waits for SMs."""
+CAPABILITIES = Capabilities(
+    dtypes=(torch.bfloat16, torch.float16, torch.float32),
+    returns_views=True,
+    receive_buffers=RECEIVE_BUFFERS,
+    overlaps_pieces=True,
+    captures=True,
+    takes_sms=True,
+    spans_nodes=False,
+    reads_on_host=False,
+    fused_layer=True,
+)
 
 
 class NvlinkBackend:
@@ -42,16 +54,7 @@ class NvlinkBackend:
     name = "nvlink"
 
     def __init__(self, plan: Plan, ranks: RankGroup, num_sms: int, checked: bool = False) -> None:
-        self.capabilities = Capabilities(
-            dtypes=(torch.bfloat16, torch.float16, torch.float32),
-            returns_views=True,
-            receive_buffers=RECEIVE_BUFFERS,
-            overlaps_pieces=True,
-            captures=True,
-            spans_nodes=False,
-            reads_on_host=checked,
-            fused_layer=True,
-        )
+        self.capabilities = replace(CAPABILITIES, reads_on_host=checked)
         self._plan, self._checked = plan, checked
         control = SymmetricBuffer(control_layout(plan), ranks)
         self._launcher = Launcher(plan, ranks, control, num_sms)

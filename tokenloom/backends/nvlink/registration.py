@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tokenloom.backends.nvlink.backend import NvlinkBackend
+from tokenloom.backends.nvlink.backend import CAPABILITIES, NvlinkBackend
 from tokenloom.backends.registration import Availability, Registration, Request
 from tokenloom.errors import BackendUnavailable, InvalidArgument, KernelCompileError
 from tokenloom.jit.compiler import load_nvrtc
@@ -58,7 +58,7 @@ def make(request: Request, ranks: RankGroup) -> NvlinkBackend:
     return NvlinkBackend(request.plan, ranks, request.num_sms, request.checked)
 
 
-REGISTRATION = Registration("nvlink", probe, make, objections)
+REGISTRATION = Registration("nvlink", CAPABILITIES, probe, make, objections)
 
 
 def _why_not(request: Request) -> str | None:

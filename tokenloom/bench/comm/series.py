@@ -76,7 +76,7 @@ def contestants(
         num_ranks: W.
         shape: what is measured.
         wanted: some of :func:`names`.
-        num_sms: backend "nvlink" is measured with each of these.
+        num_sms: backends that take SMs are measured with each of these.
     """
     found: list[Contestant] = []
     notes: list[str] = []
@@ -86,13 +86,15 @@ def contestants(
             continue
         if not each.works:
             notes.append(f"{each.name} is not measured: {each.why}")
-        elif each.name == "nvlink":
-            timings: tuple[Timing, ...] = (single, "graph")
+            continue
+        able = registry.capabilities(each.name)
+        timings: tuple[Timing, ...] = (single, "graph") if able.captures else (single,)
+        if able.takes_sms:
             found += [Contestant(each.name, timing, sms) for sms in num_sms for timing in timings]
         else:
-            found.append(Contestant(each.name, single))
-            if device == "cuda":
-                notes.append(f"{each.name} has no rows of CUDA graphs: its calls read counts on the host")
+            found += [Contestant(each.name, timing) for timing in timings]
+        if device == "cuda" and not able.captures:
+            notes.append(f"{each.name} has no rows of CUDA graphs: its calls read counts on the host")
     if deep_ep.NAME in wanted:
         why_not = deep_ep.why_not(device, num_ranks)
         if why_not is None:
@@ -115,7 +117,7 @@ def plan_series(
 
     Args:
         wanted: some of :func:`names`; None: all of them.
-        num_sms: backend "nvlink" is measured with each of these.
+        num_sms: backends that take SMs are measured with each of these.
         only: parts of names; a series is kept if its name contains one of them, or if none are given.
 
     Raises:
