@@ -23,10 +23,37 @@ from tests.support.cases import (
     expert_rows,
     make_problem,
     same_bits,
+    same_bytes,
 )
+from tests.support.defaults import caller_default
 from tokenloom import reference
 from tokenloom.errors import CapacityOverflow
 from tokenloom.plan import Plan
+
+
+@pytest.mark.parametrize("default", ["meta", FP64], ids=str)
+def test_the_callers_defaults_change_nothing(default: str | torch.dtype) -> None:
+    """Neither on what device results are, nor their dtypes and values; FP8 has scales and tables besides."""
+    plan, ids = Plan(2, 4, 128, 2, 3), [torch.tensor([[0, 3], [2, -1], [1, 1]]), torch.tensor([[3, 2]])]
+    generator = torch.Generator().manual_seed(5)
+    xs = [torch.randn(len(each), 128, generator=generator) for each in ids]
+    weights = [torch.rand(each.shape, generator=generator) for each in ids]
+
+    def results() -> list[torch.Tensor | None]:
+        rows = reference.dispatch(plan, xs, ids, weights, "token", to_fp8=True)
+        routed = reference.dispatch(plan, xs, ids, weights, "expert", alignment=2, capacity=4, bounded=True)
+        outs = reference.combine(plan, [each.tokens for each in routed], routed, ids, weights)
+        fp8 = [each for row in rows for each in (row.tokens, row.scales, row.topk_ids, row.topk_weights)]
+        return [*fp8, *(each.tokens for each in routed), *outs]
+
+    want = results()
+    with caller_default(default):
+        found = results()
+    for ours, theirs in zip(found, want, strict=True):
+        assert ours is not None
+        assert theirs is not None
+        same_bytes(ours, theirs, "a result")
+
 
 # -- by hand ----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The only module that reads environment variables. docs/reference/environment.md lists them."""
+"""Environment variables, which only this module reads. docs/reference/environment.md lists them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept: TOKENLOOM_CACHE_DIR, else the user's cache folder, else a temporary one."""
+    """Return the folder for kernels and choices: TOKENLOOM_CACHE_DIR, the user's cache folder, or a temporary one."""
     chosen = os.environ.get("TOKENLOOM_CACHE_DIR")
     if chosen:
         return Path(chosen)
@@ -29,7 +29,7 @@ def cache_folder() -> Path:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Made by this user, for this user: others may have put a folder of that name there, and code into it."""
+    """Return whether only this user can write to the folder, making it if needed. Others could plant code in it."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()
@@ -38,5 +38,5 @@ def _is_ours(folder: Path) -> bool:
 
 @cache
 def _process_folder() -> Path:
-    """Of this process alone, so the next one compiles its kernels again."""
+    """Make a folder for this process alone, so the next process compiles its kernels again."""
     return Path(tempfile.mkdtemp(prefix="tokenloom-"))

@@ -1,7 +1,7 @@
-"""Every exception that tokenloom raises on purpose.
+"""Exceptions that tokenloom raises on purpose.
 
-Each message says what was expected, what came, and what to do. All of them derive from ``TokenloomError``, and from
-the built-in exception that a caller would otherwise expect.
+Each message says what was expected, what came, and what to do. Each class derives from ``TokenloomError`` and from the
+built-in exception that a caller would otherwise expect.
 """
 
 from __future__ import annotations
@@ -27,43 +27,44 @@ __all__ = [
 
 
 class TokenloomError(Exception):
-    """Base of every tokenloom exception.
+    """Base class of tokenloom's exceptions.
 
     Attributes:
-        known_to_all: every rank raises this error, or its counterpart, in the same call. Reporting it to the other
-            ranks would open a call that they do not open.
+        known_to_all: true if every rank raises this error, or its counterpart, in the same call. Reporting it to the
+            other ranks would then open a call that they do not open.
     """
 
     known_to_all = False
 
 
 def is_known_to_all(error: BaseException) -> bool:
-    """Whether the other ranks know of this error, or meet it by themselves; any exception may be marked so."""
+    """Return whether the other ranks know of this error or meet it themselves. Any exception may be marked so."""
     return bool(getattr(error, "known_to_all", False))
 
 
 class InvalidArgument(TokenloomError, ValueError):
-    """An option has a value that no call accepts (an unknown layout, an alignment of 0, ...)."""
+    """An option has a value that no call accepts, such as an unknown layout or an alignment of 0."""
 
 
 class ShapeMismatch(TokenloomError, ValueError):
-    """A tensor has another shape, or other strides, than the communicator or the call needs."""
+    """A tensor does not have the shape or the strides that the communicator or the call needs."""
 
 
 class DtypeMismatch(TokenloomError, TypeError):
-    """A tensor has a dtype that the call does not take."""
+    """A tensor has a dtype that the call or the backend does not take."""
 
 
 class DeviceMismatch(TokenloomError, ValueError):
-    """A tensor lies on another device than the communicator."""
+    """A tensor is on another device than the communicator."""
 
 
 class InvalidExpertId(TokenloomError, ValueError):
     """An entry of ``topk_ids`` is below -1 or not below ``num_experts``.
 
     Attributes:
-        token, k: place of the first such entry.
-        expert_id: its value.
+        token: row of the first such entry.
+        k: column of the first such entry.
+        expert_id: value of the first such entry.
     """
 
     def __init__(self, token: int, k: int, expert_id: int, num_experts: int, num_bad: int) -> None:
@@ -80,8 +81,8 @@ class PlanMismatch(TokenloomError, ValueError):
     """Ranks disagree about something that must be the same on all of them.
 
     Attributes:
-        rank: the lowest rank that differs from rank 0.
-        field: what differs.
+        rank: lowest rank that differs from rank 0.
+        field: name of the value that differs.
     """
 
     known_to_all = True
@@ -97,12 +98,12 @@ class PlanMismatch(TokenloomError, ValueError):
 class PeerError(TokenloomError, RuntimeError):
     """Another rank failed, so this call failed here too.
 
-    Nothing has moved then and the communicator works on, but for a rank that fails in the middle of a call over gloo:
-    that ends the communicator.
+    Nothing was sent, and the communicator works on. There is one exception: over gloo, a rank that fails in the middle
+    of a call ends the communicator.
 
     Attributes:
-        rank: the rank that failed.
-        reason: its own error, in short.
+        rank: rank that failed.
+        reason: that rank's error, in short.
     """
 
     known_to_all = True
@@ -115,12 +116,12 @@ class PeerError(TokenloomError, RuntimeError):
 
 
 class PeerTimeout(TokenloomError, TimeoutError):
-    """Ranks did not show up in time, or died. The communicator is broken afterwards.
+    """Peers did not arrive in time, or died. The communicator is broken afterwards.
 
     Attributes:
-        rank: the rank that noticed.
-        peers: the missing ranks (empty if they could not be told).
-        phase: what this rank was waiting for.
+        rank: rank that noticed.
+        peers: missing ranks, empty if they are unknown.
+        phase: phase in which this rank was waiting.
         epoch: number of the collective step, the same on all ranks.
     """
 
@@ -140,17 +141,17 @@ class PeerTimeout(TokenloomError, TimeoutError):
 
 
 class CommunicatorBroken(TokenloomError, RuntimeError):
-    """The communicator was closed, or an earlier call timed out."""
+    """The communicator cannot be used: it was closed, or an earlier call timed out."""
 
     known_to_all = True
 
 
 class CapacityOverflow(TokenloomError, RuntimeError):
-    """A dispatch needed more rows than the capacity.
+    """A dispatch needed more rows than its capacity.
 
     Attributes:
-        needed: the capacity, in rows, that would have been enough on every rank.
-        capacity: the capacity, in rows, that was given.
+        needed: capacity, in rows, that would have been enough on every rank.
+        capacity: capacity, in rows, that was given.
     """
 
     known_to_all = True
@@ -164,12 +165,12 @@ class CapacityOverflow(TokenloomError, RuntimeError):
 
 
 class BackendUnavailable(TokenloomError, RuntimeError):
-    """The requested backend does not work here; the message says why."""
+    """The requested backend does not work here. The message says why."""
 
 
 class NotDifferentiable(TokenloomError, RuntimeError):
-    """A gradient was asked for through something that has none (FP8 payloads)."""
+    """A gradient was requested through something that has none, such as an FP8 payload."""
 
 
 class KernelCompileError(TokenloomError, RuntimeError):
-    """A kernel did not compile; the message holds the compiler's log."""
+    """A kernel did not compile. The message holds the compiler's log."""

@@ -1,4 +1,4 @@
-"""Sizes: the frozen description of an expert-parallel group, and everything derived from it, once."""
+"""Plan: the sizes of an expert-parallel group, frozen, and the sizes that follow from them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tokenloom.errors import InvalidArgument
 LAYOUTS = ("token", "expert", "rank")
 DISPATCH_STRATEGIES = ("dedup", "all_gather", "all_to_all")
 COMBINE_STRATEGIES = ("dedup", "reduce_scatter", "all_to_all")
-"""What carries a payload; :class:`tokenloom.Strategy` says what each does."""
+"""Ways to carry a payload, which :class:`tokenloom.Strategy` explains."""
 MAX_TOP_K = 32
 FP8_BLOCK = 128
 """Values along H that share one FP8 scale."""
@@ -17,11 +17,11 @@ FP8_BLOCK = 128
 
 @dataclass(frozen=True)
 class Plan:
-    """What all ranks of a group must agree on.
+    """Sizes that all ranks of a group must agree on.
 
     Attributes:
         num_ranks: W, ranks in the expert-parallel group.
-        num_experts: E, experts in the layer; expert e lives on rank ``e // experts_per_rank``.
+        num_experts: E, experts in the layer. Expert e lives on rank ``e // experts_per_rank``.
         hidden: H, values in a token.
         top_k: K, experts per token, at most 32.
         max_tokens_per_rank: M, the most tokens a rank may pass to one dispatch.
@@ -50,16 +50,16 @@ class Plan:
 
     @property
     def experts_per_rank(self) -> int:
-        """L = E / W."""
+        """Experts on each rank, L = E / W."""
         return self.num_experts // self.num_ranks
 
     @property
     def scales_per_token(self) -> int:
-        """FP8 scales in a row: H / 128 (only for hidden sizes that are multiples of 128)."""
+        """FP8 scales of a row, H / 128. Only valid for hidden sizes that are multiples of 128."""
         return self.hidden // FP8_BLOCK
 
     def worst_case_rows(self, layout: str, alignment: int = 1) -> int:
-        """The most rows one rank can receive: every token of every rank, in the worst case on one rank."""
+        """Return the most rows that a rank can receive, which is when all tokens of all ranks go to it."""
         tokens = self.num_ranks * self.max_tokens_per_rank
         if layout != "expert":
             return tokens
@@ -67,11 +67,12 @@ class Plan:
 
 
 def padded(routes: int, groups: int, alignment: int) -> int:
-    """Most rows that ``routes`` rows can take when split over ``groups`` groups, each padded to ``alignment``."""
-    used = min(routes, groups)  # one route opens a block in each group; the others fill more blocks where they can
+    """Return the most rows that ``routes`` rows take in ``groups`` groups that are padded to ``alignment`` rows."""
+    # Worst case: one route opens a block in each group, then every ``alignment`` routes open another.
+    used = min(routes, groups)
     return used * alignment + (routes - used) // alignment * alignment
 
 
 def align_up(value: int, alignment: int) -> int:
-    """``value`` rounded up to a multiple of ``alignment``."""
+    """Round ``value`` up to a multiple of ``alignment``."""
     return -(-value // alignment) * alignment

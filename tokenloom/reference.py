@@ -1,7 +1,7 @@
-"""What every operation means: all ranks in one process, in plain torch, by sorting and looping over routes.
+"""Meaning of every operation: all ranks in one process, in plain torch, by sorting and looping over routes.
 
-Backends must return these results bit for bit (data movement and combine), so this file favours being obviously
-right over being fast, and shares no ordering or arithmetic code with them. Lists have one entry per rank.
+Backends must return the results of dispatch and combine bit for bit. So this module is obviously right rather than
+fast, and shares no ordering or arithmetic with them. Lists have one entry per rank. Results are on the CPU.
 """
 
 from __future__ import annotations
@@ -17,17 +17,25 @@ from tokenloom.plan import FP8_BLOCK, Plan, align_up
 __all__ = ["Routed", "combine", "dispatch", "moe", "quantize_fp8"]
 
 Key = tuple[int, int] | tuple[int, int, int]
-"""(source rank, token), or (source rank, token, k) in layout "expert"."""
+"""(source rank, token), or (source rank, token, k) in layout "expert", that a row belongs to."""
 
 
 @dataclass(frozen=True)
 class Routed:
-    """What one rank receives, with the fields of ``tokenloom.Routed``, and where everything lies.
+    """Result of a dispatch on one rank: the fields of ``tokenloom.Routed``, and the places of all rows.
 
     Attributes:
+        tokens: as in ``tokenloom.Routed``.
+        scales: as in ``tokenloom.Routed``.
+        topk_ids: int64, otherwise as in ``tokenloom.Routed``.
+        topk_weights: as in ``tokenloom.Routed``.
+        expert_offsets: list [L + 1] in layout "expert", else None.
+        expert_counts: list [L].
+        source_counts: list [W].
+        num_rows: rows in use.
         rows: place of each (source rank, token), or (source rank, token, k), that has one. Rows that a bounded
             capacity dropped are missing.
-        padding: places of the output that hold no row.
+        padding: places of the output that hold no row, ascending.
     """
 
     tokens: torch.Tensor
@@ -56,26 +64,26 @@ def dispatch(
     to_fp8: bool = False,
     power_of_two_scales: bool = False,
 ) -> list[Routed]:
-    """Dispatch for all ranks.
+    """Dispatch the tokens of all ranks.
 
     Args:
-        plan: the sizes.
+        plan: sizes of the group.
         xs: [T, H] of each rank.
-        topk_ids: [T, K] of each rank.
+        topk_ids: int32 or int64 [T, K] of each rank, -1 for an unused place.
         topk_weights: [T, K] of each rank, or None.
         layout: as in ``Communicator.dispatch``.
         alignment: as in ``Communicator.dispatch``.
-        scales: float32 [T, H / 128] of each rank, for FP8.
+        scales: float32 [T, H / 128] of each rank for FP8, else None.
         capacity: as in ``Communicator.dispatch``.
-        bounded: outputs have ``capacity`` rows (layout "rank": always its fixed places).
+        bounded: give outputs ``capacity`` rows and drop what does not fit. Layout "rank" always has its fixed places.
         to_fp8: as in ``Communicator.dispatch``.
         power_of_two_scales: as in ``Communicator.dispatch``.
 
     Returns:
-        What each rank receives.
+        Result of each rank.
 
     Raises:
-        CapacityOverflow: exact sizes, and some rank needs more rows than ``capacity``.
+        CapacityOverflow: sizes are exact, and some rank needs more rows than ``capacity``.
     """
     if to_fp8:
         quantised = [quantize_fp8(x, power_of_two_scales=power_of_two_scales) for x in xs]
@@ -112,7 +120,7 @@ def dispatch(
 
 
 def _keys_in_order(plan: Plan, ids: list[list[list[int]]], rank: int, layout: str) -> list[Key]:
-    """What rank ``rank`` receives, in the order of the layout."""
+    """List the keys of the rows that a rank receives, in the order of the layout."""
     routes = [
         (expert % plan.experts_per_rank, source, token, k)
         for source, tokens in enumerate(ids)
@@ -128,7 +136,7 @@ def _keys_in_order(plan: Plan, ids: list[list[list[int]]], rank: int, layout: st
 def _places(
     plan: Plan, ids: list[list[list[int]]], rank: int, keys: list[Key], layout: str, alignment: int
 ) -> tuple[dict[Key, int], int]:
-    """Place of every key, and how many rows the output needs."""
+    """Find the place of every key, and the number of rows that the output needs."""
     if layout == "token":
         return {key: place for place, key in enumerate(keys)}, len(keys)
     if layout == "rank":
@@ -160,12 +168,14 @@ def _fill(
     num_places: int,
 ) -> Routed:
     local = range(rank * plan.experts_per_rank, (rank + 1) * plan.experts_per_rank)
-    tokens = torch.zeros(num_places, plan.hidden, dtype=torch.float32).to(xs[0].dtype)
-    out_scales = None if scales is None else torch.zeros(num_places, plan.hidden // FP8_BLOCK)
-    out_ids = torch.full((num_places, plan.top_k), -1)
+    tokens = torch.zeros(num_places, plan.hidden, dtype=torch.float32, device="cpu").to(xs[0].dtype)
+    out_scales = None
+    if scales is not None:
+        out_scales = torch.zeros(num_places, plan.hidden // FP8_BLOCK, dtype=torch.float32, device="cpu")
+    out_ids = torch.full((num_places, plan.top_k), -1, dtype=torch.int64, device="cpu")
     out_weights = None
     if topk_weights is not None:
-        out_weights = torch.zeros(num_places, plan.top_k, dtype=topk_weights[0].dtype)
+        out_weights = torch.zeros(num_places, plan.top_k, dtype=topk_weights[0].dtype, device="cpu")
     for (source, token, *_), place in rows.items():
         _copy_row(tokens, place, xs[source], token)
         if out_scales is not None and scales is not None:
@@ -197,7 +207,7 @@ def _fill(
 def _expert_counts(
     plan: Plan, ids: list[list[list[int]]], local: range, layout: str, alignment: int, num_places: int
 ) -> tuple[list[int], list[int]]:
-    """Routes of each local expert, and padded starts; in layout "expert" only what fits the output."""
+    """Count the routes of each local expert and find padded starts. In layout "expert" both fit the output."""
     flat = [expert for tokens in ids for experts in tokens for expert in experts]
     counts = [flat.count(expert) for expert in local]
     if layout != "expert":
@@ -224,23 +234,27 @@ def combine(
     wire_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
-    """Combine for all ranks: the [T, H] of each.
+    """Combine the rows of all ranks.
 
     Args:
-        ys: rows of each rank, shaped as its ``routed.tokens``.
-        routed: what ``dispatch`` returned.
-        topk_ids: [T, K] of each rank.
-        topk_weights: [T, K] of each rank, to multiply rows of layout "expert", or None.
-        mode: "per_rank" or "per_route", the order of the sums.
+        plan: sizes of the group.
+        ys: rows of each rank, with the shape of its ``routed.tokens``.
+        routed: result of ``dispatch``.
+        topk_ids: [T, K] of each rank, as given to ``dispatch``.
+        topk_weights: [T, K] of each rank, factors of the rows of layout "expert", or None for ones.
+        mode: order of the sums, "per_rank" or "per_route".
         wire_dtype: as in ``Communicator.combine``.
         out_dtype: as in ``Communicator.combine``.
+
+    Returns:
+        [T, H] of each rank.
     """
     y_dtype = ys[0].dtype
     compute = torch.float64 if y_dtype == torch.float64 else torch.float32
     wire_dtype, out_dtype = wire_dtype or y_dtype, out_dtype or y_dtype
     outs = []
     for source, ids in enumerate(topk_ids):
-        out = torch.zeros(ids.shape[0], plan.hidden, dtype=out_dtype)
+        out = torch.zeros(ids.shape[0], plan.hidden, dtype=out_dtype, device="cpu")
         for token, experts in enumerate(ids.tolist()):
             terms = []  # what comes home for this token, in the order of the sum
             for rank in range(plan.num_ranks):
@@ -252,7 +266,7 @@ def combine(
                     partial = []
                     for k in ks:
                         place = routed[rank].rows.get((source, token, k))
-                        term = torch.full((plan.hidden,), torch.nan, dtype=compute)
+                        term = torch.full((plan.hidden,), torch.nan, dtype=compute, device="cpu")
                         if place is not None:
                             term = rows[place].to(compute)
                         if topk_weights is not None:
@@ -268,7 +282,7 @@ def combine(
 
 
 def _sum_in_order(terms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Each addition rounded by itself, starting from the first term."""
+    """Add up the terms, starting from the first and rounding each addition by itself."""
     total = terms[0]
     for term in terms[1:]:
         total = total + term
@@ -285,16 +299,16 @@ def moe(
     shared_w1: torch.Tensor | None = None,
     shared_w2: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """The whole layer for all ranks, given the routes.
+    """Compute a whole layer for all ranks, given the routes.
 
     Args:
-        plan: the sizes.
+        plan: sizes of the group.
         xs: [T, H] of each rank.
         topk_ids: [T, K] of each rank.
         topk_weights: [T, K] of each rank.
-        w1: [E, 2I, H], gate rows first.
+        w1: [E, 2I, H], gate rows first, then up rows.
         w2: [E, H, I].
-        shared_w1: [2S, H], or None without a shared expert.
+        shared_w1: [2S, H], gate rows first, or None without a shared expert.
         shared_w2: [H, S], or None without a shared expert.
 
     Returns:
@@ -322,25 +336,32 @@ def _swiglu(rows: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Ten
 
 
 def quantize_fp8(x: torch.Tensor, *, power_of_two_scales: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`tokenloom.quantize_fp8`, with E4M3 rounding done by search in the table of its values.
+    """Quantise as :func:`tokenloom.quantize_fp8` does, rounding to E4M3 by search in the table of its values.
 
-    On the CPU, wherever x is, and so are the results: a CPU divides as IEEE says, whatever kinds the operands are,
-    while torch on GPUs multiplies by the reciprocal of a divisor that is a number or a CPU scalar.
+    The computation and the results are on the CPU, wherever x is, because a CPU always divides as IEEE says. On GPUs
+    torch multiplies by the reciprocal of a divisor that is a number or a CPU scalar.
+
+    Args:
+        x: floating point [..., H], H a multiple of 128.
+        power_of_two_scales: round each scale up to a power of two and divide x by it.
+
+    Returns:
+        q: float8_e4m3fn [..., H]; scales: float32 [..., H / 128].
     """
     table = _e4m3_values()
     blocks = x.detach().cpu().float().reshape(-1, FP8_BLOCK)
-    q = torch.empty(blocks.shape, dtype=torch.uint8)
-    scales = torch.empty(len(blocks))
-    limit = torch.tensor(448.0)
+    q = torch.empty(blocks.shape, dtype=torch.uint8, device="cpu")
+    scales = torch.empty(len(blocks), dtype=torch.float32, device="cpu")
+    limit, floor = (torch.tensor(value, dtype=torch.float32, device="cpu") for value in (448.0, 1e-4))
     for row, block in enumerate(blocks):
-        amax = torch.maximum(block.abs().max(), torch.tensor(1e-4))
+        amax = torch.maximum(block.abs().max(), floor)
         scale = amax / limit
         scaled = block * (limit / amax)
         if power_of_two_scales:
             exponent = -40
             while 2.0**exponent < scale.item():
                 exponent += 1
-            scale = torch.tensor(2.0**exponent)
+            scale = torch.tensor(2.0**exponent, dtype=torch.float32, device="cpu")
             scaled = block / scale
         scales[row] = scale
         q[row] = _nearest_e4m3(scaled.clamp(-448.0, 448.0), table)
@@ -349,16 +370,16 @@ def quantize_fp8(x: torch.Tensor, *, power_of_two_scales: bool = False) -> tuple
 
 
 def _e4m3_values() -> torch.Tensor:
-    """The 127 finite magnitudes, by their code: 4 bits of exponent (bias 7), 3 of mantissa."""
+    """List the 127 finite magnitudes by their code: 4 bits of exponent (bias 7), 3 of mantissa."""
     values = []
     for code in range(127):
         exponent, mantissa = code >> 3, code & 7
         values.append(mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
-    return torch.tensor(values, dtype=torch.float64)
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
 def _nearest_e4m3(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Codes of the nearest E4M3 values; ties go to the even code."""
+    """Find the codes of the nearest E4M3 values. Ties go to the even code."""
     magnitude = values.abs().double()
     above = torch.searchsorted(table, magnitude).clamp(max=126)
     below = (above - 1).clamp(min=0)

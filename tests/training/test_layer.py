@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tokenloom as tl
 from tests.conftest import Ranks
+from tests.support.defaults import caller_default
 from tests.support.layer_cases import (
     HIDDEN,
     NUM_EXPERTS,
@@ -358,15 +359,10 @@ def test_a_float64_layer_takes_a_backend_that_has_it() -> None:
 def step_under(default: str | torch.dtype | None) -> dict[str, torch.Tensor]:
     """All that a step makes, in a program with a default device or dtype of its own."""
     (x,), (factors,) = make_inputs(replace(BASE, dtype=FP32, tokens=(5,)), 1)
-    dtype = torch.get_default_dtype()
-    try:
-        torch.set_default_device(default) if isinstance(default, str) else torch.set_default_dtype(default or dtype)
+    with caller_default(default):
         layer = make_layer(replace(BASE, dtype=FP32, balance_coef=0.1), None, device="cpu")
         out, aux_loss = layer(x)
         ((out * factors).sum() + aux_loss).backward()
-    finally:
-        torch.set_default_device(None)
-        torch.set_default_dtype(dtype)
     gradients = {f"gradient of {name}": each.grad for name, each in layer.named_parameters() if each.grad is not None}
     return dict(layer.named_parameters()) | gradients | {"out": out, "aux_loss": aux_loss}
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 import tokenloom as tl
 from tests.cli.borrowed import borrowed
 from tests.conftest import Ranks
+from tests.support.defaults import caller_default
 from tokenloom.backends.collective import CollectiveBackend
 from tokenloom.bench import tune
 from tokenloom.bench.comm import traffic
@@ -192,15 +194,11 @@ def bytes_sent(context: RankContext) -> dict[Any, int]:
 @pytest.mark.parametrize("default", ["meta", torch.float64], ids=str)
 def test_draws_do_not_depend_on_the_callers_defaults(default: str | torch.dtype) -> None:
     """The same seed gives the same routes in every program."""
-    sizes = {"rank": 1, "num_tokens": 50, "num_experts": 16, "top_k": 3, "skew": 1.2, "masked_ratio": 0.3}
-    want = draw_topk_ids(**sizes)
-    dtype = torch.get_default_dtype()
-    try:
-        torch.set_default_device(default) if isinstance(default, str) else torch.set_default_dtype(default)
-        found = draw_topk_ids(**sizes)
-    finally:
-        torch.set_default_device(None)
-        torch.set_default_dtype(dtype)
+    shape: dict[str, Any] = {"rank": 1, "num_tokens": 50, "num_experts": 16, "top_k": 3}
+    draw = partial(draw_topk_ids, **shape, skew=1.2, masked_ratio=0.3)
+    want = draw()
+    with caller_default(default):
+        found = draw()
     assert found.device.type == "cpu"
     assert torch.equal(found, want)
 
