@@ -1,4 +1,4 @@
-"""Real ranks for the demo, the benchmarks and the tests: one process each, started once, used many times."""
+"""Real ranks for the demo, the benchmarks and the tests: one process each, started once and used many times."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from tokenloom.errors import PeerError, PeerTimeout, TokenloomError
 
 CPU_RANKS = 4
 GRACE_S = 5.0
-"""How long the other ranks have to say what they know once one has failed; then they are ended."""
+"""Time that the other ranks have to report once one has failed, before they are ended."""
 
 
 class RankFailed(TokenloomError, RuntimeError):
     """A rank raised, died or hung.
 
     Attributes:
-        rank: the rank that failed first of itself (not because another rank did).
-        details: its traceback, or the stacks of all ranks if they hung.
-        said: the error alone if it is one of tokenloom's, whose messages are made for people; else "".
+        rank: first rank that failed by itself, not because another rank did.
+        details: that rank's traceback, or the stacks of all ranks if they hung.
+        said: message of the error alone if it is one of tokenloom's, which are made for people. Else "".
     """
 
     def __init__(self, rank: int, summary: str, details: str, said: str = "") -> None:
@@ -49,8 +49,9 @@ class RankContext:
     """First argument of a function that runs on the ranks.
 
     Attributes:
-        rank, num_ranks: within the group of this run.
-        group: its process group.
+        rank: rank within the group of this run.
+        num_ranks: size of the group.
+        group: process group of this run.
         device: this rank's device.
     """
 
@@ -62,19 +63,19 @@ class RankContext:
         self._send = send
 
     def report(self, event: Any) -> None:
-        """Hand something picklable to the ``on_event`` of the parent, at once."""
+        """Pass something picklable to ``on_event`` in the parent, at once."""
         self._send.send(("event", event))
 
 
 class RankPool:
     """Processes that form a torch.distributed world and run functions together.
 
-    Args:
-        num_ranks: processes.
-        device: "cpu" (gloo, one thread each) or "cuda" (NCCL, one GPU each).
-        timeout_s: of their process groups.
+    Use it as a context manager. A function given to :meth:`run` must be importable by name in a new process.
 
-    Use as a context manager. A function given to :meth:`run` must be importable by name in a new process.
+    Args:
+        num_ranks: number of processes.
+        device: "cpu" (gloo, one thread each) or "cuda" (NCCL, one GPU each).
+        timeout_s: timeout of their process groups, in seconds.
     """
 
     def __init__(self, num_ranks: int, device: str = "cpu", timeout_s: float = 120.0) -> None:
@@ -92,7 +93,7 @@ class RankPool:
         self.close()
 
     def start(self) -> None:
-        """Start the processes; :meth:`run` does it when needed."""
+        """Start the processes. :meth:`run` does this when needed."""
         if self._processes:
             return
         self._folder = tempfile.TemporaryDirectory(prefix="tokenloom-ranks-")
@@ -116,17 +117,17 @@ class RankPool:
         on_event: Callable[[Any], None] | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """Call ``function(context, *args, **kwargs)`` on the first ``ranks`` ranks; their results, by rank.
+        """Call ``function(context, *args, **kwargs)`` on the first ``ranks`` ranks and return their results, by rank.
 
         Args:
-            function: importable; gets a :class:`RankContext` first.
-            ranks: how many take part; None is all.
-            limit_s: longest time for all of it, in seconds.
-            on_event: called with what ranks pass to ``context.report``.
+            function: importable function that gets a :class:`RankContext` first.
+            ranks: number of ranks that take part, or None for all.
+            limit_s: time limit for all of it, in seconds.
+            on_event: function to call with what ranks pass to ``context.report``, or None.
 
         Raises:
-            RankFailed: a rank raised, died, or was not done in time. The processes are ended then, and started
-                anew by the next run.
+            RankFailed: a rank raised, died, or was not done in time. The processes are ended, and the next run starts
+                new ones.
         """
         self.start()
         ranks = ranks or self.num_ranks
@@ -147,7 +148,7 @@ class RankPool:
         while len(results) + len(failures) < self.num_ranks:
             waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results and rank not in failures]
             ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
-            on_time = ready and time.monotonic() < deadline  # events may keep coming for ever
+            on_time = ready and time.monotonic() < deadline  # events may keep coming forever
             if not on_time and failures:
                 break
             if not on_time:
@@ -167,7 +168,7 @@ class RankPool:
                         deadline = min(deadline, time.monotonic() + GRACE_S)
                     failures[rank] = value
         if failures:
-            # A rank that failed of itself comes before those that failed because of it.
+            # A rank that failed by itself comes before those that failed because of it.
             rank = min(failures, key=lambda rank: (failures[rank][0], rank))
             _, details, said = failures[rank]
             raise RankFailed(rank, f"rank {rank} of {self.num_ranks} failed:", details, said)
@@ -181,7 +182,7 @@ class RankPool:
             return "failure", (False, f"the process ended with exit code {self._processes[rank].exitcode}", "")
 
     def _stacks(self) -> str:
-        """The Python stacks of all ranks, as they write them on SIGUSR1."""
+        """Collect the Python stacks of all ranks, which write them on SIGUSR1."""
         for process in self._processes:
             if process.is_alive():
                 os.kill(process.pid, signal.SIGUSR1)
@@ -208,7 +209,7 @@ class RankPool:
 
 
 def default_ranks(device: str | None = None) -> tuple[int, str]:
-    """(ranks, device) for trying things out: all GPUs if there are two or more, else CPU_RANKS processes.
+    """Choose (ranks, device) for trying things out: all GPUs if there are two or more, else CPU_RANKS processes.
 
     Args:
         device: "cpu" or "cuda"; None picks one. With "cuda" there is a rank for each GPU, so there may be none.
@@ -220,7 +221,7 @@ def default_ranks(device: str | None = None) -> tuple[int, str]:
 
 @contextmanager
 def _ignored_interrupts() -> Iterator[None]:
-    """A process started in this block ignores Ctrl-C from its first moment: what is ignored stays so across exec."""
+    """Make processes that start in this block ignore Ctrl-C from the first moment: exec keeps ignored signals."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signal.signal works in the main thread alone
         return
@@ -270,11 +271,11 @@ def _rank_main(rank: int, num_ranks: int, device: str, folder: str, timeout_s: f
             except BaseException as error:
                 _send_failure(pipe, error)
     sys.stdout.flush()
-    os._exit(0)  # process groups of a world that may be gone cannot be torn down in order
+    os._exit(0)  # a world that may be gone in part cannot tear down its process groups in order
 
 
 def _send_failure(pipe: Connection, error: BaseException) -> None:
     because_of_another = isinstance(error, PeerError | PeerTimeout)
     said = f"{type(error).__name__}: {error}" if isinstance(error, TokenloomError) else ""
-    with suppress(BrokenPipeError):  # the parent was interrupted and does not listen any more
+    with suppress(BrokenPipeError):  # the parent was interrupted and no longer listens
         pipe.send(("failure", (because_of_another, "".join(traceback.format_exception(error)), said)))
