@@ -1,0 +1,99 @@
+"""Notes that ranks leave for each other, and what stays of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.conftest import CPU_RANKS
+from tests.runtime.test_rank_group import call, open_call, run, send_rows
+from tokenloom.runtime import noteboard
+from tokenloom.runtime.processes import RankContext, RankPool
+from tokenloom.runtime.rank_group import RankGroup
+
+Pools = Callable[[str], RankPool]
+
+TIMEOUT_S, OPEN_TIMEOUT_S = 1.0, 20.0
+ALL = list(range(CPU_RANKS))
+PAIR = [1, 2]
+
+
+def test_notes(pools: Pools) -> None:
+    """Each rank has its own, the latest ones can be read, and ranks that made other groups before agree on where."""
+    pools("cpu").run(check_notes)
+
+
+def check_notes(context: RankContext) -> None:
+    own, alone = dist.new_group(ALL), [dist.new_group([rank]) for rank in ALL]
+    for _ in range(1 + 2 * context.rank):
+        RankGroup(alone[context.rank])
+    ranks = RankGroup(own)
+    for number in range(noteboard.KEPT_NOTES + 1):
+        ranks.post_note(f"fault/{number}", f"{number} of {context.rank}")
+    open_call(ranks)
+    other = (context.rank + 1) % context.num_ranks
+    assert ranks.read_note("fault/0", other) is None
+    for number in range(1, noteboard.KEPT_NOTES + 1):
+        assert ranks.read_note(f"fault/{number}", other) == f"{number} of {other}"
+    assert ranks.read_note("something else", other) is None
+    send_rows(ranks)
+    ranks.close()
+    assert ranks.read_note("fault/1", other) is None, "what the others delete is not waited for"
+
+
+@pytest.mark.parametrize("end", ["close", "drop", "time out"])
+def test_the_store_does_not_grow(pools: Pools, end: str) -> None:
+    """A server that makes a new communicator a hundred times, after closing one, losing one or timing out."""
+    run(pools, PAIR, check_the_store_does_not_grow, end)
+
+
+def check_the_store_does_not_grow(ranks: RankGroup, end: str) -> None:
+    group = ranks.process_group
+    store = noteboard.store_of(group)
+    open_call(ranks)
+    first: set[str] = set()
+    for number in range(10):
+        ranks.post_note("fault/1", "something")
+        ranks.notes.sign_in(1)
+        open_call(ranks)
+        if end == "time out":
+            ranks.notes.give_up("the test")
+        if end != "drop":
+            ranks.close()
+        ranks = RankGroup(group, timeout_s=TIMEOUT_S, open_timeout_s=OPEN_TIMEOUT_S)
+        open_call(ranks)  # both have left the last one
+        send_rows(ranks)  # and nobody has begun with this one
+        if number == 2:  # the last but one of those that were dropped is only now undone
+            first = ours(store)
+        open_call(ranks)
+    assert len(ours(store)) <= len(first)
+    send_rows(ranks)
+
+
+def ours(store: Any) -> set[str]:
+    return {key for key in store.list_keys() if "tokenloom/" in key}
+
+
+def test_a_forked_child_leaves_the_store_alone(pools: Pools) -> None:
+    """It shares its parent's connection, so what it says would be taken for its parent's, and it would read the
+    answers that its parent waits for."""
+    run(pools, PAIR, check_forked_child)
+
+
+def check_forked_child(ranks: RankGroup) -> None:
+    ranks.post_note("before", "the fork")
+    open_call(ranks)
+    child = os.fork()
+    if child == 0:
+        ranks.post_note("child", "was here")
+        ranks.close()
+        os._exit(0 if ranks.read_note("before", 1 - ranks.rank) is None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    open_call(ranks)
+    assert ranks.read_note("before", 1 - ranks.rank) == "the fork"
+    assert ranks.read_note("child", 1 - ranks.rank) is None
+    call(ranks)
