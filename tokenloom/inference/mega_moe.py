@@ -88,7 +88,7 @@ class MegaMoE:
                 raise InvalidArgument(f"{name} is {width!r}, expected a multiple of {BLOCK}")
         if not isinstance(num_shared_experts, int) or not 0 <= num_shared_experts <= MOST_TERMS - top_k:
             raise InvalidArgument(
-                f"num_shared_experts is {num_shared_experts!r}, expected 0 to {MOST_TERMS} less top_k, {top_k}"
+                f"num_shared_experts is {num_shared_experts!r}, expected 0 to {MOST_TERMS} - top_k (top_k is {top_k})"
             )
         if backend not in EXPERTS:
             raise InvalidArgument(f"backend is {backend!r}, expected one of {', '.join(EXPERTS)}")

@@ -20,7 +20,7 @@ def activate(hidden: torch.Tensor, row_weights: torch.Tensor, num_rows: torch.Te
 
     Args:
         hidden: [R, 2I], gates first.
-        row_weights: float32 [R], or float64 beside float64.
+        row_weights: float32 [R], or float64 for float64 input.
         num_rows: int32 [1], rows in use. The other rows of the result are unspecified.
 
     Returns:

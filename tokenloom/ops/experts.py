@@ -35,8 +35,8 @@ def swiglu_experts(
 
     Differentiable once. Backward needs only ``rows`` and the pre-activations ``w1 @ row``: it recomputes the
     activations. The gradient of a row's weight is the dot product of its unweighted activations with their gradient,
-    so outputs are not saved. Activations are computed in float32 (float64 beside float64), weighted, then rounded
-    once.
+    so outputs are not saved. Activations are computed in float32 (float64 for float64 input), weighted, then
+    rounded once.
 
     Args:
         rows: [R, H], expert e's rows at ``expert_offsets[e]:expert_offsets[e + 1]``. R may exceed the last offset.

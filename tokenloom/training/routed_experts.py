@@ -48,7 +48,7 @@ def routed_experts(
         options: choices that change time and memory.
         x: [T, H].
         topk_ids: int32 or int64 [T, K], -1 for an unused place.
-        topk_weights: float32 [T, K], or float64 beside float64.
+        topk_weights: float32 [T, K], or float64 for float64 x.
         w1: [L, 2I, H], this rank's experts, gate rows first.
         w2: [L, H, I], this rank's experts.
         meanwhile: work of this rank beside the dispatch, or None.

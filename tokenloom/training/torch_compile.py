@@ -148,8 +148,8 @@ def moe_backward(
     kept = _kept.pop(int(ticket), None)
     if kept is None:
         raise NotDifferentiable(
-            "a compiled ExpertParallelMoE has kept nothing for this backward: each forward has one (no retain_graph), "
-            "and hooks on saved tensors must give back the memory they were given"
+            "a compiled ExpertParallelMoE has kept nothing for this backward; a forward allows one (no retain_graph), "
+            "and hooks on saved tensors must return the memory that they were given"
         )
     inputs, kept.inputs = kept.inputs, []
     return _gradients(kept.outputs, (grad_out, grad_aux_loss), inputs)
