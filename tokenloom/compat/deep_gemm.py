@@ -90,6 +90,7 @@ class SymmBuffer:
 
 
 get_symm_buffer_for_mega_moe = get_symm_buffer_for_sm90_mega_moe = SymmBuffer
+"""DeepGEMM's functions that make a buffer, with the arguments of :class:`SymmBuffer`."""
 
 
 def transform_weights_for_mega_moe_sm90(l1_weights: Weights, l2_weights: Weights) -> tuple[Weights, Weights]:
