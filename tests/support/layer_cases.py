@@ -80,7 +80,7 @@ def make_layer(case: LayerCase, group: dist.ProcessGroup | None, **options: Any)
     with torch.no_grad():
         layer.router_weight.mul_(4)  # decisions that differ between tokens
         if layer.correction_bias is not None:
-            layer.correction_bias.copy_(torch.linspace(-0.2, 0.2, NUM_EXPERTS))
+            layer.correction_bias.copy_(torch.linspace(-0.2, 0.2, NUM_EXPERTS, dtype=torch.float32, device="cpu"))
     for name in case.frozen:
         layer.get_parameter(name).requires_grad_(False)
     return layer

@@ -1,0 +1,71 @@
+"""Backend "nvlink": what a handle remembers of the caller's ids, which routes of backward and of per_route go by."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import tokenloom as tl
+from tokenloom.backends.base import DispatchOptions, RoutedCounts
+from tokenloom.backends.nvlink.dispatch import NvlinkHandle
+
+
+def handle_of(ids: torch.Tensor) -> NvlinkHandle:
+    """Of a dispatch of these ids; the rest does not matter."""
+    nothing = torch.zeros(0, dtype=torch.int32)
+    given: dict[str, Any] = dict.fromkeys(NvlinkHandle.__dataclass_fields__, nothing)
+    for name in ("ids_version", "host_offsets", "by_token"):
+        del given[name]
+    given |= {"options": DispatchOptions("expert", 1, "bounded", 3), "counts": RoutedCounts(0, *[nothing] * 3)}
+    return NvlinkHandle(**given | {"given_ids": ids})
+
+
+CHANGES = {
+    "one place": lambda ids: ids[0].fill_(-1),
+    "a view": lambda ids: ids.view(-1)[1:2].zero_(),
+    "a copy into it": lambda ids: ids.copy_(ids.clone()),
+    "out=": lambda ids: torch.add(ids, 0, out=ids),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_ids_changed_in_place(change: str) -> None:
+    """Routes would go elsewhere than their rows did, and gradients would be wrong without a word."""
+    ids = torch.arange(6, dtype=torch.int64).view(3, 2)
+    handle = handle_of(ids)
+    assert handle.ids() is ids
+    CHANGES[change](ids)
+    with pytest.raises(
+        tl.InvalidArgument, match=r"topk_ids was changed in place after its dispatch.*dispatch a clone"
+    ):
+        handle.ids()
+
+
+def test_ids_that_were_changed_before() -> None:
+    """What counts is the time of the dispatch."""
+    ids = torch.zeros(3, 2, dtype=torch.int32)
+    ids.fill_(1)
+    handle = handle_of(ids)
+    _ = ids + 1
+    assert handle.ids() is ids
+
+
+def test_ids_of_inference_mode() -> None:
+    """torch counts no changes there, and nothing has a backward: they are taken as they are."""
+    with torch.inference_mode():
+        ids = torch.zeros(3, 2, dtype=torch.int32)
+        handle = handle_of(ids)
+        ids.fill_(1)
+        assert handle.ids() is ids
+
+
+def test_a_handle_that_is_replaced() -> None:
+    """Rows that were spread on arrival make another handle of the same dispatch."""
+    ids = torch.zeros(3, 2, dtype=torch.int32)
+    handle = replace(handle_of(ids), by_token=True)
+    ids.fill_(1)
+    with pytest.raises(tl.InvalidArgument, match="changed in place"):
+        handle.ids()
