@@ -100,9 +100,9 @@ def backward_calls(
         options: choices of the layer.
         num_pieces: number of pieces.
         ahead: number of journeys to the experts that begin before the first piece is computed.
-        dtype: of the tokens and their gradients.
-        wants_x: the gradient of x goes home.
-        wants_weights: the gradient of the routes' weights goes home.
+        dtype: dtype of the tokens and their gradients.
+        wants_x: whether the gradient of x goes home.
+        wants_weights: whether the gradient of the routes' weights goes home.
     """
     strategies = [SWAPPED[options.strategy.combine]] * num_pieces
     if options.redispatch_in_backward:

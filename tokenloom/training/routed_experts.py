@@ -198,7 +198,7 @@ class _Forward:
 class _Backward:
     """One backward: gradients of rows first, then those of weights while the former go home.
 
-    Making one allocates nothing and reads no saved tensor: what can fail has to wait for the sequence of calls.
+    The constructor allocates nothing and reads no saved tensor: what can fail must wait for the sequence of calls.
     """
 
     def __init__(self, ctx: Any, grad: torch.Tensor) -> None:

@@ -107,7 +107,7 @@ ROUTED_EXPERTS = (
     Mutation(
         name="rows-of-gradients-for-w1",
         rule="rows that are sent again are those of the gradient",
-        target="tokenloom.training.routed_experts:_Backward.__init__",
+        target="tokenloom.training.routed_experts:_Backward._load",
         old="(piece, x, strategy.dispatch)",
         new="(piece, grad, strategy.dispatch)",
         tests=(f"{EXPERTS_TEST}same_bits[cpu2-redispatch-whole]",),
