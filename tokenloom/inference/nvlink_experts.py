@@ -43,7 +43,7 @@ FP8 = torch.float8_e4m3fn
 COPY_ROOM = 1.25
 """Room for copies of rows, relative to the routes that a rank has when routing is even."""
 CALLS = (Upcoming("dispatch", DispatchOptions("token", 1, "bounded", None), value_bytes=1), Upcoming("MegaMoE"))
-"""What each forward opens: FP8 rows travel, then all ranks meet."""
+"""Calls that each forward opens: FP8 rows travel, then all ranks meet."""
 MOST_LOCAL_EXPERTS = 4096
 """Most experts on a rank, because route lists are made in shared memory."""
 

@@ -49,7 +49,7 @@ def call_us(
     Args:
         group: the ranks, or None for a process alone.
         device: this rank's device.
-        call: what to measure.
+        call: function to measure.
         queued: on GPUs, put the call behind other work, as a layer is behind the one before it. Host work is hidden
             up to the host's first wait for the GPU, and the GPUs rather than their hosts start together.
     """
