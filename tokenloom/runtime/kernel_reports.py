@@ -61,17 +61,27 @@ class FaultFlag:
     """
 
     def __init__(self, device: torch.device, rank: int) -> None:
-        self._rank = rank
+        self._rank, self._device = rank, device
+        self._given_up: PeerTimeout | None = None
         memory = _pinned(FAULT_WORDS)
         self._words = memory.numpy()
         self.record_address = memory.data_ptr()
         self.claimed = torch.zeros(1, dtype=torch.int32, device=device)
         keep_until_idle(self, device, memory, self.claimed)
 
+    def give_up(self, peers: list[int], cause: str) -> None:
+        """End the waits of this rank's kernels from the host, which knows that the peers will never come."""
+        if self._given_up is None:
+            self._given_up = PeerTimeout(self._rank, peers, PHASES[1], 0, cause)
+            one = _pinned(1).fill_(1)
+            with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
+                self.claimed.copy_(one, non_blocking=True)  # by a copy engine, beside the kernels that wait
+                torch.cuda.current_stream(self._device).synchronize()
+
     def error(self) -> PeerTimeout | None:
-        """The fault that a kernel recorded, if one did."""
+        """The fault that a kernel recorded, or the host, if one did."""
         if not self._words[0]:
-            return None
+            return self._given_up
         order_reads()
         _, peer, phase, epoch, wanted, seen = self._words.tolist()
         cause = f"its flag shows {seen}, {wanted} was wanted"

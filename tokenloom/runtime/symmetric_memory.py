@@ -108,6 +108,10 @@ class SymmetricBuffer:
             undo_later(self._shared.release)
             release_dropped()
 
+    def ended_ranks(self) -> list[int]:
+        """Ranks that have this buffer and whose process has ended for certain."""
+        return [rank for rank, process in self._shared.processes.items() if process.has_ended()]
+
     def copy_to(self, rank: int, offset: int, values: torch.Tensor) -> None:
         """Copy a contiguous tensor to another rank's buffer, on the current stream, which takes no SMs.
 
@@ -153,6 +157,7 @@ class _Shared:
 
     Attributes:
         is_freed: nothing is left to be undone.
+        processes: of the other ranks.
     """
 
     def __init__(self, ranks: RankGroup) -> None:
@@ -165,7 +170,7 @@ class _Shared:
         self._process = os.getpid()
         self._address = self._num_bytes = 0
         self._opened: list[int] = []
-        self._processes: dict[int, ProcessIdentity] = {}
+        self.processes: dict[int, ProcessIdentity] = {}
         self._memory: weakref.ref[_Memory] | None = None
         self._has_let_go = False
 
@@ -186,7 +191,7 @@ class _Shared:
     def map_all(self, offers: list[_Offer]) -> tuple[dict[str, int], None]:
         """Map the memory of all ranks."""
         driver = load_driver()
-        self._processes = {rank: offer.process for rank, offer in enumerate(offers) if rank != self._rank}
+        self.processes = {rank: offer.process for rank, offer in enumerate(offers) if rank != self._rank}
         with _on(self._device):
             for rank, offer in enumerate(offers):
                 if rank == self._rank:
@@ -230,7 +235,7 @@ class _Shared:
         if not keys or self._notes.call("check", list(keys.values())):
             return False
         for rank, key in keys.items():
-            ended = rank in self._processes and self._processes[rank].has_ended()
+            ended = rank in self.processes and self.processes[rank].has_ended()
             if not ended and not self._notes.call("check", [key]):
                 return True
         return False

@@ -29,7 +29,9 @@ def gather_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     for name, value in module.state_dict().items():
         if name in sharded:
             comm = sharded[name].comm
-            rows = comm.engine.ranks.all_gather(value.contiguous().view(torch.uint8).flatten(), "gather_state_dict")
+            rows = comm.engine.ranks.all_gather(
+                value.contiguous().view(torch.uint8).flatten(), "gather_state_dict", opens=True
+            )
             value = rows.view(value.dtype).view(comm.plan.num_experts, *value.shape[1:])
         full[name] = value.detach().cpu().clone()
     return full

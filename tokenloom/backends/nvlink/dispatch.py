@@ -25,6 +25,7 @@ from tokenloom.kernels.dispatch.launch import MAX_BLOCKS, DispatchVariant, block
 from tokenloom.ops import routing
 from tokenloom.plan import Plan
 from tokenloom.runtime.kernel_reports import HostCounts
+from tokenloom.runtime.leftovers import keep_until_idle
 
 BY_ROW = ("weights", "local_ids", "row_places", "row_tokens")
 """Tensors of a handle that lie in a receive buffer, with a value for each received row."""
@@ -159,6 +160,7 @@ class Dispatcher:
         device = launcher.ranks.device
         self._host_counts = HostCounts(device, 2 + plan.num_ranks + 2 * plan.experts_per_rank)
         self._block_counts = torch.zeros(block_count_words(plan), dtype=torch.int32, device=device)
+        keep_until_idle(self, device, self._block_counts)
 
     def send(self, options: DispatchOptions, inputs: DispatchInputs) -> PendingDispatch:
         """Launch the kernel, which sends and receives; see :meth:`tokenloom.backends.base.Backend.send_dispatch`."""

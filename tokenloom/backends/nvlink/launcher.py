@@ -23,7 +23,7 @@ from tokenloom.kernels.common import Variant
 from tokenloom.plan import Plan
 from tokenloom.runtime.graph_references import GraphReferences
 from tokenloom.runtime.kernel_reports import CallOutcome, CallRecords, FaultFlag, HostCounts
-from tokenloom.runtime.leftovers import release_dropped, undo_later
+from tokenloom.runtime.leftovers import keep_until_idle, release_dropped, undo_later
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.streams import on_stream
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer, close_together
@@ -35,6 +35,10 @@ CALLS_IN_FLIGHT = 3
 FAULT, FOLLOWS_A_FAULT = 1, 2
 """Status of a rank that cannot make the call, and of one that opens it only because the others do, after its fault in
 the one before. They take the second for part of the fault that they know of."""
+LOOK_EVERY_S = 0.5
+"""How often a host that waits looks whether a rank's process has ended."""
+SPIN_S, POLL_S = 0.002, 0.0001
+"""How long the host polls without a pause, and its pauses after that."""
 NOTE_S = 5.0
 """How long a rank waits for the options that another rank posts once both know that theirs differ."""
 BULK_BYTES = 16
@@ -82,6 +86,7 @@ class Launcher:
         # Epoch, blocks out, two kinds of claims.
         self._state = torch.zeros(4, dtype=torch.int32, device=ranks.device)
         self._opened = torch.zeros(1, dtype=torch.int32, device=ranks.device)
+        keep_until_idle(self, ranks.device, self._state, self._opened)
         self._fault = FaultFlag(ranks.device, ranks.rank)
         self._records = CallRecords(ranks.device, CALLS_IN_FLIGHT + 2)
         self._captured_slot = CALLS_IN_FLIGHT + 1
@@ -221,7 +226,7 @@ class Launcher:
         self._raise_timeout()
         while len(self._launched) > in_flight:
             call = self._launched.popleft()
-            self._done[call.slot].synchronize()
+            self._await(self._done[call.slot])
             self._raise_timeout()
             if own_fault and not self._launched:  # the last one is that with the fault
                 self._records.take(call.slot)
@@ -231,8 +236,13 @@ class Launcher:
     def await_counts(self, counts: HostCounts) -> list[int] | None:
         """What the last call leaves while it still runs; None if it has found something wrong, which settle raises."""
         slot = self._launched[-1].slot
+        looked = time.monotonic()
 
         def look() -> None:
+            nonlocal looked
+            if time.monotonic() - looked > LOOK_EVERY_S:
+                self._look_for_ended_ranks()
+                looked = time.monotonic()
             self._raise_timeout()
             if self._done[slot].query():  # raises where the GPU has failed
                 torch.cuda.synchronize(self.ranks.device)
@@ -249,9 +259,25 @@ class Launcher:
             release_dropped()
         self.settle(0 if wait else CALLS_IN_FLIGHT)
         if wait:
+            self._await(torch.cuda.current_stream(self.ranks.device).record_event())
             torch.cuda.synchronize(self.ranks.device)
             self._raise_timeout()
             self._raise_outcome(_InFlight(-1, self._captured_slot, {"call": "a captured call"}))
+
+    def _await(self, event: torch.cuda.Event) -> None:
+        """Wait on the host. A rank whose process has ended is noticed; kernels would wait until their deadline."""
+        began = looked = time.monotonic()
+        while not event.query():
+            now = time.monotonic()
+            if now - looked > LOOK_EVERY_S:
+                self._look_for_ended_ranks()
+                looked = now
+            time.sleep(0 if now - began < SPIN_S else POLL_S)
+
+    def _look_for_ended_ranks(self) -> None:
+        ended = self.control.ended_ranks()
+        if ended:
+            self._fault.give_up(ended, "its process has ended")
 
     def _raise_timeout(self) -> None:
         timeout = self._fault.error()
@@ -301,6 +327,7 @@ class Launcher:
             raise InvalidArgument("close() waits for the GPU; call it outside of the capture")
         buffers, graphs = [self.control, *others, *self._retired], self._graphs
         self._retired = []
+        self._await(torch.cuda.current_stream(self.ranks.device).record_event())
         torch.cuda.synchronize(self.ranks.device)
         if graphs.are_gone():
             close_together(buffers)
