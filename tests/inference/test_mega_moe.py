@@ -11,13 +11,9 @@ import torch
 import tokenloom as tl
 from tests.conftest import Ranks
 from tests.support.mega_cases import CASES, Case, Layer, assert_near, expected, inputs, make_layer, make_mega
-from tests.support.small_kernels import needs_nvrtc
 from tokenloom.backends.nvlink.buffers import control_layout, fused_layout
 from tokenloom.inference.nvlink_experts import buffer_sizes
 from tokenloom.inference.schedules import SCHEDULES
-from tokenloom.jit import compiler
-from tokenloom.jit.compiler import Resources
-from tokenloom.kernels.moe.launch import OwnTokens, RouteListsVariant, SumRoutesVariant
 from tokenloom.plan import Plan
 from tokenloom.runtime.processes import RankContext
 
@@ -208,30 +204,3 @@ def test_buffers_of_the_reference_layer() -> None:
     values = math.prod(own["activation_values"][0])
     assert values >= routes * 2048
     assert values >= even * 1.25 * (2048 + 7168)
-
-
-SPECS = {
-    # What the layer is measured with; the fewest of everything; as many ranks and routes as a warp has lanes.
-    "real model": (Plan(8, 256, 7168, 8, 8192), 2048, 0, torch.float8_e4m3fn),
-    "one expert": (Plan(1, 3, 128, 1, 1), 128, 0, torch.bfloat16),
-    "many ranks": (Plan(32, 64, 384, 32, 9), 256, 0, torch.float32),
-    # Own tokens of each kind have code of their own; 30 routes and 2 shared experts fill a warp.
-    "shared": (Plan(8, 256, 7168, 8, 8192), 2048, 1, torch.bfloat16),
-    "shared FP32": (Plan(2, 8, 384, 30, 9), 256, 2, torch.float32),
-    "shared FP8": (Plan(2, 8, 384, 30, 9), 256, 2, torch.float8_e4m3fn),
-}
-"""Plan, intermediate, shared experts, dtype of own tokens."""
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("name", SPECS)
-def test_kernels_compile(name: str) -> None:
-    plan, intermediate, shared, dtype = SPECS[name]
-    own_tokens = OwnTokens(dtype)
-    lists = RouteListsVariant(plan, intermediate=intermediate, num_shared_experts=shared, own_tokens=own_tokens)
-    for variant in (lists, SumRoutesVariant(plan, num_shared_experts=shared)):
-        spec = variant.spec()
-        _, log = compiler.compile_kernel(spec)
-        needs = Resources.from_log(log)
-        assert (needs.stack_bytes, needs.spill_bytes) == (0, 0), log
-        assert needs.registers * spec.threads <= 65536

@@ -1,4 +1,4 @@
-"""Forms of the kernels that dispatch and combine: one of each kind that has code of its own.
+"""Forms of the kernels: one of each kind that has code of its own.
 
 Tests compile them, and ``tools/compare_machine_code.py`` compares their machine code with that of another checkout.
 """
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tests.kernels.compute_variants import COMPUTE_VARIANTS
 from tokenloom.kernels.barrier.launch import BarrierVariant
 from tokenloom.kernels.combine.launch import CombineVariant, PreReduceVariant
 from tokenloom.kernels.common import LAYOUTS, Variant
@@ -194,6 +195,7 @@ _NAMED: list[Named] = [
         (f"barrier, {num_ranks} ranks", BarrierVariant(plan=sized({"num_ranks": num_ranks})[0]))
         for num_ranks in (1, 8, 32)
     ),
+    *COMPUTE_VARIANTS,
 ]
 
 VARIANTS: dict[str, Variant] = dict(_NAMED)

@@ -6,9 +6,6 @@ import pytest
 import torch
 
 from tests.conftest import WHY_NO_HOPPER
-from tests.support.small_kernels import needs_nvrtc
-from tokenloom.jit.compiler import Resources, compile_kernel
-from tokenloom.kernels.activation.launch import SwigluVariant
 from tokenloom.ops.activation import activate, activate_backward
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -60,14 +57,3 @@ def test_rows_that_are_not_there_are_not_written() -> None:
     _, _, grad_weights = activate_backward(hidden, weights, none, torch.randn(64, 32, device="cuda").to(BF16))
     assert not grad_weights.any()
     assert activate(hidden[:0], weights[:0], none).shape == (0, 32)
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-@pytest.mark.parametrize(
-    "width", [8, *(pytest.param(width, marks=pytest.mark.slow) for width in (*WIDTHS[1:], 14336))]
-)
-def test_kernels_do_not_spill(direction: str, dtype: torch.dtype, width: int) -> None:
-    found = Resources.from_log(compile_kernel(SwigluVariant(direction, dtype, width).spec())[1])
-    assert (found.stack_bytes, found.spill_bytes) == (0, 0)

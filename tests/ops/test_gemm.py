@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from tests.conftest import NUM_GPUS
-from tests.support.slow import mostly_slow
-from tests.support.small_kernels import needs_nvrtc
 from tokenloom.errors import (
     BackendUnavailable,
     DeviceMismatch,
@@ -16,9 +14,7 @@ from tokenloom.errors import (
     ShapeMismatch,
     TokenloomError,
 )
-from tokenloom.jit import compiler
-from tokenloom.jit.compiler import Resources
-from tokenloom.kernels.gemm.launch import GroupedGemmVariant, SwigluFp8Epilogue
+from tokenloom.kernels.gemm.launch import GroupedGemmVariant
 from tokenloom.ops import quant
 from tokenloom.ops.gemm import grouped_gemm_fp8, grouped_swiglu_fp8, interleave_gate_and_up
 
@@ -247,7 +243,7 @@ def test_bad_options_of_swiglu_are_named() -> None:
 def test_an_address_that_copies_cannot_take_is_named() -> None:
     a, a_scales, b, b_scales, offsets = operands([3, 4], 128, 512)
     odd = torch.empty(b_scales.numel() + 1, device="cuda")[1:].view_as(b_scales).copy_(b_scales)
-    with pytest.raises(InvalidArgument, match=r"^b_scales begins at no multiple of 16 bytes"):
+    with pytest.raises(InvalidArgument, match=r"^b_scales does not begin at a multiple of 16 bytes"):
         grouped_gemm_fp8(a, a_scales, b, odd, offsets)
 
 
@@ -260,37 +256,3 @@ def test_too_many_experts_for_the_stages() -> None:
     """One stage leaves nothing to load while it is read."""
     with pytest.raises(InvalidArgument, match=r"^25000 experts on a rank leave 1 stages"):
         GroupedGemmVariant(25000, 256, 512).spec()
-
-
-EXACT = SwigluFp8Epilogue(clamped=True, power_of_two_scales=True, fast_math=False)
-COMPILED = {
-    # GEMMs of a large layer have the longest main loops and use the most registers.
-    "large": GroupedGemmVariant(32, 4096, 7168),
-    "large, few blocks of K": GroupedGemmVariant(32, 7168, 2048),
-    "large, SwiGLU": GroupedGemmVariant(32, 4096, 7168, epilogue=SwigluFp8Epilogue()),
-    "large, SwiGLU, exact": GroupedGemmVariant(32, 4096, 7168, epilogue=EXACT),
-    # What MegaMoE adds to them.
-    "large, gathers": GroupedGemmVariant(32, 4096, 7168, epilogue=SwigluFp8Epilogue(), gathers=True),
-    "large, scatters": GroupedGemmVariant(32, 7168, 2048, scatters=True),
-    "large, traced": GroupedGemmVariant(32, 4096, 7168, epilogue=EXACT, gathers=True, traced=True),
-    # One block of K: a loop that is optimised away leaves wgmma unordered. Scales of such a K come by threads.
-    "smallest": GroupedGemmVariant(1, 128, 128),
-    "smallest, SwiGLU": GroupedGemmVariant(1, 256, 128, epilogue=SwigluFp8Epilogue(clamped=True)),
-    "smallest, gathers": GroupedGemmVariant(1, 256, 128, epilogue=SwigluFp8Epilogue(clamped=True), gathers=True),
-    "many experts": GroupedGemmVariant(300, 384, 256),
-}
-"""Forms by name."""
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("name", mostly_slow(COMPILED, {"smallest", "smallest, SwiGLU"}))
-def test_it_compiles_without_spills(name: str) -> None:
-    """Accumulators indexed at run time show as a stack frame, wgmma that was serialised as a line C75xx."""
-    spec = COMPILED[name].spec()
-    _, log = compiler.compile_kernel(spec)
-    assert "warning" not in log.lower(), log
-    assert "C75" not in log, log
-    needs = Resources.from_log(log)
-    assert (needs.stack_bytes, needs.spill_bytes) == (0, 0), log
-    assert needs.registers * spec.threads <= 65536
-    assert spec.shared_bytes <= 232448

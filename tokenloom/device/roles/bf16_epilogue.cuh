@@ -8,9 +8,9 @@
 //   kUnrolled        blocks of K that the main loop can unroll beside it without spilling
 //   Shared           what it keeps in shared memory, apart from what it stages
 //   stage(staging, shared, sums, tile, number, group, thread)
-//                    turns the sums of a warpgroup into rows in Staging<kTileRowBytes>, between wait_for_room(number) and
-//                    publish(). `sums` is float[kChunks][64], as wgmma leaves it: both halves of the columns, or half
-//                    `group`.
+//                    turns the sums of a warpgroup into staged rows, kStagingPitch<kTileRowBytes> apart, between
+//                    wait_for_room(number) and publish(). `sums` is float[kChunks][64], as wgmma leaves it: both
+//                    halves of the columns, or half `group`.
 #pragma once
 #include "device/ptx/wgmma.cuh"
 #include "device/roles/staging.cuh"
@@ -25,11 +25,13 @@ struct Bf16Epilogue {
     static constexpr int kUnrolled = 8;
     struct Shared {};
 
-    template <int kChunks>
-    __device__ __forceinline__ void stage(Staging<kTileRowBytes>& staging, Shared&, const float (&sums)[kChunks][64],
+    template <class Staging, int kChunks>
+    __device__ __forceinline__ void stage(Staging& staging, Shared&, const float (&sums)[kChunks][64],
                                           const Tile&, uint32 number, int group, int thread) const {
+        constexpr int kPitch = kStagingPitch<kTileRowBytes>;
+        static_assert(kTileRowBytes <= Staging::kRowBytes, "rows fit");
         const int lane = thread % 32;
-        unsigned char* to = staging.rows[group] + (thread / 32 * 16 + lane % 16) * staging.kPitch + lane / 16 * 16 +
+        unsigned char* to = staging.rows[group] + (thread / 32 * 16 + lane % 16) * kPitch + lane / 16 * 16 +
                             first_byte<kChunks>(kTileRowBytes, group);
         staging.wait_for_room(number, group);
 #pragma unroll

@@ -1,8 +1,8 @@
 // A tile source for rows that are grouped by expert. Tiles are counted on the device, from the rows of each expert.
 //
-// Both blocks of a cluster take the same rows, up to 128 of one expert, and neighbouring strips of 256 columns. The order
-// is expert by expert, then pair of strips by pair of strips: clusters that run at the same time share weights in the
-// second-level cache. Cluster c of C takes the pairs c, c + C, c + 2C, ...
+// Both blocks of a cluster take the same rows, up to 128 of one expert, and neighbouring strips of 256 columns. The
+// order is expert by expert, then pair of strips by pair of strips: clusters that run at the same time share weights in
+// the second-level cache. Cluster c of C takes the pairs c, c + C, c + 2C, ...
 #pragma once
 #include "device/roles/gemm_tile.cuh"
 

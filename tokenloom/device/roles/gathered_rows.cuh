@@ -1,5 +1,5 @@
-// Rows that lie wherever an index says. A warp copies them and their scales in place of TMA, which has no gather and takes
-// 45 cycles for each row that it is asked for by itself. tiled_rows.cuh says what *rows* are.
+// Rows that lie wherever an index says. A warp copies them and their scales in place of TMA, which has no gather and
+// takes 45 cycles for each row that it is asked for by itself. tiled_rows.cuh says what *rows* are.
 #pragma once
 #include "device/roles/tiled_rows.cuh"
 

@@ -10,8 +10,8 @@
 // All roles of both blocks must see the same tiles in the same order. `next` may wait, say for rows that a tile needs.
 // expert_tiles.cuh has one.
 //
-// Objects that roles are given (rows, weights, epilogue, destination) refer to the kernel's arguments instead of copying
-// them. Arguments are constant memory: a value is read where it is used, and takes no register meanwhile.
+// Objects that roles are given (rows, weights, epilogue, destination) refer to the kernel's arguments instead of
+// copying them. Arguments are constant memory: a value is read where it is used, and takes no register meanwhile.
 #pragma once
 #include "device/ptx/types.cuh"
 

@@ -5,8 +5,8 @@
 
 constexpr int kLoaderArrivals = 1;  // on a full stage; TMA adds the bytes that the arrival expects
 
-// One tile. Both blocks of the cluster need the same rows, so each loads half of them for both: a stage is empty when the
-// math warps of both blocks have read it.
+// One tile. Both blocks of the cluster need the same rows, so each loads half of them for both: a stage is empty when
+// the math warps of both blocks have read it.
 template <class Ring, class Rows, class OnTma, class Weights, class At>
 __device__ __forceinline__ void load_tile(Ring& ring, const Rows& rows, const OnTma& on_tma, const Weights& weights,
                                           const Tile& tile, const At& at, int32 block) {
@@ -22,8 +22,8 @@ __device__ __forceinline__ void load_tile(Ring& ring, const Rows& rows, const On
         const bool with_scales = kWideScales<kBlocks> && k % kScaleBlocks == 0;
         const int column_scale_bytes = with_scales ? min(kScaleBlocks, kBlocks - k) * 4 : 0;
         const int row_scale_bytes = with_scales && Rows::kScalesByTma ? kRowScaleBytes : 0;
-        mbarrier_arrive_expect(full, groups * kGroupRows * RowOperand::kRowBytes + WeightOperand::kStageBytes + row_scale_bytes +
-                                         kHalves * column_scale_bytes);
+        mbarrier_arrive_expect(full, groups * kGroupRows * RowOperand::kRowBytes + WeightOperand::kStageBytes +
+                                         row_scale_bytes + kHalves * column_scale_bytes);
         if (with_scales) {
             const uint32 buffer = ScalePlace<kBlocks, Ring::kStages>(at, k).buffer;
             if constexpr (Rows::kScalesByTma) tensor_load(ring.a_scales[buffer], &rows.scale_map, k, tile.row, full);

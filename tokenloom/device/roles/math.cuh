@@ -1,10 +1,10 @@
-// The math warpgroups: 64 rows x 256 columns each, or half of the columns if the expert has at most 64 rows. They multiply
-// 128 columns of a stage into a temporary and add it, scaled, to float32 registers: the tensor core adds FP8 products with
-// about 14 bits, and scales change every 128 values of K anyway. While one warpgroup adds, the other multiplies.
+// The math warpgroups: 64 rows x 256 columns each, or half of the columns if the expert has at most 64 rows. They
+// multiply 128 columns of a stage into a temporary and add it, scaled, to float32 registers: the tensor core adds FP8
+// products with about 14 bits, and scales change every 128 values of K anyway. While one warpgroup adds, the other
+// multiplies.
 #pragma once
 #include "device/ptx/cluster.cuh"
 #include "device/ptx/wgmma.cuh"
-#include "device/roles/staging.cuh"
 #include "device/roles/trace.cuh"
 #include "device/roles/weights.cuh"
 
@@ -34,8 +34,8 @@ struct Scales {
     }
 };
 
-// Registers 4j + {0, 1} are row lane / 4, columns 8j + 2 * (lane % 4) + {0, 1}; 4j + {2, 3} are 8 rows below. If columns
-// take turns, even j are gates and odd j ups.
+// Registers 4j + {0, 1} are row lane / 4, columns 8j + 2 * (lane % 4) + {0, 1}; 4j + {2, 3} are 8 rows below. If
+// columns take turns, even j are gates and odd j ups.
 template <class Columns>
 __device__ __forceinline__ void add_scaled(float (&sums)[64], const float (&product)[64], const Scales& scales,
                                            int half) {
@@ -57,6 +57,14 @@ struct MathThread {
     uint32 empty;       // the barriers on which it arrives: lane 0 on its own block's, lane 1 on the other's
 };
 
+template <class Ring>
+__device__ __forceinline__ MathThread math_thread(Ring& ring, int32 block, int group, int thread) {
+    const int lane = thread % 32, row = thread / 32 * 16 + lane / 4;
+    const uint32 a = shared_address(ring.a[0]), b = shared_address(ring.b[0]);
+    const uint32 empty = map_to_block(shared_address(ring.empty), block ^ (lane & 1));
+    return {group, thread, lane, row, a, b, empty};
+}
+
 // The part of a tile that a warpgroup multiplies.
 struct MathPart {
     uint32 a, b;     // descriptors of its rows and its columns in the first stage
@@ -68,7 +76,8 @@ struct MathPart {
 template <class Rows, class Weights, class Epilogue, class Ring, class At, int kChunks>
 __device__ __forceinline__ void multiply_tile(Ring& ring, const MathThread& self, const MathPart& part, const At& at,
                                               float (&sums)[kChunks][64]) {
-    constexpr uint32 kStageA = RowOperand::kStageBytes >> 4, kStageB = WeightOperand::kStageBytes >> 4;  // in descriptors
+    constexpr uint32 kStageA = RowOperand::kStageBytes >> 4;  // as descriptors count
+    constexpr uint32 kStageB = WeightOperand::kStageBytes >> 4;
     int blocks = Weights::kBlocks;
     asm volatile("" : "+r"(blocks));  // a loop of one round that is optimised away leaves wgmma unordered (C7519)
 #pragma unroll
@@ -106,8 +115,8 @@ __device__ __forceinline__ void skip_tile(Ring& ring, const MathThread& self, co
 }
 
 // The tile and its addresses are computed again here, so that they take no registers in the main loop.
-template <class Epilogue, class Tiles, class At, class Trace, int kChunks>
-__device__ __forceinline__ void stage_sums(const Epilogue& epilogue, Staging<Epilogue::kTileRowBytes>& staging,
+template <class Epilogue, class Staging, class Tiles, class At, class Trace, int kChunks>
+__device__ __forceinline__ void stage_sums(const Epilogue& epilogue, Staging& staging,
                                            typename Epilogue::Shared& shared, float (&sums)[kChunks][64], Tiles& tiles,
                                            const At& at, const Trace& trace, int32 block, int group, int thread) {
     tiles.forget();
@@ -119,9 +128,8 @@ __device__ __forceinline__ void stage_sums(const Epilogue& epilogue, Staging<Epi
 }
 
 // One tile of one warpgroup: multiplied, and staged by the epilogue.
-template <class Rows, class Weights, class Ring, class Epilogue, class Tiles, class At, class Trace>
-__device__ __forceinline__ void compute_tile(Ring& ring, const Epilogue& epilogue,
-                                             Staging<Epilogue::kTileRowBytes>& staging,
+template <class Rows, class Weights, class Ring, class Epilogue, class Staging, class Tiles, class At, class Trace>
+__device__ __forceinline__ void compute_tile(Ring& ring, const Epilogue& epilogue, Staging& staging,
                                              typename Epilogue::Shared& shared, Tiles& tiles, const At& at,
                                              const Trace& trace, int32 block, const MathThread& self) {
     const Tile tile = tiles.tile(block);
@@ -145,15 +153,11 @@ __device__ __forceinline__ void compute_tile(Ring& ring, const Epilogue& epilogu
     }
 }
 
-template <class Rows, class Weights, class Ring, class Epilogue, class Tiles, class Trace>
-__device__ __forceinline__ void multiply_tiles(Ring& ring, const Epilogue& epilogue,
-                                               Staging<Epilogue::kTileRowBytes>& staging,
+template <class Rows, class Weights, class Ring, class Epilogue, class Staging, class Tiles, class Trace>
+__device__ __forceinline__ void multiply_tiles(Ring& ring, const Epilogue& epilogue, Staging& staging,
                                                typename Epilogue::Shared& shared, Tiles tiles, const Trace& trace,
                                                int32 block, int group, int thread) {
-    const int lane = thread % 32, row = thread / 32 * 16 + lane / 4;
-    const uint32 a = shared_address(ring.a[0]), b = shared_address(ring.b[0]);
-    const uint32 empty = map_to_block(shared_address(ring.empty), block ^ (lane & 1));
-    const MathThread self{group, thread, lane, row, a, b, empty};
+    const MathThread self = math_thread(ring, block, group, thread);
     for (Position<Weights::kBlocks> at{0}; tiles.next(); at.advance())
         compute_tile<Rows, Weights>(ring, epilogue, staging, shared, tiles, at, trace, block, self);
 }

@@ -9,8 +9,8 @@
 //   kStageBytes   bytes of a stage
 //   kBoxRows      rows of one TMA box; tensor maps are made with it
 //
-// This one is E4M3 with the 128-byte swizzle, as wgmma reads it. An operand of another width is a type of its own, beside
-// a role that decodes it into the stage.
+// This one is E4M3 with the 128-byte swizzle, as wgmma reads it. An operand of another width is a type of its own,
+// beside a role that decodes it into the stage.
 template <int kRows, int kRowsOfBox>
 struct Fp8Operand {
     static constexpr int kRowBytes = kBlock;
@@ -24,8 +24,8 @@ using WeightOperand = Fp8Operand<kTileColumns, kBlock>;
 template <int kBlocks>
 constexpr bool kWideScales = kBlocks % 4 == 0;
 
-// A kernel places it at a multiple of 1024 bytes, for the swizzle. Arrivals are sums over the roles that the kernel runs:
-// on `full` the loading warps' of this block, on `empty` the math warps' of all blocks of the cluster.
+// A kernel places it at a multiple of 1024 bytes, for the swizzle. Arrivals are sums over the roles that the kernel
+// runs: on `full` the loading warps' of this block, on `empty` the math warps' of all blocks of the cluster.
 template <int kRingStages>
 struct OperandRing {
     static constexpr int kStages = kRingStages;

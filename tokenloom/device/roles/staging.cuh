@@ -1,17 +1,21 @@
-// Rows of a tile on their way to memory: math warpgroups stage them in shared memory and go on; storing warps write them
-// where they belong.
+// Rows of a tile on their way to memory: math warpgroups stage them in shared memory and go on; storing warps write
+// them where they belong.
 #pragma once
 #include "device/ptx/bulk.cuh"
 #include "device/roles/gemm_tile.cuh"
 
 constexpr int kStagingArrivals = kGroupWarps;  // on a full buffer: each warp of the warpgroup
 
-// Each warpgroup has a buffer and a pair of barriers of its own. Rows are padded against bank conflicts.
-template <int kBytesOfRow>
+// From one staged row to the next: padded against bank conflicts.
+template <int kTileRowBytes>
+constexpr int kStagingPitch = kTileRowBytes + 16;
+
+// Each warpgroup has a buffer and a pair of barriers of its own. Epilogues whose rows of a tile have at most
+// kMostRowBytes can share it.
+template <int kMostRowBytes>
 struct Staging {
-    static constexpr int kRowBytes = kBytesOfRow;
-    static constexpr int kPitch = kRowBytes + 16;
-    alignas(16) unsigned char rows[kGroups][kGroupRows * kPitch];
+    static constexpr int kRowBytes = kMostRowBytes;
+    alignas(16) unsigned char rows[kGroups][kGroupRows * kStagingPitch<kMostRowBytes>];
     uint64 full[kGroups];
     uint64 empty[kGroups];
 

@@ -27,11 +27,12 @@ struct RowsByAddress {
     }
 };
 
-// What the warpgroups staged for the block's tile `number`. Neighbouring lanes write the same row.
-template <int64 kRowBytes, class Staging, class Destination>
+// What Epilogue staged for the block's tile `number`. Neighbouring lanes write the same row.
+template <class Epilogue, class Staging, class Destination>
 __device__ __forceinline__ void store_tile(Staging& staging, const Destination& to, const Tile& tile, uint32 number,
                                            int thread) {
-    constexpr int kUnits = Staging::kRowBytes / 16, kRowsAtOnce = 32 * kStoreWarps / kUnits, kBatch = 4;
+    constexpr int kPitch = kStagingPitch<Epilogue::kTileRowBytes>, kUnits = Epilogue::kTileRowBytes / 16;
+    constexpr int kRowsAtOnce = 32 * kStoreWarps / kUnits, kBatch = 4;
     const int unit = thread % kUnits;
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
@@ -39,16 +40,16 @@ __device__ __forceinline__ void store_tile(Staging& staging, const Destination& 
         const int rows = min(tile.rows - first, kGroupRows);  // may be none
         mbarrier_wait(&staging.full[group], number & 1);
         const unsigned char* from = staging.rows[group] + unit * 16;
-        const int64 in_row = static_cast<int64>(tile.column / kTileColumns) * Staging::kRowBytes + unit * 16;
+        const int64 in_row = static_cast<int64>(tile.column / kTileColumns) * Epilogue::kTileRowBytes + unit * 16;
         const int64 first_row = tile.row + first;
         const bool ours = !tile.halves || unit / (kUnits / kHalves) == group;
-        const int stored = ours && in_row < kRowBytes ? rows : 0;  // a pair of strips may reach past N
+        const int stored = ours && in_row < Epilogue::kRowBytes ? rows : 0;  // a pair of strips may reach past N
         for (int row = thread / kUnits; row < stored; row += kBatch * kRowsAtOnce) {
             Vec16 values[kBatch];
 #pragma unroll
             for (int i = 0; i < kBatch; ++i)
                 values[i] = *reinterpret_cast<const Vec16*>(
-                    from + min(row + i * kRowsAtOnce, kGroupRows - 1) * Staging::kPitch);
+                    from + min(row + i * kRowsAtOnce, kGroupRows - 1) * kPitch);
 #pragma unroll
             for (int i = 0; i < kBatch; ++i)
                 if (row + i * kRowsAtOnce < stored)
@@ -59,12 +60,12 @@ __device__ __forceinline__ void store_tile(Staging& staging, const Destination& 
     }
 }
 
-template <int64 kRowBytes, class Staging, class Destination, class Tiles, class Trace>
+template <class Epilogue, class Staging, class Destination, class Tiles, class Trace>
 __device__ __forceinline__ void store_tiles(Staging& staging, const Destination& to, Tiles tiles, const Trace& trace,
                                             int32 block, int thread) {
     for (uint32 number = 0; tiles.next(); ++number) {
         if (thread == 0) trace.mark(kStores, number, kBegins);
-        store_tile<kRowBytes>(staging, to, tiles.tile(block), number, thread);
+        store_tile<Epilogue>(staging, to, tiles.tile(block), number, thread);
         if (thread == 0) trace.mark(kStores, number, kEnds);
     }
 }

@@ -1,5 +1,5 @@
-// An epilogue for sums that are gates and ups: silu(gate) * up * weight, quantised to E4M3 with one scale per row and 128
-// values. bf16_epilogue.cuh says what an epilogue is.
+// An epilogue for sums that are gates and ups: silu(gate) * up * weight, quantised to E4M3 with one scale per row and
+// 128 values. bf16_epilogue.cuh says what an epilogue is.
 //
 // Gates and ups take turns every 8 columns, so each thread has both of a value. The 256 columns of a row are one scale
 // block of the output, which four lanes share.
@@ -77,12 +77,14 @@ struct SwigluFp8Epilogue {
         sync_threads(1, kGroups * kGroupThreads);  // before the next tile's are written
     }
 
-    template <int kChunks>
-    __device__ __forceinline__ void stage(Staging<kTileRowBytes>& staging, Shared& shared, float (&sums)[kChunks][64],
+    template <class Staging, int kChunks>
+    __device__ __forceinline__ void stage(Staging& staging, Shared& shared, float (&sums)[kChunks][64],
                                           const Tile& tile, uint32 number, int group, int thread) const {
+        constexpr int kPitch = kStagingPitch<kTileRowBytes>;
+        static_assert(kTileRowBytes <= Staging::kRowBytes, "rows fit");
         const int lane = thread % 32, staged_row = thread / 32 * 16 + lane / 4;
         const int row = (kChunks == kHalves ? group * kGroupRows : 0) + staged_row;
-        unsigned char* to = staging.rows[group] + staged_row * staging.kPitch + first_byte<kChunks>(kTileRowBytes, group);
+        unsigned char* to = staging.rows[group] + staged_row * kPitch + first_byte<kChunks>(kTileRowBytes, group);
         const bool inside = tile.column < kN;  // a pair of strips may reach past N
         const bool exists[2] = {inside && row < tile.rows, inside && row + 8 < tile.rows};
         staging.wait_for_room(number, group);
@@ -96,7 +98,7 @@ struct SwigluFp8Epilogue {
         for (int i = 0; i < 2; ++i) {
             if constexpr (kChunks == kHalves)  // one row after the other: registers are scarce
                 amax[i] = activate_row(sums, 2 * i, tile.row + row + 8 * i, exists[i]);
-            stage_row(sums, 2 * i, amax[i], to + 8 * i * staging.kPitch,
+            stage_row(sums, 2 * i, amax[i], to + 8 * i * kPitch,
                       (tile.row + row + 8 * i) * kRowScales + tile.column / kTileColumns, exists[i], lane);
         }
         staging.publish(group, lane);

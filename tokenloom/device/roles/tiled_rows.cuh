@@ -37,7 +37,7 @@ struct TiledRows {
 
     __device__ __forceinline__ OnTma on_tma() const { return {}; }
 
-    // Scales of a K that TMA cannot take, one value of each row at a time. Their loads share the path of wgmma's operands.
+    // Scales of a K that TMA cannot take, one value of each row at a time.
     template <class Ring, class Weights, class Tiles, class Trace>
     __device__ __forceinline__ void load_beside(Ring& ring, Shared&, const Weights& weights, Tiles tiles, const Trace&,
                                                 int32 block, int lane) const {

@@ -1,4 +1,4 @@
-// Quantise a row to E4M3 with one scale per 128 values, as the semantics define it: IEEE divisions, each result
+// Quantises a row to E4M3 with one scale per 128 values, as the semantics define it: IEEE divisions, each result
 // rounded.
 #pragma once
 #include "device/tile/rows.cuh"
@@ -18,7 +18,7 @@ __device__ __forceinline__ float divide_full(float a, float b) {
     return quotient;
 }
 
-// Two values, or four, the first in the lowest byte; beyond +-448 they saturate.
+// Packs two values, or four, the first in the lowest byte. Beyond +-448 they saturate.
 __device__ __forceinline__ uint16 pack_e4m3(float a, float b) {
     uint16 pair;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(b), "f"(a));
@@ -45,8 +45,8 @@ __device__ __forceinline__ Fp8Scale fp8_scale(float amax) {
     }
 }
 
-// A row of kDtype to the targets of all lanes in the mask; its scales likewise. A lane takes 16 values at a step, so
-// that 8 neighbours share a block. All lanes call it together.
+// Quantises a row of kDtype to the targets of all lanes in the mask, its scales to their scale targets. A lane takes 16
+// values at a step, so 8 neighbours share a block. All lanes call it together.
 template <int kDtype, int kHidden, bool kPowerOfTwo>
 __device__ __forceinline__ void quantize_row(const unsigned char* from, uint64 target, uint64 scale_target,
                                              uint32 targets, int lane) {

@@ -1,8 +1,8 @@
-// Routes as the caller gives them: ids of experts, int32 or int64.
+// Routes as the caller gives them: expert ids, int32 or int64.
 #pragma once
 #include "device/ptx/types.cuh"
 
-// Expert of an id, -1 for none; ids out of range count as none, never as addresses.
+// The expert of an id, or -1 for none. Ids out of range count as none, never as addresses.
 template <int kExperts, class Id>
 __device__ __forceinline__ int32 expert_of_id(Id id) {
     return id >= 0 && id < kExperts ? static_cast<int32>(id) : -1;

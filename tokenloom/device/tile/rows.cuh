@@ -1,7 +1,8 @@
 // A warp copies, scales and adds rows in global memory. Targets may be a peer's memory.
 //
-// A row is cut into tiles. In each, a lane has a few 16-byte loads of every row in flight, which hides the latency. Where
-// several rows take part, lane i holds the address (and the weight) of row i, and a mask has a bit for each such lane.
+// A row is cut into tiles. In each, a lane has a few 16-byte loads of every row in flight, which hides the latency.
+// Where several rows take part, lane i holds the address (and the weight) of row i, and a mask has a bit for each such
+// lane.
 #pragma once
 #include "device/tile/values.cuh"
 

@@ -1,4 +1,4 @@
-// Groups of values of one dtype as floats: 16-byte loads and stores of global memory, rounded to nearest even.
+// Groups of values of one dtype, as floats: 16-byte loads and stores of global memory, rounded to nearest even.
 #pragma once
 #include "device/ptx/memory.cuh"
 
@@ -19,7 +19,7 @@ __device__ __forceinline__ float float16_to_float(uint32 bits) {
     return value;
 }
 
-// Two floats to one word, `low` in its lower half.
+// Rounds two floats into one word, `low` in its lower half.
 template <int kDtype>
 __device__ __forceinline__ uint32 pack_pair(float low, float high) {
     uint32 word;
@@ -36,13 +36,13 @@ __device__ __forceinline__ float2 unpack_pair(uint32 word) {
     else return {float16_to_float(word & 0xffff), float16_to_float(word >> 16)};
 }
 
-// Values that a lane handles at once: 8, or 4 where a row is no multiple of 8 values (float32 only then), or 16.
+// Values that a lane handles at once: 8 or 16, or 4 of float32 where a row is not a multiple of 8 values.
 template <int kValues>
 struct Group {
     float value[kValues];
 };
 
-// The same as they lie in memory.
+// The same values as they lie in memory.
 template <int kDtype, int kValues>
 struct PackedGroup {
     static constexpr int kBytes = kValues * kValueBytes<kDtype>;
@@ -88,7 +88,7 @@ __device__ __forceinline__ void store_group(unsigned char* global, const Group<k
     for (int i = 0; i < packed.kBytes / 16; ++i) store_16(global + 16 * i, packed.part[i]);
 }
 
-// a + b and a * w with each result rounded by itself, as the semantics ask.
+// a + b and a * w, each result rounded by itself, as the semantics ask.
 template <int kValues>
 __device__ __forceinline__ void add_group(Group<kValues>& sum, const Group<kValues>& term) {
 #pragma unroll

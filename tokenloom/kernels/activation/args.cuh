@@ -1,18 +1,18 @@
-// SwiGLU between the two products of an expert, forward and backward, and what both compute of a value.
+// SwiGLU between the two GEMMs of an expert: the arguments of both directions, and what both compute of a value.
 #pragma once
 #include "device/tile/rows.cuh"
 
 struct SwigluArgs {
     const void* hidden;      // [rows] of I gates, then I ups
-    const float* weights;    // [rows] that multiply activations
-    const int32* num_rows;   // [1] how many of the rows there are; others are neither read nor written
+    const float* weights;    // [rows] factors of the activations
+    const int32* num_rows;   // [1] rows in use; others are neither read nor written
     void* activations;       // [rows] of I, weighted and rounded
-    const void* grad;        // backward: [rows] of I, of activations
+    const void* grad;        // backward: [rows] of I, the gradient of activations
     void* grad_hidden;       // backward: as hidden
     float* grad_weights;     // backward: [rows]
 };
 
-// A row of I values in groups of 16 bytes, one per lane and step; up to kMostSteps steps at once.
+// A row of I values in groups of 16 bytes, one for each lane and step, with up to kMostSteps steps in flight.
 template <class Shape, int kMostSteps>
 struct SwigluRow {
     static constexpr int kDtype = Shape::dtype, kValues = 16 / kValueBytes<kDtype>;
@@ -29,7 +29,7 @@ struct SwigluRow {
     }
 };
 
-// Approximations of the hardware, a few units in the last place of float32, where results are rounded to 16 bits.
+// Where results are rounded to 16 bits, the hardware's approximations: within a few units in the last place of float32.
 template <int kDtype>
 __device__ __forceinline__ float sigmoid(float x) {
     if constexpr (kDtype == kFloat32) return __fdiv_rn(1.0f, 1.0f + expf(-x));

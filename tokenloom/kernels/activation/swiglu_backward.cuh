@@ -1,5 +1,5 @@
-// Gradients of pre-activations and of weights, and the activations once more, for the gradient of w2. A warp takes a row
-// at a time; a weight's gradient is added up in an order that depends on the width alone.
+// Gradients of gates, ups and weights, and the activations again, for the gradient of w2. A warp takes one row at a
+// time. The terms of a weight's gradient are added in an order that depends on the width alone.
 #pragma once
 #include "kernels/activation/args.cuh"
 

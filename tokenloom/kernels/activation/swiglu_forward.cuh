@@ -1,4 +1,4 @@
-// Pre-activations to weighted activations: weight * silu(gate) * up. A warp takes a row at a time.
+// Weighted activations: weight * silu(gate) * up. A warp takes one row at a time.
 #pragma once
 #include "kernels/activation/args.cuh"
 

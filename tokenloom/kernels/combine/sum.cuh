@@ -39,7 +39,7 @@ __device__ bool sum_rows(const CombineArgs& args, const CombineShared<Shape>& sh
     auto* out = static_cast<unsigned char*>(args.out);
     if (args.num_tokens == 0) return true;
     const int32 num_warps = gridDim.x * kSumWarps;
-    const int32 parts = min(max(4 * num_warps / args.num_tokens, 1), Rows::Sum::Row::kCount);
+    const int32 parts = Rows::Sum::parts(args.num_tokens, num_warps);
     const int32 num_items = args.num_tokens * parts;
     Claims claims(args.call.claimed + 1, lane);
     int32 item = warp * gridDim.x + blockIdx.x;

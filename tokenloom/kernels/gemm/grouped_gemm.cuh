@@ -15,7 +15,7 @@
 #include "device/roles/swiglu_fp8_epilogue.cuh"
 
 struct GroupedGemmArgs {
-    TensorMap a;                  // [rows, K] E4M3, boxes of 128 values x 32 rows, 128-byte swizzle; if gathered, of copies
+    TensorMap a;                  // [rows, K] E4M3, boxes of 128 values x 32 rows, swizzled; if gathered: copied rows
     TensorMap b;                  // [E, N, K] E4M3, boxes of 128 values x 128 rows
     TensorMap a_scale_map;        // [rows, K / 128], boxes of 8 values x 128 rows; if K % 512 == 0 and not gathered
     const unsigned char* a_rows;  // gathered: [any, K] E4M3
@@ -48,7 +48,8 @@ __device__ __forceinline__ auto epilogue_of(const GroupedGemmArgs& args) {
 template <class Shape>
 __device__ __forceinline__ auto rows_of(const GroupedGemmArgs& args) {
     if constexpr (Shape::gathers != 0)
-        return GatheredRows<Shape::k>{args.a, args.a_scale_map, args.a_rows, args.a_scales, args.row_index, args.copied};
+        return GatheredRows<Shape::k>{args.a,        args.a_scale_map, args.a_rows,
+                                      args.a_scales, args.row_index,   args.copied};
     else return TiledRows<Shape::k>{args.a, args.a_scale_map, args.a_scales};
 }
 
@@ -107,8 +108,8 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
             if (warp == 1)
                 rows.load_beside(shared.ring, shared.rows, weights, Tiles(shared.experts), trace, block, lane);
         if (warp >= kGroupWarps - kStoreWarps)
-            store_tiles<Epilogue::kRowBytes>(shared.staging, destination, Tiles(shared.experts), trace, block,
-                                             threadIdx.x % (32 * kStoreWarps));
+            store_tiles<Epilogue>(shared.staging, destination, Tiles(shared.experts), trace, block,
+                                  threadIdx.x % (32 * kStoreWarps));
         __syncwarp();
     } else {
         take_registers<kMathRegisters>();

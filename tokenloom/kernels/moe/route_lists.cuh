@@ -1,11 +1,11 @@
 // Route lists: which received rows each local expert takes. The GEMMs follow them. Where there is room, rows are also
 // copied into the order of the lists, so that GEMM1 does not have to gather them.
 //
-// Blocks take chunks of the received routes in any order, so the order within a list is arbitrary. It does not show: the
-// result of a row does not depend on its place, and goes to an address of its own.
+// Blocks take chunks of the received routes in any order, so the order within a list is arbitrary. It does not show:
+// the result of a row does not depend on its place, and goes to an address of its own.
 //
-// Shared experts are this rank's last experts. Each takes all of the rank's own tokens, which this kernel puts, quantised,
-// behind the received rows.
+// Shared experts are this rank's last experts. Each takes all of the rank's own tokens, which this kernel puts,
+// quantised, behind the received rows.
 #pragma once
 #include "device/tile/fp8.cuh"
 #include "device/transport/peer.cuh"

@@ -1,5 +1,5 @@
-// The end of a MegaMoE call. Each token's rows have come home; they are added in ascending k, shared experts' rows last,
-// in float32, and rounded once.
+// The end of a MegaMoE call. Each token's rows have come home; they are added in ascending k, shared experts' rows
+// last, in float32, and rounded once.
 //
 // NaN takes the place of a sum that must not be trusted: of all tokens if the ranks have not met, and of tokens whose
 // dispatch did not take place.

@@ -1,0 +1,70 @@
+"""Forms of the kernels that compute: the grouped GEMM, SwiGLU, and what MegaMoE runs around its GEMMs."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+
+from tokenloom.kernels.activation.launch import SwigluVariant
+from tokenloom.kernels.common import Variant, short_name
+from tokenloom.kernels.gemm.launch import GroupedGemmVariant, SwigluFp8Epilogue
+from tokenloom.kernels.moe.launch import OwnTokens, RouteListsVariant, SumRoutesVariant
+from tokenloom.plan import Plan
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+FP8 = torch.float8_e4m3fn
+FAST, CLAMPED = SwigluFp8Epilogue(), SwigluFp8Epilogue(clamped=True)
+EXACT = SwigluFp8Epilogue(clamped=True, power_of_two_scales=True, fast_math=False)
+REAL_PLAN = Plan(8, 256, 7168, 8, 8192)
+
+
+def around_gemms(
+    what: str, plan: Plan, intermediate: int, shared: int = 0, x_dtype: torch.dtype = FP8, power_of_two: bool = False
+) -> list[tuple[str, Variant]]:
+    """What runs before and after the GEMMs of a layer."""
+    own_tokens = OwnTokens(x_dtype, power_of_two)
+    lists = RouteListsVariant(plan, intermediate=intermediate, num_shared_experts=shared, own_tokens=own_tokens)
+    sums = SumRoutesVariant(plan, num_shared_experts=shared)
+    return [(f"route_lists, {what}", lists), (f"sum_routes, {what}", sums)]
+
+
+COMPUTE_VARIANTS: list[tuple[str, Variant]] = [
+    # GEMMs of a large layer have the longest main loops and use the most registers; MegaMoE gathers and scatters.
+    ("gemm, large", GroupedGemmVariant(32, 4096, 7168)),
+    ("gemm, large, K 2048", GroupedGemmVariant(32, 7168, 2048)),
+    ("gemm, large, scatters", GroupedGemmVariant(32, 7168, 2048, scatters=True)),
+    ("gemm, large, swiglu", GroupedGemmVariant(32, 4096, 7168, epilogue=FAST)),
+    ("gemm, large, swiglu exact", GroupedGemmVariant(32, 4096, 7168, epilogue=EXACT)),
+    *(
+        (f"gemm, large, {epilogue}, gathers", GroupedGemmVariant(32, 4096, 7168, epilogue=epilogue, gathers=True))
+        for epilogue in (FAST, CLAMPED, EXACT)
+    ),
+    # Roles that write when they work hold more registers.
+    ("gemm, traced, gathers", GroupedGemmVariant(32, 4096, 7168, epilogue=EXACT, gathers=True, traced=True)),
+    ("gemm, traced, scatters", GroupedGemmVariant(32, 7168, 2048, scatters=True, traced=True)),
+    # One block of K: a loop that is optimised away leaves wgmma unordered. Scales of such a K are copied by threads.
+    ("gemm, smallest", GroupedGemmVariant(1, 128, 128)),
+    ("gemm, smallest, swiglu", GroupedGemmVariant(1, 256, 128, epilogue=CLAMPED)),
+    ("gemm, smallest, swiglu, gathers", GroupedGemmVariant(1, 256, 128, epilogue=CLAMPED, gathers=True)),
+    # The last scales of a row are 4 blocks instead of 8.
+    ("gemm, K 512", GroupedGemmVariant(3, 2048, 512)),
+    ("gemm, many experts", GroupedGemmVariant(300, 384, 256)),
+    # Every dtype is read and written in its own way. Rows shorter than a warp's loads, of tails, of one tile and many.
+    *(
+        (f"swiglu_{direction}, {short_name(dtype)}, {width}", SwigluVariant(direction, dtype, width))
+        for direction, dtype, width in product(
+            ("forward", "backward"), (BF16, FP16, FP32), (8, 24, 96, 264, 1536, 2048, 14336)
+        )
+    ),
+    # What the layer is measured with; the fewest of everything; as many ranks and routes as a warp has lanes.
+    *around_gemms("large", REAL_PLAN, 2048),
+    *around_gemms("one expert", Plan(1, 3, 128, 1, 1), 128),
+    *around_gemms("32 ranks", Plan(32, 64, 384, 32, 9), 256),
+    # Own tokens of each kind have code of their own; 30 routes and 2 shared experts fill a warp.
+    *around_gemms("large, shared", REAL_PLAN, 2048, 1, BF16),
+    *around_gemms("shared, powers of two", REAL_PLAN, 2048, 1, BF16, power_of_two=True),
+    *around_gemms("shared fp32", Plan(2, 8, 384, 30, 9), 256, 2, FP32),
+    *around_gemms("shared fp8", Plan(2, 8, 384, 30, 9), 256, 2),
+]
+"""Name and form of each."""
