@@ -217,4 +217,4 @@ def check_clamp(name: str, clamp: float | None) -> None:
 def check_aligned(name: str, tensor: torch.Tensor) -> None:
     """Raise an error unless the tensor begins at an address that 16-byte copies can read."""
     if tensor.data_ptr() % ALIGNMENT_BYTES:
-        raise InvalidArgument(f"{name} begins at no multiple of {ALIGNMENT_BYTES} bytes; pass a copy of it")
+        raise InvalidArgument(f"{name} does not begin at a multiple of {ALIGNMENT_BYTES} bytes; pass a copy of it")
