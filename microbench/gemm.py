@@ -1,9 +1,9 @@
-"""The grouped FP8 GEMM beside cuBLAS, and DeepGEMM where it can be imported, in turns on one Hopper GPU.
+"""Measure the grouped FP8 GEMM, cuBLAS, and DeepGEMM where it can be imported, in turns on one Hopper GPU.
 
     python microbench/gemm.py [--json FILE]
 
-cuBLAS: torch._scaled_mm with the same block scales, as one dense product of the same total size. Times are events
-around replays of a graph of ten calls, medians over rounds in which everybody takes turns.
+cuBLAS is torch._scaled_mm with the same block scales, as one dense GEMM of the same total size. Times are events around
+replays of a graph of ten calls, as medians over rounds in which all take turns.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def us_of(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def deep_gemm(a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor) -> dict[str, Any]:
-    """Its grouped GEMM of as many rows for each expert; it takes multiples of 128. Empty where it is missing."""
+    """Its grouped GEMM with equally many rows for each expert, a multiple of 128. Empty where it is missing."""
     try:
         import deep_gemm as rival
     except ImportError:

@@ -1,10 +1,9 @@
-"""Every schedule of MegaMoE at every number of tokens, in turns: what tokenloom/tune/mega.py has its table from.
+"""Measure every schedule of MegaMoE at several numbers of tokens, for the table in tokenloom/inference/schedules.py.
 
     python microbench/schedules.py [--tokens 8,64,512] [--json FILE]
 
-Needs Hopper GPUs; uses all of them, one rank with 32 experts each, which does as much arithmetic as each
-rank of 8 with 256. Microseconds of a call in a replayed graph: the median over rounds in which every schedule takes
-its turn, of the slowest rank.
+Uses all Hopper GPUs, with one rank of 32 experts each: as much arithmetic as each of 8 ranks with 256 experts. Times
+are microseconds of a call in a replayed graph on the slowest rank, as medians over rounds in which all take turns.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ SCHEDULES = {"gathers": MegaSchedule(copies_rows=False), "copies": MegaSchedule(
 
 @torch.no_grad()
 def measure(context: RankContext, tokens: list[int]) -> list[dict[str, float]]:
-    """Of each number of tokens, the median of each schedule on this rank. Collective."""
+    """Return the median of each schedule on this rank, for each number of tokens. Collective."""
     shape = MegaShape(hidden=7168, intermediate=2048, num_experts=LOCAL_EXPERTS * context.num_ranks, top_k=8)
     sizes: dict[str, Any] = {
         "num_experts": shape.num_experts,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 
+from tests.kernels.test_kernels import check
 from tests.support.small_kernels import needs_nvrtc
 from tokenloom.jit import compiler
 from tokenloom.jit.compiler import KernelSpec, Resources
 from tokenloom.jit.kernel import TensorMap
 from tokenloom.kernels.common import MAX_SHARED_BYTES, int32_fields, uint64_fields
+from tokenloom.kernels.gemm import launch
 
 
 class TwoGemmsArgs(ctypes.Structure):
@@ -176,6 +178,31 @@ class InlineSpec(KernelSpec):
 
     def source(self) -> str:
         return super().source().replace(f'#include "{self.path}"', SOURCE)
+
+
+@needs_nvrtc
+def test_numbers_are_the_same_on_both_sides() -> None:
+    """Tensor maps, shared memory and traces are made with Python's copies of these constants."""
+    numbers = {
+        "kClusterBlocks": launch.CLUSTER,
+        "kTileRows": launch.TILE_ROWS,
+        "kTileColumns": launch.TILE_COLUMNS,
+        "kBlock": launch.BLOCK,
+        "kScaleBlocks": launch.SCALE_BLOCKS,
+        "RowOperand::kBoxRows": launch.A_BOX_ROWS,
+        "WeightOperand::kBoxRows": launch.B_BOX_ROWS,
+        "kTraceRoles": len(launch.TRACE_ROLES),
+        "kTracedTiles": launch.TRACED_TILES,
+        "kGroupThreads * (kGroups + 1)": launch.THREADS,
+        "Bf16Epilogue<256>::kTileRowBytes": launch.Bf16Epilogue.tile_row_bytes,
+        "SwigluFp8Epilogue<256, 0, 0, 1>::kTileRowBytes": launch.SwigluFp8Epilogue.tile_row_bytes,
+    }
+    roles = [launch.TRACE_ROLES.index(name) for name in ("load", "gather", "multiply 0", "epilogue 0", "store")]
+    numbers |= dict(zip(("kLoads", "kGathers", "kMultiplies", "kStages", "kStores"), roles, strict=True))
+    check(
+        "kernels/gemm/grouped_gemm.cuh",
+        *(f'static_assert({name} == {number}, "{name}");' for name, number in numbers.items()),
+    )
 
 
 @needs_nvrtc
