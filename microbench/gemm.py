@@ -2,8 +2,8 @@
 
     python microbench/gemm.py [--json FILE]
 
-cuBLAS is torch._scaled_mm with the same block scales, as one dense GEMM of the same total size. Times are events around
-replays of a graph of ten calls, as medians over rounds in which all take turns.
+cuBLAS is torch._scaled_mm with the same block scales, as one dense GEMM of the same total size. Times are events
+around replays of a graph of ten calls, as medians over rounds in which all take turns.
 """
 
 from __future__ import annotations
