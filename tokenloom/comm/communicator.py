@@ -242,7 +242,7 @@ class Communicator:
             return options, inputs
 
         def work() -> Routed:
-            with profiler_range(DISPATCH_RANGE), engine.sequence(Upcoming("dispatch")):
+            with profiler_range(DISPATCH_RANGE), engine.sequence(Upcoming("dispatch", awaited=sizes == "exact")):
                 options, inputs = checked()
                 handle, rows = engine.send_dispatch(options, inputs).receive()
                 weights = handle.topk_weights

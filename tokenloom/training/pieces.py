@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -84,9 +84,8 @@ def cut(engine: Engine, options: RunOptions, num_tokens: int) -> list[slice]:
 
 def forward_calls(options: RunOptions, num_pieces: int, dtype: torch.dtype, needs_grad: bool) -> list[Upcoming]:
     """List the calls of a forward in order. Each dispatch opens before the combine of the previous piece."""
-    dispatch = Upcoming(
-        "dispatch", resend_options(options.strategy.dispatch), dtype.itemsize, awaited=options.pool_rows is None
-    )
+    sent = replace(resend_options(options.strategy.dispatch), capacity=options.pool_rows)
+    dispatch = Upcoming("dispatch", sent, dtype.itemsize, awaited=options.pool_rows is None)
     combine = Upcoming("combine", options.combine_options(dtype, needs_grad), dtype.itemsize)
     return [dispatch, *([dispatch, combine] * (num_pieces - 1)), combine]
 

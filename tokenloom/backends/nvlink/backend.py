@@ -85,14 +85,15 @@ class NvlinkBackend:
             if call.awaited or self._checked or not all(map(self._has_buffers, (call, following))):
                 break
             names.append(following.name)
-        self._launcher.report_fault(fault, names)
+        first = upcoming[0]
+        self._launcher.report_fault(fault, names, others_wait=first.awaited or not self._has_buffers(first))
 
     def _has_buffers(self, call: Upcoming) -> bool:
         options = call.options
         if isinstance(options, CombineOptions):
             return self._buffers.has_for_combine(options)
         if isinstance(options, DispatchOptions):
-            return self._buffers.has_for_dispatch(options.strategy, call.value_bytes)
+            return self._buffers.has_for_dispatch(options, call.value_bytes)
         return True
 
     def check(self, wait: Wait) -> None:

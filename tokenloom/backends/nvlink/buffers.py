@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from tokenloom.backends.base import CombineOptions
+from tokenloom.backends.base import CombineOptions, DispatchOptions
 from tokenloom.backends.handshake import Fields
 from tokenloom.backends.nvlink.launcher import Launcher
 from tokenloom.kernels.combine.launch import max_chunks
@@ -176,13 +176,15 @@ class Buffers:
 
     def _grow(self, value_bytes: int, rows: int, fields: Fields) -> None:
         """Make room for more rows. Rows handed out stay where they are, as long as somebody looks at them."""
-        if self._has((self._data_layout, value_bytes)):
+        key = (self._data_layout, value_bytes)
+        if self._has(key):
             self._launcher.agree_before_memory(fields)
-            self._launcher.retire(self._buffers.pop((self._data_layout, value_bytes)))
+            self._launcher.retire(self._buffers.pop(key))
         self._receive = {
             key: found for key, found in self._receive.items() if self._value_bytes(key[1]) != value_bytes
         }
-        self._rows[value_bytes] = rows
+        self._make(key, rows, fields)
+        self._rows[value_bytes] = rows  # last: where a rank has a fault, all ranks must still mean the same size
 
     def data(self, value_bytes: int, fields: Fields) -> SymmetricBuffer:
         """The buffer that rows are received in, and come home to."""
@@ -200,16 +202,29 @@ class Buffers:
         """A buffer of this layout for values of this width."""
         found = self._buffers.get((layout, value_bytes))
         if found is None:
-            self._launcher.agree_before_memory(fields)
-            rows = self._rows.get(value_bytes, self._least_rows)
-            found = SymmetricBuffer(layout(self._plan, value_bytes, rows), self._launcher.ranks)
-            self._buffers[layout, value_bytes] = found
+            found = self._make((layout, value_bytes), self._rows.get(value_bytes, self._least_rows), fields)
         return found
 
-    def has_for_dispatch(self, strategy: str, value_bytes: int) -> bool:
-        """Whether a dispatch would make no buffer."""
-        needed = [(self._data_layout, value_bytes), *[(gather_layout, value_bytes)] * (strategy == "all_gather")]
-        return all(map(self._has, needed))
+    def _make(self, key: tuple[MakeLayout, int], rows: int, fields: Fields) -> SymmetricBuffer:
+        self._launcher.agree_before_memory(fields)
+        layout, value_bytes = key
+        found = SymmetricBuffer(layout(self._plan, value_bytes, rows), self._launcher.ranks)
+        self._buffers[key] = found
+        return found
+
+    def has_for_dispatch(self, options: DispatchOptions, value_bytes: int) -> bool:
+        """Whether a dispatch would make no buffer, and none larger."""
+        needed = [(self._data_layout, value_bytes)]
+        if options.strategy == "all_gather":
+            needed.append((gather_layout, value_bytes))
+        rows = self.bounded_rows(options)
+        return rows <= self._rows.get(value_bytes, self._least_rows) and all(map(self._has, needed))
+
+    def bounded_rows(self, options: DispatchOptions) -> int:
+        """Rows that a receive buffer must have for the capacity of a bounded dispatch in layout "expert", else 0."""
+        if options.layout != "expert" or options.sizes != "bounded":
+            return 0
+        return min(options.capacity or 0, self._plan.worst_case_rows("expert", options.alignment))
 
     def has_for_combine(self, options: CombineOptions) -> bool:
         """Whether a combine would make no buffer."""

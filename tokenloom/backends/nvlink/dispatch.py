@@ -165,15 +165,14 @@ class Dispatcher:
     def send(self, options: DispatchOptions, inputs: DispatchInputs) -> PendingDispatch:
         """Launch the kernel, which sends and receives; see :meth:`tokenloom.backends.base.Backend.send_dispatch`."""
         _check(self._plan, options, inputs, self._checked, self._buffers.fused)
-        exact, row_dtype = options.sizes == "exact", inputs.x.dtype
-        if exact and not inputs.ahead:  # whoever waits hears first of what earlier calls left
+        row_dtype = inputs.x.dtype
+        if options.sizes == "exact" and not inputs.ahead:  # whoever waits hears first of what earlier calls left
             self._launcher.settle(0)
         if options.to_fp8:
             row_dtype = torch.float8_e4m3fn
         room = self._plan.worst_case_rows("token")
         if options.layout == "expert":
-            most = self._plan.worst_case_rows("expert", options.alignment)
-            room = max(self._buffers.rows_for(row_dtype), 0 if exact else min(options.capacity or 0, most))
+            room = max(self._buffers.rows_for(row_dtype), self._buffers.bounded_rows(options))
         limit = room if options.capacity is None else min(options.capacity, room)
         handle, rows = self.start(options, inputs, limit)
         return PendingDispatch(self, handle, rows, options, inputs, limit)

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 import torch
 
 from tokenloom.backends.handshake import Fields, hash_of, raise_difference, text_of
-from tokenloom.errors import CapacityOverflow, InvalidArgument, PeerError, ShapeMismatch
+from tokenloom.errors import CapacityOverflow, InvalidArgument, PeerError, PlanMismatch, ShapeMismatch
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.barrier.launch import BarrierVariant
 from tokenloom.kernels.common import Variant
@@ -57,12 +57,16 @@ class Launched(Generic[T]):
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A call whose outcome the host has not read: its number, its slot, and what error messages want to say."""
+    """A call whose outcome the host has not read: its number, its slot, and what error messages want to say.
+
+    With ``own_fault`` this rank opened it for a fault of its own, and the outcome is no news to it.
+    """
 
     number: int
     slot: int
     fields: Fields
     repeats: bool = False
+    own_fault: bool = False
 
 
 class Launcher:
@@ -155,7 +159,7 @@ class Launcher:
             return
         self._last = stream
         self._done[slot].record(stream)
-        self._launched.append(_InFlight(self.num_calls, slot, fields, repeats))
+        self._launched.append(_InFlight(self.num_calls, slot, fields, repeats, own_fault=status != 0))
         self.num_calls += 1
 
     def follow(self, stream: torch.cuda.Stream) -> None:
@@ -185,16 +189,16 @@ class Launcher:
 
     # -- agreement and faults -------------------------------------------------------------------------------
 
-    def agree(self, fields: Fields, status: int = 0) -> None:
-        """Open a call and do nothing else: raises on every rank if the ranks mean different calls.
+    def agree(self, fields: Fields) -> None:
+        """Open a call and do nothing else: raises on every rank if the ranks mean different calls."""
+        self._open(fields)
+        self.settle(0)
 
-        Args:
-            status: this rank's own fault, which it raises itself, or 0.
-        """
+    def _open(self, fields: Fields, status: int = 0) -> None:
+        """Put a call on the stream that does nothing else; with a status, where this rank has a fault of its own."""
         kernel = self.kernel(BarrierVariant(plan=self.plan))
         kernel.args.opened, kernel.args.num_cleared = self._opened.data_ptr(), 0
         self.launch(kernel, fields, status=status, blocks=1)
-        self.settle(0, own_fault=status != 0)
 
     def agree_before_memory(self, fields: Fields) -> None:
         """Agree that this call comes next: or some ranks would wait in making memory for others that do not.
@@ -208,27 +212,40 @@ class Launcher:
         self.settle(0)  # or a rank that knows of an earlier fault would go on without those that do not
         self.agree(fields)
 
-    def report_fault(self, fault: Exception, names: Sequence[str]) -> None:
+    def report_fault(self, fault: Exception, names: Sequence[str], others_wait: bool = False) -> None:
         """Open the first of these calls with a status, which all ranks see; then those that the others open meanwhile.
 
         The text of the fault goes through the group's store. Nothing is told while a graph is captured: nothing runs
         then, on no rank.
+
+        Args:
+            others_wait: they read the outcome of every earlier call before they open the first.
+
+        Raises:
+            TokenloomError: what an earlier call left. The others raise it at the same point, and open no more either.
         """
         if torch.cuda.is_current_stream_capturing():
             return
+        if others_wait:
+            self.settle(0)
         self.ranks.post_note(f"fault/{self.num_calls}", f"{type(fault).__name__}: {fault}")
-        self.agree({"call": names[0]}, status=FAULT)
-        for name in names[1 : 1 + CALLS_IN_FLIGHT]:  # before they open another, the others read what the first found
-            self.agree({"call": name}, status=FOLLOWS_A_FAULT)
+        status = FAULT
+        for name in names[: 1 + CALLS_IN_FLIGHT]:  # before they open another, the others read what the first found
+            self._open({"call": name}, status)  # and nothing older is read in between, which would end this too early
+            status = FOLLOWS_A_FAULT
+        self.settle(0)
 
     def settle(self, in_flight: int, own_fault: bool = False) -> None:
-        """Wait until at most ``in_flight`` calls are, and raise what the finished ones found, on all ranks alike."""
+        """Wait until at most ``in_flight`` calls are, and raise what the finished ones found, on all ranks alike.
+
+        With ``own_fault`` nobody hears what the last of them found.
+        """
         self._raise_timeout()
         while len(self._launched) > in_flight:
             call = self._launched.popleft()
             self._await(self._done[call.slot])
             self._raise_timeout()
-            if own_fault and not self._launched:  # the last one is that with the fault
+            if call.own_fault or (own_fault and not self._launched):
                 self._records.take(call.slot)
             else:
                 self._raise_outcome(call)
@@ -259,7 +276,8 @@ class Launcher:
             release_dropped()
         self.settle(0 if wait else CALLS_IN_FLIGHT)
         if wait:
-            self._await(torch.cuda.current_stream(self.ranks.device).record_event())
+            if not self._graphs.are_gone():  # a replay may wait for a rank; what else runs does not, which may be gone
+                self._await(torch.cuda.current_stream(self.ranks.device).record_event())
             torch.cuda.synchronize(self.ranks.device)
             self._raise_timeout()
             self._raise_outcome(_InFlight(-1, self._captured_slot, {"call": "a captured call"}))
@@ -310,7 +328,10 @@ class Launcher:
                 time.sleep(0.01)
                 note = self.ranks.read_note(name, rank)
             texts.append({"call": "unknown"} if note is None else json.loads(note))
-        raise_difference([texts[0], *[texts[0]] * ((outcome.differing_rank or 1) - 1), texts[1]])
+        assert outcome.differing_rank is not None
+        if texts[0] == texts[1]:  # nobody has posted, or the calls were captured and their options are not kept
+            raise PlanMismatch(outcome.differing_rank, "options of this call", "others", "its own")
+        raise_difference([*[texts[0]] * outcome.differing_rank, texts[1]])
 
     # -- the end --------------------------------------------------------------------------------------------
 
