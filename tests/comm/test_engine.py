@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
 
 import tokenloom as tl
 from tokenloom.backends.base import Upcoming
+from tokenloom.comm import engine as engine_module
 from tokenloom.comm.engine import Engine
 from tokenloom.errors import is_known_to_all
 from tokenloom.plan import Plan
@@ -189,6 +192,20 @@ def test_a_fault_is_told_by_the_innermost_alone(engine: Engine, backend: FakeBac
     with pytest.raises(RuntimeError), engine.sequence(DISPATCH), engine.sequence(COMBINE):
         raise RuntimeError("no memory")
     assert backend.log == [["combine"]]
+
+
+def test_a_fault_in_a_capture(engine: Engine, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing runs then, on no rank, so nobody waits. To wait for the other stream would end the capture."""
+
+    def join() -> None:
+        raise RuntimeError("operation would make the capture depend on uncaptured work")
+
+    monkeypatch.setattr(engine_module, "on_device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(engine.ranks, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(engine.side_stream, "join", join)
+    fail(engine, DISPATCH)
+    assert backend.log == []
 
 
 def test_calls_outside_of_a_sequence(engine: Engine, backend: FakeBackend) -> None:

@@ -123,7 +123,8 @@ class Engine:
             except Exception as other:
                 if is_known_to_all(other):
                     return  # somebody else failed too, and nobody goes on
-        if sequence.upcoming:
+        captured = self.ranks.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if sequence.upcoming and not captured:  # in a capture nothing runs, on no rank
             self.side_stream.join()  # calls on it come first
             with suppress(PeerTimeout, CommunicatorBroken):  # later calls say so, this one has its own error
                 self._backend.report_fault(fault, sequence.upcoming)
