@@ -128,3 +128,38 @@ def check_disagreeing_backward(context: RankContext) -> None:
             want = make_graph(context, other, index, combined=False).gradients()
             same_gradients(graphs[index].gradients() if index < 2 else got[index], want, f"graph {index}")
         comm.check()
+
+
+@pytest.mark.parametrize("who", ["all ranks", "the last rank"])
+@pytest.mark.parametrize("what", ["gradient", "combine per route"])
+def test_ids_changed_after_dispatch(hoppers: Ranks, what: str, who: str) -> None:
+    """Gradients, and rows that come home one by one, go by the ids that were given. Where those had changed meanwhile,
+    they were wrong without a word."""
+    hoppers.run(check_changed_ids, what, who == "all ranks")
+
+
+def check_changed_ids(context: RankContext, what: str, everywhere: bool) -> None:
+    problem = make_problem(Case("changed", "", **SMALL), context.num_ranks)
+    mine = everywhere or context.rank == context.num_ranks - 1
+    mode = "per_rank" if what == "gradient" else "per_route"
+    with new_comm(context, problem.plan, checked=False) as comm:
+
+        def run(change: bool) -> torch.Tensor:
+            x, ids, weights = problem.arguments(context)
+            routed = comm.dispatch(x, ids, weights, copy=True)
+            y = torch.sin(routed.tokens).requires_grad_(what == "gradient")
+            if what == "gradient":
+                out = comm.combine(y, routed, mode=mode)
+            if change:
+                ids.copy_(ids.flip(0))
+            if what == "gradient":
+                (found,) = torch.autograd.grad(out.square().sum(), y)
+            else:
+                found = comm.combine(y, routed, mode=mode)
+            comm.check()
+            return found
+
+        want = run(change=False)
+        with pytest.raises(tl.InvalidArgument if mine else tl.PeerError, match="topk_ids was changed in place"):
+            run(change=mine)
+        same_bits(run(change=False), want.cpu(), "afterwards")

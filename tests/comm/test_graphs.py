@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 import tokenloom as tl
 from tests.conftest import Ranks
-from tests.support.cases import make_comm, same_bits, same_routed
+from tests.support.cases import BF16, FP32, Case, make_comm, make_problem, same_bits, same_routed
 from tests.support.graph_cases import (
     EXPERT,
     KINDS,
@@ -24,6 +26,7 @@ from tests.support.graph_cases import (
     plan_of,
     problem_of,
 )
+from tokenloom import reference
 from tokenloom.runtime.processes import RankContext
 
 BACKEND = "nvlink"
@@ -267,4 +270,60 @@ def check_the_first_call(context: RankContext) -> None:
             step.load(round_)
             captured.replay()
             same_bits(captured.results[1], step.expected(round_)[1], round_.why)
+        comm.check()
+
+
+UNUSUAL = Case("graphs", "", tokens=(9, 0, 5, 7), hidden=136, top_k=3, experts_per_rank=5, unused=0.2, dtype=BF16)
+"""Rows of a width that no other test has, so that no kernel for them is loaded yet."""
+FIRST_USES = {
+    "dispatch": lambda comm, given, routed: comm.dispatch(*given, layout="rank", sizes="bounded"),
+    "combine": lambda comm, given, routed: comm.combine(routed.tokens, routed, out_dtype=FP32),
+    "weights of rows": lambda comm, given, routed: comm.row_weights(
+        comm.dispatch(*given, layout="expert", sizes="bounded", capacity=200)
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FIRST_USES)
+def test_a_kernel_that_is_not_loaded(hoppers: Ranks, what: str) -> None:
+    """Loading a kernel ends a capture. The error comes before that, so what is captured before and after it replays;
+    also where the communicator has worked on a stream of its own, which the graph knows nothing of."""
+    hoppers.run(check_not_loaded, what)
+
+
+def check_not_loaded(context: RankContext, what: str) -> None:
+    case = replace(UNUSUAL, hidden=UNUSUAL.hidden + 8 * list(FIRST_USES).index(what))
+    problem = make_problem(case, context.num_ranks)
+    want = problem.dispatched("token", bounded=True, capacity=problem.plan.worst_case_rows("token"))
+    ys = [each.tokens for each in want]
+    expected = reference.combine(problem.plan, ys, want, problem.topk_ids, None)[context.rank]
+    given = problem.arguments(context)
+    with make_comm(context, BACKEND, problem.plan, checked=False) as comm, torch.no_grad():
+
+        def step() -> tuple[tl.Routed, torch.Tensor]:
+            routed = comm.dispatch(*given, layout="token", sizes="bounded")
+            return routed, comm.combine(routed.tokens, routed)
+
+        step()
+        _, event = comm.dispatch(*given, layout="token", sizes="bounded", async_op=True)
+        event.wait()
+        if what == "weights of rows":
+            comm.dispatch(*given, layout="expert", sizes="bounded", capacity=200)
+        graph = torch.cuda.CUDAGraph()
+        gc.collect()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            routed, first = step()
+            with pytest.raises(tl.InvalidArgument, match="before the capture"):
+                FIRST_USES[what](comm, given, routed)
+            second = step()[1]
+        for _ in range(3):
+            graph.replay()
+            same_bits(first, expected, "before the error")
+            same_bits(second, expected, "after the error")
+        comm.check()
+        routed, _ = step()
+        FIRST_USES[what](comm, given, routed)  # outside of the capture it loads
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            routed, _ = step()
+            FIRST_USES[what](comm, given, routed)
         comm.check()

@@ -1,0 +1,107 @@
+"""Backend "nvlink": the capacity that CapacityOverflow advises is one that the next dispatch takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+import tokenloom as tl
+from tests.conftest import Ranks
+from tests.support.cases import BF16, FP32, Case, Problem, make_problem, same_bits, same_routed
+from tests.support.graph_cases import EXPERT, Captured, Round, Step, plan_of, problem_of
+from tests.support.nvlink_cases import new_comm, same_combine
+from tokenloom.backends.nvlink import buffers
+from tokenloom.runtime.processes import RankContext
+
+CASE = Case("too many", "", tokens=(100, 60, 0, 77), spare=3, experts_per_rank=2, hidden=128, top_k=4,
+            pick="one rank", unused=0.05)  # fmt: skip
+"""Most rows go to one rank: several times as many as fit a receive buffer that has room for layout "token" alone."""
+
+
+@pytest.mark.parametrize("alignment", [1, 16])
+def test_more_than_a_receive_buffer_holds(hoppers: Ranks, alignment: int) -> None:
+    """The receive buffer was as large as its first use wanted, and refused more. It grows, for each dtype by itself;
+    rows that were handed out before stay as they are."""
+    hoppers.run(check_growth, alignment)
+
+
+def check_growth(context: RankContext, alignment: int) -> None:
+    problems = [make_problem(replace(CASE, dtype=dtype), context.num_ranks) for dtype in (FP32, BF16)]
+    needed = problems[0].rows_needed("expert", alignment)
+    few = needed // 3
+    with (
+        mock.patch.object(buffers, "EXPERT_ROOM", -1e9),
+        new_comm(context, problems[0].plan, checked=False) as comm,
+        torch.no_grad(),
+    ):
+        assert buffers.receive_rows(comm.plan) < needed, "the buffer is large enough"
+        for problem in problems:
+            handed_out = dispatched(context, comm, problem, alignment, few)
+            with pytest.raises(tl.CapacityOverflow, match=f"pass capacity={needed}") as overflow:
+                comm.check()
+            assert (overflow.value.needed, overflow.value.capacity) == (needed, few)
+            for capacity in (overflow.value.needed, overflow.value.needed, 2 * needed, few + needed):
+                dispatched(context, comm, problem, alignment, capacity)
+                comm.check()
+            want = problem.dispatched("expert", alignment=alignment, capacity=few, bounded=True)
+            same_routed(handed_out, want[context.rank], problem.plan, bounded=True)
+            with pytest.raises(tl.InvalidArgument, match="its buffer was reused; pass copy=True"):
+                comm.combine(handed_out.tokens, handed_out)
+
+
+def dispatched(
+    context: RankContext, comm: tl.Communicator, problem: Problem, alignment: int, capacity: int
+) -> tl.Routed:
+    """One bounded dispatch and its combines, as the reference has them."""
+    routed = comm.dispatch(*problem.arguments(context), alignment=alignment, sizes="bounded", capacity=capacity)
+    want = problem.dispatched("expert", alignment=alignment, capacity=capacity, bounded=True)
+    same_routed(routed, want[context.rank], problem.plan, bounded=True)
+    if capacity >= problem.rows_needed("expert", alignment):
+        same_combine(context, comm, problem, routed, want)
+    return routed
+
+
+FEW = Round("few tokens", "distinct", used=0.2, seed=8)
+MANY = Round("all tokens to one rank", "one rank", seed=9)
+
+
+def test_in_a_graph(hoppers: Ranks) -> None:
+    """One eager call makes the larger buffer, which a capture cannot. A graph of the smaller one goes on."""
+    hoppers.run(check_graph)
+
+
+def check_graph(context: RankContext) -> None:
+    num_ranks = context.num_ranks
+    room = {each: problem_of(each, EXPERT, num_ranks).rows_needed("expert", EXPERT.alignment) for each in (FEW, MANY)}
+    with (
+        mock.patch.object(buffers, "EXPERT_ROOM", -1e9),
+        new_comm(context, plan_of(num_ranks), checked=False) as comm,
+    ):
+        assert max(room[FEW], buffers.receive_rows(comm.plan)) < room[MANY], "the buffer is large enough"
+        small = Step(context, comm, EXPERT, capacity=room[FEW])
+        small.load(FEW)
+        small_graph = Captured(small)
+        small.load(MANY)
+        small_graph.replay()
+        with pytest.raises(tl.CapacityOverflow) as overflow:
+            comm.check()
+        large = Step(context, comm, EXPERT, capacity=overflow.value.needed)
+        large.load(MANY)
+        with (
+            pytest.raises(tl.InvalidArgument, match="make it once before the capture"),
+            torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),
+        ):
+            large()
+        large_graph = Captured(large)  # which makes an eager call first
+        for _ in range(2):
+            for step, graph, rounds in ((large, large_graph, (MANY, FEW)), (small, small_graph, (FEW,))):
+                for round_ in rounds:
+                    step.load(round_)
+                    graph.replay()
+                    want_routed, want_out = step.expected(round_)
+                    same_routed(graph.results[0], want_routed, comm.plan, bounded=True)
+                    same_bits(graph.results[1], want_out, round_.why)
+        comm.check()
