@@ -99,7 +99,7 @@ class PeerError(TokenloomError, RuntimeError):
     """Another rank failed, so this call failed here too.
 
     Nothing was sent, and the communicator works on. There is one exception: over gloo, a rank that fails in the middle
-    of a call ends the communicator.
+    of a call ends the communicator, and leaves its process group out of step.
 
     Attributes:
         rank: rank that failed.
@@ -111,7 +111,9 @@ class PeerError(TokenloomError, RuntimeError):
     def __init__(self, rank: int, reason: str, *, sent: bool = False) -> None:
         self.rank = rank
         self.reason = reason
-        what = "in the middle of this call; make a new communicator" if sent else "in this call, nothing was sent"
+        what = "in this call, nothing was sent"
+        if sent:
+            what = "in the middle of this call; make a new process group, and a communicator on it"
         super().__init__(f"rank {rank} failed {what}: {reason}")
 
 

@@ -102,7 +102,7 @@ def failing(place: Place, here: bool) -> Iterator[None]:
     assert calls > place.calls or not here, "this place is not passed"
 
 
-def told_at_once(context: RankContext, bad: int, call: Callable[[], object]) -> None:
+def told_at_once(context: RankContext, bad: int, call: Callable[[], object], ends_group: bool = False) -> None:
     began = time.monotonic()
     with pytest.raises(torch.OutOfMemoryError if context.rank == bad else tl.PeerError) as raised:
         call()
@@ -110,6 +110,7 @@ def told_at_once(context: RankContext, bad: int, call: Callable[[], object]) -> 
     if isinstance(raised.value, tl.PeerError):
         assert raised.value.rank == bad
         assert raised.value.reason == "OutOfMemoryError: no memory left"
+        assert ("make a new process group" in str(raised.value)) == ends_group
 
 
 def on_new_group(context: RankContext) -> RankContext:
@@ -149,7 +150,7 @@ def check_place(context: RankContext, name: str, backward: bool) -> None:
                 forward()
 
     wanted = step()
-    told_at_once(context, bad, fail)
+    told_at_once(context, bad, fail, place.ends_group)
     if place.ends_group and context.num_ranks > 1:
         with pytest.raises(tl.CommunicatorBroken, match=r"an earlier call failed: .*no memory left.*make a new"):
             step()
