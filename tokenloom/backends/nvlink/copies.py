@@ -8,7 +8,7 @@ import torch
 
 from tokenloom.backends.handshake import Fields
 from tokenloom.backends.nvlink.buffers import Buffers
-from tokenloom.backends.nvlink.launcher import Launcher, require_no_capture
+from tokenloom.backends.nvlink.launcher import CALLS_IN_FLIGHT, Launcher, require_no_capture
 from tokenloom.plan import Plan
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer
 
@@ -33,6 +33,8 @@ class Copies:
         """
         require_no_capture()
         buffer = self._buffers.gather(value_bytes, fields)
+        # Raises what the launch would: then no copy is left on a stream that the next call may not follow.
+        self._launcher.settle(CALLS_IN_FLIGHT)
         self._launcher.follow(torch.cuda.current_stream(self._launcher.ranks.device))
         return buffer, buffer.layout.offset(f"gathered{self._launcher.num_calls % 2}")
 
