@@ -13,6 +13,8 @@ from tokenloom.runtime.processes import RankPool
 
 CPU_RANKS = 4
 GROUP_SIZES = (1, 2, 4, 8)
+COLLECTED = pytest.StashKey[set[str]]()
+"""Ids of all tests of the collected files, also of those that the command line leaves out."""
 LIMIT_S = 120.0
 """A test that takes longer on its ranks hangs: it is killed and reported with the stacks of all ranks."""
 
@@ -91,10 +93,12 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 @pytest.hookimpl(tryfirst=True)  # before pytest goes by the markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        sizes = {size for marker in item.iter_markers("slow_on") for size in marker.args}
-        if sizes and item.callspec.params["ranks"] in [("cpu", size) for size in sizes]:  # type: ignore[attr-defined]
+        marker = item.get_closest_marker("slow_on")
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        if marker is not None and parameters.get("ranks") in [("cpu", size) for size in marker.args]:
             item.add_marker("slow")
     leave_out_what_cannot_be(config, items)
+    config.stash[COLLECTED] = {item.nodeid for item in items}
 
 
 def leave_out_what_cannot_be(config: pytest.Config, items: list[pytest.Item]) -> None:

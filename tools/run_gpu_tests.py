@@ -5,7 +5,7 @@
 
 A part is the tests of one file on groups of one size, in a pytest of its own that sees as many GPUs as it needs.
 Parts share GPUs. Those with the marker ``alone``, which measure, kill or fill a GPU, come last and share with nobody.
-A test without a group sees one GPU, or all of them if it runs alone.
+A test without a group sees one GPU, or as many as ``gpu(2)`` says, or all of them if it runs alone.
 Prints a line for each part, then every failure. The exit status is 1 if a test failed or did not run to its end.
 
 Run it from the root of the repository. Standard library only; this file is also the plugin by which each pytest tells
@@ -53,13 +53,15 @@ def pytest_collection_finish(session: Any) -> None:
         _tell(gpus=torch.cuda.device_count() if torch is not None else 0)
         for item in session.items:
             alone = item.get_closest_marker("alone") is not None
-            _tell(test=item.nodeid, ranks=ranks_of(item) or (None if alone else 1), alone=alone)
+            _tell(test=item.nodeid, ranks=ranks_of(item) or (None if alone else 1), alone=alone)  # None: all there are
 
 
 def ranks_of(item: Any) -> int | None:
-    """Size of the group that a test runs on; None if it has none."""
+    """GPUs that a test says it needs: the size of its group, or the number of its marker; None if it says nothing."""
     given: dict[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
-    return int(given["ranks"][1]) if "ranks" in given else given.get("hoppers")
+    marker = item.get_closest_marker("gpu")
+    number = marker.args[0] if marker is not None and marker.args else None
+    return int(given["ranks"][1]) if "ranks" in given else given.get("hoppers", number)
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:

@@ -33,6 +33,8 @@ from tokenloom.runtime.processes import RankContext, RankPool
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.tune import choices
 
+pytestmark = pytest.mark.slow_on(4)
+
 SHAPE = TrainShape(num_tokens=96, hidden=32, intermediate=24, num_experts=12, top_k=3)
 COMMAND = ["bench", "train", "--device", "cpu", "--ranks", "2", "--iterations", "3"]
 THIEK = ["--thiek", "96,32,24,12,3"]
@@ -102,7 +104,6 @@ def measure_with(context: RankContext, changes: dict[str, Any], shape: TrainShap
     return quickly(context, shape, replace(OPTIONS, **changes))
 
 
-@pytest.mark.slow_on(4)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -180,6 +181,7 @@ def measure_with_wrong_dw1(context: RankContext, *arguments: Any) -> Measured:
         return quickly(context, *arguments)
 
 
+@pytest.mark.slow  # ranks are started anew
 def test_a_pool_too_small_says_what_would_do() -> None:
     """One line says it, not the traceback of a rank. The command starts its own ranks here, which the error ends."""
     command = ["bench", "train", "--thiek", "64,32,16,4,2", "--ranks", "2", "--device", "cpu", "--pool-rows", "3"]

@@ -174,6 +174,7 @@ def fail_on_rank_1(context: RankContext, *arguments: Any) -> Any:
     return "", []
 
 
+@pytest.mark.slow  # ranks are started anew
 def test_a_failing_rank_ends_the_demo_with_its_own_traceback(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

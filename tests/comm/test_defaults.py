@@ -31,6 +31,8 @@ from tests.support.layer_cases import LayerCase, make_inputs, make_layer
 from tokenloom import reference
 from tokenloom.runtime.processes import RankContext
 
+pytestmark = pytest.mark.slow_on(4)
+
 DEFAULTS = [("meta", FP32), ("cpu", BF16), ("cpu", FP64), ("meta", BF16), ("cuda", FP64)]
 each_default = pytest.mark.parametrize(
     ("device", "dtype"), DEFAULTS, ids=[f"{device}, {str(dtype).removeprefix('torch.')}" for device, dtype in DEFAULTS]
@@ -55,7 +57,6 @@ def skip_without_gpu(ranks: Ranks, device: str) -> None:
         pytest.skip("no such device")
 
 
-@pytest.mark.slow_on(4)
 @each_default
 @each_backend
 def test_communicator(ranks: Ranks, backend: str, device: str, dtype: torch.dtype) -> None:
@@ -133,7 +134,6 @@ def arguments(problem: Any, context: RankContext) -> tuple[torch.Tensor, torch.T
     return x, ids, weights
 
 
-@pytest.mark.slow_on(4)
 @each_default
 @pytest.mark.parametrize("router", ["softmax_topk", "deepseek_v3"])
 def test_layer(ranks: Ranks, router: str, device: str, dtype: torch.dtype) -> None:

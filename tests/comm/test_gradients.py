@@ -31,6 +31,8 @@ from tests.support.cases import (
 from tokenloom import reference
 from tokenloom.runtime.processes import RankContext
 
+pytestmark = pytest.mark.slow_on(4)
+
 LAYOUTS = ("token", "rank", "expert")
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 

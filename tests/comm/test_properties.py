@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -28,6 +29,8 @@ from tests.support.cases import (
 )
 from tokenloom import reference
 from tokenloom.runtime.processes import RankContext
+
+pytestmark = pytest.mark.slow_on(4)
 
 # Failures are not made smaller: each one that is tried costs a start of all ranks.
 routings = settings(max_examples=40, derandomize=True, deadline=None, phases=[Phase.explicit, Phase.generate])

@@ -22,6 +22,8 @@ from tokenloom.demo.run import compare_runs
 from tokenloom.demo.text import Batches, read_standard_library
 from tokenloom.runtime.processes import RankContext
 
+pytestmark = pytest.mark.slow_on(4)
+
 NAN = torch.tensor([math.nan])
 ZERO, ONE = torch.zeros(1), torch.ones(1)
 TINY = ModelSize(num_experts=8, sequences=8, hidden=32, intermediate=32, num_blocks=1, context=16)

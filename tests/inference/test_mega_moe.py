@@ -17,6 +17,8 @@ from tokenloom.inference.schedules import SCHEDULES
 from tokenloom.plan import Plan
 from tokenloom.runtime.processes import RankContext
 
+pytestmark = pytest.mark.slow_on(4)
+
 
 def check_case(context: RankContext, name: str, backend: str = "nvlink") -> None:
     case = CASES[name]
@@ -62,7 +64,6 @@ OF_REFERENCE = (
 )
 
 
-@pytest.mark.slow_on(4)
 @pytest.mark.parametrize("name", OF_REFERENCE)
 def test_reference_backend(ranks: Ranks, name: str) -> None:
     ranks.run(check_case, name, "reference")

@@ -56,7 +56,6 @@ QUICK = {
     "pre_reduce, reduce_scatter, bf16",
     "row_weights, to rows, 8 ranks",
     "barrier, 8 ranks",
-    "gemm, large, scatters",
     "gemm, smallest, swiglu, gathers",
     "swiglu_forward, bf16, 8",
     "swiglu_backward, bf16, 8",

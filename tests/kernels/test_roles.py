@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 
+import pytest
+
 from tests.kernels.test_kernels import check
 from tests.support.small_kernels import needs_nvrtc
 from tokenloom.jit import compiler
@@ -206,6 +208,7 @@ def test_numbers_are_the_same_on_both_sides() -> None:
 
 
 @needs_nvrtc
+@pytest.mark.slow  # 5 s of compiling
 def test_two_gemms_in_one_kernel() -> None:
     """Both GEMMs of an expert behind one tile source: two lengths of K share the ring, two epilogues the staging; the
     loader waits for rows, and results go home. As exact about registers and wgmma as the kernels that ship."""

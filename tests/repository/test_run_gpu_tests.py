@@ -43,6 +43,9 @@ def test_group(ranks, number):
 @pytest.mark.gpu
 def test_of_one_process(): pass
 
+@pytest.mark.gpu(2)
+def test_of_two_gpus(): pass
+
 def test_without_a_gpu(): raise AssertionError("not asked for")
 """,
     "folder/test_alone.py": """
@@ -120,10 +123,11 @@ def test_parts(tmp_path: Path) -> None:
     """Groups see as many GPUs as they need, small ones run side by side, and nothing beside what runs alone."""
     done = run(tmp_path, GOOD, "--jobs", "1")
     assert done.code == 0, done.text
-    assert "10 passed, 0 failed, 0 skipped" in done.text
+    assert "11 passed, 0 failed, 0 skipped" in done.text
     seen = {str(note["test"]): len(str(note["gpus"]).split(",")) for note in done.notes}
     assert seen == {f"test_group[{number}-cuda{size}]": size for number in range(2) for size in (1, 2, 4)} | {
         "test_of_one_process": 1,
+        "test_of_two_gpus": 2,
         "test_measures[1]": 1,
         "test_measures[2]": 2,
         "test_measures_all_there_are": 4,

@@ -262,7 +262,7 @@ def check_late(ranks: RankGroup, delays: dict[int, float]) -> tuple[tuple[int, .
     return timeout.value.peers, timeout.value.phase, timeout.value.epoch
 
 
-@pytest.mark.parametrize("how", ["close", "drop"])
+@pytest.mark.parametrize("how", ["close", pytest.param("drop", marks=pytest.mark.slow)])
 def test_a_rank_that_has_left(pools: Pools, how: str) -> None:
     """Nobody waits as long as a call may take to open for a rank that has closed its communicator after an error of
     its own, say. What it had started before still arrives."""

@@ -24,6 +24,8 @@ from tokenloom.runtime.processes import RankContext
 from tokenloom.training import layer as layer_module
 from tokenloom.training import routed_experts
 
+pytestmark = pytest.mark.slow_on(4)
+
 AT_ONCE_S = 5.0
 TIMEOUT_S = 60.0
 """What a rank that nobody tells would wait."""
@@ -165,14 +167,12 @@ def check_place(context: RankContext, name: str, backward: bool) -> None:
     layer.comm.close()
 
 
-@pytest.mark.slow_on(4)
 @pytest.mark.parametrize("name", FORWARD)
 def test_forward(ranks: Ranks, name: str) -> None:
     """What fails before or between transfers leaves the layer as it was. In the middle of one the group ends."""
     ranks.run(check_place, name, False)
 
 
-@pytest.mark.slow_on(4)
 @pytest.mark.parametrize("name", BACKWARD)
 def test_backward(ranks: Ranks, name: str) -> None:
     """The same of gradients."""

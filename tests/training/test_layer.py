@@ -30,6 +30,8 @@ from tokenloom import reference
 from tokenloom.plan import Plan
 from tokenloom.runtime.processes import RankContext
 
+pytestmark = pytest.mark.slow_on(4)
+
 BASE = LayerCase()
 FP32, BF16 = torch.float32, torch.bfloat16
 

@@ -21,6 +21,8 @@ from tokenloom.runtime.processes import RankContext
 from tokenloom.training import pieces as piecewise
 from tokenloom.training import routed_experts
 
+pytestmark = pytest.mark.slow_on(4)
+
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 256, 96, 8, 3
 TOKENS = (37, 0, 64, 5, 1, 50, 0, 64)
 POOL = 360
@@ -108,7 +110,6 @@ def compare_switch(context: RankContext, name: str, pieces: bool, few_rows: int)
         assert torch.equal(switched[key], value), key
 
 
-@pytest.mark.slow_on(4)
 @pytest.mark.parametrize("pieces", [False, True], ids=["whole", "pieces"])
 @pytest.mark.parametrize("name", SWITCHES)
 def test_same_bits(ranks: Ranks, name: str, pieces: bool) -> None:

@@ -31,6 +31,8 @@ from tests.support.layer_cases import (
 )
 from tokenloom.runtime.processes import RankContext
 
+pytestmark = pytest.mark.slow_on(4)
+
 CASE = LayerCase(dtype=torch.float32)
 """Losses and a shared expert; as many tokens as they like on each rank, none on the second."""
 BLOCKS = 2
@@ -166,7 +168,6 @@ def train_beside_ddp(context: RankContext, name: str, case: LayerCase) -> None:
     train_two_steps(context, data_parallel(model, context.group), model, full, case)
 
 
-@pytest.mark.slow_on(4)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_ddp_around_the_dense_part(ranks: Ranks, name: str) -> None:
     """Ranks differ in their tokens and the second has none."""
@@ -240,7 +241,6 @@ def train_beside_fsdp(context: RankContext, name: str, unit_per_layer: bool) -> 
     train_two_steps(context, model, model, full, CASE)
 
 
-@pytest.mark.slow_on(4)
 @pytest.mark.parametrize("name", ["plain", "checkpoint"])
 @pytest.mark.parametrize("unit_per_layer", [False, True], ids=["one_unit", "unit_per_layer"])
 def test_fsdp_around_the_dense_part(ranks: Ranks, name: str, unit_per_layer: bool) -> None:
@@ -287,6 +287,7 @@ def train_on_a_mesh(context: RankContext) -> None:
     assert_gradients(model, expected_gradients(CASE, full, xs, factors, mesh.mesh.tolist()))
 
 
+@pytest.mark.slow_on(1, 2)  # it takes all ranks
 def test_a_mesh_of_data_and_expert_parallelism(ranks: Ranks) -> None:
     if ranks.num_ranks != ranks.pool.num_ranks:
         pytest.skip("a mesh takes all processes of the pool")

@@ -34,6 +34,8 @@ from tokenloom.tune import choices, profiler
 from tokenloom.tune.profiler import CANDIDATES, WARM_UP_ROUNDS, Profile
 from tokenloom.tune.samples import draw_topk_ids
 
+pytestmark = pytest.mark.slow_on(4)
+
 BF16 = torch.bfloat16
 TOKENS, HIDDEN, INTERMEDIATE, TOP_K, NUM_EXPERTS = 13, 48, 32, 3, 8
 SIZES = {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "num_experts": NUM_EXPERTS, "top_k": TOP_K, "dtype": BF16}
