@@ -127,6 +127,8 @@ def check_place(context: RankContext, name: str, backward: bool) -> None:
     place, bad = (BACKWARD if backward else FORWARD)[name], context.num_ranks - 1
     if name in COLLECTIVE_ALONE and context.device.type != "cpu":
         return  # its kernels do that; over NCCL a rank that waits for payload is not told before the group's timeout
+    if name == "gradient of w2, with rows to come" and context.device.type != "cpu":
+        return  # rows come beside the GEMMs there, all of them before this one: nobody waits for this rank any more
     options = {"timeout_s": TIMEOUT_S, "open_timeout_s": TIMEOUT_S, **(place.options or {})}
     if place.ends_group:
         context = on_new_group(context)
@@ -191,6 +193,7 @@ def changed_in_place(context: RankContext) -> None:
     began = time.monotonic()
     with pytest.raises(RuntimeError) as raised:
         loss.backward()
+        layer.comm.check()  # nvlink raises what another rank found a few calls later, or here
     assert time.monotonic() - began < AT_ONCE_S
     assert isinstance(raised.value, tl.PeerError) == (context.rank != bad)
     assert "modified by an inplace operation" in str(raised.value)
