@@ -19,6 +19,8 @@ from tokenloom.errors import PeerTimeout
 from tokenloom.runtime.leftovers import keep_until_idle
 
 OWN_BLOCKS = 4
+SOME_CALL = "a call"
+"""The phase of a wait that the host ended: it does not know how far the kernel had come."""
 PHASES = {
     1: "the opening of a call",
     2: "dispatch, rows",
@@ -72,7 +74,7 @@ class FaultFlag:
     def give_up(self, peers: list[int], cause: str) -> None:
         """End the waits of this rank's kernels from the host, which knows that the peers will never come."""
         if self._given_up is None:
-            self._given_up = PeerTimeout(self._rank, peers, PHASES[1], 0, cause)
+            self._given_up = PeerTimeout(self._rank, peers, SOME_CALL, 0, cause)
             one = _pinned(1).fill_(1)
             with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
                 self.claimed.copy_(one, non_blocking=True)  # by a copy engine, beside the kernels that wait
