@@ -201,6 +201,8 @@ class NvlinkExperts:
                 self._compute(request, handle, rows, buffers, lists, shared, values)
                 self._meet(handle, buffers)
             except BaseException:
+                # What sends results home on the other stream is done before the others hear of the fault.
+                torch.cuda.current_stream(self._comm.device).wait_stream(self._side)
                 buffers.taken.zero_()  # the next call expects zeros
                 raise
             calls.opened()
