@@ -10,6 +10,7 @@ import torch
 from tokenloom.backends.base import CombineOptions, DispatchOptions
 from tokenloom.backends.handshake import Fields
 from tokenloom.backends.nvlink.launcher import Launcher
+from tokenloom.errors import ShapeMismatch
 from tokenloom.kernels.combine.launch import max_chunks
 from tokenloom.kernels.common import HEADER_WORDS
 from tokenloom.kernels.dispatch.launch import MAX_BLOCKS
@@ -18,6 +19,8 @@ from tokenloom.runtime.symmetric_memory import BufferLayout, SymmetricBuffer
 
 RECEIVE_BUFFERS = 2
 """Dispatches take turns in these, so views of one last until the second next dispatch."""
+BULK_BYTES = 16
+"""Rows that kernels move, and their addresses, are multiples of this."""
 EXPERT_ROOM = 1.25
 """Rows of layout "expert" that a receive buffer has at first, over the mean of an even routing."""
 
@@ -262,3 +265,29 @@ class Buffers:
             when = "" if self._has((layout, value_bytes)) else ", made at the first call that needs it"
             lines.append(f"buffers for {what}: {size / 1e6:.1f} MB{when}")
         return lines
+
+
+# -- what kernels ask of memory that users give ------------------------------------------------------------------
+
+
+def require_bulk(rows: torch.Tensor) -> None:
+    if rows.shape[-1] * rows.element_size() % BULK_BYTES:
+        raise ShapeMismatch(
+            f"a row of {rows.shape[-1]} {rows.dtype} is not a multiple of {BULK_BYTES} bytes, which backend nvlink "
+            "needs; use backend='collective'"
+        )
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor at an address that bulk copies and 16-byte loads take."""
+    return tensor.clone() if tensor.data_ptr() % BULK_BYTES else tensor
+
+
+def address_of(tensor: torch.Tensor | None) -> int:
+    """For kernels; null for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """How often a tensor was changed in place; None for those of inference mode, which are not counted."""
+    return None if tensor.is_inference() else tensor._version

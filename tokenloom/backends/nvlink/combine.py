@@ -6,19 +6,17 @@ import torch
 
 from tokenloom.backends.base import CombineOptions
 from tokenloom.backends.handshake import Fields, combine_fields, gradient_fields
-from tokenloom.backends.nvlink.buffers import Buffers, weight_gradient_values
-from tokenloom.backends.nvlink.copies import Copies
-from tokenloom.backends.nvlink.dispatch import Dispatcher, NvlinkHandle
-from tokenloom.backends.nvlink.launcher import (
+from tokenloom.backends.nvlink.buffers import (
     BULK_BYTES,
-    Launched,
-    Launcher,
+    Buffers,
     address_of,
     aligned,
     require_bulk,
-    require_layout,
-    require_no_host_read,
+    weight_gradient_values,
 )
+from tokenloom.backends.nvlink.copies import Copies
+from tokenloom.backends.nvlink.dispatch import Dispatcher, NvlinkHandle
+from tokenloom.backends.nvlink.launcher import Launched, Launcher, require_layout, require_no_host_read
 from tokenloom.errors import InvalidArgument, ShapeMismatch
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.combine.launch import PRE_REDUCE_BLOCKS, CombineVariant, PreReduceVariant, max_chunks

@@ -9,17 +9,9 @@ import torch
 from tokenloom.backends.base import DispatchInputs, DispatchOptions, RoutedCounts
 from tokenloom.backends.handshake import dispatch_fields
 from tokenloom.backends.nvlink import places
-from tokenloom.backends.nvlink.buffers import Buffers
+from tokenloom.backends.nvlink.buffers import Buffers, address_of, aligned, require_bulk, version_of
 from tokenloom.backends.nvlink.copies import Copies
-from tokenloom.backends.nvlink.launcher import (
-    Launched,
-    Launcher,
-    address_of,
-    aligned,
-    require_bulk,
-    require_layout,
-    require_no_host_read,
-)
+from tokenloom.backends.nvlink.launcher import Launched, Launcher, require_layout, require_no_host_read
 from tokenloom.errors import CapacityOverflow, InvalidArgument, is_known_to_all
 from tokenloom.kernels.dispatch.launch import MAX_BLOCKS, DispatchVariant, block_count_words
 from tokenloom.ops import routing
@@ -74,7 +66,7 @@ class NvlinkHandle:
     by_token: bool = False
 
     def __post_init__(self) -> None:
-        self.ids_version = _version_of(self.given_ids)
+        self.ids_version = version_of(self.given_ids)
 
     @property
     def topk_ids(self) -> torch.Tensor:
@@ -92,7 +84,7 @@ class NvlinkHandle:
         Raises:
             InvalidArgument: they were changed in place since, so routes would go elsewhere than their rows did.
         """
-        if _version_of(self.given_ids) != self.ids_version:
+        if version_of(self.given_ids) != self.ids_version:
             raise InvalidArgument(
                 "topk_ids was changed in place after its dispatch, whose routes are still needed; dispatch a clone"
             )
@@ -396,8 +388,3 @@ def _check(plan: Plan, options: DispatchOptions, inputs: DispatchInputs, checked
         raise InvalidArgument("this communicator is a MegaMoE's, which receives FP8 in layout 'token' only")
     if options.alignment > 1 and plan.worst_case_rows("expert", options.alignment) + options.alignment > 2**31:
         raise InvalidArgument(f"alignment is {options.alignment}: places of rows would not fit 32 bits")
-
-
-def _version_of(tensor: torch.Tensor) -> int | None:
-    """How often a tensor was changed in place; None for those of inference mode, which are not counted."""
-    return None if tensor.is_inference() else tensor._version

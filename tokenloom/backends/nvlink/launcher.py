@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 import torch
 
 from tokenloom.backends.handshake import Fields, hash_of, raise_difference, text_of
-from tokenloom.errors import CapacityOverflow, InvalidArgument, PeerError, PlanMismatch, ShapeMismatch
+from tokenloom.errors import CapacityOverflow, InvalidArgument, PeerError, PlanMismatch
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.barrier.launch import BarrierVariant
 from tokenloom.kernels.common import Variant
@@ -41,8 +41,6 @@ SPIN_S, POLL_S = 0.002, 0.0001
 """How long the host polls without a pause, and its pauses after that."""
 NOTE_S = 5.0
 """How long a rank waits for the options that another rank posts once both know that theirs differ."""
-BULK_BYTES = 16
-"""Rows that kernels move, and their addresses, are multiples of this."""
 
 
 @dataclass(frozen=True)
@@ -390,21 +388,3 @@ def require_no_host_read(reads: bool, what: str) -> None:
             f"{what} reads on the host, which a CUDA graph cannot do; capture with sizes='bounded' and a Communicator "
             "without checked"
         )
-
-
-def require_bulk(rows: torch.Tensor) -> None:
-    if rows.shape[-1] * rows.element_size() % BULK_BYTES:
-        raise ShapeMismatch(
-            f"a row of {rows.shape[-1]} {rows.dtype} is not a multiple of {BULK_BYTES} bytes, which backend nvlink "
-            "needs; use backend='collective'"
-        )
-
-
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor at an address that bulk copies and 16-byte loads take."""
-    return tensor.clone() if tensor.data_ptr() % BULK_BYTES else tensor
-
-
-def address_of(tensor: torch.Tensor | None) -> int:
-    """For kernels; null for None."""
-    return 0 if tensor is None else tensor.data_ptr()
