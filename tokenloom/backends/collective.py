@@ -370,7 +370,7 @@ class CollectiveBackend:
         sizes = handle.sizes
 
         def send() -> Arrival:
-            values = grad
+            values = grad.clone()  # the caller may change it before the transfer ends
             if handle.options.layout != "expert":
                 place = handle.placement.positions[:, 0]
                 values = torch.where((place >= 0)[:, None], grad[place.clamp_min(0)], 0)
