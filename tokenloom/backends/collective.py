@@ -370,8 +370,9 @@ class CollectiveBackend:
         sizes = handle.sizes
 
         def send() -> Arrival:
-            values = grad.clone()  # the caller may change it before the transfer ends
-            if handle.options.layout != "expert":
+            if handle.options.layout == "expert":
+                values = grad.clone()  # the caller may change it before the transfer ends
+            else:
                 place = handle.placement.positions[:, 0]
                 values = torch.where((place >= 0)[:, None], grad[place.clamp_min(0)], 0)
             counts = sizes.received, sizes.sent
