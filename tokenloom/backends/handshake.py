@@ -28,7 +28,7 @@ _OK, _FAULT = 0, 1
 
 Field = int | str | bool | torch.dtype | None
 Fields = Mapping[str, Field]
-"""What all ranks must mean alike in a call, by name. The first is the call's name."""
+"""What all ranks must mean alike in a call, by name. First comes the call's name, then the number of its dispatch."""
 
 
 def handshake(
@@ -107,10 +107,11 @@ def text_of(fields: Fields) -> dict[str, str]:
 
 def hash_of(fields: Fields) -> int:
     """63 bits, equal for equal fields on all ranks."""
-    number = fields.get("dispatch number")  # all else repeats from call to call
-    rest = tuple((name, value) for name, value in fields.items() if name != "dispatch number")
-    mixed = _hash_of(rest) ^ (0 if number is None else (int(number) + 1) * 0x9E3779B97F4A7C15)  # type: ignore[arg-type]
-    return mixed & 0x7FFF_FFFF_FFFF_FFFF
+    names, values = tuple(fields), list(fields.values())
+    mixed = 0
+    if names[1:2] == ("dispatch number",):  # all else repeats from call to call
+        mixed, values[1] = (int(values[1]) + 1) * 0x9E3779B97F4A7C15, None  # type: ignore[arg-type]
+    return (mixed ^ _hash_of(names, tuple(values))) & 0x7FFF_FFFF_FFFF_FFFF
 
 
 def raise_difference(texts: Sequence[Mapping[str, str]]) -> None:
@@ -128,8 +129,8 @@ def raise_difference(texts: Sequence[Mapping[str, str]]) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _hash_of(fields: tuple[tuple[str, Field], ...]) -> int:
-    words = "|".join(f"{name}={_word(value)}" for name, value in fields)
+def _hash_of(names: tuple[str, ...], values: tuple[Field, ...]) -> int:
+    words = "|".join(f"{name}={_word(value)}" for name, value in zip(names, values, strict=True))
     return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little")
 
 

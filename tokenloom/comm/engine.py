@@ -6,9 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -43,16 +42,37 @@ def profiler_range(name: str) -> AbstractContextManager[Any]:
     return record_function(name) if torch._C._autograd._profiler_enabled() else nullcontext()
 
 
-@dataclass
 class Sequence:
-    """Declared calls that are not open yet, and those that are open and not yet received."""
+    """A block in which declared calls are made; see :meth:`Engine.sequence`.
 
-    upcoming: list[Upcoming]
-    open: list[Pending[Any]] = field(default_factory=list)
+    Attributes:
+        upcoming: declared calls that are not open yet.
+        open: those that are open and not yet received.
+    """
+
+    def __init__(self, engine: Engine, upcoming: Iterable[Upcoming]) -> None:
+        self.upcoming = list(upcoming)
+        self.open: list[Pending[Any]] = []
+        self._engine = engine
 
     def opened(self) -> None:
         """The next of the declared calls is open."""
         self.upcoming[:1] = []
+
+    def __enter__(self) -> Sequence:
+        engine = self._engine
+        self._outer, engine._sequence = engine._sequence, self
+        self._device = on_device(engine.ranks.device)
+        self._device.__enter__()
+        return self
+
+    def __exit__(self, kind: object, fault: BaseException | None, trace: object) -> None:
+        try:
+            if isinstance(fault, Exception) and not is_known_to_all(fault):
+                self._engine._tell(fault, self)
+        finally:
+            self._engine._sequence = self._outer
+            self._device.__exit__(None, None, None)
 
 
 class Engine:
@@ -96,24 +116,13 @@ class Engine:
         with on_device(self.ranks.device):
             self._backend.check(wait)
 
-    @contextmanager
-    def sequence(self, *upcoming: Upcoming) -> Iterator[Sequence]:
+    def sequence(self, *upcoming: Upcoming) -> Sequence:
         """Declare the calls that all ranks are about to open, in their order, and make them inside.
 
         What fails here on this rank alone is told to the others at once: it joins, with a status, the calls that they
         open before they learn of it. They raise PeerError; this rank raises its own error.
         """
-        outer, mine = self._sequence, Sequence(list(upcoming))
-        self._sequence = mine
-        try:
-            with on_device(self.ranks.device):
-                yield mine
-        except Exception as fault:
-            if not is_known_to_all(fault):
-                self._tell(fault, mine)
-            raise
-        finally:
-            self._sequence = outer
+        return Sequence(self, upcoming)
 
     def _tell(self, fault: Exception, sequence: Sequence) -> None:
         fault.known_to_all = True  # type: ignore[attr-defined]  # nobody around tells it again, whatever comes of this
