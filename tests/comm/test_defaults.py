@@ -31,7 +31,7 @@ from tests.support.layer_cases import LayerCase, make_inputs, make_layer
 from tokenloom import reference
 from tokenloom.runtime.processes import RankContext
 
-pytestmark = pytest.mark.slow_on(4)
+pytestmark = pytest.mark.slow_on(1, 4)
 
 DEFAULTS = [("meta", FP32), ("cpu", BF16), ("cpu", FP64), ("meta", BF16), ("cuda", FP64)]
 each_default = pytest.mark.parametrize(

@@ -27,6 +27,8 @@ from tokenloom import errors
 from tokenloom.backends import registry
 from tokenloom.runtime.processes import RankContext
 
+pytestmark = pytest.mark.slow_on(4)
+
 E, H, K, M = 8, 16, 3, 6
 """Sizes that all messages below show: 8 experts, hidden 16, top-3, at most 6 tokens a rank."""
 T = 4

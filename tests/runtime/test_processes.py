@@ -218,6 +218,7 @@ def report_and_hang(context: RankContext) -> None:
     time.sleep(100)
 
 
+@pytest.mark.slow  # ranks are started anew
 def test_close(pool: RankPool) -> None:
     """No process and no file is left; closing twice is fine; a closed pool can be used again."""
     before = pids(pool)

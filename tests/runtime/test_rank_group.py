@@ -108,6 +108,7 @@ def rendezvous(ranks: RankGroup) -> None:
     assert agree(ranks, lambda: ({}, ranks.rank), "rendezvous") == list(range(ranks.num_ranks))
 
 
+@pytest.mark.slow
 def test_pause_within_a_call(pools: Pools) -> None:
     """Once a call has opened, all hosts are there: a rank that is then silent for ``timeout_s`` is missing."""
     for rank, (peers, waited_s) in enumerate(run(pools, ALL, check_pause_within)):
@@ -262,7 +263,8 @@ def check_late(ranks: RankGroup, delays: dict[int, float]) -> tuple[tuple[int, .
     return timeout.value.peers, timeout.value.phase, timeout.value.epoch
 
 
-@pytest.mark.parametrize("how", ["close", pytest.param("drop", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["close", "drop"])
 def test_a_rank_that_has_left(pools: Pools, how: str) -> None:
     """Nobody waits as long as a call may take to open for a rank that has closed its communicator after an error of
     its own, say. What it had started before still arrives."""
@@ -350,6 +352,7 @@ def check_late_at_construction(context: RankContext) -> None:
     call(RankGroup(again))
 
 
+@pytest.mark.slow
 def test_tiny_timeout(pools: Pools) -> None:
     """A limit below one millisecond is a limit too."""
     run(pools, ALL, check_tiny_timeout, timeout_s=1e-4)

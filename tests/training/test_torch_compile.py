@@ -161,16 +161,20 @@ def compare_with_eager(
 
 @pytest.mark.slow_on(1)
 @pytest.mark.parametrize(
-    "checkpointed",
-    [pytest.param((), id="kept"), pytest.param(("first", "second"), id="checkpointed", marks=pytest.mark.slow)],
+    ("checkpointed", "sizes"),
+    [
+        pytest.param((), SIZES[:3], id="kept, several tokens"),
+        pytest.param((), SIZES, id="kept", marks=pytest.mark.slow),
+        pytest.param(("first", "second"), SIZES, id="checkpointed", marks=pytest.mark.slow),
+    ],
 )
 @on_groups_of(1, 2)
-def test_any_number_of_tokens(ranks: Ranks, checkpointed: tuple[str, ...]) -> None:
+def test_any_number_of_tokens(ranks: Ranks, checkpointed: tuple[str, ...], sizes: tuple[int, ...]) -> None:
     """One graph, eager's bits, and a number of tokens that changes does not make a graph each time.
 
     Ranks compile at different times: graphs depend on how many tokens a rank has.
     """
-    ranks.run(compare_with_eager, "aot_eager", checkpointed, (SIZES, SIZES[::-1]))
+    ranks.run(compare_with_eager, "aot_eager", checkpointed, (sizes, sizes[::-1]))
 
 
 @pytest.mark.slow
