@@ -35,7 +35,7 @@ HANDSHAKE = (
         name="any-dispatch-will-do",
         rule="ranks that combine different dispatches are not told",
         target="tokenloom.backends.handshake:hash_of",
-        old="0 if number is None else (int(number) + 1) * 0x9E3779B97F4A7C15",
+        old="(int(values[1]) + 1) * 0x9E3779B97F4A7C15",
         new="0",
         tests=("tests/comm/test_errors.py::test_disagreement",),
     ),
