@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,15 +33,8 @@ class Driver:
 
     def cuLaunchKernel(self, *arguments: Any) -> tuple[Any]:
         assert len(arguments) == 11
-        return self._launch("plain", arguments)
-
-    def cuLaunchCooperativeKernel(self, *arguments: Any) -> tuple[Any]:
-        assert len(arguments) == 10
-        return self._launch("cooperative", arguments)
-
-    def _launch(self, how: str, arguments: tuple[Any, ...]) -> tuple[Any]:
         assert (arguments[1], arguments[4], arguments[8]) == (3, 64, STREAM)  # blocks, threads, stream
-        self.said.append(how)
+        self.said.append("launch")
         status = self.answers.pop(0)
         return (SimpleNamespace(name=f"CUDA_ERROR_{status}") if status == OTHER else status,)
 
@@ -71,14 +63,13 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_launch_is_one_call(launch: Any) -> None:
     """The usual one asks the driver nothing else."""
-    assert launch(scale_spec(), OK) == ["plain"]
-    assert launch(replace(scale_spec(), cooperative=True), OK) == ["cooperative"]
+    assert launch(scale_spec(), OK) == ["launch"]
 
 
 @pytest.mark.parametrize("status", [INVALID_CONTEXT, INVALID_HANDLE])
 def test_another_device_may_be_current(launch: Any, status: int) -> None:
     """The driver finds no context, in threads of autograd, or another device's: the launch is made again there."""
-    assert launch(scale_spec(), status, OK) == ["plain", "device 2", "plain"]
+    assert launch(scale_spec(), status, OK) == ["launch", "device 2", "launch"]
 
 
 def test_other_errors_are_raised(launch: Any) -> None:
@@ -151,19 +142,3 @@ def test_a_capture_survives_the_refusal(package: None) -> None:
     torch.cuda.synchronize()
     assert not out[0].any()
     assert torch.equal(out[1], expected(0))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(NUM_GPUS == 0, reason="no NVIDIA GPU on this machine")
-def test_cooperative_launches(package: None) -> None:
-    """Refused where blocks would have to wait for room; captured and replayed as others are."""
-    spec = replace(scale_spec(), cooperative=True)
-    out = torch.zeros(256, dtype=torch.int32, device="cuda:0")
-    with pytest.raises(RuntimeError, match="COOPERATIVE_LAUNCH_TOO_LARGE"):
-        run_scale(spec, 0, out, blocks=1_000_000)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run_scale(spec, 0, out)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(out, expected(0))

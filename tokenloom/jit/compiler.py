@@ -42,7 +42,6 @@ class KernelSpec:
         arch: architecture to compile for.
         cluster: blocks of a cluster. A launch has a multiple of it.
         shared_bytes: dynamic shared memory of a block, ``Shape::shared_bytes`` in the kernel.
-        cooperative: the driver refuses a launch whose blocks do not all fit on the GPU at once.
     """
 
     name: str
@@ -53,7 +52,6 @@ class KernelSpec:
     arch: str = "sm_90a"
     cluster: int = 1
     shared_bytes: int = 0
-    cooperative: bool = False
 
     def source(self) -> str:
         """The translation unit: shape, kernel file, checks that both sides agree on Args, entry point."""

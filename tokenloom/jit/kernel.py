@@ -66,8 +66,6 @@ class Kernel:
     def _launch(self, blocks: int, stream: int) -> Any:
         spec = self.spec
         sizes = (blocks, 1, 1, spec.threads, 1, 1, spec.shared_bytes)
-        if spec.cooperative:
-            return self._driver.cuLaunchCooperativeKernel(self._function, *sizes, stream, self._parameters)[0]
         return self._driver.cuLaunchKernel(self._function, *sizes, stream, self._parameters, 0)[0]
 
 

@@ -70,15 +70,17 @@ class FaultFlag:
         self.record_address = memory.data_ptr()
         self.claimed = torch.zeros(1, dtype=torch.int32, device=device)
         keep_until_idle(self, device, memory, self.claimed)
+        if device.type == "cuda":  # for give_up, when it may be too late to make them
+            self._one, self._stream = _pinned(1).fill_(1), torch.cuda.Stream(device)
+            keep_until_idle(self, device, self._one)
 
     def give_up(self, peers: list[int], cause: str) -> None:
         """End the waits of this rank's kernels from the host, which knows that the peers will never come."""
         if self._given_up is None:
             self._given_up = PeerTimeout(self._rank, peers, SOME_CALL, 0, cause)
-            one = _pinned(1).fill_(1)
-            with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
-                self.claimed.copy_(one, non_blocking=True)  # by a copy engine, beside the kernels that wait
-                torch.cuda.current_stream(self._device).synchronize()
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                self.claimed.copy_(self._one, non_blocking=True)  # by a copy engine, beside the kernels that wait
+                self._stream.synchronize()
 
     def error(self) -> PeerTimeout | None:
         """The fault that a kernel recorded, or the host, if one did."""

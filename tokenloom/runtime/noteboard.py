@@ -86,11 +86,11 @@ class Noteboard:
 
     def give_up(self, why: str) -> None:
         """Tell ranks that wait that this one will not answer any more."""
-        self.call("set", self.key("gave up"), why.encode())
+        self.call("set", self.key("gave up"), json.dumps([self.rank, why]).encode())
 
-    def who_gave_up(self) -> str | None:
-        """What a rank that gave up said, or None."""
-        return self._get(self.key("gave up"))
+    def who_gave_up(self) -> tuple[int, str] | None:
+        """The rank that gave up, the latest if several did, and where."""
+        return self._said("gave up")
 
     def fail(self, why: str) -> None:
         """Tell ranks that wait in the middle of a call that this one failed in it."""
@@ -98,11 +98,7 @@ class Noteboard:
 
     def who_failed(self) -> tuple[int, str] | None:
         """The rank that failed in the middle of a call, and its error."""
-        said = self._get(self.key("failed"))
-        if said is None:
-            return None
-        rank, why = json.loads(said)
-        return rank, why
+        return self._said("failed")
 
     def leave(self) -> None:
         """Write no more notes and read none. The last rank to leave deletes all of them."""
@@ -126,6 +122,13 @@ class Noteboard:
         """Remove keys, which may not be there."""
         for key in keys:
             self.call("delete_key", key)
+
+    def _said(self, name: str) -> tuple[int, str] | None:
+        said = self._get(self.key(name))
+        if said is None:
+            return None
+        rank, why = json.loads(said)
+        return rank, why
 
     def _get(self, key: str) -> str | None:
         """The value of a key that may not be there: ``get`` alone would wait for it.

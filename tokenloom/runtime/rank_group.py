@@ -158,7 +158,9 @@ class RankGroup:
         release_dropped()
 
     def mark_broken(self, timeout: PeerTimeout) -> None:
-        """Make every later call raise CommunicatorBroken: a wait has expired elsewhere than here."""
+        """Make every later call raise CommunicatorBroken, and tell ranks that wait: one on the GPU has expired."""
+        if self._broken is None:
+            self.notes.give_up(f"rank {self.rank} gave up in {timeout.phase}, step {timeout.epoch}")
         self._broken = f"an earlier call failed: {timeout}"
 
     def abort(self, fault: Exception) -> None:
@@ -266,7 +268,7 @@ class RankGroup:
         cause, error = trouble
         self.notes.give_up(f"rank {self.rank} gave up in step {step}")
         timeout = PeerTimeout(self.rank, self._missing_ranks(step), phase, step, cause)
-        self.mark_broken(timeout)
+        self._broken = f"an earlier call failed: {timeout}"
         raise timeout from error
 
     def _wait(self, work: dist.Work | RuntimeError, step: int, limit_s: float) -> tuple[str, RuntimeError] | None:
@@ -305,7 +307,7 @@ class RankGroup:
                 return "the communicator was closed there", waited
             said = self.notes.who_gave_up()
             if said:
-                return said, waited
+                return said[1], waited
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return f"no answer within {limit_s:g} s", waited

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +13,7 @@ from tokenloom.backends.nvlink import places
 from tokenloom.backends.nvlink.buffers import Buffers, address_of, aligned, require_bulk, version_of
 from tokenloom.backends.nvlink.copies import Copies
 from tokenloom.backends.nvlink.launcher import Launched, Launcher, require_layout, require_no_host_read
-from tokenloom.errors import CapacityOverflow, InvalidArgument, is_known_to_all
+from tokenloom.errors import CapacityOverflow, InvalidArgument, TokenloomError, is_known_to_all
 from tokenloom.kernels.dispatch.launch import MAX_BLOCKS, DispatchVariant, block_count_words
 from tokenloom.ops import routing
 from tokenloom.plan import Plan
@@ -311,7 +312,8 @@ class Dispatcher:
         try:
             self._launcher.settle(1)  # what earlier calls left is not to be taken for this one's
         except Exception:
-            self._launcher.settle(0, own_fault=True)  # whose own outcome nobody shall hear of later
+            with suppress(TokenloomError):  # the oldest error is the one to raise
+                self._launcher.settle(0, own_fault=True)  # and of this call's own nobody shall hear later
             raise
         try:
             self._launcher.settle(0)

@@ -96,6 +96,7 @@ class Launcher:
         self._launched: deque[_InFlight] = deque()
         self._last: torch.cuda.Stream | None = None  # where the last eager call is
         self._last_captured: torch.cuda.Stream | None = None
+        self._heard: tuple[int, str] | None = None
         self._graphs = GraphReferences()
         self._retired: list[SymmetricBuffer] = []
         self.keep_with_graphs: list[object] = []
@@ -256,7 +257,7 @@ class Launcher:
         def look() -> None:
             nonlocal looked
             if time.monotonic() - looked > LOOK_EVERY_S:
-                self._look_for_ended_ranks()
+                self._look_at_others()
                 looked = time.monotonic()
             self._raise_timeout()
             if self._done[slot].query():  # raises where the GPU has failed
@@ -274,26 +275,39 @@ class Launcher:
             release_dropped()
         self.settle(0 if wait else CALLS_IN_FLIGHT)
         if wait:
-            if not self._graphs.are_gone():  # a replay may wait for a rank; what else runs does not, which may be gone
-                self._await(torch.cuda.current_stream(self.ranks.device).record_event())
+            if not self._graphs.are_gone():
+                # A replay may wait for a rank whose process has ended. Other work does not, so it gets time to finish.
+                event = torch.cuda.current_stream(self.ranks.device).record_event()
+                self._await(event, patience_s=self.ranks.timeout_s)
             torch.cuda.synchronize(self.ranks.device)
             self._raise_timeout()
             self._raise_outcome(_InFlight(-1, self._captured_slot, {"call": "a captured call"}))
 
-    def _await(self, event: torch.cuda.Event) -> None:
-        """Wait on the host. A rank whose process has ended is noticed; kernels would wait until their deadline."""
-        began = looked = time.monotonic()
+    def _await(self, event: torch.cuda.Event, patience_s: float = 0.0) -> None:
+        """Wait on the host. Ranks that will never come are noticed; kernels would wait until their deadline.
+
+        Args:
+            patience_s: from when on the host looks for them.
+        """
+        began = time.monotonic()
+        looked = began + patience_s
         while not event.query():
             now = time.monotonic()
             if now - looked > LOOK_EVERY_S:
-                self._look_for_ended_ranks()
+                self._look_at_others()
                 looked = now
             time.sleep(0 if now - began < SPIN_S else POLL_S)
 
-    def _look_for_ended_ranks(self) -> None:
+    def _look_at_others(self) -> None:
+        """Let this rank's kernels give up where another rank's process has ended, or has given up itself."""
         ended = self.control.ended_ranks()
         if ended:
             self._fault.give_up(ended, "its process has ended")
+            return
+        said = self.ranks.notes.who_gave_up()
+        if said is not None and said == self._heard:
+            self._fault.give_up([said[0]], said[1])
+        self._heard = said  # acted upon at the next look: kernels that wait for the same rank can name it by then
 
     def _raise_timeout(self) -> None:
         timeout = self._fault.error()
