@@ -10,7 +10,7 @@ from tokenloom.runtime.streams import SideStream, on_device
 
 pytestmark = [pytest.mark.gpu(2), pytest.mark.skipif(NUM_GPUS < 2, reason="needs two NVIDIA GPUs")]
 
-CYCLES = 200_000_000  # 0.1 s at 2 GHz
+CYCLES = 1_000_000_000  # 0.5 s at 2 GHz: the host may be busy with other tests
 
 
 def test_events_are_those_of_the_work() -> None:

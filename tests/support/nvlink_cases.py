@@ -37,7 +37,7 @@ def launcher_of(comm: tl.Communicator) -> Launcher:
 def buffers_of(comm: tl.Communicator) -> list[SymmetricBuffer]:
     """All memory of a communicator that other ranks write, as far as it is made."""
     backend = comm.engine._backend
-    return [backend._launcher.control, *backend._buffers.all()]  # type: ignore[attr-defined]
+    return [backend._launcher.control, *backend._buffers._buffers.values()]  # type: ignore[attr-defined]
 
 
 def meet(context: RankContext) -> None:
