@@ -9,12 +9,13 @@ from rich.console import Console
 
 from tokenloom.bench.common import timing
 from tokenloom.bench.common.plot import load_matplotlib, write_curves_png
+from tokenloom.bench.common.rates import LINK_GBYTES_PER_S
 from tokenloom.bench.common.rows import write_json
 from tokenloom.bench.common.setup import run_setup
 from tokenloom.bench.mega import rows as mega_rows
 from tokenloom.bench.mega.measure import measure_on_rank
 from tokenloom.bench.mega.trace import write_trace
-from tokenloom.bench.mega.work import FP8_TFLOPS, HBM_GBYTES_PER_S, LINK_GBYTES_PER_S, MegaShape
+from tokenloom.bench.mega.work import FP8_TFLOPS, HBM_GBYTES_PER_S, MegaShape
 from tokenloom.bench.rivals import deep_gemm
 from tokenloom.runtime.processes import RankPool
 

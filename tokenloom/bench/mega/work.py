@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from tokenloom.bench.common.rates import LINK_GBYTES_PER_S
 from tokenloom.tune.samples import draw_topk_ids
 
-HBM_GBYTES_PER_S, LINK_GBYTES_PER_S, FP8_TFLOPS = 4370.0, 347.0, 1388.0
-"""Rates of an H200, for the floor: HBM reads, bytes that its links carry out, cuBLAS without block scales."""
+HBM_GBYTES_PER_S, FP8_TFLOPS = 4370.0, 1388.0
+"""Rates of an H200, for the floor: HBM reads, and cuBLAS without block scales."""
 
 
 @dataclass(frozen=True)
