@@ -6,6 +6,7 @@ Ranks that differ in either wait for each other, so this is checked here for eve
 from __future__ import annotations
 
 from collections import deque
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,9 +121,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Any:
     made: Any = object.__new__(Launcher)
     made.plan, made.ranks, made.num_sms, made.num_calls = PLAN, FakeRanks(), 1, 0
     made.outcomes, made.statuses = {}, []
-    made._records = SimpleNamespace(address=lambda slot: 0, take=lambda slot: made.outcomes.pop(slot, None))
-    over = SimpleNamespace(record=lambda stream: None, query=lambda: True)
-    made._done, made._launched = [over] * (CALLS_IN_FLIGHT + 1), deque()
+    made._records = SimpleNamespace(
+        address=lambda slot: 0,
+        take=lambda slot: made.outcomes.pop(slot, None),
+        is_over=lambda slot, sequence: True,
+    )
+    made._captured_slot, made._launched = CALLS_IN_FLIGHT + 1, deque()
     made._fault = SimpleNamespace(error=lambda: None)
     made._opened = torch.zeros(1, dtype=torch.int32, device="cpu")
     made._last = None
@@ -175,3 +179,39 @@ def test_options_that_nobody_posted(calls: Any) -> None:
     calls.outcomes[0] = CallOutcome(0, 0, faulty_rank=None, status=0, differing_rank=1)
     with pytest.raises(PlanMismatch, match="rank 1 has options of this call"):
         calls.settle(0)
+
+
+def running(calls: Any, monkeypatch: pytest.MonkeyPatch, query: Any, capturing: bool = False) -> None:
+    """A call that is not over, on a stream that answers ``query``; the host looks around at once."""
+    calls._open({"call": "dispatch"})
+    calls._records.is_over = lambda slot, sequence: not calls.looks
+    calls.looks = [None]
+    monkeypatch.setattr(launcher, "LOOK_EVERY_S", -1.0)
+    monkeypatch.setattr(launcher, "on_stream", lambda stream: nullcontext())
+    calls._launched[0].stream.query = query
+    calls.control = SimpleNamespace(ended_ranks=calls.looks.pop)
+    calls.ranks.notes = SimpleNamespace(who_gave_up=lambda: None)
+    calls._heard = None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+
+
+def test_a_gpu_that_has_failed_leaves_no_word(calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that reads a wrong address ends all of them, and no last block leaves: only the driver says so."""
+
+    def failed() -> bool:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    running(calls, monkeypatch, failed)
+    with pytest.raises(RuntimeError, match="illegal"):
+        calls.settle(0)
+
+
+def test_a_stream_in_a_capture_is_not_asked(calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream of an eager call may be captured by the time the host reads its outcome; a query ends the capture."""
+
+    def asked() -> bool:
+        raise AssertionError("asked")
+
+    running(calls, monkeypatch, asked, capturing=True)
+    calls.settle(0)
+    assert not calls.looks, "the other ranks were looked at all the same"

@@ -14,6 +14,7 @@ from tokenloom.runtime.kernel_reports import CallRecords, FaultFlag
 
 EPOCH = 1
 """The first call on fresh buffers."""
+SEQUENCE = 77
 OPTIONS_HASH = 0x1234_5678_9ABC_DEF0
 SHORT_S, LONG_S = 0.3, 30.0
 """The deadline that shall expire, and the other one."""
@@ -72,14 +73,16 @@ class Rank0:
         call.record = self.records.address(0)
         call.fault, call.fault_claimed = self.fault.record_address, self.fault.claimed.data_ptr()
         call.open_timeout_ns, call.timeout_ns = (int(seconds * 1e9) for seconds in self._timeouts_s)
-        call.options_hash = OPTIONS_HASH
+        call.options_hash, call.sequence = OPTIONS_HASH, SEQUENCE
         return kernel
 
     def run(self, kernel: Any, blocks: int = BLOCKS) -> None:
-        """Launch it and wait for its end. Whatever becomes of a call, the next one finds its blocks counted."""
+        """Launch it and wait for its end. Whatever becomes of a call, the host hears of its end, and the next one
+        finds its blocks counted."""
         kernel.launch(blocks, torch.cuda.current_stream(self.device).cuda_stream)
         torch.cuda.synchronize(self.device)
         assert self.state.tolist()[1:] == [0, 0, 0]
+        assert self.records.is_over(0, SEQUENCE)
 
 
 def _halves(word: int) -> tuple[int, int]:

@@ -198,6 +198,7 @@ def test_numbers_are_the_same_on_both_sides() -> None:
         f"static_assert(kHeaderWords == {common.HEADER_WORDS});",
         f"static_assert(sizeof(FaultRecord) == 4 * {kernel_reports.FAULT_WORDS});",
         f"static_assert(sizeof(CallRecord) <= 4 * {kernel_reports.RECORD_WORDS});",
+        f"static_assert(__INTADDR__(&((CallRecord*)0)->sequence) == 4 * {kernel_reports.SEQUENCE_WORD});",
     )
     phases = {
         "kPhaseOpen": "opening",

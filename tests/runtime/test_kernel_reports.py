@@ -110,6 +110,7 @@ def test_records_are_read_once(memory: list[torch.Tensor]) -> None:
     """Each slot by itself; ranks are counted from 1 there, since 0 means that all is well."""
     records = CallRecords(CPU, 3)
     (words,) = memory
+    words = words.view(3, -1)
     assert [records.address(slot) for slot in range(3)] == [words[slot].data_ptr() for slot in range(3)]
     words[1, :5] = torch.tensor([500, 400, 0, 0, 0])
     words[2, :5] = torch.tensor([0, 0, 1, 2, 4])
@@ -118,6 +119,21 @@ def test_records_are_read_once(memory: list[torch.Tensor]) -> None:
     assert records.take(1) == CallOutcome(500, 400, None, 0, None)
     assert records.take(2) == CallOutcome(0, 0, 0, 2, 3)
     assert not words.any()
+
+
+def test_a_call_is_over_when_its_number_is_there(memory: list[torch.Tensor]) -> None:
+    """Not that of the call that had the slot before. The number is no part of the outcome, and outlives its reading:
+    who asks again gets the same answer."""
+    records = CallRecords(CPU, 2)
+    words = memory[0].view(2, -1)
+    words[1, kernel_reports.SEQUENCE_WORD] = 7
+    assert [records.is_over(1, sequence) for sequence in (3, 7, 11)] == [False, True, False]
+    assert not records.is_over(0, 7)
+    assert records.is_clear(1)
+    assert records.take(1) is None
+    words[1, 2] = 1
+    assert records.take(1) is not None
+    assert records.is_over(1, 7)
 
 
 @pytest.mark.parametrize("in_order", [True, False])

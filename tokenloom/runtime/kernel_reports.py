@@ -1,4 +1,4 @@
-"""What kernels report to the host: waits that expired, counts of a call that still runs, and what is wrong with one.
+"""What kernels report to the host: waits that expired, counts of a call that still runs, its end, what went wrong.
 
 All of it lies in pinned host memory. Kernels write the contents first and then, with release order, a word that says
 that they are there. The host reads that word first and, where it is set, the rest after :func:`order_reads`.
@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from tokenloom.errors import PeerTimeout
@@ -30,8 +29,8 @@ PHASES = {
 """What device/sync/wait.cuh calls Phase, in words."""
 FAULT_WORDS = 6
 """FaultRecord of device/sync/wait.cuh."""
-RECORD_WORDS = 8
-"""A slot for CallRecord of device/transport/call.cuh."""
+RECORD_WORDS, SEQUENCE_WORD = 8, 5
+"""A slot for CallRecord of device/transport/call.cuh, and its last word, which says that a call is over."""
 POLLS_BETWEEN_LOOKS = 64
 
 _LOADS_KEEP_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
@@ -156,15 +155,15 @@ class CallOutcome:
 
 
 class CallRecords:
-    """Slots in pinned host memory where kernels write what is wrong with a call, and nothing otherwise.
+    """Slots in pinned host memory where kernels write that a call is over, and before that what is wrong with it.
 
     Args:
         device: of the kernels. num_slots: calls whose outcome may be unread.
     """
 
     def __init__(self, device: torch.device, num_slots: int) -> None:
-        memory = _pinned(num_slots, RECORD_WORDS)
-        self._words: np.ndarray = memory.numpy()
+        memory = _pinned(num_slots * RECORD_WORDS)
+        self._words = memoryview(memory.numpy())  # type: ignore[arg-type]  # whose items cost a third of an array's
         self._address = memory.data_ptr()
         keep_until_idle(self, device, memory)
 
@@ -172,17 +171,27 @@ class CallRecords:
         """Address of a slot, for kernels."""
         return self._address + 4 * RECORD_WORDS * slot
 
+    def is_over(self, slot: int, sequence: int) -> bool:
+        """Whether the call of this number has ended. Then :meth:`take` gives all of its outcome."""
+        if self._words[RECORD_WORDS * slot + SEQUENCE_WORD] != sequence:
+            return False
+        order_reads()
+        return True
+
     def is_clear(self, slot: int) -> bool:
         """Whether the call of this slot, as far as it has got, has found nothing wrong."""
-        return not self._words[slot].any()
+        first = RECORD_WORDS * slot
+        return not any(self._words[first : first + SEQUENCE_WORD])
 
     def take(self, slot: int) -> CallOutcome | None:
         """What a finished call left in its slot, which is cleared; None if all was well."""
-        words = self._words[slot]
-        if not words.any():
+        first = RECORD_WORDS * slot
+        outcome = self._words[first : first + SEQUENCE_WORD].tolist()
+        if not any(outcome):
             return None
-        needed, capacity, faulty, status, differing, *_ = words.tolist()
-        words[:] = 0
+        for word in range(first, first + SEQUENCE_WORD):
+            self._words[word] = 0
+        needed, capacity, faulty, status, differing = outcome
         return CallOutcome(
             needed, capacity, faulty - 1 if faulty else None, status, differing - 1 if differing else None
         )

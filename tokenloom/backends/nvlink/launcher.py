@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -55,13 +56,14 @@ class Launched(Generic[T]):
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A call whose outcome the host has not read: its number, its slot, and what error messages want to say.
+    """A call whose outcome the host has not read: its number, where it runs, and what error messages want to say.
 
     With ``own_fault`` this rank opened it for a fault of its own, and the outcome is no news to it.
     """
 
     number: int
     slot: int
+    stream: torch.cuda.Stream
     fields: Fields
     repeats: bool = False
     own_fault: bool = False
@@ -92,7 +94,6 @@ class Launcher:
         self._fault = FaultFlag(ranks.device, ranks.rank)
         self._records = CallRecords(ranks.device, CALLS_IN_FLIGHT + 2)
         self._captured_slot = CALLS_IN_FLIGHT + 1
-        self._done = [torch.cuda.Event() for _ in range(CALLS_IN_FLIGHT + 1)]
         self._launched: deque[_InFlight] = deque()
         self._last: torch.cuda.Stream | None = None  # where the last eager call is
         self._last_captured: torch.cuda.Stream | None = None
@@ -146,10 +147,11 @@ class Launcher:
         if not captured:
             self.settle(CALLS_IN_FLIGHT)
         self.follow(stream)
-        slot = self._captured_slot if captured else self.num_calls % len(self._done)
+        slot = self._captured_slot if captured else self.num_calls % self._captured_slot
         opening = kernel.args.call
         opening.record = self._records.address(slot)
         opening.status, opening.region = status, region
+        opening.sequence = 0 if captured else _sequence_of(self.num_calls)
         opening.options_hash = hash_of(fields)
         kernel.launch(blocks or self.num_sms, stream.cuda_stream)
         if captured:
@@ -157,8 +159,7 @@ class Launcher:
             self._graphs.hold(stream.cuda_stream, self, *self.keep_with_graphs)
             return
         self._last = stream
-        self._done[slot].record(stream)
-        self._launched.append(_InFlight(self.num_calls, slot, fields, repeats, own_fault=status != 0))
+        self._launched.append(_InFlight(self.num_calls, slot, stream, fields, repeats, own_fault=status != 0))
         self.num_calls += 1
 
     def follow(self, stream: torch.cuda.Stream) -> None:
@@ -242,7 +243,7 @@ class Launcher:
         self._raise_timeout()
         while len(self._launched) > in_flight:
             call = self._launched.popleft()
-            self._await(self._done[call.slot])
+            self._await(partial(self._is_over, call), call.stream)
             self._raise_timeout()
             if call.own_fault or (own_fault and not self._launched):
                 self._records.take(call.slot)
@@ -251,23 +252,22 @@ class Launcher:
 
     def await_counts(self, counts: HostCounts) -> list[int] | None:
         """What the last call leaves while it still runs; None if it has found something wrong, which settle raises."""
-        slot = self._launched[-1].slot
+        call = self._launched[-1]
         looked = time.monotonic()
 
         def look() -> None:
             nonlocal looked
             if time.monotonic() - looked > LOOK_EVERY_S:
-                self._look_at_others()
+                self._look_around(call.stream)
                 looked = time.monotonic()
             self._raise_timeout()
-            if self._done[slot].query():  # raises where the GPU has failed
-                torch.cuda.synchronize(self.ranks.device)
+            if self._is_over(call):
                 self._raise_timeout()
                 if not counts.are_there():
                     raise RuntimeError("a dispatch has ended without leaving its counts; this is a bug of tokenloom")
 
         found = counts.wait(look)
-        return found if self._records.is_clear(slot) else None
+        return found if self._records.is_clear(call.slot) else None
 
     def check(self, wait: bool) -> None:
         """Raise what earlier calls left behind; with ``wait`` of all calls and graph replays, finished first."""
@@ -277,29 +277,41 @@ class Launcher:
         if wait:
             if not self._graphs.are_gone():
                 # A replay may wait for a rank whose process has ended. Other work does not, so it gets time to finish.
-                event = torch.cuda.current_stream(self.ranks.device).record_event()
-                self._await(event, patience_s=self.ranks.timeout_s)
+                stream = torch.cuda.current_stream(self.ranks.device)
+                self._await(stream.record_event().query, stream, patience_s=self.ranks.timeout_s)
             torch.cuda.synchronize(self.ranks.device)
             self._raise_timeout()
-            self._raise_outcome(_InFlight(-1, self._captured_slot, {"call": "a captured call"}))
+            stream = torch.cuda.current_stream(self.ranks.device)
+            self._raise_outcome(_InFlight(-1, self._captured_slot, stream, {"call": "a captured call"}))
 
-    def _await(self, event: torch.cuda.Event, patience_s: float = 0.0) -> None:
-        """Wait on the host. Ranks that will never come are noticed; kernels would wait until their deadline.
+    def _is_over(self, call: _InFlight) -> bool:
+        return self._records.is_over(call.slot, _sequence_of(call.number))
+
+    def _await(self, is_over: Callable[[], bool], stream: torch.cuda.Stream, patience_s: float = 0.0) -> None:
+        """Wait on the host for the work of a stream. Ranks that will never come are noticed; kernels would wait until
+        their deadline.
 
         Args:
             patience_s: from when on the host looks for them.
         """
+        if is_over():
+            return
         began = time.monotonic()
         looked = began + patience_s
-        while not event.query():
+        while not is_over():
             now = time.monotonic()
             if now - looked > LOOK_EVERY_S:
-                self._look_at_others()
+                self._look_around(stream)
                 looked = now
             time.sleep(0 if now - began < SPIN_S else POLL_S)
 
-    def _look_at_others(self) -> None:
-        """Let this rank's kernels give up where another rank's process has ended, or has given up itself."""
+    def _look_around(self, stream: torch.cuda.Stream) -> None:
+        """Raise if the GPU has failed, whose kernels say nothing more. Let this rank's kernels give up where another
+        rank's process has ended, or has given up itself.
+        """
+        with on_stream(stream):
+            if not torch.cuda.is_current_stream_capturing():  # by now; a query would end the capture
+                stream.query()
         ended = self.control.ended_ranks()
         if ended:
             self._fault.give_up(ended, "its process has ended")
@@ -360,7 +372,8 @@ class Launcher:
             raise InvalidArgument("close() waits for the GPU; call it outside of the capture")
         buffers, graphs = [self.control, *others, *self._retired], self._graphs
         self._retired = []
-        self._await(torch.cuda.current_stream(self.ranks.device).record_event())
+        stream = torch.cuda.current_stream(self.ranks.device)
+        self._await(stream.record_event().query, stream)
         torch.cuda.synchronize(self.ranks.device)
         if graphs.are_gone():
             close_together(buffers)
@@ -374,6 +387,11 @@ class Launcher:
             return True
 
         undo_later(close_behind_graphs)
+
+
+def _sequence_of(number: int) -> int:
+    """What the kernel of an eager call writes to its record at the end: not 0, and no other number of calls nearby."""
+    return number % (2**31 - 1) + 1
 
 
 # -- what kernels ask of their operands, and of the moment ------------------------------------------------------

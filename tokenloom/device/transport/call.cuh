@@ -14,13 +14,15 @@ constexpr int kRegionWord = 1;
 constexpr int kHashWord = 2;
 constexpr int32 kOwnFault = 1;  // status of a rank that cannot make the call; launcher.py has the others
 
-// In pinned host memory, written only when something is wrong. Each rank finds the same. kernel_reports.py mirrors it.
+// In pinned host memory. All but `sequence` is written only when something is wrong; each rank finds the same.
+// kernel_reports.py mirrors it.
 struct CallRecord {
     uint32 needed_rows;     // rows that the fullest rank needs, if over the capacity
     uint32 capacity;        // the capacity then
     uint32 faulty_rank;     // 1 + the lowest rank with a fault of its own, else with any status, or 0
     int32 status;           // its status
     uint32 differing_rank;  // 1 + the lowest rank with another hash than rank 0, or 0
+    uint32 sequence;        // of the last call that is over, whatever became of it; written behind all else
 };
 
 struct Call {
@@ -40,7 +42,7 @@ struct Call {
     int32 rank;
     int32 status;  // 0, or what went wrong here before the call: then nobody sends anything
     int32 region;  // where this rank wants what it receives; may be another one on every rank
-    int32 padding;
+    uint32 sequence;  // what the last block out writes to the record; 0 writes nothing, since nobody waits for a replay
 };
 
 // The epoch of this call. Never 0, which flags show that nobody has raised; 2 instead, since parities alternate.
@@ -141,25 +143,30 @@ __device__ Opened await_call(const Call& call, uint32 epoch) {
 }
 
 // Every block's last step, with all its threads, whatever became of the call. The last block out advances the epoch:
-// all blocks have read it then.
+// all blocks have read it then. If any thread of any block was not `done`, the call was refused or a wait has expired:
+// then warp 0 of the last block out calls `publish`, which makes results safe to go on with. Nobody else writes any.
 //
-// True in warp 0 of the last block out, and nowhere else, if any thread of any block was not `done`: the call was
-// refused, or a wait has expired. Nobody else writes results any more; that warp makes them safe to go on with.
-__device__ __forceinline__ bool close_call(const Call& call, uint32 epoch, bool done) {
+// Last of all the host learns that the call is over. The release at system scope covers all that this rank has written.
+template <class Publish>
+__device__ __forceinline__ void close_call(const Call& call, uint32 epoch, bool done, Publish publish) {
     constexpr uint32 kInVain = 1 << 16;  // a grid has fewer blocks
     const uint32 own = __syncthreads_and(done) ? 1 : kInVain + 1;
-    if (threadIdx.x >= 32) return false;
-    bool in_vain = false;
+    if (threadIdx.x >= 32) return;
+    bool last = false, in_vain = false;
     if (threadIdx.x == 0) {
         const uint32 out = add_acq_rel_gpu(call.blocks_out, own) + own;
-        if (out % kInVain == gridDim.x) {
+        last = out % kInVain == gridDim.x;
+        in_vain = last && out >= kInVain;
+        if (last) {
             *call.blocks_out = 0;
             call.claimed[0] = call.claimed[1] = 0;
             *call.epoch = epoch;
-            in_vain = out >= kInVain;
         }
     }
-    if (!__any_sync(~0u, in_vain)) return false;
-    __syncwarp();  // the other lanes write behind what thread 0 has acquired
-    return true;
+    if (__any_sync(~0u, in_vain)) {
+        __syncwarp();  // the other lanes write behind what thread 0 has acquired
+        publish();
+        __syncwarp();
+    }
+    if (last && call.sequence != 0) store_release_sys(&call.record->sequence, call.sequence);
 }

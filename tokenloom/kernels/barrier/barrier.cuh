@@ -29,5 +29,5 @@ __device__ void barrier(const BarrierArgs& args) {
         opened = await_call<Shape::num_ranks, kCounts>(args.call, epoch);
     }
     if (threadIdx.x == 0) *args.opened = opened == Opened::kGo;
-    close_call(args.call, epoch, true);
+    close_call(args.call, epoch, true, [] {});
 }

@@ -86,5 +86,5 @@ template <class Shape>
 __device__ void combine(const CombineArgs& args) {
     const uint32 epoch = epoch_of(args.call);
     const bool done = combine_rows<Shape>(args, epoch);
-    if (close_call(args.call, epoch, done)) publish_nan<Shape>(args);
+    close_call(args.call, epoch, done, [&] { publish_nan<Shape>(args); });
 }

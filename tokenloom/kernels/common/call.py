@@ -25,5 +25,6 @@ class Call(ctypes.Structure):
     _fields_ = [
         *uint64_fields("peers", "flags", "headers", "epoch", "blocks_out", "claimed", "record", "fault"),
         *uint64_fields("fault_claimed", "open_timeout_ns", "timeout_ns", "trace", "options_hash"),
-        *int32_fields("rank", "status", "region", "padding"),
+        *int32_fields("rank", "status", "region"),
+        ("sequence", ctypes.c_uint32),
     ]

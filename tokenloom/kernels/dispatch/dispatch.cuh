@@ -118,5 +118,5 @@ template <class Shape>
 __device__ void dispatch(const DispatchArgs& args) {
     const uint32 epoch = epoch_of(args.call);
     const bool done = dispatch_rows<Shape>(args, epoch);
-    if (close_call(args.call, epoch, done)) publish_nothing<Shape>(args);
+    close_call(args.call, epoch, done, [&] { publish_nothing<Shape>(args); });
 }
