@@ -13,7 +13,9 @@ from tokenloom._version import __version__
 
 if TYPE_CHECKING:
     from tokenloom import tune
+    from tokenloom.backends.base import DispatchOut
     from tokenloom.comm.communicator import Communicator
+    from tokenloom.comm.pending import Pending
     from tokenloom.comm.routed import Routed
     from tokenloom.comm.strategy import Strategy
     from tokenloom.errors import (
@@ -42,9 +44,11 @@ if TYPE_CHECKING:
 
 _MODULE_OF = {
     "Communicator": "comm.communicator",
+    "DispatchOut": "backends.base",
     "Event": "runtime.streams",
     "ExpertParallelMoE": "training.layer",
     "MegaMoE": "inference.mega_moe",
+    "Pending": "comm.pending",
     "Routed": "comm.routed",
     "Router": "ops.router",
     "Strategy": "comm.strategy",
@@ -64,6 +68,7 @@ __all__ = [
     "Communicator",
     "CommunicatorBroken",
     "DeviceMismatch",
+    "DispatchOut",
     "DtypeMismatch",
     "Event",
     "ExpertParallelMoE",
@@ -74,6 +79,7 @@ __all__ = [
     "NotDifferentiable",
     "PeerError",
     "PeerTimeout",
+    "Pending",
     "PlanMismatch",
     "Routed",
     "Router",

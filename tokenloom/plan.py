@@ -6,7 +6,11 @@ from dataclasses import dataclass
 
 from tokenloom.errors import InvalidArgument
 
-LAYOUTS = ("token", "expert", "rank")
+LAYOUTS = ("token", "expert", "rank", "slots")
+ROUTE_LAYOUTS = ("expert", "slots")
+"""Layouts with one row per route. The others have one per (token, rank)."""
+SCALE_LAYOUTS = ("rows", "columns", "packed")
+"""How the FP8 scales of layout "slots" lie; ``Communicator.dispatch`` explains them."""
 DISPATCH_STRATEGIES = ("dedup", "all_gather", "all_to_all")
 COMBINE_STRATEGIES = ("dedup", "reduce_scatter", "all_to_all")
 """Ways to carry a payload, which :class:`tokenloom.Strategy` explains."""
@@ -58,10 +62,15 @@ class Plan:
         """FP8 scales of a row, H / 128. Only valid for hidden sizes that are multiples of 128."""
         return self.hidden // FP8_BLOCK
 
+    @property
+    def default_slots(self) -> int:
+        """Default S of layout "slots": room for all tokens of all ranks, W * M, each naming the expert once."""
+        return self.num_ranks * self.max_tokens_per_rank
+
     def worst_case_rows(self, layout: str, alignment: int = 1) -> int:
         """Return the most rows that a rank can receive, which is when all tokens of all ranks go to it."""
         tokens = self.num_ranks * self.max_tokens_per_rank
-        if layout != "expert":
+        if layout not in ROUTE_LAYOUTS:
             return tokens
         return padded(tokens * self.top_k, self.experts_per_rank, alignment)
 

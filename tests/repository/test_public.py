@@ -32,9 +32,11 @@ PUBLIC = {
     "tokenloom": [
         *ERRORS,
         "Communicator",
+        "DispatchOut",
         "Event",
         "ExpertParallelMoE",
         "MegaMoE",
+        "Pending",
         "Routed",
         "Router",
         "Strategy",

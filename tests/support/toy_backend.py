@@ -79,8 +79,9 @@ class ToyBackend:
         options: CombineOptions,
         out: torch.Tensor | None = None,
         alone: bool = False,
+        split: bool = False,
     ) -> Any:
-        return self._call("send_combine", handle, rows, weights, options, out, alone)
+        return self._call("send_combine", handle, rows, weights, options, out, alone, split)
 
     def send_again(self, handle: ToyHandle, values: torch.Tensor, strategy: str = "dedup") -> Any:
         return self._call("send_again", handle, values, strategy)

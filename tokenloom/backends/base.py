@@ -58,13 +58,15 @@ class DispatchOptions:
     """The options of one dispatch, equal on all ranks.
 
     Attributes:
-        layout: "token", "expert" or "rank".
+        layout: "token", "expert", "rank" or "slots".
         alignment: rows of which each expert's group is a multiple (layout "expert", else 1).
-        sizes: "exact" or "bounded".
-        capacity: most rows of the output. None means no limit (exact sizes, or layout "rank").
+        sizes: "exact" or "bounded". Layout "slots" is always bounded.
+        capacity: most rows of the output, in layout "slots" the places S of each expert. None means no limit (exact
+            sizes, or layout "rank").
         to_fp8: the backend quantises x as ``quantize_fp8`` does. Rows are float8_e4m3fn and the handle has scales.
         power_of_two_scales: scales are rounded up to powers of two. False without ``to_fp8``.
         strategy: what carries the payload, see :class:`tokenloom.Strategy`.
+        scale_layout: how the scales of FP8 rows lie in layout "slots", "rows", "columns" or "packed". Elsewhere "rows".
     """
 
     layout: str
@@ -74,6 +76,39 @@ class DispatchOptions:
     to_fp8: bool = False
     power_of_two_scales: bool = False
     strategy: str = "dedup"
+    scale_layout: str = "rows"
+
+
+@dataclass(frozen=True)
+class DispatchOut:
+    """Tensors of your own that a dispatch writes its results to, so that a serving loop allocates nothing.
+
+    They need bounded sizes (layout "slots" always has them) and gradients disabled. A field that is None is left to
+    the communicator. A given one has exactly the shape, dtype, device and strides that the dispatch would return, and
+    ``routed`` then holds this very tensor. The memory stays yours: no later call writes to it unless you pass it
+    again, and the communicator may still be writing to it until the work of the call is done.
+
+    Attributes:
+        tokens: [capacity, H]; layout "rank" [W, M, H], layout "slots" [L, S, H].
+        scales: of FP8 rows, as ``Routed.scales``.
+        topk_ids: [capacity, K] or [W, M, K], dtype of the ids given (layouts "token" and "rank").
+        topk_weights: [capacity, K] or [W, M, K], dtype of the weights given (layouts "token" and "rank").
+        num_rows: int32 scalar.
+        source_counts: int32 [W].
+        expert_counts: int32 [L].
+        expert_offsets: int32 [L + 1] (layout "expert").
+        slot_ranges: int32 [L, W, 2] (layout "slots").
+    """
+
+    tokens: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
+    topk_ids: torch.Tensor | None = None
+    topk_weights: torch.Tensor | None = None
+    num_rows: torch.Tensor | None = None
+    source_counts: torch.Tensor | None = None
+    expert_counts: torch.Tensor | None = None
+    expert_offsets: torch.Tensor | None = None
+    slot_ranges: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +124,9 @@ class DispatchInputs:
         own_outputs: True means that outputs are ordinary tensors. "but rows" means that rows may still be a view,
             because the caller is done with them in time.
         ahead: the caller has begun this dispatch early. Errors of earlier calls can wait for its second half.
+        split: the caller may take long until the second half. Between the halves nothing of ours runs on the GPU.
+        out: tensors to write results to, already checked. The backend fills every field that is given, and hands out
+            those fields in place of its own.
     """
 
     x: torch.Tensor
@@ -99,6 +137,8 @@ class DispatchInputs:
     weights_need_grad: bool
     own_outputs: bool | Literal["but rows"]
     ahead: bool = False
+    split: bool = False
+    out: DispatchOut | None = None
 
 
 @dataclass(frozen=True)
@@ -106,7 +146,7 @@ class CombineOptions:
     """The options of one combine, equal on all ranks.
 
     Attributes:
-        weighted: rows are multiplied by their weights (layout "expert" only).
+        weighted: rows are multiplied by their weights (layouts "expert" and "slots" only).
         wire_dtype: dtype of what travels.
         out_dtype: dtype of the result.
         needs_grad: whether autograd will want a gradient.
@@ -152,12 +192,15 @@ class RoutedCounts:
         source_counts: int32 [W], (token, rank) rows from each source rank.
         expert_counts: int32 [L], routes of each local expert, without padding.
         expert_offsets: int32 [L + 1], padded starts of the groups (layout "expert"), else None.
+        slot_ranges: int32 [L, W, 2], first place and number of places of each source rank in the places of each local
+            expert (layout "slots"), else None.
     """
 
     num_rows: int | torch.Tensor
     source_counts: torch.Tensor
     expert_counts: torch.Tensor
     expert_offsets: torch.Tensor | None
+    slot_ranges: torch.Tensor | None = None
 
 
 class Handle(Protocol):
@@ -167,7 +210,7 @@ class Handle(Protocol):
         options: of the dispatch.
         number: tells this dispatch from others of the communicator, equal on all ranks.
         num_tokens: T at home.
-        num_places: rows of the output.
+        num_places: rows of the output; L * S in layout "slots".
     """
 
     options: DispatchOptions
@@ -185,18 +228,18 @@ class Handle(Protocol):
 
     @property
     def topk_weights(self) -> torch.Tensor | None:
-        """Received weights: [places, K], or one row per received row [R, K] in layout "expert"."""
+        """Received weights: [places, K], or one row per received row [R, K] in layouts "expert" and "slots"."""
 
     @property
     def scales(self) -> torch.Tensor | None:
-        """float32 [places, H / 128] of FP8 rows, else None."""
+        """float32 [places, H / 128] of FP8 rows, else None. Layout "slots": as users see them, by ``scale_layout``."""
 
     @property
     def host_offsets(self) -> list[int] | None:
         """``counts.expert_offsets`` where the host knows them."""
 
     def positions(self) -> torch.Tensor:
-        """int64 [R, K], or [R, 1] where rows are not grouped by expert: place of each term of a received row.
+        """int64 [R, K], or [R, 1] where a row is not a route: place of each term of a received row.
 
         -1 is no term. Received rows lie in the order (source rank, token); R may be larger than their number.
         """
@@ -206,7 +249,12 @@ class Pending(Protocol[T_co]):
     """The second half of a call."""
 
     def receive(self) -> T_co:
-        """Finish the call and give its result. Called once, before any other call of the communicator is opened."""
+        """Finish the call and give its result. Called once.
+
+        A call that was not sent with ``split`` is received before another one is opened, except that a layer may send
+        a dispatch ahead. With ``split`` at most one more call is opened before, and the two may be received in any
+        order.
+        """
 
 
 class Backend(Protocol):
@@ -215,7 +263,8 @@ class Backend(Protocol):
     A backend tells the other ranks of a fault of its own before its call opens; ``Upcoming`` and :meth:`report_fault`
     are for what fails outside of it. Errors that all ranks raise alike have ``known_to_all`` set.
 
-    ``rows`` is [places, H] below: the output of a dispatch in its layout, with layout "rank" flattened to [W * M, H].
+    ``rows`` is [places, H] below: the output of a dispatch in its layout, with layout "rank" flattened to [W * M, H]
+    and layout "slots" to [L * S, H].
     A received row is one (token, rank), in the order (source rank, token).
     """
 
@@ -227,7 +276,8 @@ class Backend(Protocol):
 
         On return all ranks mean the same call, or will be told that they do not by a later call; x may be overwritten
         by work that is put on the current stream behind it. ``receive`` waits for what the host has to know and gives
-        (handle, rows). Places without a row are zero in layout "expert".
+        (handle, rows). Places without a row are zero in layout "expert". With ``inputs.out`` its fields are filled on
+        the stream; rows is then ``out.tokens`` as [places, H], if that is given.
         """
 
     def send_combine(
@@ -238,6 +288,7 @@ class Backend(Protocol):
         options: CombineOptions,
         out: torch.Tensor | None = None,
         alone: bool = False,
+        split: bool = False,
     ) -> Pending[torch.Tensor]:
         """Open the call and send rows home, multiplied by the received weights [R, K] if they are given.
 
@@ -245,6 +296,7 @@ class Backend(Protocol):
 
         Args:
             alone: nothing is computed meanwhile, so the transfer may take more of the GPU.
+            split: as of :class:`DispatchInputs`.
         """
 
     def send_again(self, handle: Any, values: torch.Tensor, strategy: str = "dedup") -> Pending[torch.Tensor]:
@@ -263,7 +315,10 @@ class Backend(Protocol):
         """Send the gradient of ``handle.topk_weights`` home. ``receive`` gives [T, K]."""
 
     def row_weights(self, handle: Any, weights: torch.Tensor, num_places: int) -> torch.Tensor:
-        """Weights [R, K] of received routes -> [num_places] of their rows (layout "expert"), 0 where no row lies."""
+        """Weights [R, K] of received routes -> [num_places] of their rows, 0 where no row lies.
+
+        For layouts with a row per route.
+        """
 
     def route_gradients(self, handle: Any, grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """The gradient of that: [num_places] -> [R, K] like the received weights."""

@@ -298,6 +298,7 @@ class CollectiveBackend:
         options: CombineOptions,
         out: torch.Tensor | None = None,
         alone: bool = False,
+        split: bool = False,
     ) -> _Pending[torch.Tensor]:
         self._open(combine_fields(handle.number, options))
         with _unfinished(self._ranks):

@@ -15,7 +15,7 @@ from tokenloom.backends.nvlink.buffers import (
     weight_gradient_values,
 )
 from tokenloom.backends.nvlink.copies import Copies
-from tokenloom.backends.nvlink.dispatch import Dispatcher, NvlinkHandle
+from tokenloom.backends.nvlink.dispatch import Dispatcher, NvlinkHandle, require_one_call
 from tokenloom.backends.nvlink.launcher import Launched, Launcher, require_layout, require_no_host_read
 from tokenloom.errors import InvalidArgument, ShapeMismatch
 from tokenloom.jit.kernel import Kernel
@@ -55,8 +55,10 @@ class Combiner:
         options: CombineOptions,
         out: torch.Tensor | None = None,
         alone: bool = False,
+        split: bool = False,
     ) -> Launched[torch.Tensor]:
         """Launch the kernel, which sends and sums; see :meth:`tokenloom.backends.base.Backend.send_combine`."""
+        require_one_call(split)
         _check(self._plan, handle, rows, options, self._checked, self._dispatcher.num_dispatches)
         fields = combine_fields(handle.number, options)
         rows = aligned(rows)

@@ -372,6 +372,12 @@ class PendingDispatch:
         return self.dispatcher.receive(self)
 
 
+def require_one_call(split: bool) -> None:
+    """Raise InvalidArgument for a call in two halves."""
+    if split:
+        raise InvalidArgument("backend nvlink has no calls in two halves yet; use dispatch and combine")
+
+
 def _check(plan: Plan, options: DispatchOptions, inputs: DispatchInputs, checked: bool, fused: bool) -> None:
     """Raise for a dispatch that the kernels have no form for.
 
@@ -379,6 +385,9 @@ def _check(plan: Plan, options: DispatchOptions, inputs: DispatchInputs, checked
         checked: the host reads the outcome of every call.
         fused: the communicator is a MegaMoE's.
     """
+    require_one_call(inputs.split)
+    if inputs.out is not None:
+        raise InvalidArgument("backend nvlink writes no dispatch to tensors of the caller yet; leave out= away")
     x, exact = inputs.x, options.sizes == "exact"
     is_fp8 = options.to_fp8 or x.element_size() == 1
     require_layout(options.strategy, options.layout)

@@ -1,0 +1,126 @@
+"""Calls in two halves as users hold them, and which of them may be open at once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from tokenloom.errors import InvalidArgument
+
+__all__ = ["Pending"]
+
+T = TypeVar("T")
+
+
+class Pending(Generic[T]):
+    """A call whose first half has run: what ``send_dispatch`` or ``send_combine`` returned.
+
+    The tensors that were sent may be overwritten by later work on the same stream; a combine whose weights want a
+    gradient needs y unchanged until backward, as ever. On backend "nvlink" nothing of tokenloom runs on the GPU until
+    ``receive``.
+
+    Halves are calls: all ranks make the same calls in the same order. When a call opens, in one piece or in halves,
+    in backward or in a layer, every call but the one before it must have been received. So two micro-batches can take
+    turns, and the two that are open may be received in either order. A call that raised an error counts as well. A
+    pending must not be dropped unreceived.
+    """
+
+    def __init__(self, finish: Callable[[], T], calls: OpenCalls, name: str, discard: Callable[[], object]) -> None:
+        """Made by the communicator.
+
+        Args:
+            finish: runs the second half.
+            calls: of the communicator.
+            name: "dispatch" or "combine", for errors.
+            discard: runs what other ranks need of the second half, if nobody wants its result any more.
+        """
+        self._finish: Callable[[], T] | None = finish
+        self._calls = calls
+        self._number = calls.keep(self, name, discard)
+
+    def receive(self) -> T:
+        """Run the second half: wait for what the host has to know, and give what the call in one piece returns.
+
+        It runs on the current stream, which should be that of the first half; with ``async_op`` on the communicator's
+        own. With gradients enabled when the call was sent, the result has a graph, whatever is enabled now.
+
+        Raises:
+            InvalidArgument: it was received before.
+            TokenloomError: what the call in one piece raises.
+        """
+        finish, self._finish = self._finish, None
+        if finish is None:
+            raise InvalidArgument("this call was received before; receive() gives the result of a pending call once")
+        self._calls.received(self._number)
+        return finish()
+
+
+@dataclass(frozen=True)
+class _Half:
+    """A call that was sent and not yet received.
+
+    Attributes:
+        number: of the call.
+        name: for errors.
+        owner: what its user holds.
+        discard: runs its second half without a result.
+    """
+
+    number: int
+    name: str
+    owner: weakref.ref[Pending[Any]]
+    discard: Callable[[], object]
+
+
+class OpenCalls:
+    """The calls of one communicator that users have sent and not yet received."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._halves: list[_Half] = []
+
+    def opened(self) -> None:
+        """Count a call that was opened, or that failed while all ranks made it."""
+        self._count += 1
+
+    def keep(self, pending: Pending[Any], name: str, discard: Callable[[], object]) -> int:
+        """Remember a pending of the call that was opened last; its number."""
+        self._halves.append(_Half(self._count, name, weakref.ref(pending), discard))
+        return self._count
+
+    def received(self, number: int) -> None:
+        """Forget a call, which its user receives now."""
+        self._halves = [half for half in self._halves if half.number != number]
+
+    def require_room(self) -> None:
+        """Raise unless another call may be opened. Calls that were dropped are received first.
+
+        Raises:
+            InvalidArgument: a pending was dropped unreceived, or one older than the last call is still open.
+        """
+        if not self._halves:
+            return
+        dropped = [half for half in self._halves if half.owner() is None]
+        for half in dropped:
+            self.received(half.number)
+            with suppress(Exception):  # what is raised next matters more, and a broken communicator says so itself
+                half.discard()
+        if dropped:
+            names = " and a ".join(half.name for half in dropped)
+            raise InvalidArgument(
+                f"the pending of an earlier {names} was dropped unreceived; keep what send_dispatch and send_combine "
+                "return, and call receive() on it"
+            )
+        late = [half for half in self._halves if half.number != self._count]
+        if late:
+            raise InvalidArgument(
+                f"a third pending call: a {late[0].name} sent {self._count - late[0].number + 1} calls ago is still "
+                "open; receive it before this call, since only the call just before may be open"
+            )
+
+    def clear(self) -> None:
+        """Forget all calls: the communicator closes."""
+        self._halves = []
