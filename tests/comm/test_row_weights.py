@@ -54,7 +54,7 @@ def test_it_is_a_weighted_combine(ranks: Ranks, alignment: int, sizes: str, unus
 
 def refuse(context: RankContext) -> None:
     comm, x, ids, weights = make(context, 0.0)
-    with pytest.raises(tl.InvalidArgument, match="layout 'expert'"):
+    with pytest.raises(tl.InvalidArgument, match="layouts 'expert' and 'slots'"):
         comm.row_weights(comm.dispatch(x, ids, weights, layout="token"))
     with pytest.raises(tl.InvalidArgument, match="topk_weights"):
         comm.row_weights(comm.dispatch(x, ids, layout="expert"))

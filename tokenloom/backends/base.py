@@ -66,7 +66,8 @@ class DispatchOptions:
         to_fp8: the backend quantises x as ``quantize_fp8`` does. Rows are float8_e4m3fn and the handle has scales.
         power_of_two_scales: scales are rounded up to powers of two. False without ``to_fp8``.
         strategy: what carries the payload, see :class:`tokenloom.Strategy`.
-        scale_layout: how the scales of FP8 rows lie in layout "slots", "rows", "columns" or "packed". Elsewhere "rows".
+        scale_layout: how the scales of FP8 rows lie in layout "slots": "rows", "columns" or "packed". Elsewhere it
+            is "rows".
     """
 
     layout: str
@@ -125,8 +126,7 @@ class DispatchInputs:
             because the caller is done with them in time.
         ahead: the caller has begun this dispatch early. Errors of earlier calls can wait for its second half.
         split: the caller may take long until the second half. Between the halves nothing of ours runs on the GPU.
-        out: tensors to write results to, already checked. The backend fills every field that is given, and hands out
-            those fields in place of its own.
+        out: tensors to write results to, already checked. The backend fills every field that is given.
     """
 
     x: torch.Tensor
@@ -276,8 +276,8 @@ class Backend(Protocol):
 
         On return all ranks mean the same call, or will be told that they do not by a later call; x may be overwritten
         by work that is put on the current stream behind it. ``receive`` waits for what the host has to know and gives
-        (handle, rows). Places without a row are zero in layout "expert". With ``inputs.out`` its fields are filled on
-        the stream; rows is then ``out.tokens`` as [places, H], if that is given.
+        (handle, rows). Places without a row are zero in layout "expert". Fields of
+        ``inputs.out`` are filled by then, on the current stream; the caller hands them out instead.
         """
 
     def send_combine(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from tokenloom.backends.base import CombineOptions, Handle, Upcoming
+from tokenloom.backends.base import CombineOptions, Handle, Pending, Upcoming
 from tokenloom.comm.engine import Engine
 from tokenloom.comm.strategy import SWAPPED
 
@@ -19,16 +19,44 @@ def dispatched(
     return _Dispatch.apply(engine, handle, [rows], x, weights)
 
 
+def ticket(tensor: torch.Tensor) -> torch.Tensor:
+    """Stand for a tensor in the graph as it is now: its shape and dtype, without its values or its memory."""
+    return _Ticket.apply(tensor)
+
+
 def combine(
     engine: Engine, handle: Handle, rows: torch.Tensor, weights: torch.Tensor | None, options: CombineOptions
 ) -> torch.Tensor:
     """rows [places, H], received weights [R, K] or None -> [T, H]."""
-    return _Combine.apply(engine, handle, rows, weights, options)
+    return send_combine(engine, handle, rows, weights, options, split=False).receive()
+
+
+def send_combine(
+    engine: Engine,
+    handle: Handle,
+    rows: torch.Tensor,
+    weights: torch.Tensor | None,
+    options: CombineOptions,
+    split: bool,
+) -> Pending[torch.Tensor]:
+    """The first half of :func:`combine`. ``receive`` gives [T, H], with a graph."""
+    sent: list[Pending[torch.Tensor]] = []
+    return _Home(sent, _SendCombine.apply(engine, handle, rows, weights, options, split, sent))
 
 
 def row_weights(engine: Engine, handle: Handle, weights: torch.Tensor, num_places: int) -> torch.Tensor:
     """Received weights [R, K] -> [num_places], one for each row."""
     return _RowWeights.apply(engine, handle, weights, num_places)
+
+
+class _Ticket(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.new_empty(()).expand(tensor.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
 
 
 class _Dispatch(torch.autograd.Function):
@@ -69,7 +97,31 @@ class _Dispatch(torch.autograd.Function):
         return None, None, None, grad_x, grad_weights
 
 
-class _Combine(torch.autograd.Function):
+class _Home:
+    """A combine under way, whose result will be a node behind that of its first half."""
+
+    def __init__(self, sent: list[Pending[torch.Tensor]], ticket: torch.Tensor) -> None:
+        self._sent, self._ticket = sent, ticket
+
+    def receive(self) -> torch.Tensor:
+        out = self._sent[0].receive()
+        with torch.enable_grad():
+            return _ReceiveCombine.apply(self._ticket, [out])
+
+
+class _ReceiveCombine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ticket: torch.Tensor, out: list[torch.Tensor]) -> torch.Tensor:
+        return out[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, None
+
+
+class _SendCombine(torch.autograd.Function):
+    """Gives a ticket of the result. What backward needs is saved here: y may get other values between the halves."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -78,11 +130,14 @@ class _Combine(torch.autograd.Function):
         rows: torch.Tensor,
         weights: torch.Tensor | None,
         options: CombineOptions,
+        split: bool,
+        sent: list[Pending[torch.Tensor]],
     ) -> torch.Tensor:
         ctx.engine, ctx.handle, ctx.options, ctx.rows_dtype = engine, handle, options, rows.dtype
         needs_dots = weights is not None and ctx.needs_input_grad[3]
         ctx.save_for_backward(rows if needs_dots else None, weights)
-        return engine.send_combine(handle, rows, weights, options).receive()
+        sent.append(engine.send_combine(handle, rows, weights, options, split=split))
+        return rows.new_empty((), dtype=options.out_dtype).expand(handle.num_tokens, rows.shape[1])
 
     @staticmethod
     @once_differentiable
@@ -95,7 +150,7 @@ class _Combine(torch.autograd.Function):
             )
         if grad_weights is not None:
             grad_weights = grad_weights.to(weights.dtype)
-        return None, None, grad_rows if ctx.needs_input_grad[2] else None, grad_weights, None
+        return None, None, grad_rows if ctx.needs_input_grad[2] else None, grad_weights, None, None, None
 
 
 class _RowWeights(torch.autograd.Function):

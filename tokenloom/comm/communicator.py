@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tokenloom.backends import registry
-from tokenloom.backends.base import CombineOptions, DispatchInputs, DispatchOptions, Upcoming
-from tokenloom.comm import autograd, validation
-from tokenloom.comm.engine import COMBINE_RANGE, DISPATCH_RANGE, Engine, profiler_range
-from tokenloom.comm.routed import Layout, Routed, make_routed
+from tokenloom.comm.calls import Calls
+from tokenloom.comm.engine import Engine
 from tokenloom.errors import InvalidArgument
 from tokenloom.plan import Plan
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.rendezvous import agree
-from tokenloom.runtime.streams import Event, tensors_in
 
 __all__ = ["Communicator"]
 
-Sizes = Literal["exact", "bounded"]
-Mode = Literal["per_rank", "per_route"]
 
-
-class Communicator:
+class Communicator(Calls):
     """Moves the tokens of a mixture-of-experts layer to their experts and back.
 
     Making one is collective: all ranks of the group do it, with the same arguments. So is every call, in the same
@@ -139,224 +133,6 @@ class Communicator:
             *(f"    {line}" for line in self.engine.memory()),
         ]
         return "\n".join(lines + [f"  not picked: {reason}" for reason in self._choice.not_picked])
-
-    @overload
-    def dispatch(
-        self,
-        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor | None = None,
-        *,
-        layout: Layout = ...,
-        alignment: int = ...,
-        sizes: Sizes = ...,
-        capacity: int | None = ...,
-        copy: bool = ...,
-        to_fp8: bool = ...,
-        power_of_two_scales: bool = ...,
-        strategy: str = ...,
-        async_op: Literal[False] = ...,
-    ) -> Routed: ...
-
-    @overload
-    def dispatch(
-        self,
-        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor | None = None,
-        *,
-        layout: Layout = ...,
-        alignment: int = ...,
-        sizes: Sizes = ...,
-        capacity: int | None = ...,
-        copy: bool = ...,
-        to_fp8: bool = ...,
-        power_of_two_scales: bool = ...,
-        strategy: str = ...,
-        async_op: Literal[True],
-    ) -> tuple[Routed, Event]: ...
-
-    def dispatch(
-        self,
-        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor | None = None,
-        *,
-        layout: Layout = "expert",
-        alignment: int = 1,
-        sizes: Sizes = "exact",
-        capacity: int | None = None,
-        copy: bool = False,
-        to_fp8: bool = False,
-        power_of_two_scales: bool = False,
-        strategy: str = "dedup",
-        async_op: bool = False,
-    ) -> Routed | tuple[Routed, Event]:
-        """Send each token to the ranks that hold its experts. Differentiable in x and topk_weights.
-
-        Args:
-            x: [T, H] bfloat16, float16, float32 or float64; or (float8_e4m3fn [T, H], float32 scales [T, H / 128]).
-                T may differ per rank and may be 0.
-            topk_ids: int32 or int64 [T, K]; -1 is an unused place; an expert may appear twice in a row. Do not change
-                it before combine and backward are done.
-            topk_weights: float32 [T, K] (float64 beside float64 x, without to_fp8), or None. Ignored where the id
-                is -1.
-            layout: how the received rows lie, "expert", "token" or "rank"; see docs/reference/semantics.md.
-            alignment: rows of which each expert's group is a multiple; the rest is zeros (layout "expert").
-            sizes: "exact": outputs have their exact size, known on the host. "bounded": outputs have ``capacity``
-                rows and counts stay on the device; rows beyond ``num_rows`` are unspecified.
-            capacity: most rows. By default exact sizes have no limit and bounded ones the worst case, but layout
-                "expert" has no default there.
-            copy: make outputs ordinary tensors of your own, even where a backend hands out views of its buffers.
-            to_fp8: quantise x to E4M3 with a scale per 128 values on its way (H a multiple of 128). The result is
-                that of ``dispatch(quantize_fp8(x), ...)``, bit for bit. The rows have no gradient, so x may not
-                require one; topk_weights may.
-            power_of_two_scales: with ``to_fp8``, round scales up to powers of two, as ``quantize_fp8`` does.
-            strategy: what carries the payload, as ``tokenloom.Strategy`` says. Results do not depend on it. "nvlink"
-                has others than "dedup" in layout "expert" only, and "all_gather" neither for FP8 nor in a CUDA graph.
-            async_op: work on the communicator's own stream and return (routed, event).
-
-        Returns:
-            The rows of this rank with their counts; with ``async_op`` also the event to wait for. On "nvlink" with
-            gradients disabled and without ``copy``, the tensors are views that last until the second next dispatch
-            of this communicator.
-
-        Raises:
-            ShapeMismatch, DtypeMismatch, DeviceMismatch, InvalidArgument, InvalidExpertId, NotDifferentiable: bad
-                input on this rank; nothing was sent.
-            PeerError: bad input on another rank; nothing was sent.
-            PlanMismatch: the ranks passed different options; nothing was sent.
-            CapacityOverflow: more rows than ``capacity``. Exact sizes: nothing was sent. Bounded sizes: raised by a
-                later call or ``check``; meanwhile combine gives NaN for the tokens concerned.
-            PeerTimeout, CommunicatorBroken: another rank is missing, or was at an earlier call.
-        """
-        engine = self.engine
-        engine.begin()
-
-        def checked() -> tuple[DispatchOptions, DispatchInputs]:
-            values = (layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy)
-            options = validation.dispatch_options(self.plan, engine.capabilities, *values)
-            reads_ids = validation.reads_ids(engine.capabilities, self.device)
-            tensors = (x, topk_ids, topk_weights, copy, reads_ids, to_fp8)
-            inputs = validation.dispatch_inputs(self.plan, engine.capabilities, self.device, *tensors)
-            return options, inputs
-
-        def work() -> Routed:
-            with profiler_range(DISPATCH_RANGE), engine.sequence(Upcoming("dispatch", awaited=sizes == "exact")):
-                options, inputs = checked()
-                handle, rows = engine.send_dispatch(options, inputs).receive()
-                weights = handle.topk_weights
-                if inputs.x_needs_grad or inputs.weights_need_grad:
-                    rows, weights = autograd.dispatched(engine, handle, rows, inputs.x, inputs.topk_weights)
-                return make_routed(self, self.plan, handle, rows, weights, topk_ids.dtype)
-
-        if not async_op:
-            return work()
-        inputs = (*(x if isinstance(x, tuple) else (x,)), topk_ids, topk_weights)
-        with engine.side_stream.run(inputs):
-            routed = work()
-            return routed, engine.side_stream.event(tuple(tensors_in(routed)))
-
-    @overload
-    def combine(
-        self,
-        y: torch.Tensor,
-        routed: Routed,
-        *,
-        weighted: bool | None = ...,
-        mode: Mode = ...,
-        wire_dtype: torch.dtype | None = ...,
-        out_dtype: torch.dtype | None = ...,
-        async_op: Literal[False] = ...,
-    ) -> torch.Tensor: ...
-
-    @overload
-    def combine(
-        self,
-        y: torch.Tensor,
-        routed: Routed,
-        *,
-        weighted: bool | None = ...,
-        mode: Mode = ...,
-        wire_dtype: torch.dtype | None = ...,
-        out_dtype: torch.dtype | None = ...,
-        async_op: Literal[True],
-    ) -> tuple[torch.Tensor, Event]: ...
-
-    def combine(
-        self,
-        y: torch.Tensor,
-        routed: Routed,
-        *,
-        weighted: bool | None = None,
-        mode: Mode = "per_rank",
-        wire_dtype: torch.dtype | None = None,
-        out_dtype: torch.dtype | None = None,
-        async_op: bool = False,
-    ) -> torch.Tensor | tuple[torch.Tensor, Event]:
-        """Bring the experts' rows home and sum them in a fixed order. Differentiable in y and the weights.
-
-        Args:
-            y: shape of ``routed.tokens``; bfloat16, float16, float32 or float64. One row per row of
-                ``routed.tokens``; rows that hold no token are never read.
-            routed: what dispatch returned.
-            weighted: multiply rows by their weights (layout "expert", where the default is True). Leave it out for
-                other layouts.
-            mode: "per_rank" sums the rows of a rank in ascending k, rounds to ``wire_dtype``, and adds the ranks' sums
-                in ascending rank. "per_route" rounds every weighted row, sends it home by itself, and sums there in
-                ascending k (layout "expert").
-            wire_dtype: dtype of what travels, by default that of y.
-            out_dtype: dtype of the result, by default that of y.
-            async_op: work on the communicator's own stream and return (out, event).
-
-        Returns:
-            [T, H]; zero for tokens without routes. With ``async_op`` also the event to wait for.
-
-        Raises:
-            TokenloomError: what ``dispatch`` raises.
-        """
-        engine = self.engine
-        engine.begin()
-
-        def checked() -> CombineOptions:
-            validation.require_routed(routed, self)
-            shape, weights = list(routed.tokens.shape), routed._weights
-            values = (routed.layout, weights, weighted, mode, wire_dtype, out_dtype)
-            return validation.combine_options(engine.capabilities, self.device, y, shape, *values)
-
-        def work() -> torch.Tensor:
-            with profiler_range(COMBINE_RANGE), engine.sequence(Upcoming("combine")):
-                options = checked()
-                weights = routed._weights if options.weighted else None
-                rows = y.view(-1, self.plan.hidden)
-                if options.needs_grad:
-                    return autograd.combine(engine, routed._handle, rows, weights, options)
-                return engine.send_combine(routed._handle, rows, weights, options).receive()
-
-        if not async_op:
-            return work()
-        with engine.side_stream.run((y, routed)):
-            out = work()
-            return out, engine.side_stream.event((out,))
-
-    def row_weights(self, routed: Routed) -> torch.Tensor:
-        """Give each row of layout "expert" its weight, to apply before the last GEMM. Differentiable, not collective.
-
-        Combine then takes ``weighted=False``.
-
-        Args:
-            routed: what a dispatch with topk_weights returned.
-
-        Returns:
-            float32 (float64 beside float64 weights) [rows]; 0 where no row lies.
-
-        Raises:
-            InvalidArgument: another layout, a dispatch without weights, or another communicator's.
-        """
-        validation.require_routed(routed, self)
-        if routed.layout != "expert" or routed._weights is None:
-            raise InvalidArgument("row_weights is for layout 'expert', dispatched with topk_weights")
-        return autograd.row_weights(self.engine, routed._handle, routed._weights, routed.tokens.shape[0])
 
     def check(self) -> None:
         """Wait for all calls, and raise what earlier calls left behind.

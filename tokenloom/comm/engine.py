@@ -24,6 +24,7 @@ from tokenloom.backends.base import (
     Upcoming,
     Wait,
 )
+from tokenloom.comm.pending import OpenCalls
 from tokenloom.errors import BackendUnavailable, CommunicatorBroken, PeerTimeout, is_known_to_all
 from tokenloom.ops import routing
 from tokenloom.plan import Plan
@@ -68,6 +69,8 @@ class Sequence:
 
     def __exit__(self, kind: object, fault: BaseException | None, trace: object) -> None:
         try:
+            if isinstance(fault, Exception) and self.upcoming:
+                self._engine.open_calls.opened()  # it failed, which is how every rank's call ends
             if isinstance(fault, Exception) and not is_known_to_all(fault):
                 self._engine._tell(fault, self)
         finally:
@@ -83,12 +86,14 @@ class Engine:
         ranks: the group, for small collectives beside the calls. Not to be used between the halves of a call.
         capabilities: what the backend can do.
         side_stream: the communicator's own stream, for transfers beside computation.
+        open_calls: those that users have sent and not yet received.
     """
 
     def __init__(self, plan: Plan, ranks: RankGroup, backend: Backend) -> None:
         self.plan = plan
         self.ranks = ranks
         self.side_stream = SideStream(ranks.device)
+        self.open_calls = OpenCalls()
         self._backend = backend
         self._sequence: Sequence | None = None
 
@@ -139,6 +144,7 @@ class Engine:
                 self._backend.report_fault(fault, sequence.upcoming)
 
     def _opened(self, pending: Pending[T]) -> Pending[T]:
+        self.open_calls.opened()
         if self._sequence is None:
             return pending
         self._sequence.opened()
@@ -148,6 +154,7 @@ class Engine:
 
     def send_dispatch(self, options: DispatchOptions, inputs: DispatchInputs) -> Pending[tuple[Handle, torch.Tensor]]:
         """Open a dispatch and send. ``receive`` gives (handle, rows [places, H]), without a graph."""
+        self.open_calls.require_room()
         with profiler_range(DISPATCH_RANGE):
             return self._opened(self._backend.send_dispatch(options, inputs))
 
@@ -159,6 +166,7 @@ class Engine:
         options: CombineOptions,
         out: torch.Tensor | None = None,
         alone: bool = False,
+        split: bool = False,
     ) -> Pending[torch.Tensor]:
         """Open a combine and send rows [places, H] home. ``receive`` gives [T, H], without a graph.
 
@@ -166,17 +174,21 @@ class Engine:
             weights: received weights that multiply the rows, as the handle has them, or None.
             out: [T, H] to write to, or None.
             alone: nothing is computed meanwhile, so the transfer may take more of the GPU.
+            split: the caller may take long until ``receive``.
         """
+        self.open_calls.require_room()
         with profiler_range(COMBINE_RANGE):
-            return self._opened(self._backend.send_combine(handle, rows, weights, options, out, alone))
+            return self._opened(self._backend.send_combine(handle, rows, weights, options, out, alone, split))
 
     def send_again(self, handle: Handle, values: torch.Tensor, strategy: str) -> Pending[torch.Tensor]:
         """Send other values [T, H] to the places of a dispatch. ``receive`` gives [places, H], maybe a view."""
+        self.open_calls.require_room()
         with profiler_range(DISPATCH_RANGE):
             return self._opened(self._backend.send_again(handle, values, strategy))
 
     def send_weight_gradients(self, handle: Handle, grad: torch.Tensor) -> Pending[torch.Tensor]:
         """Send the gradient of the received weights home. ``receive`` gives [T, K]."""
+        self.open_calls.require_room()
         with profiler_range(COMBINE_RANGE):
             return self._opened(self._backend.send_weight_gradients(handle, grad))
 
@@ -202,6 +214,7 @@ class Engine:
         """
         if rows is None and weights is None and handle.options.sizes == "exact":
             return self.send_again(handle, grad, strategy).receive().to(dtype, copy=True), None
+        self.open_calls.require_room()
         with profiler_range(DISPATCH_RANGE):
             received = self._opened(self._backend.send_rows(handle, grad, strategy)).receive()
         positions = handle.positions()
@@ -242,6 +255,7 @@ class Engine:
 
     def close(self) -> None:
         """Release the backend; later calls raise CommunicatorBroken."""
+        self.open_calls.clear()
         with on_device(self.ranks.device):
             self._backend.close()
         self.ranks.close()

@@ -15,7 +15,7 @@ from tokenloom.errors import (
     NotDifferentiable,
     ShapeMismatch,
 )
-from tokenloom.plan import FP8_BLOCK, Plan
+from tokenloom.plan import FP8_BLOCK, ROUTE_LAYOUTS, SCALE_LAYOUTS, Plan
 
 FP8_DTYPE = torch.float8_e4m3fn
 MAX_ROWS = 2**31 - 1
@@ -28,19 +28,22 @@ def dispatch_options(
     able: Capabilities,
     layout: str,
     alignment: int,
-    sizes: str,
+    sizes: str | None,
     capacity: int | None,
     to_fp8: bool,
     power_of_two_scales: bool,
     strategy: str = "dedup",
+    scale_layout: str = "rows",
 ) -> DispatchOptions:
-    """The options of a dispatch, with the default capacity filled in.
+    """The options of a dispatch, with the default sizes and the default capacity filled in.
 
     Args:
         able: what the communicator's backend can do.
     """
     if layout not in able.layouts:
         raise InvalidArgument(f"layout is {layout!r}, expected one of {', '.join(able.layouts)}")
+    if sizes is None:
+        sizes = "bounded" if layout == "slots" else "exact"
     if sizes not in SIZES:
         raise InvalidArgument(f"sizes is {sizes!r}, expected one of {', '.join(SIZES)}")
     if not _is_rows(alignment):
@@ -49,7 +52,18 @@ def dispatch_options(
         raise InvalidArgument(f"alignment is {alignment}, but only layout 'expert' has groups; leave it at 1")
     if capacity is not None and not _is_rows(capacity):
         raise InvalidArgument(f"capacity is {capacity!r}, expected rows, 1 to {MAX_ROWS}")
-    if layout == "rank":
+    if layout == "slots":
+        if sizes == "exact":
+            raise InvalidArgument(
+                "layout 'slots' has fixed places, and its counts stay on the device; leave sizes out"
+            )
+        capacity = plan.default_slots if capacity is None else capacity
+        if capacity * plan.experts_per_rank > MAX_ROWS:
+            raise InvalidArgument(
+                f"capacity is {capacity} for each of {plan.experts_per_rank} experts, expected at most {MAX_ROWS} "
+                f"places in all; pass capacity={MAX_ROWS // plan.experts_per_rank} or less"
+            )
+    elif layout == "rank":
         if capacity is not None:
             raise InvalidArgument("layout 'rank' has num_ranks * max_tokens_per_rank fixed places; leave capacity out")
     elif sizes == "bounded" and capacity is None:
@@ -66,12 +80,25 @@ def dispatch_options(
         raise InvalidArgument(
             "power_of_two_scales=True without to_fp8=True: dispatch quantises nothing then; pass both, or neither"
         )
+    _check_scale_layout(layout, scale_layout, to_fp8, power_of_two_scales)
     Strategy(dispatch=strategy)
     if strategy not in able.dispatch_strategies:
         raise InvalidArgument(f"strategy is {strategy!r}, this backend has {', '.join(able.dispatch_strategies)}")
-    if strategy == "all_to_all" and layout != "expert":
+    if strategy == "all_to_all" and layout not in ROUTE_LAYOUTS:
         raise InvalidArgument(f"strategy 'all_to_all' moves a row for each route, layout {layout!r} has one per token")
-    return DispatchOptions(layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy)
+    return DispatchOptions(layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy, scale_layout)
+
+
+def _check_scale_layout(layout: str, scale_layout: str, to_fp8: bool, power_of_two_scales: bool) -> None:
+    if scale_layout not in SCALE_LAYOUTS:
+        raise InvalidArgument(f"scale_layout is {scale_layout!r}, expected one of {', '.join(SCALE_LAYOUTS)}")
+    if scale_layout != "rows" and layout != "slots":
+        raise InvalidArgument(
+            f"scale_layout is {scale_layout!r}, but layout {layout!r} has scales by row alone; leave it out, or use "
+            "layout 'slots'"
+        )
+    if scale_layout == "packed" and to_fp8 and not power_of_two_scales:
+        raise InvalidArgument("scale_layout 'packed' holds powers of two alone; pass power_of_two_scales=True")
 
 
 def reads_ids(able: Capabilities, device: torch.device) -> bool:
@@ -90,12 +117,16 @@ def dispatch_inputs(
     copy: bool,
     check_ids: bool,
     to_fp8: bool,
+    scale_layout: str = "rows",
+    split: bool = False,
 ) -> DispatchInputs:
     """The tensors of a dispatch.
 
     Args:
         able: what the communicator's backend can do.
-        check_ids: read the ids on the host, to find those out of range.
+        check_ids: read the ids on the host, to find those out of range, and scales that cannot be packed.
+        scale_layout: of the options.
+        split: the dispatch is made in halves.
     """
     scales = None
     if isinstance(x, (tuple, list)):
@@ -112,6 +143,8 @@ def dispatch_inputs(
     number_of_tokens(plan, num_tokens)
     _require_ready("x", x, device)
     _check_payload(plan, able, x, scales, device, to_fp8)
+    if scale_layout != "rows" and not to_fp8:
+        _check_laid_out(scale_layout, x, scales, check_ids)
     _check_ids(plan, topk_ids, num_tokens, device)
     if check_ids:
         _check_id_range(plan, topk_ids)
@@ -126,6 +159,7 @@ def dispatch_inputs(
         x_needs_grad=grad and x.requires_grad,
         weights_need_grad=grad and topk_weights is not None and topk_weights.requires_grad,
         own_outputs=grad or copy,
+        split=split,
     )
 
 
@@ -161,7 +195,7 @@ def combine_options(
     if STRATEGY_OF_MODE[mode] not in able.combine_strategies:
         has = ", ".join(name for name, strategy in STRATEGY_OF_MODE.items() if strategy in able.combine_strategies)
         raise InvalidArgument(f"mode is {mode!r}, this backend has {has}")
-    if layout != "expert":
+    if layout not in ROUTE_LAYOUTS:
         if weighted is not None:
             raise InvalidArgument(
                 f"weighted={weighted} with layout {layout!r}: its rows are weighted and summed by the caller; "
@@ -169,7 +203,7 @@ def combine_options(
             )
         if mode == "per_route":
             raise InvalidArgument(f"mode 'per_route' needs one row per route, layout {layout!r} has one per token")
-    weighted = layout == "expert" if weighted is None else weighted
+    weighted = layout in ROUTE_LAYOUTS if weighted is None else weighted
     if weighted and weights is None:
         raise InvalidArgument(
             "weighted combine of a dispatch without topk_weights; pass them to dispatch, or weighted=False here"
@@ -254,6 +288,24 @@ def _check_scales(plan: Plan, x: torch.Tensor, scales: torch.Tensor, device: tor
     if scales.dtype != torch.float32:
         raise DtypeMismatch(f"scales is {scales.dtype}, expected float32")
     _require_ready("scales", scales, device)
+
+
+def _check_laid_out(scale_layout: str, x: torch.Tensor, scales: torch.Tensor | None, read: bool) -> None:
+    """Raise unless there are scales, which can be laid out as wanted; values are looked at only with ``read``."""
+    if scales is None:
+        raise InvalidArgument(
+            f"scale_layout is {scale_layout!r}, but x is {x.dtype} without scales; pass to_fp8=True or (fp8, scales)"
+        )
+    if scale_layout != "packed" or not read:
+        return
+    bits = scales.view(torch.int32)
+    bad = (bits & 0x7FFFFF != 0) | (bits < 1 << 23) | (bits >= 255 << 23)
+    if bad.any():
+        token, block = bad.nonzero()[0].tolist()
+        raise InvalidArgument(
+            f"scales[{token}, {block}] is {float(scales[token, block])}, but scale_layout 'packed' holds powers of "
+            "two from 2**-126 to 2**127 alone; quantise with power_of_two_scales=True"
+        )
 
 
 def _check_ids(plan: Plan, ids: torch.Tensor, num_tokens: int, device: torch.device) -> None:

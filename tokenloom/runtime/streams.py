@@ -113,6 +113,15 @@ class SideStream:
         with on_stream(self._stream):
             yield
 
+    @contextmanager
+    def resume(self) -> Iterator[None]:
+        """Run the block on the side stream, behind its own work alone."""
+        if self._stream is None:
+            yield
+            return
+        with on_stream(self._stream):
+            yield
+
     def join(self) -> None:
         """Make the current stream wait for all work on this one."""
         if self._stream is not None:

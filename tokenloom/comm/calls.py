@@ -1,0 +1,328 @@
+"""The calls of a communicator: dispatch and combine, in one piece and in halves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
+
+import torch
+
+from tokenloom.backends.base import DispatchOut
+from tokenloom.comm import autograd, validation
+from tokenloom.comm.engine import Engine
+from tokenloom.comm.halves import CombineCall, DispatchCall
+from tokenloom.comm.pending import Pending
+from tokenloom.comm.routed import Layout, Routed
+from tokenloom.errors import InvalidArgument
+from tokenloom.plan import ROUTE_LAYOUTS
+from tokenloom.runtime.streams import Event
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Sizes = Literal["exact", "bounded"]
+Mode = Literal["per_rank", "per_route"]
+ScaleLayout = Literal["rows", "columns", "packed"]
+
+
+class DispatchKeywords(TypedDict, total=False):
+    """Keywords of a dispatch, but for ``async_op``."""
+
+    layout: Layout
+    alignment: int
+    sizes: Sizes | None
+    capacity: int | None
+    copy: bool
+    to_fp8: bool
+    power_of_two_scales: bool
+    scale_layout: ScaleLayout
+    strategy: str
+    out: DispatchOut | None
+
+
+class CombineKeywords(TypedDict, total=False):
+    """Keywords of a combine, but for ``async_op``."""
+
+    weighted: bool | None
+    mode: Mode
+    wire_dtype: torch.dtype | None
+    out_dtype: torch.dtype | None
+    out: torch.Tensor | None
+
+
+class Calls:
+    """What a communicator does with tokens.
+
+    Attributes:
+        engine: its calls as layers make them.
+    """
+
+    engine: Engine
+
+    @overload
+    def dispatch(
+        self,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None = ...,
+        *,
+        async_op: Literal[False] = ...,
+        **options: Unpack[DispatchKeywords],
+    ) -> Routed: ...
+
+    @overload
+    def dispatch(
+        self,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None = ...,
+        *,
+        async_op: Literal[True],
+        **options: Unpack[DispatchKeywords],
+    ) -> tuple[Routed, Event]: ...
+
+    def dispatch(
+        self,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        layout: Layout = "expert",
+        alignment: int = 1,
+        sizes: Sizes | None = None,
+        capacity: int | None = None,
+        copy: bool = False,
+        to_fp8: bool = False,
+        power_of_two_scales: bool = False,
+        scale_layout: ScaleLayout = "rows",
+        strategy: str = "dedup",
+        out: DispatchOut | None = None,
+        async_op: bool = False,
+    ) -> Routed | tuple[Routed, Event]:
+        """Send each token to the ranks that hold its experts. Differentiable in x and topk_weights.
+
+        Args:
+            x: [T, H] bfloat16, float16, float32 or float64; or (float8_e4m3fn [T, H], float32 scales [T, H / 128]).
+                T may differ per rank and may be 0.
+            topk_ids: int32 or int64 [T, K]; -1 is an unused place; an expert may appear twice in a row. Do not change
+                it before combine and backward are done.
+            topk_weights: float32 [T, K] (float64 beside float64 x, without to_fp8), or None. Ignored where the id
+                is -1.
+            layout: how the received rows lie, "expert", "token", "rank" or "slots"; see docs/reference/semantics.md.
+            alignment: rows of which each expert's group is a multiple; the rest is zeros (layout "expert").
+            sizes: "exact": outputs have their exact size, known on the host. "bounded": outputs have ``capacity``
+                rows and counts stay on the device; rows beyond ``num_rows`` are unspecified. By default "exact",
+                except for layout "slots", which is always bounded.
+            capacity: most rows; in layout "slots" S, the places of each expert. By default exact sizes have no limit
+                and bounded ones the worst case, but layout "expert" has no default there, and layout "slots" has
+                ``W * max_tokens_per_rank``: enough unless tokens name an expert twice.
+            copy: make outputs ordinary tensors of your own, even where a backend hands out views of its buffers.
+            to_fp8: quantise x to E4M3 with a scale per 128 values on its way (H a multiple of 128). The result is
+                that of ``dispatch(quantize_fp8(x), ...)``, bit for bit. The rows have no gradient, so x may not
+                require one; topk_weights may.
+            power_of_two_scales: with ``to_fp8``, round scales up to powers of two, as ``quantize_fp8`` does.
+            scale_layout: how the scales of FP8 rows lie in layout "slots". "rows": float32 [L, S, H / 128],
+                contiguous. "columns": the same shape with strides (S * H / 128, 1, S), as masked grouped GEMMs take
+                it. "packed": int32 [L, S, n] with n = ceil(H / 512) and strides (S * n, 1, S), four exponents e to a
+                word for scales of 2 ** (e - 127), the first in the lowest byte, 0 behind the last; it needs
+                ``power_of_two_scales``, or given scales that are powers of two.
+            strategy: what carries the payload, as ``tokenloom.Strategy`` says. Results do not depend on it. "nvlink"
+                has others than "dedup" in layout "expert" only, and "all_gather" neither for FP8 nor in a CUDA graph.
+            out: tensors of your own to write results to, for bounded sizes with gradients disabled.
+            async_op: work on the communicator's own stream and return (routed, event).
+
+        Returns:
+            The rows of this rank with their counts; with ``async_op`` also the event to wait for. On "nvlink" with
+            gradients disabled and without ``copy``, the tensors are views that last until the second next dispatch
+            of this communicator, except those given by ``out``.
+
+        Raises:
+            ShapeMismatch, DtypeMismatch, DeviceMismatch, InvalidArgument, InvalidExpertId, NotDifferentiable: bad
+                input on this rank; nothing was sent.
+            PeerError: bad input on another rank; nothing was sent.
+            PlanMismatch: the ranks passed different options; nothing was sent.
+            CapacityOverflow: more rows than ``capacity``. Exact sizes: nothing was sent. Bounded sizes: raised by a
+                later call or ``check``; meanwhile combine gives NaN for the tokens concerned.
+            PeerTimeout, CommunicatorBroken: another rank is missing, or was at an earlier call.
+        """
+        values = (layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy, scale_layout)
+        return DispatchCall(self, self.engine, (x, topk_ids, topk_weights), values, copy, out, async_op).run()
+
+    @overload
+    def send_dispatch(
+        self,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None = ...,
+        *,
+        async_op: Literal[False] = ...,
+        **options: Unpack[DispatchKeywords],
+    ) -> Pending[Routed]: ...
+
+    @overload
+    def send_dispatch(
+        self,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None = ...,
+        *,
+        async_op: Literal[True],
+        **options: Unpack[DispatchKeywords],
+    ) -> Pending[tuple[Routed, Event]]: ...
+
+    def send_dispatch(
+        self,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        layout: Layout = "expert",
+        alignment: int = 1,
+        sizes: Sizes | None = None,
+        capacity: int | None = None,
+        copy: bool = False,
+        to_fp8: bool = False,
+        power_of_two_scales: bool = False,
+        scale_layout: ScaleLayout = "rows",
+        strategy: str = "dedup",
+        out: DispatchOut | None = None,
+        async_op: bool = False,
+    ) -> Pending[Routed] | Pending[tuple[Routed, Event]]:
+        """Make the first half of a dispatch: its rows are on their way until ``receive()`` of the pending takes them.
+
+        Both halves together do what :meth:`dispatch` does, bit for bit, errors and gradients included. It has the same
+        arguments. x and topk_weights may be overwritten by later work on the same stream.
+
+        Returns:
+            What gives the result. :class:`tokenloom.Pending` says how many may be open.
+
+        Raises:
+            TokenloomError: what ``dispatch`` raises.
+            InvalidArgument: also for a third pending call, and after a pending was dropped unreceived; nothing was
+                sent.
+        """
+        values = (layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy, scale_layout)
+        return DispatchCall(self, self.engine, (x, topk_ids, topk_weights), values, copy, out, async_op).send()
+
+    @overload
+    def combine(
+        self,
+        y: torch.Tensor,
+        routed: Routed,
+        *,
+        async_op: Literal[False] = ...,
+        **options: Unpack[CombineKeywords],
+    ) -> torch.Tensor: ...
+
+    @overload
+    def combine(
+        self,
+        y: torch.Tensor,
+        routed: Routed,
+        *,
+        async_op: Literal[True],
+        **options: Unpack[CombineKeywords],
+    ) -> tuple[torch.Tensor, Event]: ...
+
+    def combine(
+        self,
+        y: torch.Tensor,
+        routed: Routed,
+        *,
+        weighted: bool | None = None,
+        mode: Mode = "per_rank",
+        wire_dtype: torch.dtype | None = None,
+        out_dtype: torch.dtype | None = None,
+        out: torch.Tensor | None = None,
+        async_op: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, Event]:
+        """Bring the experts' rows home and sum them in a fixed order. Differentiable in y and the weights.
+
+        Args:
+            y: shape of ``routed.tokens``; bfloat16, float16, float32 or float64. One row per row of
+                ``routed.tokens``; rows that hold no token are never read.
+            routed: what dispatch returned.
+            weighted: multiply rows by their weights (layouts "expert" and "slots", where the default is True). Leave
+                it out for other layouts.
+            mode: "per_rank" sums the rows of a rank in ascending k, rounds to ``wire_dtype``, and adds the ranks' sums
+                in ascending rank. "per_route" rounds every weighted row, sends it home by itself, and sums there in
+                ascending k (layouts "expert" and "slots").
+            wire_dtype: dtype of what travels, by default that of y.
+            out_dtype: dtype of the result, by default that of y.
+            out: contiguous [T, H] of ``out_dtype`` to write the result to, where no gradient is wanted.
+            async_op: work on the communicator's own stream and return (out, event).
+
+        Returns:
+            [T, H]; zero for tokens without routes; ``out`` if that is given. With ``async_op`` also the event to wait
+            for.
+
+        Raises:
+            TokenloomError: what ``dispatch`` raises.
+        """
+        values = (weighted, mode, wire_dtype, out_dtype)
+        return CombineCall(self, self.engine, y, routed, values, out, async_op).run()
+
+    @overload
+    def send_combine(
+        self,
+        y: torch.Tensor,
+        routed: Routed,
+        *,
+        async_op: Literal[False] = ...,
+        **options: Unpack[CombineKeywords],
+    ) -> Pending[torch.Tensor]: ...
+
+    @overload
+    def send_combine(
+        self,
+        y: torch.Tensor,
+        routed: Routed,
+        *,
+        async_op: Literal[True],
+        **options: Unpack[CombineKeywords],
+    ) -> Pending[tuple[torch.Tensor, Event]]: ...
+
+    def send_combine(
+        self,
+        y: torch.Tensor,
+        routed: Routed,
+        *,
+        weighted: bool | None = None,
+        mode: Mode = "per_rank",
+        wire_dtype: torch.dtype | None = None,
+        out_dtype: torch.dtype | None = None,
+        out: torch.Tensor | None = None,
+        async_op: bool = False,
+    ) -> Pending[torch.Tensor] | Pending[tuple[torch.Tensor, Event]]:
+        """Make the first half of a combine: its rows are on their way until ``receive()`` of the pending takes them.
+
+        Both halves together do what :meth:`combine` does, bit for bit, errors and gradients included. It has the same
+        arguments. y may be overwritten by later work on the same stream, unless backward wants its values.
+
+        Returns:
+            What gives the result. :class:`tokenloom.Pending` says how many may be open.
+
+        Raises:
+            TokenloomError: what ``send_dispatch`` raises.
+        """
+        values = (weighted, mode, wire_dtype, out_dtype)
+        return CombineCall(self, self.engine, y, routed, values, out, async_op).send()
+
+    def row_weights(self, routed: Routed) -> torch.Tensor:
+        """Give each row its weight, to apply before the last GEMM. Differentiable, not collective.
+
+        Combine then takes ``weighted=False``.
+
+        Args:
+            routed: what a dispatch with topk_weights in layout "expert" or "slots" returned.
+
+        Returns:
+            float32 (float64 beside float64 weights) [rows], in layout "slots" [L, S]; 0 where no row lies.
+
+        Raises:
+            InvalidArgument: another layout, a dispatch without weights, or another communicator's.
+        """
+        validation.require_routed(routed, self)
+        if routed.layout not in ROUTE_LAYOUTS or routed._weights is None:
+            raise InvalidArgument("row_weights is for layouts 'expert' and 'slots', dispatched with topk_weights")
+        shape = routed.tokens.shape[:-1]
+        return autograd.row_weights(self.engine, routed._handle, routed._weights, shape.numel()).view(shape)
