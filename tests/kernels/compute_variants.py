@@ -40,6 +40,16 @@ COMPUTE_VARIANTS: list[tuple[str, Variant]] = [
         (f"gemm, large, {epilogue}, gathers", GroupedGemmVariant(32, 4096, 7168, epilogue=epilogue, gathers=True))
         for epilogue in (FAST, CLAMPED, EXACT)
     ),
+    # Slots find a tile's rows in another way, in every role; the second loading warp is a role of its own.
+    ("gemm, large, slots", GroupedGemmVariant(32, 4096, 7168, slots=True)),
+    ("gemm, large, K 2048, slots", GroupedGemmVariant(32, 7168, 2048, slots=True)),
+    *(
+        (f"gemm, large, {epilogue}, slots", GroupedGemmVariant(32, 4096, 7168, epilogue=epilogue, slots=True))
+        for epilogue in (FAST, CLAMPED, EXACT)
+    ),
+    ("gemm, smallest, slots", GroupedGemmVariant(1, 128, 128, slots=True)),
+    ("gemm, K 384, swiglu, slots", GroupedGemmVariant(7, 512, 384, epilogue=FAST, slots=True)),
+    ("gemm, many experts, slots", GroupedGemmVariant(300, 384, 256, slots=True)),
     # Roles that write when they work hold more registers.
     ("gemm, traced, gathers", GroupedGemmVariant(32, 4096, 7168, epilogue=EXACT, gathers=True, traced=True)),
     ("gemm, traced, scatters", GroupedGemmVariant(32, 7168, 2048, scatters=True, traced=True)),

@@ -6,37 +6,61 @@
 #pragma once
 #include "device/roles/gemm_tile.cuh"
 
-// What the source reads, in shared memory. A launch may take a range of the experts.
+// *Bounds* say which rows are which expert's, in shared memory:
+//
+//   fill(..., int threads)     by all threads of the block; complete after a barrier
+//   int32 begin(int32 expert)  its first row
+//   int32 end(int32 expert)    the row after its last
+//
+// Here each expert's rows follow those of the one before.
 template <int kExperts>
-struct ExpertTable {
+struct BoundsByOffset {
     int32 offsets[kExperts + 1];  // first row of each expert
-    int32 first_expert, end_expert;
 
-    // All threads of the block. The table is complete after a barrier.
-    __device__ __forceinline__ void fill(const int32* from, int32 first, int32 end, int threads) {
+    __device__ __forceinline__ void fill(const int32* from, int threads) {
         for (int i = threadIdx.x; i <= kExperts; i += threads) offsets[i] = from[i];
-        if (threadIdx.x == 0) {
-            first_expert = first;
-            end_expert = end;
-        }
     }
+    __device__ __forceinline__ int32 begin(int32 expert) const { return offsets[expert]; }
+    __device__ __forceinline__ int32 end(int32 expert) const { return offsets[expert + 1]; }
 };
 
-template <int kN>  // columns of the output before the epilogue
+// Here each expert has as many places as the others, and its rows fill the first of them.
+template <int kExperts>
+struct BoundsInSlots {
+    int32 counts[kExperts];
+    int32 capacity;  // places of each expert
+
+    __device__ __forceinline__ void fill(const int32* from, int32 places, int threads) {
+        for (int i = threadIdx.x; i < kExperts; i += threads) counts[i] = min(from[i], places);
+        if (threadIdx.x == 0) capacity = places;
+    }
+    __device__ __forceinline__ int32 begin(int32 expert) const { return expert * capacity; }
+    __device__ __forceinline__ int32 end(int32 expert) const { return begin(expert) + counts[expert]; }
+};
+
+// What the source reads, in shared memory. A launch may take a range of the experts.
+template <class Bounds>
+struct ExpertTable {
+    Bounds bounds;
+    int32 first_expert, end_expert;
+};
+
+template <int kN, class Bounds>  // kN: columns of the output before the epilogue
 struct ExpertTiles {
     static constexpr int kStripPairs = (kN + 2 * kTileColumns - 1) / (2 * kTileColumns);
-    const int32* offsets;
+    const Bounds& bounds;
     int32 pair;  // of tiles, among those of its expert
     int32 expert, end_expert;
 
-    template <int kExperts>
-    __device__ explicit ExpertTiles(const ExpertTable<kExperts>& table)
-        : offsets(table.offsets),
+    __device__ explicit ExpertTiles(const ExpertTable<Bounds>& table)
+        : bounds(table.bounds),
           pair(static_cast<int32>(blockIdx.x / kClusterBlocks) - static_cast<int32>(gridDim.x / kClusterBlocks)),
           expert(table.first_expert),
           end_expert(table.end_expert) {}
 
-    __device__ int32 row_tiles() const { return (offsets[expert + 1] - offsets[expert] + kTileRows - 1) / kTileRows; }
+    __device__ int32 row_tiles() const {
+        return (bounds.end(expert) - bounds.begin(expert) + kTileRows - 1) / kTileRows;
+    }
 
     __device__ bool next() {
         for (pair += gridDim.x / kClusterBlocks; expert < end_expert; ++expert) {
@@ -48,7 +72,7 @@ struct ExpertTiles {
     }
 
     __device__ Tile tile(int32 block) const {
-        const int32 begin = offsets[expert], end = offsets[expert + 1], tiles = row_tiles();
+        const int32 begin = bounds.begin(expert), end = bounds.end(expert), tiles = row_tiles();
         const int32 row = begin + pair % tiles * kTileRows;
         return {expert, row, min(end - row, kTileRows), (pair / tiles * kClusterBlocks + block) * kTileColumns,
                 end - begin <= kGroupRows};

@@ -23,20 +23,22 @@ struct GroupedGemmArgs {
     const int32* row_index;       // gathered: [rows], which of a_rows each row is
     const int32* copied;          // gathered: null, or [2] (first, n): rows 0..n-1 are also a's, from `first` on
     const float* b_scales;        // [E, N / 128, K / 128]
-    const int32* offsets;         // [E + 1] first row of each expert; device memory
+    const int32* offsets;         // [E + 1] first row of each expert; device memory; unused with slots
     void* out;                    // [rows, N] bfloat16; SwiGLU: [rows, N / 2] E4M3
     const uint64* row_targets;    // scattered: [rows], addresses of output rows, which may be other GPUs'
     float* out_scales;            // SwiGLU: [rows, N / 256]
     const float* row_weights;     // SwiGLU: [rows], or null for ones
     float clamp;                  // SwiGLU, clamped: the most of a gate, and the largest magnitude of an up
-    int32 padding;
+    int32 capacity;               // slots: S, the places of each expert; expert e has rows e * S and on
     uint64* trace;                // traced: [blocks][kTraceRoles][kTracedTiles][2] nanoseconds
     int32 first_expert;           // the range of experts whose rows this launch multiplies
     int32 end_expert;
-    uint64 spare[3];              // tensor maps are aligned to 64 bytes, and so is this
+    const int32* counts;          // slots: [E] rows of each expert; device memory
+    uint64 spare[2];              // tensor maps are aligned to 64 bytes, and so is this
 };
 
-// The choices of a variant. Each is made once, here: what becomes of sums, where rows come from, where they go.
+// The choices of a variant. Each is made once, here: what becomes of sums, where rows come from, where they go, and
+// which rows are which expert's.
 template <class Shape>
 __device__ __forceinline__ auto epilogue_of(const GroupedGemmArgs& args) {
     if constexpr (Shape::swiglu != 0)
@@ -59,13 +61,19 @@ __device__ __forceinline__ auto destination_of(const GroupedGemmArgs& args) {
     else return RowsInOrder<kRowBytes>{args.out};
 }
 
-template <class Rows, class Epilogue, int kExperts, int kStages>
+template <class Shape>
+__device__ __forceinline__ auto bounds_of() {
+    if constexpr (Shape::slots != 0) return BoundsInSlots<Shape::num_experts>{};
+    else return BoundsByOffset<Shape::num_experts>{};
+}
+
+template <class Rows, class Epilogue, class Bounds, int kStages>
 struct GemmShared {
     alignas(1024) OperandRing<kStages> ring;
     Staging<Epilogue::kTileRowBytes> staging;
     typename Epilogue::Shared epilogue;
     typename Rows::Shared rows;
-    ExpertTable<kExperts> experts;
+    ExpertTable<Bounds> experts;
 };
 
 template <class Shape>
@@ -73,8 +81,9 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
     using Epilogue = decltype(epilogue_of<Shape>(args));
     using Rows = decltype(rows_of<Shape>(args));
     using Weights = Fp8Weights<Shape::n, Shape::k, typename Epilogue::Columns>;
-    using Tiles = ExpertTiles<Shape::n>;
-    using Shared = GemmShared<Rows, Epilogue, Shape::num_experts, Shape::stages>;
+    using Bounds = decltype(bounds_of<Shape>());
+    using Tiles = ExpertTiles<Shape::n, Bounds>;
+    using Shared = GemmShared<Rows, Epilogue, Bounds, Shape::stages>;
     const Epilogue epilogue = epilogue_of<Shape>(args);
     const Rows rows = rows_of<Shape>(args);
     const Weights weights{args.b, args.b_scales};
@@ -90,8 +99,11 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
     static_assert(kGroups * kMathRegisters + kOtherRegisters <= 504, "what the launch gives three warpgroups");
     const int32 block = cluster_rank();
 
-    shared.experts.fill(args.offsets, args.first_expert, args.end_expert, kThreads);
+    if constexpr (Shape::slots != 0) shared.experts.bounds.fill(args.counts, args.capacity, kThreads);
+    else shared.experts.bounds.fill(args.offsets, kThreads);
     if (threadIdx.x == 0) {
+        shared.experts.first_expert = args.first_expert;
+        shared.experts.end_expert = args.end_expert;
         shared.ring.init(kLoaderArrivals + (Rows::kSecondWarp ? kSecondWarpArrivals : 0), kMathArrivals);
         shared.staging.init(kStagingArrivals, kStoreArrivals);
         mbarrier_init_fence();

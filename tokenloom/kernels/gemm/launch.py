@@ -87,10 +87,11 @@ class GroupedGemmArgs(ctypes.Structure):
         *uint64_fields("a_rows", "a_scales", "row_index", "copied", "b_scales", "offsets", "out", "row_targets"),
         *uint64_fields("out_scales", "row_weights"),
         ("clamp", ctypes.c_float),
-        *int32_fields("padding"),
+        *int32_fields("capacity"),
         *uint64_fields("trace"),
         *int32_fields("first_expert", "end_expert"),
-        ("spare", ctypes.c_uint64 * 3),
+        *uint64_fields("counts"),
+        ("spare", ctypes.c_uint64 * 2),
     ]
 
 
@@ -104,6 +105,7 @@ class GroupedGemmVariant:
         epilogue: what becomes of the sums.
         gathers: an index says where each row of a is.
         scatters: each row of the output has an address of its own.
+        slots: each expert has places of its own for rows, and a count. Otherwise offsets say which rows are whose.
         traced: roles write when they work on which tile, see :func:`trace_times`.
     """
 
@@ -114,12 +116,13 @@ class GroupedGemmVariant:
     epilogue: Bf16Epilogue | SwigluFp8Epilogue = Bf16Epilogue()
     gathers: bool = False
     scatters: bool = False
+    slots: bool = False
     traced: bool = False
 
     def __str__(self) -> str:
-        options = {"gathers": self.gathers, "scatters": self.scatters, "traced": self.traced}
+        choices = ("gathers", "scatters", "slots", "traced")
         parts = [f"e{self.num_experts} n{self.n} k{self.k}", str(self.epilogue)]
-        return ", ".join(["grouped_gemm", *parts, *(name for name, chosen in options.items() if chosen)])
+        return ", ".join(["grouped_gemm", *parts, *(name for name in choices if getattr(self, name))])
 
     def spec(self) -> KernelSpec:
         """What to compile and how to launch it: with any even number of blocks that run at the same time.
@@ -139,6 +142,7 @@ class GroupedGemmVariant:
             "k": self.k,
             "gathers": int(self.gathers),
             "scatters": int(self.scatters),
+            "slots": int(self.slots),
             "traced": int(self.traced),
             **self.epilogue.shape(),
             "stages": stages,
