@@ -1,9 +1,10 @@
-"""Measure the grouped FP8 GEMM, cuBLAS, and DeepGEMM where it can be imported, in turns on one Hopper GPU.
+"""Measure the grouped FP8 GEMMs, cuBLAS, and DeepGEMM where it can be imported, in turns on one Hopper GPU.
 
     python microbench/gemm.py [--json FILE]
 
-cuBLAS is torch._scaled_mm with the same block scales, as one dense GEMM of the same total size. Times are events
-around replays of a graph of ten calls, as medians over rounds in which all take turns.
+Rows lie behind offsets, or the same rows in slots, which have twice the places that they need. cuBLAS is
+torch._scaled_mm with the same block scales, as one dense GEMM of the same total size. Times are events around replays
+of a graph of ten calls, as medians over rounds in which all take turns.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from typing import Any
 
 import torch
 
-from tokenloom.ops.gemm import grouped_gemm_fp8
+from tokenloom.ops.gemm import grouped_gemm_fp8, grouped_swiglu_fp8
 
 ROUNDS, CALLS = 15, 10
 SHAPES = ((32, 65536, 4096, 7168), (32, 65536, 7168, 2048), (32, 512, 4096, 7168), (32, 512, 7168, 2048))
 """Experts, rows, N, K."""
+ROOM = 2
+"""Places in slots for each row of the fullest expert."""
 
 
 def uneven(experts: int, rows: int) -> list[int]:
@@ -35,6 +38,34 @@ def uneven(experts: int, rows: int) -> list[int]:
 
 def random_fp8(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda").to(torch.float8_e4m3fn)
+
+
+def in_slots(rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """Each expert's rows at its places, [E, S, ...]; other rows behind them, as in a buffer that calls have used."""
+    starts = torch.tensor([0, *counts[:-1]], device="cuda").cumsum(0)
+    index = (starts[:, None] + torch.arange(ROOM * max(counts), device="cuda")) % len(rows)
+    return rows.view(torch.uint8)[index].view(rows.dtype)
+
+
+def our_calls(
+    rows: str,
+    counts: list[int],
+    a: torch.Tensor,
+    a_scales: torch.Tensor,
+    b: torch.Tensor,
+    b_scales: torch.Tensor,
+) -> dict[str, Callable[[], Any]]:
+    """Both GEMMs, of rows behind offsets and in slots."""
+    offsets = torch.tensor([0, *counts], device="cuda").cumsum(0).to(torch.int32)
+    of_rows: dict[str, Any] = {"a": a, "a_scales": a_scales, "expert_offsets": offsets}
+    slots, slot_scales = in_slots(a, counts), in_slots(a_scales, counts)
+    expert_counts = torch.tensor(counts, dtype=torch.int32, device="cuda")
+    of_slots: dict[str, Any] = {"a": slots, "a_scales": slot_scales, "expert_counts": expert_counts}
+    found: dict[str, Callable[[], Any]] = {}
+    for where, given in ((rows, of_rows), (f"{rows}, slots", of_slots)):
+        found[f"grouped, {where}"] = partial(grouped_gemm_fp8, b=b, b_scales=b_scales, **given)
+        found[f"grouped swiglu, {where}"] = partial(grouped_swiglu_fp8, w1=b, w1_scales=b_scales, **given)
+    return found
 
 
 def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
@@ -82,8 +113,7 @@ def main() -> None:
 
         calls: dict[str, Callable[[], Any]] = {}
         for name, counts in (("even", [rows // experts] * experts), ("uneven", uneven(experts, rows))):
-            offsets = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).cuda()
-            calls[f"grouped, {name}"] = partial(grouped_gemm_fp8, a, a_scales, b, b_scales, offsets)
+            calls |= our_calls(name, counts, a, a_scales, b, b_scales)
         calls["cuBLAS, dense"] = partial(
             torch._scaled_mm,
             a,
@@ -99,17 +129,20 @@ def main() -> None:
         for _ in range(ROUNDS):
             for name, graph in graphs.items():
                 times[name].append(us_of(graph))
-        for name, samples in times.items():
-            us = statistics.median(samples)
+        medians = {name: statistics.median(samples) for name, samples in times.items()}
+        for name, us in medians.items():
+            of_offsets = medians[name.removesuffix(", slots")] / us if name.endswith(", slots") else None
             row = {
                 "name": f"gemm/{name}/e{experts}/r{rows}/n{n}/k{k}",
                 "p50_us": us,
                 "tflops": 2 * rows * n * k / us / 1e6,
                 "weights_gbytes_per_s": experts * n * k / us / 1e3 if "grouped" in name else None,
+                "speed_of_offsets": of_offsets,
             }
             found.append(row)
             gbytes = f"{row['weights_gbytes_per_s']:8.0f} GB/s of weights" if "grouped" in name else ""
-            print(f"{row['name']:50} {us:9.1f} us {row['tflops']:8.0f} TFLOP/s {gbytes}")
+            speed = f", {of_offsets:.3f} of the speed behind offsets" if of_offsets else ""
+            print(f"{row['name']:60} {us:9.1f} us {row['tflops']:8.0f} TFLOP/s {gbytes}{speed}")
     if arguments.json:
         setup = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rounds": ROUNDS, "calls": CALLS}
         arguments.json.write_text(json.dumps({"setup": setup, "rows": found}, indent=1) + "\n")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
+
 import torch
 
 from tokenloom.errors import BackendUnavailable, DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch
@@ -18,6 +21,8 @@ from tokenloom.kernels.gemm.launch import (
     scale_map,
     wide_scales,
 )
+from tokenloom.ops.activation import swiglu
+from tokenloom.ops.quant import dequantize_fp8, quantize_fp8
 
 ALIGNMENT_BYTES = 16
 INTERLEAVED_ROWS = 8
@@ -29,33 +34,49 @@ def grouped_gemm_fp8(
     a_scales: torch.Tensor,
     b: torch.Tensor,
     b_scales: torch.Tensor,
-    expert_offsets: torch.Tensor,
+    expert_offsets: torch.Tensor | None = None,
+    *,
+    expert_counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply each expert's rows by its weights in FP8: ``out[rows of e] = a[rows of e] @ b[e].T``.
 
-    Each partial sum over 128 values of K is scaled and added in float32; the total is rounded once. The host reads
-    nothing: only the device knows how many rows each expert has. Rows before the first offset and after the last are
-    not written, so their values are unspecified.
+    ``expert_offsets`` or ``expert_counts`` says which rows those are. With offsets, a is [R, K] as in layout "expert":
+    each expert's rows follow those of the one before. With counts, a is [E, S, K] as in layout "slots": each expert
+    has S places, and its rows fill the first of them.
+
+    Each partial sum over 128 values of K is scaled and added in float32; the total is rounded once. On a GPU the host
+    reads nothing, because only the device knows how many rows each expert has, and weights of experts without rows are
+    not read. On a CPU plain torch does the work, slowly.
+
+    Rows outside the offsets and places beyond the counts may hold anything. They are not written in the result, so
+    their values there are unspecified.
 
     Args:
-        a: float8_e4m3fn [R, K], rows grouped by expert (``routed.tokens`` of layout "expert"), contiguous.
-        a_scales: float32 [R, K / 128], contiguous (``routed.scales``).
+        a: float8_e4m3fn [R, K] or [E, S, K], contiguous (``routed.tokens``).
+        a_scales: float32 [R, K / 128] or [E, S, K / 128], contiguous (``routed.scales``, of ``scale_layout="rows"``).
         b: float8_e4m3fn [E, N, K], contiguous, N and K multiples of 128.
         b_scales: float32 [E, N / 128, K / 128], contiguous.
         expert_offsets: int32 [E + 1], first row of each expert and the end, on the same device
             (``routed.expert_offsets``).
+        expert_counts: int32 [E], rows of each expert, on the same device (``routed.expert_counts``). A count above S
+            stands for S.
 
     Returns:
-        bfloat16 [R, N].
+        bfloat16 [R, N] or [E, S, N].
 
     Raises:
+        InvalidArgument: both of ``expert_offsets`` and ``expert_counts`` are given, or neither.
         ShapeMismatch, DtypeMismatch, DeviceMismatch: an argument is not as above.
-        BackendUnavailable: the tensors are not on a Hopper GPU.
+        BackendUnavailable: the tensors are neither on a Hopper GPU nor on a CPU.
     """
-    _check(a, a_scales, b, b_scales, expert_offsets)
-    kernel = Kernel(GroupedGemmVariant(*b.shape).spec(), a.device.index)
-    out = torch.empty(a.shape[0], b.shape[1], dtype=torch.bfloat16, device=a.device)
-    _launch(kernel, a, a_scales, b, b_scales, expert_offsets, out)
+    _check(a, a_scales, b, b_scales, expert_offsets, expert_counts)
+    out = a.new_empty(*a.shape[:-1], b.shape[1], dtype=torch.bfloat16)
+    if a.is_cpu:
+        for rows, sums in _sums_on_cpu(a, a_scales, b, b_scales, expert_offsets, expert_counts):
+            out.flatten(0, -2)[rows] = sums.to(out.dtype)
+        return out
+    kernel = Kernel(GroupedGemmVariant(*b.shape, slots=expert_counts is not None).spec(), a.device.index)
+    _launch(kernel, a, a_scales, b, b_scales, expert_offsets, expert_counts, out)
     return out
 
 
@@ -64,55 +85,71 @@ def grouped_swiglu_fp8(
     a_scales: torch.Tensor,
     w1: torch.Tensor,
     w1_scales: torch.Tensor,
-    expert_offsets: torch.Tensor,
+    expert_offsets: torch.Tensor | None = None,
     row_weights: torch.Tensor | None = None,
     *,
+    expert_counts: torch.Tensor | None = None,
     clamp: float | None = None,
     power_of_two_scales: bool = False,
     fast_math: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute ``silu(gate) * up * weight``, the first half of SwiGLU experts, where ``gate, up = w1[e] @ row``.
 
-    Sums are those of ``grouped_gemm_fp8``. They stay in float32 until the result is quantised as in
+    Rows, sums and devices are those of ``grouped_gemm_fp8``. Sums stay in float32 until the result is quantised as in
     ``quantize_fp8``.
 
     Args:
-        a: float8_e4m3fn [R, K], rows grouped by expert, contiguous.
-        a_scales: float32 [R, K / 128], contiguous.
+        a: float8_e4m3fn [R, K] or [E, S, K], contiguous.
+        a_scales: float32 [R, K / 128] or [E, S, K / 128], contiguous.
         w1: float8_e4m3fn [E, 2I, K] from ``interleave_gate_and_up``, I a multiple of 128.
         w1_scales: float32 [E, 2I / 128, K / 128], gates, then ups, not interleaved.
-        expert_offsets: int32 [E + 1], first row of each expert and the end, on the same device.
-        row_weights: float32 [R], or None for ones.
+        expert_offsets: int32 [E + 1], as in ``grouped_gemm_fp8``, beside a of [R, K].
+        row_weights: float32 [R] or [E, S], or None for ones.
+        expert_counts: int32 [E], as in ``grouped_gemm_fp8``, beside a of [E, S, K].
         clamp: largest gate, and largest absolute up, before the activation. None sets no limit.
         power_of_two_scales: as in ``quantize_fp8``.
         fast_math: use the hardware's exponential and division, accurate to a few units in the last place of float32.
+            On a CPU it changes nothing.
 
     Returns:
-        Values float8_e4m3fn [R, I] and scales float32 [R, I / 128], as ``grouped_gemm_fp8`` takes them. Rows outside
-        the offsets are unspecified.
+        Values float8_e4m3fn [R, I] or [E, S, I], and scales float32 [R, I / 128] or [E, S, I / 128], as
+        ``grouped_gemm_fp8`` takes them. Rows outside the offsets and places beyond the counts are unspecified.
 
     Raises:
+        InvalidArgument: clamp is not above 0; both of ``expert_offsets`` and ``expert_counts`` are given, or neither.
         ShapeMismatch, DtypeMismatch, DeviceMismatch: an argument is not as above.
-        InvalidArgument: clamp is not above 0.
-        BackendUnavailable: the tensors are not on a Hopper GPU.
+        BackendUnavailable: the tensors are neither on a Hopper GPU nor on a CPU.
     """
     if w1.dim() == 3 and w1.shape[1] % (2 * BLOCK):
         raise ShapeMismatch(f"w1 is {list(w1.shape)}, expected [E, 2I, K] with I a multiple of {BLOCK}")
-    _check(a, a_scales, w1, w1_scales, expert_offsets, b_name="w1")
+    _check(a, a_scales, w1, w1_scales, expert_offsets, expert_counts, b_name="w1")
     if row_weights is not None:
-        check_tensor("row_weights", row_weights, torch.float32, [a.shape[0]], a.device)
+        check_tensor("row_weights", row_weights, torch.float32, list(a.shape[:-1]), a.device)
     check_clamp("clamp", clamp)
+    width = w1.shape[1] // 2
+    out = a.new_empty(*a.shape[:-1], width)
+    out_scales = a_scales.new_empty(*a.shape[:-1], width // BLOCK)
+    if a.is_cpu:
+        w1 = separate_gate_and_up(w1)
+        for rows, sums in _sums_on_cpu(a, a_scales, w1, w1_scales, expert_offsets, expert_counts):
+            if clamp is not None:
+                gate, up = sums.chunk(2, -1)
+                sums = torch.cat([gate.clamp(max=clamp), up.clamp(-clamp, clamp)], -1)
+            activations = swiglu(sums)
+            if row_weights is not None:
+                activations = activations * row_weights.flatten()[rows, None]
+            q, scales = quantize_fp8(activations, power_of_two_scales=power_of_two_scales)
+            out.flatten(0, -2)[rows], out_scales.flatten(0, -2)[rows] = q, scales
+        return out, out_scales
     epilogue = SwigluFp8Epilogue(
         clamped=clamp is not None, power_of_two_scales=power_of_two_scales, fast_math=fast_math
     )
-    kernel = Kernel(GroupedGemmVariant(*w1.shape, epilogue=epilogue).spec(), a.device.index)
-    rows, width = a.shape[0], w1.shape[1] // 2
-    out = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=a.device)
-    out_scales = torch.empty(rows, width // BLOCK, dtype=torch.float32, device=a.device)
+    variant = GroupedGemmVariant(*w1.shape, epilogue=epilogue, slots=expert_counts is not None)
+    kernel = Kernel(variant.spec(), a.device.index)
     kernel.args.out_scales = out_scales.data_ptr()
     kernel.args.row_weights = 0 if row_weights is None else row_weights.data_ptr()
     kernel.args.clamp = 0.0 if clamp is None else clamp
-    _launch(kernel, a, a_scales, w1, w1_scales, expert_offsets, out)
+    _launch(kernel, a, a_scales, w1, w1_scales, expert_offsets, expert_counts, out)
     return out, out_scales
 
 
@@ -147,20 +184,47 @@ def _launch(
     a_scales: torch.Tensor,
     b: torch.Tensor,
     b_scales: torch.Tensor,
-    expert_offsets: torch.Tensor,
+    expert_offsets: torch.Tensor | None,
+    expert_counts: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    if a.shape[0] == 0:
+    if a.numel() == 0:
         return
     args = kernel.args
-    args.a, args.b = operand_map(a, A_BOX_ROWS), operand_map(b, B_BOX_ROWS)
-    if wide_scales(a.shape[1]):
-        args.a_scale_map = scale_map(a_scales)
+    args.a, args.b = operand_map(a.flatten(0, -2), A_BOX_ROWS), operand_map(b, B_BOX_ROWS)
+    if wide_scales(a.shape[-1]):
+        args.a_scale_map = scale_map(a_scales.flatten(0, -2))
     args.a_scales, args.b_scales = a_scales.data_ptr(), b_scales.data_ptr()
     args.first_expert, args.end_expert = 0, b.shape[0]
-    args.offsets, args.out = expert_offsets.data_ptr(), out.data_ptr()
+    if expert_offsets is not None:
+        args.offsets = expert_offsets.data_ptr()
+    if expert_counts is not None:
+        args.counts, args.capacity = expert_counts.data_ptr(), a.shape[1]
+    args.out = out.data_ptr()
     sms = torch.cuda.get_device_properties(a.device).multi_processor_count
     kernel.launch(sms // CLUSTER * CLUSTER, torch.cuda.current_stream(a.device).cuda_stream)
+
+
+def _sums_on_cpu(
+    a: torch.Tensor,
+    a_scales: torch.Tensor,
+    b: torch.Tensor,
+    b_scales: torch.Tensor,
+    expert_offsets: torch.Tensor | None,
+    expert_counts: torch.Tensor | None,
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """For each expert with rows, yield where they are among all rows or places, and their float32 [rows, N]."""
+    if expert_offsets is not None:
+        own_rows = [slice(begin, end) for begin, end in pairwise(expert_offsets.tolist())]
+    else:
+        assert expert_counts is not None
+        places = a.shape[1]
+        own_rows = [slice(e * places, e * places + min(n, places)) for e, n in enumerate(expert_counts.tolist())]
+    rows, scales = a.flatten(0, -2), a_scales.flatten(0, -2)
+    for own, weights, weight_scales in zip(own_rows, b, b_scales, strict=True):
+        if own.start < own.stop:
+            spread = weight_scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+            yield own, dequantize_fp8(rows[own], scales[own]) @ (weights.float() * spread).T
 
 
 def _check(
@@ -168,22 +232,36 @@ def _check(
     a_scales: torch.Tensor,
     b: torch.Tensor,
     b_scales: torch.Tensor,
-    expert_offsets: torch.Tensor,
+    expert_offsets: torch.Tensor | None,
+    expert_counts: torch.Tensor | None,
     b_name: str = "b",
 ) -> None:
     fp8, fp32, int32 = torch.float8_e4m3fn, torch.float32, torch.int32
     if b.dim() != 3 or not len(b) or b.shape[1] % BLOCK or b.shape[2] % BLOCK:
         raise ShapeMismatch(f"{b_name} is {list(b.shape)}, expected [E, N, K], N and K multiples of {BLOCK}")
     num_experts, n, k = b.shape
-    rows = a.shape[0] if a.dim() else 0
-    check_tensor("a", a, fp8, [rows, k], a.device)
-    check_tensor("a_scales", a_scales, fp32, [rows, k // BLOCK], a.device)
+    if (expert_offsets is None) == (expert_counts is None):
+        given = "neither" if expert_offsets is None else "both"
+        raise InvalidArgument(
+            f"{given} of expert_offsets and expert_counts given, expected one of them: offsets beside a of [R, K], "
+            "counts beside a of [E, S, K]"
+        )
+    slots = expert_counts is not None
+    if a.dim() != (3 if slots else 2):
+        form = "[E, S, K] beside expert_counts" if slots else "[R, K] beside expert_offsets"
+        raise ShapeMismatch(f"a is {list(a.shape)}, expected {form}")
+    rows = [num_experts, a.shape[1]] if slots else [a.shape[0]]
+    check_tensor("a", a, fp8, [*rows, k], a.device)
+    check_tensor("a_scales", a_scales, fp32, [*rows, k // BLOCK], a.device)
     check_weights(b_name, b, b_scales, [num_experts, n, k], a.device)
-    check_tensor("expert_offsets", expert_offsets, int32, [num_experts + 1], a.device)
+    if expert_offsets is not None:
+        check_tensor("expert_offsets", expert_offsets, int32, [num_experts + 1], a.device)
+    if expert_counts is not None:
+        check_tensor("expert_counts", expert_counts, int32, [num_experts], a.device)
     check_aligned("a", a)
     check_aligned("a_scales", a_scales)
-    if a.device.type != "cuda" or torch.cuda.get_device_capability(a.device) != HOPPER:
-        raise BackendUnavailable(f"grouped GEMMs in FP8 need a Hopper GPU, the tensors are on {a.device}")
+    if not a.is_cpu and (not a.is_cuda or torch.cuda.get_device_capability(a.device) != HOPPER):
+        raise BackendUnavailable(f"grouped GEMMs in FP8 need a Hopper GPU, or a CPU; the tensors are on {a.device}")
 
 
 def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: list[int], device: torch.device) -> None:
