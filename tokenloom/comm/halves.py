@@ -128,11 +128,12 @@ class DispatchCall(Call):
 
     def _receive(self) -> Routed:
         handle, rows = self._sent.receive()
-        weights = handle.topk_weights
-        if self._in_graph is not None:
-            with torch.enable_grad():
-                rows, weights = autograd.dispatched(self.engine, handle, rows, *self._in_graph)
-        return make_routed(self._owner, self.engine.plan, handle, rows, weights, self._ids_dtype, self._out)
+        made = (self._owner, self.engine.plan, handle)
+        if self._in_graph is None:
+            return make_routed(*made, rows, handle.topk_weights, self._ids_dtype, self._out)
+        with torch.enable_grad():  # as it was in the first half
+            rows, weights = autograd.dispatched(self.engine, handle, rows, *self._in_graph)
+            return make_routed(*made, rows, weights, self._ids_dtype)
 
 
 class CombineCall(Call):
