@@ -78,6 +78,16 @@ __device__ __forceinline__ Vec16 load_16_once(const void* address) {
     return v;
 }
 
+// From shared memory, behind a wait for what a bulk load brought there.
+__device__ __forceinline__ Vec16 load_shared_16(const void* shared) {
+    Vec16 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+                 : "r"(static_cast<uint32>(__cvta_generic_to_shared(shared)))
+                 : "memory");
+    return v;
+}
+
 __device__ __forceinline__ void store_16(void* address, Vec16 v) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.word[0]), "r"(v.word[1]),
                  "r"(v.word[2]), "r"(v.word[3])

@@ -1,8 +1,7 @@
-// A warp copies, scales and adds rows in global memory. Targets may be a peer's memory.
+// A warp copies and adds rows in global memory. Targets may be a peer's memory.
 //
 // A row is cut into tiles. In each, a lane has a few 16-byte loads of every row in flight, which hides the latency.
-// Where several rows take part, lane i holds the address (and the weight) of row i, and a mask has a bit for each such
-// lane.
+// Where several rows take part, lane i holds the address of row i, and a mask has a bit for each such lane.
 #pragma once
 #include "device/tile/values.cuh"
 
@@ -52,15 +51,14 @@ __device__ __forceinline__ void fill_row(unsigned char* to, uint32 word, int lan
     for (int i = lane; i < kRowBytes / 16; i += 32) store_16(to + i * 16, Vec16{{word, word, word, word}});
 }
 
-// The one sum of this library: rows of one shape and dtype, weighted or not, added in the order of lanes. `scale` makes
-// one row of each instead. kTermsAtOnce terms are in flight together.
-template <int kTermDtype, int kOutDtype, int kHidden, int kGroupValues, int kTermsAtOnce, bool kWeighted>
+// A sum of rows of one shape and dtype, in the order of lanes, from loads into registers: kTermsAtOnce terms are in
+// flight together. (device/pipe/term_stream.cuh adds rows that pass through shared memory, weighted or not.) A step
+// takes registers for the terms in flight and for the sum, kMostRegisters in all: with more, variants spill.
+template <int kTermDtype, int kOutDtype, int kHidden, int kGroupValues, int kTermsAtOnce, int kMostRegisters = 80>
 struct RowSum {
     static constexpr int kGroups = kHidden / kGroupValues;
     static constexpr int kTermBytes = kGroupValues * kValueBytes<kTermDtype>;
     static constexpr int kOutBytes = kGroupValues * kValueBytes<kOutDtype>;
-    // A step takes registers for the terms in flight and for the sum. With more than this many, variants spill.
-    static constexpr int kMostRegisters = kWeighted ? 70 : 80;
     static constexpr int kStepRegisters = kTermsAtOnce * kTermBytes / 4 + kGroupValues;
     static constexpr int kMostSteps = kStepRegisters > kMostRegisters ? 1 : kMostRegisters / kStepRegisters;
     using Row = Tiles<kGroups, (kMostSteps < 4 ? kMostSteps : 4)>;
@@ -69,51 +67,23 @@ struct RowSum {
     // The next terms of the mask, up to kTermsAtOnce.
     struct Batch {
         Packed packed[kTermsAtOnce][Row::kSteps];
-        float weight[kTermsAtOnce];
-        uint32 lane_of[kTermsAtOnce];  // a mask of one lane, or 0
+        int count = 0;
 
-        __device__ __forceinline__ void load(uint32& rest, uint64 term, float own_weight, int tile, int lane) {
+        __device__ __forceinline__ void load(uint32& rest, uint64 term, int tile, int lane) {
             int index;
 #pragma unroll
             for (int t = 0; t < kTermsAtOnce; ++t) {
-                lane_of[t] = rest & -rest;
                 if (rest == 0) continue;
                 const auto* from = reinterpret_cast<const unsigned char*>(of_lane(term, rest));
-                if constexpr (kWeighted) weight[t] = of_lane(own_weight, rest);
                 rest &= rest - 1;
+                ++count;
 #pragma unroll
                 for (int step = 0; step < Row::kSteps; ++step)
                     if (Row::unit(tile, step, lane, index))
                         packed[t][step] = load_group_once<kTermDtype, kGroupValues>(from + index * kTermBytes);
             }
         }
-
-        __device__ __forceinline__ Group<kGroupValues> value(int t, int step) const {
-            auto group = unpack(packed[t][step]);
-            if constexpr (kWeighted) scale_group(group, weight[t]);
-            return group;
-        }
     };
-
-    // Goes through the lanes' terms in their order. Calls `begin(lanes)` with the mask of a term's lane, then
-    // `take(step, index, value)` for each group that this lane has in the tile.
-    template <class Begin, class Take>
-    static __device__ __forceinline__ void for_each_term(uint64 term, float weight, uint32 terms, int tile, int lane,
-                                                         Begin begin, Take take) {
-        int index;
-        for (uint32 rest = terms; rest != 0;) {
-            Batch batch;
-            batch.load(rest, term, weight, tile, lane);
-#pragma unroll
-            for (int t = 0; t < kTermsAtOnce; ++t) {
-                if (batch.lane_of[t] == 0) continue;
-                begin(batch.lane_of[t]);
-#pragma unroll
-                for (int step = 0; step < Row::kSteps; ++step)
-                    if (Row::unit(tile, step, lane, index)) take(step, index, batch.value(t, step));
-            }
-        }
-    }
 
     // Into how many parts each of `rows` sums is cut, so that `warps` warps have work where rows are few.
     static __device__ __forceinline__ int32 parts(int32 rows, int32 warps) {
@@ -121,33 +91,28 @@ struct RowSum {
     }
 
     // Adds part `part` of `parts` of the lanes' terms; +0 without terms.
-    static __device__ __forceinline__ void add(unsigned char* to, uint64 term, float weight, uint32 terms, int part,
-                                               int parts, int lane) {
+    static __device__ __forceinline__ void add(unsigned char* to, uint64 term, uint32 terms, int part, int parts,
+                                               int lane) {
+        int index;
         for (int tile = part; tile < Row::kCount; tile += parts) {
             // x + -0 is x for every x, so the sum starts from its first term.
             Group<kGroupValues> sum[Row::kSteps];
 #pragma unroll
             for (int step = 0; step < Row::kSteps; ++step) sum[step] = filled_group<kGroupValues>(terms ? -0.0f : 0.0f);
-            for_each_term(
-                term, weight, terms, tile, lane, [](uint32) {},
-                [&](int step, int, const Group<kGroupValues>& value) { add_group(sum[step], value); });
-            int index;
+            for (uint32 rest = terms; rest != 0;) {
+                Batch batch;
+                batch.load(rest, term, tile, lane);
+#pragma unroll
+                for (int t = 0; t < kTermsAtOnce; ++t) {
+                    if (t >= batch.count) continue;
+#pragma unroll
+                    for (int step = 0; step < Row::kSteps; ++step)
+                        if (Row::unit(tile, step, lane, index)) add_group(sum[step], unpack(batch.packed[t][step]));
+                }
+            }
 #pragma unroll
             for (int step = 0; step < Row::kSteps; ++step)
                 if (Row::unit(tile, step, lane, index)) store_group<kOutDtype>(to + index * kOutBytes, sum[step]);
-        }
-    }
-
-    // Weights and rounds each term by itself, and stores it to its lane's target.
-    static __device__ __forceinline__ void scale(uint64 target, uint64 term, float weight, uint32 terms, int lane) {
-        for (int tile = 0; tile < Row::kCount; ++tile) {
-            unsigned char* to = nullptr;
-            for_each_term(
-                term, weight, terms, tile, lane,
-                [&](uint32 lanes) { to = reinterpret_cast<unsigned char*>(of_lane(target, lanes)); },
-                [&](int, int index, const Group<kGroupValues>& value) {
-                    store_group<kOutDtype>(to + index * kOutBytes, value);
-                });
         }
     }
 };

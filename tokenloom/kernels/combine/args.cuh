@@ -2,6 +2,7 @@
 // are Shape::num_ranks and so on.
 #pragma once
 #include "device/pipe/row_stream.cuh"
+#include "device/pipe/term_stream.cuh"
 #include "device/sync/claims.cuh"
 #include "device/sync/progress.cuh"
 #include "device/tile/layout.cuh"
@@ -44,20 +45,30 @@ struct CombineRows {
     static constexpr int kWireBytes = Shape::hidden * kValueBytes<Shape::wire_dtype>;
     static constexpr int kOutBytes = Shape::hidden * kValueBytes<Shape::out_dtype>;
     static constexpr bool kWeighted = Shape::weighted != 0;
-    // Then it is copied, with more loads in flight; of float32 no more would be.
-    static constexpr bool kSumOfOneIsACopy =
-        !kWeighted && Shape::y_dtype == Shape::wire_dtype && Shape::y_dtype != kFloat32;
-    using Push = RowSum<Shape::y_dtype, Shape::wire_dtype, Shape::hidden, Shape::group, Shape::push_terms, kWeighted>;
-    using Sum = RowSum<Shape::wire_dtype, Shape::out_dtype, Shape::hidden, Shape::group, Shape::sum_terms, false>;
+    using Push = TermStream<Shape::y_dtype, Shape::wire_dtype, Shape::hidden, Shape::group, Shape::stages, kWeighted>;
+    using Copy = RowStream<kWireBytes, Shape::stage_bytes, Shape::stages>;
+    using Sum = RowSum<Shape::wire_dtype, Shape::out_dtype, Shape::hidden, Shape::group, Shape::sum_terms,
+                       Shape::sum_registers>;
     static constexpr uint32 kNan = kNanWord<Shape::wire_dtype>;  // what comes home for dropped rows
+};
+
+template <bool kCopies, class Copy, class Push>
+struct StreamOf {
+    using Type = Copy;
+};
+
+template <class Copy, class Push>
+struct StreamOf<false, Copy, Push> {
+    using Type = Push;
 };
 
 template <class Shape>
 struct CombineShared {
-    using Copy = RowStream<CombineRows<Shape>::kWireBytes, Shape::stage_bytes, Shape::stages>;
-    static constexpr int kRings = CombineRows<Shape>::kCopies ? Shape::push_warps : 1;
-    typename Copy::Shared ring[kRings];
-    typename Copy::Control control_of_stream[kRings];
+    using Rows = CombineRows<Shape>;
+    using Stream = typename StreamOf<Rows::kCopies, typename Rows::Copy, typename Rows::Push>::Type;
+    static constexpr int kRings = Shape::dense != 0 ? 1 : Shape::push_warps;
+    typename Stream::Shared ring[kRings];
+    typename Stream::Control control_of_stream[kRings];
     PeerWindow<Shape::num_ranks> control;  // of all ranks' buffers, as in the args: here they are read fast
     PeerWindow<Shape::num_ranks> data;
     alignas(16) int32 header[kHeaderWords];

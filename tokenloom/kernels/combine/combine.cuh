@@ -62,7 +62,7 @@ __device__ bool combine_rows(const CombineArgs& args, uint32 epoch) {
     if (blockIdx.x == gridDim.x - 1)  // blocks start in order: when the last one runs, none of this rank lacks an SM
         announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, epoch, 0, shared.header);
     if (warp == 0) shared.progress.clear(lane);
-    if (warp < shared.kRings) CombineShared<Shape>::Copy::init(shared.control_of_stream[warp], lane);
+    if (warp < shared.kRings) CombineShared<Shape>::Stream::init(shared.control_of_stream[warp], lane);
     mbarrier_init_fence();
     find_bases<Shape>(args, shared);
     const Opened opened = await_call<Shape::num_ranks, kCounts>(args.call, epoch);

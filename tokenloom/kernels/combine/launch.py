@@ -11,6 +11,7 @@ from tokenloom.jit.compiler import KernelSpec
 from tokenloom.kernels.common import (
     DTYPES,
     LAYOUTS,
+    MAX_SHARED_BYTES,
     Call,
     describe,
     int32_fields,
@@ -20,19 +21,25 @@ from tokenloom.kernels.common import (
 )
 from tokenloom.plan import Plan
 
-THREADS = 512
+COPY_THREADS, SUM_THREADS = 512, 640
+"""Threads of a block whose pushing warps send rows as they are, and of one where they make them."""
 MOST_CHUNK_SHIFT = 2
 """Chunks have up to 4 rows. With more, home ranks wait longer for the chunks that many warps send at once."""
 COPY_WARPS = 3
 """Warps of a block that send rows as they are. Bulk copies need few threads; the other warps sum."""
-PUSH_WARPS = {"per_rank": 12, "per_route": 10}
+PUSH_WARPS = 8
 """Warps of a block that send rows which are sums, or have to be converted. The other warps sum what arrives."""
+PUSH_STAGES = 8
+"""Most stages of each such warp: 8 warps have 128 KB in flight, which is what an SM's path to memory needs."""
+PUSH_STAGE_BYTES = 2048
+"""Most bytes of a stage; TermStream has the same."""
+PRE_REDUCE_WARPS = 12
 PRE_REDUCE_BLOCKS = 64
 """Blocks of the kernel that pre-reduces, which only reads and writes this GPU's memory."""
-MOST_TERMS_AT_ONCE = 8
-"""Terms of a sum whose loads are in flight together."""
-MOST_WEIGHTED_TERMS_AT_ONCE = 4
-"""The same of weighted terms: weights take registers too."""
+MOST_TERMS_AT_ONCE = {2: 8, 4: 4}
+"""Terms of a sum at home whose loads are in flight together, by bytes of a value."""
+SUM_REGISTERS = {COPY_THREADS: 80, SUM_THREADS: 56}
+"""Registers for them and for the sum, by threads of a block. With more, variants spill."""
 
 
 class CombineArgs(ctypes.Structure):
@@ -89,13 +96,15 @@ class CombineVariant:
         """What to compile and how to launch it."""
         plan, hidden = self.plan, self.hidden or self.plan.hidden
         copies = self.layout != "expert" and self.y_dtype == self.wire_dtype and not self.dense
+        threads = COPY_THREADS if copies or self.dense else SUM_THREADS
         ranks_of_token = plan.num_ranks * (1 - (1 - 1 / plan.num_ranks) ** plan.top_k)  # if routing is random
-        routes_of_row = plan.top_k / ranks_of_token if self.layout == "expert" else 1
         terms_of_token = plan.top_k if self.mode == "per_route" else ranks_of_token
-        other_bytes = 36 * plan.num_ranks + 4 * 19 * max(PUSH_WARPS.values()) + 256
-        stage_bytes, stages, shared_bytes = 128, 2, 768 + other_bytes
+        other_bytes = 36 * plan.num_ranks + 4 * 19 * max(PUSH_WARPS, COPY_WARPS) + 256
         if copies:
             stage_bytes, stages, shared_bytes = ring(hidden * self.wire_dtype.itemsize, COPY_WARPS, other_bytes, 0)
+        else:
+            stage_bytes, stages, shared_bytes = _term_ring(hidden, self.y_dtype, 1 if self.dense else PUSH_WARPS)
+            shared_bytes += other_bytes
         shape = {
             "num_ranks": plan.num_ranks,
             "num_experts": plan.num_experts,
@@ -109,10 +118,10 @@ class CombineVariant:
             "per_route": int(self.mode == "per_route"),
             "dense": int(self.dense),
             "weighted": int(self.weighted),
-            "threads": THREADS,
-            "push_warps": COPY_WARPS if copies else PUSH_WARPS[self.mode],
-            "push_terms": _terms_at_once(routes_of_row, MOST_WEIGHTED_TERMS_AT_ONCE),
-            "sum_terms": _terms_at_once(terms_of_token, MOST_TERMS_AT_ONCE),
+            "threads": threads,
+            "push_warps": COPY_WARPS if copies else PUSH_WARPS,
+            "sum_terms": _terms_at_once(terms_of_token, MOST_TERMS_AT_ONCE[self.wire_dtype.itemsize]),
+            "sum_registers": SUM_REGISTERS[threads],
             "stage_bytes": stage_bytes,
             "stages": stages,
             "most_chunk_shift": MOST_CHUNK_SHIFT,
@@ -122,7 +131,7 @@ class CombineVariant:
             "kernels/combine/combine.cuh",
             tuple(shape.items()),
             CombineArgs,
-            threads=THREADS,
+            threads=threads,
             shared_bytes=shared_bytes,
         )
 
@@ -157,7 +166,30 @@ class PreReduceVariant:
             out_dtype=self.wire_dtype,
             weighted=self.weighted,
         ).spec()
-        return replace(spec, name="pre_reduce", path="kernels/combine/pre_reduce.cuh", shared_bytes=0)
+        _, stages, shared_bytes = _term_ring(self.plan.hidden, self.y_dtype, PRE_REDUCE_WARPS)
+        shape = dict(spec.shape) | {"push_warps": PRE_REDUCE_WARPS, "threads": 32 * PRE_REDUCE_WARPS, "stages": stages}
+        return replace(
+            spec,
+            name="pre_reduce",
+            path="kernels/combine/pre_reduce.cuh",
+            shape=tuple(shape.items()),
+            threads=32 * PRE_REDUCE_WARPS,
+            shared_bytes=shared_bytes + 256,
+        )
+
+
+def _term_ring(hidden: int, dtype: torch.dtype, warps: int) -> tuple[int, int, int]:
+    """Stages of TermStream (device/pipe/term_stream.cuh) for the rings of a block.
+
+    Returns:
+        Bytes of a stage, stages of a ring, and bytes of all rings.
+    """
+    group = 8 if hidden % 8 == 0 else 4
+    all_steps = -(-(hidden // group) // 32)
+    tiles = -(-all_steps // (PUSH_STAGE_BYTES // (32 * group * dtype.itemsize)))
+    stage_bytes = 32 * -(-all_steps // tiles) * group * dtype.itemsize
+    stages = min(PUSH_STAGES, MAX_SHARED_BYTES * 9 // 10 // (warps * (stage_bytes + 8)))
+    return stage_bytes, stages, warps * stages * (stage_bytes + 8)
 
 
 def _terms_at_once(expected: float, most: int) -> int:

@@ -4,7 +4,7 @@
 
 // The routes of one received row: lane k has the k-th. Rows that were not dispatched by expert have one, in lane 0.
 struct RowRoutes {
-    int64 place;  // -1: no route
+    int32 place;  // -1: no route
     float weight;
     int32 token;
 };
@@ -19,34 +19,40 @@ __device__ __forceinline__ RowRoutes routes_of(const CombineArgs& args, int64 ro
         }
         if constexpr (Shape::per_route != 0) routes.token = args.row_tokens[row];
     } else if (lane == 0) {
-        routes.place = row;
+        routes.place = static_cast<int32>(row);
     }
     return routes;
 }
 
-// One received row, home: its sum to `to`, or (per route) its routes to where those of its token lie, from `first` on.
-// Rows that the dispatch dropped come home as NaN.
+// What is added for a row, or (per route) sent home route by route.
 template <class Shape>
-__device__ __forceinline__ void push_row(const CombineArgs& args, const RowRoutes& routes, unsigned char* first,
-                                         unsigned char* to, int lane) {
-    using Rows = CombineRows<Shape>;
-    const uint64 term = reinterpret_cast<uint64>(args.y) + routes.place * Rows::kYBytes;
+__device__ __forceinline__ Terms terms_of(const CombineArgs& args, const RowRoutes& routes) {
     const uint32 kept = __ballot_sync(~0u, routes.place >= 0 && routes.place < args.capacity);
     const uint32 dropped = __ballot_sync(~0u, routes.place >= args.capacity);
+    const uint64 address =
+        reinterpret_cast<uint64>(args.y) + static_cast<int64>(routes.place) * CombineRows<Shape>::kYBytes;
+    return {address, routes.weight, Shape::per_route == 0 && dropped != 0 ? 0 : kept};
+}
+
+// One received row, home: its sum to `to`, or (per route) its routes to where those of its token lie, from `to` on.
+// Rows that the dispatch dropped come home as NaN.
+template <class Shape, class Next>
+__device__ __forceinline__ void push_row(const CombineArgs& args, const RowRoutes& routes, const Terms& terms,
+                                         typename CombineRows<Shape>::Push& stream, unsigned char* to, int lane,
+                                         Next next) {
+    using Rows = CombineRows<Shape>;
+    const uint32 dropped = __ballot_sync(~0u, routes.place >= args.capacity);
     if constexpr (Shape::per_route != 0) {
-        const uint64 target = reinterpret_cast<uint64>(first) +
+        const uint64 target = reinterpret_cast<uint64>(to) +
                               (static_cast<int64>(routes.token) * Shape::top_k + lane) * Rows::kWireBytes;
-        Rows::Push::scale(target, term, routes.weight, kept, lane);
+        stream.each_alone(
+            terms, [&](uint32 lanes) { return reinterpret_cast<unsigned char*>(of_lane(target, lanes)); }, next);
         for (uint32 rest = dropped; rest != 0; rest &= rest - 1)
             fill_row<Rows::kWireBytes>(reinterpret_cast<unsigned char*>(of_lane(target, rest)), Rows::kNan, lane);
     } else if (dropped != 0) {
         fill_row<Rows::kWireBytes>(to, Rows::kNan, lane);
-    } else if (Rows::kSumOfOneIsACopy && __popc(kept) == 1) {
-        constexpr int kSteps = 7;  // with more some variants spill
-        copy_row<Rows::kWireBytes, kSteps>(reinterpret_cast<const unsigned char*>(of_lane(term, kept)),
-                                           reinterpret_cast<uint64>(to), 1, lane);
     } else {
-        Rows::Push::add(to, term, routes.weight, kept, 0, 1, lane);
+        stream.add(terms, to, next);
     }
 }
 
@@ -109,7 +115,7 @@ __device__ __forceinline__ PeerSignals chunk_signals(const CombineArgs& args, co
 template <class Shape>
 __device__ void push_copies(const CombineArgs& args, CombineShared<Shape>& shared, uint32 epoch, int warp, int lane) {
     constexpr int64 kRowBytes = CombineRows<Shape>::kWireBytes;
-    using Copy = typename CombineShared<Shape>::Copy;
+    using Copy = typename CombineRows<Shape>::Copy;
     Copy stream(shared.ring[warp], shared.control_of_stream[warp], lane);
     ChunkSource<Shape> chunks(args, shared, warp, lane);
     PushChunk chunk{};
@@ -152,24 +158,81 @@ __device__ void push_copies(const CombineArgs& args, CombineShared<Shape>& share
     shared.progress.close(warp, lane);
 }
 
+// A warp makes all rows of a source, and stores them where they go. While one is added, the terms of the next are
+// loaded, and the routes of the one after that. `rows.next(args, row, lane)` finds the next row: false if there is none.
+template <class Shape, class Rows, class Begin, class End>
+__device__ __forceinline__ void push_all(const CombineArgs& args, Rows& rows, typename CombineRows<Shape>::Push& stream,
+                                         int lane, Begin begin, End end) {
+    typename Rows::Row row, upcoming, following;
+    bool has_upcoming = rows.next(args, upcoming, lane);
+    bool has_following = has_upcoming && rows.next(args, following, lane);
+    bool is_loading = false;  // the upcoming row
+    Terms terms{}, loading{};
+    const auto next = [&](Terms& found) {
+        if (!has_upcoming || is_loading) return false;
+        is_loading = true;
+        found = loading = terms_of<Shape>(args, upcoming.routes);
+        return true;
+    };
+    while (has_upcoming) {
+        stream.load_ahead(next);  // where the row before had no terms, nothing has called it
+        row = upcoming;
+        terms = loading;
+        upcoming = following;
+        has_upcoming = has_following;
+        is_loading = false;
+        has_following = has_upcoming && rows.next(args, following, lane);
+        begin(row);
+        push_row<Shape>(args, row.routes, terms, stream, row.to, lane, next);
+        end(row);
+    }
+}
+
+// The rows that a pushing warp takes, chunk by chunk.
+template <class Shape>
+struct ChunkRows {
+    struct Row {
+        RowRoutes routes;
+        unsigned char* to;  // where it goes; per route: where the rows of its home rank go
+        int32 item;         // its chunk
+        bool begins, ends;  // the chunk
+    };
+
+    const CombineShared<Shape>& shared;
+    ChunkSource<Shape> chunks;
+    PushChunk chunk{};
+    int32 item = 0, in_chunk = 0;
+
+    __device__ __forceinline__ bool next(const CombineArgs& args, Row& row, int lane) {
+        if (in_chunk == chunk.num_rows) {
+            if (!chunks.next(args, shared, item, chunk)) return false;
+            in_chunk = 0;
+        }
+        row.routes = routes_of<Shape>(args, chunk.row + in_chunk, lane);
+        row.to = shared.data.staging(chunk.home, args.combine_recv);
+        if constexpr (Shape::per_route == 0) row.to += (chunk.home_row + in_chunk) * CombineRows<Shape>::kWireBytes;
+        row.item = item;
+        row.begins = in_chunk == 0;
+        row.ends = ++in_chunk == chunk.num_rows;
+        return true;
+    }
+};
+
 // One pushing warp: rows that are made on the way.
 template <class Shape>
 __device__ void push_sums(const CombineArgs& args, CombineShared<Shape>& shared, int warp, int lane) {
-    ChunkSource<Shape> chunks(args, shared, warp, lane);
-    PushChunk chunk;
+    typename CombineRows<Shape>::Push stream(shared.ring[warp], shared.control_of_stream[warp], lane);
+    ChunkRows<Shape> rows{shared, ChunkSource<Shape>(args, shared, warp, lane)};
+    using Row = typename ChunkRows<Shape>::Row;
     uint32 begun = 0;
-    for (int32 item; chunks.next(args, shared, item, chunk);) {
-        shared.progress.begin(warp, begun++, item, lane);
-        auto* first = shared.data.staging(chunk.home, args.combine_recv);
-        auto* to = first + chunk.home_row * CombineRows<Shape>::kWireBytes;
-        RowRoutes next = routes_of<Shape>(args, chunk.row, lane);
-        for (int32 i = 0; i < chunk.num_rows; ++i) {
-            const RowRoutes routes = next;
-            if (i + 1 < chunk.num_rows) next = routes_of<Shape>(args, chunk.row + i + 1, lane);
-            push_row<Shape>(args, routes, first, to + static_cast<int64>(i) * CombineRows<Shape>::kWireBytes, lane);
-        }
-        shared.progress.report(warp, begun, lane);
-    }
+    push_all<Shape>(
+        args, rows, stream, lane,
+        [&](const Row& row) {
+            if (row.begins) shared.progress.begin(warp, begun++, row.item, lane);
+        },
+        [&](const Row& row) {
+            if (row.ends) shared.progress.report(warp, begun, lane);
+        });
     shared.progress.close(warp, lane);
 }
 

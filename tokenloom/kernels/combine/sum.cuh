@@ -62,7 +62,7 @@ __device__ bool sum_rows(const CombineArgs& args, const CombineShared<Shape>& sh
         if (!__all_sync(~0u, here)) return false;
         __syncwarp();
         const uint32 terms = __ballot_sync(~0u, term.slot >= 0);
-        Rows::Sum::add(out + token * Rows::kOutBytes, received + row * Rows::kWireBytes, 1.0f, terms, item % parts,
+        Rows::Sum::add(out + token * Rows::kOutBytes, received + row * Rows::kWireBytes, terms, item % parts,
                        parts, lane);
     }
     return true;

@@ -21,7 +21,7 @@ template <class Shape>
 __device__ void sum_routes(const SumRoutesArgs& args) {
     constexpr int kRowBytes = Shape::hidden * 2, kWarps = Shape::threads / 32;
     constexpr int kTerms = Shape::top_k + Shape::shared_experts;
-    using Sum = RowSum<kBfloat16, kBfloat16, Shape::hidden, 8, Shape::terms, false>;
+    using Sum = RowSum<kBfloat16, kBfloat16, Shape::hidden, 8, Shape::terms>;
     if (args.num_tokens == 0) return;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 * gridDim.x + blockIdx.x;
     const int32 num_warps = kWarps * gridDim.x;
@@ -38,7 +38,7 @@ __device__ void sum_routes(const SumRoutesArgs& args) {
             expert < 0 || args.slots[token * Shape::num_ranks + expert / (Shape::num_experts / Shape::num_ranks)] >= 0;
         if (!__all_sync(~0u, met && sent)) fill_row<kRowBytes>(out + token * kRowBytes, kNanWord<kBfloat16>, lane);
         else
-            Sum::add(out + token * kRowBytes, rows + (token * kTerms + lane) * kRowBytes, 1.0f,
+            Sum::add(out + token * kRowBytes, rows + (token * kTerms + lane) * kRowBytes,
                      __ballot_sync(~0u, expert >= 0 || (lane >= Shape::top_k && lane < kTerms)), item % parts, parts,
                      lane);
     }

@@ -1,0 +1,164 @@
+// A warp adds rows that lie anywhere in this GPU's memory, weighted or not, sum after sum. The rows are streamed
+// through its own ring of shared-memory stages.
+//
+// The terms of a sum are rows of one shape: lane i has the address of term i, and a mask has a bit for each lane with a
+// term. Rows are cut into slices of one stage. Stages are loaded in the order in which they are added: slice after
+// slice, in each the terms in the order of lanes. The leader keeps all stages but the one in use in flight, and goes on
+// to the next sum before this one is added, so that latency costs no registers. (With loads into registers an SM has
+// about 50 KB in flight, which is a third of what its path to memory takes.)
+#pragma once
+#include "device/ptx/bulk.cuh"
+#include "device/tile/rows.cuh"
+
+// The terms of one sum, as each lane sees them.
+struct Terms {
+    uint64 address;  // of this lane's term
+    float weight;    // of this lane's term, where sums are weighted
+    uint32 lanes;    // that have a term
+};
+
+template <int kTermDtype, int kOutDtype, int kHidden, int kGroupValues, int kStages, bool kWeighted>
+struct TermStream {
+    static constexpr int kGroups = kHidden / kGroupValues;
+    static constexpr int kGroupBytes = kGroupValues * kValueBytes<kTermDtype>;
+    static constexpr int kOutBytes = kGroupValues * kValueBytes<kOutDtype>;
+    static constexpr int kMostSteps = 64 / kGroupBytes;  // a stage of 2 KB: more takes registers, less takes barriers
+    using Row = Tiles<kGroups, kMostSteps>;
+    static constexpr int kSliceGroups = 32 * Row::kSteps;
+    static constexpr int kStageBytes = kSliceGroups * kGroupBytes;
+    static constexpr bool kSumOfOneIsACopy = !kWeighted && kTermDtype == kOutDtype;
+
+    struct Shared {
+        alignas(128) unsigned char stage[kStages][kStageBytes];
+    };
+    struct Control {
+        alignas(8) uint64 loaded[kStages];
+    };
+
+    Shared& shared;
+    Control& control;
+    int lane;
+    uint32 num_loads = 0, num_used = 0;  // stages so far
+    Terms loading{0, 0.0f, 0};           // the sum whose terms are loaded next,
+    uint32 rest = 0;                     // its terms that are left in this slice,
+    int slice = Row::kCount;             // and the slice; at kCount all are loaded
+
+    __device__ TermStream(Shared& shared_, Control& control_, int lane_)
+        : shared(shared_), control(control_), lane(lane_) {}
+
+    static __device__ void init(Control& control, int lane) {
+        if (lane < kStages) mbarrier_init(&control.loaded[lane], 1);
+    }
+
+    // What all lanes do, together: load while there is a free stage. `next` gives the sum after the one that is loaded
+    // to its end, once for each; false if there is none, or it is not its turn.
+    template <class Next>
+    __device__ __forceinline__ void load_ahead(Next next) {
+        while (num_loads - num_used < kStages) {
+            if (slice == Row::kCount) {
+                if (!next(loading)) return;
+                rest = loading.lanes;
+                slice = rest != 0 ? 0 : Row::kCount;
+                continue;
+            }
+            const uint64 from = of_lane(loading.address, rest) + slice * kStageBytes;
+            if (lane == 0) {
+                const uint32 bytes = slice + 1 < Row::kCount ? kStageBytes : kLastStageBytes;
+                uint64* loaded = &control.loaded[num_loads % kStages];
+                mbarrier_arrive_expect(loaded, bytes);
+                bulk_load(shared.stage[num_loads % kStages], reinterpret_cast<const void*>(from), bytes, loaded);
+            }
+            ++num_loads;
+            rest &= rest - 1;
+            if (rest == 0) {
+                rest = loading.lanes;
+                ++slice;
+            }
+        }
+    }
+
+    // Adds the terms of the oldest sum that was loaded, in the order of lanes, and stores the sum to `to`.
+    template <class Next>
+    __device__ __forceinline__ void add(const Terms& terms, unsigned char* to, Next next) {
+        if (kSumOfOneIsACopy && (terms.lanes & (terms.lanes - 1)) == 0) {
+            each_alone(terms, [&](uint32) { return to; }, next);
+            return;
+        }
+#pragma unroll 1
+        for (int tile = 0; tile < Row::kCount; ++tile) {
+            // x + -0 is x for every x, so the sum starts from its first term.
+            Group<kGroupValues> sum[Row::kSteps];
+#pragma unroll
+            for (int step = 0; step < Row::kSteps; ++step) sum[step] = filled_group<kGroupValues>(-0.0f);
+            for (uint32 left = terms.lanes; left != 0; left &= left - 1) {
+                const float weight = kWeighted ? of_lane(terms.weight, left) : 1.0f;
+                const unsigned char* stage = await();
+                for_each_group(tile, [&](int step, int in_slice, int) {
+                    add_group(sum[step], value(stage, in_slice, weight));
+                });
+                release(next);
+            }
+            for_each_group(tile, [&](int step, int, int index) {
+                store_group<kOutDtype>(to + index * kOutBytes, sum[step]);
+            });
+        }
+    }
+
+    // Weights and rounds each term of that sum by itself, and stores it to its lane's target.
+    template <class Target, class Next>
+    __device__ __forceinline__ void each_alone(const Terms& terms, Target target, Next next) {
+#pragma unroll 1
+        for (int tile = 0; tile < Row::kCount; ++tile) {
+            for (uint32 left = terms.lanes; left != 0; left &= left - 1) {
+                const float weight = kWeighted ? of_lane(terms.weight, left) : 1.0f;
+                unsigned char* to = target(left);
+                const unsigned char* stage = await();
+                for_each_group(tile, [&](int, int in_slice, int index) {
+                    if constexpr (kSumOfOneIsACopy) {
+#pragma unroll
+                        for (int i = 0; i < kOutBytes / 16; ++i)
+                            store_16(to + index * kOutBytes + 16 * i, load_shared_16(stage + in_slice * kOutBytes + 16 * i));
+                    } else {
+                        store_group<kOutDtype>(to + index * kOutBytes, value(stage, in_slice, weight));
+                    }
+                });
+                release(next);
+            }
+        }
+    }
+
+   private:
+    static constexpr int kLastStageBytes = (kGroups - (Row::kCount - 1) * kSliceGroups) * kGroupBytes;
+
+    __device__ __forceinline__ const unsigned char* await() {
+        const uint32 stage = num_used % kStages;
+        mbarrier_wait(&control.loaded[stage], num_used / kStages & 1);
+        return shared.stage[stage];
+    }
+
+    // All lanes have read the stage: its memory takes the next load.
+    template <class Next>
+    __device__ __forceinline__ void release(Next next) {
+        __syncwarp();
+        ++num_used;
+        load_ahead(next);
+    }
+
+    // This lane's groups of a tile: take(step, number within the slice, number within the row).
+    template <class Take>
+    __device__ __forceinline__ void for_each_group(int tile, Take take) {
+        int index;
+#pragma unroll
+        for (int step = 0; step < Row::kSteps; ++step)
+            if (Row::unit(tile, step, lane, index)) take(step, step * 32 + lane, index);
+    }
+
+    __device__ __forceinline__ Group<kGroupValues> value(const unsigned char* stage, int in_slice, float weight) {
+        PackedGroup<kTermDtype, kGroupValues> packed;
+#pragma unroll
+        for (int i = 0; i < kGroupBytes / 16; ++i) packed.part[i] = load_shared_16(stage + in_slice * kGroupBytes + 16 * i);
+        auto group = unpack(packed);
+        if constexpr (kWeighted) scale_group(group, weight);
+        return group;
+    }
+};
