@@ -64,6 +64,15 @@ def per_route(what: str, *dtypes: torch.dtype, **sizes: int) -> Named:
     return combine(f"per route, {what}", "expert", *dtypes, mode="per_route", weighted="weighted" in what, **sizes)
 
 
+def in_parts(what: str, layout: str, **options: Any) -> list[Named]:
+    """A combine of bfloat16 rows as one kernel, and as two."""
+    dtypes = (BF16, BF16, BF16)
+    return [
+        combine(f"{what}, {part}", layout, *dtypes, part=part, weighted=layout == "expert", **options)
+        for part in ("whole", "send", "receive")
+    ]
+
+
 def carried(strategy: str, what: str, dtype: torch.dtype, **options: Any) -> Named:
     return dispatch(f"{strategy}, {what}", "expert", dtype, strategy=strategy, **options)
 
@@ -151,6 +160,16 @@ _NAMED: list[Named] = [
     per_route("top-1, weighted", BF16, BF16, BF16, top_k=1),
     per_route("top-32 of 32 ranks", BF16, BF16, BF16, top_k=32, num_ranks=32, experts_per_rank=8),
     per_route("hidden 1000, one rank", FP32, FP32, FP32, hidden=1000, num_ranks=1),
+    # Calls of two kernels; and small plans, whose rows leave before the call has opened.
+    *(named for layout in ("token", "expert") for named in in_parts(f"{layout} in parts", layout)),
+    *(
+        named
+        for layout in ("token", "expert")
+        for named in in_parts(f"{layout}, eager", layout, eager=True, max_tokens=128)
+    ),
+    *in_parts("eager, 4 ranks", "expert", eager=True, max_tokens=128, num_ranks=4),
+    combine("eager, per route", "expert", BF16, BF16, BF16, mode="per_route", eager=True, max_tokens=128),
+    combine("eager, fp32", "expert", FP32, FP32, FP32, eager=True, max_tokens=128),
     # What carries rows otherwise.
     *(
         carried(strategy, what, dtype, **sizes)

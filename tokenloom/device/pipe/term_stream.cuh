@@ -54,6 +54,7 @@ struct TermStream {
     // to its end, once for each; false if there is none, or it is not its turn.
     template <class Next>
     __device__ __forceinline__ void load_ahead(Next next) {
+#pragma unroll 1
         while (num_loads - num_used < kStages) {
             if (slice == Row::kCount) {
                 if (!next(loading)) return;
@@ -90,6 +91,7 @@ struct TermStream {
             Group<kGroupValues> sum[Row::kSteps];
 #pragma unroll
             for (int step = 0; step < Row::kSteps; ++step) sum[step] = filled_group<kGroupValues>(-0.0f);
+#pragma unroll 1
             for (uint32 left = terms.lanes; left != 0; left &= left - 1) {
                 const float weight = kWeighted ? of_lane(terms.weight, left) : 1.0f;
                 const unsigned char* stage = await();
@@ -109,6 +111,7 @@ struct TermStream {
     __device__ __forceinline__ void each_alone(const Terms& terms, Target target, Next next) {
 #pragma unroll 1
         for (int tile = 0; tile < Row::kCount; ++tile) {
+#pragma unroll 1
             for (uint32 left = terms.lanes; left != 0; left &= left - 1) {
                 const float weight = kWeighted ? of_lane(terms.weight, left) : 1.0f;
                 unsigned char* to = target(left);
@@ -117,7 +120,8 @@ struct TermStream {
                     if constexpr (kSumOfOneIsACopy) {
 #pragma unroll
                         for (int i = 0; i < kOutBytes / 16; ++i)
-                            store_16(to + index * kOutBytes + 16 * i, load_shared_16(stage + in_slice * kOutBytes + 16 * i));
+                            store_16(to + index * kOutBytes + 16 * i,
+                                     load_shared_16(stage + in_slice * kOutBytes + 16 * i));
                     } else {
                         store_group<kOutDtype>(to + index * kOutBytes, value(stage, in_slice, weight));
                     }
@@ -156,7 +160,8 @@ struct TermStream {
     __device__ __forceinline__ Group<kGroupValues> value(const unsigned char* stage, int in_slice, float weight) {
         PackedGroup<kTermDtype, kGroupValues> packed;
 #pragma unroll
-        for (int i = 0; i < kGroupBytes / 16; ++i) packed.part[i] = load_shared_16(stage + in_slice * kGroupBytes + 16 * i);
+        for (int i = 0; i < kGroupBytes / 16; ++i)
+            packed.part[i] = load_shared_16(stage + in_slice * kGroupBytes + 16 * i);
         auto group = unpack(packed);
         if constexpr (kWeighted) scale_group(group, weight);
         return group;

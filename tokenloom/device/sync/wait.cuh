@@ -21,13 +21,14 @@ struct Deadline {
 // What a wait is for, by number; kernel_reports.py has the words.
 enum Phase : uint32 { kPhaseOpen = 1, kPhaseRows = 2, kPhasePartials = 3, kPhaseBlocks = 4 };
 
-// Flags that every call raises may be ahead already (epochs wrap). Others may be very old, and are compared exactly:
-// nobody raises them for a later call before this rank has announced that call.
+// Flags that every call raises may be ahead already (epochs wrap). Others may be very old: those that are ahead by more
+// than a peer can be are taken for that. (It is one call ahead at most, which is five epochs where they wrap.)
 enum class Flag { kEveryCall, kSomeCalls };
 
 template <Flag kKind>
 __device__ __forceinline__ bool has_reached(uint32 seen, uint32 wanted) {
-    return kKind == Flag::kEveryCall ? static_cast<int32>(seen - wanted) >= 0 : seen == wanted;
+    constexpr uint32 kMostAhead = 8;
+    return kKind == Flag::kEveryCall ? static_cast<int32>(seen - wanted) >= 0 : seen - wanted < kMostAhead;
 }
 
 __device__ __forceinline__ void record_fault(FaultRecord* record, uint32* claimed, uint32 peer, uint32 phase,

@@ -4,8 +4,12 @@
 // is what the call means to it. Headers lie by parity of the epoch and by source; in a dispatch, counts follow each. A
 // flag that shows the epoch says that the header is here, and that its rank has let go of what it received before.
 //
-// Two parities suffice: a rank that writes a header of epoch n + 2 has seen all flags of n + 1, so everyone has left
-// call n.
+// A call is one kernel, or two: one that sends and one that receives, between which the next call may be opened. So up
+// to two calls are open at a time: whoever opens call n has received call n - 2, as the host makes sure.
+//
+// Four headers of each source suffice: a rank that writes a header of epoch n + 4 has received call n + 2, so it has
+// seen all flags of n + 2, so everyone has received call n. The same holds for regions that take turns by four, which a
+// rank therefore writes without waiting for anybody.
 #pragma once
 #include "device/transport/peer.cuh"
 
@@ -28,8 +32,9 @@ struct CallRecord {
 struct Call {
     const uint64* peers;  // [W] device memory: every rank's control buffer
     uint64 flags;         // uint32 [W]
-    uint64 headers;       // int32 [2][W][kHeaderWords + counts]
-    uint32* epoch;        // device memory: calls done so far
+    uint64 headers;       // int32 [kTurns][W][kHeaderWords + counts]
+    uint32* epoch;        // device memory: calls opened so far
+    uint32* half_epoch;   // device memory: the epoch of the call whose halves are two kernels, from send to receive
     uint32* blocks_out;   // device memory: blocks that have left this call, and how many of them in vain
     uint32* claimed;      // device memory [2]: items that warps have claimed, of two kinds of work
     CallRecord* record;
@@ -45,10 +50,17 @@ struct Call {
     uint32 sequence;  // what the last block out writes to the record; 0 writes nothing, since nobody waits for a replay
 };
 
-// The epoch of this call. Never 0, which flags show that nobody has raised; 2 instead, since parities alternate.
+constexpr uint32 kTurns = 4;
+
+// Which part of a call a kernel is.
+enum Part : int { kWhole = 0, kSend = 1, kReceive = 2 };
+
+// The epoch of this call. Never 0, which flags show that nobody has raised; 4 instead, since turns go on.
+template <int kPart = kWhole>
 __device__ __forceinline__ uint32 epoch_of(const Call& call) {
+    if constexpr (kPart == kReceive) return *call.half_epoch;
     const uint32 next = *call.epoch + 1;
-    return next != 0 ? next : 2;
+    return next != 0 ? next : kTurns;
 }
 
 // What a block has done, for measurements (microbench/phases.py has the words).
@@ -77,7 +89,7 @@ constexpr int header_words = (kHeaderWords + kCounts + 3) / 4 * 4;  // whole 16-
 
 template <int kRanks, int kCounts>
 __device__ __forceinline__ uint64 header_offset(const Call& call, uint32 epoch, int source) {
-    return call.headers + static_cast<uint64>((epoch & 1) * kRanks + source) * header_words<kCounts> * sizeof(int32);
+    return call.headers + static_cast<uint64>(epoch % kTurns * kRanks + source) * header_words<kCounts> * sizeof(int32);
 }
 
 // All ranks' headers of a call, in the order of ranks, once it has opened.
@@ -107,8 +119,9 @@ __device__ void announce_call(const Call& call, uint32 epoch, int num_counts, in
 }
 
 // All ranks' headers are here, and all of them mean the same call. Every block calls it, with all its threads, and
-// gets the same answer on all ranks, unless a wait expires; block 0 records what is wrong.
-template <int kRanks, int kCounts>
+// gets the same answer on all ranks, unless a wait expires; block 0 records what is wrong, unless another kernel of the
+// same call does.
+template <int kRanks, int kCounts, bool kRecords = true>
 __device__ Opened await_call(const Call& call, uint32 epoch) {
     const Deadline deadline{call.fault, call.fault_claimed, call.open_timeout_ns};
     const int peer = threadIdx.x;
@@ -127,7 +140,7 @@ __device__ Opened await_call(const Call& call, uint32 epoch) {
         for (int word = kHashWord; word < kHeaderWords; ++word) differs = differs || header[word] != first[word];
     }
     if (__syncthreads_and(status == 0 && !differs)) return Opened::kGo;
-    if (blockIdx.x == 0 && threadIdx.x < 32) {
+    if (kRecords && blockIdx.x == 0 && threadIdx.x < 32) {
         // Who only follows a fault of the call before comes behind who has one of this call.
         const uint32 own_fault = __ballot_sync(~0u, status == kOwnFault);
         const uint32 faulty = own_fault != 0 ? own_fault : __ballot_sync(~0u, status != 0);
@@ -143,11 +156,11 @@ __device__ Opened await_call(const Call& call, uint32 epoch) {
 }
 
 // Every block's last step, with all its threads, whatever became of the call. The last block out advances the epoch:
-// all blocks have read it then. If any thread of any block was not `done`, the call was refused or a wait has expired:
+// all blocks have read it then. (Of two kernels the first does, and leaves it to the second.) If any thread of any block was not `done`, the call was refused or a wait has expired:
 // then warp 0 of the last block out calls `publish`, which makes results safe to go on with. Nobody else writes any.
 //
 // Last of all the host learns that the call is over. The release at system scope covers all that this rank has written.
-template <class Publish>
+template <int kPart = kWhole, class Publish>
 __device__ __forceinline__ void close_call(const Call& call, uint32 epoch, bool done, Publish publish) {
     constexpr uint32 kInVain = 1 << 16;  // a grid has fewer blocks
     const uint32 own = __syncthreads_and(done) ? 1 : kInVain + 1;
@@ -160,7 +173,8 @@ __device__ __forceinline__ void close_call(const Call& call, uint32 epoch, bool 
         if (last) {
             *call.blocks_out = 0;
             call.claimed[0] = call.claimed[1] = 0;
-            *call.epoch = epoch;
+            if constexpr (kPart != kReceive) *call.epoch = epoch;
+            if constexpr (kPart == kSend) *call.half_epoch = epoch;
         }
     }
     if (__any_sync(~0u, in_vain)) {

@@ -22,13 +22,27 @@ struct CombineArgs {
     uint64 chunk_flags;        // in the control buffer: uint32 [W][max_chunks]: this chunk of rank r is here
     const uint64* peers;       // the data buffers
     uint64 combine_recv;       // in them, rows of Shape::wire_dtype: per rank [M * min(W, K)], by expert rank, then
-                               // token; dense [W][M]; per route [M * K], by token and k
+                               // token; dense [W][M]; per route [M * K], by token and k. The first of combine_turns
+    uint64 turn_bytes;         // from one of them to the next
     int32 num_tokens;
     int32 max_tokens;  // M
     int32 capacity;    // rows of y; what lies beyond was dropped
     int32 ids_are_int64;
-    int32 max_chunks;  // that one rank can send another
+    int32 max_chunks;     // that one rank can send another
+    int32 combine_turns;  // a power of two: calls take turns by their epochs
+    int32 padding;
     uint64 own_sums;   // pre_reduce only: address of [M] rows for the sums of this rank's own tokens
+};
+
+// How warps share the roles. An eager kernel has few rows: all warps push, then all of them sum.
+template <class Shape>
+struct CombineRoles {
+    static constexpr int kWarps = Shape::threads / 32;
+    static constexpr bool kSends = Shape::part != kReceive && Shape::dense == 0;
+    static constexpr bool kSums = Shape::part != kSend;
+    static constexpr bool kTogether = kSends && kSums && Shape::eager == 0;  // warps of both roles, and a notify warp
+    static constexpr int kFirstSumWarp = kTogether ? Shape::push_warps + 1 : 0;
+    static constexpr int kSumWarps = kWarps - kFirstSumWarp;
 };
 
 // Rows of a chunk are a power of two, and few where few rows come, so that many warps share them. launch.py mirrors it.
@@ -40,7 +54,8 @@ __device__ __forceinline__ int chunk_shift(int32 num_rows) {
 template <class Shape>
 struct CombineRows {
     static constexpr bool kByExpert = Shape::layout == kLayoutExpert;
-    static constexpr bool kCopies = !kByExpert && Shape::y_dtype == Shape::wire_dtype && Shape::dense == 0;
+    static constexpr bool kCopies =
+        !kByExpert && Shape::y_dtype == Shape::wire_dtype && Shape::dense == 0 && Shape::eager == 0;
     static constexpr int kYBytes = Shape::hidden * kValueBytes<Shape::y_dtype>;
     static constexpr int kWireBytes = Shape::hidden * kValueBytes<Shape::wire_dtype>;
     static constexpr int kOutBytes = Shape::hidden * kValueBytes<Shape::out_dtype>;
@@ -66,11 +81,12 @@ template <class Shape>
 struct CombineShared {
     using Rows = CombineRows<Shape>;
     using Stream = typename StreamOf<Rows::kCopies, typename Rows::Copy, typename Rows::Push>::Type;
-    static constexpr int kRings = Shape::dense != 0 ? 1 : Shape::push_warps;
+    static constexpr int kRings = CombineRoles<Shape>::kSends ? Shape::push_warps : 1;
     typename Stream::Shared ring[kRings];
     typename Stream::Control control_of_stream[kRings];
     PeerWindow<Shape::num_ranks> control;  // of all ranks' buffers, as in the args: here they are read fast
     PeerWindow<Shape::num_ranks> data;
+    uint64 combine_recv;  // in them: that of this call
     alignas(16) int32 header[kHeaderWords];
     Progress<Shape::push_warps> progress;
     int32 received_base[Shape::num_ranks];  // first received row that came from rank s

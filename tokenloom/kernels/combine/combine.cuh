@@ -8,18 +8,24 @@
 //   summing warps   take this rank's tokens in order, wait for the chunks that hold their rows, add them    (sum.cuh)
 //   last block out  advances the epoch; if the call was refused or a wait has expired, it makes all results NaN
 //
-// Dense (strategy reduce_scatter): pre_reduce.cuh has made the partial sums, copy engines have brought them. All warps
-// sum.
-//
 // A chunk is a few consecutive rows of one (expert rank, home rank) pair, so home starts long before the last row is
 // sent. Every block has warps of both roles: while some wait, the others have the SM. README.md has the protocol.
+//
+// Eager (small plans): buffers take turns by four, so nobody waits before it pushes. All warps push and raise flags;
+// then they wait until all ranks have begun, and sum.
+//
+// Halves are two kernels: one announces the call and pushes, the other sums.
+//
+// Dense (strategy reduce_scatter): pre_reduce.cuh has made the partial sums, copy engines have brought them. All warps
+// sum.
 #pragma once
 #include "kernels/combine/push.cuh"
 #include "kernels/combine/sum.cuh"
 
 template <class Shape>
-__device__ void find_bases(const CombineArgs& args, CombineShared<Shape>& shared) {
+__device__ void find_bases(const CombineArgs& args, CombineShared<Shape>& shared, uint32 epoch) {
     constexpr int kCounts = Shape::num_ranks + Shape::num_experts;
+    if (threadIdx.x == 0) shared.combine_recv = args.combine_recv + (epoch & (args.combine_turns - 1)) * args.turn_bytes;
     if (threadIdx.x < Shape::num_ranks) {
         const int i = threadIdx.x;
         int32 received = 0, home = 0, own = 0;
@@ -48,6 +54,15 @@ __device__ void publish_nan(const CombineArgs& args) {
         fill_row<kRowBytes>(out + token * kRowBytes, kNanWord<Shape::out_dtype>, threadIdx.x);
 }
 
+// Pushes what this warp pushes, of a kernel that sends.
+template <class Shape>
+__device__ __forceinline__ void push_rows(const CombineArgs& args, CombineShared<Shape>& shared, uint32 epoch, int warp,
+                                          int lane) {
+    if constexpr (CombineRows<Shape>::kCopies) push_copies<Shape>(args, shared, epoch, warp, lane);
+    else push_sums<Shape>(args, shared, epoch, warp, lane);
+    if (lane == 0) mark(args.call, kSent);
+}
+
 // All that a block does before it leaves. False, in any thread: the combine does not take place, or not all of it.
 template <class Shape>
 __device__ bool combine_rows(const CombineArgs& args, uint32 epoch) {
@@ -55,36 +70,46 @@ __device__ bool combine_rows(const CombineArgs& args, uint32 epoch) {
     static_assert(Shape::num_ranks <= kMostRanks, "a lane and a bit of every mask for each rank");
     static_assert(sizeof(CombineShared<Shape>) <= Shape::shared_bytes, "launch.py asks for what this needs");
     auto& shared = *reinterpret_cast<CombineShared<Shape>*>(memory);
+    using Roles = CombineRoles<Shape>;
+    constexpr int kCounts = Shape::num_ranks + Shape::num_experts;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     if (threadIdx.x == 0) mark(args.call, kBegun);
     if (__syncthreads_or(has_expired(deadline_of(args.call)))) return false;
-    constexpr int kCounts = Shape::num_ranks + Shape::num_experts;
-    if (blockIdx.x == gridDim.x - 1)  // blocks start in order: when the last one runs, none of this rank lacks an SM
+    if (Shape::part != kReceive && blockIdx.x == gridDim.x - 1)
+        // Blocks start in order: when the last one runs, none of this rank lacks an SM.
         announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, epoch, 0, shared.header);
     if (warp == 0) shared.progress.clear(lane);
     if (warp < shared.kRings) CombineShared<Shape>::Stream::init(shared.control_of_stream[warp], lane);
     mbarrier_init_fence();
-    find_bases<Shape>(args, shared);
-    const Opened opened = await_call<Shape::num_ranks, kCounts>(args.call, epoch);
+    find_bases<Shape>(args, shared, epoch);
+    if constexpr (Shape::eager != 0 && Roles::kSends) {
+        push_rows<Shape>(args, shared, epoch, warp, lane);
+        if constexpr (!Roles::kSums) return true;
+    }
+    const Opened opened = await_call<Shape::num_ranks, kCounts, Roles::kSums>(args.call, epoch);
     if (threadIdx.x == 0) mark(args.call, kHeard);
-    if (opened != Opened::kGo) return false;
+    if (opened != Opened::kGo) return opened == Opened::kRefused && !Roles::kSums;  // the other half says what is wrong
     bool done = true;
-    if constexpr (Shape::dense != 0) done = sum_rows<Shape>(args, shared, epoch, warp, lane);
-    else if (warp == Shape::push_warps) notify_chunks<Shape>(args, shared, epoch, lane);
-    else if (warp > Shape::push_warps) done = sum_rows<Shape>(args, shared, epoch, warp - Shape::push_warps - 1, lane);
-    else if constexpr (CombineRows<Shape>::kCopies) push_copies<Shape>(args, shared, epoch, warp, lane);
-    else push_sums<Shape>(args, shared, warp, lane);
-    if (lane == 0)
-        mark(args.call, Shape::dense != 0 || warp > Shape::push_warps ? kSummed
-                        : warp == Shape::push_warps                   ? kNotified
-                                                                      : kSent);
+    if (Roles::kSums && warp >= Roles::kFirstSumWarp) {
+        done = sum_rows<Shape>(args, shared, epoch, warp - Roles::kFirstSumWarp, lane);
+        if (lane == 0) mark(args.call, kSummed);
+    } else if constexpr (Roles::kSends && Shape::eager == 0) {
+        if (warp < Shape::push_warps) {
+            push_rows<Shape>(args, shared, epoch, warp, lane);
+        } else if (warp == Shape::push_warps) {
+            notify_chunks<Shape>(args, shared, epoch, lane);
+            if (lane == 0) mark(args.call, kNotified);
+        }
+    }
     if (threadIdx.x == 0) mark(args.call, kDone);
     return done;
 }
 
 template <class Shape>
 __device__ void combine(const CombineArgs& args) {
-    const uint32 epoch = epoch_of(args.call);
+    const uint32 epoch = epoch_of<Shape::part>(args.call);
     const bool done = combine_rows<Shape>(args, epoch);
-    close_call(args.call, epoch, done, [&] { publish_nan<Shape>(args); });
+    close_call<Shape::part>(args.call, epoch, done, [&] {
+        if constexpr (CombineRoles<Shape>::kSums) publish_nan<Shape>(args);
+    });
 }

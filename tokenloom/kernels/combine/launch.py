@@ -12,6 +12,7 @@ from tokenloom.kernels.common import (
     DTYPES,
     LAYOUTS,
     MAX_SHARED_BYTES,
+    PARTS,
     Call,
     describe,
     int32_fields,
@@ -38,7 +39,7 @@ PRE_REDUCE_BLOCKS = 64
 """Blocks of the kernel that pre-reduces, which only reads and writes this GPU's memory."""
 MOST_TERMS_AT_ONCE = {2: 8, 4: 4}
 """Terms of a sum at home whose loads are in flight together, by bytes of a value."""
-SUM_REGISTERS = {COPY_THREADS: 80, SUM_THREADS: 56}
+SUM_REGISTERS = {COPY_THREADS: 80, SUM_THREADS: 48}
 """Registers for them and for the sum, by threads of a block. With more, variants spill."""
 
 
@@ -48,8 +49,8 @@ class CombineArgs(ctypes.Structure):
     _fields_ = [
         ("call", Call),
         *uint64_fields("y", "row_places", "row_weights", "row_tokens", "slots", "all_counts", "topk_ids", "out"),
-        *uint64_fields("chunk_flags", "peers", "combine_recv"),
-        *int32_fields("num_tokens", "max_tokens", "capacity", "ids_are_int64", "max_chunks"),
+        *uint64_fields("chunk_flags", "peers", "combine_recv", "turn_bytes"),
+        *int32_fields("num_tokens", "max_tokens", "capacity", "ids_are_int64", "max_chunks", "combine_turns", "padding"),
         *uint64_fields("own_sums"),
     ]
 
@@ -71,6 +72,8 @@ class CombineVariant:
         hidden: values of a row; None means the plan's.
         dense: rows have come home as :class:`PreReduceVariant` makes them, and the kernel only adds them.
         weighted: ``row_weights`` are given (layout "expert" only).
+        eager: rows leave before all ranks have opened the call, to one of :data:`TURNS` buffers that take turns.
+        part: "whole", or the half of a call that "send" or "receive" is.
     """
 
     plan: Plan
@@ -83,10 +86,14 @@ class CombineVariant:
     hidden: int | None = None
     dense: bool = False
     weighted: bool = False
+    eager: bool = False
+    part: str = "whole"
 
     def __str__(self) -> str:
         dtypes = [short_name(dtype) for dtype in (self.y_dtype, self.wire_dtype, self.out_dtype)]
-        extras = [word for word in ("dense", "weighted") if getattr(self, word)]
+        extras = [word for word in ("dense", "weighted", "eager") if getattr(self, word)]
+        if self.part != "whole":
+            extras.append(self.part)
         if self.hidden is not None:
             extras.append(f"rows of {self.hidden}")
         words = [describe(self.plan), f"layout {self.layout}", self.mode, " > ".join(dtypes), *extras]
@@ -95,15 +102,17 @@ class CombineVariant:
     def spec(self) -> KernelSpec:
         """What to compile and how to launch it."""
         plan, hidden = self.plan, self.hidden or self.plan.hidden
-        copies = self.layout != "expert" and self.y_dtype == self.wire_dtype and not self.dense
+        copies = self.layout != "expert" and self.y_dtype == self.wire_dtype and not (self.dense or self.eager)
         threads = COPY_THREADS if copies or self.dense else SUM_THREADS
+        push_warps = threads // 32 if self.eager else COPY_WARPS if copies else PUSH_WARPS
+        rings = 1 if self.dense or self.part == "receive" else push_warps
         ranks_of_token = plan.num_ranks * (1 - (1 - 1 / plan.num_ranks) ** plan.top_k)  # if routing is random
         terms_of_token = plan.top_k if self.mode == "per_route" else ranks_of_token
-        other_bytes = 36 * plan.num_ranks + 4 * 19 * max(PUSH_WARPS, COPY_WARPS) + 256
+        other_bytes = 36 * plan.num_ranks + 4 * 19 * push_warps + 256
         if copies:
-            stage_bytes, stages, shared_bytes = ring(hidden * self.wire_dtype.itemsize, COPY_WARPS, other_bytes, 0)
+            stage_bytes, stages, shared_bytes = ring(hidden * self.wire_dtype.itemsize, rings, other_bytes, 0)
         else:
-            stage_bytes, stages, shared_bytes = _term_ring(hidden, self.y_dtype, 1 if self.dense else PUSH_WARPS)
+            stage_bytes, stages, shared_bytes = _term_ring(hidden, self.y_dtype, rings)
             shared_bytes += other_bytes
         shape = {
             "num_ranks": plan.num_ranks,
@@ -118,8 +127,10 @@ class CombineVariant:
             "per_route": int(self.mode == "per_route"),
             "dense": int(self.dense),
             "weighted": int(self.weighted),
+            "eager": int(self.eager),
+            "part": PARTS[self.part],
             "threads": threads,
-            "push_warps": COPY_WARPS if copies else PUSH_WARPS,
+            "push_warps": push_warps,
             "sum_terms": _terms_at_once(terms_of_token, MOST_TERMS_AT_ONCE[self.wire_dtype.itemsize]),
             "sum_registers": SUM_REGISTERS[threads],
             "stage_bytes": stage_bytes,

@@ -126,7 +126,7 @@ __device__ void push_copies(const CombineArgs& args, CombineShared<Shape>& share
         if (!chunks.next(args, shared, item, chunk)) return false;
         in_chunk = 0;
         kept = static_cast<int32>(max(0ll, min(static_cast<int64>(chunk.num_rows), args.capacity - chunk.row)));
-        auto* to = shared.data.staging(chunk.home, args.combine_recv) + chunk.home_row * kRowBytes;
+        auto* to = shared.data.staging(chunk.home, shared.combine_recv) + chunk.home_row * kRowBytes;
         for (int32 i = kept; i < chunk.num_rows; ++i)  // dropped by the dispatch
             fill_row<kRowBytes>(to + i * kRowBytes, CombineRows<Shape>::kNan, lane);
         if (kept > 0) {
@@ -142,7 +142,7 @@ __device__ void push_copies(const CombineArgs& args, CombineShared<Shape>& share
             while (in_chunk == kept)
                 if (!begin_chunk()) return false;
             from = static_cast<const unsigned char*>(args.y) + (chunk.row + in_chunk) * kRowBytes;
-            auto* to = shared.data.staging(chunk.home, args.combine_recv) + (chunk.home_row + in_chunk) * kRowBytes;
+            auto* to = shared.data.staging(chunk.home, shared.combine_recv) + (chunk.home_row + in_chunk) * kRowBytes;
             tag = reinterpret_cast<uint64>(to) | (in_chunk == 0);  // addresses are multiples of 16: a chunk begins here
             ++in_chunk;
             return true;
@@ -209,7 +209,7 @@ struct ChunkRows {
             in_chunk = 0;
         }
         row.routes = routes_of<Shape>(args, chunk.row + in_chunk, lane);
-        row.to = shared.data.staging(chunk.home, args.combine_recv);
+        row.to = shared.data.staging(chunk.home, shared.combine_recv);
         if constexpr (Shape::per_route == 0) row.to += (chunk.home_row + in_chunk) * CombineRows<Shape>::kWireBytes;
         row.item = item;
         row.begins = in_chunk == 0;
@@ -220,7 +220,7 @@ struct ChunkRows {
 
 // One pushing warp: rows that are made on the way.
 template <class Shape>
-__device__ void push_sums(const CombineArgs& args, CombineShared<Shape>& shared, int warp, int lane) {
+__device__ void push_sums(const CombineArgs& args, CombineShared<Shape>& shared, uint32 epoch, int warp, int lane) {
     typename CombineRows<Shape>::Push stream(shared.ring[warp], shared.control_of_stream[warp], lane);
     ChunkRows<Shape> rows{shared, ChunkSource<Shape>(args, shared, warp, lane)};
     using Row = typename ChunkRows<Shape>::Row;
@@ -228,12 +228,19 @@ __device__ void push_sums(const CombineArgs& args, CombineShared<Shape>& shared,
     push_all<Shape>(
         args, rows, stream, lane,
         [&](const Row& row) {
-            if (row.begins) shared.progress.begin(warp, begun++, row.item, lane);
+            if (Shape::eager == 0 && row.begins) shared.progress.begin(warp, begun++, row.item, lane);
         },
         [&](const Row& row) {
-            if (row.ends) shared.progress.report(warp, begun, lane);
+            if (!row.ends) return;
+            if constexpr (Shape::eager == 0) {
+                shared.progress.report(warp, begun, lane);
+            } else {  // few rows: a release waits for little else
+                const PushChunk chunk = chunk_of<Shape>(args, shared, row.item);
+                __syncwarp();
+                if (lane == 0) chunk_signals<Shape>(args, shared, chunk.home).raise(chunk.index, epoch);
+            }
         });
-    shared.progress.close(warp, lane);
+    if constexpr (Shape::eager == 0) shared.progress.close(warp, lane);
 }
 
 // The notify warp: signals of the chunks that are home.

@@ -31,11 +31,11 @@ template <class Shape>
 __device__ bool sum_rows(const CombineArgs& args, const CombineShared<Shape>& shared, uint32 epoch, int warp,
                          int lane) {
     using Rows = CombineRows<Shape>;
-    constexpr int kSumWarps = Shape::threads / 32 - (Shape::dense ? 0 : Shape::push_warps + 1);
+    constexpr int kSumWarps = CombineRoles<Shape>::kSumWarps;
     const Deadline deadline = deadline_of(args.call);
     const PeerSignals flags = shared.control.signals(args.call.rank, args.chunk_flags);
     const auto received =
-        reinterpret_cast<uint64>(shared.data.template local<unsigned char>(args.call.rank, args.combine_recv));
+        reinterpret_cast<uint64>(shared.data.template local<unsigned char>(args.call.rank, shared.combine_recv));
     auto* out = static_cast<unsigned char*>(args.out);
     if (args.num_tokens == 0) return true;
     const int32 num_warps = gridDim.x * kSumWarps;

@@ -1,6 +1,6 @@
 """What the host sides of kernels share."""
 
-from tokenloom.kernels.common.call import HEADER_WORDS, Call, int32_fields, uint64_fields
+from tokenloom.kernels.common.call import HEADER_WORDS, PARTS, TURNS, Call, int32_fields, uint64_fields
 from tokenloom.kernels.common.numbers import DTYPES, HOPPER, LAYOUTS, MAX_RANKS, describe, short_name
 from tokenloom.kernels.common.ring import CONTROL_BYTES, MAX_SHARED_BYTES, MOST_STAGES, ring
 from tokenloom.kernels.common.variant import Variant
@@ -14,6 +14,8 @@ __all__ = [
     "MAX_RANKS",
     "MAX_SHARED_BYTES",
     "MOST_STAGES",
+    "PARTS",
+    "TURNS",
     "Call",
     "Variant",
     "describe",

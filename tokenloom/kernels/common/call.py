@@ -7,6 +7,10 @@ from typing import Any
 
 HEADER_WORDS = 4
 """Words of what ranks tell each other when a call opens, before counts; kHeaderWords of device/transport/call.cuh."""
+TURNS = 4
+"""Calls that take turns in headers, and in regions that ranks write before others have opened; kTurns there."""
+PARTS = {"whole": 0, "send": 1, "receive": 2}
+"""Which part of a call a kernel is; Part there."""
 
 
 def uint64_fields(*names: str) -> list[tuple[str, Any]]:
@@ -23,7 +27,7 @@ class Call(ctypes.Structure):
     """Mirror of Call in device/transport/call.cuh, which says what each value is."""
 
     _fields_ = [
-        *uint64_fields("peers", "flags", "headers", "epoch", "blocks_out", "claimed", "record", "fault"),
+        *uint64_fields("peers", "flags", "headers", "epoch", "half_epoch", "blocks_out", "claimed", "record", "fault"),
         *uint64_fields("fault_claimed", "open_timeout_ns", "timeout_ns", "trace", "options_hash"),
         *int32_fields("rank", "status", "region"),
         ("sequence", ctypes.c_uint32),
