@@ -39,7 +39,7 @@ PRE_REDUCE_BLOCKS = 64
 """Blocks of the kernel that pre-reduces, which only reads and writes this GPU's memory."""
 MOST_TERMS_AT_ONCE = {2: 8, 4: 4}
 """Terms of a sum at home whose loads are in flight together, by bytes of a value."""
-SUM_REGISTERS = {COPY_THREADS: 80, SUM_THREADS: 48}
+SUM_REGISTERS = {COPY_THREADS: 80, SUM_THREADS: 56}
 """Registers for them and for the sum, by threads of a block. With more, variants spill."""
 
 

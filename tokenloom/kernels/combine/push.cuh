@@ -195,7 +195,10 @@ struct ChunkRows {
         RowRoutes routes;
         unsigned char* to;  // where it goes; per route: where the rows of its home rank go
         int32 item;         // its chunk
-        bool begins, ends;  // the chunk
+        uint32 bounds;      // bit 0: it begins the chunk; bit 1: it ends it
+
+        __device__ bool begins() const { return (bounds & 1) != 0; }
+        __device__ bool ends() const { return (bounds & 2) != 0; }
     };
 
     const CombineShared<Shape>& shared;
@@ -212,8 +215,8 @@ struct ChunkRows {
         row.to = shared.data.staging(chunk.home, shared.combine_recv);
         if constexpr (Shape::per_route == 0) row.to += (chunk.home_row + in_chunk) * CombineRows<Shape>::kWireBytes;
         row.item = item;
-        row.begins = in_chunk == 0;
-        row.ends = ++in_chunk == chunk.num_rows;
+        row.bounds = in_chunk == 0 ? 1 : 0;
+        if (++in_chunk == chunk.num_rows) row.bounds |= 2;
         return true;
     }
 };
@@ -228,10 +231,10 @@ __device__ void push_sums(const CombineArgs& args, CombineShared<Shape>& shared,
     push_all<Shape>(
         args, rows, stream, lane,
         [&](const Row& row) {
-            if (Shape::eager == 0 && row.begins) shared.progress.begin(warp, begun++, row.item, lane);
+            if (Shape::eager == 0 && row.begins()) shared.progress.begin(warp, begun++, row.item, lane);
         },
         [&](const Row& row) {
-            if (!row.ends) return;
+            if (!row.ends()) return;
             if constexpr (Shape::eager == 0) {
                 shared.progress.report(warp, begun, lane);
             } else {  // few rows: a release waits for little else
