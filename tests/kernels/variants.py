@@ -167,6 +167,32 @@ _NAMED: list[Named] = [
         for layout in ("token", "expert")
         for named in in_parts(f"{layout}, eager", layout, eager=True, max_tokens=128)
     ),
+    *(
+        dispatch(f"{layout} in parts, {part}", layout, BF16, part=part)
+        for layout in LAYOUTS
+        for part in ("send", "receive")
+    ),
+    dispatch("expert to fp8 in parts, send", "expert", BF16, quantize="any scale", part="send"),
+    dispatch("expert to fp8 in parts, receive", "expert", BF16, quantize="any scale", part="receive"),
+    *(
+        dispatch(f"{layout} staged, {part}", layout, FP8, staged=True, eager=True, max_tokens=128, part=part)
+        for layout in (*LAYOUTS, "slots")
+        for part in ("whole", "send", "receive")
+    ),
+    *(
+        dispatch(
+            f"{layout} staged, to fp8", layout, BF16, quantize="any scale", staged=True, eager=True, max_tokens=128
+        )
+        for layout in (*LAYOUTS, "slots")
+    ),
+    *(
+        dispatch(f"slots, {scales} {what}", "slots", BF16, staged=True, eager=eager, quantize=how, scale_layout=scales)
+        for what, eager in (("eager", True), ("waiting", False))
+        for scales, how in (("rows", ""), ("columns", "any scale"), ("packed", "power of two"))
+    ),
+    dispatch("slots, 4096 experts", "slots", FP8, staged=True, eager=True, experts_per_rank=512),
+    dispatch("slots, top-32 of 32 ranks", "slots", FP32, staged=True, top_k=32, num_ranks=32, experts_per_rank=8),
+    dispatch("slots, hidden 8, one rank", "slots", FP32, staged=True, eager=True, hidden=8, num_ranks=1),
     *in_parts("eager, 4 ranks", "expert", eager=True, max_tokens=128, num_ranks=4),
     combine("eager, per route", "expert", BF16, BF16, BF16, mode="per_route", eager=True, max_tokens=128),
     combine("eager, fp32", "expert", FP32, FP32, FP32, eager=True, max_tokens=128),

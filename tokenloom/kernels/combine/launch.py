@@ -50,7 +50,9 @@ class CombineArgs(ctypes.Structure):
         ("call", Call),
         *uint64_fields("y", "row_places", "row_weights", "row_tokens", "slots", "all_counts", "topk_ids", "out"),
         *uint64_fields("chunk_flags", "peers", "combine_recv", "turn_bytes"),
-        *int32_fields("num_tokens", "max_tokens", "capacity", "ids_are_int64", "max_chunks", "combine_turns", "padding"),
+        *int32_fields(
+            "num_tokens", "max_tokens", "capacity", "ids_are_int64", "max_chunks", "combine_turns", "padding"
+        ),
         *uint64_fields("own_sums"),
     ]
 

@@ -40,5 +40,27 @@ struct DispatchArgs {
     int32 alignment;
     int32 ids_are_int64;
     int32 stop_on_overflow;  // exact sizes: send nothing if anything would be dropped
+    int32 turns;             // staged: regions that calls take turns in by their epochs, a power of two
+    // Staged: rows and all that comes with them arrive at the offsets above, by source and in its order, [W * M] each;
+    // row_places are then numbers within (source, expert). From there they go to tensors of this rank alone.
+    uint64 turn_bytes;     // from one region to the next
+    void* out_rows;        // in the layout's order
+    void* out_scales;      // Shape::scale_layout
+    int32* out_ids;        // [R][K]; R is dense, or that of layout rank
+    float* out_weights;    // [R][K], or null
+    int32* out_places;     // [R][K] (layouts expert, slots)
+    int32* out_tokens;     // [R]
+    int32* slot_ranges;    // [L][W][2] (layout slots)
+    int32 send_blocks;     // of the kernel that sends, on all ranks
     int32 padding;
+};
+
+// Where rows lie, and where they go first.
+template <class Shape>
+struct Places {
+    static constexpr bool kOfRoutes = Shape::layout == kLayoutExpert || Shape::layout == kLayoutSlots;
+    static constexpr bool kStaged = Shape::staged != 0;
+    static constexpr bool kDirect = kOfRoutes && !kStaged;  // the sender knows the places of routes
+    static constexpr bool kFixed = Shape::layout == kLayoutRank || kStaged;  // of rows, as they arrive
+    static constexpr int32 kDropped = 0x7fffffff;
 };

@@ -13,6 +13,8 @@
 //                   routes
 //   last block out  advances the epoch; if the call was refused or a wait has expired, it makes the results say so
 //
+// Halves are two kernels: one that sends, whose notify warp or blocks say so, and one that waits for rows or fills.
+//
 // README.md has the protocol and why it is safe to reuse the region.
 #pragma once
 #include "kernels/dispatch/fill.cuh"
@@ -30,6 +32,16 @@ __device__ bool wait_for_rows(const DispatchArgs& args, uint32 epoch, int32 bloc
         here = here && done.from(peer * Shape::max_blocks).wait(block, epoch, deadline, peer, kPhaseRows);
     }
     return __syncthreads_and(here);
+}
+
+// One filling warp of layout expert.
+template <class Shape>
+__device__ __forceinline__ bool fill(const DispatchArgs& args, const DispatchShared<Shape>& shared, uint32 epoch,
+                                     int warp, int lane) {
+    clear_padding<Shape>(args, shared, warp, lane);
+    const bool done = fill_further_places<Shape>(args, shared, epoch, warp, lane);
+    if (lane == 0) mark(args.call, kFilled);
+    return done;
 }
 
 // All that a block does before it leaves. False, in any thread: the dispatch does not take place, or not all of it.
@@ -94,10 +106,7 @@ __device__ bool dispatch_rows(const DispatchArgs& args, uint32 epoch) {
         if (warp == Shape::send_warps) {
             shared.progress.watch(lane, [&](int32 token) { notify_row<Shape>(args, shared, epoch, token); });
         } else {
-            const int fill_warp = warp - Shape::send_warps - 1;
-            clear_padding<Shape>(args, shared, fill_warp, lane);
-            done = fill_further_places<Shape>(args, shared, epoch, fill_warp, lane);
-            if (lane == 0) mark(args.call, kFilled);
+            done = fill<Shape>(args, shared, epoch, warp - Shape::send_warps - 1, lane);
         }
     }
     if constexpr (Shape::layout != kLayoutExpert) {
@@ -108,15 +117,37 @@ __device__ bool dispatch_rows(const DispatchArgs& args, uint32 epoch) {
                 .from(args.call.rank * Shape::max_blocks)
                 .raise(block, epoch);
         if (threadIdx.x == 0) mark(args.call, kNotified);
-        if (block == 0) done = wait_for_rows<Shape>(args, epoch, blocks);
+        if (Shape::part == kWhole && block == 0) done = wait_for_rows<Shape>(args, epoch, blocks);
     }
     if (threadIdx.x == 0) mark(args.call, kDone);
     return done;
 }
 
+// The receiving half: the rows that the sending half of this call left on their way.
+template <class Shape>
+__device__ bool receive_rows(const DispatchArgs& args, uint32 epoch) {
+    extern __shared__ __align__(128) unsigned char memory[];
+    auto& shared = *reinterpret_cast<DispatchShared<Shape>*>(memory);
+    constexpr int kCounts = RouteShared<Shape>::kCounts;
+    if (__syncthreads_or(has_expired(deadline_of(args.call)))) return false;
+    // The sending half has said what is wrong with the call.
+    if (await_call<Shape::num_ranks, kCounts, false>(args.call, epoch) != Opened::kGo) return false;
+    const AllCounts<Shape> counts{headers_of<Shape::num_ranks, kCounts>(args.call, epoch) + kHeaderWords};
+    if (threadIdx.x < Shape::num_ranks) {
+        shared.control.bases[threadIdx.x] = args.call.peers[threadIdx.x];
+        shared.data.bases[threadIdx.x] = args.peers[threadIdx.x] + counts.region(threadIdx.x) * args.region_bytes;
+    }
+    find_bases<Shape>(args, shared.route, counts);
+    if constexpr (Shape::layout == kLayoutExpert)
+        return fill<Shape>(args, shared, epoch, threadIdx.x / 32, threadIdx.x % 32);
+    return blockIdx.x != 0 || wait_for_rows<Shape>(args, epoch, args.send_blocks);
+}
+
 template <class Shape>
 __device__ void dispatch(const DispatchArgs& args) {
-    const uint32 epoch = epoch_of(args.call);
-    const bool done = dispatch_rows<Shape>(args, epoch);
-    close_call(args.call, epoch, done, [&] { publish_nothing<Shape>(args); });
+    const uint32 epoch = epoch_of<Shape::part>(args.call);
+    bool done;
+    if constexpr (Shape::part == kReceive) done = receive_rows<Shape>(args, epoch);
+    else done = dispatch_rows<Shape>(args, epoch);
+    close_call<Shape::part>(args.call, epoch, done, [&] { publish_nothing<Shape>(args); });
 }

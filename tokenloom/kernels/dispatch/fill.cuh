@@ -6,7 +6,7 @@
 // Layout expert: rows between a group's last route and the next group are zero.
 template <class Shape>
 __device__ void clear_padding(const DispatchArgs& args, const DispatchShared<Shape>& shared, int warp, int lane) {
-    constexpr int kFillWarps = Shape::threads / 32 - Shape::send_warps - 1;
+    constexpr int kFillWarps = Shape::fill_warps;
     auto* rows = shared.data.template local<unsigned char>(args.call.rank, args.rows);
     auto* scales = shared.data.template local<float>(args.call.rank, args.row_scales);
     int32 start = 0;
@@ -30,7 +30,7 @@ __device__ void clear_padding(const DispatchArgs& args, const DispatchShared<Sha
 template <class Shape>
 __device__ bool fill_further_places(const DispatchArgs& args, const DispatchShared<Shape>& shared, uint32 epoch,
                                     int warp, int lane) {
-    constexpr int kFillWarps = Shape::threads / 32 - Shape::send_warps - 1;
+    constexpr int kFillWarps = Shape::fill_warps;
     constexpr int kGroup = 32 / Shape::top_k;  // consecutive rows of one source, looked at together: lane (j, k)
     constexpr bool kGathered = Shape::strategy == kAllGather;
     static_assert(!kGathered || Shape::scales_per_row == 0, "scales travel with rows");

@@ -14,6 +14,7 @@ from tokenloom.kernels.common import (
     LAYOUTS,
     MAX_SHARED_BYTES,
     MOST_STAGES,
+    PARTS,
     Call,
     describe,
     int32_fields,
@@ -31,6 +32,12 @@ FILL_WARPS = 8
 """Further warps of a block in layout expert: a notify warp, and those that copy rows to their further places."""
 QUANTIZE_WARPS = 16
 """Warps of a block that quantise rows on their way. They need no ring."""
+STAGED_WARPS = 16
+"""Warps of a block that copies rows to their places when they have come. The first of them send."""
+SCALE_LAYOUTS = {"rows": 0, "columns": 1, "packed": 2}
+"""How scales lie; ScaleLayout of spread.cuh."""
+DISPATCH_LAYOUTS = {**LAYOUTS, "slots": 3}
+"""Numbers of layouts; combine knows "slots" as "expert"."""
 QUANTIZE = {"": 0, "any scale": 1, "power of two": 2}
 """How rows become FP8 on their way; Quantize of shared.cuh."""
 
@@ -48,7 +55,10 @@ class DispatchArgs(ctypes.Structure):
         *uint64_fields("slots", "all_counts", "num_rows", "source_counts", "expert_counts", "expert_offsets"),
         *uint64_fields("host_counts"),
         *int32_fields("host_sequence", "num_tokens", "max_tokens", "capacity", "alignment", "ids_are_int64"),
-        *int32_fields("stop_on_overflow", "padding"),
+        *int32_fields("stop_on_overflow", "turns"),
+        *uint64_fields("turn_bytes", "out_rows", "out_scales", "out_ids", "out_weights", "out_places", "out_tokens"),
+        *uint64_fields("slot_ranges"),
+        *int32_fields("send_blocks", "padding"),
     ]
 
 
@@ -59,15 +69,20 @@ def block_count_words(plan: Plan) -> int:
 
 @dataclass(frozen=True)
 class DispatchVariant:
-    """One compiled form of the dispatch kernel.
+    """One compiled form of the dispatch kernel, or of the one that is staged.
 
     Attributes:
         plan: sizes of the group.
-        layout: "token", "expert" or "rank".
+        layout: "token", "expert", "rank" or "slots".
         x_dtype: dtype of the tokens; float8_e4m3fn comes with scales.
         quantize: "" sends rows as they are. "any scale" and "power of two" make FP8 of them on the way.
         strategy: what carries rows, of :data:`tokenloom.plan.DISPATCH_STRATEGIES`. Other than "dedup" for layout
             "expert" only; "all_gather" for rows without scales only.
+        staged: rows arrive by source, and are copied to their places from there; strategy "dedup" only. Layout
+            "slots" always is.
+        eager: staged rows leave before all ranks have opened the call, to one of :data:`TURNS` regions.
+        scale_layout: "rows"; in layout "slots" also "columns" or "packed".
+        part: "whole", or the half of a call that "send" or "receive" is.
     """
 
     plan: Plan
@@ -76,6 +91,10 @@ class DispatchVariant:
     x_dtype: torch.dtype
     quantize: str = ""
     strategy: str = "dedup"
+    staged: bool = False
+    eager: bool = False
+    scale_layout: str = "rows"
+    part: str = "whole"
 
     @property
     def row_dtype(self) -> torch.dtype:
@@ -84,7 +103,10 @@ class DispatchVariant:
 
     def __str__(self) -> str:
         rows = f"{short_name(self.x_dtype)} to fp8, {self.quantize}" if self.quantize else short_name(self.x_dtype)
-        return f"dispatch, {describe(self.plan)}, layout {self.layout}, {self.strategy}, {rows}"
+        words = [f"layout {self.layout}", self.strategy, rows]
+        words += [word for word in ("staged", "eager") if getattr(self, word)]
+        words += [word for word in (self.scale_layout, self.part) if word not in ("rows", "whole")]
+        return f"dispatch, {describe(self.plan)}, {', '.join(words)}"
 
     def spec(self) -> KernelSpec:
         """What to compile and how to launch it.
@@ -92,23 +114,33 @@ class DispatchVariant:
         Raises:
             InvalidArgument: counts of so many experts leave no shared memory for rows.
         """
-        plan, by_expert = self.plan, self.layout == "expert"
+        plan, of_routes = self.plan, self.layout in ("expert", "slots")
+        direct, receives = of_routes and not self.staged, self.part == "receive"
         row_bytes = plan.hidden * self.row_dtype.itemsize
-        send_warps = SEND_WARPS if by_expert or not self.quantize else QUANTIZE_WARPS
-        warps = send_warps + (FILL_WARPS if by_expert else 0)
+        send_warps = SEND_WARPS if direct or not self.quantize else QUANTIZE_WARPS
+        if self.staged:
+            warps, fill_warps = STAGED_WARPS, 0
+        elif direct:
+            warps = {"whole": send_warps + FILL_WARPS, "send": send_warps + 1, "receive": STAGED_WARPS}[self.part]
+            fill_warps = {"whole": FILL_WARPS - 1, "send": 0, "receive": warps}[self.part]
+        else:
+            warps, fill_warps = send_warps, 0
         counts = plan.num_ranks + plan.num_experts
         route_bytes = 4 * (
-            3 * counts + 16 + 8 * plan.num_ranks + plan.num_experts + (plan.num_experts if by_expert else 1)
+            3 * counts + 16 + 8 * plan.num_ranks + plan.num_experts + (plan.num_experts if direct else 1)
         )
         route_bytes += 4 * 19 * send_warps + 256  # progress
+        if self.staged:
+            route_bytes += 4 * (plan.num_experts + plan.experts_per_rank) + 128
         running_bytes, place_warps = 4 * warps * plan.num_ranks + 4, 1
-        if by_expert:
+        if of_routes:
             room = MAX_SHARED_BYTES - route_bytes - running_bytes - 1024 - send_warps * MOST_STAGES * CONTROL_BYTES
             place_warps = max(1, min(warps, room // (4 * plan.num_experts)))
             running_bytes += 4 * place_warps * plan.num_experts
-        stage_bytes, stages, shared_bytes = ring(row_bytes, send_warps, route_bytes, running_bytes)
-        if self.quantize:
+        if self.quantize or receives:
             stage_bytes, stages, shared_bytes = 128, 2, max(running_bytes, 256) + route_bytes + 512
+        else:
+            stage_bytes, stages, shared_bytes = ring(row_bytes, send_warps, route_bytes, running_bytes)
         shape = {
             "num_ranks": plan.num_ranks,
             "num_experts": plan.num_experts,
@@ -117,20 +149,26 @@ class DispatchVariant:
             "hidden": plan.hidden,
             "row_bytes": row_bytes,
             "scales_per_row": plan.scales_per_token if self.row_dtype == torch.float8_e4m3fn else 0,
+            "scale_layout": SCALE_LAYOUTS[self.scale_layout],
             "quantize": QUANTIZE[self.quantize],
             "x_dtype": DTYPES[self.x_dtype] if self.quantize else 0,
-            "layout": LAYOUTS[self.layout],
+            "layout": DISPATCH_LAYOUTS[self.layout],
             "strategy": DISPATCH_STRATEGIES.index(self.strategy),
+            "staged": int(self.staged),
+            "eager": int(self.eager),
+            "part": PARTS[self.part],
             "threads": 32 * warps,
             "send_warps": send_warps,
+            "fill_warps": fill_warps,
             "place_warps": place_warps,
             "stage_bytes": stage_bytes,
             "stages": stages,
             "max_blocks": MAX_BLOCKS,
         }
+        name = "dispatch_staged" if self.staged else "dispatch"
         return KernelSpec(
-            "dispatch",
-            "kernels/dispatch/dispatch.cuh",
+            name,
+            f"kernels/dispatch/{name}.cuh",
             tuple(shape.items()),
             DispatchArgs,
             threads=32 * warps,

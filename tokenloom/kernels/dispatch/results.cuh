@@ -17,7 +17,9 @@ __device__ void publish_counts(const DispatchArgs& args, const RouteShared<Shape
     const auto padded = [&](int l) { return (routes[l] + args.alignment - 1) / args.alignment * args.alignment; };
     for (int l = threadIdx.x; l < Shape::experts_per_rank; l += Shape::threads) {
         int32 kept = routes[l];
-        if constexpr (Shape::layout == kLayoutExpert) {
+        if constexpr (Shape::layout == kLayoutSlots) {
+            kept = min(kept, args.capacity);
+        } else if constexpr (Shape::layout == kLayoutExpert) {
             int32 start = 0;
             for (int earlier = 0; earlier < l; ++earlier) start += padded(earlier);
             const int32 begin = min(start, args.capacity), end = min(start + padded(l), args.capacity);
@@ -34,7 +36,12 @@ __device__ void publish_counts(const DispatchArgs& args, const RouteShared<Shape
             args.call.record->capacity = args.capacity;
             store_release_sys(&args.call.record->needed_rows, needed);
         }
-        *args.num_rows = min(route.needed[args.call.rank], args.capacity);
+        int32 rows = min(route.needed[args.call.rank], args.capacity);
+        if constexpr (Shape::layout == kLayoutSlots) {
+            rows = 0;
+            for (int l = 0; l < Shape::experts_per_rank; ++l) rows += min(routes[l], args.capacity);
+        }
+        *args.num_rows = rows;
     }
 }
 
@@ -63,5 +70,7 @@ __device__ void publish_nothing(const DispatchArgs& args) {
         if (i < Shape::experts_per_rank) args.expert_counts[i] = 0;
         if (Shape::layout == kLayoutExpert) args.expert_offsets[i] = 0;
     }
+    if constexpr (Shape::layout == kLayoutSlots)
+        for (int64 i = thread; i < 2 * Shape::num_experts; i += stride) args.slot_ranges[i] = 0;
     if (thread == 0) *args.num_rows = 0;
 }

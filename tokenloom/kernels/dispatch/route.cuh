@@ -18,7 +18,7 @@ struct RouteShared {
     int32 received[Shape::num_ranks];        // how many do
     int32 needed[Shape::num_ranks];          // rows that rank r needs
     int32 expert_total[Shape::num_experts];  // routes of all ranks
-    int32 place_base[Shape::layout == kLayoutExpert ? Shape::num_experts : 1];  // first place of this source's routes
+    int32 place_base[Places<Shape>::kDirect ? Shape::num_experts : 1];  // first place of this source's routes
 };
 
 // Counts of a part of a chunk, warp by warp; the ring of rows takes its memory later.
@@ -27,7 +27,7 @@ struct RunningCounts {
     static constexpr int kWarps = Shape::threads / 32;
     static constexpr int kPlaceWarps = Shape::place_warps;  // fewer where counts of all experts take much memory
     int32 rows[kWarps][Shape::num_ranks];
-    int32 routes[kPlaceWarps][Shape::layout == kLayoutExpert ? Shape::num_experts : 1];
+    int32 routes[kPlaceWarps][Places<Shape>::kOfRoutes ? Shape::num_experts : 1];
 };
 
 struct Chunk {
@@ -173,7 +173,7 @@ __device__ void find_bases(const DispatchArgs& args, RouteShared<Shape>& shared,
             if (s < i) received += counts.rows(s, args.call.rank);
             total += counts.rows(s, i);
         }
-        shared.row_base[i] = Shape::layout == kLayoutRank ? args.call.rank * args.max_tokens : base;
+        shared.row_base[i] = Places<Shape>::kFixed ? args.call.rank * args.max_tokens : base;
         shared.needed[i] = total;
         shared.received_base[i] = received;
         shared.received[i] = counts.rows(i, args.call.rank);
@@ -185,17 +185,18 @@ __device__ void find_bases(const DispatchArgs& args, RouteShared<Shape>& shared,
             total += counts.routes(s, e);
         }
         shared.expert_total[e] = total;
-        if constexpr (Shape::layout == kLayoutExpert) shared.place_base[e] = base;
+        if constexpr (Places<Shape>::kDirect) shared.place_base[e] = base;
     }
     __syncthreads();
-    if constexpr (Shape::layout == kLayoutExpert) {
+    if constexpr (Places<Shape>::kOfRoutes) {
         if (threadIdx.x < Shape::num_ranks) {
-            int32 start = 0;
+            int32 start = 0, most = 0;
             for (int e = threadIdx.x * Shape::experts_per_rank; e < (threadIdx.x + 1) * Shape::experts_per_rank; ++e) {
-                shared.place_base[e] += start;
+                if constexpr (Places<Shape>::kDirect) shared.place_base[e] += start;
                 start += (shared.expert_total[e] + args.alignment - 1) / args.alignment * args.alignment;
+                most = max(most, shared.expert_total[e]);
             }
-            shared.needed[threadIdx.x] = start;
+            shared.needed[threadIdx.x] = Shape::layout == kLayoutSlots ? most : start;
         }
         __syncthreads();
     }
@@ -237,7 +238,8 @@ __device__ void find_slots(const DispatchArgs& args, RouteShared<Shape>& shared,
     }
 }
 
-// Layout expert: places[t][k] for the tokens of this chunk, in the order (token, k) within each expert.
+// Layouts expert and slots: places[t][k] for the tokens of this chunk, in the order (token, k) within each expert.
+// Staged, they are numbers within the routes of this source.
 // Each warp takes a contiguous part of a tile's routes: it counts them first, then ranks equal experts lane by lane.
 template <class Shape>
 __device__ void find_places(const DispatchArgs& args, RouteShared<Shape>& shared, RunningCounts<Shape>& running,
@@ -276,7 +278,7 @@ __device__ void find_places(const DispatchArgs& args, RouteShared<Shape>& shared
             __syncwarp();
             if (expert >= 0) {
                 if (earlier == 0) counts[expert] = next + __popc(same);
-                places[first + i] = shared.place_base[expert] + next + earlier;
+                places[first + i] = (Places<Shape>::kDirect ? shared.place_base[expert] : 0) + next + earlier;
             } else if (first + i < end) {
                 places[first + i] = -1;
             }

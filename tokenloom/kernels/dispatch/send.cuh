@@ -14,6 +14,12 @@ struct TokenRoutes {
     bool is_target;    // the sending warp puts the row in this place
 };
 
+// Where the row goes that a lane with a route is the target of.
+template <class Shape>
+__device__ __forceinline__ int32 target_of(const TokenRoutes& routes) {
+    return Places<Shape>::kDirect ? routes.place : routes.row;
+}
+
 template <class Shape>
 __device__ __forceinline__ TokenRoutes routes_of(const DispatchArgs& args, const RouteShared<Shape>& route,
                                                  const int32* places, int64 token, int lane) {
@@ -22,17 +28,17 @@ __device__ __forceinline__ TokenRoutes routes_of(const DispatchArgs& args, const
     if (lane < Shape::top_k) {
         routes.expert = expert_of<Shape>(args, index);
         if (args.topk_weights != nullptr) routes.weight = args.topk_weights[index];
-        if constexpr (Shape::layout == kLayoutExpert) routes.place = places[index];
+        if constexpr (Places<Shape>::kOfRoutes) routes.place = places[index];
         if (routes.expert >= 0) {
             routes.rank = routes.expert / Shape::experts_per_rank;
             routes.row = route.row_base[routes.rank] + args.slots[token * Shape::num_ranks + routes.rank];
-            if constexpr (Shape::layout != kLayoutExpert) routes.place = routes.row;
+            if constexpr (!Places<Shape>::kOfRoutes) routes.place = routes.row;
         }
     }
     routes.same_rank = __match_any_sync(~0u, routes.rank);
-    const bool fits = routes.place >= 0 && (Shape::layout == kLayoutRank || routes.place < args.capacity);
+    const bool fits = routes.place >= 0 && (Places<Shape>::kFixed || routes.place < args.capacity);
     const bool first = (routes.same_rank & __ballot_sync(~0u, fits) & ((1u << lane) - 1)) == 0;
-    const bool is_own = Shape::layout == kLayoutExpert && routes.rank == args.call.rank;  // goes to all of its places
+    const bool is_own = Places<Shape>::kDirect && routes.rank == args.call.rank;  // goes to all of its places
     routes.is_target = fits && (is_own || Shape::strategy == kAllToAll || (Shape::strategy == kDedup && first));
     return routes;
 }
@@ -45,13 +51,13 @@ __device__ __forceinline__ void send_metadata(const DispatchArgs& args, const Di
     const bool leads = routes.rank >= 0 && (routes.same_rank & ((1u << lane) - 1)) == 0;
     for (uint32 rest = __ballot_sync(~0u, leads); rest != 0; rest &= rest - 1) {
         const int32 rank = of_lane(routes.rank, rest), row = of_lane(routes.row, rest);
-        if (Shape::layout == kLayoutToken && row >= args.capacity) continue;
+        if (Shape::layout == kLayoutToken && !Places<Shape>::kStaged && row >= args.capacity) continue;
         if (lane >= Shape::top_k) continue;
         const bool here = routes.rank == rank;
         const int64 to = static_cast<int64>(row) * Shape::top_k + lane;
         data.put(rank, args.row_ids, to, here ? routes.expert % Shape::experts_per_rank : -1);
         if (args.topk_weights != nullptr) data.put(rank, args.row_weights, to, here ? routes.weight : 0.0f);
-        if constexpr (Shape::layout == kLayoutExpert) data.put(rank, args.row_places, to, here ? routes.place : -1);
+        if constexpr (Places<Shape>::kOfRoutes) data.put(rank, args.row_places, to, here ? routes.place : -1);
         if (Shape::layout != kLayoutRank && lane == 0) data.put(rank, args.row_tokens, row, token);
     }
     if constexpr (Shape::scales_per_row > 0 && Shape::quantize == kAsIs) {
@@ -59,7 +65,7 @@ __device__ __forceinline__ void send_metadata(const DispatchArgs& args, const Di
         const float* from = args.scales + static_cast<int64>(token) * Shape::scales_per_row;
         for (uint32 rest = __ballot_sync(~0u, routes.is_target); rest != 0; rest &= rest - 1) {
             float* to = data.template staging<float>(of_lane(routes.rank, rest), args.row_scales) +
-                        static_cast<int64>(of_lane(routes.place, rest)) * Shape::scales_per_row;
+                        static_cast<int64>(of_lane(target_of<Shape>(routes), rest)) * Shape::scales_per_row;
 #pragma unroll 4
             for (int i = 0; i < kLaneScales; ++i)
                 if (lane + 32 * i < Shape::scales_per_row) to[lane + 32 * i] = from[lane + 32 * i];
@@ -127,7 +133,7 @@ __device__ bool send_rows(const DispatchArgs& args, DispatchShared<Shape>& share
     using Stream = typename DispatchShared<Shape>::Stream;
     static_assert(Stream::kAhead + 4 < Progress<Shape::send_warps>::kRecent, "rows begun and not yet notified");
     constexpr int kUnreported = 2;  // rows that are on their way when the one before them is reported
-    constexpr bool kReports = Shape::layout == kLayoutExpert;
+    constexpr bool kReports = Places<Shape>::kDirect;
     TokenSource<Shape> tokens(args, chunk, epoch, warp, lane);
     TokenRoutes routes{};
     uint32 begun = 0;
@@ -147,7 +153,7 @@ __device__ bool send_rows(const DispatchArgs& args, DispatchShared<Shape>& share
     const auto target = [&]() {  // this lane's address for the row, or nowhere
         if (!routes.is_target) return Stream::kNowhere;
         return static_cast<int64>(shared.data.staging_address(routes.rank, args.rows)) +
-               static_cast<int64>(routes.place) * Shape::row_bytes;
+               static_cast<int64>(target_of<Shape>(routes)) * Shape::row_bytes;
     };
     if constexpr (Shape::quantize == kAsIs) {
         Stream stream(shared.stream[warp], shared.control_of_stream[warp], lane);
@@ -177,7 +183,7 @@ __device__ bool send_rows(const DispatchArgs& args, DispatchShared<Shape>& share
             uint64 scales = 0;
             if (routes.is_target)
                 scales = shared.data.staging_address(routes.rank, args.row_scales) +
-                         static_cast<int64>(routes.place) * Shape::scales_per_row * sizeof(float);
+                         static_cast<int64>(target_of<Shape>(routes)) * Shape::scales_per_row * sizeof(float);
             quantize_row<Shape::x_dtype, Shape::hidden, Shape::quantize == kToFp8PowerOfTwo>(row_of(token), target(),
                                                                                            scales, targets, lane);
             if (kReports) shared.progress.report(warp, row + 1, lane);

@@ -1,0 +1,123 @@
+// Staged dispatch: every row goes to a region of its source on the ranks that hold its experts, and from there, on that
+// rank, to its places. No count has to be known before rows leave.
+//
+//   all blocks      count the routes of their chunk; the last block announces the call, with the totals    (route.cuh)
+//   eager           regions take turns by four, so nobody waits; else all wait until all ranks have opened the call
+//   sending warps   take token after token: stream its row, or quantise it, to each rank, with ids, weights,
+//                   scales, and its number among the routes of each expert from here                        (send.cuh)
+//   all blocks      say so to all ranks
+//
+//   all blocks      wait until all ranks have opened the call, then for all of their blocks
+//   block 0         writes down the counts of this rank's output                                         (results.cuh)
+//   all warps       copy every row to the places of its routes                                            (spread.cuh)
+//   last block out  advances the epoch; if the call was refused or a wait has expired, it makes the results say so
+//
+// Halves are two kernels: the upper part, and the lower. Small plans gain, since a wait for counts costs more than the
+// copy. So does layout slots, whose places no sender may know before it has all counts.
+#pragma once
+#include "kernels/dispatch/send.cuh"
+#include "kernels/dispatch/spread.cuh"
+
+template <class Shape>
+struct StagedShared {
+    DispatchShared<Shape> send;
+    SpreadShared<Shape> spread;
+};
+
+template <class Shape>
+__device__ __forceinline__ uint64 turn_offset(const DispatchArgs& args, uint32 epoch) {
+    return (epoch & (args.turns - 1)) * args.turn_bytes;
+}
+
+// False, in any thread: the dispatch does not take place, or not all of it.
+template <class Shape>
+__device__ bool send_staged(const DispatchArgs& args, DispatchShared<Shape>& shared, uint32 epoch) {
+    constexpr int kCounts = RouteShared<Shape>::kCounts;
+    auto& route = shared.route;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const Chunk chunk = chunk_of(args.num_tokens, blockIdx.x);
+    if (warp == 0) shared.progress.clear(lane);
+    if (warp < shared.kRings) DispatchShared<Shape>::Stream::init(shared.control_of_stream[warp], lane);
+    if (threadIdx.x < Shape::num_ranks) {
+        shared.control.bases[threadIdx.x] = args.call.peers[threadIdx.x];
+        shared.data.bases[threadIdx.x] = args.peers[threadIdx.x] + turn_offset<Shape>(args, epoch);
+        route.row_base[threadIdx.x] = args.call.rank * args.max_tokens;
+    }
+    mbarrier_init_fence();
+    if (!count_all_routes<Shape>(args, route, chunk, epoch)) return false;
+    if (threadIdx.x == 0) mark(args.call, kCounted);
+    if (blockIdx.x == gridDim.x - 1) {
+        for (int i = threadIdx.x; i < kCounts; i += Shape::threads)
+            route.header[kHeaderWords + i] = route.before[i] + route.chunk[i];
+        announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, epoch, kCounts, route.header);
+    }
+    if constexpr (Shape::eager == 0) {  // what is wrong is said where rows are received
+        const Opened opened = await_call<Shape::num_ranks, kCounts, false>(args.call, epoch);
+        if (opened != Opened::kGo) return opened == Opened::kRefused;
+    }
+    find_slots<Shape>(args, route, shared.running, chunk);
+    int32* places = args.slots + static_cast<int64>(args.num_tokens) * Shape::num_ranks;
+    if constexpr (Places<Shape>::kOfRoutes) find_places<Shape>(args, route, shared.running, chunk, places);
+    fence_shared_to_bulk();  // the rings take over the memory of the running counts
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        store_release_gpu(reinterpret_cast<uint32*>(args.slots_found) + blockIdx.x, epoch);
+        mark(args.call, kPlaced);
+    }
+    bool done = true;
+    if (warp < Shape::send_warps) {
+        done = send_rows<Shape>(args, shared, places, chunk, epoch, warp, lane);
+        if (lane == 0) mark(args.call, kSent);
+    }
+    if (!__syncthreads_and(done)) return false;
+    if (threadIdx.x < Shape::num_ranks)
+        shared.control.signals(threadIdx.x, args.done_flags)
+            .from(args.call.rank * Shape::max_blocks)
+            .raise(blockIdx.x, epoch);
+    if (threadIdx.x == 0) mark(args.call, kNotified);
+    return true;
+}
+
+// False as above.
+template <class Shape>
+__device__ bool receive_staged(const DispatchArgs& args, StagedShared<Shape>& shared, uint32 epoch) {
+    constexpr int kCounts = RouteShared<Shape>::kCounts;
+    auto& route = shared.send.route;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    if (await_call<Shape::num_ranks, kCounts>(args.call, epoch) != Opened::kGo) return false;
+    if (threadIdx.x == 0) mark(args.call, kHeard);
+    const AllCounts<Shape> counts{headers_of<Shape::num_ranks, kCounts>(args.call, epoch) + kHeaderWords};
+    find_bases<Shape>(args, route, counts);
+    if constexpr (Places<Shape>::kOfRoutes) find_expert_places<Shape>(args, route, shared.spread, counts);
+    if (blockIdx.x == 0) publish_counts<Shape>(args, route, counts);
+    if constexpr (Shape::layout == kLayoutExpert) clear_staged_padding<Shape>(args, route, shared.spread, warp, lane);
+    if (!wait_for_sources<Shape>(args, epoch, args.send_blocks)) return false;
+    const uint64 staging = args.peers[args.call.rank] + turn_offset<Shape>(args, epoch);
+    spread_rows<Shape>(args, route, shared.spread, staging, warp, lane);
+    if (lane == 0) mark(args.call, kFilled);
+    return true;
+}
+
+template <class Shape>
+__device__ bool dispatch_staged_rows(const DispatchArgs& args, uint32 epoch) {
+    extern __shared__ __align__(128) unsigned char memory[];
+    static_assert(Shape::num_ranks <= kMostRanks, "a lane and a bit of every mask for each rank");
+    static_assert(sizeof(StagedShared<Shape>) <= Shape::shared_bytes, "launch.py asks for what this needs");
+    auto& shared = *reinterpret_cast<StagedShared<Shape>*>(memory);
+    if (threadIdx.x == 0) mark(args.call, kBegun);
+    if (__syncthreads_or(has_expired(deadline_of(args.call)))) return false;
+    bool done = true;
+    if constexpr (Shape::part != kReceive) done = send_staged<Shape>(args, shared.send, epoch);
+    if constexpr (Shape::part != kSend) done = done && receive_staged<Shape>(args, shared, epoch);
+    if (threadIdx.x == 0) mark(args.call, kDone);
+    return done;
+}
+
+template <class Shape>
+__device__ void dispatch_staged(const DispatchArgs& args) {
+    const uint32 epoch = epoch_of<Shape::part>(args.call);
+    const bool done = dispatch_staged_rows<Shape>(args, epoch);
+    close_call<Shape::part>(args.call, epoch, done, [&] {
+        if constexpr (Shape::part != kSend) publish_nothing<Shape>(args);
+    });
+}

@@ -1,0 +1,145 @@
+// The receiving part of a staged dispatch: rows go from where they arrived, by source, to their places on this rank.
+#pragma once
+#include "device/tile/rows.cuh"
+#include "kernels/dispatch/results.cuh"
+
+// How the scales of FP8 rows lie where they go.
+enum ScaleLayout : int { kScaleRows = 0, kScaleColumns = 1, kScalePacked = 2 };
+
+template <class Shape>
+struct SpreadShared {
+    int32 expert_start[Shape::experts_per_rank];                    // first place of each expert (layout expert)
+    int32 source_base[Shape::num_ranks][Shape::experts_per_rank];  // routes of an expert from the sources before this
+};
+
+// Places of this rank's experts, and what each source has in them. Behind find_bases.
+template <class Shape>
+__device__ void find_expert_places(const DispatchArgs& args, const RouteShared<Shape>& route,
+                                   SpreadShared<Shape>& spread, const AllCounts<Shape>& counts) {
+    const int32 first = args.call.rank * Shape::experts_per_rank;
+    for (int l = threadIdx.x; l < Shape::experts_per_rank; l += Shape::threads) {
+        int32 start = 0, base = 0;
+        for (int earlier = 0; earlier < l; ++earlier)
+            start += (route.expert_total[first + earlier] + args.alignment - 1) / args.alignment * args.alignment;
+        spread.expert_start[l] = start;
+        for (int s = 0; s < Shape::num_ranks; ++s) {
+            spread.source_base[s][l] = base;
+            const int32 end = base + counts.routes(s, first + l);
+            if (Shape::layout == kLayoutSlots && blockIdx.x == 0) {
+                int32* range = args.slot_ranges + 2 * (l * Shape::num_ranks + s);
+                range[0] = min(base, args.capacity);
+                range[1] = min(end, args.capacity) - range[0];
+            }
+            base = end;
+        }
+    }
+    __syncthreads();
+}
+
+// Layout expert: rows between a group's last route and the next group are zero.
+template <class Shape>
+__device__ void clear_staged_padding(const DispatchArgs& args, const RouteShared<Shape>& route,
+                                     const SpreadShared<Shape>& spread, int warp, int lane) {
+    auto* rows = static_cast<unsigned char*>(args.out_rows);
+    auto* scales = static_cast<float*>(args.out_scales);
+    for (int l = 0; l < Shape::experts_per_rank; ++l) {
+        const int32 routes = route.expert_total[args.call.rank * Shape::experts_per_rank + l];
+        const int32 start = spread.expert_start[l];
+        const int32 end = start + (routes + args.alignment - 1) / args.alignment * args.alignment;
+        for (int32 place = start + routes + blockIdx.x * (Shape::threads / 32) + warp; place < min(end, args.capacity);
+             place += gridDim.x * (Shape::threads / 32)) {
+            fill_row<Shape::row_bytes>(rows + static_cast<int64>(place) * Shape::row_bytes, 0, lane);
+            for (int i = lane; i < Shape::scales_per_row; i += 32)
+                scales[static_cast<int64>(place) * Shape::scales_per_row + i] = 0.0f;
+        }
+    }
+}
+
+// Every block: all rows of all sources are in this rank's region.
+template <class Shape>
+__device__ bool wait_for_sources(const DispatchArgs& args, uint32 epoch, int32 blocks) {
+    const Deadline deadline = deadline_of(args.call);
+    const PeerSignals done = window_of<Shape::num_ranks>(args.call.peers).signals(args.call.rank, args.done_flags);
+    bool here = true;
+    for (int i = threadIdx.x; i < Shape::num_ranks * blocks; i += Shape::threads) {
+        const int peer = i / blocks, block = i % blocks;
+        here = here && done.from(peer * Shape::max_blocks).wait(block, epoch, deadline, peer, kPhaseRows);
+    }
+    return __syncthreads_and(here);
+}
+
+// The scales of one row, for the place of each lane in the mask.
+template <class Shape>
+__device__ __forceinline__ void spread_scales(const DispatchArgs& args, const float* from, int32 place, uint32 places,
+                                              int lane) {
+    constexpr int kScales = Shape::scales_per_row, kWords = (kScales + 3) / 4;
+    for (uint32 rest = places; rest != 0; rest &= rest - 1) {
+        const int64 to = of_lane(place, rest);
+        const int64 slot = to % args.capacity, column = to / args.capacity * args.capacity;  // columns: of this expert
+        if constexpr (Shape::scale_layout == kScaleRows) {
+            for (int i = lane; i < kScales; i += 32) static_cast<float*>(args.out_scales)[to * kScales + i] = from[i];
+        } else if constexpr (Shape::scale_layout == kScaleColumns) {
+            for (int i = lane; i < kScales; i += 32)
+                static_cast<float*>(args.out_scales)[column * kScales + i * static_cast<int64>(args.capacity) + slot] =
+                    from[i];
+        } else {
+            for (int i = lane; i < kWords; i += 32) {
+                uint32 word = 0;
+#pragma unroll
+                for (int b = 0; b < 4; ++b)
+                    if (4 * i + b < kScales) word |= (__float_as_uint(from[4 * i + b]) >> 23 & 0xff) << (8 * b);
+                static_cast<uint32*>(args.out_scales)[column * kWords + i * static_cast<int64>(args.capacity) + slot] =
+                    word;
+            }
+        }
+    }
+}
+
+// All warps of all blocks: every received row to the places of its routes here, with all that came with it.
+template <class Shape>
+__device__ void spread_rows(const DispatchArgs& args, const RouteShared<Shape>& route,
+                            const SpreadShared<Shape>& spread, uint64 staging, int warp, int lane) {
+    using To = Places<Shape>;
+    const auto staged = [&](uint64 offset) { return reinterpret_cast<const unsigned char*>(staging + offset); };
+    const auto* ids = reinterpret_cast<const int32*>(staged(args.row_ids));
+    const auto* weights = reinterpret_cast<const float*>(staged(args.row_weights));
+    const auto* numbers = reinterpret_cast<const int32*>(staged(args.row_places));
+    const auto* tokens = reinterpret_cast<const int32*>(staged(args.row_tokens));
+    const auto* scales = reinterpret_cast<const float*>(staged(args.row_scales));
+    const uint64 out = reinterpret_cast<uint64>(args.out_rows);
+    int source = 0;
+    int32 total = 0;
+    for (int s = 0; s < Shape::num_ranks; ++s) total += route.received[s];
+    for (int32 i = warp * gridDim.x + blockIdx.x; i < total; i += gridDim.x * (Shape::threads / 32)) {
+        while (i >= route.received_base[source] + route.received[source]) ++source;
+        const int64 from = static_cast<int64>(source) * args.max_tokens + (i - route.received_base[source]);
+        const int64 row = Shape::layout == kLayoutRank ? from : i;  // among those that came
+        int32 place = lane == 0 && row < args.capacity ? static_cast<int32>(row) : -1;
+        if (lane < Shape::top_k) {
+            const int64 route_from = from * Shape::top_k + lane, route_to = row * Shape::top_k + lane;
+            const int32 expert = ids[route_from];
+            if (To::kOfRoutes || row < args.capacity) {
+                args.out_ids[route_to] = expert;
+                if (args.out_weights != nullptr) args.out_weights[route_to] = weights[route_from];
+            }
+            if constexpr (To::kOfRoutes) {
+                place = -1;
+                if (expert >= 0) {
+                    const int32 number = spread.source_base[source][expert] + numbers[route_from];
+                    if constexpr (Shape::layout == kLayoutSlots)
+                        place = number < args.capacity ? expert * args.capacity + number : To::kDropped;
+                    else place = spread.expert_start[expert] + number;
+                }
+                args.out_places[route_to] = place;
+            }
+        }
+        if (Shape::layout != kLayoutRank && lane == 0 && (To::kOfRoutes || row < args.capacity))
+            args.out_tokens[row] = tokens[from];
+        const int32 end = Shape::layout == kLayoutSlots ? To::kDropped : args.capacity;
+        const uint32 kept = __ballot_sync(~0u, place >= 0 && place < end);
+        copy_row<Shape::row_bytes>(staged(args.rows) + from * Shape::row_bytes,
+                                   out + static_cast<int64>(place) * Shape::row_bytes, kept, lane);
+        if constexpr (Shape::scales_per_row > 0)
+            spread_scales<Shape>(args, scales + from * Shape::scales_per_row, place, kept, lane);
+    }
+}
