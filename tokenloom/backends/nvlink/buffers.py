@@ -12,7 +12,7 @@ from tokenloom.backends.handshake import Fields
 from tokenloom.backends.nvlink.launcher import Launcher
 from tokenloom.errors import ShapeMismatch
 from tokenloom.kernels.combine.launch import max_chunks
-from tokenloom.kernels.common import HEADER_WORDS
+from tokenloom.kernels.common import HEADER_WORDS, TURNS
 from tokenloom.kernels.dispatch.launch import MAX_BLOCKS
 from tokenloom.plan import FP8_BLOCK, Plan, align_up
 from tokenloom.runtime.symmetric_memory import BufferLayout, SymmetricBuffer
@@ -34,7 +34,7 @@ def control_layout(plan: Plan) -> BufferLayout:
     return BufferLayout.of(
         [
             ("flags", 4 * plan.num_ranks),
-            ("headers", 4 * 2 * plan.num_ranks * header_words),
+            ("headers", 4 * TURNS * plan.num_ranks * header_words),
             ("done_flags", 4 * plan.num_ranks * MAX_BLOCKS),
             ("row_flags", 4 * plan.worst_case_rows("token")),
             ("chunk_flags", 4 * plan.num_ranks * max_chunks(plan)),

@@ -173,7 +173,7 @@ class Combiner:
         args = kernel.args
         args.chunk_flags = self._launcher.control.layout.offset("chunk_flags")
         args.peers, args.combine_recv = buffer.peers.data_ptr(), combine_recv
-        args.max_chunks = max_chunks(self._plan)
+        args.max_chunks, args.combine_turns = max_chunks(self._plan), 1
         self._launcher.launch(kernel, fields, blocks=blocks)
 
     # -- weights of rows, on this rank ----------------------------------------------------------------------
