@@ -245,8 +245,8 @@ def check_epochs(context: RankContext, start: int, layout: str) -> None:
         comm.check()
         launcher = launcher_of(comm)
         assert launcher.num_calls > 5
-        # One epoch for each call, 0 perhaps left out.
-        assert (int(launcher._state[0]) - start) % 2**32 - launcher.num_calls in range(3)
+        # One epoch for each call, 0 to 3 perhaps left out.
+        assert (int(launcher._state[0]) - start) % 2**32 - launcher.num_calls in range(6)
 
 
 def set_epoch(context: RankContext, comm: tl.Communicator, epoch: int) -> None:

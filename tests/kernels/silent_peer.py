@@ -8,7 +8,7 @@ import torch
 
 from tokenloom.backends.nvlink.buffers import control_layout
 from tokenloom.jit.kernel import Kernel
-from tokenloom.kernels.common import HEADER_WORDS, Variant
+from tokenloom.kernels.common import HEADER_WORDS, TURNS, Variant
 from tokenloom.plan import Plan, align_up
 from tokenloom.runtime.kernel_reports import CallRecords, FaultFlag
 
@@ -58,7 +58,7 @@ class Rank0:
         """Write the header of rank 1, with its counts, and raise its flag."""
         stride = align_up(HEADER_WORDS + self.plan.num_ranks + self.plan.num_experts, 4)
         header = [status, 0, *_halves(options_hash), *counts]
-        first = (EPOCH % 2 * self.plan.num_ranks + 1) * stride
+        first = (EPOCH % TURNS * self.plan.num_ranks + 1) * stride
         self.words("headers")[first : first + len(header)] = torch.tensor(header, dtype=torch.int32)
         self.words("flags")[1] = EPOCH
 

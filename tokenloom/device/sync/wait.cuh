@@ -21,14 +21,19 @@ struct Deadline {
 // What a wait is for, by number; kernel_reports.py has the words.
 enum Phase : uint32 { kPhaseOpen = 1, kPhaseRows = 2, kPhasePartials = 3, kPhaseBlocks = 4 };
 
-// Flags that every call raises may be ahead already (epochs wrap). Others may be very old: those that are ahead by more
-// than a peer can be are taken for that. (It is one call ahead at most, which is five epochs where they wrap.)
+// Calls whose traces are apart: a rank may be three calls ahead of one that waits (device/transport/call.cuh). Epochs
+// wrap, and then leave out those below kTurns.
+constexpr uint32 kTurns = 4;
+
+// Flags that every call raises may be ahead by any number. Others may be very old: they count only if they are no
+// further ahead than their rank can be.
 enum class Flag { kEveryCall, kSomeCalls };
 
 template <Flag kKind>
 __device__ __forceinline__ bool has_reached(uint32 seen, uint32 wanted) {
-    constexpr uint32 kMostAhead = 8;
-    return kKind == Flag::kEveryCall ? static_cast<int32>(seen - wanted) >= 0 : seen - wanted < kMostAhead;
+    if constexpr (kKind == Flag::kEveryCall) return static_cast<int32>(seen - wanted) >= 0;
+    if (seen >= wanted) return seen - wanted < kTurns;
+    return seen >= kTurns && seen - kTurns - wanted < kTurns;
 }
 
 __device__ __forceinline__ void record_fault(FaultRecord* record, uint32* claimed, uint32 peer, uint32 phase,

@@ -50,8 +50,6 @@ struct Call {
     uint32 sequence;  // what the last block out writes to the record; 0 writes nothing, since nobody waits for a replay
 };
 
-constexpr uint32 kTurns = 4;
-
 // Which part of a call a kernel is.
 enum Part : int { kWhole = 0, kSend = 1, kReceive = 2 };
 
