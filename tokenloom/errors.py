@@ -81,17 +81,17 @@ class PlanMismatch(TokenloomError, ValueError):
     """Ranks disagree about something that must be the same on all of them.
 
     Attributes:
-        rank: lowest rank that differs from rank 0.
+        rank: lowest rank that differs from rank 0, or from the lowest that is not masked.
         field: name of the value that differs.
     """
 
     known_to_all = True
 
-    def __init__(self, rank: int, field: str, theirs: object, rank0: object) -> None:
+    def __init__(self, rank: int, field: str, theirs: object, expected: object, base: int = 0) -> None:
         self.rank = rank
         self.field = field
         super().__init__(
-            f"rank {rank} has {field}={theirs}, rank 0 has {field}={rank0}; give all ranks the same {field}"
+            f"rank {rank} has {field}={theirs}, rank {base} has {field}={expected}; give all ranks the same {field}"
         )
 
 

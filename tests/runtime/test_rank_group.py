@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import tokenloom as tl
 from tests.conftest import CPU_RANKS
 from tokenloom.errors import InvalidArgument
-from tokenloom.runtime import rank_group
+from tokenloom.runtime import rank_group, waiting
 from tokenloom.runtime.processes import RankContext, RankFailed, RankPool
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.rendezvous import agree
@@ -26,9 +26,9 @@ Pools = Callable[[str], RankPool]
 
 TIMEOUT_S = 1.0
 OPEN_TIMEOUT_S = 20.0
-NOTICE_S = rank_group.ROLL_CALL_S + rank_group.LOOK_EVERY_S + 1.5
+NOTICE_S = waiting.ROLL_CALL_S + waiting.LOOK_EVERY_S + 1.5
 """After the deadline everybody raises within the roll call, one look at the notes, and what a busy machine needs."""
-LATE_S = TIMEOUT_S + rank_group.ROLL_CALL_S + 1.0
+LATE_S = TIMEOUT_S + waiting.ROLL_CALL_S + 1.0
 """When all others are gone."""
 ALL = list(range(CPU_RANKS))
 PAIR = [1, 2]
@@ -151,8 +151,8 @@ def test_a_deadline_is_a_number_of_seconds(name: str, value: Any) -> None:
     """The largest that is taken fits an int64 of nanoseconds, also when a kernel adds it to the time of day."""
     with pytest.raises(InvalidArgument, match=f"^{name} is "):
         RankGroup(None, **{name: value})
-    assert int(rank_group.MAX_TIMEOUT_S * 1e9) + time.time_ns() < 2**62
-    assert RankGroup(None, **{name: rank_group.MAX_TIMEOUT_S}).device.type == "cpu"
+    assert int(waiting.MAX_TIMEOUT_S * 1e9) + time.time_ns() < 2**62
+    assert RankGroup(None, **{name: waiting.MAX_TIMEOUT_S}).device.type == "cpu"
 
 
 # -- two halves -------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def test_slow_rank(pools: Pools) -> None:
 def check_slow(ranks: RankGroup) -> None:
     open_call(ranks)
     if ranks.rank == 1:
-        time.sleep(rank_group.SIGN_IN_AFTER_S + 2.5 * rank_group.LOOK_EVERY_S)
+        time.sleep(waiting.SIGN_IN_AFTER_S + 2.5 * waiting.LOOK_EVERY_S)
     send_rows(ranks)
 
 
@@ -285,7 +285,7 @@ def check_left(ranks: RankGroup, how: str) -> None:
         RankGroup(group)  # what was dropped is undone here
         return
     open_call(ranks)
-    time.sleep(rank_group.SIGN_IN_AFTER_S)
+    time.sleep(waiting.SIGN_IN_AFTER_S)
     send_rows(ranks)
     began = time.monotonic()
     with pytest.raises(tl.PeerTimeout, match="the communicator was closed there") as timeout:
@@ -308,7 +308,7 @@ def check_fails_within(ranks: RankGroup) -> None:
         with pytest.raises(tl.PeerError, match=r"rank 0 failed.*ValueError: no such row") as raised:
             send_rows(ranks)
         assert raised.value.rank == 0
-        assert time.monotonic() - began < rank_group.SIGN_IN_AFTER_S + 0.5
+        assert time.monotonic() - began < waiting.SIGN_IN_AFTER_S + 0.5
     with pytest.raises(tl.CommunicatorBroken, match="no such row"):
         open_call(ranks)
 
@@ -360,7 +360,7 @@ def test_tiny_timeout(pools: Pools) -> None:
 
 def check_tiny_timeout(ranks: RankGroup) -> None:
     if ranks.rank == 0:
-        time.sleep(rank_group.ROLL_CALL_S + 0.5)
+        time.sleep(waiting.ROLL_CALL_S + 0.5)
         return
     began = time.monotonic()
     with pytest.raises(tl.PeerTimeout):

@@ -1,10 +1,31 @@
-"""What this process may use of a GPU."""
+"""Which device a group uses, and what this process may use of a GPU."""
 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
+from tokenloom.errors import InvalidArgument
 from tokenloom.jit.kernel import checked, load_driver
+
+
+def pick_device(device: torch.device | str | None, group: dist.ProcessGroup | None) -> torch.device:
+    """The device that was asked for. None picks the current GPU for NCCL groups and the CPU otherwise.
+
+    Raises:
+        InvalidArgument: torch has no such device here.
+    """
+    if device is None:
+        nccl = group is not None and "nccl" in dist.get_backend_config(group)
+        device = "cuda" if nccl and torch.cuda.is_available() else "cpu"
+    try:
+        picked = torch.device(device)
+        if picked.type == "cuda" and picked.index is None:
+            picked = torch.device("cuda", torch.cuda.current_device())
+    except (RuntimeError, TypeError, AssertionError) as error:  # what torch raises without CUDA differs by build
+        reason = str(error).splitlines()[0]
+        raise InvalidArgument(f"device is {device!r}, expected one that torch has here: {reason}") from error
+    return picked
 
 
 def usable_sms(device_index: int) -> int:

@@ -18,25 +18,43 @@ KEPT_NOTES = 8
 
 
 class Noteboard:
-    """The notes of one communicator. They are deleted when all of its ranks have left.
+    """The notes of one communicator. They are deleted when all of its ranks have left, but for those that are gone.
 
     Args:
-        group: of the ranks, or None for a rank alone.
-        rank, num_ranks: within it.
+        group: process group of the ranks, or None for a rank alone.
+        rank, num_ranks: this rank, and the size of the group.
+        joins: the communicator is one that the others have already; :meth:`move` says where its notes are.
 
     Attributes:
         step: number of the last collective that this rank has started.
+        gone: ranks whose notes nobody waits for.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, num_ranks: int) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, num_ranks: int, joins: bool = False) -> None:
         self.rank, self.num_ranks, self.step = rank, num_ranks, 0
+        self.gone: frozenset[int] = frozenset()
         self._store = store_of(group)
         self._process = os.getpid()
         self._posted: dict[str, str] = {}
-        self._left = False
+        self._names: set[tuple[str, bool]] = set()
+        self._left = joins
         self._named: Counter[str] = Counter()
         # Counted in the store and not in the process: ranks that were in other groups before still count alike.
-        self._prefix = f"tokenloom/{self.call('add', f'tokenloom/made/{rank}', 1)}"
+        self._prefix = "" if joins else f"tokenloom/{self.call('add', f'tokenloom/made/{rank}', 1)}"
+
+    @property
+    def store(self) -> Any:
+        """The store, for what finds its peers there by itself; None where there is none."""
+        return self._store
+
+    def move(self, prefix: str, step: int) -> None:
+        """Leave these notes, and go on with empty ones at another place, where collectives are counted from ``step``.
+
+        Ranks that do not move can neither disturb those that do nor be heard by them.
+        """
+        self.leave()
+        self._prefix, self.step, self._left = prefix, step, False
+        self._posted, self._names, self._named = {}, set(), Counter()
 
     def key(self, name: str, rank: int | None = None) -> str:
         """The store's key for something of this communicator, or of one of its ranks."""
@@ -59,6 +77,36 @@ class Noteboard:
         except RuntimeError:
             return None
 
+    def say(self, name: str, value: Any, everybody: bool = False) -> None:
+        """Leave a value that JSON knows, under this rank's name or for everybody."""
+        self._names.add((name, everybody))
+        self.say_at(self.key(name, None if everybody else self.rank), value)
+
+    def hear(self, name: str, rank: int | None = None) -> Any:
+        """The value that a rank left, or that was left for everybody; None if there is none."""
+        self._names.add((name, rank is None))
+        return None if self._left else self.hear_at(self.key(name, rank))
+
+    def decide(self, name: str, value: Any) -> Any:
+        """Settle something for everybody: the value of the rank that came first; None if the store is gone."""
+        self._names.add((name, True))
+        return self.decide_at(self.key(name), value)
+
+    def say_at(self, key: str, value: Any) -> None:
+        """Leave a value under a key of the store."""
+        self.call("set", key, json.dumps(value).encode())
+
+    def hear_at(self, key: str) -> Any:
+        """The value under a key of the store, None if there is none."""
+        # ``get`` alone would wait for a key that nobody sets. None is deleted as long as somebody may read it.
+        value = self.call("get", key) if self.call("check", [key]) else None
+        return None if value is None else json.loads(value)
+
+    def decide_at(self, key: str, value: Any) -> Any:
+        """The value that came first under a key of the store; None if the store is gone."""
+        decided = self.call("compare_set", key, "", json.dumps(value))
+        return None if decided is None else json.loads(decided)
+
     def post(self, name: str, text: str) -> None:
         """Leave a text under this rank's name. The latest KEPT_NOTES can be read."""
         if self._left:
@@ -67,78 +115,62 @@ class Noteboard:
         self._posted[name] = text
         while len(self._posted) > KEPT_NOTES:
             self._posted.pop(next(iter(self._posted)))
-        self.call("set", self.key("notes", self.rank), json.dumps(self._posted).encode())
+        self.say("notes", self._posted)
 
     def read(self, name: str, rank: int) -> str | None:
         """The text that a rank left, or None."""
-        notes = self._get(self.key("notes", rank))
-        return None if notes is None else json.loads(notes).get(name)
+        return (self.hear("notes", rank) or {}).get(name)
 
     def sign_in(self, step: int) -> None:
         """Say that this rank waits in a step."""
-        self.call("set", self.key("waits", self.rank), str(step).encode())
+        self.say("waits", step)
 
     def waits_in(self, step: int, rank: int) -> bool | None:
         """Whether a rank has come to wait in a step, or in a later one; None: the store cannot say."""
-        key = self.key("waits", rank)
-        signed = self.call("check", [key])
-        return int(self.call("get", key) or 0) >= step if signed else signed
+        signed = self.call("check", [self.key("waits", rank)])
+        return (self.hear("waits", rank) or 0) >= step if signed else signed
 
     def give_up(self, why: str) -> None:
         """Tell ranks that wait that this one will not answer any more."""
-        self.call("set", self.key("gave up"), json.dumps([self.rank, why]).encode())
+        self.say("gave up", [self.rank, why], everybody=True)
 
     def who_gave_up(self) -> tuple[int, str] | None:
         """The rank that gave up, the latest if several did, and where."""
-        return self._said("gave up")
+        said = self.hear("gave up")
+        return None if said is None else (said[0], said[1])
 
     def fail(self, why: str) -> None:
         """Tell ranks that wait in the middle of a call that this one failed in it."""
-        self.call("set", self.key("failed"), json.dumps([self.rank, why]).encode())
+        self.say("failed", [self.rank, why], everybody=True)
 
     def who_failed(self) -> tuple[int, str] | None:
         """The rank that failed in the middle of a call, and its error."""
-        return self._said("failed")
+        said = self.hear("failed")
+        return None if said is None else (said[0], said[1])
 
     def leave(self) -> None:
         """Write no more notes and read none. The last rank to leave deletes all of them."""
         if self._left:
             return
+        self.say("left", self.step)
         self._left = True
-        self.call("set", self.key("left", self.rank), str(self.step).encode())
-        if self.call("add", self.key("num left"), 1) == self.num_ranks:
-            names = [(name, rank) for name in ("notes", "waits", "left") for rank in range(self.num_ranks)]
-            self.delete([self.key(*each) for each in names])
-            self.delete([self.key(name) for name in ("gave up", "failed", "num left")])
+        if (self.call("add", self.key("num left"), 1) or 0) >= self.num_ranks - len(self.gone):
+            names = {("notes", False), ("waits", False), ("gave up", True), ("failed", True), ("num left", True)}
+            for name, everybody in sorted(names | self._names):
+                ranks = [None] if everybody else range(self.num_ranks)
+                self.delete([self.key(name, rank) for rank in ranks])
 
     def who_left_before(self, step: int) -> list[int]:
         """Ranks that have left and never started this step: nobody needs to wait for them."""
         if not self.call("check", [self.key("num left")]):
             return []
-        last = {rank: self._get(self.key("left", rank)) for rank in range(self.num_ranks)}
-        return [rank for rank, value in last.items() if value is not None and int(value) < step]
+        last = {rank: self.hear("left", rank) for rank in range(self.num_ranks)}
+        return [rank for rank, value in last.items() if value is not None and value < step]
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove keys, which may not be there."""
         for key in keys:
             self.call("delete_key", key)
-
-    def _said(self, name: str) -> tuple[int, str] | None:
-        said = self._get(self.key(name))
-        if said is None:
-            return None
-        rank, why = json.loads(said)
-        return rank, why
-
-    def _get(self, key: str) -> str | None:
-        """The value of a key that may not be there: ``get`` alone would wait for it.
-
-        Nobody deletes a key between the two, since this rank has not left.
-        """
-        if self._left or not self.call("check", [key]):
-            return None
-        value = self.call("get", key)
-        return None if value is None else value.decode()
 
 
 def store_of(group: dist.ProcessGroup | None) -> Any:

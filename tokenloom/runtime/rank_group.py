@@ -1,31 +1,35 @@
-"""The ranks of one group: collectives with deadlines, which name the ranks that are missing."""
+"""The ranks of one group: collectives with deadlines, which name the ranks that are missing or go on without them.
+
+Over gloo they travel in one of two ways. As long as all ranks take part and a missing one is an error, they are
+collectives of the caller's process group. Once ranks are masked, or may be, they are transfers between pairs of ranks
+on connections of their own (:mod:`tokenloom.runtime.links`): a collective of a group with a dead member cannot end,
+while one transfer that fails leaves the others alone. Who takes part is agreed at the noteboard
+(:mod:`tokenloom.runtime.membership`), so the process that hosts the group's store must live.
+"""
 
 from __future__ import annotations
 
 import pickle
-import time
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Collection, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tokenloom.errors import CommunicatorBroken, InvalidArgument, PeerError, PeerTimeout
+from tokenloom.errors import InvalidArgument, PeerTimeout
+from tokenloom.runtime import rejoin
+from tokenloom.runtime.devices import pick_device
 from tokenloom.runtime.leftovers import release_dropped, undo_when_dropped
+from tokenloom.runtime.links import Links, Waiter
+from tokenloom.runtime.membership import Membership
 from tokenloom.runtime.noteboard import Noteboard
+from tokenloom.runtime.rejoin import Meeting
+from tokenloom.runtime.waiting import Awaited, Collective, Watch, checked_seconds, timeout_of
 
 OPEN_TIMEOUT_S = 600.0
 """Least default for the opening of a call: another rank's host may write a checkpoint, evaluate or compile."""
-MAX_TIMEOUT_S = 1e9
-"""31 years. In nanoseconds, and added to the time of day as GPUs count it, it still fits an int64."""
-SIGN_IN_AFTER_S = 0.5
-"""A rank that has waited this long signs in at the noteboard, so that others can tell who is missing."""
-LOOK_EVERY_S = 0.5
-"""How often a rank that waits looks whether another one has given up: then nobody will answer."""
-ROLL_CALL_S = 1.0
-"""How long a rank that gives up waits for those to sign in that came at the last moment."""
 
 # Renamed in torch 2.13, which warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -35,25 +39,13 @@ class Transfer:
     """A collective that has been started. Transfers of a group are waited for in the order they were started.
 
     Args:
-        ranks: the group.
-        work: torch's handle; an error, if the start failed; None if nothing is under way.
         result: what the collective fills.
-        phase: what is going on, for error messages.
-        step: number of the collective.
-        limit_s: longest wait for other ranks, from the call of :meth:`wait` on.
+        wait: waits for it on the host or on the stream, and returns the ranks whose part did not come.
     """
 
-    def __init__(
-        self,
-        ranks: RankGroup,
-        work: dist.Work | RuntimeError | None,
-        result: torch.Tensor,
-        phase: str,
-        step: int,
-        limit_s: float,
-    ) -> None:
-        self._ranks, self._work, self._result = ranks, work, result
-        self._phase, self._step, self._limit_s = phase, step, limit_s
+    def __init__(self, result: torch.Tensor, wait: Callable[[], frozenset[int]] | None) -> None:
+        self._result, self._wait = result, wait
+        self._lost: frozenset[int] = frozenset()
 
     def wait(self) -> torch.Tensor:
         """The result. Over gloo the host waits for it, over NCCL the current stream.
@@ -61,10 +53,14 @@ class Transfer:
         Raises:
             PeerTimeout: over gloo, ranks are missing. CommunicatorBroken: they were in an earlier wait.
         """
-        if self._work is not None:
-            self._ranks._finish(self._work, self._phase, self._step, self._limit_s)
-            self._work = None
+        if self._wait is not None:
+            self._lost, self._wait = self._wait(), None
         return self._result
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """Ranks whose part did not come, since they are masked: it is zero. Known once the transfer was waited for."""
+        return self._lost
 
 
 class RankGroup:
@@ -82,6 +78,10 @@ class RankGroup:
         open_timeout_s: longest wait for other ranks to open the same call, in seconds. None: the process group's own
             timeout, at least OPEN_TIMEOUT_S and at least ``timeout_s``. Over gloo no wait outlasts the process
             group's own timeout.
+        rejoins: the other ranks have this group already, and have masked this rank. :meth:`rejoin` comes next.
+
+    Attributes:
+        terms: what all ranks have agreed on, by name; a rank that comes back must have the same.
 
     Raises:
         InvalidArgument: an argument has a value that is never right, or this process is not in the group.
@@ -94,6 +94,7 @@ class RankGroup:
         device: torch.device | str | None = None,
         timeout_s: float = 30.0,
         open_timeout_s: float | None = None,
+        rejoins: bool = False,
     ) -> None:
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
@@ -105,37 +106,29 @@ class RankGroup:
             group = dist.group.WORLD
         if group is not None and dist.get_rank(group) < 0:
             raise InvalidArgument("this process is not a rank of the group; make the communicator on its ranks only")
-        self.timeout_s = _seconds("timeout_s", timeout_s)
+        self.timeout_s = checked_seconds("timeout_s", timeout_s)
         self.process_group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.num_ranks = 1 if group is None else dist.get_world_size(group)
-        self.device = self._pick_device(device)
+        self.device = pick_device(device, group)
         if open_timeout_s is None:
-            open_timeout_s = max(OPEN_TIMEOUT_S, self.timeout_s, _timeout_of(group, self.device))
-        self.open_timeout_s = _seconds("open_timeout_s", open_timeout_s)
+            open_timeout_s = max(OPEN_TIMEOUT_S, self.timeout_s, timeout_of(group, self.device))
+        self.open_timeout_s = checked_seconds("open_timeout_s", open_timeout_s)
         self._deadline_is_ours = group is not None and self.device.type == "cpu"
+        self.terms: dict[str, str] = {}
         release_dropped()
-        self.notes = notes = Noteboard(group, self.rank, self.num_ranks)
+        self.notes = notes = Noteboard(group, self.rank, self.num_ranks, rejoins)
+        self._members = Membership(notes)
+        self._watch = Watch(notes, self._members, self.timeout_s)
+        self._links: Links | None = None
+        self._waiter = waiter = Waiter()
 
         def leave() -> bool:
             notes.leave()
+            waiter.close()
             return True
 
         undo_when_dropped(self, leave)
-        self._broken: str | None = None
-
-    def _pick_device(self, device: torch.device | str | None) -> torch.device:
-        if device is None:
-            nccl = self.process_group is not None and "nccl" in dist.get_backend_config(self.process_group)
-            device = "cuda" if nccl and torch.cuda.is_available() else "cpu"
-        try:
-            picked = torch.device(device)
-            if picked.type == "cuda" and picked.index is None:
-                picked = torch.device("cuda", torch.cuda.current_device())
-        except (RuntimeError, TypeError, AssertionError) as error:  # what torch raises without CUDA differs by build
-            reason = str(error).splitlines()[0]
-            raise InvalidArgument(f"device is {device!r}, expected one that torch has here: {reason}") from error
-        return picked
 
     @property
     def transport(self) -> str:
@@ -146,30 +139,129 @@ class RankGroup:
         by_device = dict(part.split(":") for part in config.split(",") if ":" in part)
         return by_device.get(self.device.type, config)
 
+    @property
+    def step(self) -> int:
+        """Number of the last collective, the same on all ranks."""
+        return self.notes.step
+
+    # -- ranks that end -------------------------------------------------------------------------------------
+
     def require_alive(self) -> None:
         """Raise CommunicatorBroken if a wait has timed out or the group was closed."""
-        if self._broken:
-            raise CommunicatorBroken(f"{self._broken}; make a new communicator")
+        self._watch.require_alive()
 
     def close(self) -> None:
         """Make every later call raise CommunicatorBroken. The process group itself stays the caller's."""
-        self._broken = self._broken or "this communicator was closed"
+        self._watch.broken = self._watch.broken or "this communicator was closed"
         self.notes.leave()
+        self._disconnect()
         release_dropped()
 
     def mark_broken(self, timeout: PeerTimeout) -> None:
         """Make every later call raise CommunicatorBroken, and tell ranks that wait: one on the GPU has expired."""
-        if self._broken is None:
+        if self._watch.broken is None:
             self.notes.give_up(f"rank {self.rank} gave up in {timeout.phase}, step {timeout.epoch}")
-        self._broken = f"an earlier call failed: {timeout}"
+        self._watch.broken = f"an earlier call failed: {timeout}"
 
     def abort(self, fault: Exception) -> None:
         """End the group for all ranks: this one failed in the middle of a call, and sends no more of it.
 
-        Over gloo, ranks that wait for it raise PeerError within a second. Over NCCL they wait for the group's timeout.
+        Over gloo, ranks that wait for it raise PeerError within a second, or mask it where they mask late ranks. Over
+        NCCL they wait for the group's timeout.
         """
-        self._broken = f"an earlier call failed: {fault}"
+        self._watch.broken = f"an earlier call failed: {fault}"
         self.notes.fail(f"{type(fault).__name__}: {fault}")
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        self._links = None
+        self._waiter.close()
+
+    # -- ranks that are masked ------------------------------------------------------------------------------
+
+    @property
+    def masked(self) -> frozenset[int]:
+        """Ranks that take no part: collectives neither send to them nor wait for them, and their parts are zero."""
+        return self._members.masked
+
+    def why_masked(self) -> dict[int, str]:
+        """Why each masked rank is, for people."""
+        return dict(self._members.why)
+
+    def require_maskable(self) -> None:
+        """Raise InvalidArgument where ranks cannot be left out."""
+        if self.num_ranks > 1 and (self.transport != "gloo" or not self._deadline_is_ours or self.notes.store is None):
+            raise InvalidArgument(
+                f"ranks cannot be masked over {self.transport} with tensors on {self.device.type}; make the "
+                "communicator on a gloo group with device='cpu'"
+            )
+
+    def mask_late(self) -> None:
+        """From now on, mask ranks that do not come within ``timeout_s``, and go on. All ranks call it alike.
+
+        Raises:
+            InvalidArgument: ranks cannot be left out here. PeerTimeout: not all ranks came.
+        """
+        self.require_maskable()
+        if self.num_ranks > 1:
+            self._connect("making a Communicator")
+            self._watch.masks_late = True
+
+    def mask(self, wanted: Collection[int]) -> None:
+        """Leave out these ranks and no others from the next collective on. All ranks that stay call it alike.
+
+        Ranks that were masked and no longer shall be have called :meth:`rejoin`, or do so within the time that a call
+        has to open.
+
+        Raises:
+            InvalidArgument: a rank that is none, this rank itself, or ranks cannot be left out here.
+            PlanMismatch: another rank wants other ranks masked; nothing has changed.
+            PeerTimeout: a rank that stays does not do the same; or one that shall come back does not, or could not
+                connect with all others: then nothing has changed.
+        """
+        self.require_alive()
+        self.require_maskable()
+        self._watch.look()
+        self.notes.step += 1
+        posts = self._members.change(wanted)
+        back = self._members.masked - set(wanted)
+        self._watch.wait(posts, "masking ranks", self.step, self.open_timeout_s)
+        masked = frozenset(wanted) | (self._members.lost - back)
+        if back:
+            limit_s = self.timeout_s if self._watch.masks_late else self.open_timeout_s
+            place = f"return/{self._members.name_of_change}"
+            self._meet(rejoin.take_back(self.notes, place, masked, back, self.terms, limit_s))
+            return
+        self._members.apply(masked)
+        if masked and self._links is None:
+            self._connect("masking ranks")
+
+    def rejoin(self, masks_late: bool) -> None:
+        """Come back to ranks that have masked this one, once they call :meth:`mask` without it.
+
+        Raises:
+            PeerTimeout: nobody calls it. PlanMismatch: the others have agreed on other ``terms``.
+        """
+        self.require_maskable()
+        self._meet(rejoin.come_back(self.notes, self.terms, self.open_timeout_s))
+        self._watch.masks_late = masks_late
+
+    def _meet(self, meeting: Meeting) -> None:
+        self._links = rejoin.connect(self.notes, meeting, self.timeout_s)
+        self.notes.move(meeting.notes, meeting.step)
+        self._members.begin_anew(frozenset(meeting.masked))
+
+    def _connect(self, phase: str) -> None:
+        """Connect all ranks that take part. They start no collective of the process group any more."""
+        place = self.notes.key(self.notes.new_name("links"))
+        store = dist.PrefixStore(place, self.notes.store)  # type: ignore[attr-defined]
+        members = {self.rank, *self._members.others}
+        try:
+            self._links = Links(store, self.rank, members, self.timeout_s)
+        except RuntimeError as error:
+            raise self._watch.fail(phase, self.step, [], f"not all ranks could connect ({error})") from error
+
+    # -- notes ----------------------------------------------------------------------------------------------
 
     def post_note(self, name: str, text: str) -> None:
         """Leave a text for the other ranks, under this rank's name; nothing waits for it, and the latest 8 stay."""
@@ -179,8 +271,13 @@ class RankGroup:
         """The text that a rank left, or None."""
         return self.notes.read(name, rank)
 
+    # -- collectives ----------------------------------------------------------------------------------------
+
     def all_gather_object(self, value: Any, phase: str) -> list[Any]:
-        """The picklable value of every rank. This is a call by itself: ranks have ``open_timeout_s`` to come."""
+        """The picklable value of every rank, None of masked ones.
+
+        This is a call by itself: ranks have ``open_timeout_s`` to come.
+        """
         if self.num_ranks == 1:
             return [value]
         encoded = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
@@ -189,22 +286,42 @@ class RankGroup:
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
         padded[: encoded.numel()] = encoded
         rows = self.all_gather(padded, phase).cpu()
-        return [pickle.loads(rows[rank, :size].numpy().tobytes()) for rank, size in enumerate(sizes)]
+        came = [row[:size].numpy().tobytes() for size, row in zip(sizes, rows, strict=True)]
+        return [pickle.loads(each) if any(each) else None for each in came]  # no pickle is all zeros
 
     def all_gather(self, row: torch.Tensor, phase: str, *, opens: bool = False) -> torch.Tensor:
-        """[n] on every rank -> [W, n] on every rank.
+        """[n] on every rank -> [W, n] on every rank: the same on all, zeros for masked ranks.
 
         Args:
             opens: this is the first collective of a call, for which ranks have ``open_timeout_s``.
         """
-        out = torch.empty(self.num_ranks * row.numel(), dtype=row.dtype, device=self.device)
+        transfer = self.start_all_gather(row, phase, opens=opens)
+        out = transfer.wait()
+        if self._watch.masks_late:
+            self._watch.settle(phase, self.step)
+            came = {rank: out[rank].view(torch.uint8) for rank in range(self.num_ranks) if rank not in transfer.lost}
+            rows = self._members.complete(self.step, came)
+            for rank in range(self.num_ranks):
+                if rank not in rows:
+                    out[rank] = 0
+                elif rank in transfer.lost:
+                    out[rank] = rows[rank].view(out.dtype)
+        return out
+
+    def start_all_gather(self, row: torch.Tensor, phase: str, *, opens: bool = False) -> Transfer:
+        """Start to gather [n] of every rank. Ranks that are masked meanwhile may be there on some ranks only."""
+        out = torch.empty(self.num_ranks, row.numel(), dtype=row.dtype, device=self.device)
+        if self._links is not None:
+            places = list(out.view(torch.uint8))
+            out[self.rank] = row
+            return self._exchange([places[self.rank]] * self.num_ranks, places, out, phase, opens)
         if self.process_group is None:
             out.copy_(row)
 
         def start() -> dist.Work:
-            return _all_gather(out, row, group=self.process_group, async_op=True)
+            return _all_gather(out.flatten(), row, group=self.process_group, async_op=True)
 
-        return self._start(start, out.view(self.num_ranks, -1), phase, opens).wait()
+        return self._start(start, out, phase, opens)
 
     def start_all_to_all(
         self, rows: torch.Tensor, send_counts: list[int], recv_counts: list[int], phase: str
@@ -214,9 +331,11 @@ class RankGroup:
         Any dtype: rows travel as bytes, since gloo lacks FP8. They may not change before the transfer was waited for.
         """
         out = rows.new_empty((sum(recv_counts), *rows.shape[1:]))
+        sent, received = rows.view(torch.uint8), out.view(torch.uint8)
+        if self._links is not None:
+            return self._exchange(sent.split(send_counts), received.split(recv_counts), out, phase)
         if self.process_group is None:
             out.copy_(rows)
-        sent, received = rows.view(torch.uint8), out.view(torch.uint8)
 
         def start() -> dist.Work:
             return dist.all_to_all_single(
@@ -233,6 +352,8 @@ class RankGroup:
 
     def all_reduce_sum(self, values: torch.Tensor, phase: str) -> torch.Tensor:
         """The sum over ranks, as a new tensor. This is a call by itself: ranks have ``open_timeout_s`` to come."""
+        if self._links is not None:
+            return reduce(torch.add, self.all_gather(values.detach().flatten(), phase, opens=True)).view(values.shape)
         out = values.detach().clone()
         return self._start(
             lambda: dist.all_reduce(out, group=self.process_group, async_op=True), out, phase, True
@@ -241,105 +362,49 @@ class RankGroup:
     def _start(
         self, start: Callable[[], dist.Work], result: torch.Tensor, phase: str, opens: bool = False
     ) -> Transfer:
-        limit_s = self.open_timeout_s if opens else self.timeout_s
-        if self.process_group is None:
-            return Transfer(self, None, result, phase, 0, limit_s)
-        self.require_alive()
+        """Start a collective of the process group."""
         self.notes.step += 1
-        work: dist.Work | RuntimeError
-        try:
-            work = start()
-        except RuntimeError as error:
-            if not self._deadline_is_ours:
-                raise
-            work = error  # as if it had failed a moment later
-        return Transfer(self, work, result, phase, self.notes.step, limit_s)
-
-    def _finish(self, work: dist.Work | RuntimeError, phase: str, step: int, limit_s: float) -> None:
-        """Wait for a collective: on the host with our deadline (gloo), on the stream (NCCL)."""
+        if self.process_group is None:
+            return Transfer(result, None)
         self.require_alive()
         if not self._deadline_is_ours:
-            assert not isinstance(work, RuntimeError)
-            work.wait()
-            return
-        trouble = self._wait(work, step, limit_s)
-        if trouble is None:
-            return
-        cause, error = trouble
-        self.notes.give_up(f"rank {self.rank} gave up in step {step}")
-        timeout = PeerTimeout(self.rank, self._missing_ranks(step), phase, step, cause)
-        self._broken = f"an earlier call failed: {timeout}"
-        raise timeout from error
+            work = start()
 
-    def _wait(self, work: dist.Work | RuntimeError, step: int, limit_s: float) -> tuple[str, RuntimeError] | None:
-        """Wait until the deadline; whoever waits long signs in. Returns what went wrong, if so: cause and error.
+            def wait() -> frozenset[int]:
+                self.require_alive()
+                work.wait()
+                return frozenset()
 
-        A collective fails on the ranks that talk to a dead one only, and a deadline passes where the wait began
-        first. The others learn of it from the noteboard, so that none of them waits for an answer that cannot come.
-        """
-        if isinstance(work, RuntimeError):
-            self.notes.sign_in(step)
-            return f"the connection broke ({work})", work
-        deadline = time.monotonic() + limit_s
-        wait_s = min(SIGN_IN_AFTER_S, limit_s)
-        signed_in = False
-        while True:
-            try:
-                work.wait(timedelta(seconds=max(wait_s, 0.01)))  # torch takes less than 1 ms as no limit at all
-                return None
-            except RuntimeError as error:
-                waited = error.with_traceback(None)  # which holds this frame, and with it the callers' tensors
-            if not signed_in:
-                self.notes.sign_in(step)
-                signed_in = True
-            if work.is_completed():  # it failed, or came to its end just now; waiting again tells which
-                try:
-                    work.wait()
-                    return None
-                except RuntimeError as error:
-                    return f"the connection broke ({error})", error
-            failed = self.notes.who_failed()
-            if failed:
-                peer_error = PeerError(*failed, sent=True)
-                self._broken = f"an earlier call failed: {peer_error}"
-                raise peer_error
-            if self.notes.who_left_before(step):
-                return "the communicator was closed there", waited
-            said = self.notes.who_gave_up()
-            if said:
-                return said[1], waited
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                return f"no answer within {limit_s:g} s", waited
-            wait_s = min(LOOK_EVERY_S, left_s)
+            return Transfer(result, wait)
+        try:
+            collective = Collective(start())
+        except RuntimeError as error:  # as if it had failed a moment later
+            collective = Collective(error)
+        return self._awaited(collective, result, phase, opens, frozenset)
 
-    def _missing_ranks(self, step: int) -> list[int]:
-        """Who has not come to wait in this step or a later one; nobody, if the store is gone."""
-        deadline = time.monotonic() + ROLL_CALL_S
-        missing = [rank for rank in range(self.num_ranks) if rank != self.rank]
-        while True:
-            for rank in list(missing):
-                waits = self.notes.waits_in(step, rank)
-                if waits is None:
-                    return []
-                if waits:
-                    missing.remove(rank)
-            if not missing or time.monotonic() >= deadline:
-                return missing
-            time.sleep(0.05)
+    def _exchange(
+        self,
+        parts: Sequence[torch.Tensor],
+        places: Sequence[torch.Tensor],
+        result: torch.Tensor,
+        phase: str,
+        opens: bool = False,
+    ) -> Transfer:
+        """Start to send a part to each rank, and to fill the place of each."""
+        self.require_alive()
+        assert self._links is not None
+        self.notes.step += 1
+        exchange = self._links.start(self._waiter, self._members.others, parts, places, self.step)
+        return self._awaited(exchange, result, phase, opens, exchange.finish)
 
+    def _awaited(
+        self, awaited: Awaited, result: torch.Tensor, phase: str, opens: bool, finish: Callable[[], frozenset[int]]
+    ) -> Transfer:
+        """A transfer that the host waits for; ``finish`` gives the ranks whose part did not come."""
+        step, limit_s = self.step, self.open_timeout_s if opens else self.timeout_s
 
-def _seconds(name: str, value: float) -> float:
-    """The value of an option; NaN, infinity and what is not a number are refused."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_TIMEOUT_S:
-        raise InvalidArgument(f"{name} is {value!r}, expected seconds above 0, at most {MAX_TIMEOUT_S:g}")
-    return value
+        def wait() -> frozenset[int]:
+            self._watch.wait(awaited, phase, step, limit_s)
+            return finish()
 
-
-def _timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> float:
-    """The process group's own timeout in seconds, or 0 where torch does not tell."""
-    try:
-        timeout = group._get_backend(device).options._timeout  # type: ignore[union-attr]
-        return min(timeout.total_seconds(), MAX_TIMEOUT_S)
-    except (AttributeError, RuntimeError):
-        return 0.0
+        return Transfer(result, wait)

@@ -1,0 +1,204 @@
+"""Transfers between pairs of ranks over gloo, each of which may fail by itself.
+
+A collective of torch.distributed fails as a whole when a member dies, and a member that hangs keeps it from ending.
+Here every pair of ranks has a connection of its own: one that breaks is named, and the others carry on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+FOREVER = timedelta(seconds=1e8)
+"""How long a thread waits in gloo. When a wait of gloo expires, gloo closes the connections to all ranks."""
+
+
+class Links:
+    """A connection between each two of several ranks. Making one is collective among them.
+
+    Args:
+        store: where they find each other. The keys are theirs alone.
+        rank: this rank.
+        members: all of them, the same on each. One alone needs no connection.
+        limit_s: longest wait for the others, in seconds.
+
+    Raises:
+        RuntimeError: a member did not come, or the store is gone.
+    """
+
+    def __init__(self, store: Any, rank: int, members: Iterable[int], limit_s: float) -> None:
+        self._rank = rank
+        self._index = {member: index for index, member in enumerate(sorted(members))}
+        self._group: Any = None
+        if len(self._index) > 1:
+            limit = timedelta(seconds=limit_s)
+            self._group = dist.ProcessGroupGloo(store, self._index[rank], len(self._index), limit)
+
+    def start(
+        self,
+        waiter: Waiter,
+        others: Collection[int],
+        parts: Sequence[torch.Tensor],
+        places: Sequence[torch.Tensor],
+        number: int,
+    ) -> Exchange:
+        """Start to send a part to each rank, and to fill the place of each.
+
+        Args:
+            waiter: the thread that waits for them.
+            others: ranks that take part, but for this one.
+            parts, places: contiguous tensors by rank, of all ranks of the group. Empty ones do not travel. They may
+                not change before the exchange has ended.
+            number: number of the exchange, the same on all ranks.
+        """
+        works: dict[int, list[dist.Work]] = {}
+        broken: dict[int, str] = {}
+        if places[self._rank].data_ptr() != parts[self._rank].data_ptr():
+            places[self._rank].copy_(parts[self._rank])
+        for peer in sorted(others):
+            started: list[dist.Work] = []
+            try:
+                if places[peer].numel():
+                    started.append(self._group.recv([places[peer]], self._index[peer], number))
+                if parts[peer].numel():
+                    started.append(self._group.send([parts[peer]], self._index[peer], number))
+            except RuntimeError as error:  # an earlier transfer broke the connection
+                broken[peer] = str(error)
+            else:
+                works[peer] = started
+        absent = frozenset(range(len(places))) - {self._rank, *others}
+        return Exchange(waiter, works, broken, places, absent)
+
+
+class Exchange:
+    """Transfers with several ranks that belong together.
+
+    Attributes:
+        pending: ranks whose part has not ended.
+        broken: why the part of a rank failed.
+    """
+
+    def __init__(
+        self,
+        waiter: Waiter,
+        works: dict[int, list[dist.Work]],
+        broken: dict[int, str],
+        places: Sequence[torch.Tensor],
+        absent: frozenset[int],
+    ) -> None:
+        self.pending = {rank for rank, started in works.items() if started}
+        self.broken = broken
+        self._waiter, self._works, self._places, self._absent = waiter, works, places, absent
+        self._handed_over = False
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until all parts have ended: whether they have, and none has failed. Returns early when one fails."""
+        if not self._handed_over:
+            self._handed_over = True
+            self._waiter.take(self, sorted(self.pending))
+        with self._waiter.changed:
+            self._waiter.changed.wait_for(lambda: self.broken or not self.pending, max(seconds, 0))
+            return not self.pending and not self.broken
+
+    def give_up(self, ranks: Collection[int]) -> None:
+        """Wait no longer for these ranks."""
+        with self._waiter.changed:
+            self._absent |= self.pending.union(self.broken).intersection(ranks)
+            for rank in ranks:
+                self.pending.discard(rank)
+                self.broken.pop(rank, None)
+        self._waiter.leave(self, ranks)
+
+    def finish(self) -> frozenset[int]:
+        """Fill the places of ranks whose part did not come with zeros: these ranks."""
+        for rank in self._absent:
+            self._places[rank].zero_()
+        return self._absent
+
+    def take_works(self, rank: int) -> Sequence[dist.Work]:
+        """The transfers with a rank, for the waiter, which then drops them."""
+        return self._works.pop(rank)
+
+    def ended(self, rank: int, error: str | None) -> None:
+        """The waiter says that the part of a rank has ended."""
+        self.pending.discard(rank)
+        if error is not None:
+            self.broken[rank] = error
+
+
+class Waiter:
+    """A thread that waits in gloo, which cannot be asked whether a transfer has ended.
+
+    It waits for one rank after the other. When nobody wants to hear of the rank that holds it up, another thread goes
+    on in its place, and the held one ends with the connection.
+
+    Attributes:
+        changed: guards what the thread and its users share; it is notified when an exchange has ended or failed.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self._tasks: deque[tuple[Exchange, int]] = deque()
+        self._at: tuple[Exchange, int] | None = None
+        self._thread: threading.Thread | None = None
+
+    def take(self, exchange: Exchange, ranks: Sequence[int]) -> None:
+        """Wait for these parts of an exchange."""
+        with self.changed:
+            self._tasks.extend((exchange, rank) for rank in ranks)
+            if self._thread is None and ranks:
+                self._start()
+            self.changed.notify_all()
+
+    def leave(self, exchange: Exchange, ranks: Collection[int]) -> None:
+        """Wait no longer for these parts of an exchange."""
+        with self.changed:
+            self._tasks = deque(task for task in self._tasks if not (task[0] is exchange and task[1] in ranks))
+            if self._at is not None and self._at[0] is exchange and self._at[1] in ranks:
+                self._start()
+
+    def close(self) -> None:
+        """Wait for nothing any more."""
+        with self.changed:
+            self._tasks.clear()
+            self._thread = self._at = None
+            self.changed.notify_all()
+
+    def _start(self) -> None:
+        self._at = None
+        self._thread = threading.Thread(target=self._run, name="tokenloom waiter", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        me = threading.current_thread()
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self._thread is not me or bool(self._tasks))
+                if self._thread is not me:
+                    return
+                self._at = exchange, rank = self._tasks.popleft()
+            error = _wait(exchange.take_works(rank))
+            with self.changed:
+                if self._thread is not me:
+                    return
+                self._at = None
+                exchange.ended(rank, error)
+                if exchange.broken or not exchange.pending:
+                    self.changed.notify_all()
+            del exchange  # and with it the tensors, while there is nothing to do
+
+
+def _wait(works: Sequence[dist.Work]) -> str | None:
+    """Wait for transfers; why one failed, if so."""
+    try:
+        for work in works:
+            work.wait(FOREVER)
+    except RuntimeError as error:
+        return str(error)
+    return None

@@ -1,0 +1,246 @@
+"""Which ranks of a group take part, and how those that are there agree about it at the noteboard.
+
+Ranks are masked in two ways. Users mask them (:meth:`Membership.change`): all living ranks ask for the same, and
+compare what they asked for. Or ranks that wait for one that does not come lose it (:meth:`Membership.lose`): losses
+are numbered, the first to write a number decides it, and everybody adopts all of them in order.
+
+A rank that is lost in the middle of a gather may have reached some ranks and not others. So who adopts a loss first
+says which of its rows it holds from the last gather that it completed, and has none of a later gather. Nobody is more
+than one gather ahead. Ranks that still wait in that gather read there what the others hold, and all see the same rows.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tokenloom.errors import InvalidArgument, PlanMismatch
+from tokenloom.runtime.noteboard import Noteboard
+
+POLL_S = 0.02
+"""How often a rank looks for a note that others are about to leave."""
+ROLL_CALL_S = 2.0
+"""How long ranks have to answer a roll call: a few of the looks that each rank takes while it waits."""
+
+
+class Notes:
+    """A note that each of several ranks leaves; it can be waited for like an exchange.
+
+    Attributes:
+        pending: ranks that have not left theirs.
+        broken: always empty.
+        heard: what the others left, by rank.
+
+    Args:
+        notes: the noteboard.
+        name: name of the note.
+        ranks: who leaves one.
+        check: looks at each note as soon as it is there, with its rank, and may raise.
+    """
+
+    def __init__(
+        self, notes: Noteboard, name: str, ranks: Iterable[int], check: Callable[[int, Any], None] | None = None
+    ) -> None:
+        self.pending = set(ranks)
+        self.heard: dict[int, Any] = {}
+        self.broken: dict[int, str] = {}
+        self._notes, self._name, self._check = notes, name, check
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until all have left theirs: whether they have."""
+        deadline = time.monotonic() + seconds
+        while True:
+            for rank in sorted(self.pending):
+                value = self._notes.hear(self._name, rank)
+                if value is None:
+                    continue
+                if self._check is not None:
+                    self._check(rank, value)
+                self.heard[rank] = value
+                self.pending.discard(rank)
+            if not self.pending or time.monotonic() >= deadline:
+                return not self.pending
+            time.sleep(POLL_S)
+
+    def give_up(self, ranks: Collection[int]) -> None:
+        """Wait no longer for these ranks."""
+        self.pending.difference_update(ranks)
+
+
+@dataclass
+class _Gathered:
+    """The last gather that this rank has completed: its step, and the bytes of each rank's row."""
+
+    step: int
+    rows: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class Membership:
+    """The ranks of one group that take part.
+
+    Args:
+        notes: the noteboard of the group.
+
+    Attributes:
+        masked: ranks that are left out.
+        lost: those of them that did not come, or were awaited in vain after users had masked them.
+        why: why each of those was lost.
+    """
+
+    def __init__(self, notes: Noteboard) -> None:
+        self.masked: frozenset[int] = frozenset()
+        self.lost: frozenset[int] = frozenset()
+        self.why: dict[int, str] = {}
+        self._notes = notes
+        self._changes = self._losses = self._answered = 0
+        self._unsettled: list[Notes] = []
+        self._gathered = _Gathered(-1)
+
+    @property
+    def others(self) -> list[int]:
+        """Ranks that take part, but for this one."""
+        return [rank for rank in range(self._notes.num_ranks) if rank not in {*self.masked, self._notes.rank}]
+
+    # -- masks that users ask for ---------------------------------------------------------------------------
+
+    def change(self, wanted: Collection[object]) -> Notes:
+        """Tell the others which ranks this one wants masked, all in all. It takes effect by :meth:`apply`.
+
+        Returns:
+            What the other ranks that will be there want. Waiting for it raises PlanMismatch if they want something
+            else.
+
+        Raises:
+            InvalidArgument: a rank that is none, or this rank. The others, who have been told, raise PlanMismatch.
+        """
+        self._changes += 1
+        self._notes.say(self.name_of_change, [self._notes.step, sorted(map(str, wanted))])
+        for rank in wanted:
+            if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self._notes.num_ranks:
+                raise InvalidArgument(f"rank {rank!r} cannot be masked, expected ranks 0..{self._notes.num_ranks - 1}")
+        if self._notes.rank in wanted:
+            raise InvalidArgument(f"rank {self._notes.rank} cannot mask itself; close its communicator instead")
+        back = self.masked - set(wanted)
+
+        def compare(rank: int, change: Any) -> None:
+            self.look()  # a rank that was lost meanwhile may be in one list and not yet in the other
+            lost = {str(each) for each in self.lost - back}
+            if {*change[1], *lost} != {*map(str, wanted), *lost}:
+                raise _differs(rank, change[1], self._notes.rank, wanted)
+
+        there = [rank for rank in self.others if rank not in wanted]
+        return Notes(self._notes, self.name_of_change, there, compare)
+
+    @property
+    def name_of_change(self) -> str:
+        """Name of the latest change, the same on all ranks."""
+        return f"change/{self._changes}"
+
+    def apply(self, masked: frozenset[int]) -> None:
+        """Leave out these ranks, and no others, from now on."""
+        self.lost &= masked
+        self.masked = masked
+        self.why = {rank: self.why.get(rank, "mask_ranks") for rank in sorted(masked)}
+        self._notes.gone = masked
+
+    def begin_anew(self, masked: frozenset[int]) -> None:
+        """The same on an empty noteboard, where nothing has been decided."""
+        self.apply(masked)
+        self._changes = self._losses = self._answered = 0
+        self._unsettled = []
+
+    def require_same_mask(self, step: int) -> None:
+        """Raise if another rank asks for a mask where this one has started a collective.
+
+        Raises:
+            PlanMismatch: it does, so the ranks are out of step.
+        """
+        for rank in self.others:
+            change = self._notes.hear(f"change/{self._changes + 1}", rank)
+            if change is not None and change[0] <= step:
+                error = _differs(rank, change[1], self._notes.rank, self.masked)
+                self.change(self.masked)  # so that the others hear of it where they wait
+                raise error
+
+    # -- ranks that do not come -----------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Adopt what others decided, and answer a roll call."""
+        while (loss := self._notes.hear(f"loss/{self._losses + 1}")) is not None:
+            self._adopt(frozenset(loss[0]), loss[1])
+        called = self._notes.hear("roll call") or 0
+        if called != self._answered:
+            self._answered = called
+            self._notes.say("here", called)
+
+    def lose(self, ranks: Collection[int], why: str) -> bool:
+        """Mask ranks that do not come, unless another rank was quicker to mask some. False if the store is gone."""
+        loss = self._notes.decide(f"loss/{self._losses + 1}", [sorted(ranks), why])
+        self.look()
+        return loss is not None
+
+    def roll_call(self, ranks: Collection[int]) -> set[int]:
+        """Those of some ranks that wait for others themselves."""
+        number = (self._notes.hear("roll call") or 0) + 1
+        self._notes.say("roll call", number, everybody=True)
+        deadline = time.monotonic() + ROLL_CALL_S
+        there: set[int] = set()
+        while there != set(ranks) and time.monotonic() < deadline:
+            self.look()  # others may call as well
+            there |= {rank for rank in ranks if (self._notes.hear("here", rank) or 0) >= number}
+            time.sleep(POLL_S)
+        return there
+
+    def _adopt(self, ranks: frozenset[int], why: str) -> None:
+        self._losses += 1
+        self.lost |= ranks
+        rows = {rank: row for rank, row in self._gathered.rows.items() if rank in self.lost}
+        texts = {rank: base64.b64encode(row.numpy().tobytes()).decode() for rank, row in rows.items()}
+        self._notes.say(f"holds/{self._losses}", [self._gathered.step, texts])
+        self.why |= dict.fromkeys(ranks, why)
+        self.masked |= ranks
+        self._notes.gone = self.masked
+        self._unsettled.append(Notes(self._notes, f"holds/{self._losses}", self.others))
+
+    # -- gathers --------------------------------------------------------------------------------------------
+
+    def unsettled(self) -> Notes | None:
+        """What must be waited for before a gather may be completed without the rows of lost ranks; None if nothing."""
+        for said in self._unsettled:
+            said.give_up(self.masked)
+            if not said.wait(0):
+                return said
+        return None
+
+    def complete(self, step: int, rows: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Complete a gather, once nothing is unsettled.
+
+        Args:
+            step: number of the collective.
+            rows: bytes of each row that came.
+
+        Returns:
+            Bytes of each rank's row, those of lost ranks included that others hold.
+        """
+        rows = {rank: row for rank, row in rows.items() if rank not in self.lost}
+        for said in self._unsettled:
+            for holder, (held_step, texts) in said.heard.items():
+                if held_step == step and holder not in self.lost:  # not all may have heard what a lost one said
+                    held = {int(rank): bytearray(base64.b64decode(text)) for rank, text in texts.items()}
+                    rows |= {rank: torch.frombuffer(row, dtype=torch.uint8) for rank, row in held.items()}
+        self._unsettled.clear()
+        self._gathered = _Gathered(step, rows)
+        return rows
+
+
+def _differs(rank: int, theirs: Iterable[object], me: int, mine: Iterable[object]) -> PlanMismatch:
+    return PlanMismatch(rank, "masked_ranks", _listed(theirs), _listed(mine), base=me)
+
+
+def _listed(ranks: Iterable[object]) -> str:
+    return f"[{', '.join(sorted(map(str, ranks)))}]"

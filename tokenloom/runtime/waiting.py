@@ -1,0 +1,273 @@
+"""How a rank waits for others: with a deadline, and with an eye on what they say at the noteboard."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from tokenloom.errors import CommunicatorBroken, InvalidArgument, PeerError, PeerTimeout, PlanMismatch
+from tokenloom.runtime.membership import Membership
+from tokenloom.runtime.noteboard import Noteboard
+
+SIGN_IN_AFTER_S = 0.5
+"""A rank that has waited this long signs in at the noteboard, so that others can tell who is missing."""
+LOOK_EVERY_S = 0.5
+"""How often a rank that waits looks at the noteboard: whoever has given up there will not answer."""
+ROLL_CALL_S = 1.0
+"""How long a rank that gives up waits for those to sign in that came at the last moment."""
+MAX_TIMEOUT_S = 1e9
+"""31 years. In nanoseconds, and added to the time of day as GPUs count it, it still fits an int64."""
+SHORTEST_S = 0.01
+"""torch takes less than 1 ms as no limit at all."""
+
+
+class Awaited(Protocol):
+    """Something that other ranks contribute to.
+
+    Attributes:
+        pending: ranks that have not yet.
+        broken: why what a rank should have contributed will not come.
+    """
+
+    @property
+    def pending(self) -> set[int]: ...
+
+    @property
+    def broken(self) -> Mapping[int, str]: ...
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until all of it is there: whether it is, and nothing is broken. May return early when something is."""
+
+    def give_up(self, ranks: Collection[int]) -> None:
+        """Wait no longer for these ranks."""
+
+
+class Collective:
+    """A collective of torch.distributed, which waits for all ranks or none, and does not say for whom.
+
+    Args:
+        work: torch's handle, or the error that kept it from starting.
+    """
+
+    def __init__(self, work: dist.Work | RuntimeError) -> None:
+        self.pending: set[int] = set()
+        self.broken: dict[int, str] = {}
+        self._work: dist.Work | None = None
+        if isinstance(work, RuntimeError):
+            self.broken[-1] = str(work)
+        else:
+            self._work = work
+
+    def wait(self, seconds: float) -> bool:
+        if self._work is None:
+            return not self.broken
+        try:
+            self._work.wait(timedelta(seconds=max(seconds, SHORTEST_S)))
+            return True
+        except RuntimeError:
+            if not self._work.is_completed():
+                return False
+        try:
+            self._work.wait()  # it failed, or came to its end just now; waiting again tells which
+            return True
+        except RuntimeError as error:
+            self.broken[-1] = str(error)
+            return False
+
+    def give_up(self, ranks: Collection[int]) -> None:
+        raise AssertionError("a collective of torch waits for all ranks")
+
+
+class Watch:
+    """The waits of one rank, which end with what it waits for, or with an error.
+
+    Args:
+        notes: the noteboard.
+        members: who takes part.
+        timeout_s: longest wait for a rank before it is masked, in seconds.
+
+    Attributes:
+        broken: why nothing more can be done with the group, if so.
+        masks_late: mask ranks that do not come, and go on.
+    """
+
+    def __init__(self, notes: Noteboard, members: Membership, timeout_s: float) -> None:
+        self.broken: str | None = None
+        self.masks_late = False
+        self._notes, self._members, self._timeout_s = notes, members, timeout_s
+
+    def require_alive(self) -> None:
+        """Raise CommunicatorBroken if the group is broken."""
+        if self.broken:
+            raise CommunicatorBroken(f"{self.broken}; make a new communicator")
+
+    def wait(self, awaited: Awaited, phase: str, step: int, limit_s: float) -> None:
+        """Wait for something.
+
+        Args:
+            awaited: what.
+            phase: what is going on, for errors.
+            step: number of the collective.
+            limit_s: longest wait, where no rank is masked for being late.
+
+        Raises:
+            PeerTimeout: ranks are missing. PeerError: a rank failed in the middle of the call. PlanMismatch: the
+                ranks disagree about who is masked. CommunicatorBroken: this rank was masked by the others.
+        """
+        self.require_alive()
+        if self.masks_late:
+            self._wait_or_mask(awaited, phase, step)
+        else:
+            self._wait_or_break(awaited, phase, step, limit_s)
+
+    def fail(self, phase: str, step: int, missing: Collection[int], cause: str) -> PeerTimeout:
+        """Break the group, and tell the others; the error to raise."""
+        self._notes.give_up(f"rank {self._notes.rank} gave up in step {step}")
+        timeout = PeerTimeout(self._notes.rank, sorted(missing), phase, step, cause)
+        self.broken = f"an earlier call failed: {timeout}"
+        return timeout
+
+    # -- a rank that does not come breaks the group ---------------------------------------------------------
+
+    def _wait_or_break(self, awaited: Awaited, phase: str, step: int, limit_s: float) -> None:
+        """Whoever waits long signs in.
+
+        A collective fails on the ranks that talk to a dead one only, and a deadline passes where the wait began
+        first. The others learn of it from the noteboard, so that none of them waits for an answer that cannot come.
+        """
+        deadline = time.monotonic() + limit_s
+        wait_s = min(SIGN_IN_AFTER_S, limit_s)
+        signed_in = False
+        while not awaited.wait(wait_s):
+            if not signed_in:
+                self._notes.sign_in(step)
+                signed_in = True
+            left_s = deadline - time.monotonic()
+            cause = self._trouble(awaited, step)
+            if cause is None and left_s <= 0:
+                cause = f"no answer within {limit_s:g} s"
+            if cause is not None:
+                raise self.fail(phase, step, self._missing_ranks(step), cause)
+            wait_s = min(LOOK_EVERY_S, left_s)
+
+    def _trouble(self, awaited: Awaited, step: int) -> str | None:
+        """Why what is awaited will not come, if it is known."""
+        if awaited.broken:
+            return f"the connection broke ({next(iter(awaited.broken.values()))})"
+        failed = self._notes.who_failed()
+        if failed and failed[0] not in self._members.masked:
+            peer_error = PeerError(*failed, sent=True)
+            self.broken = f"an earlier call failed: {peer_error}"
+            raise peer_error
+        if set(self._notes.who_left_before(step)) - self._members.masked:
+            return "the communicator was closed there"
+        self._require_same_mask(step)
+        said = self._notes.who_gave_up()
+        return said[1] if said and said[0] not in self._members.masked else None
+
+    def _missing_ranks(self, step: int) -> list[int]:
+        """Who has not come to wait in this step or a later one; nobody, if the store is gone."""
+        deadline = time.monotonic() + ROLL_CALL_S
+        missing = self._members.others
+        while True:
+            for rank in list(missing):
+                waits = self._notes.waits_in(step, rank)
+                if waits is None:
+                    return []
+                if waits:
+                    missing.remove(rank)
+            if not missing or time.monotonic() >= deadline:
+                return missing
+            time.sleep(0.05)
+
+    # -- a rank that does not come is masked ----------------------------------------------------------------
+
+    def _wait_or_mask(self, awaited: Awaited, phase: str, step: int) -> None:
+        """A rank is late that does not come within the deadline and does not wait for another one itself.
+
+        So a rank that a late one holds up is not masked with it. The wait starts again whenever one is masked.
+        """
+        members, limit_s = self._members, self._timeout_s
+        deadline, lost, held_up = time.monotonic() + limit_s, members.lost, 0
+        while True:
+            if members.lost != lost:
+                deadline, lost = time.monotonic() + limit_s, members.lost
+            awaited.give_up(lost)
+            if awaited.wait(min(LOOK_EVERY_S, deadline - time.monotonic())):
+                return
+            self.look(step)
+            late, why = set(awaited.broken), "the connection to it broke"
+            late |= awaited.pending & self._who_ended(step)
+            if not late and time.monotonic() >= deadline:
+                late, why = awaited.pending - members.roll_call(awaited.pending), f"no answer within {limit_s:g} s"
+                self.look(step)
+                deadline = time.monotonic() + limit_s
+                held_up += 1
+            if members.lost != lost:
+                continue
+            if late:
+                self._lose(late, phase, step, why)
+            elif held_up > self._notes.num_ranks:
+                raise self.fail(phase, step, awaited.pending, f"no answer within {held_up} times {limit_s:g} s")
+
+    def _lose(self, late: Collection[int], phase: str, step: int, why: str) -> None:
+        if not self._members.lose(late, f"rank {self._notes.rank} waited in {phase}, step {step}: {why}"):
+            cause = f"{why}, and the process that hosts the store of the process group is gone"
+            raise self.fail(phase, step, late, cause)
+        self.look(step)
+
+    def look(self, step: int | None = None) -> None:
+        """Adopt which ranks others have masked.
+
+        Args:
+            step: collective that this rank waits in, if it does.
+
+        Raises:
+            CommunicatorBroken: this rank is one of them. PlanMismatch: others ask for a mask instead.
+        """
+        self._members.look()
+        me = self._notes.rank
+        if me in self._members.lost:
+            self.broken = f"the other ranks have masked rank {me}: {self._members.why[me]}"
+            self.require_alive()
+        if step is not None:
+            self._require_same_mask(step)
+
+    def _who_ended(self, step: int) -> set[int]:
+        """Ranks that have failed, given up or closed their communicator, as they say themselves."""
+        said = {each[0] for each in (self._notes.who_failed(), self._notes.who_gave_up()) if each is not None}
+        return said | set(self._notes.who_left_before(step))
+
+    def settle(self, phase: str, step: int) -> None:
+        """Wait until it is known which rows of ranks that were lost meanwhile count in this gather."""
+        while (said := self._members.unsettled()) is not None:
+            self._wait_or_mask(said, phase, step)
+
+    def _require_same_mask(self, step: int) -> None:
+        try:
+            self._members.require_same_mask(step)
+        except PlanMismatch as mismatch:
+            self._notes.give_up(f"rank {self._notes.rank} gave up in step {step}")
+            self.broken = f"an earlier call failed: {mismatch}"
+            raise
+
+
+def checked_seconds(name: str, value: float) -> float:
+    """The value of an option; NaN, infinity and what is not a number are refused."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_TIMEOUT_S:
+        raise InvalidArgument(f"{name} is {value!r}, expected seconds above 0, at most {MAX_TIMEOUT_S:g}")
+    return value
+
+
+def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> float:
+    """The process group's own timeout in seconds, or 0 where torch does not tell."""
+    try:
+        timeout = group._get_backend(device).options._timeout  # type: ignore[union-attr]
+        return min(timeout.total_seconds(), MAX_TIMEOUT_S)
+    except (AttributeError, RuntimeError):
+        return 0.0
