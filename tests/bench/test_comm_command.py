@@ -11,9 +11,10 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from rich.table import Table
 from typer.testing import CliRunner
 
-from tests.bench.test_comm import SHAPE
+from tests.bench.fake_deep_ep import SHAPE
 from tests.cli.borrowed import borrowed
 from tokenloom.bench.comm import chart, rows, run, traffic
 from tokenloom.bench.comm.cases import OPERATIONS
@@ -28,27 +29,77 @@ ROOT = Path(__file__).parents[2]
 LIMIT_S = 60.0
 
 
+MOVED = traffic.Traffic(physical_bytes=60_000, value_bytes=34_700, logical_bytes=90_000)
+
+
+def row_of(times: list[list[float]], on_links: bool = True, **parts: float) -> rows.Row:
+    """A row of times [W][iterations], with parts that took as long in all samples of all ranks."""
+    samples = [[{"call": us, **parts} for us in rank] for rank in times]
+    return rows.make_row("a name", samples, MOVED, 16, {"layout": "token"}, on_links=on_links)
+
+
 def test_times_become_a_row() -> None:
     """By hand: the slowest rank of each sample counts, and percentiles are values that were measured."""
-    times = [[10.0, 50.0, 10.0, 10.0], [20.0, 20.0, 40.0, 30.0]]  # slowest: 20, 50, 40, 30
-    row = rows.make_row("a name", times, traffic.Traffic(60_000, 90_000), 16, {"layout": "token"})
+    row = row_of([[10.0, 50.0, 10.0, 10.0], [20.0, 20.0, 40.0, 30.0]])  # slowest: 20, 50, 40, 30
     assert (row.name, row.num_sms) == ("a name", 16)
     assert (row.p50_us, row.p99_us, row.slowest_rank) == (30.0, 50.0, 1)
+    assert row.floor_us == pytest.approx(34.7e3 / 347e9 * 1e6)
     assert row.physical_gbytes_per_s == pytest.approx(60e3 / 30e-6 / 1e9)
     assert row.logical_gbytes_per_s == pytest.approx(90e3 / 30e-6 / 1e9)
-    assert row.setup == {"layout": "token", "physical_bytes": 60_000, "logical_bytes": 90_000}
+    assert row.parts_us == {}
+    moved = {"physical_bytes": 60_000, "value_bytes": 34_700, "logical_bytes": 90_000}
+    assert row.setup == {"layout": "token", **moved}
+    assert row_of([[10.0]], on_links=False).floor_us is None, "CPUs have no links"
+
+
+def test_parts_become_numbers() -> None:
+    """Parts have medians of the slowest rank by themselves. What of a call is exposed is what its halves add to the
+    GEMM between them; bytes per second of both together would mean nothing."""
+    samples = [
+        [{"call": 130.0, "work": 100.0, "one_piece": 150.0}],
+        [{"call": 120.0, "work": 104.0, "one_piece": 140.0}],
+    ]
+    row = rows.make_row("a name", samples, MOVED, 16, {}, on_links=True)
+    assert row.parts_us == {"work": 104.0, "one_piece": 150.0, "exposed": 26.0}
+    assert (row.physical_gbytes_per_s, row.logical_gbytes_per_s) == (None, None)
+    eager = row_of([[70.0]], host_dispatch=9.0, host_combine=8.0)
+    assert eager.parts_us == {"host_dispatch": 9.0, "host_combine": 8.0}
+    assert eager.physical_gbytes_per_s is not None
+
+
+def shown(table: Table) -> list[list[str]]:
+    """The cells of a table, headers first."""
+    cells = [list(column.cells) for column in table.columns]
+    return [[str(column.header) for column in table.columns], *map(list, zip(*cells, strict=True))]
+
+
+def test_every_row_shows_its_floor_and_its_sms() -> None:
+    """A table for each kind of row there is, by hand: name, SMs and floor come first in all of them."""
+    graph = row_of([[150.0]])
+    eager = row_of([[170.0]], host_dispatch=9.0, host_combine=8.0)
+    halves = row_of([[130.0]], work=100.0, one_piece=160.0)
+    calls, pairs, split = map(shown, rows.tables([halves, graph, eager]))
+    assert calls[1] == ["a name", "16", "0.1", "150.0", "1500.00", "150.0", "0.4", "0.6"]
+    assert pairs[1] == ["a name", "16", "0.1", "170.0", "170.0", "9.0", "8.0"]
+    assert split[1] == ["a name", "16", "0.1", "130.0", "100.0", "30.0", "160.0"]
+    assert {tuple(each[0][1:3]) for each in (calls, pairs, split)} == {("SMs", "floor\nµs")}
+    (alone,) = map(shown, rows.tables([row_of([[150.0]], on_links=False)]))
+    assert alone[1][2:5] == ["-", "150.0", "-"], "no floor on CPUs"
 
 
 ARGUMENTS = ["bench", "comm", "--device", "cpu", "--ranks", "2", "--iterations", "4", "--case", "small"]
 
 
-def assert_rows(file: Path, shown: str, tokens: list[int], command: list[str]) -> None:
+def assert_rows(file: Path, shown: str, tokens: list[int], command: list[str], kind: str = "calls") -> None:
     """Every operation has its row in the table and in the file, which says where they come from."""
     found = json.loads(file.read_text())
+    ends = {"calls": ("wall", "eager"), "halves": ("wall/halves",)}[kind]
     assert [row["name"] for row in found["rows"]] == [
-        f"{each.name}/collective/ep2/t{num_tokens}/h256/k2/{each.payload}/{each.layout}/wall"
+        f"{each.name}/collective/ep2/t{num_tokens}/h256/k2/{each.payload}/{each.layout}/{end}"
         for num_tokens in tokens
         for each in OPERATIONS
+        for end in ends
+        if end != "eager" or each.name == "dispatch+combine"
     ]
     assert {"commit", "tokenloom", "torch", "nccl", "driver", "device_name"} <= found["setup"].keys()
     assert (found["setup"]["num_ranks"], found["setup"]["device"]) == (2, "cpu")
@@ -59,22 +110,46 @@ def assert_rows(file: Path, shown: str, tokens: list[int], command: list[str]) -
         assert row["name"] in shown
         assert 0 < row["p50_us"] <= row["p99_us"]
         assert row["slowest_rank"] in (0, 1)
-        assert 0 < row["physical_gbytes_per_s"] < row["logical_gbytes_per_s"]
-        assert row["num_sms"] is None
-        assert {"routing_seed", "sizes", "calls_per_sample", "rounds"} <= row["setup"].keys()
+        assert (row["num_sms"], row["floor_us"]) == (None, None)
+        assert {"routing_seed", "sizes", "calls_per_sample", "rounds", "scale_layout"} <= row["setup"].keys()
         assert (row["setup"]["hidden"], row["setup"]["iterations"]) == (256, 4)
+        assert row["setup"]["beside_us"] == (20.0 if kind == "halves" else None)
+        if kind == "halves":
+            assert row["parts_us"].keys() == {"work", "one_piece", "exposed"}
+        else:
+            eager = row["setup"]["timing"] == "eager"
+            assert row["parts_us"].keys() == ({"host_dispatch", "host_combine"} if eager else set())
+            assert row["setup"]["calls_per_sample"] == (4 if eager else 1)
+            assert 0 < row["physical_gbytes_per_s"] < row["logical_gbytes_per_s"]
+
+
+def run_command(pools: Callable[[str], RankPool], monkeypatch: pytest.MonkeyPatch, command: list[str]) -> str:
+    """What the command prints. Its ranks are there already."""
+    monkeypatch.setattr(sys, "argv", ["tokenloom", *command])
+    with borrowed(run, pools):
+        done = CliRunner().invoke(app.app, command)
+    assert (done.exit_code, done.stderr) == (0, "")
+    return done.stdout
 
 
 def test_command(pools: Callable[[str], RankPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On two ranks and other sizes than the case's, with all of its files."""
     json_file, png_file = tmp_path / "rows.json", tmp_path / "chart.png"
     command = [*ARGUMENTS, "--tokens", "16,24", "--json", str(json_file), "--plot", str(png_file)]
-    monkeypatch.setattr(sys, "argv", ["tokenloom", *command])
-    with borrowed(run, pools):
-        done = CliRunner().invoke(app.app, command)
-    assert (done.exit_code, done.stderr) == (0, "")
+    shown = run_command(pools, monkeypatch, command)
     assert png_file.read_bytes().startswith(b"\x89PNG")
-    assert_rows(json_file, done.stdout, [16, 24], command)
+    assert_rows(json_file, shown, [16, 24], command)
+    assert "in a loop of 4 pairs" in shown
+    assert "Halves:" not in shown, "no legend of a table that is not there"
+
+
+def test_command_of_halves(pools: Callable[[str], RankPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Halves instead of calls, around a GEMM of the length given, with what of them is exposed."""
+    json_file = tmp_path / "rows.json"
+    command = [*ARGUMENTS, "--tokens", "16", "--halves", "--beside-us", "20", "--json", str(json_file)]
+    shown = run_command(pools, monkeypatch, command)
+    assert_rows(json_file, shown, [16], command, "halves")
+    assert "Halves:" in shown
 
 
 @pytest.mark.slow
@@ -101,6 +176,10 @@ def test_command_as_a_process(tmp_path: Path) -> None:
         (["--plot", "chart.svg"], "ends in .png"),
         (["--json", "/no/such/folder/rows.json"], "--json"),
         (["--num-sms", "64"], "num_sms is 64, expected 1 to 32"),
+        (["--timing", "graph,eager"], "timing is graph, but cpu has wall and eager"),
+        (["--timing", "eager", "--halves"], "timing is eager, but halves on cpu have wall"),
+        (["--beside-us", "50"], "--beside-us"),
+        (["--halves", "--beside-us", "0"], "--beside-us"),
         (["--only", "no/such"], "no row has no/such in its name"),
         (["--top-k", "9", "--num-experts", "8"], "top_k is 9"),
         (["--backends", "nvlink"], "nothing to measure: nvlink"),
@@ -138,8 +217,10 @@ def test_a_chart_shows_every_row(tmp_path: Path) -> None:
                 where = asdict(shape) | {"payload": operation.payload, "layout": operation.layout}
                 where |= {"operation": operation.name, "backend": each.backend, "timing": each.timing}
                 row = Series(shape, operation, each).name(2)
-                times = [[10.0 + len(made)]]
-                made.append(rows.make_row(row, times, traffic.Traffic(1, 2), each.num_sms, where))
+                samples = [[{"call": 10.0 + len(made)}]]
+                made.append(rows.make_row(row, samples, MOVED, each.num_sms, where, on_links=True))
+    samples = [[{"call": 99.0, "work": 50.0, "one_piece": 120.0}]]
+    made.append(rows.make_row(f"{row}/halves", samples, MOVED, each.num_sms, where, on_links=True))
     about = setup.run_setup("cpu", 2, ["bench", "comm"]) | {"device_name": "a machine", "commit": "abc"}
     drawn = []
     with mock.patch.object(figures.Figure, "savefig", lambda figure, *args, **kwargs: drawn.append(figure)):
@@ -152,5 +233,10 @@ def test_a_chart_shows_every_row(tmp_path: Path) -> None:
         assert [tick.get_text() for tick in axes.get_yticklabels()] == list(map(str, OPERATIONS[:3]))
         assert f"{shape.num_tokens} tokens a rank" in axes.get_title()
     labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert sorted(labels) == ["collective, events", "nvlink, 8 SMs, events", "nvlink, 8 SMs, graph"]
+    assert sorted(labels) == [
+        "collective, events",
+        "collective, events, halves around a GEMM",
+        "nvlink, 8 SMs, events",
+        "nvlink, 8 SMs, graph",
+    ]
     assert all(word in figure.get_suptitle() for word in ("2 ranks on a machine", "torch", "abc"))

@@ -82,12 +82,15 @@ class Operation:
         return f"{self.name} {self.payload} {self.layout}"
 
 
-LAYOUTS: tuple[Layout, ...] = ("token", "expert", "rank")
+LAYOUTS: tuple[Layout, ...] = ("token", "expert", "rank", "slots")
 PAYLOADS: tuple[Payload, ...] = ("bf16", "fp8", "to_fp8")
 
 OPERATIONS = (
     *(Operation("dispatch", payload, layout) for layout in LAYOUTS for payload in PAYLOADS),
     *(Operation("combine", "bf16", layout) for layout in LAYOUTS),
-    Operation("dispatch+combine", "fp8", "rank"),  # as inference decodes
+    Operation("dispatch+combine", "fp8", "rank"),  # as inference decodes with kernels that group rows themselves
+    Operation("dispatch+combine", "fp8", "slots"),  # and with masked grouped GEMMs, whose tokens come quantised,
+    Operation("dispatch+combine", "to_fp8", "slots"),  # or are quantised on their way
+    Operation("dispatch+combine", "fp8", "expert"),  # as inference prefills
     Operation("dispatch+combine", "bf16", "token"),  # as training does
 )

@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tokenloom.bench.comm.rows import Row
+from tokenloom.bench.comm.rows import Row, kind_of
 from tokenloom.bench.common.plot import DOTS_PER_INCH, TIME_AXIS, WIDTH_INCHES, load_matplotlib, title
 
 BAR_INCHES = 0.16
@@ -67,7 +67,8 @@ def _shape(row: Row) -> tuple[Any, ...]:
 
 def _who(row: Row) -> str:
     sms = "" if row.num_sms is None else f", {row.num_sms} SMs"
-    return f"{row.setup['backend']}{sms}, {row.setup['timing']}"
+    halves = ", halves around a GEMM" if kind_of(row) == "halves" else ""
+    return f"{row.setup['backend']}{sms}, {row.setup['timing']}{halves}"
 
 
 def _operation(row: Row) -> str:

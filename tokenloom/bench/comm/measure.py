@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import groupby
-from typing import Any
 
 import torch
 
-from tokenloom.backends import registry
 from tokenloom.bench.comm import traffic
+from tokenloom.bench.comm.calls import CallMaker
 from tokenloom.bench.comm.rows import Row, make_row
-from tokenloom.bench.comm.series import Contestant, Series
+from tokenloom.bench.comm.samplers import EAGER_PAIRS, Sample, make_sampler
+from tokenloom.bench.comm.series import Series
 from tokenloom.bench.common import timing
-from tokenloom.bench.common.inputs import Inputs, expert_outputs, make_inputs
+from tokenloom.bench.common.inputs import make_inputs
 from tokenloom.bench.common.shape import ROUTING_SEED
 from tokenloom.bench.rivals import deep_ep
-from tokenloom.comm.communicator import Communicator
 from tokenloom.runtime.processes import RankContext, RankPool
 
 DEFAULT_ITERATIONS = {"cpu": 20, "cuda": 100}
@@ -57,8 +56,12 @@ def measure(
                 "timing": who.timing,
                 **asdict(shape),
                 "num_ranks": pool.num_ranks,
-                "sizes": None if who.backend == deep_ep.NAME else who.sizes,
-                "calls_per_sample": timing.GRAPH_CALLS if who.timing == "graph" else 1,
+                "sizes": None if who.backend == deep_ep.NAME else each.sizes,
+                "scale_layout": each.scale_layout,
+                "beside_us": each.beside_us,
+                "calls_per_sample": {"graph": timing.GRAPH_CALLS, "eager": EAGER_PAIRS[pool.device]}.get(
+                    who.timing, 1
+                ),
                 "routing": "uniform",
                 "routing_seed": ROUTING_SEED,
                 "iterations": iterations,
@@ -66,8 +69,10 @@ def measure(
                 "rounds": timing.ROUNDS,
             }
             moved = traffic.moved(plan, rows, each.operation)
-            times = [result[index] for result in results]
-            yield make_row(each.name(pool.num_ranks), times, moved, who.num_sms, setup)
+            samples = [result[index] for result in results]
+            yield make_row(
+                each.name(pool.num_ranks), samples, moved, who.num_sms, setup, on_links=pool.device == "cuda"
+            )
 
 
 def _warm_up_iterations(iterations: int) -> int:
@@ -75,21 +80,21 @@ def _warm_up_iterations(iterations: int) -> int:
 
 
 @torch.no_grad()
-def measure_on_rank(context: RankContext, series: Sequence[Series], iterations: int) -> list[list[float]]:
-    """Samples of each series on this rank, in microseconds. Collective.
+def measure_on_rank(context: RankContext, series: Sequence[Series], iterations: int) -> list[list[Sample]]:
+    """Samples of each series on this rank. Collective.
 
     Args:
         series: series of one shape.
     """
     inputs = make_inputs(context, series[0].shape)
-    samples: dict[Series, list[float]] = {each: [] for each in series}
+    samples: dict[Series, list[Sample]] = {each: [] for each in series}
     with ExitStack() as stack:
         maker = CallMaker(context, inputs, stack)
         for operation, found in groupby(series, lambda each: each.operation):
             together = list(found)
             if context.rank == 0:
                 context.report(f"{series[0].shape}: {operation}")
-            samplers = {each: maker.sampler(each) for each in together}
+            samplers = {each: make_sampler(context, maker, each) for each in together}
             for number, count in enumerate(timing.shares(iterations)):
                 for each in together:
                     # The first call after somebody else's finds cold caches, and cold code on the host.
@@ -98,88 +103,3 @@ def measure_on_rank(context: RankContext, series: Sequence[Series], iterations: 
                     samples[each] += [samplers[each]() for _ in range(count)]
                     maker.check(each.contestant)
     return [samples[each] for each in series]
-
-
-class CallMaker:
-    """The operations on fixed tensors of this rank. Communicators are made when they are first needed.
-
-    Args:
-        context: the rank.
-        inputs: what is sent.
-        stack: closes the communicators.
-    """
-
-    def __init__(self, context: RankContext, inputs: Inputs, stack: ExitStack) -> None:
-        self._context = context
-        self._inputs = inputs
-        self._stack = stack
-        self._communicators: dict[tuple[str, int | None], Communicator] = {}
-        self._deep_ep: deep_ep.DeepEp | None = None
-
-    def sampler(self, series: Series) -> Callable[[], float]:
-        """A function that takes one sample, in microseconds. Making it, and calling it, is collective."""
-        call = self.prepared_call(series)
-        if series.contestant.timing != "graph":
-            return lambda: timing.one_call(self._context, call)
-        timing.warm_up(call)
-        graph = timing.capture(call)
-        self.check(series.contestant)
-
-        def sample(keep: Any = call) -> float:  # the graph reads tensors that only the call keeps alive
-            return timing.one_replay(self._context, graph)
-
-        return sample
-
-    def prepared_call(self, series: Series) -> Callable[[], Any]:
-        """The operation, ready to be called again and again. Collective."""
-        operation, inputs = series.operation, self._inputs
-        if series.contestant.backend == deep_ep.NAME:
-            return self._rival().prepared_call(operation, inputs)
-        comm = self._communicator(series.contestant)
-        x = inputs.fp8 if operation.payload == "fp8" else inputs.x
-        assert x is not None
-        options: dict[str, Any] = {"layout": operation.layout, "sizes": series.contestant.sizes}
-        if operation.payload == "to_fp8":
-            options["to_fp8"] = True
-        if operation.layout == "expert" and series.contestant.sizes == "bounded":
-            options["capacity"] = inputs.expert_rows
-
-        def dispatch(copy: bool = False) -> Any:
-            return comm.dispatch(x, inputs.ids, inputs.weights, copy=copy, **options)
-
-        if operation.name == "dispatch":
-            return dispatch
-        routed = dispatch(copy=True)  # later dispatches would overwrite a view of a receive buffer
-        y = expert_outputs(routed.tokens)
-        if operation.name == "combine":
-            return lambda: comm.combine(y, routed)
-        return lambda: comm.combine(y, dispatch())
-
-    def check(self, contestant: Contestant) -> None:
-        """Raise what calls of our own backends left behind: a graph cannot raise by itself."""
-        comm = self._communicators.get((contestant.backend, contestant.num_sms))
-        if comm is not None:
-            comm.check()
-
-    def _communicator(self, contestant: Contestant) -> Communicator:
-        key = (contestant.backend, contestant.num_sms)
-        if key not in self._communicators:
-            shape = self._inputs.shape
-            comm = Communicator(
-                self._context.group,
-                num_experts=shape.num_experts,
-                hidden=shape.hidden,
-                top_k=shape.top_k,
-                max_tokens_per_rank=shape.num_tokens,
-                backend=contestant.backend,
-                device=self._context.device,
-                num_sms=contestant.num_sms or registry.DEFAULT_SMS,
-            )
-            self._communicators[key] = self._stack.enter_context(comm)
-        return self._communicators[key]
-
-    def _rival(self) -> deep_ep.DeepEp:
-        if self._deep_ep is None:
-            plan = self._inputs.shape.plan(self._context.num_ranks)
-            self._deep_ep = self._stack.enter_context(closing(deep_ep.DeepEp(self._context.group, plan)))
-        return self._deep_ep

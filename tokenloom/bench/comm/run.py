@@ -8,18 +8,29 @@ from pathlib import Path
 from rich.console import Console
 
 from tokenloom.bench.comm import chart, measure, rows
+from tokenloom.bench.comm.samplers import EAGER_PAIRS
 from tokenloom.bench.comm.series import Series
 from tokenloom.bench.common import timing
 from tokenloom.bench.common.plot import load_matplotlib
+from tokenloom.bench.common.rates import LINK_GBYTES_PER_S
 from tokenloom.bench.common.rows import write_json
 from tokenloom.bench.common.setup import run_setup
 from tokenloom.runtime.processes import RankPool
 
 LEGEND = (
-    "p50 and p99 of one call, over samples, of the slowest rank of each; physical: bytes that leave the busiest rank "
-    "over a link; logical: bytes received, those that stay on their rank included; per p50, 1 GB is 1e9 bytes. Names "
-    "end in the clock: events around one call, graph (a replayed CUDA graph of {calls} calls), or wall, the host's."
+    "p50 and p99 over samples, of the slowest rank of each. Floor: the tokens' values that leave the busiest rank, at "
+    "{link:,.0f} GB/s, which the links of an H200 carry; 1 GB is 1e9 bytes."
 )
+LEGENDS = {
+    "calls": "Calls: physical: bytes that leave the busiest rank over a link; logical: bytes received, those that "
+    "stay on their rank included; per p50. Names end in the clock: events around one call, graph (a replayed CUDA "
+    "graph of {calls} calls), or wall, the host's.",
+    "eager": "Eager pairs: wall clock of a dispatch and its combine, in a loop of {pairs} pairs without a graph; "
+    "host: until one call returns, on a device that is idle.",
+    "halves": "Halves: p50 of sending, a GEMM, and receiving; exposed: p50 without the GEMM alone; beside it the "
+    "call in one piece with the GEMM behind it. dispatch+combine sends both before the GEMM, as two micro-batches do.",
+}
+"""What the tables say, by kind of row."""
 
 
 def run_comm(
@@ -34,7 +45,7 @@ def run_comm(
     plot_file: Path | None = None,
     json_file: Path | None = None,
 ) -> None:
-    """Measure the series, print a table, and write the files that were asked for.
+    """Measure the series, print tables, and write the files that were asked for.
 
     Args:
         console: where the table goes.
@@ -57,8 +68,12 @@ def run_comm(
         console.print(note, markup=False)
     with RankPool(num_ranks, device) as pool, console.status(f"starting {num_ranks} ranks") as status:
         measured = list(measure.measure(pool, series, iterations or measure.DEFAULT_ITERATIONS[device], status.update))
-    console.print(rows.table(measured))
-    console.print(LEGEND.format(calls=timing.GRAPH_CALLS), markup=False)
+    for table in rows.tables(measured):
+        console.print(table)
+    kinds = {rows.kind_of(row) for row in measured}
+    numbers = {"link": LINK_GBYTES_PER_S, "calls": timing.GRAPH_CALLS, "pairs": EAGER_PAIRS[device]}
+    for text in (LEGEND, *(text for kind, text in LEGENDS.items() if kind in kinds)):
+        console.print(text.format(**numbers), markup=False)
     if json_file is not None:
         write_json(json_file, setup, notes, measured)
         console.print(f"rows written to {json_file}", markup=False)

@@ -9,15 +9,21 @@ from typing import Literal
 import torch
 
 from tokenloom.backends import registry
-from tokenloom.bench.comm.cases import OPERATIONS, Operation
+from tokenloom.bench.comm.cases import LAYOUTS, OPERATIONS, Operation
 from tokenloom.bench.common.setup import TRANSPORTS
 from tokenloom.bench.common.shape import Shape
 from tokenloom.bench.rivals import deep_ep
-from tokenloom.comm.communicator import Sizes
+from tokenloom.comm.calls import ScaleLayout, Sizes
 from tokenloom.errors import BackendUnavailable, InvalidArgument
 from tokenloom.plan import FP8_BLOCK
 
-Timing = Literal["events", "graph", "wall"]
+Timing = Literal["events", "graph", "eager", "wall"]
+
+TIMINGS: dict[str, tuple[Timing, ...]] = {"cuda": ("events", "graph", "eager"), "cpu": ("wall", "eager")}
+"""Clocks by device."""
+
+BESIDE_US = 100.0
+"""Microseconds of the GEMM between halves, where nobody says how long."""
 
 
 def names() -> list[str]:
@@ -31,8 +37,9 @@ class Contestant:
 
     Attributes:
         backend: one of ours, or "deep_ep".
-        timing: "events", CUDA events around one call; "graph", around the replay of a CUDA graph of several calls; or
-            "wall", the host's clock around one call.
+        timing: "events", CUDA events around one call; "graph", around the replay of a CUDA graph of several calls;
+            "wall", the host's clock around one call; or "eager", the host's clock around many pairs of a dispatch and
+            a combine, and the host's time in one of each.
         num_sms: SMs that its kernels take; None where that is not known.
     """
 
@@ -40,34 +47,59 @@ class Contestant:
     timing: Timing
     num_sms: int | None = None
 
-    @property
-    def sizes(self) -> Sizes:
-        """Bounded in a graph, which cannot read on the host; else exact, the default of a dispatch."""
-        return "bounded" if self.timing == "graph" else "exact"
-
     def can(self, operation: Operation) -> bool:
-        """Whether this contestant has the operation."""
-        return self.backend != deep_ep.NAME or operation in deep_ep.OPERATIONS
+        """Whether this contestant has the operation, and its clock has a meaning for it."""
+        if self.backend == deep_ep.NAME:
+            return operation in deep_ep.OPERATIONS
+        if self.timing == "eager" and operation.name != "dispatch+combine":
+            return False
+        return operation.layout in registry.capabilities(self.backend).layouts
 
 
 @dataclass(frozen=True)
 class Series:
-    """The samples of one row."""
+    """The samples of one row.
+
+    Attributes:
+        shape, operation: what is measured.
+        contestant: who is measured.
+        beside_us: microseconds of the GEMM that runs between the two halves of the operation; None for a call of one
+            piece.
+    """
 
     shape: Shape
     operation: Operation
     contestant: Contestant
+    beside_us: float | None = None
+
+    @property
+    def sizes(self) -> Sizes:
+        """Exact, the default of a dispatch, where the host may read counts and the question is not what it costs."""
+        exact = self.contestant.timing in ("events", "wall") and self.operation.layout != "slots"
+        return "exact" if exact else "bounded"
+
+    @property
+    def scale_layout(self) -> ScaleLayout | None:
+        """Columns in layout "slots", as masked grouped GEMMs take scales; None where it cannot be chosen."""
+        return "columns" if self.operation.layout == "slots" and self.operation.payload != "bf16" else None
 
     def name(self, num_ranks: int) -> str:
-        """operation/backend/ranks/tokens per rank/hidden/top-k/payload/layout/timing."""
+        """operation/backend/ranks/tokens per rank/hidden/top-k/payload/layout/timing, and /halves where it is that."""
         shape, operation = self.shape, self.operation
         sizes = f"ep{num_ranks}/t{shape.num_tokens}/h{shape.hidden}/k{shape.top_k}"
         kind = f"{operation.payload}/{operation.layout}/{self.contestant.timing}"
-        return f"{operation.name}/{self.contestant.backend}/{sizes}/{kind}"
+        halves = "" if self.beside_us is None else "/halves"
+        return f"{operation.name}/{self.contestant.backend}/{sizes}/{kind}{halves}"
 
 
 def contestants(
-    device: str, num_ranks: int, shape: Shape, wanted: Sequence[str], num_sms: Sequence[int]
+    device: str,
+    num_ranks: int,
+    shape: Shape,
+    wanted: Sequence[str],
+    num_sms: Sequence[int],
+    timings: Sequence[Timing],
+    halves: bool = False,
 ) -> tuple[list[Contestant], list[str]]:
     """Everybody wanted that works here, and a line about each row that is missing for a reason.
 
@@ -77,10 +109,11 @@ def contestants(
         shape: what is measured.
         wanted: some of :func:`names`.
         num_sms: backends that take SMs are measured with each of these.
+        timings: clocks to measure by, of those that the device has.
+        halves: halves are measured, which rivals do not have.
     """
     found: list[Contestant] = []
     notes: list[str] = []
-    single: Timing = "events" if device == "cuda" else "wall"
     for each in registry.availability(TRANSPORTS[device], torch.device(device), shape.plan(num_ranks)):
         if each.name not in wanted:
             continue
@@ -88,17 +121,22 @@ def contestants(
             notes.append(f"{each.name} is not measured: {each.why}")
             continue
         able = registry.capabilities(each.name)
-        timings: tuple[Timing, ...] = (single, "graph") if able.captures else (single,)
+        clocks = [timing for timing in timings if able.captures or timing != "graph"]
         if able.takes_sms:
-            found += [Contestant(each.name, timing, sms) for sms in num_sms for timing in timings]
+            found += [Contestant(each.name, timing, sms) for sms in num_sms for timing in clocks]
         else:
-            found += [Contestant(each.name, timing) for timing in timings]
-        if device == "cuda" and not able.captures:
+            found += [Contestant(each.name, timing) for timing in clocks]
+        if "graph" in timings and not able.captures:
             notes.append(f"{each.name} has no rows of CUDA graphs: its calls read counts on the host")
+        missing = [layout for layout in LAYOUTS if layout not in able.layouts]
+        if missing:
+            notes.append(f"{each.name} does not have layout {', '.join(missing)}")
     if deep_ep.NAME in wanted:
         why_not = deep_ep.why_not(device, num_ranks)
+        if why_not is None and (halves or "events" not in timings):
+            why_not = "its calls are measured by events alone, in one piece"
         if why_not is None:
-            found.append(Contestant(deep_ep.NAME, single, deep_ep.default_sms()))
+            found.append(Contestant(deep_ep.NAME, "events", deep_ep.default_sms()))
             notes.append(f"{deep_ep.NAME}: its normal mode, with the defaults of its package; events only")
         else:
             notes.append(f"{deep_ep.NAME} is not measured: {why_not}")
@@ -112,6 +150,8 @@ def plan_series(
     wanted: Sequence[str] | None = None,
     num_sms: Sequence[int] = (registry.DEFAULT_SMS,),
     only: Sequence[str] = (),
+    timings: Sequence[str] | None = None,
+    beside_us: float | None = None,
 ) -> tuple[list[Series], list[str]]:
     """Every series to measure, by shape and operation, and a line about each row that is missing for a reason.
 
@@ -119,20 +159,31 @@ def plan_series(
         wanted: some of :func:`names`; None: all of them.
         num_sms: backends that take SMs are measured with each of these.
         only: parts of names; a series is kept if its name contains one of them, or if none are given.
+        timings: clocks to measure by; None: all that the device has.
+        beside_us: measure halves around a GEMM of this many microseconds, instead of calls of one piece.
 
     Raises:
-        InvalidArgument: a shape does not fit the ranks, FP8, or num_sms; no name contains any of ``only``.
+        InvalidArgument: a shape does not fit the ranks, FP8, or num_sms; a clock is not one of the device, or not one
+            of halves; no name contains any of ``only``.
         BackendUnavailable: nobody wanted works here.
     """
     for sms in num_sms:
         if not 1 <= sms <= registry.MAX_SMS:
             raise InvalidArgument(f"num_sms is {sms}, expected 1 to {registry.MAX_SMS}")
+    halves = beside_us is not None
+    possible = [each for each in TIMINGS[device] if not (halves and each == "eager")]
+    for timing in timings or ():
+        if timing not in possible:
+            what = f"halves on {device} have" if halves else f"{device} has"
+            raise InvalidArgument(f"timing is {timing}, but {what} {' and '.join(possible)}")
+    chosen = [each for each in possible if timings is None or each in timings]
     series: list[Series] = []
     notes: dict[str, None] = {}
     for shape in shapes:
-        found, said = contestants(device, num_ranks, shape, names() if wanted is None else wanted, num_sms)
+        who = names() if wanted is None else wanted
+        found, said = contestants(device, num_ranks, shape, who, num_sms, chosen, halves)
         notes |= dict.fromkeys(said)
-        series += [Series(shape, each, who) for each in OPERATIONS for who in found if who.can(each)]
+        series += [Series(shape, each, who, beside_us) for each in OPERATIONS for who in found if who.can(each)]
     if not series:
         raise BackendUnavailable(f"nothing to measure: {'; '.join(notes)}")
     kept = [each for each in series if not only or any(part in each.name(num_ranks) for part in only)]

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from tokenloom.bench.comm.cases import Operation
+from tokenloom.bench.common.rates import LINK_GBYTES_PER_S
 from tokenloom.plan import FP8_BLOCK, Plan
 
 SCALE_BYTES = 4
@@ -27,11 +28,18 @@ class Traffic:
 
     Attributes:
         physical_bytes: bytes that leave the busiest rank over a link, to other ranks.
+        value_bytes: those of them that are values of tokens, without scales, numbers, ids and weights.
         logical_bytes: bytes that the rank with most receives, its own rows included.
     """
 
     physical_bytes: int
+    value_bytes: int
     logical_bytes: int
+
+    @property
+    def floor_us(self) -> float:
+        """Least time that the values need on the links of an H200."""
+        return self.value_bytes / LINK_GBYTES_PER_S / 1e3
 
 
 def rows_between(plan: Plan, topk_ids: Sequence[torch.Tensor]) -> np.ndarray:
@@ -57,14 +65,21 @@ def moved(plan: Plan, rows: np.ndarray, operation: Operation) -> Traffic:
     Args:
         rows: from :func:`rows_between`.
     """
-    sent = np.zeros((plan.num_ranks, plan.num_ranks), dtype=np.int64)  # bytes from rank to rank
+    values = np.zeros((plan.num_ranks, plan.num_ranks), dtype=np.int64)  # bytes from rank to rank
+    sent = np.zeros_like(values)
     if "dispatch" in operation.name:
-        row_bytes = plan.hidden * PAYLOAD_BYTES[operation.payload]
-        row_bytes += TOKEN_BYTES + plan.top_k * (ID_BYTES + WEIGHT_BYTES)
+        value_bytes = plan.hidden * PAYLOAD_BYTES[operation.payload]
+        row_bytes = value_bytes + TOKEN_BYTES + plan.top_k * (ID_BYTES + WEIGHT_BYTES)
         if operation.payload != "bf16":
             row_bytes += plan.hidden // FP8_BLOCK * SCALE_BYTES
+        values += rows * value_bytes
         sent += rows * row_bytes
     if "combine" in operation.name:
-        sent += rows.T * (plan.hidden * COMBINED_BYTES)
-    to_others = sent.sum(1) - sent.diagonal()
-    return Traffic(int(to_others.max()), int(sent.sum(0).max()))
+        value_bytes = plan.hidden * COMBINED_BYTES
+        values += rows.T * value_bytes
+        sent += rows.T * value_bytes
+    return Traffic(_leaving_the_busiest(sent), _leaving_the_busiest(values), int(sent.sum(0).max()))
+
+
+def _leaving_the_busiest(sent: np.ndarray) -> int:
+    return int((sent.sum(1) - sent.diagonal()).max())

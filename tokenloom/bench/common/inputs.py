@@ -13,6 +13,9 @@ from tokenloom.ops.quant import quantize_fp8
 from tokenloom.plan import FP8_BLOCK
 from tokenloom.runtime.processes import RankContext
 
+SLOT_STEP = 128
+"""Rows of a tile of a grouped GEMM."""
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -25,6 +28,8 @@ class Inputs:
         ids: int32 [T, K], uniform routing. int32, because dispatch hands it out without a conversion.
         weights: float32 [T, K].
         expert_rows: most rows that any rank receives in layout "expert", without padding.
+        slot_rows: places for each expert in layout "slots": the most routes of any expert, up to a multiple of 128,
+            but never more than there are tokens.
     """
 
     shape: Shape
@@ -33,6 +38,7 @@ class Inputs:
     ids: torch.Tensor
     weights: torch.Tensor
     expert_rows: int
+    slot_rows: int
 
 
 def make_inputs(context: RankContext, shape: Shape) -> Inputs:
@@ -42,16 +48,17 @@ def make_inputs(context: RankContext, shape: Shape) -> Inputs:
     x = torch.randn(shape.num_tokens, shape.hidden, **drawn).bfloat16().to(context.device)
     weights = torch.rand(shape.num_tokens, shape.top_k, **drawn).to(context.device)
     ids = shape.topk_ids(context.rank).to(context.device)
-    experts_per_rank = shape.plan(context.num_ranks).experts_per_rank
-    rows = torch.bincount(ids.flatten() // experts_per_rank, minlength=context.num_ranks)
-    dist.all_reduce(rows, group=context.group)
+    routes = torch.bincount(ids.flatten(), minlength=shape.num_experts)
+    dist.all_reduce(routes, group=context.group)
+    most_routes = int(routes.max())
     return Inputs(
         shape=shape,
         x=x,
         fp8=None if shape.hidden % FP8_BLOCK else quantize_fp8(x),
         ids=ids.to(torch.int32),
         weights=weights,
-        expert_rows=int(rows.max()),
+        expert_rows=int(routes.view(context.num_ranks, -1).sum(1).max()),
+        slot_rows=min(-(-most_routes // SLOT_STEP) * SLOT_STEP, context.num_ranks * shape.num_tokens),
     )
 
 

@@ -51,6 +51,22 @@ def comm(
         Optional[str],  # noqa: UP045
         typer.Option(help="Only rows with this in their name, such as dispatch/nvlink; several with commas between."),
     ] = None,
+    timing: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            help="Clocks, with commas between: events (around one call), graph (a replayed CUDA graph), eager (pairs "
+            "of dispatch and combine by the host's clock, and the host's time in each), or on the CPU wall and eager. "
+            "Default: all that the device has."
+        ),
+    ] = None,
+    halves: Annotated[
+        bool,
+        typer.Option("--halves", help="Measure send, a GEMM, and receive, instead of calls of one piece."),
+    ] = False,
+    beside_us: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(min=1, help="Length of the GEMM of --halves, about, in microseconds. Default: 100."),
+    ] = None,
     iterations: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(min=1, help="Samples of each row. Default: 20 on the CPU, 100 on GPUs."),
@@ -69,6 +85,9 @@ def comm(
         return
     names = case or []
     contestants = series.names() if backends is None else backends.split(",")
+    timings = None if timing is None else timing.split(",")
+    if beside_us is not None and not halves:
+        raise typer.BadParameter("the GEMM runs between halves; give --halves too", param_hint="--beside-us")
     require_known("--case", names, [each.name for each in cases.CASES])
     require_known("--backends", contestants, series.names())
     require_writable("--plot", plot_file, ".png")
@@ -77,7 +96,10 @@ def comm(
     num_ranks, where = pick_ranks(ranks, device, least=1)
     shapes = cases.shapes_for(names, where, counts, hidden=hidden, num_experts=num_experts, top_k=top_k)
     parts = [] if only is None else only.split(",")
-    planned, notes = series.plan_series(shapes, num_ranks, where, contestants, sms or [registry.DEFAULT_SMS], parts)
+    beside = (beside_us or series.BESIDE_US) if halves else None
+    planned, notes = series.plan_series(
+        shapes, num_ranks, where, contestants, sms or [registry.DEFAULT_SMS], parts, timings, beside
+    )
     run.run_comm(
         console(),
         num_ranks,
