@@ -96,6 +96,58 @@ def test_example_layout_rank() -> None:
         assert routed.num_rows == 3
 
 
+def test_example_layout_slots() -> None:
+    """Fixed places for each expert, filled in the order of layout expert; the third stays empty."""
+    for rank, routed in enumerate(EXAMPLE.problem.dispatched("slots", capacity=3)):
+        first, second = EXAMPLE.expert_rows[rank][:2], EXAMPLE.expert_rows[rank][2:]
+        assert routed.tokens.shape == (2, 3, 2)
+        assert routed.tokens[:, :2].tolist() == [first, second]
+        assert routed.expert_counts == EXAMPLE.expert_counts[rank]
+        assert [[list(each) for each in row] for row in routed.slot_ranges or []] == EXAMPLE.slot_ranges[rank]
+        assert routed.source_counts == EXAMPLE.source_counts[rank]
+        assert (routed.num_rows, routed.padding) == (4, [2, 5])
+        assert routed.expert_offsets is routed.topk_ids is routed.topk_weights is None
+    by_default = EXAMPLE.problem.dispatched("slots")[0]
+    assert by_default.tokens.shape == (2, 6, 2), "all tokens of all ranks"
+
+
+def test_example_slots_that_do_not_do() -> None:
+    """One place for each expert: the second route goes, whatever its source, and NaN comes home for its token."""
+    problem = EXAMPLE.problem
+    routed = problem.dispatched("slots", capacity=1)
+    assert [each.expert_counts for each in routed] == [[1, 1], [1, 1]]
+    assert [each.num_rows for each in routed] == [2, 2]
+    assert [each.slot_ranges for each in routed] == [[[(0, 1), (1, 0)], [(0, 1), (1, 0)]]] * 2
+    assert routed[0].rows == {(0, 0, 1): 0, (0, 1, 0): 1}
+    assert [each.source_counts for each in routed] == EXAMPLE.source_counts
+    ys = [torch.tensor([[[10.0, 1.0]], [[30.0, 3.0]]]), torch.tensor([[[50.0, 5.0]], [[70.0, 7.0]]])]
+    outs = reference.combine(problem.plan, ys, routed, problem.topk_ids, problem.topk_weights)
+    assert outs[0][0].tolist() == [37.5, 3.75]
+    assert outs[0][1].isnan().all()
+    assert outs[0][2].tolist() == [200, 20]
+    assert outs[1].isnan().all()
+
+
+def test_layouts_of_scales() -> None:
+    """Columns: a block's scales of all places side by side. Packed: exponents, the first block in the lowest byte."""
+    plan, hidden = Plan(1, 2, 640, 1, 2), 640
+    xs, ids = [torch.zeros(2, hidden, dtype=torch.uint8).view(torch.float8_e4m3fn)], [torch.tensor([[1], [1]])]
+    scales = [torch.tensor([[0.5, 1.0, 2.0, 4.0, 8.0], [2.0**-126, 2.0**127, 1.0, 1.0, 0.25]])]
+
+    def laid_out(scale_layout: str) -> torch.Tensor:
+        found = reference.dispatch(plan, xs, ids, None, "slots", scales=scales, scale_layout=scale_layout)[0].scales
+        assert found is not None
+        return found
+
+    rows, columns, packed = (laid_out(each) for each in ("rows", "columns", "packed"))
+    assert rows[1].tolist() == scales[0].tolist()
+    assert (rows.stride(), columns.stride(), packed.stride()) == ((10, 5, 1), (10, 1, 2), (4, 1, 2))
+    assert torch.equal(rows, columns)
+    assert packed.shape == (2, 2, 2)
+    assert packed[1, 0].tolist() == [126 | 127 << 8 | 128 << 16 | (129 << 24) - 2**32, 130]
+    assert packed[1, 1].tolist() == [1 | 254 << 8 | 127 << 16 | 127 << 24, 125]
+
+
 @pytest.mark.parametrize("mode", ["per_rank", "per_route"])
 def test_example_combine(mode: str) -> None:
     """Weighted and plain sums; the token with a NaN weight on its -1 is not touched by it."""

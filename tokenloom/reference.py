@@ -6,8 +6,10 @@ fast, and shares no ordering or arithmetic with them. Lists have one entry per r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
@@ -17,7 +19,7 @@ from tokenloom.plan import FP8_BLOCK, Plan, align_up
 __all__ = ["Routed", "combine", "dispatch", "moe", "quantize_fp8"]
 
 Key = tuple[int, int] | tuple[int, int, int]
-"""(source rank, token), or (source rank, token, k) in layout "expert", that a row belongs to."""
+"""(source rank, token), or (source rank, token, k) in layouts "expert" and "slots", that a row belongs to."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Routed:
         topk_weights: as in ``tokenloom.Routed``.
         expert_offsets: list [L + 1] in layout "expert", else None.
         expert_counts: list [L].
+        slot_ranges: list [L] of lists [W] of (first place, number of places) in layout "slots", else None.
         source_counts: list [W].
         num_rows: rows in use.
         rows: place of each (source rank, token), or (source rank, token, k), that has one. Rows that a bounded
@@ -44,6 +47,7 @@ class Routed:
     topk_weights: torch.Tensor | None
     expert_offsets: list[int] | None
     expert_counts: list[int]
+    slot_ranges: list[list[tuple[int, int]]] | None
     source_counts: list[int]
     num_rows: int
     rows: dict[Key, int]
@@ -63,6 +67,7 @@ def dispatch(
     bounded: bool = False,
     to_fp8: bool = False,
     power_of_two_scales: bool = False,
+    scale_layout: str = "rows",
 ) -> list[Routed]:
     """Dispatch the tokens of all ranks.
 
@@ -75,9 +80,11 @@ def dispatch(
         alignment: as in ``Communicator.dispatch``.
         scales: float32 [T, H / 128] of each rank for FP8, else None.
         capacity: as in ``Communicator.dispatch``.
-        bounded: give outputs ``capacity`` rows and drop what does not fit. Layout "rank" always has its fixed places.
+        bounded: give outputs ``capacity`` rows and drop what does not fit. Layouts "rank" and "slots" always have
+            their fixed places.
         to_fp8: as in ``Communicator.dispatch``.
         power_of_two_scales: as in ``Communicator.dispatch``.
+        scale_layout: as in ``Communicator.dispatch``.
 
     Returns:
         Result of each rank.
@@ -90,14 +97,17 @@ def dispatch(
         xs, scales = [q for q, _ in quantised], [each for _, each in quantised]
     ids = [rank_ids.tolist() for rank_ids in topk_ids]
     all_keys = [_keys_in_order(plan, ids, rank, layout) for rank in range(plan.num_ranks)]
-    all_rows = [_places(plan, ids, rank, keys, layout, alignment) for rank, keys in enumerate(all_keys)]
+    slots = plan.default_slots if capacity is None else capacity
+    all_rows = [_places(plan, ids, rank, keys, layout, alignment, slots) for rank, keys in enumerate(all_keys)]
     needed = max(num_rows for _, num_rows in all_rows)
-    if capacity is not None and not bounded and needed > capacity:
+    if capacity is not None and not bounded and layout != "slots" and needed > capacity:
         raise CapacityOverflow(needed, capacity, sent=False)
     routed = []
     for rank, (rows, num_rows) in enumerate(all_rows):
         if layout == "rank":
             num_places = plan.num_ranks * plan.max_tokens_per_rank
+        elif layout == "slots":
+            num_places = plan.experts_per_rank * slots
         else:
             num_places = capacity if bounded and capacity is not None else num_rows
         kept = {key: place for key, place in rows.items() if place < num_places}
@@ -114,6 +124,7 @@ def dispatch(
                 kept,
                 min(num_rows, num_places),
                 num_places,
+                scale_layout,
             )
         )
     return routed
@@ -128,15 +139,18 @@ def _keys_in_order(plan: Plan, ids: list[list[list[int]]], rank: int, layout: st
         for k, expert in enumerate(experts)
         if expert >= 0 and expert // plan.experts_per_rank == rank
     ]
-    if layout == "expert":
+    if layout in ("expert", "slots"):
         return [(source, token, k) for _, source, token, k in sorted(routes)]
     return sorted({(source, token) for _, source, token, _ in routes})
 
 
 def _places(
-    plan: Plan, ids: list[list[list[int]]], rank: int, keys: list[Key], layout: str, alignment: int
+    plan: Plan, ids: list[list[list[int]]], rank: int, keys: list[Key], layout: str, alignment: int, slots: int
 ) -> tuple[dict[Key, int], int]:
-    """Find the place of every key, and the number of rows that the output needs."""
+    """Find the place of every key, and the number of rows that the output needs.
+
+    In layout "slots" keys beyond the ``slots`` of their expert have no place, and the number is that of the others.
+    """
     if layout == "token":
         return {key: place for place, key in enumerate(keys)}, len(keys)
     if layout == "rank":
@@ -149,9 +163,12 @@ def _places(
     places, start = {}, 0
     for expert in range(rank * plan.experts_per_rank, (rank + 1) * plan.experts_per_rank):
         group = [key for key in keys if ids[key[0]][key[1]][key[-1]] == expert]
+        if layout == "slots":
+            places |= {key: expert % plan.experts_per_rank * slots + i for i, key in enumerate(group) if i < slots}
+            continue
         places |= {key: start + i for i, key in enumerate(group)}
         start += align_up(len(group), alignment)
-    return places, start
+    return places, len(places) if layout == "slots" else start
 
 
 def _fill(
@@ -166,6 +183,7 @@ def _fill(
     rows: dict[Key, int],
     num_rows: int,
     num_places: int,
+    scale_layout: str,
 ) -> Routed:
     local = range(rank * plan.experts_per_rank, (rank + 1) * plan.experts_per_rank)
     tokens = torch.zeros(num_places, plan.hidden, dtype=torch.float32, device="cpu").to(xs[0].dtype)
@@ -185,18 +203,25 @@ def _fill(
                 out_ids[place, k] = expert - local.start
                 if out_weights is not None and topk_weights is not None:
                     out_weights[place, k] = topk_weights[source][token, k]
-    by_token = layout != "expert"
+    by_token = layout in ("token", "rank")
     expert_counts, offsets = _expert_counts(plan, ids, local, layout, alignment, num_places)
-    shape = (plan.num_ranks, plan.max_tokens_per_rank, -1) if layout == "rank" else (num_places, -1)
-    # In layout "expert" a received row counts for its source even if some of its routes were dropped.
+    shape = {
+        "rank": (plan.num_ranks, plan.max_tokens_per_rank),
+        "slots": (plan.experts_per_rank, num_places // plan.experts_per_rank),
+    }.get(layout, (num_places,))
+    # Where rows are routes, a received token counts for its source even if some of its routes were dropped.
     kept = list(rows) if by_token else _keys_in_order(plan, ids, rank, "token")
+    if out_scales is not None:
+        out_scales = out_scales.view(*shape, plan.hidden // FP8_BLOCK)
+        out_scales = _laid_out(out_scales, scale_layout) if layout == "slots" else out_scales
     return Routed(
-        tokens=tokens if layout != "rank" else tokens.view(plan.num_ranks, plan.max_tokens_per_rank, plan.hidden),
-        scales=None if out_scales is None else out_scales.view(*shape[:-1], plan.hidden // FP8_BLOCK),
-        topk_ids=out_ids.view(*shape[:-1], plan.top_k) if by_token else None,
-        topk_weights=out_weights.view(*shape[:-1], plan.top_k) if by_token and out_weights is not None else None,
-        expert_offsets=offsets if not by_token else None,
+        tokens=tokens.view(*shape, plan.hidden),
+        scales=out_scales,
+        topk_ids=out_ids.view(*shape, plan.top_k) if by_token else None,
+        topk_weights=out_weights.view(*shape, plan.top_k) if by_token and out_weights is not None else None,
+        expert_offsets=offsets if layout == "expert" else None,
         expert_counts=expert_counts,
+        slot_ranges=_slot_ranges(plan, ids, local, num_places) if layout == "slots" else None,
         source_counts=[sum(key[0] == source for key in kept) for source in range(plan.num_ranks)],
         num_rows=num_rows,
         rows=rows,
@@ -207,9 +232,11 @@ def _fill(
 def _expert_counts(
     plan: Plan, ids: list[list[list[int]]], local: range, layout: str, alignment: int, num_places: int
 ) -> tuple[list[int], list[int]]:
-    """Count the routes of each local expert and find padded starts. In layout "expert" both fit the output."""
+    """Count the routes of each local expert and find padded starts. In layouts of routes they fit the output."""
     flat = [expert for tokens in ids for experts in tokens for expert in experts]
     counts = [flat.count(expert) for expert in local]
+    if layout == "slots":
+        return [min(count, num_places // len(local)) for count in counts], []
     if layout != "expert":
         return counts, []
     starts = [0]
@@ -217,6 +244,44 @@ def _expert_counts(
         starts.append(starts[-1] + align_up(count, alignment))
     offsets = [min(start, num_places) for start in starts]
     return [min(count, offsets[e + 1] - offsets[e]) for e, count in enumerate(counts)], offsets
+
+
+def _slot_ranges(plan: Plan, ids: list[list[list[int]]], local: range, num_places: int) -> list[list[tuple[int, int]]]:
+    """Find which places of each local expert each source fills, as (first place, number)."""
+    slots = num_places // plan.experts_per_rank
+    ranges = []
+    for expert in local:
+        # For each place, taken or dropped, the source that it belongs to.
+        sources = [s for s, tokens in enumerate(ids) for experts in tokens for each in experts if each == expert]
+        taken = sources[:slots]
+        firsts = [min(slots, sum(source < rank for source in sources)) for rank in range(plan.num_ranks)]
+        ranges.append([(first, taken.count(rank)) for rank, first in enumerate(firsts)])
+    return ranges
+
+
+def _laid_out(scales: torch.Tensor, scale_layout: str) -> torch.Tensor:
+    """Give scales [L, S, n] the layout that ``Communicator.dispatch`` describes."""
+    local, slots, blocks = scales.shape
+    if scale_layout == "rows":
+        return scales
+    if scale_layout == "columns":
+        out = torch.empty(local * blocks * slots, dtype=torch.float32, device="cpu")
+        out = out.as_strided((local, slots, blocks), (slots * blocks, 1, slots))
+        out.copy_(scales)
+        return out
+    words = -(-blocks // 4)
+    packed = torch.zeros(local * words * slots, dtype=torch.int64, device="cpu")
+    packed = packed.as_strided((local, slots, words), (slots * words, 1, slots))
+    for expert, slot, block in product(range(local), range(slots), range(blocks)):
+        scale = scales[expert, slot, block].item()
+        if scale:
+            mantissa, exponent = math.frexp(scale)  # the mantissa of a power of two is a half
+            assert mantissa == 0.5, "only powers of two can be packed"
+            packed[expert, slot, block // 4] += (exponent - 1 + 127) << (8 * (block % 4))
+    out = torch.zeros(local * words * slots, dtype=torch.int32, device="cpu")
+    out = out.as_strided(packed.shape, packed.stride())
+    out.copy_(torch.where(packed < 2**31, packed, packed - 2**32))
+    return out
 
 
 def _copy_row(out: torch.Tensor, place: int, rows: torch.Tensor, row: int) -> None:

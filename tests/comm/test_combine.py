@@ -27,6 +27,7 @@ from tests.support.cases import (
 )
 from tests.support.wire import count_wire
 from tokenloom import reference
+from tokenloom.plan import ROUTE_LAYOUTS
 from tokenloom.runtime.processes import RankContext
 
 Dtypes = tuple[torch.dtype, torch.dtype | None, torch.dtype | None]
@@ -40,7 +41,7 @@ Dtypes = tuple[torch.dtype, torch.dtype | None, torch.dtype | None]
 @pytest.mark.parametrize("case", case_params())
 def test_combine(ranks: Ranks, backend: str, case: Case) -> None:
     """Every case in every layout and mode, with the dtypes that layers use."""
-    layouts = [("token", 1), ("rank", 1), ("expert", 1), ("expert", 4)]
+    layouts = [("token", 1), ("rank", 1), ("expert", 1), ("expert", 4), ("slots", 1)]
     ranks.run(check_case, backend, case, layouts, [(BF16, None, None), (FP32, BF16, FP32)])
 
 
@@ -64,7 +65,9 @@ def check_case(
     problem = make_problem(case, context.num_ranks)
     comm = make_comm(context, backend, problem.plan)
     for layout, alignment in layouts:
-        options = {"layout": layout, "alignment": alignment}
+        options: dict[str, Any] = {"layout": layout, "alignment": alignment}
+        if layout == "slots":
+            options["capacity"] = problem.rows_needed("slots") + 1
         routed = comm.dispatch(*problem.arguments(context), **options)
         want = problem.dispatched(**options)
         for each in dtypes:
@@ -89,7 +92,7 @@ def check_combine(
     y = ys[context.rank].to(context.device)
     # The reference of this rank's tokens alone: the others' are compared on their own ranks.
     own_ids = [ids if rank == context.rank else ids[:0] for rank, ids in enumerate(problem.topk_ids)]
-    expert = routed.layout == "expert"
+    expert = routed.layout in ROUTE_LAYOUTS
     for mode in ("per_rank", "per_route") if expert else ("per_rank",):
         for weighted in (None, True, False) if expert else (None,):
             if weighted is not False and expert and problem.topk_weights is None:

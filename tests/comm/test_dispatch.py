@@ -33,9 +33,10 @@ from tests.support.cases import (
 from tests.support.wire import count_wire
 from tokenloom import reference
 from tokenloom.comm import autograd
+from tokenloom.plan import ROUTE_LAYOUTS
 from tokenloom.runtime.processes import RankContext
 
-LAYOUTS = ("token", "rank", "expert")
+LAYOUTS = ("token", "rank", "expert", "slots")
 ALIGNMENTS = (1, 4, 128)
 
 # -- against the reference --------------------------------------------------------------------------------------
@@ -59,6 +60,9 @@ def check_case(context: RankContext, backend: str, case: Case) -> None:
 
 
 def check_layout(context: RankContext, comm: tl.Communicator, problem: Problem, layout: str, alignment: int) -> None:
+    if layout == "slots":
+        check_slots(context, comm, problem)
+        return
     x, ids, weights = problem.arguments(context)
     options: dict[str, Any] = {"layout": layout, "alignment": alignment}
     exact = comm.dispatch(x, ids, weights, **options)
@@ -79,6 +83,19 @@ def check_layout(context: RankContext, comm: tl.Communicator, problem: Problem, 
     if layout == "token":
         bounded = comm.dispatch(x, ids, weights, **options, sizes="bounded")
         assert len(bounded.tokens) == problem.plan.worst_case_rows("token"), "the default is the worst case"
+
+
+def check_slots(context: RankContext, comm: tl.Communicator, problem: Problem) -> None:
+    """As many places as needed, some more, and the default number, which repeated experts may exceed."""
+    needed = problem.rows_needed("slots")
+    for capacity in (needed, needed + 5, None):
+        if capacity is None and needed > problem.plan.default_slots:
+            continue
+        for scale_layout in ("rows", "columns") if problem.scales is not None else ("rows",):
+            options: dict[str, Any] = {"layout": "slots", "capacity": capacity, "scale_layout": scale_layout}
+            routed = comm.dispatch(*problem.arguments(context), **options)
+            same_routed(routed, problem.dispatched(**options)[context.rank], problem.plan)
+            assert routed.topk_ids is None
 
 
 @pytest.mark.parametrize("backend", ["collective"])  # rows of two values are too short for others
@@ -112,10 +129,15 @@ def check_example(context: RankContext, backend: str) -> None:
     by_rank = comm.dispatch(x, ids, weights, layout="rank")
     for source, rows in enumerate(EXAMPLE.rank_rows[rank]):
         same(by_rank.tokens[source, : len(rows)], rows, FP32, "rows by rank")
+    slots = comm.dispatch(x, ids, weights, layout="slots", capacity=2)  # as the rows by expert, which have no gap
+    same(slots.tokens, [EXAMPLE.expert_rows[rank][:2], EXAMPLE.expert_rows[rank][2:]], FP32, "slots")
+    same(slots.slot_ranges, EXAMPLE.slot_ranges[rank], torch.int32, "slot_ranges")
+    same(slots.expert_counts, EXAMPLE.expert_counts[rank], torch.int32, "expert_counts of slots")
     y = torch.tensor(EXAMPLE.y[rank], dtype=FP32, device=device)
     for mode in ("per_rank", "per_route"):
         same(comm.combine(y, expert, mode=mode), EXAMPLE.weighted[rank], FP32, mode)
         same(comm.combine(y, expert, mode=mode, weighted=False), EXAMPLE.unweighted[rank], FP32, f"{mode}, plain")
+        same(comm.combine(y.view(2, 2, 2), slots, mode=mode), EXAMPLE.weighted[rank], FP32, f"{mode}, slots")
 
 
 # -- quantised on the way ---------------------------------------------------------------------------------------
@@ -175,6 +197,12 @@ def check_to_fp8(context: RankContext, backend: str, case: Case, power_of_two: b
         if capacity is not None:
             want = problem.dispatched(**options, **quantising, capacity=capacity, bounded=True)
         same_routed(bounded, want[context.rank], problem.plan, bounded=True)
+    slots = {"layout": "slots", "capacity": problem.rows_needed("slots") + 1}
+    for scale_layout in ("rows", "columns", "packed") if power_of_two else ("rows", "columns"):
+        options = slots | {"scale_layout": scale_layout}
+        want = problem.dispatched(**options, **quantising)
+        same_routed(comm.dispatch(x, ids, weights, **options, **quantising), want[context.rank], problem.plan)
+        same_routed(comm.dispatch(pair, ids, weights, **options), want[context.rank], problem.plan)
     same_bytes(x, problem.xs[context.rank], "x, which is not to be changed")
     routed = comm.dispatch(x, ids, weights, layout="token")  # quantising is of one call
     same_routed(routed, problem.dispatched("token")[context.rank], problem.plan)
@@ -310,7 +338,7 @@ def check_async(context: RankContext, backend: str, layout: str) -> None:
     comm = make_comm(context, backend, problem.plan)
     want = problem.dispatched(layout)
     y = expert_rows(problem, want, FP32)[context.rank].to(context.device)
-    weights = problem.topk_weights if layout == "expert" else None
+    weights = problem.topk_weights if layout in ROUTE_LAYOUTS else None
     outs = reference.combine(
         problem.plan, expert_rows(problem, want, FP32), want, problem.topk_ids, weights, out_dtype=torch.bfloat16
     )
@@ -353,7 +381,8 @@ def check_wire(context: RankContext, layout: str) -> None:
         problem = make_problem(case, context.num_ranks)
         comm = make_comm(context, "collective", problem.plan)
         with count_wire() as wire:
-            comm.dispatch(*problem.arguments(context), layout=layout, alignment=8 if layout == "expert" else 1)
+            options = {"expert": {"alignment": 8}, "slots": {"capacity": problem.rows_needed("slots")}}.get(layout, {})
+            comm.dispatch(*problem.arguments(context), layout=layout, **options)
         num_rows = rows_sent(problem, context.rank)
         assert wire.all_to_all == [num_rows * (4 + 6 * 8), num_rows * hidden * 4]  # token, ids and weights; row
         others.append(wire.others)
@@ -387,6 +416,7 @@ OVERFLOWS = [
     pytest.param("expert", 1, id="expert"),
     pytest.param("expert", 4, id="expert4"),
 ]
+BOUNDED_OVERFLOWS = [*OVERFLOWS, pytest.param("slots", 1, id="slots")]
 overflowing = Case("overflow", "", tokens=(7, 4, 0, 5), top_k=3, pick="repeats", unused=0.1, experts_per_rank=2)
 
 
@@ -413,7 +443,7 @@ def check_exact_overflow(context: RankContext, backend: str, layout: str, alignm
 
 
 @each_backend
-@pytest.mark.parametrize(("layout", "alignment"), OVERFLOWS)
+@pytest.mark.parametrize(("layout", "alignment"), BOUNDED_OVERFLOWS)
 def test_bounded_overflow(ranks: Ranks, backend: str, layout: str, alignment: int) -> None:
     """What fits is right, what does not is NaN, and every rank raises once, at whatever it calls next."""
     ranks.run(check_bounded_overflow, backend, layout, alignment)
@@ -433,7 +463,7 @@ def check_bounded_overflow(context: RankContext, backend: str, layout: str, alig
         assert (overflow.value.needed, overflow.value.capacity) == (needed, capacity)
         comm.check()  # once is enough
         same_routed(routed, want[context.rank], problem.plan, bounded=True)
-        assert len(routed.tokens) == capacity
+        assert routed.tokens.shape[-2] == capacity
         check_bounded_combine(context, comm, problem, routed, want)
 
 
@@ -441,7 +471,7 @@ def check_bounded_combine(
     context: RankContext, comm: tl.Communicator, problem: Problem, routed: tl.Routed, want: list[reference.Routed]
 ) -> None:
     ys = expert_rows(problem, want, FP32)
-    expert = routed.layout == "expert"
+    expert = routed.layout in ROUTE_LAYOUTS
     for mode in ("per_rank", "per_route") if expert else ("per_rank",):
         weights = problem.topk_weights if expert else None
         outs = reference.combine(problem.plan, ys, want, problem.topk_ids, weights, mode=mode)

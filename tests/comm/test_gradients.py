@@ -29,11 +29,12 @@ from tests.support.cases import (
     same_bits,
 )
 from tokenloom import reference
+from tokenloom.plan import ROUTE_LAYOUTS
 from tokenloom.runtime.processes import RankContext
 
 pytestmark = pytest.mark.slow_on(4)
 
-LAYOUTS = ("token", "rank", "expert")
+LAYOUTS = ("token", "rank", "expert", "slots")
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 # -- bit for bit: the gradient of each is the other -------------------------------------------------------------
@@ -54,8 +55,10 @@ def test_backward_is_the_other_operation(ranks: Ranks, backend: str, case: Case)
 def check_exact(context: RankContext, backend: str, case: Case) -> None:
     problem = make_problem(case, context.num_ranks)
     comm = make_comm(context, backend, problem.plan)
-    for layout, alignment in (("token", 1), ("rank", 1), ("expert", 1), ("expert", 4)):
-        options = {"layout": layout, "alignment": alignment}
+    for layout, alignment in (("token", 1), ("rank", 1), ("expert", 1), ("expert", 4), ("slots", 1)):
+        options: dict[str, Any] = {"layout": layout, "alignment": alignment}
+        if layout == "slots":
+            options["capacity"] = problem.rows_needed("slots") + 1
         want = problem.dispatched(**options)
         x, ids, weights = problem.arguments(context)
         assert isinstance(x, torch.Tensor)
@@ -85,7 +88,7 @@ def check_exact_combine(
     for key, place in want[rank].rows.items():
         source, token = key[:2]
         g = gs[source][token].to(compute)
-        if routed.layout == "expert":
+        if routed.layout in ROUTE_LAYOUTS:
             assert problem.topk_weights is not None
             g = g * problem.topk_weights[source][token, key[-1]].to(compute)
         want_grad.view(-1, y.shape[-1])[place] = g.to(y_dtype)
@@ -212,6 +215,11 @@ def distributed(
         # Beyond num_rows, and in padding rows, whatever the experts make of them must not matter.
         parts.append(routed.tokens[ends[-1] :] * torch.nan)
         return comm.combine(torch.cat(parts), routed, mode=mode)
+    if layout == "slots":
+        beyond = torch.arange(routed.tokens.shape[1], device=x.device) >= routed.expert_counts[:, None]
+        tokens = routed.tokens.masked_fill(beyond[..., None], 0)  # whatever lies there
+        applied = torch.tanh(torch.einsum("lsh,lih->lsi", tokens, matrices))
+        return comm.combine(applied.masked_fill(beyond[..., None], torch.nan), routed, mode=mode)
     assert routed.topk_ids is not None
     assert routed.topk_weights is not None
     used = torch.arange(comm.plan.max_tokens_per_rank, device=x.device) < routed.source_counts[:, None]
@@ -246,6 +254,8 @@ VARIANTS: list[Any] = [
     pytest.param("expert", {"alignment": 4}, id="expert4"),
     pytest.param("expert", {"alignment": 4, "sizes": "bounded", "capacity": 300}, id="expert4-bounded"),
     pytest.param("expert", {"mode": "per_route"}, id="per_route"),
+    pytest.param("slots", {}, id="slots"),
+    pytest.param("slots", {"mode": "per_route", "capacity": 70}, id="slots per_route"),
 ]
 
 
@@ -345,11 +355,11 @@ def check_strides(context: RankContext, backend: str, layout: str) -> None:
             routed = comm.dispatch(x, ids, layout=layout)
             flat = routed.tokens.flatten(0, -2)
             places = sorted(network.problem.dispatched(layout)[context.rank].rows.values())
-            (flat.sum() if layout != "rank" and step == 1 else flat[places].t()[::step].sum()).backward()
+            (flat.sum() if layout in ("token", "expert") and step == 1 else flat[places].t()[::step].sum()).backward()
             rank_of = ids // network.problem.plan.experts_per_rank
             count = (
                 (ids >= 0).sum(1)
-                if layout == "expert"
+                if layout in ROUTE_LAYOUTS
                 else torch.tensor(
                     [len({r for r in row if r >= 0}) for row in torch.where(ids >= 0, rank_of, -1).tolist()],
                     device=x.device,
@@ -426,7 +436,7 @@ def check_checkpoint(context: RankContext, backend: str, layout: str, use_reentr
 
 @each_backend
 def test_layers_share_a_communicator(ranks: Ranks, backend: str) -> None:
-    """Three layers of different layouts, forward all before any backward."""
+    """A layer of each layout, forward all before any backward."""
     ranks.run(check_layers, backend)
 
 
@@ -439,7 +449,7 @@ def check_layers(context: RankContext, backend: str) -> None:
             x = distributed(comm, x, ids, w, m, layout)
         return x
 
-    check_network(context, network, deep, depth=3)
+    check_network(context, network, deep, depth=len(LAYOUTS))
 
 
 @each_backend

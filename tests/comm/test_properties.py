@@ -28,6 +28,7 @@ from tests.support.cases import (
     same_routed,
 )
 from tokenloom import reference
+from tokenloom.plan import ROUTE_LAYOUTS
 from tokenloom.runtime.processes import RankContext
 
 pytestmark = pytest.mark.slow_on(4)
@@ -50,7 +51,7 @@ class Trip:
 
 @st.composite
 def trips(draw: st.DrawFn) -> Trip:
-    layout = draw(st.sampled_from(["expert", "expert", "token", "rank"]))
+    layout = draw(st.sampled_from(["expert", "expert", "slots", "token", "rank"]))
     dtype = draw(st.sampled_from([BF16, FP16, FP32, FP64, FP8]))
     weights = draw(st.sampled_from(["given", "nan where unused", "absent"]))
     case = Case(
@@ -69,15 +70,15 @@ def trips(draw: st.DrawFn) -> Trip:
         offset=0 if dtype == FP8 else draw(st.integers(0, 3)),
         seed=draw(st.integers(0, 2**16)),
     )
-    expert = layout == "expert"
+    expert, by_route = layout == "expert", layout in ROUTE_LAYOUTS
     y_dtype = draw(st.sampled_from([BF16, FP16, FP32, FP64]))
     narrower = [None, BF16, FP16, FP32] + ([FP64] if y_dtype == FP64 else [])
     combine = {
-        "mode": draw(st.sampled_from(["per_rank", "per_route"])) if expert else "per_rank",
+        "mode": draw(st.sampled_from(["per_rank", "per_route"])) if by_route else "per_rank",
         "wire_dtype": draw(st.sampled_from(narrower)),
         "out_dtype": draw(st.sampled_from(narrower)),
     }
-    if expert:
+    if by_route:
         combine["weighted"] = weights != "absent" and draw(st.booleans())
     return Trip(
         case=case,
@@ -109,14 +110,17 @@ def check_trip(context: RankContext, backend: str, trip: Trip) -> None:
     needed = problem.rows_needed(**trip.dispatch)
     if trip.bounded_room is not None and options["layout"] != "rank":
         options["capacity"] = max(1, needed + trip.bounded_room)
-    routed = comm.dispatch(*problem.arguments(context), **options, sizes="bounded" if bounded else "exact")
+    if bounded or options["layout"] == "slots":
+        options["sizes"] = "bounded"
+    routed = comm.dispatch(*problem.arguments(context), **options)
+    options.pop("sizes", None)
     want = problem.dispatched(**options, bounded=bounded)
     try:
         comm.check()
         overflow = None
     except tl.CapacityOverflow as error:
         overflow = (error.needed, error.capacity)
-    capacity = options.get("capacity", needed)
+    capacity = options.get("capacity", problem.plan.default_slots if options["layout"] == "slots" else needed)
     assert overflow == ((needed, capacity) if needed > capacity else None)
     same_routed(routed, want[context.rank], problem.plan, bounded=bounded)
     check_way_back(context, comm, problem, trip, routed, want)
@@ -159,9 +163,12 @@ def check_transposed(context: RankContext, backend: str, trip: Trip) -> None:
 
     x = integers(problem.xs[context.rank]).requires_grad_()
     weights = integers(weights).requires_grad_()
-    routed = comm.dispatch(x, ids, weights, **trip.dispatch)
+    options = dict(trip.dispatch)
+    if options["layout"] == "slots":
+        options["capacity"] = problem.rows_needed("slots")
+    routed = comm.dispatch(x, ids, weights, **options)
     g = integers(routed.tokens)
-    g.flatten(0, -2)[problem.dispatched(**trip.dispatch)[context.rank].padding] = 0
+    g.flatten(0, -2)[problem.dispatched(**options)[context.rank].padding] = 0
     (routed.tokens * g).sum().backward(retain_graph=True)
     assert x.grad is not None
     assert_sums_equal(comm, inner(routed.tokens, g), inner(x, x.grad), "dispatch")
@@ -173,7 +180,7 @@ def check_transposed(context: RankContext, backend: str, trip: Trip) -> None:
     out.backward(g)
     assert y.grad is not None
     assert_sums_equal(comm, inner(out, g), inner(y, y.grad), "combine, rows")
-    if routed.layout == "expert":
+    if routed.layout in ROUTE_LAYOUTS:
         assert weights.grad is not None
         assert_sums_equal(comm, inner(out, g), inner(weights, weights.grad), "combine, weights")
 

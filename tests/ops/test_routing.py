@@ -74,6 +74,27 @@ def test_place_by_expert(alignment: int, positions: list[list[int]], offsets: li
     assert place.num_places == place.num_rows == offsets[-1]
 
 
+@pytest.mark.parametrize(
+    ("slots", "positions", "ranges", "dropped"),
+    [
+        pytest.param(3, [[-1, 0], [3, 4], [1, -1]], [[(0, 1), (1, 1)], [(0, 2), (2, 0)]], None, id="room"),
+        pytest.param(
+            1, [[-1, 0], [1, -1], [-1, -1]], [[(0, 1), (1, 0)], [(0, 1), (1, 0)]], [False, True, True], id="too few"
+        ),
+    ],
+)
+def test_place_in_slots(
+    slots: int, positions: list[list[int]], ranges: list[list[tuple[int, int]]], dropped: list[bool] | None
+) -> None:
+    """As layout expert, with expert 1 behind the slots of expert 0."""
+    place = routing.place_in_slots([2, 1], [[1, 2], [1, 0]], slots, RECEIVED_IDS)
+    assert place.positions.tolist() == positions
+    assert place.slot_ranges == ranges
+    assert (None if place.dropped is None else place.dropped.tolist()) == dropped
+    assert place.expert_counts == [min(2, slots)] * 2
+    assert (place.num_places, place.num_rows, place.offsets) == (2 * slots, 2 * min(2, slots), None)
+
+
 def test_empty_expert_has_no_rows() -> None:
     """Whatever the alignment."""
     place = routing.place_by_expert([1], [0, 1, 0], 4, torch.tensor([[1]], dtype=torch.int32))

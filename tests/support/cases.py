@@ -15,6 +15,7 @@ import torch
 import tokenloom as tl
 from tests.conftest import Ranks
 from tokenloom import reference
+from tokenloom.ops import routing
 from tokenloom.plan import Plan
 from tokenloom.runtime.processes import RankContext
 
@@ -147,7 +148,10 @@ class Problem:
         )
 
     def rows_needed(self, layout: str, alignment: int = 1) -> int:
-        """The capacity that just does."""
+        """The capacity that just does: of rows, or in layout "slots" of places for each expert."""
+        if layout == "slots":
+            ids = torch.cat([ids.flatten() for ids in self.topk_ids]).long()
+            return max(1, int(torch.bincount(ids[ids >= 0], minlength=1).max()))
         return max(routed.num_rows for routed in self.dispatched(layout, alignment=alignment))
 
 
@@ -304,13 +308,17 @@ def _text(tensor: torch.Tensor) -> str:
 
 
 def same_routed(got: tl.Routed, want: reference.Routed, plan: Plan, *, bounded: bool = False) -> None:
-    """Every field of a dispatch, bit for bit, wherever the semantics specify it."""
-    by_token = got.layout != "expert"
+    """Every field of a dispatch, bit for bit, wherever the semantics specify it.
+
+    Args:
+        bounded: sizes are, as they always are in layout "slots".
+    """
+    by_token, by_slot = got.layout in ("token", "rank"), got.layout == "slots"
 
     def counts(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32)
 
-    if bounded:
+    if bounded or by_slot:
         assert isinstance(got.num_rows, torch.Tensor), "num_rows is on the host with bounded sizes"
         same_bytes(got.num_rows, torch.tensor(want.num_rows, dtype=torch.int32), "num_rows")
     else:
@@ -318,25 +326,31 @@ def same_routed(got: tl.Routed, want: reference.Routed, plan: Plan, *, bounded: 
         assert got.num_rows == want.num_rows, f"num_rows is {got.num_rows}, expected {want.num_rows}"
     same_bytes(got.expert_counts, counts(want.expert_counts), "expert_counts")
     same_bytes(got.source_counts, counts(want.source_counts), "source_counts")
-    assert (got.expert_offsets is None) == by_token, "expert_offsets belong to layout expert"
+    assert (got.expert_offsets is None) == (got.layout != "expert"), "expert_offsets belong to layout expert"
     if got.expert_offsets is not None and want.expert_offsets is not None:
         same_bytes(got.expert_offsets, counts(want.expert_offsets), "expert_offsets")
+    assert (got.slot_ranges is None) == (not by_slot), "slot_ranges belong to layout slots"
+    if got.slot_ranges is not None:
+        same_bytes(got.slot_ranges, torch.tensor(want.slot_ranges, dtype=torch.int32), "slot_ranges")
     assert got.tokens.shape == want.tokens.shape, f"tokens {got.tokens.shape}, expected {want.tokens.shape}"
     assert got.tokens.is_contiguous()
     # With exact sizes and layouts token and expert that is everything: padding rows are zero.
-    specified = sorted(want.rows.values()) if got.layout == "rank" else list(range(want.num_rows))
+    fixed = by_slot or got.layout == "rank"
+    specified = sorted(want.rows.values()) if fixed else list(range(want.num_rows))
 
     def same_rows(got_rows: torch.Tensor | None, want_rows: torch.Tensor | None, what: str) -> None:
         assert (got_rows is None) == (want_rows is None), f"{what} is {got_rows}"
         if got_rows is None or want_rows is None:
             return
         assert got_rows.shape == want_rows.shape, f"{what} {got_rows.shape}, expected {want_rows.shape}"
-        got_flat, want_flat = got_rows.flatten(0, -2), want_rows.flatten(0, -2)
-        same_bytes(got_flat.cpu().view(torch.uint8)[specified], want_flat.view(torch.uint8)[specified], what)
+        got_flat, want_flat = (routing.packed(rows.flatten(0, -2).cpu()) for rows in (got_rows, want_rows))
+        same_bytes(got_flat.view(torch.uint8)[specified], want_flat.view(torch.uint8)[specified], what)
 
     same_rows(got.tokens, want.tokens, "tokens")
     same_rows(got.scales, want.scales, "scales")
-    assert got.scales is None or (got.scales.is_contiguous() and got.scales.dtype == FP32)
+    if got.scales is not None and want.scales is not None:
+        assert got.scales.dtype == want.scales.dtype
+        assert got.scales.stride() == want.scales.stride(), f"scales have strides {got.scales.stride()}"
     same_rows(got.topk_weights, want.topk_weights, "topk_weights")
     assert (got.topk_ids is None) == (not by_token)
     if got.topk_ids is not None and want.topk_ids is not None:
@@ -360,6 +374,7 @@ class Example:
     aligned_offsets: list[list[int]]
     rank_rows: list[list[list[list[float]]]]
     expert_counts: list[list[int]]
+    slot_ranges: list[list[list[list[int]]]]
     source_counts: list[list[int]]
     y: list[list[list[float]]]
     weighted: list[list[list[float]]]
@@ -394,6 +409,8 @@ EXAMPLE = Example(
     aligned_offsets=[[0, 4, 8], [0, 4, 8]],
     rank_rows=[[[[1, 2], [3, 4]], [[7, 8]]], [[[1, 2], [5, 6]], [[9, 10]]]],
     expert_counts=[[2, 2], [2, 2]],
+    # By expert and source, first place and number: expert 1 has both of its rows from rank 0.
+    slot_ranges=[[[[0, 1], [1, 1]], [[0, 2], [2, 0]]], [[[0, 1], [1, 1]], [[0, 1], [1, 1]]]],
     source_counts=[[2, 1], [2, 1]],
     y=[[[10, 1], [20, 2], [30, 3], [40, 4]], [[50, 5], [60, 6], [70, 7], [80, 8]]],
     # 0.25*[10,1] + 0.5*[70,7]; 1*[30,3] + 2*[40,4]; 4*[50,5]; 8*[20,2]; 0.125*[60,6] + 2*[80,8]

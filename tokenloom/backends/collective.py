@@ -21,6 +21,7 @@ from tokenloom.backends.base import (
     CombineOptions,
     DispatchInputs,
     DispatchOptions,
+    DispatchOut,
     RoutedCounts,
     Upcoming,
     Wait,
@@ -30,7 +31,8 @@ from tokenloom.backends.registration import Availability, Registration, Request
 from tokenloom.errors import CapacityOverflow, is_known_to_all
 from tokenloom.ops import routing
 from tokenloom.ops.quant import quantize_fp8
-from tokenloom.plan import Plan
+from tokenloom.ops.quant.scale_layouts import lay_out_scales
+from tokenloom.plan import ROUTE_LAYOUTS, Plan
 from tokenloom.runtime.rank_group import RankGroup
 
 T = TypeVar("T")
@@ -44,7 +46,7 @@ class Sizes:
         send: the rows that this rank sends.
         sent, received: (token, rank) rows to and from each rank.
         routes_sent, routes_received: routes to and from each rank.
-        expert_counts: routes of each local expert.
+        route_counts: routes from each rank to each local expert.
     """
 
     send: routing.SendMap
@@ -52,7 +54,7 @@ class Sizes:
     received: list[int]
     routes_sent: list[int]
     routes_received: list[int]
-    expert_counts: list[int]
+    route_counts: list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class CollectiveHandle:
     def counts(self) -> RoutedCounts:
         place = self.placement
 
-        def int32(values: int | list[int]) -> torch.Tensor:
+        def int32(values: int | list[int] | list[list[tuple[int, int]]]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int32, device=self.local_ids.device)
 
         return RoutedCounts(
@@ -99,6 +101,7 @@ class CollectiveHandle:
             source_counts=int32(place.source_counts),
             expert_counts=int32(place.expert_counts),
             expert_offsets=None if place.offsets is None else int32(place.offsets),
+            slot_ranges=None if place.slot_ranges is None else int32(place.slot_ranges),
         )
 
     @property
@@ -107,13 +110,18 @@ class CollectiveHandle:
 
     @property
     def topk_weights(self) -> torch.Tensor | None:
-        if self.weights is None or self.options.layout == "expert":
+        if self.weights is None or self.options.layout in ROUTE_LAYOUTS:
             return self.weights
         return self.place(self.weights)
 
     @property
     def scales(self) -> torch.Tensor | None:
-        return None if self.received_scales is None else self.place(self.received_scales)
+        if self.received_scales is None:
+            return None
+        scales = self.place(self.received_scales)
+        if self.options.layout != "slots":
+            return scales
+        return lay_out_scales(scales.unflatten(0, (-1, self.options.capacity)), self.options.scale_layout)
 
     def positions(self) -> torch.Tensor:
         return self.placement.positions
@@ -178,7 +186,10 @@ class CollectiveBackend:
                 handle = CollectiveHandle(
                     options, number, num_tokens, sizes, local_ids, weights, received_scales, placement, tokens
                 )
-                return handle, payload(handle)
+                arrived = payload(handle)
+                if inputs.out is not None:
+                    _fill(inputs.out, handle, arrived)
+                return handle, arrived
 
         return _Pending(finish)
 
@@ -186,7 +197,9 @@ class CollectiveBackend:
         """All ranks know all counts, so all of them raise, or remember the overflow, alike."""
         if options.capacity is None:
             return
-        if options.layout == "expert":
+        if options.layout == "slots":
+            needed = int(routes.sum(0).max())
+        elif options.layout == "expert":
             groups = -(-routes.sum(0) // options.alignment) * options.alignment
             needed = int(groups.reshape(self._plan.num_ranks, -1).sum(1).max())
         else:
@@ -205,11 +218,14 @@ class CollectiveBackend:
             received=rows[:, me].tolist(),
             routes_sent=by_rank[me].sum(1).tolist(),
             routes_received=by_rank[:, me].sum(1).tolist(),
-            expert_counts=by_rank[:, me].sum(0).tolist(),
+            route_counts=by_rank[:, me].tolist(),
         )
 
     def _place(self, options: DispatchOptions, sizes: Sizes, local_ids: torch.Tensor) -> routing.Placement:
-        received, counts = sizes.received, sizes.expert_counts
+        received, counts = sizes.received, [sum(each) for each in zip(*sizes.route_counts, strict=True)]
+        if options.layout == "slots":
+            assert options.capacity is not None, "its places are fixed"
+            return routing.place_in_slots(received, sizes.route_counts, options.capacity, local_ids)
         if options.layout == "token":
             placement = routing.place_by_token(received, counts, self._ranks.device)
         elif options.layout == "rank":
@@ -371,7 +387,7 @@ class CollectiveBackend:
         sizes = handle.sizes
 
         def send() -> Arrival:
-            if handle.options.layout == "expert":
+            if handle.options.layout in ROUTE_LAYOUTS:
                 values = grad.clone()  # the caller may change it before the transfer ends
             else:
                 place = handle.placement.positions[:, 0]
@@ -420,6 +436,15 @@ def _unfinished(ranks: RankGroup) -> Iterator[None]:
             ranks.abort(fault)
             fault.known_to_all = True  # type: ignore[attr-defined]  # no call can be opened to tell them
         raise
+
+
+def _fill(out: DispatchOut, handle: CollectiveHandle, rows: torch.Tensor) -> None:
+    """Write the results of a dispatch to the caller's tensors."""
+    counts = vars(handle.counts)
+    for name, tensor in vars(out).items():
+        if tensor is not None:
+            value = rows if name == "tokens" else counts[name] if name in counts else getattr(handle, name)
+            tensor.copy_(value.view(tensor.shape))
 
 
 def _sum_dtype(rows: torch.Tensor) -> torch.dtype:

@@ -99,8 +99,9 @@ def make_routed(
 
     by_route = layout in ROUTE_LAYOUTS
     scales, topk_weights = given.scales, given.topk_weights
-    if scales is None and handle.scales is not None:
-        scales = handle.scales if layout == "slots" else shaped(handle.scales)
+    if scales is None:
+        scales = handle.scales
+        scales = scales if scales is None or layout == "slots" else shaped(scales)
     if topk_weights is None and weights is not None and not by_route:
         topk_weights = shaped(weights)
 

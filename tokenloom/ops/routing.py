@@ -76,14 +76,16 @@ class Placement:
     """Places in the output of the R received rows: one per (token, rank), ordered by source rank, then token.
 
     Attributes:
-        positions: int64 [R, 1], place of each row; in layout "expert" [R, K], place of each of its routes. -1 where
-            there is none.
+        positions: int64 [R, 1], place of each row; in layouts "expert" and "slots" [R, K], place of each of its
+            routes. -1 where there is none.
         num_places: rows of the output.
         num_rows: rows in use, including the padding of layout "expert".
         source_counts: list [W], received rows from each source.
         expert_counts: list [L], routes of each local expert, without padding.
         offsets: list [L + 1], padded starts of the groups in layout "expert", else None.
         dropped: bool [R], true for rows with a place beyond the capacity. None if all fit.
+        slot_ranges: list [L] of lists [W] in layout "slots": first place and number of places of each source among
+            those of each local expert. Else None.
     """
 
     positions: torch.Tensor
@@ -93,6 +95,7 @@ class Placement:
     expert_counts: list[int]
     offsets: list[int] | None = None
     dropped: torch.Tensor | None = None
+    slot_ranges: list[list[tuple[int, int]]] | None = None
 
 
 def place_by_token(source_counts: list[int], expert_counts: list[int], device: torch.device) -> Placement:
@@ -122,15 +125,55 @@ def place_by_expert(
     offsets = [0]
     for count in expert_counts:
         offsets.append(offsets[-1] + align_up(count, alignment))
+    routes, experts, index_in_group = _grouped_by_expert(expert_counts, local_ids)
+    starts = torch.tensor(offsets[:-1], dtype=torch.int64, device=local_ids.device)
+    positions = torch.full(local_ids.shape, -1, dtype=torch.int64, device=local_ids.device)
+    positions.view(-1)[routes] = starts[experts] + index_in_group
+    return Placement(positions, offsets[-1], offsets[-1], source_counts, expert_counts, offsets)
+
+
+def place_in_slots(
+    source_counts: list[int], route_counts: list[list[int]], slots: int, local_ids: torch.Tensor
+) -> Placement:
+    """Place rows in layout "slots": expert e has places ``e * slots`` on, filled in the order of layout "expert".
+
+    Routes beyond the slots of their expert are dropped.
+
+    Args:
+        source_counts: list [W], received rows from each source.
+        route_counts: list [W] of lists [L], routes from each source to each local expert.
+        slots: places of each expert.
+        local_ids: int32 [R, K], experts of the received rows, -1 for no route.
+    """
+    expert_counts = [sum(counts) for counts in zip(*route_counts, strict=True)]
+    routes, experts, index_in_group = _grouped_by_expert(expert_counts, local_ids)
+    fits = index_in_group < slots
+    positions = torch.full(local_ids.shape, -1, dtype=torch.int64, device=local_ids.device)
+    positions.view(-1)[routes] = torch.where(fits, experts * slots + index_in_group, -1)
+    ranges = []
+    for counts in zip(*route_counts, strict=True):
+        ends = [min(end, slots) for end in accumulate(counts, initial=0)]
+        ranges.append([(start, end - start) for start, end in pairwise(ends)])
+    fitting = [min(count, slots) for count in expert_counts]
+    dropped = None if fitting == expert_counts else ((local_ids >= 0) & (positions < 0)).any(1)
+    num_places = slots * len(expert_counts)
+    return Placement(positions, num_places, sum(fitting), source_counts, fitting, dropped=dropped, slot_ranges=ranges)
+
+
+def _grouped_by_expert(
+    expert_counts: list[int], local_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sort received routes by expert, then by source rank, token and k.
+
+    Returns:
+        Index of each route in [R * K], its expert, and its index among the routes of that expert; int64 [routes].
+    """
     flat = local_ids.flatten().to(torch.int64)
     routes = (flat >= 0).nonzero().squeeze(1)
     experts, order = torch.sort(flat[routes], stable=True)
     counts = torch.tensor(expert_counts, dtype=torch.int64, device=flat.device)
-    starts = torch.tensor(offsets[:-1], dtype=torch.int64, device=flat.device)
     index_in_group = torch.arange(len(order), device=flat.device) - (torch.cumsum(counts, 0) - counts)[experts]
-    positions = torch.full_like(flat, -1)
-    positions[routes[order]] = starts[experts] + index_in_group
-    return Placement(positions.view(local_ids.shape), offsets[-1], offsets[-1], source_counts, expert_counts, offsets)
+    return routes[order], experts, index_in_group
 
 
 def fit_capacity(placement: Placement, capacity: int) -> Placement:
@@ -206,7 +249,7 @@ def weighted_routes(
     """Gather one row per received route, times its weight, in the order (source rank, token, k).
 
     Args:
-        rows: [m, H], in layout "expert".
+        rows: [m, H], in layout "expert" or "slots".
         local_ids: int32 [R, K], -1 for no route.
         positions: int64 [R, K], row of each route, -1 if it was dropped.
         weights: [R, K], weight of each route, or None for ones.
