@@ -128,6 +128,18 @@ DISPATCH_FAULTS: list[Fault] = [
      ["power_of_two_scales is None", "True or False"]),
     ("power_of_two_scales of nothing", lambda a: a | {"power_of_two_scales": True}, tl.InvalidArgument,
      ["power_of_two_scales=True without to_fp8=True", "pass both, or neither"]),
+    ("slots of exact sizes", lambda a: a | {"layout": "slots", "sizes": "exact"}, tl.InvalidArgument,
+     ["layout 'slots' has fixed places", "leave sizes out"]),
+    ("aligned slots", lambda a: a | {"layout": "slots", "alignment": 2}, tl.InvalidArgument,
+     ["alignment is 2", "leave it at 1"]),
+    ("more slots than int32 counts", lambda a: a | {"layout": "slots", "capacity": 2**31 - 1}, tl.InvalidArgument,
+     ["capacity is 2147483647", "2147483647 places in all"]),
+    ("an unknown scale_layout", lambda a: a | {"layout": "slots", "scale_layout": "cols"}, tl.InvalidArgument,
+     ["scale_layout is 'cols'", "rows, columns, packed"]),
+    ("a scale_layout of rows in groups", lambda a: a | {"scale_layout": "columns"}, tl.InvalidArgument,
+     ["scale_layout is 'columns'", "'expert' has scales by row alone", "layout 'slots'"]),
+    ("a scale_layout of nothing", lambda a: a | {"layout": "slots", "scale_layout": "columns"}, tl.InvalidArgument,
+     ["scale_layout is 'columns'", "x is torch.float32 without scales", "to_fp8=True or (fp8, scales)"]),
 ]  # fmt: skip
 
 FP8_FAULTS: list[Fault] = [
@@ -144,6 +156,15 @@ FP8_FAULTS: list[Fault] = [
      ["FP8", "requires grad", "dispatch bfloat16, or detach it"]),
     ("scales that require grad", lambda a: a | {"x": (a["x"][0], a["x"][1].requires_grad_())}, tl.NotDifferentiable,
      ["requires grad", "detach"]),
+    ("scales to be packed that are no powers of two", lambda a: a | {"layout": "slots", "scale_layout": "packed"},
+     tl.InvalidArgument, ["scales[0, 0] is", "powers of two", "power_of_two_scales=True"]),
+    ("one scale to be packed that is no power of two",
+     lambda a: a | {"layout": "slots", "scale_layout": "packed",
+                    "x": (a["x"][0], with_entry(torch.ones_like(a["x"][1]), 1.5, [(2, 1)]))},
+     tl.InvalidArgument, ["scales[2, 1] is 1.5"]),
+    ("scales to be packed that are below 0",
+     lambda a: a | {"layout": "slots", "scale_layout": "packed", "x": (a["x"][0], -torch.ones_like(a["x"][1]))},
+     tl.InvalidArgument, ["scales[0, 0] is -1.0"]),
 ]  # fmt: skip
 
 TO_FP8_FAULTS: list[Fault] = [
@@ -160,6 +181,8 @@ TO_FP8_FAULTS: list[Fault] = [
     ("float64 weights beside FP8 rows",
      lambda a: a | {"x": a["x"].double(), "topk_weights": a["topk_weights"].double()}, tl.DtypeMismatch,
      ["is torch.float64", "float32"]),  # nvlink has no float64 at all, and says so of x
+    ("scales of any size to be packed", lambda a: a | {"layout": "slots", "scale_layout": "packed"},
+     tl.InvalidArgument, ["scale_layout 'packed' holds powers of two", "pass power_of_two_scales=True"]),
 ]  # fmt: skip
 
 COMBINE_FAULTS: list[Fault] = [
@@ -257,9 +280,10 @@ def run_dispatch_fault(context: RankContext, backend: str, problem: Problem, fau
     comm = make_comm(context, backend, problem.plan)
     x, ids, weights = problem.arguments(context)
     good = {"x": x, "topk_ids": ids, "topk_weights": weights, **options}
+    arguments = fault[1](good) if context.rank == bad_rank(context) else good
     for async_op in (False, True):
-        arguments = fault[1](good) if context.rank == bad_rank(context) else good
-        expect(context, lambda a=arguments, b=async_op: comm.dispatch(**a, async_op=b), fault, "dispatch")
+        expect(context, lambda b=async_op: comm.dispatch(**arguments, async_op=b), fault, "dispatch")
+    expect(context, lambda: comm.send_dispatch(**arguments), fault, "first half of a dispatch")
     still_works(context, comm, problem)
 
 
@@ -287,6 +311,7 @@ def check_combine_fault(context: RankContext, backend: str, layout: str, index: 
     for async_op in (False, True):
         arguments = fault[1](good) if context.rank == bad_rank(context) else good
         expect(context, lambda a=arguments, b=async_op: comm.combine(**a, async_op=b), fault, "combine")
+    expect(context, lambda: comm.send_combine(**arguments), fault, "first half of a combine")
     assert torch.equal(comm.combine(**good), want)
     still_works(context, comm, problem)
 
@@ -401,7 +426,7 @@ def check_disagreement(context: RankContext, backend: str, index: int, odd: int)
 
 @each_backend
 @pytest.mark.parametrize("odd", ["first", "last"])
-@pytest.mark.parametrize("name", ["to_fp8", "power_of_two_scales"])
+@pytest.mark.parametrize("name", ["to_fp8", "power_of_two_scales", "scale_layout"])
 def test_disagreement_on_fp8(ranks: Ranks, backend: str, name: str, odd: str) -> None:
     """Rows of another width, or scales of another kind: PlanMismatch on every rank, nothing sent."""
     if ranks.num_ranks == 1:
@@ -413,7 +438,11 @@ def check_disagreement_on_fp8(context: RankContext, backend: str, name: str, odd
     problem = base_problem(context.num_ranks, hidden=256)
     comm = make_comm(context, backend, problem.plan)
     x, ids, weights = problem.arguments(context)
-    options: Arguments = {"to_fp8": name != "to_fp8"} | ({name: True} if context.rank == odd else {})
+    options: Arguments = {"to_fp8": name != "to_fp8"}
+    if name == "scale_layout":
+        options["layout"] = "slots"
+    if context.rank == odd:
+        options[name] = "columns" if name == "scale_layout" else True
     expect_mismatch(context, lambda: comm.dispatch(x, ids, weights, **options), name, odd)
     still_works(context, comm, problem)
 

@@ -61,8 +61,8 @@ def test_dispatch(ranks: Ranks, backend: str, case: Case) -> None:
 def check_dispatch(context: RankContext, backend: str, case: Case) -> None:
     problem = make_problem(case, context.num_ranks)
     with make_comm(context, backend, problem.plan) as comm, torch.no_grad():
-        for layout in ("token", "rank", "expert"):
-            for sizes in ("exact", "bounded"):
+        for layout in ("token", "rank", "expert", "slots"):
+            for sizes in ("exact", "bounded")[layout == "slots" :]:
                 bounded = sizes == "bounded"
                 needed = max(1, problem.rows_needed(layout)) if bounded and layout != "rank" else None
                 x, ids, weights = problem.arguments(context)
@@ -159,7 +159,7 @@ def check_orders(context: RankContext, backend: str) -> None:
 
 
 @each_backend
-@pytest.mark.parametrize("layout", ["expert", "token"])
+@pytest.mark.parametrize("layout", ["expert", "token", "slots"])
 def test_gradients(ranks: Ranks, backend: str, layout: str) -> None:
     """Those of one piece, bit for bit, for x as it was sent, and wherever the second half runs."""
     ranks.run(check_gradients, backend, layout)

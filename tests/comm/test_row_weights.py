@@ -25,17 +25,19 @@ def make(context: RankContext, unused: float) -> tuple[tl.Communicator, torch.Te
 
 
 def check(context: RankContext, alignment: int, sizes: str, unused: float) -> None:
+    """With fixed places where ``sizes`` says "slots"."""
     comm, x, ids, weights = make(context, unused)
     room = {"sizes": "bounded", "capacity": 512} if sizes == "bounded" else {}
     results = []
     for by_hand in (False, True):
         leaf, x_leaf = weights.clone().requires_grad_(), x.clone().requires_grad_()
-        routed = comm.dispatch(x_leaf, ids, leaf, layout="expert", alignment=alignment, **room)
+        layout = {"layout": "slots"} if sizes == "slots" else {"layout": "expert", "alignment": alignment}
+        routed = comm.dispatch(x_leaf, ids, leaf, **layout, **room)
         y = torch.sin(routed.tokens) if sizes == "exact" else torch.sin(routed.tokens.nan_to_num())
         if by_hand:
             rows = comm.row_weights(routed)
-            assert (rows.shape, rows.dtype) == (y.shape[:1], torch.float32)
-            out = comm.combine(y * rows[:, None], routed, weighted=False)
+            assert (rows.shape, rows.dtype) == (y.shape[:-1], torch.float32)
+            out = comm.combine(y * rows[..., None], routed, weighted=False)
         else:
             out = comm.combine(y, routed)
         results.append((out.detach(), *torch.autograd.grad(out.square().sum(), (leaf, x_leaf))))
@@ -45,7 +47,7 @@ def check(context: RankContext, alignment: int, sizes: str, unused: float) -> No
 
 
 @pytest.mark.parametrize("unused", [0.0, 0.5])
-@pytest.mark.parametrize("sizes", ["exact", "bounded"])
+@pytest.mark.parametrize("sizes", ["exact", "bounded", "slots"])
 @pytest.mark.parametrize("alignment", [1, 8])
 def test_it_is_a_weighted_combine(ranks: Ranks, alignment: int, sizes: str, unused: float) -> None:
     """Padding and places beyond the rows have no weight, and give weights no gradient."""
