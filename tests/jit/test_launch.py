@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import IntEnum
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,27 +17,40 @@ from tests.support.small_kernels import scale_spec, write_package
 from tokenloom.errors import InvalidArgument
 from tokenloom.jit import compiler, kernel
 from tokenloom.jit.compiler import KernelSpec
-from tokenloom.jit.kernel import Kernel
+from tokenloom.jit.kernel import Kernel, LaunchShape
 
 OK, INVALID_CONTEXT, INVALID_HANDLE, OTHER = 0, 201, 400, 999
-STREAM = 1234
+STREAM, FUNCTION = 1234, 5678
+
+
+class Result(IntEnum):
+    """What the driver answers."""
+
+    CUDA_SUCCESS = OK
+    CUDA_ERROR_INVALID_CONTEXT = INVALID_CONTEXT
+    CUDA_ERROR_INVALID_HANDLE = INVALID_HANDLE
+    CUDA_ERROR_999 = OTHER
 
 
 class Driver:
     """Launches nothing, and answers as it is told to."""
 
-    CUresult = SimpleNamespace(CUDA_ERROR_INVALID_CONTEXT=INVALID_CONTEXT, CUDA_ERROR_INVALID_HANDLE=INVALID_HANDLE)
+    CUresult = Result
 
     def __init__(self, *answers: int) -> None:
         self.answers = list(answers)
         self.said: list[str] = []
 
-    def cuLaunchKernel(self, *arguments: Any) -> tuple[Any]:
-        assert len(arguments) == 11
-        assert (arguments[1], arguments[4], arguments[8]) == (3, 64, STREAM)  # blocks, threads, stream
+    def launch(self, shape: int, function: int, pointers: int, extra: None) -> int:
+        """What is bound to the driver's cuLaunchKernelEx, with the struct that it is given."""
+        given = LaunchShape.from_address(shape)
+        sizes = (given.blocks, given.blocks_y, given.blocks_z, given.threads, given.threads_y, given.threads_z)
+        assert sizes == (3, 1, 1, 64, 1, 1)
+        assert (given.stream, given.attributes, given.num_attributes) == (STREAM, None, 0)
+        assert function == FUNCTION
+        assert ctypes.c_void_p.from_address(pointers).value, "the address of the arguments"
         self.said.append("launch")
-        status = self.answers.pop(0)
-        return (SimpleNamespace(name=f"CUDA_ERROR_{status}") if status == OTHER else status,)
+        return self.answers.pop(0)
 
 
 @pytest.fixture
@@ -52,7 +66,8 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Any:
             yield
 
         monkeypatch.setattr(kernel, "load_driver", lambda: driver)
-        monkeypatch.setattr(kernel, "_function", lambda spec, index: object())
+        monkeypatch.setattr(kernel, "launch_function", lambda: driver.launch)
+        monkeypatch.setattr(kernel, "_function", lambda spec, index: FUNCTION)
         monkeypatch.setattr(kernel, "make_current", lambda index: None)
         monkeypatch.setattr(torch.cuda, "device", device)
         Kernel(spec, 2).launch(3, STREAM)
@@ -78,6 +93,17 @@ def test_other_errors_are_raised(launch: Any) -> None:
         launch(scale_spec(), OTHER)
     with pytest.raises(RuntimeError, match="CUDA_ERROR_999"):
         launch(scale_spec(), INVALID_HANDLE, OTHER)
+
+
+def test_the_driver_has_the_same_struct() -> None:
+    """The bindings' own, value by value, where they can be imported."""
+    driver = pytest.importorskip("cuda.bindings.driver")
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = 2, 3, 4
+    config.blockDimX, config.blockDimY, config.blockDimZ = 5, 6, 7
+    config.sharedMemBytes, config.hStream, config.numAttrs = 8, driver.CUstream(9), 10
+    found = LaunchShape.from_address(config.getPtr())
+    assert [getattr(found, name) for name, *_ in LaunchShape._fields_] == [2, 3, 4, 5, 6, 7, 8, 9, None, 10]
 
 
 def test_the_first_use_in_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from itertools import accumulate
 from operator import mul
@@ -38,12 +39,12 @@ class Kernel:
         self.spec = spec
         self.device_index = device_index
         self._driver = load_driver()
-        self._function = _function(spec, device_index)
-        results = self._driver.CUresult
-        self._other_context = (results.CUDA_ERROR_INVALID_CONTEXT, results.CUDA_ERROR_INVALID_HANDLE)
+        function = _function(spec, device_index)
         self.args: Any = spec.args()
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.args))
-        self._parameters = ctypes.addressof(self._pointers)
+        self._shape = LaunchShape(1, 1, 1, spec.threads, 1, 1, spec.shared_bytes)
+        self._launch = launch_function()
+        self._operands = (ctypes.addressof(self._shape), int(function), ctypes.addressof(self._pointers), None)
 
     def launch(self, blocks: int, stream: int) -> None:
         """Put one launch with the present ``args`` on a stream. The device need not be the current one.
@@ -55,18 +56,45 @@ class Kernel:
         Raises:
             RuntimeError: the driver refuses, for the reason that the message names.
         """
-        status = self._launch(blocks, stream)
-        if status in self._other_context:  # of another device, or none yet in this thread
+        shape = self._shape
+        shape.blocks, shape.stream = blocks, stream
+        status = self._launch(*self._operands)
+        if status:
+            self._launch_elsewhere(status)
+
+    def _launch_elsewhere(self, status: int) -> None:
+        """Launch again on this kernel's device, if the error says that another one is current, or raise the error."""
+        results = self._driver.CUresult
+        # Another device's, or none yet in this thread.
+        if status in (results.CUDA_ERROR_INVALID_CONTEXT, results.CUDA_ERROR_INVALID_HANDLE):
             with torch.cuda.device(self.device_index):
                 make_current(self.device_index)
-                status = self._launch(blocks, stream)
+                status = self._launch(*self._operands)
         if status:
-            checked((status,))
+            checked((results(status),))
 
-    def _launch(self, blocks: int, stream: int) -> Any:
-        spec = self.spec
-        sizes = (blocks, 1, 1, spec.threads, 1, 1, spec.shared_bytes)
-        return self._driver.cuLaunchKernel(self._function, *sizes, stream, self._parameters, 0)[0]
+
+class LaunchShape(ctypes.Structure):
+    """The driver's CUlaunchConfig: how many blocks of what size run on which stream."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("blocks", "blocks_y", "blocks_z", "threads", "threads_y", "threads_z")),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
+@cache
+def launch_function() -> Callable[..., int]:
+    """The driver's cuLaunchKernelEx: (shape, function, pointers to arguments, None) -> status.
+
+    The bindings make Python objects of eleven values at each launch, which takes longer than the driver itself.
+    """
+    launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    launch.argtypes, launch.restype = [ctypes.c_void_p] * 4, ctypes.c_int
+    return launch
 
 
 class TensorMap(ctypes.Structure):
