@@ -156,4 +156,25 @@ CAPACITY = (
     ),
 )
 
-MUTATIONS = SUMS + TRAVEL + CAPACITY
+SLOT_TESTS = ("tests/comm/test_dispatch.py::test_bounded_overflow",)
+
+SLOTS = (
+    Mutation(
+        name="slots-of-the-sum",
+        rule="an overflow of slots names the rows of a rank, not the places that an expert needs",
+        target="tokenloom.backends.collective:CollectiveBackend._check_capacity",
+        old="int(routes.sum(0).max())",
+        new="int(routes.sum())",
+        tests=SLOT_TESTS,
+    ),
+    Mutation(
+        name="unfilled-out",
+        rule="the caller's tensors are handed out as they were",
+        target="tokenloom.backends.collective:_fill",
+        old="tensor.copy_(value.view(tensor.shape))",
+        new="pass",
+        tests=("tests/comm/test_out.py::test_dispatch",),
+    ),
+)
+
+MUTATIONS = SUMS + TRAVEL + CAPACITY + SLOTS

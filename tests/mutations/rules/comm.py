@@ -34,8 +34,8 @@ HANDSHAKE = (
     Mutation(
         name="any-dispatch-will-do",
         rule="ranks that combine different dispatches are not told",
-        target="tokenloom.backends.handshake:hash_of",
-        old="(int(values[1]) + 1) * 0x9E3779B97F4A7C15",
+        target="tokenloom.backends.handshake:CallKind.hash_of",
+        old="(number + 1) * 0x9E3779B97F4A7C15",
         new="0",
         tests=("tests/comm/test_errors.py::test_disagreement",),
     ),
@@ -96,11 +96,150 @@ GRADIENTS = (
     Mutation(
         name="no-gradient-of-weights",
         rule="combine gives no gradient to the weights",
-        target="tokenloom.comm.autograd:_Combine.backward",
+        target="tokenloom.comm.autograd:_SendCombine.backward",
         old="grad_weights.to(weights.dtype)",
         new="torch.zeros_like(weights)",
         tests=("tests/comm/test_row_weights.py::test_it_is_a_weighted_combine",),
     ),
 )
 
-MUTATIONS = HANDSHAKE + ARGUMENTS + GRADIENTS
+ROOM = "tokenloom.comm.pending:OpenCalls.require_room"
+PENDING_TESTS = "tests/comm/test_pending.py::"
+
+HALVES = (
+    Mutation(
+        name="three-open-calls",
+        rule="a call opens though one before the last is not received",
+        target=ROOM,
+        old="half.number != self._count",
+        new="half.number < self._count - 1",
+        tests=(f"{PENDING_TESTS}test_a_third", f"{PENDING_TESTS}test_what_may_be_open"),
+    ),
+    Mutation(
+        name="one-open-call",
+        rule="no call opens beside one that is not received",
+        target=ROOM,
+        old="half.number != self._count",
+        new="True",
+        tests=(f"{PENDING_TESTS}test_two_micro_batches_in_turns",),
+    ),
+    Mutation(
+        name="dropped-and-forgotten",
+        rule="a pending that was dropped is no error",
+        target=ROOM,
+        old="half.owner() is None",
+        new="False",
+        tests=(f"{PENDING_TESTS}test_dropped",),
+    ),
+    Mutation(
+        name="dropped-and-unfinished",
+        rule="the second half of a dropped call is never run",
+        target=ROOM,
+        old="half.discard()",
+        new="pass",
+        tests=(f"{PENDING_TESTS}test_a_dropped_call_is_finished_once",),
+    ),
+    Mutation(
+        name="received-again",
+        rule="a pending can be received twice",
+        target="tokenloom.comm.pending:Pending.receive",
+        old="finish, self._finish = self._finish, None",
+        new="finish = self._finish",
+        tests=(f"{PENDING_TESTS}test_received_twice",),
+    ),
+    Mutation(
+        name="failed-calls-do-not-count",
+        rule="a call that failed leaves room for another one",
+        target="tokenloom.comm.engine:Sequence.__exit__",
+        old="isinstance(fault, Exception) and self.upcoming",
+        new="False",
+        tests=(f"{PENDING_TESTS}test_a_call_that_failed_counts",),
+    ),
+    Mutation(
+        name="calls-of-backward-do-not-count",
+        rule="calls in one piece open beside any number of pendings",
+        target="tokenloom.comm.engine:Engine._opened",
+        old="self.open_calls.opened()",
+        new="self.open_calls._count += self._sequence is None",
+        tests=(f"{PENDING_TESTS}test_calls_in_one_piece_count",),
+    ),
+    Mutation(
+        name="gradient-of-what-x-became",
+        rule="what x became between the halves has the gradient of what was sent",
+        target="tokenloom.comm.halves:DispatchCall._send",
+        old="autograd.ticket(x)",
+        new="x",
+        tests=(f"{PENDING_TESTS}test_gradients",),
+    ),
+    Mutation(
+        name="no-graph-without-grad-mode",
+        rule="the second half under no_grad loses the graph of the first",
+        target="tokenloom.comm.halves:DispatchCall._receive",
+        old="torch.enable_grad()",
+        new="torch.set_grad_enabled(torch.is_grad_enabled())",
+        tests=(f"{PENDING_TESTS}test_gradients",),
+    ),
+    Mutation(
+        name="no-graph-of-combine-without-grad-mode",
+        rule="the second half of a combine under no_grad loses the graph of the first",
+        target="tokenloom.comm.autograd:_Home.receive",
+        old="torch.enable_grad()",
+        new="torch.set_grad_enabled(torch.is_grad_enabled())",
+        tests=(f"{PENDING_TESTS}test_gradients",),
+    ),
+)
+
+OUT_TESTS = "tests/comm/test_out.py::"
+
+OUT = (
+    Mutation(
+        name="out-of-any-stride",
+        rule="tensors of the caller's may have other strides than results",
+        target="tokenloom.comm.outputs:_require_like",
+        old="size > 1 and stride != wanted",
+        new="False",
+        tests=(f"{OUT_TESTS}test_dispatch_fault",),
+    ),
+    Mutation(
+        name="out-of-another-result",
+        rule="a tensor for a result that the layout lacks is left alone without a word",
+        target="tokenloom.comm.outputs:of_dispatch",
+        old="tensor is None",
+        new="tensor is None or name not in likes",
+        tests=(f"{OUT_TESTS}test_dispatch_fault",),
+    ),
+    Mutation(
+        name="out-beside-gradients",
+        rule="a dispatch writes to the caller's tensors where gradients are enabled",
+        target="tokenloom.comm.outputs:of_dispatch",
+        old="torch.is_grad_enabled()",
+        new="False",
+        tests=(f"{OUT_TESTS}test_no_gradients",),
+    ),
+    Mutation(
+        name="combine-out-beside-gradients",
+        rule="a combine writes to the caller's tensor where a gradient is wanted",
+        target="tokenloom.comm.outputs:of_combine",
+        old="options.needs_grad",
+        new="False",
+        tests=(f"{OUT_TESTS}test_no_gradients",),
+    ),
+    Mutation(
+        name="routed-holds-its-own",
+        rule="routed holds other tensors than those that the caller gave",
+        target="tokenloom.comm.routed:make_routed",
+        old="shaped(rows) if given.tokens is None else given.tokens",
+        new="shaped(rows)",
+        tests=(f"{OUT_TESTS}test_dispatch",),
+    ),
+    Mutation(
+        name="any-scale-is-packed",
+        rule="scales that are no powers of two lose their mantissa without a word",
+        target="tokenloom.comm.validation:_check_laid_out",
+        old="bits & 0x7FFFFF != 0",
+        new="bits & 0x3FFFFF != 0",
+        tests=("tests/comm/test_errors.py::test_fp8_fault",),
+    ),
+)
+
+MUTATIONS = HANDSHAKE + ARGUMENTS + GRADIENTS + HALVES + OUT

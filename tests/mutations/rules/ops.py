@@ -218,4 +218,59 @@ ROUTERS = (
     ),
 )
 
-MUTATIONS = SUMS + ROUTES + GRADIENTS + FP8 + ROUTERS
+IN_SLOTS = "tokenloom.ops.routing:place_in_slots"
+SLOT_TESTS = ("tests/ops/test_routing.py::test_place_in_slots",)
+SCALE_TESTS = ("tests/comm/test_dispatch.py::test_to_fp8",)
+
+SLOTS = (
+    Mutation(
+        name="slots-overlap",
+        rule="the places of an expert begin in those of the one before",
+        target=IN_SLOTS,
+        old="experts * slots + index_in_group",
+        new="experts * (slots - 1) + index_in_group",
+        tests=SLOT_TESTS,
+    ),
+    Mutation(
+        name="slots-overrun",
+        rule="routes beyond the places of an expert fill those of the next",
+        target=IN_SLOTS,
+        old="index_in_group < slots",
+        new="index_in_group < slots * len(expert_counts)",
+        tests=SLOT_TESTS,
+    ),
+    Mutation(
+        name="ranges-beyond-the-slots",
+        rule="ranges of sources count routes that were dropped",
+        target=IN_SLOTS,
+        old="min(end, slots)",
+        new="end",
+        tests=SLOT_TESTS,
+    ),
+    Mutation(
+        name="lost-routes-are-no-nan",
+        rule="a token whose route found no place comes home without it",
+        target=IN_SLOTS,
+        old="((local_ids >= 0) & (positions < 0)).any(1)",
+        new="None",
+        tests=("tests/comm/test_dispatch.py::test_bounded_overflow",),
+    ),
+    Mutation(
+        name="columns-by-row",
+        rule="scales by column lie by row",
+        target="tokenloom.ops.quant.scale_layouts:empty_scales",
+        old="torch.empty(experts, width, slots, dtype=dtype, device=device).transpose(1, 2)",
+        new="torch.empty(experts, slots, width, dtype=dtype, device=device)",
+        tests=SCALE_TESTS,
+    ),
+    Mutation(
+        name="bytes-in-the-other-order",
+        rule="the first of four packed exponents lies in the highest byte",
+        target="tokenloom.ops.quant.scale_layouts:lay_out_scales",
+        old="exponents << shifts",
+        new="exponents << shifts.flip(0)",
+        tests=SCALE_TESTS,
+    ),
+)
+
+MUTATIONS = SUMS + ROUTES + GRADIENTS + FP8 + ROUTERS + SLOTS
