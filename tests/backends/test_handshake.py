@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import tokenloom as tl
 from tokenloom.backends.base import CombineOptions, DispatchInputs, DispatchOptions
 from tokenloom.backends.handshake import (
+    CallKind,
     Fields,
     combine_fields,
     dispatch_fields,
@@ -40,6 +42,7 @@ OTHER_VALUES: dict[str, Any] = {
     "to_fp8": False,
     "power_of_two_scales": False,
     "strategy": "all_gather",
+    "scale_layout": "columns",
     "weighted": False,
     "wire_dtype": torch.float16,
     "out_dtype": BF16,
@@ -86,6 +89,18 @@ def test_every_field_counts(ours: Fields, theirs: Fields, name: str) -> None:
         raise_difference([text_of(ours), text_of(ours), text_of(theirs)])
     assert (raised.value.rank, raised.value.field) == (2, name)
     assert f"{name}={text_of(theirs).get(name)}, rank 0 has {name}={text_of(ours).get(name)}" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "fields_of", [lambda number: dispatch_fields(number, DISPATCH, inputs()), lambda number: {"call": "MegaMoE"}]
+)
+def test_calls_of_one_kind(fields_of: Callable[[int], Fields]) -> None:
+    """A kind that was made once gives the fields and the hash of every call, whatever number it was made with."""
+    kind = CallKind(fields_of(3))
+    for number in (0, 3, 4, 1 << 40):
+        assert kind.fields_of(number) == fields_of(number)
+    numbers = (0, 3, 4, 1 << 40) if kind.number >= 0 else (-1,)
+    assert [kind.hash_of(number) for number in numbers] == [hash_of(fields_of(number)) for number in numbers]
 
 
 def test_what_ranks_may_differ_in() -> None:

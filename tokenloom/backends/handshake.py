@@ -25,6 +25,9 @@ from tokenloom.runtime.rank_group import RankGroup
 MESSAGE_WORDS = 32
 _HEADER_WORDS = 2 + MESSAGE_WORDS
 _OK, _FAULT = 0, 1
+_HASH_BITS = 0x7FFF_FFFF_FFFF_FFFF
+NUMBER = "dispatch number"
+"""Name of the field that holds it."""
 
 Field = int | str | bool | torch.dtype | None
 Fields = Mapping[str, Field]
@@ -72,7 +75,7 @@ def dispatch_fields(number: int, options: DispatchOptions, inputs: DispatchInput
     """What ranks must agree on in a dispatch, the ``number``-th of its communicator."""
     return {
         "call": "dispatch",
-        "dispatch number": number,
+        NUMBER: number,
         **vars(options),
         "x.dtype": inputs.x.dtype,
         "topk_weights.dtype": None if inputs.topk_weights is None else inputs.topk_weights.dtype,
@@ -87,7 +90,7 @@ def combine_fields(number: int, options: CombineOptions) -> dict[str, Field]:
     mode = "per_route" if options.per_route else "per_rank"
     return {
         "call": "combine",
-        "dispatch number": number,
+        NUMBER: number,
         "mode": mode,
         **rest,
         "strategy": options.strategy,
@@ -97,7 +100,7 @@ def combine_fields(number: int, options: CombineOptions) -> dict[str, Field]:
 
 def gradient_fields(number: int, what: str) -> dict[str, Field]:
     """What ranks must agree on in a transfer of backward that belongs to the ``number``-th dispatch."""
-    return {"call": what, "dispatch number": number}
+    return {"call": what, NUMBER: number}
 
 
 def text_of(fields: Fields) -> dict[str, str]:
@@ -105,13 +108,39 @@ def text_of(fields: Fields) -> dict[str, str]:
     return {name: _word(value) for name, value in fields.items()}
 
 
+class CallKind:
+    """Calls that mean the same but for the number of their dispatch: all else repeats from call to call.
+
+    Args:
+        fields: those of one of these calls.
+
+    Attributes:
+        number: of its dispatch; -1 if the call belongs to none.
+    """
+
+    def __init__(self, fields: Fields) -> None:
+        self._fields = dict(fields)
+        self.number = int(self._fields.get(NUMBER, -1))  # type: ignore[arg-type]
+        names, values = tuple(fields), (None if name == NUMBER else value for name, value in fields.items())
+        self._hash = _hash_of(names, tuple(values)) & _HASH_BITS
+
+    def hash_of(self, number: int) -> int:
+        """63 bits, equal for equal fields on all ranks.
+
+        Args:
+            number: of the dispatch.
+        """
+        return self._hash ^ (number + 1) * 0x9E3779B97F4A7C15 & _HASH_BITS
+
+    def fields_of(self, number: int) -> Fields:
+        """The fields of the call that belongs to the ``number``-th dispatch."""
+        return {**self._fields, NUMBER: number} if NUMBER in self._fields else self._fields
+
+
 def hash_of(fields: Fields) -> int:
     """63 bits, equal for equal fields on all ranks."""
-    names, values = tuple(fields), list(fields.values())
-    mixed = 0
-    if names[1:2] == ("dispatch number",):  # all else repeats from call to call
-        mixed, values[1] = (int(values[1]) + 1) * 0x9E3779B97F4A7C15, None  # type: ignore[arg-type]
-    return (mixed ^ _hash_of(names, tuple(values))) & 0x7FFF_FFFF_FFFF_FFFF
+    kind = CallKind(fields)
+    return kind.hash_of(kind.number)
 
 
 def raise_difference(texts: Sequence[Mapping[str, str]]) -> None:

@@ -19,8 +19,8 @@ LAUNCHES = (
     Mutation(
         name="launch-on-the-current-device",
         rule="a launch fails while another device is current",
-        target="tokenloom.jit.kernel:Kernel.launch",
-        old="status in self._other_context",
+        target="tokenloom.jit.kernel:Kernel._launch_elsewhere",
+        old="status in (results.CUDA_ERROR_INVALID_CONTEXT, results.CUDA_ERROR_INVALID_HANDLE)",
         new="False",
         tests=(f"{LAUNCH}::test_another_device_may_be_current",),
     ),
