@@ -10,7 +10,7 @@ import torch
 
 import tokenloom as tl
 from tokenloom.backends.base import DispatchOptions, RoutedCounts
-from tokenloom.backends.nvlink.dispatch import NvlinkHandle
+from tokenloom.backends.nvlink.handle import NvlinkHandle
 
 
 def handle_of(ids: torch.Tensor) -> NvlinkHandle:

@@ -17,10 +17,10 @@ from tokenloom.backends.base import DispatchOptions
 from tokenloom.backends.nvlink import buffers as module
 from tokenloom.backends.nvlink import launcher
 from tokenloom.backends.nvlink.buffers import Buffers
-from tokenloom.backends.nvlink.launcher import CALLS_IN_FLIGHT, FAULT, FOLLOWS_A_FAULT, Launcher
+from tokenloom.backends.nvlink.launcher import CALLS_IN_FLIGHT, FAULT, FOLLOWS_A_FAULT, Half, Launcher
 from tokenloom.comm.strategy import Strategy
 from tokenloom.errors import CapacityOverflow, PeerError, PlanMismatch
-from tokenloom.kernels.barrier.launch import BarrierVariant
+from tokenloom.kernels.barrier.launch import BarrierArgs, BarrierVariant
 from tokenloom.plan import Plan
 from tokenloom.runtime.kernel_reports import CallOutcome
 from tokenloom.runtime.symmetric_memory import BufferLayout
@@ -119,18 +119,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(launcher, "NOTE_S", 0.0)
     made: Any = object.__new__(Launcher)
-    made.plan, made.ranks, made.num_sms, made.num_calls = PLAN, FakeRanks(), 1, 0
+    made.plan, made.ranks, made.num_sms, made.num_calls, made._num_launches = PLAN, FakeRanks(), 1, 0, 0
     made.outcomes, made.statuses = {}, []
     made._records = SimpleNamespace(
         address=lambda slot: 0,
         take=lambda slot: made.outcomes.pop(slot, None),
         is_over=lambda slot, sequence: True,
     )
-    made._captured_slot, made._launched = CALLS_IN_FLIGHT + 1, deque()
+    made._captured_slot, made._launched = 2 * (CALLS_IN_FLIGHT + 2), deque()
     made._fault = SimpleNamespace(error=lambda: None)
     made._opened = torch.zeros(1, dtype=torch.int32, device="cpu")
     made._last = None
-    args = SimpleNamespace(call=SimpleNamespace())
+    args = BarrierArgs()
 
     def launch(blocks: int, stream: int) -> None:
         made.statuses.append(args.call.status)
@@ -179,6 +179,25 @@ def test_options_that_nobody_posted(calls: Any) -> None:
     calls.outcomes[0] = CallOutcome(0, 0, faulty_rank=None, status=0, differing_rank=1)
     with pytest.raises(PlanMismatch, match="rank 1 has options of this call"):
         calls.settle(0)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_halves_are_read_by_their_calls(calls: Any, order: tuple[int, int]) -> None:
+    """Ranks may receive two open calls in either order. What one of them found ends a later call of all ranks,
+    the same one whatever the order."""
+    kernel = calls.kernel(BarrierVariant(plan=PLAN))
+    halves = [Half(torch.zeros(1, dtype=torch.int32), {"call": str(i)}) for i in range(2)]
+    for half in halves:
+        calls.launch(kernel, half.fields, begins=half)
+    for i in order:
+        calls.launch(kernel, halves[i].fields, finishes=halves[i])
+    assert [half.number for half in halves] == [0, 1]
+    calls.outcomes[2 + order.index(0)] = OVERFLOW  # of call 0
+    for _ in range(CALLS_IN_FLIGHT - 1):
+        calls._open({"call": "dispatch"})
+    with pytest.raises(CapacityOverflow):
+        calls._open({"call": "dispatch"})
+    assert calls.num_calls == 2 + CALLS_IN_FLIGHT - 1
 
 
 def running(calls: Any, monkeypatch: pytest.MonkeyPatch, query: Any, capturing: bool = False) -> None:

@@ -11,7 +11,7 @@ import tokenloom as tl
 from tests.conftest import Ranks
 from tests.support.cases import Case, make_comm, make_problem
 from tokenloom.backends.base import DispatchOptions, RoutedCounts
-from tokenloom.backends.nvlink.dispatch import NvlinkHandle
+from tokenloom.backends.nvlink.handle import NvlinkHandle
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.streams import SideStream, tensors_in
 

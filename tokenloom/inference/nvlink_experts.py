@@ -11,8 +11,8 @@ import torch
 from tokenloom.backends.base import DispatchOptions, Upcoming
 from tokenloom.backends.handshake import Field
 from tokenloom.backends.nvlink.buffers import BULK_BYTES
-from tokenloom.backends.nvlink.dispatch import NvlinkHandle
 from tokenloom.backends.nvlink.fused import FusedLayerCalls
+from tokenloom.backends.nvlink.handle import NvlinkHandle
 from tokenloom.comm.communicator import Communicator
 from tokenloom.errors import InvalidArgument
 from tokenloom.inference.request import ForwardRequest

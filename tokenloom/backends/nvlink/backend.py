@@ -27,7 +27,7 @@ from tokenloom.runtime.symmetric_memory import SymmetricBuffer
 ALONE = 2
 """Times as many SMs for a combine beside which nothing is computed, of at most half: NCCL, too, waits for SMs."""
 CAPABILITIES = Capabilities(
-    layouts=("token", "expert", "rank"),
+    layouts=("token", "expert", "rank", "slots"),
     dtypes=(torch.bfloat16, torch.float16, torch.float32),
     returns_views=True,
     receive_buffers=RECEIVE_BUFFERS,

@@ -24,6 +24,9 @@ BULK_BYTES = 16
 EXPERT_ROOM = 1.25
 """Rows of layout "expert" that a receive buffer has at first, over the mean of an even routing."""
 
+EAGER_ROWS = 2048
+"""Most rows that a rank may receive in plans whose rows leave before other ranks have opened the call."""
+
 MakeLayout = Callable[[Plan, int, int], BufferLayout]
 """From a plan, bytes of a value, and rows of a receive buffer (where it has some)."""
 
@@ -61,6 +64,37 @@ def fused_layout(plan: Plan, value_bytes: int, rows: int, *, num_shared_experts:
 def route_layout(plan: Plan, value_bytes: int, rows: int) -> BufferLayout:
     """Where a combine per route brings home one row for each route of this rank's tokens."""
     return BufferLayout.of([("combine_recv", plan.max_tokens_per_rank * plan.top_k * plan.hidden * value_bytes)])
+
+
+def is_eager(plan: Plan) -> bool:
+    """Whether rows of bounded calls leave before other ranks have opened them: a copy of few rows costs less than the
+    wait, and regions that take turns are small."""
+    return plan.num_ranks * plan.max_tokens_per_rank <= EAGER_ROWS
+
+
+def num_turns(plan: Plan) -> int:
+    """Regions that staged calls take turns in: two, where a rank waits for others before it writes to one."""
+    return TURNS if is_eager(plan) else 2
+
+
+def staged_layout(plan: Plan, value_bytes: int, rows: int) -> BufferLayout:
+    """Where rows of a staged dispatch arrive, by source, with what comes with them."""
+    places = []
+    for turn in range(num_turns(plan)):
+        places += _receive_places(plan, turn, plan.worst_case_rows("rank"), value_bytes)
+    return BufferLayout.of(places)
+
+
+def sums_in_turns_layout(plan: Plan, value_bytes: int, rows: int) -> BufferLayout:
+    """Where sums of ranks come home in eager calls and in calls of two halves."""
+    size = _combine_recv_rows(plan) * plan.hidden * value_bytes
+    return BufferLayout.of([(f"combine_recv{turn}", size) for turn in range(num_turns(plan))])
+
+
+def routes_in_turns_layout(plan: Plan, value_bytes: int, rows: int) -> BufferLayout:
+    """The same, per route."""
+    size = plan.max_tokens_per_rank * plan.top_k * plan.hidden * value_bytes
+    return BufferLayout.of([(f"combine_recv{turn}", size) for turn in range(num_turns(plan))])
 
 
 def gather_layout(plan: Plan, value_bytes: int, rows: int) -> BufferLayout:
@@ -143,6 +177,7 @@ class Buffers:
         self._rows: dict[int, int] = {}
         self._data_layout: MakeLayout = data_layout
         self._least_rows = receive_rows(plan)
+        self._is_eager = is_eager(plan)
 
     def serve_fused_layer(self, num_shared_experts: int) -> None:
         """From the first dispatch on: one receive buffer, with room for this rank's own tokens behind its rows."""
@@ -197,6 +232,20 @@ class Buffers:
         """Where the rows of a combine come home."""
         return self.get(*self._combine_key(options), fields)
 
+    def combine_in_turns(self, options: CombineOptions, fields: Fields) -> SymmetricBuffer:
+        """Where the rows of an eager combine come home, or of one in two halves."""
+        return self.get(self._layout_in_turns(options), options.wire_dtype.itemsize, fields)
+
+    def staged(self, dtype: torch.dtype, fields: Fields) -> SymmetricBuffer:
+        """Where the rows of a staged dispatch arrive."""
+        return self.get(staged_layout, self._value_bytes(dtype), fields)
+
+    def is_staged(self, options: DispatchOptions) -> bool:
+        """Whether a dispatch sends rows to where they are copied from on arrival, and not straight to their places."""
+        if options.layout == "slots":
+            return True
+        return self._is_eager and options.sizes == "bounded" and options.strategy == "dedup" and not self.fused
+
     def gather(self, value_bytes: int, fields: Fields) -> SymmetricBuffer:
         """Where copy engines bring rows."""
         return self.get(gather_layout, value_bytes, fields)
@@ -217,6 +266,8 @@ class Buffers:
 
     def has_for_dispatch(self, options: DispatchOptions, value_bytes: int) -> bool:
         """Whether a dispatch would make no buffer, and none larger."""
+        if self.is_staged(options):
+            return self._has((staged_layout, max(value_bytes, 2)))
         needed = [(self._data_layout, value_bytes)]
         if options.strategy == "all_gather":
             needed.append((gather_layout, value_bytes))
@@ -236,7 +287,12 @@ class Buffers:
     def _has(self, key: tuple[MakeLayout, int]) -> bool:
         return key in self._buffers
 
+    def _layout_in_turns(self, options: CombineOptions) -> MakeLayout:
+        return routes_in_turns_layout if options.per_route else sums_in_turns_layout
+
     def _combine_key(self, options: CombineOptions) -> tuple[MakeLayout, int]:
+        if self._is_eager and options.strategy != "reduce_scatter":
+            return self._layout_in_turns(options), options.wire_dtype.itemsize
         by_strategy: dict[str, MakeLayout] = {"reduce_scatter": gather_layout, "all_to_all": route_layout}
         return by_strategy.get(options.strategy, self._data_layout), options.wire_dtype.itemsize
 
@@ -257,6 +313,8 @@ class Buffers:
             (gather_layout, 2, "all_gather and reduce_scatter, 2-byte values"),
             (gather_layout, 4, "all_gather and reduce_scatter, float32"),
         )
+        if self._is_eager or self._has((staged_layout, 2)):
+            kinds += ((staged_layout, 2, "rows placed on arrival"), (sums_in_turns_layout, 2, "sums in turns"))
         if self.fused:
             kinds = ((self._data_layout, 1, "received rows in FP8, and results that come home"),)
         lines = []

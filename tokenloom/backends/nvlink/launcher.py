@@ -6,6 +6,7 @@ known to all of them. The host reads that at once where it must, or a few calls 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import time
 from collections import deque
@@ -36,6 +37,8 @@ CALLS_IN_FLIGHT = 3
 FAULT, FOLLOWS_A_FAULT = 1, 2
 """Status of a rank that cannot make the call, and of one that opens it only because the others do, after its fault in
 the one before. They take the second for part of the fault that they know of."""
+HALVES: Fields = {"halves": True}
+"""What all ranks must mean alike of calls that are two kernels, beside what they mean of others."""
 LOOK_EVERY_S = 0.5
 """How often a host that waits looks whether a rank's process has ended."""
 SPIN_S, POLL_S = 0.002, 0.0001
@@ -54,15 +57,33 @@ class Launched(Generic[T]):
         return self.result
 
 
+class Half:
+    """What the receiving half of a call needs of the sending one.
+
+    Args:
+        epoch: int32 [1] on the device, where the sending kernel leaves the call's epoch.
+        fields: what all ranks must mean alike.
+
+    Attributes:
+        number: of the call. args: of the sending kernel.
+    """
+
+    def __init__(self, epoch: torch.Tensor, fields: Fields) -> None:
+        self.epoch, self.fields = epoch, fields
+        self.number = -1
+        self.args: ctypes.Structure | None = None
+
+
 @dataclass(frozen=True)
 class _InFlight:
-    """A call whose outcome the host has not read: its number, where it runs, and what error messages want to say.
+    """A kernel whose outcome the host has not read: number of its call, where it runs, and what errors want to say.
 
-    With ``own_fault`` this rank opened it for a fault of its own, and the outcome is no news to it.
+    With ``own_fault`` this rank opened the call for a fault of its own, and the outcome is no news to it.
     """
 
     number: int
     slot: int
+    sequence: int
     stream: torch.cuda.Stream
     fields: Fields
     repeats: bool = False
@@ -86,14 +107,15 @@ class Launcher:
     def __init__(self, plan: Plan, ranks: RankGroup, control: SymmetricBuffer, num_sms: int) -> None:
         self.plan, self.ranks, self.control, self.num_sms = plan, ranks, control, num_sms
         self.num_calls = 0
+        self._num_launches = 0
         self._kernels: dict[Variant, Kernel] = {}
         # Epoch, blocks out, two kinds of claims.
         self._state = torch.zeros(4, dtype=torch.int32, device=ranks.device)
         self._opened = torch.zeros(1, dtype=torch.int32, device=ranks.device)
         keep_until_idle(self, ranks.device, self._state, self._opened)
         self._fault = FaultFlag(ranks.device, ranks.rank)
-        self._records = CallRecords(ranks.device, CALLS_IN_FLIGHT + 2)
-        self._captured_slot = CALLS_IN_FLIGHT + 1
+        self._captured_slot = 2 * (CALLS_IN_FLIGHT + 2)  # two kernels each, and those of one that is finished late
+        self._records = CallRecords(ranks.device, self._captured_slot + 1)
         self._launched: deque[_InFlight] = deque()
         self._last: torch.cuda.Stream | None = None  # where the last eager call is
         self._last_captured: torch.cuda.Stream | None = None
@@ -133,6 +155,8 @@ class Launcher:
         region: int = 0,
         blocks: int | None = None,
         repeats: bool = False,
+        finishes: Half | None = None,
+        begins: Half | None = None,
     ) -> None:
         """Put the kernel on the current stream; remember where its outcome will be.
 
@@ -141,17 +165,24 @@ class Launcher:
             region: which receive buffer this rank wants rows in.
             repeats: a dispatch whose rows went the same way before: if they were too many, that call has said so.
             blocks: None: ``num_sms``. They wait for each other, so all of them have to fit on the GPU at once.
+            begins: the kernel is the sending half of a call, of which this remembers what the other half needs.
+            finishes: the kernel is the receiving half.
         """
         stream = torch.cuda.current_stream(self.ranks.device)
         captured = torch.cuda.is_current_stream_capturing()
-        if not captured:
+        if not captured and finishes is None:
             self.settle(CALLS_IN_FLIGHT)
         self.follow(stream)
-        slot = self._captured_slot if captured else self.num_calls % self._captured_slot
+        slot = self._captured_slot if captured else self._num_launches % self._captured_slot
+        half = begins or finishes
         opening = kernel.args.call
+        opening.half_epoch = 0 if half is None else half.epoch.data_ptr()
+        if begins is not None:
+            begins.number, begins.args = self.num_calls, type(kernel.args).from_buffer_copy(kernel.args)
         opening.record = self._records.address(slot)
         opening.status, opening.region = status, region
-        opening.sequence = 0 if captured else _sequence_of(self.num_calls)
+        sequence = 0 if captured else _sequence_of(self._num_launches)
+        opening.sequence = sequence
         opening.options_hash = hash_of(fields)
         kernel.launch(blocks or self.num_sms, stream.cuda_stream)
         if captured:
@@ -159,8 +190,18 @@ class Launcher:
             self._graphs.hold(stream.cuda_stream, self, *self.keep_with_graphs)
             return
         self._last = stream
-        self._launched.append(_InFlight(self.num_calls, slot, stream, fields, repeats, own_fault=status != 0))
-        self.num_calls += 1
+        number = self.num_calls if finishes is None else finishes.number
+        self._launched.append(_InFlight(number, slot, sequence, stream, fields, repeats, own_fault=status != 0))
+        self._num_launches += 1
+        if finishes is None:
+            self.num_calls += 1
+
+    def finish(self, variant: Variant, half: Half, blocks: int | None = None) -> None:
+        """Launch the receiving half of a call: the kernel takes the arguments of the one that sent."""
+        kernel = self.kernel(variant)
+        assert half.args is not None, "the sending half was launched"
+        ctypes.memmove(ctypes.addressof(kernel.args), ctypes.addressof(half.args), ctypes.sizeof(half.args))
+        self.launch(kernel, half.fields, blocks=blocks, finishes=half)
 
     def follow(self, stream: torch.cuda.Stream) -> None:
         """Let the stream wait for that of the call before.
@@ -236,16 +277,24 @@ class Launcher:
         self.settle(0)
 
     def settle(self, in_flight: int, own_fault: bool = False) -> None:
-        """Wait until at most ``in_flight`` calls are, and raise what the finished ones found, on all ranks alike.
+        """Wait for all calls but the last ``in_flight``, and raise what they found, on all ranks alike.
 
         With ``own_fault`` nobody hears what the last of them found.
         """
+        self.settle_before(self.num_calls - in_flight, own_fault)
+
+    def settle_before(self, end: int, own_fault: bool = False) -> None:
+        """The same for all calls below a number."""
         self._raise_timeout()
-        while len(self._launched) > in_flight:
-            call = self._launched.popleft()
+        while self._launched:
+            # By number: ranks may finish the halves of two calls in different orders, and shall read alike.
+            call = min(self._launched, key=lambda call: call.number)
+            if call.number >= end:
+                return
+            self._launched.remove(call)
             self._await(partial(self._is_over, call), call.stream)
             self._raise_timeout()
-            if call.own_fault or (own_fault and not self._launched):
+            if call.own_fault or (own_fault and call.number == self.num_calls - 1):
                 self._records.take(call.slot)
             else:
                 self._raise_outcome(call)
@@ -282,10 +331,10 @@ class Launcher:
             torch.cuda.synchronize(self.ranks.device)
             self._raise_timeout()
             stream = torch.cuda.current_stream(self.ranks.device)
-            self._raise_outcome(_InFlight(-1, self._captured_slot, stream, {"call": "a captured call"}))
+            self._raise_outcome(_InFlight(-1, self._captured_slot, 0, stream, {"call": "a captured call"}))
 
     def _is_over(self, call: _InFlight) -> bool:
-        return self._records.is_over(call.slot, _sequence_of(call.number))
+        return self._records.is_over(call.slot, call.sequence)
 
     def _await(self, is_over: Callable[[], bool], stream: torch.cuda.Stream, patience_s: float = 0.0) -> None:
         """Wait on the host for the work of a stream. Ranks that will never come are noticed; kernels would wait until
@@ -390,7 +439,7 @@ class Launcher:
 
 
 def _sequence_of(number: int) -> int:
-    """What the kernel of an eager call writes to its record at the end: not 0, and no other number of calls nearby."""
+    """What an eager kernel writes to its record at the end: not 0, and not what others nearby write."""
     return number % (2**31 - 1) + 1
 
 
