@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -27,7 +29,8 @@ def make(context: RankContext, unused: float) -> tuple[tl.Communicator, torch.Te
 def check(context: RankContext, alignment: int, sizes: str, unused: float) -> None:
     """With fixed places where ``sizes`` says "slots"."""
     comm, x, ids, weights = make(context, unused)
-    room = {"sizes": "bounded", "capacity": 512} if sizes == "bounded" else {}
+    room: dict[str, Any] = {"exact": {}, "bounded": {"sizes": "bounded", "capacity": 512}, "slots": {"capacity": 99}}
+    room = room[sizes]
     results = []
     for by_hand in (False, True):
         leaf, x_leaf = weights.clone().requires_grad_(), x.clone().requires_grad_()
