@@ -14,12 +14,11 @@ import torch
 import tokenloom as tl
 from tests.conftest import Ranks
 from tests.support.cases import BF16, FP8, Case, Problem, make_problem, same_routed
-from tests.support.nvlink_cases import launcher_of, meet, new_comm, round_trip
+from tests.support.nvlink_cases import LAYOUTS, launcher_of, meet, new_comm, round_trip
 from tokenloom import reference
 from tokenloom.backends.nvlink import buffers
 from tokenloom.backends.nvlink.launcher import CALLS_IN_FLIGHT
 from tokenloom.errors import TokenloomError
-from tokenloom.plan import LAYOUTS
 from tokenloom.runtime.processes import RankContext
 
 # -- ranks that disagree, and go on before they know ----------------------------------------------------------------

@@ -12,9 +12,8 @@ import torch
 import tokenloom as tl
 from tests.conftest import Ranks
 from tests.support.cases import BF16, FP32, Case, make_comm, make_problem, same_bits
-from tests.support.nvlink_cases import BACKEND, new_comm, round_trip
+from tests.support.nvlink_cases import BACKEND, LAYOUTS, new_comm, round_trip
 from tests.training.test_routed_experts import layers_of
-from tokenloom.plan import LAYOUTS
 from tokenloom.runtime.processes import RankContext
 
 

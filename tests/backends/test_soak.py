@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+import tokenloom as tl
 from tests.conftest import Ranks
 from tests.support.cases import BF16, FP32, make_comm
 from tests.support.graph_cases import Captured, experts
-from tokenloom.plan import LAYOUTS, Plan
+from tokenloom.plan import LAYOUTS, ROUTE_LAYOUTS, Plan
 from tokenloom.runtime.processes import RankContext
 
 BACKEND = "nvlink"
@@ -17,7 +20,7 @@ TOP_K = 4
 EXPERTS_PER_RANK = 4
 MAX_TOKENS = 64
 PAIRS = 20
-"""Dispatches, and combines, in one graph; their layouts take turns."""
+"""Dispatches, and combines, in one graph; their layouts take turns, and each comes in one piece and in halves."""
 REPLAYS = 2500
 CAPACITY = 600
 """Of layout "expert": twice what an even routing of all tokens needs, and more than any that is drawn here does."""
@@ -52,17 +55,41 @@ def check_soak(context: RankContext, replays: int) -> None:
         share = torch.rand(PAIRS, 1, 1, generator=generator, device=device)
         ids.masked_fill_(torch.rand(PAIRS, num_tokens, 1, generator=generator, device=device) < share, -1)
 
+    def given(pair: int) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+        layout = LAYOUTS[pair % len(LAYOUTS)]
+        options = {"alignment": 16, "capacity": CAPACITY} if layout == "expert" else {}
+        return (x[pair], ids[pair], weights[pair]), {"layout": layout, "sizes": "bounded", **options}
+
+    def work(routed: tl.Routed) -> torch.Tensor:
+        return experts(routed.layout, routed.tokens, None, routed.expert_offsets, context.rank, EXPERTS_PER_RANK)
+
     with make_comm(context, BACKEND, plan, checked=False) as comm:
+
+        def in_one_piece(pair: int) -> torch.Tensor:
+            tensors, options = given(pair)
+            routed = comm.dispatch(*tensors, **options)
+            return comm.combine(work(routed), routed)
+
+        def in_turns(*pairs: int) -> list[torch.Tensor]:
+            """One batch is computed while the other travels: two calls are open all along."""
+            sent = []
+            for pair in pairs:
+                tensors, options = given(pair)
+                sent.append(comm.send_dispatch(*tensors, **options))
+            home = []
+            for pending in sent:
+                routed = pending.receive()
+                home.append(comm.send_combine(work(routed), routed))
+            return [pending.receive() for pending in home]
 
         @torch.no_grad()
         def call_all() -> list[torch.Tensor]:
             outs = []
-            for pair in range(PAIRS):
-                layout = LAYOUTS[pair % len(LAYOUTS)]
-                options = {"alignment": 16, "capacity": CAPACITY} if layout == "expert" else {}
-                routed = comm.dispatch(x[pair], ids[pair], weights[pair], layout=layout, sizes="bounded", **options)
-                y = experts(routed.tokens, None, routed.expert_offsets, context.rank, EXPERTS_PER_RANK)
-                outs.append(comm.combine(y, routed))
+            for pair in range(0, PAIRS, 2):
+                if pair // len(LAYOUTS) % 2:
+                    outs += in_turns(pair, pair + 1)
+                else:
+                    outs += [in_one_piece(each) for each in (pair, pair + 1)]
             return outs
 
         draw()
@@ -95,7 +122,7 @@ def expected(layout: str, x: torch.Tensor, ids: torch.Tensor, weights: torch.Ten
     owner = torch.where(ids >= 0, ids // EXPERTS_PER_RANK, -1)
     total = Sum(x.shape, x.device)
     for rank in range(num_ranks):
-        if layout != "expert":
+        if layout not in ROUTE_LAYOUTS:
             total.add((x.float() * (rank + 1)).to(BF16), (owner == rank).any(-1, keepdim=True))
             continue
         partial = Sum(x.shape, x.device)
@@ -128,6 +155,6 @@ def test_what_the_soak_expects(layout: str) -> None:
     # Rank 0: expert 2 makes 3 + 3/128, which is 3 + 2/64 in bfloat16 after a tie, and weight 2 doubles it.
     # Rank 1: experts 5 and 7 make 6 + 6/128 -> 6 + 2/32 and 8 + 8/128, of which half and all are 11 + 3/32.
     # Layouts by token: rank 0 gives x, rank 1 gives 2 x.
-    by_hand = {"expert": 6 + 2 / 32 + 11 + 2 / 16, "token": 3 + 2 / 64, "rank": 3 + 2 / 64}
+    by_hand = dict.fromkeys(ROUTE_LAYOUTS, 6 + 2 / 32 + 11 + 2 / 16) | dict.fromkeys(("token", "rank"), 3 + 2 / 64)
     assert got.item() == torch.tensor(by_hand[layout]).to(BF16).item()
     assert expected(layout, -x, torch.full_like(ids, -1), weights, 2).view(torch.int16).item() == 0, "not +0"

@@ -18,6 +18,7 @@ from tests.support.graph_cases import (
     KINDS,
     RANK,
     ROUNDS,
+    SLOTS,
     TOKEN,
     Captured,
     Kind,
@@ -60,6 +61,36 @@ def check_replay(context: RankContext, kind: Kind) -> None:
         comm.check()
 
 
+HALVES = [kind for kind in KINDS if kind.halves]
+
+
+@pytest.mark.parametrize("kind", HALVES, ids=lambda kind: kind.name)
+def test_micro_batches_in_turns(hoppers: Ranks, kind: Kind) -> None:
+    """Two calls are open all along, in one graph, with work between their halves; replays find what is theirs."""
+    hoppers.run(check_turns, kind)
+
+
+def check_turns(context: RankContext, kind: Kind) -> None:
+    with new_comm(context) as comm:
+        steps = [Step(context, comm, kind), Step(context, comm, kind)]
+
+        def turns() -> list[torch.Tensor]:
+            sent = [step.send_dispatch() for step in steps]
+            home = [steps[0].send_combine(sent[0].receive())]
+            home.append(steps[1].send_combine(sent[1].receive()))
+            return [each.receive() for each in home]
+
+        captured = Captured(turns)
+        for rounds in itertools.pairwise((*ROUNDS, ROUNDS[0])):
+            for step, round_ in zip(steps, rounds, strict=True):
+                step.load(round_)
+            for _ in range(3):
+                captured.replay()
+            for out, step, round_ in zip(captured.results, steps, rounds, strict=True):
+                same_bits(out, step.expected(round_)[1], f"{kind.name}, {round_.why}")
+        comm.check()
+
+
 @pytest.mark.alone  # contexts that share a GPU take turns: every wait for a peer is a turn of all others
 def test_many_replays_in_a_row(hoppers: Ranks) -> None:
     """The host is far ahead of the GPUs and ranks of each other: buffers and flags are reused in time, not before."""
@@ -67,7 +98,7 @@ def test_many_replays_in_a_row(hoppers: Ranks) -> None:
 
 
 def check_many_replays(context: RankContext) -> None:
-    for kind in (TOKEN, EXPERT, RANK):
+    for kind in (TOKEN, EXPERT, RANK, SLOTS, *HALVES):
         with new_comm(context) as comm:
             step = Step(context, comm, kind)
             captured = Captured(step)
@@ -95,7 +126,7 @@ def check_replays_among_eager_calls(context: RankContext) -> None:
     order = random.Random(1)  # the same on all ranks
     comms = [new_comm(context) for _ in range(2)]
     # Two of each kind: one for graphs, one for eager calls. Both communicators have several kinds.
-    kinds = [TOKEN, EXPERT, RANK, KINDS[5], KINDS[7], EXPERT]
+    kinds = [TOKEN, EXPERT, RANK, KINDS[5], KINDS[7], EXPERT, HALVES[0], HALVES[1]]
     steps = [Step(context, comms[i % 2], kind) for i, kind in enumerate(kinds)]
     eager = [Step(context, comms[i % 2], kind) for i, kind in enumerate(kinds)]
     graphs = []
@@ -174,7 +205,7 @@ GOOD = Round("few tokens", "distinct", used=0.2, seed=8)
 BAD = Round("all tokens to one rank", "one rank", seed=9)
 
 
-@pytest.mark.parametrize("kind", [TOKEN, EXPERT, KINDS[7]], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [TOKEN, EXPERT, KINDS[7], SLOTS, *HALVES[:2]], ids=lambda kind: kind.name)
 def test_overflow(hoppers: Ranks, kind: Kind) -> None:
     """More rows than the capacity in a replay: the tokens concerned are NaN, and check says once, on all ranks, how
     many it takes, even if a replay that fits came after it. Nothing else is disturbed, and that capacity is enough."""

@@ -13,7 +13,7 @@ import torch
 import tokenloom as tl
 from tests.support.cases import BF16, FP8, Case, Problem, make_problem
 from tokenloom import reference
-from tokenloom.plan import FP8_BLOCK, Plan
+from tokenloom.plan import FP8_BLOCK, ROUTE_LAYOUTS, Plan
 from tokenloom.runtime.processes import RankContext
 
 TOKENS = (40, 23, 0, 31)
@@ -47,7 +47,12 @@ ROUNDS = [
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of call: the options of dispatch and combine, and what is sent."""
+    """One kind of call: the options of dispatch and combine, and what is sent.
+
+    Attributes:
+        halves: calls are made in two halves.
+        own: results are written to tensors of the caller's.
+    """
 
     name: str
     layout: str
@@ -57,16 +62,21 @@ class Kind:
     to_fp8: bool = False
     mode: str = "per_rank"
     copy: bool = False
+    scale_layout: str = "rows"
+    halves: bool = False
+    own: bool = False
 
     @property
     def dispatch_options(self) -> dict[str, Any]:
         """As both the communicator and the reference take them."""
-        return {"layout": self.layout, "alignment": self.alignment, "to_fp8": self.to_fp8}
+        options = {"layout": self.layout, "alignment": self.alignment, "to_fp8": self.to_fp8}
+        return options | {"scale_layout": self.scale_layout}
 
 
 TOKEN = Kind("token", "token")
 EXPERT = Kind("expert", "expert", alignment=8)
 RANK = Kind("rank", "rank", ids_dtype=torch.int32)
+SLOTS = Kind("slots", "slots")
 KINDS = [
     TOKEN,
     EXPERT,
@@ -76,6 +86,13 @@ KINDS = [
     Kind("expert, fp8 with scales", "expert", alignment=16, dtype=FP8),
     Kind("token, quantised on its way", "token", to_fp8=True),
     Kind("expert, per route", "expert", mode="per_route"),
+    SLOTS,
+    Kind("slots, quantised on its way", "slots", to_fp8=True, scale_layout="columns", ids_dtype=torch.int32),
+    Kind("slots, per route, to own tensors", "slots", mode="per_route", own=True),
+    Kind("token, in halves", "token", halves=True),
+    Kind("expert, in halves", "expert", alignment=8, halves=True, copy=True),
+    Kind("slots, in halves, to own tensors", "slots", to_fp8=True, halves=True, own=True),
+    Kind("slots, per route, in halves", "slots", mode="per_route", halves=True),
 ]
 
 
@@ -116,11 +133,16 @@ def room_for(kind: Kind, num_ranks: int) -> int | None:
         return None
     if kind.layout == "token":
         return plan_of(num_ranks).worst_case_rows("token")
-    return 5 + max(problem_of(each, kind, num_ranks).rows_needed("expert", kind.alignment) for each in ROUNDS)
+    return 5 + max(problem_of(each, kind, num_ranks).rows_needed(kind.layout, kind.alignment) for each in ROUNDS)
 
 
 def experts(
-    tokens: torch.Tensor, scales: torch.Tensor | None, offsets: torch.Tensor | None, rank: int, experts_per_rank: int
+    layout: str,
+    tokens: torch.Tensor,
+    scales: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    rank: int,
+    experts_per_rank: int,
 ) -> torch.Tensor:
     """y in bfloat16: every expert (every rank, where rows are not grouped by expert) multiplies by its own number.
 
@@ -129,6 +151,9 @@ def experts(
     rows = tokens.float()
     if scales is not None:
         rows = (rows.unflatten(-1, (-1, FP8_BLOCK)) * scales[..., None]).flatten(-2)
+    if layout == "slots":
+        expert = torch.arange(experts_per_rank, dtype=torch.int32, device=rows.device)
+        return (rows * (rank * experts_per_rank + expert + 1)[:, None, None]).to(BF16)
     if offsets is None:
         return (rows * (rank + 1)).to(BF16)
     places = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
@@ -145,6 +170,7 @@ def expected(
     want = problem.dispatched(**kind.dispatch_options, capacity=capacity, bounded=True)
     ys = [
         experts(
+            kind.layout,
             each.tokens,
             each.scales,
             torch.tensor(each.expert_offsets, dtype=torch.int32) if kind.layout == "expert" else None,
@@ -154,8 +180,18 @@ def expected(
         for of_rank, each in enumerate(want)
     ]
     own_ids = [ids if of_rank == rank else ids[:0] for of_rank, ids in enumerate(problem.topk_ids)]
-    weights = problem.topk_weights if kind.layout == "expert" else None
+    weights = problem.topk_weights if kind.layout in ROUTE_LAYOUTS else None
     return want[rank], reference.combine(problem.plan, ys, want, own_ids, weights, mode=kind.mode)[rank]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The result of a call in one piece, as a pending would give it."""
+
+    result: Any
+
+    def receive(self) -> Any:
+        return self.result
 
 
 class Step:
@@ -172,6 +208,12 @@ class Step:
         self.capacity = capacity or room_for(kind, context.num_ranks)
         self._given: dict[Round, list[torch.Tensor]] = {}
         self._inputs = [tensor.clone() for tensor in self._tensors(ROUNDS[0])]
+        self._own: tuple[tl.DispatchOut | None, torch.Tensor | None] = None, None
+        if kind.own:
+            routed, out = self()  # as the communicator makes them
+            fields = {name: getattr(routed, name) for name in tl.DispatchOut.__dataclass_fields__}
+            clones = {name: None if each is None else each.clone() for name, each in fields.items()}
+            self._own = tl.DispatchOut(**clones), out.clone()
 
     def _tensors(self, round_: Round) -> list[torch.Tensor]:
         """x, (its scales), ids and weights of a round, on the device: copying from there makes no host wait."""
@@ -194,21 +236,34 @@ class Step:
     def expected(self, round_: Round) -> tuple[reference.Routed, torch.Tensor]:
         return expected(round_, self.kind, self.capacity, self.context.num_ranks, self.context.rank)
 
-    def dispatch(self, *, sizes: str = "bounded", copy: bool = False) -> tl.Routed:
+    def send_dispatch(self, *, sizes: str = "bounded", copy: bool = False) -> tl.Pending[tl.Routed]:
+        """The first half; all of the call where the kind makes it in one piece."""
         *x, ids, weights = self._inputs
         options: dict[str, Any] = {**self.kind.dispatch_options, "sizes": sizes, "copy": copy or self.kind.copy}
         if sizes == "bounded":
-            options["capacity"] = self.capacity
+            options |= {"capacity": self.capacity, "out": self._own[0]}
+        given = (x[0] if len(x) == 1 else (x[0], x[1]), ids, weights)
         with torch.no_grad():
-            return self.comm.dispatch(x[0] if len(x) == 1 else (x[0], x[1]), ids, weights, **options)
+            if self.kind.halves:
+                return self.comm.send_dispatch(*given, **options)
+            return Whole(self.comm.dispatch(*given, **options))  # type: ignore[return-value]
+
+    def dispatch(self, *, sizes: str = "bounded", copy: bool = False) -> tl.Routed:
+        return self.send_dispatch(sizes=sizes, copy=copy).receive()
+
+    def send_combine(self, routed: tl.Routed) -> tl.Pending[torch.Tensor]:
+        """Experts, and the first half of the combine."""
+        rank, local = self.context.rank, self.comm.plan.experts_per_rank
+        options: dict[str, Any] = {"mode": self.kind.mode, "out": self._own[1]}
+        with torch.no_grad():
+            y = experts(self.kind.layout, routed.tokens, routed.scales, routed.expert_offsets, rank, local)
+            if self.kind.halves:
+                return self.comm.send_combine(y, routed, **options)
+            return Whole(self.comm.combine(y, routed, **options))  # type: ignore[return-value]
 
     def finish(self, routed: tl.Routed) -> torch.Tensor:
         """Experts and combine."""
-        with torch.no_grad():
-            y = experts(
-                routed.tokens, routed.scales, routed.expert_offsets, self.context.rank, self.comm.plan.experts_per_rank
-            )
-            return self.comm.combine(y, routed, mode=self.kind.mode)  # type: ignore[call-overload]
+        return self.send_combine(routed).receive()
 
     def __call__(self) -> tuple[tl.Routed, torch.Tensor]:
         routed = self.dispatch()

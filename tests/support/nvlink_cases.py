@@ -23,6 +23,8 @@ from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer
 
 BACKEND = "nvlink"
+LAYOUTS = ("token", "expert", "rank")
+"""Layouts that have both kinds of sizes."""
 
 
 def new_comm(context: RankContext, plan: Plan, *, checked: bool) -> tl.Communicator:
