@@ -170,7 +170,7 @@ SLOTS = (
     Mutation(
         name="unfilled-out",
         rule="the caller's tensors are handed out as they were",
-        target="tokenloom.backends.collective:_fill",
+        target="tokenloom.backends.collective_handle:CollectiveHandle.write_to",
         old="tensor.copy_(value.view(tensor.shape))",
         new="pass",
         tests=("tests/comm/test_out.py::test_dispatch",),

@@ -1,0 +1,115 @@
+"""What backend "collective" remembers of a dispatch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tokenloom.backends.base import DispatchOptions, DispatchOut, RoutedCounts
+from tokenloom.ops import routing
+from tokenloom.ops.quant.scale_layouts import lay_out_scales
+from tokenloom.plan import ROUTE_LAYOUTS
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Who sends how much to whom in one dispatch, and back in its combine.
+
+    Attributes:
+        send: the rows that this rank sends.
+        sent, received: (token, rank) rows to and from each rank.
+        routes_sent, routes_received: routes to and from each rank.
+        route_counts: routes from each rank to each local expert.
+    """
+
+    send: routing.SendMap
+    sent: list[int]
+    received: list[int]
+    routes_sent: list[int]
+    routes_received: list[int]
+    route_counts: list[list[int]]
+
+
+@dataclass(frozen=True)
+class CollectiveHandle:
+    """A dispatch as this rank remembers it. R: received rows, in the order (source rank, token).
+
+    Attributes:
+        options, number, num_tokens: as of every handle.
+        sizes: who sends how much to whom.
+        local_ids: int32 [R, K].
+        weights: [R, K], zero where there is no route, or None.
+        received_scales: float32 [R, H / 128] for FP8, else None.
+        placement: where the received rows lie in the output.
+        row_tokens: int32 [R], which token of its source each received row is.
+    """
+
+    options: DispatchOptions
+    number: int
+    num_tokens: int
+    sizes: Sizes
+    local_ids: torch.Tensor
+    weights: torch.Tensor | None
+    received_scales: torch.Tensor | None
+    placement: routing.Placement
+    row_tokens: torch.Tensor
+
+    @property
+    def num_places(self) -> int:
+        return self.placement.num_places
+
+    @property
+    def host_offsets(self) -> list[int] | None:
+        return self.placement.offsets
+
+    @property
+    def counts(self) -> RoutedCounts:
+        place = self.placement
+
+        def int32(values: int | list[int] | list[list[tuple[int, int]]]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=self.local_ids.device)
+
+        return RoutedCounts(
+            num_rows=place.num_rows if self.options.sizes == "exact" else int32(place.num_rows),
+            source_counts=int32(place.source_counts),
+            expert_counts=int32(place.expert_counts),
+            expert_offsets=None if place.offsets is None else int32(place.offsets),
+            slot_ranges=None if place.slot_ranges is None else int32(place.slot_ranges),
+        )
+
+    @property
+    def topk_ids(self) -> torch.Tensor:
+        return self.place(self.local_ids + 1) - 1  # no row, no route: -1
+
+    @property
+    def topk_weights(self) -> torch.Tensor | None:
+        if self.weights is None or self.options.layout in ROUTE_LAYOUTS:
+            return self.weights
+        return self.place(self.weights)
+
+    @property
+    def scales(self) -> torch.Tensor | None:
+        if self.received_scales is None:
+            return None
+        scales = self.place(self.received_scales)
+        if self.options.layout != "slots":
+            return scales
+        return lay_out_scales(scales.unflatten(0, (-1, self.options.capacity)), self.options.scale_layout)
+
+    def positions(self) -> torch.Tensor:
+        return self.placement.positions
+
+    def place(self, rows: torch.Tensor) -> torch.Tensor:
+        """Received rows [R, h] -> their places in the output [places, h], zero where no row lies."""
+        if self.options.layout == "token" and len(rows) == self.placement.num_places:
+            return rows  # the order of arrival is the order of the layout
+        return routing.scatter_rows(rows, self.placement.positions, self.placement.num_places)
+
+    def write_to(self, out: DispatchOut, rows: torch.Tensor) -> None:
+        """Fill the caller's tensors with the results of the dispatch, of which rows are [places, H]."""
+        counts = vars(self.counts)
+        for name, tensor in vars(out).items():
+            if tensor is not None:
+                value = rows if name == "tokens" else counts[name] if name in counts else getattr(self, name)
+                tensor.copy_(value.view(tensor.shape))
