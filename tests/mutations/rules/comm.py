@@ -104,7 +104,7 @@ GRADIENTS = (
 )
 
 ROOM = "tokenloom.comm.pending:OpenCalls.require_room"
-PENDING_TESTS = "tests/comm/test_pending.py::"
+PENDING_TESTS, OPEN_TESTS = "tests/comm/test_pending.py::", "tests/comm/test_open_calls.py::"
 
 HALVES = (
     Mutation(
@@ -113,7 +113,7 @@ HALVES = (
         target=ROOM,
         old="half.number != self._count",
         new="half.number < self._count - 1",
-        tests=(f"{PENDING_TESTS}test_a_third", f"{PENDING_TESTS}test_what_may_be_open"),
+        tests=(f"{OPEN_TESTS}test_a_third", f"{OPEN_TESTS}test_what_may_be_open"),
     ),
     Mutation(
         name="one-open-call",
@@ -129,7 +129,7 @@ HALVES = (
         target=ROOM,
         old="half.owner() is None",
         new="False",
-        tests=(f"{PENDING_TESTS}test_dropped",),
+        tests=(f"{OPEN_TESTS}test_dropped",),
     ),
     Mutation(
         name="dropped-and-unfinished",
@@ -137,7 +137,7 @@ HALVES = (
         target=ROOM,
         old="half.discard()",
         new="pass",
-        tests=(f"{PENDING_TESTS}test_a_dropped_call_is_finished_once",),
+        tests=(f"{OPEN_TESTS}test_a_dropped_call_is_finished_once",),
     ),
     Mutation(
         name="received-again",
@@ -145,7 +145,7 @@ HALVES = (
         target="tokenloom.comm.pending:Pending.receive",
         old="finish, self._finish = self._finish, None",
         new="finish = self._finish",
-        tests=(f"{PENDING_TESTS}test_received_twice",),
+        tests=(f"{OPEN_TESTS}test_received_twice",),
     ),
     Mutation(
         name="failed-calls-do-not-count",
@@ -153,7 +153,7 @@ HALVES = (
         target="tokenloom.comm.engine:Sequence.__exit__",
         old="isinstance(fault, Exception) and self.upcoming",
         new="False",
-        tests=(f"{PENDING_TESTS}test_a_call_that_failed_counts",),
+        tests=(f"{OPEN_TESTS}test_a_call_that_failed_counts",),
     ),
     Mutation(
         name="calls-of-backward-do-not-count",
@@ -161,7 +161,7 @@ HALVES = (
         target="tokenloom.comm.engine:Engine._opened",
         old="self.open_calls.opened()",
         new="self.open_calls._count += self._sequence is None",
-        tests=(f"{PENDING_TESTS}test_calls_in_one_piece_count",),
+        tests=(f"{OPEN_TESTS}test_calls_in_one_piece_count",),
     ),
     Mutation(
         name="gradient-of-what-x-became",
