@@ -105,6 +105,16 @@ class ToyBackend:
     def report_fault(self, fault: Exception, upcoming: Sequence[Upcoming]) -> None:
         self._inner.report_fault(fault, upcoming)
 
+    @property
+    def masked(self) -> frozenset[int]:
+        return self._inner.masked
+
+    def mask(self, ranks: frozenset[int]) -> None:
+        self._inner.mask(ranks)
+
+    def mask_late(self) -> None:
+        self._inner.mask_late()
+
     def check(self, wait: Wait) -> None:
         self._inner.check(wait)
 

@@ -330,6 +330,30 @@ class Backend(Protocol):
         they learn of the fault.
         """
 
+    @property
+    def masked(self) -> frozenset[int]:
+        """Ranks that take no part. Where late ranks are masked, a call may add some."""
+
+    def mask(self, ranks: frozenset[int]) -> None:
+        """From the next call on, leave out these ranks and no others. All ranks that take part then call it alike.
+
+        Nothing is sent to masked ranks or awaited from them, they have no tokens, and routes to their experts count
+        as -1, in gradients of earlier calls too. A rank that was masked and no longer is has made its communicator
+        again.
+
+        Raises:
+            InvalidArgument: a rank that is none, or this one; or this backend cannot leave ranks out.
+            PlanMismatch: ranks named others; nothing has changed.
+            PeerTimeout: a rank did not come.
+        """
+
+    def mask_late(self) -> None:
+        """From now on, mask ranks that do not come within the deadline of a call, and finish the call without them.
+
+        Raises:
+            InvalidArgument: this backend cannot.
+        """
+
     def check(self, wait: Wait) -> None:
         """Raise what earlier calls left behind (CapacityOverflow, PeerTimeout, ...), once, on all ranks alike."""
 

@@ -4,12 +4,17 @@ A dispatch is three collectives: the handshake with all counts (handshake.py), o
 weights, FP8 scales), and one all-to-all of payload with one row per (token, rank). Every other call is the handshake
 and one all-to-all. ``all_to_all_single`` needs its sizes on the host, so both kinds of sizes read the counts there,
 and calls cannot be captured into CUDA graphs.
+
+Ranks that are masked take no part (:mod:`tokenloom.runtime.rank_group`). Ids of their experts become -1 before
+anything is counted. What a rank does not send that is lost in the middle of a call is left out when the call is
+received: a dispatch drops its rows, a sum its terms, and gradients are zero there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -23,14 +28,14 @@ from tokenloom.backends.base import (
     Upcoming,
     Wait,
 )
-from tokenloom.backends.collective_handle import CollectiveHandle, Sizes
+from tokenloom.backends.collective_handle import CollectiveHandle, Sizes, rows_without, terms_without
 from tokenloom.backends.handshake import Field, combine_fields, dispatch_fields, gradient_fields, handshake
 from tokenloom.backends.registration import Availability, Registration, Request
 from tokenloom.errors import CapacityOverflow, is_known_to_all
 from tokenloom.ops import routing
 from tokenloom.ops.quant import quantize_fp8
 from tokenloom.plan import ROUTE_LAYOUTS, Plan
-from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.runtime.rank_group import RankGroup, Transfer
 
 T = TypeVar("T")
 
@@ -45,8 +50,24 @@ class _Pending(Generic[T]):
         return self._finish()
 
 
-Arrival = Callable[[CollectiveHandle], torch.Tensor]
-"""Waits for a payload and gives its rows, by a handle whose metadata may arrive after the payload was sent."""
+@dataclass(frozen=True)
+class _Arrival:
+    """A payload on its way.
+
+    Attributes:
+        transfer: what brings it.
+        counts: rows of each source rank in it, or None where ``place`` picks them by the handle.
+        place: gives what the call returns, by a handle whose metadata may arrive after the payload was sent.
+    """
+
+    transfer: Transfer
+    counts: list[int] | None
+    place: Callable[[CollectiveHandle, torch.Tensor], torch.Tensor]
+
+    def without(self, ranks: frozenset[int]) -> torch.Tensor:
+        """The payload without that of these ranks."""
+        rows = self.transfer.wait()
+        return rows if self.counts is None else rows_without(ranks, self.counts, rows)
 
 
 class CollectiveBackend:
@@ -58,7 +79,6 @@ class CollectiveBackend:
     def __init__(self, plan: Plan, ranks: RankGroup) -> None:
         self._plan = plan
         self._ranks = ranks
-        self._num_dispatches = 0
         self._overflow: tuple[int, int] | None = None
 
     # -- dispatch -------------------------------------------------------------------------------------------
@@ -66,29 +86,32 @@ class CollectiveBackend:
     def send_dispatch(
         self, options: DispatchOptions, inputs: DispatchInputs
     ) -> _Pending[tuple[CollectiveHandle, torch.Tensor]]:
-        send = routing.send_map(inputs.topk_ids, self._plan)
-        fields = dispatch_fields(self._num_dispatches, options, inputs)
+        send = routing.send_map(routing.without_ranks(inputs.topk_ids, self._ranks.masked, self._plan), self._plan)
+        fields = dispatch_fields(self._ranks.step, options, inputs)
         table = self._open(fields, torch.cat([send.rows_per_rank, send.routes_per_expert]))
         rows, routes = table[:, : self._plan.num_ranks], table[:, self._plan.num_ranks :]
         self._check_capacity(options, rows, routes)
-        self._num_dispatches += 1
-        number, num_tokens = self._num_dispatches, len(inputs.x)
+        number, num_tokens = self._ranks.step, len(inputs.x)  # a rank that comes back counts on from the same step
         with _unfinished(self._ranks):
             sizes = self._sizes(send, rows, routes)
             x, scales = inputs.x, inputs.scales
             if options.to_fp8:
                 x, scales = quantize_fp8(x, power_of_two_scales=options.power_of_two_scales)
-            metadata = self._send_metadata(sizes, inputs.topk_weights, scales)
+            metadata, split = self._send_metadata(sizes, inputs.topk_weights, scales)
             payload = self._send_places(sizes, x, options.strategy)
 
         def finish() -> tuple[CollectiveHandle, torch.Tensor]:
             with _unfinished(self._ranks):
-                tokens, local_ids, weights, received_scales = metadata()
-                placement = self._place(options, sizes, local_ids)
+                words = metadata.wait()
+                payload.transfer.wait()
+                lost = metadata.lost | payload.transfer.lost
+                tokens, local_ids, weights, received_scales = split(rows_without(lost, sizes.received, words))
+                received = sizes.without(lost)
+                placement = self._place(options, received, local_ids)
                 handle = CollectiveHandle(
-                    options, number, num_tokens, sizes, local_ids, weights, received_scales, placement, tokens
+                    options, number, num_tokens, received, local_ids, weights, received_scales, placement, tokens
                 )
-                arrived = payload(handle)
+                arrived = payload.place(handle, payload.without(lost))
                 if inputs.out is not None:
                     handle.write_to(inputs.out, arrived)
                 return handle, arrived
@@ -140,11 +163,14 @@ class CollectiveBackend:
 
     def _send_metadata(
         self, sizes: Sizes, topk_weights: torch.Tensor | None, scales: torch.Tensor | None
-    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]]:
+    ) -> tuple[
+        Transfer, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]]
+    ]:
         """Send tokens, ids, weights and scales of the rows in one all-to-all of int32 words.
 
         Returns:
-            What waits for them: tokens [R], local ids [R, K], weights [R, K] and scales [R, H / 128] as received.
+            What brings the words, and what splits them: tokens [R], local ids [R, K], weights [R, K] and scales
+            [R, H / 128] as received.
         """
         send = sizes.send
         parts = [send.tokens[:, None].to(torch.int32), send.local_ids]
@@ -154,50 +180,53 @@ class CollectiveBackend:
         if scales is not None:
             parts.append(scales[send.tokens].view(torch.int32))
         widths = [part.shape[1] for part in parts]
-        words = self._ranks.start_all_to_all(torch.cat(parts, 1), sizes.sent, sizes.received, "dispatch, metadata")
+        transfer = self._ranks.start_all_to_all(torch.cat(parts, 1), sizes.sent, sizes.received, "dispatch, metadata")
 
-        def receive() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        def split(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
             # Always a copy: a slice of a single row counts as contiguous, but starts wherever its neighbour ends.
-            split = [part.clone(memory_format=torch.contiguous_format) for part in words.wait().split(widths, 1)]
-            tokens, local_ids, rest = split[0][:, 0], split[1], split[2:]
+            parts = [part.clone(memory_format=torch.contiguous_format) for part in words.split(widths, 1)]
+            tokens, local_ids, rest = parts[0][:, 0], parts[1], parts[2:]
             received_weights = None if topk_weights is None else rest.pop(0).view(topk_weights.dtype)
             return tokens, local_ids, received_weights, rest.pop(0).view(torch.float32) if rest else None
 
-        return receive
+        return transfer, split
 
     # -- moving rows ----------------------------------------------------------------------------------------
 
-    def _send_places(self, sizes: Sizes, x: torch.Tensor, strategy: str) -> Arrival:
+    def _send_places(self, sizes: Sizes, x: torch.Tensor, strategy: str) -> _Arrival:
         """Send [T, H] to the places of its routes, [places, H]."""
         if strategy == "all_to_all":
             return self._send_routes(sizes, x)
-        rows = self._send_rows(sizes, x, strategy)
-        return lambda handle: handle.place(rows(handle))
+        sent = self._send_rows(sizes, x, strategy)
+        return _Arrival(sent.transfer, sent.counts, lambda handle, rows: handle.place(sent.place(handle, rows)))
 
-    def _send_rows(self, sizes: Sizes, x: torch.Tensor, strategy: str) -> Arrival:
+    def _send_rows(self, sizes: Sizes, x: torch.Tensor, strategy: str) -> _Arrival:
         """Send [T, H] once for each (token, rank), [R, H]."""
         if strategy == "all_gather":
             room = x.new_zeros(self._plan.max_tokens_per_rank, x.shape[1])
             room[: len(x)] = x
-            gathered = self._ranks.all_gather(room.view(torch.uint8).flatten(), "dispatch, all tokens")
-            tokens = gathered.view(x.dtype).view(-1, x.shape[1])
-            return lambda handle: routing.gather_rows(tokens, self._row_homes(handle))
+            transfer = self._ranks.start_all_gather(room.view(torch.uint8).flatten(), "dispatch, all tokens")
+
+            def pick(handle: CollectiveHandle, gathered: torch.Tensor) -> torch.Tensor:
+                return routing.gather_rows(gathered.view(x.dtype).view(-1, x.shape[1]), self._row_homes(handle))
+
+            return _Arrival(transfer, None, pick)
         rows = routing.gather_rows(x, sizes.send.tokens)
         transfer = self._ranks.start_all_to_all(rows, sizes.sent, sizes.received, "dispatch, payload")
-        return lambda handle: transfer.wait()
+        return _Arrival(transfer, sizes.received, lambda handle, rows: rows)
 
-    def _send_routes(self, sizes: Sizes, x: torch.Tensor) -> Arrival:
+    def _send_routes(self, sizes: Sizes, x: torch.Tensor) -> _Arrival:
         """Send [T, H] once for each route, to its place."""
         row, _ = sizes.send.mask.nonzero(as_tuple=True)
         rows = routing.gather_rows(x, sizes.send.tokens[row])
         counts = sizes.routes_sent, sizes.routes_received
         transfer = self._ranks.start_all_to_all(rows, *counts, "dispatch, routes")
 
-        def place(handle: CollectiveHandle) -> torch.Tensor:
+        def place(handle: CollectiveHandle, rows: torch.Tensor) -> torch.Tensor:
             positions = handle.placement.positions[handle.local_ids >= 0]  # in the order of arrival; -1: dropped
-            return routing.scatter_rows(transfer.wait(), positions[:, None], handle.num_places)
+            return routing.scatter_rows(rows, positions[:, None], handle.num_places)
 
-        return place
+        return _Arrival(transfer, sizes.routes_received, place)
 
     def _row_homes(self, handle: CollectiveHandle) -> torch.Tensor:
         """int64 [R]: which of [W * M] tokens of all ranks each received row is."""
@@ -220,26 +249,28 @@ class CollectiveBackend:
     ) -> _Pending[torch.Tensor]:
         self._open(combine_fields(handle.number, options))
         with _unfinished(self._ranks):
-            home, order = self._send_home(handle, rows, weights, options)
+            home, counts, order = self._send_home(handle, rows, weights, options)
 
         def finish() -> torch.Tensor:
             with _unfinished(self._ranks):
-                total = routing.ordered_sum(home(), order, dtype=_sum_dtype(rows)).to(options.out_dtype)
+                terms = home.wait()
+                kept = terms_without(home.lost, counts, order)
+                total = routing.ordered_sum(terms, kept, dtype=_sum_dtype(rows)).to(options.out_dtype)
                 return total if out is None else out.copy_(total)
 
         return _Pending(finish)
 
     def _send_home(
         self, handle: CollectiveHandle, rows: torch.Tensor, weights: torch.Tensor | None, options: CombineOptions
-    ) -> tuple[Callable[[], torch.Tensor], torch.Tensor]:
-        """Send the terms of the sums at home: (what waits for them [n, H], their positions [T, terms])."""
+    ) -> tuple[Transfer, list[int], torch.Tensor]:
+        """Send the terms of the sums at home: (what brings them [n, H], by rank, their positions [T, terms])."""
         sizes, positions, dtype = handle.sizes, handle.placement.positions, _sum_dtype(rows)
         if options.per_route:
             terms = routing.weighted_routes(rows, handle.local_ids, positions, weights, dtype=dtype)
             terms = terms.to(options.wire_dtype)
             counts = sizes.routes_received, sizes.routes_sent
             order = routing.home_positions_per_route(sizes.send, handle.num_tokens, self._plan.top_k)
-            return self._ranks.start_all_to_all(terms, *counts, "combine, routes").wait, order
+            return self._ranks.start_all_to_all(terms, *counts, "combine, routes"), counts[1], order
         partial = routing.ordered_sum(rows, positions, weights, dtype=dtype).to(options.wire_dtype)
         if handle.placement.dropped is not None:
             partial[handle.placement.dropped] = torch.nan
@@ -247,11 +278,11 @@ class CollectiveBackend:
         if options.strategy == "reduce_scatter":
             return self._send_dense(handle, partial, order)
         counts = sizes.received, sizes.sent
-        return self._ranks.start_all_to_all(partial, *counts, "combine, partial sums").wait, order
+        return self._ranks.start_all_to_all(partial, *counts, "combine, partial sums"), counts[1], order
 
     def _send_dense(
         self, handle: CollectiveHandle, partial: torch.Tensor, order: torch.Tensor
-    ) -> tuple[Callable[[], torch.Tensor], torch.Tensor]:
+    ) -> tuple[Transfer, list[int], torch.Tensor]:
         """Partial sums [R, H] as a dense [W, M, H] of all ranks' tokens; ``order``: of those that were sent."""
         num_ranks, room = self._plan.num_ranks, self._plan.max_tokens_per_rank
         dense = partial.new_zeros(num_ranks * room, partial.shape[1])
@@ -260,7 +291,7 @@ class CollectiveBackend:
         transfer = self._ranks.start_all_to_all(dense, counts, counts, "combine, dense partial sums")
         tokens = torch.arange(len(order), device=order.device)[:, None]
         places = torch.arange(num_ranks, device=order.device) * room + tokens
-        return transfer.wait, torch.where(order >= 0, places, -1)
+        return transfer, counts, torch.where(order >= 0, places, -1)
 
     # -- gradients ------------------------------------------------------------------------------------------
 
@@ -274,29 +305,33 @@ class CollectiveBackend:
     ) -> _Pending[torch.Tensor]:
         return self._gradient(handle, "rows again", lambda: self._send_rows(handle.sizes, values, strategy))
 
-    def _gradient(self, handle: CollectiveHandle, what: str, send: Callable[[], Arrival]) -> _Pending[torch.Tensor]:
+    def _gradient(self, handle: CollectiveHandle, what: str, send: Callable[[], _Arrival]) -> _Pending[torch.Tensor]:
         self._open(gradient_fields(handle.number, what))
         with _unfinished(self._ranks):
             arrival = send()
 
         def finish() -> torch.Tensor:
             with _unfinished(self._ranks):
-                return arrival(handle)
+                return arrival.place(handle, arrival.transfer.wait())
 
         return _Pending(finish)
 
     def send_weight_gradients(self, handle: CollectiveHandle, grad: torch.Tensor) -> _Pending[torch.Tensor]:
         sizes = handle.sizes
 
-        def send() -> Arrival:
+        def send() -> _Arrival:
             if handle.options.layout in ROUTE_LAYOUTS:
                 values = grad.clone()  # the caller may change it before the transfer ends
             else:
                 place = handle.placement.positions[:, 0]
                 values = torch.where((place >= 0)[:, None], grad[place.clamp_min(0)], 0)
             counts = sizes.received, sizes.sent
-            home = self._ranks.start_all_to_all(routing.packed(values), *counts, "dispatch, gradient of weights")
-            return lambda handle: routing.weights_at_home(home.wait(), sizes.send, handle.num_tokens)
+            transfer = self._ranks.start_all_to_all(routing.packed(values), *counts, "dispatch, gradient of weights")
+
+            def to_tokens(handle: CollectiveHandle, home: torch.Tensor) -> torch.Tensor:
+                return routing.weights_at_home(home, sizes.send, handle.num_tokens)
+
+            return _Arrival(transfer, None, to_tokens)
 
         return self._gradient(handle, "gradient of weights", send)
 
@@ -307,6 +342,16 @@ class CollectiveBackend:
         return routing.route_values(grad, handle.placement.positions).to(like.dtype)
 
     # -- state ----------------------------------------------------------------------------------------------
+
+    @property
+    def masked(self) -> frozenset[int]:
+        return self._ranks.masked
+
+    def mask(self, ranks: frozenset[int]) -> None:
+        self._ranks.mask(ranks)
+
+    def mask_late(self) -> None:
+        self._ranks.mask_late()
 
     def _open(
         self, fields: dict[str, Field], counts: torch.Tensor | None = None, fault: Exception | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,6 +29,35 @@ class Sizes:
     routes_sent: list[int]
     routes_received: list[int]
     route_counts: list[list[int]]
+
+    def without(self, sources: frozenset[int]) -> Sizes:
+        """The same, but nothing came from these ranks."""
+        if not sources:
+            return self
+
+        def kept(counts: list[int]) -> list[int]:
+            return [0 if source in sources else count for source, count in enumerate(counts)]
+
+        counts = [[0] * len(each) if source in sources else each for source, each in enumerate(self.route_counts)]
+        received, routes = kept(self.received), kept(self.routes_received)
+        return replace(self, received=received, routes_received=routes, route_counts=counts)
+
+
+def rows_without(ranks: frozenset[int], counts: list[int], rows: torch.Tensor) -> torch.Tensor:
+    """Contiguous rows, of which the first ``counts[0]`` came from rank 0, and so on: without those of some ranks."""
+    if not ranks:
+        return rows
+    parts = rows.view(torch.uint8).split(counts)  # bytes, since FP8 cannot be concatenated
+    return torch.cat([part for rank, part in enumerate(parts) if rank not in ranks]).view(rows.dtype)
+
+
+def terms_without(ranks: frozenset[int], counts: list[int], positions: torch.Tensor) -> torch.Tensor:
+    """A position matrix of such rows: with -1 for those of some ranks."""
+    if not ranks:
+        return positions
+    gone = [rank in ranks for rank, count in enumerate(counts) for _ in range(count)]
+    gone.append(False)  # which a position of -1 finds
+    return torch.where(torch.tensor(gone, device=positions.device)[positions], -1, positions)
 
 
 @dataclass(frozen=True)

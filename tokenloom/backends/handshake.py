@@ -6,7 +6,7 @@ Over torch.distributed it is one all-gather. Each rank contributes one row of in
 
 All calls use rows of the same width, so ranks that call different things still find out. A fault that only one rank
 can see is thereby an error on all of them, before any payload moves. Where hashes differ, a second all-gather brings
-the fields themselves, so that the error can name what differs.
+the fields themselves, so that the error can name what differs. The row of a masked rank is all zeros.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tokenloom.runtime.rank_group import RankGroup
 
 MESSAGE_WORDS = 32
 _HEADER_WORDS = 2 + MESSAGE_WORDS
-_OK, _FAULT = 0, 1
+_MASKED, _OK, _FAULT = 0, 1, 2
 _HASH_BITS = 0x7FFF_FFFF_FFFF_FFFF
 NUMBER = "dispatch number"
 """Name of the field that holds it."""
@@ -48,7 +48,7 @@ def handshake(
         fault: this rank's own error, which the caller raises once the others know of it.
 
     Returns:
-        int64 [W, num_counts], the counts of every rank.
+        int64 [W, num_counts], the counts of every rank, zeros for masked ones.
 
     Raises:
         PeerError: another rank has a fault; PlanMismatch: fields differ. Nothing where this rank has a fault.
@@ -61,12 +61,13 @@ def handshake(
         row[_HEADER_WORDS:] = counts
     phase = f"the handshake of {next(iter(fields.values()))}"
     table = ranks.all_gather(row, phase, opens=True).cpu().numpy()
-    faulty = np.flatnonzero(table[:, 0] != _OK)
+    there = table[:, 0] != _MASKED
+    faulty = np.flatnonzero(table[:, 0] == _FAULT)
     if len(faulty):
         rank = int(faulty[0])
         if fault is None:
             raise PeerError(rank, _decode_message(table[rank, 2:_HEADER_WORDS]))
-    elif (table[:, 1] != table[0, 1]).any():
+    elif len(set(table[there, 1].tolist())) > 1:
         raise_difference(ranks.all_gather_object(text_of(fields), phase))
     return table[:, _HEADER_WORDS:]
 
@@ -143,17 +144,22 @@ def hash_of(fields: Fields) -> int:
     return kind.hash_of(kind.number)
 
 
-def raise_difference(texts: Sequence[Mapping[str, str]]) -> None:
-    """Raise PlanMismatch for the first field that differs, from the fields of all ranks.
+def raise_difference(texts: Sequence[Mapping[str, str] | None]) -> None:
+    """Raise PlanMismatch for the first field that differs, from the fields of all ranks, None of masked ones.
 
     Raises:
-        PlanMismatch: names the lowest rank that differs from rank 0, the field, and both values.
+        PlanMismatch: names the lowest rank that differs from rank 0 (or the lowest that is there), the field, and both
+            values. PeerError: a rank that differed ended before it could say in what.
     """
-    names = dict.fromkeys(name for text in texts for name in text)
+    there = [(rank, text) for rank, text in enumerate(texts) if text is not None]
+    base, expected = there[0]
+    names = dict.fromkeys(name for _, text in there for name in text)
     for name in names:
-        for rank, text in enumerate(texts):
-            if text.get(name) != texts[0].get(name):
-                raise PlanMismatch(rank, name, text.get(name), texts[0].get(name))
+        for rank, text in there:
+            if text.get(name) != expected.get(name):
+                raise PlanMismatch(rank, name, text.get(name), expected.get(name), base)
+    if None in texts:
+        raise PeerError(texts.index(None), "it opened another call and ended")
     raise AssertionError("hashes of fields differ, the fields do not; this is a bug of tokenloom")
 
 

@@ -55,6 +55,16 @@ def send_map(topk_ids: torch.Tensor, plan: Plan) -> SendMap:
     )
 
 
+def without_ranks(topk_ids: torch.Tensor, ranks: frozenset[int], plan: Plan) -> torch.Tensor:
+    """Give routes to experts of some ranks the id -1."""
+    if not ranks:
+        return topk_ids
+    gone = torch.zeros(plan.num_ranks + 1, dtype=torch.bool, device=topk_ids.device)
+    gone[sorted(ranks)] = True  # the last entry stands for ids of -1
+    rank_of = torch.where(topk_ids >= 0, topk_ids // plan.experts_per_rank, plan.num_ranks)
+    return torch.where(gone[rank_of], -1, topk_ids)
+
+
 def home_positions_per_rank(send: SendMap, num_tokens: int, num_ranks: int) -> torch.Tensor:
     """Find where each (token, rank) lies when one partial sum per sent row comes home, in sent order: [T, W]."""
     ranks = torch.repeat_interleave(torch.arange(num_ranks, device=send.tokens.device), send.rows_per_rank)

@@ -15,10 +15,12 @@ import torch.distributed as dist
 
 KEPT_NOTES = 8
 """Named notes of a rank that can still be read: more than there are calls whose outcome a host may not have read."""
+TELLS_WHO_IS_MASKED = ("change/", "loss/")
+"""Names of notes that begin so are never deleted once a rank is masked, which may come late to read them."""
 
 
 class Noteboard:
-    """The notes of one communicator. They are deleted when all of its ranks have left, but for those that are gone.
+    """The notes of one communicator. They are deleted when all of its ranks that are not gone have left.
 
     Args:
         group: process group of the ranks, or None for a rank alone.
@@ -149,7 +151,7 @@ class Noteboard:
         return None if said is None else (said[0], said[1])
 
     def leave(self) -> None:
-        """Write no more notes and read none. The last rank to leave deletes all of them."""
+        """Write no more notes and read none. The last rank to leave deletes them."""
         if self._left:
             return
         self.say("left", self.step)
@@ -157,8 +159,8 @@ class Noteboard:
         if (self.call("add", self.key("num left"), 1) or 0) >= self.num_ranks - len(self.gone):
             names = {("notes", False), ("waits", False), ("gave up", True), ("failed", True), ("num left", True)}
             for name, everybody in sorted(names | self._names):
-                ranks = [None] if everybody else range(self.num_ranks)
-                self.delete([self.key(name, rank) for rank in ranks])
+                if not (self.gone and name.startswith(TELLS_WHO_IS_MASKED)):
+                    self.delete([self.key(name, rank) for rank in ([None] if everybody else range(self.num_ranks))])
 
     def who_left_before(self, step: int) -> list[int]:
         """Ranks that have left and never started this step: nobody needs to wait for them."""

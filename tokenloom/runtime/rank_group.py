@@ -391,7 +391,7 @@ class RankGroup:
         opens: bool = False,
     ) -> Transfer:
         """Start to send a part to each rank, and to fill the place of each."""
-        self.require_alive()
+        self._watch.begin()
         assert self._links is not None
         self.notes.step += 1
         exchange = self._links.start(self._waiter, self._members.others, parts, places, self.step)

@@ -73,7 +73,7 @@ def take_back(
     deadline = time.monotonic() + limit_s
     settled = notes.hear(name)
     while settled is None:
-        calls = {rank: notes.hear_at(_call_of(rank)) for rank in sorted(back)}
+        calls = {rank: _open_call(notes, rank) for rank in sorted(back)}
         missing = [rank for rank, call in calls.items() if call is None]
         if not missing or time.monotonic() >= deadline:
             place = notes.key(name)
@@ -148,18 +148,25 @@ def connect(notes: Noteboard, meeting: Meeting, limit_s: float) -> Links:
     return links
 
 
+def _open_call(notes: Noteboard, rank: int) -> dict[str, Any] | None:
+    """What a rank that wants to come back says, unless it has been answered."""
+    call = notes.hear_at(_call_of(rank))
+    answered = call is not None and notes.hear_at(_answer_to(call["number"])) is not None
+    return None if answered else call
+
+
 def _who_failed(notes: Noteboard, meeting: Meeting, members: Collection[int], limit_s: float) -> list[Any]:
     """The first rank that could not connect and why, or nothing."""
     deadline = time.monotonic() + limit_s + SPARE_S
-    left = list(members)
+    left = set(members)
     while left:
-        said = notes.hear_at(f"{meeting.place}/connected/{left[0]}")
-        if said == "":
-            left.pop(0)
-        elif said is not None or time.monotonic() >= deadline:
-            return [left[0], said or "it did not come"]
-        else:
-            time.sleep(POLL_S)
+        for rank in sorted(left):
+            said = notes.hear_at(f"{meeting.place}/connected/{rank}")
+            if said == "":
+                left.discard(rank)
+            elif said is not None or time.monotonic() >= deadline:
+                return [rank, said or "it did not come"]
+        time.sleep(POLL_S if left else 0)
     return []
 
 

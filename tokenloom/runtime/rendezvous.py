@@ -20,7 +20,7 @@ def agree(ranks: RankGroup, prepare: Callable[[], tuple[dict[str, Any], Extra]],
         phase: what is going on, for error messages.
 
     Returns:
-        the second value of every rank, by rank.
+        the second value of every rank, by rank; for masked ranks, that of the lowest one that is not.
 
     Raises:
         what ``prepare`` raised here, marked ``known_to_all``; PeerError: it raised elsewhere; PlanMismatch: the
@@ -33,16 +33,17 @@ def agree(ranks: RankGroup, prepare: Callable[[], tuple[dict[str, Any], Extra]],
     except Exception as error:
         fault = error
     message = None if fault is None else f"{type(fault).__name__}: {fault}"
-    all_ranks = ranks.all_gather_object((message, *mine), phase)
+    by_rank = ranks.all_gather_object((message, *mine), phase)
     if fault is not None:
         fault.known_to_all = True  # type: ignore[attr-defined]
         raise fault
-    for rank, (reason, _, _) in enumerate(all_ranks):
+    there = {rank: said for rank, said in enumerate(by_rank) if said is not None}
+    for rank, (reason, _, _) in there.items():
         if reason is not None:
             raise PeerError(rank, reason)
-    expected = all_ranks[0][1]
-    for rank, (_, values, _) in enumerate(all_ranks):
-        for name, value in expected.items():
+    base = min(there)
+    for rank, (_, values, _) in there.items():
+        for name, value in there[base][1].items():
             if values.get(name) != value:
-                raise PlanMismatch(rank, name, values.get(name), value)
-    return [extra for _, _, extra in all_ranks]
+                raise PlanMismatch(rank, name, values.get(name), value, base)
+    return [there.get(rank, there[base])[2] for rank in range(len(by_rank))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Collection, Mapping
 from datetime import timedelta
@@ -99,12 +100,23 @@ class Watch:
     def __init__(self, notes: Noteboard, members: Membership, timeout_s: float) -> None:
         self.broken: str | None = None
         self.masks_late = False
+        self._looked = time.monotonic()
         self._notes, self._members, self._timeout_s = notes, members, timeout_s
 
     def require_alive(self) -> None:
         """Raise CommunicatorBroken if the group is broken."""
         if self.broken:
             raise CommunicatorBroken(f"{self.broken}; make a new communicator")
+
+    def begin(self) -> None:
+        """Begin a collective. A rank that was away may have been masked, though what was sent to it before is there.
+
+        Raises:
+            CommunicatorBroken: this rank was masked, or the group is broken.
+        """
+        self.require_alive()
+        if self.masks_late and time.monotonic() - self._looked > LOOK_EVERY_S:
+            self.look()
 
     def wait(self, awaited: Awaited, phase: str, step: int, limit_s: float) -> None:
         """Wait for something.
@@ -122,6 +134,7 @@ class Watch:
         self.require_alive()
         if self.masks_late:
             self._wait_or_mask(awaited, phase, step)
+            self._looked = time.monotonic()
         else:
             self._wait_or_break(awaited, phase, step, limit_s)
 
@@ -152,7 +165,8 @@ class Watch:
             if cause is None and left_s <= 0:
                 cause = f"no answer within {limit_s:g} s"
             if cause is not None:
-                raise self.fail(phase, step, self._missing_ranks(step), cause)
+                missing = [rank for rank in awaited.broken if rank >= 0] or self._missing_ranks(awaited, step)
+                raise self.fail(phase, step, missing, cause)
             wait_s = min(LOOK_EVERY_S, left_s)
 
     def _trouble(self, awaited: Awaited, step: int) -> str | None:
@@ -170,10 +184,10 @@ class Watch:
         said = self._notes.who_gave_up()
         return said[1] if said and said[0] not in self._members.masked else None
 
-    def _missing_ranks(self, step: int) -> list[int]:
+    def _missing_ranks(self, awaited: Awaited, step: int) -> list[int]:
         """Who has not come to wait in this step or a later one; nobody, if the store is gone."""
         deadline = time.monotonic() + ROLL_CALL_S
-        missing = self._members.others
+        missing = sorted(awaited.pending) or self._members.others
         while True:
             for rank in list(missing):
                 waits = self._notes.waits_in(step, rank)
@@ -187,7 +201,7 @@ class Watch:
 
     # -- a rank that does not come is masked ----------------------------------------------------------------
 
-    def _wait_or_mask(self, awaited: Awaited, phase: str, step: int) -> None:
+    def _wait_or_mask(self, awaited: Awaited, phase: str, step: int, left_before: int | None = None) -> None:
         """A rank is late that does not come within the deadline and does not wait for another one itself.
 
         So a rank that a late one holds up is not masked with it. The wait starts again whenever one is masked.
@@ -202,7 +216,7 @@ class Watch:
                 return
             self.look(step)
             late, why = set(awaited.broken), "the connection to it broke"
-            late |= awaited.pending & self._who_ended(step)
+            late |= awaited.pending & self._who_ended(step if left_before is None else left_before)
             if not late and time.monotonic() >= deadline:
                 late, why = awaited.pending - members.roll_call(awaited.pending), f"no answer within {limit_s:g} s"
                 self.look(step)
@@ -230,6 +244,7 @@ class Watch:
         Raises:
             CommunicatorBroken: this rank is one of them. PlanMismatch: others ask for a mask instead.
         """
+        self._looked = time.monotonic()
         self._members.look()
         me = self._notes.rank
         if me in self._members.lost:
@@ -246,7 +261,7 @@ class Watch:
     def settle(self, phase: str, step: int) -> None:
         """Wait until it is known which rows of ranks that were lost meanwhile count in this gather."""
         while (said := self._members.unsettled()) is not None:
-            self._wait_or_mask(said, phase, step)
+            self._wait_or_mask(said, phase, step, left_before=sys.maxsize)  # who has left says nothing more
 
     def _require_same_mask(self, step: int) -> None:
         try:

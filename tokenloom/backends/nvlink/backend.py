@@ -19,6 +19,7 @@ from tokenloom.backends.nvlink.copies import Copies
 from tokenloom.backends.nvlink.dispatch import Dispatcher
 from tokenloom.backends.nvlink.fused import FusedLayerCalls
 from tokenloom.backends.nvlink.launcher import Launcher
+from tokenloom.errors import InvalidArgument
 from tokenloom.plan import Plan
 from tokenloom.runtime.devices import usable_sms
 from tokenloom.runtime.rank_group import RankGroup
@@ -96,6 +97,16 @@ class NvlinkBackend:
         if isinstance(options, DispatchOptions):
             return self._buffers.has_for_dispatch(options, call.value_bytes)
         return True
+
+    @property
+    def masked(self) -> frozenset[int]:
+        return frozenset()
+
+    def mask(self, ranks: frozenset[int]) -> None:
+        raise InvalidArgument("backend nvlink cannot leave ranks out; make the communicator with backend='collective'")
+
+    def mask_late(self) -> None:
+        self.mask(frozenset())
 
     def check(self, wait: Wait) -> None:
         if torch.cuda.is_current_stream_capturing():
