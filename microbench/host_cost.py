@@ -12,18 +12,14 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import ctypes
 import json
 import pstats
 import statistics
+import sys
 import time
-from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -146,153 +142,14 @@ def make_layer(group: dist.ProcessGroup | None, device: torch.device, tokens: in
 # -- without a GPU -----------------------------------------------------------------------------------------------
 
 
-class StandIns:
-    """What calls ask of torch.cuda, the driver and shared memory, doing nothing.
-
-    Attributes:
-        asked: how often each was asked, while counting.
-    """
-
-    def __init__(self) -> None:
-        self.asked: Counter[str] = Counter()
-        self.counting = False
-        self._stack = ExitStack()
-        self._backends: list[Any] = []
-
-    def counted(self, name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
-        def ask(*arguments: Any, **options: Any) -> Any:
-            if self.counting:
-                self.asked[name] += 1
-            return answer(*arguments, **options)
-
-        return ask
-
-    def patch(self, owner: Any, name: str, value: Any) -> None:
-        self._stack.enter_context(mock.patch.object(owner, name, value, create=True))
-
-    def __enter__(self) -> StandIns:
-        from tokenloom.backends import registry
-        from tokenloom.backends.nvlink import backend, buffers, launcher
-        from tokenloom.comm import communicator
-        from tokenloom.inference import nvlink_experts
-        from tokenloom.jit import kernel
-
-        for name, answer in _cuda().items():
-            self.patch(torch.cuda, name, self.counted(f"torch.cuda.{name}", answer))
-        self.patch(torch.cuda, "Event", _Event)
-        self.patch(torch.cuda, "Stream", _Stream)
-        self.patch(torch._C, "_cuda_getCurrentRawStream", self.counted("raw stream", lambda index: 7))
-        self.patch(torch._C, "_cuda_isCurrentStreamCapturing", self.counted("is capturing", lambda: False))
-        zeros = torch.zeros
-        self.patch(torch, "zeros", lambda *size, pin_memory=False, **options: zeros(*size, **options))
-        self.patch(kernel, "load_driver", lambda: None)
-        self.patch(kernel, "_function", lambda spec, index: 1)
-        self.patch(kernel, "launch_function", _nothing_in_c)
-        self.patch(nvlink_experts, "operand_map", lambda *shape: kernel.TensorMap())
-        self.patch(nvlink_experts, "scale_map", lambda *shape: kernel.TensorMap())
-        self.patch(launcher.Launcher, "_look_around", lambda *arguments: self.settle())
-        self.patch(launcher, "LOOK_EVERY_S", -1.0)  # who waits for a call looks at once, and finds it over
-        self.patch(backend, "usable_sms", lambda index: 132)
-        self.patch(backend, "SymmetricBuffer", _Memory)
-        self.patch(buffers, "SymmetricBuffer", _Memory)
-        self.patch(communicator, "agree", lambda ranks, prepare, what: [prepare()])
-        self.patch(registry, "probe", lambda request: [])
-        self.patch(communicator, "RankGroup", _ranks)
-
-        def make(request: Any, ranks: Any, probes: Any) -> Any:
-            made = backend.NvlinkBackend(request.plan, ranks, request.num_sms)
-            self._backends.append(made)
-            return registry.Choice(made, "stand-in", [])
-
-        self.patch(registry, "make", make)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
-
-    def settle(self) -> None:
-        """Write what kernels write when they are over."""
-        from tokenloom.backends.nvlink.launcher import CALLS_IN_FLIGHT, _sequence_of
-        from tokenloom.runtime.kernel_reports import RECORD_WORDS, SEQUENCE_WORD
-
-        for each in self._backends:
-            launcher = each._launcher
-            for number in range(max(launcher.num_calls - CALLS_IN_FLIGHT - 1, 0), launcher.num_calls):
-                slot = number % (CALLS_IN_FLIGHT + 1)
-                launcher._records._words[RECORD_WORDS * slot + SEQUENCE_WORD] = _sequence_of(number)
-
-
-class _Stream:
-    """A stream, made anew at each question, as torch does."""
-
-    def __init__(self, device: Any = None, priority: int = 0, cuda_stream: int = 7) -> None:
-        self.cuda_stream, self.device_index = cuda_stream, 0
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Stream) and other.cuda_stream == self.cuda_stream
-
-    def wait_stream(self, other: object) -> None:
-        pass
-
-
-class _Event:
-    def record(self, stream: object = None) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-
-class _Memory:
-    """A buffer that only this process has."""
-
-    def __init__(self, layout: Any, ranks: Any) -> None:
-        self.layout = layout
-        self._memory = torch.zeros(layout.total_bytes + 256, dtype=torch.uint8)
-        self.addresses = [self._memory.data_ptr()] * ranks.num_ranks
-        self.peers = torch.tensor(self.addresses)
-
-    def view(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        offset, _ = self.layout.places[name]
-        skipped = -self._memory.data_ptr() % 256
-        size = dtype.itemsize * torch.Size(shape).numel()
-        return self._memory[skipped + offset : skipped + offset + size].view(dtype).view(shape)
-
-    def ended_ranks(self) -> list[int]:
-        return []
-
-
-def _cuda() -> dict[str, Callable[..., Any]]:
-    return {
-        "current_stream": lambda device=None: _Stream(),
-        "is_current_stream_capturing": lambda: False,
-        "current_device": lambda: 0,
-        "synchronize": lambda device=None: None,
-        "device": lambda index: nullcontext(),
-        "get_device_properties": lambda device: SimpleNamespace(multi_processor_count=132),
-    }
-
-
-def _nothing_in_c() -> Any:
-    """A function of the C library that ignores its arguments, called as the driver is."""
-    launch = ctypes.CDLL(None).getpid
-    launch.argtypes = [ctypes.c_void_p] * 4
-    return lambda *operands: launch(*operands) and 0
-
-
-def _ranks(*arguments: Any, **options: Any) -> Any:
-    from tokenloom.runtime.rank_group import RankGroup
-
-    ranks = RankGroup(*arguments, **options)
-    ranks.num_ranks = STAND_IN_RANKS
-    return ranks
-
-
 @torch.no_grad()
 def measure_python(tokens: int, num_calls: int, profile: str) -> dict[str, dict[str, Any]]:
     """Costs of all calls with stand-ins, and what each asks of them."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from tests.support.stand_ins import StandIns
+
     device = torch.device("cpu")
-    with StandIns() as stand_ins:
+    with StandIns(STAND_IN_RANKS) as stand_ins:
         calls = moving_calls(make_comm(None, device, tokens), tokens)
         calls.update(mega_calls(make_layer(None, device, tokens), tokens))
         if profile:
@@ -302,9 +159,9 @@ def measure_python(tokens: int, num_calls: int, profile: str) -> dict[str, dict[
         for name, call in calls.items():
             stand_ins.settle()
             stand_ins.asked.clear()
-            stand_ins.counting = True
+            stand_ins.keeps = True
             call()
-            stand_ins.counting = False
+            stand_ins.keeps = False
             found[name]["asked"] = dict(stand_ins.asked)
     return found
 

@@ -12,7 +12,7 @@ import tokenloom as tl
 from tests.conftest import Ranks
 from tests.support.cases import FP32, Case, make_comm, make_problem, same_bits
 from tests.support.nvlink_cases import new_comm
-from tokenloom.backends.nvlink.launcher import CALLS_IN_FLIGHT
+from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT
 from tokenloom.runtime.processes import RankContext
 
 NUM_GRAPHS = CALLS_IN_FLIGHT + 3

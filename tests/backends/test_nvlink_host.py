@@ -5,7 +5,7 @@ Ranks that differ in either wait for each other, so this is checked here for eve
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -13,16 +13,20 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.stand_ins import Memory, StandIns, record_word
 from tokenloom.backends.base import DispatchOptions
+from tokenloom.backends.handshake import CallKind
 from tokenloom.backends.nvlink import buffers as module
-from tokenloom.backends.nvlink import launcher
-from tokenloom.backends.nvlink.buffers import Buffers
-from tokenloom.backends.nvlink.launcher import CALLS_IN_FLIGHT, FAULT, FOLLOWS_A_FAULT, Half, Launcher
+from tokenloom.backends.nvlink import outcomes
+from tokenloom.backends.nvlink.buffers import Buffers, control_layout
+from tokenloom.backends.nvlink.launcher import Half, Launcher
+from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT, CAPTURED_SLOT, FAULT, FOLLOWS_A_FAULT
 from tokenloom.comm.strategy import Strategy
 from tokenloom.errors import CapacityOverflow, PeerError, PlanMismatch
-from tokenloom.kernels.barrier.launch import BarrierArgs, BarrierVariant
+from tokenloom.kernels.barrier.launch import BarrierVariant
 from tokenloom.plan import Plan
 from tokenloom.runtime.kernel_reports import CallOutcome
+from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.symmetric_memory import BufferLayout
 from tokenloom.training.pieces import RunOptions, forward_calls
 
@@ -102,41 +106,32 @@ def test_growth_is_a_buffer_to_wait_for(made: tuple[Buffers, FakeLauncher]) -> N
     assert not buffers.has_for_dispatch(dispatch.options, dispatch.value_bytes)
 
 
-class FakeRanks:
-    rank, device = 0, torch.device("cpu")
-
-    def post_note(self, name: str, text: str) -> None:
-        pass
-
-    def read_note(self, name: str, rank: int) -> None:
-        return None
-
-
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A launcher whose kernels are over at once; ``statuses`` are those it has launched."""
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
-    monkeypatch.setattr(launcher, "NOTE_S", 0.0)
-    made: Any = object.__new__(Launcher)
-    made.plan, made.ranks, made.num_sms, made.num_calls, made._num_launches = PLAN, FakeRanks(), 1, 0, 0
-    made.outcomes, made.statuses = {}, []
-    made._records = SimpleNamespace(
-        address=lambda slot: 0,
-        take=lambda slot: made.outcomes.pop(slot, None),
-        is_over=lambda slot, sequence: True,
-    )
-    made._captured_slot, made._launched = 2 * (CALLS_IN_FLIGHT + 2), deque()
-    made._fault = SimpleNamespace(error=lambda: None)
-    made._opened = torch.zeros(1, dtype=torch.int32, device="cpu")
-    made._last = None
-    args = BarrierArgs()
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A launcher whose calls are over when the host waits for them; no rank has posted anything."""
+    monkeypatch.setattr(outcomes, "NOTE_S", 0.0)
+    with StandIns(PLAN.num_ranks) as stand_ins:
+        ranks: Any = RankGroup(None, device="cpu")
+        monkeypatch.setattr(ranks, "read_note", lambda name, rank: None)
+        control: Any = Memory(control_layout(PLAN), ranks)
+        stand_ins.launchers.append(Launcher(PLAN, ranks, control, 1))
+        stand_ins.keeps = True
+        yield stand_ins
 
-    def launch(blocks: int, stream: int) -> None:
-        made.statuses.append(args.call.status)
 
-    made._kernels = {BarrierVariant(plan=PLAN): SimpleNamespace(args=args, launch=launch)}
-    return made
+def statuses(calls: StandIns) -> list[int]:
+    """Those of all calls that were launched."""
+    return [args.call.status for _, args in calls.launched]
+
+
+def leave(calls: StandIns, launch: int, outcome: CallOutcome) -> None:
+    """What the kernel of a launch has found."""
+    words = calls.launchers[0].outcomes._records._words
+    ranks = (outcome.faulty_rank, outcome.differing_rank)
+    faulty, differing = (0 if rank is None else rank + 1 for rank in ranks)
+    found = (outcome.needed_rows, outcome.capacity, faulty, outcome.status, differing)
+    for word, value in enumerate(found):
+        words[record_word(launch, word)] = value
 
 
 OVERFLOW = CallOutcome(needed_rows=9, capacity=8, faulty_rank=None, status=0, differing_rank=None)
@@ -146,72 +141,100 @@ OVERFLOW = CallOutcome(needed_rows=9, capacity=8, faulty_rank=None, status=0, di
 def test_calls_behind_an_unread_outcome(calls: Any, num_names: int) -> None:
     """An overflow that nobody has read ends the calls of a rank with a fault where it ends those of the others: when
     it is CALLS_IN_FLIGHT calls old, and no earlier. Its own fault is no news to the rank afterwards."""
-    calls._open({"call": "dispatch"})
-    calls.outcomes[0] = OVERFLOW
+    (launcher,) = calls.launchers
+    launcher._open({"call": "dispatch"})
+    leave(calls, 0, OVERFLOW)
     with pytest.raises(CapacityOverflow):
-        calls.report_fault(ValueError("bad"), [f"call {i}" for i in range(num_names)])
+        launcher.report_fault(ValueError("bad"), [f"call {i}" for i in range(num_names)])
     opened = min(num_names, CALLS_IN_FLIGHT)
-    assert calls.statuses == [0, FAULT, *[FOLLOWS_A_FAULT] * (opened - 1)]
-    for slot in range(1, 1 + opened):
-        calls.outcomes[slot] = CallOutcome(0, 0, faulty_rank=0, status=FAULT, differing_rank=1)
-    calls.settle(0)
+    assert statuses(calls) == [0, FAULT, *[FOLLOWS_A_FAULT] * (opened - 1)]
+    for launch in range(1, 1 + opened):
+        leave(calls, launch, CallOutcome(0, 0, faulty_rank=0, status=FAULT, differing_rank=1))
+    launcher.settle(0)
 
 
 def test_calls_after_a_fault(calls: Any) -> None:
     """As many as the others open before they read what the first found."""
-    calls.report_fault(ValueError("bad"), [f"call {i}" for i in range(6)])
-    assert calls.statuses == [FAULT, *[FOLLOWS_A_FAULT] * CALLS_IN_FLIGHT]
+    calls.launchers[0].report_fault(ValueError("bad"), [f"call {i}" for i in range(6)])
+    assert statuses(calls) == [FAULT, *[FOLLOWS_A_FAULT] * CALLS_IN_FLIGHT]
 
 
 def test_others_that_wait_open_nothing(calls: Any) -> None:
     """They read everything before they open the call, raise, and do not open it: nor does the rank with a fault."""
-    calls._open({"call": "dispatch"})
-    calls.outcomes[0] = OVERFLOW
+    (launcher,) = calls.launchers
+    launcher._open({"call": "dispatch"})
+    leave(calls, 0, OVERFLOW)
     with pytest.raises(CapacityOverflow):
-        calls.report_fault(ValueError("bad"), ["dispatch"], others_wait=True)
-    assert calls.statuses == [0]
+        launcher.report_fault(ValueError("bad"), ["dispatch"], others_wait=True)
+    assert statuses(calls) == [0]
 
 
 def test_options_that_nobody_posted(calls: Any) -> None:
     """Of a captured call the options are not kept, and without a store no rank reads another's: the error is still
     that the ranks differ."""
-    calls._open({"call": "dispatch"})
-    calls.outcomes[0] = CallOutcome(0, 0, faulty_rank=None, status=0, differing_rank=1)
+    (launcher,) = calls.launchers
+    launcher._open({"call": "dispatch"})
+    leave(calls, 0, CallOutcome(0, 0, faulty_rank=None, status=0, differing_rank=1))
     with pytest.raises(PlanMismatch, match="rank 1 has options of this call"):
-        calls.settle(0)
+        launcher.settle(0)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_halves_are_read_by_their_calls(calls: Any, order: tuple[int, int]) -> None:
     """Ranks may receive two open calls in either order. What one of them found ends a later call of all ranks,
     the same one whatever the order."""
-    kernel = calls.kernel(BarrierVariant(plan=PLAN))
-    halves = [Half(torch.zeros(1, dtype=torch.int32), {"call": str(i)}) for i in range(2)]
-    for half in halves:
-        calls.launch(kernel, half.fields, begins=half)
-    for i in order:
-        calls.launch(kernel, halves[i].fields, finishes=halves[i])
+    (launcher,) = calls.launchers
+    kernel, epoch = launcher.kernel(BarrierVariant(plan=PLAN)), torch.zeros(1, dtype=torch.int32)
+    halves = [Half(epoch, epoch.data_ptr(), kernel) for _ in range(2)]
+    for number, half in enumerate(halves):
+        launcher.launch(kernel, CallKind({"call": str(number)}), -1, begins=half)
+    for number in order:
+        launcher.finish(halves[number])
     assert [half.number for half in halves] == [0, 1]
-    calls.outcomes[2 + order.index(0)] = OVERFLOW  # of call 0
+    leave(calls, 2 + order.index(0), OVERFLOW)  # of call 0
     for _ in range(CALLS_IN_FLIGHT - 1):
-        calls._open({"call": "dispatch"})
+        launcher._open({"call": "dispatch"})
     with pytest.raises(CapacityOverflow):
-        calls._open({"call": "dispatch"})
-    assert calls.num_calls == 2 + CALLS_IN_FLIGHT - 1
+        launcher._open({"call": "dispatch"})
+    assert launcher.num_calls == 2 + CALLS_IN_FLIGHT - 1
 
 
-def running(calls: Any, monkeypatch: pytest.MonkeyPatch, query: Any, capturing: bool = False) -> None:
-    """A call that is not over, on a stream that answers ``query``; the host looks around at once."""
-    calls._open({"call": "dispatch"})
-    calls._records.is_over = lambda slot, sequence: not calls.looks
-    calls.looks = [None]
-    monkeypatch.setattr(launcher, "LOOK_EVERY_S", -1.0)
-    monkeypatch.setattr(launcher, "on_stream", lambda stream: nullcontext())
-    calls._launched[0].stream.query = query
-    calls.control = SimpleNamespace(ended_ranks=calls.looks.pop)
-    calls.ranks.notes = SimpleNamespace(who_gave_up=lambda: None)
-    calls._heard = None
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+def test_a_slot_is_free_when_it_is_used_again(calls: Any) -> None:
+    """Each launch has a slot of its own until its outcome was read, and tells of its end by a number of its own. Those
+    of a capture share one, and tell nothing: nobody waits for a replay."""
+    (launcher,) = calls.launchers
+    for number in range(3 * CAPTURED_SLOT):
+        launcher._open({"call": "dispatch"})
+        unread = list(launcher.outcomes._in_flight)
+        assert len({call.slot for call in unread}) == len(unread) <= CALLS_IN_FLIGHT + 1
+        args = calls.launched[-1][1]
+        assert args.call.record == launcher.outcomes.addresses[unread[-1].slot]
+        assert args.call.sequence == unread[-1].sequence == number + 1
+    assert CAPTURED_SLOT not in {call.slot for call in unread}
+    calls.capturing = True
+    launcher._graphs = SimpleNamespace(hold=lambda *owners: None)
+    launcher._open({"call": "dispatch"})
+    args = calls.launched[-1][1]
+    assert (args.call.record, args.call.sequence) == (launcher.outcomes.addresses[CAPTURED_SLOT], 0)
+
+
+LOOK_AROUND = outcomes.Outcomes._look_around
+
+
+def running(calls: Any, monkeypatch: pytest.MonkeyPatch, query: Any, capturing: bool = False) -> list[None]:
+    """A call that is not over, on a stream that answers ``query``; the host looks around at once. The list is empty
+    when it has looked at the other ranks, and then the call is over."""
+    (launcher,) = calls.launchers
+    launcher._open({"call": "dispatch"})
+    looks = [None]
+    outcome = launcher.outcomes
+    monkeypatch.setattr(outcome._records, "is_over", lambda slot, sequence: not looks)
+    monkeypatch.setattr(outcomes.Outcomes, "_look_around", LOOK_AROUND)
+    monkeypatch.setattr(outcomes, "on_stream", lambda stream: nullcontext())
+    outcome._in_flight[0].stream.query = query
+    outcome._control = SimpleNamespace(ended_ranks=looks.pop)
+    calls.capturing = capturing
+    return looks
 
 
 def test_a_gpu_that_has_failed_leaves_no_word(calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +245,7 @@ def test_a_gpu_that_has_failed_leaves_no_word(calls: Any, monkeypatch: pytest.Mo
 
     running(calls, monkeypatch, failed)
     with pytest.raises(RuntimeError, match="illegal"):
-        calls.settle(0)
+        calls.launchers[0].settle(0)
 
 
 def test_a_stream_in_a_capture_is_not_asked(calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,6 +254,6 @@ def test_a_stream_in_a_capture_is_not_asked(calls: Any, monkeypatch: pytest.Monk
     def asked() -> bool:
         raise AssertionError("asked")
 
-    running(calls, monkeypatch, asked, capturing=True)
-    calls.settle(0)
-    assert not calls.looks, "the other ranks were looked at all the same"
+    looks = running(calls, monkeypatch, asked, capturing=True)
+    calls.launchers[0].settle(0)
+    assert not looks, "the other ranks were looked at all the same"

@@ -313,7 +313,7 @@ def count_copies(context: RankContext) -> None:
             assert copied == of_combine, strategy
             copied, _ = counted(lambda o=out: o.sum().backward())
             assert copied == of_gradient, f"gradient of {strategy}"
-    names = {variant.strategy for variant in launcher_of(comm)._kernels if isinstance(variant, DispatchVariant)}
+    names = {variant.strategy for variant in launcher_of(comm).variants() if isinstance(variant, DispatchVariant)}
     assert {"all_to_all", "all_gather"} <= names
     comm.check()
     comm.close()

@@ -199,7 +199,7 @@ class NvlinkExperts:
             handle, rows = dispatched
             try:
                 self._compute(request, handle, rows, buffers, lists, shared, values)
-                self._meet(handle, buffers)
+                self._calls.meet(handle.number)
             except BaseException:
                 # What sends results home on the other stream is done before the others hear of the fault.
                 torch.cuda.current_stream(self._comm.device).wait_stream(self._side)
@@ -266,6 +266,7 @@ class NvlinkExperts:
         if self._buffers is None:
             sizes = (self._most_routes, self._comm.plan.hidden, self._intermediate)
             self._buffers = found = _Buffers(self._sizes, *sizes, self._comm.device)
+            self._calls.prepare_meetings(found.met, found.taken)
             self._sums.args.met = found.met.data_ptr()
             self._activations_map = operand_map(found.activations, A_BOX_ROWS)
             if wide_scales(self._intermediate):
@@ -341,10 +342,6 @@ class NvlinkExperts:
         if side is not stream:
             stream.wait_stream(side)
         passed("gemm2")
-
-    def _meet(self, handle: NvlinkHandle, buffers: _Buffers) -> None:
-        fields: dict[str, Field] = {"call": "MegaMoE", "dispatch number": handle.number}
-        self._calls.meet(fields, buffers.met, buffers.taken)
 
     def _sum(self, handle: NvlinkHandle, buffers: _Buffers, out: torch.Tensor) -> None:
         args, ids = self._sums.args, handle.given_ids

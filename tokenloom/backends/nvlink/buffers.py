@@ -140,6 +140,7 @@ class ReceiveBuffer:
         offsets: for kernels: where each part of the first one begins, by the name of the argument, and the distance
             from there to the second.
         peers_address: of every rank's address of the buffer.
+        places_address, tokens_address: of row_places and row_tokens.
     """
 
     def __init__(self, plan: Plan, buffer: SymmetricBuffer, number: int, last: int, dtype: torch.dtype, rows: int):
@@ -160,6 +161,7 @@ class ReceiveBuffer:
         self.offsets = [(name, offset(f"{name}0")) for name in names]
         self.offsets.append(("region_bytes", offset("rows1") - offset("rows0") if last else 0))
         self.peers_address = buffer.peers.data_ptr()
+        self.places_address, self.tokens_address = self.row_places.data_ptr(), self.row_tokens.data_ptr()
 
 
 class Buffers:
@@ -167,10 +169,12 @@ class Buffers:
 
     Attributes:
         fused: one receive buffer for FP8 rows in layout "token", as a MegaMoE wants it, which every dispatch reuses.
+        num_grown: how often a buffer was replaced by a larger one. Then addresses of parts are not what they were.
     """
 
     def __init__(self, plan: Plan, launcher: Launcher) -> None:
         self.fused = False
+        self.num_grown = 0
         self._plan, self._launcher = plan, launcher
         self._buffers: dict[tuple[MakeLayout, int], SymmetricBuffer] = {}
         self._receive: dict[tuple[int, torch.dtype], ReceiveBuffer] = {}
@@ -221,6 +225,7 @@ class Buffers:
         self._receive = {
             key: found for key, found in self._receive.items() if self._value_bytes(key[1]) != value_bytes
         }
+        self.num_grown += 1
         self._make(key, rows, fields)
         self._rows[value_bytes] = rows  # last: where a rank has a fault, all ranks must still mean the same size
 
@@ -328,11 +333,11 @@ class Buffers:
 # -- what kernels ask of memory that users give ------------------------------------------------------------------
 
 
-def require_bulk(rows: torch.Tensor) -> None:
-    if rows.shape[-1] * rows.element_size() % BULK_BYTES:
+def require_bulk(hidden: int, dtype: torch.dtype) -> None:
+    if hidden * dtype.itemsize % BULK_BYTES:
         raise ShapeMismatch(
-            f"a row of {rows.shape[-1]} {rows.dtype} is not a multiple of {BULK_BYTES} bytes, which backend nvlink "
-            "needs; use backend='collective'"
+            f"a row of {hidden} {dtype} is not a multiple of {BULK_BYTES} bytes, which backend nvlink needs; use "
+            "backend='collective'"
         )
 
 

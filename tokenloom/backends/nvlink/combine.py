@@ -7,9 +7,8 @@ from dataclasses import replace
 import torch
 
 from tokenloom.backends.base import CombineOptions, Pending
-from tokenloom.backends.handshake import Fields, combine_fields, gradient_fields
+from tokenloom.backends.handshake import CallKind, combine_fields, gradient_fields
 from tokenloom.backends.nvlink.buffers import (
-    BULK_BYTES,
     Buffers,
     address_of,
     aligned,
@@ -21,8 +20,16 @@ from tokenloom.backends.nvlink.buffers import (
 from tokenloom.backends.nvlink.copies import Copies
 from tokenloom.backends.nvlink.dispatch import Dispatcher
 from tokenloom.backends.nvlink.handle import NvlinkHandle
-from tokenloom.backends.nvlink.launcher import HALVES, Half, Launched, Launcher, require_layout, require_no_host_read
-from tokenloom.errors import InvalidArgument, ShapeMismatch
+from tokenloom.backends.nvlink.launcher import (
+    HALVES,
+    Half,
+    Launched,
+    Launcher,
+    OpeningKernel,
+    require_layout,
+    require_no_host_read,
+)
+from tokenloom.errors import InvalidArgument
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.combine.launch import PRE_REDUCE_BLOCKS, CombineVariant, PreReduceVariant, max_chunks
 from tokenloom.kernels.row_weights.launch import BLOCKS, RowWeightsVariant
@@ -51,6 +58,8 @@ class Combiner:
     ) -> None:
         self.plan, self.launcher, self.buffers, self.checked = plan, launcher, buffers, checked
         self._copies, self._dispatcher, self._blocks_alone = copies, dispatcher, blocks_alone
+        self._prepared: dict[tuple[object, ...], SumsAtHome] = {}
+        self._num_grown = 0
 
     def send(
         self,
@@ -65,24 +74,57 @@ class Combiner:
         """Launch the kernel, which sends and sums, or one that sends; see
         :meth:`tokenloom.backends.base.Backend.send_combine`.
         """
-        _check(self.plan, handle, rows, options, self.checked, self._dispatcher.num_dispatches)
-        fields = {**combine_fields(handle.number, options), **(HALVES if split else {})}
+        launcher = self.launcher
+        if self.checked:
+            require_no_host_read(True, "checked=True")
+        if handle.reused_after is not None and self._dispatcher.num_dispatches > handle.reused_after:
+            raise InvalidArgument("the dispatch is two or more dispatches old, its buffer was reused; pass copy=True")
         rows = aligned(rows)
-        if out is None:
-            out = torch.empty(handle.num_tokens, self.plan.hidden, dtype=options.out_dtype, device=rows.device)
         if options.strategy == "reduce_scatter":
             if split:
                 raise InvalidArgument("strategy 'reduce_scatter' has no halves; use 'dedup'")
-            self._reduce_scatter(handle, rows, weights, options, fields, out)
+            require_layout(options.strategy, handle.options.layout)
+            _check(self.plan, rows.dtype, options)
+            out = self._out(handle, options) if out is None else out
+            self._reduce_scatter(handle, rows, weights, options, out)
         else:
-            blocks = self._blocks_alone if alone else None
-            sums = _SumsAtHome(self, handle, rows, weights, options, fields, out, blocks, split)
-            sums.send()
-            if split:
-                return sums
+            prepared = self._prepare(handle, rows.dtype, weights is not None, options, alone, split)
+            out = self._out(handle, options) if out is None else out
+            half = prepared.launch(handle, rows, weights, out)
+            if half is not None:
+                return CombineHalf(launcher, half, out, self.checked)
         if self.checked:
-            self.launcher.settle(0)
+            launcher.settle(0)
         return Launched(out)
+
+    def _out(self, handle: NvlinkHandle, options: CombineOptions) -> torch.Tensor:
+        device = self.launcher.ranks.device
+        return torch.empty(handle.num_tokens, self.plan.hidden, dtype=options.out_dtype, device=device)
+
+    def _prepare(
+        self,
+        handle: NvlinkHandle,
+        y_dtype: torch.dtype,
+        weighted: bool,
+        options: CombineOptions,
+        alone: bool,
+        split: bool,
+    ) -> SumsAtHome:
+        """What was prepared for such combines, now or for an earlier one."""
+        if self._num_grown != self.buffers.num_grown:
+            self._prepared.clear()  # they know where buffers were
+            self._num_grown = self.buffers.num_grown
+        layout = handle.options.layout
+        key = (layout, y_dtype, weighted, options, alone, split)
+        found = self._prepared.get(key)
+        if found is None:
+            if not options.per_route:
+                require_layout(options.strategy, layout)
+            _check(self.plan, y_dtype, options)
+            blocks = self._blocks_alone if alone else None
+            found = SumsAtHome(self, layout, y_dtype, weighted, options, blocks, split)
+            self._prepared[key] = found
+        return found
 
     def _reduce_scatter(
         self,
@@ -90,7 +132,6 @@ class Combiner:
         rows: torch.Tensor,
         weights: torch.Tensor | None,
         options: CombineOptions,
-        fields: Fields,
         out: torch.Tensor,
     ) -> None:
         """Make partial sums for all tokens of all ranks; copy engines take them home; there a kernel adds them."""
@@ -104,15 +145,17 @@ class Combiner:
                 plan=plan, layout="token", y_dtype=wire, wire_dtype=wire, out_dtype=options.out_dtype, dense=True
             )
         )
+        fields = combine_fields(handle.number, options)
         buffer, half = self._copies.half(wire.itemsize, fields)
         me = self.launcher.ranks.rank
+        self.point_once(pre_reduce)
         self.point(pre_reduce, handle, rows, dense, handle.capacity, handle.given_ids)
         pre_reduce.args.row_weights = address_of(weights)
         pre_reduce.args.own_sums = buffer.addresses[me] + half + me * dense[0].nbytes
         pre_reduce.launch(PRE_REDUCE_BLOCKS, torch.cuda.current_stream(device).cuda_stream)
         self._copies.bring(buffer, half, lambda rank: dense[rank])
         self.point(kernel, handle, dense, out, handle.capacity, handle.given_ids)
-        self._launch(kernel, buffer, half, fields)
+        self._launch(kernel, buffer, half, CallKind(fields))
 
     def send_weight_gradients(self, handle: NvlinkHandle, grad: torch.Tensor) -> Launched[torch.Tensor]:
         """A combine of short rows, [T, K]: of a token's K gradients each rank has some, and zeros for the others."""
@@ -129,13 +172,13 @@ class Combiner:
         capacity = handle.capacity if handle.options.layout == "token" else plan.worst_case_rows("token")
         self.point(kernel, handle, rows, out, capacity, handle.given_ids)
         control = self.launcher.control
-        fields = gradient_fields(handle.number, "gradient of weights")
-        self._launch(kernel, control, control.layout.offset("combine_recv_weights"), fields)
+        kind = CallKind(gradient_fields(handle.number, "gradient of weights"))
+        self._launch(kernel, control, control.layout.offset("combine_recv_weights"), kind)
         return Launched(out[:, : plan.top_k])
 
     def point(
         self,
-        kernel: Kernel,
+        kernel: OpeningKernel,
         handle: NvlinkHandle,
         rows: torch.Tensor,
         out: torch.Tensor,
@@ -145,19 +188,21 @@ class Combiner:
         """Arguments that all kernels of a combine are given."""
         args = kernel.args
         args.y, args.out = rows.data_ptr(), out.data_ptr()
-        args.row_places, args.row_tokens = handle.row_places.data_ptr(), handle.row_tokens.data_ptr()
-        args.slots, args.all_counts = handle.slots.data_ptr(), handle.all_counts.data_ptr()
+        args.row_places, args.row_tokens, args.slots, args.all_counts = handle.pointers
         args.topk_ids, args.ids_are_int64 = ids.data_ptr(), ids.dtype == torch.int64
-        args.num_tokens, args.max_tokens = handle.num_tokens, self.plan.max_tokens_per_rank
-        args.capacity = capacity
+        args.num_tokens, args.capacity = handle.num_tokens, capacity
+
+    def point_once(self, kernel: OpeningKernel) -> None:
+        """Arguments that are the same in all calls."""
+        args = kernel.args
+        args.max_tokens = self.plan.max_tokens_per_rank
         args.chunk_flags = self.launcher.control.layout.offset("chunk_flags")
         args.max_chunks, args.combine_turns = max_chunks(self.plan), 1
 
-    def _launch(
-        self, kernel: Kernel, buffer: SymmetricBuffer, combine_recv: int, fields: Fields, blocks: int | None = None
-    ) -> None:
+    def _launch(self, kernel: OpeningKernel, buffer: SymmetricBuffer, combine_recv: int, kind: CallKind) -> None:
+        self.point_once(kernel)
         kernel.args.peers, kernel.args.combine_recv = buffer.peers.data_ptr(), combine_recv
-        self.launcher.launch(kernel, fields, blocks=blocks)
+        self.launcher.launch(kernel, kind, kind.number)
 
     # -- weights of rows, on this rank ----------------------------------------------------------------------
 
@@ -186,84 +231,85 @@ class Combiner:
         kernel.launch(BLOCKS, torch.cuda.current_stream(device).cuda_stream)
 
 
-class _SumsAtHome:
-    """A combine whose rows come home and are added there: one kernel, or two if the call is split."""
+class SumsAtHome:
+    """Combines of one kind whose rows come home and are added there: one kernel, or two if calls are split. All that
+    repeats is written down once.
+
+    Args:
+        layout: of the dispatch.
+        weighted: rows are multiplied by weights.
+        blocks: of a kernel; None: as the launcher has them.
+    """
 
     def __init__(
         self,
         combiner: Combiner,
-        handle: NvlinkHandle,
-        rows: torch.Tensor,
-        weights: torch.Tensor | None,
+        layout: str,
+        y_dtype: torch.dtype,
+        weighted: bool,
         options: CombineOptions,
-        fields: Fields,
-        out: torch.Tensor,
         blocks: int | None,
         split: bool,
     ) -> None:
-        self._combiner, self._handle, self._rows, self._weights = combiner, handle, rows, weights
-        self._options, self._fields, self._out, self._blocks = options, fields, out, blocks
-        self._half = Half(torch.empty(1, dtype=torch.int32, device=out.device), fields) if split else None
-        self._variant = CombineVariant(
-            plan=combiner.plan,
-            layout="expert" if handle.options.layout == "slots" else handle.options.layout,
-            y_dtype=rows.dtype,
+        launcher, plan, buffers = combiner.launcher, combiner.plan, combiner.buffers
+        self._combiner, self._launcher, self._blocks = combiner, launcher, blocks
+        self._per_route = options.per_route
+        fields = combine_fields(launcher.num_calls, options)
+        self._kind = CallKind({**fields, **HALVES} if split else fields)
+        variant = CombineVariant(
+            plan=plan,
+            layout="expert" if layout == "slots" else layout,
+            y_dtype=y_dtype,
             wire_dtype=options.wire_dtype,
             out_dtype=options.out_dtype,
             mode="per_route" if options.per_route else "per_rank",
-            weighted=weights is not None,
-            eager=is_eager(combiner.plan),
+            weighted=weighted,
+            eager=is_eager(plan),
             part="send" if split else "whole",
         )
+        self._kernel = launcher.new_kernel(variant)
+        self._receiving_kernel = launcher.new_kernel(replace(variant, part="receive")) if split else None
+        combiner.point_once(self._kernel)
+        args, meant = self._kernel.args, self._kind.fields_of(launcher.num_calls)
+        if variant.eager or split:
+            buffer = buffers.combine_in_turns(options, meant)
+            args.combine_recv, args.combine_turns = buffer.layout.offset("combine_recv0"), num_turns(plan)
+            args.turn_bytes = buffer.layout.offset("combine_recv1") - args.combine_recv
+        else:
+            buffer = buffers.combine_recv(options, meant)
+            args.combine_recv = buffer.layout.offset("combine_recv")
+        args.peers = buffer.peers.data_ptr()
+
+    def launch(
+        self, handle: NvlinkHandle, rows: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor
+    ) -> Half | None:
+        """Put the kernel on the current stream. Returns what the second half will need."""
+        ids = handle.ids() if self._per_route else handle.given_ids
+        self._combiner.point(self._kernel, handle, rows, out, handle.capacity, ids)
+        if weights is not None:
+            self._kernel.args.row_weights = weights.data_ptr()
+        half = None
+        if self._receiving_kernel is not None:
+            epoch = torch.empty(1, dtype=torch.int32, device=out.device)
+            half = Half(epoch, epoch.data_ptr(), self._receiving_kernel, self._blocks)
+        self._launcher.launch(self._kernel, self._kind, handle.number, blocks=self._blocks, begins=half)
+        return half
+
+
+class CombineHalf:
+    """A combine whose sending kernel is on the stream."""
+
+    def __init__(self, launcher: Launcher, half: Half, out: torch.Tensor, checked: bool) -> None:
+        self._launcher, self._half, self._out, self._checked = launcher, half, out, checked
 
     def receive(self) -> torch.Tensor:
-        launcher = self._combiner.launcher
-        assert self._half is not None, "a call of one kernel is over when it was sent"
-        launcher.finish(replace(self._variant, part="receive"), self._half, self._blocks)
-        if self._combiner.checked:
-            launcher.settle_before(self._half.number + 1)
+        self._launcher.finish(self._half)
+        if self._checked:
+            self._launcher.outcomes.settle_before(self._half.number + 1)
         return self._out
 
-    def send(self) -> None:
-        combiner, options, launcher = self._combiner, self._options, self._combiner.launcher
-        if self._variant.eager or self._half is not None:
-            buffer = combiner.buffers.combine_in_turns(options, self._fields)
-            first, turns = buffer.layout.offset("combine_recv0"), num_turns(combiner.plan)
-            turn_bytes = buffer.layout.offset("combine_recv1") - first
-        else:
-            buffer = combiner.buffers.combine_recv(options, self._fields)
-            first, turns, turn_bytes = buffer.layout.offset("combine_recv"), 1, 0
-        kernel = launcher.kernel(self._variant)
-        handle = self._handle
-        ids = handle.ids() if options.per_route else handle.given_ids
-        combiner.point(kernel, handle, self._rows, self._out, handle.capacity, ids)
-        args = kernel.args
-        args.row_weights = address_of(self._weights)
-        args.peers, args.combine_recv = buffer.peers.data_ptr(), first
-        args.combine_turns, args.turn_bytes = turns, turn_bytes
-        launcher.launch(kernel, self._fields, blocks=self._blocks, begins=self._half)
 
-
-def _check(
-    plan: Plan,
-    handle: NvlinkHandle,
-    y: torch.Tensor,
-    options: CombineOptions,
-    checked: bool,
-    num_dispatches: int,
-) -> None:
-    """Raise for a combine that the kernels have no form for, or whose receive buffer was reused.
-
-    Args:
-        checked: the host reads the outcome of every call.
-        num_dispatches: of the communicator so far.
-    """
-    require_no_host_read(checked, "checked=True")
-    if not options.per_route:
-        require_layout(options.strategy, handle.options.layout)
-    require_bulk(y)
-    for dtype in (options.wire_dtype, options.out_dtype):
-        if plan.hidden * dtype.itemsize % BULK_BYTES:
-            raise ShapeMismatch(f"a row of {plan.hidden} {dtype} is no multiple of {BULK_BYTES} bytes")
-    if handle.reused_after is not None and num_dispatches > handle.reused_after:
-        raise InvalidArgument("the dispatch is two or more dispatches old, its buffer was reused; pass copy=True")
+def _check(plan: Plan, y_dtype: torch.dtype, options: CombineOptions) -> None:
+    """Raise for a combine that the kernels have no form for."""
+    for dtype in (y_dtype, options.wire_dtype, options.out_dtype):
+        require_bulk(plan.hidden, dtype)

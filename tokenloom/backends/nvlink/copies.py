@@ -8,7 +8,8 @@ import torch
 
 from tokenloom.backends.handshake import Fields
 from tokenloom.backends.nvlink.buffers import Buffers
-from tokenloom.backends.nvlink.launcher import CALLS_IN_FLIGHT, Launcher, require_no_capture
+from tokenloom.backends.nvlink.launcher import Launcher, require_no_capture
+from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT
 from tokenloom.plan import Plan
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer
 
@@ -35,7 +36,7 @@ class Copies:
         buffer = self._buffers.gather(value_bytes, fields)
         # Raises what the launch would: then no copy is left on a stream that the next call may not follow.
         self._launcher.settle(CALLS_IN_FLIGHT)
-        self._launcher.follow(torch.cuda.current_stream(self._launcher.ranks.device))
+        self._launcher.follow()
         return buffer, buffer.layout.offset(f"gathered{self._launcher.num_calls % 2}")
 
     def bring(self, buffer: SymmetricBuffer, half: int, rows_for: Callable[[int], torch.Tensor]) -> None:

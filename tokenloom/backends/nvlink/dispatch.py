@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 import torch
 
-from tokenloom.backends.base import DispatchInputs, DispatchOptions, Pending, RoutedCounts
-from tokenloom.backends.handshake import dispatch_fields
+from tokenloom.backends.base import DispatchInputs, DispatchOptions, Pending
 from tokenloom.backends.nvlink import places
-from tokenloom.backends.nvlink.buffers import Buffers, address_of, aligned, require_bulk
+from tokenloom.backends.nvlink.buffers import Buffers
 from tokenloom.backends.nvlink.copies import Copies
 from tokenloom.backends.nvlink.handle import NvlinkHandle
-from tokenloom.backends.nvlink.launcher import HALVES, Half, Launched, Launcher, require_layout, require_no_host_read
+from tokenloom.backends.nvlink.launcher import Half, Launched, Launcher
+from tokenloom.backends.nvlink.prepared import DirectDispatch, PreparedDispatch, Shared, check
 from tokenloom.backends.nvlink.staged import StagedDispatch
-from tokenloom.errors import CapacityOverflow, InvalidArgument, TokenloomError, is_known_to_all
-from tokenloom.kernels.dispatch.launch import MAX_BLOCKS, DispatchVariant, block_count_words
+from tokenloom.errors import CapacityOverflow, TokenloomError, is_known_to_all
+from tokenloom.kernels.dispatch.launch import block_count_words
 from tokenloom.ops import routing
 from tokenloom.plan import Plan, align_up
 from tokenloom.runtime.kernel_reports import HostCounts
 from tokenloom.runtime.leftovers import keep_until_idle
+
+MOST_KINDS = 64
+"""Kinds of calls that are kept prepared. A program has a few, unless it passes another capacity each time."""
 
 
 class Dispatcher:
@@ -31,48 +33,78 @@ class Dispatcher:
         checked: the host reads the outcome of every call before it returns.
 
     Attributes:
-        num_dispatches: made so far. The receive buffers take turns by it.
+        num_dispatches: to receive buffers so far, which take turns by it.
         overflow: a dropped row that a bounded dispatch has found and the next call raises.
     """
 
     def __init__(self, plan: Plan, launcher: Launcher, buffers: Buffers, copies: Copies, checked: bool) -> None:
         self.num_dispatches = 0
         self.overflow: CapacityOverflow | None = None
-        self.plan, self.launcher, self._buffers, self._copies = plan, launcher, buffers, copies
+        self.plan, self.launcher, self._buffers = plan, launcher, buffers
         self._checked = checked
         device = launcher.ranks.device
         self._host_counts = HostCounts(device, 2 + plan.num_ranks + 2 * plan.experts_per_rank)
-        self._block_counts = torch.zeros(block_count_words(plan), dtype=torch.int32, device=device)
-        keep_until_idle(self, device, self._block_counts)
+        block_counts = torch.zeros(block_count_words(plan), dtype=torch.int32, device=device)
+        keep_until_idle(self, device, block_counts)
+        self._shared = Shared(plan, launcher, buffers, copies, block_counts, self._host_counts, checked)
+        self._prepared: dict[tuple[object, ...], PreparedDispatch] = {}
+        self._num_grown = 0
 
     def send(self, options: DispatchOptions, inputs: DispatchInputs) -> Pending[tuple[NvlinkHandle, torch.Tensor]]:
         """Launch the kernel, which sends and receives, or one that sends; see
         :meth:`tokenloom.backends.base.Backend.send_dispatch`.
         """
-        _check(self.plan, options, inputs, self._checked, self._buffers.fused)
-        if inputs.split and options.sizes == "exact":
+        exact = options.sizes == "exact"
+        if exact and inputs.split:
+            check(self._shared, options, inputs)
             return ExactHalves(self, options, inputs)
-        if self._buffers.is_staged(options):
-            common = (self.plan, self.launcher, self._buffers, self._block_counts)
-            return StagedDispatch(*common, options, inputs, self._settle_checked)
-        row_dtype = inputs.x.dtype
-        if options.sizes == "exact" and not inputs.ahead:  # whoever waits hears first of what earlier calls left
+        prepared = self._prepare(options, inputs)
+        prepared.require_now()
+        if isinstance(prepared, StagedDispatch):
+            return PendingDispatch(self, prepared, inputs, *prepared.launch(inputs))
+        if exact and not inputs.ahead:  # whoever waits hears first of what earlier calls left
             self.launcher.settle(0)
-        if options.to_fp8:
-            row_dtype = torch.float8_e4m3fn
-        room = self.plan.worst_case_rows("token")
-        if options.layout == "expert":
-            room = max(self._buffers.rows_for(row_dtype), self._buffers.bounded_rows(options))
-        limit = room if options.capacity is None else min(options.capacity, room)
-        handle, rows = self.start(options, inputs, limit)
-        return PendingDispatch(self, handle, rows, options, inputs, limit)
+        assert isinstance(prepared, DirectDispatch)
+        return PendingDispatch(self, prepared, inputs, *self._launch(prepared, inputs))
+
+    def _prepare(
+        self, options: DispatchOptions, inputs: DispatchInputs, capacity: int | None = None, repeats: bool = False
+    ) -> PreparedDispatch:
+        """What was prepared for such calls, now or for an earlier one; see :class:`DirectDispatch`."""
+        if self._num_grown != self._buffers.num_grown or len(self._prepared) > MOST_KINDS:
+            self._prepared.clear()  # they know where buffers were
+            self._num_grown = self._buffers.num_grown
+        weights = inputs.topk_weights
+        key = (
+            options,
+            inputs.x.dtype,
+            inputs.scales is None,
+            inputs.topk_ids.dtype,
+            None if weights is None else weights.dtype,
+            inputs.x_needs_grad,
+            inputs.weights_need_grad,
+            inputs.split,
+            capacity,
+            repeats,
+        )
+        found = self._prepared.get(key)
+        if found is None:
+            if capacity is None and self._buffers.is_staged(options):
+                found = StagedDispatch(self._shared, options, inputs)
+            else:
+                found = DirectDispatch(self._shared, options, inputs, capacity, repeats)
+            self._prepared[key] = found
+        return found
+
+    def _launch(
+        self, prepared: DirectDispatch, inputs: DispatchInputs
+    ) -> tuple[NvlinkHandle, torch.Tensor, Half | None]:
+        launched = prepared.launch(inputs, self.num_dispatches)
+        self.num_dispatches += 1
+        return launched
 
     def start(
-        self,
-        options: DispatchOptions,
-        inputs: DispatchInputs,
-        capacity: int,
-        repeats: bool = False,
+        self, options: DispatchOptions, inputs: DispatchInputs, capacity: int, repeats: bool = False
     ) -> tuple[NvlinkHandle, torch.Tensor]:
         """Put the kernel on the current stream: (handle, rows [places, H]), at their full size.
 
@@ -80,84 +112,9 @@ class Dispatcher:
             capacity: places of the output; routes beyond it are dropped.
             repeats: the rows went the same way before, so an overflow has been told.
         """
-        plan, launcher = self.plan, self.launcher
-        x, topk_ids = aligned(inputs.x), aligned(inputs.topk_ids)
-        num_tokens, local = x.shape[0], plan.experts_per_rank
-        row_dtype = torch.float8_e4m3fn if options.to_fp8 else x.dtype
-        number = launcher.num_calls
-        fields = {**dispatch_fields(number, options, inputs), **(HALVES if inputs.split else {})}
-        by_expert, by_rank = options.layout == "expert", options.layout == "rank"
-        buffer = self._buffers.receive(row_dtype, self.num_dispatches, capacity if by_expert else 0, fields)
-        results = (1, plan.num_ranks, local, local + 1, plan.num_ranks * (plan.num_ranks + plan.num_experts), 1)
-        words = sum(results) + num_tokens * (plan.num_ranks + plan.top_k)
-        own = torch.empty(words, dtype=torch.int32, device=x.device)
-        num_rows, source_counts, expert_counts, expert_offsets, all_counts, epoch, slots = torch.split_with_sizes(
-            own, [*results, words - sum(results)]
-        )
-        quantize = ""
-        if options.to_fp8:
-            quantize = "power of two" if options.power_of_two_scales else "any scale"
-        variant = DispatchVariant(
-            plan=plan,
-            layout=options.layout,
-            x_dtype=x.dtype,
-            quantize=quantize,
-            strategy=options.strategy,
-            part="send" if inputs.split else "whole",
-        )
-        kernel = launcher.kernel(variant)
-        num_places = plan.worst_case_rows("rank") if by_rank else capacity
-        args = kernel.args
-        args.x = x.data_ptr()
-        args.scales = address_of(inputs.scales)
-        args.topk_ids = topk_ids.data_ptr()
-        args.topk_weights = address_of(inputs.topk_weights)
-        args.done_flags = launcher.control.layout.offset("done_flags")
-        args.row_flags = launcher.control.layout.offset("row_flags")
-        args.block_counts = self._block_counts.data_ptr()
-        args.slots_found = args.block_counts + 4 * (len(self._block_counts) - MAX_BLOCKS)
-        args.peers = buffer.peers_address
-        for name, offset in buffer.offsets:
-            setattr(args, name, offset)
-        args.slots, args.all_counts = slots.data_ptr(), all_counts.data_ptr()
-        args.num_rows, args.source_counts = num_rows.data_ptr(), source_counts.data_ptr()
-        args.expert_counts, args.expert_offsets = expert_counts.data_ptr(), expert_offsets.data_ptr()
-        args.num_tokens, args.max_tokens = num_tokens, plan.max_tokens_per_rank
-        args.capacity, args.alignment = num_places, options.alignment
-        args.ids_are_int64 = topk_ids.dtype == torch.int64
-        exact = options.sizes == "exact"
-        args.stop_on_overflow = exact
-        args.host_counts = self._host_counts.address if exact else 0
-        args.host_sequence = self._host_counts.expect() if exact else 0
-        args.gathered = self._copies.gather(x, fields) if options.strategy == "all_gather" else 0
-        args.send_blocks = launcher.num_sms
-        half = Half(epoch, fields) if inputs.split else None
-        launcher.launch(kernel, fields, region=buffer.number, repeats=repeats, begins=half)
-        self.num_dispatches += 1
-        with_scales = inputs.scales is not None or options.to_fp8
-        handle = NvlinkHandle(
-            options=options,
-            number=number,
-            num_tokens=num_tokens,
-            num_places=num_places,
-            counts=RoutedCounts(num_rows[0], source_counts, expert_counts, expert_offsets if by_expert else None),
-            scales=buffer.scales[:num_places] if with_scales else None,
-            capacity=num_places,
-            given_ids=topk_ids,
-            slots=slots,
-            all_counts=all_counts.view(plan.num_ranks, -1),
-            local_ids=buffer.local_ids,
-            row_places=buffer.row_places,
-            weights=None if inputs.topk_weights is None else buffer.weights,
-            row_tokens=buffer.row_tokens,
-            counts_row=own[: sum(results[:4])],
-            reused_after=self.num_dispatches + self._buffers.num_receive - 1,
-            rank=launcher.ranks.rank,
-            max_tokens=plan.max_tokens_per_rank,
-        )
-        if half is not None:
-            handle.finish = partial(launcher.finish, replace(variant, part="receive"), half)
-        return handle, buffer.rows[:num_places]
+        prepared = self._prepare(options, inputs, capacity, repeats)
+        assert isinstance(prepared, DirectDispatch)
+        return self._launch(prepared, inputs)[:2]
 
     def send_again(
         self, handle: NvlinkHandle, values: torch.Tensor, strategy: str = "dedup"
@@ -183,47 +140,56 @@ class Dispatcher:
 
     def receive(self, pending: PendingDispatch) -> tuple[NvlinkHandle, torch.Tensor]:
         """Wait for what the host has to know, and give outputs their size."""
-        if pending.options.sizes == "bounded":
+        handle, rows, prepared = pending.handle, pending.rows, pending.prepared
+        if pending.half is not None:
+            self.launcher.finish(pending.half)
+        if isinstance(prepared, DirectDispatch):
+            if prepared.options.sizes == "exact":
+                return self._receive_exact(pending, prepared)
+            if self._checked:
+                self._settle_checked(handle.number)
             return self._receive_bounded(pending)
-        handle, rows, own_outputs = pending.handle, pending.rows, pending.inputs.own_outputs
-        counts = self.launcher.await_counts(self._host_counts)
-        overflow = self._settled() if counts is None or self._checked else None
-        if overflow is not None:
-            capacity = pending.options.capacity
-            by_expert = pending.options.layout == "expert"
-            if not by_expert or (capacity is not None and overflow.needed > capacity):
-                raise CapacityOverflow(overflow.needed, capacity or pending.limit, sent=False)
-            return self._receive_by_token(pending)
-        assert counts is not None, "settle has raised what the call found"
-        rows = handle.cut_to_size(counts, rows)
-        if own_outputs:
-            handle.own()
-            rows = rows.clone() if own_outputs is True else rows
+        if self._checked:
+            self._settle_checked(handle.number)
+        out = pending.inputs.out
+        if out is not None and out.topk_ids is not None and out.topk_ids.dtype != torch.int32:
+            out.topk_ids.view(-1, self.plan.top_k).copy_(handle.topk_ids)
         return handle, rows
 
+    def _receive_exact(self, pending: PendingDispatch, prepared: DirectDispatch) -> tuple[NvlinkHandle, torch.Tensor]:
+        options, own_outputs = prepared.options, pending.inputs.own_outputs
+        counts = self.launcher.outcomes.await_counts(self._host_counts)
+        overflow = self._settled() if counts is None or self._checked else None
+        if overflow is not None:
+            capacity = options.capacity
+            if options.layout != "expert" or (capacity is not None and overflow.needed > capacity):
+                raise CapacityOverflow(overflow.needed, capacity or prepared.capacity, sent=False)
+            return self._receive_by_token(options, pending.inputs)
+        assert counts is not None, "settle has raised what the call found"
+        rows = pending.handle.cut_to_size(counts, pending.rows)
+        if own_outputs:
+            pending.handle.own()
+            rows = rows.clone() if own_outputs is True else rows
+        return pending.handle, rows
+
     def _receive_bounded(self, pending: PendingDispatch) -> tuple[NvlinkHandle, torch.Tensor]:
-        handle, rows, capacity = pending.handle, pending.rows, pending.options.capacity
-        if handle.finish is not None:
-            handle.finish()
-            handle.finish = None
-        self._settle_checked(handle.number)
-        too_short = capacity is not None and len(rows) < capacity
-        if too_short or pending.inputs.own_outputs is True:
+        handle, rows, inputs = pending.handle, pending.rows, pending.inputs
+        capacity = handle.options.capacity
+        if inputs.own_outputs is True or (capacity is not None and handle.num_places < capacity):
             handle.own(capacity)
             rows = places.copied(rows, handle.num_places)
-        elif pending.inputs.own_outputs:
+        elif inputs.own_outputs:
             handle.own()
-        if pending.inputs.out is not None:
-            rows = handle.write_to(pending.inputs.out, rows)
+        if inputs.out is not None:
+            rows = handle.write_to(inputs.out, rows)
         return handle, rows
 
     def _settle_checked(self, number: int) -> None:
-        """Where the host reads every outcome: that of this call. A dropped row is for the next call to raise."""
-        if self._checked:
-            try:
-                self.launcher.settle_before(number + 1)
-            except CapacityOverflow as too_many:
-                self.overflow = too_many
+        """Read the outcome of this call. A dropped row is for the next call to raise."""
+        try:
+            self.launcher.outcomes.settle_before(number + 1)
+        except CapacityOverflow as too_many:
+            self.overflow = too_many
 
     def _settled(self) -> CapacityOverflow | None:
         """Settle every call; return what the last one lacks room for, and raise all else."""
@@ -239,20 +205,19 @@ class Dispatcher:
             return overflow
         return None
 
-    def _receive_by_token(self, pending: PendingDispatch) -> tuple[NvlinkHandle, torch.Tensor]:
+    def _receive_by_token(self, options: DispatchOptions, inputs: DispatchInputs) -> tuple[NvlinkHandle, torch.Tensor]:
         """Layout "expert" of any size: rows arrive one per (token, rank), which always fits, and are spread here."""
-        options = pending.options
         self.num_dispatches -= 1  # the refused one wrote nothing: so its buffer, and not that of the one before
         plain = replace(options, layout="token", alignment=1, capacity=None, strategy="dedup")
         try:
-            handle, rows = self.start(plain, pending.inputs, self.plan.worst_case_rows("token"))
+            handle, rows = self.start(plain, inputs, self.plan.worst_case_rows("token"))
         except Exception as fault:
             if not is_known_to_all(fault):  # the others have begun it
                 self.launcher.report_fault(fault, ["dispatch"])
                 fault.known_to_all = True  # type: ignore[attr-defined]
             raise
         self.launcher.settle(0)
-        return self.spread_by_expert(options, handle, handle.cut_to_size(handle.counts_row.tolist(), rows))
+        return self.spread_by_expert(options, handle, handle.cut_to_size(handle.all_sizes(), rows))
 
     def spread_by_expert(
         self, options: DispatchOptions, handle: NvlinkHandle, rows: torch.Tensor
@@ -264,32 +229,28 @@ class Dispatcher:
         def spread(rows: torch.Tensor) -> torch.Tensor:
             return routing.scatter_rows(rows, placement.positions, placement.num_places)
 
-        offsets = torch.tensor(placement.offsets, dtype=torch.int32, device=rows.device)
-        handle.own()
-        handle = replace(
-            handle,
-            options=options,
-            counts=replace(counts, num_rows=placement.num_rows, expert_offsets=offsets),
-            scales=None if handle.scales is None else spread(handle.scales),
-            num_places=placement.num_places,
-            capacity=placement.num_places,
-            host_offsets=placement.offsets,
-            by_token=True,
-            row_places=placement.positions.to(torch.int32),
-        )
+        handle.spread(options, placement)
+        if handle.scales is not None:
+            handle.scales = spread(handle.scales)
         return handle, spread(rows)
 
 
-@dataclass
 class PendingDispatch:
-    """A dispatch whose kernel is on the stream."""
+    """A dispatch whose first kernel, or only one, is on the stream."""
 
-    dispatcher: Dispatcher
-    handle: NvlinkHandle
-    rows: torch.Tensor
-    options: DispatchOptions
-    inputs: DispatchInputs
-    limit: int
+    __slots__ = ("dispatcher", "half", "handle", "inputs", "prepared", "rows")
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        prepared: PreparedDispatch,
+        inputs: DispatchInputs,
+        handle: NvlinkHandle,
+        rows: torch.Tensor,
+        half: Half | None,
+    ) -> None:
+        self.dispatcher, self.prepared, self.inputs = dispatcher, prepared, inputs
+        self.handle, self.rows, self.half = handle, rows, half
 
     def receive(self) -> tuple[NvlinkHandle, torch.Tensor]:
         return self.dispatcher.receive(self)
@@ -310,26 +271,18 @@ class ExactHalves:
     def receive(self) -> tuple[NvlinkHandle, torch.Tensor]:
         handle, rows = self._pending.receive()
         dispatcher, options = self._dispatcher, self._options
-        dispatcher.launcher.settle_before(handle.number + 1)
-        all_counts = handle.all_counts.tolist()
-        needed = _most_rows(dispatcher.plan, options, all_counts)
+        dispatcher.launcher.outcomes.settle_before(handle.number + 1)
+        needed = _most_rows(dispatcher.plan, options, handle.all_counts.tolist())
         if options.capacity is not None and needed > options.capacity:
             raise CapacityOverflow(needed, options.capacity, sent=False)
-        counts = torch.cat([each.view(-1) for each in _counts_of(handle)]).tolist()
-        rows = handle.cut_to_size(counts, rows)
+        rows = handle.cut_to_size(handle.all_sizes(), rows)
         if handle.reused_after is not None:
             handle.own()
             rows = rows.clone()
         if options.layout == "expert":
             return dispatcher.spread_by_expert(options, handle, rows)
-        return replace(handle, options=options), rows
-
-
-def _counts_of(handle: NvlinkHandle) -> list[torch.Tensor]:
-    """What ``cut_to_size`` takes, but for offsets."""
-    counts = handle.counts
-    assert isinstance(counts.num_rows, torch.Tensor)
-    return [counts.num_rows, counts.source_counts, counts.expert_counts]
+        handle.options = options
+        return handle, rows
 
 
 def _most_rows(plan: Plan, options: DispatchOptions, all_counts: list[list[int]]) -> int:
@@ -340,25 +293,3 @@ def _most_rows(plan: Plan, options: DispatchOptions, all_counts: list[list[int]]
     padded = [align_up(each, options.alignment) for each in routes]
     local = plan.experts_per_rank
     return max(sum(padded[rank * local : (rank + 1) * local]) for rank in range(plan.num_ranks))
-
-
-def _check(plan: Plan, options: DispatchOptions, inputs: DispatchInputs, checked: bool, fused: bool) -> None:
-    """Raise for a dispatch that the kernels have no form for.
-
-    Args:
-        checked: the host reads the outcome of every call.
-        fused: the communicator is a MegaMoE's.
-    """
-    if inputs.out is not None:
-        raise InvalidArgument("backend nvlink writes no dispatch to tensors of the caller yet; leave out= away")
-    x, exact = inputs.x, options.sizes == "exact"
-    is_fp8 = options.to_fp8 or x.element_size() == 1
-    require_layout(options.strategy, options.layout)
-    if options.strategy == "all_gather" and is_fp8:
-        raise InvalidArgument("strategy 'all_gather' moves no FP8 on backend nvlink; use 'dedup'")
-    require_no_host_read(exact or checked, "sizes='exact'" if exact else "checked=True")
-    require_bulk(x)
-    if fused and (options.layout != "token" or not is_fp8):
-        raise InvalidArgument("this communicator is a MegaMoE's, which receives FP8 in layout 'token' only")
-    if options.alignment > 1 and plan.worst_case_rows("expert", options.alignment) + options.alignment > 2**31:
-        raise InvalidArgument(f"alignment is {options.alignment}: places of rows would not fit 32 bits")

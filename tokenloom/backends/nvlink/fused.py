@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from tokenloom.backends.handshake import Fields
+from tokenloom.backends.handshake import NUMBER, CallKind, Fields
 from tokenloom.backends.nvlink.buffers import Buffers
-from tokenloom.backends.nvlink.launcher import CALLS_IN_FLIGHT, Launcher
+from tokenloom.backends.nvlink.launcher import Launcher
+from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT
 from tokenloom.kernels.barrier.launch import BarrierVariant
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer
 
@@ -16,6 +17,8 @@ class FusedLayerCalls:
 
     def __init__(self, launcher: Launcher, buffers: Buffers) -> None:
         self._launcher, self._buffers = launcher, buffers
+        self._barrier = launcher.new_kernel(BarrierVariant(plan=launcher.plan))
+        self._kind = CallKind({"call": "MegaMoE", NUMBER: 0})
 
     def make_room(self) -> None:
         """Settle so many calls that until the meeting nothing old is raised."""
@@ -26,17 +29,23 @@ class FusedLayerCalls:
         """Received rows, and where results come home. Made at the first call, which all ranks make."""
         return self._buffers.data(1, fields)
 
-    def meet(self, fields: Fields, opened: torch.Tensor, cleared: torch.Tensor) -> None:
-        """Put a meeting of all ranks on the stream. Who has met sees all that the others have sent before.
+    def prepare_meetings(self, opened: torch.Tensor, cleared: torch.Tensor) -> None:
+        """Say what meetings write from now on.
 
         Args:
             opened: int32 [1], becomes 1 if all ranks came and none has a fault, else 0.
             cleared: int32, becomes zeros.
         """
-        kernel = self._launcher.kernel(BarrierVariant(plan=self._launcher.plan))
-        args = kernel.args
+        args = self._barrier.args
         args.opened, args.cleared, args.num_cleared = opened.data_ptr(), cleared.data_ptr(), cleared.numel()
-        self._launcher.launch(kernel, fields, blocks=1)
+
+    def meet(self, dispatch: int) -> None:
+        """Put a meeting of all ranks on the stream. Who has met sees all that the others have sent before.
+
+        Args:
+            dispatch: number of the dispatch that it belongs to.
+        """
+        self._launcher.launch(self._barrier, self._kind, dispatch, blocks=1)
 
     @property
     def fault_claimed(self) -> int:

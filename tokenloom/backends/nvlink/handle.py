@@ -1,22 +1,102 @@
-"""A dispatch as its rank remembers it."""
+"""A dispatch as its rank remembers it. Tensors of it are made when somebody asks for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
 from tokenloom.backends.base import DispatchOptions, DispatchOut, RoutedCounts
 from tokenloom.backends.nvlink import places
-from tokenloom.backends.nvlink.buffers import version_of
+from tokenloom.backends.nvlink.buffers import ReceiveBuffer, version_of
 from tokenloom.errors import InvalidArgument
+from tokenloom.ops.routing import Placement
+from tokenloom.plan import FP8_BLOCK, Plan, align_up
 
 BY_ROW = ("weights", "local_ids", "row_places", "row_tokens")
-"""Tensors of a handle that lie in a receive buffer, with a value for each received row."""
+"""Tensors of a handle with a value for each received row."""
+ALIGNED_WORDS = 32
+"""Parts of results begin at multiples of 128 bytes, but for counts, which lie side by side."""
+COUNTS = ("num_rows", "source_counts", "expert_counts", "expert_offsets")
 
 
-@dataclass
+class Results:
+    """What a dispatch of one kind leaves in one int32 tensor: counts, what each source counted, slots, and more.
+
+    Args:
+        plan: sizes. rank: of this process.
+        options: of the dispatch.
+        sizes: words of further parts, by name.
+        num_places: rows of the output.
+        with_weights, with_scales: rows come with them.
+
+    Attributes:
+        starts: first word of each part, by name. "slots" is the last one.
+        slots_per_token: its words.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        options: DispatchOptions,
+        num_places: int,
+        sizes: Mapping[str, int],
+        *,
+        with_weights: bool,
+        with_scales: bool,
+    ) -> None:
+        self.plan, self.rank, self.options, self.num_places = plan, rank, options, num_places
+        self.with_weights, self.with_scales = with_weights, with_scales
+        num_ranks, local = plan.num_ranks, plan.experts_per_rank
+        counts = dict(zip(COUNTS, (1, num_ranks, local, local + 1), strict=True))
+        more = {"all_counts": num_ranks * (num_ranks + plan.num_experts), "epoch": 1, **sizes}
+        self.starts: dict[str, int] = {}
+        self._ends: dict[str, int] = {}
+        end = 0
+        for name, size in (counts | more).items():
+            start = end if name in counts else align_up(end, ALIGNED_WORDS)
+            end = start + size
+            self.starts[name], self._ends[name] = start, end
+        self.starts["slots"] = self._fixed = align_up(end, ALIGNED_WORDS)
+        self.slots_per_token = num_ranks + plan.top_k
+
+    def words(self, num_tokens: int) -> int:
+        """Words that a dispatch of so many tokens leaves."""
+        return self._fixed + num_tokens * self.slots_per_token
+
+    def part(self, words: torch.Tensor, name: str) -> torch.Tensor:
+        """A part, as int32 in one dimension."""
+        return words[self.starts[name] : self._ends.get(name)]
+
+    def counts(self, words: torch.Tensor) -> RoutedCounts:
+        """Sizes of the output, as they lie on the device."""
+        plan, layout = self.plan, self.options.layout
+        ranges = None
+        if layout == "slots":
+            ranges = self.part(words, "slot_ranges").view(plan.experts_per_rank, plan.num_ranks, 2)
+        return RoutedCounts(
+            words[self.starts["num_rows"]],
+            self.part(words, "source_counts"),
+            self.part(words, "expert_counts"),
+            self.part(words, "expert_offsets") if layout == "expert" else None,
+            ranges,
+        )
+
+    def scales(self, words: torch.Tensor) -> torch.Tensor:
+        """Scales that were not left in a receive buffer: [places, H / 128], in layout "slots" by ``scale_layout``."""
+        found, blocks, local = self.part(words, "scales"), self.plan.hidden // FP8_BLOCK, self.plan.experts_per_rank
+        if self.options.scale_layout == "packed":
+            return found.view(local, -(-blocks // 4), -1).transpose(1, 2)
+        found = found.view(torch.float32)
+        if self.options.scale_layout == "columns":
+            return found.view(local, blocks, -1).transpose(1, 2)
+        return found.view(*([local, -1] if self.options.layout == "slots" else [self.num_places]), blocks)
+
+
+@dataclass(eq=False)
 class NvlinkHandle:
     """A dispatch as this rank remembers it. R: received rows, in the order (source rank, token).
 
@@ -24,44 +104,91 @@ class NvlinkHandle:
         options, number, num_tokens, num_places, counts, scales: as of every handle.
         capacity: places that a row may have; routes beyond it were dropped.
         given_ids: topk_ids as given, which routes gradients the same way.
-        ids_version: how often they had been changed in place by then; None where torch does not count.
+        words: int32, what the kernel leaves. results: what lies where in it.
+        buffer: where rows were received, with what came with them. None: in ``words``, and in tensors of the caller's.
+        reused_after: number of the dispatch after which ``buffer`` is overwritten; None for own tensors.
+        ids_version: how often ids had been changed in place by then; None where torch does not count.
+        host_offsets: expert_offsets on the host, with exact sizes in layout "expert".
+        by_token: rows came one per (token, rank) and were spread here, on all ranks alike.
         slots: int32 [T * W (+ T * K)]: which of the rows to rank r each token is, or -1.
         all_counts: int32 [W, W + E]: rows per rank and routes per expert of every source.
         local_ids, row_places: int32 [>= R, K]: local expert, and place, of each route of a received row.
         weights: float32 [>= R, K] received weights, or None.
         row_tokens: int32 [>= R]: the token at home that a received row is (layouts "expert" and "slots").
-        counts_row: int32, num_rows, source_counts, expert_counts and expert_offsets as they lie side by side.
-        by_token: rows came one per (token, rank) and were spread here, on all ranks alike.
-        host_offsets: expert_offsets on the host, with exact sizes in layout "expert".
-        finish: launches the receiving half, where it has not been launched yet.
-        reused_after: number of the dispatch after which the receive buffer is overwritten; None for own tensors.
     """
 
     options: DispatchOptions
     number: int
     num_tokens: int
     num_places: int
-    counts: RoutedCounts
-    scales: torch.Tensor | None
     capacity: int
     given_ids: torch.Tensor
-    slots: torch.Tensor
-    all_counts: torch.Tensor
-    local_ids: torch.Tensor
-    row_places: torch.Tensor
-    weights: torch.Tensor | None
-    row_tokens: torch.Tensor
-    counts_row: torch.Tensor
+    words: torch.Tensor
+    results: Results
+    buffer: ReceiveBuffer | None
     reused_after: int | None
-    rank: int
-    max_tokens: int
-    ids_version: int | None = None
-    host_offsets: list[int] | None = None
-    by_token: bool = False
-    finish: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         self.ids_version = version_of(self.given_ids)
+        self.host_offsets: list[int] | None = None
+        self.by_token = False
+
+    # -- what the kernel has left ---------------------------------------------------------------------------
+
+    @cached_property
+    def counts(self) -> RoutedCounts:
+        return self.results.counts(self.words)
+
+    @cached_property
+    def scales(self) -> torch.Tensor | None:
+        if not self.results.with_scales:
+            return None
+        return self.results.scales(self.words) if self.buffer is None else self.buffer.scales[: self.num_places]
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        return self.results.part(self.words, "slots")
+
+    @cached_property
+    def all_counts(self) -> torch.Tensor:
+        return self.results.part(self.words, "all_counts").view(self.results.plan.num_ranks, -1)
+
+    @cached_property
+    def local_ids(self) -> torch.Tensor:
+        return self._of_rows("local_ids") if self.buffer is None else self.buffer.local_ids
+
+    @cached_property
+    def row_places(self) -> torch.Tensor:
+        return self._of_rows("row_places") if self.buffer is None else self.buffer.row_places
+
+    @cached_property
+    def weights(self) -> torch.Tensor | None:
+        if not self.results.with_weights:
+            return None
+        return self._of_rows("weights").view(torch.float32) if self.buffer is None else self.buffer.weights
+
+    @cached_property
+    def row_tokens(self) -> torch.Tensor:
+        return self.results.part(self.words, "row_tokens") if self.buffer is None else self.buffer.row_tokens
+
+    @cached_property
+    def pointers(self) -> tuple[int, int, int, int]:
+        """For kernels: addresses of row_places, row_tokens, slots and all_counts."""
+        return (
+            self.row_places.data_ptr(),
+            self.row_tokens.data_ptr(),
+            self.address("slots"),
+            self.address("all_counts"),
+        )
+
+    def address(self, name: str) -> int:
+        """For kernels: of a part of ``words``."""
+        return self.words.data_ptr() + 4 * self.results.starts[name]
+
+    def _of_rows(self, name: str) -> torch.Tensor:
+        return self.results.part(self.words, name).view(-1, self.results.plan.top_k)
+
+    # -- what follows from it -------------------------------------------------------------------------------
 
     @property
     def by_route(self) -> bool:
@@ -91,28 +218,35 @@ class NvlinkHandle:
         return self.given_ids
 
     def positions(self) -> torch.Tensor:
-        received = self.all_counts[:, self.rank].to(torch.int64)
+        plan = self.results.plan
+        received = self.all_counts[:, self.results.rank].to(torch.int64)
         layout = "expert" if self.by_route else self.options.layout
-        where = (received, self.max_tokens, self.capacity, self.given_ids.shape[1])
+        where = (received, plan.max_tokens_per_rank, self.capacity, plan.top_k)
         return places.of_received_rows(layout, self.row_places, *where)
 
-    def cut_to_size(self, counts: list[int], rows: torch.Tensor) -> torch.Tensor:
+    def all_sizes(self) -> list[int]:
+        """num_rows, source_counts, expert_counts and expert_offsets on the host, which waits for them."""
+        return self.words[: self.results.starts["expert_offsets"] + self.results.plan.experts_per_rank + 1].tolist()
+
+    # -- where its tensors change ---------------------------------------------------------------------------
+
+    def cut_to_size(self, sizes: list[int], rows: torch.Tensor) -> torch.Tensor:
         """Give outputs their exact size; the rows that there are.
 
         Args:
-            counts: ``counts_row``, on the host.
+            sizes: as of :meth:`all_sizes`; expert_offsets may be missing in other layouts than "expert".
             rows: [places, H].
         """
-        num_ranks = len(self.counts.source_counts)
-        num_rows, received = counts[0], sum(counts[1 : 1 + num_ranks])
+        plan = self.results.plan
+        num_rows, received = sizes[0], sum(sizes[1 : 1 + plan.num_ranks])
         self.counts = replace(self.counts, num_rows=num_rows)
         if self.options.layout == "rank":
             return rows
         if self.options.layout == "expert":
-            self.host_offsets = counts[1 + num_ranks + len(self.counts.expert_counts) :]
-        self.num_places = num_rows
+            self.host_offsets = sizes[1 + plan.num_ranks + plan.experts_per_rank :]
         if self.scales is not None:
             self.scales = self.scales[:num_rows]
+        self.num_places = num_rows
         for name in BY_ROW:
             tensor = getattr(self, name)
             if tensor is not None:
@@ -121,16 +255,41 @@ class NvlinkHandle:
 
     def own(self, num_places: int | None = None) -> None:
         """Copy what views the receive buffer; outputs get ``num_places`` places if given."""
+        scales, by_row = self.scales, {name: getattr(self, name) for name in BY_ROW}
         if num_places is not None:
             self.num_places = max(num_places, self.num_places)
-        if self.scales is not None:
-            self.scales = places.copied(self.scales, self.num_places)
+        if scales is not None:
+            self.scales = places.copied(scales, self.num_places)
         by_place = () if self.options.layout == "expert" else ("local_ids", "weights")
-        for name in BY_ROW:
-            tensor = getattr(self, name)
+        for name, tensor in by_row.items():
             if tensor is not None:
                 setattr(self, name, places.copied(tensor, self.num_places if name in by_place else 0))
         self.reused_after = None
+        self.__dict__.pop("pointers", None)
+
+    def spread(self, options: DispatchOptions, placement: Placement) -> None:
+        """Rows of layout "token", and of their exact size, become those of layout "expert"."""
+        self.own()
+        device = self.words.device
+        self.options = options
+        offsets = torch.tensor(placement.offsets, dtype=torch.int32, device=device)
+        self.counts = replace(self.counts, num_rows=placement.num_rows, expert_offsets=offsets)
+        self.num_places = self.capacity = placement.num_places
+        self.host_offsets, self.by_token = placement.offsets, True
+        self.row_places = placement.positions.to(torch.int32)
+        self.__dict__.pop("pointers", None)
+
+    def hold_given(self, out: DispatchOut) -> None:
+        """The caller's tensors are the results that the kernel has written."""
+        names = [name for name in (*COUNTS, "slot_ranges") if getattr(out, name) is not None]
+        self.counts = replace(self.counts, **{name: getattr(out, name) for name in names})
+        top_k = self.results.plan.top_k
+        if out.scales is not None:
+            self.scales = out.scales
+        if out.topk_ids is not None and out.topk_ids.dtype == torch.int32:
+            self.local_ids = out.topk_ids.view(-1, top_k)
+        if out.topk_weights is not None:
+            self.weights = out.topk_weights.view(-1, top_k)
 
     def write_to(self, out: DispatchOut, rows: torch.Tensor) -> torch.Tensor:
         """Copy results to the caller's tensors, where it gives some. Returns the rows where they are then."""

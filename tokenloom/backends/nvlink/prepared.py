@@ -1,0 +1,234 @@
+"""Dispatches of one kind, prepared: all that repeats from call to call is looked up, checked and written down once.
+
+A call then writes how many tokens it has, where they and its results are, and its number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tokenloom.backends.base import DispatchInputs, DispatchOptions
+from tokenloom.backends.handshake import CallKind, dispatch_fields
+from tokenloom.backends.nvlink.buffers import Buffers, ReceiveBuffer, aligned, require_bulk
+from tokenloom.backends.nvlink.copies import Copies
+from tokenloom.backends.nvlink.handle import NvlinkHandle, Results
+from tokenloom.backends.nvlink.launcher import HALVES, Half, Launcher, require_layout, require_no_host_read
+from tokenloom.errors import InvalidArgument
+from tokenloom.kernels.dispatch.launch import MAX_BLOCKS, DispatchVariant
+from tokenloom.plan import Plan
+from tokenloom.runtime.kernel_reports import HostCounts
+
+FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all dispatches of a communicator use.
+
+    Attributes:
+        block_counts: int32, for counts that blocks of a kernel share.
+        host_counts: where kernels leave counts for the host, with exact sizes.
+        checked: the host reads the outcome of every call before it returns.
+    """
+
+    plan: Plan
+    launcher: Launcher
+    buffers: Buffers
+    copies: Copies
+    block_counts: torch.Tensor
+    host_counts: HostCounts
+    checked: bool
+
+
+class PreparedDispatch:
+    """What direct and staged dispatches of one kind have in common.
+
+    Args:
+        shared: of the communicator.
+        options, inputs: of any call of the kind.
+        repeats: rows go the way of an earlier dispatch, so an overflow has been told.
+
+    Attributes:
+        options: of all calls of the kind.
+        kind: what they mean to all ranks.
+        row_dtype: of the rows that travel.
+    """
+
+    def __init__(
+        self, shared: Shared, options: DispatchOptions, inputs: DispatchInputs, repeats: bool = False
+    ) -> None:
+        self.shared, self.options = shared, options
+        self.repeats, self.split = repeats, inputs.split
+        self.launcher, self.device = shared.launcher, inputs.x.device
+        self.row_dtype = FP8 if options.to_fp8 else inputs.x.dtype
+        exact = options.sizes == "exact"
+        self._host_reads = "sizes='exact'" if exact else "checked=True" if shared.checked else ""
+        check(shared, options, inputs)
+        fields = dispatch_fields(self.launcher.num_calls, options, inputs)
+        self.kind = CallKind({**fields, **HALVES} if self.split else fields)
+        self.with_weights = inputs.topk_weights is not None
+        self.with_scales = inputs.scales is not None or options.to_fp8
+
+    def _variant(
+        self, inputs: DispatchInputs, part: str, *, staged: bool = False, eager: bool = False
+    ) -> DispatchVariant:
+        """The form of the kernel; with ``split`` there are two, the halves."""
+        options, quantize = self.options, ""
+        if options.to_fp8:
+            quantize = "power of two" if options.power_of_two_scales else "any scale"
+        return DispatchVariant(
+            plan=self.shared.plan,
+            layout=options.layout,
+            x_dtype=inputs.x.dtype,
+            quantize=quantize,
+            strategy=options.strategy,
+            staged=staged,
+            eager=eager,
+            scale_layout=options.scale_layout,
+            part=part,
+        )
+
+    def prepare_kernels(
+        self, inputs: DispatchInputs, num_places: int, *, staged: bool = False, eager: bool = False
+    ) -> None:
+        """Load what calls launch, and write down the arguments that direct and staged kernels share."""
+        plan, launcher, shared = self.shared.plan, self.launcher, self.shared
+        parts = ("send", "receive") if self.split else ("whole",)
+        variants = [self._variant(inputs, part, staged=staged, eager=eager) for part in parts]
+        self.kernel, *rest = (launcher.new_kernel(variant) for variant in variants)
+        self.receiving_kernel = rest[0] if rest else None
+        args, control = self.kernel.args, launcher.control.layout
+        args.done_flags, args.row_flags = control.offset("done_flags"), control.offset("row_flags")
+        args.block_counts = shared.block_counts.data_ptr()
+        args.slots_found = args.block_counts + 4 * (len(shared.block_counts) - MAX_BLOCKS)
+        args.max_tokens, args.capacity, args.alignment = plan.max_tokens_per_rank, num_places, self.options.alignment
+        args.ids_are_int64 = inputs.topk_ids.dtype == torch.int64
+        args.send_blocks = launcher.num_sms
+
+    def point(self, inputs: DispatchInputs, results: Results) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        """Write what a call is given, and where its results are: (x, topk_ids, words, address of words)."""
+        args, starts = self.kernel.args, results.starts
+        x, topk_ids = aligned(inputs.x), aligned(inputs.topk_ids)
+        num_tokens = x.shape[0]
+        words = torch.empty(results.words(num_tokens), dtype=torch.int32, device=self.device)
+        base = words.data_ptr()
+        args.x, args.topk_ids, args.num_tokens = x.data_ptr(), topk_ids.data_ptr(), num_tokens
+        if inputs.scales is not None:
+            args.scales = inputs.scales.data_ptr()
+        if inputs.topk_weights is not None:
+            args.topk_weights = inputs.topk_weights.data_ptr()
+        args.num_rows = base
+        args.source_counts = base + 4 * starts["source_counts"]
+        args.expert_counts = base + 4 * starts["expert_counts"]
+        args.expert_offsets = base + 4 * starts["expert_offsets"]
+        args.all_counts, args.slots = base + 4 * starts["all_counts"], base + 4 * starts["slots"]
+        return x, topk_ids, words, base
+
+    def half(self, words: torch.Tensor, base: int, results: Results) -> Half | None:
+        """What the second half of a call will need."""
+        if self.receiving_kernel is None:
+            return None
+        return Half(words, base + 4 * results.starts["epoch"], self.receiving_kernel)
+
+    def require_now(self) -> None:
+        """Raise for what a CUDA graph cannot capture."""
+        if self._host_reads:
+            require_no_host_read(True, self._host_reads)
+        if self.options.strategy != "dedup":
+            require_layout(self.options.strategy, self.options.layout)
+
+
+class DirectDispatch(PreparedDispatch):
+    """Dispatches of one kind whose rows go straight to their places in a receive buffer.
+
+    Args:
+        capacity: places of the output in layouts "token" and "expert"; routes beyond it are dropped. None: as many as
+            ``options`` and the buffers allow.
+
+    Attributes:
+        capacity: the same, filled in.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        options: DispatchOptions,
+        inputs: DispatchInputs,
+        capacity: int | None = None,
+        repeats: bool = False,
+    ) -> None:
+        super().__init__(shared, options, inputs, repeats=repeats)
+        plan, buffers = shared.plan, shared.buffers
+        self.capacity = self._most_rows() if capacity is None else capacity
+        self.num_places = plan.worst_case_rows("rank") if options.layout == "rank" else self.capacity
+        self._buffer_rows = self.capacity if options.layout == "expert" else 0
+        weights_and_scales = {"with_weights": self.with_weights, "with_scales": self.with_scales}
+        rank = self.launcher.ranks.rank
+        self._results = Results(plan, rank, options, self.num_places, {}, **weights_and_scales)
+        # One for each of those that dispatches take turns in, with its rows; made when first used.
+        self._received: list[tuple[ReceiveBuffer, torch.Tensor] | None] = [None] * buffers.num_receive
+        self.prepare_kernels(inputs, self.num_places)
+        self._exact = options.sizes == "exact"
+        self.kernel.args.stop_on_overflow = self._exact
+        self.kernel.args.host_counts = shared.host_counts.address if self._exact else 0
+
+    def _most_rows(self) -> int:
+        shared, options = self.shared, self.options
+        room = shared.plan.worst_case_rows("token")
+        if options.layout == "expert":
+            room = max(shared.buffers.rows_for(self.row_dtype), shared.buffers.bounded_rows(options))
+        return room if options.capacity is None else min(options.capacity, room)
+
+    def _receive_buffer(self, number: int) -> tuple[ReceiveBuffer, torch.Tensor]:
+        turn = number % len(self._received)
+        found = self._received[turn]
+        if found is None:
+            fields = self.kind.fields_of(self.launcher.num_calls)
+            buffer = self.shared.buffers.receive(self.row_dtype, number, self._buffer_rows, fields)
+            found = self._received[turn] = buffer, buffer.rows[: self.num_places]
+            args = self.kernel.args
+            args.peers = buffer.peers_address
+            for name, offset in buffer.offsets:
+                setattr(args, name, offset)
+        return found
+
+    def launch(self, inputs: DispatchInputs, number: int) -> tuple[NvlinkHandle, torch.Tensor, Half | None]:
+        """Put the kernel on the current stream: (handle, rows [places, H], second half), at their full size.
+
+        Args:
+            number: of the dispatch, by which receive buffers take turns.
+        """
+        buffer, rows = self._receive_buffer(number)
+        launcher, results, args = self.launcher, self._results, self.kernel.args
+        call = launcher.num_calls
+        x, topk_ids, words, base = self.point(inputs, results)
+        if self._exact:
+            args.host_sequence = self.shared.host_counts.expect()
+        if self.options.strategy == "all_gather":
+            args.gathered = self.shared.copies.gather(x, self.kind.fields_of(call))
+        half = self.half(words, base, results)
+        launcher.launch(self.kernel, self.kind, call, region=buffer.number, repeats=self.repeats, begins=half)
+        places = self.num_places
+        reused_after = number + len(self._received)
+        handle = NvlinkHandle(
+            self.options, call, x.shape[0], places, places, topk_ids, words, results, buffer, reused_after
+        )
+        handle.pointers = (buffer.places_address, buffer.tokens_address, args.slots, args.all_counts)
+        return handle, rows, half
+
+
+def check(shared: Shared, options: DispatchOptions, inputs: DispatchInputs) -> None:
+    """Raise for a dispatch that the kernels have no form for, or that cannot be captured."""
+    x, plan, exact = inputs.x, shared.plan, options.sizes == "exact"
+    is_fp8 = options.to_fp8 or x.element_size() == 1
+    require_layout(options.strategy, options.layout)
+    if options.strategy == "all_gather" and is_fp8:
+        raise InvalidArgument("strategy 'all_gather' moves no FP8 on backend nvlink; use 'dedup'")
+    require_no_host_read(exact or shared.checked, "sizes='exact'" if exact else "checked=True")
+    require_bulk(plan.hidden, x.dtype)
+    if shared.buffers.fused and (options.layout != "token" or not is_fp8):
+        raise InvalidArgument("this communicator is a MegaMoE's, which receives FP8 in layout 'token' only")
+    if options.alignment > 1 and plan.worst_case_rows("expert", options.alignment) + options.alignment > 2**31:
+        raise InvalidArgument(f"alignment is {options.alignment}: places of rows would not fit 32 bits")
