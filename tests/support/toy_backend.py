@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,8 +109,11 @@ class ToyBackend:
     def masked(self) -> frozenset[int]:
         return self._inner.masked
 
-    def mask(self, ranks: frozenset[int]) -> None:
+    def mask(self, ranks: Collection[int]) -> None:
         self._inner.mask(ranks)
+
+    def unmask(self, ranks: Collection[int]) -> None:
+        self._inner.unmask(ranks)
 
     def mask_late(self) -> None:
         self._inner.mask_late()

@@ -6,7 +6,7 @@ calls of one piece are the sum of their halves. Everything here is plain data an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -334,17 +334,24 @@ class Backend(Protocol):
     def masked(self) -> frozenset[int]:
         """Ranks that take no part. Where late ranks are masked, a call may add some."""
 
-    def mask(self, ranks: frozenset[int]) -> None:
-        """From the next call on, leave out these ranks and no others. All ranks that take part then call it alike.
+    def mask(self, ranks: Collection[int]) -> None:
+        """Leave out these ranks too, from the next call on. All ranks that take part then call it alike.
 
         Nothing is sent to masked ranks or awaited from them, they have no tokens, and routes to their experts count
-        as -1, in gradients of earlier calls too. A rank that was masked and no longer is has made its communicator
-        again.
+        as -1, in gradients of earlier calls too. Some may be masked already.
 
         Raises:
             InvalidArgument: a rank that is none, or this one; or this backend cannot leave ranks out.
-            PlanMismatch: ranks named others; nothing has changed.
-            PeerTimeout: a rank did not come.
+            PlanMismatch: another rank asks for something else; nothing has changed.
+            PeerTimeout: a rank does not ask.
+        """
+
+    def unmask(self, ranks: Collection[int]) -> None:
+        """Take back ranks that make their communicators again. All ranks that take part call it alike.
+
+        Raises:
+            InvalidArgument: a rank that is not masked; or this backend cannot.
+            PlanMismatch, PeerTimeout: as of :meth:`mask`, and where a rank does not come back; nothing has changed.
         """
 
     def mask_late(self) -> None:

@@ -12,7 +12,7 @@ received: a dispatch drops its rows, a sum its terms, and gradients are zero the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -347,8 +347,11 @@ class CollectiveBackend:
     def masked(self) -> frozenset[int]:
         return self._ranks.masked
 
-    def mask(self, ranks: frozenset[int]) -> None:
+    def mask(self, ranks: Collection[int]) -> None:
         self._ranks.mask(ranks)
+
+    def unmask(self, ranks: Collection[int]) -> None:
+        self._ranks.unmask(ranks)
 
     def mask_late(self) -> None:
         self._ranks.mask_late()

@@ -26,6 +26,7 @@ __all__ = [
     "capabilities",
     "choose",
     "make",
+    "make_alone",
     "names",
     "probe",
     "register",
@@ -150,6 +151,17 @@ def make(request: Request, ranks: RankGroup, by_rank: Sequence[Sequence[Availabi
             why = by_rank[ranks.rank][index].why
             return Choice(made, why, reasons)
         left[made.rank][index] = Availability(name, False, f"it failed when it was made: {made.text}")
+
+
+def make_alone(name: str, request: Request, ranks: RankGroup, found: Sequence[Availability]) -> Choice:
+    """Make the backend that the other ranks have already.
+
+    Args:
+        name: that :func:`choose` gave.
+        found: what :func:`probe` found on this rank.
+    """
+    index = names().index(name)
+    return Choice(_registered[index].make(request, ranks), found[index].why, [])
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,12 @@ class Communicator(Calls):
         num_sms: SMs that a kernel of backend "nvlink" takes, 1 to 32. The others stay with your GEMMs.
         checked: on backend "nvlink", read ids and the outcome of every call on the host before it returns, so that
             errors come at once. "collective" always does.
+        on_timeout: what happens to a rank that another one waits for. "raise": the wait ends with PeerTimeout, and
+            with it the communicator. "mask" (backend "collective" over gloo): a rank that does not come within
+            ``timeout_s``, which counts from the opening of a call as well, or whose process ends, is masked by all
+            others alike. The call goes on without it and loses just the routes to it.
+        rejoin: come back to the ranks of the group, which have masked this one and have their communicator still. It
+            waits until they call ``unmask_ranks``, ``open_timeout_s`` long.
 
     Attributes:
         plan: sizes, and what follows from them.
@@ -53,7 +60,7 @@ class Communicator(Calls):
         PlanMismatch: the ranks passed different arguments; names the rank and the argument.
         PeerError: another rank failed to make its own.
         BackendUnavailable: the backend asked for does not work here.
-        PeerTimeout: a rank did not come.
+        PeerTimeout: a rank did not come, or with ``rejoin`` nobody took this one back.
     """
 
     def __init__(
@@ -71,11 +78,15 @@ class Communicator(Calls):
         dtype: torch.dtype | None = None,
         num_sms: int = registry.DEFAULT_SMS,
         checked: bool = False,
+        on_timeout: Literal["raise", "mask"] = "raise",
+        rejoin: bool = False,
     ) -> None:
         fault: InvalidArgument | None = None
         try:
-            ranks = RankGroup(group, device=device, timeout_s=timeout_s, open_timeout_s=open_timeout_s)
+            ranks = RankGroup(group, device=device, timeout_s=timeout_s, open_timeout_s=open_timeout_s, rejoins=rejoin)
         except InvalidArgument as error:
+            if rejoin:
+                raise
             fault = error
             ranks = RankGroup(group)  # the other ranks wait for this one, and must hear of its fault
 
@@ -86,12 +97,24 @@ class Communicator(Calls):
             request = registry.Request(ranks.transport, ranks.device, backend, plan, dtype, num_sms, checked)
             if not isinstance(num_sms, int) or not 1 <= num_sms <= registry.MAX_SMS:
                 raise InvalidArgument(f"num_sms is {num_sms!r}, expected 1 to {registry.MAX_SMS}")
-            return request.must_agree(), registry.probe(request)
+            if on_timeout not in ("raise", "mask"):
+                raise InvalidArgument(f"on_timeout is {on_timeout!r}, expected raise, mask")
+            return request.must_agree() | {"on_timeout": on_timeout}, registry.probe(request)
 
-        probes = agree(ranks, prepare, "making a Communicator")
+        terms, found = prepare() if rejoin else ({}, [])
+        probes = [found] if rejoin else agree(ranks, prepare, "making a Communicator")
         self.plan = Plan(ranks.num_ranks, num_experts, hidden, top_k, max_tokens_per_rank)
         request = registry.Request(ranks.transport, ranks.device, backend, self.plan, dtype, num_sms, checked)
-        self._choice = registry.make(request, ranks, probes)
+        if rejoin:
+            name, _ = registry.choose(backend, probes)
+            ranks.terms = _in_words(terms, name)
+            ranks.rejoin(on_timeout == "mask")
+            self._choice = registry.make_alone(name, request, ranks, found)
+        else:
+            self._choice = registry.make(request, ranks, probes)
+            ranks.terms = _in_words(prepare()[0], self._choice.backend.name)
+            if on_timeout == "mask":
+                self._choice.backend.mask_late()
         self._ranks = ranks
         self.engine = Engine(self.plan, ranks, self._choice.backend)
 
@@ -131,8 +154,48 @@ class Communicator(Calls):
             f"{plan.worst_case_rows('expert')} in layout expert",
             f"  backend {self.backend}: {self._choice.why}",
             *(f"    {line}" for line in self.engine.memory()),
+            *(f"  rank {rank} is masked: {why}" for rank, why in self._ranks.why_masked().items()),
         ]
         return "\n".join(lines + [f"  not picked: {reason}" for reason in self._choice.not_picked])
+
+    def mask_ranks(self, ranks: Collection[int]) -> None:
+        """Go on without these ranks from the next call on. All ranks that stay call it alike.
+
+        Nothing is sent to masked ranks or awaited from them, so their processes may be dead. They have no tokens, and
+        routes to their experts count as -1: in dispatch and combine, and in gradients of earlier calls. Calls that are
+        open end as they began. Masked ranks call nothing; those that live close their communicator.
+
+        Args:
+            ranks: of the group, but for this one. Ranks that are masked already may be among them.
+
+        Raises:
+            InvalidArgument: a rank that is none, or this one; or a backend or transport that cannot leave ranks out.
+            PlanMismatch: another rank passed other ranks, or makes another call; names the rank and its list. Nothing
+                has changed. A rank that makes another call instead cannot go on.
+            PeerTimeout: a rank that stays does not call it.
+        """
+        self.engine.mask(ranks)
+
+    def unmask_ranks(self, ranks: Collection[int]) -> None:
+        """Take masked ranks back. All ranks that stay call it alike.
+
+        Each of these ranks meanwhile makes its communicator again, with the same arguments, on the same process group
+        and with ``rejoin=True``. Either side may come first: this one waits as long as a call may take to open.
+
+        Args:
+            ranks: masked ranks.
+
+        Raises:
+            InvalidArgument: a rank that is not masked.
+            PlanMismatch: another rank passed other ranks, or a communicator was made again with other arguments.
+            PeerTimeout: a rank that stays does not call it. Or a rank does not come back, or cannot connect with all
+                others: then all ranks raise this, the ranks stay masked, and the communicator works on.
+        """
+        self.engine.unmask(ranks)
+
+    def masked_ranks(self) -> list[int]:
+        """The ranks that this one goes on without. With ``on_timeout="mask"`` a call may add some."""
+        return sorted(self.engine.masked)
 
     def check(self) -> None:
         """Wait for all calls, and raise what earlier calls left behind.
@@ -155,3 +218,8 @@ class Communicator(Calls):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _in_words(terms: Mapping[str, Any], backend: str) -> dict[str, str]:
+    """What a rank that comes back must have alike."""
+    return {name: str(value) for name, value in terms.items()} | {"backend in use": backend}

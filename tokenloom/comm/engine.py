@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Generic, TypeVar
 
@@ -248,6 +248,21 @@ class Engine:
     def backend_name(self) -> str:
         """For people."""
         return self._backend.name
+
+    @property
+    def masked(self) -> frozenset[int]:
+        """Ranks that take no part."""
+        return self._backend.masked
+
+    def mask(self, ranks: Collection[int]) -> None:
+        """Leave out these ranks too, see :meth:`tokenloom.backends.base.Backend.mask`."""
+        self.ranks.require_alive()
+        self._backend.mask(ranks)
+
+    def unmask(self, ranks: Collection[int]) -> None:
+        """Take back ranks, see :meth:`tokenloom.backends.base.Backend.unmask`."""
+        self.ranks.require_alive()
+        self._backend.unmask(ranks)
 
     def memory(self) -> list[str]:
         """Lines for people about buffers that outlive a call."""

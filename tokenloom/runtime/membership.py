@@ -1,7 +1,7 @@
 """Which ranks of a group take part, and how those that are there agree about it at the noteboard.
 
-Ranks are masked in two ways. Users mask them (:meth:`Membership.change`): all living ranks ask for the same, and
-compare what they asked for. Or ranks that wait for one that does not come lose it (:meth:`Membership.lose`): losses
+Ranks are masked in two ways. Users mask them (:meth:`Membership.ask`): all living ranks ask for the same, and compare
+what they asked for. Or ranks that wait for one that does not come lose it (:meth:`Membership.lose`): losses
 are numbered, the first to write a number decides it, and everybody adopts all of them in order.
 
 A rank that is lost in the middle of a gather may have reached some ranks and not others. So who adopts a loss first
@@ -108,33 +108,39 @@ class Membership:
 
     # -- masks that users ask for ---------------------------------------------------------------------------
 
-    def change(self, wanted: Collection[object]) -> Notes:
-        """Tell the others which ranks this one wants masked, all in all. It takes effect by :meth:`apply`.
+    def ask(self, request: str, ranks: Collection[object]) -> Notes:
+        """Ask for a change of who is masked. It takes effect by :meth:`apply`.
+
+        Args:
+            request: "mask_ranks" or "unmask_ranks".
+            ranks: whom to mask, or to take back.
 
         Returns:
-            What the other ranks that will be there want. Waiting for it raises PlanMismatch if they want something
+            What the other ranks ask for that will be there. Waiting for it raises PlanMismatch if that is something
             else.
 
         Raises:
             InvalidArgument: a rank that is none, or this rank. The others, who have been told, raise PlanMismatch.
         """
-        self._changes += 1
-        self._notes.say(self.name_of_change, [self._notes.step, sorted(map(str, wanted))])
-        for rank in wanted:
+        self._say_change(request, ranks)
+        for rank in ranks:
             if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self._notes.num_ranks:
-                raise InvalidArgument(f"rank {rank!r} cannot be masked, expected ranks 0..{self._notes.num_ranks - 1}")
-        if self._notes.rank in wanted:
+                expected = f"expected ranks 0..{self._notes.num_ranks - 1}"
+                raise InvalidArgument(f"{request} got rank {rank!r}, {expected}")
+        if request == "mask_ranks" and self._notes.rank in ranks:
             raise InvalidArgument(f"rank {self._notes.rank} cannot mask itself; close its communicator instead")
-        back = self.masked - set(wanted)
 
         def compare(rank: int, change: Any) -> None:
-            self.look()  # a rank that was lost meanwhile may be in one list and not yet in the other
-            lost = {str(each) for each in self.lost - back}
-            if {*change[1], *lost} != {*map(str, wanted), *lost}:
-                raise _differs(rank, change[1], self._notes.rank, wanted)
+            if change[1:] != [request, _listed(ranks)]:
+                raise _differs(request, rank, change, self._notes.rank, _listed(ranks))
 
-        there = [rank for rank in self.others if rank not in wanted]
+        gone = ranks if request == "mask_ranks" else ()
+        there = [rank for rank in self.others if rank not in gone]
         return Notes(self._notes, self.name_of_change, there, compare)
+
+    def _say_change(self, request: str, ranks: Collection[object]) -> None:
+        self._changes += 1
+        self._notes.say(self.name_of_change, [self._notes.step, request, _listed(ranks)])
 
     @property
     def name_of_change(self) -> str:
@@ -163,9 +169,8 @@ class Membership:
         for rank in self.others:
             change = self._notes.hear(f"change/{self._changes + 1}", rank)
             if change is not None and change[0] <= step:
-                error = _differs(rank, change[1], self._notes.rank, self.masked)
-                self.change(self.masked)  # so that the others hear of it where they wait
-                raise error
+                self._say_change("", [])  # so that the others hear of it where they wait
+                raise _differs(change[1] or "mask_ranks", rank, change, self._notes.rank, "nothing")
 
     # -- ranks that do not come -----------------------------------------------------------------------------
 
@@ -238,9 +243,10 @@ class Membership:
         return rows
 
 
-def _differs(rank: int, theirs: Iterable[object], me: int, mine: Iterable[object]) -> PlanMismatch:
-    return PlanMismatch(rank, "masked_ranks", _listed(theirs), _listed(mine), base=me)
+def _differs(request: str, rank: int, change: list[Any], me: int, mine: str) -> PlanMismatch:
+    theirs = change[2] if change[1] == request else "nothing"
+    return PlanMismatch(rank, request, theirs, mine, base=me)
 
 
 def _listed(ranks: Iterable[object]) -> str:
-    return f"[{', '.join(sorted(map(str, ranks)))}]"
+    return f"[{', '.join(sorted(map(str, set(ranks))))}]"

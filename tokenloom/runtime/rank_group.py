@@ -207,37 +207,54 @@ class RankGroup:
             self._connect("making a Communicator")
             self._watch.masks_late = True
 
-    def mask(self, wanted: Collection[int]) -> None:
-        """Leave out these ranks and no others from the next collective on. All ranks that stay call it alike.
-
-        Ranks that were masked and no longer shall be have called :meth:`rejoin`, or do so within the time that a call
-        has to open.
+    def mask(self, ranks: Collection[int]) -> None:
+        """Leave out these ranks too from the next collective on. All ranks that stay call it alike.
 
         Raises:
             InvalidArgument: a rank that is none, this rank itself, or ranks cannot be left out here.
-            PlanMismatch: another rank wants other ranks masked; nothing has changed.
-            PeerTimeout: a rank that stays does not do the same; or one that shall come back does not, or could not
-                connect with all others: then nothing has changed.
+            PlanMismatch: another rank asks for something else; nothing has changed.
+            PeerTimeout: a rank that stays does not ask.
         """
+        self._ask("mask_ranks", ranks)
+        self._members.apply(self._members.masked.union(ranks))
+        if ranks and self._links is None:
+            self._connect("mask_ranks")
+
+    def unmask(self, ranks: Collection[int]) -> None:
+        """Take back ranks that :meth:`rejoin`, or do so before a wait here ends. All ranks that stay call it alike.
+
+        Raises:
+            InvalidArgument: a rank that is not masked.
+            PlanMismatch: another rank asks for something else, or one that comes back has other ``terms``.
+            PeerTimeout: a rank that stays does not ask. Or one does not come back, or not all can connect: then all
+                ranks raise this, and nothing has changed.
+        """
+        self._ask("unmask_ranks", ranks)
+        stray = sorted(set(ranks) - self._members.masked)
+        if stray:
+            error = InvalidArgument(
+                f"unmask_ranks got rank {stray[0]}, which is not masked: {sorted(self.masked)} are"
+            )
+            error.known_to_all = True
+            raise error
+        if ranks:
+            limit_s = self.timeout_s if self._watch.masks_late else self.open_timeout_s
+            place, masked = f"back/{self._members.name_of_change}", self._members.masked.difference(ranks)
+            self._meet(rejoin.take_back(self.notes, place, masked, ranks, self.terms, limit_s))
+
+    def _ask(self, request: str, ranks: Collection[int]) -> None:
         self.require_alive()
         self.require_maskable()
         self._watch.look()
         self.notes.step += 1
-        posts = self._members.change(wanted)
-        back = self._members.masked - set(wanted)
-        self._watch.wait(posts, "masking ranks", self.step, self.open_timeout_s)
-        masked = frozenset(wanted) | (self._members.lost - back)
-        if back:
-            limit_s = self.timeout_s if self._watch.masks_late else self.open_timeout_s
-            place = f"return/{self._members.name_of_change}"
-            self._meet(rejoin.take_back(self.notes, place, masked, back, self.terms, limit_s))
-            return
-        self._members.apply(masked)
-        if masked and self._links is None:
-            self._connect("masking ranks")
+        self._watch.wait(self._members.ask(request, ranks), request, self.step, self.open_timeout_s)
+        self._watch.look()  # what the others knew when they asked, this rank knows now
 
     def rejoin(self, masks_late: bool) -> None:
-        """Come back to ranks that have masked this one, once they call :meth:`mask` without it.
+        """Come back to ranks that have masked this one, once they :meth:`unmask` it.
+
+        Args:
+            masks_late: the others have called :meth:`mask_late`.
 
         Raises:
             PeerTimeout: nobody calls it. PlanMismatch: the others have agreed on other ``terms``.

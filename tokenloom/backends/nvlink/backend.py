@@ -6,7 +6,7 @@ learns what went wrong, is in launcher.py; what lies where is in buffers.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -102,11 +102,14 @@ class NvlinkBackend:
     def masked(self) -> frozenset[int]:
         return frozenset()
 
-    def mask(self, ranks: frozenset[int]) -> None:
+    def mask(self, ranks: Collection[int]) -> None:
         raise InvalidArgument("backend nvlink cannot leave ranks out; make the communicator with backend='collective'")
 
+    def unmask(self, ranks: Collection[int]) -> None:
+        self.mask(ranks)
+
     def mask_late(self) -> None:
-        self.mask(frozenset())
+        self.mask(())
 
     def check(self, wait: Wait) -> None:
         if torch.cuda.is_current_stream_capturing():
