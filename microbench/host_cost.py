@@ -17,7 +17,7 @@ import pstats
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,38 +45,31 @@ def make_comm(group: dist.ProcessGroup | None, device: torch.device, tokens: int
     )
 
 
-def moving_calls(comm: tl.Communicator, tokens: int) -> Calls:
-    """Dispatches and combines of all layouts. Each dispatch keeps what it returned for its combine."""
+def moving_calls(comm: tl.Communicator, tokens: int) -> Iterator[Calls]:
+    """A dispatch and the combine of what it has returned, for each layout."""
     device = comm.device
     x = torch.randn(tokens, HIDDEN, device=device, dtype=torch.bfloat16)
     ids = torch.rand(tokens, NUM_EXPERTS, device=device).topk(TOP_K, dim=1).indices
     weights = torch.rand(tokens, TOP_K, device=device)
-    calls: Calls = {}
-    for layout in ("token", "rank", "expert"):
-        capacity = 2 * tokens * TOP_K if layout == "expert" else None
+    capacities = {"expert": 2 * tokens * TOP_K, "slots": 2 * tokens}
+    for layout in ("token", "rank", "expert", "slots"):
         for to_fp8 in (False, True):
-            kept: dict[str, Any] = {}
+            options: dict[str, Any] = {"layout": layout, "to_fp8": to_fp8, "capacity": capacities.get(layout)}
+            options["sizes"] = None if layout == "slots" else "bounded"
+            kept = [comm.dispatch(x, ids, weights, **options)]
+            y = torch.zeros(kept[0].tokens.shape, device=device, dtype=torch.bfloat16)
 
-            def dispatch(
-                layout: Any = layout, capacity: Any = capacity, to_fp8: bool = to_fp8, kept: dict[str, Any] = kept
-            ) -> None:
-                kept["routed"] = comm.dispatch(
-                    x, ids, weights, layout=layout, sizes="bounded", capacity=capacity, to_fp8=to_fp8
-                )
+            def dispatch(options: dict[str, Any] = options, kept: list[Any] = kept) -> None:
+                kept.append(comm.dispatch(x, ids, weights, **options))
+
+            def combine(y: torch.Tensor = y, kept: list[Any] = kept) -> None:
+                kept.append(comm.combine(y, kept[-1]))
 
             name = f"{layout}, {'bf16 to fp8' if to_fp8 else 'bf16'}"
-            calls[f"dispatch, {name}"] = dispatch
-            dispatch()
-            y = torch.zeros(kept["routed"].tokens.shape, device=device, dtype=torch.bfloat16)
-
-            def combine(y: torch.Tensor = y, kept: dict[str, Any] = kept) -> None:
-                comm.combine(y, kept["routed"])
-
-            calls[f"combine, {name}"] = combine
-    return calls
+            yield {f"dispatch, {name}": dispatch, f"combine, {name}": combine, "": kept.clear}
 
 
-def mega_calls(layer: tl.MegaMoE, tokens: int) -> Calls:
+def mega_calls(layer: tl.MegaMoE, tokens: int) -> Iterator[Calls]:
     """Forward calls of a MegaMoE."""
     device, local = layer.comm.device, layer.comm.plan.experts_per_rank
     blocks = (HIDDEN // FP8_BLOCK, INTERMEDIATE // FP8_BLOCK)
@@ -89,25 +82,26 @@ def mega_calls(layer: tl.MegaMoE, tokens: int) -> Calls:
     x = torch.randn(tokens, HIDDEN, device=device, dtype=torch.bfloat16)
     ids = torch.rand(tokens, NUM_EXPERTS, device=device).topk(TOP_K, dim=1).indices
     weights, out = torch.rand(tokens, TOP_K, device=device), torch.empty_like(x)
-    return {
-        "MegaMoE, bf16": lambda: layer(x, ids, weights),
-        "MegaMoE, bf16, out=": lambda: layer(x, ids, weights, out=out),
-    }
+    yield {"MegaMoE, bf16": lambda: layer(x, ids, weights)}
+    yield {"MegaMoE, bf16, out=": lambda: layer(x, ids, weights, out=out)}
 
 
-def costs_us(calls: Calls, num_calls: int, settle: Callable[[], None]) -> dict[str, dict[str, float]]:
-    """Median and 10th percentile of each call, which take turns. ``settle``, not timed, ends what is under way."""
-    costs: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(num_calls):
-        for name, call in calls.items():
-            settle()
-            began = time.perf_counter_ns()
-            call()
-            costs[name].append((time.perf_counter_ns() - began) / 1e3)
-    return {
-        name: {"median": statistics.median(found), "p10": statistics.quantiles(found, n=10)[0]}
-        for name, found in costs.items()
-    }
+def costs_us(groups: Iterable[Calls], num_calls: int, settle: Callable[[], None]) -> dict[str, dict[str, Any]]:
+    """Median and least cost of each call. Those of a group take turns, what has no name is not timed, and
+    ``settle`` ends what is under way."""
+    found: dict[str, dict[str, Any]] = {}
+    for calls in groups:
+        costs: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(num_calls):
+            for name, call in calls.items():
+                settle()
+                began = time.perf_counter_ns()
+                call()
+                costs[name].append((time.perf_counter_ns() - began) / 1e3)
+        for name, us in costs.items():
+            if name:
+                found[name] = {"median": statistics.median(us), "least": min(us)}
+    return found
 
 
 # -- on GPUs -----------------------------------------------------------------------------------------------------
@@ -150,31 +144,34 @@ def measure_python(tokens: int, num_calls: int, profile: str) -> dict[str, dict[
 
     device = torch.device("cpu")
     with StandIns(STAND_IN_RANKS) as stand_ins:
-        calls = moving_calls(make_comm(None, device, tokens), tokens)
-        calls.update(mega_calls(make_layer(None, device, tokens), tokens))
+        comm, layer = make_comm(None, device, tokens), make_layer(None, device, tokens)
+        groups = [*moving_calls(comm, tokens), *mega_calls(layer, tokens)]
         if profile:
-            show_profile(calls[profile], stand_ins.settle, num_calls)
+            show_profile(next(calls for calls in groups if profile in calls), profile, stand_ins.settle, num_calls)
             return {}
-        found: dict[str, dict[str, Any]] = dict(costs_us(calls, num_calls, stand_ins.settle))
-        for name, call in calls.items():
-            stand_ins.settle()
-            stand_ins.asked.clear()
-            stand_ins.keeps = True
-            call()
-            stand_ins.keeps = False
-            found[name]["asked"] = dict(stand_ins.asked)
+        found = costs_us(groups, num_calls, stand_ins.settle)
+        for calls in groups:
+            for name, call in calls.items():
+                stand_ins.settle()
+                stand_ins.asked.clear()
+                stand_ins.keeps = bool(name)
+                call()
+                if name:
+                    found[name]["asked"] = dict(stand_ins.asked)
     return found
 
 
-def show_profile(call: Callable[[], Any], settle: Callable[[], None], num_calls: int) -> None:
+def show_profile(calls: Calls, profiled: str, settle: Callable[[], None], num_calls: int) -> None:
     """Where the time of one call goes, by function."""
     profiler = cProfile.Profile()
     for _ in range(num_calls):
-        settle()
-        profiler.enable()
-        call()
-        profiler.disable()
-    pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
+        for name, call in calls.items():
+            settle()
+            if name == profiled:
+                profiler.enable()
+            call()
+            profiler.disable()
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(45)
 
 
 def main() -> None:
@@ -191,7 +188,7 @@ def main() -> None:
         found = measure_python(arguments.tokens, arguments.calls, arguments.profile)
     for name, values in found.items():
         asked = ", ".join(f"{number} {what}" for what, number in values.get("asked", {}).items())
-        print(f"{name:32} {values['median']:7.1f} us, p10 {values['p10']:7.1f}  {asked}")
+        print(f"{name:32} {values['median']:7.1f} us, least {values['least']:6.1f}  {asked}")
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 

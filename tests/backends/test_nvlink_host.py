@@ -20,7 +20,7 @@ from tokenloom.backends.nvlink import buffers as module
 from tokenloom.backends.nvlink import outcomes
 from tokenloom.backends.nvlink.buffers import Buffers, control_layout
 from tokenloom.backends.nvlink.launcher import Half, Launcher
-from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT, CAPTURED_SLOT, FAULT, FOLLOWS_A_FAULT
+from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT, CAPTURED_SLOT, FAULT, FOLLOWS_A_FAULT, InFlight
 from tokenloom.comm.strategy import Strategy
 from tokenloom.errors import CapacityOverflow, PeerError, PlanMismatch
 from tokenloom.kernels.barrier.launch import BarrierVariant
@@ -205,7 +205,7 @@ def test_a_slot_is_free_when_it_is_used_again(calls: Any) -> None:
     (launcher,) = calls.launchers
     for number in range(3 * CAPTURED_SLOT):
         launcher._open({"call": "dispatch"})
-        unread = list(launcher.outcomes._in_flight)
+        unread = [InFlight(*call) for call in launcher.outcomes._in_flight]
         assert len({call.slot for call in unread}) == len(unread) <= CALLS_IN_FLIGHT + 1
         args = calls.launched[-1][1]
         assert args.call.record == launcher.outcomes.addresses[unread[-1].slot]
@@ -228,10 +228,11 @@ def running(calls: Any, monkeypatch: pytest.MonkeyPatch, query: Any, capturing: 
     launcher._open({"call": "dispatch"})
     looks = [None]
     outcome = launcher.outcomes
+    monkeypatch.setattr(outcome._records, "is_well", lambda slot, sequence: False)
     monkeypatch.setattr(outcome._records, "is_over", lambda slot, sequence: not looks)
     monkeypatch.setattr(outcomes.Outcomes, "_look_around", LOOK_AROUND)
     monkeypatch.setattr(outcomes, "on_stream", lambda stream: nullcontext())
-    outcome._in_flight[0].stream.query = query
+    InFlight(*outcome._in_flight[0]).stream.query = query
     outcome._control = SimpleNamespace(ended_ranks=looks.pop)
     calls.capturing = capturing
     return looks

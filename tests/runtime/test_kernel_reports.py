@@ -128,12 +128,15 @@ def test_a_call_is_over_when_its_number_is_there(memory: list[torch.Tensor]) -> 
     words = memory[0].view(2, -1)
     words[1, kernel_reports.SEQUENCE_WORD] = 7
     assert [records.is_over(1, sequence) for sequence in (3, 7, 11)] == [False, True, False]
+    assert [records.is_well(1, sequence) for sequence in (3, 7, 11)] == [False, True, False]
     assert not records.is_over(0, 7)
     assert records.is_clear(1)
     assert records.take(1) is None
-    words[1, 2] = 1
-    assert records.take(1) is not None
-    assert records.is_over(1, 7)
+    for found in (0, 2, 4):  # rows that are too many, a fault, a difference
+        words[1, found] = 1
+        assert not records.is_well(1, 7)
+        assert records.take(1) is not None
+        assert records.is_well(1, 7)
 
 
 @pytest.mark.parametrize("in_order", [True, False])

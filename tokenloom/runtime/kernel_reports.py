@@ -65,7 +65,7 @@ class FaultFlag:
         self._rank, self._device = rank, device
         self._given_up: PeerTimeout | None = None
         memory = _pinned(FAULT_WORDS)
-        self._words = memory.numpy()
+        self._words = memoryview(memory.numpy())  # type: ignore[arg-type]  # items of it cost little
         self.record_address = memory.data_ptr()
         self.claimed = torch.zeros(1, dtype=torch.int32, device=device)
         keep_until_idle(self, device, memory, self.claimed)
@@ -80,6 +80,10 @@ class FaultFlag:
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 self.claimed.copy_(self._one, non_blocking=True)  # by a copy engine, beside the kernels that wait
                 self._stream.synchronize()
+
+    def is_set(self) -> bool:
+        """Whether a kernel has recorded a fault, or the host."""
+        return self._words[0] != 0 or self._given_up is not None
 
     def error(self) -> PeerTimeout | None:
         """The fault that a kernel recorded, or the host, if one did."""
@@ -163,7 +167,7 @@ class CallRecords:
 
     def __init__(self, device: torch.device, num_slots: int) -> None:
         memory = _pinned(num_slots * RECORD_WORDS)
-        self._words = memoryview(memory.numpy())  # type: ignore[arg-type]  # whose items cost a third of an array's
+        self._words = memoryview(memory.numpy())  # type: ignore[arg-type]  # items of it cost little
         self._address = memory.data_ptr()
         keep_until_idle(self, device, memory)
 
@@ -177,6 +181,15 @@ class CallRecords:
             return False
         order_reads()
         return True
+
+    def is_well(self, slot: int, sequence: int) -> bool:
+        """Whether the call of this number has ended, and has found nothing wrong."""
+        words, first = self._words, RECORD_WORDS * slot
+        if words[first + SEQUENCE_WORD] != sequence:
+            return False
+        if not _LOADS_KEEP_ORDER:
+            order_reads()
+        return not (words[first] or words[first + 2] or words[first + 4])  # rows, a fault, a difference
 
     def is_clear(self, slot: int) -> bool:
         """Whether the call of this slot, as far as it has got, has found nothing wrong."""

@@ -19,6 +19,7 @@ from tokenloom.backends.nvlink.copies import Copies
 from tokenloom.backends.nvlink.dispatch import Dispatcher
 from tokenloom.backends.nvlink.fused import FusedLayerCalls
 from tokenloom.backends.nvlink.launcher import Launcher
+from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT
 from tokenloom.errors import InvalidArgument
 from tokenloom.plan import Plan
 from tokenloom.runtime.devices import usable_sms
@@ -114,13 +115,14 @@ class NvlinkBackend:
     def check(self, wait: Wait) -> None:
         if torch.cuda.is_current_stream_capturing():
             return
-        overflow, self._dispatcher.overflow = self._dispatcher.overflow, None
+        overflow = self._dispatcher.overflow
         if overflow is not None:
+            self._dispatcher.overflow = None
             raise overflow
-        if wait == "calls":
-            self._launcher.settle(0)
+        if wait == "everything":
+            self._launcher.check()
         else:
-            self._launcher.check(wait=wait == "everything")
+            self._launcher.settle(0 if wait == "calls" else CALLS_IN_FLIGHT)
 
     def memory(self) -> list[str]:
         control = self._launcher.control.layout.total_bytes

@@ -33,7 +33,7 @@ class Results:
         with_weights, with_scales: rows come with them.
 
     Attributes:
-        starts: first word of each part, by name. "slots" is the last one.
+        starts: first word of each part, by name. "slots" is the last one. at: first byte.
         slots_per_token: its words.
     """
 
@@ -61,6 +61,7 @@ class Results:
             end = start + size
             self.starts[name], self._ends[name] = start, end
         self.starts["slots"] = self._fixed = align_up(end, ALIGNED_WORDS)
+        self.at = {name: 4 * start for name, start in self.starts.items()}
         self.slots_per_token = num_ranks + plan.top_k
 
     def words(self, num_tokens: int) -> int:
@@ -183,7 +184,7 @@ class NvlinkHandle:
 
     def address(self, name: str) -> int:
         """For kernels: of a part of ``words``."""
-        return self.words.data_ptr() + 4 * self.results.starts[name]
+        return self.words.data_ptr() + self.results.at[name]
 
     def _of_rows(self, name: str) -> torch.Tensor:
         return self.results.part(self.words, name).view(-1, self.results.plan.top_k)

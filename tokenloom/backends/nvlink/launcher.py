@@ -19,7 +19,6 @@ from tokenloom.backends.nvlink.outcomes import (
     CAPTURED_SLOT,
     FAULT,
     FOLLOWS_A_FAULT,
-    InFlight,
     Outcomes,
 )
 from tokenloom.errors import InvalidArgument
@@ -173,7 +172,7 @@ class Launcher:
         """
         captured = torch.cuda.is_current_stream_capturing()
         if not captured and finishes is None:
-            self.settle(CALLS_IN_FLIGHT)
+            self.outcomes.settle_before(self.num_calls - CALLS_IN_FLIGHT)
         stream = self._follow(captured)
         slot, sequence = CAPTURED_SLOT, 0
         if not captured:
@@ -194,7 +193,7 @@ class Launcher:
             return
         self._last = last = self._stream_of(stream, self._last)
         number = self.num_calls if finishes is None else finishes.number
-        self.outcomes.expect(InFlight(number, slot, sequence, last, kind, dispatch, repeats, status != 0))
+        self.outcomes.expect(number, slot, sequence, last, kind, dispatch, repeats, status != 0)
         self._num_launches += 1
         if finishes is None:
             self.num_calls += 1
@@ -303,19 +302,17 @@ class Launcher:
         """
         self.outcomes.settle_before(self.num_calls - in_flight, own_fault)
 
-    def check(self, wait: bool) -> None:
-        """Raise what earlier calls left behind; with ``wait`` of all calls and graph replays, finished first."""
-        if wait:
-            release_dropped()
-        self.settle(0 if wait else CALLS_IN_FLIGHT)
-        if wait:
-            if not self._graphs.are_gone():
-                # A replay may wait for a rank whose process has ended. Other work does not, so it gets time to finish.
-                stream = torch.cuda.current_stream(self.ranks.device)
-                self.outcomes.wait_for(stream.record_event().query, stream, patience_s=self.ranks.timeout_s)
-            torch.cuda.synchronize(self.ranks.device)
-            self.outcomes.raise_timeout()
-            self.outcomes.raise_captured()
+    def check(self) -> None:
+        """Wait for all calls and graph replays, and raise what they left behind."""
+        release_dropped()
+        self.settle(0)
+        if not self._graphs.are_gone():
+            # A replay may wait for a rank whose process has ended. Other work does not, so it gets time to finish.
+            stream = torch.cuda.current_stream(self.ranks.device)
+            self.outcomes.wait_for(stream.record_event().query, stream, patience_s=self.ranks.timeout_s)
+        torch.cuda.synchronize(self.ranks.device)
+        self.outcomes.raise_timeout()
+        self.outcomes.raise_captured()
 
     # -- the end --------------------------------------------------------------------------------------------
 

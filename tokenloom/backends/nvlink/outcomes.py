@@ -11,7 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 
@@ -80,35 +81,43 @@ class Outcomes:
         self._ranks, self._control = ranks, control
         self._records = CallRecords(ranks.device, CAPTURED_SLOT + 1)
         self.addresses = [self._records.address(slot) for slot in range(CAPTURED_SLOT + 1)]
-        self._in_flight: deque[InFlight] = deque()  # in the order of their calls
+        self._in_flight: deque[tuple[Any, ...]] = deque()  # fields of InFlight, in the order of calls
         self._heard: tuple[int, str] | None = None
 
-    def expect(self, call: InFlight) -> None:
-        """Remember a kernel that was put on the stream."""
+    def expect(self, *call: Any) -> None:
+        """Remember a kernel that was put on the stream, by the values of an :class:`InFlight`."""
         calls = self._in_flight
         calls.append(call)
-        if len(calls) > 1 and calls[-2].number > call.number:  # the second half of an earlier call
-            self._in_flight = deque(sorted(calls, key=lambda call: call.number))
+        if len(calls) > 1 and calls[-2][0] > call[0]:  # the second half of an earlier call
+            self._in_flight = deque(sorted(calls, key=itemgetter(0)))
 
     def settle_before(self, end: int, own_fault: bool = False) -> None:
         """Wait for all calls below a number, and raise what they found, on all ranks alike.
 
         With ``own_fault`` nobody hears what the last of them found.
         """
+        calls, records = self._in_flight, self._records
         self.raise_timeout()
-        while self._in_flight and self._in_flight[0].number < end:
-            call = self._in_flight.popleft()
-            if not self._records.is_over(call.slot, call.sequence):
-                self.wait_for(partial(self._records.is_over, call.slot, call.sequence), call.stream)
+        while calls and calls[0][0] < end:
+            call = calls.popleft()
+            if not records.is_well(call[1], call[2]):
+                self._conclude(InFlight(*call), own_fault and call[0] == end - 1)
             self.raise_timeout()
-            if call.own_fault or (own_fault and call.number == end - 1):
-                self._records.take(call.slot)
-            else:
-                self._raise_outcome(call)
+
+    def _conclude(self, call: InFlight, own_fault: bool) -> None:
+        """Wait for a call, and raise what it has found, if that is any news."""
+        is_over = partial(self._records.is_over, call.slot, call.sequence)
+        if not is_over():
+            self.wait_for(is_over, call.stream)
+        self.raise_timeout()
+        if call.own_fault or own_fault:
+            self._records.take(call.slot)
+        else:
+            self._raise_outcome(call)
 
     def await_counts(self, counts: HostCounts) -> list[int] | None:
         """What the last call leaves while it still runs; None if it has found something wrong, which settle raises."""
-        call = self._in_flight[-1]
+        call = InFlight(*self._in_flight[-1])
         looked = time.monotonic()
 
         def look() -> None:
@@ -164,8 +173,9 @@ class Outcomes:
 
     def raise_timeout(self) -> None:
         """Raise if a wait of this rank has expired."""
-        timeout = self.fault.error()
-        if timeout is not None:
+        if self.fault.is_set():
+            timeout = self.fault.error()
+            assert timeout is not None
             self._ranks.mark_broken(timeout)
             raise timeout
 

@@ -109,7 +109,7 @@ class PreparedDispatch:
 
     def point(self, inputs: DispatchInputs, results: Results) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
         """Write what a call is given, and where its results are: (x, topk_ids, words, address of words)."""
-        args, starts = self.kernel.args, results.starts
+        args, at = self.kernel.args, results.at
         x, topk_ids = aligned(inputs.x), aligned(inputs.topk_ids)
         num_tokens = x.shape[0]
         words = torch.empty(results.words(num_tokens), dtype=torch.int32, device=self.device)
@@ -119,18 +119,16 @@ class PreparedDispatch:
             args.scales = inputs.scales.data_ptr()
         if inputs.topk_weights is not None:
             args.topk_weights = inputs.topk_weights.data_ptr()
-        args.num_rows = base
-        args.source_counts = base + 4 * starts["source_counts"]
-        args.expert_counts = base + 4 * starts["expert_counts"]
-        args.expert_offsets = base + 4 * starts["expert_offsets"]
-        args.all_counts, args.slots = base + 4 * starts["all_counts"], base + 4 * starts["slots"]
+        args.num_rows, args.source_counts = base, base + at["source_counts"]
+        args.expert_counts, args.expert_offsets = base + at["expert_counts"], base + at["expert_offsets"]
+        args.all_counts, args.slots = base + at["all_counts"], base + at["slots"]
         return x, topk_ids, words, base
 
     def half(self, words: torch.Tensor, base: int, results: Results) -> Half | None:
         """What the second half of a call will need."""
         if self.receiving_kernel is None:
             return None
-        return Half(words, base + 4 * results.starts["epoch"], self.receiving_kernel)
+        return Half(words, base + results.at["epoch"], self.receiving_kernel)
 
     def require_now(self) -> None:
         """Raise for what a CUDA graph cannot capture."""
@@ -215,7 +213,8 @@ class DirectDispatch(PreparedDispatch):
         handle = NvlinkHandle(
             self.options, call, x.shape[0], places, places, topk_ids, words, results, buffer, reused_after
         )
-        handle.pointers = (buffer.places_address, buffer.tokens_address, args.slots, args.all_counts)
+        at = results.at
+        handle.pointers = (buffer.places_address, buffer.tokens_address, base + at["slots"], base + at["all_counts"])
         return handle, rows, half
 
 

@@ -57,21 +57,20 @@ class StagedDispatch(PreparedDispatch):
     def launch(self, inputs: DispatchInputs) -> tuple[NvlinkHandle, torch.Tensor, Half | None]:
         """Put the kernel on the current stream: (handle, rows [places, H], second half)."""
         args, results, out, launcher = self.kernel.args, self._results, inputs.out, self.launcher
-        call, starts = launcher.num_calls, results.starts
+        call, at = launcher.num_calls, results.at
         rows = None if out is None else out.tokens
         if rows is None:
             rows = torch.empty(self._places, self.shared.plan.hidden, dtype=self.row_dtype, device=self.device)
         elif rows.ndim > 2:
             rows = rows.view(self._places, -1)
         x, topk_ids, words, base = self.point(inputs, results)
-        args.out_rows = rows.data_ptr()
-        args.slot_ranges = base + 4 * starts["slot_ranges"]
-        args.out_places, args.out_tokens = base + 4 * starts["row_places"], base + 4 * starts["row_tokens"]
-        args.out_ids = base + 4 * starts["local_ids"]
+        places, tokens = base + at["row_places"], base + at["row_tokens"]
+        args.out_rows, args.out_ids = rows.data_ptr(), base + at["local_ids"]
+        args.out_places, args.out_tokens, args.slot_ranges = places, tokens, base + at["slot_ranges"]
         if self.with_weights:
-            args.out_weights = base + 4 * starts["weights"]
+            args.out_weights = base + at["weights"]
         if self.with_scales:
-            args.out_scales = base + 4 * starts["scales"]
+            args.out_scales = base + at["scales"]
         if out is not None:
             self._point_given(out)
         half = self.half(words, base, results)
@@ -79,7 +78,7 @@ class StagedDispatch(PreparedDispatch):
         handle = NvlinkHandle(
             self.options, call, x.shape[0], self._places, self._places, topk_ids, words, results, None, None
         )
-        handle.pointers = (args.out_places, args.out_tokens, args.slots, args.all_counts)
+        handle.pointers = (places, tokens, base + at["slots"], base + at["all_counts"])
         if out is not None:
             handle.hold_given(out)
         return handle, rows, half
