@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import emulator
 from tokenloom.runtime.processes import RankPool
 
 CPU_RANKS = 4
@@ -41,6 +42,8 @@ class Ranks:
 
 
 def _group_params() -> list[Any]:
+    if emulator.ON:
+        return [pytest.param(("emulated", n), id=f"emulated{n}") for n in GROUP_SIZES if n <= CPU_RANKS]
     cpu = [pytest.param(("cpu", n), id=f"cpu{n}") for n in GROUP_SIZES if n <= CPU_RANKS]
     if not NUM_GPUS:
         skip = pytest.mark.skip(reason="no NVIDIA GPU on this machine")
@@ -66,9 +69,14 @@ def pools() -> Iterator[Callable[[str], RankPool]]:
 
 
 @pytest.fixture(scope="session", params=_group_params())
-def ranks(request: pytest.FixtureRequest, pools: Callable[[str], RankPool]) -> Ranks:
-    """Groups of 1, 2, 4 (and 8) ranks: processes over gloo, and GPUs over NCCL where there are some."""
+def ranks(request: pytest.FixtureRequest, pools: Callable[[str], RankPool]) -> Any:
+    """Groups of 1, 2, 4 (and 8) ranks: processes over gloo, and GPUs over NCCL where there are some.
+
+    Behind ``-p tests.support.emulator.plugin`` kernels run without a GPU instead.
+    """
     device, num_ranks = request.param
+    if device == "emulated":
+        return emulator.ranks(num_ranks)
     return Ranks(pools(device), num_ranks)
 
 
@@ -106,12 +114,14 @@ def leave_out_what_cannot_be(config: pytest.Config, items: list[pytest.Item]) ->
 
     def exists(item: pytest.Item) -> bool:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        if emulator.ON and ("ranks" not in parameters or parameters.get("backend") != "nvlink"):
+            return False
         if parameters.get("backend") != "nvlink":
             return True
         case = parameters.get("case")
         moves = case is None or (case.hidden % 8 == 0 and case.dtype != torch.float64)
         moves = moves and torch.float64 not in (parameters.get("dtype"), parameters.get("y_dtype"))
-        return parameters["ranks"][0] == "cuda" and HOPPER and moves
+        return (emulator.ON or (parameters["ranks"][0] == "cuda" and HOPPER)) and moves
 
     config.hook.pytest_deselected(items=[item for item in items if not exists(item)])
     items[:] = [item for item in items if exists(item)]

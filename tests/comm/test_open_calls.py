@@ -67,9 +67,9 @@ def check_third(context: RankContext, backend: str, third: str, alike: bool) -> 
         found = [] if is_odd(context, alike) else [open_ones.pop(0).receive()]
         calls: dict[str, Callable[[], object]] = {
             "dispatch": lambda: comm.dispatch(*problems[2].arguments(context)),
-            "send_dispatch": lambda: comm.send_dispatch(*problems[2].arguments(context)),
+            "send_dispatch": lambda: comm.send_dispatch(*problems[2].arguments(context)).receive(),
             "combine": lambda: comm.combine(earlier.tokens, earlier),
-            "send_combine": lambda: comm.send_combine(earlier.tokens, earlier),
+            "send_combine": lambda: comm.send_combine(earlier.tokens, earlier).receive(),
         }
         expect(context, calls[third], alike, THIRD)
         found += [pending.receive() for pending in open_ones]
@@ -196,7 +196,7 @@ def check_fault_between(context: RankContext, backend: str, first: str) -> None:
     with make_comm(context, backend, problems[0].plan) as comm, torch.no_grad():
         routed = comm.dispatch(*problems[0].arguments(context), copy=True)
         want = comm.combine(routed.tokens, routed)
-        for call in (comm.dispatch, comm.send_dispatch):
+        for call in (comm.dispatch, lambda *arguments: comm.send_dispatch(*arguments).receive()):
             pending: Pending[Any] = comm.send_combine(routed.tokens, routed)
             if first == "dispatch":
                 pending.receive()
@@ -247,7 +247,7 @@ def check_mismatch_between(context: RankContext, backend: str) -> None:
     with make_comm(context, backend, problems[0].plan) as comm, torch.no_grad():
         pending = comm.send_dispatch(*problems[0].arguments(context), copy=True)
         with pytest.raises(tl.PlanMismatch, match="alignment"):
-            comm.send_dispatch(*problems[1].arguments(context), alignment=1 + is_odd(context, alike=False))
+            comm.send_dispatch(*problems[1].arguments(context), alignment=1 + is_odd(context, alike=False)).receive()
         same_routed(pending.receive(), problems[0].dispatched("expert")[context.rank], problems[0].plan)
         works(context, comm, problems[1])
 

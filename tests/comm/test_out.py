@@ -254,7 +254,7 @@ def check_dispatch_fault(context: RankContext, backend: str, index: int) -> None
     options: dict[str, Any] = {"layout": "slots", "to_fp8": True, "scale_layout": "columns"}
     with make_comm(context, backend, problem.plan) as comm, torch.no_grad():
         out = all_like(comm.dispatch(*problem.arguments(context), **options, copy=True))
-        for call in (comm.dispatch, comm.send_dispatch):
+        for call in (comm.dispatch, lambda *given, **named: comm.send_dispatch(*given, **named).receive()):
             expect(
                 context, lambda given, call=call: call(*problem.arguments(context), **given), options | {"out": out},
                 DISPATCH_FAULTS[index],
@@ -310,7 +310,7 @@ def check_combine_fault(context: RankContext, backend: str, index: int) -> None:
         routed = comm.dispatch(*problem.arguments(context), copy=True)
         y = torch.ones_like(routed.tokens, dtype=FP32)
         given = {"out": comm.combine(y, routed)}
-        for call in (comm.combine, comm.send_combine):
+        for call in (comm.combine, lambda *given, **named: comm.send_combine(*given, **named).receive()):
             expect(context, lambda given, call=call: call(y, routed, **given), given, COMBINE_FAULTS[index])
         strided = torch.empty(CASE.hidden, len(given["out"]), device=context.device).t()
         with pytest.raises(tl.ShapeMismatch, match="out has strides"):

@@ -1,0 +1,374 @@
+// Fibers for the threads of kernels, streams of kernels for GPUs, and copies that happen some time. emulator.py is the
+// other side.
+#include "emulator.h"
+
+#include <csetjmp>
+#include <deque>
+#include <memory>
+#include <random>
+#include <sys/mman.h>
+#include <ucontext.h>
+#include <unordered_map>
+#include <vector>
+
+namespace {
+
+constexpr size_t kStackBytes = 128 << 10;
+
+struct Copy {
+    void* to;
+    const void* from;
+    std::vector<unsigned char> bytes;
+    size_t size;
+    uint64_t* barrier;  // of a load
+    int left = 2;       // steps: read, write
+};
+
+struct Block;
+
+struct Fiber {
+    ucontext_t context;
+    jmp_buf jump;
+    void* stack = nullptr;
+    Block* block = nullptr;
+    unsigned thread = 0;
+    bool begun = false, done = false, waits = false;
+    std::vector<std::vector<std::shared_ptr<Copy>>> groups;  // of bulk stores; the last is not committed
+};
+
+struct Warp {
+    uint64_t slots[2][32] = {};
+    unsigned turn = 0, arrived = 0, alive = 32;
+};
+
+struct Kernel {
+    void (*run)(const void*);
+    std::vector<unsigned char> args;
+    unsigned blocks, threads;
+    size_t shared_bytes;
+};
+
+struct Launch;
+
+struct Block {
+    Launch* launch;
+    unsigned index;
+    std::vector<Fiber> fibers;
+    std::vector<Warp> warps;
+    std::vector<unsigned char> memory;
+    unsigned char* shared;
+    std::unordered_map<int, std::vector<unsigned char>> statics;
+    unsigned arrived = 0, alive, count = 0;
+    int threads_then[2] = {}, count_then[2] = {};
+    unsigned turn = 0;
+};
+
+struct Launch {
+    Kernel kernel;
+    std::vector<std::unique_ptr<Block>> blocks;
+    size_t fibers_left;
+};
+
+struct Stream {
+    std::deque<Kernel> waiting;
+    std::unique_ptr<Launch> running;
+    uint64_t finished = 0;
+};
+
+std::vector<Stream> streams;
+std::deque<Fiber*> ready;
+std::vector<std::shared_ptr<Copy>> copies;
+std::vector<void*> stacks;
+std::mt19937_64 chance(1);
+Fiber* current = nullptr;
+jmp_buf scheduler;
+uint64_t ticks = 0;
+
+Warp& warp_of(Fiber& fiber) { return fiber.block->warps[fiber.thread / 32]; }
+
+void switch_out() {
+    if (_setjmp(current->jump) == 0) _longjmp(scheduler, 1);
+}
+
+void make_ready(Fiber& fiber) {
+    fiber.waits = false;
+    ready.push_back(&fiber);
+}
+
+void release_warp(Block& block, unsigned index) {
+    Warp& warp = block.warps[index];
+    warp.arrived = 0;
+    ++warp.turn;
+    for (unsigned lane = 0; lane < 32; ++lane) {
+        Fiber& fiber = block.fibers[index * 32 + lane];
+        if (!fiber.done && fiber.waits) make_ready(fiber);
+    }
+}
+
+void release_block(Block& block) {
+    block.threads_then[block.turn & 1] = static_cast<int>(block.alive);
+    block.count_then[block.turn & 1] = static_cast<int>(block.count);
+    block.arrived = block.count = 0;
+    ++block.turn;
+    for (Fiber& fiber : block.fibers)
+        if (!fiber.done && fiber.waits) make_ready(fiber);
+}
+
+void body(unsigned low, unsigned high) {
+    auto* fiber = reinterpret_cast<Fiber*>(static_cast<uintptr_t>(low) | static_cast<uintptr_t>(high) << 32);
+    Block& block = *fiber->block;
+    block.launch->kernel.run(block.launch->kernel.args.data());
+    fiber->done = true;
+    Warp& warp = warp_of(*fiber);
+    --warp.alive;
+    --block.alive;
+    if (warp.alive != 0 && warp.arrived == warp.alive) release_warp(block, fiber->thread / 32);
+    if (block.alive != 0 && block.arrived == block.alive) release_block(block);
+    --block.launch->fibers_left;
+    _longjmp(scheduler, 1);
+}
+
+void begin(Stream& stream) {
+    stream.running = std::make_unique<Launch>();
+    Launch& launch = *stream.running;
+    launch.kernel = std::move(stream.waiting.front());
+    stream.waiting.pop_front();
+    const Kernel& kernel = launch.kernel;
+    launch.fibers_left = static_cast<size_t>(kernel.blocks) * kernel.threads;
+    for (unsigned index = 0; index < kernel.blocks; ++index) {
+        auto block = std::make_unique<Block>();
+        block->launch = &launch;
+        block->index = index;
+        block->fibers = std::vector<Fiber>(kernel.threads);
+        block->warps = std::vector<Warp>((kernel.threads + 31) / 32);
+        block->alive = kernel.threads;
+        block->memory.assign(kernel.shared_bytes + 256, 0xcd);  // what lay there before is nobody's
+        block->shared = reinterpret_cast<unsigned char*>(
+            (reinterpret_cast<uintptr_t>(block->memory.data()) + 127) / 128 * 128);
+        for (unsigned thread = 0; thread < kernel.threads; ++thread) {
+            Fiber& fiber = block->fibers[thread];
+            fiber.block = block.get();
+            fiber.thread = thread;
+            fiber.groups.emplace_back();
+            make_ready(fiber);
+        }
+        launch.blocks.push_back(std::move(block));
+    }
+}
+
+void take_stack(Fiber& fiber) {
+    if (stacks.empty()) {
+        fiber.stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    } else {
+        fiber.stack = stacks.back();
+        stacks.pop_back();
+    }
+}
+
+void run_fiber(Fiber& fiber) {
+    current = &fiber;
+    if (_setjmp(scheduler) == 0) {
+        if (fiber.begun) _longjmp(fiber.jump, 1);
+        fiber.begun = true;
+        take_stack(fiber);
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack;
+        fiber.context.uc_stack.ss_size = kStackBytes;
+        fiber.context.uc_link = nullptr;
+        const auto address = reinterpret_cast<uintptr_t>(&fiber);
+        makecontext(&fiber.context, reinterpret_cast<void (*)()>(body), 2, static_cast<unsigned>(address),
+                    static_cast<unsigned>(address >> 32));
+        setcontext(&fiber.context);
+    }
+    if (current->done) stacks.push_back(current->stack);
+    current = nullptr;
+}
+
+void complete(uint64_t* barrier, uint32_t bytes);
+
+void step(Copy& copy) {
+    if (copy.left == 2) {
+        copy.bytes.assign(static_cast<const unsigned char*>(copy.from),
+                          static_cast<const unsigned char*>(copy.from) + copy.size);
+    } else if (copy.left == 1) {
+        std::memcpy(copy.to, copy.bytes.data(), copy.size);
+        if (copy.barrier != nullptr) complete(copy.barrier, static_cast<uint32_t>(copy.size));
+    }
+    --copy.left;
+}
+
+void step_copies() {
+    if (copies.empty()) return;
+    const size_t i = chance() % copies.size();
+    step(*copies[i]);
+    if (copies[i]->left == 0) {
+        copies[i] = copies.back();
+        copies.pop_back();
+    }
+}
+
+// A barrier in 64 bits: arrivals a phase needs, arrivals and bytes that are missing in this phase, and the phase.
+struct Barrier {
+    uint16_t needed, missing;
+    int32_t phase_and_bytes;  // bytes * 2 + phase; bytes may be negative for a while
+    int phase() const { return phase_and_bytes & 1; }
+    int bytes() const { return phase_and_bytes >> 1; }
+    void set(int bytes, int phase) { phase_and_bytes = bytes * 2 + phase; }
+    void settle() {
+        if (missing != 0 || bytes() != 0) return;
+        missing = needed;
+        set(0, phase() ^ 1);
+    }
+};
+
+Barrier& barrier_of(uint64_t* word) { return *reinterpret_cast<Barrier*>(word); }
+
+void complete(uint64_t* barrier, uint32_t bytes) {
+    Barrier& found = barrier_of(barrier);
+    found.set(found.bytes() - static_cast<int>(bytes), found.phase());
+    found.settle();
+}
+
+}  // namespace
+
+extern "C" {
+
+Index emulated_thread() { return {current->thread}; }
+Index emulated_block() { return {current->block->index}; }
+Index emulated_grid() { return {current->block->launch->kernel.blocks}; }
+unsigned char* emulated_shared() { return current->block->shared; }
+uint64_t emulated_clock() { return ticks; }
+
+void* emulated_static(int key, size_t bytes) {
+    auto& memory = current->block->statics[key];
+    if (memory.empty()) memory.assign(bytes + 16, 0xcd);
+    return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(memory.data()) + 15) / 16 * 16);
+}
+
+void emulated_yield() {
+    ready.push_back(current);
+    switch_out();
+}
+
+const uint64_t* emulated_meet(uint64_t value) {
+    Fiber& fiber = *current;
+    Warp& warp = warp_of(fiber);
+    const unsigned turn = warp.turn & 1;
+    warp.slots[turn][fiber.thread % 32] = value;
+    if (++warp.arrived == warp.alive) {
+        release_warp(*fiber.block, fiber.thread / 32);
+    } else {
+        fiber.waits = true;
+        switch_out();
+    }
+    return warp.slots[turn];
+}
+
+void emulated_block_barrier(int predicate, int* threads, int* count) {
+    Fiber& fiber = *current;
+    Block& block = *fiber.block;
+    const unsigned turn = block.turn & 1;
+    block.count += static_cast<unsigned>(predicate);
+    if (++block.arrived == block.alive) {
+        release_block(block);
+    } else {
+        fiber.waits = true;
+        switch_out();
+    }
+    *threads = block.threads_then[turn];
+    *count = block.count_then[turn];
+}
+
+void emulated_bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
+    copies.push_back(std::make_shared<Copy>(Copy{to, from, {}, bytes, barrier}));
+}
+
+void emulated_bulk_store(void* to, const void* from, uint32_t bytes) {
+    auto copy = std::make_shared<Copy>(Copy{to, from, {}, bytes, nullptr});
+    copies.push_back(copy);
+    current->groups.back().push_back(copy);
+}
+
+void emulated_bulk_commit() { current->groups.emplace_back(); }
+
+void emulated_bulk_wait(int pending, int written) {
+    auto& groups = current->groups;
+    const auto is_over = [&]() {
+        const int committed = static_cast<int>(groups.size()) - 1;
+        for (int i = 0; i < committed - pending; ++i)
+            for (const auto& copy : groups[i])
+                if (copy->left > (written ? 0 : 1)) return false;
+        return true;
+    };
+    while (!is_over()) emulated_yield();
+    while (groups.size() > 1) {  // forget what is written
+        bool over = true;
+        for (const auto& copy : groups.front()) over = over && copy->left == 0;
+        if (!over) break;
+        groups.erase(groups.begin());
+    }
+}
+
+void emulated_barrier_init(uint64_t* barrier, uint32_t arrivals) {
+    Barrier& found = barrier_of(barrier);
+    found.needed = found.missing = static_cast<uint16_t>(arrivals);
+    found.set(0, 0);
+}
+
+void emulated_barrier_expect(uint64_t* barrier, uint32_t bytes) {
+    Barrier& found = barrier_of(barrier);
+    found.set(found.bytes() + static_cast<int>(bytes), found.phase());
+    --found.missing;
+    found.settle();
+}
+
+int emulated_barrier_try_wait(uint64_t* barrier, uint32_t parity) {
+    return barrier_of(barrier).phase() != static_cast<int>(parity);
+}
+
+// -- for emulator.py ----------------------------------------------------------------------------------------------
+
+void emulator_reset(unsigned num_streams, uint64_t seed) {
+    streams = std::vector<Stream>(num_streams);
+    ready.clear();
+    copies.clear();
+    chance.seed(seed);
+}
+
+void emulator_launch(unsigned stream, void (*run)(const void*), const void* args, size_t args_bytes, unsigned blocks,
+                     unsigned threads, size_t shared_bytes) {
+    const auto* first = static_cast<const unsigned char*>(args);
+    streams[stream].waiting.push_back({run, {first, first + args_bytes}, blocks, threads, shared_bytes});
+}
+
+// Runs what there is to run, for so many turns of fibers. Returns: kernels that have not finished.
+size_t emulator_run(uint64_t turns) {
+    for (uint64_t turn = 0; turn < turns; ++turn) {
+        ++ticks;
+        size_t unfinished = 0;
+        if (turn % 64 == 0 || ready.empty()) {
+            for (Stream& stream : streams) {
+                if (stream.running && stream.running->fibers_left == 0) {
+                    stream.running.reset();
+                    ++stream.finished;
+                }
+                if (!stream.running && !stream.waiting.empty()) begin(stream);
+                unfinished += stream.waiting.size() + (stream.running ? 1 : 0);
+            }
+            if (unfinished == 0 && copies.empty()) return 0;
+        }
+        step_copies();
+        if (ready.empty()) continue;
+        // Mostly the one that has waited longest: polls would starve the others.
+        if (chance() % 4 == 0) std::swap(ready.front(), ready[chance() % ready.size()]);
+        Fiber* fiber = ready.front();
+        ready.pop_front();
+        run_fiber(*fiber);
+    }
+    size_t unfinished = 0;
+    for (Stream& stream : streams) unfinished += stream.waiting.size() + (stream.running ? 1 : 0);
+    return unfinished;
+}
+
+uint64_t emulator_finished(unsigned stream) { return streams[stream].finished; }
+}

@@ -1,0 +1,314 @@
+"""Ranks of backend "nvlink" on the emulator: a thread each, with the backend's own host code, on CPU tensors."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tokenloom as tl
+from tests.support.emulator import Emulator
+from tokenloom.backends.nvlink import backend as backend_module
+from tokenloom.backends.nvlink import buffers, launcher
+try:
+    from tokenloom.backends.nvlink import outcomes
+except ImportError:
+    outcomes = launcher
+from tokenloom.backends.nvlink.backend import NvlinkBackend
+from tokenloom.comm import communicator
+from tokenloom.comm.engine import Engine
+from tokenloom.errors import CommunicatorBroken
+from tokenloom.jit import kernel
+from tokenloom.plan import Plan
+from tokenloom.runtime import kernel_reports
+from tokenloom.runtime.processes import RankContext
+from tokenloom.runtime.symmetric_memory import BufferLayout
+
+CPU = torch.device("cpu")
+NUM_SMS = 2
+STUCK_S = 60.0
+"""A host that waits longer finds the group stuck."""
+EXPIRED_NS = 30_000_000
+"""What deadlines of "30 s" are in the emulator's time, which is turns of fibers."""
+
+
+class Group:
+    """What the ranks of one run share."""
+
+    def __init__(self, folder: Path, num_ranks: int, seed: int) -> None:
+        self.emulator = Emulator(folder, num_ranks, seed)
+        self.num_ranks = num_ranks
+        self.lock = threading.Lock()
+        self.memory: dict[int, list[torch.Tensor]] = {}
+        self.notes: dict[tuple[str, int], str] = {}
+        self.kept: list[tuple[int, int, list[torch.Tensor]]] = []
+        self.failed = False
+
+    def keep(self, rank: int, launch: int, tensors: list[torch.Tensor]) -> None:
+        """Keep memory until a kernel has finished: streams do so on GPUs, where memory is freed in their order."""
+        with self.lock:
+            self.kept = [each for each in self.kept if self.emulator.finished(each[0]) < each[1]]
+            self.kept.append((rank, launch, tensors))
+
+    def pump(self, _: float = 0.0) -> None:
+        """Let kernels run for a while, as time does on GPUs."""
+        if self.failed:
+            raise RuntimeError("another rank failed")
+        self.emulator.run(20_000)
+        time.sleep(0)
+
+    def drain(self, rank: int) -> None:
+        """Wait until all kernels of a rank have finished."""
+        began = time.monotonic()
+        here.draining = True
+        try:
+            while self.emulator.finished(rank) < here.launched:
+                self.pump()
+                assert time.monotonic() - began < STUCK_S, f"rank {rank} is stuck: kernels wait for what never comes"
+        finally:
+            here.draining = False
+
+
+class _Here(threading.local):
+    """The rank whose thread this is."""
+
+    group: Group
+    rank: int
+    launched = 0
+    made = 0
+    draining = False
+
+
+here = _Here()
+
+
+def _tensors_around() -> Iterator[torch.Tensor]:
+    """All tensors that the callers know, in their variables or a few steps from there."""
+    seen: set[int] = set()
+
+    def tensors_of(value: object, depth: int) -> Iterator[torch.Tensor]:
+        if isinstance(value, torch.Tensor):
+            yield value
+            return
+        if depth == 0 or id(value) in seen or isinstance(value, type | ModuleType | str | int):
+            return
+        seen.add(id(value))
+        if isinstance(value, list | tuple | deque):
+            inside: Iterable[object] = value
+        elif isinstance(value, dict):
+            inside = value.values()
+        else:
+            inside = getattr(value, "__dict__", {}).values()
+        for each in list(inside):
+            yield from tensors_of(each, depth - 1)
+
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code is not threading.Thread.run.__code__:
+        for value in list(frame.f_locals.values()):
+            yield from tensors_of(value, 4)
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+class FakeKernel:
+    """Stands for tokenloom.jit.kernel.Kernel."""
+
+    def __init__(self, spec: Any, device_index: int | None) -> None:
+        self.spec, self.args = spec, spec.args()
+
+    def launch(self, blocks: int, stream: int) -> None:
+        here.launched += 1
+        here.group.keep(here.rank, here.launched, list(_tensors_around()))
+        here.group.emulator.launch(here.rank, self.spec, self.args, blocks)
+
+
+class FakeBuffer:
+    """Stands for SymmetricBuffer: the n-th buffer of every rank is the same one."""
+
+    def __init__(self, layout: BufferLayout, ranks: Any) -> None:
+        group, number = here.group, here.made
+        here.made += 1
+        with group.lock:
+            if number not in group.memory:
+                group.memory[number] = [
+                    torch.zeros(layout.total_bytes + 128, dtype=torch.uint8) for _ in range(group.num_ranks)
+                ]
+        self.layout = layout
+        starts = [-each.data_ptr() % 128 for each in group.memory[number]]
+        self.addresses = [each.data_ptr() + start for each, start in zip(group.memory[number], starts, strict=True)]
+        self.peers = torch.tensor(self.addresses, dtype=torch.int64)
+        self._memory = group.memory[number][here.rank][starts[here.rank] :]
+
+    def view(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        offset, _ = self.layout.places[name]
+        size = dtype.itemsize * int(torch.Size(shape).numel())
+        return self._memory[offset : offset + size].view(dtype).view(shape)
+
+    def ended_ranks(self) -> list[int]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+class FakeRanks:
+    """Stands for RankGroup."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.rank, self.num_ranks, self.device, self.transport = here.rank, here.group.num_ranks, CPU, "emulated"
+        self.timeout_s = self.open_timeout_s = timeout_s
+        self.process_group = None
+        self.notes = SimpleNamespace(who_gave_up=lambda: None)
+        self._group, self._broken = here.group, ""
+
+    def post_note(self, name: str, text: str) -> None:
+        self._group.notes[name, self.rank] = text
+
+    def read_note(self, name: str, rank: int) -> str | None:
+        return self._group.notes.get((name, rank))
+
+    def require_alive(self) -> None:
+        if self._broken:
+            raise CommunicatorBroken(f"{self._broken}; make a new communicator")
+
+    def mark_broken(self, timeout: Exception) -> None:
+        self._broken = f"an earlier call failed: {timeout}"
+
+    def close(self) -> None:
+        self._broken = self._broken or "this communicator was closed"
+
+
+class FakeStream:
+    """The stream of a rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.cuda_stream, self.device_index = rank + 1, 0
+
+    def record_event(self) -> Any:
+        launched, group, rank = here.launched, here.group, here.rank
+
+        def query() -> bool:
+            group.pump()
+            return group.emulator.finished(rank) >= launched
+
+        return SimpleNamespace(query=query)
+
+    def query(self) -> bool:
+        return True
+
+    def wait_stream(self, other: object) -> None:
+        pass
+
+
+def _make_communicator(self: tl.Communicator, group: object = None, **options: Any) -> None:
+    sizes = {name: options.pop(name) for name in ("num_experts", "hidden", "top_k", "max_tokens_per_rank")}
+    plan = Plan(here.group.num_ranks, **sizes)
+    ranks: Any = FakeRanks(options.get("timeout_s", 30.0) * EXPIRED_NS / 30e9)
+    self.plan, self._ranks = plan, ranks
+    backend = NvlinkBackend(plan, ranks, options.get("num_sms", NUM_SMS), checked=options.get("checked", False))
+    self._choice = SimpleNamespace(backend=backend, why="emulated", not_picked=[])  # type: ignore[assignment]
+    self.engine = Engine(plan, ranks, backend)
+
+
+def _behind_kernels(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that reads a tensor on the host, behind all kernels of the rank, as on GPUs."""
+
+    def read(self: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if hasattr(here, "group") and not here.draining:
+            here.group.drain(here.rank)
+        return method(self, *args, **options)
+
+    return read
+
+
+READS = ("cpu", "tolist", "numpy")
+"""Methods that ask for no operation where a tensor lies on the CPU."""
+NOT_BEHIND_KERNELS = ("empty", "view", "slice", "select", "split", "alias", "detach", "expand", "as_strided", "unsqueeze")
+"""Operations that touch no values."""
+
+
+class StreamOrder(TorchDispatchMode):
+    """Operations of torch happen behind the kernels that were launched before, as they do on a stream."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not here.draining and not func.__name__.startswith(NOT_BEHIND_KERNELS):
+            here.group.drain(here.rank)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _stand_ins(group: Group) -> Iterator[None]:
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=group.pump)
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (kernel.Kernel, "__init__", FakeKernel.__init__),
+            (kernel.Kernel, "launch", FakeKernel.launch),
+            (backend_module, "SymmetricBuffer", FakeBuffer),
+            (buffers, "SymmetricBuffer", FakeBuffer),
+            (backend_module, "usable_sms", lambda index: 132),
+            (launcher, "close_together", lambda buffers: None),
+            (launcher, "current_handle", lambda device: here.rank + 1),
+            (outcomes, "on_stream", lambda stream: nullcontext()),
+            (outcomes, "time", clock),
+            (kernel_reports, "time", clock),
+            (kernel_reports, "_pinned", lambda *shape: torch.zeros(shape, dtype=torch.int32)),
+            (communicator.Communicator, "__init__", _make_communicator),
+            (torch.cuda, "is_current_stream_capturing", lambda: False),
+            (torch.cuda, "current_stream", lambda device=None: FakeStream(here.rank)),
+            (torch.cuda, "synchronize", lambda device=None: here.group.drain(here.rank)),
+            *((torch.Tensor, name, _behind_kernels(getattr(torch.Tensor, name))) for name in READS),
+        ):
+            if hasattr(owner, name):
+                stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
+class EmulatedRanks:
+    """Runs functions on ranks, as Ranks of conftest.py do.
+
+    Args:
+        folder: for what is compiled.
+        num_ranks: of the group.
+        seed: of what happens in which order.
+    """
+
+    device = "cpu"
+
+    def __init__(self, folder: Path, num_ranks: int, seed: int = 1) -> None:
+        self.folder, self.num_ranks, self.seed = folder, num_ranks, seed
+
+    def run(self, function: Callable[..., Any], *args: Any, limit_s: float = 0.0, **kwargs: Any) -> list[Any]:
+        """``function(context, *args, **kwargs)`` on every rank; results by rank. The first failure is raised."""
+        group = Group(self.folder, self.num_ranks, self.seed)
+        results: list[Any] = [None] * self.num_ranks
+        failures: list[BaseException] = []
+
+        def work(rank: int) -> None:
+            here.group, here.rank = group, rank
+            try:
+                context = RankContext(rank, self.num_ranks, None, CPU, None)  # type: ignore[arg-type]
+                with StreamOrder():
+                    results[rank] = function(context, *args, **kwargs)
+                group.drain(rank)
+            except BaseException as failure:
+                failures.append(failure)
+                group.failed = True
+
+        with _stand_ins(group):
+            threads = [threading.Thread(target=work, args=(rank,)) for rank in range(self.num_ranks)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        if failures:
+            raise failures[0]
+        return results

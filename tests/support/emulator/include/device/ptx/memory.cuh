@@ -1,0 +1,36 @@
+// device/ptx/memory.cuh for the emulator: fibers see each other's writes at once, so only atomicity and turns matter.
+#pragma once
+#include "device/ptx/types.cuh"
+
+inline uint32 emulated_load(const uint32* address) {
+    emulated_yield();
+    return *static_cast<const volatile uint32*>(address);
+}
+inline void emulated_store(uint32* address, uint32 value) {
+    *static_cast<volatile uint32*>(address) = value;
+    emulated_yield();
+}
+inline uint32 load_relaxed_sys(const uint32* address) { return emulated_load(address); }
+inline uint32 load_acquire_sys(const uint32* address) { return emulated_load(address); }
+inline uint32 load_acquire_gpu(const uint32* address) { return emulated_load(address); }
+inline uint32 load_acquire_cta(uint32* shared) { return emulated_load(shared); }
+inline void store_release_sys(uint32* address, uint32 value) { emulated_store(address, value); }
+inline void store_relaxed_sys(uint32* address, uint32 value) { emulated_store(address, value); }
+inline void store_release_gpu(uint32* address, uint32 value) { emulated_store(address, value); }
+inline void store_release_cta(uint32* shared, uint32 value) { emulated_store(shared, value); }
+inline void fence_acq_rel_sys() { emulated_yield(); }
+inline uint32 add_relaxed_gpu(uint32* address, uint32 value) { return atomicAdd(address, value); }
+inline uint32 add_acq_rel_gpu(uint32* address, uint32 value) {
+    emulated_yield();
+    return atomicAdd(address, value);
+}
+inline uint32 compare_and_swap_gpu(uint32* address, uint32 expected, uint32 value) {
+    const uint32 before = *address;
+    if (before == expected) *address = value;
+    return before;
+}
+inline Vec16 load_16_once(const void* address) { return *static_cast<const Vec16*>(address); }
+inline Vec16 load_shared_16(const void* shared) { return *static_cast<const Vec16*>(shared); }
+inline void store_16(void* address, Vec16 v) { *static_cast<Vec16*>(address) = v; }
+inline uint64 global_timer_ns() { return emulated_clock(); }
+inline void sleep_ns(uint32) { emulated_yield(); }

@@ -1,0 +1,27 @@
+"""Lets tests of backend "nvlink" run on the emulator.
+
+    python -m pytest -p tests.support.emulator.plugin -m "" tests/comm [--seed 2] [--not-eager]
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support import emulator
+
+emulator.ON = True
+torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=1, help="of the order in which everything happens")
+    parser.addoption("--not-eager", action="store_true", help="no plan is small")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    emulator.SEED = config.option.seed
+    if config.option.not_eager:
+        from tokenloom.backends.nvlink import buffers
+
+        buffers.EAGER_ROWS = 0
