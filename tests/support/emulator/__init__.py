@@ -42,7 +42,9 @@ def translated(source: str) -> str:
 
     source = _ASM.sub(call, source)
     source = re.sub(
-        r"extern __shared__ __align__\(\d+\) unsigned char (\w+)\[\];", r"unsigned char* \1 = emulated_shared();", source
+        r"extern __shared__ __align__\(\d+\) unsigned char (\w+)\[\];",
+        r"unsigned char* \1 = emulated_shared();",
+        source,
     )
     return re.sub(
         r"__shared__ (?:alignas\(\d+\) )?(\w+) (\w+)((?:\[[^\]]+\])?);",
@@ -69,7 +71,17 @@ def _compile(folder: Path, name: str, source: Path, *flags: str) -> Path:
     library = folder / f"{name}.so"
     if library.exists():
         return library
-    command = [CXX, *FLAGS, *flags, f"-I{HERE}", f"-I{HERE / 'include'}", f"-I{_headers(folder)}", str(source), "-o", str(library)]
+    command = [
+        CXX,
+        *FLAGS,
+        *flags,
+        f"-I{HERE}",
+        f"-I{HERE / 'include'}",
+        f"-I{_headers(folder)}",
+        str(source),
+        "-o",
+        str(library),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:4000]
     return library
@@ -133,8 +145,15 @@ def _kernel(folder: Path, spec: KernelSpec) -> Any:
 @lru_cache
 def _compiled(folder: Path, spec: KernelSpec) -> Any:
     lines = ['#include "emulator.h"', "struct Shape {"]
-    lines += [f"    static constexpr int {key} = {value};" for key, value in (*spec.shape, ("shared_bytes", spec.shared_bytes))]
-    lines += ["};", f'#include "{spec.path}"', 'extern "C" __attribute__((visibility("default"))) void emulated_run(const void* args) {']
+    lines += [
+        f"    static constexpr int {key} = {value};"
+        for key, value in (*spec.shape, ("shared_bytes", spec.shared_bytes))
+    ]
+    lines += [
+        "};",
+        f'#include "{spec.path}"',
+        'extern "C" __attribute__((visibility("default"))) void emulated_run(const void* args) {',
+    ]
     lines += [f"    {spec.name}<Shape>(*static_cast<const {spec.args.__name__}*>(args));", "}"]
     text = "\n".join(lines)
     name = f"{spec.name}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"

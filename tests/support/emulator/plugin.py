@@ -1,6 +1,6 @@
 """Lets tests of backend "nvlink" run on the emulator.
 
-    python -m pytest -p tests.support.emulator.plugin -m "" tests/comm [--seed 2] [--not-eager]
+python -m pytest -p tests.support.emulator.plugin -m "" tests/comm [--seed 2] [--not-eager]
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 from tokenloom.backends.base import CombineOptions, DispatchOptions
 from tokenloom.backends.handshake import Fields
 from tokenloom.backends.nvlink.launcher import Launcher
-from tokenloom.errors import ShapeMismatch
+from tokenloom.errors import InvalidArgument, ShapeMismatch
 from tokenloom.kernels.combine.launch import max_chunks
 from tokenloom.kernels.common import HEADER_WORDS, TURNS
 from tokenloom.kernels.dispatch.launch import MAX_BLOCKS
@@ -339,6 +339,12 @@ def require_bulk(hidden: int, dtype: torch.dtype) -> None:
             f"a row of {hidden} {dtype} is not a multiple of {BULK_BYTES} bytes, which backend nvlink needs; use "
             "backend='collective'"
         )
+
+
+def require_aligned(tensor: torch.Tensor, name: str) -> None:
+    """Raise for a tensor of the caller's that kernels cannot write to."""
+    if tensor.data_ptr() % BULK_BYTES:
+        raise InvalidArgument(f"{name} begins at no multiple of {BULK_BYTES} bytes, as kernels store rows; align it")
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from tokenloom.backends.nvlink.buffers import (
     aligned,
     is_eager,
     num_turns,
+    require_aligned,
     require_bulk,
     weight_gradient_values,
 )
@@ -80,6 +81,8 @@ class Combiner:
         if handle.reused_after is not None and self._dispatcher.num_dispatches > handle.reused_after:
             raise InvalidArgument("the dispatch is two or more dispatches old, its buffer was reused; pass copy=True")
         rows = aligned(rows)
+        if out is not None:
+            require_aligned(out, "out")
         if options.strategy == "reduce_scatter":
             if split:
                 raise InvalidArgument("strategy 'reduce_scatter' has no halves; use 'dedup'")

@@ -50,7 +50,9 @@ class Dispatcher:
         self._prepared: dict[tuple[object, ...], PreparedDispatch] = {}
         self._num_grown = 0
 
-    def send(self, options: DispatchOptions, inputs: DispatchInputs) -> Pending[tuple[NvlinkHandle, torch.Tensor]]:
+    def send(
+        self, options: DispatchOptions, inputs: DispatchInputs, meant: DispatchOptions | None = None
+    ) -> Pending[tuple[NvlinkHandle, torch.Tensor]]:
         """Launch the kernel, which sends and receives, or one that sends; see
         :meth:`tokenloom.backends.base.Backend.send_dispatch`.
         """
@@ -58,7 +60,7 @@ class Dispatcher:
         if exact and inputs.split:
             check(self._shared, options, inputs)
             return ExactHalves(self, options, inputs)
-        prepared = self._prepare(options, inputs)
+        prepared = self._prepare(options, inputs, meant=meant)
         prepared.require_now()
         if isinstance(prepared, StagedDispatch):
             return PendingDispatch(self, prepared, inputs, *prepared.launch(inputs))
@@ -68,7 +70,12 @@ class Dispatcher:
         return PendingDispatch(self, prepared, inputs, *self._launch(prepared, inputs))
 
     def _prepare(
-        self, options: DispatchOptions, inputs: DispatchInputs, capacity: int | None = None, repeats: bool = False
+        self,
+        options: DispatchOptions,
+        inputs: DispatchInputs,
+        capacity: int | None = None,
+        repeats: bool = False,
+        meant: DispatchOptions | None = None,
     ) -> PreparedDispatch:
         """What was prepared for such calls, now or for an earlier one; see :class:`DirectDispatch`."""
         if self._num_grown != self._buffers.num_grown or len(self._prepared) > MOST_KINDS:
@@ -86,13 +93,14 @@ class Dispatcher:
             inputs.split,
             capacity,
             repeats,
+            meant,
         )
         found = self._prepared.get(key)
         if found is None:
             if capacity is None and self._buffers.is_staged(options):
-                found = StagedDispatch(self._shared, options, inputs)
+                found = StagedDispatch(self._shared, options, inputs, meant)
             else:
-                found = DirectDispatch(self._shared, options, inputs, capacity, repeats)
+                found = DirectDispatch(self._shared, options, inputs, capacity, repeats, meant)
             self._prepared[key] = found
         return found
 
@@ -266,7 +274,7 @@ class ExactHalves:
         layout = "token" if options.layout == "expert" else options.layout
         capacity = plan.worst_case_rows("token") if layout == "token" else None
         plain = replace(options, layout=layout, alignment=1, sizes="bounded", capacity=capacity, strategy="dedup")
-        self._pending = dispatcher.send(plain, inputs)
+        self._pending = dispatcher.send(plain, inputs, meant=options)
 
     def receive(self) -> tuple[NvlinkHandle, torch.Tensor]:
         handle, rows = self._pending.receive()

@@ -49,6 +49,7 @@ class PreparedDispatch:
         shared: of the communicator.
         options, inputs: of any call of the kind.
         repeats: rows go the way of an earlier dispatch, so an overflow has been told.
+        meant: what the user asked for, where this is a part of it.
 
     Attributes:
         options: of all calls of the kind.
@@ -57,7 +58,12 @@ class PreparedDispatch:
     """
 
     def __init__(
-        self, shared: Shared, options: DispatchOptions, inputs: DispatchInputs, repeats: bool = False
+        self,
+        shared: Shared,
+        options: DispatchOptions,
+        inputs: DispatchInputs,
+        repeats: bool = False,
+        meant: DispatchOptions | None = None,
     ) -> None:
         self.shared, self.options = shared, options
         self.repeats, self.split = repeats, inputs.split
@@ -66,7 +72,7 @@ class PreparedDispatch:
         exact = options.sizes == "exact"
         self._host_reads = "sizes='exact'" if exact else "checked=True" if shared.checked else ""
         check(shared, options, inputs)
-        fields = dispatch_fields(self.launcher.num_calls, options, inputs)
+        fields = dispatch_fields(self.launcher.num_calls, meant or options, inputs)
         self.kind = CallKind({**fields, **HALVES} if self.split else fields)
         self.with_weights = inputs.topk_weights is not None
         self.with_scales = inputs.scales is not None or options.to_fp8
@@ -156,8 +162,9 @@ class DirectDispatch(PreparedDispatch):
         inputs: DispatchInputs,
         capacity: int | None = None,
         repeats: bool = False,
+        meant: DispatchOptions | None = None,
     ) -> None:
-        super().__init__(shared, options, inputs, repeats=repeats)
+        super().__init__(shared, options, inputs, repeats, meant)
         plan, buffers = shared.plan, shared.buffers
         self.capacity = self._most_rows() if capacity is None else capacity
         self.num_places = plan.worst_case_rows("rank") if options.layout == "rank" else self.capacity

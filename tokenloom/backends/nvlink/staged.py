@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from tokenloom.backends.base import DispatchInputs, DispatchOptions, DispatchOut
-from tokenloom.backends.nvlink.buffers import is_eager, num_turns
+from tokenloom.backends.nvlink.buffers import is_eager, num_turns, require_aligned
 from tokenloom.backends.nvlink.handle import COUNTS, NvlinkHandle, Results
 from tokenloom.backends.nvlink.launcher import Half
 from tokenloom.backends.nvlink.prepared import PreparedDispatch, Shared
@@ -22,8 +22,10 @@ PARTS_OF_A_ROW = ("rows", "row_scales", "row_ids", "row_weights", "row_places", 
 class StagedDispatch(PreparedDispatch):
     """Staged dispatches of one kind."""
 
-    def __init__(self, shared: Shared, options: DispatchOptions, inputs: DispatchInputs) -> None:
-        super().__init__(shared, options, inputs)
+    def __init__(
+        self, shared: Shared, options: DispatchOptions, inputs: DispatchInputs, meant: DispatchOptions | None = None
+    ) -> None:
+        super().__init__(shared, options, inputs, meant=meant)
         plan, layout, eager = shared.plan, options.layout, is_eager(shared.plan)
         rows = plan.worst_case_rows("token") if options.capacity is None else options.capacity
         by_layout = {"slots": plan.experts_per_rank * rows, "rank": plan.worst_case_rows("rank")}
@@ -61,7 +63,8 @@ class StagedDispatch(PreparedDispatch):
         rows = None if out is None else out.tokens
         if rows is None:
             rows = torch.empty(self._places, self.shared.plan.hidden, dtype=self.row_dtype, device=self.device)
-        elif rows.ndim > 2:
+        else:
+            require_aligned(rows, "out.tokens")
             rows = rows.view(self._places, -1)
         x, topk_ids, words, base = self.point(inputs, results)
         places, tokens = base + at["row_places"], base + at["row_tokens"]
