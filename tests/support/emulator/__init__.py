@@ -1,8 +1,8 @@
 """Runs tokenloom's kernels for moving rows without a GPU, for tests: several ranks, in one process, on fibers.
 
 The sources of the kernels compile unchanged, but for the instructions in ``device/ptx/`` (``include/`` has stand-ins),
-asm statements and shared memory. Fibers of all blocks of all ranks run in a random order, bulk copies happen some time,
-and every seed is another history. What it cannot show: missing fences, since a write is seen by all at once, and speed.
+asm statements and shared memory. Fibers of all blocks of all ranks run in a random order, and bulk copies happen some
+time; every seed is another history. It cannot show missing fences, since all see a write at once, nor speed.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-f
 TURNS = 200_000
 """Turns of fibers between two looks of a host."""
 _ASM = re.compile(r'asm(?: volatile)?\(\s*"([a-z0-9.]+) [^"]*"\s*:\s*"=\w+"\((\w+)\)\s*:\s*((?:"\w+"\([^;]*)+)\);')
+_DYNAMIC = re.compile(r"extern __shared__ __align__\(\d+\) unsigned char (\w+)\[\];")
+_STATIC = re.compile(r"__shared__ (?:alignas\(\d+\) )?(\w+) (\w+)((?:\[[^\]]+\])?);")
 _OPERAND = re.compile(r'"\w+"\(((?:[^()]|\([^()]*\))*)\)')
 
 
@@ -40,17 +42,9 @@ def translated(source: str) -> str:
         operands = ", ".join(_OPERAND.findall(match[3]))
         return f"{match[2]} = ptx_{match[1].replace('.', '_')}({operands});"
 
-    source = _ASM.sub(call, source)
-    source = re.sub(
-        r"extern __shared__ __align__\(\d+\) unsigned char (\w+)\[\];",
-        r"unsigned char* \1 = emulated_shared();",
-        source,
-    )
-    return re.sub(
-        r"__shared__ (?:alignas\(\d+\) )?(\w+) (\w+)((?:\[[^\]]+\])?);",
-        r"using shared_\2 = \1\3; auto& \2 = *static_cast<shared_\2*>(emulated_static(__COUNTER__, sizeof(shared_\2)));",
-        source,
-    )
+    source = _DYNAMIC.sub(r"unsigned char* \1 = emulated_shared();", _ASM.sub(call, source))
+    found = r"*static_cast<shared_\2*>(emulated_static(__COUNTER__, sizeof(shared_\2)))"
+    return _STATIC.sub(rf"using shared_\2 = \1\3; auto& \2 = {found};", source)
 
 
 @lru_cache
@@ -71,17 +65,8 @@ def _compile(folder: Path, name: str, source: Path, *flags: str) -> Path:
     library = folder / f"{name}.so"
     if library.exists():
         return library
-    command = [
-        CXX,
-        *FLAGS,
-        *flags,
-        f"-I{HERE}",
-        f"-I{HERE / 'include'}",
-        f"-I{_headers(folder)}",
-        str(source),
-        "-o",
-        str(library),
-    ]
+    folders = [f"-I{each}" for each in (HERE, HERE / "include", _headers(folder))]
+    command = [CXX, *FLAGS, *flags, *folders, str(source), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:4000]
     return library
@@ -144,16 +129,11 @@ def _kernel(folder: Path, spec: KernelSpec) -> Any:
 
 @lru_cache
 def _compiled(folder: Path, spec: KernelSpec) -> Any:
+    shape = (*spec.shape, ("shared_bytes", spec.shared_bytes))
     lines = ['#include "emulator.h"', "struct Shape {"]
-    lines += [
-        f"    static constexpr int {key} = {value};"
-        for key, value in (*spec.shape, ("shared_bytes", spec.shared_bytes))
-    ]
-    lines += [
-        "};",
-        f'#include "{spec.path}"',
-        'extern "C" __attribute__((visibility("default"))) void emulated_run(const void* args) {',
-    ]
+    lines += [f"    static constexpr int {key} = {value};" for key, value in shape]
+    lines += ["};", f'#include "{spec.path}"', 'extern "C" __attribute__((visibility("default")))']
+    lines += ["void emulated_run(const void* args) {"]
     lines += [f"    {spec.name}<Shape>(*static_cast<const {spec.args.__name__}*>(args));", "}"]
     text = "\n".join(lines)
     name = f"{spec.name}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
