@@ -81,14 +81,21 @@ def ranks(request: pytest.FixtureRequest, pools: Callable[[str], RankPool]) -> A
 
 
 def _hopper_params() -> list[Any]:
+    if emulator.ON:
+        return [pytest.param(n, id=f"emulated{n}") for n in GROUP_SIZES if n <= CPU_RANKS]
     if WHY_NO_HOPPER is not None:
         return [pytest.param(1, id="cuda", marks=[pytest.mark.gpu, pytest.mark.skip(reason=WHY_NO_HOPPER)])]
     return [pytest.param(n, id=f"cuda{n}", marks=pytest.mark.gpu) for n in GROUP_SIZES if n <= NUM_GPUS]
 
 
 @pytest.fixture(scope="session", params=_hopper_params())
-def hoppers(request: pytest.FixtureRequest, pools: Callable[[str], RankPool]) -> Ranks:
-    """Groups of 1, 2, 4 (and 8) Hopper GPUs, for tests of what only backend "nvlink" does."""
+def hoppers(request: pytest.FixtureRequest, pools: Callable[[str], RankPool]) -> Any:
+    """Groups of 1, 2, 4 (and 8) Hopper GPUs, for tests of what only backend "nvlink" does.
+
+    On the emulator, modules that say EMULATED have theirs too.
+    """
+    if emulator.ON:
+        return emulator.ranks(request.param)
     return Ranks(pools("cuda"), request.param)
 
 
@@ -114,6 +121,8 @@ def leave_out_what_cannot_be(config: pytest.Config, items: list[pytest.Item]) ->
 
     def exists(item: pytest.Item) -> bool:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        if emulator.ON and getattr(item.module, "EMULATED", False):
+            return True
         if emulator.ON and ("ranks" not in parameters or parameters.get("backend") != "nvlink"):
             return False
         if parameters.get("backend") != "nvlink":

@@ -138,6 +138,7 @@ inline float ptx_cvt_f32_f16(uint16_t bits) {
 // To a float with so many bits of fraction and such a least exponent, to nearest even; as its code without a sign.
 inline unsigned emulated_round(float magnitude, int fraction_bits, int least_exponent) {
     int exponent;
+    if (magnitude == 0.0f) return 0;
     std::frexp(magnitude, &exponent);  // magnitude = f * 2^exponent, f in [0.5, 1)
     exponent = std::max(exponent - 1, least_exponent);
     const double scaled = std::ldexp(static_cast<double>(magnitude), fraction_bits - exponent);
