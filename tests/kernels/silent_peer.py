@@ -6,42 +6,74 @@ from typing import Any
 
 import torch
 
+from tests.kernels import one_gpu
+from tests.kernels.one_gpu import DEVICE, LONG_S, SHORT_S
 from tokenloom.backends.nvlink.buffers import control_layout
-from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.common import HEADER_WORDS, TURNS, Variant
 from tokenloom.plan import Plan, align_up
-from tokenloom.runtime.kernel_reports import CallRecords, FaultFlag
+from tokenloom.runtime.kernel_reports import CallOutcome
+from tokenloom.runtime.symmetric_memory import BufferLayout
 
 EPOCH = 1
 """The first call on fresh buffers."""
-SEQUENCE = 77
 OPTIONS_HASH = 0x1234_5678_9ABC_DEF0
-SHORT_S, LONG_S = 0.3, 30.0
-"""The deadline that shall expire, and the other one."""
 BLOCKS = 4
+SLOTS = 3
+"""Slots of records, in turns; a call of two kernels has two."""
+STALE = 1
+"""Every word of memory that a test does not set: a number like any other, that addresses nothing out of bounds."""
+
+
+def int32(values: Any) -> torch.Tensor:
+    """A tensor on the device."""
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def signed(word: int) -> int:
+    """The int32 with the bits of a word."""
+    return word - (1 << 32) if word >= 1 << 31 else word
+
+
+def next_epoch(epoch: int) -> int:
+    """The epoch of the next call: 0 is what a flag shows that was never raised."""
+    return TURNS if epoch == 2**32 - 1 else epoch + 1
 
 
 class Rank0:
-    """Rank 0 of two: its control buffer, and what its kernels are told of a call.
+    """Rank 0 of two: the control buffers of both, and what its kernels are told of a call.
 
     Args:
         plan: sizes, for two ranks.
-        short: "open" or "phases", the deadline that is SHORT_S. The other one is LONG_S.
+        short: "open" or "phases", the deadline that is SHORT_S. The other one is LONG_S. "" makes both long.
+        epoch: of the first call.
+
+    Attributes:
+        epoch: of the next call that opens.
+        last_run_s: how long the last kernel took.
     """
 
-    def __init__(self, plan: Plan, short: str) -> None:
+    def __init__(self, plan: Plan, short: str = "", epoch: int = EPOCH) -> None:
         assert plan.num_ranks == 2
-        self.plan, self.device = plan, torch.device("cuda:0")
+        self.plan, self.device, self.epoch, self.last_run_s = plan, torch.device(DEVICE), epoch, 0.0
         self.layout = control_layout(plan)
         self._control = [self.bytes(self.layout.total_bytes) for _ in range(2)]
-        self.fault = FaultFlag(self.device, 0)
-        self.records = CallRecords(self.device, 1)
-        self.state = torch.zeros(4, dtype=torch.int32, device=self.device)  # epoch, blocks out, two kinds of claims
-        self._timeouts_s = (SHORT_S, LONG_S) if short == "open" else (LONG_S, SHORT_S)
+        for rank in range(2):
+            self.words("flags", rank)[:2] = signed(epoch - 1)  # every call raises these
+        self.fault, self.records = one_gpu.make_reports(SLOTS)
+        # Epoch, blocks out, two kinds of claims.
+        self.state = torch.zeros(4, dtype=torch.int32, device=self.device)
+        self.state[0] = signed(epoch - 1)
+        self._timeouts_s = [SHORT_S if short == each else LONG_S for each in ("open", "phases")]
         self._kept: list[torch.Tensor] = []
+        self._opened, self._sequence = epoch - 1, 77
 
     def bytes(self, count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.uint8, device=self.device)
+
+    def stale(self, layout: BufferLayout) -> list[torch.Tensor]:
+        """A buffer of each rank, as int32 words."""
+        words = align_up(layout.total_bytes, 4) // 4
+        return [torch.full((words,), STALE, dtype=torch.int32, device=self.device) for _ in range(2)]
 
     def addresses(self, buffers: list[torch.Tensor]) -> int:
         """Device memory with where each rank's part of a window begins."""
@@ -49,43 +81,71 @@ class Rank0:
         self._kept += [*buffers, table]
         return table.data_ptr()
 
-    def words(self, name: str) -> torch.Tensor:
-        """A part of this rank's control buffer, as int32."""
+    def words(self, name: str, rank: int = 0) -> torch.Tensor:
+        """A part of a rank's control buffer, as int32."""
         offset, size = self.layout.places[name]
-        return self._control[0][offset : offset + size].view(torch.int32)
+        return self._control[rank][offset : offset + size].view(torch.int32)
 
-    def open_by_rank_1(self, counts: list[int], status: int = 0, options_hash: int = OPTIONS_HASH) -> None:
-        """Write the header of rank 1, with its counts, and raise its flag."""
+    def header(self, source: int, rank: int, epoch: int) -> torch.Tensor:
+        """What a source tells a rank of a call: HEADER_WORDS, then counts."""
         stride = align_up(HEADER_WORDS + self.plan.num_ranks + self.plan.num_experts, 4)
-        header = [status, 0, *_halves(options_hash), *counts]
-        first = (EPOCH % TURNS * self.plan.num_ranks + 1) * stride
-        self.words("headers")[first : first + len(header)] = torch.tensor(header, dtype=torch.int32)
-        self.words("flags")[1] = EPOCH
+        first = (epoch % TURNS * self.plan.num_ranks + source) * stride
+        return self.words("headers", rank)[first : first + stride]
 
-    def kernel(self, variant: Variant) -> Any:
-        """The kernel, told of the call."""
-        kernel = Kernel(variant.spec(), 0)
+    def open_by_rank_1(
+        self, counts: list[int], status: int = 0, options_hash: int = OPTIONS_HASH, epoch: int | None = None
+    ) -> None:
+        """Write the header of rank 1, with its counts, and raise its flag: by default for the next call."""
+        epoch = self.epoch if epoch is None else epoch
+        header = int32([status, 0, *_halves(options_hash), *counts])
+        self.header(1, 0, epoch)[: len(header)] = header
+        self.words("flags")[1] = signed(epoch)
+
+    def kernel(self, variant: Variant, half_epoch: torch.Tensor | None = None) -> Any:
+        """The kernel, told of a call.
+
+        Args:
+            half_epoch: int32 [1] of the call, where the kernel is one half of it.
+        """
+        kernel = one_gpu.make_kernel(variant.spec())
         call = kernel.args.call
         call.peers = self.addresses(self._control)
         call.flags, call.headers = self.layout.offset("flags"), self.layout.offset("headers")
         call.epoch = self.state.data_ptr()
+        call.half_epoch = 0 if half_epoch is None else half_epoch.data_ptr()
         call.blocks_out, call.claimed = call.epoch + 4, call.epoch + 8
-        call.record = self.records.address(0)
         call.fault, call.fault_claimed = self.fault.record_address, self.fault.claimed.data_ptr()
         call.open_timeout_ns, call.timeout_ns = (int(seconds * 1e9) for seconds in self._timeouts_s)
-        call.options_hash, call.sequence = OPTIONS_HASH, SEQUENCE
+        call.options_hash = OPTIONS_HASH
         return kernel
 
-    def run(self, kernel: Any, blocks: int = BLOCKS) -> None:
+    def run(self, kernel: Any, blocks: int = BLOCKS, opens: bool = True) -> CallOutcome | None:
         """Launch it and wait for its end. Whatever becomes of a call, the host hears of its end, and the next one
-        finds its blocks counted."""
-        kernel.launch(blocks, torch.cuda.current_stream(self.device).cuda_stream)
-        torch.cuda.synchronize(self.device)
-        assert self.state.tolist()[1:] == [0, 0, 0]
-        assert self.records.is_over(0, SEQUENCE)
+        finds its blocks counted.
+
+        Args:
+            opens: False for the receiving half of a call, which leaves the epoch alone.
+
+        Returns:
+            What the call found wrong; a wait that expired is for :func:`error_of`.
+        """
+        self._sequence += 1
+        slot, call = self._sequence % SLOTS, kernel.args.call
+        call.record, call.sequence = self.records.address(slot), self._sequence
+        self.last_run_s = one_gpu.run(kernel, blocks)
+        if opens:
+            self._opened, self.epoch = self.epoch, next_epoch(self.epoch)
+        assert self.state.tolist() == [signed(self._opened), 0, 0, 0]
+        assert self.records.is_over(slot, self._sequence)
+        return self.records.take(slot)
+
+
+def error_of(rank0: Rank0) -> tuple[tuple[int, ...], str] | None:
+    """Whom a wait was for that expired, and in which phase."""
+    error = rank0.fault.error()
+    return None if error is None else (error.peers, error.phase)
 
 
 def _halves(word: int) -> tuple[int, int]:
     """A 64-bit word as two int32, low first."""
-    signed = [half - (1 << 32) if half >= 1 << 31 else half for half in (word & 0xFFFFFFFF, word >> 32)]
-    return signed[0], signed[1]
+    return signed(word & 0xFFFFFFFF), signed(word >> 32)

@@ -145,6 +145,11 @@ def check(path: str, *statements: str) -> None:
     assert "warning" not in log.lower(), log
 
 
+DIFFER = '__device__ __forceinline__ void differ() { asm volatile("the rules differ"); }'
+"""The device's functions are not constexpr, so no static_assert can ask them. Code that ptxas cannot read is left in
+what it is given only if some number differs."""
+
+
 @cache
 def headers() -> list[str]:
     return sorted(str(path.relative_to(compiler.PACKAGE)) for path in compiler.PACKAGE.rglob("*.cuh"))
@@ -213,13 +218,56 @@ def test_numbers_are_the_same_on_both_sides() -> None:
 
 @needs_nvrtc
 @pytest.mark.parametrize(("num_ranks", "num_experts"), [(1, 1), (3, 21), (8, 256), (32, 32)])
-def test_rows_of_an_announcement_have_their_room(num_ranks: int, num_experts: int) -> None:
-    """Two for each source, one per parity of the epoch."""
+def test_headers_have_their_room(num_ranks: int, num_experts: int) -> None:
+    """One of each source for every turn that calls take."""
     _, num_bytes = buffers.control_layout(Plan(num_ranks, num_experts, 8, 1, 1)).places["headers"]
+    words = f"header_words<{num_ranks} + {num_experts}>"
     check(
         "device/transport/call.cuh",
-        f"static_assert(2 * {num_ranks} * header_words<{num_ranks} + {num_experts}> * sizeof(int32) == {num_bytes});",
+        f"static_assert(kTurns * {num_ranks} * {words} * sizeof(int32) == {num_bytes});",
     )
+
+
+MOST = 2**32 - 1
+REACHED = [
+    # seen, wanted, every call, some calls
+    (0, 1, False, False),
+    (7, 7, True, True),
+    (10, 7, True, True),
+    (11, 7, True, False),
+    (6, 7, False, False),
+    (7 + 2**31, 7, False, False),
+    (MOST, MOST, True, True),
+    # Epochs go on with 4, 5 and 6 after the largest.
+    (4, MOST, True, True),
+    (6, MOST, True, True),
+    (7, MOST, True, False),
+    (4, MOST - 2, True, True),
+    (5, MOST - 2, True, False),
+    (3, MOST - 2, True, False),
+    (MOST, 4, False, False),
+    (0, 4, False, False),
+]
+"""Flags, and whether they say that a call has come so far. Flags that not every call raises may be very old."""
+
+
+@needs_nvrtc
+def test_which_flags_count() -> None:
+    """A peer may be three calls ahead of a wait, not more; whatever else a flag shows was left by earlier calls."""
+
+    def body(every: int) -> str:
+        lines = []
+        for seen, wanted, *expected in REACHED:
+            kind = ("Flag::kEveryCall", "Flag::kSomeCalls")[every]
+            lines.append(f"if (has_reached<{kind}>({seen}u, {wanted}u) != {int(expected[every])}) differ();")
+        return " ".join(lines)
+
+    path = "device/sync/wait.cuh"
+    for every in (0, 1):
+        check(path, DIFFER, f'extern "C" __global__ void rule() {{ {body(every)} }}')
+    wrong = "if (has_reached<Flag::kSomeCalls>(7u, 7u) != 0) differ();"
+    with pytest.raises(KernelCompileError, match="ptxas"):
+        check(path, DIFFER, f'extern "C" __global__ void rule() {{ {wrong} }}')
 
 
 # -- chunks of a combine -----------------------------------------------------------------------------------------
@@ -235,13 +283,12 @@ def chunk_shift(num_rows: int) -> int:
 
 @needs_nvrtc
 def test_the_rule_of_chunks() -> None:
-    """The next test counts with it. It cannot be a static_assert, as the device's functions are not constexpr: code
-    that ptxas cannot read is left in what it is given only if some number differs."""
+    """The next test counts with it."""
     counts = [*range(130), *(count + step for count in (256, 512, 1024, 4096, 1 << 20, 1 << 30) for step in (-1, 0))]
     body = " ".join(f"if (chunk_shift<Rule>({count}) != {chunk_shift(count)}) differ();" for count in counts)
     statements = (
         f"struct Rule {{ static constexpr int most_chunk_shift = {combine.MOST_CHUNK_SHIFT}; }};",
-        '__device__ __forceinline__ void differ() { asm volatile("the rules differ"); }',
+        DIFFER,
     )
     path = "kernels/combine/combine.cuh"
     check(path, *statements, f'extern "C" __global__ void rule() {{ {body} }}')

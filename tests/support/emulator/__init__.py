@@ -106,6 +106,10 @@ class Emulator:
         with self.lock:
             return self._core.emulator_run(ctypes.c_uint64(turns))
 
+    def now(self) -> int:
+        """Turns of fibers so far, which kernels take for nanoseconds."""
+        return self._core.emulated_clock()
+
     def finished(self, rank: int) -> int:
         """Kernels of a rank that have finished."""
         return self._core.emulator_finished(rank)
@@ -115,7 +119,7 @@ class Emulator:
 def _core(folder: Path) -> Any:
     core = ctypes.CDLL(str(_compile(folder, "emulator", HERE / "emulator.cpp")), mode=ctypes.RTLD_GLOBAL)
     core.emulator_run.restype = ctypes.c_size_t
-    core.emulator_finished.restype = ctypes.c_uint64
+    core.emulator_finished.restype = core.emulated_clock.restype = ctypes.c_uint64
     return core
 
 
