@@ -98,9 +98,9 @@ def routes_in_turns_layout(plan: Plan, value_bytes: int, rows: int) -> BufferLay
 
 
 def gather_layout(plan: Plan, value_bytes: int, rows: int) -> BufferLayout:
-    """Rows that copy engines bring, by rank and token [W, M]: one half for even calls, one for odd ones."""
+    """Rows that copy engines bring, by rank and token [W, M], in regions by turns."""
     size = plan.num_ranks * plan.max_tokens_per_rank * plan.hidden * value_bytes
-    return BufferLayout.of([("gathered0", size), ("gathered1", size)])
+    return BufferLayout.of([(f"gathered{turn}", size) for turn in range(num_turns(plan))])
 
 
 def weight_gradient_values(plan: Plan) -> int:

@@ -149,16 +149,16 @@ class Combiner:
             )
         )
         fields = combine_fields(handle.number, options)
-        buffer, half = self._copies.half(wire.itemsize, fields)
+        buffer, region = self._copies.region(wire.itemsize, fields)
         me = self.launcher.ranks.rank
         self.point_once(pre_reduce)
         self.point(pre_reduce, handle, rows, dense, handle.capacity, handle.given_ids)
         pre_reduce.args.row_weights = address_of(weights)
-        pre_reduce.args.own_sums = buffer.addresses[me] + half + me * dense[0].nbytes
+        pre_reduce.args.own_sums = buffer.addresses[me] + region + me * dense[0].nbytes
         pre_reduce.launch(PRE_REDUCE_BLOCKS, torch.cuda.current_stream(device).cuda_stream)
-        self._copies.bring(buffer, half, lambda rank: dense[rank])
+        self._copies.bring(buffer, region, lambda rank: dense[rank])
         self.point(kernel, handle, dense, out, handle.capacity, handle.given_ids)
-        self._launch(kernel, buffer, half, CallKind(fields))
+        self._launch(kernel, buffer, region, CallKind(fields))
 
     def send_weight_gradients(self, handle: NvlinkHandle, grad: torch.Tensor) -> Launched[torch.Tensor]:
         """A combine of short rows, [T, K]: of a token's K gradients each rank has some, and zeros for the others."""

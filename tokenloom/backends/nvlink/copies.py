@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from tokenloom.backends.handshake import Fields
-from tokenloom.backends.nvlink.buffers import Buffers
+from tokenloom.backends.nvlink.buffers import Buffers, num_turns
 from tokenloom.backends.nvlink.launcher import Launcher, require_no_capture
 from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT
 from tokenloom.plan import Plan
@@ -22,27 +22,28 @@ class Copies:
 
     def gather(self, x: torch.Tensor, fields: Fields) -> int:
         """Bring x to all other ranks. The address here of the rows of all ranks, there when the next call opens."""
-        buffer, half = self.half(x.element_size(), fields)
-        self.bring(buffer, half, lambda rank: x)
-        return buffer.addresses[self._launcher.ranks.rank] + half
+        buffer, region = self.region(x.element_size(), fields)
+        self.bring(buffer, region, lambda rank: x)
+        return buffer.addresses[self._launcher.ranks.rank] + region
 
-    def half(self, value_bytes: int, fields: Fields) -> tuple[SymmetricBuffer, int]:
-        """The buffer, and the offset of the half of it that the next call uses. Copies into it may begin at once.
+    def region(self, value_bytes: int, fields: Fields) -> tuple[SymmetricBuffer, int]:
+        """The buffer, and the offset of the region of it that the next call uses. Copies into it may begin at once.
 
-        Safe to overwrite: call n - 1 has opened on all ranks, so all have finished reading what call n - 2 put in
-        this half.
+        Safe to overwrite. These calls have no halves. Of two regions: call n - 1 has opened on all ranks, so they have
+        finished what call n - 2 put in this one. In eager plans a sending half waits for nobody, so call n - 1 may not
+        have opened; but call n - 2 is received, so all have received call n - 4, and there are four.
         """
         require_no_capture()
         buffer = self._buffers.gather(value_bytes, fields)
         # Raises what the launch would: then no copy is left on a stream that the next call may not follow.
         self._launcher.settle(CALLS_IN_FLIGHT)
         self._launcher.follow()
-        return buffer, buffer.layout.offset(f"gathered{self._launcher.num_calls % 2}")
+        return buffer, buffer.layout.offset(f"gathered{self._launcher.num_calls % num_turns(self._plan)}")
 
-    def bring(self, buffer: SymmetricBuffer, half: int, rows_for: Callable[[int], torch.Tensor]) -> None:
+    def bring(self, buffer: SymmetricBuffer, region: int, rows_for: Callable[[int], torch.Tensor]) -> None:
         """Copy at most M rows to every other rank. They are there when the next call has opened."""
         plan, me = self._plan, self._launcher.ranks.rank
         for distance in range(1, plan.num_ranks):
             rank = (me + distance) % plan.num_ranks
             rows = rows_for(rank)
-            buffer.copy_to(rank, half + me * plan.max_tokens_per_rank * plan.hidden * rows.element_size(), rows)
+            buffer.copy_to(rank, region + me * plan.max_tokens_per_rank * plan.hidden * rows.element_size(), rows)

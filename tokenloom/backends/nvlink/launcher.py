@@ -72,6 +72,7 @@ class Half:
 
     Attributes:
         number: of the call. args: of the sending kernel. kind, dispatch: what the call means to all ranks.
+        captured: it was sent into a CUDA graph. is_finished: the receiving kernel was launched.
     """
 
     def __init__(self, memory: torch.Tensor, epoch: int, kernel: OpeningKernel, blocks: int | None = None) -> None:
@@ -80,6 +81,7 @@ class Half:
         self.args: ctypes.Structure | None = None
         self.kind: CallKind | None = None
         self.dispatch = -1
+        self.captured = self.is_finished = False
 
 
 class Launcher:
@@ -101,6 +103,7 @@ class Launcher:
         self.plan, self.ranks, self.control, self.num_sms = plan, ranks, control, num_sms
         self.num_calls = 0
         self._num_launches = 0
+        self._open_halves: list[Half] = []
         self._kernels: dict[Variant, OpeningKernel] = {}
         self._all_kernels: weakref.WeakSet[OpeningKernel] = weakref.WeakSet()
         # Epoch, blocks out, two kinds of claims.
@@ -172,6 +175,8 @@ class Launcher:
         """
         captured = torch.cuda.is_current_stream_capturing()
         if not captured and finishes is None:
+            if self._open_halves:
+                self._finish_older_halves()
             self.outcomes.settle_before(self.num_calls - CALLS_IN_FLIGHT)
         stream = self._follow(captured)
         slot, sequence = CAPTURED_SLOT, 0
@@ -182,7 +187,7 @@ class Launcher:
         if begins is not None:
             opening.half_epoch = begins.epoch
             begins.number, begins.kind, begins.dispatch = self.num_calls, kind, dispatch
-            begins.args = type(kernel.args).from_buffer_copy(kernel.args)
+            begins.args, begins.captured = type(kernel.args).from_buffer_copy(kernel.args), captured
         opening.record, opening.sequence = self.outcomes.addresses[slot], sequence
         opening.status, opening.region = status, region
         opening.options_hash = kind.hash_of(dispatch)
@@ -195,16 +200,35 @@ class Launcher:
         number = self.num_calls if finishes is None else finishes.number
         self.outcomes.expect(number, slot, sequence, last, kind, dispatch, repeats, status != 0)
         self._num_launches += 1
+        if begins is not None:
+            self._open_halves.append(begins)
         if finishes is None:
             self.num_calls += 1
 
     def finish(self, half: Half) -> None:
-        """Launch the receiving half of a call: the kernel takes the arguments of the one that sent."""
+        """Launch the receiving half of a call, if it was not yet: the kernel takes the arguments of the one that sent.
+
+        Raises:
+            InvalidArgument: a CUDA graph is captured, and the call was sent outside of it, or the reverse.
+        """
+        if half.is_finished:
+            self.follow()
+            return
+        if half.captured != torch.cuda.is_current_stream_capturing():
+            raise InvalidArgument("a call was sent into a CUDA graph and received outside, or the reverse")
+        half.is_finished = True
+        self._open_halves = [each for each in self._open_halves if each is not half]
         args, kind, kernel = half.args, half.kind, half.kernel
         assert args is not None, "the sending half was launched"
         assert kind is not None
         ctypes.memmove(ctypes.addressof(kernel.args), ctypes.addressof(args), ctypes.sizeof(args))
         self.launch(kernel, kind, half.dispatch, blocks=half.blocks, finishes=half)
+
+    def _finish_older_halves(self) -> None:
+        """Keep the rule that call n opens when call n - 2 is received, which memory that takes turns relies on. Users
+        keep it, but calls that only agree, or tell a fault, open between theirs."""
+        for half in [each for each in self._open_halves if each.number < self.num_calls - 1]:
+            self.finish(half)
 
     def follow(self) -> None:
         """Let the current stream wait for that of the call before.

@@ -207,12 +207,12 @@ class DirectDispatch(PreparedDispatch):
         """
         buffer, rows = self._receive_buffer(number)
         launcher, results, args = self.launcher, self._results, self.kernel.args
-        call = launcher.num_calls
         x, topk_ids, words, base = self.point(inputs, results)
         if self._exact:
             args.host_sequence = self.shared.host_counts.expect()
         if self.options.strategy == "all_gather":
-            args.gathered = self.shared.copies.gather(x, self.kind.fields_of(call))
+            args.gathered = self.shared.copies.gather(x, self.kind.fields_of(launcher.num_calls))
+        call = launcher.num_calls  # behind what makes memory, which is a call by itself
         half = self.half(words, base, results)
         launcher.launch(self.kernel, self.kind, call, region=buffer.number, repeats=self.repeats, begins=half)
         places = self.num_places
@@ -230,6 +230,8 @@ def check(shared: Shared, options: DispatchOptions, inputs: DispatchInputs) -> N
     x, plan, exact = inputs.x, shared.plan, options.sizes == "exact"
     is_fp8 = options.to_fp8 or x.element_size() == 1
     require_layout(options.strategy, options.layout)
+    if options.strategy == "all_gather" and inputs.split:
+        raise InvalidArgument("strategy 'all_gather' has no halves on backend nvlink; use 'dedup'")
     if options.strategy == "all_gather" and is_fp8:
         raise InvalidArgument("strategy 'all_gather' moves no FP8 on backend nvlink; use 'dedup'")
     require_no_host_read(exact or shared.checked, "sizes='exact'" if exact else "checked=True")

@@ -93,9 +93,9 @@ def _why_not(request: Request) -> str | None:
 
 def _load_kernels(plan: Plan, device: torch.device) -> None:
     """Raise what an old driver, a compiler that is missing, or too many experts come to."""
-    DispatchVariant(
-        plan=plan, layout="expert", x_dtype=torch.bfloat16
-    ).spec()  # if experts fit here, they fit everywhere
+    # If experts fit in these, they fit everywhere.
+    DispatchVariant(plan=plan, layout="expert", x_dtype=torch.bfloat16).spec()
+    DispatchVariant(plan=plan, layout="slots", x_dtype=torch.bfloat16, staged=True).spec()
     Kernel(BarrierVariant(plan=plan).spec(), torch.cuda.current_device() if device.index is None else device.index)
 
 

@@ -49,6 +49,7 @@ struct RowStream {
     static constexpr int64 kNowhere = -1;
     template <class Next, class Target, class Issued>
     __device__ void run(Next next, Target target, Issued issued) {
+        fence_global_to_bulk();  // stores may go where the flags of a call that has opened said there is room
         Loader<Next> loader{*this, next};
         for (int i = 0; i < kAhead; ++i) loader.load();
         uint64 tag = 0;

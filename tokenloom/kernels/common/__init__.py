@@ -2,7 +2,7 @@
 
 from tokenloom.kernels.common.call import HEADER_WORDS, PARTS, TURNS, Call, int32_fields, uint64_fields
 from tokenloom.kernels.common.numbers import DTYPES, HOPPER, LAYOUTS, MAX_RANKS, describe, short_name
-from tokenloom.kernels.common.ring import CONTROL_BYTES, MAX_SHARED_BYTES, MOST_STAGES, ring
+from tokenloom.kernels.common.ring import CONTROL_BYTES, MAX_SHARED_BYTES, MOST_STAGES, require_shared, ring
 from tokenloom.kernels.common.variant import Variant
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Variant",
     "describe",
     "int32_fields",
+    "require_shared",
     "ring",
     "short_name",
     "uint64_fields",

@@ -16,6 +16,15 @@ STAGE_UNIT = 128
 """Alignment of stages, in bytes."""
 
 
+def require_shared(num_bytes: int) -> None:
+    """Raise InvalidArgument for more shared memory than a block can have."""
+    if num_bytes > MAX_SHARED_BYTES:
+        raise InvalidArgument(
+            f"a block's counts per expert take {num_bytes} of its {MAX_SHARED_BYTES} bytes of shared memory; use "
+            "fewer experts, another layout, or backend='collective'"
+        )
+
+
 def ring(row_bytes: int, warps: int, other_bytes: int, least_bytes: int) -> tuple[int, int, int]:
     """Cut a row into stages for the rings of a block.
 

@@ -127,6 +127,7 @@ __device__ bool dispatch_rows(const DispatchArgs& args, uint32 epoch) {
 template <class Shape>
 __device__ bool receive_rows(const DispatchArgs& args, uint32 epoch) {
     extern __shared__ __align__(128) unsigned char memory[];
+    static_assert(sizeof(DispatchShared<Shape>) <= Shape::shared_bytes, "launch.py asks for what this needs");
     auto& shared = *reinterpret_cast<DispatchShared<Shape>*>(memory);
     constexpr int kCounts = RouteShared<Shape>::kCounts;
     if (__syncthreads_or(has_expired(deadline_of(args.call)))) return false;

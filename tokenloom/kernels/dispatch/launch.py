@@ -18,6 +18,7 @@ from tokenloom.kernels.common import (
     Call,
     describe,
     int32_fields,
+    require_shared,
     ring,
     short_name,
     uint64_fields,
@@ -139,6 +140,7 @@ class DispatchVariant:
             running_bytes += 4 * place_warps * plan.num_experts
         if self.quantize or receives:
             stage_bytes, stages, shared_bytes = 128, 2, max(running_bytes, 256) + route_bytes + 512
+            require_shared(shared_bytes)
         else:
             stage_bytes, stages, shared_bytes = ring(row_bytes, send_warps, route_bytes, running_bytes)
         shape = {
