@@ -6,12 +6,14 @@ come of what is its own: errors that the host learns of later, receive buffers u
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 import tokenloom as tl
+from tests.backends.large_plans import in_large_plan
 from tests.conftest import Ranks
 from tests.support.cases import BF16, FP8, Case, Problem, make_problem, same_routed
 from tests.support.nvlink_cases import LAYOUTS, launcher_of, meet, new_comm, round_trip
@@ -93,8 +95,9 @@ def test_rounds_after_faults(hoppers: Ranks, checked: bool) -> None:
 
 
 def check_rounds_after_faults(context: RankContext, checked: bool) -> None:
-    case = {"tokens": (8, 5, 6, 7), "spare": 8, "hidden": 64, "top_k": 3, "experts_per_rank": 2}
+    case: dict[str, Any] = {"tokens": (8, 5, 6, 7), "spare": 8, "hidden": 64, "top_k": 3, "experts_per_rank": 2}
     problems = [make_problem(Case("rounds", "", **case, seed=seed), context.num_ranks) for seed in range(3)]
+    problems = [in_large_plan(each) for each in problems]  # whose bounded dispatches use receive buffers too
     # Without ``checked`` nobody reads ids, and bounded sizes leave the others' errors for later.
     faults = [fault for fault in FAULTS[0 if checked else 1 :] if context.num_ranks > 1 or fault not in FAULTS[2:]]
     sizes = "exact" if checked else "bounded"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 import tokenloom as tl
+from tests.backends.large_plans import no_plan_is_small
 from tests.conftest import Ranks
 from tests.support.cases import BF16, FP32, Case, Problem, make_problem, same_bits, same_routed
 from tests.support.graph_cases import EXPERT, Captured, Round, Step, plan_of, problem_of
@@ -19,6 +22,13 @@ from tokenloom.runtime.processes import RankContext
 CASE = Case("too many", "", tokens=(100, 60, 0, 77), spare=3, experts_per_rank=2, hidden=128, top_k=4,
             pick="one rank", unused=0.05)  # fmt: skip
 """Most rows go to one rank: several times as many as fit a receive buffer that has room for layout "token" alone."""
+
+
+@contextmanager
+def small_buffers() -> Iterator[None]:
+    """Receive buffers have room for layout "token" alone, and bounded dispatches of small plans use them too."""
+    with mock.patch.object(buffers, "EXPERT_ROOM", -1e9), no_plan_is_small():
+        yield
 
 
 @pytest.mark.parametrize("alignment", [1, 16])
@@ -32,11 +42,7 @@ def check_growth(context: RankContext, alignment: int) -> None:
     problems = [make_problem(replace(CASE, dtype=dtype), context.num_ranks) for dtype in (FP32, BF16)]
     needed = problems[0].rows_needed("expert", alignment)
     few = needed // 3
-    with (
-        mock.patch.object(buffers, "EXPERT_ROOM", -1e9),
-        new_comm(context, problems[0].plan, checked=False) as comm,
-        torch.no_grad(),
-    ):
+    with small_buffers(), new_comm(context, problems[0].plan, checked=False) as comm, torch.no_grad():
         assert buffers.receive_rows(comm.plan) < needed, "the buffer is large enough"
         for problem in problems:
             handed_out = dispatched(context, comm, problem, alignment, few)
@@ -76,10 +82,7 @@ def test_in_a_graph(hoppers: Ranks) -> None:
 def check_graph(context: RankContext) -> None:
     num_ranks = context.num_ranks
     room = {each: problem_of(each, EXPERT, num_ranks).rows_needed("expert", EXPERT.alignment) for each in (FEW, MANY)}
-    with (
-        mock.patch.object(buffers, "EXPERT_ROOM", -1e9),
-        new_comm(context, plan_of(num_ranks), checked=False) as comm,
-    ):
+    with small_buffers(), new_comm(context, plan_of(num_ranks), checked=False) as comm:
         assert max(room[FEW], buffers.receive_rows(comm.plan)) < room[MANY], "the buffer is large enough"
         small = Step(context, comm, EXPERT, capacity=room[FEW])
         small.load(FEW)

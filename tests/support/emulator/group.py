@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import threading
 import time
@@ -46,6 +45,7 @@ class Group:
         self.emulator = Emulator(folder, num_ranks, seed)
         self.num_ranks = num_ranks
         self.lock = threading.Lock()
+        self.meeting = threading.Barrier(num_ranks)
         self.memory: dict[int, list[torch.Tensor]] = {}
         self.notes: dict[tuple[str, int], str] = {}
         self.kept: list[tuple[int, int, list[torch.Tensor]]] = []
@@ -149,10 +149,6 @@ class FakeBuffer:
         offset, _ = self.layout.places[name]
         size = dtype.itemsize * int(torch.Size(shape).numel())
         return self._memory[offset : offset + size].view(dtype).view(shape)
-
-    def copy_to(self, rank: int, offset: int, values: torch.Tensor) -> None:
-        here.group.drain(here.rank)  # copies happen on the stream
-        ctypes.memmove(self.addresses[rank] + offset, values.data_ptr(), values.numel() * values.element_size())
 
     def ended_ranks(self) -> list[int]:
         return []
@@ -276,6 +272,7 @@ def _stand_ins(group: Group) -> Iterator[None]:
             (communicator.Communicator, "__init__", _make_communicator),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.cuda, "current_stream", lambda device=None: FakeStream(here.rank)),
+            (torch.distributed, "barrier", lambda **options: group.meeting.wait()),
             (torch.cuda, "synchronize", lambda device=None: here.group.drain(here.rank)),
             *((torch.Tensor, name, _behind_kernels(getattr(torch.Tensor, name))) for name in READS),
         ):
@@ -313,6 +310,7 @@ class EmulatedRanks:
             except BaseException as failure:
                 failures.append(failure)
                 group.failed = True
+                group.meeting.abort()
 
         with _stand_ins(group):
             threads = [threading.Thread(target=work, args=(rank,)) for rank in range(self.num_ranks)]
