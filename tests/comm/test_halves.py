@@ -174,7 +174,7 @@ def check_ids_of(
     capacity = problem.rows_needed("expert") if layout == "expert" and sizes == "bounded" else None
     options: dict[str, Any] = {"layout": layout, "sizes": sizes, "capacity": capacity, "copy": True}
     routed = comm.dispatch(*problem.arguments(context), **options)
-    assert "_topk_ids" not in vars(routed), "converted before anybody asked"
+    assert "topk_ids" not in vars(routed), "converted before anybody asked"
     if layout == "expert":
         assert routed.topk_ids is None
         return

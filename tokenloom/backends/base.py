@@ -112,9 +112,9 @@ class DispatchOut:
     slot_ranges: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # frozen, it would take three times as long to make
 class DispatchInputs:
-    """The checked tensors of one dispatch on this rank.
+    """The checked tensors of one dispatch on this rank. Not to be changed.
 
     Attributes:
         x: [T, H], not quantised yet where ``DispatchOptions.to_fp8`` is set.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import lru_cache, partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from tokenloom.backends.base import (
     Upcoming,
     Wait,
 )
+from tokenloom.comm import validation
 from tokenloom.comm.pending import OpenCalls
 from tokenloom.errors import BackendUnavailable, CommunicatorBroken, PeerTimeout, is_known_to_all
 from tokenloom.ops import routing
@@ -96,12 +98,34 @@ class Engine:
         self.open_calls = OpenCalls()
         self._backend = backend
         self._sequence: Sequence | None = None
+        self._options_of = lru_cache(maxsize=64, typed=True)(partial(_checked_options, plan, backend))
 
     @property
     def capabilities(self) -> Capabilities:
         return self._backend.capabilities
 
+    def dispatch_options(self, *given: Any) -> DispatchOptions:
+        """Check the options of a dispatch once for each value of what was given.
+
+        Args:
+            given: what follows ``able`` in :func:`tokenloom.comm.validation.dispatch_options`.
+        """
+        try:
+            return self._options_of(*given)
+        except TypeError:  # a list, say, cannot be looked up
+            return _checked_options(self.plan, self._backend, *given)
+
     # -- errors ---------------------------------------------------------------------------------------------
+
+    def is_plain(self) -> bool:
+        """Whether a call that is made now needs nothing around it: its device is the current one, no profiler listens,
+        and no other calls have been declared."""
+        index = self.ranks.device.index
+        return (
+            self._sequence is None
+            and not torch._C._autograd._profiler_enabled()
+            and (index is None or torch.cuda.current_device() == index)
+        )
 
     def begin(self) -> None:
         """Raise what earlier calls left behind, as far as it is known without waiting."""
@@ -274,6 +298,10 @@ class Engine:
         with on_device(self.ranks.device):
             self._backend.close()
         self.ranks.close()
+
+
+def _checked_options(plan: Plan, backend: Backend, *given: Any) -> DispatchOptions:
+    return validation.dispatch_options(plan, backend.capabilities, *given)
 
 
 class _Tracked(Generic[T]):

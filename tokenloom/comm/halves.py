@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
-from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -14,63 +13,81 @@ from tokenloom.backends.base import Pending as Sent
 from tokenloom.comm import autograd, outputs, validation
 from tokenloom.comm.engine import COMBINE_RANGE, DISPATCH_RANGE, Engine, profiler_range
 from tokenloom.comm.pending import Pending
-from tokenloom.comm.routed import Routed, make_routed
+from tokenloom.comm.routed import Routed
 from tokenloom.runtime.streams import tensors_in
 
 
 class Call(ABC):
     """One call of a communicator, made once: in one piece by :meth:`run`, or in halves by :meth:`send`.
 
-    Args:
-        engine: of the communicator.
+    Attributes:
         name: "dispatch" or "combine".
         range_name: of the profiler.
-        awaited: in one piece, ranks wait for its outcome before they open another call.
-        given: everything that the call reads or writes: tensors, or tuples and dataclasses that hold tensors.
+        engine: of the communicator.
         async_op: run on the communicator's own stream, and give (result, event).
     """
 
-    def __init__(
-        self, engine: Engine, name: str, range_name: str, awaited: bool, given: tuple[Any, ...], async_op: bool
-    ) -> None:
-        self.engine, self.async_op = engine, async_op
-        self._name, self._range, self._awaited, self._given = name, range_name, awaited, given
+    name: ClassVar[str]
+    range_name: ClassVar[str]
+    engine: Engine
+    async_op: bool
 
     def run(self) -> Any:
         """Make the whole call: its result."""
         engine = self.engine
         engine.begin()
-        upcoming = Upcoming(self._name, awaited=self._awaited)
-        stream = engine.side_stream.run(self._given) if self.async_op else nullcontext()
-        with stream, profiler_range(self._range), engine.sequence(upcoming):
+        if self.async_op or not engine.is_plain():
+            stream = engine.side_stream.run(self._given()) if self.async_op else nullcontext()
+            with stream, profiler_range(self.range_name), engine.sequence(self._upcoming()):
+                self._send(split=False)
+                return self._result()
+        opened = engine.open_calls.count
+        try:
             self._send(split=False)
-            return self._result()
+            return self._receive()
+        except Exception:
+            # What the sequence would have known: whether the call was open, behind which nothing fails but receiving.
+            upcoming = [] if engine.open_calls.count > opened else [self._upcoming()]
+            with engine.sequence(*upcoming):
+                raise
 
     def send(self) -> Pending[Any]:
         """Make the first half."""
         engine = self.engine
         engine.begin()
-        stream = engine.side_stream.run(self._given) if self.async_op else nullcontext()
-        with stream, profiler_range(self._range), engine.sequence(Upcoming(self._name)):
+        stream = engine.side_stream.run(self._given()) if self.async_op else nullcontext()
+        with stream, profiler_range(self.range_name), engine.sequence(Upcoming(self.name)):
             sent = self._send(split=True)
-        self._given = ()  # the pending may live for long
+        self._forget()  # the pending may live for long
 
         def discard() -> None:
             with engine.side_stream.resume() if self.async_op else nullcontext(), engine.sequence():
                 sent.receive()
 
-        return Pending(self._second_half, engine.open_calls, self._name, discard)
+        return Pending(self._second_half, engine.open_calls, self.name, discard)
 
     def _second_half(self) -> Any:
         engine = self.engine
         engine.ranks.require_alive()
         stream = engine.side_stream.resume() if self.async_op else nullcontext()
-        with stream, profiler_range(self._range), engine.sequence():
+        with stream, profiler_range(self.range_name), engine.sequence():
             return self._result()
 
     def _result(self) -> Any:
         result = self._receive()
         return (result, self.engine.side_stream.event(tuple(tensors_in(result)))) if self.async_op else result
+
+    def _upcoming(self) -> Upcoming:
+        """The whole call, as the ranks open it."""
+        return Upcoming(self.name)
+
+    @abstractmethod
+    def _given(self) -> tuple[Any, ...]:
+        """Everything that the call reads or writes: tensors, or what :func:`tensors_in` looks into."""
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Let go of what was given, but for what the second half needs."""
 
     @abstractmethod
     def _send(self, split: bool) -> Sent[Any]:
@@ -91,31 +108,42 @@ class DispatchCall(Call):
         copy, out, async_op: as they were given.
     """
 
+    name, range_name = "dispatch", DISPATCH_RANGE
+
     def __init__(
         self,
         owner: object,
         engine: Engine,
-        tensors: tuple[Any, torch.Tensor, torch.Tensor | None],
+        tensors: tuple[Any, Any, Any],
         options: tuple[Any, ...],
         copy: bool,
         out: DispatchOut | None,
         async_op: bool,
     ) -> None:
-        layout, _, sizes = options[:3]
-        exact = sizes != "bounded" and layout != "slots"
-        super().__init__(engine, "dispatch", DISPATCH_RANGE, exact, (*tensors, out), async_op)
-        self._owner, self._options, self._copy, self._out = owner, options, copy, out
+        self.engine, self.async_op = engine, async_op
+        self._owner, self._tensors, self._options = owner, tensors, options
+        self._copy, self._out = copy, out
+
+    def _upcoming(self) -> Upcoming:
+        layout, _, sizes = self._options[:3]
+        return Upcoming(self.name, awaited=sizes != "bounded" and layout != "slots")
+
+    def _given(self) -> tuple[Any, ...]:
+        return (*self._tensors, self._out)
+
+    def _forget(self) -> None:
+        self._tensors = (None, None, None)
 
     def _send(self, split: bool) -> Sent[Any]:
-        engine, (x, ids, weights, _) = self.engine, self._given
+        engine, (x, ids, weights) = self.engine, self._tensors
         plan, able, device = engine.plan, engine.capabilities, engine.ranks.device
-        options = validation.dispatch_options(plan, able, *self._options)
+        options = engine.dispatch_options(*self._options)
         reads_ids = validation.reads_ids(able, device)
         inputs = validation.dispatch_inputs(
             plan, able, device, x, ids, weights, self._copy, reads_ids, options.to_fp8, options.scale_layout, split
         )
         if self._out is not None:
-            inputs = replace(inputs, out=outputs.of_dispatch(plan, options, inputs, self._out))
+            inputs.out = outputs.of_dispatch(plan, options, inputs, self._out)
         self._ids_dtype = inputs.topk_ids.dtype
         self._in_graph: tuple[torch.Tensor, torch.Tensor | None] | None = None
         if inputs.x_needs_grad or inputs.weights_need_grad:
@@ -130,10 +158,14 @@ class DispatchCall(Call):
         handle, rows = self._sent.receive()
         made = (self._owner, self.engine.plan, handle)
         if self._in_graph is None:
-            return make_routed(*made, rows, handle.topk_weights, self._ids_dtype, self._out)
-        with torch.enable_grad():  # as it was in the first half
-            rows, weights = autograd.dispatched(self.engine, handle, rows, *self._in_graph)
-            return make_routed(*made, rows, weights, self._ids_dtype)
+            routed = Routed(*made, rows, None, self._ids_dtype, self._out)
+        else:
+            with torch.enable_grad():  # as it was in the first half
+                rows, weights = autograd.dispatched(self.engine, handle, rows, *self._in_graph)
+                routed = Routed(*made, rows, weights, self._ids_dtype)
+        if self._ids_dtype != torch.int32 and rows.is_cuda and torch.cuda.is_current_stream_capturing():
+            _ = routed.topk_ids  # converted later, they would be outside of the graph and never change
+        return routed
 
 
 class CombineCall(Call):
@@ -146,6 +178,8 @@ class CombineCall(Call):
         out, async_op: as they were given.
     """
 
+    name, range_name = "combine", COMBINE_RANGE
+
     def __init__(
         self,
         owner: object,
@@ -156,23 +190,31 @@ class CombineCall(Call):
         out: torch.Tensor | None,
         async_op: bool,
     ) -> None:
-        super().__init__(engine, "combine", COMBINE_RANGE, False, (y, routed, out), async_op)
-        self._owner, self._options = owner, options
+        self.engine, self.async_op = engine, async_op
+        self._owner, self._y, self._routed, self._options, self._out = owner, y, routed, options, out
+
+    def _given(self) -> tuple[Any, ...]:
+        return self._y, self._routed, self._out
+
+    def _forget(self) -> None:
+        del self._y, self._routed, self._out
 
     def _send(self, split: bool) -> Sent[torch.Tensor]:
-        engine, (y, routed, out) = self.engine, self._given
+        engine, y, routed, out = self.engine, self._y, self._routed, self._out
         validation.require_routed(routed, self._owner)
-        shape, weights = list(routed.tokens.shape), routed._weights
+        handle, weights = routed._handle, routed._weights
         options = validation.combine_options(
-            engine.capabilities, engine.ranks.device, y, shape, routed.layout, weights, *self._options
+            engine.capabilities, engine.ranks.device, y, routed._shape, routed.layout, weights, *self._options
         )
         if out is not None:
             outputs.of_combine(out, options, routed, y)
-        rows, weights = y.view(-1, engine.plan.hidden), weights if options.weighted else None
+        rows = y if y.ndim == 2 else y.view(-1, engine.plan.hidden)
+        if not options.weighted:
+            weights = None
         if options.needs_grad:
-            self._sent = autograd.send_combine(engine, routed._handle, rows, weights, options, split)
+            self._sent = autograd.send_combine(engine, handle, rows, weights, options, split)
         else:
-            self._sent = engine.send_combine(routed._handle, rows, weights, options, out, split=split)
+            self._sent = engine.send_combine(handle, rows, weights, options, out, split=split)
         return self._sent
 
     def _receive(self) -> torch.Tensor:

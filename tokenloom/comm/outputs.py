@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -29,7 +30,9 @@ def of_dispatch(plan: Plan, options: DispatchOptions, inputs: DispatchInputs, ou
         raise InvalidArgument("out= needs results of a known size; pass sizes='bounded', or use layout 'slots'")
     if torch.is_grad_enabled():
         raise InvalidArgument("out= has no gradient; dispatch inside of torch.no_grad()")
-    likes = _results(plan, options, inputs)
+    ids, weights = inputs.topk_ids.dtype, inputs.topk_weights
+    with_scales = options.to_fp8 or inputs.scales is not None
+    likes = _results(plan, options, inputs.x.dtype, ids, None if weights is None else weights.dtype, with_scales)
     for name, tensor in vars(out).items():
         if tensor is None:
             continue
@@ -54,21 +57,29 @@ def of_combine(out: object, options: CombineOptions, routed: Routed, y: torch.Te
     _require_like("out", out, _like([routed._handle.num_tokens, y.shape[-1]], options.out_dtype), y.device)
 
 
-def _results(plan: Plan, options: DispatchOptions, inputs: DispatchInputs) -> dict[str, Like]:
-    """What a dispatch of bounded size returns, by name."""
+@lru_cache(maxsize=64)
+def _results(
+    plan: Plan,
+    options: DispatchOptions,
+    x_dtype: torch.dtype,
+    ids_dtype: torch.dtype,
+    weights_dtype: torch.dtype | None,
+    with_scales: bool,
+) -> dict[str, Like]:
+    """What a dispatch of bounded size returns, by name. Not to be changed."""
     layout, num_ranks, local = options.layout, plan.num_ranks, plan.experts_per_rank
     places = [num_ranks, plan.max_tokens_per_rank]
     if layout != "rank":
         assert options.capacity is not None, "sizes are bounded"
         places = [local, options.capacity] if layout == "slots" else [options.capacity]
-    row_dtype, int32 = torch.float8_e4m3fn if options.to_fp8 else inputs.x.dtype, torch.int32
+    row_dtype, int32 = torch.float8_e4m3fn if options.to_fp8 else x_dtype, torch.int32
     likes = {"tokens": _like([*places, plan.hidden], row_dtype)}
-    if options.to_fp8 or inputs.scales is not None:
+    if with_scales:
         likes["scales"] = _scales(options.scale_layout, places, plan.hidden)
     if layout not in ROUTE_LAYOUTS:
-        likes["topk_ids"] = _like([*places, plan.top_k], inputs.topk_ids.dtype)
-        if inputs.topk_weights is not None:
-            likes["topk_weights"] = _like([*places, plan.top_k], inputs.topk_weights.dtype)
+        likes["topk_ids"] = _like([*places, plan.top_k], ids_dtype)
+        if weights_dtype is not None:
+            likes["topk_weights"] = _like([*places, plan.top_k], weights_dtype)
     likes |= {"num_rows": _like([], int32), "source_counts": _like([num_ranks], int32)}
     likes["expert_counts"] = _like([local], int32)
     if layout == "expert":

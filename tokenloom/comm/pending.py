@@ -76,20 +76,24 @@ class _Half:
 
 
 class OpenCalls:
-    """The calls of one communicator that users have sent and not yet received."""
+    """The calls of one communicator that users have sent and not yet received.
+
+    Attributes:
+        count: how many were opened so far.
+    """
 
     def __init__(self) -> None:
-        self._count = 0
+        self.count = 0
         self._halves: list[_Half] = []
 
     def opened(self) -> None:
         """Count a call that was opened, or that failed while all ranks made it."""
-        self._count += 1
+        self.count += 1
 
     def keep(self, pending: Pending[Any], name: str, discard: Callable[[], object]) -> int:
         """Remember a pending of the call that was opened last; its number."""
-        self._halves.append(_Half(self._count, name, weakref.ref(pending), discard))
-        return self._count
+        self._halves.append(_Half(self.count, name, weakref.ref(pending), discard))
+        return self.count
 
     def received(self, number: int) -> None:
         """Forget a call, which its user receives now."""
@@ -114,10 +118,10 @@ class OpenCalls:
                 f"the pending of an earlier {names} was dropped unreceived; keep what send_dispatch and send_combine "
                 "return, and call receive() on it"
             )
-        late = [half for half in self._halves if half.number != self._count]
+        late = [half for half in self._halves if half.number != self.count]
         if late:
             raise InvalidArgument(
-                f"a third pending call: a {late[0].name} sent {self._count - late[0].number + 1} calls ago is still "
+                f"a third pending call: a {late[0].name} sent {self.count - late[0].number + 1} calls ago is still "
                 "open; receive it before this call, since only the call just before may be open"
             )
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 
@@ -12,47 +12,74 @@ from tokenloom.plan import ROUTE_LAYOUTS, Plan
 
 Layout = Literal["token", "expert", "rank", "slots"]
 
-T = TypeVar("T")
 
-
-@dataclass(frozen=True)
 class Routed:
-    """What a dispatch brought to this rank.
+    """What a dispatch brought to this rank. Tensors are made when they are first read.
 
     L is experts per rank, M ``max_tokens_per_rank``, S ``capacity`` of layout "slots", W the number of ranks.
 
     Attributes:
-        tokens: [rows, H] (layout "rank": [W, M, H], layout "slots": [L, S, H]); dtype of x, or float8_e4m3fn with
-            ``to_fp8``.
-        scales: float32 [rows, H / 128] of FP8 tokens ([W, M, H / 128], [L, S, H / 128]), else None. Layout "slots":
-            as ``scale_layout`` says.
-        topk_weights: [rows, K] ([W, M, K]) weight of each route, 0 where the id is -1; None for layouts "expert" and
-            "slots", or without weights.
-        expert_offsets: int32 [L + 1] padded starts of the experts' groups (layout "expert", else None), as
-            ``grouped_mm(offs=routed.expert_offsets[1:])`` takes them.
-        expert_counts: int32 [L], routes of each local expert, padding not counted.
-        slot_ranges: int32 [L, W, 2], first place and number of places of each source rank among those of each local
-            expert (layout "slots", else None).
-        source_counts: int32 [W], (token, rank) rows from each source rank.
-        num_rows: rows in use: int for exact sizes, int32 scalar on the device for bounded sizes.
         layout: "token", "expert", "rank" or "slots".
     """
 
-    tokens: torch.Tensor
-    scales: torch.Tensor | None
-    topk_weights: torch.Tensor | None
-    expert_offsets: torch.Tensor | None
-    expert_counts: torch.Tensor
-    slot_ranges: torch.Tensor | None
-    source_counts: torch.Tensor
-    num_rows: int | torch.Tensor
-    layout: Layout
-    _ids_dtype: torch.dtype = field(repr=False)
-    _handle: Handle = field(repr=False)
-    _weights: torch.Tensor | None = field(repr=False)
-    _owner: object = field(repr=False)
+    holds_tensors = True
+    """For :func:`tokenloom.runtime.streams.tensors_in`."""
 
-    @property
+    layout: Layout
+    _owner: object
+    _plan: Plan
+    _handle: Handle
+    _rows: torch.Tensor
+    _given_weights: torch.Tensor | None
+    _ids_dtype: torch.dtype
+    _out: DispatchOut | None
+
+    def __init__(
+        self,
+        owner: object,
+        plan: Plan,
+        handle: Handle,
+        rows: torch.Tensor,
+        weights: torch.Tensor | None,
+        ids_dtype: torch.dtype,
+        out: DispatchOut | None = None,
+    ) -> None:
+        """Made by a communicator.
+
+        Args:
+            owner: the communicator.
+            rows: [places, H]. weights: received weights with a graph, or None: the handle's.
+            ids_dtype: of the ids that the caller gave.
+            out: tensors of the caller's own, which hold the results.
+        """
+        values = self.__dict__
+        values["layout"] = handle.options.layout
+        values["_owner"], values["_plan"], values["_handle"] = owner, plan, handle
+        values["_rows"], values["_given_weights"] = rows, weights
+        values["_ids_dtype"], values["_out"] = ids_dtype, out
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"what a dispatch brought is not to be changed: {name}")
+
+    def __repr__(self) -> str:
+        return f"Routed(layout={self.layout!r}, tokens={list(self._shape)} {self._rows.dtype})"
+
+    @cached_property
+    def tokens(self) -> torch.Tensor:
+        """[rows, H] (layout "rank": [W, M, H], layout "slots": [L, S, H]); dtype of x, or float8_e4m3fn with
+        ``to_fp8``."""
+        return self._by_place(self._rows) if self._out is None or self._out.tokens is None else self._out.tokens
+
+    @cached_property
+    def scales(self) -> torch.Tensor | None:
+        """float32 [rows, H / 128] of FP8 tokens ([W, M, H / 128], [L, S, H / 128]), else None. Layout "slots": as
+        ``scale_layout`` says."""
+        if self._out is not None and self._out.scales is not None:
+            return self._out.scales
+        scales = self._handle.scales
+        return scales if scales is None or self.layout == "slots" else self._by_place(scales)
+
+    @cached_property
     def topk_ids(self) -> torch.Tensor | None:
         """[rows, K] ([W, M, K]) local expert of each route or -1, dtype of the ids given.
 
@@ -61,70 +88,70 @@ class Routed:
         """
         if self.layout in ROUTE_LAYOUTS:
             return None
-        found = self.__dict__.get("_topk_ids")
-        if found is None:
-            found = self._handle.topk_ids.to(self._ids_dtype)
-            found = found.view(*self.tokens.shape[:-1], found.shape[-1])
-            self.__dict__["_topk_ids"] = found
-        return found
+        if self._out is not None and self._out.topk_ids is not None:
+            return self._out.topk_ids
+        return self._by_place(self._handle.topk_ids.to(self._ids_dtype))
 
+    @cached_property
+    def topk_weights(self) -> torch.Tensor | None:
+        """[rows, K] ([W, M, K]) weight of each route, 0 where the id is -1; None for layouts "expert" and "slots", or
+        without weights."""
+        if self._out is not None and self._out.topk_weights is not None:
+            return self._out.topk_weights
+        weights = None if self.layout in ROUTE_LAYOUTS else self._received_weights
+        return None if weights is None else self._by_place(weights)
 
-def make_routed(
-    owner: object,
-    plan: Plan,
-    handle: Handle,
-    rows: torch.Tensor,
-    weights: torch.Tensor | None,
-    ids_dtype: torch.dtype,
-    out: DispatchOut | None = None,
-) -> Routed:
-    """The handle and rows of a dispatch as users see them.
+    @cached_property
+    def expert_offsets(self) -> torch.Tensor | None:
+        """int32 [L + 1] padded starts of the experts' groups (layout "expert", else None), as
+        ``grouped_mm(offs=routed.expert_offsets[1:])`` takes them."""
+        return self._counted("expert_offsets")
 
-    Args:
-        owner: the communicator.
-        rows: [places, H]. weights: received weights. Both may have a graph.
-        ids_dtype: of the ids that the caller gave.
-        out: tensors of the caller's own, which hold the results.
-    """
-    layout, counts = handle.options.layout, handle.counts
-    places = [rows.shape[0]]
-    if layout == "rank":
-        places = [plan.num_ranks, plan.max_tokens_per_rank]
-    elif layout == "slots":
-        places = [plan.experts_per_rank, rows.shape[0] // plan.experts_per_rank]
-    given = out or DispatchOut()
+    @cached_property
+    def expert_counts(self) -> torch.Tensor:
+        """int32 [L], routes of each local expert, padding not counted."""
+        return self._counted("expert_counts")
 
-    def shaped(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view(*places, tensor.shape[-1])
+    @cached_property
+    def slot_ranges(self) -> torch.Tensor | None:
+        """int32 [L, W, 2], first place and number of places of each source rank among those of each local expert
+        (layout "slots", else None)."""
+        return self._counted("slot_ranges")
 
-    by_route = layout in ROUTE_LAYOUTS
-    scales, topk_weights = given.scales, given.topk_weights
-    if scales is None:
-        scales = handle.scales
-        scales = scales if scales is None or layout == "slots" else shaped(scales)
-    if topk_weights is None and weights is not None and not by_route:
-        topk_weights = shaped(weights)
+    @cached_property
+    def source_counts(self) -> torch.Tensor:
+        """int32 [W], (token, rank) rows from each source rank."""
+        return self._counted("source_counts")
 
-    def one_of(own: torch.Tensor | None, found: T) -> T | torch.Tensor:
-        return found if own is None else own
+    @cached_property
+    def num_rows(self) -> int | torch.Tensor:
+        """Rows in use: int for exact sizes, int32 scalar on the device for bounded sizes."""
+        return self._counted("num_rows")
 
-    routed = Routed(
-        tokens=shaped(rows) if given.tokens is None else given.tokens,
-        scales=scales,
-        topk_weights=topk_weights,
-        expert_offsets=one_of(given.expert_offsets, counts.expert_offsets),
-        expert_counts=one_of(given.expert_counts, counts.expert_counts),
-        slot_ranges=one_of(given.slot_ranges, counts.slot_ranges),
-        source_counts=one_of(given.source_counts, counts.source_counts),
-        num_rows=one_of(given.num_rows, counts.num_rows),
-        layout=layout,  # type: ignore[arg-type]
-        _ids_dtype=ids_dtype,
-        _handle=handle,
-        _weights=weights if by_route else None,
-        _owner=owner,
-    )
-    if given.topk_ids is not None:
-        routed.__dict__["_topk_ids"] = given.topk_ids
-    if rows.is_cuda and torch.cuda.is_current_stream_capturing():
-        _ = routed.topk_ids  # read later, it would be outside of the graph and never change
-    return routed
+    # -- for combine ----------------------------------------------------------------------------------------
+
+    @cached_property
+    def _weights(self) -> torch.Tensor | None:
+        """Received weights [R, K] of layouts with a row for each route."""
+        return self._received_weights if self.layout in ROUTE_LAYOUTS else None
+
+    @cached_property
+    def _shape(self) -> tuple[int, ...]:
+        """Of ``tokens``."""
+        plan, (places, hidden) = self._plan, self._rows.shape
+        if self.layout == "rank":
+            return plan.num_ranks, plan.max_tokens_per_rank, hidden
+        if self.layout == "slots":
+            return plan.experts_per_rank, places // plan.experts_per_rank, hidden
+        return places, hidden
+
+    @property
+    def _received_weights(self) -> torch.Tensor | None:
+        return self._handle.topk_weights if self._given_weights is None else self._given_weights
+
+    def _by_place(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view(*self._shape[:-1], tensor.shape[-1])
+
+    def _counted(self, name: str) -> Any:
+        own = None if self._out is None else getattr(self._out, name)
+        return getattr(self._handle.counts, name) if own is None else own

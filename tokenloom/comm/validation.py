@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from tokenloom.backends.base import Capabilities, CombineOptions, DispatchInputs, DispatchOptions
@@ -21,6 +23,7 @@ FP8_DTYPE = torch.float8_e4m3fn
 MAX_ROWS = 2**31 - 1
 """Counts of rows are int32."""
 SIZES = ("exact", "bounded")
+ID_DTYPES = (torch.int32, torch.int64)
 
 
 def dispatch_options(
@@ -133,6 +136,76 @@ def dispatch_inputs(
         if len(x) != 2:
             raise InvalidArgument(f"x is a {type(x).__name__} of {len(x)}, expected a tensor or (fp8, scales)")
         x, scales = x
+    plain = scales is None and scale_layout == "rows" and not check_ids
+    if not (plain and _are_usual(plan, able, device, x, topk_ids, topk_weights, to_fp8)):
+        _check_inputs(plan, able, device, x, scales, topk_ids, topk_weights, check_ids, to_fp8, scale_layout)
+    grad = torch.is_grad_enabled()
+    return DispatchInputs(
+        x,
+        scales,
+        topk_ids,
+        topk_weights,
+        grad and x.requires_grad,
+        grad and topk_weights is not None and topk_weights.requires_grad,
+        grad or copy,
+        False,
+        split,
+    )
+
+
+def _are_usual(
+    plan: Plan,
+    able: Capabilities,
+    device: torch.device,
+    x: object,
+    ids: object,
+    weights: object,
+    to_fp8: bool,
+) -> bool:
+    """Whether the tensors of a dispatch are right at a glance, as nearly always.
+
+    What is not gets looked at again, thing by thing, by :func:`_check_inputs`, which says what is wrong if anything.
+    """
+    if not (isinstance(x, torch.Tensor) and isinstance(ids, torch.Tensor)):
+        return False
+    shape, ids_shape = x.shape, ids.shape
+    return (
+        len(shape) == 2
+        and shape[1] == plan.hidden
+        and shape[0] <= plan.max_tokens_per_rank
+        and ids_shape == (shape[0], plan.top_k)
+        and x.dtype in able.dtypes
+        and ids.dtype in ID_DTYPES
+        and x.device == device == ids.device
+        and x.is_contiguous()
+        and ids.is_contiguous()
+        and not (to_fp8 and (x.requires_grad or plan.hidden % FP8_BLOCK))
+        and (
+            weights is None
+            or (
+                isinstance(weights, torch.Tensor)
+                and weights.shape == ids_shape
+                and weights.dtype == torch.float32
+                and weights.device == device
+                and weights.is_contiguous()
+            )
+        )
+    )
+
+
+def _check_inputs(
+    plan: Plan,
+    able: Capabilities,
+    device: torch.device,
+    x: torch.Tensor,
+    scales: torch.Tensor | None,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    check_ids: bool,
+    to_fp8: bool,
+    scale_layout: str,
+) -> None:
+    """Raise unless the tensors of a dispatch are right."""
     _require_tensor("x", x)
     num_tokens = x.shape[0] if x.ndim else 0
     if x.ndim != 2 or x.shape[1] != plan.hidden:
@@ -150,17 +223,6 @@ def dispatch_inputs(
         _check_id_range(plan, topk_ids)
     if topk_weights is not None:
         _check_weights(plan, topk_weights, x, device, to_fp8)
-    grad = torch.is_grad_enabled()
-    return DispatchInputs(
-        x=x,
-        scales=scales,
-        topk_ids=topk_ids,
-        topk_weights=topk_weights,
-        x_needs_grad=grad and x.requires_grad,
-        weights_need_grad=grad and topk_weights is not None and topk_weights.requires_grad,
-        own_outputs=grad or copy,
-        split=split,
-    )
 
 
 def number_of_tokens(plan: Plan, num_tokens: int) -> None:
@@ -176,7 +238,7 @@ def combine_options(
     able: Capabilities,
     device: torch.device,
     y: torch.Tensor,
-    rows_shape: list[int],
+    rows_shape: tuple[int, ...],
     layout: str,
     weights: torch.Tensor | None,
     weighted: bool | None,
@@ -209,24 +271,33 @@ def combine_options(
             "weighted combine of a dispatch without topk_weights; pass them to dispatch, or weighted=False here"
         )
     _require_tensor("y", y)
-    if list(y.shape) != rows_shape:
-        raise ShapeMismatch(f"y is {list(y.shape)}, expected {rows_shape}: one row per row of routed.tokens")
+    if y.shape != rows_shape:
+        raise ShapeMismatch(f"y is {list(y.shape)}, expected {list(rows_shape)}: one row per row of routed.tokens")
     _require_ready("y", y, device)
-    for name, dtype in (("y", y.dtype), ("wire_dtype", wire_dtype), ("out_dtype", out_dtype)):
+    grad = torch.is_grad_enabled()
+    needs_grad = grad and (y.requires_grad or (weighted and weights is not None and weights.requires_grad))
+    return _combine_options(able.dtypes, y.dtype, weighted, mode, wire_dtype, out_dtype, needs_grad)
+
+
+@lru_cache(maxsize=256, typed=True)
+def _combine_options(
+    dtypes: tuple[torch.dtype, ...],
+    y_dtype: torch.dtype,
+    weighted: bool,
+    mode: str,
+    wire_dtype: torch.dtype | None,
+    out_dtype: torch.dtype | None,
+    needs_grad: bool,
+) -> CombineOptions:
+    """The options for rows of this dtype; ``dtypes`` are those that the backend moves."""
+    for name, dtype in (("y", y_dtype), ("wire_dtype", wire_dtype), ("out_dtype", out_dtype)):
         if dtype is None:
             continue
-        if dtype == torch.float64 and y.dtype != torch.float64:
-            raise DtypeMismatch(f"{name} is float64, y is {y.dtype} and summed in float32; pass y in float64")
-        if dtype not in able.dtypes:
-            raise DtypeMismatch(f"{name} is {dtype}, expected {_names(able.dtypes)}{_elsewhere(able, dtype)}")
-    grad = torch.is_grad_enabled()
-    return CombineOptions(
-        weighted=weighted,
-        wire_dtype=wire_dtype or y.dtype,
-        out_dtype=out_dtype or y.dtype,
-        needs_grad=grad and (y.requires_grad or (weighted and weights is not None and weights.requires_grad)),
-        strategy=STRATEGY_OF_MODE[mode],
-    )
+        if dtype == torch.float64 and y_dtype != torch.float64:
+            raise DtypeMismatch(f"{name} is float64, y is {y_dtype} and summed in float32; pass y in float64")
+        if dtype not in dtypes:
+            raise DtypeMismatch(f"{name} is {dtype}, expected {_names(dtypes)}{_elsewhere(dtypes, dtype)}")
+    return CombineOptions(weighted, wire_dtype or y_dtype, out_dtype or y_dtype, needs_grad, STRATEGY_OF_MODE[mode])
 
 
 def require_strategy(able: Capabilities, strategy: Strategy) -> None:
@@ -262,7 +333,7 @@ def _check_payload(
         if x.dtype not in able.dtypes:
             raise DtypeMismatch(
                 f"x is {x.dtype}, expected {_names(able.dtypes)}, or (float8_e4m3fn, scales)"
-                + _elsewhere(able, x.dtype)
+                + _elsewhere(able.dtypes, x.dtype)
             )
     elif x.dtype != FP8_DTYPE:
         raise DtypeMismatch(f"x comes with scales but is {x.dtype}, expected float8_e4m3fn")
@@ -313,7 +384,7 @@ def _check_ids(plan: Plan, ids: torch.Tensor, num_tokens: int, device: torch.dev
     expected = [num_tokens, plan.top_k]
     if list(ids.shape) != expected:
         raise ShapeMismatch(f"topk_ids is {list(ids.shape)}, expected {expected}: top_k ids for each token of x")
-    if ids.dtype not in (torch.int32, torch.int64):
+    if ids.dtype not in ID_DTYPES:
         raise DtypeMismatch(f"topk_ids is {ids.dtype}, expected int32 or int64")
     _require_ready("topk_ids", ids, device)
 
@@ -352,10 +423,9 @@ def _is_rows(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_ROWS
 
 
-def _elsewhere(able: Capabilities, dtype: torch.dtype) -> str:
+def _elsewhere(dtypes: tuple[torch.dtype, ...], dtype: torch.dtype) -> str:
     """The cure for a payload that other backends move."""
-    everywhere = Capabilities().dtypes
-    return "; backend='collective' moves it" if dtype in everywhere and dtype not in able.dtypes else ""
+    return "; backend='collective' moves it" if dtype in Capabilities().dtypes and dtype not in dtypes else ""
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

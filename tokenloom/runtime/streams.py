@@ -46,7 +46,10 @@ class Event:
 
 
 def tensors_in(value: object) -> list[torch.Tensor]:
-    """List the tensors in a value: the value itself, or what tuples and dataclasses hold, at any depth."""
+    """List the tensors in a value: the value itself, or what tuples and dataclasses hold, at any depth.
+
+    A class may have the attribute ``holds_tensors`` to be looked at as well.
+    """
     found: list[torch.Tensor] = []
     values = [value]
     while values:
@@ -55,7 +58,7 @@ def tensors_in(value: object) -> list[torch.Tensor]:
             found.append(value)
         elif isinstance(value, tuple):
             values.extend(reversed(value))
-        elif hasattr(type(value), "__dataclass_fields__"):
+        elif hasattr(type(value), "__dataclass_fields__") or hasattr(type(value), "holds_tensors"):
             values.extend(reversed(vars(value).values()))
     return found
 

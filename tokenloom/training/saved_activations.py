@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -86,8 +86,8 @@ def _inside(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield name, value
     elif is_dataclass(value) and not isinstance(value, type):
-        for each in fields(value):
-            yield from _inside(f"{name}.{each.name}", getattr(value, each.name))
+        for field, each in vars(value).items():  # what was made when somebody asked for it, too
+            yield from _inside(f"{name}.{field}", each)
     elif isinstance(value, (list, tuple)):
         for i, each in enumerate(value):
             yield from _inside(f"{name}[{i}]", each)

@@ -57,9 +57,9 @@ EXPIRED_CALLS = (
     Mutation(
         name="filling-warps-keep-quiet",
         rule="a filling warp whose wait expired does not say so",
-        target="kernels/dispatch/dispatch.cuh:dispatch_rows",
-        old="done = fill_further_places<Shape>(args, shared, epoch, fill_warp, lane);",
-        new="fill_further_places<Shape>(args, shared, epoch, fill_warp, lane);",
+        target="kernels/dispatch/dispatch.cuh:fill",
+        old="const bool done = fill_further_places<Shape>(args, shared, epoch, warp, lane);",
+        new="fill_further_places<Shape>(args, shared, epoch, warp, lane); const bool done = true;",
         tests=(f"{EXPIRED}::test_rows_that_never_arrive_are_none",),
         gpu=True,
     ),
