@@ -136,6 +136,8 @@ class Membership:
 
         gone = ranks if request == "mask_ranks" else ()
         there = [rank for rank in self.others if rank not in gone]
+        if not there:  # whoever goes on alone waits for nobody, but may hear that others are not gone
+            Notes(self._notes, self.name_of_change, self.others, compare).wait(0)
         return Notes(self._notes, self.name_of_change, there, compare)
 
     def _say_change(self, request: str, ranks: Collection[object]) -> None:

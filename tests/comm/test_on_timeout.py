@@ -1,0 +1,479 @@
+"""on_timeout="mask": a rank that does not come, or dies, costs the others the routes to it, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import tokenloom as tl
+from tests.comm.test_masks import LAYOUTS, combine_all_modes, options_of, without
+from tests.conftest import Ranks
+from tests.runtime.test_masked_ranks import done, when_done
+from tests.support.cases import FP32, Case, Problem, make_comm, make_problem, same_bits, same_routed
+from tokenloom import reference
+from tokenloom.backends.collective import CollectiveBackend
+from tokenloom.errors import InvalidArgument
+from tokenloom.plan import ROUTE_LAYOUTS
+from tokenloom.runtime import membership
+from tokenloom.runtime.links import Links
+from tokenloom.runtime.processes import RankContext, RankPool
+
+CASE = Case("late", "", tokens=(7, 5, 4, 6), experts_per_rank=2, hidden=16, top_k=4, pick="repeats", dtype=FP32)
+TIMEOUT_S = 1.5
+LONG_S = 30.0
+"""A deadline that must not pass."""
+
+each_layout = pytest.mark.parametrize(
+    "layout",
+    ["token", "expert", pytest.param("rank", marks=pytest.mark.slow), pytest.param("slots", marks=pytest.mark.slow)],
+)
+
+
+@pytest.fixture(params=[pytest.param(2, marks=pytest.mark.slow), 4], ids=["cpu2", "cpu4"])
+def group(request: pytest.FixtureRequest, pools: Callable[[str], RankPool]) -> Ranks:
+    """Groups over gloo; deadlines take their time, so one size does for a quick run."""
+    return Ranks(pools("cpu"), request.param)
+
+
+def make(context: RankContext, timeout_s: float = LONG_S, **options: Any) -> tuple[tl.Communicator, Problem]:
+    problem = make_problem(CASE, context.num_ranks)
+    options = {"timeout_s": timeout_s, "on_timeout": "mask"} | options
+    return make_comm(context, "collective", problem.plan, **options), problem
+
+
+def quickly(context: RankContext, check: Callable[..., None], *args: Any) -> None:
+    """``check(context, *args)`` with a short roll call, where nobody who is there has to answer one."""
+    with mock.patch.object(membership, "ROLL_CALL_S", 0.2):
+        check(context, *args)
+
+
+def pair(context: RankContext, comm: tl.Communicator, problem: Problem, masked: list[int], layout: str) -> None:
+    """A dispatch and its combines, without these ranks."""
+    rest, options = without(problem, masked), options_of(problem, layout)
+    routed, want = comm.dispatch(*problem.arguments(context), **options), rest.dispatched(**options)
+    same_routed(routed, want[context.rank], problem.plan, bounded=layout == "slots")
+    combine_all_modes(context, comm, routed, rest, want, rest.topk_ids)
+    assert comm.masked_ranks() == masked
+
+
+# -- ranks that come late ---------------------------------------------------------------------------------------
+
+
+@each_layout
+def test_late_for_a_dispatch(group: Ranks, layout: str) -> None:
+    """The call goes on as if the rank had been masked before, and so do the next ones."""
+    group.run(quickly, check_late_for_dispatch, layout)
+
+
+def check_late_for_dispatch(context: RankContext, layout: str) -> None:
+    comm, problem = make(context, TIMEOUT_S)
+    pair(context, comm, problem, [], layout)
+    others = list(range(1, context.num_ranks))
+    if context.rank == 0:
+        when_done(comm.engine.ranks, others)
+        with pytest.raises(tl.CommunicatorBroken, match=r"have masked rank 0: rank \d waited in the handshake"):
+            comm.dispatch(*problem.arguments(context))
+        return
+    began = time.monotonic()
+    pair(context, comm, problem, [0], layout)
+    assert time.monotonic() - began > 0.9 * TIMEOUT_S
+    assert f"rank 0 is masked: rank {1 if len(others) == 1 else ''}" in comm.describe()
+    began = time.monotonic()
+    pair(context, comm, problem, [0], layout)
+    assert time.monotonic() - began < TIMEOUT_S, "nobody waits for it again"
+    done(comm.engine.ranks)
+
+
+@each_layout
+@pytest.mark.parametrize("part", ["_send_metadata", "_send_places"])
+def test_late_within_a_dispatch(group: Ranks, layout: str, part: str) -> None:
+    """The others know its counts already: they drop its rows, whether its metadata had come or not. Their own routes
+    to it are lost in the combine."""
+    group.run(quickly, check_late_within_dispatch, layout, part)
+
+
+def check_late_within_dispatch(context: RankContext, layout: str, part: str) -> None:
+    comm, problem = make(context, TIMEOUT_S)
+    last = context.num_ranks - 1
+    others, options = list(range(last)), options_of(problem, layout)
+    if context.rank == last:
+
+        def late(*_: Any) -> None:
+            when_done(comm.engine.ranks, others)
+            raise KeyboardInterrupt  # and so it never sends
+
+        with mock.patch.object(CollectiveBackend, part, late), pytest.raises(KeyboardInterrupt):
+            comm.dispatch(*problem.arguments(context), **options)
+        return
+    rest = without(problem, [last])
+    full = without(problem, [last], sources=False)  # of the others' tokens all routes were sent
+    full.topk_ids[:] = [ids if rank != last else ids[:0] for rank, ids in enumerate(problem.topk_ids)]
+    for each in (full.xs, full.topk_weights):
+        assert each is not None
+        each[last] = each[last][:0]
+    routed, want = comm.dispatch(*problem.arguments(context), **options), full.dispatched(**options)
+    same_routed(routed, want[context.rank], problem.plan, bounded=layout == "slots")
+    combine_all_modes(context, comm, routed, full, want, rest.topk_ids)
+    pair(context, comm, problem, [last], layout)
+    done(comm.engine.ranks)
+
+
+@each_layout
+@pytest.mark.parametrize("mode", ["per_rank", "per_route"])
+def test_late_within_a_combine(group: Ranks, layout: str, mode: str) -> None:
+    """The sums leave out what it did not send home."""
+    if mode == "per_route" and layout not in ROUTE_LAYOUTS:
+        pytest.skip("no row for each route")
+    group.run(quickly, check_late_within_combine, layout, mode)
+
+
+def check_late_within_combine(context: RankContext, layout: str, mode: Any) -> None:
+    comm, problem = make(context, TIMEOUT_S)
+    others, options = list(range(1, context.num_ranks)), options_of(problem, layout)
+    want = problem.dispatched(**options)
+    routed = comm.dispatch(*problem.arguments(context), **options)
+    ys = [each.tokens.clone() for each in want]
+    if context.rank == 0:
+
+        def late(*_: Any) -> None:
+            when_done(comm.engine.ranks, others)
+            raise KeyboardInterrupt
+
+        with mock.patch.object(CollectiveBackend, "_send_home", late), pytest.raises(KeyboardInterrupt):
+            comm.combine(routed.tokens, routed, mode=mode)
+        return
+    out = comm.combine(routed.tokens, routed, mode=mode)
+    weights = problem.topk_weights if layout in ROUTE_LAYOUTS else None
+    outs = reference.combine(problem.plan, ys, want, without(problem, [0]).topk_ids, weights, mode=mode)
+    same_bits(out, outs[context.rank], layout)
+    pair(context, comm, problem, [0], layout)
+    done(comm.engine.ranks)
+
+
+def test_late_for_a_backward(group: Ranks) -> None:
+    """Gradients of the routes to it are lost."""
+    group.run(quickly, check_late_for_backward)
+
+
+def check_late_for_backward(context: RankContext) -> None:
+    warm, problem = make(context)
+    comm, _ = make(context, TIMEOUT_S)
+    routed_tokens, _ = forward(context, warm, problem)
+    routed_tokens.backward(torch.ones_like(routed_tokens))  # torch imports much the first time
+    routed_tokens, x = forward(context, comm, problem)
+    others = list(range(1, context.num_ranks))
+    if context.rank == 0:
+        when_done(comm.engine.ranks, others)
+        return
+    routed_tokens.backward(torch.ones_like(routed_tokens))
+    assert comm.masked_ranks() == [0], comm.describe()
+    want = problem.dispatched("expert")
+    grads = [torch.ones_like(each.tokens) for each in want]
+    kept = without(problem, [0]).topk_ids
+    assert x.grad is not None
+    same_bits(x.grad, reference.combine(problem.plan, grads, want, kept, None)[context.rank], "gradient of x")
+    done(comm.engine.ranks)
+
+
+def forward(context: RankContext, comm: tl.Communicator, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    x, ids, weights = problem.arguments(context)
+    assert isinstance(x, torch.Tensor)
+    assert weights is not None
+    return comm.dispatch(x.requires_grad_(), ids, weights.requires_grad_()).tokens, x
+
+
+# -- ranks that end ---------------------------------------------------------------------------------------------
+
+
+class Death(BaseException):
+    """Ends a rank in the middle of a transfer; nobody catches it and tells the others."""
+
+
+@pytest.mark.parametrize("how", ["before", "partly", "after"])
+@pytest.mark.parametrize("exchange", [1, 2, 3, 4, 5])
+def test_death_in_every_transfer(pools: Callable[[str], RankPool], exchange: int, how: str) -> None:
+    """Of a dispatch (handshake, metadata, payload) and of a combine (handshake, sums): before it, when it has reached
+    one rank, or all. The call that is hit loses all that the rank sends, or nothing; later ones all, at once."""
+    Ranks(pools("cpu"), 4).run(check_death_in_transfer, exchange, how)
+
+
+def check_death_in_transfer(context: RankContext, exchange: int, how: str) -> None:
+    comm, problem = make(context)
+    rest = without(problem, [2])
+    fulls, rests = problem.dispatched("token"), rest.dispatched("token")
+    pair(context, comm, problem, [], "token")
+    if context.rank == 2:
+        with mock.patch.object(Links, "start", dying(exchange, how)), suppress(Death):
+            routed = comm.dispatch(*problem.arguments(context), layout="token")
+            comm.combine(routed.tokens, routed)
+        comm.engine.ranks._disconnect()
+        return
+    began = time.monotonic()
+    routed = comm.dispatch(*problem.arguments(context), layout="token")
+    me = context.rank
+    full = routed.num_rows == fulls[me].num_rows
+    same_routed(routed, (fulls if full else rests)[me], problem.plan)
+    assert full or exchange <= 3
+    out = comm.combine(routed.tokens, routed)
+    ys = [each.tokens for each in fulls]
+    outs = [reference.combine(problem.plan, ys, fulls, each.topk_ids, None)[me] for each in (problem, rest)]
+    equal = [torch.equal(out.nan_to_num(99.0), each.nan_to_num(99.0)) for each in outs]
+    assert equal[1] or (equal[0] and exchange == 5)
+    pair(context, comm, problem, [2], "expert")
+    assert time.monotonic() - began < 0.5 * LONG_S
+
+
+def dying(exchange: int, how: str) -> Callable[..., Any]:
+    real, count = Links.start, 0
+
+    def start(self: Links, waiter: Any, others: Any, parts: Any, places: Any, number: int) -> Any:
+        nonlocal count
+        count += 1
+        if count == exchange and how == "before":
+            raise Death
+        if count == exchange and how == "partly":
+            parts = [part if rank in (0, 2) else part[:0] for rank, part in enumerate(parts)]
+        started = real(self, waiter, others, parts, places, number)
+        if count == exchange:
+            time.sleep(0.2)  # what is on its way arrives
+            raise Death
+        return started
+
+    return start
+
+
+def test_death_with_two_calls_open(pools: Callable[[str], RankPool]) -> None:
+    """Both lose it, in whichever order they are received, and the next two go on."""
+    Ranks(pools("cpu"), 4).run(check_two_open)
+
+
+def check_two_open(context: RankContext) -> None:
+    comm, problem = make(context)
+    first = comm.dispatch(*problem.arguments(context), layout="token")
+    if context.rank == 3:
+        with mock.patch.object(Links, "start", dying(3, "before")), suppress(Death):
+            comm.send_combine(first.tokens, first)
+            comm.send_dispatch(*problem.arguments(context))
+        comm.engine.ranks._disconnect()
+        return
+    home = comm.send_combine(first.tokens, first)
+    pending = comm.send_dispatch(*problem.arguments(context))
+    same_routed(pending.receive(), without(problem, [3]).dispatched("expert")[context.rank], problem.plan)
+    home.receive()
+    for layout in LAYOUTS:
+        pair(context, comm, problem, [3], layout)
+
+
+def test_a_fault_of_its_own(group: Ranks) -> None:
+    """Bad input is told as ever and masks nobody; a rank that fails in the middle of a call is gone."""
+    group.run(check_fault)
+
+
+def check_fault(context: RankContext) -> None:
+    comm, problem = make(context)
+    x, ids, weights = problem.arguments(context)
+    with pytest.raises(tl.InvalidExpertId if context.rank == 0 else tl.PeerError):
+        comm.dispatch(x, ids + 100 if context.rank == 0 else ids, weights)
+    pair(context, comm, problem, [], "expert")
+    if context.rank == 0:
+        with (
+            mock.patch.object(CollectiveBackend, "_send_places", side_effect=MemoryError("the test")),
+            pytest.raises(MemoryError),
+        ):
+            comm.dispatch(x, ids, weights)
+        with pytest.raises(tl.CommunicatorBroken, match="the test"):
+            comm.dispatch(x, ids, weights)
+        return
+    comm.dispatch(x, ids, weights)
+    pair(context, comm, problem, [0], "expert")
+
+
+@pytest.mark.parametrize("value", ["ignore", None, True])
+def test_wrong_option(group: Ranks, value: Any) -> None:
+    """Named, with what is expected; ranks that differ in it are told as of any argument."""
+    group.run(check_wrong_option, value)
+
+
+def check_wrong_option(context: RankContext, value: Any) -> None:
+    problem = make_problem(CASE, context.num_ranks)
+    last = context.rank == context.num_ranks - 1
+    with pytest.raises(
+        InvalidArgument if last else tl.PeerError, match=f"on_timeout is {value!r}, expected raise, mask"
+    ):
+        make_comm(context, "collective", problem.plan, on_timeout=value if last else "mask")
+    with pytest.raises(tl.PlanMismatch, match="on_timeout=raise, rank 0 has on_timeout=mask"):
+        make_comm(context, "collective", problem.plan, on_timeout="raise" if last else "mask")
+
+
+# -- ranks that come back ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_timeout", ["raise", "mask"])
+def test_back_again(group: Ranks, on_timeout: str) -> None:
+    """A rank makes its communicator again while the others take it back: all calls are as before the mask."""
+    group.run(check_back_again, on_timeout)
+
+
+def check_back_again(context: RankContext, on_timeout: str) -> None:
+    comm, problem = make(context, on_timeout=on_timeout)
+    pair(context, comm, problem, [], "expert")
+    for turn in range(2):
+        if context.rank == 0:
+            comm.close()
+            comm, _ = make(context, on_timeout=on_timeout, rejoin=True)
+        else:
+            comm.mask_ranks([0])
+            pair(context, comm, problem, [0], "token")
+            before = comm.dispatch(*problem.arguments(context))
+            comm.unmask_ranks([0])
+            if turn == 0:  # rank 0 knows nothing of a dispatch from before
+                with pytest.raises(tl.PeerError):
+                    comm.combine(before.tokens, before)
+        if turn == 0 and context.rank == 0:
+            with pytest.raises(InvalidArgument):
+                comm.combine(torch.zeros(1, 16), None)  # type: ignore[call-overload]
+        assert comm.masked_ranks() == []
+        for layout in LAYOUTS:
+            pair(context, comm, problem, [], layout)
+
+
+@pytest.mark.parametrize(
+    ("others", "text"),
+    [
+        ({"max_tokens_per_rank": 99}, "rank 1 has max_tokens_per_rank=99, rank 0 has max_tokens_per_rank=9"),
+        ({"on_timeout": "raise"}, "rank 1 has on_timeout=raise, rank 0 has on_timeout=mask"),
+    ],
+)
+def test_back_with_other_arguments(pools: Callable[[str], RankPool], others: dict[str, Any], text: str) -> None:
+    """Both sides are told, and may try again."""
+    Ranks(pools("cpu"), 2).run(check_back_with_others, others, text)
+
+
+def check_back_with_others(context: RankContext, others: dict[str, Any], text: str) -> None:
+    comm, problem = make(context)
+    if context.rank == 1:
+        sizes = {name: value for name, value in vars(problem.plan).items() if name != "num_ranks"}
+        options = {"backend": "collective", "checked": True, "on_timeout": "mask", "rejoin": True}
+        with pytest.raises(tl.PlanMismatch, match=text):
+            tl.Communicator(context.group, **(sizes | options | others))
+        comm, _ = make(context, rejoin=True)
+    else:
+        comm.mask_ranks([1])
+        with pytest.raises(tl.PlanMismatch, match=text):
+            comm.unmask_ranks([1])
+        pair(context, comm, problem, [1], "expert")
+        comm.unmask_ranks([1])
+    pair(context, comm, problem, [], "expert")
+
+
+# -- processes that die -----------------------------------------------------------------------------------------
+
+
+def serve(rank: int, num_ranks: int, port: int, num_calls: int, report: Connection) -> None:
+    """Pairs of calls whose results tell which routes counted. Reports (number of the pair, masked ranks) now and then,
+    and what went wrong."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    comm = tl.Communicator(
+        num_experts=2 * num_ranks, hidden=8, top_k=3, max_tokens_per_rank=6, on_timeout="mask", timeout_s=3.0
+    )
+    masked: list[int] = []
+    for number in range(num_calls):
+        if number % 20 == 0:
+            report.send((number, masked))
+        generator = torch.Generator().manual_seed(number * num_ranks + rank)
+        ids = torch.randint(-1, 2 * num_ranks, (number % 7, 3), generator=generator)
+        x = torch.randint(1, 9, (number % 7, 8), generator=generator).float()
+        if number % 2:
+            routed = comm.dispatch(x, ids, torch.ones(ids.shape), layout=("expert", "slots")[number // 2 % 2])
+            out = comm.combine(routed.tokens, routed)
+        else:
+            routed = comm.send_dispatch(x, ids, torch.ones(ids.shape)).receive()
+            out = comm.send_combine(routed.tokens, routed, mode="per_route").receive()
+        expected = []
+        for gone in (masked, comm.masked_ranks()):
+            counts = ((ids >= 0) & ~torch.isin(ids // 2, torch.tensor(gone, dtype=torch.int64))).sum(1)
+            expected.append(x * counts[:, None])
+        if not any(torch.equal(out, each) for each in expected):
+            report.send((number, f"rank {rank}: {out} is neither of {expected}"))
+            return
+        masked = comm.masked_ranks()
+    report.send((num_calls, masked))
+    comm.close()
+
+
+class Server:
+    """Processes that :func:`serve`; the store is this process's."""
+
+    def __init__(self, num_calls: int) -> None:
+        self.num_calls = num_calls
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        spawn = mp.get_context("spawn")
+        self.pipes, self.processes = [], []
+        for rank in range(4):
+            ours, theirs = spawn.Pipe(duplex=False)
+            process = spawn.Process(target=serve, args=(rank, 4, self._store.port, num_calls, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def run_until(self, rank: int, number: int, limit_s: float) -> Any:
+        """What this rank reports at the pair of this number, or later."""
+        deadline = time.monotonic() + limit_s
+        while wait([self.pipes[rank]], max(0.0, deadline - time.monotonic())):
+            at, what = self.pipes[rank].recv()
+            assert not isinstance(what, str), what
+            if at >= number:
+                return what
+        raise AssertionError(f"rank {rank} has not come to pair {number}")
+
+
+@pytest.mark.parametrize(
+    ("how", "num_calls"),
+    [
+        (signal.SIGKILL, 400),
+        pytest.param(signal.SIGSTOP, 400, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, 10_000, marks=pytest.mark.slow),
+    ],
+    ids=["killed", "stopped", "killed in 10,000"],
+)
+def test_death_in_the_middle(how: signal.Signals, num_calls: int) -> None:
+    """A process ends, or stops, at some moment; the others lose the routes to it and no other, and make all calls."""
+    with Server(num_calls) as server:
+        server.run_until(2, num_calls // 4, limit_s=120.0)
+        time.sleep(random.random() * 0.05)
+        os.kill(server.processes[2].pid or 0, how)
+        for rank in (0, 1, 3):
+            assert server.run_until(rank, num_calls, limit_s=400.0) == [2]
+
+
+@pytest.mark.slow
+def test_deaths_one_after_the_other() -> None:
+    """Until one process is left."""
+    with Server(1000) as server:
+        for number, rank in ((200, 0), (400, 3), (600, 1)):
+            server.run_until(2, number, limit_s=120.0)
+            os.kill(server.processes[rank].pid or 0, signal.SIGKILL)
+        assert server.run_until(2, 1000, limit_s=120.0) == [0, 1, 3]
