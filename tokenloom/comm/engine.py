@@ -40,9 +40,12 @@ COMBINE_RANGE = "tokenloom::combine"
 """Names of the profiler ranges: what really runs, so the gradient of a dispatch is called combine."""
 
 
+NOTHING_AROUND: AbstractContextManager[Any] = nullcontext()
+
+
 def profiler_range(name: str) -> AbstractContextManager[Any]:
     """A named range where a profiler listens. Elsewhere nothing, which costs the host less."""
-    return record_function(name) if torch._C._autograd._profiler_enabled() else nullcontext()
+    return record_function(name) if torch._C._autograd._profiler_enabled() else NOTHING_AROUND
 
 
 class Sequence:
@@ -127,9 +130,16 @@ class Engine:
             and (index is None or torch.cuda.current_device() == index)
         )
 
-    def begin(self) -> None:
-        """Raise what earlier calls left behind, as far as it is known without waiting."""
+    def begin(self, plain: bool = False) -> None:
+        """Raise what earlier calls left behind, as far as it is known without waiting.
+
+        Args:
+            plain: :meth:`is_plain` has just said so.
+        """
         self.ranks.require_alive()
+        if plain:
+            self._backend.check("nothing")
+            return
         with on_device(self.ranks.device):
             self._backend.check("nothing")
 

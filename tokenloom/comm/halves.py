@@ -35,8 +35,9 @@ class Call(ABC):
     def run(self) -> Any:
         """Make the whole call: its result."""
         engine = self.engine
-        engine.begin()
-        if self.async_op or not engine.is_plain():
+        plain = engine.is_plain()
+        engine.begin(plain)
+        if self.async_op or not plain:
             stream = engine.side_stream.run(self._given()) if self.async_op else nullcontext()
             with stream, profiler_range(self.range_name), engine.sequence(self._upcoming()):
                 self._send(split=False)
