@@ -194,7 +194,6 @@ class MegaMoE:
         check_weights("w1", w1, w1_scales, [local, 2 * self.intermediate, hidden], device)
         check_weights("w2", w2, w2_scales, [local, hidden, self.intermediate], device)
 
-    @torch.no_grad()
     def forward(
         self,
         x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -220,6 +219,9 @@ class MegaMoE:
             InvalidArgument: ``load_weights`` was not called.
             TokenloomError: as in ``Communicator.dispatch`` with bounded sizes, but nothing can overflow.
         """
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.forward(x, topk_ids, topk_weights, expert_stats, out)
         self.comm.engine.begin()
         request = ForwardRequest(
             x,

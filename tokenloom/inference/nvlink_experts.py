@@ -10,7 +10,7 @@ import torch
 
 from tokenloom.backends.base import DispatchOptions, Upcoming
 from tokenloom.backends.handshake import Field
-from tokenloom.backends.nvlink.buffers import BULK_BYTES
+from tokenloom.backends.nvlink.buffers import BULK_BYTES, ReceiveBuffer
 from tokenloom.backends.nvlink.fused import FusedLayerCalls
 from tokenloom.backends.nvlink.handle import NvlinkHandle
 from tokenloom.comm.communicator import Communicator
@@ -37,6 +37,7 @@ from tokenloom.kernels.moe.launch import (
     RouteListsVariant,
     SumRoutesVariant,
 )
+from tokenloom.runtime.streams import current_handle
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer
 
 FP8 = torch.float8_e4m3fn
@@ -144,6 +145,8 @@ class NvlinkExperts:
         self._gemm2 = self._kernel(GroupedGemmVariant(self._num_local, plan.hidden, intermediate, scatters=True))
         self._gemm1_of: dict[tuple[bool, bool], Kernel] = {}
         self._lists_of: dict[torch.dtype, Kernel] = {}
+        self._lists: Kernel | None = None
+        self._stale = True  # a kernel, weights or memory are not what they were when kernels were told
 
     def _kernel(self, variant: Variant) -> Kernel:
         return Kernel(variant.spec(), self._comm.device.index)
@@ -168,12 +171,13 @@ class NvlinkExperts:
             )
             if self._traces is not None:
                 self._gemm1_of[key].args.trace = self._traces[0].data_ptr()
-        self._gemm1 = self._gemm1_of[key]
+        self._gemm1, self._stale = self._gemm1_of[key], True
         self._gemm1.args.clamp = clamp or 0.0
 
     def use_weights(self, weights: tuple[torch.Tensor, ...]) -> None:
         """Use the checked weights of ``MegaMoE.weights`` from the next call on."""
         w1, w1_scales, w2, w2_scales = self._weights = weights
+        self._stale = True
         self._gemm1_weights = (operand_map(w1, B_BOX_ROWS), w1_scales.data_ptr())
         self._gemm2_weights = (operand_map(w2, B_BOX_ROWS), w2_scales.data_ptr())
 
@@ -198,7 +202,10 @@ class NvlinkExperts:
             dispatched: Any = engine.send_dispatch(*arguments).receive()
             handle, rows = dispatched
             try:
-                self._compute(request, handle, rows, buffers, lists, shared, values)
+                if self._stale or lists is not self._lists:
+                    self._point(lists, handle.buffer, rows, buffers, shared)
+                stream = current_handle(self._comm.device)
+                self._compute(request, handle, lists, buffers, values, stream)
                 self._calls.meet(handle.number)
             except BaseException:
                 # What sends results home on the other stream is done before the others hear of the fault.
@@ -206,7 +213,7 @@ class NvlinkExperts:
                 buffers.taken.zero_()  # the next call expects zeros
                 raise
             calls.opened()
-            self._sum(handle, buffers, result)
+            self._sum(handle, result, stream)
             request.passed("sum")
         return result
 
@@ -214,27 +221,23 @@ class NvlinkExperts:
         self,
         request: ForwardRequest,
         handle: NvlinkHandle,
-        rows: torch.Tensor,
-        buffers: _Buffers,
         lists: Kernel,
-        shared: SymmetricBuffer,
+        buffers: _Buffers,
         values: torch.Tensor,
+        stream: int,
     ) -> None:
         """Make the route lists and run both GEMMs, the second of which sends results home."""
         schedule = request.schedule or schedule_for(handle.num_tokens, self._comm.num_ranks)
-        stream = torch.cuda.current_stream(self._comm.device)
         request.passed("dispatch")
-        assert handle.scales is not None
-        scales = handle.scales.data_ptr()
-        self._point_lists(lists, handle, buffers, shared, request.expert_stats)
-        lists.args.values, lists.args.scales = rows.data_ptr(), scales
-        lists.args.x = values.data_ptr()
-        lists.args.x_scales = request.x[1].data_ptr() if isinstance(request.x, tuple) else 0
-        lists.args.copy_room = len(buffers.copies) if schedule.copies_rows else 0
-        lists.launch(LIST_BLOCKS_PER_SM * self._num_sms, stream.cuda_stream)
+        args, words, at, stats = lists.args, handle.words.data_ptr(), handle.results.at, request.expert_stats
+        args.num_rows, args.source_counts = words + at["num_rows"], words + at["source_counts"]
+        args.expert_counts, args.num_tokens = words + at["expert_counts"], handle.num_tokens
+        args.stats = 0 if stats is None else stats.data_ptr()
+        args.x = values.data_ptr()
+        args.x_scales = request.x[1].data_ptr() if isinstance(request.x, tuple) else 0
+        args.copy_room = len(buffers.copies) if schedule.copies_rows else 0
+        lists.launch(LIST_BLOCKS_PER_SM * self._num_sms, stream)
         request.passed("lists")
-        self._point_gemms(buffers)
-        self._gemm1.args.a_rows, self._gemm1.args.a_scales = rows.data_ptr(), scales
         self._multiply(schedule.waves, stream, request.passed)
 
     def _prepared(self, request: ForwardRequest) -> tuple[torch.Tensor, _Buffers, Kernel, torch.Tensor]:
@@ -286,29 +289,27 @@ class NvlinkExperts:
             self._sums.args.combine_recv = self._shared.view("combine_recv", torch.uint8, (1,)).data_ptr()
         return self._shared
 
-    def _point_lists(
-        self,
-        lists: Kernel,
-        handle: NvlinkHandle,
-        buffers: _Buffers,
-        shared: SymmetricBuffer,
-        expert_stats: torch.Tensor | None,
+    def _point(
+        self, lists: Kernel, received: ReceiveBuffer, rows: torch.Tensor, buffers: _Buffers, shared: SymmetricBuffer
     ) -> None:
-        counts, args = handle.counts, lists.args
-        args.ids, args.weights = handle.local_ids.data_ptr(), handle.weights.data_ptr()  # type: ignore[union-attr]
-        args.row_tokens, args.num_rows = handle.row_tokens.data_ptr(), counts.num_rows.data_ptr()  # type: ignore[union-attr]
-        args.source_counts, args.expert_counts = counts.source_counts.data_ptr(), counts.expert_counts.data_ptr()
-        args.num_tokens, args.rank = handle.num_tokens, self._comm.rank
+        """Tell kernels what is the same in all calls: where the memory between them is, and the weights.
+
+        Args:
+            lists: the kernel that makes route lists.
+            received: where dispatches leave what comes with rows. rows: the rows there.
+        """
+        args = lists.args
+        args.ids, args.weights = received.local_ids.data_ptr(), received.weights.data_ptr()
+        args.row_tokens, args.rank = received.tokens_address, self._comm.rank
+        args.values, args.scales = rows.data_ptr(), received.scales.data_ptr()
         args.peers, args.combine_recv = shared.peers.data_ptr(), shared.layout.offset("combine_recv")
         args.offsets, args.rows = buffers.offsets.data_ptr(), buffers.rows.data_ptr()
         args.row_weights, args.targets = buffers.row_weights.data_ptr(), buffers.targets.data_ptr()
-        args.taken, args.stats = buffers.taken.data_ptr(), 0 if expert_stats is None else expert_stats.data_ptr()
+        args.taken, args.fault_claimed = buffers.taken.data_ptr(), self._calls.fault_claimed
         args.copies, args.copied = buffers.copies.data_ptr(), buffers.copied.data_ptr()
-        args.fault_claimed = self._calls.fault_claimed
-
-    def _point_gemms(self, buffers: _Buffers) -> None:
         args = self._gemm1.args
         args.a, args.copied = self._copies_map, buffers.copied.data_ptr()
+        args.a_rows, args.a_scales = rows.data_ptr(), received.scales.data_ptr()
         args.row_index, args.row_weights = buffers.rows.data_ptr(), buffers.row_weights.data_ptr()
         args.offsets = buffers.offsets.data_ptr()
         args.out, args.out_scales = buffers.activations.data_ptr(), buffers.activation_scales.data_ptr()
@@ -319,8 +320,9 @@ class NvlinkExperts:
         args.a, args.a_scales = self._activations_map, buffers.activation_scales.data_ptr()
         args.offsets, args.row_targets = buffers.offsets.data_ptr(), buffers.targets.data_ptr()
         args.b, args.b_scales = self._gemm2_weights
+        self._lists, self._stale = lists, False
 
-    def _multiply(self, waves: int, stream: torch.cuda.Stream, passed: Callable[[str], None]) -> None:
+    def _multiply(self, waves: int, stream: int, passed: Callable[[str], None]) -> None:
         """Run both GEMMs in waves of experts: GEMM2 of each beside GEMM1 of the next, so that links have work earlier.
 
         Meanwhile GEMM2, which has half of GEMM1's arithmetic, gets a third of the SMs.
@@ -328,23 +330,24 @@ class NvlinkExperts:
         local, all_sms = self._num_local, self._num_sms
         waves = min(waves, local)
         third = all_sms // 3 // CLUSTER * CLUSTER
-        side = self._side if waves > 1 else stream
+        main = torch.cuda.current_stream(self._comm.device) if waves > 1 else None
+        side = stream if main is None else self._side.cuda_stream
         for wave in range(waves):
             first, last = wave == 0, wave == waves - 1
             for gemm in (self._gemm1, self._gemm2):
                 gemm.args.first_expert, gemm.args.end_expert = wave * local // waves, (wave + 1) * local // waves
-            self._gemm1.launch(all_sms if first else all_sms - third, stream.cuda_stream)
+            self._gemm1.launch(all_sms if first else all_sms - third, stream)
             if last:
                 passed("gemm1")
-            if side is not stream:
-                side.wait_stream(stream)
-            self._gemm2.launch(all_sms if last else third, side.cuda_stream)
-        if side is not stream:
-            stream.wait_stream(side)
+            if main is not None:
+                self._side.wait_stream(main)
+            self._gemm2.launch(all_sms if last else third, side)
+        if main is not None:
+            main.wait_stream(self._side)
         passed("gemm2")
 
-    def _sum(self, handle: NvlinkHandle, buffers: _Buffers, out: torch.Tensor) -> None:
+    def _sum(self, handle: NvlinkHandle, out: torch.Tensor, stream: int) -> None:
         args, ids = self._sums.args, handle.given_ids
         args.topk_ids, args.ids_are_int64 = ids.data_ptr(), ids.dtype == torch.int64
-        args.slots, args.out, args.num_tokens = handle.slots.data_ptr(), out.data_ptr(), handle.num_tokens
-        self._sums.launch(self._num_sms, torch.cuda.current_stream(self._comm.device).cuda_stream)
+        args.slots, args.out, args.num_tokens = handle.address("slots"), out.data_ptr(), handle.num_tokens
+        self._sums.launch(self._num_sms, stream)

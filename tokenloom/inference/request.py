@@ -13,7 +13,7 @@ from tokenloom.comm.engine import Engine
 from tokenloom.inference.schedules import MegaSchedule
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ForwardRequest:
     """Arguments of :meth:`tokenloom.MegaMoE.forward`, and what the implementation has to call.
 
@@ -44,7 +44,7 @@ class ForwardRequest:
         """Check and describe the dispatch of this call: FP8 rows in layout "token", of bounded size."""
         able, device, to_fp8 = engine.capabilities, engine.ranks.device, not self.is_quantised
         rounded = power_of_two_scales and to_fp8
-        options = validation.dispatch_options(engine.plan, able, "token", 1, "bounded", None, to_fp8, rounded)
+        options = engine.dispatch_options("token", 1, "bounded", None, to_fp8, rounded)
         tensors = (self.x, self.topk_ids, self.topk_weights)
         reads_ids = validation.reads_ids(able, device)
         return options, validation.dispatch_inputs(engine.plan, able, device, *tensors, False, reads_ids, to_fp8)

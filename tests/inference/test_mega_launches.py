@@ -1,0 +1,135 @@
+"""MegaMoE on backend "nvlink": what its kernels are told, seen without a GPU.
+
+What is the same in all calls is written down once; a kernel that missed a change would compute with old weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import tokenloom as tl
+from tests.support.stand_ins import StandIns
+from tokenloom.jit.kernel import Kernel
+
+HIDDEN, INTERMEDIATE, NUM_RANKS, LOCAL, TOP_K = 256, 256, 4, 2, 2
+FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
+
+Launches = dict[str, Any]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    """Arguments of the latest launch of each kernel, by its name; two GEMMs by what they are."""
+    seen: Launches = {}
+    launch = Kernel.launch
+
+    def record(kernel: Kernel, blocks: int, stream: int) -> None:
+        shape = dict(kernel.spec.shape)
+        name = kernel.spec.name
+        if name == "grouped_gemm":
+            name = "gemm1" if shape["swiglu"] else "gemm2"
+        seen[name] = type(kernel.args).from_buffer_copy(kernel.args)
+        launch(kernel, blocks, stream)
+
+    monkeypatch.setattr(Kernel, "launch", record)
+    with StandIns(NUM_RANKS):
+        yield seen
+
+
+def make_layer(**options: Any) -> tl.MegaMoE:
+    sizes = {"num_experts": NUM_RANKS * LOCAL, "hidden": HIDDEN, "intermediate": INTERMEDIATE, "top_k": TOP_K}
+    return tl.MegaMoE(None, **sizes, max_tokens_per_rank=600, device="cpu", **options)
+
+
+def new_weights() -> tuple[torch.Tensor, ...]:
+    def fp8(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.uint8).view(FP8)
+
+    return (
+        fp8(LOCAL, 2 * INTERMEDIATE, HIDDEN),
+        torch.ones(LOCAL, 2 * INTERMEDIATE // 128, HIDDEN // 128),
+        fp8(LOCAL, HIDDEN, INTERMEDIATE),
+        torch.ones(LOCAL, HIDDEN // 128, INTERMEDIATE // 128),
+    )
+
+
+def call(layer: tl.MegaMoE, num_tokens: int = 5, dtype: torch.dtype = BF16, **options: Any) -> list[torch.Tensor]:
+    """x, its scales where it has some, ids, weights and the result."""
+    x: list[torch.Tensor] = [torch.zeros(num_tokens, HIDDEN, dtype=BF16).to(dtype)]
+    if dtype == FP8:
+        x.append(torch.ones(num_tokens, HIDDEN // 128))
+    ids, weights = torch.zeros(num_tokens, TOP_K, dtype=torch.int64), torch.ones(num_tokens, TOP_K)
+    out = layer(x[0] if len(x) == 1 else (x[0], x[1]), ids, weights, **options)
+    return [*x, ids, weights, out]
+
+
+def same_call(launches: Launches) -> None:
+    """The kernels of a call agree on where its results and the memory between them are."""
+    sent, lists, gemm1, gemm2, summed = (
+        launches[name] for name in ("dispatch", "route_lists", "gemm1", "gemm2", "sum_routes")
+    )
+    for name in ("num_rows", "source_counts", "expert_counts"):
+        assert getattr(lists, name) == getattr(sent, name)
+    assert lists.num_tokens == sent.num_tokens == summed.num_tokens
+    assert (summed.slots, summed.topk_ids) == (sent.slots, sent.topk_ids)
+    assert gemm1.row_index == lists.rows
+    assert gemm1.row_weights == lists.row_weights
+    assert gemm1.offsets == gemm2.offsets == lists.offsets
+    assert gemm1.copied == lists.copied
+    assert (gemm1.a_rows, gemm1.a_scales) == (lists.values, lists.scales)
+    assert gemm2.a_scales == gemm1.out_scales
+    assert gemm2.row_targets == lists.targets
+    assert launches["barrier"].cleared == lists.taken
+    assert launches["barrier"].opened == summed.met
+
+
+def test_each_call_tells_its_own_tensors(launches: Launches) -> None:
+    """Also where x has another dtype than before, whose lists another kernel makes."""
+    layer = make_layer()
+    layer.use_weights(*new_weights())
+    for num_tokens, dtype, gives_out in ((5, BF16, False), (9, FP8, True), (300, BF16, True), (0, FP8, False)):
+        stats = torch.zeros(LOCAL, dtype=torch.int32)
+        out = torch.zeros(num_tokens, HIDDEN, dtype=BF16) if gives_out else None
+        x, *scales, ids, _, result = call(layer, num_tokens, dtype, expert_stats=stats, out=out)
+        same_call(launches)
+        lists = launches["route_lists"]
+        assert lists.stats == stats.data_ptr()
+        assert lists.x == launches["dispatch"].x == x.data_ptr()
+        assert lists.x_scales == (scales[0].data_ptr() if scales else 0)
+        assert launches["sum_routes"].topk_ids == ids.data_ptr()
+        assert launches["sum_routes"].out == result.data_ptr()
+        assert result is out or not gives_out
+        assert (lists.copy_room > 0) == (num_tokens > 128), "small calls copy no rows"
+    call(layer)
+    assert launches["route_lists"].stats == 0
+
+
+def test_weights_and_activations_change(launches: Launches) -> None:
+    """In any order, and back to a kernel that was used before: GEMMs are told of the weights in use."""
+    layer = make_layer()
+    layer.use_weights(*new_weights())
+    call(layer)
+    for clamp, changes in ((3.0, False), (None, True), (3.0, False), (5.0, True), (None, False)):
+        layer.set_activation(clamp)
+        if changes:
+            layer.use_weights(*new_weights())
+        call(layer)
+        same_call(launches)
+        assert launches["gemm1"].clamp == (clamp or 0.0)
+        assert launches["gemm1"].b_scales == layer.weights[1].data_ptr()
+        assert launches["gemm2"].b_scales == layer.weights[3].data_ptr()
+
+
+def test_no_gradients(launches: Launches) -> None:
+    """Whoever calls it with gradients enabled gets the same views, which need no copies."""
+    layer = make_layer()
+    layer.use_weights(*new_weights())
+    with torch.enable_grad():
+        *_, result = call(layer)
+        assert torch.is_grad_enabled()
+    assert not result.requires_grad
+    same_call(launches)
