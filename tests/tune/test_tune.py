@@ -105,13 +105,13 @@ class Meter:
         def counted(name: str, operation: str) -> Any:
             real = getattr(Engine, name)
 
-            def call(*args: Any) -> Any:
+            def call(*args: Any, **options: Any) -> Any:
                 """The strategy comes last, or in the options."""
                 (strategy,) = (
                     each for each in (getattr(arg, "strategy", arg) for arg in args) if isinstance(each, str)
                 )
                 self.us += COSTS[operation, strategy]
-                return real(*args)
+                return real(*args, **options)
 
             return mock.patch.object(Engine, name, call)
 
