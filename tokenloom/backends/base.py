@@ -290,11 +290,12 @@ class Backend(Protocol):
         alone: bool = False,
         split: bool = False,
     ) -> Pending[torch.Tensor]:
-        """Open the call and send rows home, multiplied by the received weights [R, K] if they are given.
+        """Open the call and send rows home, where ``options.weighted`` multiplied by received weights [R, K].
 
         On return the rows are on their way. ``receive`` gives [T, H], which is ``out`` if that is given.
 
         Args:
+            weights: those weights; None: those of the handle.
             alone: nothing is computed meanwhile, so the transfer may take more of the GPU.
             split: as of :class:`DispatchInputs`.
         """

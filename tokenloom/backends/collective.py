@@ -247,6 +247,8 @@ class CollectiveBackend:
         alone: bool = False,
         split: bool = False,
     ) -> _Pending[torch.Tensor]:
+        if options.weighted and weights is None:
+            weights = handle.topk_weights
         self._open(combine_fields(handle.number, options))
         with _unfinished(self._ranks):
             home, counts, order = self._send_home(handle, rows, weights, options)

@@ -205,7 +205,7 @@ class Engine:
         """Open a combine and send rows [places, H] home. ``receive`` gives [T, H], without a graph.
 
         Args:
-            weights: received weights that multiply the rows, as the handle has them, or None.
+            weights: received weights that multiply the rows, if ``options`` say so. None: those of the handle.
             out: [T, H] to write to, or None.
             alone: nothing is computed meanwhile, so the transfer may take more of the GPU.
             split: the caller may take long until ``receive``.

@@ -145,7 +145,7 @@ class DispatchCall(Call):
         )
         if self._out is not None:
             inputs.out = outputs.of_dispatch(plan, options, inputs, self._out)
-        self._ids_dtype = inputs.topk_ids.dtype
+        self._ids_dtype, self._weighted = inputs.topk_ids.dtype, weights is not None
         self._in_graph: tuple[torch.Tensor, torch.Tensor | None] | None = None
         if inputs.x_needs_grad or inputs.weights_need_grad:
             x, weights = inputs.x, inputs.topk_weights
@@ -159,11 +159,11 @@ class DispatchCall(Call):
         handle, rows = self._sent.receive()
         made = (self._owner, self.engine.plan, handle)
         if self._in_graph is None:
-            routed = Routed(*made, rows, None, self._ids_dtype, self._out)
+            routed = Routed(*made, rows, None, self._weighted, self._ids_dtype, self._out)
         else:
             with torch.enable_grad():  # as it was in the first half
                 rows, weights = autograd.dispatched(self.engine, handle, rows, *self._in_graph)
-                routed = Routed(*made, rows, weights, self._ids_dtype)
+                routed = Routed(*made, rows, weights, self._weighted, self._ids_dtype)
         if self._ids_dtype != torch.int32 and rows.is_cuda and torch.cuda.is_current_stream_capturing():
             _ = routed.topk_ids  # converted later, they would be outside of the graph and never change
         return routed
@@ -203,19 +203,25 @@ class CombineCall(Call):
     def _send(self, split: bool) -> Sent[torch.Tensor]:
         engine, y, routed, out = self.engine, self._y, self._routed, self._out
         validation.require_routed(routed, self._owner)
-        handle, weights = routed._handle, routed._weights
+        handle, weights, has_weights = routed._handle, routed._graph_weights, routed._weighted
         options = validation.combine_options(
-            engine.capabilities, engine.ranks.device, y, routed._shape, routed.layout, weights, *self._options
+            engine.capabilities,
+            engine.ranks.device,
+            y,
+            routed._shape,
+            routed.layout,
+            has_weights,
+            weights is not None and weights.requires_grad,
+            *self._options,
         )
         if out is not None:
             outputs.of_combine(out, options, routed, y)
         rows = y if y.ndim == 2 else y.view(-1, engine.plan.hidden)
-        if not options.weighted:
-            weights = None
         if options.needs_grad:
+            weights = routed._weights if options.weighted else None
             self._sent = autograd.send_combine(engine, handle, rows, weights, options, split)
         else:
-            self._sent = engine.send_combine(handle, rows, weights, options, out, split=split)
+            self._sent = engine.send_combine(handle, rows, None, options, out, split=split)
         return self._sent
 
     def _receive(self) -> torch.Tensor:

@@ -30,7 +30,8 @@ class Routed:
     _plan: Plan
     _handle: Handle
     _rows: torch.Tensor
-    _given_weights: torch.Tensor | None
+    _graph_weights: torch.Tensor | None
+    _weighted: bool
     _ids_dtype: torch.dtype
     _out: DispatchOut | None
 
@@ -41,6 +42,7 @@ class Routed:
         handle: Handle,
         rows: torch.Tensor,
         weights: torch.Tensor | None,
+        weighted: bool,
         ids_dtype: torch.dtype,
         out: DispatchOut | None = None,
     ) -> None:
@@ -48,14 +50,15 @@ class Routed:
 
         Args:
             owner: the communicator.
-            rows: [places, H]. weights: received weights with a graph, or None: the handle's.
+            rows: [places, H]. weights: received weights with a graph, or None: the handle's, if there are any.
+            weighted: weights were dispatched.
             ids_dtype: of the ids that the caller gave.
             out: tensors of the caller's own, which hold the results.
         """
         values = self.__dict__
         values["layout"] = handle.options.layout
         values["_owner"], values["_plan"], values["_handle"] = owner, plan, handle
-        values["_rows"], values["_given_weights"] = rows, weights
+        values["_rows"], values["_graph_weights"], values["_weighted"] = rows, weights, weighted
         values["_ids_dtype"], values["_out"] = ids_dtype, out
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -147,7 +150,7 @@ class Routed:
 
     @property
     def _received_weights(self) -> torch.Tensor | None:
-        return self._handle.topk_weights if self._given_weights is None else self._given_weights
+        return self._handle.topk_weights if self._graph_weights is None else self._graph_weights
 
     def _by_place(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.view(*self._shape[:-1], tensor.shape[-1])

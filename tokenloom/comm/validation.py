@@ -240,7 +240,8 @@ def combine_options(
     y: torch.Tensor,
     rows_shape: tuple[int, ...],
     layout: str,
-    weights: torch.Tensor | None,
+    has_weights: bool,
+    weights_require_grad: bool,
     weighted: bool | None,
     mode: str,
     wire_dtype: torch.dtype | None,
@@ -250,7 +251,7 @@ def combine_options(
 
     Args:
         able: what the communicator's backend can do.
-        weights: that the dispatch received, or None.
+        has_weights, weights_require_grad: whether the dispatch received weights, and whether they have a graph.
     """
     if mode not in STRATEGY_OF_MODE:
         raise InvalidArgument(f"mode is {mode!r}, expected one of {', '.join(STRATEGY_OF_MODE)}")
@@ -266,7 +267,7 @@ def combine_options(
         if mode == "per_route":
             raise InvalidArgument(f"mode 'per_route' needs one row per route, layout {layout!r} has one per token")
     weighted = layout in ROUTE_LAYOUTS if weighted is None else weighted
-    if weighted and weights is None:
+    if weighted and not has_weights:
         raise InvalidArgument(
             "weighted combine of a dispatch without topk_weights; pass them to dispatch, or weighted=False here"
         )
@@ -275,7 +276,7 @@ def combine_options(
         raise ShapeMismatch(f"y is {list(y.shape)}, expected {list(rows_shape)}: one row per row of routed.tokens")
     _require_ready("y", y, device)
     grad = torch.is_grad_enabled()
-    needs_grad = grad and (y.requires_grad or (weighted and weights is not None and weights.requires_grad))
+    needs_grad = grad and (y.requires_grad or (weighted and weights_require_grad))
     return _combine_options(able.dtypes, y.dtype, weighted, mode, wire_dtype, out_dtype, needs_grad)
 
 

@@ -140,7 +140,7 @@ class ReceiveBuffer:
         offsets: for kernels: where each part of the first one begins, by the name of the argument, and the distance
             from there to the second.
         peers_address: of every rank's address of the buffer.
-        places_address, tokens_address: of row_places and row_tokens.
+        places_address, tokens_address, weights_address: of row_places, row_tokens and weights.
     """
 
     def __init__(self, plan: Plan, buffer: SymmetricBuffer, number: int, last: int, dtype: torch.dtype, rows: int):
@@ -162,6 +162,7 @@ class ReceiveBuffer:
         self.offsets.append(("region_bytes", offset("rows1") - offset("rows0") if last else 0))
         self.peers_address = buffer.peers.data_ptr()
         self.places_address, self.tokens_address = self.row_places.data_ptr(), self.row_tokens.data_ptr()
+        self.weights_address = self.weights.data_ptr()
 
 
 class Buffers:

@@ -88,10 +88,12 @@ class Combiner:
                 raise InvalidArgument("strategy 'reduce_scatter' has no halves; use 'dedup'")
             require_layout(options.strategy, handle.options.layout)
             _check(self.plan, rows.dtype, options)
+            if options.weighted and weights is None:
+                weights = handle.weights
             out = self._out(handle, options) if out is None else out
             self._reduce_scatter(handle, rows, weights, options, out)
         else:
-            prepared = self._prepare(handle, rows.dtype, weights is not None, options, alone, split)
+            prepared = self._prepare(handle, rows.dtype, options, alone, split)
             out = self._out(handle, options) if out is None else out
             half = prepared.launch(handle, rows, weights, out)
             if half is not None:
@@ -108,7 +110,6 @@ class Combiner:
         self,
         handle: NvlinkHandle,
         y_dtype: torch.dtype,
-        weighted: bool,
         options: CombineOptions,
         alone: bool,
         split: bool,
@@ -118,14 +119,14 @@ class Combiner:
             self._prepared.clear()  # they know where buffers were
             self._num_grown = self.buffers.num_grown
         layout = handle.options.layout
-        key = (layout, y_dtype, weighted, options, alone, split)
+        key = (layout, y_dtype, options, alone, split)
         found = self._prepared.get(key)
         if found is None:
             if not options.per_route:
                 require_layout(options.strategy, layout)
             _check(self.plan, y_dtype, options)
             blocks = self._blocks_alone if alone else None
-            found = SumsAtHome(self, layout, y_dtype, weighted, options, blocks, split)
+            found = SumsAtHome(self, layout, y_dtype, options, blocks, split)
             self._prepared[key] = found
         return found
 
@@ -240,7 +241,6 @@ class SumsAtHome:
 
     Args:
         layout: of the dispatch.
-        weighted: rows are multiplied by weights.
         blocks: of a kernel; None: as the launcher has them.
     """
 
@@ -249,14 +249,13 @@ class SumsAtHome:
         combiner: Combiner,
         layout: str,
         y_dtype: torch.dtype,
-        weighted: bool,
         options: CombineOptions,
         blocks: int | None,
         split: bool,
     ) -> None:
         launcher, plan, buffers = combiner.launcher, combiner.plan, combiner.buffers
         self._combiner, self._launcher, self._blocks = combiner, launcher, blocks
-        self._per_route = options.per_route
+        self._per_route, self._weighted = options.per_route, options.weighted
         fields = combine_fields(launcher.num_calls, options)
         self._kind = CallKind({**fields, **HALVES} if split else fields)
         variant = CombineVariant(
@@ -266,7 +265,7 @@ class SumsAtHome:
             wire_dtype=options.wire_dtype,
             out_dtype=options.out_dtype,
             mode="per_route" if options.per_route else "per_rank",
-            weighted=weighted,
+            weighted=options.weighted,
             eager=is_eager(plan),
             part="send" if split else "whole",
         )
@@ -289,8 +288,8 @@ class SumsAtHome:
         """Put the kernel on the current stream. Returns what the second half will need."""
         ids = handle.ids() if self._per_route else handle.given_ids
         self._combiner.point(self._kernel, handle, rows, out, handle.capacity, ids)
-        if weights is not None:
-            self._kernel.args.row_weights = weights.data_ptr()
+        if self._weighted:
+            self._kernel.args.row_weights = handle.weights_address if weights is None else weights.data_ptr()
         half = None
         if self._receiving_kernel is not None:
             epoch = torch.empty(1, dtype=torch.int32, device=out.device)

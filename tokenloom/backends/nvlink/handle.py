@@ -182,6 +182,14 @@ class NvlinkHandle:
             self.address("all_counts"),
         )
 
+    @property
+    def weights_address(self) -> int:
+        """For kernels: of the received weights."""
+        made = self.__dict__.get("weights")  # the caller's own, say
+        if made is not None:
+            return made.data_ptr()
+        return self.address("weights") if self.buffer is None else self.buffer.weights_address
+
     def address(self, name: str) -> int:
         """For kernels: of a part of ``words``."""
         return self.words.data_ptr() + self.results.at[name]
