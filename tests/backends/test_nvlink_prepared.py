@@ -119,8 +119,6 @@ def do_not_overlap(handles: list[Any]) -> None:
 BY_ROUTE = ("expert", "slots")
 COMBINES = [(*each, "per_rank") for each in LAYOUTS]
 COMBINES += [(*each, "per_route") for each in LAYOUTS if each[1] in BY_ROUTE]
-    (*each, "per_route") for each in LAYOUTS if each[1] in BY_ROUTE
-]
 
 
 @pytest.mark.parametrize(("max_tokens", "layout", "mode"), COMBINES)
