@@ -39,6 +39,8 @@ struct StridedRows {
         row += gridDim.x * Shape::push_warps;
         return true;
     }
+
+    __device__ __forceinline__ unsigned char* address(const Row& found) const { return found.to; }
 };
 
 template <class Shape>

@@ -159,7 +159,8 @@ __device__ void push_copies(const CombineArgs& args, CombineShared<Shape>& share
 }
 
 // A warp makes all rows of a source, and stores them where they go. While one is added, the terms of the next are
-// loaded, and the routes of the one after that. `rows.next(args, row, lane)` finds the next row: false if there is none.
+// loaded, and the routes of the one after that. `rows.next(args, row, lane)` finds the next row: false if there is none;
+// `rows.address(row)` is where it goes.
 template <class Shape, class Rows, class Begin, class End>
 __device__ __forceinline__ void push_all(const CombineArgs& args, Rows& rows, typename CombineRows<Shape>::Push& stream,
                                          int lane, Begin begin, End end) {
@@ -183,7 +184,7 @@ __device__ __forceinline__ void push_all(const CombineArgs& args, Rows& rows, ty
         is_loading = false;
         has_following = has_upcoming && rows.next(args, following, lane);
         begin(row);
-        push_row<Shape>(args, row.routes, terms, stream, row.to, lane, next);
+        push_row<Shape>(args, row.routes, terms, stream, rows.address(row), lane, next);
         end(row);
     }
 }
@@ -193,9 +194,9 @@ template <class Shape>
 struct ChunkRows {
     struct Row {
         RowRoutes routes;
-        unsigned char* to;  // where it goes; per route: where the rows of its home rank go
-        int32 item;         // its chunk
-        uint32 bounds;      // bit 0: it begins the chunk; bit 1: it ends it
+        int32 home, home_row;  // where it goes; per route: where the rows of its home rank go
+        int32 item;            // its chunk
+        uint32 bounds;         // bit 0: it begins the chunk; bit 1: it ends it
 
         __device__ bool begins() const { return (bounds & 1) != 0; }
         __device__ bool ends() const { return (bounds & 2) != 0; }
@@ -212,12 +213,18 @@ struct ChunkRows {
             in_chunk = 0;
         }
         row.routes = routes_of<Shape>(args, chunk.row + in_chunk, lane);
-        row.to = shared.data.staging(chunk.home, shared.combine_recv);
-        if constexpr (Shape::per_route == 0) row.to += (chunk.home_row + in_chunk) * CombineRows<Shape>::kWireBytes;
+        row.home = chunk.home;
+        if constexpr (Shape::per_route == 0) row.home_row = static_cast<int32>(chunk.home_row) + in_chunk;
         row.item = item;
         row.bounds = in_chunk == 0 ? 1 : 0;
         if (++in_chunk == chunk.num_rows) row.bounds |= 2;
         return true;
+    }
+
+    __device__ __forceinline__ unsigned char* address(const Row& row) const {
+        auto* to = shared.data.staging(row.home, shared.combine_recv);
+        if constexpr (Shape::per_route == 0) to += static_cast<int64>(row.home_row) * CombineRows<Shape>::kWireBytes;
+        return to;
     }
 };
 
