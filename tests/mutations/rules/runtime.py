@@ -18,15 +18,15 @@ RANKS = (
     Mutation(
         name="closed-is-open",
         rule="a communicator that was closed goes on working",
-        target="tokenloom.runtime.rank_group:RankGroup.require_alive",
-        old='raise CommunicatorBroken(f"{self._broken}; make a new communicator")',
+        target="tokenloom.runtime.waiting:Watch.require_alive",
+        old='raise CommunicatorBroken(f"{self.broken}; make a new communicator")',
         new="pass",
         tests=("tests/comm/test_errors.py::test_closed",),
     ),
     Mutation(
         name="timeout-names-everybody",
         rule="PeerTimeout names ranks that are there too",
-        target="tokenloom.runtime.rank_group:RankGroup._missing_ranks",
+        target="tokenloom.runtime.waiting:Watch._missing_ranks",
         old="missing.remove(rank)",
         new="pass",
         tests=LATE_TESTS,
@@ -35,7 +35,7 @@ RANKS = (
     Mutation(
         name="alive-after-timeout",
         rule="a communicator goes on after a timeout, with whatever the late rank sends",
-        target="tokenloom.runtime.rank_group:RankGroup._finish",
+        target="tokenloom.runtime.waiting:Watch.fail",
         old='f"an earlier call failed: {timeout}"',
         new="None",
         tests=LATE_TESTS,
