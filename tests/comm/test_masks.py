@@ -211,6 +211,28 @@ def check_between(context: RankContext, layout: str, masked: list[int]) -> None:
 
 
 @each_layout
+def test_negative_zeros(group: Ranks, layout: str) -> None:
+    """A masked rank adds no term to a sum, not even +0, which would turn -0 into +0."""
+    group.run(check_negative_zeros, layout)
+
+
+def check_negative_zeros(context: RankContext, layout: str) -> None:
+    problem, masked = make_problem(REPEATS, context.num_ranks), [0]
+    comm = make_comm(context, "collective", problem.plan)
+    routed = comm.dispatch(*problem.arguments(context), **options_of(problem, layout))
+    y = torch.full_like(routed.tokens, -0.0)
+    if context.rank in masked:
+        return
+    comm.mask_ranks(masked)
+    stays = (without(problem, masked).topk_ids[context.rank] >= 0).any(1)
+    for mode in ("per_rank", "per_route") if layout in ROUTE_LAYOUTS else ("per_rank",):
+        out = comm.combine(y, routed, mode=mode)
+        assert not out.any()
+        assert torch.equal(out.signbit().all(1), stays)
+        assert torch.equal(out.signbit().any(1), stays)
+
+
+@each_layout
 def test_between_halves(group: Ranks, layout: str) -> None:
     """Calls that are open end as they began: a masked rank has sent its part, and takes what it was sent."""
     group.run(check_between_halves, layout)

@@ -97,14 +97,19 @@ def check_masking_again(ranks: RankGroup) -> None:
             together(ranks, [0])
 
 
-def test_a_call_that_is_open_is_finished_as_it_began(pools: Pools) -> None:
-    """A mask counts from the next call on, so what a masked rank has sent still arrives."""
-    run(pools, ALL, check_open_call)
+@pytest.mark.parametrize("late", [False, True], ids=["raise", "mask"])
+def test_a_call_that_is_open_is_finished_as_it_began(pools: Pools, late: bool) -> None:
+    """A mask counts from the next call on, so what a masked rank sends later still arrives."""
+    run(pools, ALL, check_open_call, late, timeout_s=LONG_S)
 
 
-def check_open_call(ranks: RankGroup) -> None:
+def check_open_call(ranks: RankGroup, late: bool) -> None:
+    if late:
+        ranks.mask_late()
+    together(ranks, ALL)
     rows = torch.full((4, 1), ranks.rank)
     for gone, there in ((3, [0, 1, 2, 3]), (2, [0, 1, 2])):
+        time.sleep(0.3 if ranks.rank == gone else 0.0)
         transfer = ranks.start_all_to_all(rows, [1] * 4, [1] * 4, "test")
         if ranks.rank != gone:
             ranks.mask([gone])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from tests.mutations.rules import collective, comm, inference, kernels, ops, runtime, training
+from tests.mutations.rules import collective, comm, inference, kernels, masks, ops, runtime, training
 
 MUTATIONS = (
     ops.MUTATIONS
     + collective.MUTATIONS
     + comm.MUTATIONS
     + runtime.MUTATIONS
+    + masks.MUTATIONS
     + training.MUTATIONS
     + inference.MUTATIONS
     + kernels.MUTATIONS

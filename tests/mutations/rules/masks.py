@@ -1,0 +1,202 @@
+"""Rules of ranks that are gone: who is masked, what that costs, and who comes back."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+MEMBERSHIP = "tokenloom.runtime.membership:Membership"
+WATCH = "tokenloom.runtime.waiting:Watch"
+MASKED, LATE, REJOIN = (f"tests/runtime/test_{name}.py" for name in ("masked_ranks", "late_ranks", "rejoin"))
+SAME_ROWS = (f"{LATE}::test_everybody_sees_the_same_rows",)
+LATE_RANK = (f"{LATE}::test_late",)
+STORE = (f"{LATE}::test_the_store_is_left_clean",)
+MASKS, ON_TIMEOUT = "tests/comm/test_masks.py", "tests/comm/test_on_timeout.py"
+WITHIN_DISPATCH = (f"{ON_TIMEOUT}::test_late_within_a_dispatch",)
+
+AGREEMENT = (
+    Mutation(
+        name="lists-are-not-compared",
+        rule="ranks mask what each of them was told",
+        target=f"{MEMBERSHIP}.ask",
+        old="change[1:] != [request, _listed(ranks)]",
+        new="False",
+        tests=(f"{MASKED}::test_lists_that_differ",),
+        num_ranks=4,
+    ),
+    Mutation(
+        name="a-mask-that-one-forgets",
+        rule="a rank that makes another call where others ask for a mask waits for ever",
+        target=f"{MEMBERSHIP}.require_same_mask",
+        old="change is not None and change[0] <= step",
+        new="False",
+        tests=(f"{MASKED}::test_a_rank_that_asks_for_no_mask",),
+        num_ranks=4,
+    ),
+    Mutation(
+        name="slow-is-out-of-step",
+        rule="a rank that waits in an earlier collective than that of a mask is out of step",
+        target=f"{MEMBERSHIP}.require_same_mask",
+        old="change[0] <= step",
+        new="True",
+        tests=(f"{MASKED}::test_a_rank_that_is_slow_is_not_out_of_step",),
+        num_ranks=4,
+    ),
+    Mutation(
+        name="held-up-is-late",
+        rule="a rank that waits for a late one is masked with it",
+        target=f"{WATCH}._wait_or_mask",
+        old="awaited.pending - members.roll_call(awaited.pending)",
+        new="set(awaited.pending)",
+        tests=(f"{LATE}::test_who_is_held_up_is_not_late",),
+        num_ranks=4,
+    ),
+    Mutation(
+        name="nobody-says-what-it-holds",
+        rule="a row that a rank sent to some before it ended is lost to the others",
+        target=f"{MEMBERSHIP}._adopt",
+        old="rank in self.lost",
+        new="False",
+        tests=SAME_ROWS,
+        num_ranks=4,
+    ),
+    Mutation(
+        name="nobody-waits-for-what-others-hold",
+        rule="a gather ends without the row of a rank that ended, though others may hold it",
+        target=f"{WATCH}.settle",
+        old="self._members.unsettled()",
+        new="None",
+        tests=SAME_ROWS,
+        num_ranks=4,
+    ),
+    Mutation(
+        name="masked-and-not-told",
+        rule="a rank that the others have masked goes on",
+        target=f"{WATCH}.look",
+        old="me in self._members.lost",
+        new="False",
+        tests=LATE_RANK,
+        num_ranks=4,
+    ),
+    Mutation(
+        name="back-without-a-look",
+        rule="a rank that was away takes what was sent to it before it was masked",
+        target=f"{WATCH}.begin",
+        old="self.look()",
+        new="pass",
+        tests=LATE_RANK,
+        num_ranks=4,
+    ),
+    Mutation(
+        name="gone-ranks-keep-notes",
+        rule="notes stay in the store when all that are not gone have left",
+        target="tokenloom.runtime.noteboard:Noteboard.leave",
+        old="self.num_ranks - len(self.gone)",
+        new="self.num_ranks",
+        tests=STORE,
+    ),
+    Mutation(
+        name="masked-ranks-find-no-note",
+        rule="what tells a masked rank that it is masked is deleted with the rest",
+        target="tokenloom.runtime.noteboard:Noteboard.leave",
+        old="self.gone and name.startswith(TELLS_WHO_IS_MASKED)",
+        new="False",
+        tests=STORE,
+    ),
+    Mutation(
+        name="back-with-other-terms",
+        rule="a rank comes back with arguments that differ from those of the others",
+        target="tokenloom.runtime.rejoin:take_back",
+        old='call is not None and call["terms"].get(term) != value',
+        new="False",
+        tests=(f"{REJOIN}::test_who_comes_back_different",),
+    ),
+    Mutation(
+        name="back-without-a-connection",
+        rule="ranks go on with one that could not connect with all of them",
+        target="tokenloom.runtime.rejoin:_who_failed",
+        old='return [rank, said or "it did not come"]',
+        new="return []",
+        tests=(f"{REJOIN}::test_who_cannot_connect",),
+        num_ranks=4,
+    ),
+)
+
+TRANSFERS = (
+    Mutation(
+        name="open-calls-lose-what-is-masked",
+        rule="a mask counts for a call that is open",
+        target=f"{WATCH}._wait_or_mask",
+        old="awaited.give_up(lost)",
+        new="awaited.give_up(members.masked)",
+        tests=(f"{MASKED}::test_a_call_that_is_open_is_finished_as_it_began",),
+        num_ranks=4,
+    ),
+    Mutation(
+        name="lost-and-not-said",
+        rule="a transfer does not say whose part it gave up",
+        target="tokenloom.runtime.links:Exchange.give_up",
+        old="self._absent |= self.pending.union(self.broken).intersection(ranks)",
+        new="pass",
+        tests=(f"{LATE}::test_late_in_the_middle_of_a_call",),
+        num_ranks=4,
+    ),
+    Mutation(
+        name="routes-to-masked-ranks",
+        rule="ids of masked ranks' experts are routes",
+        target="tokenloom.ops.routing:without_ranks",
+        old="torch.where(gone[rank_of], -1, topk_ids)",
+        new="topk_ids",
+        tests=(f"{MASKS}::test_bounded_overflow",),
+    ),
+    Mutation(
+        name="rows-of-lost-ranks",
+        rule="a dispatch keeps rows of a rank that was lost in it",
+        target="tokenloom.backends.collective:CollectiveBackend.send_dispatch",
+        old="metadata.lost | payload.transfer.lost",
+        new="metadata.lost",
+        tests=WITHIN_DISPATCH,
+    ),
+    Mutation(
+        name="counts-of-lost-ranks",
+        rule="a dispatch counts routes of a rank that was lost in it",
+        target="tokenloom.backends.collective:CollectiveBackend.send_dispatch",
+        old="sizes.without(lost)",
+        new="sizes",
+        tests=WITHIN_DISPATCH,
+    ),
+    Mutation(
+        name="zeros-of-lost-ranks",
+        rule="a combine adds the zeros of ranks that sent nothing",
+        target="tokenloom.backends.collective_handle:terms_without",
+        old="torch.where(torch.tensor(gone, device=positions.device)[positions], -1, positions)",
+        new="positions",
+        tests=(f"{MASKS}::test_negative_zeros",),
+    ),
+    Mutation(
+        name="masked-ranks-disagree",
+        rule="the empty row of a masked rank counts as another call",
+        target="tokenloom.backends.handshake:handshake",
+        old="table[there, 1]",
+        new="table[:, 1]",
+        tests=(f"{MASKS}::test_before",),
+    ),
+    Mutation(
+        name="compared-with-a-masked-rank",
+        rule="PlanMismatch names rank 0, although it is masked",
+        target="tokenloom.backends.handshake:raise_difference",
+        old="PlanMismatch(rank, name, text.get(name), expected.get(name), base)",
+        new="PlanMismatch(rank, name, text.get(name), expected.get(name))",
+        tests=(f"{MASKS}::test_faults_of_those_that_stay",),
+        num_ranks=4,
+    ),
+    Mutation(
+        name="late-ranks-break-all",
+        rule="on_timeout='mask' is on_timeout='raise'",
+        target="tokenloom.comm.communicator:Communicator.__init__",
+        old="self._choice.backend.mask_late()",
+        new="pass",
+        tests=(f"{ON_TIMEOUT}::test_late_for_a_dispatch",),
+    ),
+)
+
+MUTATIONS = AGREEMENT + TRANSFERS
