@@ -38,7 +38,7 @@ CASE = Case("masks", "", tokens=(7, 5, 0, 6), experts_per_rank=2, hidden=16, top
 REPEATS = replace(CASE, pick="repeats")
 
 
-@pytest.fixture(params=[2, 4], ids=["cpu2", "cpu4"])
+@pytest.fixture(params=[pytest.param(2, marks=pytest.mark.slow), 4], ids=["cpu2", "cpu4"])
 def group(request: pytest.FixtureRequest, pools: Callable[[str], RankPool]) -> Ranks:
     """Groups over gloo, where ranks can be left out."""
     return Ranks(pools("cpu"), request.param)
