@@ -283,7 +283,7 @@ def run_dispatch_fault(context: RankContext, backend: str, problem: Problem, fau
     arguments = fault[1](good) if context.rank == bad_rank(context) else good
     for async_op in (False, True):
         expect(context, lambda b=async_op: comm.dispatch(**arguments, async_op=b), fault, "dispatch")
-    expect(context, lambda: comm.send_dispatch(**arguments), fault, "first half of a dispatch")
+    expect(context, lambda: comm.send_dispatch(**arguments).receive(), fault, "dispatch in halves")
     still_works(context, comm, problem)
 
 
@@ -311,7 +311,7 @@ def check_combine_fault(context: RankContext, backend: str, layout: str, index: 
     for async_op in (False, True):
         arguments = fault[1](good) if context.rank == bad_rank(context) else good
         expect(context, lambda a=arguments, b=async_op: comm.combine(**a, async_op=b), fault, "combine")
-    expect(context, lambda: comm.send_combine(**arguments), fault, "first half of a combine")
+    expect(context, lambda: comm.send_combine(**arguments).receive(), fault, "combine in halves")
     assert torch.equal(comm.combine(**good), want)
     still_works(context, comm, problem)
 
