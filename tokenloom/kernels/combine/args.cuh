@@ -11,27 +11,27 @@
 
 struct CombineArgs {
     Call call;
+    // What every call is told anew lies side by side, so that the host writes it at once.
     const void* y;             // rows in the dispatch's layout
     const int32* row_places;   // [R][K] place of each route of a received row (layout expert)
-    const float* row_weights;  // [R][K], of weighted variants (layout expert)
     const int32* row_tokens;   // [R] the token at home that a received row is (layout expert)
     const int32* slots;        // [T][W], from the dispatch: which of the rows that went to rank r, or -1
     const int32* all_counts;   // [W][W + E], from the dispatch
+    const float* row_weights;  // [R][K], of weighted variants (layout expert)
     const void* topk_ids;      // [T][K] as given to the dispatch (per route)
     void* out;                 // [T] rows of Shape::out_dtype
-    uint64 chunk_flags;        // in the control buffer: uint32 [W][max_chunks]: this chunk of rank r is here
-    const uint64* peers;       // the data buffers
-    uint64 combine_recv;       // in them, rows of Shape::wire_dtype: per rank [M * min(W, K)], by expert rank, then
-                               // token; dense [W][M]; per route [M * K], by token and k. The first of combine_turns
-    uint64 turn_bytes;         // from one of them to the next
     int32 num_tokens;
-    int32 max_tokens;  // M
-    int32 capacity;    // rows of y; what lies beyond was dropped
+    int32 capacity;  // rows of y; what lies beyond was dropped
     int32 ids_are_int64;
-    int32 max_chunks;     // that one rank can send another
-    int32 combine_turns;  // a power of two: calls take turns by their epochs
-    int32 padding;
-    uint64 own_sums;   // pre_reduce only: address of [M] rows for the sums of this rank's own tokens
+    int32 max_tokens;       // M; from here on, what calls of one kind share
+    uint64 chunk_flags;     // in the control buffer: uint32 [W][max_chunks]: this chunk of rank r is here
+    const uint64* peers;    // the data buffers
+    uint64 combine_recv;    // in them, rows of Shape::wire_dtype: per rank [M * min(W, K)], by expert rank, then token;
+                            // dense [W][M]; per route [M * K], by token and k. The first of combine_turns
+    uint64 turn_bytes;      // from one of them to the next
+    int32 max_chunks;       // that one rank can send another
+    int32 combine_turns;    // a power of two: calls take turns by their epochs
+    uint64 own_sums;        // pre_reduce only: address of [M] rows for the sums of this rank's own tokens
 };
 
 // How warps share the roles. An eager kernel has few rows: all warps push, then all of them sum.

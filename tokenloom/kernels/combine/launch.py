@@ -14,6 +14,7 @@ from tokenloom.kernels.common import (
     MAX_SHARED_BYTES,
     PARTS,
     Call,
+    FieldsAtOnce,
     describe,
     int32_fields,
     ring,
@@ -43,18 +44,27 @@ SUM_REGISTERS = {COPY_THREADS: 80, SUM_THREADS: 56}
 """Registers for them and for the sum, by threads of a block. With more, variants spill."""
 
 
+ROWS = ("row_places", "row_tokens", "slots", "all_counts")
+"""Addresses of what a dispatch has left of its rows, as the arguments of its combine name them."""
+
+
 class CombineArgs(ctypes.Structure):
     """Mirror of CombineArgs in args.cuh, which says what each value is. Addresses and offsets are uint64."""
 
     _fields_ = [
         ("call", Call),
-        *uint64_fields("y", "row_places", "row_weights", "row_tokens", "slots", "all_counts", "topk_ids", "out"),
+        *uint64_fields("y", *ROWS, "row_weights", "topk_ids", "out"),
+        *int32_fields("num_tokens", "capacity", "ids_are_int64", "max_tokens"),
         *uint64_fields("chunk_flags", "peers", "combine_recv", "turn_bytes"),
-        *int32_fields(
-            "num_tokens", "max_tokens", "capacity", "ids_are_int64", "max_chunks", "combine_turns", "padding"
-        ),
+        *int32_fields("max_chunks", "combine_turns"),
         *uint64_fields("own_sums"),
     ]
+
+
+CALL_FIELDS = FieldsAtOnce(
+    CombineArgs, "y", *ROWS, "row_weights", "topk_ids", "out", "num_tokens", "capacity", "ids_are_int64"
+)
+"""What every combine is told anew."""
 
 
 def max_chunks(plan: Plan) -> int:

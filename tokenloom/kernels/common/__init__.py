@@ -1,6 +1,14 @@
 """What the host sides of kernels share."""
 
-from tokenloom.kernels.common.call import HEADER_WORDS, PARTS, TURNS, Call, int32_fields, uint64_fields
+from tokenloom.kernels.common.call import (
+    HEADER_WORDS,
+    PARTS,
+    TURNS,
+    Call,
+    FieldsAtOnce,
+    int32_fields,
+    uint64_fields,
+)
 from tokenloom.kernels.common.numbers import DTYPES, HOPPER, LAYOUTS, MAX_RANKS, describe, short_name
 from tokenloom.kernels.common.ring import CONTROL_BYTES, MAX_SHARED_BYTES, MOST_STAGES, require_shared, ring
 from tokenloom.kernels.common.variant import Variant
@@ -17,6 +25,7 @@ __all__ = [
     "PARTS",
     "TURNS",
     "Call",
+    "FieldsAtOnce",
     "Variant",
     "describe",
     "int32_fields",

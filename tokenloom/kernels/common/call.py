@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from typing import Any
 
 HEADER_WORDS = 4
@@ -32,3 +33,26 @@ class Call(ctypes.Structure):
         *int32_fields("rank", "status", "region"),
         ("sequence", ctypes.c_uint32),
     ]
+
+
+class FieldsAtOnce:
+    """Fields of a structure that lie side by side, to be written by one call: that takes the host less.
+
+    Args:
+        structure: of uint64 and 32-bit fields.
+        names: of its fields, in their order.
+
+    Attributes:
+        offset: bytes before the first of them.
+        write: ``write(instance, offset, *values)``, a value for each name.
+    """
+
+    _FORMATS = {ctypes.c_uint64: "Q", ctypes.c_int32: "i", ctypes.c_uint32: "I"}
+
+    def __init__(self, structure: type[ctypes.Structure], *names: str) -> None:
+        types: dict[str, Any] = {field[0]: field[1] for field in structure._fields_}
+        packer = struct.Struct("=" + "".join(self._FORMATS[types[name]] for name in names))
+        self.offset: int = getattr(structure, names[0]).offset
+        last = getattr(structure, names[-1])
+        assert packer.size == last.offset + last.size - self.offset, f"{names} do not lie side by side"
+        self.write = packer.pack_into

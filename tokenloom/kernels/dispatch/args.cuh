@@ -5,11 +5,30 @@
 
 struct DispatchArgs {
     Call call;
-    // This rank's input.
+    // What every call is told anew lies side by side, so that the host writes it at once. This rank's input:
     const void* x;              // [T] rows of Shape::row_bytes, or of values to quantise
     const float* scales;        // [T][Shape::scales_per_row], if x is FP8
     const void* topk_ids;       // [T][K] int32 or int64
     const float* topk_weights;  // [T][K], or null
+    // Results on this rank, beside the rows:
+    int32* slots;           // [T][W]: which of the rows that go to rank r this token is, or -1; then [T][K] places
+    int32* all_counts;      // [W][W + E]: rows per rank, routes per expert, of every source
+    int32* num_rows;        // [1] clamped to the capacity; the next three lie behind it
+    int32* source_counts;   // [W] clamped
+    int32* expert_counts;   // [L] clamped
+    int32* expert_offsets;  // [L + 1] clamped, layout expert only
+    int32 num_tokens;
+    int32 host_sequence;
+    // Staged: rows and all that comes with them arrive at the offsets below, by source and in its order, [W * M] each;
+    // row_places are then numbers within (source, expert). From there they go to tensors of this rank alone.
+    void* out_rows;        // in the layout's order
+    void* out_scales;      // Shape::scale_layout
+    int32* out_ids;        // [R][K]; R is dense, or that of layout rank
+    float* out_weights;    // [R][K], or null
+    int32* out_places;     // [R][K] (layouts expert, slots)
+    int32* out_tokens;     // [R]
+    int32* slot_ranges;    // [L][W][2] (layout slots)
+    // What calls of one kind share.
     const void* gathered;       // strategy all_gather: rows of all ranks' tokens, [W][M], which copy engines brought here
     // In the control buffer.
     uint64 done_flags;  // uint32 [W][Shape::max_blocks]: block b of rank s has sent all its rows
@@ -23,35 +42,17 @@ struct DispatchArgs {
     uint64 row_places;    // int32 [W * M][K] place of each route (layout expert)
     uint64 row_tokens;    // int32 [W * M] the token at home that a received row is (layouts expert, token)
     uint64 region_bytes;  // from anything in the first region to the same in the second
+    uint64 turn_bytes;    // staged: from one region to the next
     int32* block_counts;  // device memory: flags [Shape::max_blocks], then counts of each block's chunk [][W + E]
     int32* slots_found;   // device memory [Shape::max_blocks]: this block has written its chunk's slots and places
-    // Results on this rank, beside the rows.
-    int32* slots;           // [T][W]: which of the rows that go to rank r this token is, or -1; then [T][K] places
-    int32* all_counts;      // [W][W + E]: rows per rank, routes per expert, of every source
-    int32* num_rows;        // [1] clamped to the capacity; the next three lie behind it
-    int32* source_counts;   // [W] clamped
-    int32* expert_counts;   // [L] clamped
-    int32* expert_offsets;  // [L + 1] clamped, layout expert only
-    int32* host_counts;     // null, or in pinned host memory: host_sequence, then these four, before rows are here
-    int32 host_sequence;
-    int32 num_tokens;
-    int32 max_tokens;  // M
-    int32 capacity;    // rows of the output; what does not fit is dropped
+    int32* host_counts;   // null, or in pinned host memory: host_sequence, then these four, before rows are here
+    int32 max_tokens;     // M
+    int32 capacity;       // rows of the output; what does not fit is dropped
     int32 alignment;
     int32 ids_are_int64;
     int32 stop_on_overflow;  // exact sizes: send nothing if anything would be dropped
     int32 turns;             // staged: regions that calls take turns in by their epochs, a power of two
-    // Staged: rows and all that comes with them arrive at the offsets above, by source and in its order, [W * M] each;
-    // row_places are then numbers within (source, expert). From there they go to tensors of this rank alone.
-    uint64 turn_bytes;     // from one region to the next
-    void* out_rows;        // in the layout's order
-    void* out_scales;      // Shape::scale_layout
-    int32* out_ids;        // [R][K]; R is dense, or that of layout rank
-    float* out_weights;    // [R][K], or null
-    int32* out_places;     // [R][K] (layouts expert, slots)
-    int32* out_tokens;     // [R]
-    int32* slot_ranges;    // [L][W][2] (layout slots)
-    int32 send_blocks;     // of the kernel that sends, on all ranks
+    int32 send_blocks;       // of the kernel that sends, on all ranks
     int32 padding;
 };
 

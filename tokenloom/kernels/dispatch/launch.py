@@ -16,6 +16,7 @@ from tokenloom.kernels.common import (
     MOST_STAGES,
     PARTS,
     Call,
+    FieldsAtOnce,
     describe,
     int32_fields,
     require_shared,
@@ -43,24 +44,33 @@ QUANTIZE = {"": 0, "any scale": 1, "power of two": 2}
 """How rows become FP8 on their way; Quantize of shared.cuh."""
 
 
+RESULTS = ("slots", "all_counts", "num_rows", "source_counts", "expert_counts", "expert_offsets")
+"""Addresses of what every dispatch leaves beside rows, as its arguments name them."""
+OUTPUTS = ("out_rows", "out_scales", "out_ids", "out_weights", "out_places", "out_tokens", "slot_ranges")
+"""Addresses of the outputs of a staged dispatch."""
+
+
 class DispatchArgs(ctypes.Structure):
     """Mirror of DispatchArgs in args.cuh, which says what each value is. Addresses and offsets are uint64."""
 
     _fields_ = [
         ("call", Call),
-        *uint64_fields("x", "scales", "topk_ids", "topk_weights", "gathered", "done_flags", "row_flags"),
-        *uint64_fields(
-            "peers", "rows", "row_scales", "row_ids", "row_weights", "row_places", "row_tokens", "region_bytes"
-        ),
-        *uint64_fields("block_counts", "slots_found"),
-        *uint64_fields("slots", "all_counts", "num_rows", "source_counts", "expert_counts", "expert_offsets"),
-        *uint64_fields("host_counts"),
-        *int32_fields("host_sequence", "num_tokens", "max_tokens", "capacity", "alignment", "ids_are_int64"),
-        *int32_fields("stop_on_overflow", "turns"),
-        *uint64_fields("turn_bytes", "out_rows", "out_scales", "out_ids", "out_weights", "out_places", "out_tokens"),
-        *uint64_fields("slot_ranges"),
+        *uint64_fields("x", "scales", "topk_ids", "topk_weights", *RESULTS),
+        *int32_fields("num_tokens", "host_sequence"),
+        *uint64_fields(*OUTPUTS),
+        *uint64_fields("gathered", "done_flags", "row_flags"),
+        *uint64_fields("peers", "rows", "row_scales", "row_ids", "row_weights", "row_places", "row_tokens"),
+        *uint64_fields("region_bytes", "turn_bytes", "block_counts", "slots_found", "host_counts"),
+        *int32_fields("max_tokens", "capacity", "alignment", "ids_are_int64", "stop_on_overflow", "turns"),
         *int32_fields("send_blocks", "padding"),
     ]
+
+
+CALL_FIELDS = FieldsAtOnce(
+    DispatchArgs, "x", "scales", "topk_ids", "topk_weights", *RESULTS, "num_tokens", "host_sequence"
+)
+"""What every dispatch is told anew; a staged one also OUTPUT_FIELDS."""
+OUTPUT_FIELDS = FieldsAtOnce(DispatchArgs, *OUTPUTS)
 
 
 def block_count_words(plan: Plan) -> int:
