@@ -16,7 +16,7 @@ import torch
 from tokenloom.errors import CapacityOverflow
 from tokenloom.plan import FP8_BLOCK, Plan, align_up
 
-__all__ = ["Routed", "combine", "dispatch", "moe", "quantize_fp8"]
+__all__ = ["Routed", "combine", "combine_weights", "dispatch", "moe", "quantize_fp8"]
 
 Key = tuple[int, int] | tuple[int, int, int]
 """(source rank, token), or (source rank, token, k) in layouts "expert" and "slots", that a row belongs to."""
@@ -78,7 +78,7 @@ def dispatch(
         topk_weights: [T, K] of each rank, or None.
         layout: as in ``Communicator.dispatch``.
         alignment: as in ``Communicator.dispatch``.
-        scales: float32 [T, H / 128] of each rank for FP8, else None.
+        scales: float32 [T, H / 128] of each rank for FP8, or packed int32 [T, n], else None.
         capacity: as in ``Communicator.dispatch``.
         bounded: give outputs ``capacity`` rows and drop what does not fit. Layouts "rank" and "slots" always have
             their fixed places.
@@ -189,7 +189,7 @@ def _fill(
     tokens = torch.zeros(num_places, plan.hidden, dtype=torch.float32, device="cpu").to(xs[0].dtype)
     out_scales = None
     if scales is not None:
-        out_scales = torch.zeros(num_places, plan.hidden // FP8_BLOCK, dtype=torch.float32, device="cpu")
+        out_scales = torch.zeros(num_places, scales[0].shape[1], dtype=scales[0].dtype, device="cpu")
     out_ids = torch.full((num_places, plan.top_k), -1, dtype=torch.int64, device="cpu")
     out_weights = None
     if topk_weights is not None:
@@ -212,7 +212,7 @@ def _fill(
     # Where rows are routes, a received token counts for its source even if some of its routes were dropped.
     kept = list(rows) if by_token else _keys_in_order(plan, ids, rank, "token")
     if out_scales is not None:
-        out_scales = out_scales.view(*shape, plan.hidden // FP8_BLOCK)
+        out_scales = out_scales.view(*shape, out_scales.shape[1])
         out_scales = _laid_out(out_scales, scale_layout) if layout == "slots" else out_scales
     return Routed(
         tokens=tokens.view(*shape, plan.hidden),
@@ -298,6 +298,7 @@ def combine(
     mode: str = "per_rank",
     wire_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
+    biases: Sequence[Sequence[torch.Tensor]] = (),
 ) -> list[torch.Tensor]:
     """Combine the rows of all ranks.
 
@@ -310,6 +311,7 @@ def combine(
         mode: order of the sums, "per_rank" or "per_route".
         wire_dtype: as in ``Communicator.combine``.
         out_dtype: as in ``Communicator.combine``.
+        biases: for each rank, the tensors [T, H] that are added to its result in their order.
 
     Returns:
         [T, H] of each rank.
@@ -340,8 +342,43 @@ def combine(
                 if mode == "per_rank" and partial:
                     partial = [(rank, _sum_in_order([term for _, term in partial]))]
                 terms += [(order, term.to(wire_dtype).to(compute)) for order, term in partial]
+            total = torch.zeros(plan.hidden, dtype=compute, device="cpu")
             if terms:
-                out[token] = _sum_in_order([term for _, term in sorted(terms, key=lambda item: item[0])]).to(out_dtype)
+                total = _sum_in_order([term for _, term in sorted(terms, key=lambda item: item[0])])
+            for bias in biases[source] if biases else ():
+                total = total + bias[token].to(compute)
+            out[token] = total.to(out_dtype)
+        outs.append(out)
+    return outs
+
+
+def combine_weights(
+    plan: Plan, values: Sequence[torch.Tensor], routed: Sequence[Routed], topk_ids: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Bring home weights that belong to the rows of all ranks.
+
+    Args:
+        plan: sizes of the group.
+        values: of each rank: float32 [rows, K] in layouts "token" and "rank", [rows] in "expert" and "slots".
+        routed: result of ``dispatch``.
+        topk_ids: [T, K] of each rank, as given to ``dispatch``.
+
+    Returns:
+        float32 [T, K] of each rank.
+    """
+    outs = []
+    for source, ids in enumerate(topk_ids):
+        out = torch.zeros(ids.shape[0], plan.top_k, dtype=torch.float32, device="cpu")
+        for token in range(len(ids)):
+            terms = []
+            for there, found in zip(values, routed, strict=True):
+                if (source, token) in found.rows:
+                    terms.append(there.reshape(-1, plan.top_k)[found.rows[source, token]])
+                for k in range(plan.top_k):
+                    if (source, token, k) in found.rows:
+                        out[token, k] = there.flatten()[found.rows[source, token, k]]
+            if terms:
+                out[token] = _sum_in_order(terms)
         outs.append(out)
     return outs
 

@@ -52,7 +52,7 @@ PUBLIC = {
         "tune",
     ],
     "tokenloom.errors": ERRORS,
-    "tokenloom.reference": ["Routed", "combine", "dispatch", "moe", "quantize_fp8"],
+    "tokenloom.reference": ["Routed", "combine", "combine_weights", "dispatch", "moe", "quantize_fp8"],
     "tokenloom.tune": ["Profile", "profile"],
     "tokenloom.compat.deep_gemm": [
         "SymmBuffer",

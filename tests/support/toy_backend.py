@@ -46,6 +46,8 @@ class ToyHandle:
     scales: torch.Tensor | None
     host_offsets: list[int] | None
     positions: Callable[[], torch.Tensor]
+    ids: Callable[[], torch.Tensor]
+    row_tokens: torch.Tensor
 
 
 class ToyBackend:

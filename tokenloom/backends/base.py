@@ -238,6 +238,17 @@ class Handle(Protocol):
     def host_offsets(self) -> list[int] | None:
         """``counts.expert_offsets`` where the host knows them."""
 
+    def ids(self) -> torch.Tensor:
+        """int32 or int64 [T, K]: the ids at home that routed the dispatch.
+
+        Raises:
+            InvalidArgument: the backend has not kept them, and the caller has changed them since.
+        """
+
+    @property
+    def row_tokens(self) -> torch.Tensor:
+        """int32 [R]: the token at home that each received row is (layouts "expert" and "slots")."""
+
     def positions(self) -> torch.Tensor:
         """int64 [R, K], or [R, 1] where a row is not a route: place of each term of a received row.
 

@@ -126,6 +126,9 @@ class CollectiveHandle:
             return scales
         return lay_out_scales(scales.unflatten(0, (-1, self.options.capacity)), self.options.scale_layout)
 
+    def ids(self) -> torch.Tensor:
+        return routing.ids_of(self.sizes.send, self.num_tokens, len(self.sizes.route_counts[0]))
+
     def positions(self) -> torch.Tensor:
         return self.placement.positions
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 
 from tokenloom.backends.base import DispatchOut
 from tokenloom.comm import autograd, validation
+from tokenloom.comm.bias import BiasedCombineCall, biases
 from tokenloom.comm.engine import Engine
 from tokenloom.comm.halves import CombineCall, DispatchCall
 from tokenloom.comm.pending import Pending
@@ -47,6 +49,7 @@ class CombineKeywords(TypedDict, total=False):
     wire_dtype: torch.dtype | None
     out_dtype: torch.dtype | None
     out: torch.Tensor | None
+    bias: torch.Tensor | Sequence[torch.Tensor] | None
 
 
 class Calls:
@@ -101,7 +104,9 @@ class Calls:
         """Send each token to the ranks that hold its experts. Differentiable in x and topk_weights.
 
         Args:
-            x: [T, H] bfloat16, float16, float32 or float64; or (float8_e4m3fn [T, H], float32 scales [T, H / 128]).
+            x: [T, H] bfloat16, float16, float32 or float64; or (float8_e4m3fn [T, H], float32 scales [T, H / 128]);
+                or (float8_e4m3fn [T, H], int32 [T, n]), n at most H / 128, the same on all ranks: packed scales, whose
+                words travel as they are.
                 T may differ per rank and may be 0.
             topk_ids: int32 or int64 [T, K]; -1 is an unused place; an expert may appear twice in a row. Do not change
                 it before combine and backward are done.
@@ -233,6 +238,7 @@ class Calls:
         wire_dtype: torch.dtype | None = None,
         out_dtype: torch.dtype | None = None,
         out: torch.Tensor | None = None,
+        bias: torch.Tensor | Sequence[torch.Tensor] | None = None,
         async_op: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, Event]:
         """Bring the experts' rows home and sum them in a fixed order. Differentiable in y and the weights.
@@ -249,6 +255,7 @@ class Calls:
             wire_dtype: dtype of what travels, by default that of y.
             out_dtype: dtype of the result, by default that of y.
             out: contiguous [T, H] of ``out_dtype`` to write the result to, where no gradient is wanted.
+            bias: floating-point [T, H], or several, to add in their order before the result is rounded.
             async_op: work on the communicator's own stream and return (out, event).
 
         Returns:
@@ -258,8 +265,7 @@ class Calls:
         Raises:
             TokenloomError: what ``dispatch`` raises.
         """
-        values = (weighted, mode, wire_dtype, out_dtype)
-        return CombineCall(self, self.engine, y, routed, values, out, async_op).run()
+        return self._combine(y, routed, (weighted, mode, wire_dtype, out_dtype), out, bias, async_op).run()
 
     @overload
     def send_combine(
@@ -291,6 +297,7 @@ class Calls:
         wire_dtype: torch.dtype | None = None,
         out_dtype: torch.dtype | None = None,
         out: torch.Tensor | None = None,
+        bias: torch.Tensor | Sequence[torch.Tensor] | None = None,
         async_op: bool = False,
     ) -> Pending[torch.Tensor] | Pending[tuple[torch.Tensor, Event]]:
         """Make the first half of a combine: its rows are on their way until ``receive()`` of the pending takes them.
@@ -304,8 +311,20 @@ class Calls:
         Raises:
             TokenloomError: what ``send_dispatch`` raises.
         """
-        values = (weighted, mode, wire_dtype, out_dtype)
-        return CombineCall(self, self.engine, y, routed, values, out, async_op).send()
+        return self._combine(y, routed, (weighted, mode, wire_dtype, out_dtype), out, bias, async_op).send()
+
+    def _combine(
+        self,
+        y: torch.Tensor,
+        routed: Routed,
+        options: tuple[Any, ...],
+        out: torch.Tensor | None,
+        bias: torch.Tensor | Sequence[torch.Tensor] | None,
+        async_op: bool,
+    ) -> CombineCall:
+        if bias is None:
+            return CombineCall(self, self.engine, y, routed, options, out, async_op)
+        return BiasedCombineCall(self, self.engine, y, routed, options, out, async_op, biases(bias))
 
     def row_weights(self, routed: Routed) -> torch.Tensor:
         """Give each row its weight, to apply before the last GEMM. Differentiable, not collective.

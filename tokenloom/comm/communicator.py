@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tokenloom.backends import registry
-from tokenloom.comm.calls import Calls
+from tokenloom.comm.beside import CallsBeside
 from tokenloom.comm.engine import Engine
 from tokenloom.errors import InvalidArgument
 from tokenloom.plan import Plan
@@ -21,7 +22,7 @@ from tokenloom.runtime.rendezvous import agree
 __all__ = ["Communicator"]
 
 
-class Communicator(Calls):
+class Communicator(CallsBeside):
     """Moves the tokens of a mixture-of-experts layer to their experts and back.
 
     Making one is collective: all ranks of the group do it, with the same arguments. So is every call, in the same
@@ -116,7 +117,20 @@ class Communicator(Calls):
             if on_timeout == "mask":
                 self._choice.backend.mask_late()
         self._ranks = ranks
+        self._request = request
         self.engine = Engine(self.plan, ranks, self._choice.backend)
+
+    def _make_engine(self, hidden: int) -> Engine:
+        request = replace(
+            self._request, name=self.backend, plan=replace(self.plan, hidden=hidden), dtype=torch.float32
+        )
+        assert request.plan is not None
+
+        def prepare() -> tuple[dict[str, Any], list[registry.Availability]]:
+            return request.must_agree(), registry.probe(request)
+
+        probes = agree(self._ranks, prepare, "making room for weights")
+        return Engine(request.plan, self._ranks, registry.make(request, self._ranks, probes).backend)
 
     @property
     def rank(self) -> int:
@@ -192,6 +206,7 @@ class Communicator(Calls):
                 others: then all ranks raise this, the ranks stay masked, and the communicator works on.
         """
         self.engine.unmask(ranks)
+        self._narrow = None  # ranks that came back have none either
 
     def masked_ranks(self) -> list[int]:
         """The ranks that this one goes on without. With ``on_timeout="mask"`` a call may add some."""
@@ -209,6 +224,8 @@ class Communicator(Calls):
 
     def close(self) -> None:
         """Release everything; later calls raise CommunicatorBroken. The process group stays yours."""
+        if self._narrow is not None:
+            self._narrow.close()
         self.engine.close()
 
     def __enter__(self) -> Communicator:

@@ -10,7 +10,7 @@ import torch
 
 from tokenloom.backends.base import DispatchOut, Upcoming
 from tokenloom.backends.base import Pending as Sent
-from tokenloom.comm import autograd, outputs, validation
+from tokenloom.comm import autograd, outputs, validation, validation_beside
 from tokenloom.comm.engine import COMBINE_RANGE, DISPATCH_RANGE, Engine, profiler_range
 from tokenloom.comm.pending import Pending
 from tokenloom.comm.routed import Routed
@@ -139,6 +139,7 @@ class DispatchCall(Call):
         engine, (x, ids, weights) = self.engine, self._tensors
         plan, able, device = engine.plan, engine.capabilities, engine.ranks.device
         options = engine.dispatch_options(*self._options)
+        x, self._scale_words = validation_beside.unpacked(plan, x, options.scale_layout)
         reads_ids = validation.reads_ids(able, device)
         inputs = validation.dispatch_inputs(
             plan, able, device, x, ids, weights, self._copy, reads_ids, options.to_fp8, options.scale_layout, split
@@ -164,6 +165,8 @@ class DispatchCall(Call):
             with torch.enable_grad():  # as it was in the first half
                 rows, weights = autograd.dispatched(self.engine, handle, rows, *self._in_graph)
                 routed = Routed(*made, rows, weights, self._weighted, self._ids_dtype)
+        if self._scale_words is not None:
+            vars(routed)["_scale_words"] = self._scale_words
         if self._ids_dtype != torch.int32 and rows.is_cuda and torch.cuda.is_current_stream_capturing():
             _ = routed.topk_ids  # converted later, they would be outside of the graph and never change
         return routed
@@ -221,7 +224,8 @@ class CombineCall(Call):
             weights = routed._weights if options.weighted else None
             self._sent = autograd.send_combine(engine, handle, rows, weights, options, split)
         else:
-            self._sent = engine.send_combine(handle, rows, None, options, out, split=split)
+            late = routed._late_weights if options.weighted else None
+            self._sent = engine.send_combine(handle, rows, late, options, out, split=split)
         return self._sent
 
     def _receive(self) -> torch.Tensor:

@@ -8,6 +8,8 @@ from typing import Any, Literal
 import torch
 
 from tokenloom.backends.base import DispatchOut, Handle
+from tokenloom.errors import InvalidArgument
+from tokenloom.ops import routing
 from tokenloom.plan import ROUTE_LAYOUTS, Plan
 
 Layout = Literal["token", "expert", "rank", "slots"]
@@ -34,6 +36,8 @@ class Routed:
     _weighted: bool
     _ids_dtype: torch.dtype
     _out: DispatchOut | None
+    _late_weights: torch.Tensor | None = None
+    _scale_words: int | None = None
 
     def __init__(
         self,
@@ -76,10 +80,12 @@ class Routed:
     @cached_property
     def scales(self) -> torch.Tensor | None:
         """float32 [rows, H / 128] of FP8 tokens ([W, M, H / 128], [L, S, H / 128]), else None. Layout "slots": as
-        ``scale_layout`` says."""
+        ``scale_layout`` says. int32 [rows, n] where packed scales were given."""
         if self._out is not None and self._out.scales is not None:
             return self._out.scales
         scales = self._handle.scales
+        if scales is not None and self._scale_words is not None:
+            scales = scales.view(torch.int32)[..., : self._scale_words].contiguous()
         return scales if scales is None or self.layout == "slots" else self._by_place(scales)
 
     @cached_property
@@ -131,6 +137,29 @@ class Routed:
         """Rows in use: int for exact sizes, int32 scalar on the device for bounded sizes."""
         return self._counted("num_rows")
 
+    @cached_property
+    def source_tokens(self) -> torch.Tensor:
+        """int32 [rows] ([L, S]) which token of its home rank each row is, -1 where no row lies; layouts "expert" and
+        "slots".
+
+        Raises:
+            InvalidArgument: another layout.
+        """
+        if self.layout not in ROUTE_LAYOUTS:
+            raise InvalidArgument(f"source_tokens is for layouts with a row for each route, not {self.layout!r}")
+        positions, tokens = self._handle.positions(), self._handle.row_tokens
+        positions = positions[: len(tokens)]
+        tokens = tokens[: len(positions), None].expand(positions.shape)
+        return routing.row_values(tokens + 1, positions, self._rows.shape[0]).view(self._shape[:-1]) - 1
+
+    def unused_ids_marked(self) -> torch.Tensor | None:
+        """``topk_ids`` with -1 also in the rows beyond ``num_rows`` that bounded sizes leave unspecified."""
+        ids = self.topk_ids
+        if ids is None or self.layout != "token" or isinstance(self.num_rows, int):
+            return ids
+        used = torch.arange(len(ids), device=ids.device) < self.num_rows
+        return torch.where(used[:, None], ids, -1)
+
     # -- for combine ----------------------------------------------------------------------------------------
 
     @cached_property
@@ -150,6 +179,8 @@ class Routed:
 
     @property
     def _received_weights(self) -> torch.Tensor | None:
+        if self._late_weights is not None:
+            return self._late_weights
         return self._handle.topk_weights if self._graph_weights is None else self._graph_weights
 
     def _by_place(self, tensor: torch.Tensor) -> torch.Tensor:

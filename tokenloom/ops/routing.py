@@ -55,6 +55,30 @@ def send_map(topk_ids: torch.Tensor, plan: Plan) -> SendMap:
     )
 
 
+def ids_of(send: SendMap, num_tokens: int, experts_per_rank: int) -> torch.Tensor:
+    """Reverse :func:`send_map`: int64 ids [T, K], -1 where there is no route."""
+    ids = send.tokens.new_full((num_tokens, send.mask.shape[1]), -1)
+    ranks = torch.arange(len(send.rows_per_rank), device=send.tokens.device)
+    first = torch.repeat_interleave(ranks, send.rows_per_rank) * experts_per_rank
+    rows, ks = send.mask.nonzero(as_tuple=True)
+    ids[send.tokens[rows], ks] = first[rows] + send.local_ids[rows, ks]
+    return ids
+
+
+def ids_of_ranks(goes_to: torch.Tensor, experts_per_rank: int) -> torch.Tensor:
+    """Name ranks by expert ids, for tokens whose ranks are known and whose experts are not.
+
+    Args:
+        goes_to: bool [T, W], whether a token goes to a rank.
+        experts_per_rank: L.
+
+    Returns:
+        int64 [T, W]: the first expert of each rank that the token goes to, -1 for the others.
+    """
+    first = torch.arange(goes_to.shape[1], device=goes_to.device) * experts_per_rank
+    return torch.where(goes_to, first, -1)
+
+
 def without_ranks(topk_ids: torch.Tensor, ranks: frozenset[int], plan: Plan) -> torch.Tensor:
     """Give routes to experts of some ranks the id -1."""
     if not ranks:

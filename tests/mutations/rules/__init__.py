@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from tests.mutations.rules import collective, comm, inference, kernels, masks, ops, runtime, training
+from tests.mutations.rules import beside, collective, comm, inference, kernels, masks, ops, runtime, training
 
 MUTATIONS = (
     ops.MUTATIONS
     + collective.MUTATIONS
     + comm.MUTATIONS
+    + beside.MUTATIONS
     + runtime.MUTATIONS
     + masks.MUTATIONS
     + training.MUTATIONS

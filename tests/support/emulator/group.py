@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -221,6 +222,11 @@ def _make_communicator(self: tl.Communicator, group: object = None, **options: A
     self.engine = Engine(plan, ranks, backend)
 
 
+def _make_engine(self: tl.Communicator, hidden: int) -> Engine:
+    plan = replace(self.plan, hidden=hidden)
+    return Engine(plan, self._ranks, NvlinkBackend(plan, self._ranks, NUM_SMS))
+
+
 def _behind_kernels(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method that reads a tensor on the host, behind all kernels of the rank, as on GPUs."""
 
@@ -275,6 +281,7 @@ def _stand_ins(group: Group) -> Iterator[None]:
             (kernel_reports, "time", clock),
             (kernel_reports, "_pinned", lambda *shape: torch.zeros(shape, dtype=torch.int32)),
             (communicator.Communicator, "__init__", _make_communicator),
+            (communicator.Communicator, "_make_engine", _make_engine),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.cuda, "current_stream", lambda device=None: FakeStream(here.rank)),
             (torch.distributed, "barrier", lambda **options: group.meeting.wait()),

@@ -1,0 +1,167 @@
+"""What a communicator does beside dispatch and combine: other values for the routes of a dispatch, and values back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tokenloom.backends.base import Upcoming
+from tokenloom.comm import validation, validation_beside
+from tokenloom.comm.calls import Calls
+from tokenloom.comm.engine import COMBINE_RANGE, DISPATCH_RANGE, Engine, profiler_range
+from tokenloom.comm.halves import CombineCall, DispatchCall
+from tokenloom.comm.routed import Routed
+from tokenloom.errors import NotDifferentiable
+from tokenloom.plan import ROUTE_LAYOUTS, align_up
+
+NARROW = 8
+"""Values in a row of which the rows that carry weights have a multiple: every backend moves 16 bytes."""
+
+
+class CallsBeside(Calls):
+    """The calls of a communicator that belong to an earlier dispatch, besides its combine.
+
+    Weights of tokens travel in rows of their own, K float32 values wide. The engine for them is made when a call first
+    needs it, by all ranks alike.
+    """
+
+    _narrow: Engine | None = None
+
+    def _make_engine(self, hidden: int) -> Engine:
+        """Another engine on the same ranks, for rows of ``hidden`` float32 values."""
+        raise NotImplementedError
+
+    def dispatch_again(self, x: torch.Tensor, routed: Routed) -> torch.Tensor:
+        """Send other rows of the same tokens to the places of an earlier dispatch. Has no gradient.
+
+        Args:
+            x: [T, H], T as of that dispatch; bfloat16, float16, float32 or float64.
+            routed: what that dispatch returned.
+
+        Returns:
+            Shape of ``routed.tokens``, dtype of x, an ordinary tensor. Places without a row are as in ``dispatch``.
+
+        Raises:
+            TokenloomError: what ``dispatch`` raises for such an x; also NotDifferentiable if x requires grad.
+        """
+        engine = self.engine
+        engine.begin()
+        with profiler_range(DISPATCH_RANGE), engine.sequence(Upcoming("rows again")):
+            validation.require_routed(routed, self)
+            _require_no_grad("x", x)
+            validation_beside.rows_again(
+                engine.plan, engine.capabilities, engine.ranks.device, x, routed._handle.num_tokens
+            )
+            rows = engine.send_again(routed._handle, x.detach(), "dedup").receive()
+            _learn_outcome(engine)
+            return routed._by_place(rows.clone() if engine.capabilities.returns_views else rows)
+
+    def combine_weights(self, values: torch.Tensor, routed: Routed) -> torch.Tensor:
+        """Bring home weights, or their gradients, that belong to the rows of a dispatch. Has no gradient.
+
+        Args:
+            values: float32. Layouts "token" and "rank": shape of ``routed.topk_ids``; all columns count, also those
+                without a route. Layouts "expert" and "slots": one value per row, [rows] or [L, S]. Values where no row
+                lies are never read.
+            routed: what dispatch returned.
+
+        Returns:
+            float32 [T, K], 0 where nothing came. Layouts "token" and "rank": the sum of the token's rows, over ranks
+            in ascending order, starting from the first. Layouts "expert" and "slots": the value of each route's row.
+
+        Raises:
+            TokenloomError: what ``combine`` raises for such values; also NotDifferentiable if they require grad.
+        """
+        self.engine.begin()
+        by_route = isinstance(routed, Routed) and routed.layout in ROUTE_LAYOUTS
+        engine = self.engine if by_route else self._engine_beside()
+        with (
+            profiler_range(COMBINE_RANGE),
+            engine.sequence(Upcoming("gradient of weights" if by_route else "combine")),
+        ):
+            validation.require_routed(routed, self)
+            _require_no_grad("values", values)
+            shape = routed._shape[:-1] if by_route else (*routed._shape[:-1], engine.plan.top_k)
+            validation_beside.values_of_rows(values, shape, engine.ranks.device)
+            if by_route:
+                return self._combine_values(values.detach().flatten(), routed)
+        return self._sum_values(values.detach(), routed, engine)
+
+    def _combine_values(self, values: torch.Tensor, routed: Routed) -> torch.Tensor:
+        """[places] of rows that are routes -> [T, K]."""
+        handle = routed._handle
+        like = torch.empty(handle.positions().shape, dtype=torch.float32, device=values.device)
+        routes = self.engine.route_gradients(handle, values, like)
+        home = self.engine.send_weight_gradients(handle, routes).receive()
+        _learn_outcome(self.engine)
+        return home
+
+    def _sum_values(self, values: torch.Tensor, routed: Routed, engine: Engine) -> torch.Tensor:
+        """[places, K] of rows that are tokens -> [T, K]."""
+        top_k = engine.plan.top_k
+        found = vars(routed).get("_narrow")
+        if found is None or found[0] is not engine:
+            vars(routed)["_narrow"] = found = engine, self._route_again(routed, engine, None)
+        rows = torch.nn.functional.pad(values, (0, engine.plan.hidden - top_k))
+        options = (None, "per_rank", None, None)
+        with torch.no_grad():
+            out = CombineCall(self, engine, rows, found[1], options, None, False).run()
+        return out[:, :top_k].contiguous()
+
+    def reweighted(self, routed: Routed, topk_weights: torch.Tensor) -> Routed:
+        """Give the routes of an earlier dispatch other weights, or their first. Has no gradient.
+
+        Args:
+            routed: what a dispatch in layout "expert" or "slots" returned.
+            topk_weights: float32 [T, K], ignored where the id is -1.
+
+        Returns:
+            The same rows, which ``combine`` now multiplies by these weights. ``routed`` stays as it is.
+
+        Raises:
+            TokenloomError: what ``dispatch`` raises for such weights; also NotDifferentiable if they require grad.
+            InvalidArgument: another layout, whose rows combine does not weight.
+        """
+        self.engine.begin()
+        engine = self._engine_beside()
+        with engine.sequence(Upcoming("dispatch")):
+            validation.require_routed(routed, self)
+            validation_beside.require_routes(routed)
+            _require_no_grad("topk_weights", topk_weights)
+            validation_beside.weights_at_home(
+                engine.plan, topk_weights, routed._handle.num_tokens, engine.ranks.device
+            )
+        again = self._route_again(routed, engine, topk_weights.detach())
+        made = Routed(self, self.engine.plan, routed._handle, routed._rows, None, True, routed._ids_dtype, routed._out)
+        vars(made)["_late_weights"] = again._received_weights
+        return made
+
+    def _route_again(self, routed: Routed, engine: Engine, weights: torch.Tensor | None) -> Routed:
+        """Dispatch narrow rows of zeros by the same ids to the same places."""
+        handle = routed._handle
+        x = torch.zeros(handle.num_tokens, engine.plan.hidden, dtype=torch.float32, device=engine.ranks.device)
+        options: tuple[Any, ...] = (handle.options.layout, handle.options.alignment, handle.options.sizes)
+        capacity = handle.options.capacity
+        with torch.no_grad():
+            tensors = (x, handle.ids(), weights)
+            values = (*options, capacity, False, False, "dedup", "rows")
+            return DispatchCall(self, engine, tensors, values, True, None, False).run()
+
+    def _engine_beside(self) -> Engine:
+        if self._narrow is None:
+            self._narrow = self._make_engine(align_up(self.engine.plan.top_k, NARROW))
+        return self._narrow
+
+
+def _learn_outcome(engine: Engine) -> None:
+    """Raise what the call found, where the host reads it of every call."""
+    if engine.capabilities.reads_on_host:
+        engine.check("calls")
+
+
+def _require_no_grad(name: str, tensor: object) -> None:
+    if isinstance(tensor, torch.Tensor) and torch.is_grad_enabled() and tensor.requires_grad:
+        raise NotDifferentiable(
+            f"{name} requires grad, which this call has none for; detach it, or call under no_grad"
+        )
