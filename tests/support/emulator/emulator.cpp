@@ -33,7 +33,8 @@ struct Fiber {
     Block* block = nullptr;
     unsigned thread = 0;
     bool begun = false, done = false, waits = false;
-    std::vector<std::vector<std::shared_ptr<Copy>>> groups;  // of bulk stores; the last is not committed
+    using Groups = std::vector<std::vector<std::shared_ptr<Copy>>>;
+    Groups groups[2];  // of bulk stores, and of copies by single threads; the last of each is not committed
 };
 
 struct Warp {
@@ -149,7 +150,7 @@ void begin(Stream& stream) {
             Fiber& fiber = block->fibers[thread];
             fiber.block = block.get();
             fiber.thread = thread;
-            fiber.groups.emplace_back();
+            for (auto& groups : fiber.groups) groups.emplace_back();
             make_ready(fiber);
         }
         launch.blocks.push_back(std::move(block));
@@ -286,13 +287,19 @@ void emulated_bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* ba
 void emulated_bulk_store(void* to, const void* from, uint32_t bytes) {
     auto copy = std::make_shared<Copy>(Copy{to, from, {}, bytes, nullptr});
     copies.push_back(copy);
-    current->groups.back().push_back(copy);
+    current->groups[0].back().push_back(copy);
 }
 
-void emulated_bulk_commit() { current->groups.emplace_back(); }
+void emulated_copy(void* to, const void* from, uint32_t bytes) {
+    auto copy = std::make_shared<Copy>(Copy{to, from, {}, bytes, nullptr});
+    copies.push_back(copy);
+    current->groups[1].back().push_back(copy);
+}
 
-void emulated_bulk_wait(int pending, int written) {
-    auto& groups = current->groups;
+void emulated_commit(int kind) { current->groups[kind].emplace_back(); }
+
+void emulated_wait(int kind, int pending, int written) {
+    auto& groups = current->groups[kind];
     const auto is_over = [&]() {
         const int committed = static_cast<int>(groups.size()) - 1;
         for (int i = 0; i < committed - pending; ++i)

@@ -33,8 +33,10 @@ void emulated_block_barrier(int predicate, int* threads, int* count);
 // Asynchronous copies. They happen some time, in any order; `read_only_source` none: loads complete a barrier.
 void emulated_bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier);
 void emulated_bulk_store(void* to, const void* from, uint32_t bytes);
-void emulated_bulk_commit();
-void emulated_bulk_wait(int pending, int written);
+void emulated_copy(void* to, const void* from, uint32_t bytes);
+// Groups of this thread: 0 of bulk stores, 1 of its own copies.
+void emulated_commit(int kind);
+void emulated_wait(int kind, int pending, int written);
 void emulated_barrier_init(uint64_t* barrier, uint32_t arrivals);
 void emulated_barrier_expect(uint64_t* barrier, uint32_t bytes);
 int emulated_barrier_try_wait(uint64_t* barrier, uint32_t parity);

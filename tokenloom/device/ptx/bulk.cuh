@@ -84,12 +84,21 @@ __device__ __forceinline__ void fence_global_to_bulk() {
 }
 
 // Bytes of this thread, to shared memory: 16, or one value.
-__device__ __forceinline__ void copy_16_async(uint32 shared_address, const void* global) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address), "l"(global) : "memory");
+__device__ __forceinline__ void copy_16_async(void* shared, const void* global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
 
 __device__ __forceinline__ void copy_4_async(void* shared, const void* global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
+
+// The copies of this thread since its commit before are a group.
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// All but this thread's newest `Pending` groups are there, for this thread.
+template <int Pending>
+__device__ __forceinline__ void copies_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
 // Arrives on the barrier, which counts this thread, when all its copies are there.

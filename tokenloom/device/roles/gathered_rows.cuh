@@ -66,7 +66,7 @@ struct GatheredRows {
         const unsigned char* from = values + k * kBlock;
 #pragma unroll 4
         for (int row = lane / 8; row < rows; row += 4)
-            copy_16_async(shared_address(ring.a[stage]) + row * kBlock + (unit ^ row % 8) * 16,
+            copy_16_async(ring.a[stage] + row * kBlock + (unit ^ row % 8) * 16,
                           from + static_cast<int64>(shared.gathered[row]) * kK + unit * 16);
     }
 
@@ -78,7 +78,7 @@ struct GatheredRows {
             const int first = k + lane % 2 * 4;
             if (k % kScaleBlocks != 0 || first >= kBlocks) return;
             for (int row = lane / 2; row < rows; row += 16)
-                copy_16_async(shared_address(&ring.a_scales[place.buffer][row][lane % 2 * 4]),
+                copy_16_async(&ring.a_scales[place.buffer][row][lane % 2 * 4],
                               scales + static_cast<int64>(shared.gathered[row]) * kBlocks + first);
         } else {
             for (int row = lane; row < rows; row += 32)

@@ -67,23 +67,22 @@ struct CombineRows {
     static constexpr uint32 kNan = kNanWord<Shape::wire_dtype>;  // what comes home for dropped rows
 };
 
-template <bool kCopies, class Copy, class Push>
-struct StreamOf {
-    using Type = Copy;
+// The rings of warps that push sums, or rows as they are.
+template <class Rows, int kRings, bool kCopies = Rows::kCopies>
+struct PushRings {
+    typename Rows::Push::Shared ring[kRings];
 };
 
-template <class Copy, class Push>
-struct StreamOf<false, Copy, Push> {
-    using Type = Push;
+template <class Rows, int kRings>
+struct PushRings<Rows, kRings, true> {
+    typename Rows::Copy::Shared ring[kRings];
+    typename Rows::Copy::Control control[kRings];
 };
 
 template <class Shape>
 struct CombineShared {
-    using Rows = CombineRows<Shape>;
-    using Stream = typename StreamOf<Rows::kCopies, typename Rows::Copy, typename Rows::Push>::Type;
     static constexpr int kRings = CombineRoles<Shape>::kSends ? Shape::push_warps : 1;
-    typename Stream::Shared ring[kRings];
-    typename Stream::Control control_of_stream[kRings];
+    PushRings<CombineRows<Shape>, kRings> push;
     PeerWindow<Shape::num_ranks> control;  // of all ranks' buffers, as in the args: here they are read fast
     PeerWindow<Shape::num_ranks> data;
     uint64 combine_recv;  // in them: that of this call

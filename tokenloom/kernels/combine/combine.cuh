@@ -3,8 +3,8 @@
 //
 //   all blocks      wait until all ranks have begun this combine, so that their buffers are free; the last one says
 //                   that this rank has
-//   pushing warps   write chunks of rows into their home ranks' buffers                                     (push.cuh)
-//   notify warp     raises the flags of chunks that are there
+//   pushing warps   write chunks of rows into their home ranks' buffers, then sum                           (push.cuh)
+//   notify warp     raises the flags of chunks that are there, then sums
 //   summing warps   take this rank's tokens in order, wait for the chunks that hold their rows, add them    (sum.cuh)
 //   last block out  advances the epoch; if the call was refused or a wait has expired, it makes all results NaN
 //
@@ -79,8 +79,10 @@ __device__ bool combine_rows(const CombineArgs& args, uint32 epoch) {
         // Blocks start in order: when the last one runs, none of this rank lacks an SM.
         announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, epoch, 0, shared.header);
     if (warp == 0) shared.progress.clear(lane);
-    if (warp < shared.kRings) CombineShared<Shape>::Stream::init(shared.control_of_stream[warp], lane);
-    mbarrier_init_fence();
+    if constexpr (CombineRows<Shape>::kCopies) {
+        if (warp < shared.kRings) CombineRows<Shape>::Copy::init(shared.push.control[warp], lane);
+        mbarrier_init_fence();
+    }
     find_bases<Shape>(args, shared, epoch);
     if constexpr (Shape::eager != 0 && Roles::kSends) {
         push_rows<Shape>(args, shared, epoch, warp, lane);
@@ -89,17 +91,18 @@ __device__ bool combine_rows(const CombineArgs& args, uint32 epoch) {
     const Opened opened = await_call<Shape::num_ranks, kCounts, Roles::kSums>(args.call, epoch);
     if (threadIdx.x == 0) mark(args.call, kHeard);
     if (opened != Opened::kGo) return opened == Opened::kRefused && !Roles::kSums;  // the other half says what is wrong
-    bool done = true;
-    if (Roles::kSums && warp >= Roles::kFirstSumWarp) {
-        done = sum_rows<Shape>(args, shared, epoch, warp - Roles::kFirstSumWarp, lane);
-        if (lane == 0) mark(args.call, kSummed);
-    } else if constexpr (Roles::kSends && Shape::eager == 0) {
+    if constexpr (Roles::kSends && Shape::eager == 0) {
         if (warp < Shape::push_warps) {
             push_rows<Shape>(args, shared, epoch, warp, lane);
         } else if (warp == Shape::push_warps) {
             notify_chunks<Shape>(args, shared, epoch, lane);
             if (lane == 0) mark(args.call, kNotified);
         }
+    }
+    bool done = true;
+    if constexpr (Roles::kSums) {  // the warps that pushed too, once all of their rows are on their way
+        done = sum_rows<Shape>(args, shared, epoch, warp - Roles::kFirstSumWarp, lane);
+        if (lane == 0) mark(args.call, kSummed);
     }
     if (threadIdx.x == 0) mark(args.call, kDone);
     return done;

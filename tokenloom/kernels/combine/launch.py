@@ -29,10 +29,10 @@ MOST_CHUNK_SHIFT = 2
 """Chunks have up to 4 rows. With more, home ranks wait longer for the chunks that many warps send at once."""
 COPY_WARPS = 3
 """Warps of a block that send rows as they are. Bulk copies need few threads; the other warps sum."""
-PUSH_WARPS = 8
+PUSH_WARPS = 12
 """Warps of a block that send rows which are sums, or have to be converted. The other warps sum what arrives."""
-PUSH_STAGES = 8
-"""Most stages of each such warp: 8 warps have 128 KB in flight, which is what an SM's path to memory needs."""
+PUSH_STAGES = 5
+"""Most stages of each such warp: 12 warps have 96 KB in flight, which is what an SM's path to memory needs."""
 PUSH_STAGE_BYTES = 2048
 """Most bytes of a stage; TermStream has the same."""
 PRE_REDUCE_WARPS = 12
@@ -211,8 +211,8 @@ def _term_ring(hidden: int, dtype: torch.dtype, warps: int) -> tuple[int, int, i
     all_steps = -(-(hidden // group) // 32)
     tiles = -(-all_steps // (PUSH_STAGE_BYTES // (32 * group * dtype.itemsize)))
     stage_bytes = 32 * -(-all_steps // tiles) * group * dtype.itemsize
-    stages = min(PUSH_STAGES, MAX_SHARED_BYTES * 9 // 10 // (warps * (stage_bytes + 8)))
-    return stage_bytes, stages, warps * stages * (stage_bytes + 8)
+    stages = min(PUSH_STAGES, MAX_SHARED_BYTES * 9 // 10 // (warps * stage_bytes))
+    return stage_bytes, stages, warps * stages * stage_bytes
 
 
 def _terms_at_once(expected: float, most: int) -> int:

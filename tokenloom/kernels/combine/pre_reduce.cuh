@@ -6,13 +6,6 @@
 #pragma once
 #include "kernels/combine/push.cuh"
 
-template <class Shape>
-struct PreReduceShared {
-    using Stream = typename CombineRows<Shape>::Push;
-    typename Stream::Shared ring[Shape::push_warps];
-    typename Stream::Control control_of_stream[Shape::push_warps];
-};
-
 // The received rows that a warp takes, home rank after home rank.
 template <class Shape>
 struct StridedRows {
@@ -46,13 +39,10 @@ struct StridedRows {
 template <class Shape>
 __device__ void pre_reduce(const CombineArgs& args) {
     extern __shared__ __align__(128) unsigned char memory[];
-    static_assert(sizeof(PreReduceShared<Shape>) <= Shape::shared_bytes, "launch.py asks for what this needs");
-    auto& shared = *reinterpret_cast<PreReduceShared<Shape>*>(memory);
+    using Stream = typename CombineRows<Shape>::Push;
+    static_assert(sizeof(typename Stream::Shared) * Shape::push_warps <= Shape::shared_bytes, "launch.py gives this");
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    PreReduceShared<Shape>::Stream::init(shared.control_of_stream[warp], lane);
-    mbarrier_init_fence();
-    __syncthreads();
-    typename PreReduceShared<Shape>::Stream stream(shared.ring[warp], shared.control_of_stream[warp], lane);
+    Stream stream(reinterpret_cast<typename Stream::Shared*>(memory)[warp], lane);
     StridedRows<Shape> rows{static_cast<int64>(warp) * gridDim.x + blockIdx.x};
     push_all<Shape>(args, rows, stream, lane, [](const auto&) {}, [](const auto&) {});
 }

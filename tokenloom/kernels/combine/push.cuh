@@ -116,7 +116,7 @@ template <class Shape>
 __device__ void push_copies(const CombineArgs& args, CombineShared<Shape>& shared, uint32 epoch, int warp, int lane) {
     constexpr int64 kRowBytes = CombineRows<Shape>::kWireBytes;
     using Copy = typename CombineRows<Shape>::Copy;
-    Copy stream(shared.ring[warp], shared.control_of_stream[warp], lane);
+    Copy stream(shared.push.ring[warp], shared.push.control[warp], lane);
     ChunkSource<Shape> chunks(args, shared, warp, lane);
     PushChunk chunk{};
     int32 in_chunk = 0, kept = 0;
@@ -231,7 +231,7 @@ struct ChunkRows {
 // One pushing warp: rows that are made on the way.
 template <class Shape>
 __device__ void push_sums(const CombineArgs& args, CombineShared<Shape>& shared, uint32 epoch, int warp, int lane) {
-    typename CombineRows<Shape>::Push stream(shared.ring[warp], shared.control_of_stream[warp], lane);
+    typename CombineRows<Shape>::Push stream(shared.push.ring[warp], lane);
     ChunkRows<Shape> rows{shared, ChunkSource<Shape>(args, shared, warp, lane)};
     using Row = typename ChunkRows<Shape>::Row;
     uint32 begun = 0;

@@ -25,8 +25,8 @@ __device__ __forceinline__ Term term_of(const CombineArgs& args, int64 token, in
     return term;
 }
 
-// A warp takes token after token, or part of one where tokens are few: wait for its rows, add them, round once. False:
-// a wait has expired.
+// A warp takes token after token, or part of one where tokens are few: wait for its rows, add them, round once. Summing
+// warps begin with one of their own; warps that come late (below 0) take what is left. False: a wait has expired.
 template <class Shape>
 __device__ bool sum_rows(const CombineArgs& args, const CombineShared<Shape>& shared, uint32 epoch, int warp,
                          int lane) {
@@ -42,7 +42,7 @@ __device__ bool sum_rows(const CombineArgs& args, const CombineShared<Shape>& sh
     const int32 parts = Rows::Sum::parts(args.num_tokens, num_warps);
     const int32 num_items = args.num_tokens * parts;
     Claims claims(args.call.claimed + 1, lane);
-    int32 item = warp * gridDim.x + blockIdx.x;
+    int32 item = warp < 0 ? num_warps + claims.take() : warp * gridDim.x + blockIdx.x;
     if (item >= num_items) return true;
     Term next = term_of<Shape>(args, item / parts, lane);
     for (int32 next_item; item < num_items; item = next_item) {

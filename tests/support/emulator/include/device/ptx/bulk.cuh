@@ -16,14 +16,20 @@ inline void bulk_load(void* shared, const void* global, uint32 bytes, uint64* ba
     emulated_bulk_load(shared, global, bytes, reinterpret_cast<uint64_t*>(barrier));
 }
 inline void bulk_store(void* global, const void* shared, uint32 bytes) { emulated_bulk_store(global, shared, bytes); }
-inline void bulk_commit() { emulated_bulk_commit(); }
+inline void bulk_commit() { emulated_commit(0); }
 template <int Pending>
 inline void bulk_wait_read() {
-    emulated_bulk_wait(Pending, 0);
+    emulated_wait(0, Pending, 0);
 }
 template <int Pending>
 inline void bulk_wait_written() {
-    emulated_bulk_wait(Pending, 1);
+    emulated_wait(0, Pending, 1);
+}
+inline void copy_16_async(void* shared, const void* global) { emulated_copy(shared, global, 16); }
+inline void copies_commit() { emulated_commit(1); }
+template <int Pending>
+inline void copies_wait() {
+    emulated_wait(1, Pending, 1);
 }
 inline void fence_shared_to_bulk() {}
 inline void fence_global_to_bulk() {}
