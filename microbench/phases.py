@@ -73,6 +73,7 @@ def measure(context: RankContext, shape: Shape, num_sms: int) -> dict[str, Any]:
     """Phases and host times of all operations on this rank. Collective."""
     given = make_inputs(context, shape)
     plan = shape.plan(context.num_ranks)
+    capacities = {"expert": given.expert_rows, "slots": given.slot_rows}
     found: dict[str, Any] = {}
     with tl.Communicator(
         context.group,
@@ -86,10 +87,10 @@ def measure(context: RankContext, shape: Shape, num_sms: int) -> dict[str, Any]:
     ) as comm:
         launcher = comm.engine._backend._launcher  # type: ignore[attr-defined]
         for payload in ("bf16", "fp8", "to_fp8"):
-            for layout in ("token", "expert", "rank"):
-                options: dict[str, Any] = {"layout": layout, "sizes": "bounded", "to_fp8": payload == "to_fp8"}
-                if layout == "expert":
-                    options["capacity"] = given.expert_rows
+            for layout in ("token", "expert", "rank", "slots"):
+                options: dict[str, Any] = {"layout": layout, "sizes": None if layout == "slots" else "bounded", "to_fp8": payload == "to_fp8"}
+                if layout in capacities:
+                    options["capacity"] = capacities[layout]
                 x = given.fp8 if payload == "fp8" else given.x
 
                 def dispatch(x: Any = x, options: dict[str, Any] = options, copy: bool = False) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -90,6 +92,30 @@ def check_combine(context: RankContext, backend: str, mode: Any, weighted: bool)
         pending = comm.send_combine(y, routed, **options)
         y.fill_(torch.nan)
         same_bits(pending.receive(), want.cpu(), "out")
+
+
+@each_backend
+@pytest.mark.parametrize("layout", ["token", "expert", "slots"])
+def test_a_dispatch_that_is_let_go_between_the_halves(ranks: Ranks, backend: str, layout: str) -> None:
+    """What the second half of a combine reads of the dispatch stays, though other tensors want its memory."""
+    ranks.run(check_let_go, backend, layout)
+
+
+def check_let_go(context: RankContext, backend: str, layout: Any) -> None:
+    problem = make_problem(CASE, context.num_ranks)
+    with make_comm(context, backend, problem.plan) as comm, torch.no_grad():
+        want = combined(comm, problem, context, layout=layout)
+        for _ in range(3):
+            routed = comm.dispatch(*problem.arguments(context), layout=layout)
+            handle = weakref.ref(routed._handle)
+            pending = comm.send_combine(work_on(routed.tokens), routed)
+            del routed
+            gc.collect()
+            if backend == "nvlink":
+                assert handle() is not None
+            junk = [torch.full((2**size,), 2**30, dtype=torch.int32, device=context.device) for size in range(16)] * 8
+            same_bits(pending.receive(), want.cpu(), "out")
+            del junk
 
 
 @each_backend

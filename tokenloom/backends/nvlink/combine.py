@@ -293,7 +293,8 @@ class SumsAtHome:
         half = None
         if self._receiving_kernel is not None:
             epoch = torch.empty(1, dtype=torch.int32, device=out.device)
-            half = Half(epoch, epoch.data_ptr(), self._receiving_kernel, self._blocks)
+            # The counts and slots of the dispatch are read at home too, when its user may have let go of it.
+            half = Half((epoch, handle, ids), epoch.data_ptr(), self._receiving_kernel, self._blocks)
         self._launcher.launch(self._kernel, self._kind, handle.number, blocks=self._blocks, begins=half)
         return half
 

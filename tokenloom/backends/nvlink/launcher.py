@@ -67,7 +67,8 @@ class Half:
     """What the receiving half of a call needs of the sending one.
 
     Args:
-        memory: to keep until then, where the sending kernel leaves the call's epoch. epoch: its address.
+        memory: to keep until then, such as that where the sending kernel leaves the call's epoch.
+        epoch: address of the latter.
         kernel: of the receiving half. blocks: that it takes; None: as :meth:`Launcher.launch` has them.
 
     Attributes:
@@ -75,7 +76,7 @@ class Half:
         captured: it was sent into a CUDA graph. is_finished: the receiving kernel was launched.
     """
 
-    def __init__(self, memory: torch.Tensor, epoch: int, kernel: OpeningKernel, blocks: int | None = None) -> None:
+    def __init__(self, memory: object, epoch: int, kernel: OpeningKernel, blocks: int | None = None) -> None:
         self._memory, self.epoch, self.kernel, self.blocks = memory, epoch, kernel, blocks
         self.number = -1
         self.args: ctypes.Structure | None = None
