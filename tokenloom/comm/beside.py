@@ -75,7 +75,7 @@ class CallsBeside(Calls):
         """
         self.engine.begin()
         by_route = isinstance(routed, Routed) and routed.layout in ROUTE_LAYOUTS
-        engine = self.engine if by_route else self._engine_beside()
+        engine = self.engine if by_route else self.engine_beside()
         with (
             profiler_range(COMBINE_RANGE),
             engine.sequence(Upcoming("gradient of weights" if by_route else "combine")),
@@ -124,7 +124,7 @@ class CallsBeside(Calls):
             InvalidArgument: another layout, whose rows combine does not weight.
         """
         self.engine.begin()
-        engine = self._engine_beside()
+        engine = self.engine_beside()
         with engine.sequence(Upcoming("dispatch")):
             validation.require_routed(routed, self)
             validation_beside.require_routes(routed)
@@ -148,7 +148,8 @@ class CallsBeside(Calls):
             values = (*options, capacity, False, False, "dedup", "rows")
             return DispatchCall(self, engine, tensors, values, True, None, False).run()
 
-    def _engine_beside(self) -> Engine:
+    def engine_beside(self) -> Engine:
+        """The engine for weights, made by all ranks at the first call: what :meth:`reweighted` opens its call on."""
         if self._narrow is None:
             self._narrow = self._make_engine(align_up(self.engine.plan.top_k, NARROW))
         return self._narrow

@@ -1,0 +1,20 @@
+"""DeepEP's names, served by tokenloom.
+
+A program written for ``deep_ep`` runs unchanged once this package is importable under that name: install the
+distribution ``tokenloom-deep-ep``, or put ``python -m tokenloom deep-ep-path`` on PYTHONPATH, or call
+``tokenloom.compat.install()``. Names, arguments and tensors are DeepEP's (https://github.com/deepseek-ai/DeepEP).
+
+Importing needs neither CUDA nor NCCL.
+"""
+
+from tokenloom.compat.deep_ep.buffer import Buffer
+from tokenloom.compat.deep_ep.config import Config, topk_idx_t
+from tokenloom.compat.deep_ep.events import EventHandle, EventOverlap
+
+__all__ = [
+    "Buffer",
+    "Config",
+    "EventHandle",
+    "EventOverlap",
+    "topk_idx_t",
+]

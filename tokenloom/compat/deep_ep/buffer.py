@@ -1,0 +1,120 @@
+"""``deep_ep.Buffer``: normal and low-latency mode, served by communicators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tokenloom.backends.registry import MAX_SMS
+from tokenloom.compat.deep_ep.buffer_base import captured
+from tokenloom.compat.deep_ep.config import Config, config_for
+from tokenloom.compat.deep_ep.events import EventOverlap
+from tokenloom.compat.deep_ep.faults import NotServed, naming, require
+from tokenloom.compat.deep_ep.low_latency import LowLatencyMode
+from tokenloom.compat.deep_ep.normal import NormalMode
+
+__all__ = ["Buffer"]
+
+
+class Buffer(NormalMode, LowLatencyMode):
+    """Moves the tokens of mixture-of-experts layers to their experts and back, by the calls of ``deep_ep.Buffer``.
+
+    Making one sends and allocates nothing. Communicators are made when a shape of call first comes. One buffer serves
+    both modes, any hidden size whose rows are multiples of 16 bytes, and any number of ranks; K is at most 32.
+
+    Args:
+        group: the process group, over gloo for CPU tensors, over NCCL or gloo for CUDA tensors.
+        num_nvl_bytes, num_rdma_bytes: kept for the client, and otherwise unused.
+        low_latency_mode: kept for the client; both modes work either way.
+        num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: of networks that upstream opens
+            itself; unused.
+        explicitly_destroy: ``destroy`` will be called.
+        enable_shrink: ranks that do not come in time are masked, and ranks can be.
+        comm: an MPI communicator; not served.
+
+    Attributes:
+        group, rank, group_size: the ranks.
+        num_nvl_bytes, num_rdma_bytes, low_latency_mode, enable_shrink: as given.
+        runtime: None after ``destroy``.
+
+    Raises:
+        ValueError: neither ``group`` nor ``comm``.
+        NotServed: an argument that tokenloom has nothing for.
+    """
+
+    _chosen_sms: int | None = None
+
+    @naming("Buffer")
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Any = None,
+        use_fabric: bool = False,
+    ) -> None:
+        if group is None:
+            if comm is None:
+                raise ValueError("Buffer: pass group, a torch.distributed process group")
+            raise NotServed("comm is not served: pass group, a torch.distributed process group")
+        options: dict[str, Any] = {"on_timeout": "mask"} if enable_shrink else {}
+        if type(self)._chosen_sms is not None:
+            options["num_sms"] = type(self)._chosen_sms
+        super().__init__(group, explicitly_destroy, options)
+        self.rank, self.group_size = dist.get_rank(group), dist.get_world_size(group)
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """True: kernels for Hopper GPUs compile where they run."""
+        return True
+
+    @classmethod
+    def set_num_sms(cls, new_num_sms: int) -> None:
+        """Let kernels of buffers that are made from now on take so many SMs, an even number; at most 32 are used.
+
+        Raises:
+            BadCall: the number is odd or not positive.
+        """
+        require(
+            new_num_sms > 0 and new_num_sms % 2 == 0, f"Buffer.set_num_sms: {new_num_sms} is not even and positive"
+        )
+        Buffer.num_sms = new_num_sms
+        Buffer._chosen_sms = min(new_num_sms, MAX_SMS)
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """The current stream's work so far."""
+        return captured()
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """Settings for ``dispatch``. Raises BadCall if no group has that size."""
+        return config_for(num_ranks)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """Settings for ``combine``. Raises BadCall if no group has that size."""
+        return config_for(num_ranks)
+
+    @naming("Buffer.get_local_buffer_tensor")
+    def get_local_buffer_tensor(
+        self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
+    ) -> torch.Tensor:
+        """An empty tensor: there is no buffer that a client has to clean.
+
+        Raises:
+            NotServed: a part of the buffer is asked for.
+        """
+        if size is not None and torch.Size(size).numel():
+            raise NotServed("size is not served: there is no buffer to look into")
+        return torch.empty(0, dtype=dtype)

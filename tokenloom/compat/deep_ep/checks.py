@@ -1,0 +1,120 @@
+"""What tensors of a client must be, in its own words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tokenloom.compat.deep_ep.config import topk_idx_t
+from tokenloom.compat.deep_ep.faults import BadCall, NotServed, require
+from tokenloom.errors import DeviceMismatch, DtypeMismatch, ShapeMismatch
+from tokenloom.plan import FP8_BLOCK, MAX_TOP_K
+
+ROW_BYTES = 16
+"""Rows are multiples of this."""
+FP8 = torch.float8_e4m3fn
+Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def tokens_of(x: object, name: str = "x") -> torch.Tensor:
+    """The rows of a payload, with or without scales, checked: [N, H] contiguous, rows of a multiple of 16 bytes."""
+    tokens = x[0] if isinstance(x, (tuple, list)) and len(x) == 2 else x
+    if not isinstance(tokens, torch.Tensor):
+        raise BadCall(f"{name} is a {type(tokens).__name__}, expected a tensor, or (fp8 tensor, scales)")
+    if tokens.ndim != 2:
+        raise ShapeMismatch(f"{name} is {list(tokens.shape)}, expected [tokens, hidden]")
+    if not tokens.is_contiguous():
+        raise ShapeMismatch(f"{name} has strides {tokens.stride()}, expected contiguous; pass {name}.contiguous()")
+    row_bytes = tokens.shape[1] * tokens.element_size()
+    if not row_bytes or row_bytes % ROW_BYTES:
+        raise ShapeMismatch(f"{name} has rows of {row_bytes} bytes, expected a multiple of {ROW_BYTES}")
+    return tokens
+
+
+def payload_of(x: object) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+    """What tokenloom takes for x: without a graph, and scales as contiguous words.
+
+    FP8 comes with 4-byte scales [N, n] of any strides: float32 or packed int32, n at most H / 128.
+    """
+    tokens = tokens_of(x).detach()
+    if not isinstance(x, (tuple, list)):
+        if tokens.element_size() == 1:
+            raise DtypeMismatch(f"x is {tokens.dtype} without scales; pass (x, scales)")
+        return tokens
+    scales = x[1]
+    if tokens.element_size() != 1:
+        raise DtypeMismatch(f"x comes with scales but is {tokens.dtype}, expected 1-byte elements")
+    if not isinstance(scales, torch.Tensor) or scales.dtype not in (torch.float32, torch.int32):
+        raise DtypeMismatch(f"scales of x are {getattr(scales, 'dtype', scales)}, expected float32 or int32")
+    most = tokens.shape[1] // FP8_BLOCK
+    if tokens.shape[1] % FP8_BLOCK:
+        raise NotServed(
+            f"FP8 rows of {tokens.shape[1]} values are not served: hidden must be a multiple of {FP8_BLOCK}"
+        )
+    if scales.ndim != 2 or len(scales) != len(tokens) or not 1 <= scales.shape[1] <= most:
+        raise ShapeMismatch(f"scales of x are {list(scales.shape)}, expected [{len(tokens)}, 1 to {most}]")
+    scales = scales.detach().contiguous()
+    if scales.dtype == torch.float32 and scales.shape[1] < most:
+        scales = scales.view(torch.int32)
+    return tokens.view(FP8), scales
+
+
+def scales_as_given(received: torch.Tensor | None, x: object) -> torch.Tensor | None:
+    """Received scales in the dtype that the caller's have."""
+    if received is None or not isinstance(x, (tuple, list)):
+        return received
+    return received if received.dtype == x[1].dtype else received.view(x[1].dtype)
+
+
+def rows_as_given(rows: torch.Tensor, x: object) -> torch.Tensor:
+    """Received rows in the dtype that the caller's have: any 1-byte dtype may be FP8 for it."""
+    wanted = x[0].dtype if isinstance(x, (tuple, list)) else rows.dtype
+    return rows if rows.dtype == wanted else rows.view(wanted)
+
+
+def ids_of(
+    topk_idx: object, num_tokens: int, device: torch.device, dtypes: Sequence[torch.dtype] = (topk_idx_t,)
+) -> int:
+    """K, of ids that are checked: contiguous [N, K]."""
+    if not isinstance(topk_idx, torch.Tensor):
+        raise BadCall(f"topk_idx is a {type(topk_idx).__name__}, expected a tensor")
+    if topk_idx.ndim != 2 or len(topk_idx) != num_tokens:
+        raise ShapeMismatch(
+            f"topk_idx is {list(topk_idx.shape)}, expected [{num_tokens}, top-k]: ids of each token of x"
+        )
+    if topk_idx.dtype not in dtypes:
+        raise DtypeMismatch(f"topk_idx is {topk_idx.dtype}, expected {' or '.join(map(str, dtypes))}")
+    _require_here("topk_idx", topk_idx, device)
+    if topk_idx.shape[1] > MAX_TOP_K:
+        raise NotServed(f"topk_idx has {topk_idx.shape[1]} columns, tokenloom serves at most {MAX_TOP_K}")
+    return topk_idx.shape[1]
+
+
+def like(name: str, tensor: object, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of just this shape, dtype and device, contiguous."""
+    if not isinstance(tensor, torch.Tensor):
+        raise BadCall(f"{name} is a {type(tensor).__name__}, expected a tensor")
+    if list(tensor.shape) != list(shape):
+        raise ShapeMismatch(f"{name} is {list(tensor.shape)}, expected {list(shape)}")
+    if tensor.dtype != dtype:
+        raise DtypeMismatch(f"{name} is {tensor.dtype}, expected {dtype}")
+    _require_here(name, tensor, device)
+    return tensor.detach()
+
+
+def _require_here(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise DeviceMismatch(f"{name} is on {tensor.device}, x is on {device}; move one of them")
+    if not tensor.is_contiguous():
+        raise ShapeMismatch(f"{name} has strides {tensor.stride()}, expected contiguous; pass {name}.contiguous()")
+
+
+def number(name: str, value: object, least: int) -> int:
+    """An int that is not too small."""
+    require(
+        isinstance(value, int) and not isinstance(value, bool) and value >= least,
+        f"{name} is {value!r}, expected an int of at least {least}",
+    )
+    assert isinstance(value, int)
+    return value

@@ -1,0 +1,181 @@
+"""The communicators behind a buffer: one for each shape of call, made at first use, which grow with the batch.
+
+A client names neither the number of experts nor the hidden size when it makes a buffer. So all ranks make a
+communicator together when a shape first comes, and a larger one when a rank has more tokens. That rank says so in
+the opening of the call, where the others wait for its counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from tokenloom.backends.base import Upcoming
+from tokenloom.comm.communicator import Communicator
+from tokenloom.comm.engine import Engine
+from tokenloom.errors import PeerError, ShapeMismatch, is_known_to_all
+from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.runtime.rendezvous import agree
+
+T = TypeVar("T")
+
+
+class NeedsRoom(ShapeMismatch):
+    """No communicator of this shape has room for so many tokens."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a communicator is made for. float64 has one of its own, since not every backend moves it."""
+
+    num_experts: int
+    hidden: int
+    top_k: int
+    wide: bool = False
+
+
+class Communicators:
+    """The communicators of one buffer.
+
+    Args:
+        group: the ranks.
+        options: of every Communicator: ``timeout_s``, ``num_sms``, ...
+    """
+
+    def __init__(self, group: dist.ProcessGroup, options: Callable[[], dict[str, Any]]) -> None:
+        self._group, self._options = group, options
+        self._made: dict[Shape, Communicator] = {}
+        self._last: Communicator | None = None
+        self._meeting: RankGroup | None = None
+
+    def run(self, shape: Shape, tokens: int, device: torch.device, call: Callable[[Communicator], T]) -> T:
+        """Make a call by a communicator that has room for the tokens of all ranks.
+
+        Args:
+            shape: equal on all ranks.
+            tokens: of this rank, or the most of any rank where the client says it.
+            device: of the tensors.
+            call: makes it. It runs again where another rank found that it needs more room.
+
+        Raises:
+            TokenloomError: what the call raises, and what making a Communicator raises.
+        """
+        while True:
+            found = self._made.get(shape)
+            if found is not None and tokens <= found.plan.max_tokens_per_rank:
+                self._last = found
+                try:
+                    return call(found)
+                except PeerError as error:
+                    if not _is_growth(error):
+                        raise
+            else:
+                self._announce(found or self._last, tokens)
+            self._make(shape, tokens, device)
+
+    def _announce(self, comm: Communicator | None, tokens: int) -> None:
+        """Tell ranks that open a call, for which they have room, that this one has none."""
+        if comm is None:
+            return  # no rank has any
+        try:
+            with comm.engine.sequence(Upcoming("dispatch", awaited=True)):
+                raise NeedsRoom(f"it needs a communicator for {tokens} tokens")
+        except NeedsRoom:
+            pass
+        except PeerError as error:
+            if not _is_growth(error):
+                raise
+
+    def _make(self, shape: Shape, tokens: int, device: torch.device) -> None:
+        wanted = agree(self.meeting(device), lambda: (vars(shape), tokens), "making a communicator")
+        before = self._made.get(shape)
+        most = max([1, *wanted, *([before.plan.max_tokens_per_rank] if before is not None else [])])
+        self._last = self._made[shape] = Communicator(
+            self._group,
+            num_experts=shape.num_experts,
+            hidden=shape.hidden,
+            top_k=shape.top_k,
+            max_tokens_per_rank=1 << (most - 1).bit_length(),
+            device=device,
+            dtype=torch.float64 if shape.wide else None,
+            **self._options(),
+        )  # the one before lives as long as handles of its dispatches
+
+    def meeting(self, device: torch.device) -> RankGroup:
+        """The ranks, for small collectives beside communicators."""
+        if self._meeting is None:
+            on_host = "gloo" in dist.get_backend_config(self._group)
+            self._meeting = RankGroup(self._group, device="cpu" if on_host else device)
+        return self._meeting
+
+    @contextmanager
+    def told(
+        self,
+        device: torch.device,
+        comm: Communicator | None = None,
+        name: str = "dispatch",
+        engine_of: Callable[[Communicator], Engine] = lambda comm: comm.engine,
+    ) -> Iterator[None]:
+        """Inside, a call is checked. The other ranks, which make it, hear of a fault.
+
+        Args:
+            device: of the tensors.
+            comm: what they make it with, where it is known.
+            name: "dispatch" or "combine".
+            engine_of: what of it opens the call.
+        """
+        try:
+            yield
+        except Exception as fault:
+            if is_known_to_all(fault):
+                raise
+            self._tell(fault, device, comm or self._last, name, engine_of)
+            raise
+
+    def _tell(
+        self,
+        fault: Exception,
+        device: torch.device,
+        comm: Communicator | None,
+        name: str,
+        engine_of: Callable[[Communicator], Engine],
+    ) -> None:
+        try:
+            if comm is None:
+                agree(self.meeting(device), _raises(fault), "making a communicator")
+                return
+            with engine_of(comm).sequence(Upcoming(name, awaited=True)):
+                raise fault
+        except Exception as other:
+            if other is not fault and not is_known_to_all(other):
+                raise
+
+    def all(self) -> list[Communicator]:
+        """Those that calls use now."""
+        return list(self._made.values())
+
+    def close(self) -> None:
+        """Close all of them."""
+        for comm in self.all():
+            comm.close()
+        self._made.clear()
+        self._last = None
+        if self._meeting is not None:
+            self._meeting.close()
+            self._meeting = None
+
+
+def _is_growth(error: PeerError) -> bool:
+    return error.reason.startswith(NeedsRoom.__name__)
+
+
+def _raises(fault: Exception) -> Callable[[], tuple[dict[str, Any], Any]]:
+    def prepare() -> tuple[dict[str, Any], Any]:
+        raise fault
+
+    return prepare

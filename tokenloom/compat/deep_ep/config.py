@@ -1,0 +1,72 @@
+"""Settings that clients pass. tokenloom needs none of them; their checks and arithmetic are as clients expect."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenloom.compat.deep_ep.faults import require
+from tokenloom.plan import align_up
+
+topk_idx_t = torch.int64
+"""dtype of expert ids."""
+RANKS_OF_A_NODE = 8
+METADATA_BYTES = 128
+"""Room beside a row in a hint: ids and weights."""
+
+
+class Config:
+    """Settings of a call in normal mode. They are checked and otherwise unused: tokenloom has no chunks to size.
+
+    Args:
+        num_sms: SMs of a kernel; see ``Buffer.set_num_sms``.
+        num_max_nvl_chunked_send_tokens, num_max_nvl_chunked_recv_tokens: rows of a chunk within a node.
+        num_max_rdma_chunked_send_tokens, num_max_rdma_chunked_recv_tokens: rows of a chunk between nodes.
+
+    Raises:
+        BadCall: a number is not positive, or a chunk to send is not smaller than the room to receive it.
+    """
+
+    def __init__(
+        self,
+        num_sms: int = 20,
+        num_max_nvl_chunked_send_tokens: int = 6,
+        num_max_nvl_chunked_recv_tokens: int = 256,
+        num_max_rdma_chunked_send_tokens: int = 6,
+        num_max_rdma_chunked_recv_tokens: int = 256,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name != "self"}
+        for name, value in given.items():
+            require(isinstance(value, int) and value > 0, f"Config: {name} is {value!r}, expected a positive int")
+        nvl = num_max_nvl_chunked_send_tokens, num_max_nvl_chunked_recv_tokens
+        require(
+            nvl[0] < nvl[1], f"Config: num_max_nvl_chunked_send_tokens {nvl[0]} is not below the {nvl[1]} received"
+        )
+        send = num_max_rdma_chunked_send_tokens
+        receive = align_up(num_max_rdma_chunked_recv_tokens, send)
+        require(
+            send <= receive // 2,
+            f"Config: num_max_rdma_chunked_send_tokens {send} is over half of the {receive} received",
+        )
+        self._num_sms, self._nvl_room, self._rdma_room = num_sms, nvl[1], receive
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Bytes to pass as ``num_nvl_bytes``: what a program compares before it makes its buffer again."""
+        local = min(num_ranks, RANKS_OF_A_NODE)
+        return align_up(self._num_sms // 2 * local * self._nvl_room * (hidden_bytes + METADATA_BYTES), 128)
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Bytes to pass as ``num_rdma_bytes``: 0 for up to 8 ranks."""
+        if num_ranks <= RANKS_OF_A_NODE:
+            return 0
+        nodes = -(-num_ranks // RANKS_OF_A_NODE)
+        return align_up(self._num_sms // 2 * nodes * self._rdma_room * (hidden_bytes + METADATA_BYTES), 128)
+
+
+def config_for(num_ranks: int) -> Config:
+    """The settings for a group of some size. Upstream has a list of sizes; here any will do.
+
+    Raises:
+        BadCall: no group has that size.
+    """
+    require(isinstance(num_ranks, int) and num_ranks > 0, f"Unsupported number of EP ranks: {num_ranks}")
+    return Config()

@@ -1,0 +1,312 @@
+"""``Buffer`` in low-latency mode: fixed places for each local expert, and calls that a hook finishes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tokenloom import DispatchOut
+from tokenloom.comm.communicator import Communicator
+from tokenloom.comm.routed import Routed
+from tokenloom.compat.deep_ep import checks
+from tokenloom.compat.deep_ep.buffer_base import BufferBase
+from tokenloom.compat.deep_ep.checks import Payload
+from tokenloom.compat.deep_ep.communicators import Shape
+from tokenloom.compat.deep_ep.events import EventOverlap
+from tokenloom.compat.deep_ep.faults import BadCall, NotServed, naming, refuse, require
+from tokenloom.compat.deep_ep.handles import Dispatched, LazyTuple, low_latency_handle
+from tokenloom.errors import ShapeMismatch
+from tokenloom.ops.quant.scale_layouts import empty_scales
+from tokenloom.plan import FP8_BLOCK
+
+Hook = Callable[[], None]
+
+
+class LowLatencyMode(BufferBase):
+    """Dispatch and combine for decode, and the ranks that they go on without.
+
+    Attributes:
+        rank, group_size: of this process, and of the group.
+        enable_shrink: as given; ranks may be masked.
+    """
+
+    rank: int
+    group_size: int
+    enable_shrink: bool
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Bytes to pass as ``num_rdma_bytes``: two buffers of places for bfloat16 rows.
+
+        tokenloom allocates nothing of that size when the buffer is made.
+        """
+        places = num_experts // num_ranks * num_ranks * num_max_dispatch_tokens_per_rank
+        return 2 * places * (hidden * 2 + checks.ROW_BYTES)
+
+    @naming("Buffer.low_latency_dispatch")
+    def low_latency_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        **others: Any,
+    ) -> tuple[Payload, torch.Tensor, LazyTuple, EventOverlap, Hook | None]:
+        """Send each token to the places of its experts. Collective; the host reads nothing.
+
+        Args:
+            x: bfloat16 [N, H] contiguous; H a multiple of 128 with ``use_fp8``.
+            topk_idx: int64 [N, K], contiguous; distinct ids in a row, -1 is no route.
+            num_max_dispatch_tokens_per_rank: M, at least N, the same on all ranks.
+            num_experts: E.
+            cumulative_local_expert_recv_stats: int32 [L], to which the counts are added, or None.
+            dispatch_wait_recv_cost_stats: not served; None.
+            use_fp8: quantise x on the way, with a scale per 128 values.
+            round_scale: scales are powers of two.
+            use_ue8m0: scales are packed exponents; needs ``round_scale``.
+            async_finish: the current stream does not wait; the event says when it is done.
+            return_recv_hook: return at once; results are valid after the hook was called.
+            **others: upstream's other options (``use_nvfp4`` ...), which are not served.
+
+        Returns:
+            recv_x: [L, R * M, H], of which the first recv_count[e] of expert e are rows, in the order source rank,
+            token. With ``use_fp8`` (float8_e4m3fn, scales [L, R * M, H / 128] float32, or int32 [.., H / 512], with
+            stride 1 along rows). recv_count int32 [L]; handle; event; hook or None. All are tensors of the caller's.
+        """
+        device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
+        with self._calls.told(device):
+            refuse(dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats, **others)
+            require(not (async_finish and return_recv_hook), "async_finish and return_recv_hook exclude each other")
+            require(round_scale or not use_ue8m0, "use_ue8m0 needs round_scale=True")
+            require(use_fp8 or not round_scale, "round_scale needs use_fp8=True")
+            x = checks.tokens_of(x).detach()
+            num_tokens, hidden = x.shape
+            top_k = checks.ids_of(topk_idx, num_tokens, device)
+            most = checks.number("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
+            checks.number("num_experts", num_experts, 1)
+            if num_tokens > most:
+                raise ShapeMismatch(
+                    f"x has {num_tokens} tokens, num_max_dispatch_tokens_per_rank is {most}; pass more"
+                )
+            if num_experts % self.group_size:
+                raise BadCall(f"num_experts is {num_experts}, {self.group_size} ranks do not divide it")
+            if use_fp8 and hidden % FP8_BLOCK:
+                raise NotServed(f"use_fp8 needs a hidden size that is a multiple of {FP8_BLOCK}, x has {hidden}")
+            local, places = num_experts // self.group_size, self.group_size * most
+            stats = cumulative_local_expert_recv_stats
+            if stats is not None:
+                checks.like("cumulative_local_expert_recv_stats", stats, [local], torch.int32, device)
+        out = _room(local, places, x, self.group_size, use_fp8, use_ue8m0)
+        ids = topk_idx.clone()
+        options: dict[str, Any] = {"layout": "slots", "capacity": places, "out": out}
+        if use_fp8:
+            scale_layout = "packed" if use_ue8m0 else "columns"
+            options |= {"to_fp8": True, "power_of_two_scales": round_scale, "scale_layout": scale_layout}
+        shape = Shape(num_experts, hidden, top_k, x.dtype == torch.float64)
+
+        def add(routed: Routed) -> None:
+            if stats is not None:
+                stats.add_(routed.expert_counts)
+
+        def send(comm: Communicator) -> tuple[Communicator, Any]:
+            return comm, comm.send_dispatch(x, ids, None, **options)
+
+        def whole() -> tuple[Communicator, Routed]:
+            def dispatch(comm: Communicator) -> tuple[Communicator, Routed]:
+                return comm, comm.dispatch(x, ids, None, **options)
+
+            comm, routed = self._calls.run(shape, most, device, dispatch)
+            add(routed)
+            return comm, routed
+
+        received = (out.tokens if out.scales is None else (out.tokens, out.scales)), out.expert_counts
+        numbers = most, hidden, num_experts
+        if not return_recv_hook:
+            inputs = (x, ids, stats)
+            (comm, routed), event = self._stream.run(whole, inputs, device, None, async_finish, False)
+            made = low_latency_handle(Dispatched(comm, routed, ids), *numbers, lambda: routed)
+            return *received, made, event, None  # type: ignore[return-value]
+        self._stream.order_behind(device)
+        with torch.no_grad():
+            comm, pending = self._calls.run(shape, most, device, send)
+        taken: list[Routed] = []
+
+        @naming("Buffer.low_latency_dispatch, hook")
+        def hook() -> None:
+            if not taken:
+                with torch.no_grad():
+                    taken.append(pending.receive())
+                    add(taken[0])
+
+        def ready() -> Routed:
+            require(taken, "the hook of this dispatch was not called yet; call it before its handle is used")
+            return taken[0]
+
+        made = low_latency_handle(_Hooked(comm, ids, ready), *numbers, ready)  # type: ignore[arg-type]
+        return *received, made, EventOverlap(), hook  # type: ignore[return-value]
+
+    @naming("Buffer.low_latency_combine")
+    def low_latency_combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: Any,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: torch.Tensor | None = None,
+        combine_wait_recv_cost_stats: torch.Tensor | None = None,
+        **others: Any,
+    ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
+        """Bring rows home, weighted. Collective; the host reads nothing. Weights go to their routes first.
+
+        Args:
+            x: bfloat16 [L, R * M, H] contiguous, a row for each place of the dispatch.
+            topk_idx: int64 [N, K], as it was dispatched.
+            topk_weights: float32 [N, K], contiguous.
+            handle: of the dispatch.
+            use_logfmt: not served; False.
+            zero_copy: x was written to what :meth:`get_next_low_latency_combine_buffer` gave, which is read instead.
+            async_finish, return_recv_hook: as in :meth:`low_latency_dispatch`.
+            out: [N, H] of x's dtype to write the result to, or None.
+            combine_wait_recv_cost_stats: not served; None.
+            **others: options of forks (``overlap``, ``comp_signal`` ...), which are not served.
+
+        Returns:
+            combined_x [N, H] of x's dtype, which is ``out`` if that is given; event; hook or None.
+        """
+        device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
+        with self._calls.told(device, None, "dispatch", Communicator.engine_beside):
+            if not isinstance(handle, LazyTuple) or len(handle) != 5:
+                raise BadCall(f"handle is a {type(handle).__name__}, expected what low_latency_dispatch returned")
+            routed, comm, ids = handle.dispatched.routed, handle.dispatched.comm, handle.dispatched.ids
+        with self._calls.told(device, comm, "dispatch", Communicator.engine_beside):
+            refuse(use_logfmt=use_logfmt, combine_wait_recv_cost_stats=combine_wait_recv_cost_stats, **others)
+            require(not (async_finish and return_recv_hook), "async_finish and return_recv_hook exclude each other")
+            if zero_copy:
+                x = vars(handle).get("room", x)
+            shape = list(routed.tokens.shape)
+            rows = checks.like("x", x, shape, x.dtype, device)
+            checks.like("topk_idx", topk_idx, ids.shape, ids.dtype, device)
+            weights = checks.like("topk_weights", topk_weights, ids.shape, torch.float32, device)
+            if out is not None:
+                checks.like("out", out, [len(ids), shape[2]], x.dtype, device)
+        home = torch.empty(len(ids), shape[2], dtype=rows.dtype, device=device) if out is None else out
+
+        def whole() -> torch.Tensor:
+            return comm.combine(rows, comm.reweighted(routed, weights), out=home)
+
+        if not return_recv_hook:
+            _, event = self._stream.run(whole, (rows, weights, home, handle), device, None, async_finish, False)
+            return home, event, None
+        self._stream.order_behind(device)
+        with torch.no_grad():
+            pending = comm.send_combine(rows, comm.reweighted(routed, weights), out=home)
+        done: list[bool] = []
+
+        @naming("Buffer.low_latency_combine, hook")
+        def hook() -> None:
+            if not done:
+                with torch.no_grad():
+                    pending.receive()
+                done.append(True)
+
+        return home, EventOverlap(), hook
+
+    def get_next_low_latency_combine_buffer(self, handle: Any) -> torch.Tensor:
+        """A tensor bfloat16 [L, R * M, H] to write the experts' rows to, for a combine with ``zero_copy``."""
+        require(isinstance(handle, LazyTuple) and len(handle) == 5, "handle: expected that of low_latency_dispatch")
+        if "room" not in vars(handle):
+            routed = handle.dispatched.routed
+            shape, device = routed.tokens.shape, routed.tokens.device
+            vars(handle)["room"] = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        return vars(handle)["room"]
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """Do nothing: no call leaves anything behind that another one has to find clean."""
+
+    # -- ranks that are gone --------------------------------------------------------------------------------
+
+    @naming("Buffer.low_latency_update_mask_buffer")
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Go on without a rank from the next call on. All ranks that stay call it alike.
+
+        Raises:
+            BadCall: the buffer was made without ``enable_shrink``.
+            NotServed: ``mask`` is False and the rank is masked: make new buffers on all ranks to take one back.
+        """
+        self._require_shrink()
+        masked = self._masked()
+        if not mask and rank_to_mask in masked:
+            raise NotServed("a masked rank cannot be unmasked; make new buffers on a new process group of all ranks")
+        if mask and rank_to_mask not in masked:
+            for comm in self._calls.all():
+                comm.mask_ranks([rank_to_mask])
+
+    @naming("Buffer.low_latency_query_mask_buffer")
+    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
+        """Write 1 for masked ranks and 0 for the others to ``mask_status``, int32 [R].
+
+        Raises:
+            BadCall: the buffer was made without ``enable_shrink``.
+        """
+        self._require_shrink()
+        checks.like("mask_status", mask_status, [self.group_size], torch.int32, mask_status.device)
+        masked = self._masked()
+        mask_status.copy_(torch.tensor([rank in masked for rank in range(self.group_size)], dtype=torch.int32))
+
+    @naming("Buffer.low_latency_clean_mask_buffer")
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Unmask all ranks, which is done already where none is masked.
+
+        Raises:
+            BadCall: the buffer was made without ``enable_shrink``. NotServed: ranks are masked.
+        """
+        self._require_shrink()
+        for rank in self._masked():
+            self.low_latency_update_mask_buffer(rank, False)
+
+    def _masked(self) -> list[int]:
+        return sorted({rank for comm in self._calls.all() for rank in comm.masked_ranks()})
+
+    def _require_shrink(self) -> None:
+        require(self.enable_shrink, "masks need a buffer that was made with enable_shrink=True")
+
+
+class _Hooked:
+    """A dispatch whose result comes with its hook."""
+
+    def __init__(self, comm: Communicator, ids: torch.Tensor, ready: Callable[[], Routed]) -> None:
+        self.comm, self.ids, self._ready = comm, ids, ready
+
+    @property
+    def routed(self) -> Routed:
+        return self._ready()
+
+
+def _room(local: int, places: int, x: torch.Tensor, num_ranks: int, use_fp8: bool, use_ue8m0: bool) -> DispatchOut:
+    """Tensors for the results of a dispatch."""
+    hidden, device = x.shape[1], x.device
+    scales = None
+    if use_fp8:
+        scale_layout = "packed" if use_ue8m0 else "columns"
+        scales = empty_scales(scale_layout, [local, places, hidden // FP8_BLOCK], device)
+    return DispatchOut(
+        tokens=torch.empty(local, places, hidden, dtype=checks.FP8 if use_fp8 else x.dtype, device=device),
+        scales=scales,
+        expert_counts=torch.empty(local, dtype=torch.int32, device=device),
+        slot_ranges=torch.empty(local, num_ranks, 2, dtype=torch.int32, device=device),
+    )

@@ -1,0 +1,300 @@
+"""``Buffer`` in normal mode: dispatch and combine with one row for each (token, rank)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from tokenloom.comm.communicator import Communicator
+from tokenloom.comm.routed import Routed
+from tokenloom.compat.deep_ep import checks
+from tokenloom.compat.deep_ep.buffer_base import BufferBase
+from tokenloom.compat.deep_ep.checks import Payload
+from tokenloom.compat.deep_ep.communicators import Shape
+from tokenloom.compat.deep_ep.config import Config
+from tokenloom.compat.deep_ep.events import EventOverlap
+from tokenloom.compat.deep_ep.faults import BadCall, NotServed, naming, require
+from tokenloom.compat.deep_ep.handles import Dispatched, LazyTuple, normal_handle
+from tokenloom.errors import ShapeMismatch
+from tokenloom.ops.routing import ids_of_ranks
+from tokenloom.plan import MAX_TOP_K, align_up
+
+Received = tuple[
+    Payload,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    "list[int] | None",
+    "LazyTuple | None",
+    EventOverlap,
+]
+"""What a dispatch returns."""
+
+
+class NormalMode(BufferBase):
+    """Dispatch and combine for training and prefill.
+
+    Attributes:
+        rank, group_size: of this process, and of the group.
+        num_sms: what clients read and set; see ``set_num_sms``.
+    """
+
+    num_sms: ClassVar[int] = 20
+    rank: int
+    group_size: int
+
+    @naming("Buffer.get_dispatch_layout")
+    def get_dispatch_layout(
+        self,
+        topk_idx: torch.Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
+        """Count where tokens go. Not collective.
+
+        Args:
+            topk_idx: int64 [N, K], contiguous; -1 is no route.
+            num_experts: E, divisible by the R ranks.
+            previous_event, async_finish, allocate_on_comm_stream: as in :meth:`dispatch`.
+
+        Returns:
+            num_tokens_per_rank int32 [R], None, num_tokens_per_expert int32 [E], is_token_in_rank bool [N, R], event.
+        """
+        num_tokens = len(topk_idx) if isinstance(topk_idx, torch.Tensor) and topk_idx.ndim else 0
+        device = topk_idx.device if isinstance(topk_idx, torch.Tensor) else torch.device("cpu")
+        checks.ids_of(topk_idx, num_tokens, device)
+        checks.number("num_experts", num_experts, 1)
+        require(
+            num_experts % self.group_size == 0,
+            f"num_experts is {num_experts}, {self.group_size} ranks do not divide it",
+        )
+
+        def count() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            local = num_experts // self.group_size
+            valid = topk_idx >= 0
+            there = torch.zeros(num_tokens, self.group_size + 1, dtype=torch.bool, device=device)
+            there.scatter_(1, torch.where(valid, topk_idx // local, self.group_size), True)
+            in_rank = there[:, : self.group_size].contiguous()
+            experts = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
+            flat = torch.where(valid, topk_idx, num_experts).flatten()
+            experts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
+            return in_rank.sum(0, dtype=torch.int32), experts[:num_experts], in_rank
+
+        streams = (previous_event, async_finish, allocate_on_comm_stream)
+        self._stream.check(*streams)
+        (per_rank, per_expert, in_rank), event = self._stream.run(count, (topk_idx,), device, *streams)
+        return per_rank, None, per_expert, in_rank, event
+
+    @naming("Buffer.dispatch")
+    def dispatch(
+        self,
+        x: Payload,
+        handle: Any = None,
+        num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None,
+        is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> Received:
+        """Send each token to the ranks that hold its experts. Collective.
+
+        Args:
+            x: [N, H] contiguous, rows of a multiple of 16 bytes; or (1-byte [N, H], float32 or int32 scales [N, n]).
+                N may differ per rank and may be 0.
+            handle: of an earlier dispatch, whose layout is used again; then neither ids nor weights.
+            num_tokens_per_rank, num_tokens_per_rdma_rank: from :meth:`get_dispatch_layout`; counted anew here.
+            is_token_in_rank, num_tokens_per_expert: from there too. Without ids they say where tokens go.
+            topk_idx, topk_weights: int64 and float32 [N, K], contiguous; both or neither.
+            expert_alignment: the counts that are returned are rounded up to it; rows are not padded.
+            num_worst_tokens: rows of the outputs, the same on all ranks; the host then reads nothing. 0: as many as
+                arrive.
+            config: unused, see ``Config``.
+            previous_event: to start after; None: the current stream's work so far.
+            async_finish: the current stream does not wait; the event says when it is done.
+            allocate_on_comm_stream: needs the other two.
+
+        Returns:
+            recv_x (with scales as x has them), in the order source rank, then token; recv_topk_idx int64 [M, K], local
+            expert or -1; recv_topk_weights float32 [M, K], 0 where the id is -1; the list of L counts, empty with
+            ``num_worst_tokens``; handle; event. With a handle given, all but recv_x and the event are None. Rows
+            beyond those that arrived have ids of -1 and are otherwise unspecified.
+        """
+        device = _device_of(x)
+        streams = (previous_event, async_finish, allocate_on_comm_stream)
+        if handle is not None:
+            given = _dispatched(self, handle, device)
+            with self._calls.told(device, given.comm):
+                self._stream.check(*streams)
+                require(
+                    topk_idx is None and topk_weights is None, "a handle is given: leave topk_idx and topk_weights out"
+                )
+                payload = checks.payload_of(x)
+            rows, event = self._stream.run(lambda: _again(given, payload, x), (x, handle), device, *streams)
+            return rows, None, None, None, None, event
+        with self._calls.told(device):
+            self._stream.check(*streams)
+            payload = checks.payload_of(x)
+            tokens = payload[0] if isinstance(payload, tuple) else payload
+            num_experts = self._check_layout(tokens, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
+            checks.number("expert_alignment", expert_alignment, 1)
+            checks.number("num_worst_tokens", num_worst_tokens, 0)
+            require((topk_idx is None) == (topk_weights is None), "topk_idx and topk_weights: pass both or neither")
+            assert is_token_in_rank is not None
+            assert num_tokens_per_expert is not None
+            if topk_idx is not None:
+                top_k = checks.ids_of(topk_idx, len(tokens), device)
+                weights = checks.like("topk_weights", topk_weights, topk_idx.shape, torch.float32, device)
+                ids = topk_idx.clone()
+            else:
+                require(num_worst_tokens == 0, "num_worst_tokens needs topk_idx and topk_weights")
+                top_k, weights = self.group_size, None
+                if top_k > MAX_TOP_K:
+                    raise NotServed(f"a dispatch without topk_idx is served for at most {MAX_TOP_K} ranks")
+                ids = ids_of_ranks(is_token_in_rank, num_experts // self.group_size)
+        shape = Shape(num_experts, tokens.shape[1], top_k, tokens.dtype == torch.float64)
+        most = -(-num_worst_tokens // self.group_size)
+        options: dict[str, Any] = {"layout": "token", "copy": True}
+        if num_worst_tokens:
+            options |= {"sizes": "bounded", "capacity": num_worst_tokens}
+
+        def send(comm: Communicator) -> Routed:
+            return comm.dispatch(payload, ids, weights, **options)
+
+        def call() -> tuple[Any, ...]:
+            routed, comm = self._calls.run(shape, max(len(tokens), most), device, lambda comm: (send(comm), comm))
+            counts: list[int] = []
+            if not num_worst_tokens and topk_idx is not None:
+                counts = routed.expert_counts.tolist()
+            elif not num_worst_tokens:
+                counts = self._local_counts(num_tokens_per_expert, device)
+            counts = [align_up(count, expert_alignment) for count in counts]
+            found = Dispatched(comm, routed, ids, topk_idx is not None)
+            recv_ids = routed.unused_ids_marked() if topk_idx is not None else None
+            return _rows(routed, x), recv_ids, routed.topk_weights, counts, found
+
+        inputs = (x, ids, topk_weights, is_token_in_rank, num_tokens_per_expert)
+        (rows, recv_ids, recv_weights, counts, found), event = self._stream.run(call, inputs, device, *streams)
+        made = normal_handle(found, is_token_in_rank, max(1, type(self).num_sms // 2))
+        return rows, recv_ids, recv_weights, counts, made, event
+
+    def _check_layout(
+        self,
+        tokens: torch.Tensor,
+        num_tokens_per_rank: torch.Tensor | None,
+        is_token_in_rank: torch.Tensor | None,
+        num_tokens_per_expert: torch.Tensor | None,
+    ) -> int:
+        """E, of what ``get_dispatch_layout`` gave."""
+        layout = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
+        require(
+            all(isinstance(each, torch.Tensor) for each in layout),
+            "num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert are needed where no handle is given",
+        )
+        assert num_tokens_per_expert is not None
+        device = tokens.device
+        checks.like("num_tokens_per_rank", num_tokens_per_rank, [self.group_size], torch.int32, device)
+        checks.like("is_token_in_rank", is_token_in_rank, [len(tokens), self.group_size], torch.bool, device)
+        checks.like(
+            "num_tokens_per_expert", num_tokens_per_expert, [num_tokens_per_expert.numel()], torch.int32, device
+        )
+        return num_tokens_per_expert.numel()
+
+    def _local_counts(self, num_tokens_per_expert: torch.Tensor, device: torch.device) -> list[int]:
+        """Tokens of all ranks for each local expert, as the ranks say that have no ids."""
+        meeting = self._calls.meeting(device)
+        mine = num_tokens_per_expert.to(meeting.device, torch.int64)
+        total = meeting.all_gather(mine, "counts of Buffer.dispatch", opens=True).sum(0).view(self.group_size, -1)
+        return total[self.rank].tolist()
+
+    @naming("Buffer.combine")
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: Any,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """Bring rows home and sum them over ranks in float32, unweighted. Collective.
+
+        Args:
+            x: [M, H] contiguous, a row for each row that the dispatch received.
+            handle: of the dispatch.
+            topk_weights: float32 [M, K], summed as the rows are; None: no weights.
+            bias: [N, H] of x's dtype, or two, to add to the sum before it is rounded.
+            config, previous_event, async_finish, allocate_on_comm_stream: as in :meth:`dispatch`.
+
+        Returns:
+            combined_x [N, H] of x's dtype, combined_topk_weights float32 [N, K] or None, event.
+        """
+        device = _device_of(x)
+        streams = (previous_event, async_finish, allocate_on_comm_stream)
+        given = _dispatched(self, handle, device, "combine")
+        routed, comm = given.routed, given.comm
+        with self._calls.told(device, comm, "combine"):
+            self._stream.check(*streams)
+            rows = checks.tokens_of(x).detach()
+            if rows.shape != routed.tokens.shape:
+                raise ShapeMismatch(f"x is {list(rows.shape)}, expected {list(routed.tokens.shape)}, as was received")
+            biases = _biases(bias, rows, len(given.ids))
+            if topk_weights is not None:
+                require(given.with_ids, "topk_weights: the dispatch had none, leave them out")
+                assert routed.topk_ids is not None
+                topk_weights = checks.like("topk_weights", topk_weights, routed.topk_ids.shape, torch.float32, device)
+
+        def call() -> tuple[torch.Tensor, torch.Tensor | None]:
+            out = comm.combine(rows, routed, bias=biases)
+            return out, None if topk_weights is None else comm.combine_weights(topk_weights, routed)
+
+        (out, weights), event = self._stream.run(call, (x, handle, topk_weights, bias), device, *streams)
+        return out, weights, event
+
+
+def _device_of(x: object) -> torch.device:
+    tokens = x[0] if isinstance(x, (tuple, list)) and x else x
+    return tokens.device if isinstance(tokens, torch.Tensor) else torch.device("cpu")
+
+
+def _dispatched(buffer: BufferBase, handle: object, device: torch.device, name: str = "dispatch") -> Dispatched:
+    with buffer._calls.told(device, None, name):
+        if not isinstance(handle, LazyTuple) or handle.dispatched.routed.layout != "token":
+            raise BadCall(f"handle is a {type(handle).__name__}, expected what Buffer.dispatch returned")
+        return handle.dispatched
+
+
+def _rows(routed: Routed, x: object) -> Payload:
+    """Received rows, and scales as x has them."""
+    scales = checks.scales_as_given(routed.scales, x)
+    rows = checks.rows_as_given(routed.tokens, x)
+    return rows if scales is None else (rows, scales)
+
+
+def _again(given: Dispatched, payload: Payload, x: object) -> Payload:
+    """Other rows to the places of a dispatch."""
+    if isinstance(payload, torch.Tensor):
+        return given.comm.dispatch_again(payload, given.routed)
+    num_places = len(given.routed.tokens)
+    bounded = not isinstance(given.routed.num_rows, int)
+    sizes: dict[str, Any] = {"sizes": "bounded", "capacity": num_places} if bounded else {}
+    return _rows(given.comm.dispatch(payload, given.ids, layout="token", copy=True, **sizes), x)
+
+
+def _biases(bias: object, rows: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, ...] | None:
+    if bias is None:
+        return None
+    found = bias if isinstance(bias, (tuple, list)) else (bias,)
+    require(1 <= len(found) <= 2, f"bias is a {type(bias).__name__} of {len(found)}, expected one tensor or two")
+    shape = [num_tokens, rows.shape[1]]
+    return tuple(checks.like("bias", each, shape, rows.dtype, rows.device) for each in found)

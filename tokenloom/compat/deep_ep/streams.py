@@ -1,0 +1,92 @@
+"""On which stream a call runs, and what waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from tokenloom.compat.deep_ep.events import EventHandle, EventOverlap, is_event, recorded_in
+from tokenloom.compat.deep_ep.faults import require
+from tokenloom.runtime.streams import on_stream, tensors_in
+
+T = TypeVar("T")
+
+
+class CommStream:
+    """The stream that a buffer's calls run on, one after another. On the CPU calls just run."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def of(self, device: torch.device) -> torch.cuda.Stream:
+        """The stream, made at first use."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device, priority=-1)
+        return self._stream
+
+    def get(self) -> torch.cuda.Stream | None:
+        """The stream for the current GPU, None where this process has not used CUDA."""
+        if not torch.cuda.is_initialized():
+            return None
+        return self.of(torch.device("cuda", torch.cuda.current_device()))
+
+    @staticmethod
+    def check(previous_event: object, async_finish: bool, allocate_on_comm_stream: bool) -> None:
+        """Raise BadCall for options of streams that do not go together."""
+        both = is_event(previous_event) and async_finish
+        require(both or not allocate_on_comm_stream, "allocate_on_comm_stream needs previous_event and async_finish")
+
+    def run(
+        self,
+        call: Callable[[], T],
+        inputs: tuple[object, ...],
+        device: torch.device,
+        previous_event: object,
+        async_finish: bool,
+        allocate_on_comm_stream: bool,
+    ) -> tuple[T, EventOverlap]:
+        """Run a call after an event, or after the current stream's work.
+
+        Args:
+            inputs: everything that the call reads.
+            device: of its tensors.
+            previous_event: EventOverlap or EventHandle to start after; None: the current stream's work so far.
+            async_finish: leave it to the caller to wait for the event that is returned.
+            allocate_on_comm_stream: checked by :meth:`check`. Results are always allocated there.
+
+        Returns:
+            What the call returned, and its event: ``EventOverlap(None)`` if the current stream waits already.
+        """
+        if device.type != "cuda":
+            with torch.no_grad():
+                result = call()
+            return result, EventOverlap(EventHandle() if async_finish else None)
+        stream, current = self.of(device), torch.cuda.current_stream(device)
+        before = recorded_in(previous_event)
+        if before is None:
+            stream.wait_stream(current)
+        else:
+            stream.wait_event(before)
+        with on_stream(stream), torch.no_grad():
+            result = call()
+        results = _cuda_tensors(result)
+        for tensor in results:
+            tensor.record_stream(current)
+        if not async_finish:
+            current.wait_stream(stream)
+            return result, EventOverlap()
+        given = _cuda_tensors(inputs)
+        for tensor in given:
+            tensor.record_stream(stream)
+        return result, EventOverlap(EventHandle.of(stream.record_event()), (*given, *results))
+
+    def order_behind(self, device: torch.device) -> None:
+        """Make the current stream wait for calls on this one, before a call that runs there."""
+        if self._stream is not None and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(device).wait_stream(self._stream)
+
+
+def _cuda_tensors(value: object) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors_in(value) if tensor.is_cuda]
