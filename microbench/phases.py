@@ -88,7 +88,11 @@ def measure(context: RankContext, shape: Shape, num_sms: int) -> dict[str, Any]:
         launcher = comm.engine._backend._launcher  # type: ignore[attr-defined]
         for payload in ("bf16", "fp8", "to_fp8"):
             for layout in ("token", "expert", "rank", "slots"):
-                options: dict[str, Any] = {"layout": layout, "sizes": None if layout == "slots" else "bounded", "to_fp8": payload == "to_fp8"}
+                options: dict[str, Any] = {
+                    "layout": layout,
+                    "sizes": None if layout == "slots" else "bounded",
+                    "to_fp8": payload == "to_fp8",
+                }
                 if layout in capacities:
                     options["capacity"] = capacities[layout]
                 x = given.fp8 if payload == "fp8" else given.x

@@ -18,7 +18,7 @@ def handle_of(ids: torch.Tensor) -> NvlinkHandle:
     options = DispatchOptions("expert", 1, "bounded", 3)
     results = Results(PLAN, 0, options, 3, {}, with_weights=False, with_scales=False)
     words = torch.zeros(results.words(len(ids)), dtype=torch.int32)
-    return NvlinkHandle(options, 0, len(ids), 3, 3, ids, words, results, None, None)
+    return NvlinkHandle(options, 0, len(ids), 3, ids, (words, 0, words.data_ptr()), results, None, None)
 
 
 CHANGES = {

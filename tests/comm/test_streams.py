@@ -54,7 +54,7 @@ def test_all_of_a_handle_is_found() -> None:
     ids, words, *own = tensors(2 + 4)
     plan, options = Plan(1, 4, 128, 2, 3), DispatchOptions("expert", 1, "bounded", 3)
     results = Results(plan, 0, options, 3, {}, with_weights=True, with_scales=False)
-    handle = NvlinkHandle(options, 1, 2, 3, 3, ids, words, results, None, None)
+    handle = NvlinkHandle(options, 1, 2, 3, ids, (words, 0, words.data_ptr()), results, None, None)
     assert sorted(found(handle)) == sorted([id(ids), id(words)])
     handle.weights, handle.local_ids, handle.row_places, handle.row_tokens = own
     assert sorted(found(handle)) == sorted(id(tensor) for tensor in (ids, words, *own))

@@ -36,6 +36,7 @@ class Capabilities:
         takes_sms: ``num_sms`` of the communicator says how many SMs its kernels take.
         spans_nodes: ranks may be on several hosts.
         reads_on_host: the host learns the outcome of every call before the call returns.
+        usual_calls: the backend is one of :class:`MakesUsualCalls`.
         fused_layer: the backend has ``fused_layer``, see :mod:`tokenloom.backends.nvlink.fused`.
     """
 
@@ -50,6 +51,7 @@ class Capabilities:
     takes_sms: bool = False
     spans_nodes: bool = True
     reads_on_host: bool = True
+    usual_calls: bool = False
     fused_layer: bool = False
 
 
@@ -265,6 +267,55 @@ class Pending(Protocol[T_co]):
         A call that was not sent with ``split`` is received before another one is opened, except that a layer may send
         a dispatch ahead. With ``split`` at most one more call is opened before, and the two may be received in any
         order.
+        """
+
+
+class UsualDispatch(Protocol):
+    """Dispatches like an earlier one: of the same options and dtypes, without gradients, of bounded sizes."""
+
+    is_stale: bool
+    """It can be used no longer."""
+
+    def launch(
+        self,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        topk_ids: torch.Tensor,
+        weights: torch.Tensor | None,
+        num_tokens: int,
+        out: DispatchOut | None,
+        stream: int,
+    ) -> tuple[Any, torch.Tensor, Any]:
+        """Make one, with checked tensors and what ``ready`` has just given: its handle, its rows, and nothing."""
+
+
+class UsualCombine(Protocol):
+    """Combines like an earlier one: of the same options, layout and dtype, without gradients."""
+
+    is_stale: bool
+    out_dtype: torch.dtype
+
+    def launch(
+        self, handle: Any, rows: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor | None, stream: int
+    ) -> tuple[torch.Tensor, Any]:
+        """Make one, with checked tensors and what ``ready`` has just given: its result, and nothing."""
+
+
+class MakesUsualCalls(Protocol):
+    """What a backend has besides, if it makes usual calls."""
+
+    def usual_dispatch(self, options: DispatchOptions, inputs: DispatchInputs) -> UsualDispatch | None:
+        """What makes more dispatches like this one, which was made before; None if nothing does."""
+
+    def usual_combine(self, layout: str, y_dtype: torch.dtype, options: CombineOptions) -> UsualCombine | None:
+        """The same for combines of rows of this layout and dtype."""
+
+    def ready(self) -> int | None:
+        """Raise what earlier calls left, as ``check("nothing")`` does, if a usual call can come next.
+
+        Returns:
+            The handle of the stream that it goes to, for ``launch``. None: only other calls can, and nothing was
+            raised.
         """
 
 

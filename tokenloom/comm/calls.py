@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
@@ -14,6 +15,7 @@ from tokenloom.comm.engine import Engine
 from tokenloom.comm.halves import CombineCall, DispatchCall
 from tokenloom.comm.pending import Pending
 from tokenloom.comm.routed import Layout, Routed
+from tokenloom.comm.usual import UsualCalls
 from tokenloom.errors import InvalidArgument
 from tokenloom.plan import ROUTE_LAYOUTS
 from tokenloom.runtime.streams import Event
@@ -60,6 +62,12 @@ class Calls:
     """
 
     engine: Engine
+
+    @cached_property
+    def _usual(self) -> UsualCalls | None:
+        """Calls that take the short way, where the backend has one."""
+        backend = self.engine.makes_usual_calls
+        return None if backend is None else UsualCalls(self.engine, backend)
 
     @overload
     def dispatch(
@@ -150,7 +158,16 @@ class Calls:
             PeerTimeout, CommunicatorBroken: another rank is missing, or was at an earlier call.
         """
         values = (layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy, scale_layout)
-        return DispatchCall(self, self.engine, (x, topk_ids, topk_weights), values, copy, out, async_op).run()
+        usual = None if async_op or copy or out is not None else self._usual
+        if usual is not None:
+            routed = usual.dispatch(self, x, topk_ids, topk_weights, values)
+            if routed is not None:
+                return routed
+        call = DispatchCall(self, self.engine, (x, topk_ids, topk_weights), values, copy, out, async_op)
+        result = call.run()
+        if usual is not None:
+            usual.learn_dispatch(values, call)
+        return result
 
     @overload
     def send_dispatch(
@@ -265,7 +282,17 @@ class Calls:
         Raises:
             TokenloomError: what ``dispatch`` raises.
         """
-        return self._combine(y, routed, (weighted, mode, wire_dtype, out_dtype), out, bias, async_op).run()
+        values = (weighted, mode, wire_dtype, out_dtype)
+        usual = None if async_op or bias is not None else self._usual
+        if usual is not None:
+            found = usual.combine(self, y, routed, values, out)
+            if found is not None:
+                return found
+        call = self._combine(y, routed, values, out, bias, async_op)
+        result = call.run()
+        if usual is not None:
+            usual.learn_combine(y, routed, values, call.options)
+        return result
 
     @overload
     def send_combine(

@@ -21,6 +21,7 @@ from tokenloom.backends.base import (
     DispatchInputs,
     DispatchOptions,
     Handle,
+    MakesUsualCalls,
     Pending,
     Upcoming,
     Wait,
@@ -106,6 +107,12 @@ class Engine:
     @property
     def capabilities(self) -> Capabilities:
         return self._backend.capabilities
+
+    @property
+    def makes_usual_calls(self) -> MakesUsualCalls | None:
+        """The backend, if it makes usual calls."""
+        backend: Any = self._backend
+        return backend if self.capabilities.usual_calls else None
 
     def dispatch_options(self, *given: Any) -> DispatchOptions:
         """Check the options of a dispatch once for each value of what was given.

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tokenloom.backends.base import DispatchOut, Upcoming
+from tokenloom.backends.base import CombineOptions, DispatchInputs, DispatchOptions, DispatchOut, Upcoming
 from tokenloom.backends.base import Pending as Sent
 from tokenloom.comm import autograd, outputs, validation, validation_beside
 from tokenloom.comm.engine import COMBINE_RANGE, DISPATCH_RANGE, Engine, profiler_range
@@ -107,9 +107,15 @@ class DispatchCall(Call):
         tensors: x, topk_ids and topk_weights, as they were given.
         options: what follows ``able`` in :func:`tokenloom.comm.validation.dispatch_options`.
         copy, out, async_op: as they were given.
+
+    Attributes:
+        options: what the options mean, once they were checked.
+        inputs: the checked tensors, while they are kept.
     """
 
     name, range_name = "dispatch", DISPATCH_RANGE
+    options: DispatchOptions
+    inputs: DispatchInputs | None
 
     def __init__(
         self,
@@ -133,15 +139,15 @@ class DispatchCall(Call):
         return (*self._tensors, self._out)
 
     def _forget(self) -> None:
-        self._tensors = (None, None, None)
+        self._tensors, self.inputs = (None, None, None), None
 
     def _send(self, split: bool) -> Sent[Any]:
         engine, (x, ids, weights) = self.engine, self._tensors
         plan, able, device = engine.plan, engine.capabilities, engine.ranks.device
-        options = engine.dispatch_options(*self._options)
+        options = self.options = engine.dispatch_options(*self._options)
         x, self._scale_words = validation_beside.unpacked(plan, x, options.scale_layout)
         reads_ids = validation.reads_ids(able, device)
-        inputs = validation.dispatch_inputs(
+        inputs = self.inputs = validation.dispatch_inputs(
             plan, able, device, x, ids, weights, self._copy, reads_ids, options.to_fp8, options.scale_layout, split
         )
         if self._out is not None:
@@ -180,9 +186,13 @@ class CombineCall(Call):
         y, routed: as they were given.
         options: weighted, mode, wire_dtype and out_dtype as they were given.
         out, async_op: as they were given.
+
+    Attributes:
+        options: what the options mean, once they were checked.
     """
 
     name, range_name = "combine", COMBINE_RANGE
+    options: CombineOptions
 
     def __init__(
         self,
@@ -207,7 +217,7 @@ class CombineCall(Call):
         engine, y, routed, out = self.engine, self._y, self._routed, self._out
         validation.require_routed(routed, self._owner)
         handle, weights, has_weights = routed._handle, routed._graph_weights, routed._weighted
-        options = validation.combine_options(
+        options = self.options = validation.combine_options(
             engine.capabilities,
             engine.ranks.device,
             y,

@@ -90,6 +90,10 @@ class OpenCalls:
         """Count a call that was opened, or that failed while all ranks made it."""
         self.count += 1
 
+    def any_open(self) -> bool:
+        """Whether there is one, or one was dropped."""
+        return bool(self._halves)
+
     def keep(self, pending: Pending[Any], name: str, discard: Callable[[], object]) -> int:
         """Remember a pending of the call that was opened last; its number."""
         self._halves.append(_Half(self.count, name, weakref.ref(pending), discard))

@@ -20,6 +20,7 @@ from tokenloom.errors import (
 from tokenloom.plan import FP8_BLOCK, ROUTE_LAYOUTS, SCALE_LAYOUTS, Plan
 
 FP8_DTYPE = torch.float8_e4m3fn
+SCALE_DTYPE = WEIGHT_DTYPE = torch.float32
 MAX_ROWS = 2**31 - 1
 """Counts of rows are int32."""
 SIZES = ("exact", "bounded")

@@ -229,7 +229,7 @@ class NvlinkExperts:
         """Make the route lists and run both GEMMs, the second of which sends results home."""
         schedule = request.schedule or schedule_for(handle.num_tokens, self._comm.num_ranks)
         request.passed("dispatch")
-        args, words, at, stats = lists.args, handle.words.data_ptr(), handle.results.at, request.expert_stats
+        args, words, at, stats = lists.args, handle.words_address, handle.results.at, request.expert_stats
         args.num_rows, args.source_counts = words + at["num_rows"], words + at["source_counts"]
         args.expert_counts, args.num_tokens = words + at["expert_counts"], handle.num_tokens
         args.stats = 0 if stats is None else stats.data_ptr()

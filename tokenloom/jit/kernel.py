@@ -43,6 +43,7 @@ class Kernel:
         self.args: Any = spec.args()
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.args))
         self._shape = LaunchShape(1, 1, 1, spec.threads, 1, 1, spec.shared_bytes)
+        self._where = (1, 0)
         self._launch = launch_function()
         self._operands = (ctypes.addressof(self._shape), int(function), ctypes.addressof(self._pointers), None)
 
@@ -56,8 +57,8 @@ class Kernel:
         Raises:
             RuntimeError: the driver refuses, for the reason that the message names.
         """
-        shape = self._shape
-        shape.blocks, shape.stream = blocks, stream
+        if (blocks, stream) != self._where:  # to write them takes longer than to look
+            self._shape.blocks, self._shape.stream = self._where = blocks, stream
         status = self._launch(*self._operands)
         if status:
             self._launch_elsewhere(status)

@@ -68,6 +68,11 @@ def current_handle(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(device.index)
 
 
+def is_capturing(handle: int) -> bool:
+    """Whether a CUDA graph captures the current stream, which has this handle. The default stream, 0, never is."""
+    return handle != 0 and torch.cuda.is_current_stream_capturing()
+
+
 @contextmanager
 def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
     """Do what ``torch.cuda.stream`` does in 3 us of host time instead of 20, where the device is current."""

@@ -242,6 +242,7 @@ READS = ("cpu", "tolist", "numpy")
 """Methods that ask for no operation where a tensor lies on the CPU."""
 NOT_BEHIND_KERNELS = (
     "empty",
+    "new_empty",
     "view",
     "slice",
     "select",

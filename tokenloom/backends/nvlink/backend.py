@@ -38,6 +38,7 @@ CAPABILITIES = Capabilities(
     takes_sms=True,
     spans_nodes=False,
     reads_on_host=False,
+    usual_calls=True,
     fused_layer=True,
 )
 
@@ -70,6 +71,8 @@ class NvlinkBackend:
         dispatcher = self._dispatcher
         combiner = Combiner(plan, self._launcher, self._buffers, copies, dispatcher, blocks_alone, checked)
         self.send_dispatch, self.send_combine = dispatcher.send, combiner.send
+        self.usual_dispatch, self.usual_combine = dispatcher.usual, combiner.usual
+        self.ready = self._launcher.ready
         self.send_again, self.send_rows = dispatcher.send_again, dispatcher.send_rows
         self.send_weight_gradients = combiner.send_weight_gradients
         self.row_weights, self.route_gradients = combiner.row_weights, combiner.route_gradients

@@ -170,12 +170,14 @@ class Buffers:
 
     Attributes:
         fused: one receive buffer for FP8 rows in layout "token", as a MegaMoE wants it, which every dispatch reuses.
-        num_grown: how often a buffer was replaced by a larger one. Then addresses of parts are not what they were.
+        num_dispatches: to receive buffers so far, which take turns by it.
+        when_grown: functions to call when a buffer is replaced by a larger one: addresses are not what they were.
     """
 
     def __init__(self, plan: Plan, launcher: Launcher) -> None:
         self.fused = False
-        self.num_grown = 0
+        self.num_dispatches = 0
+        self.when_grown: list[Callable[[], None]] = []
         self._plan, self._launcher = plan, launcher
         self._buffers: dict[tuple[MakeLayout, int], SymmetricBuffer] = {}
         self._receive: dict[tuple[int, torch.dtype], ReceiveBuffer] = {}
@@ -226,7 +228,8 @@ class Buffers:
         self._receive = {
             key: found for key, found in self._receive.items() if self._value_bytes(key[1]) != value_bytes
         }
-        self.num_grown += 1
+        for forget in self.when_grown:
+            forget()
         self._make(key, rows, fields)
         self._rows[value_bytes] = rows  # last: where a rank has a fault, all ranks must still mean the same size
 

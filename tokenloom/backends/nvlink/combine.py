@@ -32,7 +32,13 @@ from tokenloom.backends.nvlink.launcher import (
 )
 from tokenloom.errors import InvalidArgument
 from tokenloom.jit.kernel import Kernel
-from tokenloom.kernels.combine.launch import PRE_REDUCE_BLOCKS, CombineVariant, PreReduceVariant, max_chunks
+from tokenloom.kernels.combine.launch import (
+    CALL_FIELDS,
+    PRE_REDUCE_BLOCKS,
+    CombineVariant,
+    PreReduceVariant,
+    max_chunks,
+)
 from tokenloom.kernels.row_weights.launch import BLOCKS, RowWeightsVariant
 from tokenloom.plan import Plan
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer
@@ -60,7 +66,7 @@ class Combiner:
         self.plan, self.launcher, self.buffers, self.checked = plan, launcher, buffers, checked
         self._copies, self._dispatcher, self._blocks_alone = copies, dispatcher, blocks_alone
         self._prepared: dict[tuple[object, ...], SumsAtHome] = {}
-        self._num_grown = 0
+        buffers.when_grown.append(self._forget)
 
     def send(
         self,
@@ -78,11 +84,6 @@ class Combiner:
         launcher = self.launcher
         if self.checked:
             require_no_host_read(True, "checked=True")
-        if handle.reused_after is not None and self._dispatcher.num_dispatches > handle.reused_after:
-            raise InvalidArgument("the dispatch is two or more dispatches old, its buffer was reused; pass copy=True")
-        rows = aligned(rows)
-        if out is not None:
-            require_aligned(out, "out")
         if options.strategy == "reduce_scatter":
             if split:
                 raise InvalidArgument("strategy 'reduce_scatter' has no halves; use 'dedup'")
@@ -90,35 +91,46 @@ class Combiner:
             _check(self.plan, rows.dtype, options)
             if options.weighted and weights is None:
                 weights = handle.weights
-            out = self._out(handle, options) if out is None else out
-            self._reduce_scatter(handle, rows, weights, options, out)
+            self.require_kept(handle)
+            if out is None:
+                out = rows.new_empty(handle.num_tokens, self.plan.hidden, dtype=options.out_dtype)
+            require_aligned(out, "out")
+            self._reduce_scatter(handle, aligned(rows), weights, options, out)
         else:
-            prepared = self._prepare(handle, rows.dtype, options, alone, split)
-            out = self._out(handle, options) if out is None else out
-            half = prepared.launch(handle, rows, weights, out)
+            prepared = self._prepare(handle.options.layout, rows.dtype, options, alone, split)
+            out, half = prepared.launch(handle, rows, weights, out)
             if half is not None:
                 return CombineHalf(launcher, half, out, self.checked)
         if self.checked:
             launcher.settle(0)
         return Launched(out)
 
-    def _out(self, handle: NvlinkHandle, options: CombineOptions) -> torch.Tensor:
-        device = self.launcher.ranks.device
-        return torch.empty(handle.num_tokens, self.plan.hidden, dtype=options.out_dtype, device=device)
+    def usual(self, layout: str, y_dtype: torch.dtype, options: CombineOptions) -> SumsAtHome | None:
+        """See :meth:`tokenloom.backends.base.Backend.usual_combine`."""
+        if self.checked or options.strategy == "reduce_scatter":
+            return None
+        return self._prepare(layout, y_dtype, options, alone=False, split=False)
+
+    def require_kept(self, handle: NvlinkHandle) -> None:
+        """Raise if the buffer that the dispatch wrote to may have been reused."""
+        if handle.reused_after is not None and self.buffers.num_dispatches > handle.reused_after:
+            raise InvalidArgument("the dispatch is two or more dispatches old, its buffer was reused; pass copy=True")
+
+    def _forget(self) -> None:
+        """What was prepared knows where buffers were."""
+        for each in self._prepared.values():
+            each.is_stale = True
+        self._prepared.clear()
 
     def _prepare(
         self,
-        handle: NvlinkHandle,
+        layout: str,
         y_dtype: torch.dtype,
         options: CombineOptions,
         alone: bool,
         split: bool,
     ) -> SumsAtHome:
         """What was prepared for such combines, now or for an earlier one."""
-        if self._num_grown != self.buffers.num_grown:
-            self._prepared.clear()  # they know where buffers were
-            self._num_grown = self.buffers.num_grown
-        layout = handle.options.layout
         key = (layout, y_dtype, options, alone, split)
         found = self._prepared.get(key)
         if found is None:
@@ -153,8 +165,7 @@ class Combiner:
         buffer, region = self._copies.region(wire.itemsize, fields)
         me = self.launcher.ranks.rank
         self.point_once(pre_reduce)
-        self.point(pre_reduce, handle, rows, dense, handle.capacity, handle.given_ids)
-        pre_reduce.args.row_weights = address_of(weights)
+        self.point(pre_reduce, handle, rows, dense, handle.capacity, handle.given_ids, address_of(weights))
         pre_reduce.args.own_sums = buffer.addresses[me] + region + me * dense[0].nbytes
         pre_reduce.launch(PRE_REDUCE_BLOCKS, torch.cuda.current_stream(device).cuda_stream)
         self._copies.bring(buffer, region, lambda rank: dense[rank])
@@ -188,13 +199,25 @@ class Combiner:
         out: torch.Tensor,
         capacity: int,
         ids: torch.Tensor,
+        row_weights: int = 0,
     ) -> None:
-        """Arguments that all kernels of a combine are given."""
-        args = kernel.args
-        args.y, args.out = rows.data_ptr(), out.data_ptr()
-        args.row_places, args.row_tokens, args.slots, args.all_counts = handle.pointers
-        args.topk_ids, args.ids_are_int64 = ids.data_ptr(), ids.dtype == torch.int64
-        args.num_tokens, args.capacity = handle.num_tokens, capacity
+        """Arguments that all kernels of a combine are given.
+
+        Args:
+            row_weights: address of the weights that multiply rows.
+        """
+        CALL_FIELDS.write(
+            kernel.args,
+            CALL_FIELDS.offset,
+            rows.data_ptr(),
+            *handle.pointers,
+            row_weights,
+            ids.data_ptr(),
+            out.data_ptr(),
+            handle.num_tokens,
+            capacity,
+            ids.dtype == torch.int64,
+        )
 
     def point_once(self, kernel: OpeningKernel) -> None:
         """Arguments that are the same in all calls."""
@@ -242,6 +265,9 @@ class SumsAtHome:
     Args:
         layout: of the dispatch.
         blocks: of a kernel; None: as the launcher has them.
+
+    Attributes:
+        is_stale: buffers have grown since.
     """
 
     def __init__(
@@ -254,7 +280,9 @@ class SumsAtHome:
         split: bool,
     ) -> None:
         launcher, plan, buffers = combiner.launcher, combiner.plan, combiner.buffers
+        self.is_stale, self.out_dtype = False, options.out_dtype
         self._combiner, self._launcher, self._blocks = combiner, launcher, blocks
+        self._like = torch.empty(0, dtype=options.out_dtype, device=launcher.ranks.device)
         self._per_route, self._weighted = options.per_route, options.weighted
         fields = combine_fields(launcher.num_calls, options)
         self._kind = CallKind({**fields, **HALVES} if split else fields)
@@ -283,20 +311,39 @@ class SumsAtHome:
         args.peers = buffer.peers.data_ptr()
 
     def launch(
-        self, handle: NvlinkHandle, rows: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor
-    ) -> Half | None:
-        """Put the kernel on the current stream. Returns what the second half will need."""
-        ids = handle.ids() if self._per_route else handle.given_ids
-        self._combiner.point(self._kernel, handle, rows, out, handle.capacity, ids)
+        self,
+        handle: NvlinkHandle,
+        rows: torch.Tensor,
+        weights: torch.Tensor | None,
+        out: torch.Tensor | None,
+        stream: int | None = None,
+    ) -> tuple[torch.Tensor, Half | None]:
+        """Put the kernel on the current stream: (result, what the second half will need).
+
+        Args:
+            out: tensor for the result, or None for a new one.
+            stream: what :meth:`Launcher.ready` has just given, or None.
+        """
+        combiner, launcher = self._combiner, self._launcher
+        combiner.require_kept(handle)
+        if out is None:
+            out = self._like.new_empty(handle.num_tokens, combiner.plan.hidden)
+        require_aligned(out, "out")
+        rows, row_weights = aligned(rows), 0
         if self._weighted:
-            self._kernel.args.row_weights = handle.weights_address if weights is None else weights.data_ptr()
+            row_weights = handle.weights_address if weights is None else weights.data_ptr()
+        ids = handle.ids() if self._per_route else handle.given_ids
+        combiner.point(self._kernel, handle, rows, out, handle.capacity, ids, row_weights)
+        if stream is not None:
+            launcher.launch_ready(self._kernel, self._kind, handle.number, stream, blocks=self._blocks)
+            return out, None
         half = None
         if self._receiving_kernel is not None:
             epoch = torch.empty(1, dtype=torch.int32, device=out.device)
             # The counts and slots of the dispatch are read at home too, when its user may have let go of it.
             half = Half((epoch, handle, ids), epoch.data_ptr(), self._receiving_kernel, self._blocks)
-        self._launcher.launch(self._kernel, self._kind, handle.number, blocks=self._blocks, begins=half)
-        return half
+        launcher.launch(self._kernel, self._kind, handle.number, blocks=self._blocks, begins=half)
+        return out, half
 
 
 class CombineHalf:

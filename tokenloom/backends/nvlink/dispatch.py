@@ -11,7 +11,7 @@ from tokenloom.backends.base import DispatchInputs, DispatchOptions, Pending
 from tokenloom.backends.nvlink import places
 from tokenloom.backends.nvlink.buffers import Buffers
 from tokenloom.backends.nvlink.copies import Copies
-from tokenloom.backends.nvlink.handle import NvlinkHandle
+from tokenloom.backends.nvlink.handle import NvlinkHandle, ResultsMemory
 from tokenloom.backends.nvlink.launcher import Half, Launched, Launcher
 from tokenloom.backends.nvlink.prepared import DirectDispatch, PreparedDispatch, Shared, check
 from tokenloom.backends.nvlink.staged import StagedDispatch
@@ -33,12 +33,10 @@ class Dispatcher:
         checked: the host reads the outcome of every call before it returns.
 
     Attributes:
-        num_dispatches: to receive buffers so far, which take turns by it.
         overflow: a dropped row that a bounded dispatch has found and the next call raises.
     """
 
     def __init__(self, plan: Plan, launcher: Launcher, buffers: Buffers, copies: Copies, checked: bool) -> None:
-        self.num_dispatches = 0
         self.overflow: CapacityOverflow | None = None
         self.plan, self.launcher, self._buffers = plan, launcher, buffers
         self._checked = checked
@@ -46,9 +44,10 @@ class Dispatcher:
         self._host_counts = HostCounts(device, 2 + plan.num_ranks + 2 * plan.experts_per_rank)
         block_counts = torch.zeros(block_count_words(plan), dtype=torch.int32, device=device)
         keep_until_idle(self, device, block_counts)
-        self._shared = Shared(plan, launcher, buffers, copies, block_counts, self._host_counts, checked)
+        memory = ResultsMemory(device)
+        self._shared = Shared(plan, launcher, buffers, copies, block_counts, self._host_counts, memory, checked)
         self._prepared: dict[tuple[object, ...], PreparedDispatch] = {}
-        self._num_grown = 0
+        buffers.when_grown.append(self._forget)
 
     def send(
         self, options: DispatchOptions, inputs: DispatchInputs, meant: DispatchOptions | None = None
@@ -62,12 +61,24 @@ class Dispatcher:
             return ExactHalves(self, options, inputs)
         prepared = self._prepare(options, inputs, meant=meant)
         prepared.require_now()
-        if isinstance(prepared, StagedDispatch):
-            return PendingDispatch(self, prepared, inputs, *prepared.launch(inputs))
         if exact and not inputs.ahead:  # whoever waits hears first of what earlier calls left
             self.launcher.settle(0)
-        assert isinstance(prepared, DirectDispatch)
-        return PendingDispatch(self, prepared, inputs, *self._launch(prepared, inputs))
+        return PendingDispatch(self, prepared, inputs, *prepared.launch(*given(inputs), inputs.out))
+
+    def usual(self, options: DispatchOptions, inputs: DispatchInputs) -> PreparedDispatch | None:
+        """See :meth:`tokenloom.backends.base.Backend.usual_dispatch`."""
+        if self._checked or options.sizes == "exact" or options.strategy != "dedup" or inputs.own_outputs:
+            return None
+        prepared = self._prepare(options, inputs)
+        if isinstance(prepared, DirectDispatch) and prepared.num_places < (options.capacity or 0):
+            return None  # its outputs are copied to larger ones
+        return prepared
+
+    def _forget(self) -> None:
+        """What was prepared knows where buffers were."""
+        for each in self._prepared.values():
+            each.is_stale = True
+        self._prepared.clear()
 
     def _prepare(
         self,
@@ -78,9 +89,8 @@ class Dispatcher:
         meant: DispatchOptions | None = None,
     ) -> PreparedDispatch:
         """What was prepared for such calls, now or for an earlier one; see :class:`DirectDispatch`."""
-        if self._num_grown != self._buffers.num_grown or len(self._prepared) > MOST_KINDS:
-            self._prepared.clear()  # they know where buffers were
-            self._num_grown = self._buffers.num_grown
+        if len(self._prepared) > MOST_KINDS:
+            self._forget()
         weights = inputs.topk_weights
         key = (
             options,
@@ -104,13 +114,6 @@ class Dispatcher:
             self._prepared[key] = found
         return found
 
-    def _launch(
-        self, prepared: DirectDispatch, inputs: DispatchInputs
-    ) -> tuple[NvlinkHandle, torch.Tensor, Half | None]:
-        launched = prepared.launch(inputs, self.num_dispatches)
-        self.num_dispatches += 1
-        return launched
-
     def start(
         self, options: DispatchOptions, inputs: DispatchInputs, capacity: int, repeats: bool = False
     ) -> tuple[NvlinkHandle, torch.Tensor]:
@@ -120,9 +123,7 @@ class Dispatcher:
             capacity: places of the output; routes beyond it are dropped.
             repeats: the rows went the same way before, so an overflow has been told.
         """
-        prepared = self._prepare(options, inputs, capacity, repeats)
-        assert isinstance(prepared, DirectDispatch)
-        return self._launch(prepared, inputs)[:2]
+        return self._prepare(options, inputs, capacity, repeats).launch(*given(inputs))[:2]
 
     def send_again(
         self, handle: NvlinkHandle, values: torch.Tensor, strategy: str = "dedup"
@@ -215,7 +216,9 @@ class Dispatcher:
 
     def _receive_by_token(self, options: DispatchOptions, inputs: DispatchInputs) -> tuple[NvlinkHandle, torch.Tensor]:
         """Layout "expert" of any size: rows arrive one per (token, rank), which always fits, and are spread here."""
-        self.num_dispatches -= 1  # the refused one wrote nothing: so its buffer, and not that of the one before
+        self._buffers.num_dispatches -= (
+            1  # the refused one wrote nothing: so its buffer, and not that of the one before
+        )
         plain = replace(options, layout="token", alignment=1, capacity=None, strategy="dedup")
         try:
             handle, rows = self.start(plain, inputs, self.plan.worst_case_rows("token"))
@@ -291,6 +294,13 @@ class ExactHalves:
             return dispatcher.spread_by_expert(options, handle, rows)
         handle.options = options
         return handle, rows
+
+
+def given(
+    inputs: DispatchInputs,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None, int]:
+    """What a prepared dispatch is given first: x, scales, topk_ids, weights, tokens."""
+    return inputs.x, inputs.scales, inputs.topk_ids, inputs.topk_weights, inputs.x.shape[0]
 
 
 def _most_rows(plan: Plan, options: DispatchOptions, all_counts: list[list[int]]) -> int:

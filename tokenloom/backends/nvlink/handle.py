@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -19,6 +19,10 @@ BY_ROW = ("weights", "local_ids", "row_places", "row_tokens")
 """Tensors of a handle with a value for each received row."""
 ALIGNED_WORDS = 32
 """Parts of results begin at multiples of 128 bytes, but for counts, which lie side by side."""
+WORDS_TOGETHER = 2**18
+"""Words that are allocated for several calls."""
+MOST_WORDS_TOGETHER = WORDS_TOGETHER // 4
+"""Words of a call for which memory is not shared with others."""
 COUNTS = ("num_rows", "source_counts", "expert_counts", "expert_offsets")
 
 
@@ -68,27 +72,28 @@ class Results:
         """Words that a dispatch of so many tokens leaves."""
         return self._fixed + num_tokens * self.slots_per_token
 
-    def part(self, words: torch.Tensor, name: str) -> torch.Tensor:
-        """A part, as int32 in one dimension."""
-        return words[self.starts[name] : self._ends.get(name)]
+    def part(self, memory: torch.Tensor, first: int, name: str) -> torch.Tensor:
+        """A part, as int32 in one dimension, of the words of a call that begin in memory at ``first``."""
+        end = self._ends.get(name)
+        return memory[first + self.starts[name] : None if end is None else first + end]
 
-    def counts(self, words: torch.Tensor) -> RoutedCounts:
+    def counts(self, memory: torch.Tensor, first: int) -> RoutedCounts:
         """Sizes of the output, as they lie on the device."""
         plan, layout = self.plan, self.options.layout
         ranges = None
         if layout == "slots":
-            ranges = self.part(words, "slot_ranges").view(plan.experts_per_rank, plan.num_ranks, 2)
+            ranges = self.part(memory, first, "slot_ranges").view(plan.experts_per_rank, plan.num_ranks, 2)
         return RoutedCounts(
-            words[self.starts["num_rows"]],
-            self.part(words, "source_counts"),
-            self.part(words, "expert_counts"),
-            self.part(words, "expert_offsets") if layout == "expert" else None,
+            memory[first + self.starts["num_rows"]],
+            self.part(memory, first, "source_counts"),
+            self.part(memory, first, "expert_counts"),
+            self.part(memory, first, "expert_offsets") if layout == "expert" else None,
             ranges,
         )
 
-    def scales(self, words: torch.Tensor) -> torch.Tensor:
-        """Scales that were not left in a receive buffer: [places, H / 128], in layout "slots" by ``scale_layout``."""
-        found, blocks, local = self.part(words, "scales"), self.plan.hidden // FP8_BLOCK, self.plan.experts_per_rank
+    def scales(self, found: torch.Tensor) -> torch.Tensor:
+        """Scales as they are handed out, from their part: [places, H / 128], in layout "slots" by ``scale_layout``."""
+        blocks, local = self.plan.hidden // FP8_BLOCK, self.plan.experts_per_rank
         if self.options.scale_layout == "packed":
             return found.view(local, -(-blocks // 4), -1).transpose(1, 2)
         found = found.view(torch.float32)
@@ -97,7 +102,40 @@ class Results:
         return found.view(*([local, -1] if self.options.layout == "slots" else [self.num_places]), blocks)
 
 
-@dataclass(eq=False)
+class ResultsMemory:
+    """Memory for what dispatches leave: one allocation serves many calls of a stream, since each takes the host long.
+
+    Args:
+        device: of the memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: int | None = None
+        self._begin = self._end = 0
+        self.memory = torch.empty(0, dtype=torch.int32, device=device)
+        self.address = 0
+
+    def take(self, num_words: int, stream: int | None) -> tuple[torch.Tensor, int, int]:
+        """Memory for one call: a tensor, the first word in it that is the call's own, and the address of that.
+
+        Args:
+            stream: handle of the current stream, whose memory it is. None: memory that no other call has.
+        """
+        begin = self._begin
+        end = begin + num_words
+        if stream == self._stream and end <= self._end:
+            self._begin = end + ALIGNED_WORDS - 1 & -ALIGNED_WORDS
+            return self.memory, begin, self.address + 4 * begin
+        if stream is None or num_words > MOST_WORDS_TOGETHER:
+            own = torch.empty(num_words, dtype=torch.int32, device=self._device)
+            return own, 0, own.data_ptr()
+        self.memory = torch.empty(WORDS_TOGETHER, dtype=torch.int32, device=self._device)
+        self.address, self._stream = self.memory.data_ptr(), stream
+        self._begin, self._end = 0, WORDS_TOGETHER
+        return self.take(num_words, stream)
+
+
 class NvlinkHandle:
     """A dispatch as this rank remembers it. R: received rows, in the order (source rank, token).
 
@@ -105,8 +143,9 @@ class NvlinkHandle:
         options, number, num_tokens, num_places, counts, scales: as of every handle.
         capacity: places that a row may have; routes beyond it were dropped.
         given_ids: topk_ids as given, which routes gradients the same way.
-        words: int32, what the kernel leaves. results: what lies where in it.
-        buffer: where rows were received, with what came with them. None: in ``words``, and in tensors of the caller's.
+        memory: int32, where the kernel leaves its words, from ``first_word`` on. words_address: of that one.
+        results: what lies where in the words.
+        buffer: where rows were received, with what came with them. None: in the words, and in the caller's tensors.
         reused_after: number of the dispatch after which ``buffer`` is overwritten; None for own tensors.
         ids_version: how often ids had been changed in place by then; None where torch does not count.
         host_offsets: expert_offsets on the host, with exact sizes in layout "expert".
@@ -118,41 +157,56 @@ class NvlinkHandle:
         row_tokens: int32 [>= R]: the token at home that a received row is (layouts "expert" and "slots").
     """
 
-    options: DispatchOptions
-    number: int
-    num_tokens: int
-    num_places: int
-    capacity: int
-    given_ids: torch.Tensor
-    words: torch.Tensor
-    results: Results
-    buffer: ReceiveBuffer | None
-    reused_after: int | None
+    holds_tensors = True
+    """For :func:`tokenloom.runtime.streams.tensors_in`."""
 
-    def __post_init__(self) -> None:
-        self.ids_version = version_of(self.given_ids)
-        self.host_offsets: list[int] | None = None
-        self.by_token = False
+    host_offsets: list[int] | None = None
+    by_token = False
+
+    def __init__(
+        self,
+        options: DispatchOptions,
+        number: int,
+        num_tokens: int,
+        num_places: int,
+        given_ids: torch.Tensor,
+        memory: tuple[torch.Tensor, int, int],
+        results: Results,
+        buffer: ReceiveBuffer | None,
+        reused_after: int | None,
+    ) -> None:
+        """Made by a dispatch.
+
+        Args:
+            memory: what :meth:`ResultsMemory.take` gave for its words.
+        """
+        self.options, self.number, self.num_tokens = options, number, num_tokens
+        self.num_places = self.capacity = num_places
+        self.given_ids, self.ids_version = given_ids, version_of(given_ids)
+        self.memory, self.first_word, self.words_address = memory
+        self.results, self.buffer, self.reused_after = results, buffer, reused_after
 
     # -- what the kernel has left ---------------------------------------------------------------------------
 
     @cached_property
     def counts(self) -> RoutedCounts:
-        return self.results.counts(self.words)
+        return self.results.counts(self.memory, self.first_word)
 
     @cached_property
     def scales(self) -> torch.Tensor | None:
         if not self.results.with_scales:
             return None
-        return self.results.scales(self.words) if self.buffer is None else self.buffer.scales[: self.num_places]
+        if self.buffer is None:
+            return self.results.scales(self._part("scales"))
+        return self.buffer.scales[: self.num_places]
 
     @cached_property
     def slots(self) -> torch.Tensor:
-        return self.results.part(self.words, "slots")
+        return self._part("slots")[: self.num_tokens * self.results.slots_per_token]
 
     @cached_property
     def all_counts(self) -> torch.Tensor:
-        return self.results.part(self.words, "all_counts").view(self.results.plan.num_ranks, -1)
+        return self._part("all_counts").view(self.results.plan.num_ranks, -1)
 
     @cached_property
     def local_ids(self) -> torch.Tensor:
@@ -170,7 +224,7 @@ class NvlinkHandle:
 
     @cached_property
     def row_tokens(self) -> torch.Tensor:
-        return self.results.part(self.words, "row_tokens") if self.buffer is None else self.buffer.row_tokens
+        return self._part("row_tokens") if self.buffer is None else self.buffer.row_tokens
 
     @cached_property
     def pointers(self) -> tuple[int, int, int, int]:
@@ -191,11 +245,14 @@ class NvlinkHandle:
         return self.address("weights") if self.buffer is None else self.buffer.weights_address
 
     def address(self, name: str) -> int:
-        """For kernels: of a part of ``words``."""
-        return self.words.data_ptr() + self.results.at[name]
+        """For kernels: of a part of the words."""
+        return self.words_address + self.results.at[name]
+
+    def _part(self, name: str) -> torch.Tensor:
+        return self.results.part(self.memory, self.first_word, name)
 
     def _of_rows(self, name: str) -> torch.Tensor:
-        return self.results.part(self.words, name).view(-1, self.results.plan.top_k)
+        return self._part(name).view(-1, self.results.plan.top_k)
 
     # -- what follows from it -------------------------------------------------------------------------------
 
@@ -235,7 +292,8 @@ class NvlinkHandle:
 
     def all_sizes(self) -> list[int]:
         """num_rows, source_counts, expert_counts and expert_offsets on the host, which waits for them."""
-        return self.words[: self.results.starts["expert_offsets"] + self.results.plan.experts_per_rank + 1].tolist()
+        size = self.results.starts["expert_offsets"] + self.results.plan.experts_per_rank + 1
+        return self.memory[self.first_word : self.first_word + size].tolist()
 
     # -- where its tensors change ---------------------------------------------------------------------------
 
@@ -279,7 +337,7 @@ class NvlinkHandle:
     def spread(self, options: DispatchOptions, placement: Placement) -> None:
         """Rows of layout "token", and of their exact size, become those of layout "expert"."""
         self.own()
-        device = self.words.device
+        device = self.memory.device
         self.options = options
         offsets = torch.tensor(placement.offsets, dtype=torch.int32, device=device)
         self.counts = replace(self.counts, num_rows=placement.num_rows, expert_offsets=offsets)

@@ -24,12 +24,12 @@ from tokenloom.backends.nvlink.outcomes import (
 from tokenloom.errors import InvalidArgument
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.barrier.launch import BarrierVariant
-from tokenloom.kernels.common import Call, Variant
+from tokenloom.kernels.common import OPENING_FIELDS, Call, Variant
 from tokenloom.plan import Plan
 from tokenloom.runtime.graph_references import GraphReferences
 from tokenloom.runtime.leftovers import keep_until_idle, release_dropped, undo_later
 from tokenloom.runtime.rank_group import RankGroup
-from tokenloom.runtime.streams import current_handle, on_stream
+from tokenloom.runtime.streams import current_handle, is_capturing, on_stream
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer, close_together
 
 T = TypeVar("T")
@@ -113,6 +113,7 @@ class Launcher:
         keep_until_idle(self, ranks.device, self._state, self._opened)
         self.outcomes = Outcomes(ranks, control)
         self._last: torch.cuda.Stream | None = None  # where the last eager call is
+        self._last_handle = -1  # of it
         self._last_captured: torch.cuda.Stream | None = None
         self._graphs = GraphReferences()
         self._retired: list[SymmetricBuffer] = []
@@ -174,37 +175,75 @@ class Launcher:
             begins: the kernel is the sending half of a call, of which this remembers what the other half needs.
             finishes: the kernel is the receiving half.
         """
-        captured = torch.cuda.is_current_stream_capturing()
+        stream = current_handle(self.ranks.device)
+        captured = is_capturing(stream)
         if not captured and finishes is None:
             if self._open_halves:
                 self._finish_older_halves()
             self.outcomes.settle_before(self.num_calls - CALLS_IN_FLIGHT)
-        stream = self._follow(captured)
-        slot, sequence = CAPTURED_SLOT, 0
+        self._follow(stream, captured)
+        if begins is not None:
+            kernel.opening.half_epoch = begins.epoch
+            begins.number, begins.kind, begins.dispatch, begins.captured = self.num_calls, kind, dispatch, captured
+            begins.args = type(kernel.args).from_buffer_copy(kernel.args)
         if not captured:
-            slot = self._num_launches % CAPTURED_SLOT
-            sequence = self._num_launches % (2**31 - 1) + 1  # not 0, and no other number of calls nearby
-        opening = kernel.opening
-        if begins is not None:
-            opening.half_epoch = begins.epoch
-            begins.number, begins.kind, begins.dispatch = self.num_calls, kind, dispatch
-            begins.args, begins.captured = type(kernel.args).from_buffer_copy(kernel.args), captured
-        opening.record, opening.sequence = self.outcomes.addresses[slot], sequence
-        opening.status, opening.region = status, region
-        opening.options_hash = kind.hash_of(dispatch)
-        kernel.launch(blocks or self.num_sms, stream)
-        if captured:
-            self._last_captured = self._stream_of(stream, self._last_captured)
-            self._graphs.hold(stream, self, *self.keep_with_graphs)
+            number = self.num_calls if finishes is None else finishes.number
+            self.launch_ready(kernel, kind, dispatch, stream, region, blocks, number, status, repeats)
+            if begins is not None:
+                self._open_halves.append(begins)
             return
-        self._last = last = self._stream_of(stream, self._last)
-        number = self.num_calls if finishes is None else finishes.number
-        self.outcomes.expect(number, slot, sequence, last, kind, dispatch, repeats, status != 0)
-        self._num_launches += 1
-        if begins is not None:
-            self._open_halves.append(begins)
-        if finishes is None:
-            self.num_calls += 1
+        options_hash, record = kind.hash_of(dispatch), self.outcomes.addresses[CAPTURED_SLOT]
+        OPENING_FIELDS.write(kernel.args, OPENING_FIELDS.offset, options_hash, record, status, region, 0)
+        kernel.launch(blocks or self.num_sms, stream)
+        self._last_captured = self._stream_of(stream, self._last_captured)
+        self._graphs.hold(stream, self, *self.keep_with_graphs)
+
+    def ready(self) -> int | None:
+        """Raise what earlier calls left, as far as it is known, and say whether :meth:`launch_ready` can come next.
+
+        Returns:
+            The handle of the current stream, if it is the one of the call before, nothing captures it, and no halves
+            are open; else None, and nothing was raised.
+        """
+        stream = current_handle(self.ranks.device)
+        if stream != self._last_handle or self._open_halves or is_capturing(stream):
+            return None
+        self.outcomes.settle_before(self.num_calls - CALLS_IN_FLIGHT)
+        return stream
+
+    def launch_ready(
+        self,
+        kernel: OpeningKernel,
+        kind: CallKind,
+        dispatch: int,
+        stream: int,
+        region: int = 0,
+        blocks: int | None = None,
+        number: int | None = None,
+        status: int = 0,
+        repeats: bool = False,
+    ) -> None:
+        """Do what :meth:`launch` does, where nothing needs to be found out.
+
+        Args:
+            stream: what :meth:`ready` has given, if no call was made since.
+            number: of the call; None: it is the next one.
+        """
+        launches = self._num_launches
+        slot = launches % CAPTURED_SLOT
+        sequence = launches % (2**31 - 1) + 1  # not 0, and no other number of calls nearby
+        options_hash, record = kind.hash_of(dispatch), self.outcomes.addresses[slot]
+        OPENING_FIELDS.write(kernel.args, OPENING_FIELDS.offset, options_hash, record, status, region, sequence)
+        kernel.launch(blocks or self.num_sms, stream)
+        if stream != self._last_handle:
+            self._last, self._last_handle = torch.cuda.current_stream(self.ranks.device), stream
+        next_call = self.num_calls
+        if number is None:
+            number = next_call
+        self.outcomes.expect((number, slot, sequence, self._last, kind, dispatch, repeats, status != 0))
+        self._num_launches = launches + 1
+        if number == next_call:
+            self.num_calls = next_call + 1
 
     def finish(self, half: Half) -> None:
         """Launch the receiving half of a call, if it was not yet: the kernel takes the arguments of the one that sent.
@@ -236,20 +275,19 @@ class Launcher:
 
         Calls share flags and counts, and what has been put behind a call may read what the next but one overwrites.
         """
-        self._follow(torch.cuda.is_current_stream_capturing())
+        stream = current_handle(self.ranks.device)
+        self._follow(stream, is_capturing(stream))
 
-    def _follow(self, captured: bool) -> int:
-        """Do what :meth:`follow` says, and return the handle of the current stream."""
-        handle = current_handle(self.ranks.device)
+    def _follow(self, stream: int, captured: bool) -> None:
+        """Do what :meth:`follow` says. The current stream has this handle."""
         last = self._last_captured if captured else self._last
-        if last is None or last.cuda_stream == handle:
-            return handle
+        if last is None or last.cuda_stream == stream:
+            return
         if captured:
             with on_stream(last):
                 if not torch.cuda.is_current_stream_capturing():  # that call is in another graph
-                    return handle
+                    return
         torch.cuda.current_stream(self.ranks.device).wait_stream(last)
-        return handle
 
     def _stream_of(self, handle: int, last: torch.cuda.Stream | None) -> torch.cuda.Stream:
         """The current stream, which mostly is the one of the call before."""

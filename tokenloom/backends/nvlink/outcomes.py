@@ -84,7 +84,7 @@ class Outcomes:
         self._in_flight: deque[tuple[Any, ...]] = deque()  # fields of InFlight, in the order of calls
         self._heard: tuple[int, str] | None = None
 
-    def expect(self, *call: Any) -> None:
+    def expect(self, call: tuple[Any, ...]) -> None:
         """Remember a kernel that was put on the stream, by the values of an :class:`InFlight`."""
         calls = self._in_flight
         calls.append(call)
@@ -97,15 +97,16 @@ class Outcomes:
         With ``own_fault`` nobody hears what the last of them found.
         """
         calls, records = self._in_flight, self._records
-        self.raise_timeout()
         while calls and calls[0][0] < end:
             call = calls.popleft()
             if not records.is_well(call[1], call[2]):
                 self._conclude(InFlight(*call), own_fault and call[0] == end - 1)
+        if self.fault.is_set():  # last: a call whose wait has expired is over, and may seem well
             self.raise_timeout()
 
     def _conclude(self, call: InFlight, own_fault: bool) -> None:
         """Wait for a call, and raise what it has found, if that is any news."""
+        self.raise_timeout()
         is_over = partial(self._records.is_over, call.slot, call.sequence)
         if not is_over():
             self.wait_for(is_over, call.stream)

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenloom.backends.base import DispatchInputs, DispatchOptions
+from tokenloom.backends.base import DispatchInputs, DispatchOptions, DispatchOut
 from tokenloom.backends.handshake import CallKind, dispatch_fields
-from tokenloom.backends.nvlink.buffers import Buffers, ReceiveBuffer, aligned, require_bulk
+from tokenloom.backends.nvlink.buffers import BULK_BYTES, Buffers, ReceiveBuffer, aligned, require_bulk
 from tokenloom.backends.nvlink.copies import Copies
-from tokenloom.backends.nvlink.handle import NvlinkHandle, Results
+from tokenloom.backends.nvlink.handle import NvlinkHandle, Results, ResultsMemory
 from tokenloom.backends.nvlink.launcher import HALVES, Half, Launcher, require_layout, require_no_host_read
 from tokenloom.errors import InvalidArgument
-from tokenloom.kernels.dispatch.launch import MAX_BLOCKS, DispatchVariant
+from tokenloom.kernels.dispatch.launch import CALL_FIELDS, MAX_BLOCKS, RESULTS, DispatchVariant
 from tokenloom.plan import Plan
 from tokenloom.runtime.kernel_reports import HostCounts
 
@@ -30,6 +30,7 @@ class Shared:
     Attributes:
         block_counts: int32, for counts that blocks of a kernel share.
         host_counts: where kernels leave counts for the host, with exact sizes.
+        memory: for what calls leave.
         checked: the host reads the outcome of every call before it returns.
     """
 
@@ -39,6 +40,7 @@ class Shared:
     copies: Copies
     block_counts: torch.Tensor
     host_counts: HostCounts
+    memory: ResultsMemory
     checked: bool
 
 
@@ -53,6 +55,7 @@ class PreparedDispatch:
 
     Attributes:
         options: of all calls of the kind.
+        is_stale: buffers have grown since, or too many kinds came.
         kind: what they mean to all ranks.
         row_dtype: of the rows that travel.
     """
@@ -65,7 +68,7 @@ class PreparedDispatch:
         repeats: bool = False,
         meant: DispatchOptions | None = None,
     ) -> None:
-        self.shared, self.options = shared, options
+        self.shared, self.options, self.is_stale = shared, options, False
         self.repeats, self.split = repeats, inputs.split
         self.launcher, self.device = shared.launcher, inputs.x.device
         self.row_dtype = FP8 if options.to_fp8 else inputs.x.dtype
@@ -97,9 +100,14 @@ class PreparedDispatch:
         )
 
     def prepare_kernels(
-        self, inputs: DispatchInputs, num_places: int, *, staged: bool = False, eager: bool = False
+        self, inputs: DispatchInputs, results: Results, num_places: int, *, staged: bool = False, eager: bool = False
     ) -> None:
-        """Load what calls launch, and write down the arguments that direct and staged kernels share."""
+        """Load what calls launch, and write down the arguments that direct and staged kernels share.
+
+        Args:
+            results: what calls leave in their words.
+        """
+        self.results, self._starts = results, [results.at[name] for name in RESULTS]
         plan, launcher, shared = self.shared.plan, self.launcher, self.shared
         parts = ("send", "receive") if self.split else ("whole",)
         variants = [self._variant(inputs, part, staged=staged, eager=eager) for part in parts]
@@ -113,28 +121,52 @@ class PreparedDispatch:
         args.ids_are_int64 = inputs.topk_ids.dtype == torch.int64
         args.send_blocks = launcher.num_sms
 
-    def point(self, inputs: DispatchInputs, results: Results) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-        """Write what a call is given, and where its results are: (x, topk_ids, words, address of words)."""
-        args, at = self.kernel.args, results.at
-        x, topk_ids = aligned(inputs.x), aligned(inputs.topk_ids)
-        num_tokens = x.shape[0]
-        words = torch.empty(results.words(num_tokens), dtype=torch.int32, device=self.device)
-        base = words.data_ptr()
-        args.x, args.topk_ids, args.num_tokens = x.data_ptr(), topk_ids.data_ptr(), num_tokens
-        if inputs.scales is not None:
-            args.scales = inputs.scales.data_ptr()
-        if inputs.topk_weights is not None:
-            args.topk_weights = inputs.topk_weights.data_ptr()
-        args.num_rows, args.source_counts = base, base + at["source_counts"]
-        args.expert_counts, args.expert_offsets = base + at["expert_counts"], base + at["expert_offsets"]
-        args.all_counts, args.slots = base + at["all_counts"], base + at["slots"]
-        return x, topk_ids, words, base
+    def point(
+        self,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        topk_ids: torch.Tensor,
+        weights: torch.Tensor | None,
+        num_tokens: int,
+        base: int,
+        host_sequence: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write what a call is given, and where its results are.
 
-    def half(self, words: torch.Tensor, base: int, results: Results) -> Half | None:
-        """What the second half of a call will need."""
+        Args:
+            base: address of the words of the call.
+
+        Returns:
+            x and topk_ids, or copies of them at addresses that the kernels take.
+        """
+        x_at, ids_at = x.data_ptr(), topk_ids.data_ptr()
+        if (x_at | ids_at) % BULK_BYTES:
+            x, topk_ids = aligned(x), aligned(topk_ids)
+            x_at, ids_at = x.data_ptr(), topk_ids.data_ptr()
+        slots, all_counts, num_rows, source_counts, expert_counts, expert_offsets = self._starts
+        CALL_FIELDS.write(
+            self.kernel.args,
+            CALL_FIELDS.offset,
+            x_at,
+            0 if scales is None else scales.data_ptr(),
+            ids_at,
+            0 if weights is None else weights.data_ptr(),
+            base + slots,
+            base + all_counts,
+            base + num_rows,
+            base + source_counts,
+            base + expert_counts,
+            base + expert_offsets,
+            num_tokens,
+            host_sequence,
+        )
+        return x, topk_ids
+
+    def half(self, memory: tuple[torch.Tensor, int, int]) -> Half | None:
+        """What the second half of a call will need, whose words have this memory."""
         if self.receiving_kernel is None:
             return None
-        return Half(words, base + results.at["epoch"], self.receiving_kernel)
+        return Half(memory[0], memory[2] + self.results.at["epoch"], self.receiving_kernel)
 
     def require_now(self) -> None:
         """Raise for what a CUDA graph cannot capture."""
@@ -142,6 +174,25 @@ class PreparedDispatch:
             require_no_host_read(True, self._host_reads)
         if self.options.strategy != "dedup":
             require_layout(self.options.strategy, self.options.layout)
+
+    def launch(
+        self,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        topk_ids: torch.Tensor,
+        weights: torch.Tensor | None,
+        num_tokens: int,
+        out: DispatchOut | None = None,
+        stream: int | None = None,
+    ) -> tuple[NvlinkHandle, torch.Tensor, Half | None]:
+        """Put the kernel on the current stream: (handle, rows [places, H], second half), at their full size.
+
+        Args:
+            num_tokens: T, rows of x.
+            out: tensors of the caller's, which staged kernels write to. From others results are copied there.
+            stream: what :meth:`Launcher.ready` has just given, or None.
+        """
+        raise NotImplementedError
 
 
 class DirectDispatch(PreparedDispatch):
@@ -171,10 +222,10 @@ class DirectDispatch(PreparedDispatch):
         self._buffer_rows = self.capacity if options.layout == "expert" else 0
         weights_and_scales = {"with_weights": self.with_weights, "with_scales": self.with_scales}
         rank = self.launcher.ranks.rank
-        self._results = Results(plan, rank, options, self.num_places, {}, **weights_and_scales)
+        results = Results(plan, rank, options, self.num_places, {}, **weights_and_scales)
         # One for each of those that dispatches take turns in, with its rows; made when first used.
         self._received: list[tuple[ReceiveBuffer, torch.Tensor] | None] = [None] * buffers.num_receive
-        self.prepare_kernels(inputs, self.num_places)
+        self.prepare_kernels(inputs, results, self.num_places)
         self._exact = options.sizes == "exact"
         self.kernel.args.stop_on_overflow = self._exact
         self.kernel.args.host_counts = shared.host_counts.address if self._exact else 0
@@ -199,29 +250,40 @@ class DirectDispatch(PreparedDispatch):
                 setattr(args, name, offset)
         return found
 
-    def launch(self, inputs: DispatchInputs, number: int) -> tuple[NvlinkHandle, torch.Tensor, Half | None]:
-        """Put the kernel on the current stream: (handle, rows [places, H], second half), at their full size.
-
-        Args:
-            number: of the dispatch, by which receive buffers take turns.
-        """
-        buffer, rows = self._receive_buffer(number)
-        launcher, results, args = self.launcher, self._results, self.kernel.args
-        x, topk_ids, words, base = self.point(inputs, results)
-        if self._exact:
-            args.host_sequence = self.shared.host_counts.expect()
+    def launch(
+        self,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        topk_ids: torch.Tensor,
+        weights: torch.Tensor | None,
+        num_tokens: int,
+        out: DispatchOut | None = None,
+        stream: int | None = None,
+    ) -> tuple[NvlinkHandle, torch.Tensor, Half | None]:
+        received, buffers = self._received, self.shared.buffers
+        number = buffers.num_dispatches
+        buffer, rows = received[number % len(received)] or self._receive_buffer(number)
+        launcher, shared = self.launcher, self.shared
+        memory = shared.memory.take(self.results.words(num_tokens), stream)
+        base = memory[2]
+        host_sequence = shared.host_counts.expect() if self._exact else 0
+        x, topk_ids = self.point(x, scales, topk_ids, weights, num_tokens, base, host_sequence)
         if self.options.strategy == "all_gather":
-            args.gathered = self.shared.copies.gather(x, self.kind.fields_of(launcher.num_calls))
+            self.kernel.args.gathered = shared.copies.gather(x, self.kind.fields_of(launcher.num_calls))
         call = launcher.num_calls  # behind what makes memory, which is a call by itself
-        half = self.half(words, base, results)
-        launcher.launch(self.kernel, self.kind, call, region=buffer.number, repeats=self.repeats, begins=half)
-        places = self.num_places
-        reused_after = number + len(self._received)
+        half = None
+        if stream is None:
+            half = self.half(memory)
+            launcher.launch(self.kernel, self.kind, call, region=buffer.number, repeats=self.repeats, begins=half)
+        else:
+            launcher.launch_ready(self.kernel, self.kind, call, stream, buffer.number)
+        buffers.num_dispatches += 1
+        reused_after = number + len(received)
         handle = NvlinkHandle(
-            self.options, call, x.shape[0], places, places, topk_ids, words, results, buffer, reused_after
+            self.options, call, num_tokens, self.num_places, topk_ids, memory, self.results, buffer, reused_after
         )
-        at = results.at
-        handle.pointers = (buffer.places_address, buffer.tokens_address, base + at["slots"], base + at["all_counts"])
+        slots, all_counts = self._starts[:2]
+        handle.pointers = (buffer.places_address, buffer.tokens_address, base + slots, base + all_counts)
         return handle, rows, half
 
 

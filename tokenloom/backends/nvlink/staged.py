@@ -13,10 +13,20 @@ from tokenloom.backends.nvlink.buffers import is_eager, num_turns, require_align
 from tokenloom.backends.nvlink.handle import COUNTS, NvlinkHandle, Results
 from tokenloom.backends.nvlink.launcher import Half
 from tokenloom.backends.nvlink.prepared import PreparedDispatch, Shared
+from tokenloom.kernels.dispatch.launch import OUTPUT_FIELDS, OUTPUTS
 from tokenloom.plan import FP8_BLOCK
 
 PARTS_OF_A_ROW = ("rows", "row_scales", "row_ids", "row_weights", "row_places", "row_tokens")
 """What arrives, as a region and the kernel's arguments name it."""
+OUTPUT_WORDS = {
+    "out_scales": "scales",
+    "out_ids": "local_ids",
+    "out_weights": "weights",
+    "out_places": "row_places",
+    "out_tokens": "row_tokens",
+    "slot_ranges": "slot_ranges",
+}
+"""Parts of results that outputs other than rows are, by the names of arguments."""
 
 
 class StagedDispatch(PreparedDispatch):
@@ -30,8 +40,11 @@ class StagedDispatch(PreparedDispatch):
         rows = plan.worst_case_rows("token") if options.capacity is None else options.capacity
         by_layout = {"slots": plan.experts_per_rank * rows, "rank": plan.worst_case_rows("rank")}
         self._places = by_layout.get(layout, rows)
-        self._results = self._layout_of_results()
-        self.prepare_kernels(inputs, rows if layout == "slots" else self._places, staged=True, eager=eager)
+        num_places = rows if layout == "slots" else self._places
+        self.prepare_kernels(inputs, self._layout_of_results(), num_places, staged=True, eager=eager)
+        at = self.results.at
+        self._outputs = [at.get(OUTPUT_WORDS[name], 0) for name in OUTPUTS[1:]]
+        self._like = torch.empty(0, dtype=self.row_dtype, device=self.device)
         # Last: it may make memory, which all ranks then do.
         self._buffer = shared.buffers.staged(self.row_dtype, self.kind.fields_of(self.launcher.num_calls))
         args, regions = self.kernel.args, self._buffer.layout
@@ -56,32 +69,49 @@ class StagedDispatch(PreparedDispatch):
         brought = {"with_weights": self.with_weights, "with_scales": self.with_scales}
         return Results(plan, rank, options, self._places, sizes, **brought)
 
-    def launch(self, inputs: DispatchInputs) -> tuple[NvlinkHandle, torch.Tensor, Half | None]:
-        """Put the kernel on the current stream: (handle, rows [places, H], second half)."""
-        args, results, out, launcher = self.kernel.args, self._results, inputs.out, self.launcher
-        call, at = launcher.num_calls, results.at
-        rows = None if out is None else out.tokens
-        if rows is None:
-            rows = torch.empty(self._places, self.shared.plan.hidden, dtype=self.row_dtype, device=self.device)
+    def launch(
+        self,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        topk_ids: torch.Tensor,
+        weights: torch.Tensor | None,
+        num_tokens: int,
+        out: DispatchOut | None = None,
+        stream: int | None = None,
+    ) -> tuple[NvlinkHandle, torch.Tensor, Half | None]:
+        launcher, places = self.launcher, self._places
+        if out is None or out.tokens is None:
+            rows = self._like.new_empty(places, self.shared.plan.hidden)
         else:
-            require_aligned(rows, "out.tokens")
-            rows = rows.view(self._places, -1)
-        x, topk_ids, words, base = self.point(inputs, results)
-        places, tokens = base + at["row_places"], base + at["row_tokens"]
-        args.out_rows, args.out_ids = rows.data_ptr(), base + at["local_ids"]
-        args.out_places, args.out_tokens, args.slot_ranges = places, tokens, base + at["slot_ranges"]
-        if self.with_weights:
-            args.out_weights = base + at["weights"]
-        if self.with_scales:
-            args.out_scales = base + at["scales"]
+            require_aligned(out.tokens, "out.tokens")
+            rows = out.tokens.view(places, -1)
+        memory = self.shared.memory.take(self.results.words(num_tokens), stream)
+        base = memory[2]
+        x, topk_ids = self.point(x, scales, topk_ids, weights, num_tokens, base)
+        out_scales, out_ids, out_weights, out_places, out_tokens, slot_ranges = self._outputs
+        row_places, row_tokens = base + out_places, base + out_tokens
+        OUTPUT_FIELDS.write(
+            self.kernel.args,
+            OUTPUT_FIELDS.offset,
+            rows.data_ptr(),
+            base + out_scales if self.with_scales else 0,
+            base + out_ids,
+            base + out_weights if self.with_weights else 0,
+            row_places,
+            row_tokens,
+            base + slot_ranges,
+        )
         if out is not None:
             self._point_given(out)
-        half = self.half(words, base, results)
-        launcher.launch(self.kernel, self.kind, call, begins=half)
-        handle = NvlinkHandle(
-            self.options, call, x.shape[0], self._places, self._places, topk_ids, words, results, None, None
-        )
-        handle.pointers = (places, tokens, base + at["slots"], base + at["all_counts"])
+        call, half = launcher.num_calls, None
+        if stream is None:
+            half = self.half(memory)
+            launcher.launch(self.kernel, self.kind, call, begins=half)
+        else:
+            launcher.launch_ready(self.kernel, self.kind, call, stream)
+        handle = NvlinkHandle(self.options, call, num_tokens, places, topk_ids, memory, self.results, None, None)
+        slots, all_counts = self._starts[:2]
+        handle.pointers = (row_places, row_tokens, base + slots, base + all_counts)
         if out is not None:
             handle.hold_given(out)
         return handle, rows, half

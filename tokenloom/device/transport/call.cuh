@@ -37,17 +37,18 @@ struct Call {
     uint32* half_epoch;   // device memory: the epoch of the call whose halves are two kernels, from send to receive
     uint32* blocks_out;   // device memory: blocks that have left this call, and how many of them in vain
     uint32* claimed;      // device memory [2]: items that warps have claimed, of two kinds of work
-    CallRecord* record;
     FaultRecord* fault;
     uint32* fault_claimed;
     uint64 open_timeout_ns;  // for other ranks to begin the call: their hosts may be busy with something else
     uint64 timeout_ns;       // for everything after that
     uint64* trace;           // null, or [blocks][kMarks] times in ns
+    // What every call is told anew lies side by side, so that the host writes it at once.
     uint64 options_hash;     // of all that ranks must agree on; the host knows the options themselves
-    int32 rank;
+    CallRecord* record;
     int32 status;  // 0, or what went wrong here before the call: then nobody sends anything
     int32 region;  // where this rank wants what it receives; may be another one on every rank
     uint32 sequence;  // what the last block out writes to the record; 0 writes nothing, since nobody waits for a replay
+    int32 rank;
 };
 
 // Which part of a call a kernel is.

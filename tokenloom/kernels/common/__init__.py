@@ -2,6 +2,7 @@
 
 from tokenloom.kernels.common.call import (
     HEADER_WORDS,
+    OPENING_FIELDS,
     PARTS,
     TURNS,
     Call,
@@ -22,6 +23,7 @@ __all__ = [
     "MAX_RANKS",
     "MAX_SHARED_BYTES",
     "MOST_STAGES",
+    "OPENING_FIELDS",
     "PARTS",
     "TURNS",
     "Call",

@@ -28,11 +28,15 @@ class Call(ctypes.Structure):
     """Mirror of Call in device/transport/call.cuh, which says what each value is."""
 
     _fields_ = [
-        *uint64_fields("peers", "flags", "headers", "epoch", "half_epoch", "blocks_out", "claimed", "record", "fault"),
-        *uint64_fields("fault_claimed", "open_timeout_ns", "timeout_ns", "trace", "options_hash"),
-        *int32_fields("rank", "status", "region"),
+        *uint64_fields("peers", "flags", "headers", "epoch", "half_epoch", "blocks_out", "claimed", "fault"),
+        *uint64_fields("fault_claimed", "open_timeout_ns", "timeout_ns", "trace", "options_hash", "record"),
+        *int32_fields("status", "region"),
         ("sequence", ctypes.c_uint32),
+        *int32_fields("rank"),
     ]
+
+
+_FORMATS = {ctypes.c_uint64: "Q", ctypes.c_int32: "i", ctypes.c_uint32: "I"}
 
 
 class FieldsAtOnce:
@@ -47,12 +51,14 @@ class FieldsAtOnce:
         write: ``write(instance, offset, *values)``, a value for each name.
     """
 
-    _FORMATS = {ctypes.c_uint64: "Q", ctypes.c_int32: "i", ctypes.c_uint32: "I"}
-
     def __init__(self, structure: type[ctypes.Structure], *names: str) -> None:
         types: dict[str, Any] = {field[0]: field[1] for field in structure._fields_}
-        packer = struct.Struct("=" + "".join(self._FORMATS[types[name]] for name in names))
+        packer = struct.Struct("=" + "".join(_FORMATS[types[name]] for name in names))
         self.offset: int = getattr(structure, names[0]).offset
         last = getattr(structure, names[-1])
         assert packer.size == last.offset + last.size - self.offset, f"{names} do not lie side by side"
         self.write = packer.pack_into
+
+
+OPENING_FIELDS = FieldsAtOnce(Call, "options_hash", "record", "status", "region", "sequence")
+"""What every call is told anew, if the structure that holds it begins with it."""

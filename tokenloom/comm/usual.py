@@ -1,0 +1,183 @@
+"""Usual calls: those like an earlier one, with nothing around them, which a serving loop makes by the thousand.
+
+A call is looked at once, launched and handed out. Whatever is unusual about it, bad input above all, sends it the long
+way through halves.py, which makes all errors: then nothing has happened here yet.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tokenloom.backends.base import CombineOptions, MakesUsualCalls, Upcoming, UsualCombine, UsualDispatch
+from tokenloom.comm.engine import Engine
+from tokenloom.comm.halves import DispatchCall
+from tokenloom.comm.routed import Routed
+from tokenloom.comm.validation import SCALE_DTYPE, WEIGHT_DTYPE
+
+MOST_KINDS = 64
+"""Kinds of calls that are remembered. A program has a few, unless it passes another capacity each time."""
+Tensor = torch.Tensor
+is_grad_enabled = torch.is_grad_enabled
+
+
+class UsualCalls:
+    """The usual calls of one communicator.
+
+    Args:
+        engine: of the communicator. backend: what makes its calls.
+    """
+
+    def __init__(self, engine: Engine, backend: MakesUsualCalls) -> None:
+        self._engine, self._plan, self._backend = engine, engine.plan, backend
+        device = engine.ranks.device
+        self._device = -1 if device.index is None else device.index  # as get_device() of tensors has it
+        self._dispatches: dict[object, UsualDispatch] = {}
+        self._combines: dict[object, UsualCombine] = {}
+
+    def _ready(self) -> int | None:
+        """Raise what earlier calls left; the stream, or None if nothing was raised and the call is no usual one."""
+        engine = self._engine
+        if is_grad_enabled() or not engine.is_plain() or engine.open_calls.any_open():
+            return None
+        engine.ranks.require_alive()
+        return self._backend.ready()
+
+    # -- dispatch -------------------------------------------------------------------------------------------
+
+    def dispatch(self, owner: object, x: Any, topk_ids: Any, weights: Any, options: tuple[Any, ...]) -> Routed | None:
+        """Make a dispatch, if it is a usual one.
+
+        Args:
+            owner: the communicator.
+            x, topk_ids, weights: as they were given.
+            options: what follows ``able`` in :func:`tokenloom.comm.validation.dispatch_options`.
+        """
+        scales = None
+        if x.__class__ is tuple and len(x) == 2:
+            x, scales = x
+        if not (x.__class__ is Tensor is topk_ids.__class__):
+            return None
+        try:
+            usual = self._dispatches.get(_kind_of_dispatch(x, scales, topk_ids, weights, options))
+        except TypeError:  # a list, say, cannot be looked up
+            return None
+        if usual is None or usual.is_stale or x.ndim != 2:
+            return None
+        plan, device, ids_shape = self._plan, self._device, topk_ids.shape
+        num_tokens, hidden = x.shape
+        if not (
+            hidden == plan.hidden
+            and num_tokens <= plan.max_tokens_per_rank
+            and ids_shape == (num_tokens, plan.top_k)
+            and x.get_device() == device == topk_ids.get_device()
+            and x.is_contiguous()
+            and topk_ids.is_contiguous()
+            and (weights is None or self._fits(weights, ids_shape, WEIGHT_DTYPE))
+            and (scales is None or self._fits(scales, (num_tokens, plan.scales_per_token), SCALE_DTYPE))
+        ):
+            return None
+        stream = self._ready()
+        if stream is None:
+            return None
+        engine = self._engine
+        try:
+            handle, rows, _ = usual.launch(x, scales, topk_ids, weights, num_tokens, None, stream)
+        except Exception:
+            with engine.sequence(Upcoming("dispatch")):
+                raise
+        engine.open_calls.opened()
+        return Routed(owner, plan, handle, rows, None, weights is not None, topk_ids.dtype)
+
+    def learn_dispatch(self, given: tuple[Any, ...], call: DispatchCall) -> None:
+        """Remember the kind of a dispatch that was made the long way, if such calls are usual from now on.
+
+        Args:
+            given: options, as for :meth:`dispatch`.
+        """
+        inputs = call.inputs
+        if inputs is None or inputs.own_outputs:
+            return
+        kind = _kind_of_dispatch(inputs.x, inputs.scales, inputs.topk_ids, inputs.topk_weights, given)
+        known = self._dispatches.get(kind)
+        if known is not None and not known.is_stale:
+            return
+        found = self._backend.usual_dispatch(call.options, inputs)
+        if found is not None:
+            if len(self._dispatches) >= MOST_KINDS:
+                self._dispatches.clear()
+            self._dispatches[kind] = found
+
+    def _fits(self, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+        return (
+            tensor.__class__ is Tensor
+            and tensor.dtype is dtype
+            and tensor.shape == shape
+            and tensor.get_device() == self._device
+            and tensor.is_contiguous()
+        )
+
+    # -- combine --------------------------------------------------------------------------------------------
+
+    def combine(self, owner: object, y: Any, routed: Any, options: tuple[Any, ...], out: Any) -> torch.Tensor | None:
+        """Make a combine, if it is a usual one.
+
+        Args:
+            owner: the communicator.
+            y, routed, out: as they were given.
+            options: weighted, mode, wire_dtype and out_dtype as they were given.
+        """
+        if not (y.__class__ is Tensor and routed.__class__ is Routed and routed._owner is owner):
+            return None
+        try:
+            usual = self._combines.get((routed.layout, routed._weighted, y.dtype, options))
+        except TypeError:
+            return None
+        handle = routed._handle
+        if not (
+            usual is not None
+            and not usual.is_stale
+            and y.shape == routed._shape
+            and y.get_device() == self._device
+            and y.is_contiguous()
+            and (
+                out is None
+                or (self._fits(out, (handle.num_tokens, self._plan.hidden), usual.out_dtype) and not out.requires_grad)
+            )
+        ):
+            return None
+        stream = self._ready()
+        if stream is None:
+            return None
+        engine = self._engine
+        try:
+            result, _ = usual.launch(handle, y, routed._late_weights, out, stream)
+        except Exception:
+            with engine.sequence(Upcoming("combine")):
+                raise
+        engine.open_calls.opened()
+        return result
+
+    def learn_combine(self, y: torch.Tensor, routed: Routed, given: tuple[Any, ...], options: CombineOptions) -> None:
+        """Remember the kind of a combine that was made the long way, if such calls are usual from now on.
+
+        Args:
+            given: options as for :meth:`combine`. options: what they mean.
+        """
+        kind = (routed.layout, routed._weighted, y.dtype, given)
+        known = self._combines.get(kind)
+        if options.needs_grad or (known is not None and not known.is_stale):
+            return
+        found = self._backend.usual_combine(routed.layout, y.dtype, options)
+        if found is not None:
+            self._combines[kind] = found
+
+
+def _kind_of_dispatch(
+    x: torch.Tensor, scales: object, topk_ids: torch.Tensor, weights: object, options: tuple[Any, ...]
+) -> object:
+    """What usual dispatches of one kind have alike. Types as well: True is no number of rows, and 1 is not True."""
+    _, alignment, _, capacity, to_fp8, powers, _, _ = options
+    types = (alignment.__class__, capacity.__class__, to_fp8.__class__, powers.__class__)
+    return options, types, x.dtype, topk_ids.dtype, scales is None, weights is None
