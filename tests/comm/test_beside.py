@@ -152,6 +152,30 @@ def check_reweighted(context: RankContext, backend: str, layout: str, first: str
         same_bits(comm.combine(y, routed, weighted=weighted), plain[context.rank], "the first weights")
 
 
+@each_backend
+@pytest.mark.parametrize("sizes", ["exact", "bounded"])
+@pytest.mark.parametrize("layout", ["token", "rank"])
+def test_other_weights_of_tokens(ranks: Ranks, backend: str, layout: str, sizes: str) -> None:
+    """Where rows are tokens the received weights change, in all layouts where there are some."""
+    ranks.run(check_other_weights, backend, layout, sizes)
+
+
+def check_other_weights(context: RankContext, backend: str, layout: str, sizes: str) -> None:
+    problem = make_problem(CASE, context.num_ranks)
+    late = [torch.rand(ids.shape, generator=torch.Generator().manual_seed(3)) + 0.5 for ids in problem.topk_ids]
+    want = replace(problem, topk_weights=late).dispatched(layout)[context.rank]
+    with make_comm(context, backend, problem.plan) as comm, torch.no_grad():
+        routed = comm.dispatch(*problem.arguments(context), layout=layout, sizes=sizes)
+        again = comm.reweighted(routed, late[context.rank].to(context.device))
+        assert again.topk_weights is not None
+        assert want.topk_weights is not None
+        places = sorted(want.rows.values())
+        got, expected = (
+            each.reshape(-1, problem.plan.top_k).cpu() for each in (again.topk_weights, want.topk_weights)
+        )
+        same_bytes(got[places], expected[places], "weights")
+
+
 # -- bias -------------------------------------------------------------------------------------------------------
 
 
@@ -306,12 +330,10 @@ def check_fault(context: RankContext, backend: str, index: int) -> None:
         call(name, comm, routed, good)
 
 
-def test_layouts_without_routes_have_none_to_weight() -> None:
+def test_what_belongs_to_others() -> None:
     plan = {"num_experts": 4, "hidden": 8, "top_k": 2, "max_tokens_per_rank": 4}
     with tl.Communicator(backend="collective", device="cpu", **plan) as comm:
         routed = comm.dispatch(torch.ones(1, 8), torch.tensor([[0, 1]]), layout="token")
-        with pytest.raises(tl.InvalidArgument, match="layout is 'token'"):
-            comm.reweighted(routed, torch.ones(1, 2))
         with pytest.raises(tl.InvalidArgument, match="source_tokens"):
             _ = routed.source_tokens
         with pytest.raises(tl.InvalidArgument, match="another Communicator"):

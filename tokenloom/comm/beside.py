@@ -113,21 +113,20 @@ class CallsBeside(Calls):
         """Give the routes of an earlier dispatch other weights, or their first. Has no gradient.
 
         Args:
-            routed: what a dispatch in layout "expert" or "slots" returned.
+            routed: what a dispatch returned.
             topk_weights: float32 [T, K], ignored where the id is -1.
 
         Returns:
-            The same rows, which ``combine`` now multiplies by these weights. ``routed`` stays as it is.
+            The same rows with these weights, as ``topk_weights`` or as factors of ``combine``. ``routed`` stays as it
+            is.
 
         Raises:
             TokenloomError: what ``dispatch`` raises for such weights; also NotDifferentiable if they require grad.
-            InvalidArgument: another layout, whose rows combine does not weight.
         """
         self.engine.begin()
         engine = self.engine_beside()
         with engine.sequence(Upcoming("dispatch")):
             validation.require_routed(routed, self)
-            validation_beside.require_routes(routed)
             _require_no_grad("topk_weights", topk_weights)
             validation_beside.weights_at_home(
                 engine.plan, topk_weights, routed._handle.num_tokens, engine.ranks.device

@@ -8,18 +8,8 @@ import torch
 
 from tokenloom.backends.base import Capabilities
 from tokenloom.comm import validation
-from tokenloom.comm.routed import Routed
 from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch
-from tokenloom.plan import ROUTE_LAYOUTS, Plan
-
-
-def require_routes(routed: Routed) -> None:
-    """Raise InvalidArgument unless each row is a route, so that combine can weight it."""
-    if routed.layout not in ROUTE_LAYOUTS:
-        raise InvalidArgument(
-            f"layout is {routed.layout!r}, whose rows the caller weights; layouts {', '.join(ROUTE_LAYOUTS)} have a "
-            "row for each route"
-        )
+from tokenloom.plan import Plan
 
 
 def rows_again(plan: Plan, able: Capabilities, device: torch.device, x: torch.Tensor, num_tokens: int) -> None:

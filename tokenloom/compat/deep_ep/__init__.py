@@ -9,12 +9,18 @@ Importing needs neither CUDA nor NCCL.
 
 from tokenloom.compat.deep_ep.buffer import Buffer
 from tokenloom.compat.deep_ep.config import Config, topk_idx_t
+from tokenloom.compat.deep_ep.elastic import ElasticBuffer, get_logical_domain_size, get_physical_domain_size
+from tokenloom.compat.deep_ep.ep_handle import EPHandle
 from tokenloom.compat.deep_ep.events import EventHandle, EventOverlap
 
 __all__ = [
     "Buffer",
     "Config",
+    "EPHandle",
+    "ElasticBuffer",
     "EventHandle",
     "EventOverlap",
+    "get_logical_domain_size",
+    "get_physical_domain_size",
     "topk_idx_t",
 ]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tokenloom.comm.routed import Routed
 from tokenloom.compat.deep_ep.config import topk_idx_t
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed, require
 from tokenloom.errors import DeviceMismatch, DtypeMismatch, ShapeMismatch
@@ -15,6 +16,12 @@ ROW_BYTES = 16
 """Rows are multiples of this."""
 FP8 = torch.float8_e4m3fn
 Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def device_of(x: object) -> torch.device:
+    """Where a payload is, or the CPU if it is none."""
+    tokens = x[0] if isinstance(x, (tuple, list)) and x else x
+    return tokens.device if isinstance(tokens, torch.Tensor) else torch.device("cpu")
 
 
 def tokens_of(x: object, name: str = "x") -> torch.Tensor:
@@ -118,3 +125,20 @@ def number(name: str, value: object, least: int) -> int:
     )
     assert isinstance(value, int)
     return value
+
+
+def biases_of(bias: object, rows: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, ...] | None:
+    """One bias or two, [N, H] of the dtype of rows; None: none."""
+    if bias is None:
+        return None
+    found = bias if isinstance(bias, (tuple, list)) else (bias,)
+    require(1 <= len(found) <= 2, f"bias is a {type(bias).__name__} of {len(found)}, expected one tensor or two")
+    shape = [num_tokens, rows.shape[1]]
+    return tuple(like("bias", each, shape, rows.dtype, rows.device) for each in found)
+
+
+def received(routed: Routed, x: object) -> Payload:
+    """Received rows, and scales as x has them."""
+    scales = scales_as_given(routed.scales, x)
+    rows = rows_as_given(routed.tokens, x)
+    return rows if scales is None else (rows, scales)

@@ -128,7 +128,7 @@ class NormalMode(BufferBase):
             ``num_worst_tokens``; handle; event. With a handle given, all but recv_x and the event are None. Rows
             beyond those that arrived have ids of -1 and are otherwise unspecified.
         """
-        device = _device_of(x)
+        device = checks.device_of(x)
         streams = (previous_event, async_finish, allocate_on_comm_stream)
         if handle is not None:
             given = _dispatched(self, handle, device)
@@ -179,7 +179,7 @@ class NormalMode(BufferBase):
             counts = [align_up(count, expert_alignment) for count in counts]
             found = Dispatched(comm, routed, ids, topk_idx is not None)
             recv_ids = routed.unused_ids_marked() if topk_idx is not None else None
-            return _rows(routed, x), recv_ids, routed.topk_weights, counts, found
+            return checks.received(routed, x), recv_ids, routed.topk_weights, counts, found
 
         inputs = (x, ids, topk_weights, is_token_in_rank, num_tokens_per_expert)
         (rows, recv_ids, recv_weights, counts, found), event = self._stream.run(call, inputs, device, *streams)
@@ -239,7 +239,7 @@ class NormalMode(BufferBase):
         Returns:
             combined_x [N, H] of x's dtype, combined_topk_weights float32 [N, K] or None, event.
         """
-        device = _device_of(x)
+        device = checks.device_of(x)
         streams = (previous_event, async_finish, allocate_on_comm_stream)
         given = _dispatched(self, handle, device, "combine")
         routed, comm = given.routed, given.comm
@@ -248,7 +248,7 @@ class NormalMode(BufferBase):
             rows = checks.tokens_of(x).detach()
             if rows.shape != routed.tokens.shape:
                 raise ShapeMismatch(f"x is {list(rows.shape)}, expected {list(routed.tokens.shape)}, as was received")
-            biases = _biases(bias, rows, len(given.ids))
+            biases = checks.biases_of(bias, rows, len(given.ids))
             if topk_weights is not None:
                 require(given.with_ids, "topk_weights: the dispatch had none, leave them out")
                 assert routed.topk_ids is not None
@@ -262,23 +262,11 @@ class NormalMode(BufferBase):
         return out, weights, event
 
 
-def _device_of(x: object) -> torch.device:
-    tokens = x[0] if isinstance(x, (tuple, list)) and x else x
-    return tokens.device if isinstance(tokens, torch.Tensor) else torch.device("cpu")
-
-
 def _dispatched(buffer: BufferBase, handle: object, device: torch.device, name: str = "dispatch") -> Dispatched:
     with buffer._calls.told(device, None, name):
         if not isinstance(handle, LazyTuple) or handle.dispatched.routed.layout != "token":
             raise BadCall(f"handle is a {type(handle).__name__}, expected what Buffer.dispatch returned")
         return handle.dispatched
-
-
-def _rows(routed: Routed, x: object) -> Payload:
-    """Received rows, and scales as x has them."""
-    scales = checks.scales_as_given(routed.scales, x)
-    rows = checks.rows_as_given(routed.tokens, x)
-    return rows if scales is None else (rows, scales)
 
 
 def _again(given: Dispatched, payload: Payload, x: object) -> Payload:
@@ -288,13 +276,4 @@ def _again(given: Dispatched, payload: Payload, x: object) -> Payload:
     num_places = len(given.routed.tokens)
     bounded = not isinstance(given.routed.num_rows, int)
     sizes: dict[str, Any] = {"sizes": "bounded", "capacity": num_places} if bounded else {}
-    return _rows(given.comm.dispatch(payload, given.ids, layout="token", copy=True, **sizes), x)
-
-
-def _biases(bias: object, rows: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, ...] | None:
-    if bias is None:
-        return None
-    found = bias if isinstance(bias, (tuple, list)) else (bias,)
-    require(1 <= len(found) <= 2, f"bias is a {type(bias).__name__} of {len(found)}, expected one tensor or two")
-    shape = [num_tokens, rows.shape[1]]
-    return tuple(checks.like("bias", each, shape, rows.dtype, rows.device) for each in found)
+    return checks.received(given.comm.dispatch(payload, given.ids, layout="token", copy=True, **sizes), x)
