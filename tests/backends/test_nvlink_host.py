@@ -221,12 +221,12 @@ def test_a_slot_is_free_when_it_is_used_again(calls: Any) -> None:
 LOOK_AROUND = outcomes.Outcomes._look_around
 
 
-def running(calls: Any, monkeypatch: pytest.MonkeyPatch, query: Any, capturing: bool = False) -> list[None]:
+def running(calls: Any, monkeypatch: pytest.MonkeyPatch, query: Any, capturing: bool = False) -> list[list[int]]:
     """A call that is not over, on a stream that answers ``query``; the host looks around at once. The list is empty
     when it has looked at the other ranks, and then the call is over."""
     (launcher,) = calls.launchers
     launcher._open({"call": "dispatch"})
-    looks = [None]
+    looks: list[list[int]] = [[]]
     outcome = launcher.outcomes
     monkeypatch.setattr(outcome._records, "is_well", lambda slot, sequence: False)
     monkeypatch.setattr(outcome._records, "is_over", lambda slot, sequence: not looks)

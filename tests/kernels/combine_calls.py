@@ -87,7 +87,7 @@ class CombineCall:
         self._received = {name: value.to(DEVICE) for name, value in vars(received).items()}
         self.y, self.topk_ids = self._ys[0].to(DEVICE), problem.topk_ids[0].to(DEVICE)
         self.out = stale(len(self.topk_ids), plan.hidden, dtype=options.out_dtype)
-        self.half_epoch = int32([0])
+        self.half_epoch = int32([0, 0])
         variant = CombineVariant(
             plan,
             layout="expert" if options.layout in ROUTE_LAYOUTS else options.layout,

@@ -60,8 +60,8 @@ class Rank0:
         for rank in range(2):
             self.words("flags", rank)[:2] = signed(epoch - 1)  # every call raises these
         self.fault, self.records = one_gpu.make_reports(SLOTS)
-        # Epoch, blocks out, two kinds of claims.
-        self.state = torch.zeros(4, dtype=torch.int32, device=self.device)
+        # Epoch, masked ranks, blocks out, two kinds of claims.
+        self.state = torch.zeros(5, dtype=torch.int32, device=self.device)
         self.state[0] = signed(epoch - 1)
         self._timeouts_s = [SHORT_S if short == each else LONG_S for each in ("open", "phases")]
         self._kept: list[torch.Tensor] = []
@@ -105,7 +105,7 @@ class Rank0:
         """The kernel, told of a call.
 
         Args:
-            half_epoch: int32 [1] of the call, where the kernel is one half of it.
+            half_epoch: int32 [2] of the call, where the kernel is one half of it.
         """
         kernel = one_gpu.make_kernel(variant.spec())
         call = kernel.args.call
@@ -113,7 +113,7 @@ class Rank0:
         call.flags, call.headers = self.layout.offset("flags"), self.layout.offset("headers")
         call.epoch = self.state.data_ptr()
         call.half_epoch = 0 if half_epoch is None else half_epoch.data_ptr()
-        call.blocks_out, call.claimed = call.epoch + 4, call.epoch + 8
+        call.blocks_out, call.claimed = call.epoch + 8, call.epoch + 12
         call.fault, call.fault_claimed = self.fault.record_address, self.fault.claimed.data_ptr()
         call.open_timeout_ns, call.timeout_ns = (int(seconds * 1e9) for seconds in self._timeouts_s)
         call.options_hash = OPTIONS_HASH
@@ -135,7 +135,7 @@ class Rank0:
         self.last_run_s = one_gpu.run(kernel, blocks)
         if opens:
             self._opened, self.epoch = self.epoch, next_epoch(self.epoch)
-        assert self.state.tolist() == [signed(self._opened), 0, 0, 0]
+        assert self.state.tolist() == [signed(self._opened), 0, 0, 0, 0]
         assert self.records.is_over(slot, self._sequence)
         return self.records.take(slot)
 

@@ -125,7 +125,7 @@ class StagedCall:
         self.slot_ranges = stale(local, plan.num_ranks, 2)
         self.all_counts = stale(plan.num_ranks, plan.num_ranks + plan.num_experts)
         self.slots = stale(len(self.x) * (plan.num_ranks + plan.top_k))
-        self.half_epoch = int32([0])
+        self.half_epoch = int32([0, 0])
         variant = DispatchVariant(
             plan,
             layout=options.layout,

@@ -92,7 +92,7 @@ class Dispatch:
         self.all_counts = int32([99] * PLAN.num_ranks * (PLAN.num_ranks + PLAN.num_experts))
         self.slots = int32([99] * NUM_LOCAL * (PLAN.num_ranks + PLAN.top_k))
         self.block_counts = int32([0] * block_count_words(PLAN))
-        self.half_epoch = int32([0])
+        self.half_epoch = int32([0, 0])
         self.peers = rank0.addresses(self.data)
         self.kernels = [self._kernel(layout, part, rows) for part in parts]
 

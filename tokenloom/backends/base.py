@@ -38,6 +38,7 @@ class Capabilities:
         reads_on_host: the host learns the outcome of every call before the call returns.
         usual_calls: the backend is one of :class:`MakesUsualCalls`.
         fused_layer: the backend has ``fused_layer``, see :mod:`tokenloom.backends.nvlink.fused`.
+        own_transport: calls go without collectives of the process group, which could not end without a rank.
     """
 
     layouts: tuple[str, ...] = LAYOUTS
@@ -53,6 +54,7 @@ class Capabilities:
     reads_on_host: bool = True
     usual_calls: bool = False
     fused_layer: bool = False
+    own_transport: bool = False
 
 
 @dataclass(frozen=True)

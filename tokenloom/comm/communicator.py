@@ -109,11 +109,13 @@ class Communicator(CallsBeside):
         if rejoin:
             name, _ = registry.choose(backend, probes)
             ranks.terms = _in_words(terms, name)
+            ranks.own_transport = registry.capabilities(name).own_transport
             ranks.rejoin(on_timeout == "mask")
             self._choice = registry.make_alone(name, request, ranks, found)
         else:
             self._choice = registry.make(request, ranks, probes)
             ranks.terms = _in_words(prepare()[0], self._choice.backend.name)
+            ranks.own_transport = self._choice.backend.capabilities.own_transport
             if on_timeout == "mask":
                 self._choice.backend.mask_late()
         self._ranks = ranks
@@ -189,6 +191,8 @@ class Communicator(CallsBeside):
             PeerTimeout: a rank that stays does not call it.
         """
         self.engine.mask(ranks)
+        if self._narrow is not None:
+            self._narrow.mask(())  # the same ranks are left out
 
     def unmask_ranks(self, ranks: Collection[int]) -> None:
         """Take masked ranks back. All ranks that stay call it alike.

@@ -270,7 +270,7 @@ class NvlinkExperts:
             sizes = (self._most_routes, self._comm.plan.hidden, self._intermediate)
             self._buffers = found = _Buffers(self._sizes, *sizes, self._comm.device)
             self._calls.prepare_meetings(found.met, found.taken)
-            self._sums.args.met = found.met.data_ptr()
+            self._sums.args.met, self._sums.args.masked = found.met.data_ptr(), self._calls.masked
             self._activations_map = operand_map(found.activations, A_BOX_ROWS)
             if wide_scales(self._intermediate):
                 self._scales_map = scale_map(found.activation_scales)

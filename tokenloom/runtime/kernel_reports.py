@@ -148,7 +148,7 @@ class CallOutcome:
         capacity: the capacity then.
         faulty_rank: lowest rank that had a fault of its own, or None.
         status: what that rank announced, or 0.
-        differing_rank: lowest rank that means another call than rank 0, or None.
+        differing_rank: lowest rank that means another call than the lowest that takes part, or None.
     """
 
     needed_rows: int

@@ -1,10 +1,12 @@
 """The ranks of one group: collectives with deadlines, which name the ranks that are missing or go on without them.
 
-Over gloo they travel in one of two ways. As long as all ranks take part and a missing one is an error, they are
-collectives of the caller's process group. Once ranks are masked, or may be, they are transfers between pairs of ranks
-on connections of their own (:mod:`tokenloom.runtime.links`): a collective of a group with a dead member cannot end,
-while one transfer that fails leaves the others alone. Who takes part is agreed at the noteboard
-(:mod:`tokenloom.runtime.membership`), so the process that hosts the group's store must live.
+They travel in one of two ways. As long as all ranks take part and a missing one is an error, they are collectives of
+the caller's process group. Once ranks are masked, or may be, they are transfers between pairs of ranks on connections
+of their own (:mod:`tokenloom.runtime.links`): a collective of a group with a dead member cannot end, while a transfer
+that fails leaves the others alone. Such connections are over gloo, so what is on a GPU goes through the host.
+
+Who takes part is agreed at the noteboard (:mod:`tokenloom.runtime.membership`), so the process that hosts the group's
+store must live.
 """
 
 from __future__ import annotations
@@ -82,6 +84,8 @@ class RankGroup:
 
     Attributes:
         terms: what all ranks have agreed on, by name; a rank that comes back must have the same.
+        own_transport: calls go without collectives of the process group, so ranks can be left out of any group.
+        met_at: number of the collective before ranks last came back, the same on all ranks; 0 if none has.
 
     Raises:
         InvalidArgument: an argument has a value that is never right, or this process is not in the group.
@@ -116,6 +120,8 @@ class RankGroup:
         self.open_timeout_s = checked_seconds("open_timeout_s", open_timeout_s)
         self._deadline_is_ours = group is not None and self.device.type == "cpu"
         self.terms: dict[str, str] = {}
+        self.own_transport = False
+        self.met_at = 0
         release_dropped()
         self.notes = notes = Noteboard(group, self.rank, self.num_ranks, rejoins)
         self._members = Membership(notes)
@@ -190,10 +196,11 @@ class RankGroup:
 
     def require_maskable(self) -> None:
         """Raise InvalidArgument where ranks cannot be left out."""
-        if self.num_ranks > 1 and (self.transport != "gloo" or not self._deadline_is_ours or self.notes.store is None):
+        by_pairs = self.own_transport or (self.transport == "gloo" and self._deadline_is_ours)
+        if self.num_ranks > 1 and (not by_pairs or self.notes.store is None):
             raise InvalidArgument(
                 f"ranks cannot be masked over {self.transport} with tensors on {self.device.type}; make the "
-                "communicator on a gloo group with device='cpu'"
+                "communicator with backend='nvlink', or on a gloo group with device='cpu'"
             )
 
     def mask_late(self) -> None:
@@ -266,6 +273,7 @@ class RankGroup:
     def _meet(self, meeting: Meeting) -> None:
         self._links = rejoin.connect(self.notes, meeting, self.timeout_s)
         self.notes.move(meeting.notes, meeting.step)
+        self.met_at = meeting.step
         self._members.begin_anew(frozenset(meeting.masked))
 
     def _connect(self, phase: str) -> None:
@@ -411,8 +419,18 @@ class RankGroup:
         self._watch.begin()
         assert self._links is not None
         self.notes.step += 1
-        exchange = self._links.start(self._waiter, self._members.others, parts, places, self.step)
-        return self._awaited(exchange, result, phase, opens, exchange.finish)
+        arriving = [place.cpu() for place in places]  # gloo moves host memory; on the CPU these are the places
+        leaving = [part.cpu() for part in parts]
+        exchange = self._links.start(self._waiter, self._members.others, leaving, arriving, self.step)
+
+        def finish() -> frozenset[int]:
+            absent = exchange.finish()
+            if self.device.type != "cpu":
+                for place, came in zip(places, arriving, strict=True):
+                    place.copy_(came)
+            return absent
+
+        return self._awaited(exchange, result, phase, opens, finish)
 
     def _awaited(
         self, awaited: Awaited, result: torch.Tensor, phase: str, opens: bool, finish: Callable[[], frozenset[int]]

@@ -74,7 +74,8 @@ class SymmetricBuffer:
             them, on another rank. All ranks raise alike, and the memory is given back.
 
     Attributes:
-        addresses: every rank's address of its buffer, as this rank uses it.
+        addresses: every rank's address of its buffer, as this rank uses it; for masked ranks, which have none, that
+            of this rank's own.
         peers: int64 [W], the same on the device.
     """
 
@@ -146,6 +147,7 @@ def close_together(buffers: Iterable[SymmetricBuffer]) -> None:
 class _Offer:
     """What a rank tells the others of its memory: the driver's handle, and who would have to end to give it up."""
 
+    rank: int
     handle: bytes
     process: ProcessIdentity
 
@@ -166,7 +168,8 @@ class _Shared:
         self.is_freed = False
         self._device, self._rank, self._num_ranks = ranks.device, ranks.rank, ranks.num_ranks
         self._notes = ranks.notes
-        self._name = self._notes.new_name("buffer")
+        self._name = self._notes.key(self._notes.new_name("buffer"))  # the noteboard may move
+        self._others = frozenset(range(ranks.num_ranks)) - ranks.masked - {ranks.rank}
         self._process = os.getpid()
         self._address = self._num_bytes = 0
         self._opened: list[int] = []
@@ -186,15 +189,16 @@ class _Shared:
                 handle = bytes(checked(load_driver().cuIpcGetMemHandle(self._address)).reserved)
             self.tensor().zero_()
             wait_for(self._device)  # no rank gets an address before its owner has cleared the flags behind it
-        return {"bytes of a buffer": num_bytes}, _Offer(handle, ProcessIdentity.own())
+        return {"bytes of a buffer": num_bytes}, _Offer(self._rank, handle, ProcessIdentity.own())
 
     def map_all(self, offers: list[_Offer]) -> tuple[dict[str, int], None]:
         """Map the memory of all ranks."""
         driver = load_driver()
-        self.processes = {rank: offer.process for rank, offer in enumerate(offers) if rank != self._rank}
+        self._others = frozenset(rank for rank, offer in enumerate(offers) if offer.rank == rank != self._rank)
+        self.processes = {rank: offer.process for rank, offer in enumerate(offers) if rank in self._others}
         with _on(self._device):
             for rank, offer in enumerate(offers):
-                if rank == self._rank:
+                if rank not in self._others:
                     self.addresses.append(self._address)
                     continue
                 handle = driver.CUipcMemHandle()
@@ -231,7 +235,7 @@ class _Shared:
 
     def _waits_for_others(self) -> bool:
         """Whether another rank may still write to the memory."""
-        keys = {rank: self._note(rank) for rank in range(self._num_ranks) if rank != self._rank}
+        keys = {rank: self._note(rank) for rank in self._others}
         if not keys or self._notes.call("check", list(keys.values())):
             return False
         for rank, key in keys.items():
@@ -246,7 +250,7 @@ class _Shared:
             while self._opened:
                 checked(load_driver().cuIpcCloseMemHandle(self._opened[-1]))
                 self._opened.pop()
-        if self._num_ranks > 1:
+        if self._others:
             self._notes.call("set", self._note(self._rank), b"let go")
         self._has_let_go = True
 
@@ -260,12 +264,12 @@ class _Shared:
                 checked(load_driver().cuMemFree(self._address))
         self._address = 0
         self.is_freed = True
-        freed = self._notes.key(f"{self._name}/freed")
-        if self._num_ranks > 1 and self._notes.call("add", freed, 1) == self._num_ranks:
-            self._notes.delete([*map(self._note, range(self._num_ranks)), freed])
+        freed = f"{self._name}/freed"
+        if self._others and self._notes.call("add", freed, 1) == len(self._others) + 1:
+            self._notes.delete([*map(self._note, [self._rank, *self._others]), freed])
 
     def _note(self, rank: int) -> str:
-        return self._notes.key(self._name, rank)
+        return f"{self._name}/{rank}"
 
 
 def _wait_for_others(shared: list[_Shared]) -> None:

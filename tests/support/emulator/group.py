@@ -25,19 +25,25 @@ from tokenloom.backends.nvlink import buffers, launcher, outcomes
 from tokenloom.backends.nvlink.backend import NvlinkBackend
 from tokenloom.comm import communicator
 from tokenloom.comm.engine import Engine
-from tokenloom.errors import CommunicatorBroken
 from tokenloom.jit import kernel
 from tokenloom.plan import Plan
 from tokenloom.runtime import kernel_reports
+from tokenloom.runtime.links import Waiter
+from tokenloom.runtime.membership import Membership
+from tokenloom.runtime.noteboard import Noteboard
 from tokenloom.runtime.processes import RankContext
+from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.symmetric_memory import BufferLayout
+from tokenloom.runtime.waiting import Watch
 
 CPU = torch.device("cpu")
 NUM_SMS = 2
 STUCK_S = 60.0
 """A host that waits longer finds the group stuck."""
-EXPIRED_NS = 10**12
-"""What a deadline of 30 s is in turns of fibers, which are the emulator's time: hosts that compile are slow."""
+NOWHERE = 1
+"""The address of memory that no kernel may touch: the process stops with a fault."""
+TURNS_PER_NS = 10**12 / 30e9
+"""Deadlines of kernels are in turns of fibers, which are the emulator's time: hosts that compile are slow."""
 
 
 class Group:
@@ -48,8 +54,8 @@ class Group:
         self.num_ranks = num_ranks
         self.lock = threading.Lock()
         self.meeting = threading.Barrier(num_ranks)
-        self.memory: dict[int, list[torch.Tensor]] = {}
-        self.notes: dict[tuple[str, int], str] = {}
+        self.memory: dict[str, list[torch.Tensor]] = {}
+        self.store = torch.distributed.HashStore()
         self.kept: list[tuple[int, int, list[torch.Tensor]]] = []
         self.failed = False
 
@@ -84,7 +90,6 @@ class _Here(threading.local):
     group: Group
     rank: int
     launched = 0
-    made = 0
     draining = False
 
 
@@ -99,7 +104,7 @@ def _tensors_around() -> Iterator[torch.Tensor]:
         if isinstance(value, torch.Tensor):
             yield value
             return
-        if depth == 0 or id(value) in seen or isinstance(value, type | ModuleType | str | int):
+        if depth == 0 or id(value) in seen or isinstance(value, type | ModuleType | str | int | Group):
             return
         seen.add(id(value))
         if isinstance(value, list | tuple | deque):
@@ -127,25 +132,31 @@ class FakeKernel:
     def launch(self, blocks: int, stream: int) -> None:
         here.launched += 1
         here.group.keep(here.rank, here.launched, list(_tensors_around()))
-        here.group.emulator.launch(here.rank, self.spec, self.args, blocks)
+        args = type(self.args).from_buffer_copy(self.args)
+        if hasattr(args, "call"):
+            args.call.timeout_ns = int(args.call.timeout_ns * TURNS_PER_NS)
+            args.call.open_timeout_ns = int(args.call.open_timeout_ns * TURNS_PER_NS)
+        here.group.emulator.launch(here.rank, self.spec, args, blocks)
 
 
 class FakeBuffer:
-    """Stands for SymmetricBuffer: the n-th buffer of every rank is the same one."""
+    """Stands for SymmetricBuffer: buffers of one name are parts of the same one."""
 
     def __init__(self, layout: BufferLayout, ranks: Any) -> None:
-        group, number = here.group, here.made
-        here.made += 1
+        group, name = here.group, ranks.notes.key(ranks.notes.new_name("buffer"))
         with group.lock:
-            if number not in group.memory:
-                group.memory[number] = [
+            if name not in group.memory:
+                group.memory[name] = [
                     torch.zeros(layout.total_bytes + 128, dtype=torch.uint8) for _ in range(group.num_ranks)
                 ]
         self.layout = layout
-        starts = [-each.data_ptr() % 128 for each in group.memory[number]]
-        self.addresses = [each.data_ptr() + start for each, start in zip(group.memory[number], starts, strict=True)]
+        parts = group.memory[name]
+        starts = [-each.data_ptr() % 128 for each in parts]
+        self.addresses = [each.data_ptr() + start for each, start in zip(parts, starts, strict=True)]
+        for rank in ranks.masked:
+            self.addresses[rank] = NOWHERE
         self.peers = torch.tensor(self.addresses, dtype=torch.int64)
-        self._memory = group.memory[number][here.rank][starts[here.rank] :]
+        self._memory = parts[here.rank][starts[here.rank] :]
 
     def view(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         offset, _ = self.layout.places[name]
@@ -163,31 +174,24 @@ class FakeBuffer:
         pass
 
 
-class FakeRanks:
-    """Stands for RankGroup."""
+class FakeRanks(RankGroup):
+    """A RankGroup on threads: it has a store and connections between pairs, and no collectives."""
 
-    def __init__(self, timeout_s: float) -> None:
-        self.rank, self.num_ranks, self.device, self.transport = here.rank, here.group.num_ranks, CPU, "emulated"
+    transport = "emulated"
+
+    def __init__(self, timeout_s: float, rejoins: bool) -> None:
+        group: Any = SimpleNamespace(get_group_store=lambda: here.group.store)
+        self.rank, self.num_ranks, self.device = here.rank, here.group.num_ranks, CPU
+        self.process_group, self.own_transport, self.met_at, self._links = None, True, 0, None
         self.timeout_s = self.open_timeout_s = timeout_s
-        self.process_group = None
-        self.notes = SimpleNamespace(who_gave_up=lambda: None)
-        self._group, self._broken = here.group, ""
+        self.notes = Noteboard(group, self.rank, self.num_ranks, rejoins)
+        self._members = Membership(self.notes)
+        self._watch = Watch(self.notes, self._members, timeout_s)
+        self._waiter = Waiter()
+        self.terms = {}
 
-    def post_note(self, name: str, text: str) -> None:
-        self._group.notes[name, self.rank] = text
-
-    def read_note(self, name: str, rank: int) -> str | None:
-        return self._group.notes.get((name, rank))
-
-    def require_alive(self) -> None:
-        if self._broken:
-            raise CommunicatorBroken(f"{self._broken}; make a new communicator")
-
-    def mark_broken(self, timeout: Exception) -> None:
-        self._broken = f"an earlier call failed: {timeout}"
-
-    def close(self) -> None:
-        self._broken = self._broken or "this communicator was closed"
+    def require_maskable(self) -> None:
+        """Threads can always be left out."""
 
 
 class FakeStream:
@@ -215,8 +219,11 @@ class FakeStream:
 def _make_communicator(self: tl.Communicator, group: object = None, **options: Any) -> None:
     sizes = {name: options.pop(name) for name in ("num_experts", "hidden", "top_k", "max_tokens_per_rank")}
     plan = Plan(here.group.num_ranks, **sizes)
-    ranks: Any = FakeRanks(options.get("timeout_s", 30.0) * EXPIRED_NS / 30e9)
+    rejoins = options.get("rejoin", False)
+    ranks = FakeRanks(options.get("timeout_s", 30.0), rejoins)
     self.plan, self._ranks = plan, ranks
+    if rejoins:
+        ranks.rejoin(False)
     backend = NvlinkBackend(plan, ranks, options.get("num_sms", NUM_SMS), checked=options.get("checked", False))
     self._choice = SimpleNamespace(backend=backend, why="emulated", not_picked=[])  # type: ignore[assignment]
     self.engine = Engine(plan, ranks, backend)

@@ -28,6 +28,8 @@ from tokenloom.runtime.symmetric_memory import SymmetricBuffer
 
 ALONE = 2
 """Times as many SMs for a combine beside which nothing is computed, of at most half: NCCL, too, waits for SMs."""
+NUMBER_BITS = 40
+"""More calls than there are before ranks come back."""
 CAPABILITIES = Capabilities(
     layouts=("token", "expert", "rank", "slots"),
     dtypes=(torch.bfloat16, torch.float16, torch.float32),
@@ -40,6 +42,7 @@ CAPABILITIES = Capabilities(
     reads_on_host=False,
     usual_calls=True,
     fused_layer=True,
+    own_transport=True,
 )
 
 
@@ -48,6 +51,8 @@ class NvlinkBackend:
 
     Kernels send and receive in one launch, so the first half of a call puts all of it on the stream. The second half
     of a dispatch with exact sizes waits until the counts are on the host.
+
+    Kernels leave masked ranks out (device/transport/call.cuh). Memory and graphs stay as they are.
 
     Args:
         plan, ranks: sizes and group.
@@ -59,9 +64,17 @@ class NvlinkBackend:
 
     def __init__(self, plan: Plan, ranks: RankGroup, num_sms: int, checked: bool = False) -> None:
         self.capabilities = replace(CAPABILITIES, reads_on_host=checked)
-        self._plan, self._checked = plan, checked
+        self._plan, self._ranks, self._num_sms, self._checked = plan, ranks, num_sms, checked
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make memory that all ranks which take part share, and all that knows where it is. Collective."""
+        plan, ranks, num_sms, checked = self._plan, self._ranks, self._num_sms, self._checked
         control = SymmetricBuffer(control_layout(plan), ranks)
-        self._launcher = Launcher(plan, ranks, control, num_sms)
+        # Numbers go on in great steps: who comes back has not counted.
+        self._launcher = Launcher(plan, ranks, control, num_sms, first_call=ranks.met_at << NUMBER_BITS)
+        if ranks.masked:
+            self._launcher.leave_out(ranks.masked)
         self._buffers = Buffers(plan, self._launcher)
         self._launcher.keep_with_graphs.append(self._buffers)
         copies = Copies(plan, self._launcher, self._buffers)
@@ -104,16 +117,44 @@ class NvlinkBackend:
 
     @property
     def masked(self) -> frozenset[int]:
-        return frozenset()
+        return self._launcher.masked
 
     def mask(self, ranks: Collection[int]) -> None:
-        raise InvalidArgument("backend nvlink cannot leave ranks out; make the communicator with backend='collective'")
+        """Calls that have been made end first, so this raises what they have found."""
+        self._require_no_capture()
+        self._launcher.settle(0)
+        self._ranks.mask(ranks)
+        self._launcher.leave_out(self._ranks.masked)
 
     def unmask(self, ranks: Collection[int]) -> None:
-        self.mask(ranks)
+        """All memory is made anew, with those that come back. Graphs captured before go on in the old one, without
+        them.
+        """
+        self._require_no_capture()
+        if self._buffers.fused:
+            error = InvalidArgument("a MegaMoE cannot take ranks back; make the layer again, on all ranks")
+            error.known_to_all = True
+            raise error
+        self._launcher.settle(0)
+        before = self._ranks.met_at
+        self._ranks.unmask(ranks)
+        if self._ranks.met_at == before:  # nobody comes back
+            return
+        self._launcher.close(self._buffers.take_all())
+        try:
+            self._begin()
+        except Exception as fault:
+            self._ranks.abort(fault)
+            raise
 
     def mask_late(self) -> None:
-        self.mask(())
+        raise InvalidArgument(
+            "backend nvlink cannot mask late ranks; use on_timeout='raise' and mask_ranks, or backend='collective'"
+        )
+
+    def _require_no_capture(self) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise InvalidArgument("ranks are masked between calls and replays; mask them outside of the capture")
 
     def check(self, wait: Wait) -> None:
         if torch.cuda.is_current_stream_capturing():

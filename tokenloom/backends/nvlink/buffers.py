@@ -171,7 +171,7 @@ class Buffers:
     Attributes:
         fused: one receive buffer for FP8 rows in layout "token", as a MegaMoE wants it, which every dispatch reuses.
         num_dispatches: to receive buffers so far, which take turns by it.
-        when_grown: functions to call when a buffer is replaced by a larger one: addresses are not what they were.
+        when_grown: functions to call when a buffer is replaced, or will be: addresses are not what they were.
     """
 
     def __init__(self, plan: Plan, launcher: Launcher) -> None:
@@ -307,6 +307,8 @@ class Buffers:
 
     def take_all(self) -> list[SymmetricBuffer]:
         """Those that exist, for the end: nothing here views them any more."""
+        for forget in self.when_grown:
+            forget()
         self._receive.clear()
         found = list(self._buffers.values())
         self._buffers.clear()

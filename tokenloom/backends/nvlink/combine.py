@@ -112,7 +112,8 @@ class Combiner:
         return self._prepare(layout, y_dtype, options, alone=False, split=False)
 
     def require_kept(self, handle: NvlinkHandle) -> None:
-        """Raise if the buffer that the dispatch wrote to may have been reused."""
+        """Raise if not all ranks know of the dispatch, or the buffer that it wrote to may have been reused."""
+        self.launcher.require_known(handle.number)
         if handle.reused_after is not None and self.buffers.num_dispatches > handle.reused_after:
             raise InvalidArgument("the dispatch is two or more dispatches old, its buffer was reused; pass copy=True")
 
@@ -174,6 +175,7 @@ class Combiner:
 
     def send_weight_gradients(self, handle: NvlinkHandle, grad: torch.Tensor) -> Launched[torch.Tensor]:
         """A combine of short rows, [T, K]: of a token's K gradients each rank has some, and zeros for the others."""
+        self.launcher.require_known(handle.number)
         plan, fp32 = self.plan, torch.float32
         layout = "rank" if handle.options.layout == "rank" else "token"
         grad = grad[: len(handle.local_ids)]
@@ -339,7 +341,7 @@ class SumsAtHome:
             return out, None
         half = None
         if self._receiving_kernel is not None:
-            epoch = torch.empty(1, dtype=torch.int32, device=out.device)
+            epoch = torch.empty(2, dtype=torch.int32, device=out.device)
             # The counts and slots of the dispatch are read at home too, when its user may have let go of it.
             half = Half((epoch, handle, ids), epoch.data_ptr(), self._receiving_kernel, self._blocks)
         launcher.launch(self._kernel, self._kind, handle.number, blocks=self._blocks, begins=half)

@@ -41,9 +41,11 @@ class Copies:
         return buffer, buffer.layout.offset(f"gathered{self._launcher.num_calls % num_turns(self._plan)}")
 
     def bring(self, buffer: SymmetricBuffer, region: int, rows_for: Callable[[int], torch.Tensor]) -> None:
-        """Copy at most M rows to every other rank. They are there when the next call has opened."""
+        """Copy at most M rows to every other rank that is not masked. They are there when the next call has opened."""
         plan, me = self._plan, self._launcher.ranks.rank
         for distance in range(1, plan.num_ranks):
             rank = (me + distance) % plan.num_ranks
+            if rank in self._launcher.masked:
+                continue
             rows = rows_for(rank)
             buffer.copy_to(rank, region + me * plan.max_tokens_per_rank * plan.hidden * rows.element_size(), rows)

@@ -129,7 +129,7 @@ class Dispatcher:
         self, handle: NvlinkHandle, values: torch.Tensor, strategy: str = "dedup"
     ) -> Launched[torch.Tensor]:
         """Launch the kernel for other values; see :meth:`tokenloom.backends.base.Backend.send_again`."""
-        if handle.options.layout != "expert" or handle.by_token:
+        if handle.options.layout != "expert" or handle.by_token or handle.masked != self.launcher.masked:
             received = self.send_rows(handle, values).receive()
             where = (handle.positions(), handle.num_places)
             return Launched(routing.spread_gradient(received, *where, None, None, values.dtype)[0])
@@ -140,7 +140,18 @@ class Dispatcher:
 
     def send_rows(self, handle: NvlinkHandle, values: torch.Tensor, strategy: str = "dedup") -> Launched[torch.Tensor]:
         """Launch the kernel for one row per (token, rank), a view for the most rows there may be."""
+        self.launcher.require_known(handle.number)
         most = self.plan.worst_case_rows("token")
+        if (
+            handle.masked != self.launcher.masked
+        ):  # with others' rows missing, rows would lie elsewhere than theirs did
+            options = DispatchOptions("rank", 1, "bounded", None)
+            inputs = DispatchInputs(values, None, handle.ids(), None, False, False, False)
+            rows = self.start(options, inputs, most, repeats=True)[1]
+            received = handle.all_counts[:, handle.results.rank].to(torch.int64)
+            return Launched(
+                places.without_sources(rows, received, self.plan.max_tokens_per_rank, self.launcher.masked)
+            )
         options = DispatchOptions("token", 1, "bounded", most)
         inputs = DispatchInputs(values, None, handle.ids(), None, False, False, False)
         return Launched(self.start(options, inputs, most)[1])

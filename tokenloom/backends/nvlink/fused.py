@@ -48,6 +48,11 @@ class FusedLayerCalls:
         self._launcher.launch(self._barrier, self._kind, dispatch, blocks=1)
 
     @property
+    def masked(self) -> int:
+        """Address of a word in device memory: bit r is set if rank r takes no part."""
+        return self._launcher.masked_address
+
+    @property
     def fault_claimed(self) -> int:
         """Address of a word in device memory: not 0 once a wait of this rank has expired."""
         return self._launcher.fault_claimed

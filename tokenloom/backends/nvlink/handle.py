@@ -56,7 +56,7 @@ class Results:
         self.with_weights, self.with_scales = with_weights, with_scales
         num_ranks, local = plan.num_ranks, plan.experts_per_rank
         counts = dict(zip(COUNTS, (1, num_ranks, local, local + 1), strict=True))
-        more = {"all_counts": num_ranks * (num_ranks + plan.num_experts), "epoch": 1, **sizes}
+        more = {"all_counts": num_ranks * (num_ranks + plan.num_experts), "epoch": 2, **sizes}
         self.starts: dict[str, int] = {}
         self._ends: dict[str, int] = {}
         end = 0
@@ -148,6 +148,7 @@ class NvlinkHandle:
         buffer: where rows were received, with what came with them. None: in the words, and in the caller's tensors.
         reused_after: number of the dispatch after which ``buffer`` is overwritten; None for own tensors.
         ids_version: how often ids had been changed in place by then; None where torch does not count.
+        masked: ranks that took no part.
         host_offsets: expert_offsets on the host, with exact sizes in layout "expert".
         by_token: rows came one per (token, rank) and were spread here, on all ranks alike.
         slots: int32 [T * W (+ T * K)]: which of the rows to rank r each token is, or -1.
@@ -162,6 +163,7 @@ class NvlinkHandle:
 
     host_offsets: list[int] | None = None
     by_token = False
+    masked: frozenset[int] = frozenset()
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -92,23 +92,28 @@ class Launcher:
         plan, ranks: sizes and group.
         control: the buffer with flags and headers.
         num_sms: SMs, one block each, that a kernel takes.
+        first_call: number of the first call, the same on all ranks.
 
     Attributes:
-        num_calls: launched so far, not counting captured ones. Each pairs with one of every other rank, whatever the
-            ranks meant by it.
+        num_calls: number of the next call. Captured ones do not count. Each pairs with one of every other rank,
+            whatever the ranks meant by it.
+        masked: ranks that take no part, in eager calls from the next one on, and in replays likewise.
         outcomes: what the calls have found.
         keep_with_graphs: what the calls of a captured graph use besides this.
     """
 
-    def __init__(self, plan: Plan, ranks: RankGroup, control: SymmetricBuffer, num_sms: int) -> None:
+    def __init__(
+        self, plan: Plan, ranks: RankGroup, control: SymmetricBuffer, num_sms: int, first_call: int = 0
+    ) -> None:
         self.plan, self.ranks, self.control, self.num_sms = plan, ranks, control, num_sms
-        self.num_calls = 0
+        self.num_calls = self.first_call = first_call
+        self.masked: frozenset[int] = frozenset()
         self._num_launches = 0
         self._open_halves: list[Half] = []
         self._kernels: dict[Variant, OpeningKernel] = {}
         self._all_kernels: weakref.WeakSet[OpeningKernel] = weakref.WeakSet()
-        # Epoch, blocks out, two kinds of claims.
-        self._state = torch.zeros(4, dtype=torch.int32, device=ranks.device)
+        # Epoch, masked ranks, blocks out, two kinds of claims.
+        self._state = torch.zeros(5, dtype=torch.int32, device=ranks.device)
         self._opened = torch.zeros(1, dtype=torch.int32, device=ranks.device)
         keep_until_idle(self, ranks.device, self._state, self._opened)
         self.outcomes = Outcomes(ranks, control)
@@ -142,8 +147,8 @@ class Launcher:
         opening.flags = self.control.layout.offset("flags")
         opening.headers = self.control.layout.offset("headers")
         opening.epoch = self._state.data_ptr()
-        opening.blocks_out = self._state.data_ptr() + 4
-        opening.claimed = self._state.data_ptr() + 8
+        opening.blocks_out = self._state.data_ptr() + 8
+        opening.claimed = self._state.data_ptr() + 12
         opening.fault = self.outcomes.fault.record_address
         opening.fault_claimed = self.fault_claimed
         opening.open_timeout_ns = int(self.ranks.open_timeout_s * 1e9)
@@ -294,6 +299,29 @@ class Launcher:
         if last is not None and last.cuda_stream == handle:
             return last
         return torch.cuda.current_stream(self.ranks.device)
+
+    def leave_out(self, ranks: Collection[int]) -> None:
+        """Mask these ranks and no others, from the next call or replay on the current stream on. Calls of two halves
+        end as they began.
+
+        Not to be called while a graph is captured.
+        """
+        self.follow()
+        bits = sum(1 << rank for rank in set(ranks))
+        self._state[1].fill_(bits - (bits >> 31 << 32))
+        self._last_handle = current_handle(self.ranks.device)
+        self._last = self._stream_of(self._last_handle, self._last)
+        self.masked = self.outcomes.masked = frozenset(ranks)
+
+    def require_known(self, dispatch: int) -> None:
+        """Raise InvalidArgument for the number of a dispatch that ranks which came back know nothing of."""
+        if dispatch < self.first_call:
+            raise InvalidArgument("the dispatch was made before unmask_ranks took ranks back; dispatch again")
+
+    @property
+    def masked_address(self) -> int:
+        """Address of the word in device memory that says who is masked."""
+        return self._state.data_ptr() + 4
 
     @property
     def fault_claimed(self) -> int:

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -73,11 +74,13 @@ class Outcomes:
 
     Attributes:
         fault: where kernels record a wait that expired.
+        masked: ranks that take no part.
         addresses: of the slots, for kernels.
     """
 
     def __init__(self, ranks: RankGroup, control: SymmetricBuffer) -> None:
         self.fault = FaultFlag(ranks.device, ranks.rank)
+        self.masked: frozenset[int] = frozenset()
         self._ranks, self._control = ranks, control
         self._records = CallRecords(ranks.device, CAPTURED_SLOT + 1)
         self.addresses = [self._records.address(slot) for slot in range(CAPTURED_SLOT + 1)]
@@ -163,12 +166,12 @@ class Outcomes:
         with on_stream(stream):
             if not torch.cuda.is_current_stream_capturing():  # by now; a query would end the capture
                 stream.query()
-        ended = self._control.ended_ranks()
+        ended = [rank for rank in self._control.ended_ranks() if rank not in self.masked]
         if ended:
             self.fault.give_up(ended, "its process has ended")
             return
         said = self._ranks.notes.who_gave_up()
-        if said is not None and said == self._heard:
+        if said is not None and said == self._heard and said[0] not in self.masked:
             self.fault.give_up([said[0]], said[1])
         self._heard = said  # acted upon at the next look: kernels that wait for the same rank can name it by then
 
@@ -194,19 +197,21 @@ class Outcomes:
             raise CapacityOverflow(outcome.needed_rows, outcome.capacity, sent=sent)
 
     def _raise_difference(self, call: InFlight, outcome: CallOutcome) -> None:
-        """All ranks know that their options differ: each posts its own, and reads those of rank 0 and the other."""
+        """All ranks know that their options differ: each posts its own, and reads those of the lowest rank that takes
+        part, and of the other.
+        """
         name = f"options/{call.number}"
         self._ranks.post_note(name, json.dumps(text_of(call.kind.fields_of(call.dispatch))))
         texts: list[dict[str, str]] = []
         deadline = time.monotonic() + NOTE_S
-        for rank in (0, outcome.differing_rank):
-            assert rank is not None
+        assert outcome.differing_rank is not None
+        base = next(rank for rank in count() if rank not in self.masked)
+        for rank in (base, outcome.differing_rank):
             note = self._ranks.read_note(name, rank)
             while note is None and time.monotonic() < deadline:
                 time.sleep(0.01)
                 note = self._ranks.read_note(name, rank)
             texts.append({"call": "unknown"} if note is None else json.loads(note))
-        assert outcome.differing_rank is not None
         if texts[0] == texts[1]:  # nobody has posted, or the calls were captured and their options are not kept
-            raise PlanMismatch(outcome.differing_rank, "options of this call", "others", "its own")
-        raise_difference([*[texts[0]] * outcome.differing_rank, texts[1]])
+            raise PlanMismatch(outcome.differing_rank, "options of this call", "others", "its own", base)
+        raise_difference([*[None] * base, *[texts[0]] * (outcome.differing_rank - base), texts[1]])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from tokenloom.ops import routing
@@ -36,6 +38,27 @@ def of_received_rows(
         positions = (source * max_tokens + in_source)[:, None]
     valid = (rows < received.sum())[:, None] & (positions < capacity)
     return torch.where(valid, positions, -1)
+
+
+def without_sources(
+    rows: torch.Tensor, received: torch.Tensor, max_tokens: int, gone: Collection[int]
+) -> torch.Tensor:
+    """Rows of layout "rank" in the order in which an earlier dispatch received them, zeros from ranks that are gone.
+
+    Args:
+        rows: [W * M, H].
+        received: int64 [W], rows from each source then.
+        max_tokens: M.
+        gone: ranks whose rows did not come now.
+
+    Returns:
+        [W * M, H], zeros behind the rows that were received.
+    """
+    where = of_received_rows("rank", received, received, max_tokens, len(rows), 1)[:, 0]
+    came = where >= 0
+    for rank in gone:
+        came &= where // max_tokens != rank
+    return torch.where(came[:, None], rows[where.clamp_min(0)], 0)
 
 
 def by_expert(

@@ -283,6 +283,8 @@ class DirectDispatch(PreparedDispatch):
             self.options, call, num_tokens, self.num_places, topk_ids, memory, self.results, buffer, reused_after
         )
         slots, all_counts = self._starts[:2]
+        if launcher.masked:
+            handle.masked = launcher.masked
         handle.pointers = (buffer.places_address, buffer.tokens_address, base + slots, base + all_counts)
         return handle, rows, half
 

@@ -111,6 +111,8 @@ class StagedDispatch(PreparedDispatch):
             launcher.launch_ready(self.kernel, self.kind, call, stream)
         handle = NvlinkHandle(self.options, call, num_tokens, places, topk_ids, memory, self.results, None, None)
         slots, all_counts = self._starts[:2]
+        if launcher.masked:
+            handle.masked = launcher.masked
         handle.pointers = (row_places, row_tokens, base + slots, base + all_counts)
         if out is not None:
             handle.hold_given(out)

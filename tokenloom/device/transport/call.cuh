@@ -25,7 +25,7 @@ struct CallRecord {
     uint32 capacity;        // the capacity then
     uint32 faulty_rank;     // 1 + the lowest rank with a fault of its own, else with any status, or 0
     int32 status;           // its status
-    uint32 differing_rank;  // 1 + the lowest rank with another hash than rank 0, or 0
+    uint32 differing_rank;  // 1 + the lowest rank with another hash than the lowest that takes part, or 0
     uint32 sequence;        // of the last call that is over, whatever became of it; written behind all else
 };
 
@@ -33,8 +33,8 @@ struct Call {
     const uint64* peers;  // [W] device memory: every rank's control buffer
     uint64 flags;         // uint32 [W]
     uint64 headers;       // int32 [kTurns][W][kHeaderWords + counts]
-    uint32* epoch;        // device memory: calls opened so far
-    uint32* half_epoch;   // device memory: the epoch of the call whose halves are two kernels, from send to receive
+    uint32* epoch;        // device memory [2]: calls opened so far; ranks that take no part, from the next call on
+    uint32* half_epoch;   // device memory [2]: the turn of the call whose halves are two kernels, from send to receive
     uint32* blocks_out;   // device memory: blocks that have left this call, and how many of them in vain
     uint32* claimed;      // device memory [2]: items that warps have claimed, of two kinds of work
     FaultRecord* fault;
@@ -54,12 +54,22 @@ struct Call {
 // Which part of a call a kernel is.
 enum Part : int { kWhole = 0, kSend = 1, kReceive = 2 };
 
-// The epoch of this call. Never 0, which flags show that nobody has raised; 4 instead, since turns go on.
+// Which call this is, and who takes no part in it: nothing is sent to masked ranks or awaited from them, and what lies
+// where they write means nothing. All blocks of all kernels of a call find the same.
+struct Turn {
+    uint32 epoch;
+    uint32 masked;  // bit r: rank r is masked
+
+    __device__ __forceinline__ bool leaves_out(int rank) const { return (masked >> rank & 1) != 0; }
+};
+
+// The epoch is never 0, which flags show that nobody has raised; 4 instead, since turns go on.
 template <int kPart = kWhole>
-__device__ __forceinline__ uint32 epoch_of(const Call& call) {
-    if constexpr (kPart == kReceive) return *call.half_epoch;
-    const uint32 next = *call.epoch + 1;
-    return next != 0 ? next : kTurns;
+__device__ __forceinline__ Turn turn_of(const Call& call) {
+    const uint32* found = kPart == kReceive ? call.half_epoch : call.epoch;
+    const uint32 epoch = found[0], masked = found[1];
+    if constexpr (kPart == kReceive) return {epoch, masked};
+    return {epoch + 1 != 0 ? epoch + 1 : kTurns, masked};
 }
 
 // What a block has done, for measurements (microbench/phases.py has the words).
@@ -101,40 +111,44 @@ __device__ __forceinline__ const int32* headers_of(const Call& call, uint32 epoc
 // This rank's header to all ranks, then its flag. One block calls it, with all its threads. `header`, in shared
 // memory, has the counts behind kHeaderWords that are filled in here.
 template <int kRanks, int kCounts, int kThreads>
-__device__ void announce_call(const Call& call, uint32 epoch, int num_counts, int32* header) {
+__device__ void announce_call(const Call& call, Turn turn, int num_counts, int32* header) {
     if (threadIdx.x < kHeaderWords)
         header[threadIdx.x] = threadIdx.x == 0             ? call.status
                               : threadIdx.x == kRegionWord ? call.region
                               : threadIdx.x == kHashWord   ? static_cast<int32>(call.options_hash)
                                                            : static_cast<int32>(call.options_hash >> 32);
     __syncthreads();
-    const uint64 mine = header_offset<kRanks, kCounts>(call, epoch, call.rank);
+    const uint64 mine = header_offset<kRanks, kCounts>(call, turn.epoch, call.rank);
     const int units = (kHeaderWords + num_counts + 3) / 4;
     for (int i = threadIdx.x; i < units * kRanks; i += kThreads)
-        window_of<kRanks>(call.peers).put_16(i % kRanks, mine, i / kRanks,
-                                             reinterpret_cast<const Vec16*>(header)[i / kRanks]);
+        if (!turn.leaves_out(i % kRanks))
+            window_of<kRanks>(call.peers).put_16(i % kRanks, mine, i / kRanks,
+                                                 reinterpret_cast<const Vec16*>(header)[i / kRanks]);
     __syncthreads();
-    if (threadIdx.x < kRanks) window_of<kRanks>(call.peers).signals(threadIdx.x, call.flags).raise(call.rank, epoch);
+    if (threadIdx.x < kRanks && !turn.leaves_out(threadIdx.x))
+        window_of<kRanks>(call.peers).signals(threadIdx.x, call.flags).raise(call.rank, turn.epoch);
 }
 
 // All ranks' headers are here, and all of them mean the same call. Every block calls it, with all its threads, and
 // gets the same answer on all ranks, unless a wait expires; block 0 records what is wrong, unless another kernel of the
 // same call does.
 template <int kRanks, int kCounts, bool kRecords = true>
-__device__ Opened await_call(const Call& call, uint32 epoch) {
+__device__ Opened await_call(const Call& call, Turn turn) {
     const Deadline deadline{call.fault, call.fault_claimed, call.open_timeout_ns};
     const int peer = threadIdx.x;
     bool here = true;
     int32 status = 0;
     bool differs = false;
-    if (peer < kRanks) {
+    const bool takes_part = peer < kRanks && !turn.leaves_out(peer);
+    if (takes_part) {
         const PeerSignals flags = window_of<kRanks>(call.peers).signals(call.rank, call.flags);
-        here = flags.template wait<Flag::kEveryCall>(peer, epoch, deadline, peer, kPhaseOpen);
+        here = flags.template wait<Flag::kEveryCall>(peer, turn.epoch, deadline, peer, kPhaseOpen);
     }
     if (!__syncthreads_and(here)) return Opened::kExpired;
-    if (peer < kRanks) {
-        const int32* first = headers_of<kRanks, kCounts>(call, epoch);
-        const int32* header = first + peer * header_words<kCounts>;
+    if (takes_part) {
+        const int32* all = headers_of<kRanks, kCounts>(call, turn.epoch);
+        const int32* first = all + (__ffs(~turn.masked) - 1) * header_words<kCounts>;
+        const int32* header = all + peer * header_words<kCounts>;
         status = header[0];
         for (int word = kHashWord; word < kHeaderWords; ++word) differs = differs || header[word] != first[word];
     }
@@ -160,7 +174,7 @@ __device__ Opened await_call(const Call& call, uint32 epoch) {
 //
 // Last of all the host learns that the call is over. The release at system scope covers all that this rank has written.
 template <int kPart = kWhole, class Publish>
-__device__ __forceinline__ void close_call(const Call& call, uint32 epoch, bool done, Publish publish) {
+__device__ __forceinline__ void close_call(const Call& call, Turn turn, bool done, Publish publish) {
     constexpr uint32 kInVain = 1 << 16;  // a grid has fewer blocks
     const uint32 own = __syncthreads_and(done) ? 1 : kInVain + 1;
     if (threadIdx.x >= 32) return;
@@ -172,8 +186,11 @@ __device__ __forceinline__ void close_call(const Call& call, uint32 epoch, bool 
         if (last) {
             *call.blocks_out = 0;
             call.claimed[0] = call.claimed[1] = 0;
-            if constexpr (kPart != kReceive) *call.epoch = epoch;
-            if constexpr (kPart == kSend) *call.half_epoch = epoch;
+            if constexpr (kPart != kReceive) *call.epoch = turn.epoch;
+            if constexpr (kPart == kSend) {
+                call.half_epoch[0] = turn.epoch;
+                call.half_epoch[1] = turn.masked;
+            }
         }
     }
     if (__any_sync(~0u, in_vain)) {

@@ -22,12 +22,12 @@ __device__ void barrier(const BarrierArgs& args) {
     __shared__ alignas(16) int32 header[kHeaderWords];
     constexpr int kCounts = Shape::num_ranks + Shape::num_experts;
     for (int i = threadIdx.x; i < args.num_cleared; i += Shape::threads) args.cleared[i] = 0;
-    const uint32 epoch = epoch_of(args.call);
+    const Turn turn = turn_of(args.call);
     Opened opened = Opened::kExpired;
     if (!__syncthreads_or(has_expired(deadline_of(args.call)))) {
-        announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, epoch, 0, header);
-        opened = await_call<Shape::num_ranks, kCounts>(args.call, epoch);
+        announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, turn, 0, header);
+        opened = await_call<Shape::num_ranks, kCounts>(args.call, turn);
     }
     if (threadIdx.x == 0) *args.opened = opened == Opened::kGo;
-    close_call(args.call, epoch, true, [] {});
+    close_call(args.call, turn, true, [] {});
 }

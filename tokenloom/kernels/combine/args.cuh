@@ -79,6 +79,9 @@ struct PushRings<Rows, kRings, true> {
     typename Rows::Copy::Control control[kRings];
 };
 
+// Of a rank that sends nothing home, whatever the dispatch has counted.
+constexpr int32 kNoRows = -1;
+
 template <class Shape>
 struct CombineShared {
     static constexpr int kRings = CombineRoles<Shape>::kSends ? Shape::push_warps : 1;
@@ -92,5 +95,5 @@ struct CombineShared {
     int32 received[Shape::num_ranks];       // how many did
     int32 home_base[Shape::num_ranks];      // where this rank's rows begin in the buffer of home rank s
     int32 own_base[Shape::num_ranks];       // where rank r's rows begin in this rank's buffer
-    int32 own[Shape::num_ranks];            // how many there are
+    int32 own[Shape::num_ranks];            // how many there are; kNoRows of masked ranks
 };

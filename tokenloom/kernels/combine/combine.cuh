@@ -23,9 +23,10 @@
 #include "kernels/combine/sum.cuh"
 
 template <class Shape>
-__device__ void find_bases(const CombineArgs& args, CombineShared<Shape>& shared, uint32 epoch) {
+__device__ void find_bases(const CombineArgs& args, CombineShared<Shape>& shared, Turn turn) {
     constexpr int kCounts = Shape::num_ranks + Shape::num_experts;
-    if (threadIdx.x == 0) shared.combine_recv = args.combine_recv + (epoch & (args.combine_turns - 1)) * args.turn_bytes;
+    if (threadIdx.x == 0)
+        shared.combine_recv = args.combine_recv + (turn.epoch & (args.combine_turns - 1)) * args.turn_bytes;
     if (threadIdx.x < Shape::num_ranks) {
         const int i = threadIdx.x;
         int32 received = 0, home = 0, own = 0;
@@ -37,10 +38,10 @@ __device__ void find_bases(const CombineArgs& args, CombineShared<Shape>& shared
         shared.control.bases[i] = args.call.peers[i];
         shared.data.bases[i] = args.peers[i];
         shared.received_base[i] = received;
-        shared.received[i] = args.all_counts[i * kCounts + args.call.rank];
+        shared.received[i] = turn.leaves_out(i) ? 0 : args.all_counts[i * kCounts + args.call.rank];
         shared.home_base[i] = home;
         shared.own_base[i] = own;
-        shared.own[i] = args.all_counts[args.call.rank * kCounts + i];
+        shared.own[i] = turn.leaves_out(i) ? kNoRows : args.all_counts[args.call.rank * kCounts + i];
     }
     __syncthreads();
 }
@@ -65,7 +66,8 @@ __device__ __forceinline__ void push_rows(const CombineArgs& args, CombineShared
 
 // All that a block does before it leaves. False, in any thread: the combine does not take place, or not all of it.
 template <class Shape>
-__device__ bool combine_rows(const CombineArgs& args, uint32 epoch) {
+__device__ bool combine_rows(const CombineArgs& args, Turn turn) {
+    const uint32 epoch = turn.epoch;
     extern __shared__ __align__(128) unsigned char memory[];
     static_assert(Shape::num_ranks <= kMostRanks, "a lane and a bit of every mask for each rank");
     static_assert(sizeof(CombineShared<Shape>) <= Shape::shared_bytes, "launch.py asks for what this needs");
@@ -77,18 +79,18 @@ __device__ bool combine_rows(const CombineArgs& args, uint32 epoch) {
     if (__syncthreads_or(has_expired(deadline_of(args.call)))) return false;
     if (Shape::part != kReceive && blockIdx.x == gridDim.x - 1)
         // Blocks start in order: when the last one runs, none of this rank lacks an SM.
-        announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, epoch, 0, shared.header);
+        announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, turn, 0, shared.header);
     if (warp == 0) shared.progress.clear(lane);
     if constexpr (CombineRows<Shape>::kCopies) {
         if (warp < shared.kRings) CombineRows<Shape>::Copy::init(shared.push.control[warp], lane);
         mbarrier_init_fence();
     }
-    find_bases<Shape>(args, shared, epoch);
+    find_bases<Shape>(args, shared, turn);
     if constexpr (Shape::eager != 0 && Roles::kSends) {
         push_rows<Shape>(args, shared, epoch, warp, lane);
         if constexpr (!Roles::kSums) return true;
     }
-    const Opened opened = await_call<Shape::num_ranks, kCounts, Roles::kSums>(args.call, epoch);
+    const Opened opened = await_call<Shape::num_ranks, kCounts, Roles::kSums>(args.call, turn);
     if (threadIdx.x == 0) mark(args.call, kHeard);
     if (opened != Opened::kGo) return opened == Opened::kRefused && !Roles::kSums;  // the other half says what is wrong
     if constexpr (Roles::kSends && Shape::eager == 0) {
@@ -110,9 +112,9 @@ __device__ bool combine_rows(const CombineArgs& args, uint32 epoch) {
 
 template <class Shape>
 __device__ void combine(const CombineArgs& args) {
-    const uint32 epoch = epoch_of<Shape::part>(args.call);
-    const bool done = combine_rows<Shape>(args, epoch);
-    close_call<Shape::part>(args.call, epoch, done, [&] {
+    const Turn turn = turn_of<Shape::part>(args.call);
+    const bool done = combine_rows<Shape>(args, turn);
+    close_call<Shape::part>(args.call, turn, done, [&] {
         if constexpr (CombineRoles<Shape>::kSums) publish_nan<Shape>(args);
     });
 }

@@ -10,7 +10,8 @@ struct Term {
 };
 
 template <class Shape>
-__device__ __forceinline__ Term term_of(const CombineArgs& args, int64 token, int lane) {
+__device__ __forceinline__ Term term_of(const CombineArgs& args, const CombineShared<Shape>& shared,
+                                            int64 token, int lane) {
     Term term{-1, lane};
     if constexpr (Shape::per_route != 0) {
         if (lane >= Shape::top_k) return term;
@@ -21,7 +22,7 @@ __device__ __forceinline__ Term term_of(const CombineArgs& args, int64 token, in
     } else if (lane >= Shape::num_ranks) {
         return term;
     }
-    term.slot = args.slots[token * Shape::num_ranks + term.rank];
+    if (shared.own[term.rank] != kNoRows) term.slot = args.slots[token * Shape::num_ranks + term.rank];
     return term;
 }
 
@@ -44,12 +45,12 @@ __device__ bool sum_rows(const CombineArgs& args, const CombineShared<Shape>& sh
     Claims claims(args.call.claimed + 1, lane);
     int32 item = warp < 0 ? num_warps + claims.take() : warp * gridDim.x + blockIdx.x;
     if (item >= num_items) return true;
-    Term next = term_of<Shape>(args, item / parts, lane);
+    Term next = term_of<Shape>(args, shared, item / parts, lane);
     for (int32 next_item; item < num_items; item = next_item) {
         const int64 token = item / parts;
         const Term term = next;
         next_item = num_warps + claims.take();
-        if (next_item < num_items) next = term_of<Shape>(args, next_item / parts, lane);
+        if (next_item < num_items) next = term_of<Shape>(args, shared, next_item / parts, lane);
         bool here = true;
         uint64 row = 0;
         if (Shape::dense != 0) {  // copy engines brought all rows before their ranks opened this call

@@ -23,13 +23,14 @@
 
 // Layouts token and rank: block 0 leaves when all rows are here.
 template <class Shape>
-__device__ bool wait_for_rows(const DispatchArgs& args, uint32 epoch, int32 blocks) {
+__device__ bool wait_for_rows(const DispatchArgs& args, Turn turn, int32 blocks) {
     const Deadline deadline = deadline_of(args.call);
     const PeerSignals done = window_of<Shape::num_ranks>(args.call.peers).signals(args.call.rank, args.done_flags);
     bool here = true;
     for (int i = threadIdx.x; i < Shape::num_ranks * blocks; i += Shape::threads) {
         const int peer = i / blocks, block = i % blocks;
-        here = here && done.from(peer * Shape::max_blocks).wait(block, epoch, deadline, peer, kPhaseRows);
+        here = here && (turn.leaves_out(peer) ||
+                        done.from(peer * Shape::max_blocks).wait(block, turn.epoch, deadline, peer, kPhaseRows));
     }
     return __syncthreads_and(here);
 }
@@ -46,7 +47,8 @@ __device__ __forceinline__ bool fill(const DispatchArgs& args, const DispatchSha
 
 // All that a block does before it leaves. False, in any thread: the dispatch does not take place, or not all of it.
 template <class Shape>
-__device__ bool dispatch_rows(const DispatchArgs& args, uint32 epoch) {
+__device__ bool dispatch_rows(const DispatchArgs& args, Turn turn) {
+    const uint32 epoch = turn.epoch;
     extern __shared__ __align__(128) unsigned char memory[];
     static_assert(Shape::num_ranks <= kMostRanks, "a lane and a bit of every mask for each rank");
     static_assert(sizeof(DispatchShared<Shape>) <= Shape::shared_bytes, "launch.py asks for what this needs");
@@ -63,21 +65,21 @@ __device__ bool dispatch_rows(const DispatchArgs& args, uint32 epoch) {
     if (warp < shared.kRings) DispatchShared<Shape>::Stream::init(shared.control_of_stream[warp], lane);
     if (threadIdx.x < Shape::num_ranks) shared.control.bases[threadIdx.x] = args.call.peers[threadIdx.x];
     mbarrier_init_fence();
-    if (!count_all_routes<Shape>(args, route, chunk, epoch)) return false;
+    if (!count_all_routes<Shape>(args, route, chunk, turn)) return false;
     if (threadIdx.x == 0) mark(args.call, kCounted);
     if (block == blocks - 1) {
         for (int i = threadIdx.x; i < kCounts; i += Shape::threads)
             route.header[kHeaderWords + i] = route.before[i] + route.chunk[i];
-        announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, epoch, kCounts, route.header);
+        announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, turn, kCounts, route.header);
     }
-    const Opened opened = await_call<Shape::num_ranks, kCounts>(args.call, epoch);
+    const Opened opened = await_call<Shape::num_ranks, kCounts>(args.call, turn);
     if (threadIdx.x == 0) mark(args.call, kHeard);
     if (opened != Opened::kGo) {
         if (opened == Opened::kRefused && block == 0) notify_host<Shape>(args);  // which reads the record first
         return false;
     }
 
-    const AllCounts<Shape> counts{headers_of<Shape::num_ranks, kCounts>(args.call, epoch) + kHeaderWords};
+    const AllCounts<Shape> counts{headers_of<Shape::num_ranks, kCounts>(args.call, epoch) + kHeaderWords, turn};
     if (threadIdx.x < Shape::num_ranks)
         shared.data.bases[threadIdx.x] = args.peers[threadIdx.x] + counts.region(threadIdx.x) * args.region_bytes;
     find_bases<Shape>(args, route, counts);
@@ -88,7 +90,7 @@ __device__ bool dispatch_rows(const DispatchArgs& args, uint32 epoch) {
     bool all_fit = true;
     for (int r = 0; r < Shape::num_ranks; ++r) all_fit = all_fit && route.needed[r] <= args.capacity;
     if (!all_fit && args.stop_on_overflow) return true;
-    find_slots<Shape>(args, route, shared.running, chunk);
+    find_slots<Shape>(args, route, shared.running, chunk, turn);
     int32* places = args.slots + static_cast<int64>(args.num_tokens) * Shape::num_ranks;
     if constexpr (Shape::layout == kLayoutExpert) find_places<Shape>(args, route, shared.running, chunk, places);
     fence_shared_to_bulk();  // the rings take over the memory of the running counts
@@ -100,7 +102,7 @@ __device__ bool dispatch_rows(const DispatchArgs& args, uint32 epoch) {
 
     bool done = true;  // what this thread's warp had to do
     if (warp < Shape::send_warps) {
-        done = send_rows<Shape>(args, shared, places, chunk, epoch, warp, lane);
+        done = send_rows<Shape>(args, shared, places, chunk, turn, warp, lane);
         if (lane == 0) mark(args.call, kSent);
     } else if constexpr (Shape::layout == kLayoutExpert) {
         if (warp == Shape::send_warps) {
@@ -111,13 +113,13 @@ __device__ bool dispatch_rows(const DispatchArgs& args, uint32 epoch) {
     }
     if constexpr (Shape::layout != kLayoutExpert) {
         if (!__syncthreads_and(done)) return false;
-        if (threadIdx.x < Shape::num_ranks)
+        if (threadIdx.x < Shape::num_ranks && !turn.leaves_out(threadIdx.x))
             window_of<Shape::num_ranks>(args.call.peers)
                 .signals(threadIdx.x, args.done_flags)
                 .from(args.call.rank * Shape::max_blocks)
                 .raise(block, epoch);
         if (threadIdx.x == 0) mark(args.call, kNotified);
-        if (Shape::part == kWhole && block == 0) done = wait_for_rows<Shape>(args, epoch, blocks);
+        if (Shape::part == kWhole && block == 0) done = wait_for_rows<Shape>(args, turn, blocks);
     }
     if (threadIdx.x == 0) mark(args.call, kDone);
     return done;
@@ -125,15 +127,16 @@ __device__ bool dispatch_rows(const DispatchArgs& args, uint32 epoch) {
 
 // The receiving half: the rows that the sending half of this call left on their way.
 template <class Shape>
-__device__ bool receive_rows(const DispatchArgs& args, uint32 epoch) {
+__device__ bool receive_rows(const DispatchArgs& args, Turn turn) {
+    const uint32 epoch = turn.epoch;
     extern __shared__ __align__(128) unsigned char memory[];
     static_assert(sizeof(DispatchShared<Shape>) <= Shape::shared_bytes, "launch.py asks for what this needs");
     auto& shared = *reinterpret_cast<DispatchShared<Shape>*>(memory);
     constexpr int kCounts = RouteShared<Shape>::kCounts;
     if (__syncthreads_or(has_expired(deadline_of(args.call)))) return false;
     // The sending half has said what is wrong with the call.
-    if (await_call<Shape::num_ranks, kCounts, false>(args.call, epoch) != Opened::kGo) return false;
-    const AllCounts<Shape> counts{headers_of<Shape::num_ranks, kCounts>(args.call, epoch) + kHeaderWords};
+    if (await_call<Shape::num_ranks, kCounts, false>(args.call, turn) != Opened::kGo) return false;
+    const AllCounts<Shape> counts{headers_of<Shape::num_ranks, kCounts>(args.call, epoch) + kHeaderWords, turn};
     if (threadIdx.x < Shape::num_ranks) {
         shared.control.bases[threadIdx.x] = args.call.peers[threadIdx.x];
         shared.data.bases[threadIdx.x] = args.peers[threadIdx.x] + counts.region(threadIdx.x) * args.region_bytes;
@@ -141,14 +144,14 @@ __device__ bool receive_rows(const DispatchArgs& args, uint32 epoch) {
     find_bases<Shape>(args, shared.route, counts);
     if constexpr (Shape::layout == kLayoutExpert)
         return fill<Shape>(args, shared, epoch, threadIdx.x / 32, threadIdx.x % 32);
-    return blockIdx.x != 0 || wait_for_rows<Shape>(args, epoch, args.send_blocks);
+    return blockIdx.x != 0 || wait_for_rows<Shape>(args, turn, args.send_blocks);
 }
 
 template <class Shape>
 __device__ void dispatch(const DispatchArgs& args) {
-    const uint32 epoch = epoch_of<Shape::part>(args.call);
+    const Turn turn = turn_of<Shape::part>(args.call);
     bool done;
-    if constexpr (Shape::part == kReceive) done = receive_rows<Shape>(args, epoch);
-    else done = dispatch_rows<Shape>(args, epoch);
-    close_call<Shape::part>(args.call, epoch, done, [&] { publish_nothing<Shape>(args); });
+    if constexpr (Shape::part == kReceive) done = receive_rows<Shape>(args, turn);
+    else done = dispatch_rows<Shape>(args, turn);
+    close_call<Shape::part>(args.call, turn, done, [&] { publish_nothing<Shape>(args); });
 }

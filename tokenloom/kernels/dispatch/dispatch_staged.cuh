@@ -31,7 +31,8 @@ __device__ __forceinline__ uint64 turn_offset(const DispatchArgs& args, uint32 e
 
 // False, in any thread: the dispatch does not take place, or not all of it.
 template <class Shape>
-__device__ bool send_staged(const DispatchArgs& args, DispatchShared<Shape>& shared, uint32 epoch) {
+__device__ bool send_staged(const DispatchArgs& args, DispatchShared<Shape>& shared, Turn turn) {
+    const uint32 epoch = turn.epoch;
     constexpr int kCounts = RouteShared<Shape>::kCounts;
     auto& route = shared.route;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -44,18 +45,18 @@ __device__ bool send_staged(const DispatchArgs& args, DispatchShared<Shape>& sha
         route.row_base[threadIdx.x] = args.call.rank * args.max_tokens;
     }
     mbarrier_init_fence();
-    if (!count_all_routes<Shape>(args, route, chunk, epoch)) return false;
+    if (!count_all_routes<Shape>(args, route, chunk, turn)) return false;
     if (threadIdx.x == 0) mark(args.call, kCounted);
     if (blockIdx.x == gridDim.x - 1) {
         for (int i = threadIdx.x; i < kCounts; i += Shape::threads)
             route.header[kHeaderWords + i] = route.before[i] + route.chunk[i];
-        announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, epoch, kCounts, route.header);
+        announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, turn, kCounts, route.header);
     }
     if constexpr (Shape::eager == 0) {  // what is wrong is said where rows are received
-        const Opened opened = await_call<Shape::num_ranks, kCounts, false>(args.call, epoch);
+        const Opened opened = await_call<Shape::num_ranks, kCounts, false>(args.call, turn);
         if (opened != Opened::kGo) return opened == Opened::kRefused;
     }
-    find_slots<Shape>(args, route, shared.running, chunk);
+    find_slots<Shape>(args, route, shared.running, chunk, turn);
     int32* places = args.slots + static_cast<int64>(args.num_tokens) * Shape::num_ranks;
     if constexpr (Places<Shape>::kOfRoutes) find_places<Shape>(args, route, shared.running, chunk, places);
     fence_shared_to_bulk();  // the rings take over the memory of the running counts
@@ -66,11 +67,11 @@ __device__ bool send_staged(const DispatchArgs& args, DispatchShared<Shape>& sha
     }
     bool done = true;
     if (warp < Shape::send_warps) {
-        done = send_rows<Shape>(args, shared, places, chunk, epoch, warp, lane);
+        done = send_rows<Shape>(args, shared, places, chunk, turn, warp, lane);
         if (lane == 0) mark(args.call, kSent);
     }
     if (!__syncthreads_and(done)) return false;
-    if (threadIdx.x < Shape::num_ranks)
+    if (threadIdx.x < Shape::num_ranks && !turn.leaves_out(threadIdx.x))
         shared.control.signals(threadIdx.x, args.done_flags)
             .from(args.call.rank * Shape::max_blocks)
             .raise(blockIdx.x, epoch);
@@ -80,18 +81,19 @@ __device__ bool send_staged(const DispatchArgs& args, DispatchShared<Shape>& sha
 
 // False as above.
 template <class Shape>
-__device__ bool receive_staged(const DispatchArgs& args, StagedShared<Shape>& shared, uint32 epoch) {
+__device__ bool receive_staged(const DispatchArgs& args, StagedShared<Shape>& shared, Turn turn) {
+    const uint32 epoch = turn.epoch;
     constexpr int kCounts = RouteShared<Shape>::kCounts;
     auto& route = shared.send.route;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    if (await_call<Shape::num_ranks, kCounts>(args.call, epoch) != Opened::kGo) return false;
+    if (await_call<Shape::num_ranks, kCounts>(args.call, turn) != Opened::kGo) return false;
     if (threadIdx.x == 0) mark(args.call, kHeard);
-    const AllCounts<Shape> counts{headers_of<Shape::num_ranks, kCounts>(args.call, epoch) + kHeaderWords};
+    const AllCounts<Shape> counts{headers_of<Shape::num_ranks, kCounts>(args.call, epoch) + kHeaderWords, turn};
     find_bases<Shape>(args, route, counts);
     if constexpr (Places<Shape>::kOfRoutes) find_expert_places<Shape>(args, route, shared.spread, counts);
     if (blockIdx.x == 0) publish_counts<Shape>(args, route, counts);
     if constexpr (Shape::layout == kLayoutExpert) clear_staged_padding<Shape>(args, route, shared.spread, warp, lane);
-    if (!wait_for_sources<Shape>(args, epoch, args.send_blocks)) return false;
+    if (!wait_for_sources<Shape>(args, turn, args.send_blocks)) return false;
     const uint64 staging = args.peers[args.call.rank] + turn_offset<Shape>(args, epoch);
     spread_rows<Shape>(args, route, shared.spread, staging, warp, lane);
     if (lane == 0) mark(args.call, kFilled);
@@ -99,7 +101,7 @@ __device__ bool receive_staged(const DispatchArgs& args, StagedShared<Shape>& sh
 }
 
 template <class Shape>
-__device__ bool dispatch_staged_rows(const DispatchArgs& args, uint32 epoch) {
+__device__ bool dispatch_staged_rows(const DispatchArgs& args, Turn turn) {
     extern __shared__ __align__(128) unsigned char memory[];
     static_assert(Shape::num_ranks <= kMostRanks, "a lane and a bit of every mask for each rank");
     static_assert(sizeof(StagedShared<Shape>) <= Shape::shared_bytes, "launch.py asks for what this needs");
@@ -107,17 +109,17 @@ __device__ bool dispatch_staged_rows(const DispatchArgs& args, uint32 epoch) {
     if (threadIdx.x == 0) mark(args.call, kBegun);
     if (__syncthreads_or(has_expired(deadline_of(args.call)))) return false;
     bool done = true;
-    if constexpr (Shape::part != kReceive) done = send_staged<Shape>(args, shared.send, epoch);
-    if constexpr (Shape::part != kSend) done = done && receive_staged<Shape>(args, shared, epoch);
+    if constexpr (Shape::part != kReceive) done = send_staged<Shape>(args, shared.send, turn);
+    if constexpr (Shape::part != kSend) done = done && receive_staged<Shape>(args, shared, turn);
     if (threadIdx.x == 0) mark(args.call, kDone);
     return done;
 }
 
 template <class Shape>
 __device__ void dispatch_staged(const DispatchArgs& args) {
-    const uint32 epoch = epoch_of<Shape::part>(args.call);
-    const bool done = dispatch_staged_rows<Shape>(args, epoch);
-    close_call<Shape::part>(args.call, epoch, done, [&] {
+    const Turn turn = turn_of<Shape::part>(args.call);
+    const bool done = dispatch_staged_rows<Shape>(args, turn);
+    close_call<Shape::part>(args.call, turn, done, [&] {
         if constexpr (Shape::part != kSend) publish_nothing<Shape>(args);
     });
 }

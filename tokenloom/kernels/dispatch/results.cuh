@@ -9,7 +9,7 @@ __device__ void publish_counts(const DispatchArgs& args, const RouteShared<Shape
     constexpr int kCounts = RouteShared<Shape>::kCounts;
     const int32 clamp = Shape::layout == kLayoutToken ? args.capacity : 0x7fffffff;
     for (int i = threadIdx.x; i < Shape::num_ranks * kCounts; i += Shape::threads)
-        args.all_counts[i] = counts.rows(i / kCounts, i % kCounts);
+        args.all_counts[i] = counts.count(i / kCounts, i % kCounts);
     for (int s = threadIdx.x; s < Shape::num_ranks; s += Shape::threads)
         args.source_counts[s] =
             min(route.received_base[s] + route.received[s], clamp) - min(route.received_base[s], clamp);

@@ -76,7 +76,7 @@ struct TokenIds {
 
 // Adds the counts of a chunk to counts[W + E] in shared memory.
 template <class Shape, class Id>
-__device__ void count_routes_of(const DispatchArgs& args, Chunk chunk, int32* counts) {
+__device__ void count_routes_of(const DispatchArgs& args, Chunk chunk, Turn turn, int32* counts) {
     const int lane = threadIdx.x % 32;
     int32 rows_of_lane = 0;  // lane r counts the rows for rank r
     for (int32 first = chunk.begin + (threadIdx.x - lane); first < chunk.end; first += Shape::threads) {
@@ -87,7 +87,7 @@ __device__ void count_routes_of(const DispatchArgs& args, Chunk chunk, int32* co
 #pragma unroll
         for (int k = 0; k < Shape::top_k; ++k) {
             const int32 expert = expert_of_id<Shape::num_experts>(ids.id[k]);
-            if (expert < 0) continue;
+            if (expert < 0 || turn.leaves_out(expert / Shape::experts_per_rank)) continue;
             ranks |= 1u << (expert / Shape::experts_per_rank);
             atomicAdd(&counts[Shape::num_ranks + expert], 1);
         }
@@ -101,21 +101,21 @@ __device__ void count_routes_of(const DispatchArgs& args, Chunk chunk, int32* co
 }
 
 template <class Shape>
-__device__ void count_routes(const DispatchArgs& args, Chunk chunk, int32* counts) {
-    if (args.ids_are_int64) count_routes_of<Shape, int64>(args, chunk, counts);
-    else count_routes_of<Shape, int32>(args, chunk, counts);
+__device__ void count_routes(const DispatchArgs& args, Chunk chunk, Turn turn, int32* counts) {
+    if (args.ids_are_int64) count_routes_of<Shape, int64>(args, chunk, turn, counts);
+    else count_routes_of<Shape, int32>(args, chunk, turn, counts);
 }
 
 // shared.before and shared.chunk. Blocks wait for the counts of those before them, which run: a grid is no larger than
 // what fits on the GPU at once. False: one of them has left, since a wait expired.
 template <class Shape>
-__device__ bool count_all_routes(const DispatchArgs& args, RouteShared<Shape>& shared, Chunk chunk, uint32 epoch) {
+__device__ bool count_all_routes(const DispatchArgs& args, RouteShared<Shape>& shared, Chunk chunk, Turn turn) {
     constexpr int kCounts = RouteShared<Shape>::kCounts;
     for (int i = threadIdx.x; i < kCounts; i += Shape::threads) shared.before[i] = shared.chunk[i] = 0;
     __syncthreads();
-    count_routes<Shape>(args, chunk, shared.chunk);
+    count_routes<Shape>(args, chunk, turn, shared.chunk);
     if (args.num_tokens <= 2 * Shape::threads) {  // faster than waiting for other blocks
-        count_routes<Shape>(args, {0, chunk.begin}, shared.before);
+        count_routes<Shape>(args, {0, chunk.begin}, turn, shared.before);
         __syncthreads();
         return true;
     }
@@ -125,9 +125,10 @@ __device__ bool count_all_routes(const DispatchArgs& args, RouteShared<Shape>& s
         counts_of_block[blockIdx.x * kCounts + i] = shared.chunk[i];
     __syncthreads();
     auto* flags = reinterpret_cast<uint32*>(args.block_counts);
-    if (threadIdx.x == 0) store_release_gpu(flags + blockIdx.x, epoch);
+    if (threadIdx.x == 0) store_release_gpu(flags + blockIdx.x, turn.epoch);
     const bool here =
-        threadIdx.x >= blockIdx.x || wait_for_block(flags + threadIdx.x, epoch, deadline_of(args.call), args.call.rank);
+        threadIdx.x >= blockIdx.x ||
+        wait_for_block(flags + threadIdx.x, turn.epoch, deadline_of(args.call), args.call.rank);
     if (!__syncthreads_and(here)) return false;
     for (int i = threadIdx.x; i < kCounts; i += Shape::threads) {
         int32 sum = 0;
@@ -140,26 +141,29 @@ __device__ bool count_all_routes(const DispatchArgs& args, RouteShared<Shape>& s
 }
 
 template <class Shape>
-__device__ __forceinline__ uint32 ranks_of(const DispatchArgs& args, int32 token) {
+__device__ __forceinline__ uint32 ranks_of(const DispatchArgs& args, Turn turn, int32 token) {
     uint32 ranks = 0;
 #pragma unroll
     for (int k = 0; k < Shape::top_k; ++k) {
         const int32 expert = expert_of<Shape>(args, static_cast<int64>(token) * Shape::top_k + k);
         if (expert >= 0) ranks |= 1u << (expert / Shape::experts_per_rank);
     }
-    return ranks;
+    return ranks & ~turn.masked;
 }
 
-// Counts of all ranks, as they lie in this rank's control buffer.
+// Counts of all ranks, as they lie in this rank's control buffer. Masked ranks have no tokens.
 template <class Shape>
 struct AllCounts {
     static constexpr int kStride = header_words<RouteShared<Shape>::kCounts>;
     const int32* first;
-    __device__ int32 rows(int source, int rank) const { return first[source * kStride + rank]; }
-    __device__ int32 region(int rank) const { return first[rank * kStride + kRegionWord - kHeaderWords]; }
-    __device__ int32 routes(int source, int expert) const {
-        return first[source * kStride + Shape::num_ranks + expert];
+    Turn turn;
+    // Number `index` of what a source has counted: rows for each rank, then routes of each expert.
+    __device__ int32 count(int source, int index) const {
+        return turn.leaves_out(source) ? 0 : first[source * kStride + index];
     }
+    __device__ int32 rows(int source, int rank) const { return count(source, rank); }
+    __device__ int32 region(int rank) const { return first[rank * kStride + kRegionWord - kHeaderWords]; }
+    __device__ int32 routes(int source, int expert) const { return count(source, Shape::num_ranks + expert); }
 };
 
 // Prefix sums over all ranks' counts. Every block makes them, and so knows the place of each of its rows.
@@ -205,11 +209,11 @@ __device__ void find_bases(const DispatchArgs& args, RouteShared<Shape>& shared,
 // slots[t][r] for the tokens of this chunk: how many earlier tokens of this source go to rank r.
 template <class Shape>
 __device__ void find_slots(const DispatchArgs& args, RouteShared<Shape>& shared, RunningCounts<Shape>& running,
-                           Chunk chunk) {
+                           Chunk chunk, Turn turn) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     for (int32 first = chunk.begin; first < chunk.end; first += Shape::threads) {
         const int32 token = first + threadIdx.x;
-        const uint32 ranks = token < chunk.end ? ranks_of<Shape>(args, token) : 0;
+        const uint32 ranks = token < chunk.end ? ranks_of<Shape>(args, turn, token) : 0;
         int32 in_warp[Shape::num_ranks];
 #pragma unroll
         for (int r = 0; r < Shape::num_ranks; ++r) {

@@ -22,14 +22,15 @@ __device__ __forceinline__ int32 target_of(const TokenRoutes& routes) {
 
 template <class Shape>
 __device__ __forceinline__ TokenRoutes routes_of(const DispatchArgs& args, const RouteShared<Shape>& route,
-                                                 const int32* places, int64 token, int lane) {
+                                                 const int32* places, Turn turn, int64 token, int lane) {
     TokenRoutes routes{-1, -1, 0, -1, 0.0f, 0, false};
     const int64 index = token * Shape::top_k + lane;
     if (lane < Shape::top_k) {
         routes.expert = expert_of<Shape>(args, index);
+        if (routes.expert >= 0 && turn.leaves_out(routes.expert / Shape::experts_per_rank)) routes.expert = -1;
         if (args.topk_weights != nullptr) routes.weight = args.topk_weights[index];
-        if constexpr (Places<Shape>::kOfRoutes) routes.place = places[index];
         if (routes.expert >= 0) {
+            if constexpr (Places<Shape>::kOfRoutes) routes.place = places[index];
             routes.rank = routes.expert / Shape::experts_per_rank;
             routes.row = route.row_base[routes.rank] + args.slots[token * Shape::num_ranks + routes.rank];
             if constexpr (!Places<Shape>::kOfRoutes) routes.place = routes.row;
@@ -129,12 +130,12 @@ __device__ void notify_row(const DispatchArgs& args, const DispatchShared<Shape>
 // One sending warp. False: not all rows could be sent.
 template <class Shape>
 __device__ bool send_rows(const DispatchArgs& args, DispatchShared<Shape>& shared, const int32* places, Chunk chunk,
-                          uint32 epoch, int warp, int lane) {
+                          Turn turn, int warp, int lane) {
     using Stream = typename DispatchShared<Shape>::Stream;
     static_assert(Stream::kAhead + 4 < Progress<Shape::send_warps>::kRecent, "rows begun and not yet notified");
     constexpr int kUnreported = 2;  // rows that are on their way when the one before them is reported
     constexpr bool kReports = Places<Shape>::kDirect;
-    TokenSource<Shape> tokens(args, chunk, epoch, warp, lane);
+    TokenSource<Shape> tokens(args, chunk, turn.epoch, warp, lane);
     TokenRoutes routes{};
     uint32 begun = 0;
     const auto row_of = [&](int64 token) {
@@ -147,7 +148,7 @@ __device__ bool send_rows(const DispatchArgs& args, DispatchShared<Shape>& share
         return true;
     };
     const auto send_rest = [&](int32 token) {  // all but the row itself
-        routes = routes_of<Shape>(args, shared.route, places, token, lane);
+        routes = routes_of<Shape>(args, shared.route, places, turn, token, lane);
         send_metadata<Shape>(args, shared, routes, token, lane);
     };
     const auto target = [&]() {  // this lane's address for the row, or nowhere

@@ -57,13 +57,14 @@ __device__ void clear_staged_padding(const DispatchArgs& args, const RouteShared
 
 // Every block: all rows of all sources are in this rank's region.
 template <class Shape>
-__device__ bool wait_for_sources(const DispatchArgs& args, uint32 epoch, int32 blocks) {
+__device__ bool wait_for_sources(const DispatchArgs& args, Turn turn, int32 blocks) {
     const Deadline deadline = deadline_of(args.call);
     const PeerSignals done = window_of<Shape::num_ranks>(args.call.peers).signals(args.call.rank, args.done_flags);
     bool here = true;
     for (int i = threadIdx.x; i < Shape::num_ranks * blocks; i += Shape::threads) {
         const int peer = i / blocks, block = i % blocks;
-        here = here && done.from(peer * Shape::max_blocks).wait(block, epoch, deadline, peer, kPhaseRows);
+        here = here && (turn.leaves_out(peer) ||
+                        done.from(peer * Shape::max_blocks).wait(block, turn.epoch, deadline, peer, kPhaseRows));
     }
     return __syncthreads_and(here);
 }

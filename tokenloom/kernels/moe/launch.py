@@ -36,7 +36,7 @@ class SumRoutesArgs(ctypes.Structure):
     """Mirror of SumRoutesArgs in sum_routes.cuh, which says what each value is."""
 
     _fields_ = [
-        *uint64_fields("topk_ids", "slots", "met", "combine_recv", "out"),
+        *uint64_fields("topk_ids", "slots", "met", "masked", "combine_recv", "out"),
         *int32_fields("num_tokens", "ids_are_int64"),
     ]
 
