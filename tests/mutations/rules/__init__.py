@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from tests.mutations.rules import beside, collective, comm, inference, kernels, masks, ops, runtime, training
+from tests.mutations.rules import beside, collective, comm, inference, kernels, masks, ops, runtime, training, usual
 
 MUTATIONS = (
     ops.MUTATIONS
     + collective.MUTATIONS
     + comm.MUTATIONS
     + beside.MUTATIONS
+    + usual.MUTATIONS
     + runtime.MUTATIONS
     + masks.MUTATIONS
     + training.MUTATIONS

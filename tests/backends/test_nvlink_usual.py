@@ -1,0 +1,374 @@
+"""Usual calls of backend "nvlink", without a GPU: which calls take the short way, which do not, and what one asks for.
+
+A call that is not usual but takes the short way would launch a kernel on wrong tensors, or where it must not be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+import tokenloom as tl
+from tests.support.stand_ins import StandIns, record_word
+from tokenloom.backends.nvlink.handle import WORDS_TOGETHER
+from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT, FAULT
+from tokenloom.comm.halves import CombineCall, DispatchCall
+from tokenloom.errors import CapacityOverflow, CommunicatorBroken, InvalidArgument
+
+NUM_RANKS, HIDDEN, TOP_K, NUM_EXPERTS = 4, 256, 2, 8
+SMALL, LARGE = 64, 1024
+"""Tokens of a rank: plans of few rows have staged dispatches."""
+BF16, FP8, INT32, INT64 = torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.int64
+
+
+class Calls:
+    """A communicator with stand-ins around it, and how many of its calls went the long way."""
+
+    def __init__(self, stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch, max_tokens: int) -> None:
+        sizes = {"num_experts": NUM_EXPERTS, "hidden": HIDDEN, "top_k": TOP_K, "max_tokens_per_rank": max_tokens}
+        self.comm = tl.Communicator(None, backend="nvlink", device="cpu", **sizes)
+        self.stand_ins, self.long = stand_ins, 0
+        for kind in (DispatchCall, CombineCall):
+            monkeypatch.setattr(kind, "run", self._counted(kind.run))
+        self.x, self.ids = torch.randn(5, HIDDEN, dtype=BF16), torch.zeros(5, TOP_K, dtype=INT64)
+        self.weights = torch.rand(5, TOP_K)
+
+    def _counted(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def counted(call: Any) -> Any:
+            self.long += 1
+            return run(call)
+
+        return counted
+
+    def dispatch(self, **changes: Any) -> Any:
+        given: dict[str, Any] = {"x": self.x, "topk_ids": self.ids, "topk_weights": self.weights, "layout": "token"}
+        return self.comm.dispatch(**{**given, "sizes": "bounded", **changes})
+
+
+@pytest.fixture
+def stand_ins() -> Iterator[StandIns]:
+    with StandIns(NUM_RANKS) as made, torch.no_grad():
+        made.keeps = True
+        yield made
+
+
+@pytest.fixture(params=[SMALL, LARGE])
+def calls(request: pytest.FixtureRequest, stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(stand_ins, monkeypatch, request.param)
+
+
+def fp8_tokens(calls: Calls) -> tuple[torch.Tensor, torch.Tensor]:
+    return calls.x.to(FP8), torch.ones(5, HIDDEN // 128)
+
+
+USUAL: dict[str, Callable[[Calls], dict[str, Any]]] = {
+    "token": lambda calls: {},
+    "rank": lambda calls: {"layout": "rank"},
+    "expert": lambda calls: {"layout": "expert", "capacity": 300},
+    "slots": lambda calls: {"layout": "slots", "sizes": None},
+    "to fp8": lambda calls: {"to_fp8": True},
+    "fp8": lambda calls: {"x": fp8_tokens(calls)},
+    "no weights": lambda calls: {"topk_weights": None},
+    "int32 ids": lambda calls: {"topk_ids": calls.ids.to(INT32)},
+    "no tokens": lambda calls: {"x": calls.x[:0], "topk_ids": calls.ids[:0], "topk_weights": calls.weights[:0]},
+}
+
+
+@pytest.mark.parametrize("kind", USUAL)
+def test_the_second_call_of_a_kind_is_usual(calls: Calls, kind: str) -> None:
+    """Its combine, too. Both give what the long way gives."""
+    changes = USUAL[kind](calls)
+    first, second = calls.dispatch(**changes), calls.dispatch(**changes)
+    assert calls.long == 1
+    assert second.tokens.shape == first.tokens.shape
+    assert (second.tokens.dtype, second.layout) == (first.tokens.dtype, first.layout)
+    assert (second.topk_weights is None) == (first.topk_weights is None)
+    assert (second.topk_ids is None) == (first.topk_ids is None)
+    if second.topk_ids is not None:
+        assert second.topk_ids.dtype == changes.get("topk_ids", calls.ids).dtype
+    options = {"weighted": False} if kind == "no weights" and first.layout == "expert" else {}
+    y = torch.zeros(second.tokens.shape, dtype=BF16)
+    out = torch.empty(first._handle.num_tokens, HIDDEN, dtype=BF16)
+    assert calls.comm.combine(y, first, **options).shape == out.shape
+    assert calls.long == 2
+    assert calls.comm.combine(y, second, **options).dtype == BF16
+    assert calls.comm.combine(y, second, out=out, **options) is out
+    assert calls.long == 2
+
+
+def many_tokens(number: int) -> dict[str, Any]:
+    return {
+        "x": torch.zeros(number, HIDDEN, dtype=BF16),
+        "topk_ids": torch.zeros(number, TOP_K, dtype=INT64),
+        "topk_weights": torch.zeros(number, TOP_K),
+    }
+
+
+UNUSUAL: dict[str, tuple[Callable[[Calls], dict[str, Any]], type[Exception] | None]] = {
+    "a row too short": (lambda calls: {"x": calls.x[:, :-8].contiguous()}, tl.ShapeMismatch),
+    "one dimension": (lambda calls: {"x": calls.x[0]}, tl.ShapeMismatch),
+    "too many tokens": (lambda calls: many_tokens(LARGE + 1), tl.ShapeMismatch),
+    "columns of x": (lambda calls: {"x": torch.zeros(HIDDEN, 5, dtype=BF16).T}, tl.ShapeMismatch),
+    "other dtype": (lambda calls: {"x": calls.x.to(torch.float64)}, tl.DtypeMismatch),
+    "ids of fewer tokens": (lambda calls: {"topk_ids": calls.ids[:-1]}, tl.ShapeMismatch),
+    "ids by column": (lambda calls: {"topk_ids": torch.zeros(TOP_K, 5, dtype=INT64).T}, tl.ShapeMismatch),
+    "float ids": (lambda calls: {"topk_ids": calls.ids.to(BF16)}, tl.DtypeMismatch),
+    "weights of fewer tokens": (lambda calls: {"topk_weights": calls.weights[:-1]}, tl.ShapeMismatch),
+    "double weights": (lambda calls: {"topk_weights": calls.weights.double()}, tl.DtypeMismatch),
+    "weights by column": (lambda calls: {"topk_weights": torch.rand(TOP_K, 5).T}, tl.ShapeMismatch),
+    "a list of weights": (lambda calls: {"topk_weights": calls.weights.tolist()}, InvalidArgument),
+    "scales of bfloat16": (lambda calls: {"x": (calls.x, torch.ones(5, 2))}, tl.DtypeMismatch),
+    "a number that is a truth": (lambda calls: {"alignment": True}, InvalidArgument),
+    "a truth that is a number": (lambda calls: {"to_fp8": 0}, InvalidArgument),
+    "a list of layouts": (lambda calls: {"layout": ["token"]}, InvalidArgument),
+    "copies": (lambda calls: {"copy": True}, None),
+    "another capacity": (lambda calls: {"sizes": "bounded", "capacity": 9}, None),
+    "tensors of the caller": (lambda calls: {"out": tl.DispatchOut(num_rows=torch.empty((), dtype=INT32))}, None),
+}
+
+
+@pytest.mark.parametrize("what", UNUSUAL)
+def test_what_is_unusual_goes_the_long_way(calls: Calls, what: str) -> None:
+    """It raises what it does in a first call, and the next call of the usual kind is usual again."""
+    make_changes, error = UNUSUAL[what]
+    calls.dispatch()
+    changes = make_changes(calls)
+    if error is None:
+        calls.dispatch(**changes)
+    else:
+        with pytest.raises(error):
+            calls.dispatch(**changes)
+    assert calls.long == 2
+    calls.stand_ins.settle()
+    clear_records(calls.stand_ins)
+    calls.dispatch()
+    assert calls.long == 2
+
+
+def clear_records(stand_ins: StandIns) -> None:
+    """No call has found anything."""
+    for launcher in stand_ins.launchers:
+        for number in range(launcher._num_launches):
+            for word in range(5):
+                launcher.outcomes._records._words[record_word(number, word)] = 0
+
+
+BAD_ROWS: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
+    "fewer rows": lambda y: {"y": y[:-1]},
+    "rows in two dimensions": lambda y: {"y": y[None]},
+    "by column": lambda y: {"y": y.T.contiguous().T},
+    "a list": lambda y: {"y": y.tolist()},
+    "a short result": lambda y: {"out": torch.empty(4, HIDDEN, dtype=BF16)},
+    "a wide result": lambda y: {"out": torch.empty(5, HIDDEN, dtype=torch.float32)},
+    "a result by column": lambda y: {"out": torch.empty(HIDDEN, 5, dtype=BF16).T},
+    "another mode": lambda y: {"mode": "per_route"},
+    "weights": lambda y: {"weighted": True},
+    "no dispatch": lambda y: {"routed": None},
+}
+
+
+@pytest.mark.parametrize("what", BAD_ROWS)
+def test_bad_rows_go_the_long_way(calls: Calls, what: str) -> None:
+    """A combine of them raises."""
+    routed = calls.dispatch()
+    y = torch.zeros(routed.tokens.shape, dtype=BF16)
+    calls.comm.combine(y, routed)
+    with pytest.raises(tl.TokenloomError):
+        calls.comm.combine(**{"y": y, "routed": routed, **BAD_ROWS[what](y)})
+    assert calls.long == 3
+
+
+def test_a_combine_of_another_communicator(calls: Calls) -> None:
+    """Its dispatch is not known here, though all else is alike."""
+    other = tl.Communicator(
+        None, backend="nvlink", device="cpu", num_experts=NUM_EXPERTS, hidden=HIDDEN, top_k=TOP_K,
+        max_tokens_per_rank=calls.comm.plan.max_tokens_per_rank,
+    )  # fmt: skip
+    routed = calls.dispatch()
+    y = torch.zeros(routed.tokens.shape, dtype=BF16)
+    calls.comm.combine(y, routed)
+    theirs = other.dispatch(calls.x, calls.ids, calls.weights, layout="token", sizes="bounded")
+    with pytest.raises(InvalidArgument, match="another Communicator"):
+        calls.comm.combine(y, theirs)
+
+
+def test_rows_that_were_overwritten(stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The short way, too, knows how old a dispatch is."""
+    calls = Calls(stand_ins, monkeypatch, LARGE)
+    old = calls.dispatch()
+    y = torch.zeros(old.tokens.shape, dtype=BF16)
+    calls.comm.combine(y, old)
+    for _ in range(2):
+        calls.dispatch()
+    assert calls.long == 2
+    with pytest.raises(InvalidArgument, match="its buffer was reused"):
+        calls.comm.combine(y, old)
+
+
+def with_gradients(calls: Calls) -> Any:
+    with torch.enable_grad():
+        return calls.dispatch()
+
+
+def on_another_stream(calls: Calls) -> Any:
+    calls.stand_ins.stream += 1
+    return calls.dispatch()
+
+
+def beside_an_open_call(calls: Calls) -> Any:
+    pending = calls.comm.send_dispatch(calls.x, calls.ids, calls.weights, layout="token", sizes="bounded")
+    routed = calls.dispatch()
+    pending.receive()
+    return routed
+
+
+def in_a_sequence(calls: Calls) -> Any:
+    with calls.comm.engine.sequence():
+        return calls.dispatch()
+
+
+def under_a_profiler(calls: Calls) -> Any:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        return calls.dispatch()
+
+
+def asynchronously(calls: Calls) -> Any:
+    return calls.dispatch(async_op=True)[0]
+
+
+AROUND = [with_gradients, on_another_stream, beside_an_open_call, in_a_sequence, under_a_profiler, asynchronously]
+
+
+@pytest.mark.parametrize("around", AROUND, ids=lambda around: around.__name__)
+def test_what_is_around_a_call(calls: Calls, around: Callable[[Calls], Any]) -> None:
+    """Gradients, other streams, halves, layers, profilers and side streams need what only the long way has."""
+    calls.dispatch()
+    assert around(calls).num_rows is not None
+    assert calls.long == 2
+
+
+def test_in_a_capture(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured call has memory of its own, since replays write it long after."""
+    calls.dispatch()
+    usual = calls.dispatch()
+    (launcher,) = calls.stand_ins.launchers
+    monkeypatch.setattr(launcher._graphs, "hold", lambda *owners: None)
+    calls.stand_ins.capturing = True
+    captured = calls.dispatch()
+    assert calls.long == 2
+    assert captured._handle.memory.numel() < WORDS_TOGETHER == usual._handle.memory.numel()
+    calls.stand_ins.capturing = False
+    calls.dispatch()
+    assert calls.long == 2
+
+
+def test_a_closed_communicator(calls: Calls) -> None:
+    """It says so, and launches nothing."""
+    calls.dispatch()
+    calls.comm.engine.ranks.close()
+    launched = len(calls.stand_ins.launched)
+    with pytest.raises(CommunicatorBroken, match="was closed"):
+        calls.dispatch()
+    assert len(calls.stand_ins.launched) == launched
+
+
+def test_what_earlier_calls_left(calls: Calls) -> None:
+    """A usual call raises it at the same point as any other: all ranks do, and none opens the call."""
+    (launcher,) = calls.stand_ins.launchers
+    calls.dispatch()
+    overflowed = launcher._num_launches
+    for _ in range(CALLS_IN_FLIGHT):
+        calls.dispatch()
+    calls.stand_ins.settle()
+    for word, value in enumerate((9, 8)):
+        launcher.outcomes._records._words[record_word(overflowed, word)] = value
+    calls.dispatch()
+    launches = launcher._num_launches
+    with pytest.raises(CapacityOverflow):
+        calls.dispatch()
+    assert launcher._num_launches == launches
+    calls.dispatch()
+    assert calls.long == 1
+
+
+@pytest.mark.parametrize("name", ["dispatch", "combine"])
+def test_a_fault_of_a_usual_call_is_told(calls: Calls, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The others wait in the call that this rank could not launch."""
+    routed = calls.dispatch()
+    y = torch.zeros(routed.tokens.shape, dtype=BF16)
+    calls.comm.combine(y, routed)
+    (launcher,) = calls.stand_ins.launchers
+    refused = RuntimeError("the driver refuses")
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise refused
+
+    with monkeypatch.context() as patched:
+        patched.setattr(launcher, "launch_ready", refuse_once(launcher.launch_ready, refuse))
+        with pytest.raises(RuntimeError, match="refuses"):
+            calls.dispatch() if name == "dispatch" else calls.comm.combine(y, routed)
+    assert calls.long == 2
+    assert calls.stand_ins.launched[-1][1].call.status == FAULT
+    calls.dispatch()
+    assert calls.comm.engine.open_calls.count == 4, "the call that failed counts"
+
+
+def refuse_once(launch: Callable[..., None], refuse: Callable[..., None]) -> Callable[..., None]:
+    todo = [refuse]
+
+    def launch_ready(*arguments: Any, **options: Any) -> None:
+        (todo.pop() if todo else launch)(*arguments, **options)
+
+    return launch_ready
+
+
+def test_buffers_that_have_grown(stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was prepared for the smaller ones is used no more: it would write to memory that is gone."""
+    calls = Calls(stand_ins, monkeypatch, LARGE)
+    worst = calls.comm.plan.worst_case_rows("expert")
+    for _ in range(2):
+        calls.dispatch(layout="expert", capacity=9)
+    before = stand_ins.launched[-1][1].peers
+    calls.dispatch(layout="expert", capacity=worst)
+    grown = stand_ins.launched[-1][1].peers
+    assert grown != before, "the case grows nothing"
+    calls.dispatch(layout="expert", capacity=9)
+    assert stand_ins.launched[-1][1].peers == grown
+    assert calls.long == 3
+    calls.dispatch(layout="expert", capacity=9)
+    assert stand_ins.launched[-1][1].peers == grown
+    assert calls.long == 3
+
+
+def test_words_of_calls(calls: Calls) -> None:
+    """Memory is shared by calls of one stream. Another stream has its own: what was freed on one may be in use on the
+    other."""
+    calls.dispatch()
+    first, second = calls.dispatch()._handle, calls.dispatch()._handle
+    assert first.memory is second.memory
+    assert first.words_address == first.memory.data_ptr() + 4 * first.first_word
+    assert second.first_word >= first.first_word + first.results.words(first.num_tokens)
+    calls.stand_ins.stream += 1
+    calls.dispatch()
+    other = calls.dispatch()._handle
+    assert other.memory is not first.memory
+    assert other.memory.numel() == WORDS_TOGETHER
+
+
+def test_memory_for_words_runs_out(calls: Calls) -> None:
+    """Then there is more, and what handles hold stays."""
+    calls.dispatch()
+    size = calls.dispatch()._handle.results.words(5)
+    handles = [calls.dispatch()._handle for _ in range(WORDS_TOGETHER // size + 1)]
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for handle in handles:
+        end = handle.first_word + handle.results.words(handle.num_tokens)
+        assert end <= handle.memory.numel()
+        spans.setdefault(id(handle.memory), []).append((handle.first_word, end))
+    assert len(spans) > 1, "the case does not fill the first"
+    for found in spans.values():
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(found))

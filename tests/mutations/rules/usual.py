@@ -1,0 +1,91 @@
+"""Rules of usual calls: what makes a call unusual, and what one of them shares with others."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+TEST = "tests/backends/test_nvlink_usual.py::test_"
+LONG = (TEST + "what_is_unusual_goes_the_long_way",)
+
+MUTATIONS = (
+    Mutation(
+        name="usual-in-any-state",
+        rule="calls with gradients, in a layer's sequence or beside open ones take the short way",
+        target="tokenloom.comm.usual:UsualCalls._ready",
+        old="is_grad_enabled() or not engine.is_plain() or engine.open_calls.any_open()",
+        new="False",
+        tests=(TEST + "what_is_around_a_call",),
+    ),
+    Mutation(
+        name="usual-when-closed",
+        rule="a usual call asks no more whether the communicator lives",
+        target="tokenloom.comm.usual:UsualCalls._ready",
+        old="engine.ranks.require_alive()",
+        new="pass",
+        tests=(TEST + "a_closed_communicator",),
+    ),
+    Mutation(
+        name="usual-with-too-many-tokens",
+        rule="a usual dispatch takes more tokens than there is room for",
+        target="tokenloom.comm.usual:UsualCalls.dispatch",
+        old="num_tokens <= plan.max_tokens_per_rank",
+        new="True",
+        tests=LONG,
+    ),
+    Mutation(
+        name="usual-weights-of-any-shape",
+        rule="weights of a usual dispatch are not looked at",
+        target="tokenloom.comm.usual:UsualCalls.dispatch",
+        old="self._fits(weights, ids_shape, WEIGHT_DTYPE)",
+        new="True",
+        tests=LONG,
+    ),
+    Mutation(
+        name="usual-truth-is-a-number",
+        rule="True is taken for 1 where a number was given before",
+        target="tokenloom.comm.usual:_kind_of_dispatch",
+        old="(options, types, x.dtype, topk_ids.dtype, scales is None, weights is None)",
+        new="(options, x.dtype, topk_ids.dtype, scales is None, weights is None)",
+        tests=LONG,
+    ),
+    Mutation(
+        name="usual-fault-untold",
+        rule="the others wait in a usual call that this rank could not launch",
+        target="tokenloom.comm.usual:UsualCalls.combine",
+        old='engine.sequence(Upcoming("combine"))',
+        new="engine.side_stream.resume()",
+        tests=(TEST + "a_fault_of_a_usual_call_is_told",),
+    ),
+    Mutation(
+        name="usual-after-growth",
+        rule="what was prepared for smaller buffers is used on",
+        target="tokenloom.backends.nvlink.dispatch:Dispatcher._forget",
+        old="each.is_stale = True",
+        new="pass",
+        tests=(TEST + "buffers_that_have_grown",),
+    ),
+    Mutation(
+        name="usual-unsettled",
+        rule="a usual call does not raise what earlier calls left",
+        target="tokenloom.backends.nvlink.launcher:Launcher.ready",
+        old="self.outcomes.settle_before(self.num_calls - CALLS_IN_FLIGHT)",
+        new="pass",
+        tests=(TEST + "what_earlier_calls_left",),
+    ),
+    Mutation(
+        name="usual-on-any-stream",
+        rule="a usual call does not follow the call before, which ran on another stream",
+        target="tokenloom.backends.nvlink.launcher:Launcher.ready",
+        old="stream != self._last_handle",
+        new="False",
+        tests=(TEST + "what_is_around_a_call",),
+    ),
+    Mutation(
+        name="words-of-any-stream",
+        rule="memory that was allocated on one stream serves calls on another",
+        target="tokenloom.backends.nvlink.handle:ResultsMemory.take",
+        old="stream == self._stream and end <= self._end",
+        new="stream is not None and end <= self._end",
+        tests=(TEST + "words_of_calls",),
+    ),
+)
