@@ -12,6 +12,7 @@ from tokenloom.compat.deep_ep.config import Config, topk_idx_t
 from tokenloom.compat.deep_ep.elastic import ElasticBuffer, get_logical_domain_size, get_physical_domain_size
 from tokenloom.compat.deep_ep.ep_handle import EPHandle
 from tokenloom.compat.deep_ep.events import EventHandle, EventOverlap
+from tokenloom.compat.deep_ep.hybrid_ep_buffer import HybridEPBuffer, HybridEpConfigInstance
 
 __all__ = [
     "Buffer",
@@ -20,6 +21,8 @@ __all__ = [
     "ElasticBuffer",
     "EventHandle",
     "EventOverlap",
+    "HybridEPBuffer",
+    "HybridEpConfigInstance",
     "get_logical_domain_size",
     "get_physical_domain_size",
     "topk_idx_t",

@@ -31,11 +31,17 @@ class NeedsRoom(ShapeMismatch):
 
 @dataclass(frozen=True)
 class Shape:
-    """What a communicator is made for. float64 has one of its own, since not every backend moves it."""
+    """What a communicator is made for: equal on all ranks.
+
+    Attributes:
+        num_experts, hidden: E and H.
+        top_k: K; None where the client does not say it, so that it grows as the tokens do.
+        wide: rows are float64, which not every backend moves.
+    """
 
     num_experts: int
     hidden: int
-    top_k: int
+    top_k: int | None
     wide: bool = False
 
 
@@ -53,7 +59,9 @@ class Communicators:
         self._last: Communicator | None = None
         self._meeting: RankGroup | None = None
 
-    def run(self, shape: Shape, tokens: int, device: torch.device, call: Callable[[Communicator], T]) -> T:
+    def run(
+        self, shape: Shape, tokens: int, device: torch.device, call: Callable[[Communicator], T], top_k: int = 1
+    ) -> T:
         """Make a call by a communicator that has room for the tokens of all ranks.
 
         Args:
@@ -61,13 +69,14 @@ class Communicators:
             tokens: of this rank, or the most of any rank where the client says it.
             device: of the tensors.
             call: makes it. It runs again where another rank found that it needs more room.
+            top_k: most routes of a token of this rank, where the shape does not say it.
 
         Raises:
             TokenloomError: what the call raises, and what making a Communicator raises.
         """
         while True:
             found = self._made.get(shape)
-            if found is not None and tokens <= found.plan.max_tokens_per_rank:
+            if found is not None and tokens <= found.plan.max_tokens_per_rank and top_k <= found.plan.top_k:
                 self._last = found
                 try:
                     return call(found)
@@ -76,7 +85,7 @@ class Communicators:
                         raise
             else:
                 self._announce(found or self._last, tokens)
-            self._make(shape, tokens, device)
+            self._make(shape, tokens, top_k, device)
 
     def _announce(self, comm: Communicator | None, tokens: int) -> None:
         """Tell ranks that open a call, for which they have room, that this one has none."""
@@ -84,22 +93,24 @@ class Communicators:
             return  # no rank has any
         try:
             with comm.engine.sequence(Upcoming("dispatch", awaited=True)):
-                raise NeedsRoom(f"it needs a communicator for {tokens} tokens")
+                raise NeedsRoom(f"it needs another communicator, for {tokens} tokens")
         except NeedsRoom:
             pass
         except PeerError as error:
             if not _is_growth(error):
                 raise
 
-    def _make(self, shape: Shape, tokens: int, device: torch.device) -> None:
-        wanted = agree(self.meeting(device), lambda: (vars(shape), tokens), "making a communicator")
+    def _make(self, shape: Shape, tokens: int, top_k: int, device: torch.device) -> None:
+        wanted = agree(self.meeting(device), lambda: (vars(shape), (tokens, top_k)), "making a communicator")
         before = self._made.get(shape)
-        most = max([1, *wanted, *([before.plan.max_tokens_per_rank] if before is not None else [])])
+        if before is not None:
+            wanted.append((before.plan.max_tokens_per_rank, before.plan.top_k))
+        most, routes = (max(1, *(each[i] for each in wanted)) for i in (0, 1))
         self._last = self._made[shape] = Communicator(
             self._group,
             num_experts=shape.num_experts,
             hidden=shape.hidden,
-            top_k=shape.top_k,
+            top_k=shape.top_k or routes,
             max_tokens_per_rank=1 << (most - 1).bit_length(),
             device=device,
             dtype=torch.float64 if shape.wide else None,

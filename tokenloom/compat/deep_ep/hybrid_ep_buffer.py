@@ -1,0 +1,308 @@
+"""``deep_ep.HybridEPBuffer``: dispatch and combine with rows grouped by local expert, routed by maps or by ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tokenloom.comm.communicator import Communicator
+from tokenloom.comm.routed import Routed
+from tokenloom.compat.deep_ep import checks
+from tokenloom.compat.deep_ep.buffer_base import BufferBase
+from tokenloom.compat.deep_ep.communicators import Shape
+from tokenloom.compat.deep_ep.faults import BadCall, NotServed, naming, refuse, require
+from tokenloom.compat.deep_ep.handles import Dispatched, LazyTuple
+from tokenloom.compat.deep_ep.routing_maps import Routes, dense, indices_to_map
+from tokenloom.errors import ShapeMismatch
+from tokenloom.plan import align_up
+
+__all__ = ["HybridEPBuffer", "HybridEpConfigInstance", "indices_to_map"]
+
+HANDLE_PARTS = 11
+Permuted = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None", torch.Tensor, LazyTuple]
+"""What a dispatch returns: rows, their probs, their scales, counts of experts, handle."""
+
+
+class HybridEpConfigInstance(SimpleNamespace):
+    """Sizes that clients read: ``hidden_dim``, ``max_num_of_tokens_per_rank``, ``num_of_experts_per_rank``."""
+
+
+class HybridEPBuffer(BufferBase):
+    """Moves tokens by the calls of ``deep_ep.HybridEPBuffer`` that permute rows.
+
+    Making one sends and allocates nothing. K is at most 32. A row that does not fit is an error at a later call.
+
+    Args:
+        group: the process group, over gloo for CPU tensors, over NCCL or gloo for CUDA tensors.
+        hidden_dim, max_num_of_tokens_per_rank: what clients read again; calls may have others.
+        num_local_experts: L.
+        use_fp8: calls pass FP8 rows with scales.
+        **others: settings of upstream's kernels and buffers, which are unused.
+
+    Attributes:
+        group: as given.
+        configurer: its ``buffer_config`` has the sizes so far.
+    """
+
+    @naming("HybridEPBuffer")
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        hidden_dim: int,
+        max_num_of_tokens_per_rank: int,
+        num_local_experts: int,
+        use_fp8: bool = False,
+        num_sms_dispatch_api: int | None = None,
+        num_sms_combine_api: int | None = None,
+        num_sms_preprocessing_api: int | None = None,
+        num_blocks_permute: int | None = None,
+        num_blocks_unpermute: int | None = None,
+        load_cached_kernels: bool = False,
+        use_shared_buffer: bool = True,
+        enable_custom_allgather: bool = False,
+        **others: Any,
+    ) -> None:
+        super().__init__(group, True, {})
+        self.group_size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.use_fp8 = use_fp8
+        sizes = HybridEpConfigInstance(
+            hidden_dim=hidden_dim,
+            max_num_of_tokens_per_rank=max_num_of_tokens_per_rank,
+            num_of_experts_per_rank=checks.number("num_local_experts", num_local_experts, 1),
+        )
+        self.configurer = SimpleNamespace(buffer_config=sizes)
+
+    @naming("HybridEPBuffer.dispatch_with_permute")
+    def dispatch_with_permute(
+        self,
+        *,
+        hidden: torch.Tensor,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        num_of_experts_per_rank: int | None = None,
+        num_of_experts: int | None = None,
+        use_fp8: bool | None = None,
+        routing_map: torch.Tensor | None = None,
+        probs: torch.Tensor | None = None,
+        scaling_factor: torch.Tensor | None = None,
+        num_permuted_tokens: int | torch.Tensor | None = None,
+        pad_multiple: int | None = None,
+        handle: Any = None,
+        non_blocking: bool = False,
+        fuse_permute_dispatch: bool = False,
+        num_dispatched_tokens: Any = None,
+        use_host_meta: bool = True,
+        **others: Any,
+    ) -> Permuted:
+        """Send each token to its experts, whose rows are grouped and padded. Collective.
+
+        Args:
+            hidden: [N, H], rows of a multiple of 16 bytes; FP8 with ``scaling_factor``.
+            topk_idx, topk_weights: int64 and float32 [N, K]; or ``routing_map``, ``probs``.
+            num_of_experts_per_rank, num_of_experts: L and E, where the buffer's L is not meant.
+            use_fp8: hidden is FP8; None: as the buffer has it.
+            routing_map, probs: bool and float32 [N, E].
+            scaling_factor: float32 [N, H / 128].
+            num_permuted_tokens: with ``non_blocking``, the rows of the outputs, a multiple of ``pad_multiple``. With a
+                handle, as many as that has. Else unused.
+            pad_multiple: rows of which each expert's group is a multiple; None: 1.
+            handle: of an earlier dispatch, whose layout is used again; then no routes, but other weights may come.
+            non_blocking: the host reads nothing.
+            fuse_permute_dispatch, num_dispatched_tokens, use_host_meta: hints for upstream's kernels; unused.
+            **others: not served.
+
+        Returns:
+            Rows, grouped by local expert, in the order source rank, token; probs float32 [rows], or None without
+            weights; scales or None; tokens_per_expert int64 [L], padded, in pinned host memory (in plain memory
+            without CUDA; on the device with ``non_blocking``); handle.
+        """
+        device = checks.device_of(hidden)
+        with self._calls.told(device, handle.dispatched.comm if isinstance(handle, LazyTuple) else None):
+            refuse(**others)
+            hidden = hidden.contiguous() if isinstance(hidden, torch.Tensor) else hidden
+            payload = checks.payload_of(hidden if scaling_factor is None else (hidden, scaling_factor))
+            fp8 = self.use_fp8 if use_fp8 is None else use_fp8
+            require(fp8 == isinstance(payload, tuple), f"use_fp8 is {fp8}, hidden is {hidden.dtype}")
+            alignment = 1 if pad_multiple is None else checks.number("pad_multiple", pad_multiple, 1)
+            if handle is not None:
+                _check_handle(handle, pad_multiple)
+                require(topk_idx is None and routing_map is None, "a handle is given: leave the routes out")
+                given = handle.dispatched
+                _check_rows(num_permuted_tokens, len(given.routed.tokens))
+                weights = _weights(given.ids, topk_weights, probs, given.comm.plan.num_experts, device)
+            else:
+                num_experts = self._num_experts(num_of_experts_per_rank, num_of_experts, routing_map)
+                routes = Routes(topk_idx, topk_weights, routing_map, probs, num_experts, len(hidden), device)
+                top_k = routes.width(non_blocking)
+                capacity = None
+                if non_blocking:
+                    capacity = checks.number("num_permuted_tokens", num_permuted_tokens, 1)
+                    require(capacity % alignment == 0, f"num_permuted_tokens {capacity} is no multiple of {alignment}")
+        if handle is not None:
+            again = lambda: _again(handle, payload, weights)  # noqa: E731
+            found, _ = self._stream.run(again, (payload, weights, handle), device, None, False, False)
+            return found
+        options: dict[str, Any] = {"layout": "expert", "alignment": alignment, "copy": True}
+        if capacity is not None:
+            options |= {"sizes": "bounded", "capacity": capacity}
+        shape = Shape(num_experts, hidden.shape[1], None if topk_idx is None else top_k, hidden.dtype == torch.float64)
+
+        def send(comm: Communicator) -> tuple[Communicator, Routed, torch.Tensor]:
+            ids, weights = routes.by_token(comm.plan.top_k)
+            return comm, comm.dispatch(payload, ids, weights, **options), ids
+
+        def first() -> Permuted:
+            comm, routed, ids = self._calls.run(shape, len(hidden), device, send, top_k)
+            self._note_sizes(comm)
+            return _permuted(_handle(Dispatched(comm, routed, ids), alignment), routed, routes.weighted)
+
+        inputs = (payload, topk_idx, topk_weights, routing_map, probs)
+        return self._stream.run(first, inputs, device, None, False, False)[0]
+
+    @naming("HybridEPBuffer.combine_with_unpermute")
+    def combine_with_unpermute(
+        self,
+        *,
+        hidden: torch.Tensor,
+        probs: torch.Tensor | None = None,
+        handle: Any = None,
+        pad_multiple: int | None = None,
+        fuse_unpermute_combine: bool = False,
+        num_dispatched_tokens: Any = None,
+        **others: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Bring rows home and sum them in float32, unweighted. Collective.
+
+        Args:
+            hidden: [rows, H], a row for each row of the dispatch.
+            probs: float32 [rows], brought home as well, or None.
+            handle: of the dispatch.
+            pad_multiple: as of the dispatch, or None.
+            fuse_unpermute_combine, num_dispatched_tokens: hints for upstream's kernels; unused.
+            **others: not served.
+
+        Returns:
+            [N, H] of hidden's dtype; probs float32 [N, E], 0 where there is no route, or None.
+        """
+        device = checks.device_of(hidden)
+        with self._calls.told(device, None, "combine"):
+            _check_handle(handle, pad_multiple)
+        given: Dispatched = handle.dispatched
+        comm, routed = given.comm, given.routed
+        with self._calls.told(device, comm, "combine"):
+            refuse(**others)
+            rows = checks.tokens_of(hidden.contiguous(), "hidden").detach()
+            if rows.shape != routed.tokens.shape:
+                raise ShapeMismatch(
+                    f"hidden is {list(rows.shape)}, expected {list(routed.tokens.shape)}, as was received"
+                )
+            if probs is not None:
+                probs = checks.like("probs", probs.contiguous(), [len(rows)], torch.float32, device)
+
+        def call() -> tuple[torch.Tensor, torch.Tensor | None]:
+            out = comm.combine(rows, routed, weighted=False)
+            if probs is None:
+                return out, None
+            return out, dense(comm.combine_weights(probs, routed), given.ids, comm.plan.num_experts)
+
+        return self._stream.run(call, (rows, probs, handle), device, None, False, False)[0]
+
+    def dispatch(self, *args: Any, **kwargs: Any) -> Any:
+        """Not served: raises NotServed. Use :meth:`dispatch_with_permute`."""
+        raise NotServed("HybridEPBuffer.dispatch is not served by tokenloom; use dispatch_with_permute")
+
+    def combine(self, *args: Any, **kwargs: Any) -> Any:
+        """Not served: raises NotServed. Use :meth:`combine_with_unpermute`."""
+        raise NotServed("HybridEPBuffer.combine is not served by tokenloom; use combine_with_unpermute")
+
+    def _num_experts(self, local: int | None, num_experts: int | None, routing_map: torch.Tensor | None) -> int:
+        sizes = self.configurer.buffer_config
+        local = sizes.num_of_experts_per_rank if local is None else checks.number("num_of_experts_per_rank", local, 1)
+        total = local * self.group_size
+        require(num_experts in (None, total), f"num_of_experts is {num_experts}, {self.group_size} ranks have {total}")
+        if isinstance(routing_map, torch.Tensor) and (routing_map.ndim != 2 or routing_map.shape[1] != total):
+            raise ShapeMismatch(f"routing_map is {list(routing_map.shape)}, expected [tokens, {total}]")
+        return total
+
+    def _note_sizes(self, comm: Communicator) -> None:
+        sizes, plan = self.configurer.buffer_config, comm.plan
+        sizes.hidden_dim, sizes.num_of_experts_per_rank = plan.hidden, plan.experts_per_rank
+        sizes.max_num_of_tokens_per_rank = max(sizes.max_num_of_tokens_per_rank, plan.max_tokens_per_rank)
+
+
+def _handle(dispatched: Dispatched, alignment: int) -> LazyTuple:
+    """The 11 parts of upstream's handle, of which the last is the flag of an overflow: never, since that raises."""
+
+    def no_overflow() -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.int32, device=dispatched.comm.device)
+
+    nothing: list[Callable[[], Any]] = [lambda: None] * (HANDLE_PARTS - 1)
+    made = LazyTuple(dispatched, *nothing, no_overflow)
+    vars(made)["alignment"] = alignment
+    return made
+
+
+def _check_handle(handle: object, pad_multiple: int | None) -> None:
+    if not isinstance(handle, LazyTuple) or len(handle) != HANDLE_PARTS:
+        raise BadCall(f"handle is a {type(handle).__name__}, expected what dispatch_with_permute returned")
+    has = vars(handle)["alignment"]
+    require(pad_multiple in (None, has), f"pad_multiple is {pad_multiple}, the dispatch had {has}")
+
+
+def _check_rows(num_permuted_tokens: int | torch.Tensor | None, rows: int) -> None:
+    """As many as the handle has, where the host knows."""
+    if num_permuted_tokens is None or (isinstance(num_permuted_tokens, torch.Tensor) and num_permuted_tokens.is_cuda):
+        return
+    require(int(num_permuted_tokens) == rows, f"num_permuted_tokens is not {rows}, as the handle has")
+
+
+def _weights(
+    ids: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    probs: torch.Tensor | None,
+    num_experts: int,
+    device: torch.device,
+) -> torch.Tensor | None:
+    """Other weights [N, K] for the routes of a handle, or None."""
+    if topk_weights is not None:
+        return checks.like("topk_weights", topk_weights, ids.shape, torch.float32, device)
+    if probs is None:
+        return None
+    probs = checks.like("probs", probs.contiguous(), [len(ids), num_experts], torch.float32, device)
+    return probs.gather(1, ids.clamp_min(0))
+
+
+def _again(handle: LazyTuple, payload: Any, weights: torch.Tensor | None) -> Permuted:
+    """Other rows, and maybe weights, to the places of a dispatch."""
+    given, alignment = handle.dispatched, vars(handle)["alignment"]
+    comm, routed = given.comm, given.routed
+    scales: torch.Tensor | None = None
+    if isinstance(payload, torch.Tensor):
+        rows = comm.dispatch_again(payload, routed)
+    else:
+        options: dict[str, Any] = {"layout": "expert", "alignment": alignment, "copy": True}
+        if not isinstance(routed.num_rows, int):
+            options |= {"sizes": "bounded", "capacity": len(routed.tokens)}
+        fresh = comm.dispatch(payload, given.ids, **options)
+        rows, scales = fresh.tokens, fresh.scales
+    weighted = weights is not None
+    if weights is not None:
+        routed = comm.reweighted(routed, weights)
+    return rows, comm.row_weights(routed) if weighted else None, scales, _counts(routed, alignment), handle
+
+
+def _permuted(handle: LazyTuple, routed: Routed, weighted: bool) -> Permuted:
+    probs = handle.dispatched.comm.row_weights(routed) if weighted else None
+    return routed.tokens, probs, routed.scales, _counts(routed, vars(handle)["alignment"]), handle
+
+
+def _counts(routed: Routed, alignment: int) -> torch.Tensor:
+    """int64 [L], padded: in host memory where the host knows the number of rows."""
+    if not isinstance(routed.num_rows, int):
+        return (routed.expert_counts.long() + (alignment - 1)) // alignment * alignment
+    counts = torch.tensor([align_up(count, alignment) for count in routed.expert_counts.tolist()], dtype=torch.int64)
+    return counts.pin_memory() if routed.tokens.is_cuda else counts

@@ -1,0 +1,97 @@
+"""Routes as a client of HybridEPBuffer gives them: by ids, or by maps of all experts."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenloom.compat.deep_ep import checks
+from tokenloom.compat.deep_ep.faults import NotServed, require
+from tokenloom.plan import MAX_TOP_K
+
+
+def indices_to_map(
+    topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, num_of_tokens: int, num_of_experts: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Turn ids into a map.
+
+    Args:
+        topk_idx: integers [N, K], -1 is no route.
+        topk_weights: float32 [N, K], or None.
+        num_of_tokens: N.
+        num_of_experts: E.
+
+    Returns:
+        routing_map bool [N, E], and probs float32 [N, E], 0 where there is no route, or None.
+    """
+    require(
+        topk_idx.ndim == 2 and len(topk_idx) == num_of_tokens,
+        f"indices_to_map: topk_idx is {list(topk_idx.shape)}, expected [{num_of_tokens}, top-k]",
+    )
+    routing_map = dense(torch.ones_like(topk_idx, dtype=torch.int32), topk_idx, num_of_experts) > 0
+    return routing_map, None if topk_weights is None else dense(topk_weights.float(), topk_idx, num_of_experts)
+
+
+def dense(values: torch.Tensor, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Values [N, K] of routes -> [N, E], 0 where there is none."""
+    out = values.new_zeros(len(ids), num_experts + 1)  # the last column takes what has no route
+    return out.scatter_add_(1, torch.where(ids >= 0, ids, num_experts).long(), values)[:, :num_experts].contiguous()
+
+
+def ids_of_map(routing_map: torch.Tensor, top_k: int) -> torch.Tensor:
+    """A map bool [N, E] -> int64 ids [N, K], ascending, -1 behind the last."""
+    num_experts = routing_map.shape[1]
+    places = num_experts - torch.arange(num_experts, device=routing_map.device)
+    found = torch.where(routing_map, places, 0)
+    found = torch.nn.functional.pad(found, (0, max(0, top_k - num_experts))).topk(top_k, dim=1).values
+    return torch.where(found > 0, num_experts - found, -1)
+
+
+class Routes:
+    """Where tokens go, by ids or by a map, checked."""
+
+    def __init__(
+        self,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        routing_map: torch.Tensor | None,
+        probs: torch.Tensor | None,
+        num_experts: int,
+        num_tokens: int,
+        device: torch.device,
+    ) -> None:
+        require((topk_idx is None) != (routing_map is None), "pass topk_idx or routing_map, and not both")
+        if topk_idx is not None:
+            checks.ids_of(topk_idx, num_tokens, device)
+            if topk_weights is not None:
+                topk_weights = checks.like("topk_weights", topk_weights, topk_idx.shape, torch.float32, device)
+        else:
+            shape = [num_tokens, num_experts]
+            routing_map = checks.like("routing_map", routing_map, shape, torch.bool, device)
+            if probs is not None:
+                probs = checks.like("probs", probs.contiguous(), shape, torch.float32, device)
+        self._ids, self._weights, self._map, self._probs = topk_idx, topk_weights, routing_map, probs
+        self.weighted = (topk_weights if topk_idx is not None else probs) is not None
+
+    def width(self, non_blocking: bool) -> int:
+        """K: of the ids, or the most routes of a token in the map. Where the host may not read it: all experts, or 32.
+
+        Raises:
+            NotServed: a token has more than 32 routes.
+        """
+        if self._ids is not None:
+            return self._ids.shape[1]
+        assert self._map is not None
+        if non_blocking:
+            return min(self._map.shape[1], MAX_TOP_K)
+        most = int(self._map.sum(1).max()) if len(self._map) else 1
+        if most > MAX_TOP_K:
+            raise NotServed(f"routing_map has a token with {most} experts, tokenloom serves at most {MAX_TOP_K}")
+        return max(1, most)
+
+    def by_token(self, top_k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """int64 ids [N, K] and float32 weights [N, K], or None without."""
+        if self._ids is not None:
+            return self._ids.clone(), self._weights
+        assert self._map is not None
+        ids = ids_of_map(self._map, top_k)
+        return ids, None if self._probs is None else self._probs.gather(1, ids.clamp_min(0))
