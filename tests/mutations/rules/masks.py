@@ -199,4 +199,54 @@ TRANSFERS = (
     ),
 )
 
-MUTATIONS = AGREEMENT + TRANSFERS
+NVLINK_CALLS = ("tests/backends/test_nvlink_masks.py::test_bounded_calls",)
+
+KERNELS = (
+    Mutation(
+        name="kernels-wait-for-masked-ranks",
+        rule="a kernel waits until a masked rank opens its call",
+        target="device/transport/call.cuh:await_call",
+        old="peer < kRanks && !turn.leaves_out(peer)",
+        new="peer < kRanks",
+        tests=NVLINK_CALLS,
+        gpu=True,
+    ),
+    Mutation(
+        name="kernels-route-to-masked-ranks",
+        rule="a kernel counts routes to masked ranks",
+        target="kernels/dispatch/route.cuh:count_routes_of",
+        old="expert < 0 || turn.leaves_out(expert / Shape::experts_per_rank)",
+        new="expert < 0",
+        tests=NVLINK_CALLS,
+        gpu=True,
+    ),
+    Mutation(
+        name="old-counts-of-masked-ranks",
+        rule="a kernel takes what lies in the header of a masked rank for counts",
+        target="kernels/dispatch/route.cuh:AllCounts::count",
+        old="turn.leaves_out(source) ? 0 : first[source * kStride + index]",
+        new="first[source * kStride + index]",
+        tests=("tests/backends/test_nvlink_masks.py::test_memory_of_masked_ranks",),
+        gpu=True,
+    ),
+    Mutation(
+        name="kernels-wait-for-rows-of-masked-ranks",
+        rule="a combine waits for what masked ranks would have sent home",
+        target="kernels/combine/combine.cuh:find_bases",
+        old="turn.leaves_out(i) ? kNoRows : args.all_counts[args.call.rank * kCounts + i]",
+        new="args.all_counts[args.call.rank * kCounts + i]",
+        tests=(f"{MASKS}::test_between",),
+        gpu=True,
+    ),
+    Mutation(
+        name="rows-to-masked-ranks",
+        rule="a combine stores rows in the memory of a masked rank",
+        target="kernels/combine/combine.cuh:find_bases",
+        old="turn.leaves_out(i) ? 0 : args.all_counts[i * kCounts + args.call.rank]",
+        new="args.all_counts[i * kCounts + args.call.rank]",
+        tests=("tests/backends/test_nvlink_masks.py::test_memory_of_masked_ranks",),
+        gpu=True,
+    ),
+)
+
+MUTATIONS = AGREEMENT + TRANSFERS + KERNELS

@@ -82,6 +82,7 @@ class Combiner:
         :meth:`tokenloom.backends.base.Backend.send_combine`.
         """
         launcher = self.launcher
+        launcher.require_known(handle.number)  # before memory is made
         if self.checked:
             require_no_host_read(True, "checked=True")
         if options.strategy == "reduce_scatter":
