@@ -166,7 +166,7 @@ class Calls:
         call = DispatchCall(self, self.engine, (x, topk_ids, topk_weights), values, copy, out, async_op)
         result = call.run()
         if usual is not None:
-            usual.learn_dispatch(values, call)
+            usual.learn_dispatch(values, call.options, call.inputs)
         return result
 
     @overload

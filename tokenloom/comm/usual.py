@@ -10,9 +10,16 @@ from typing import Any
 
 import torch
 
-from tokenloom.backends.base import CombineOptions, MakesUsualCalls, Upcoming, UsualCombine, UsualDispatch
+from tokenloom.backends.base import (
+    CombineOptions,
+    DispatchInputs,
+    DispatchOptions,
+    MakesUsualCalls,
+    Upcoming,
+    UsualCombine,
+    UsualDispatch,
+)
 from tokenloom.comm.engine import Engine
-from tokenloom.comm.halves import DispatchCall
 from tokenloom.comm.routed import Routed
 from tokenloom.comm.validation import SCALE_DTYPE, WEIGHT_DTYPE
 
@@ -36,12 +43,16 @@ class UsualCalls:
         self._dispatches: dict[object, UsualDispatch] = {}
         self._combines: dict[object, UsualCombine] = {}
 
+    def nothing_around(self) -> bool:
+        """Whether a call that is made now needs no gradient, profile, other calls' halves, or sequence."""
+        engine = self._engine
+        return not (is_grad_enabled() or engine.open_calls.any_open()) and engine.is_plain()
+
     def _ready(self) -> int | None:
         """Raise what earlier calls left; the stream, or None if nothing was raised and the call is no usual one."""
-        engine = self._engine
-        if is_grad_enabled() or not engine.is_plain() or engine.open_calls.any_open():
+        if not self.nothing_around():
             return None
-        engine.ranks.require_alive()
+        self._engine.ranks.require_alive()
         return self._backend.ready()
 
     # -- dispatch -------------------------------------------------------------------------------------------
@@ -57,53 +68,63 @@ class UsualCalls:
         scales = None
         if x.__class__ is tuple and len(x) == 2:
             x, scales = x
-        if not (x.__class__ is Tensor is topk_ids.__class__):
+        usual = self.like_before(x, scales, topk_ids, weights, options)
+        stream = None if usual is None else self._ready()
+        if usual is None or stream is None:
+            return None
+        engine = self._engine
+        try:
+            handle, rows, _ = usual.launch(x, scales, topk_ids, weights, x.shape[0], None, stream)
+        except Exception:
+            with engine.sequence(Upcoming("dispatch")):
+                raise
+        engine.open_calls.opened()
+        return Routed(owner, self._plan, handle, rows, None, weights is not None, topk_ids.dtype)
+
+    def like_before(
+        self, x: Any, scales: Any, topk_ids: Any, weights: Any, options: tuple[Any, ...]
+    ) -> UsualDispatch | None:
+        """What makes this dispatch, if there were others of its kind and its tensors are right at a glance.
+
+        Args:
+            x, scales, topk_ids, weights, options: as for :meth:`dispatch`.
+        """
+        if not (x.__class__ is Tensor is topk_ids.__class__) or x.ndim != 2:
             return None
         try:
             usual = self._dispatches.get(_kind_of_dispatch(x, scales, topk_ids, weights, options))
         except TypeError:  # a list, say, cannot be looked up
             return None
-        if usual is None or usual.is_stale or x.ndim != 2:
-            return None
         plan, device, ids_shape = self._plan, self._device, topk_ids.shape
         num_tokens, hidden = x.shape
-        if not (
-            hidden == plan.hidden
-            and num_tokens <= plan.max_tokens_per_rank
-            and ids_shape == (num_tokens, plan.top_k)
-            and x.get_device() == device == topk_ids.get_device()
-            and x.is_contiguous()
-            and topk_ids.is_contiguous()
-            and (weights is None or self._fits(weights, ids_shape, WEIGHT_DTYPE))
-            and (scales is None or self._fits(scales, (num_tokens, plan.scales_per_token), SCALE_DTYPE))
+        if (
+            usual is None
+            or usual.is_stale
+            or hidden != plan.hidden
+            or num_tokens > plan.max_tokens_per_rank
+            or ids_shape != (num_tokens, plan.top_k)
+            or not x.get_device() == device == topk_ids.get_device()
+            or not (x.is_contiguous() and topk_ids.is_contiguous())
+            or not (weights is None or self._fits(weights, ids_shape, WEIGHT_DTYPE))
+            or not (scales is None or self._fits(scales, (num_tokens, plan.scales_per_token), SCALE_DTYPE))
         ):
             return None
-        stream = self._ready()
-        if stream is None:
-            return None
-        engine = self._engine
-        try:
-            handle, rows, _ = usual.launch(x, scales, topk_ids, weights, num_tokens, None, stream)
-        except Exception:
-            with engine.sequence(Upcoming("dispatch")):
-                raise
-        engine.open_calls.opened()
-        return Routed(owner, plan, handle, rows, None, weights is not None, topk_ids.dtype)
+        return usual
 
-    def learn_dispatch(self, given: tuple[Any, ...], call: DispatchCall) -> None:
+    def learn_dispatch(self, given: tuple[Any, ...], options: DispatchOptions, inputs: DispatchInputs | None) -> None:
         """Remember the kind of a dispatch that was made the long way, if such calls are usual from now on.
 
         Args:
-            given: options, as for :meth:`dispatch`.
+            given: options, as for :meth:`dispatch`. options: what they mean.
+            inputs: the checked tensors.
         """
-        inputs = call.inputs
         if inputs is None or inputs.own_outputs:
             return
         kind = _kind_of_dispatch(inputs.x, inputs.scales, inputs.topk_ids, inputs.topk_weights, given)
         known = self._dispatches.get(kind)
         if known is not None and not known.is_stale:
             return
-        found = self._backend.usual_dispatch(call.options, inputs)
+        found = self._backend.usual_dispatch(options, inputs)
         if found is not None:
             if len(self._dispatches) >= MOST_KINDS:
                 self._dispatches.clear()

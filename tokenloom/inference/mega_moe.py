@@ -108,6 +108,7 @@ class MegaMoE:
         self._num_local = self.comm.plan.experts_per_rank + num_shared_experts
         self.weights: tuple[torch.Tensor, ...] = ()
         self._weights_are_ours = False
+        self._like = torch.empty(0, dtype=torch.bfloat16, device=self.comm.device)
         self.after_stage: Callable[[str], None] | None = None
         try:
             self._experts = EXPERTS[backend](self.comm, intermediate, num_shared_experts, power_of_two_scales)
@@ -222,7 +223,6 @@ class MegaMoE:
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.forward(x, topk_ids, topk_weights, expert_stats, out)
-        self.comm.engine.begin()
         request = ForwardRequest(
             x,
             topk_ids,
@@ -230,7 +230,7 @@ class MegaMoE:
             expert_stats,
             checked=lambda: self._checked(topk_ids, topk_weights, expert_stats, out),
             schedule=self.schedule,
-            passed=self._passed,
+            passed=self.after_stage or _ignore,
         )
         return self._experts.forward(request)
 
@@ -251,16 +251,12 @@ class MegaMoE:
             raise InvalidArgument("topk_weights is None, expected float32 [T, K]")
         if expert_stats is not None:
             check_tensor("expert_stats", expert_stats, torch.int32, [plan.experts_per_rank], device)
-        shape = [len(topk_ids), plan.hidden]
+        num_tokens = topk_ids.shape[0] if isinstance(topk_ids, torch.Tensor) else len(topk_ids)
         if out is None:
-            return torch.empty(shape, dtype=torch.bfloat16, device=device)
-        check_tensor("out", out, torch.bfloat16, shape, device)
+            return self._like.new_empty(num_tokens, plan.hidden)
+        check_tensor("out", out, torch.bfloat16, [num_tokens, plan.hidden], device)
         check_aligned("out", out)
         return out
-
-    def _passed(self, stage: str) -> None:
-        if self.after_stage is not None:
-            self.after_stage(stage)
 
     def describe(self) -> str:
         """Say what the layer runs on and how much memory its buffers take. The first call makes them."""
@@ -292,3 +288,7 @@ class MegaMoE:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _ignore(stage: str) -> None:
+    """For ``after_stage`` where nobody wants to know."""

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from tokenloom.backends.base import DispatchOptions, Upcoming
+from tokenloom.backends.base import DispatchOptions, Upcoming, UsualDispatch
 from tokenloom.backends.handshake import Field
 from tokenloom.backends.nvlink.buffers import BULK_BYTES, ReceiveBuffer
 from tokenloom.backends.nvlink.fused import FusedLayerCalls
 from tokenloom.backends.nvlink.handle import NvlinkHandle
 from tokenloom.comm.communicator import Communicator
+from tokenloom.comm.usual import UsualCalls
 from tokenloom.errors import InvalidArgument
 from tokenloom.inference.request import ForwardRequest
 from tokenloom.inference.schedules import schedule_for
@@ -33,6 +34,8 @@ from tokenloom.kernels.gemm.launch import (
 )
 from tokenloom.kernels.moe.launch import (
     LIST_BLOCKS_PER_SM,
+    LIST_FIELDS,
+    SUM_FIELDS,
     OwnTokens,
     RouteListsVariant,
     SumRoutesVariant,
@@ -78,6 +81,7 @@ class _Buffers:
 
     Attributes:
         activations: [routes, I], in the order of the route lists.
+        copy_room: rows of ``copies``.
         copies: the same memory as rows of H. The part behind a call's last activation has room for received rows.
     """
 
@@ -104,6 +108,7 @@ class _Buffers:
         values: torch.Tensor = self.activation_values.view(FP8)
         self.activations = values[: most_routes * intermediate].view(most_routes, intermediate)
         self.copies = values[: len(values) // hidden * hidden].view(-1, hidden)
+        self.copy_room = len(self.copies)
 
 
 class NvlinkExperts:
@@ -144,8 +149,13 @@ class NvlinkExperts:
         self._sums = self._kernel(SumRoutesVariant(plan, num_shared_experts=num_shared_experts))
         self._gemm2 = self._kernel(GroupedGemmVariant(self._num_local, plan.hidden, intermediate, scatters=True))
         self._gemm1_of: dict[tuple[bool, bool], Kernel] = {}
+        self._activation: tuple[float | None, bool] = (None, False)
+        backend = comm.engine.makes_usual_calls
+        assert backend is not None, "backend nvlink makes them"
+        self._usual = UsualCalls(comm.engine, backend)
         self._lists_of: dict[torch.dtype, Kernel] = {}
         self._lists: Kernel | None = None
+        self._experts_told = (0, 0)  # first and end, of both GEMMs; reset with what follows
         self._stale = True  # a kernel, weights or memory are not what they were when kernels were told
 
     def _kernel(self, variant: Variant) -> Kernel:
@@ -158,6 +168,8 @@ class NvlinkExperts:
 
     def set_activation(self, clamp: float | None, fast_math: bool) -> None:
         """Do what ``MegaMoE.set_activation`` says."""
+        if (clamp, fast_math) == self._activation and self._gemm1_of:
+            return
         self._activation = (clamp, fast_math)
         key = (clamp is not None, fast_math)
         if key not in self._gemm1_of:
@@ -193,20 +205,29 @@ class NvlinkExperts:
 
     def forward(self, request: ForwardRequest) -> torch.Tensor:
         """Compute what ``MegaMoE.forward`` returns."""
-        engine = self._comm.engine
-        self._calls.make_room()
+        engine, usual = self._comm.engine, self._usual_dispatch(request)
+        if usual is None:
+            engine.begin()
+        else:
+            engine.ranks.require_alive()
+        stream = self._calls.make_room()
+        ready = None if usual is None else stream
         with engine.sequence(*CALLS) as calls:
             result, buffers, lists, values = self._prepared(request)
             shared = self._shared_buffer()
-            arguments = request.dispatch(engine, self._power_of_two_scales)
-            dispatched: Any = engine.send_dispatch(*arguments).receive()
-            handle, rows = dispatched
+            if usual is None or ready is None:
+                handle, rows = self._dispatch(request)
+            else:
+                handle, rows, _ = usual.launch(*request.tensors(), request.topk_ids.shape[0], None, ready)
+                engine.open_calls.opened()
+                calls.opened()
             try:
                 if self._stale or lists is not self._lists:
                     self._point(lists, handle.buffer, rows, buffers, shared)
-                stream = current_handle(self._comm.device)
+                if stream is None:
+                    stream = current_handle(self._comm.device)
                 self._compute(request, handle, lists, buffers, values, stream)
-                self._calls.meet(handle.number)
+                self._calls.meet(handle.number, ready)
             except BaseException:
                 # What sends results home on the other stream is done before the others hear of the fault.
                 torch.cuda.current_stream(self._comm.device).wait_stream(self._side)
@@ -216,6 +237,20 @@ class NvlinkExperts:
             self._sum(handle, result, stream)
             request.passed("sum")
         return result
+
+    def _usual_dispatch(self, request: ForwardRequest) -> UsualDispatch | None:
+        """What makes the call's dispatch, if there were others like it."""
+        if self._shared is None or not self._usual.nothing_around():
+            return None
+        return self._usual.like_before(*request.tensors(), request.options(self._power_of_two_scales))
+
+    def _dispatch(self, request: ForwardRequest) -> tuple[Any, torch.Tensor]:
+        """Make the call's dispatch the long way: its handle and its rows."""
+        engine, given = self._comm.engine, request.options(self._power_of_two_scales)
+        options, inputs = request.checked_dispatch(engine, given)
+        found = engine.send_dispatch(options, inputs).receive()
+        self._usual.learn_dispatch(given, options, inputs)
+        return found
 
     def _compute(
         self,
@@ -229,13 +264,19 @@ class NvlinkExperts:
         """Make the route lists and run both GEMMs, the second of which sends results home."""
         schedule = request.schedule or schedule_for(handle.num_tokens, self._comm.num_ranks)
         request.passed("dispatch")
-        args, words, at, stats = lists.args, handle.words_address, handle.results.at, request.expert_stats
-        args.num_rows, args.source_counts = words + at["num_rows"], words + at["source_counts"]
-        args.expert_counts, args.num_tokens = words + at["expert_counts"], handle.num_tokens
-        args.stats = 0 if stats is None else stats.data_ptr()
-        args.x = values.data_ptr()
-        args.x_scales = request.x[1].data_ptr() if isinstance(request.x, tuple) else 0
-        args.copy_room = len(buffers.copies) if schedule.copies_rows else 0
+        words, at, stats = handle.words_address, handle.results.at, request.expert_stats
+        LIST_FIELDS.write(
+            lists.args,
+            LIST_FIELDS.offset,
+            words + at["num_rows"],
+            words + at["source_counts"],
+            words + at["expert_counts"],
+            values.data_ptr(),
+            request.x[1].data_ptr() if isinstance(request.x, tuple) else 0,
+            0 if stats is None else stats.data_ptr(),
+            handle.num_tokens,
+            buffers.copy_room if schedule.copies_rows else 0,
+        )
         lists.launch(LIST_BLOCKS_PER_SM * self._num_sms, stream)
         request.passed("lists")
         self._multiply(schedule.waves, stream, request.passed)
@@ -320,7 +361,7 @@ class NvlinkExperts:
         args.a, args.a_scales = self._activations_map, buffers.activation_scales.data_ptr()
         args.offsets, args.row_targets = buffers.offsets.data_ptr(), buffers.targets.data_ptr()
         args.b, args.b_scales = self._gemm2_weights
-        self._lists, self._stale = lists, False
+        self._lists, self._stale, self._experts_told = lists, False, (0, 0)
 
     def _multiply(self, waves: int, stream: int, passed: Callable[[str], None]) -> None:
         """Run both GEMMs in waves of experts: GEMM2 of each beside GEMM1 of the next, so that links have work earlier.
@@ -334,8 +375,11 @@ class NvlinkExperts:
         side = stream if main is None else self._side.cuda_stream
         for wave in range(waves):
             first, last = wave == 0, wave == waves - 1
-            for gemm in (self._gemm1, self._gemm2):
-                gemm.args.first_expert, gemm.args.end_expert = wave * local // waves, (wave + 1) * local // waves
+            experts = wave * local // waves, (wave + 1) * local // waves
+            if experts != self._experts_told:  # or both GEMMs know
+                for gemm in (self._gemm1, self._gemm2):
+                    gemm.args.first_expert, gemm.args.end_expert = experts
+                self._experts_told = experts
             self._gemm1.launch(all_sms if first else all_sms - third, stream)
             if last:
                 passed("gemm1")
@@ -347,7 +391,14 @@ class NvlinkExperts:
         passed("gemm2")
 
     def _sum(self, handle: NvlinkHandle, out: torch.Tensor, stream: int) -> None:
-        args, ids = self._sums.args, handle.given_ids
-        args.topk_ids, args.ids_are_int64 = ids.data_ptr(), ids.dtype == torch.int64
-        args.slots, args.out, args.num_tokens = handle.address("slots"), out.data_ptr(), handle.num_tokens
+        ids = handle.given_ids
+        SUM_FIELDS.write(
+            self._sums.args,
+            SUM_FIELDS.offset,
+            ids.data_ptr(),
+            handle.address("slots"),
+            out.data_ptr(),
+            handle.num_tokens,
+            ids.dtype == torch.int64,
+        )
         self._sums.launch(self._num_sms, stream)

@@ -50,6 +50,7 @@ class ReferenceExperts:
     def forward(self, request: ForwardRequest) -> torch.Tensor:
         """Compute what ``MegaMoE.forward`` returns."""
         comm, x, topk_ids, quantised = self._comm, request.x, request.topk_ids, request.is_quantised
+        comm.engine.begin()
         with comm.engine.sequence(Upcoming("dispatch")):
             out = request.checked()
         routed = comm.dispatch(

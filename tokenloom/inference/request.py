@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -40,11 +41,22 @@ class ForwardRequest:
         """True where x comes in FP8 with scales."""
         return isinstance(self.x, tuple)
 
-    def dispatch(self, engine: Engine, power_of_two_scales: bool) -> tuple[DispatchOptions, DispatchInputs]:
-        """Check and describe the dispatch of this call: FP8 rows in layout "token", of bounded size."""
-        able, device, to_fp8 = engine.capabilities, engine.ranks.device, not self.is_quantised
-        rounded = power_of_two_scales and to_fp8
-        options = engine.dispatch_options("token", 1, "bounded", None, to_fp8, rounded)
+    def tensors(self) -> tuple[Any, Any, torch.Tensor, torch.Tensor]:
+        """What dispatch is given: x, its scales or None, ids, weights."""
+        x, scales = self.x if isinstance(self.x, tuple) and len(self.x) == 2 else (self.x, None)
+        return x, scales, self.topk_ids, self.topk_weights
+
+    def options(self, power_of_two_scales: bool) -> tuple[Any, ...]:
+        """Options of its dispatch, as validation takes them: FP8 rows in layout "token", of bounded size."""
+        to_fp8 = not self.is_quantised
+        return "token", 1, "bounded", None, to_fp8, power_of_two_scales and to_fp8, "dedup", "rows"
+
+    def checked_dispatch(self, engine: Engine, options: tuple[Any, ...]) -> tuple[DispatchOptions, DispatchInputs]:
+        """Check and describe the dispatch of this call."""
+        able, device = engine.capabilities, engine.ranks.device
+        checked = engine.dispatch_options(*options)
         tensors = (self.x, self.topk_ids, self.topk_weights)
         reads_ids = validation.reads_ids(able, device)
-        return options, validation.dispatch_inputs(engine.plan, able, device, *tensors, False, reads_ids, to_fp8)
+        return checked, validation.dispatch_inputs(
+            engine.plan, able, device, *tensors, False, reads_ids, checked.to_fp8
+        )

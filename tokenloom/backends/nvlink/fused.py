@@ -20,10 +20,16 @@ class FusedLayerCalls:
         self._barrier = launcher.new_kernel(BarrierVariant(plan=launcher.plan))
         self._kind = CallKind({"call": "MegaMoE", NUMBER: 0})
 
-    def make_room(self) -> None:
-        """Settle so many calls that until the meeting nothing old is raised."""
-        if not torch.cuda.is_current_stream_capturing():
+    def make_room(self) -> int | None:
+        """Settle so many calls that until the meeting nothing old is raised.
+
+        Returns:
+            What :meth:`Launcher.ready` gives, for the dispatch and the meeting.
+        """
+        stream = self._launcher.ready(CALLS_IN_FLIGHT - 1)
+        if stream is None and not torch.cuda.is_current_stream_capturing():
             self._launcher.settle(CALLS_IN_FLIGHT - 1)
+        return stream
 
     def buffer(self, fields: Fields) -> SymmetricBuffer:
         """Received rows, and where results come home. Made at the first call, which all ranks make."""
@@ -39,13 +45,17 @@ class FusedLayerCalls:
         args = self._barrier.args
         args.opened, args.cleared, args.num_cleared = opened.data_ptr(), cleared.data_ptr(), cleared.numel()
 
-    def meet(self, dispatch: int) -> None:
+    def meet(self, dispatch: int, stream: int | None) -> None:
         """Put a meeting of all ranks on the stream. Who has met sees all that the others have sent before.
 
         Args:
             dispatch: number of the dispatch that it belongs to.
+            stream: what :meth:`make_room` has given before that, if nothing else was called since.
         """
-        self._launcher.launch(self._barrier, self._kind, dispatch, blocks=1)
+        if stream is None:
+            self._launcher.launch(self._barrier, self._kind, dispatch, blocks=1)
+        else:
+            self._launcher.launch_ready(self._barrier, self._kind, dispatch, stream, blocks=1)
 
     @property
     def masked(self) -> int:

@@ -203,8 +203,11 @@ class Launcher:
         self._last_captured = self._stream_of(stream, self._last_captured)
         self._graphs.hold(stream, self, *self.keep_with_graphs)
 
-    def ready(self) -> int | None:
+    def ready(self, in_flight: int = CALLS_IN_FLIGHT) -> int | None:
         """Raise what earlier calls left, as far as it is known, and say whether :meth:`launch_ready` can come next.
+
+        Args:
+            in_flight: of the last calls, so many are not asked what they found.
 
         Returns:
             The handle of the current stream, if it is the one of the call before, nothing captures it, and no halves
@@ -213,7 +216,7 @@ class Launcher:
         stream = current_handle(self.ranks.device)
         if stream != self._last_handle or self._open_halves or is_capturing(stream):
             return None
-        self.outcomes.settle_before(self.num_calls - CALLS_IN_FLIGHT)
+        self.outcomes.settle_before(self.num_calls - in_flight)
         return stream
 
     def launch_ready(
@@ -231,7 +234,7 @@ class Launcher:
         """Do what :meth:`launch` does, where nothing needs to be found out.
 
         Args:
-            stream: what :meth:`ready` has given, if no call was made since.
+            stream: what :meth:`ready` has given. It holds until ``CALLS_IN_FLIGHT`` calls are in flight.
             number: of the call; None: it is the next one.
         """
         launches = self._num_launches

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 
 from tokenloom.jit.compiler import KernelSpec
-from tokenloom.kernels.common import DTYPES, describe, int32_fields, short_name, uint64_fields
+from tokenloom.kernels.common import DTYPES, FieldsAtOnce, describe, int32_fields, short_name, uint64_fields
 from tokenloom.plan import Plan
 
 LIST_THREADS = 512
@@ -22,23 +22,35 @@ class RouteListsArgs(ctypes.Structure):
     """Mirror of RouteListsArgs in route_lists.cuh, which says what each value is."""
 
     _fields_ = [
-        *uint64_fields("ids", "weights", "row_tokens", "num_rows", "source_counts", "expert_counts"),
-        *uint64_fields("values", "scales", "x", "x_scales"),
-        *int32_fields("num_tokens", "rank"),
+        *uint64_fields("num_rows", "source_counts", "expert_counts", "x", "x_scales", "stats"),
+        *int32_fields("num_tokens", "copy_room"),
+        *uint64_fields("ids", "weights", "row_tokens", "values", "scales"),
         *uint64_fields("peers", "combine_recv"),
-        *uint64_fields("offsets", "rows", "row_weights", "targets", "taken", "stats", "copies", "copied"),
-        *int32_fields("copy_room", "padding"),
+        *uint64_fields("offsets", "rows", "row_weights", "targets", "taken", "copies", "copied"),
         *uint64_fields("fault_claimed"),
+        *int32_fields("rank", "padding"),
     ]
+
+
+LIST_FIELDS = FieldsAtOnce(
+    RouteListsArgs,
+    *("num_rows", "source_counts", "expert_counts", "x", "x_scales", "stats", "num_tokens", "copy_room"),
+)
+"""What it is told anew in every call."""
 
 
 class SumRoutesArgs(ctypes.Structure):
     """Mirror of SumRoutesArgs in sum_routes.cuh, which says what each value is."""
 
     _fields_ = [
-        *uint64_fields("topk_ids", "slots", "met", "masked", "combine_recv", "out"),
+        *uint64_fields("topk_ids", "slots", "out"),
         *int32_fields("num_tokens", "ids_are_int64"),
+        *uint64_fields("met", "masked", "combine_recv"),
     ]
+
+
+SUM_FIELDS = FieldsAtOnce(SumRoutesArgs, "topk_ids", "slots", "out", "num_tokens", "ids_are_int64")
+"""What it is told anew in every call."""
 
 
 @dataclass(frozen=True)

@@ -11,20 +11,21 @@
 #include "device/transport/peer.cuh"
 
 struct RouteListsArgs {
-    // From the dispatch in layout token, which received R rows.
-    const int32* ids;            // [>= R][K] local expert of each route, or -1
-    const float* weights;        // [>= R][K]
-    const int32* row_tokens;     // [>= R] token of the home rank that a row is
-    const int32* num_rows;       // [1] R
+    // What every call is told anew lies side by side, so that the host writes it at once.
+    const int32* num_rows;       // [1] R, rows that the dispatch in layout token received
     const int32* source_counts;  // [W] rows from each rank
     const int32* expert_counts;  // [L] routes to each expert, of those with routes
-    unsigned char* values;       // [>= R][H] E4M3; own tokens begin at row Shape::received_rows
-    float* scales;               // [>= R][H / 128]
-    // With shared experts: this rank's tokens, as the caller gave them.
-    const unsigned char* x;      // [T][H] of Shape::x_dtype, or E4M3
+    const unsigned char* x;      // with shared experts: this rank's tokens, [T][H] of Shape::x_dtype, or E4M3
     const float* x_scales;       // with E4M3: [T][H / 128]
+    int32* stats;                // null, or [L]: the number of routes is added
     int32 num_tokens;
-    int32 rank;
+    int32 copy_room;  // of the copies below; 0: none are wanted
+    // From the dispatch.
+    const int32* ids;         // [>= R][K] local expert of each route, or -1
+    const float* weights;     // [>= R][K]
+    const int32* row_tokens;  // [>= R] token of the home rank that a row is
+    unsigned char* values;    // [>= R][H] E4M3; own tokens begin at row Shape::received_rows
+    float* scales;            // [>= R][H / 128]
     // Where results go: each rank has a row for each of its tokens and k, then for each shared expert.
     const uint64* peers;  // [W] every rank's buffer; device memory
     uint64 combine_recv;  // offset in it of [M][K + S] rows of bfloat16
@@ -34,13 +35,12 @@ struct RouteListsArgs {
     float* row_weights;  // [places]
     uint64* targets;     // [places] address of the result at its home rank
     int32* taken;        // [L] places taken of each list; 0 before the call
-    int32* stats;        // null, or [L]: the number of routes is added
     // Copies of rows lie behind the activations that GEMM1 will write, in the same buffer of `copy_room` rows of H.
     unsigned char* copies;
-    int32* copied;       // [2] (first, n): the rows of places 0..n-1 are rows first.. of that buffer
-    int32 copy_room;     // 0: no copies are wanted
-    int32 padding;
+    int32* copied;  // [2] (first, n): the rows of places 0..n-1 are rows first.. of that buffer
     const uint32* fault_claimed;  // not 0: a wait of this rank has expired, and what it received must not be trusted
+    int32 rank;
+    int32 padding;
 };
 
 template <class Shape>

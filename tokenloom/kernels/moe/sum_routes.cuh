@@ -10,12 +10,12 @@
 struct SumRoutesArgs {
     const void* topk_ids;      // [T][K] as given to the dispatch
     const int32* slots;        // [T][W], from the dispatch: which of the rows that went to rank r, or -1
-    const int32* met;          // [1] of the barrier after the GEMMs: whether all ranks came
-    const uint32* masked;      // [1] bit r: rank r takes no part
-    const void* combine_recv;  // [M][K + S] rows of bfloat16, S of shared experts
     void* out;                 // [T] rows of bfloat16
     int32 num_tokens;
     int32 ids_are_int64;
+    const int32* met;          // [1] of the barrier after the GEMMs: whether all ranks came
+    const uint32* masked;      // [1] bit r: rank r takes no part
+    const void* combine_recv;  // [M][K + S] rows of bfloat16, S of shared experts
 };
 
 template <class Shape>
