@@ -24,7 +24,7 @@ struct TermStream {
     static constexpr int kGroups = kHidden / kGroupValues;
     static constexpr int kGroupBytes = kGroupValues * kValueBytes<kTermDtype>;
     static constexpr int kOutBytes = kGroupValues * kValueBytes<kOutDtype>;
-    static constexpr int kMostSteps = 64 / kGroupBytes;  // a stage of 2 KB: more takes registers, less takes barriers
+    static constexpr int kMostSteps = (kGroups % 32 == 0 ? 64 : 48) / kGroupBytes;  // more takes registers: of 2 KB
     using Row = Tiles<kGroups, kMostSteps>;
     static constexpr int kSliceGroups = 32 * Row::kSteps;
     static constexpr int kStageBytes = kSliceGroups * kGroupBytes;

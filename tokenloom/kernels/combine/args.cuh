@@ -56,6 +56,9 @@ struct CombineRows {
     static constexpr bool kByExpert = Shape::layout == kLayoutExpert;
     static constexpr bool kCopies =
         !kByExpert && Shape::y_dtype == Shape::wire_dtype && Shape::dense == 0 && Shape::eager == 0;
+    // Rows for this rank's own tokens do not travel: they are added from where they are. (Not in halves: y may have
+    // changed before the second. And not where rows are made on the way: the sums that wait for nobody would make them.)
+    static constexpr bool kOwnStay = kCopies && Shape::part == kWhole;
     static constexpr int kYBytes = Shape::hidden * kValueBytes<Shape::y_dtype>;
     static constexpr int kWireBytes = Shape::hidden * kValueBytes<Shape::wire_dtype>;
     static constexpr int kOutBytes = Shape::hidden * kValueBytes<Shape::out_dtype>;
@@ -92,7 +95,7 @@ struct CombineShared {
     alignas(16) int32 header[kHeaderWords];
     Progress<Shape::push_warps> progress;
     int32 received_base[Shape::num_ranks];  // first received row that came from rank s
-    int32 received[Shape::num_ranks];       // how many did
+    int32 received[Shape::num_ranks];       // how many of them travel
     int32 home_base[Shape::num_ranks];      // where this rank's rows begin in the buffer of home rank s
     int32 own_base[Shape::num_ranks];       // where rank r's rows begin in this rank's buffer
     int32 own[Shape::num_ranks];            // how many there are; kNoRows of masked ranks

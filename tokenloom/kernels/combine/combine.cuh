@@ -38,7 +38,8 @@ __device__ void find_bases(const CombineArgs& args, CombineShared<Shape>& shared
         shared.control.bases[i] = args.call.peers[i];
         shared.data.bases[i] = args.peers[i];
         shared.received_base[i] = received;
-        shared.received[i] = turn.leaves_out(i) ? 0 : args.all_counts[i * kCounts + args.call.rank];
+        const bool stay = CombineRows<Shape>::kOwnStay && i == args.call.rank;
+        shared.received[i] = stay || turn.leaves_out(i) ? 0 : args.all_counts[i * kCounts + args.call.rank];
         shared.home_base[i] = home;
         shared.own_base[i] = own;
         shared.own[i] = turn.leaves_out(i) ? kNoRows : args.all_counts[args.call.rank * kCounts + i];

@@ -29,12 +29,10 @@ MOST_CHUNK_SHIFT = 2
 """Chunks have up to 4 rows. With more, home ranks wait longer for the chunks that many warps send at once."""
 COPY_WARPS = 3
 """Warps of a block that send rows as they are. Bulk copies need few threads; the other warps sum."""
-PUSH_WARPS = 12
+PUSH_WARPS = 16
 """Warps of a block that send rows which are sums, or have to be converted. The other warps sum what arrives."""
-PUSH_STAGES = 5
-"""Most stages of each such warp: 12 warps have 96 KB in flight, which is what an SM's path to memory needs."""
-PUSH_STAGE_BYTES = 2048
-"""Most bytes of a stage; TermStream has the same."""
+PUSH_STAGES = 4
+"""Most stages of each such warp: 16 warps have 96 KB in flight, which is what an SM's path to memory needs."""
 PRE_REDUCE_WARPS = 12
 PRE_REDUCE_BLOCKS = 64
 """Blocks of the kernel that pre-reduces, which only reads and writes this GPU's memory."""
@@ -209,7 +207,8 @@ def _term_ring(hidden: int, dtype: torch.dtype, warps: int) -> tuple[int, int, i
     """
     group = 8 if hidden % 8 == 0 else 4
     all_steps = -(-(hidden // group) // 32)
-    tiles = -(-all_steps // (PUSH_STAGE_BYTES // (32 * group * dtype.itemsize)))
+    lane_bytes = 64 if hidden // group % 32 == 0 else 48
+    tiles = -(-all_steps // (lane_bytes // (group * dtype.itemsize)))
     stage_bytes = 32 * -(-all_steps // tiles) * group * dtype.itemsize
     stages = min(PUSH_STAGES, MAX_SHARED_BYTES * 9 // 10 // (warps * stage_bytes))
     return stage_bytes, stages, warps * stages * stage_bytes

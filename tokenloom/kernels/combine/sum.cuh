@@ -1,4 +1,4 @@
-// The summing warps: rows that came home are added, token by token.
+// The summing warps: rows that came home are added, token by token, and those that never left among them.
 #pragma once
 #include "device/tile/routes.cuh"
 #include "kernels/combine/args.cuh"
@@ -37,6 +37,8 @@ __device__ bool sum_rows(const CombineArgs& args, const CombineShared<Shape>& sh
     const PeerSignals flags = shared.control.signals(args.call.rank, args.chunk_flags);
     const auto received =
         reinterpret_cast<uint64>(shared.data.template local<unsigned char>(args.call.rank, shared.combine_recv));
+    const int64 first_own = Shape::layout == kLayoutRank ? static_cast<int64>(args.call.rank) * args.max_tokens
+                                                         : shared.received_base[args.call.rank];
     auto* out = static_cast<unsigned char*>(args.out);
     if (args.num_tokens == 0) return true;
     const int32 num_warps = gridDim.x * kSumWarps;
@@ -51,10 +53,15 @@ __device__ bool sum_rows(const CombineArgs& args, const CombineShared<Shape>& sh
         const Term term = next;
         next_item = num_warps + claims.take();
         if (next_item < num_items) next = term_of<Shape>(args, shared, next_item / parts, lane);
-        bool here = true;
-        uint64 row = 0;
+        bool here = true, dropped = false;
+        uint64 rows = received;
+        int64 row = 0;
         if (Shape::dense != 0) {  // copy engines brought all rows before their ranks opened this call
             row = static_cast<int64>(term.rank) * args.max_tokens + token;
+        } else if (Rows::kOwnStay && term.rank == args.call.rank) {
+            rows = reinterpret_cast<uint64>(args.y);
+            row = first_own + term.slot;
+            dropped = term.slot >= 0 && row >= args.capacity;
         } else if (term.slot >= 0) {
             const int32 chunk = term.slot >> chunk_shift<Shape>(shared.own[term.rank]);
             here = flags.from(term.rank * args.max_chunks).wait(chunk, epoch, deadline, term.rank, kPhasePartials);
@@ -63,8 +70,11 @@ __device__ bool sum_rows(const CombineArgs& args, const CombineShared<Shape>& sh
         if (!__all_sync(~0u, here)) return false;
         __syncwarp();
         const uint32 terms = __ballot_sync(~0u, term.slot >= 0);
-        Rows::Sum::add(out + token * Rows::kOutBytes, received + row * Rows::kWireBytes, terms, item % parts,
-                       parts, lane);
+        auto* to = out + token * Rows::kOutBytes;
+        if (Rows::kOwnStay && __any_sync(~0u, dropped))
+            fill_row<Rows::kOutBytes>(to, kNanWord<Shape::out_dtype>, lane);
+        else
+            Rows::Sum::add(to, rows + row * Rows::kWireBytes, terms, item % parts, parts, lane);
     }
     return true;
 }
