@@ -40,3 +40,12 @@ def _is_ours(folder: Path) -> bool:
 def _process_folder() -> Path:
     """Make a folder for this process alone, so the next process compiles its kernels again."""
     return Path(tempfile.mkdtemp(prefix="tokenloom-"))
+
+
+def rendezvous() -> tuple[str, int, int]:
+    """Return where the nodes of a job meet, how many there are, and which one this is.
+
+    From MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK, as programs for DeepEP set them: of nodes, not of processes.
+    """
+    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "8361")
+    return f"tcp://{address}:{port}", int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))

@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,6 +55,21 @@ PUBLIC = {
     "tokenloom.errors": ERRORS,
     "tokenloom.reference": ["Routed", "combine", "combine_weights", "dispatch", "moe", "quantize_fp8"],
     "tokenloom.tune": ["Profile", "profile"],
+    "tokenloom.compat": ["install"],
+    "tokenloom.compat.deep_ep": [
+        "Buffer",
+        "Config",
+        "EPHandle",
+        "ElasticBuffer",
+        "EventHandle",
+        "EventOverlap",
+        "HybridEPBuffer",
+        "HybridEpConfigInstance",
+        "__version__",
+        "get_logical_domain_size",
+        "get_physical_domain_size",
+        "topk_idx_t",
+    ],
     "tokenloom.compat.deep_gemm": [
         "SymmBuffer",
         "fp8_mega_moe",
@@ -82,7 +98,11 @@ def test_public_names_are_documented(name: str) -> None:
     for kind in [value for value in values.values() if inspect.isclass(value)]:
         own = {f"{kind.__name__}.{each}": member for each, member in vars(kind).items() if not each.startswith("_")}
         values |= {each: member for each, member in own.items() if callable(member) or isinstance(member, property)}
-    bare = [each for each, value in values.items() if not isinstance(value, str) and not inspect.getdoc(value)]
+    bare = [
+        each
+        for each, value in values.items()
+        if not isinstance(value, str | torch.dtype) and not inspect.getdoc(value)
+    ]
     assert bare == []
 
 

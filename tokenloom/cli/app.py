@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from tokenloom._version import __version__
-from tokenloom.cli.commands import bench_comm, bench_mega, bench_train, cache, demo, doctor, tune
+from tokenloom.cli.commands import bench_comm, bench_mega, bench_train, cache, deep_ep_path, demo, doctor, tune
 from tokenloom.cli.terminal import FAILED, INTERRUPTED
 from tokenloom.errors import TokenloomError
 
@@ -44,6 +44,7 @@ bench = typer.Typer(name="bench", help="Measure.", no_args_is_help=True)
 
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
+app.command("deep-ep-path")(deep_ep_path.deep_ep_path)
 app.command("tune")(tune.tune)
 app.add_typer(bench)
 bench.command("comm")(bench_comm.comm)

@@ -7,12 +7,16 @@ distribution ``tokenloom-deep-ep``, or put ``python -m tokenloom deep-ep-path`` 
 Importing needs neither CUDA nor NCCL.
 """
 
+from tokenloom._version import __version__ as _version
 from tokenloom.compat.deep_ep.buffer import Buffer
 from tokenloom.compat.deep_ep.config import Config, topk_idx_t
 from tokenloom.compat.deep_ep.elastic import ElasticBuffer, get_logical_domain_size, get_physical_domain_size
 from tokenloom.compat.deep_ep.ep_handle import EPHandle
 from tokenloom.compat.deep_ep.events import EventHandle, EventOverlap
 from tokenloom.compat.deep_ep.hybrid_ep_buffer import HybridEPBuffer, HybridEpConfigInstance
+
+__version__ = f"2.1.0+tokenloom.{_version}"
+"""The contract that is served, and who serves it."""
 
 __all__ = [
     "Buffer",
@@ -23,6 +27,7 @@ __all__ = [
     "EventOverlap",
     "HybridEPBuffer",
     "HybridEpConfigInstance",
+    "__version__",
     "get_logical_domain_size",
     "get_physical_domain_size",
     "topk_idx_t",

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tokenloom.backends.registry import MAX_SMS
 from tokenloom.compat.deep_ep.buffer_base import captured
 from tokenloom.compat.deep_ep.config import Config, config_for
 from tokenloom.compat.deep_ep.events import EventOverlap
@@ -88,6 +87,8 @@ class Buffer(NormalMode, LowLatencyMode):
         require(
             new_num_sms > 0 and new_num_sms % 2 == 0, f"Buffer.set_num_sms: {new_num_sms} is not even and positive"
         )
+        from tokenloom.backends.registry import MAX_SMS  # as late as this, so that importing is quick
+
         Buffer.num_sms = new_num_sms
         Buffer._chosen_sms = min(new_num_sms, MAX_SMS)
 

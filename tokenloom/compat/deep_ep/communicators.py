@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from tokenloom.backends.base import Upcoming
-from tokenloom.comm.communicator import Communicator
-from tokenloom.comm.engine import Engine
 from tokenloom.errors import PeerError, ShapeMismatch, is_known_to_all
-from tokenloom.runtime.rank_group import RankGroup
-from tokenloom.runtime.rendezvous import agree
+
+if TYPE_CHECKING:
+    from tokenloom.comm.communicator import Communicator
+    from tokenloom.comm.engine import Engine
+    from tokenloom.runtime.rank_group import RankGroup
 
 T = TypeVar("T")
 
@@ -101,6 +102,9 @@ class Communicators:
                 raise
 
     def _make(self, shape: Shape, tokens: int, top_k: int, device: torch.device) -> None:
+        from tokenloom.comm.communicator import Communicator  # as late as this, so that importing is quick
+        from tokenloom.runtime.rendezvous import agree
+
         wanted = agree(self.meeting(device), lambda: (vars(shape), (tokens, top_k)), "making a communicator")
         before = self._made.get(shape)
         if before is not None:
@@ -120,6 +124,8 @@ class Communicators:
     def meeting(self, device: torch.device) -> RankGroup:
         """The ranks, for small collectives beside communicators."""
         if self._meeting is None:
+            from tokenloom.runtime.rank_group import RankGroup
+
             on_host = "gloo" in dist.get_backend_config(self._group)
             self._meeting = RankGroup(self._group, device="cpu" if on_host else device)
         return self._meeting
@@ -156,6 +162,8 @@ class Communicators:
         name: str,
         engine_of: Callable[[Communicator], Engine],
     ) -> None:
+        from tokenloom.runtime.rendezvous import agree
+
         try:
             if comm is None:
                 agree(self.meeting(device), _raises(fault), "making a communicator")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tokenloom.backends.registry import DEFAULT_SMS
-from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.routed import Routed
 from tokenloom.compat.deep_ep import checks
 from tokenloom.compat.deep_ep.buffer_base import BufferBase
@@ -19,6 +17,9 @@ from tokenloom.compat.deep_ep.faults import BadCall, naming, require
 from tokenloom.compat.deep_ep.handles import Dispatched
 from tokenloom.errors import ShapeMismatch
 from tokenloom.plan import align_up
+
+if TYPE_CHECKING:
+    from tokenloom.comm.communicator import Communicator
 
 COLUMN_ALIGNMENT = 4
 """4-byte scales of a column are padded to 16 bytes, as TMA takes them."""
@@ -37,6 +38,8 @@ class ElasticCalls(BufferBase):
 
     def get_theoretical_num_sms(self, num_experts: int, num_topk: int) -> int:
         """SMs that a kernel takes, whatever the arguments."""
+        from tokenloom.backends.registry import DEFAULT_SMS  # as late as this, so that importing is quick
+
         return DEFAULT_SMS
 
     @naming("ElasticBuffer.dispatch")

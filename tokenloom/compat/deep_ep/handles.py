@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.routed import Routed
 from tokenloom.compat.deep_ep.faults import NotServed
+
+if TYPE_CHECKING:
+    from tokenloom.comm.communicator import Communicator
 
 
 @dataclass(frozen=True)

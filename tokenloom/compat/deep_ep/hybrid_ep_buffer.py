@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.routed import Routed
 from tokenloom.compat.deep_ep import checks
 from tokenloom.compat.deep_ep.buffer_base import BufferBase
@@ -19,6 +18,9 @@ from tokenloom.compat.deep_ep.handles import Dispatched, LazyTuple
 from tokenloom.compat.deep_ep.routing_maps import Routes, dense, indices_to_map
 from tokenloom.errors import ShapeMismatch
 from tokenloom.plan import align_up
+
+if TYPE_CHECKING:
+    from tokenloom.comm.communicator import Communicator
 
 __all__ = ["HybridEPBuffer", "HybridEpConfigInstance", "indices_to_map"]
 

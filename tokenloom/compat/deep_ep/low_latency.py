@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tokenloom import DispatchOut
-from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.routed import Routed
 from tokenloom.compat.deep_ep import checks
 from tokenloom.compat.deep_ep.buffer_base import BufferBase
@@ -20,6 +19,9 @@ from tokenloom.compat.deep_ep.handles import Dispatched, LazyTuple, low_latency_
 from tokenloom.errors import ShapeMismatch
 from tokenloom.ops.quant.scale_layouts import empty_scales
 from tokenloom.plan import FP8_BLOCK
+
+if TYPE_CHECKING:
+    from tokenloom.comm.communicator import Communicator
 
 Hook = Callable[[], None]
 
@@ -189,11 +191,11 @@ class LowLatencyMode(BufferBase):
             combined_x [N, H] of x's dtype, which is ``out`` if that is given; event; hook or None.
         """
         device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
-        with self._calls.told(device, None, "dispatch", Communicator.engine_beside):
+        with self._calls.told(device, None, "dispatch", lambda comm: comm.engine_beside()):
             if not isinstance(handle, LazyTuple) or len(handle) != 5:
                 raise BadCall(f"handle is a {type(handle).__name__}, expected what low_latency_dispatch returned")
             routed, comm, ids = handle.dispatched.routed, handle.dispatched.comm, handle.dispatched.ids
-        with self._calls.told(device, comm, "dispatch", Communicator.engine_beside):
+        with self._calls.told(device, comm, "dispatch", lambda comm: comm.engine_beside()):
             refuse(use_logfmt=use_logfmt, combine_wait_recv_cost_stats=combine_wait_recv_cost_stats, **others)
             require(not (async_finish and return_recv_hook), "async_finish and return_recv_hook exclude each other")
             if zero_copy:

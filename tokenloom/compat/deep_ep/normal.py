@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.routed import Routed
 from tokenloom.compat.deep_ep import checks
 from tokenloom.compat.deep_ep.buffer_base import BufferBase
@@ -19,6 +18,9 @@ from tokenloom.compat.deep_ep.handles import Dispatched, LazyTuple, normal_handl
 from tokenloom.errors import ShapeMismatch
 from tokenloom.ops.routing import ids_of_ranks
 from tokenloom.plan import MAX_TOP_K, align_up
+
+if TYPE_CHECKING:
+    from tokenloom.comm.communicator import Communicator
 
 Received = tuple[
     Payload,

@@ -1,0 +1,131 @@
+"""Megatron-Core's MoE layer on tokenloom's ``deep_ep``: its flex dispatcher gives what the all-gather one gives.
+
+Both run in processes of their own, since Megatron keeps its groups and buffers in globals. They need the extra
+``clients``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module, util
+from typing import Any
+
+import pytest
+import torch
+
+from tokenloom.runtime.processes import RankContext, RankPool
+
+HIDDEN, WIDTH, EXPERTS = 32, 48, 8
+BACKENDS = ("deepep", "hybridep")
+
+pytestmark = pytest.mark.skipif(
+    util.find_spec("megatron") is None, reason="megatron-core is not installed; the extra 'clients' has it"
+)
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["ep2", "ep4"])
+def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    with RankPool(request.param) as made:
+        yield made
+
+
+def prepare(context: RankContext) -> None:
+    """Megatron's groups, once in each process, and what a machine without CUDA needs."""
+    from tokenloom.compat import install
+
+    install()
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]  # where the router goes
+    moe_utils = import_module("megatron.core.transformer.moe.moe_utils")
+    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)  # this release names it unasked
+    parallel_state = import_module("megatron.core.parallel_state")
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=context.num_ranks)
+
+
+def make_layer(context: RankContext, backend: str, top_k: int) -> Any:
+    """A layer whose weights depend on nothing but the rank."""
+    config = import_module("megatron.core.transformer.transformer_config").TransformerConfig
+    specs = import_module("megatron.core.models.gpt.moe_module_specs")
+    layer = import_module("megatron.core.transformer.moe.moe_layer").MoELayer
+    dispatcher = {"moe_token_dispatcher_type": "allgather"}
+    if backend != "allgather":
+        dispatcher = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}
+    torch.manual_seed(1)
+    made = config(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        ffn_hidden_size=WIDTH,
+        moe_ffn_hidden_size=WIDTH,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=top_k,
+        expert_model_parallel_size=context.num_ranks,
+        use_cpu_initialization=True,
+        moe_grouped_gemm=False,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        add_bias_linear=False,
+        **dispatcher,
+    )
+    spec = specs.get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False)
+    return layer(made, spec.submodules)
+
+
+def step(context: RankContext, layer: Any, tokens: int, seed: int) -> list[torch.Tensor]:
+    """Output, gradient of the input, and gradients of all weights."""
+    generator = torch.Generator().manual_seed(10 * seed + context.rank)
+    x = torch.randn(tokens, 2, HIDDEN, generator=generator, requires_grad=True)
+    out, _ = layer(x)
+    layer.zero_grad()
+    out.backward(torch.randn(out.shape, generator=generator))
+    assert x.grad is not None
+    return [out.detach(), x.grad, *(each.grad.clone() for each in layer.parameters() if each.grad is not None)]
+
+
+def compare(context: RankContext, backend: str, top_k: int, exact: bool) -> None:
+    prepare(context)
+    layers = [make_layer(context, name, top_k) for name in ("allgather", backend)]
+    for seed, tokens in enumerate((3, 1, 20, 20)):  # batches that grow after the first
+        want, got = (step(context, layer, tokens, seed) for layer in layers)
+        assert len(want) == len(got) == 3 + 2 * EXPERTS // context.num_ranks
+        for ours, theirs in zip(got, want, strict=True):
+            assert tokens < 20 or ours.abs().max() > 0  # a smaller batch leaves experts out
+            if exact:
+                assert torch.equal(ours, theirs)
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    fused = import_module("megatron.core.transformer.moe.fused_a2a")
+    used = fused._buffer if backend == "deepep" else fused._hybrid_ep_buffer
+    assert type(used).__module__.startswith("tokenloom.compat.deep_ep")
+    assert used.runtime.all(), "its communicators moved the tokens"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_experts_of_a_token(pool: RankPool, backend: str) -> None:
+    """Sums of two terms have one order, so that every bit agrees, forward and backward."""
+    pool.run(compare, backend, 2, True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_four_experts_of_a_token(pool: RankPool, backend: str) -> None:
+    """Sums of four terms differ by their order, in the last bits of float32."""
+    pool.run(compare, backend, 4, False)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_with_other_batches(pool: RankPool, backend: str) -> None:
+    """Ranks differ in their tokens: each has what a layer with all experts on every rank would give it."""
+    pool.run(compare_with_ragged, backend)
+
+
+def compare_with_ragged(context: RankContext, backend: str) -> None:
+    prepare(context)
+    layer = make_layer(context, backend, 2)
+    tokens = (4, 9, 1, 6)
+    alone = step(context, layer, tokens[context.rank], 3)
+    # The same tokens among those of equal batches: what a rank computes for them does not depend on the others.
+    most = max(tokens)
+    generator = torch.Generator().manual_seed(30 + context.rank)
+    x = torch.zeros(most, 2, HIDDEN)
+    x[: tokens[context.rank]] = torch.randn(tokens[context.rank], 2, HIDDEN, generator=generator)
+    out, _ = make_layer(context, "allgather", 2)(x)
+    torch.testing.assert_close(alone[0], out[: tokens[context.rank]].detach(), rtol=1e-5, atol=1e-6)
