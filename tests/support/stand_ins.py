@@ -148,6 +148,7 @@ class StandIns:
     def _launch(self, shape: int, function: int, pointers: int, extra: None) -> int:
         """A call of the C library with as many operands as the driver has."""
         if self.keeps:
+            self.asked["launches"] += 1
             address = ctypes.c_void_p.from_address(pointers).value
             for launcher in self.launchers:
                 for each in launcher._all_kernels:

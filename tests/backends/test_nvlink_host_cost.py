@@ -1,0 +1,136 @@
+"""What one call of backend "nvlink" asks of the driver and of torch, which is most of what it costs the host.
+
+Each question costs 0.3 to 5 us on a machine with GPUs. A call that asks more than it does here has become slower; one
+that asks less should be noted here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tokenloom as tl
+from tests.support.stand_ins import StandIns
+
+HIDDEN, INTERMEDIATE, TOP_K, NUM_EXPERTS, NUM_RANKS, TOKENS = 256, 256, 2, 8, 4, 5
+SMALL, LARGE = 64, 1024
+"""Tokens of a rank: plans of few rows have staged dispatches, whose outputs are ordinary tensors."""
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+OPENED = {"raw stream": 1, "is_current_stream_capturing": 1}
+"""What any usual call asks: once each."""
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations of torch by name, those that make views included."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._counts[func.__name__.split(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def stand_ins() -> Iterator[StandIns]:
+    with StandIns(NUM_RANKS) as made, torch.no_grad():
+        yield made
+
+
+def asked(stand_ins: StandIns, call: Callable[[], Any]) -> dict[str, int]:
+    """What a call asks from its third time on: of torch.cuda, launches of kernels, and operations."""
+    for _ in range(2):
+        call()
+        stand_ins.settle()
+    stand_ins.asked.clear()
+    stand_ins.keeps = True
+    with Operations(stand_ins.asked):
+        call()
+    stand_ins.keeps = False
+    stand_ins.settle()
+    return dict(stand_ins.asked)
+
+
+def make_comm(max_tokens: int) -> tl.Communicator:
+    sizes = {"num_experts": NUM_EXPERTS, "hidden": HIDDEN, "top_k": TOP_K, "max_tokens_per_rank": max_tokens}
+    return tl.Communicator(None, backend="nvlink", device="cpu", **sizes)
+
+
+KINDS: list[Any] = [
+    pytest.param(max_tokens, {"layout": layout, **options}, id=f"{max_tokens}-{layout}{'-fp8' if fp8 else ''}")
+    for max_tokens in (SMALL, LARGE)
+    for fp8 in (False, True)
+    for layout, options in (
+        ("token", {"to_fp8": fp8}),
+        ("rank", {"to_fp8": fp8}),
+        ("expert", {"to_fp8": fp8, "capacity": 300}),
+        ("slots", {"to_fp8": fp8}),
+    )
+]
+
+
+@pytest.mark.parametrize(("max_tokens", "options"), KINDS)
+def test_dispatch_and_combine(stand_ins: StandIns, max_tokens: int, options: dict[str, Any]) -> None:
+    """One launch, and one allocation for rows: those of direct dispatches lie in receive buffers."""
+    comm, staged = make_comm(max_tokens), max_tokens == SMALL or options["layout"] == "slots"
+    x, ids = torch.randn(TOKENS, HIDDEN, dtype=BF16), torch.zeros(TOKENS, TOP_K, dtype=torch.int64)
+    weights, made = torch.rand(TOKENS, TOP_K), {"launches": 1}
+    given = {"sizes": "bounded", **options}
+    found = asked(stand_ins, lambda: comm.dispatch(x, ids, weights, **given))
+    assert found == OPENED | made | ({"new_empty": 1} if staged else {})
+    routed = comm.dispatch(x, ids, weights, **given)
+    y = torch.zeros(routed.tokens.shape, dtype=BF16)
+    out = torch.empty(TOKENS, HIDDEN, dtype=BF16)
+    assert asked(stand_ins, lambda: comm.combine(y, routed)) == OPENED | made | {"new_empty": 1}
+    assert asked(stand_ins, lambda: comm.combine(y, routed, out=out)) == OPENED | made
+
+
+@pytest.mark.parametrize("max_tokens", [SMALL, LARGE])
+def test_tokens_in_fp8(stand_ins: StandIns, max_tokens: int) -> None:
+    """With scales of their own."""
+    comm, ids = make_comm(max_tokens), torch.zeros(TOKENS, TOP_K, dtype=torch.int32)
+    x = torch.zeros(TOKENS, HIDDEN).to(FP8), torch.ones(TOKENS, HIDDEN // 128)
+    found = asked(stand_ins, lambda: comm.dispatch(x, ids, layout="token", sizes="bounded"))
+    assert found == OPENED | {"launches": 1} | ({"new_empty": 1} if max_tokens == SMALL else {})
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_mega_moe(stand_ins: StandIns, fp8: bool) -> None:
+    """Six kernels, and the result."""
+    layer = tl.MegaMoE(
+        None, num_experts=NUM_EXPERTS, hidden=HIDDEN, intermediate=INTERMEDIATE, top_k=TOP_K,
+        max_tokens_per_rank=SMALL, device="cpu",
+    )  # fmt: skip
+    local = NUM_EXPERTS // NUM_RANKS
+    layer.use_weights(
+        torch.zeros(local, 2 * INTERMEDIATE, HIDDEN).to(FP8),
+        torch.ones(local, 2 * INTERMEDIATE // 128, HIDDEN // 128),
+        torch.zeros(local, HIDDEN, INTERMEDIATE).to(FP8),
+        torch.ones(local, HIDDEN // 128, INTERMEDIATE // 128),
+    )
+    tokens = torch.zeros(TOKENS, HIDDEN, dtype=BF16)
+    x: Any = (tokens.to(FP8), torch.ones(TOKENS, HIDDEN // 128)) if fp8 else tokens
+    ids, weights = torch.zeros(TOKENS, TOP_K, dtype=torch.int64), torch.rand(TOKENS, TOP_K)
+    out = torch.empty(TOKENS, HIDDEN, dtype=BF16)
+    launches = {"launches": 6}
+    assert asked(stand_ins, lambda: layer(x, ids, weights)) == OPENED | launches | {"new_empty": 1}
+    assert asked(stand_ins, lambda: layer(x, ids, weights, out=out)) == OPENED | launches
+
+
+def test_a_call_with_tensors_of_the_caller(stand_ins: StandIns) -> None:
+    """Nothing else is allocated where it gives all of a staged dispatch, but what combine needs."""
+    comm = make_comm(SMALL)
+    x, ids = torch.randn(TOKENS, HIDDEN, dtype=BF16), torch.zeros(TOKENS, TOP_K, dtype=torch.int64)
+    out = tl.DispatchOut(
+        tokens=torch.empty(2, 50, HIDDEN, dtype=BF16), expert_counts=torch.empty(2, dtype=torch.int32)
+    )
+    options: dict[str, Any] = {"layout": "slots", "capacity": 50, "out": out}
+    found = asked(stand_ins, lambda: comm.dispatch(x, ids, **options))
+    assert "new_empty" not in found
+    assert found["empty"] == 1
