@@ -42,11 +42,12 @@ COMBINE_RANGE = "tokenloom::combine"
 
 
 NOTHING_AROUND: AbstractContextManager[Any] = nullcontext()
+profiler_listens = torch._C._autograd._profiler_enabled
 
 
 def profiler_range(name: str) -> AbstractContextManager[Any]:
     """A named range where a profiler listens. Elsewhere nothing, which costs the host less."""
-    return record_function(name) if torch._C._autograd._profiler_enabled() else NOTHING_AROUND
+    return record_function(name) if profiler_listens() else NOTHING_AROUND
 
 
 class Sequence:
@@ -133,7 +134,7 @@ class Engine:
         index = self.ranks.device.index
         return (
             self._sequence is None
-            and not torch._C._autograd._profiler_enabled()
+            and not profiler_listens()
             and (index is None or torch.cuda.current_device() == index)
         )
 

@@ -32,10 +32,10 @@ class Routed:
     _plan: Plan
     _handle: Handle
     _rows: torch.Tensor
-    _graph_weights: torch.Tensor | None
+    _graph_weights: torch.Tensor | None = None
     _weighted: bool
     _ids_dtype: torch.dtype
-    _out: DispatchOut | None
+    _out: DispatchOut | None = None
     _late_weights: torch.Tensor | None = None
     _scale_words: int | None = None
 
@@ -62,8 +62,11 @@ class Routed:
         values = self.__dict__
         values["layout"] = handle.options.layout
         values["_owner"], values["_plan"], values["_handle"] = owner, plan, handle
-        values["_rows"], values["_graph_weights"], values["_weighted"] = rows, weights, weighted
-        values["_ids_dtype"], values["_out"] = ids_dtype, out
+        values["_rows"], values["_weighted"], values["_ids_dtype"] = rows, weighted, ids_dtype
+        if weights is not None:
+            values["_graph_weights"] = weights
+        if out is not None:
+            values["_out"] = out
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"what a dispatch brought is not to be changed: {name}")

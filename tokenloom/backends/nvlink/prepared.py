@@ -16,7 +16,7 @@ from tokenloom.backends.nvlink.copies import Copies
 from tokenloom.backends.nvlink.handle import NvlinkHandle, Results, ResultsMemory
 from tokenloom.backends.nvlink.launcher import HALVES, Half, Launcher, require_layout, require_no_host_read
 from tokenloom.errors import InvalidArgument
-from tokenloom.kernels.dispatch.launch import CALL_FIELDS, MAX_BLOCKS, RESULTS, DispatchVariant
+from tokenloom.kernels.dispatch.launch import CALL_FIELDS, MAX_BLOCKS, RESULTS, STAGED_FIELDS, DispatchVariant
 from tokenloom.plan import Plan
 from tokenloom.runtime.kernel_reports import HostCounts
 
@@ -108,6 +108,7 @@ class PreparedDispatch:
             results: what calls leave in their words.
         """
         self.results, self._starts = results, [results.at[name] for name in RESULTS]
+        self._write = (STAGED_FIELDS if staged else CALL_FIELDS).write
         plan, launcher, shared = self.shared.plan, self.launcher, self.shared
         parts = ("send", "receive") if self.split else ("whole",)
         variants = [self._variant(inputs, part, staged=staged, eager=eager) for part in parts]
@@ -129,12 +130,14 @@ class PreparedDispatch:
         weights: torch.Tensor | None,
         num_tokens: int,
         base: int,
-        host_sequence: int = 0,
+        host_sequence: int,
+        *outputs: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write what a call is given, and where its results are.
 
         Args:
             base: address of the words of the call.
+            outputs: addresses of OUTPUTS, of staged kernels.
 
         Returns:
             x and topk_ids, or copies of them at addresses that the kernels take.
@@ -144,7 +147,7 @@ class PreparedDispatch:
             x, topk_ids = aligned(x), aligned(topk_ids)
             x_at, ids_at = x.data_ptr(), topk_ids.data_ptr()
         slots, all_counts, num_rows, source_counts, expert_counts, expert_offsets = self._starts
-        CALL_FIELDS.write(
+        self._write(
             self.kernel.args,
             CALL_FIELDS.offset,
             x_at,
@@ -159,6 +162,7 @@ class PreparedDispatch:
             base + expert_offsets,
             num_tokens,
             host_sequence,
+            *outputs,
         )
         return x, topk_ids
 

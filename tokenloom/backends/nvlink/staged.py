@@ -13,7 +13,7 @@ from tokenloom.backends.nvlink.buffers import is_eager, num_turns, require_align
 from tokenloom.backends.nvlink.handle import COUNTS, NvlinkHandle, Results
 from tokenloom.backends.nvlink.launcher import Half
 from tokenloom.backends.nvlink.prepared import PreparedDispatch, Shared
-from tokenloom.kernels.dispatch.launch import OUTPUT_FIELDS, OUTPUTS
+from tokenloom.kernels.dispatch.launch import OUTPUTS
 from tokenloom.plan import FP8_BLOCK
 
 PARTS_OF_A_ROW = ("rows", "row_scales", "row_ids", "row_weights", "row_places", "row_tokens")
@@ -87,12 +87,16 @@ class StagedDispatch(PreparedDispatch):
             rows = out.tokens.view(places, -1)
         memory = self.shared.memory.take(self.results.words(num_tokens), stream)
         base = memory[2]
-        x, topk_ids = self.point(x, scales, topk_ids, weights, num_tokens, base)
         out_scales, out_ids, out_weights, out_places, out_tokens, slot_ranges = self._outputs
         row_places, row_tokens = base + out_places, base + out_tokens
-        OUTPUT_FIELDS.write(
-            self.kernel.args,
-            OUTPUT_FIELDS.offset,
+        x, topk_ids = self.point(
+            x,
+            scales,
+            topk_ids,
+            weights,
+            num_tokens,
+            base,
+            0,
             rows.data_ptr(),
             base + out_scales if self.with_scales else 0,
             base + out_ids,

@@ -66,11 +66,9 @@ class DispatchArgs(ctypes.Structure):
     ]
 
 
-CALL_FIELDS = FieldsAtOnce(
-    DispatchArgs, "x", "scales", "topk_ids", "topk_weights", *RESULTS, "num_tokens", "host_sequence"
-)
-"""What every dispatch is told anew; a staged one also OUTPUT_FIELDS."""
-OUTPUT_FIELDS = FieldsAtOnce(DispatchArgs, *OUTPUTS)
+_ANEW = ("x", "scales", "topk_ids", "topk_weights", *RESULTS, "num_tokens", "host_sequence")
+CALL_FIELDS, STAGED_FIELDS = FieldsAtOnce(DispatchArgs, *_ANEW), FieldsAtOnce(DispatchArgs, *_ANEW, *OUTPUTS)
+"""What every dispatch is told anew, and every staged one."""
 
 
 def block_count_words(plan: Plan) -> int:
