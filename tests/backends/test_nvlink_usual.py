@@ -100,12 +100,36 @@ def test_the_second_call_of_a_kind_is_usual(calls: Calls, kind: str) -> None:
     assert calls.long == 2
 
 
+def room(calls: Calls, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """For results of a dispatch in layout "token"."""
+    return torch.empty(calls.comm.plan.worst_case_rows("token"), width, dtype=dtype)
+
+
 def many_tokens(number: int) -> dict[str, Any]:
     return {
         "x": torch.zeros(number, HIDDEN, dtype=BF16),
         "topk_ids": torch.zeros(number, TOP_K, dtype=INT64),
         "topk_weights": torch.zeros(number, TOP_K),
     }
+
+
+@pytest.mark.parametrize("max_tokens", [SMALL, LARGE])
+def test_tensors_of_the_caller(stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch, max_tokens: int) -> None:
+    """Staged kernels write to them, and to none of them in the next call. From receive buffers they are copied."""
+    calls = Calls(stand_ins, monkeypatch, max_tokens)
+    out = tl.DispatchOut(tokens=room(calls, HIDDEN, BF16), num_rows=torch.empty((), dtype=INT32))
+    calls.dispatch()
+    given, other = calls.dispatch(out=out), calls.dispatch()
+    assert calls.long == (1 if max_tokens == SMALL else 2)
+    assert given.tokens is out.tokens
+    assert given.num_rows is given._handle.counts.num_rows is out.num_rows or max_tokens == LARGE
+    args = stand_ins.launched[-2][1], stand_ins.launched[-1][1]
+    if max_tokens == SMALL:
+        assert (args[0].out_rows, args[0].num_rows) == (out.tokens.data_ptr(), out.num_rows.data_ptr())
+    assert (args[1].out_rows, args[1].num_rows) == (
+        other.tokens.data_ptr() if max_tokens == SMALL else 0,
+        other.num_rows.data_ptr(),
+    )
 
 
 UNUSUAL: dict[str, tuple[Callable[[Calls], dict[str, Any]], type[Exception] | None]] = {
@@ -127,7 +151,24 @@ UNUSUAL: dict[str, tuple[Callable[[Calls], dict[str, Any]], type[Exception] | No
     "a list of layouts": (lambda calls: {"layout": ["token"]}, InvalidArgument),
     "copies": (lambda calls: {"copy": True}, None),
     "another capacity": (lambda calls: {"sizes": "bounded", "capacity": 9}, None),
-    "tensors of the caller": (lambda calls: {"out": tl.DispatchOut(num_rows=torch.empty((), dtype=INT32))}, None),
+    "ids of 64 bits for the caller": (lambda calls: {"out": tl.DispatchOut(topk_ids=room(calls, TOP_K, INT64))}, None),
+    "a count of 64 bits": (
+        lambda calls: {"out": tl.DispatchOut(num_rows=torch.empty((), dtype=INT64))},
+        tl.DtypeMismatch,
+    ),
+    "room for fewer rows": (
+        lambda calls: {"out": tl.DispatchOut(tokens=room(calls, HIDDEN, BF16)[1:])},
+        tl.ShapeMismatch,
+    ),
+    "room by column": (
+        lambda calls: {"out": tl.DispatchOut(tokens=room(calls, HIDDEN, BF16).T.contiguous().T)},
+        tl.ShapeMismatch,
+    ),
+    "what a layout has not": (
+        lambda calls: {"out": tl.DispatchOut(slot_ranges=torch.empty(2, 4, 2, dtype=INT32))},
+        InvalidArgument,
+    ),
+    "other things": (lambda calls: {"out": calls.x}, InvalidArgument),
 }
 
 

@@ -277,6 +277,8 @@ class UsualDispatch(Protocol):
 
     is_stale: bool
     """It can be used no longer."""
+    takes_out: bool
+    """It writes to tensors of the caller's, but for ids that are not int32."""
 
     def launch(
         self,

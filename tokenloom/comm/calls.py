@@ -158,9 +158,9 @@ class Calls:
             PeerTimeout, CommunicatorBroken: another rank is missing, or was at an earlier call.
         """
         values = (layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy, scale_layout)
-        usual = None if async_op or copy or out is not None else self._usual
+        usual = None if async_op or copy else self._usual
         if usual is not None:
-            routed = usual.dispatch(self, x, topk_ids, topk_weights, values)
+            routed = usual.dispatch(self, x, topk_ids, topk_weights, values, out)
             if routed is not None:
                 return routed
         call = DispatchCall(self, self.engine, (x, topk_ids, topk_weights), values, copy, out, async_op)

@@ -30,9 +30,7 @@ def of_dispatch(plan: Plan, options: DispatchOptions, inputs: DispatchInputs, ou
         raise InvalidArgument("out= needs results of a known size; pass sizes='bounded', or use layout 'slots'")
     if torch.is_grad_enabled():
         raise InvalidArgument("out= has no gradient; dispatch inside of torch.no_grad()")
-    ids, weights = inputs.topk_ids.dtype, inputs.topk_weights
-    with_scales = options.to_fp8 or inputs.scales is not None
-    likes = _results(plan, options, inputs.x.dtype, ids, None if weights is None else weights.dtype, with_scales)
+    likes = results(plan, options, inputs)
     for name, tensor in vars(out).items():
         if tensor is None:
             continue
@@ -43,6 +41,13 @@ def of_dispatch(plan: Plan, options: DispatchOptions, inputs: DispatchInputs, ou
             )
         _require_like(f"out.{name}", tensor, likes[name], inputs.x.device)
     return out
+
+
+def results(plan: Plan, options: DispatchOptions, inputs: DispatchInputs) -> dict[str, Like]:
+    """What a dispatch of bounded size returns, by name. Not to be changed."""
+    ids, weights = inputs.topk_ids.dtype, inputs.topk_weights
+    with_scales = options.to_fp8 or inputs.scales is not None
+    return _results(plan, options, inputs.x.dtype, ids, None if weights is None else weights.dtype, with_scales)
 
 
 def of_combine(out: object, options: CombineOptions, routed: Routed, y: torch.Tensor) -> None:
@@ -66,7 +71,6 @@ def _results(
     weights_dtype: torch.dtype | None,
     with_scales: bool,
 ) -> dict[str, Like]:
-    """What a dispatch of bounded size returns, by name. Not to be changed."""
     layout, num_ranks, local = options.layout, plan.num_ranks, plan.experts_per_rank
     places = [num_ranks, plan.max_tokens_per_rank]
     if layout != "rank":

@@ -14,11 +14,13 @@ from tokenloom.backends.base import (
     CombineOptions,
     DispatchInputs,
     DispatchOptions,
+    DispatchOut,
     MakesUsualCalls,
     Upcoming,
     UsualCombine,
     UsualDispatch,
 )
+from tokenloom.comm import outputs
 from tokenloom.comm.engine import Engine
 from tokenloom.comm.routed import Routed
 from tokenloom.comm.validation import SCALE_DTYPE, WEIGHT_DTYPE
@@ -41,6 +43,7 @@ class UsualCalls:
         device = engine.ranks.device
         self._device = -1 if device.index is None else device.index  # as get_device() of tensors has it
         self._dispatches: dict[object, UsualDispatch] = {}
+        self._results: dict[UsualDispatch, dict[str, Tensor]] = {}  # what each returns: shapes, dtypes and strides
         self._combines: dict[object, UsualCombine] = {}
 
     def nothing_around(self) -> bool:
@@ -57,29 +60,33 @@ class UsualCalls:
 
     # -- dispatch -------------------------------------------------------------------------------------------
 
-    def dispatch(self, owner: object, x: Any, topk_ids: Any, weights: Any, options: tuple[Any, ...]) -> Routed | None:
+    def dispatch(
+        self, owner: object, x: Any, topk_ids: Any, weights: Any, options: tuple[Any, ...], out: Any
+    ) -> Routed | None:
         """Make a dispatch, if it is a usual one.
 
         Args:
             owner: the communicator.
-            x, topk_ids, weights: as they were given.
+            x, topk_ids, weights, out: as they were given.
             options: what follows ``able`` in :func:`tokenloom.comm.validation.dispatch_options`.
         """
         scales = None
         if x.__class__ is tuple and len(x) == 2:
             x, scales = x
         usual = self.like_before(x, scales, topk_ids, weights, options)
-        stream = None if usual is None else self._ready()
-        if usual is None or stream is None:
+        if usual is None or not (out is None or self._fits_all(out, usual)):
+            return None
+        stream = self._ready()
+        if stream is None:
             return None
         engine = self._engine
         try:
-            handle, rows, _ = usual.launch(x, scales, topk_ids, weights, x.shape[0], None, stream)
+            handle, rows, _ = usual.launch(x, scales, topk_ids, weights, x.shape[0], out, stream)
         except Exception:
             with engine.sequence(Upcoming("dispatch")):
                 raise
         engine.open_calls.opened()
-        return Routed(owner, self._plan, handle, rows, None, weights is not None, topk_ids.dtype)
+        return Routed(owner, self._plan, handle, rows, None, weights is not None, topk_ids.dtype, out)
 
     def like_before(
         self, x: Any, scales: Any, topk_ids: Any, weights: Any, options: tuple[Any, ...]
@@ -122,13 +129,18 @@ class UsualCalls:
             return
         kind = _kind_of_dispatch(inputs.x, inputs.scales, inputs.topk_ids, inputs.topk_weights, given)
         known = self._dispatches.get(kind)
-        if known is not None and not known.is_stale:
-            return
+        if known is not None:
+            if not known.is_stale:
+                return
+            self._results.pop(known, None)
         found = self._backend.usual_dispatch(options, inputs)
         if found is not None:
             if len(self._dispatches) >= MOST_KINDS:
                 self._dispatches.clear()
+                self._results.clear()
             self._dispatches[kind] = found
+            if found.takes_out:
+                self._results[found] = outputs.results(self._plan, options, inputs)
 
     def _fits(self, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         return (
@@ -138,6 +150,26 @@ class UsualCalls:
             and tensor.get_device() == self._device
             and tensor.is_contiguous()
         )
+
+    def _fits_all(self, out: Any, usual: UsualDispatch) -> bool:
+        """Whether a dispatch can write its results to the caller's tensors, at a glance."""
+        if out.__class__ is not DispatchOut or not usual.takes_out:
+            return False
+        results = self._results[usual]
+        for name, tensor in vars(out).items():
+            if tensor is None:
+                continue
+            like = results.get(name)
+            if not (
+                like is not None
+                and tensor.__class__ is Tensor
+                and tensor.shape == like.shape
+                and tensor.dtype is like.dtype
+                and tensor.get_device() == self._device
+                and tensor.stride() == like.stride()
+            ):
+                return False
+        return out.topk_ids is None or out.topk_ids.dtype is torch.int32
 
     # -- combine --------------------------------------------------------------------------------------------
 

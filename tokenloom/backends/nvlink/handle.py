@@ -146,6 +146,7 @@ class NvlinkHandle:
         memory: int32, where the kernel leaves its words, from ``first_word`` on. words_address: of that one.
         results: what lies where in the words.
         buffer: where rows were received, with what came with them. None: in the words, and in the caller's tensors.
+        given: the caller's tensors that the kernel has written to, if any.
         reused_after: number of the dispatch after which ``buffer`` is overwritten; None for own tensors.
         ids_version: how often ids had been changed in place by then; None where torch does not count.
         masked: ranks that took no part.
@@ -164,6 +165,7 @@ class NvlinkHandle:
     host_offsets: list[int] | None = None
     by_token = False
     masked: frozenset[int] = frozenset()
+    given: DispatchOut | None = None
 
     def __init__(
         self,
@@ -192,7 +194,11 @@ class NvlinkHandle:
 
     @cached_property
     def counts(self) -> RoutedCounts:
-        return self.results.counts(self.memory, self.first_word)
+        counts = self.results.counts(self.memory, self.first_word)
+        if self.given is None:
+            return counts
+        names = [name for name in (*COUNTS, "slot_ranges") if getattr(self.given, name) is not None]
+        return replace(counts, **{name: getattr(self.given, name) for name in names})
 
     @cached_property
     def scales(self) -> torch.Tensor | None:
@@ -350,8 +356,7 @@ class NvlinkHandle:
 
     def hold_given(self, out: DispatchOut) -> None:
         """The caller's tensors are the results that the kernel has written."""
-        names = [name for name in (*COUNTS, "slot_ranges") if getattr(out, name) is not None]
-        self.counts = replace(self.counts, **{name: getattr(out, name) for name in names})
+        self.given = out
         top_k = self.results.plan.top_k
         if out.scales is not None:
             self.scales = out.scales

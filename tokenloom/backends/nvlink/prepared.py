@@ -54,11 +54,14 @@ class PreparedDispatch:
         meant: what the user asked for, where this is a part of it.
 
     Attributes:
+        takes_out: the kernel writes to tensors of the caller's.
         options: of all calls of the kind.
         is_stale: buffers have grown since, or too many kinds came.
         kind: what they mean to all ranks.
         row_dtype: of the rows that travel.
     """
+
+    takes_out = False
 
     def __init__(
         self,

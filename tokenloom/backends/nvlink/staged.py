@@ -32,6 +32,8 @@ OUTPUT_WORDS = {
 class StagedDispatch(PreparedDispatch):
     """Staged dispatches of one kind."""
 
+    takes_out = True
+
     def __init__(
         self, shared: Shared, options: DispatchOptions, inputs: DispatchInputs, meant: DispatchOptions | None = None
     ) -> None:
@@ -84,7 +86,7 @@ class StagedDispatch(PreparedDispatch):
             rows = self._like.new_empty(places, self.shared.plan.hidden)
         else:
             require_aligned(out.tokens, "out.tokens")
-            rows = out.tokens.view(places, -1)
+            rows = out.tokens if out.tokens.ndim == 2 else out.tokens.view(places, -1)
         memory = self.shared.memory.take(self.results.words(num_tokens), stream)
         base = memory[2]
         out_scales, out_ids, out_weights, out_places, out_tokens, slot_ranges = self._outputs
