@@ -18,6 +18,7 @@
 // README.md has the protocol and why it is safe to reuse the region.
 #pragma once
 #include "kernels/dispatch/fill.cuh"
+#include "kernels/dispatch/padding.cuh"
 #include "kernels/dispatch/results.cuh"
 #include "kernels/dispatch/send.cuh"
 
@@ -39,7 +40,9 @@ __device__ bool wait_for_rows(const DispatchArgs& args, Turn turn, int32 blocks)
 template <class Shape>
 __device__ __forceinline__ bool fill(const DispatchArgs& args, const DispatchShared<Shape>& shared, uint32 epoch,
                                      int warp, int lane) {
-    clear_padding<Shape>(args, shared, warp, lane);
+    clear_padding<Shape>(args, shared.route, shared.data.template local<unsigned char>(args.call.rank, args.rows),
+                         shared.data.template local<float>(args.call.rank, args.row_scales),
+                         blockIdx.x * Shape::fill_warps + warp, gridDim.x * Shape::fill_warps, lane);
     const bool done = fill_further_places<Shape>(args, shared, epoch, warp, lane);
     if (lane == 0) mark(args.call, kFilled);
     return done;

@@ -15,6 +15,7 @@
 // Halves are two kernels: the upper part, and the lower. Small plans gain, since a wait for counts costs more than the
 // copy. So does layout slots, whose places no sender may know before it has all counts.
 #pragma once
+#include "kernels/dispatch/padding.cuh"
 #include "kernels/dispatch/send.cuh"
 #include "kernels/dispatch/spread.cuh"
 
@@ -90,9 +91,12 @@ __device__ bool receive_staged(const DispatchArgs& args, StagedShared<Shape>& sh
     if (threadIdx.x == 0) mark(args.call, kHeard);
     const AllCounts<Shape> counts{headers_of<Shape::num_ranks, kCounts>(args.call, epoch) + kHeaderWords, turn};
     find_bases<Shape>(args, route, counts);
-    if constexpr (Places<Shape>::kOfRoutes) find_expert_places<Shape>(args, route, shared.spread, counts);
+    if constexpr (Places<Shape>::kOfRoutes) find_source_bases<Shape>(args, shared.spread, counts);
     if (blockIdx.x == 0) publish_counts<Shape>(args, route, counts);
-    if constexpr (Shape::layout == kLayoutExpert) clear_staged_padding<Shape>(args, route, shared.spread, warp, lane);
+    if constexpr (Shape::layout == kLayoutExpert)
+        clear_padding<Shape>(args, route, static_cast<unsigned char*>(args.out_rows),
+                             static_cast<float*>(args.out_scales), blockIdx.x * (Shape::threads / 32) + warp,
+                             gridDim.x * (Shape::threads / 32), lane);
     if (!wait_for_sources<Shape>(args, turn, args.send_blocks)) return false;
     const uint64 staging = args.peers[args.call.rank] + turn_offset<Shape>(args, epoch);
     spread_rows<Shape>(args, route, shared.spread, staging, warp, lane);

@@ -1,27 +1,7 @@
-// The filling warps of layout expert: padding, and the places of further routes.
+// The filling warps of layout expert: the places of further routes.
 #pragma once
 #include "device/tile/rows.cuh"
 #include "kernels/dispatch/shared.cuh"
-
-// Layout expert: rows between a group's last route and the next group are zero.
-template <class Shape>
-__device__ void clear_padding(const DispatchArgs& args, const DispatchShared<Shape>& shared, int warp, int lane) {
-    constexpr int kFillWarps = Shape::fill_warps;
-    auto* rows = shared.data.template local<unsigned char>(args.call.rank, args.rows);
-    auto* scales = shared.data.template local<float>(args.call.rank, args.row_scales);
-    int32 start = 0;
-    for (int l = 0; l < Shape::experts_per_rank; ++l) {
-        const int32 routes = shared.route.expert_total[args.call.rank * Shape::experts_per_rank + l];
-        const int32 end = start + (routes + args.alignment - 1) / args.alignment * args.alignment;
-        for (int32 place = start + routes + blockIdx.x * kFillWarps + warp; place < min(end, args.capacity);
-             place += gridDim.x * kFillWarps) {
-            fill_row<Shape::row_bytes>(rows + static_cast<int64>(place) * Shape::row_bytes, 0, lane);
-            for (int i = lane; i < Shape::scales_per_row; i += 32)
-                scales[static_cast<int64>(place) * Shape::scales_per_row + i] = 0.0f;
-        }
-        start = end;
-    }
-}
 
 // Layout expert: every row from another rank that has several routes here goes to their places too, as soon as it has
 // arrived; by all_gather, to all of its places, once its ids are here; by all_to_all it is only waited for. (Rows of

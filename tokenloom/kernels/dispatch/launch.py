@@ -139,8 +139,10 @@ class DispatchVariant:
             3 * counts + 16 + 8 * plan.num_ranks + plan.num_experts + (plan.num_experts if direct else 1)
         )
         route_bytes += 4 * 19 * send_warps + 256  # progress
+        if of_routes:
+            route_bytes += 4 * plan.experts_per_rank
         if self.staged:
-            route_bytes += 4 * (plan.num_experts + plan.experts_per_rank) + 128
+            route_bytes += 4 * plan.num_experts + 128
         running_bytes, place_warps = 4 * warps * plan.num_ranks + 4, 1
         if of_routes:
             room = MAX_SHARED_BYTES - route_bytes - running_bytes - 1024 - send_warps * MOST_STAGES * CONTROL_BYTES

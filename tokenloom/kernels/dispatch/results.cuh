@@ -14,20 +14,24 @@ __device__ void publish_counts(const DispatchArgs& args, const RouteShared<Shape
         args.source_counts[s] =
             min(route.received_base[s] + route.received[s], clamp) - min(route.received_base[s], clamp);
     const int32* routes = route.expert_total + args.call.rank * Shape::experts_per_rank;
-    const auto padded = [&](int l) { return (routes[l] + args.alignment - 1) / args.alignment * args.alignment; };
     for (int l = threadIdx.x; l < Shape::experts_per_rank; l += Shape::threads) {
         int32 kept = routes[l];
         if constexpr (Shape::layout == kLayoutSlots) {
             kept = min(kept, args.capacity);
         } else if constexpr (Shape::layout == kLayoutExpert) {
-            int32 start = 0;
-            for (int earlier = 0; earlier < l; ++earlier) start += padded(earlier);
-            const int32 begin = min(start, args.capacity), end = min(start + padded(l), args.capacity);
+            const int32 begin = min(route.own_start[l], args.capacity), end = min(route.own_start[l + 1], args.capacity);
             kept = min(kept, end - begin);
             args.expert_offsets[l] = begin;
             if (l + 1 == Shape::experts_per_rank) args.expert_offsets[l + 1] = end;
         }
         args.expert_counts[l] = kept;
+    }
+    if (threadIdx.x >= 32) return;
+    int32 in_slots = 0;
+    if constexpr (Shape::layout == kLayoutSlots) {
+        for (int l = threadIdx.x; l < Shape::experts_per_rank; l += 32) in_slots += min(routes[l], args.capacity);
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) in_slots += __shfl_xor_sync(~0u, in_slots, step);
     }
     if (threadIdx.x == 0) {
         int32 needed = 0;
@@ -36,12 +40,8 @@ __device__ void publish_counts(const DispatchArgs& args, const RouteShared<Shape
             args.call.record->capacity = args.capacity;
             store_release_sys(&args.call.record->needed_rows, needed);
         }
-        int32 rows = min(route.needed[args.call.rank], args.capacity);
-        if constexpr (Shape::layout == kLayoutSlots) {
-            rows = 0;
-            for (int l = 0; l < Shape::experts_per_rank; ++l) rows += min(routes[l], args.capacity);
-        }
-        *args.num_rows = rows;
+        *args.num_rows =
+            Shape::layout == kLayoutSlots ? in_slots : min(route.needed[args.call.rank], args.capacity);
     }
 }
 

@@ -19,6 +19,8 @@ struct RouteShared {
     int32 needed[Shape::num_ranks];          // rows that rank r needs
     int32 expert_total[Shape::num_experts];  // routes of all ranks
     int32 place_base[Places<Shape>::kDirect ? Shape::num_experts : 1];  // first place of this source's routes
+    // First place of each of this rank's experts, and where the last one's end (layout expert).
+    int32 own_start[Places<Shape>::kOfRoutes ? Shape::experts_per_rank + 1 : 1];
 };
 
 // Counts of a part of a chunk, warp by warp; the ring of rows takes its memory later.
@@ -166,6 +168,37 @@ struct AllCounts {
     __device__ int32 routes(int source, int expert) const { return count(source, Shape::num_ranks + expert); }
 };
 
+// One warp: where each expert's places begin on a rank, and how many it needs.
+template <class Shape>
+__device__ void find_starts(const DispatchArgs& args, RouteShared<Shape>& shared, int rank, int lane) {
+    constexpr int kExperts = Shape::experts_per_rank;
+    int32 start = 0, most = 0;
+    for (int first = 0; first < kExperts; first += 32) {
+        const int l = first + lane;
+        const int32 routes = l < kExperts ? shared.expert_total[rank * kExperts + l] : 0;
+        const int32 padded = (routes + args.alignment - 1) / args.alignment * args.alignment;
+        int32 end = padded;  // of this lane's expert and those of all lanes before
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const int32 earlier = __shfl_up_sync(~0u, end, step);
+            if (lane >= step) end += earlier;
+        }
+        const int32 begin = start + end - padded;
+        if (l < kExperts) {
+            if constexpr (Places<Shape>::kDirect) shared.place_base[rank * kExperts + l] += begin;
+            if (rank == args.call.rank) shared.own_start[l] = begin;
+        }
+        start += __shfl_sync(~0u, end, 31);
+        most = max(most, routes);
+    }
+    if (rank == args.call.rank && lane == 0) shared.own_start[kExperts] = start;
+    if constexpr (Shape::layout == kLayoutSlots) {
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) most = max(most, __shfl_xor_sync(~0u, most, step));
+    }
+    if (lane == 0) shared.needed[rank] = Shape::layout == kLayoutSlots ? most : start;
+}
+
 // Prefix sums over all ranks' counts. Every block makes them, and so knows the place of each of its rows.
 template <class Shape>
 __device__ void find_bases(const DispatchArgs& args, RouteShared<Shape>& shared, const AllCounts<Shape>& counts) {
@@ -193,15 +226,8 @@ __device__ void find_bases(const DispatchArgs& args, RouteShared<Shape>& shared,
     }
     __syncthreads();
     if constexpr (Places<Shape>::kOfRoutes) {
-        if (threadIdx.x < Shape::num_ranks) {
-            int32 start = 0, most = 0;
-            for (int e = threadIdx.x * Shape::experts_per_rank; e < (threadIdx.x + 1) * Shape::experts_per_rank; ++e) {
-                if constexpr (Places<Shape>::kDirect) shared.place_base[e] += start;
-                start += (shared.expert_total[e] + args.alignment - 1) / args.alignment * args.alignment;
-                most = max(most, shared.expert_total[e]);
-            }
-            shared.needed[threadIdx.x] = Shape::layout == kLayoutSlots ? most : start;
-        }
+        for (int r = threadIdx.x / 32; r < Shape::num_ranks; r += Shape::threads / 32)
+            find_starts<Shape>(args, shared, r, threadIdx.x % 32);
         __syncthreads();
     }
 }

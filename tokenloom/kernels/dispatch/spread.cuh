@@ -8,20 +8,15 @@ enum ScaleLayout : int { kScaleRows = 0, kScaleColumns = 1, kScalePacked = 2 };
 
 template <class Shape>
 struct SpreadShared {
-    int32 expert_start[Shape::experts_per_rank];                    // first place of each expert (layout expert)
     int32 source_base[Shape::num_ranks][Shape::experts_per_rank];  // routes of an expert from the sources before this
 };
 
-// Places of this rank's experts, and what each source has in them. Behind find_bases.
+// What each source has of the places of this rank's experts. Behind find_bases.
 template <class Shape>
-__device__ void find_expert_places(const DispatchArgs& args, const RouteShared<Shape>& route,
-                                   SpreadShared<Shape>& spread, const AllCounts<Shape>& counts) {
+__device__ void find_source_bases(const DispatchArgs& args, SpreadShared<Shape>& spread, const AllCounts<Shape>& counts) {
     const int32 first = args.call.rank * Shape::experts_per_rank;
     for (int l = threadIdx.x; l < Shape::experts_per_rank; l += Shape::threads) {
-        int32 start = 0, base = 0;
-        for (int earlier = 0; earlier < l; ++earlier)
-            start += (route.expert_total[first + earlier] + args.alignment - 1) / args.alignment * args.alignment;
-        spread.expert_start[l] = start;
+        int32 base = 0;
         for (int s = 0; s < Shape::num_ranks; ++s) {
             spread.source_base[s][l] = base;
             const int32 end = base + counts.routes(s, first + l);
@@ -34,25 +29,6 @@ __device__ void find_expert_places(const DispatchArgs& args, const RouteShared<S
         }
     }
     __syncthreads();
-}
-
-// Layout expert: rows between a group's last route and the next group are zero.
-template <class Shape>
-__device__ void clear_staged_padding(const DispatchArgs& args, const RouteShared<Shape>& route,
-                                     const SpreadShared<Shape>& spread, int warp, int lane) {
-    auto* rows = static_cast<unsigned char*>(args.out_rows);
-    auto* scales = static_cast<float*>(args.out_scales);
-    for (int l = 0; l < Shape::experts_per_rank; ++l) {
-        const int32 routes = route.expert_total[args.call.rank * Shape::experts_per_rank + l];
-        const int32 start = spread.expert_start[l];
-        const int32 end = start + (routes + args.alignment - 1) / args.alignment * args.alignment;
-        for (int32 place = start + routes + blockIdx.x * (Shape::threads / 32) + warp; place < min(end, args.capacity);
-             place += gridDim.x * (Shape::threads / 32)) {
-            fill_row<Shape::row_bytes>(rows + static_cast<int64>(place) * Shape::row_bytes, 0, lane);
-            for (int i = lane; i < Shape::scales_per_row; i += 32)
-                scales[static_cast<int64>(place) * Shape::scales_per_row + i] = 0.0f;
-        }
-    }
 }
 
 // Every block: all rows of all sources are in this rank's region.
@@ -129,7 +105,7 @@ __device__ void spread_rows(const DispatchArgs& args, const RouteShared<Shape>& 
                     const int32 number = spread.source_base[source][expert] + numbers[route_from];
                     if constexpr (Shape::layout == kLayoutSlots)
                         place = number < args.capacity ? expert * args.capacity + number : To::kDropped;
-                    else place = spread.expert_start[expert] + number;
+                    else place = route.own_start[expert] + number;
                 }
                 args.out_places[route_to] = place;
             }
