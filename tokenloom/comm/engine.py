@@ -32,7 +32,7 @@ from tokenloom.errors import BackendUnavailable, CommunicatorBroken, PeerTimeout
 from tokenloom.ops import routing
 from tokenloom.plan import Plan
 from tokenloom.runtime.rank_group import RankGroup
-from tokenloom.runtime.streams import SideStream, on_device
+from tokenloom.runtime.streams import SideStream, is_current, on_device
 
 T = TypeVar("T")
 
@@ -131,12 +131,7 @@ class Engine:
     def is_plain(self) -> bool:
         """Whether a call that is made now needs nothing around it: its device is the current one, no profiler listens,
         and no other calls have been declared."""
-        index = self.ranks.device.index
-        return (
-            self._sequence is None
-            and not profiler_listens()
-            and (index is None or torch.cuda.current_device() == index)
-        )
+        return self._sequence is None and not profiler_listens() and is_current(self.ranks.device.index)
 
     def begin(self, plain: bool = False) -> None:
         """Raise what earlier calls left behind, as far as it is known without waiting.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ SCHEDULES: tuple[tuple[int, MegaSchedule], ...] = (
 """Pairs (most tokens of this rank, schedule), measured on H200 (docs/performance/notebook.md)."""
 
 
+@lru_cache(maxsize=1024)
 def schedule_for(num_tokens: int, num_ranks: int) -> MegaSchedule:
     """Return the schedule for a number of tokens. A single rank sends nothing home, so it needs no waves."""
     found = next(schedule for most, schedule in SCHEDULES if num_tokens <= most)

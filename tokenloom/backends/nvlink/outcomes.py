@@ -99,10 +99,10 @@ class Outcomes:
 
         With ``own_fault`` nobody hears what the last of them found.
         """
-        calls, records = self._in_flight, self._records
+        calls, is_well = self._in_flight, self._records.is_well
         while calls and calls[0][0] < end:
             call = calls.popleft()
-            if not records.is_well(call[1], call[2]):
+            if not is_well(call[1], call[2]):
                 self._conclude(InFlight(*call), own_fault and call[0] == end - 1)
         if self.fault.is_set():  # last: a call whose wait has expired is over, and may seem well
             self.raise_timeout()
