@@ -90,12 +90,14 @@ class Membership:
         masked: ranks that are left out.
         lost: those of them that did not come, or were awaited in vain after users had masked them.
         why: why each of those was lost.
+        progress: a number that a rank says whenever it adopts a loss, such as how many of its calls have ended.
     """
 
     def __init__(self, notes: Noteboard) -> None:
         self.masked: frozenset[int] = frozenset()
         self.lost: frozenset[int] = frozenset()
         self.why: dict[int, str] = {}
+        self.progress = 0
         self._notes = notes
         self._changes = self._losses = self._answered = 0
         self._unsettled: list[Notes] = []
@@ -159,7 +161,7 @@ class Membership:
     def begin_anew(self, masked: frozenset[int]) -> None:
         """The same on an empty noteboard, where nothing has been decided."""
         self.apply(masked)
-        self._changes = self._losses = self._answered = 0
+        self._changes = self._losses = self._answered = self.progress = 0
         self._unsettled = []
 
     def require_same_mask(self, step: int) -> None:
@@ -208,11 +210,21 @@ class Membership:
         self.lost |= ranks
         rows = {rank: row for rank, row in self._gathered.rows.items() if rank in self.lost}
         texts = {rank: base64.b64encode(row.numpy().tobytes()).decode() for rank, row in rows.items()}
-        self._notes.say(f"holds/{self._losses}", [self._gathered.step, texts])
+        self._notes.say(f"holds/{self._losses}", [self._gathered.step, texts, self.progress])
         self.why |= dict.fromkeys(ranks, why)
         self.masked |= ranks
         self._notes.gone = self.masked
         self._unsettled.append(Notes(self._notes, f"holds/{self._losses}", self.others))
+
+    @property
+    def num_losses(self) -> int:
+        """Losses that this rank has adopted. Ranks adopt the same ones, in the same order."""
+        return self._losses
+
+    def best_progress(self) -> int:
+        """The largest number that a rank has said of its progress, once nothing is unsettled."""
+        heard = [said.heard[rank][2] for said in self._unsettled for rank in said.heard]
+        return max([self.progress, *heard])
 
     # -- gathers --------------------------------------------------------------------------------------------
 
@@ -236,7 +248,7 @@ class Membership:
         """
         rows = {rank: row for rank, row in rows.items() if rank not in self.lost}
         for said in self._unsettled:
-            for holder, (held_step, texts) in said.heard.items():
+            for holder, (held_step, texts, _) in said.heard.items():
                 if held_step == step and holder not in self.lost:  # not all may have heard what a lost one said
                     held = {int(rank): bytearray(base64.b64decode(text)) for rank, text in texts.items()}
                     rows |= {rank: torch.frombuffer(row, dtype=torch.uint8) for rank, row in held.items()}

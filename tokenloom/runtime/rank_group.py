@@ -85,6 +85,7 @@ class RankGroup:
     Attributes:
         terms: what all ranks have agreed on, by name; a rank that comes back must have the same.
         own_transport: calls go without collectives of the process group, so ranks can be left out of any group.
+        served: there is a backend that makes calls again without ranks that are lost meanwhile. It needs the notes.
         met_at: number of the collective before ranks last came back, the same on all ranks; 0 if none has.
 
     Raises:
@@ -120,7 +121,7 @@ class RankGroup:
         self.open_timeout_s = checked_seconds("open_timeout_s", open_timeout_s)
         self._deadline_is_ours = group is not None and self.device.type == "cpu"
         self.terms: dict[str, str] = {}
-        self.own_transport = False
+        self.own_transport = self.served = False
         self.met_at = 0
         release_dropped()
         self.notes = notes = Noteboard(group, self.rank, self.num_ranks, rejoins)
@@ -213,6 +214,76 @@ class RankGroup:
         if self.num_ranks > 1:
             self._connect("making a Communicator")
             self._watch.masks_late = True
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether nothing more can be done with the group."""
+        return self._watch.broken is not None
+
+    @property
+    def masks_late(self) -> bool:
+        """Whether ranks that do not come are masked."""
+        return self._watch.masks_late
+
+    @property
+    def num_losses(self) -> int:
+        """How often ranks have been lost, as far as this one has looked. All see the same, in the same order."""
+        return self._members.num_losses
+
+    def look(self, if_due: bool = False) -> None:
+        """Learn who was lost, while this rank waits by itself.
+
+        Args:
+            if_due: only if it has not looked for a while.
+
+        Raises:
+            CommunicatorBroken: this rank was.
+        """
+        if if_due:
+            self._watch.begin()
+        else:
+            self._watch.look()
+
+    def lose_absent(self, phase: str, ended: Collection[int]) -> None:
+        """Lose the ranks that do not answer, or whose process has ended; maybe nobody. See :meth:`Watch.lose_absent`.
+
+        Raises:
+            PeerTimeout: the store is gone. CommunicatorBroken: this rank was lost.
+        """
+        self._watch.lose_absent(phase, self.step, ended)
+
+    def settle_losses(self, phase: str, name: str) -> int:
+        """Wait until all others have learned of all losses that this rank knows of.
+
+        Args:
+            phase: what is going on, for errors.
+            name: of what is settled, the same on all ranks.
+
+        Returns:
+            The largest number that a rank had said with :meth:`say_progress`, the same on all ranks.
+        """
+        self._watch.settle(phase, self.step)
+        return int(self.settle(name, self._members.best_progress(), phase))
+
+    def say_progress(self, number: int) -> None:
+        """Let others hear this number, if ranks are lost from now on."""
+        self._members.progress = number
+
+    def settle(self, name: str, value: Any, phase: str) -> Any:
+        """The value of the rank that comes first, for all of them.
+
+        Raises:
+            PeerTimeout: the store is gone.
+        """
+        decided = self.notes.decide(name, value)
+        if decided is None:
+            cause = "the process that hosts the store of the process group is gone"
+            raise self._watch.fail(phase, self.step, [], cause)
+        return decided
+
+    def fail(self, phase: str, cause: str) -> PeerTimeout:
+        """Break the group, and tell the others; the error to raise."""
+        return self._watch.fail(phase, self.step, [], cause)
 
     def mask(self, ranks: Collection[int]) -> None:
         """Leave out these ranks too from the next collective on. All ranks that stay call it alike.

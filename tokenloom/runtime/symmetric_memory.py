@@ -109,6 +109,11 @@ class SymmetricBuffer:
             undo_later(self._shared.release)
             release_dropped()
 
+    @property
+    def others(self) -> frozenset[int]:
+        """The other ranks that have this buffer."""
+        return self._shared.others
+
     def ended_ranks(self) -> list[int]:
         """Ranks that have this buffer and whose process has ended for certain."""
         return [rank for rank, process in self._shared.processes.items() if process.has_ended()]
@@ -159,7 +164,8 @@ class _Shared:
 
     Attributes:
         is_freed: nothing is left to be undone.
-        processes: of the other ranks.
+        others: ranks that have this memory too.
+        processes: of them.
     """
 
     def __init__(self, ranks: RankGroup) -> None:
@@ -169,7 +175,7 @@ class _Shared:
         self._device, self._rank, self._num_ranks = ranks.device, ranks.rank, ranks.num_ranks
         self._notes = ranks.notes
         self._name = self._notes.key(self._notes.new_name("buffer"))  # the noteboard may move
-        self._others = frozenset(range(ranks.num_ranks)) - ranks.masked - {ranks.rank}
+        self.others = frozenset(range(ranks.num_ranks)) - ranks.masked - {ranks.rank}
         self._process = os.getpid()
         self._address = self._num_bytes = 0
         self._opened: list[int] = []
@@ -194,11 +200,11 @@ class _Shared:
     def map_all(self, offers: list[_Offer]) -> tuple[dict[str, int], None]:
         """Map the memory of all ranks."""
         driver = load_driver()
-        self._others = frozenset(rank for rank, offer in enumerate(offers) if offer.rank == rank != self._rank)
-        self.processes = {rank: offer.process for rank, offer in enumerate(offers) if rank in self._others}
+        self.others = frozenset(rank for rank, offer in enumerate(offers) if offer.rank == rank != self._rank)
+        self.processes = {rank: offer.process for rank, offer in enumerate(offers) if rank in self.others}
         with _on(self._device):
             for rank, offer in enumerate(offers):
-                if rank not in self._others:
+                if rank not in self.others:
                     self.addresses.append(self._address)
                     continue
                 handle = driver.CUipcMemHandle()
@@ -235,7 +241,7 @@ class _Shared:
 
     def _waits_for_others(self) -> bool:
         """Whether another rank may still write to the memory."""
-        keys = {rank: self._note(rank) for rank in self._others}
+        keys = {rank: self._note(rank) for rank in self.others}
         if not keys or self._notes.call("check", list(keys.values())):
             return False
         for rank, key in keys.items():
@@ -250,7 +256,7 @@ class _Shared:
             while self._opened:
                 checked(load_driver().cuIpcCloseMemHandle(self._opened[-1]))
                 self._opened.pop()
-        if self._others:
+        if self.others:
             self._notes.call("set", self._note(self._rank), b"let go")
         self._has_let_go = True
 
@@ -265,8 +271,8 @@ class _Shared:
         self._address = 0
         self.is_freed = True
         freed = f"{self._name}/freed"
-        if self._others and self._notes.call("add", freed, 1) == len(self._others) + 1:
-            self._notes.delete([*map(self._note, [self._rank, *self._others]), freed])
+        if self.others and self._notes.call("add", freed, 1) == len(self.others) + 1:
+            self._notes.delete([*map(self._note, [self._rank, *self.others]), freed])
 
     def _note(self, rank: int) -> str:
         return f"{self._name}/{rank}"

@@ -229,6 +229,25 @@ class Watch:
             elif held_up > self._notes.num_ranks:
                 raise self.fail(phase, step, awaited.pending, f"no answer within {held_up} times {limit_s:g} s")
 
+    def lose_absent(self, phase: str, step: int, ended: Collection[int]) -> None:
+        """Settle who is late, after a wait that somebody else has ended. Maybe nobody: then all ranks learn of that.
+
+        Args:
+            phase: what this rank waited in. step: number of the collective.
+            ended: ranks whose process has ended.
+        """
+        before = self._members.num_losses
+        self.look()
+        late, why = set(ended) | self._who_ended(sys.maxsize), "its process has ended"
+        late.intersection_update(self._members.others)
+        if not late and self._members.num_losses == before:
+            others = self._members.others
+            late = set(others) - self._members.roll_call(others)
+            why = f"no answer within {self._timeout_s:g} s"
+            self.look()
+        if self._members.num_losses == before:
+            self._lose(late, phase, step, why)
+
     def _lose(self, late: Collection[int], phase: str, step: int, why: str) -> None:
         if not self._members.lose(late, f"rank {self._notes.rank} waited in {phase}, step {step}: {why}"):
             cause = f"{why}, and the process that hosts the store of the process group is gone"

@@ -217,7 +217,7 @@ KERNELS = (
         target="kernels/dispatch/route.cuh:count_routes_of",
         old="expert < 0 || turn.leaves_out(expert / Shape::experts_per_rank)",
         new="expert < 0",
-        tests=NVLINK_CALLS,
+        tests=(f"{MASKS}::test_bounded_overflow",),
         gpu=True,
     ),
     Mutation(

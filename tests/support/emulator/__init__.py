@@ -106,6 +106,11 @@ class Emulator:
         with self.lock:
             return self._core.emulator_run(ctypes.c_uint64(turns))
 
+    def kill(self, rank: int) -> None:
+        """End all kernels of a rank in the middle of what they do."""
+        with self.lock:
+            self._core.emulator_kill(rank)
+
     def now(self) -> int:
         """Turns of fibers so far, which kernels take for nanoseconds."""
         return self._core.emulated_clock()

@@ -377,5 +377,29 @@ size_t emulator_run(uint64_t turns) {
     return unfinished;
 }
 
+// Ends what runs on a stream, wherever its threads are, and forgets what waits there. Bulk copies to and from its shared
+// memory do not happen any more.
+void emulator_kill(unsigned index) {
+    Stream& stream = streams[index];
+    stream.waiting.clear();
+    if (!stream.running) return;
+    Launch* launch = stream.running.get();
+    for (size_t i = ready.size(); i-- > 0;)
+        if (ready[i]->block->launch == launch) ready.erase(ready.begin() + static_cast<std::ptrdiff_t>(i));
+    const auto is_of_it = [&](const void* address) {
+        for (const auto& block : launch->blocks) {
+            const auto* first = block->memory.data();
+            if (address >= first && address < first + block->memory.size()) return true;
+        }
+        return false;
+    };
+    for (size_t i = copies.size(); i-- > 0;)
+        if (is_of_it(copies[i]->to) || is_of_it(copies[i]->from)) copies.erase(copies.begin() + static_cast<std::ptrdiff_t>(i));
+    for (const auto& block : launch->blocks)
+        for (Fiber& fiber : block->fibers)
+            if (fiber.begun && !fiber.done) stacks.push_back(fiber.stack);
+    stream.running.reset();
+}
+
 uint64_t emulator_finished(unsigned stream) { return streams[stream].finished; }
 }

@@ -25,6 +25,7 @@ from tokenloom.backends.nvlink import buffers, launcher, outcomes
 from tokenloom.backends.nvlink.backend import NvlinkBackend
 from tokenloom.comm import communicator
 from tokenloom.comm.engine import Engine
+from tokenloom.errors import PeerTimeout
 from tokenloom.jit import kernel
 from tokenloom.plan import Plan
 from tokenloom.runtime import kernel_reports
@@ -46,6 +47,10 @@ TURNS_PER_NS = 10**12 / 30e9
 """Deadlines of kernels are in turns of fibers, which are the emulator's time: hosts that compile are slow."""
 
 
+class Ended(BaseException):
+    """Ends the thread of a rank that was killed."""
+
+
 class Group:
     """What the ranks of one run share."""
 
@@ -58,6 +63,12 @@ class Group:
         self.store = torch.distributed.HashStore()
         self.kept: list[tuple[int, int, list[torch.Tensor]]] = []
         self.failed = False
+        self.ended: set[int] = set()
+
+    def kill(self, rank: int) -> None:
+        """End a rank as a signal ends its process: its kernels at once, its host where it next looks at them."""
+        self.ended.add(rank)
+        self.emulator.kill(rank)
 
     def keep(self, rank: int, launch: int, tensors: list[torch.Tensor]) -> None:
         """Keep memory until a kernel has finished: streams do so on GPUs, where memory is freed in their order."""
@@ -67,6 +78,8 @@ class Group:
 
     def pump(self, _: float = 0.0) -> None:
         """Let kernels run for a while, as time does on GPUs."""
+        if here.rank in self.ended:
+            raise Ended
         if self.failed:
             raise RuntimeError("another rank failed")
         self.emulator.run(20_000)
@@ -130,6 +143,8 @@ class FakeKernel:
         self.spec, self.args = spec, spec.args()
 
     def launch(self, blocks: int, stream: int) -> None:
+        if here.rank in here.group.ended:
+            raise Ended
         here.launched += 1
         here.group.keep(here.rank, here.launched, list(_tensors_around()))
         args = type(self.args).from_buffer_copy(self.args)
@@ -153,7 +168,11 @@ class FakeBuffer:
         parts = group.memory[name]
         starts = [-each.data_ptr() % 128 for each in parts]
         self.addresses = [each.data_ptr() + start for each, start in zip(parts, starts, strict=True)]
-        for rank in ranks.masked:
+        there = range(group.num_ranks)
+        if ranks.masks_late:  # as ranks tell each other in truth
+            there = [rank for rank, came in enumerate(ranks.all_gather_object(True, "sharing memory")) if came]
+        self.others = frozenset(there) - ranks.masked - {here.rank}
+        for rank in set(range(group.num_ranks)) - self.others - {here.rank}:
             self.addresses[rank] = NOWHERE
         self.peers = torch.tensor(self.addresses, dtype=torch.int64)
         self._memory = parts[here.rank][starts[here.rank] :]
@@ -168,7 +187,7 @@ class FakeBuffer:
         ctypes.memmove(self.addresses[rank] + offset, values.data_ptr(), values.numel() * values.element_size())
 
     def ended_ranks(self) -> list[int]:
-        return []
+        return sorted(here.group.ended & self.others)
 
     def close(self) -> None:
         pass
@@ -182,7 +201,8 @@ class FakeRanks(RankGroup):
     def __init__(self, timeout_s: float, rejoins: bool) -> None:
         group: Any = SimpleNamespace(get_group_store=lambda: here.group.store)
         self.rank, self.num_ranks, self.device = here.rank, here.group.num_ranks, CPU
-        self.process_group, self.own_transport, self.met_at, self._links = None, True, 0, None
+        self.process_group, self.own_transport, self.served = None, True, False
+        self.met_at, self._links = 0, None
         self.timeout_s = self.open_timeout_s = timeout_s
         self.notes = Noteboard(group, self.rank, self.num_ranks, rejoins)
         self._members = Membership(self.notes)
@@ -223,8 +243,10 @@ def _make_communicator(self: tl.Communicator, group: object = None, **options: A
     ranks = FakeRanks(options.get("timeout_s", 30.0), rejoins)
     self.plan, self._ranks = plan, ranks
     if rejoins:
-        ranks.rejoin(False)
+        ranks.rejoin(options.get("on_timeout") == "mask")
     backend = NvlinkBackend(plan, ranks, options.get("num_sms", NUM_SMS), checked=options.get("checked", False))
+    if options.get("on_timeout") == "mask" and not rejoins:
+        backend.mask_late()
     self._choice = SimpleNamespace(backend=backend, why="emulated", not_picked=[])  # type: ignore[assignment]
     self.engine = Engine(plan, ranks, backend)
 
@@ -243,6 +265,13 @@ def _behind_kernels(method: Callable[..., Any]) -> Callable[..., Any]:
         return method(self, *args, **options)
 
     return read
+
+
+def _give_up(self: kernel_reports.FaultFlag, peers: list[int], cause: str) -> None:
+    """What FaultFlag does with a copy beside the kernels."""
+    if self._given_up is None:
+        self._given_up = PeerTimeout(self._rank, peers, kernel_reports.SOME_CALL, 0, cause)
+        ctypes.c_int32.from_address(self.claimed.data_ptr()).value = 1
 
 
 READS = ("cpu", "tolist", "numpy")
@@ -287,6 +316,7 @@ def _stand_ins(group: Group) -> Iterator[None]:
             (outcomes, "on_stream", lambda stream: nullcontext()),
             (outcomes, "time", clock),
             (kernel_reports, "time", clock),
+            (kernel_reports.FaultFlag, "give_up", _give_up),
             (kernel_reports, "_pinned", lambda *shape: torch.zeros(shape, dtype=torch.int32)),
             (communicator.Communicator, "__init__", _make_communicator),
             (communicator.Communicator, "_make_engine", _make_engine),
@@ -327,6 +357,8 @@ class EmulatedRanks:
                 with StreamOrder():
                     results[rank] = function(context, *args, **kwargs)
                 group.drain(rank)
+            except Ended:
+                group.kill(rank)
             except BaseException as failure:
                 failures.append(failure)
                 group.failed = True

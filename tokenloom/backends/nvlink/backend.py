@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from tokenloom.backends.nvlink.combine import Combiner
 from tokenloom.backends.nvlink.copies import Copies
 from tokenloom.backends.nvlink.dispatch import Dispatcher
 from tokenloom.backends.nvlink.fused import FusedLayerCalls
+from tokenloom.backends.nvlink.late_ranks import PHASE, CallsUntilDone, LateRanks
 from tokenloom.backends.nvlink.launcher import Launcher
 from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT
 from tokenloom.errors import InvalidArgument
@@ -65,16 +67,31 @@ class NvlinkBackend:
     def __init__(self, plan: Plan, ranks: RankGroup, num_sms: int, checked: bool = False) -> None:
         self.capabilities = replace(CAPABILITIES, reads_on_host=checked)
         self._plan, self._ranks, self._num_sms, self._checked = plan, ranks, num_sms, checked
+        self._late: LateRanks | None = None
+        if ranks.masks_late:  # this rank comes back
+            self._mask_late_ranks()
         self._begin()
 
-    def _begin(self) -> None:
-        """Make memory that all ranks which take part share, and all that knows where it is. Collective."""
+    def _begin(self, first_call: int = 0, known_losses: int | None = None) -> None:
+        """Make memory that all ranks which take part share, and all that knows where it is. Collective.
+
+        Args:
+            first_call: least number of the next call, the same on all ranks.
+            known_losses: where late ranks are masked, how many losses the memory before knew of; None: there was none.
+        """
         plan, ranks, num_sms, checked = self._plan, self._ranks, self._num_sms, self._checked
         control = SymmetricBuffer(control_layout(plan), ranks)
         # Numbers go on in great steps: who comes back has not counted.
-        self._launcher = Launcher(plan, ranks, control, num_sms, first_call=ranks.met_at << NUMBER_BITS)
-        if ranks.masked:
-            self._launcher.leave_out(ranks.masked)
+        known_from = ranks.met_at << NUMBER_BITS
+        self._launcher = Launcher(plan, ranks, control, num_sms, max(first_call, known_from))
+        self._launcher.known_from = known_from
+        masked = ranks.masked
+        if self._late is not None:
+            gone = sorted({*range(ranks.num_ranks)} - {ranks.rank, *control.others})
+            losses, gone = ranks.settle(f"made/{known_losses}", [ranks.num_losses, gone], PHASE)
+            self._launcher.outcomes.known_losses, masked = losses, frozenset(gone)
+        if masked:
+            self._launcher.leave_out(masked)
         self._buffers = Buffers(plan, self._launcher)
         self._launcher.keep_with_graphs.append(self._buffers)
         copies = Copies(plan, self._launcher, self._buffers)
@@ -82,16 +99,50 @@ class NvlinkBackend:
         self._launcher.keep_with_graphs.append(self._dispatcher)
         blocks_alone = max(num_sms, min(ALONE * num_sms, usable_sms(ranks.device.index) // 2))
         dispatcher = self._dispatcher
-        combiner = Combiner(plan, self._launcher, self._buffers, copies, dispatcher, blocks_alone, checked)
-        self.send_dispatch, self.send_combine = dispatcher.send, combiner.send
+        self._combiner = Combiner(plan, self._launcher, self._buffers, copies, dispatcher, blocks_alone, checked)
+        self._offer_calls()
+
+    def _offer_calls(self) -> None:
+        dispatcher, combiner = self._dispatcher, self._combiner
         self.usual_dispatch, self.usual_combine = dispatcher.usual, combiner.usual
         self.ready = self._launcher.ready
-        self.send_again, self.send_rows = dispatcher.send_again, dispatcher.send_rows
-        self.send_weight_gradients = combiner.send_weight_gradients
         self.row_weights, self.route_gradients = combiner.row_weights, combiner.route_gradients
+        self.send_dispatch: Any = dispatcher.send
+        self.send_combine: Any = combiner.send
+        self.send_again: Any = dispatcher.send_again
+        self.send_rows: Any = dispatcher.send_rows
+        self.send_weight_gradients: Any = combiner.send_weight_gradients
+        if self._late is not None:
+            until_done = CallsUntilDone(self._late, self)
+            self.send_dispatch, self.send_combine = until_done.send_dispatch, until_done.send_combine
+            self.send_again, self.send_rows = until_done.send_again, until_done.send_rows
+            self.send_weight_gradients = until_done.send_weight_gradients
+
+    @property
+    def launcher(self) -> Launcher:
+        return self._launcher
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        return self._dispatcher
+
+    @property
+    def combiner(self) -> Combiner:
+        return self._combiner
+
+    def remake(self) -> None:
+        """See :class:`tokenloom.backends.nvlink.late_ranks.Remakes`."""
+        before, overflow = self._launcher, self._dispatcher.overflow
+        before.close(self._buffers.take_all())
+        numbers = self._ranks.all_gather_object(before.num_calls, PHASE)
+        first_call = max(number for number in numbers if number is not None)
+        self._begin(first_call, before.outcomes.known_losses)
+        self._dispatcher.overflow = overflow
 
     def fused_layer(self, num_shared_experts: int) -> FusedLayerCalls:
         """Serve one MegaMoE from now on, and nobody else."""
+        if self._late is not None:
+            raise InvalidArgument("a MegaMoE cannot mask late ranks; use on_timeout='raise' and mask_ranks")
         self._buffers.serve_fused_layer(num_shared_experts)
         return FusedLayerCalls(self._launcher, self._buffers)
 
@@ -105,7 +156,11 @@ class NvlinkBackend:
                 break
             names.append(following.name)
         first = upcoming[0]
-        self._launcher.report_fault(fault, names, others_wait=first.awaited or not self._has_buffers(first))
+        others_wait = first.awaited or not self._has_buffers(first)
+        if self._late is None:
+            self._launcher.report_fault(fault, names, others_wait)
+        else:
+            self._late.call(lambda: self._launcher.report_fault(fault, names[:1], others_wait))
 
     def _has_buffers(self, call: Upcoming) -> bool:
         options = call.options
@@ -117,7 +172,7 @@ class NvlinkBackend:
 
     @property
     def masked(self) -> frozenset[int]:
-        return self._launcher.masked
+        return self._launcher.masked | (self._ranks.masked if self._late is not None else frozenset())
 
     def mask(self, ranks: Collection[int]) -> None:
         """Calls that have been made end first, so this raises what they have found."""
@@ -146,10 +201,25 @@ class NvlinkBackend:
         except Exception as fault:
             self._ranks.abort(fault)
             raise
+        if self._late is not None:
+            self._late.begin_anew()
 
     def mask_late(self) -> None:
-        raise InvalidArgument(
-            "backend nvlink cannot mask late ranks; use on_timeout='raise' and mask_ranks, or backend='collective'"
+        """The host waits for every call then, so that it can be made again."""
+        self._ranks.mask_late()
+        self._mask_late_ranks()
+        self._launcher.close(self._buffers.take_all())
+        self._begin()
+
+    def _mask_late_ranks(self) -> None:
+        if self._ranks.num_ranks == 1:
+            return
+        if self._ranks.served:
+            raise InvalidArgument("with on_timeout='mask', backend nvlink has dispatch and combine, and no more calls")
+        self._ranks.served, self._checked = True, True
+        self._late = LateRanks(self._ranks, self)
+        self.capabilities = replace(
+            self.capabilities, reads_on_host=True, captures=False, usual_calls=False, overlaps_pieces=False
         )
 
     def _require_no_capture(self) -> None:

@@ -97,6 +97,7 @@ class Launcher:
     Attributes:
         num_calls: number of the next call. Captured ones do not count. Each pairs with one of every other rank,
             whatever the ranks meant by it.
+        known_from: number of the first call that all ranks know of.
         masked: ranks that take no part, in eager calls from the next one on, and in replays likewise.
         outcomes: what the calls have found.
         keep_with_graphs: what the calls of a captured graph use besides this.
@@ -106,7 +107,7 @@ class Launcher:
         self, plan: Plan, ranks: RankGroup, control: SymmetricBuffer, num_sms: int, first_call: int = 0
     ) -> None:
         self.plan, self.ranks, self.control, self.num_sms = plan, ranks, control, num_sms
-        self.num_calls = self.first_call = first_call
+        self.num_calls = self.known_from = first_call
         self.masked: frozenset[int] = frozenset()
         self._num_launches = 0
         self._open_halves: list[Half] = []
@@ -151,7 +152,8 @@ class Launcher:
         opening.claimed = self._state.data_ptr() + 12
         opening.fault = self.outcomes.fault.record_address
         opening.fault_claimed = self.fault_claimed
-        opening.open_timeout_ns = int(self.ranks.open_timeout_s * 1e9)
+        late = self.outcomes.known_losses is not None  # who is late is masked, wherever it is awaited
+        opening.open_timeout_ns = int((self.ranks.timeout_s if late else self.ranks.open_timeout_s) * 1e9)
         opening.timeout_ns = int(self.ranks.timeout_s * 1e9)
         opening.rank = self.ranks.rank
         self._all_kernels.add(made)
@@ -318,7 +320,7 @@ class Launcher:
 
     def require_known(self, dispatch: int) -> None:
         """Raise InvalidArgument for the number of a dispatch that ranks which came back know nothing of."""
-        if dispatch < self.first_call:
+        if dispatch < self.known_from:
             raise InvalidArgument("the dispatch was made before unmask_ranks took ranks back; dispatch again")
 
     @property

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tokenloom.backends.handshake import CallKind, raise_difference, text_of
-from tokenloom.errors import CapacityOverflow, PeerError, PlanMismatch
+from tokenloom.errors import CapacityOverflow, CommunicatorBroken, PeerError, PlanMismatch
 from tokenloom.runtime.kernel_reports import CallOutcome, CallRecords, FaultFlag, HostCounts
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.streams import on_stream
@@ -75,12 +75,15 @@ class Outcomes:
     Attributes:
         fault: where kernels record a wait that expired.
         masked: ranks that take no part.
+        known_losses: where late ranks are masked, the losses that calls know of; with more, calls end in vain. None:
+            late ranks break the communicator.
         addresses: of the slots, for kernels.
     """
 
     def __init__(self, ranks: RankGroup, control: SymmetricBuffer) -> None:
         self.fault = FaultFlag(ranks.device, ranks.rank)
         self.masked: frozenset[int] = frozenset()
+        self.known_losses: int | None = None
         self._ranks, self._control = ranks, control
         self._records = CallRecords(ranks.device, CAPTURED_SLOT + 1)
         self.addresses = [self._records.address(slot) for slot in range(CAPTURED_SLOT + 1)]
@@ -170,17 +173,31 @@ class Outcomes:
         if ended:
             self.fault.give_up(ended, "its process has ended")
             return
+        if self.known_losses is not None:
+            self._look_for_losses()
+            return
         said = self._ranks.notes.who_gave_up()
         if said is not None and said == self._heard and said[0] not in self.masked:
             self.fault.give_up([said[0]], said[1])
         self._heard = said  # acted upon at the next look: kernels that wait for the same rank can name it by then
+
+    def _look_for_losses(self) -> None:
+        """Let this rank's kernels give up where ranks are lost, be it this one."""
+        try:
+            self._ranks.look()
+        except CommunicatorBroken:
+            self.fault.give_up([], "the others have masked this rank")
+            raise
+        if self._ranks.num_losses != self.known_losses:
+            self.fault.give_up([], "the others go on without a rank")
 
     def raise_timeout(self) -> None:
         """Raise if a wait of this rank has expired."""
         if self.fault.is_set():
             timeout = self.fault.error()
             assert timeout is not None
-            self._ranks.mark_broken(timeout)
+            if self.known_losses is None:
+                self._ranks.mark_broken(timeout)
             raise timeout
 
     def _raise_outcome(self, call: InFlight) -> None:

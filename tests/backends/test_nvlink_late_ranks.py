@@ -1,0 +1,300 @@
+"""on_timeout="mask" on backend nvlink: a rank that dies or is late costs the others the routes to it, and no others.
+
+On the emulator a rank is killed anywhere, in the middle of a kernel too.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import tokenloom as tl
+from tests.backends.test_nvlink_masks import BACKEND, PROBLEM, pair
+from tests.comm.test_masks import LAYOUTS, each_layout, options_of, without
+from tests.conftest import Ranks
+from tests.support import emulator
+from tests.support.cases import Problem, make_comm, make_problem, same_routed
+from tokenloom.errors import InvalidArgument
+from tokenloom.plan import Plan
+from tokenloom.runtime import membership
+from tokenloom.runtime.processes import RankContext
+
+EMULATED = True
+ONLY_EMULATED = pytest.mark.skipif(not emulator.ON, reason="ranks of a pool of processes are not killed")
+LONG_S = 30.0
+
+
+@pytest.fixture
+def group(hoppers: Ranks) -> Ranks:
+    """Groups in which somebody can be late."""
+    if hoppers.num_ranks == 1:
+        pytest.skip("a rank alone waits for nobody")
+    return hoppers
+
+
+def make(context: RankContext, timeout_s: float = LONG_S, **options: Any) -> tuple[tl.Communicator, Problem]:
+    problem = make_problem(PROBLEM, context.num_ranks)
+    return make_comm(context, BACKEND, problem.plan, timeout_s=timeout_s, on_timeout="mask", **options), problem
+
+
+def end(context: RankContext) -> None:
+    """End this rank as a signal would."""
+    from tests.support.emulator.group import Ended
+
+    raise Ended
+
+
+# -- everybody is there -----------------------------------------------------------------------------------------
+
+
+@each_layout
+def test_nobody_is_late(group: Ranks, layout: str) -> None:
+    """Calls return what they do elsewhere, in one piece and in halves, and errors are the same."""
+    group.run(check_nobody, layout)
+
+
+def check_nobody(context: RankContext, layout: str) -> None:
+    comm, problem = make(context)
+    options, last = options_of(problem, layout), context.rank == context.num_ranks - 1
+    x, ids, weights = problem.arguments(context)
+    for _ in range(2):
+        pair(context, comm, problem, [], layout)
+        with pytest.raises(tl.InvalidExpertId if last else tl.PeerError):
+            comm.dispatch(x, ids + 100 if last else ids, weights, **options)
+        other = {"layout": "token" if layout == "rank" else "rank"}
+        with pytest.raises(tl.PlanMismatch, match=r"rank \d has layout="):
+            comm.dispatch(x, ids, weights, **(other if last else options))
+    first = comm.send_dispatch(x, ids, weights, **options)
+    second = comm.send_dispatch(x, ids, weights, **options)
+    want = problem.dispatched(**options)[context.rank]
+    for pending in (second, first):
+        same_routed(pending.receive(), want, problem.plan, bounded=layout == "slots")
+    comm.check()
+
+
+def test_overflow(group: Ranks) -> None:
+    """Told once, at the call behind it, as with ``checked``."""
+    group.run(check_overflow)
+
+
+def check_overflow(context: RankContext) -> None:
+    comm, problem = make(context)
+    needed = problem.rows_needed("expert")
+    for _ in range(2):
+        comm.dispatch(*problem.arguments(context), sizes="bounded", capacity=needed - 1)
+        with pytest.raises(tl.CapacityOverflow):
+            comm.check()
+        with pytest.raises(tl.CapacityOverflow):
+            comm.dispatch(*problem.arguments(context), capacity=needed - 1)
+        pair(context, comm, problem, [], "expert")
+
+
+# -- ranks that end ---------------------------------------------------------------------------------------------
+
+
+@ONLY_EMULATED
+@each_layout
+def test_death_between_calls(group: Ranks, layout: str) -> None:
+    """The next call goes on as if the rank had been masked before, and so do those after it; until one is left."""
+    group.run(check_between_calls, layout)
+
+
+def check_between_calls(context: RankContext, layout: str) -> None:
+    comm, problem = make(context)
+    for gone in range(context.num_ranks):
+        pair(context, comm, problem, list(range(gone)), layout)
+        if gone == context.rank:
+            end(context)
+
+
+@ONLY_EMULATED
+@pytest.mark.parametrize("launch", range(6))
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_death_at_every_launch(group: Ranks, launch: int, when: str) -> None:
+    """Of a dispatch, a combine, and what ends each of them: the call that is hit takes place with the rank on all
+    others, or without it on all of them."""
+    counted = group.run(check_at_launch, launch, when)
+    assert len({found for found in counted if found is not None}) == 1
+
+
+def check_at_launch(context: RankContext, launch: int, when: str) -> bool | None:
+    comm, problem = make(context)
+    pair(context, comm, problem, [], "token")
+    launcher = comm.engine._backend._launcher  # type: ignore[attr-defined]
+    real, launches = type(launcher).launch, 0
+
+    def dying(self: Any, *args: Any, **options: Any) -> None:
+        nonlocal launches
+        launches += self is launcher
+        if self is launcher and launches == launch + 1 and when == "before":
+            end(context)
+        real(self, *args, **options)
+        if self is launcher and launches == launch + 1:
+            end(context)
+
+    if context.rank == 0:
+        launcher.launch = lambda *args, **options: dying(launcher, *args, **options)
+    routed = comm.dispatch(*problem.arguments(context), layout="token")
+    fulls, rests = (each.dispatched("token")[context.rank] for each in (problem, without(problem, [0])))
+    full = routed.num_rows == fulls.num_rows
+    same_routed(routed, fulls if full else rests, problem.plan)
+    comm.combine(routed.tokens, routed)
+    for layout in LAYOUTS:
+        pair(context, comm, problem, [0], layout)
+    return full if fulls.num_rows != rests.num_rows else None
+
+
+SERVER = Plan(4, 8, 8, 3, 6)
+
+
+def serve(context: RankContext, num_calls: int, report: Callable[[int, int], None]) -> list[list[int]]:
+    """Pairs of calls whose results tell which routes counted; who was masked behind each call."""
+    plan = replace(SERVER, num_ranks=context.num_ranks, num_experts=2 * context.num_ranks)
+    comm = make_comm(context, BACKEND, plan, on_timeout="mask", timeout_s=LONG_S, checked=False)
+    history: list[list[int]] = []
+    for number in range(num_calls):
+        report(context.rank, number)
+        generator = torch.Generator().manual_seed(number * context.num_ranks + context.rank)
+        ids = torch.randint(-1, plan.num_experts, (number % 7, 3), generator=generator)
+        x = torch.randint(1, 9, (number % 7, 8), generator=generator).to(torch.bfloat16)
+        device = context.device
+        given = (x.to(device), ids.to(device), torch.ones(ids.shape, device=device))
+        before = comm.masked_ranks()
+        room: dict[str, Any] = {"layout": ("expert", "slots", "expert")[number % 3]}
+        if number % 3 != 1 and number % 2:
+            room |= {"sizes": "bounded", "capacity": 18 * context.num_ranks}
+        if number % 4 < 2:
+            routed = comm.dispatch(*given, **room)
+            between = comm.masked_ranks()
+            out = comm.combine(routed.tokens, routed)
+        else:
+            routed = comm.send_dispatch(*given, **room).receive()
+            between = comm.masked_ranks()
+            out = comm.send_combine(routed.tokens, routed, mode="per_route").receive()
+        history += [between, comm.masked_ranks()]
+        expected = []
+        for gone in (before, between, comm.masked_ranks()):
+            counts = ((ids >= 0) & ~torch.isin(ids // 2, torch.tensor(gone, dtype=torch.int64))).sum(1)
+            expected.append(x * counts[:, None])
+        got = out.cpu()
+        assert any(torch.equal(got, each) for each in expected), f"rank {context.rank}, {number}: {got} of {expected}"
+    return history
+
+
+@ONLY_EMULATED
+@pytest.mark.parametrize("seed", range(6))
+def test_death_anywhere(group: Ranks, seed: int) -> None:
+    """A rank is killed in the middle of whatever its kernels and its host do; all others make all calls. Then another
+    one is, as long as two are left."""
+    from tests.support.emulator import group as emulated
+
+    draw = random.Random(seed + 100 * emulator.SEED)
+    num_ranks, num_calls = group.num_ranks, 24
+    at = [
+        (draw.randrange(1, num_calls // 2), draw.randrange(num_ranks)),
+        (draw.randrange(num_calls // 2, num_calls), 0),
+    ]
+    if num_ranks == 2:
+        at.pop()
+    else:
+        at[1] = (at[1][0], draw.choice([rank for rank in range(num_ranks) if rank != at[0][1]]))
+    lock, killed = threading.Lock(), []
+
+    def report(rank: int, number: int) -> None:
+        with lock:
+            if at and (number, rank) == at[0]:
+                _, victim = at.pop(0)
+                shared = emulated.here.group
+                turns = draw.randrange(30_000)
+
+                def kill() -> None:
+                    until = shared.emulator.now() + turns
+                    limit = time.monotonic() + 2.0
+                    while shared.emulator.now() < until and time.monotonic() < limit:
+                        time.sleep(0)
+                    shared.kill(victim)
+
+                killed.append(victim)
+                threading.Thread(target=kill).start()
+
+    results = group.run(serve, num_calls, report)
+    left = [history for history in results if history is not None]
+    assert len(left) == num_ranks - len(killed)
+    assert all(history == left[0] for history in left), "ranks differ in the call that was hit"
+    assert left[0][-1] == sorted(killed)
+
+
+# -- ranks that are late ----------------------------------------------------------------------------------------
+
+
+@ONLY_EMULATED
+@pytest.mark.parametrize("comes", ["between calls", "never"])
+def test_late(group: Ranks, comes: str) -> None:
+    """A rank that lives and is late is masked; it hears of that when it comes."""
+    over = threading.Event()
+    from tests.support.emulator import group as emulated
+
+    with mock.patch.object(membership, "ROLL_CALL_S", 1.0), mock.patch.object(emulated, "TURNS_PER_NS", 1e-3):
+        group.run(check_late, comes, over)
+
+
+def check_late(context: RankContext, comes: str, over: threading.Event) -> None:
+    comm, problem = make(context, timeout_s=3.0)
+    pair(context, comm, problem, [], "expert")
+    if context.rank == 0:
+        assert over.wait(60.0)
+        with pytest.raises(tl.CommunicatorBroken, match=r"have masked rank 0: rank \d waited in"):
+            comm.dispatch(*problem.arguments(context))
+        return
+    try:
+        pair(context, comm, problem, [0], "expert")
+        assert "rank 0 is masked: rank" in "".join(comm._ranks.why_masked().values()) or comm.masked_ranks() == [0]
+        pair(context, comm, problem, [0], "token")
+    finally:
+        over.set()
+
+
+# -- what goes with it ------------------------------------------------------------------------------------------
+
+
+def test_back_again(group: Ranks) -> None:
+    """A rank that was masked makes its communicator again, and may be lost once more."""
+    group.run(check_back_again)
+
+
+def check_back_again(context: RankContext) -> None:
+    comm, problem = make(context)
+    for _ in range(2):
+        pair(context, comm, problem, [], "expert")
+        if context.rank == 0:
+            comm.close()
+            comm, _ = make(context, rejoin=True)
+        else:
+            comm.mask_ranks([0])
+            pair(context, comm, problem, [0], "token")
+            comm.unmask_ranks([0])
+        pair(context, comm, problem, [], "slots")
+    if emulator.ON:
+        if context.rank == 0:
+            end(context)
+        pair(context, comm, problem, [0], "expert")
+
+
+def test_what_it_has_not(group: Ranks) -> None:
+    """Calls that could not be made again are refused by name, on all ranks alike."""
+    group.run(check_refused)
+
+
+def check_refused(context: RankContext) -> None:
+    comm, problem = make(context)
+    with pytest.raises(InvalidArgument, match="a MegaMoE cannot mask late ranks"):
+        comm.engine.fused_layer(0)
+    pair(context, comm, problem, [], "expert")

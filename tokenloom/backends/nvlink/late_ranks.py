@@ -1,0 +1,215 @@
+"""Ranks that do not come are masked: the call in which they were awaited is made again without them.
+
+Each call ends with a meeting of all ranks (kernels/barrier), so a rank that has met knows that all others have the
+result too. When a rank waits in vain, or hears that another one did, then all that are left
+
+1. settle who is lost, at the noteboard (runtime/membership.py), where a rank that is lost itself learns of it;
+2. settle how many calls have ended: as many as the rank with the most has met for. Whoever adopts a loss says its
+   number, and counts no meeting any more;
+3. make new memory, since a rank that was late, and lives, may still write to the old one;
+4. make the call again, unless it has ended: then each of them has its result.
+
+So a call takes place on all ranks that are left with the same ranks taking part, wherever one of them dies.
+docs/explanation/failures.md goes through the cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from tokenloom.backends.base import CombineOptions, DispatchInputs, DispatchOptions, Pending
+from tokenloom.backends.nvlink.combine import Combiner
+from tokenloom.backends.nvlink.dispatch import Dispatcher
+from tokenloom.backends.nvlink.launcher import Launched, Launcher
+from tokenloom.errors import InvalidArgument, PeerTimeout, TokenloomError, is_known_to_all
+from tokenloom.runtime.rank_group import RankGroup
+
+T = TypeVar("T")
+
+PHASE = "going on without ranks"
+
+
+class Remakes(Protocol):
+    """What makes calls, on memory that can be made anew."""
+
+    @property
+    def launcher(self) -> Launcher:
+        """What opens calls now."""
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """What dispatches now."""
+
+    @property
+    def combiner(self) -> Combiner:
+        """What combines now."""
+
+    def remake(self) -> None:
+        """Make new memory with the ranks that are left. Collective."""
+
+
+class _Made(Generic[T]):
+    """What became of a call on this rank: a result, or an error that all ranks raise alike."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self.error: Exception | None = None
+        try:
+            self._result = make()
+        except PeerTimeout:
+            raise
+        except Exception as error:
+            if not is_known_to_all(error):
+                raise
+            self.error = error
+
+    def give(self) -> T:
+        """The result. Raises the error."""
+        if self.error is not None:
+            raise self.error
+        return self._result
+
+
+class LateRanks:
+    """Makes calls until they have ended on all ranks that are left.
+
+    Args:
+        ranks: the group.
+        maker: what makes them.
+    """
+
+    def __init__(self, ranks: RankGroup, maker: Remakes) -> None:
+        self._ranks, self._maker = ranks, maker
+        self._ended = 0
+
+    def call(self, make: Callable[[], T]) -> T:
+        """Make a call; all ranks make the same one.
+
+        Args:
+            make: makes it, and waits for its outcome. It is called again when ranks were lost.
+
+        Raises:
+            TokenloomError: what it raised on all ranks alike, or on this one before the others knew of it.
+            CommunicatorBroken: the others have masked this rank.
+            PeerTimeout: the store of the process group is gone, or everybody is there and calls expire all the same.
+        """
+        require_no_capture()
+        self._ranks.look(if_due=True)
+        number, made, in_vain = self._ended + 1, None, 0
+        overflow = self._maker.dispatcher.overflow
+        while self._ended < number:
+            if not self._is_stale():
+                made, self._maker.dispatcher.overflow = None, overflow
+                try:
+                    made = _Made(make)
+                    self._meet(made)
+                except PeerTimeout as timeout:
+                    if self._ranks.is_broken:
+                        raise
+                    in_vain = self._find_late(timeout, in_vain)
+                if not self._is_stale():
+                    self._has_ended(number)
+                    continue
+            self._go_on()
+        assert made is not None, "a call that has ended anywhere was made everywhere"
+        return made.give()
+
+    def begin_anew(self) -> None:
+        """Ranks came back, which have counted nothing."""
+        self._has_ended(0)
+
+    def _is_stale(self) -> bool:
+        return self._maker.launcher.outcomes.known_losses != self._ranks.num_losses
+
+    def _has_ended(self, number: int) -> None:
+        self._ended = number
+        self._ranks.say_progress(number)
+
+    def _meet(self, made: _Made[T]) -> None:
+        """Hear that all ranks have made the call. One that has failed behind it says so here instead."""
+        try:
+            self._maker.launcher.agree({"call": "the end of a call"})
+        except PeerTimeout:
+            raise
+        except TokenloomError as error:
+            made.error = made.error or error
+            self._maker.launcher.agree({"call": "the end of a call"})
+
+    def _find_late(self, timeout: PeerTimeout, in_vain: int) -> int:
+        """Settle who is lost, if nobody has; how often it was nobody."""
+        ranks, launcher = self._ranks, self._maker.launcher
+        ranks.look()
+        if self._is_stale():
+            return in_vain
+        before = ranks.masked
+        ended = [rank for rank in launcher.control.ended_ranks() if rank not in launcher.masked]
+        ranks.lose_absent(timeout.phase, ended)
+        if ranks.masked != before:
+            return 0
+        if in_vain == ranks.num_ranks:
+            raise ranks.fail(timeout.phase, f"all ranks are there, but calls have expired {in_vain + 1} times")
+        return in_vain + 1
+
+    def _go_on(self) -> None:
+        """Settle with the others what has ended, and make new memory."""
+        outcomes = self._maker.launcher.outcomes
+        outcomes.fault.give_up([], "the others go on without a rank")  # this rank's kernels may still wait
+        self._has_ended(self._ranks.settle_losses(PHASE, f"ended/{outcomes.known_losses}"))
+        self._maker.remake()
+
+
+class CallsUntilDone:
+    """What sends, as of :class:`tokenloom.backends.base.Backend`, where the first half of a call does all of it.
+
+    Args:
+        late: makes the calls.
+        maker: what makes them on this rank.
+    """
+
+    def __init__(self, late: LateRanks, maker: Remakes) -> None:
+        self._late, self._maker = late, maker
+
+    def _until_done(self, send: Callable[[], Pending[T]]) -> Launched[T]:
+        def make() -> T:
+            result = send().receive()
+            self._maker.launcher.settle(0)
+            return result
+
+        return Launched(self._late.call(make))
+
+    def send_dispatch(self, options: DispatchOptions, inputs: DispatchInputs) -> Launched[Any]:
+        whole = replace(inputs, split=False, ahead=False)
+        return self._until_done(lambda: self._maker.dispatcher.send(options, whole))
+
+    def send_combine(
+        self,
+        handle: Any,
+        rows: torch.Tensor,
+        weights: torch.Tensor | None,
+        options: CombineOptions,
+        out: torch.Tensor | None = None,
+        alone: bool = False,
+        split: bool = False,
+    ) -> Launched[torch.Tensor]:
+        return self._until_done(lambda: self._maker.combiner.send(handle, rows, weights, options, out, alone))
+
+    def send_again(self, handle: Any, values: torch.Tensor, strategy: str = "dedup") -> Launched[torch.Tensor]:
+        return self._until_done(lambda: self._maker.dispatcher.send_again(handle, values, strategy))
+
+    def send_rows(self, handle: Any, values: torch.Tensor, strategy: str = "dedup") -> Launched[torch.Tensor]:
+        return self._until_done(lambda: self._maker.dispatcher.send_rows(handle, values, strategy))
+
+    def send_weight_gradients(self, handle: Any, grad: torch.Tensor) -> Launched[torch.Tensor]:
+        return self._until_done(lambda: self._maker.combiner.send_weight_gradients(handle, grad))
+
+
+def require_no_capture() -> None:
+    """Raise InvalidArgument while a CUDA graph is captured."""
+    if torch.cuda.is_current_stream_capturing():
+        raise InvalidArgument(
+            "with on_timeout='mask' the host waits for every call, which a CUDA graph cannot do; "
+            "use on_timeout='raise' and mask_ranks"
+        )
