@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_TESTS = 30
-"""More tests of a file are more parts. A part starts in about ten seconds, and the longest decide when all are done."""
+"""More tests of a file are more parts. A part starts in about ten seconds, and the longest decides."""
 LIMIT_S = 400.0
 COLLECT_LIMIT_S = 120.0
 POLL_S = 0.05

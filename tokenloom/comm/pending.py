@@ -24,9 +24,9 @@ class Pending(Generic[T]):
 
     Halves are calls: all ranks make the same calls in the same order. When a call opens, in one piece or in halves,
     in backward or in a layer, every call but the one before it must have been received. So two micro-batches can take
-    turns, and the two that are open may be received in either order, the same on all ranks. A call that raised an error
-    counts as well, and so does each call of a CUDA graph that is replayed: between the halves of a call outside of graphs
-    replay none that calls this communicator. A pending must not be dropped unreceived.
+    turns, and the two that are open may be received in either order, the same on all ranks. A call that raised an
+    error counts as well, and so does each call of a CUDA graph that is replayed: between the halves of a call outside
+    of graphs, replay none that calls this communicator. A pending must not be dropped unreceived.
     """
 
     def __init__(self, finish: Callable[[], T], calls: OpenCalls, name: str, discard: Callable[[], object]) -> None:
