@@ -155,10 +155,12 @@ def check_at_launch(context: RankContext, launch: int, when: str) -> bool | None
 SERVER = Plan(4, 8, 8, 3, 6)
 
 
-def serve(context: RankContext, num_calls: int, report: Callable[[int, int], None]) -> list[list[int]]:
+def serve(
+    context: RankContext, num_calls: int, report: Callable[[int, int], None], timeout_s: float = LONG_S
+) -> list[list[int]]:
     """Pairs of calls whose results tell which routes counted; who was masked behind each call."""
     plan = replace(SERVER, num_ranks=context.num_ranks, num_experts=2 * context.num_ranks)
-    comm = make_comm(context, BACKEND, plan, on_timeout="mask", timeout_s=LONG_S, checked=False)
+    comm = make_comm(context, BACKEND, plan, on_timeout="mask", timeout_s=timeout_s, checked=False)
     history: list[list[int]] = []
     for number in range(num_calls):
         report(context.rank, number)

@@ -284,6 +284,29 @@ def check_between_halves(context: RankContext, layout: str) -> None:
         combine_all_modes(context, comm, routed, problem, want, without(problem, masked).topk_ids)
 
 
+def test_weights_of_an_earlier_dispatch(group: Ranks) -> None:
+    """Where its rows would lie is no more known, which all ranks say; those of a later one travel."""
+    group.run(check_earlier_weights)
+
+
+def check_earlier_weights(context: RankContext) -> None:
+    problem, masked = make_problem(CASE, context.num_ranks), [0]
+    comm = make_comm(context, backend_of(context), problem.plan)
+    x, ids, weights = problem.arguments(context)
+    assert weights is not None
+    before = comm.dispatch(x, ids, weights)
+    out = comm.combine(before.tokens, before)
+    same_bits(comm.combine(before.tokens, comm.reweighted(before, weights)), out.cpu(), "out")
+    if context.rank in masked:
+        return
+    comm.mask_ranks(masked)
+    with pytest.raises(InvalidArgument, match="masked since the dispatch"):
+        comm.reweighted(before, weights)
+    after = comm.dispatch(x, ids, weights)
+    double, want = comm.reweighted(after, 2 * weights), comm.combine(after.tokens, after)
+    same_bits(comm.combine(after.tokens, double), (2 * want).cpu(), "out")
+
+
 def test_again_and_again(group: Ranks) -> None:
     """Until one rank is left; each mask adds to those before."""
     group.run(check_again)

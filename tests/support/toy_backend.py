@@ -40,6 +40,7 @@ class ToyHandle:
     number: int
     num_tokens: int
     num_places: int
+    masked: frozenset[int]
     counts: RoutedCounts
     topk_ids: torch.Tensor
     topk_weights: torch.Tensor | None

@@ -215,12 +215,14 @@ class Handle(Protocol):
         number: tells this dispatch from others of the communicator, equal on all ranks.
         num_tokens: T at home.
         num_places: rows of the output; L * S in layout "slots".
+        masked: ranks that took no part. With more of them, other rows of the same tokens would lie elsewhere.
     """
 
     options: DispatchOptions
     number: int
     num_tokens: int
     num_places: int
+    masked: frozenset[int]
 
     @property
     def counts(self) -> RoutedCounts:

@@ -86,7 +86,8 @@ class CollectiveBackend:
     def send_dispatch(
         self, options: DispatchOptions, inputs: DispatchInputs
     ) -> _Pending[tuple[CollectiveHandle, torch.Tensor]]:
-        send = routing.send_map(routing.without_ranks(inputs.topk_ids, self._ranks.masked, self._plan), self._plan)
+        masked = self._ranks.masked
+        send = routing.send_map(routing.without_ranks(inputs.topk_ids, masked, self._plan), self._plan)
         fields = dispatch_fields(self._ranks.step, options, inputs)
         table = self._open(fields, torch.cat([send.rows_per_rank, send.routes_per_expert]))
         rows, routes = table[:, : self._plan.num_ranks], table[:, self._plan.num_ranks :]
@@ -108,9 +109,8 @@ class CollectiveBackend:
                 tokens, local_ids, weights, received_scales = split(rows_without(lost, sizes.received, words))
                 received = sizes.without(lost)
                 placement = self._place(options, received, local_ids)
-                handle = CollectiveHandle(
-                    options, number, num_tokens, received, local_ids, weights, received_scales, placement, tokens
-                )
+                what_came = (received, local_ids, weights, received_scales, placement, tokens)
+                handle = CollectiveHandle(options, number, num_tokens, *what_came, masked | lost)
                 arrived = payload.place(handle, payload.without(lost))
                 if inputs.out is not None:
                     handle.write_to(inputs.out, arrived)

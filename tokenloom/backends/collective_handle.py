@@ -72,6 +72,7 @@ class CollectiveHandle:
         received_scales: float32 [R, H / 128] for FP8, else None.
         placement: where the received rows lie in the output.
         row_tokens: int32 [R], which token of its source each received row is.
+        masked: as of every handle.
     """
 
     options: DispatchOptions
@@ -83,6 +84,7 @@ class CollectiveHandle:
     received_scales: torch.Tensor | None
     placement: routing.Placement
     row_tokens: torch.Tensor
+    masked: frozenset[int] = frozenset()
 
     @property
     def num_places(self) -> int:

@@ -12,7 +12,7 @@ from tokenloom.comm.calls import Calls
 from tokenloom.comm.engine import COMBINE_RANGE, DISPATCH_RANGE, Engine, profiler_range
 from tokenloom.comm.halves import CombineCall, DispatchCall
 from tokenloom.comm.routed import Routed
-from tokenloom.errors import NotDifferentiable
+from tokenloom.errors import InvalidArgument, NotDifferentiable
 from tokenloom.plan import ROUTE_LAYOUTS, align_up
 
 NARROW = 8
@@ -137,8 +137,18 @@ class CallsBeside(Calls):
         return made
 
     def _route_again(self, routed: Routed, engine: Engine, weights: torch.Tensor | None) -> Routed:
-        """Dispatch narrow rows of zeros by the same ids to the same places."""
+        """Dispatch narrow rows of zeros by the same ids to the same places.
+
+        Raises:
+            InvalidArgument: ranks were masked since, so the places are not the same.
+        """
         handle = routed._handle
+        if handle.masked != engine.masked:
+            error = InvalidArgument(
+                "ranks were masked since the dispatch, so rows have other places now; dispatch again"
+            )
+            error.known_to_all = True
+            raise error
         x = torch.zeros(handle.num_tokens, engine.plan.hidden, dtype=torch.float32, device=engine.ranks.device)
         options: tuple[Any, ...] = (handle.options.layout, handle.options.alignment, handle.options.sizes)
         capacity = handle.options.capacity

@@ -46,9 +46,9 @@ class Communicator(CallsBeside):
         checked: on backend "nvlink", read ids and the outcome of every call on the host before it returns, so that
             errors come at once. "collective" always does.
         on_timeout: what happens to a rank that another one waits for. "raise": the wait ends with PeerTimeout, and
-            with it the communicator. "mask" (backend "collective" over gloo): a rank that does not come within
-            ``timeout_s``, which counts from the opening of a call as well, or whose process ends, is masked by all
-            others alike. The call goes on without it and loses just the routes to it.
+            with it the communicator. "mask" ("nvlink", and "collective" over gloo): a rank that does not come
+            within ``timeout_s``, which counts from the opening of a call as well, or whose process ends, is masked by
+            all others alike. The call goes on without it and loses just the routes to it.
         rejoin: come back to the ranks of the group, which have masked this one and have their communicator still. It
             waits until they call ``unmask_ranks``, ``open_timeout_s`` long.
 
