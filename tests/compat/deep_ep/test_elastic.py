@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.compat.deep_ep.cases import CASE, aligned, each_case, fails, finite, problem_of, rows_to_combine
+from tests.compat.deep_ep.cases import (
+    CASE,
+    aligned,
+    each_case,
+    fails,
+    finite,
+    problem_of,
+    rows_to_combine,
+    skip_where_kernels_tell,
+)
 from tests.conftest import Ranks
 from tests.support.cases import FP8, FP32, Case, Problem, same_bits, same_bytes
 from tokenloom import reference
@@ -18,6 +27,9 @@ from tokenloom.compat.deep_ep.faults import BadCall, NotServed
 from tokenloom.errors import DtypeMismatch, ShapeMismatch
 from tokenloom.plan import align_up
 from tokenloom.runtime.processes import RankContext
+
+EMULATED = True
+"""The emulator runs these tests by the kernels of backend "nvlink"."""
 
 ALIGNMENT = 4
 MOST = 16
@@ -301,6 +313,7 @@ CACHED_FAULTS: list[Any] = [
 
 @pytest.mark.parametrize(("changes", "text"), CACHED_FAULTS)
 def test_cached_fault(ranks: Ranks, changes: Any, text: str) -> None:
+    skip_where_kernels_tell(ranks)
     ranks.run(check_cached_fault, next(i for i, each in enumerate(CACHED_FAULTS) if each.values[0] is changes))
 
 

@@ -18,6 +18,9 @@ from tokenloom.compat.deep_ep.hybrid_ep_buffer import indices_to_map
 from tokenloom.errors import CapacityOverflow, DtypeMismatch, ShapeMismatch
 from tokenloom.runtime.processes import RankContext
 
+EMULATED = True
+"""The emulator runs these tests by the kernels of backend "nvlink"."""
+
 ALIGNMENT = 4
 
 

@@ -25,6 +25,7 @@ from tokenloom.backends.nvlink import buffers, launcher, outcomes
 from tokenloom.backends.nvlink.backend import NvlinkBackend
 from tokenloom.comm import communicator
 from tokenloom.comm.engine import Engine
+from tokenloom.compat.deep_ep import communicators
 from tokenloom.errors import PeerTimeout
 from tokenloom.jit import kernel
 from tokenloom.plan import Plan
@@ -59,6 +60,7 @@ class Group:
         self.num_ranks = num_ranks
         self.lock = threading.Lock()
         self.meeting = threading.Barrier(num_ranks)
+        self.said: dict[int, Any] = {}
         self.memory: dict[str, list[torch.Tensor]] = {}
         self.store = torch.distributed.HashStore()
         self.kept: list[tuple[int, int, list[torch.Tensor]]] = []
@@ -159,6 +161,7 @@ class FakeBuffer:
 
     def __init__(self, layout: BufferLayout, ranks: Any) -> None:
         group, name = here.group, ranks.notes.key(ranks.notes.new_name("buffer"))
+        group.drain(here.rank)  # not inside, where other ranks could not launch what its kernels wait for
         with group.lock:
             if name not in group.memory:
                 group.memory[name] = [
@@ -212,6 +215,27 @@ class FakeRanks(RankGroup):
 
     def require_maskable(self) -> None:
         """Threads can always be left out."""
+
+
+class FakeProcessGroup(torch.distributed.ProcessGroup):
+    """What a program holds of its ranks."""
+
+
+class Meeting:
+    """Stands for the ranks of one group in small collectives beside their communicators."""
+
+    device = CPU
+
+    def all_gather_object(self, value: Any, phase: str) -> list[Any]:
+        group = here.group
+        group.said[here.rank] = value
+        group.meeting.wait()
+        found = [group.said[rank] for rank in range(group.num_ranks)]
+        group.meeting.wait()
+        return found
+
+    def all_gather(self, row: torch.Tensor, phase: str, *, opens: bool = False) -> torch.Tensor:
+        return torch.stack(self.all_gather_object(row, phase))
 
 
 class FakeStream:
@@ -320,6 +344,7 @@ def _stand_ins(group: Group) -> Iterator[None]:
             (kernel_reports, "_pinned", lambda *shape: torch.zeros(shape, dtype=torch.int32)),
             (communicator.Communicator, "__init__", _make_communicator),
             (communicator.Communicator, "_make_engine", _make_engine),
+            (communicators.Communicators, "meeting", lambda self, device: Meeting()),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.cuda, "current_stream", lambda device=None: FakeStream(here.rank)),
             (torch.distributed, "barrier", lambda **options: group.meeting.wait()),
@@ -353,7 +378,8 @@ class EmulatedRanks:
         def work(rank: int) -> None:
             here.group, here.rank = group, rank
             try:
-                context = RankContext(rank, self.num_ranks, None, CPU, None)  # type: ignore[arg-type]
+                made = FakeProcessGroup(rank, self.num_ranks)
+                context = RankContext(rank, self.num_ranks, made, CPU, None)  # type: ignore[arg-type]
                 with StreamOrder():
                     results[rank] = function(context, *args, **kwargs)
                 group.drain(rank)

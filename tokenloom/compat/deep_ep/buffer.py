@@ -68,7 +68,7 @@ class Buffer(NormalMode, LowLatencyMode):
         if type(self)._chosen_sms is not None:
             options["num_sms"] = type(self)._chosen_sms
         super().__init__(group, explicitly_destroy, options)
-        self.rank, self.group_size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.group_size = group.rank(), group.size()
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
 

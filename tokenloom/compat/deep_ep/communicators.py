@@ -137,6 +137,7 @@ class Communicators:
         comm: Communicator | None = None,
         name: str = "dispatch",
         engine_of: Callable[[Communicator], Engine] = lambda comm: comm.engine,
+        awaited: bool = True,
     ) -> Iterator[None]:
         """Inside, a call is checked. The other ranks, which make it, hear of a fault.
 
@@ -145,13 +146,15 @@ class Communicators:
             comm: what they make it with, where it is known.
             name: "dispatch" or "combine".
             engine_of: what of it opens the call.
+            awaited: a dispatch whose outcome the other ranks read. Elsewhere kernels tell it: at a later call.
         """
         try:
             yield
         except Exception as fault:
             if is_known_to_all(fault):
                 raise
-            self._tell(fault, device, comm or self._last, name, engine_of)
+            upcoming = Upcoming(name, awaited=awaited and name == "dispatch")
+            self._tell(fault, device, comm or self._last, upcoming, engine_of)
             raise
 
     def _tell(
@@ -159,7 +162,7 @@ class Communicators:
         fault: Exception,
         device: torch.device,
         comm: Communicator | None,
-        name: str,
+        upcoming: Upcoming,
         engine_of: Callable[[Communicator], Engine],
     ) -> None:
         from tokenloom.runtime.rendezvous import agree
@@ -168,7 +171,7 @@ class Communicators:
             if comm is None:
                 agree(self.meeting(device), _raises(fault), "making a communicator")
                 return
-            with engine_of(comm).sequence(Upcoming(name, awaited=True)):
+            with engine_of(comm).sequence(upcoming):
                 raise fault
         except Exception as other:
             if other is not fault and not is_known_to_all(other):

@@ -17,7 +17,7 @@ __all__ = ["ElasticBuffer", "get_logical_domain_size", "get_physical_domain_size
 
 def get_physical_domain_size(group: dist.ProcessGroup) -> tuple[int, int]:
     """Ranks that a network connects, and ranks that memory connects: (1, R), since the group is one domain here."""
-    return 1, dist.get_world_size(group)
+    return 1, group.size()
 
 
 def get_logical_domain_size(group: dist.ProcessGroup, allow_hybrid_mode: bool = True) -> tuple[int, int]:
@@ -75,7 +75,7 @@ class ElasticBuffer(ElasticCalls):
         refuse(num_cpu_bytes=num_cpu_bytes)
         options = {"timeout_s": float(num_gpu_timeout_secs), "open_timeout_s": float(num_cpu_timeout_secs)}
         super().__init__(group, explicitly_destroy, options)
-        self.num_ranks, self.rank_idx = dist.get_world_size(group), dist.get_rank(group)
+        self.num_ranks, self.rank_idx = group.size(), group.rank()
         self.num_scaleout_ranks, self.num_scaleup_ranks = get_physical_domain_size(group)
         self.num_max_tokens_per_rank, self.num_allocated_qps = num_max_tokens_per_rank, num_allocated_qps
         if num_bytes is None:
@@ -102,7 +102,7 @@ class ElasticBuffer(ElasticCalls):
             **others: upstream's further options, which change nothing here.
         """
         row = hidden * (1 if use_fp8_dispatch else 2) + hidden * 2 + 8 * num_topk
-        return align_up(dist.get_world_size(group) * num_max_tokens_per_rank * row, 128)
+        return align_up(group.size() * num_max_tokens_per_rank * row, 128)
 
     @staticmethod
     def capture() -> EventHandle:
@@ -124,7 +124,7 @@ class ElasticBuffer(ElasticCalls):
     @naming("ElasticBuffer.barrier")
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = False) -> None:
         """Wait on the host until all ranks have come here, whatever the arguments."""
-        on_cuda = "gloo" not in dist.get_backend_config(self.group)
+        on_cuda = torch.cuda.is_available() and "gloo" not in dist.get_backend_config(self.group)
         device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
         if on_cuda:
             torch.cuda.synchronize(device)

@@ -1,11 +1,11 @@
 """What a dispatch leaves for its combine, with the parts that upstream's tests and tools look at.
 
-A handle is a tuple to its reader. Its parts are made when they are read, since most programs only pass it on.
+The parts of a handle are made when they are read, since most programs only pass it on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,35 +35,32 @@ class Dispatched:
     with_ids: bool = True
 
 
-class LazyTuple(tuple[Any, ...]):
-    """A tuple whose parts are made when they are read.
+class Parts(Sequence[Any]):
+    """A handle, whose parts are read as those of a tuple.
+
+    It is no tuple, so that whoever looks for tensors in tuples does not make its parts by looking.
 
     Args:
         dispatched: what they are made from.
         makers: of the parts, in order.
     """
 
-    dispatched: Dispatched
-    _makers: tuple[Callable[[], Any], ...]
+    def __init__(self, dispatched: Dispatched, *makers: Callable[[], Any]) -> None:
+        self.dispatched, self._makers = dispatched, makers
 
-    def __new__(cls, dispatched: Dispatched, *makers: Callable[[], Any]) -> LazyTuple:
-        made = super().__new__(cls, (None,) * len(makers))
-        made.dispatched, made._makers = dispatched, makers
-        return made
+    def __len__(self) -> int:
+        return len(self._makers)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return tuple(make() for make in self._makers[index])
         return self._makers[index]()
 
-    def __iter__(self) -> Iterator[Any]:
-        return (make() for make in self._makers)
-
     def __reduce__(self) -> Any:
         raise NotServed("a handle belongs to its process and its call; it cannot be pickled or saved")
 
 
-def normal_handle(dispatched: Dispatched, is_token_in_rank: torch.Tensor, num_channels: int) -> LazyTuple:
+def normal_handle(dispatched: Dispatched, is_token_in_rank: torch.Tensor, num_channels: int) -> Parts:
     """The handle of ``Buffer.dispatch`` within a node: rank_prefix_matrix int32 [R, R], of which column ``me`` is
     right, channel_prefix_matrix and recv_channel_prefix_matrix int32 [R, C], recv_src_idx int32 [M],
     is_token_in_rank bool [N, R], and send_head int32 [N, R].
@@ -88,12 +85,12 @@ def normal_handle(dispatched: Dispatched, is_token_in_rank: torch.Tensor, num_ch
         order = is_token_in_rank.cumsum(0, dtype=torch.int32) - 1
         return torch.where(is_token_in_rank, order, -1)
 
-    return LazyTuple(dispatched, prefixes, channels, channels, sources, lambda: is_token_in_rank, heads)
+    return Parts(dispatched, prefixes, channels, channels, sources, lambda: is_token_in_rank, heads)
 
 
 def low_latency_handle(
     dispatched: Dispatched, max_tokens: int, hidden: int, num_experts: int, ready: Callable[[], Routed]
-) -> LazyTuple:
+) -> Parts:
     """The handle of ``Buffer.low_latency_dispatch``: src_info int32 [L, R * M], layout_range int64 [L, R] that holds
     ``first << 32 | count``, M, the hidden size and E.
 
@@ -110,4 +107,4 @@ def low_latency_handle(
         first, count = found.to(torch.int64).unbind(2)
         return first << 32 | count
 
-    return LazyTuple(dispatched, sources, ranges, lambda: max_tokens, lambda: hidden, lambda: num_experts)
+    return Parts(dispatched, sources, ranges, lambda: max_tokens, lambda: hidden, lambda: num_experts)

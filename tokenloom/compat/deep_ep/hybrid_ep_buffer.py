@@ -14,7 +14,7 @@ from tokenloom.compat.deep_ep import checks
 from tokenloom.compat.deep_ep.buffer_base import BufferBase
 from tokenloom.compat.deep_ep.communicators import Shape
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed, naming, refuse, require
-from tokenloom.compat.deep_ep.handles import Dispatched, LazyTuple
+from tokenloom.compat.deep_ep.handles import Dispatched, Parts
 from tokenloom.compat.deep_ep.routing_maps import Routes, dense, indices_to_map
 from tokenloom.errors import ShapeMismatch
 from tokenloom.plan import align_up
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["HybridEPBuffer", "HybridEpConfigInstance", "indices_to_map"]
 
 HANDLE_PARTS = 11
-Permuted = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None", torch.Tensor, LazyTuple]
+Permuted = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None", torch.Tensor, Parts]
 """What a dispatch returns: rows, their probs, their scales, counts of experts, handle."""
 
 
@@ -69,7 +69,7 @@ class HybridEPBuffer(BufferBase):
         **others: Any,
     ) -> None:
         super().__init__(group, True, {})
-        self.group_size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.group_size, self.rank = group.size(), group.rank()
         self.use_fp8 = use_fp8
         sizes = HybridEpConfigInstance(
             hidden_dim=hidden_dim,
@@ -123,7 +123,7 @@ class HybridEPBuffer(BufferBase):
             without CUDA; on the device with ``non_blocking``); handle.
         """
         device = checks.device_of(hidden)
-        with self._calls.told(device, handle.dispatched.comm if isinstance(handle, LazyTuple) else None):
+        with self._calls.told(device, handle.dispatched.comm if isinstance(handle, Parts) else None):
             refuse(**others)
             hidden = hidden.contiguous() if isinstance(hidden, torch.Tensor) else hidden
             payload = checks.payload_of(hidden if scaling_factor is None else (hidden, scaling_factor))
@@ -146,7 +146,7 @@ class HybridEPBuffer(BufferBase):
                     require(capacity % alignment == 0, f"num_permuted_tokens {capacity} is no multiple of {alignment}")
         if handle is not None:
             again = lambda: _again(handle, payload, weights)  # noqa: E731
-            found, _ = self._stream.run(again, (payload, weights, handle), device, None, False, False)
+            found, _ = self._stream.run(again, (payload, weights, given.routed), device, None, False, False)
             return found
         options: dict[str, Any] = {"layout": "expert", "alignment": alignment, "copy": True}
         if capacity is not None:
@@ -211,7 +211,7 @@ class HybridEPBuffer(BufferBase):
                 return out, None
             return out, dense(comm.combine_weights(probs, routed), given.ids, comm.plan.num_experts)
 
-        return self._stream.run(call, (rows, probs, handle), device, None, False, False)[0]
+        return self._stream.run(call, (rows, probs, routed), device, None, False, False)[0]
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         """Not served: raises NotServed. Use :meth:`dispatch_with_permute`."""
@@ -236,20 +236,20 @@ class HybridEPBuffer(BufferBase):
         sizes.max_num_of_tokens_per_rank = max(sizes.max_num_of_tokens_per_rank, plan.max_tokens_per_rank)
 
 
-def _handle(dispatched: Dispatched, alignment: int) -> LazyTuple:
+def _handle(dispatched: Dispatched, alignment: int) -> Parts:
     """The 11 parts of upstream's handle, of which the last is the flag of an overflow: never, since that raises."""
 
     def no_overflow() -> torch.Tensor:
         return torch.zeros(1, dtype=torch.int32, device=dispatched.comm.device)
 
     nothing: list[Callable[[], Any]] = [lambda: None] * (HANDLE_PARTS - 1)
-    made = LazyTuple(dispatched, *nothing, no_overflow)
+    made = Parts(dispatched, *nothing, no_overflow)
     vars(made)["alignment"] = alignment
     return made
 
 
 def _check_handle(handle: object, pad_multiple: int | None) -> None:
-    if not isinstance(handle, LazyTuple) or len(handle) != HANDLE_PARTS:
+    if not isinstance(handle, Parts) or len(handle) != HANDLE_PARTS:
         raise BadCall(f"handle is a {type(handle).__name__}, expected what dispatch_with_permute returned")
     has = vars(handle)["alignment"]
     require(pad_multiple in (None, has), f"pad_multiple is {pad_multiple}, the dispatch had {has}")
@@ -278,7 +278,7 @@ def _weights(
     return probs.gather(1, ids.clamp_min(0))
 
 
-def _again(handle: LazyTuple, payload: Any, weights: torch.Tensor | None) -> Permuted:
+def _again(handle: Parts, payload: Any, weights: torch.Tensor | None) -> Permuted:
     """Other rows, and maybe weights, to the places of a dispatch."""
     given, alignment = handle.dispatched, vars(handle)["alignment"]
     comm, routed = given.comm, given.routed
@@ -297,7 +297,7 @@ def _again(handle: LazyTuple, payload: Any, weights: torch.Tensor | None) -> Per
     return rows, comm.row_weights(routed) if weighted else None, scales, _counts(routed, alignment), handle
 
 
-def _permuted(handle: LazyTuple, routed: Routed, weighted: bool) -> Permuted:
+def _permuted(handle: Parts, routed: Routed, weighted: bool) -> Permuted:
     probs = handle.dispatched.comm.row_weights(routed) if weighted else None
     return routed.tokens, probs, routed.scales, _counts(routed, vars(handle)["alignment"]), handle
 

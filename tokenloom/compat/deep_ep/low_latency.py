@@ -15,7 +15,7 @@ from tokenloom.compat.deep_ep.checks import Payload
 from tokenloom.compat.deep_ep.communicators import Shape
 from tokenloom.compat.deep_ep.events import EventOverlap
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed, naming, refuse, require
-from tokenloom.compat.deep_ep.handles import Dispatched, LazyTuple, low_latency_handle
+from tokenloom.compat.deep_ep.handles import Dispatched, Parts, low_latency_handle
 from tokenloom.errors import ShapeMismatch
 from tokenloom.ops.quant.scale_layouts import empty_scales
 from tokenloom.plan import FP8_BLOCK
@@ -64,7 +64,7 @@ class LowLatencyMode(BufferBase):
         async_finish: bool = False,
         return_recv_hook: bool = False,
         **others: Any,
-    ) -> tuple[Payload, torch.Tensor, LazyTuple, EventOverlap, Hook | None]:
+    ) -> tuple[Payload, torch.Tensor, Parts, EventOverlap, Hook | None]:
         """Send each token to the places of its experts. Collective; the host reads nothing.
 
         Args:
@@ -87,7 +87,7 @@ class LowLatencyMode(BufferBase):
             stride 1 along rows). recv_count int32 [L]; handle; event; hook or None. All are tensors of the caller's.
         """
         device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
-        with self._calls.told(device):
+        with self._calls.told(device, awaited=False):
             refuse(dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats, **others)
             require(not (async_finish and return_recv_hook), "async_finish and return_recv_hook exclude each other")
             require(round_scale or not use_ue8m0, "use_ue8m0 needs round_scale=True")
@@ -191,11 +191,11 @@ class LowLatencyMode(BufferBase):
             combined_x [N, H] of x's dtype, which is ``out`` if that is given; event; hook or None.
         """
         device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
-        with self._calls.told(device, None, "dispatch", lambda comm: comm.engine_beside()):
-            if not isinstance(handle, LazyTuple) or len(handle) != 5:
+        with self._calls.told(device, None, "dispatch", lambda comm: comm.engine_beside(), False):
+            if not isinstance(handle, Parts) or len(handle) != 5:
                 raise BadCall(f"handle is a {type(handle).__name__}, expected what low_latency_dispatch returned")
             routed, comm, ids = handle.dispatched.routed, handle.dispatched.comm, handle.dispatched.ids
-        with self._calls.told(device, comm, "dispatch", lambda comm: comm.engine_beside()):
+        with self._calls.told(device, comm, "dispatch", lambda comm: comm.engine_beside(), False):
             refuse(use_logfmt=use_logfmt, combine_wait_recv_cost_stats=combine_wait_recv_cost_stats, **others)
             require(not (async_finish and return_recv_hook), "async_finish and return_recv_hook exclude each other")
             if zero_copy:
@@ -212,7 +212,7 @@ class LowLatencyMode(BufferBase):
             return comm.combine(rows, comm.reweighted(routed, weights), out=home)
 
         if not return_recv_hook:
-            _, event = self._stream.run(whole, (rows, weights, home, handle), device, None, async_finish, False)
+            _, event = self._stream.run(whole, (rows, weights, home, routed), device, None, async_finish, False)
             return home, event, None
         self._stream.order_behind(device)
         with torch.no_grad():
@@ -230,7 +230,7 @@ class LowLatencyMode(BufferBase):
 
     def get_next_low_latency_combine_buffer(self, handle: Any) -> torch.Tensor:
         """A tensor bfloat16 [L, R * M, H] to write the experts' rows to, for a combine with ``zero_copy``."""
-        require(isinstance(handle, LazyTuple) and len(handle) == 5, "handle: expected that of low_latency_dispatch")
+        require(isinstance(handle, Parts) and len(handle) == 5, "handle: expected that of low_latency_dispatch")
         if "room" not in vars(handle):
             routed = handle.dispatched.routed
             shape, device = routed.tokens.shape, routed.tokens.device

@@ -14,7 +14,7 @@ from tokenloom.compat.deep_ep.communicators import Shape
 from tokenloom.compat.deep_ep.config import Config
 from tokenloom.compat.deep_ep.events import EventOverlap
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed, naming, require
-from tokenloom.compat.deep_ep.handles import Dispatched, LazyTuple, normal_handle
+from tokenloom.compat.deep_ep.handles import Dispatched, Parts, normal_handle
 from tokenloom.errors import ShapeMismatch
 from tokenloom.ops.routing import ids_of_ranks
 from tokenloom.plan import MAX_TOP_K, align_up
@@ -27,7 +27,7 @@ Received = tuple[
     torch.Tensor | None,
     torch.Tensor | None,
     "list[int] | None",
-    "LazyTuple | None",
+    "Parts | None",
     EventOverlap,
 ]
 """What a dispatch returns."""
@@ -140,7 +140,7 @@ class NormalMode(BufferBase):
                     topk_idx is None and topk_weights is None, "a handle is given: leave topk_idx and topk_weights out"
                 )
                 payload = checks.payload_of(x)
-            rows, event = self._stream.run(lambda: _again(given, payload, x), (x, handle), device, *streams)
+            rows, event = self._stream.run(lambda: _again(given, payload, x), (x, given.routed), device, *streams)
             return rows, None, None, None, None, event
         with self._calls.told(device):
             self._stream.check(*streams)
@@ -260,13 +260,13 @@ class NormalMode(BufferBase):
             out = comm.combine(rows, routed, bias=biases)
             return out, None if topk_weights is None else comm.combine_weights(topk_weights, routed)
 
-        (out, weights), event = self._stream.run(call, (x, handle, topk_weights, bias), device, *streams)
+        (out, weights), event = self._stream.run(call, (x, routed, topk_weights, bias), device, *streams)
         return out, weights, event
 
 
 def _dispatched(buffer: BufferBase, handle: object, device: torch.device, name: str = "dispatch") -> Dispatched:
     with buffer._calls.told(device, None, name):
-        if not isinstance(handle, LazyTuple) or handle.dispatched.routed.layout != "token":
+        if not isinstance(handle, Parts) or handle.dispatched.routed.layout != "token":
             raise BadCall(f"handle is a {type(handle).__name__}, expected what Buffer.dispatch returned")
         return handle.dispatched
 

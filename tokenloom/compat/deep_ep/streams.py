@@ -89,4 +89,6 @@ class CommStream:
 
 
 def _cuda_tensors(value: object) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors_in(value) if tensor.is_cuda]
+    given = value if isinstance(value, tuple) else (value,)
+    whole = tuple(tuple(each) if isinstance(each, list) else each for each in given)
+    return [tensor for tensor in tensors_in(whole) if tensor.is_cuda]
