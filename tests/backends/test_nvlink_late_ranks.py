@@ -21,7 +21,9 @@ from tests.backends.test_nvlink_masks import BACKEND, PROBLEM, pair
 from tests.comm.test_masks import LAYOUTS, each_layout, options_of, without
 from tests.conftest import Ranks
 from tests.support import emulator
-from tests.support.cases import Problem, make_comm, make_problem, same_routed
+from tests.support.cases import Problem, make_comm, make_problem, same_bits, same_routed
+from tokenloom import reference
+from tokenloom.backends.nvlink.handle import NvlinkHandle
 from tokenloom.errors import InvalidArgument
 from tokenloom.plan import Plan
 from tokenloom.runtime import membership
@@ -78,6 +80,30 @@ def check_nobody(context: RankContext, layout: str) -> None:
     for pending in (second, first):
         same_routed(pending.receive(), want, problem.plan, bounded=layout == "slots")
     comm.check()
+
+
+@ONLY_EMULATED
+def test_a_fault_behind_a_call(group: Ranks) -> None:
+    """A rank that fails when its rows are there, for lack of memory say, tells the others before they return."""
+    from tests.support.emulator import group as emulated
+
+    real, failures = NvlinkHandle.own, [0]
+
+    def own(self: NvlinkHandle, *args: Any) -> None:
+        if emulated.here.rank == 0 and failures:
+            failures.pop()
+            raise MemoryError("the test")
+        real(self, *args)
+
+    with mock.patch.object(NvlinkHandle, "own", own):
+        group.run(check_fault_behind)
+
+
+def check_fault_behind(context: RankContext) -> None:
+    comm, problem = make(context)
+    with pytest.raises(MemoryError if context.rank == 0 else tl.PeerError, match="the test"):
+        comm.dispatch(*problem.arguments(context), copy=True)
+    pair(context, comm, problem, [], "expert")
 
 
 def test_overflow(group: Ranks) -> None:
@@ -150,6 +176,37 @@ def check_at_launch(context: RankContext, launch: int, when: str) -> bool | None
     for layout in LAYOUTS:
         pair(context, comm, problem, [0], layout)
     return full if fulls.num_rows != rests.num_rows else None
+
+
+@ONLY_EMULATED
+@pytest.mark.parametrize("layout", ["token", "expert"])
+def test_death_before_a_backward(group: Ranks, layout: str) -> None:
+    """Gradients of the routes to it are lost, in a transfer of its own and in one to the places of the forward."""
+    group.run(check_before_backward, layout)
+
+
+def check_before_backward(context: RankContext, layout: str) -> None:
+    comm, problem = make(context)
+    x, ids, weights = problem.arguments(context)
+    assert isinstance(x, torch.Tensor)
+    routed = comm.dispatch(x.requires_grad_(), ids, weights, layout=layout)
+    want = problem.dispatched(layout)
+    y = routed.tokens.detach().clone().requires_grad_()
+    out = comm.combine(y, routed)
+    if context.rank == 0:
+        end(context)
+    out.backward(torch.ones_like(out))
+    assert comm.masked_ranks() == [0]
+    assert y.grad is not None
+    from_it = [place for key, place in want[context.rank].rows.items() if key[0] == 0]
+    others = [place for key, place in want[context.rank].rows.items() if key[0] != 0]
+    assert not y.grad[from_it].any()
+    assert y.grad[others].all()
+    routed.tokens.backward(torch.ones_like(routed.tokens))
+    grads = [torch.ones_like(each.tokens) for each in want]
+    kept = without(problem, [0]).topk_ids
+    assert x.grad is not None
+    same_bits(x.grad, reference.combine(problem.plan, grads, want, kept, None)[context.rank], "gradient of x")
 
 
 SERVER = Plan(4, 8, 8, 3, 6)

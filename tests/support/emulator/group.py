@@ -42,6 +42,8 @@ CPU = torch.device("cpu")
 NUM_SMS = 2
 STUCK_S = 60.0
 """A host that waits longer finds the group stuck."""
+LATE_S = 1.0
+"""When a host that waits for its GPU looks for ranks that are late, where they are masked."""
 NOWHERE = 1
 """The address of memory that no kernel may touch: the process stops with a fault."""
 TURNS_PER_NS = 10**12 / 30e9
@@ -94,7 +96,12 @@ class Group:
         try:
             while self.emulator.finished(rank) < here.launched:
                 self.pump()
-                assert time.monotonic() - began < STUCK_S, f"rank {rank} is stuck: kernels wait for what never comes"
+                waited_s = time.monotonic() - began
+                assert waited_s < STUCK_S, f"rank {rank} is stuck: kernels wait for what never comes"
+                if waited_s > LATE_S and here.late is not None:
+                    here.late.launcher.outcomes._look_around(
+                        FakeStream(rank)
+                    )  # the end of a deadline, for who waits on the GPU
         finally:
             here.draining = False
 
@@ -106,6 +113,7 @@ class _Here(threading.local):
     rank: int
     launched = 0
     draining = False
+    late: NvlinkBackend | None = None
 
 
 here = _Here()
@@ -271,6 +279,8 @@ def _make_communicator(self: tl.Communicator, group: object = None, **options: A
     backend = NvlinkBackend(plan, ranks, options.get("num_sms", NUM_SMS), checked=options.get("checked", False))
     if options.get("on_timeout") == "mask" and not rejoins:
         backend.mask_late()
+    if ranks.masks_late:
+        here.late = backend
     self._choice = SimpleNamespace(backend=backend, why="emulated", not_picked=[])  # type: ignore[assignment]
     self.engine = Engine(plan, ranks, backend)
 
