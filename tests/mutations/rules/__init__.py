@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from tests.mutations.rules import beside, collective, comm, inference, kernels, masks, ops, runtime, training, usual
+from tests.mutations.rules import (
+    beside,
+    collective,
+    comm,
+    compat,
+    inference,
+    kernels,
+    masks,
+    ops,
+    runtime,
+    training,
+    usual,
+)
 
 MUTATIONS = (
     ops.MUTATIONS
     + collective.MUTATIONS
     + comm.MUTATIONS
     + beside.MUTATIONS
+    + compat.MUTATIONS
     + usual.MUTATIONS
     + runtime.MUTATIONS
     + masks.MUTATIONS
