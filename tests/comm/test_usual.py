@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import tokenloom as tl
 from tests.conftest import Ranks
 from tests.support.cases import BF16, Case, each_backend, expert_rows, make_comm, make_problem, same_bits, same_routed
 from tokenloom import reference
@@ -72,3 +73,33 @@ def finish(context: RankContext, comm: Any, routed: Any, want: Any, problem: Any
     out = torch.full_like(outs[context.rank], torch.nan, device=context.device)
     assert comm.combine(y, routed, out=out) is out
     same_bits(out, outs[context.rank], f"combine to a tensor, {routed.layout}")
+
+
+@each_backend
+@pytest.mark.parametrize("call", ["dispatch", "combine"])
+def test_a_fault_among_usual_calls(ranks: Ranks, backend: str, call: str) -> None:
+    """The others, whose call is a usual one, hear of it; then all go on, as before."""
+    ranks.run(check_fault, backend, call)
+
+
+def check_fault(context: RankContext, backend: str, call: str) -> None:
+    problem = make_problem(replace(CASE, tokens=(6, 0, 3, 5)), context.num_ranks)
+    want = problem.dispatched("slots")
+    with make_comm(context, backend, problem.plan) as comm, torch.no_grad():
+        x, ids, weights = problem.arguments(context)
+        assert isinstance(x, torch.Tensor)
+        for _ in range(3):
+            for _ in range(2):
+                routed = comm.dispatch(x, ids, weights, layout="slots")
+                finish(context, comm, routed, want, problem)
+            given = torch.cat([x, x], dim=1) if call == "dispatch" and context.rank == 0 else x
+            y = torch.zeros_like(routed.tokens)
+
+            def calls(given: torch.Tensor = given, y: torch.Tensor = y) -> None:
+                routed = comm.dispatch(given, ids, weights, layout="slots")
+                if call == "combine":
+                    comm.combine(y[:-1] if context.rank == 0 else y, routed)
+                comm.check()
+
+            with pytest.raises(tl.ShapeMismatch if context.rank == 0 else tl.PeerError, match=r"\[|rank 0"):
+                calls()
