@@ -91,6 +91,16 @@ def test_dispatch_and_combine(stand_ins: StandIns, max_tokens: int, options: dic
     assert asked(stand_ins, lambda: comm.combine(y, routed, out=out)) == OPENED | made
 
 
+@pytest.mark.parametrize("name", ["num_rows", "expert_counts", "expert_offsets", "source_counts"])
+def test_counts(stand_ins: StandIns, name: str) -> None:
+    """One view for the one that is asked for: a kernel of the experts takes it."""
+    comm = make_comm(LARGE)
+    x, ids = torch.randn(TOKENS, HIDDEN, dtype=BF16), torch.zeros(TOKENS, TOP_K, dtype=torch.int64)
+    options: dict[str, Any] = {"sizes": "bounded", "capacity": 300}
+    found = asked(stand_ins, lambda: getattr(comm.dispatch(x, ids, **options), name))
+    assert found == OPENED | {"launches": 1, "select" if name == "num_rows" else "slice": 1}
+
+
 @pytest.mark.parametrize("max_tokens", [SMALL, LARGE])
 def test_tokens_in_fp8(stand_ins: StandIns, max_tokens: int) -> None:
     """With scales of their own."""

@@ -13,7 +13,7 @@ import torch
 
 import tokenloom as tl
 from tests.support.stand_ins import StandIns
-from tokenloom.backends.base import CombineOptions, DispatchInputs, DispatchOptions
+from tokenloom.backends.base import CombineOptions, DispatchInputs, DispatchOptions, RoutedCounts
 from tokenloom.backends.handshake import combine_fields, dispatch_fields, hash_of
 from tokenloom.backends.nvlink.dispatch import MOST_KINDS
 
@@ -106,7 +106,8 @@ def do_not_overlap(handles: list[Any]) -> None:
     """What kernels leave in a tensor of their call, part by part."""
     parts = []
     for handle in handles:
-        found = [*vars(handle.counts).values(), handle.slots, handle.all_counts]
+        counts = [getattr(handle.counts, name) for name in RoutedCounts.__dataclass_fields__]
+        found = [*counts, handle.slots, handle.all_counts]
         if handle.buffer is None:
             found += [handle.local_ids, handle.row_places, handle.weights, handle.row_tokens, handle.scales]
         parts += [part for part in found if part is not None and part.numel()]

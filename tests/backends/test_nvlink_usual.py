@@ -374,7 +374,10 @@ def test_buffers_that_have_grown(stand_ins: StandIns, monkeypatch: pytest.Monkey
     for _ in range(2):
         calls.dispatch(layout="expert", capacity=9)
     before = stand_ins.launched[-1][1].peers
+    backend: Any = calls.comm.engine.makes_usual_calls
+    small = list(backend._buffers._buffers.values())  # kept, so that nothing else gets their addresses
     calls.dispatch(layout="expert", capacity=worst)
+    assert small[0].peers.data_ptr() == before
     grown = stand_ins.launched[-1][1].peers
     assert grown != before, "the case grows nothing"
     calls.dispatch(layout="expert", capacity=9)

@@ -331,7 +331,8 @@ class SumsAtHome:
         combiner.require_kept(handle)
         if out is None:
             out = self._like.new_empty(handle.num_tokens, combiner.plan.hidden)
-        require_aligned(out, "out")
+        else:
+            require_aligned(out, "out")
         rows, row_weights = aligned(rows), 0
         if self._weighted:
             row_weights = handle.weights_address if weights is None else weights.data_ptr()

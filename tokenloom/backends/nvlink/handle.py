@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -38,7 +38,7 @@ class Results:
 
     Attributes:
         starts: first word of each part, by name. "slots" is the last one. at: first byte.
-        slots_per_token: its words.
+        fixed_words: words of all but slots. slots_per_token: words of slots, by token.
     """
 
     def __init__(
@@ -64,32 +64,27 @@ class Results:
             start = end if name in counts else align_up(end, ALIGNED_WORDS)
             end = start + size
             self.starts[name], self._ends[name] = start, end
-        self.starts["slots"] = self._fixed = align_up(end, ALIGNED_WORDS)
+        self.starts["slots"] = self.fixed_words = align_up(end, ALIGNED_WORDS)
         self.at = {name: 4 * start for name, start in self.starts.items()}
         self.slots_per_token = num_ranks + plan.top_k
 
     def words(self, num_tokens: int) -> int:
         """Words that a dispatch of so many tokens leaves."""
-        return self._fixed + num_tokens * self.slots_per_token
+        return self.fixed_words + num_tokens * self.slots_per_token
 
     def part(self, memory: torch.Tensor, first: int, name: str) -> torch.Tensor:
         """A part, as int32 in one dimension, of the words of a call that begin in memory at ``first``."""
         end = self._ends.get(name)
         return memory[first + self.starts[name] : None if end is None else first + end]
 
-    def counts(self, memory: torch.Tensor, first: int) -> RoutedCounts:
-        """Sizes of the output, as they lie on the device."""
-        plan, layout = self.plan, self.options.layout
-        ranges = None
-        if layout == "slots":
-            ranges = self.part(memory, first, "slot_ranges").view(plan.experts_per_rank, plan.num_ranks, 2)
-        return RoutedCounts(
-            memory[first + self.starts["num_rows"]],
-            self.part(memory, first, "source_counts"),
-            self.part(memory, first, "expert_counts"),
-            self.part(memory, first, "expert_offsets") if layout == "expert" else None,
-            ranges,
-        )
+    def count(self, memory: torch.Tensor, first: int, name: str) -> torch.Tensor | None:
+        """One of the sizes of the output, as it lies on the device; None if the layout has none such."""
+        if name == "num_rows":
+            return memory[first + self.starts[name]]
+        if self.options.layout != {"expert_offsets": "expert", "slot_ranges": "slots"}.get(name, self.options.layout):
+            return None
+        found = self.part(memory, first, name)
+        return found.view(self.plan.experts_per_rank, -1, 2) if name == "slot_ranges" else found
 
     def scales(self, found: torch.Tensor) -> torch.Tensor:
         """Scales as they are handed out, from their part: [places, H / 128], in layout "slots" by ``scale_layout``."""
@@ -116,13 +111,14 @@ class ResultsMemory:
         self.memory = torch.empty(0, dtype=torch.int32, device=device)
         self.address = 0
 
-    def take(self, num_words: int, stream: int | None) -> tuple[torch.Tensor, int, int]:
+    def take(self, results: Results, num_tokens: int, stream: int | None) -> tuple[torch.Tensor, int, int]:
         """Memory for one call: a tensor, the first word in it that is the call's own, and the address of that.
 
         Args:
+            results: what the call leaves. num_tokens: of the call.
             stream: handle of the current stream, whose memory it is. None: memory that no other call has.
         """
-        begin = self._begin
+        begin, num_words = self._begin, results.fixed_words + num_tokens * results.slots_per_token
         end = begin + num_words
         if stream == self._stream and end <= self._end:
             self._begin = end + ALIGNED_WORDS - 1 & -ALIGNED_WORDS
@@ -133,7 +129,34 @@ class ResultsMemory:
         self.memory = torch.empty(WORDS_TOGETHER, dtype=torch.int32, device=self._device)
         self.address, self._stream = self.memory.data_ptr(), stream
         self._begin, self._end = 0, WORDS_TOGETHER
-        return self.take(num_words, stream)
+        return self.take(results, num_tokens, stream)
+
+
+class CountsInWords(RoutedCounts):
+    """Counts of a dispatch. Tensors are made when somebody asks for them.
+
+    Args:
+        results, memory, first: what lies where, see :meth:`Results.count`.
+        given: the caller's tensors that hold some of them.
+    """
+
+    _where: tuple[Results, torch.Tensor, int]
+    _given: DispatchOut | None
+
+    def __init__(self, results: Results, memory: torch.Tensor, first: int, given: DispatchOut | None) -> None:
+        vars(self)["_where"], vars(self)["_given"] = (results, memory, first), given
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in RoutedCounts.__dataclass_fields__:
+            raise AttributeError(name)
+        found = None if self._given is None else getattr(self._given, name)
+        if found is None:
+            results, memory, first = self._where
+            found = results.count(memory, first, name)
+        vars(self)[name] = found
+        return found
+
+    slot_ranges = cached_property(lambda self: self.__getattr__("slot_ranges"))
 
 
 class NvlinkHandle:
@@ -186,7 +209,7 @@ class NvlinkHandle:
         """
         self.options, self.number, self.num_tokens = options, number, num_tokens
         self.num_places = self.capacity = num_places
-        self.given_ids, self.ids_version = given_ids, version_of(given_ids)
+        self.given_ids, self.ids_version = given_ids, None if given_ids.is_inference() else given_ids._version
         self.memory, self.first_word, self.words_address = memory
         self.results, self.buffer, self.reused_after = results, buffer, reused_after
 
@@ -194,11 +217,7 @@ class NvlinkHandle:
 
     @cached_property
     def counts(self) -> RoutedCounts:
-        counts = self.results.counts(self.memory, self.first_word)
-        if self.given is None:
-            return counts
-        names = [name for name in (*COUNTS, "slot_ranges") if getattr(self.given, name) is not None]
-        return replace(counts, **{name: getattr(self.given, name) for name in names})
+        return CountsInWords(self.results, self.memory, self.first_word, self.given)
 
     @cached_property
     def scales(self) -> torch.Tensor | None:
@@ -210,7 +229,8 @@ class NvlinkHandle:
 
     @cached_property
     def slots(self) -> torch.Tensor:
-        return self._part("slots")[: self.num_tokens * self.results.slots_per_token]
+        first = self.first_word
+        return self.memory[first + self.results.starts["slots"] : first + self.results.words(self.num_tokens)]
 
     @cached_property
     def all_counts(self) -> torch.Tensor:
@@ -314,7 +334,7 @@ class NvlinkHandle:
         """
         plan = self.results.plan
         num_rows, received = sizes[0], sum(sizes[1 : 1 + plan.num_ranks])
-        self.counts = replace(self.counts, num_rows=num_rows)
+        vars(self.counts)["num_rows"] = num_rows
         if self.options.layout == "rank":
             return rows
         if self.options.layout == "expert":
@@ -348,7 +368,7 @@ class NvlinkHandle:
         device = self.memory.device
         self.options = options
         offsets = torch.tensor(placement.offsets, dtype=torch.int32, device=device)
-        self.counts = replace(self.counts, num_rows=placement.num_rows, expert_offsets=offsets)
+        vars(self.counts).update(num_rows=placement.num_rows, expert_offsets=offsets)
         self.num_places = self.capacity = placement.num_places
         self.host_offsets, self.by_token = placement.offsets, True
         self.row_places = placement.positions.to(torch.int32)

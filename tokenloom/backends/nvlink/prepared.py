@@ -271,7 +271,7 @@ class DirectDispatch(PreparedDispatch):
         number = buffers.num_dispatches
         buffer, rows = received[number % len(received)] or self._receive_buffer(number)
         launcher, shared = self.launcher, self.shared
-        memory = shared.memory.take(self.results.words(num_tokens), stream)
+        memory = shared.memory.take(self.results, num_tokens, stream)
         base = memory[2]
         host_sequence = shared.host_counts.expect() if self._exact else 0
         x, topk_ids = self.point(x, scales, topk_ids, weights, num_tokens, base, host_sequence)

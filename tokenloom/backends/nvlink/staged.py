@@ -87,7 +87,7 @@ class StagedDispatch(PreparedDispatch):
         else:
             require_aligned(out.tokens, "out.tokens")
             rows = out.tokens if out.tokens.ndim == 2 else out.tokens.view(places, -1)
-        memory = self.shared.memory.take(self.results.words(num_tokens), stream)
+        memory = self.shared.memory.take(self.results, num_tokens, stream)
         base = memory[2]
         out_scales, out_ids, out_weights, out_places, out_tokens, slot_ranges = self._outputs
         row_places, row_tokens = base + out_places, base + out_tokens
