@@ -10,7 +10,8 @@ import tokenloom as tl
 from tests.conftest import Ranks
 from tests.support.cases import Case, make_comm, make_problem
 from tokenloom.backends.base import DispatchOptions
-from tokenloom.backends.nvlink.handle import NvlinkHandle, Results
+from tokenloom.backends.nvlink.handle import NvlinkHandle
+from tokenloom.backends.nvlink.results import Results
 from tokenloom.plan import Plan
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.streams import SideStream, tensors_in

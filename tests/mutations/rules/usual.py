@@ -99,7 +99,7 @@ MUTATIONS = (
     Mutation(
         name="words-of-any-stream",
         rule="memory that was allocated on one stream serves calls on another",
-        target="tokenloom.backends.nvlink.handle:ResultsMemory.take",
+        target="tokenloom.backends.nvlink.results:ResultsMemory.take",
         old="stream == self._stream and end <= self._end",
         new="stream is not None and end <= self._end",
         tests=(TEST + "words_of_calls",),

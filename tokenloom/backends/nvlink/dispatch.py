@@ -11,9 +11,10 @@ from tokenloom.backends.base import DispatchInputs, DispatchOptions, Pending
 from tokenloom.backends.nvlink import places
 from tokenloom.backends.nvlink.buffers import Buffers
 from tokenloom.backends.nvlink.copies import Copies
-from tokenloom.backends.nvlink.handle import NvlinkHandle, ResultsMemory
+from tokenloom.backends.nvlink.handle import NvlinkHandle
 from tokenloom.backends.nvlink.launcher import Half, Launched, Launcher
 from tokenloom.backends.nvlink.prepared import DirectDispatch, PreparedDispatch, Shared, check
+from tokenloom.backends.nvlink.results import ResultsMemory
 from tokenloom.backends.nvlink.staged import StagedDispatch
 from tokenloom.errors import CapacityOverflow, TokenloomError, is_known_to_all
 from tokenloom.kernels.dispatch.launch import block_count_words

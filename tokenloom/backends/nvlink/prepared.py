@@ -13,8 +13,9 @@ from tokenloom.backends.base import DispatchInputs, DispatchOptions, DispatchOut
 from tokenloom.backends.handshake import CallKind, dispatch_fields
 from tokenloom.backends.nvlink.buffers import BULK_BYTES, Buffers, ReceiveBuffer, aligned, require_bulk
 from tokenloom.backends.nvlink.copies import Copies
-from tokenloom.backends.nvlink.handle import NvlinkHandle, Results, ResultsMemory
+from tokenloom.backends.nvlink.handle import NvlinkHandle
 from tokenloom.backends.nvlink.launcher import HALVES, Half, Launcher, require_layout, require_no_host_read
+from tokenloom.backends.nvlink.results import Results, ResultsMemory
 from tokenloom.errors import InvalidArgument
 from tokenloom.kernels.dispatch.launch import CALL_FIELDS, MAX_BLOCKS, RESULTS, STAGED_FIELDS, DispatchVariant
 from tokenloom.plan import Plan

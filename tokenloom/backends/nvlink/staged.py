@@ -10,9 +10,10 @@ import torch
 
 from tokenloom.backends.base import DispatchInputs, DispatchOptions, DispatchOut
 from tokenloom.backends.nvlink.buffers import is_eager, num_turns, require_aligned
-from tokenloom.backends.nvlink.handle import COUNTS, NvlinkHandle, Results
+from tokenloom.backends.nvlink.handle import NvlinkHandle
 from tokenloom.backends.nvlink.launcher import Half
 from tokenloom.backends.nvlink.prepared import PreparedDispatch, Shared
+from tokenloom.backends.nvlink.results import COUNTS, Results
 from tokenloom.kernels.dispatch.launch import OUTPUTS
 from tokenloom.plan import FP8_BLOCK
 
