@@ -130,6 +130,10 @@ def check_dispatch_and_combine(
     same_bits(out, reference.combine(plan, ys, wants, problem.topk_ids, None)[me], "combined_x")
     homes = reference.combine_weights(plan, grads, wants, problem.topk_ids)
     same_bits(home, homes[me], "combined_topk_weights")
+    mine, given = (room(each)[:rows].contiguous() for each in (ys, grads))
+    out, home, _ = buffer.combine(mine, handle, given)  # as clients do that have cut the tail off
+    same_bits(out, reference.combine(plan, ys, wants, problem.topk_ids, None)[me], "combined_x")
+    same_bits(home, homes[me], "combined_topk_weights")
 
     assert problem.topk_weights is not None
     others = replace(

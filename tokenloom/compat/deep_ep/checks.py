@@ -137,6 +137,24 @@ def biases_of(bias: object, rows: torch.Tensor, num_tokens: int) -> tuple[torch.
     return tuple(like("bias", each, shape, rows.dtype, rows.device) for each in found)
 
 
+def rows_of(x: object, routed: Routed) -> torch.Tensor:
+    """The rows that a combine takes: one for each that was received.
+
+    Where outputs have a fixed number of rows, a client may have cut off those behind the last; they are put back.
+    """
+    rows, wanted = tokens_of(x).detach(), routed.tokens.shape
+    if rows.shape != wanted:
+        if isinstance(routed.num_rows, int) or rows.shape[1] != wanted[1] or len(rows) > wanted[0]:
+            raise ShapeMismatch(f"x is {list(rows.shape)}, expected {list(wanted)}, as was received")
+        return padded(rows, wanted[0])
+    return rows
+
+
+def padded(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Rows with zeros behind them."""
+    return rows if len(rows) == num_rows else torch.cat([rows, rows.new_zeros(num_rows - len(rows), *rows.shape[1:])])
+
+
 def received(routed: Routed, x: object) -> Payload:
     """Received rows, and scales as x has them."""
     scales = scales_as_given(routed.scales, x)

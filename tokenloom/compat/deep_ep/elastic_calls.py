@@ -178,7 +178,8 @@ class ElasticCalls(BufferBase):
         """Bring rows home and sum them in float32, unweighted. Collective.
 
         Args:
-            x: [rows, H] contiguous, a row for each row that the dispatch gave.
+            x: [rows, H] contiguous, a row for each row that the dispatch gave. Where the host read no counts, rows
+                behind the last may be left out.
             handle: of the dispatch.
             topk_weights: float32, [rows, K], or [rows] where the dispatch was expanded; brought home as well.
             bias: [N, H] of x's dtype, or two, to add to the sum before it is rounded.
@@ -193,13 +194,12 @@ class ElasticCalls(BufferBase):
             _require_handle(handle)
         comm, routed = handle.dispatched.comm, handle.dispatched.routed
         with self._calls.told(device, comm, "combine"):
-            rows = checks.tokens_of(x).detach()
-            if rows.shape != routed.tokens.shape:
-                raise ShapeMismatch(f"x is {list(rows.shape)}, expected {list(routed.tokens.shape)}, as was received")
+            rows = checks.rows_of(x, routed)
             biases = checks.biases_of(bias, rows, len(handle.dispatched.ids))
             if topk_weights is not None:
-                wanted = [len(rows)] if handle.do_expand else [len(rows), comm.plan.top_k]
+                wanted = [len(x)] if handle.do_expand else [len(x), comm.plan.top_k]
                 topk_weights = checks.like("topk_weights", topk_weights, wanted, torch.float32, device)
+                topk_weights = checks.padded(topk_weights, len(rows))
 
         def call() -> tuple[torch.Tensor, torch.Tensor | None]:
             out = comm.combine(rows, routed, bias=biases, weighted=False if handle.do_expand else None)

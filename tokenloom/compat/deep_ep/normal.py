@@ -15,7 +15,6 @@ from tokenloom.compat.deep_ep.config import Config
 from tokenloom.compat.deep_ep.events import EventOverlap
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed, naming, require
 from tokenloom.compat.deep_ep.handles import Dispatched, Parts, normal_handle
-from tokenloom.errors import ShapeMismatch
 from tokenloom.ops.routing import ids_of_ranks
 from tokenloom.plan import MAX_TOP_K, align_up
 
@@ -232,7 +231,8 @@ class NormalMode(BufferBase):
         """Bring rows home and sum them over ranks in float32, unweighted. Collective.
 
         Args:
-            x: [M, H] contiguous, a row for each row that the dispatch received.
+            x: [M, H] contiguous, a row for each row that the dispatch received. With ``num_worst_tokens`` rows behind
+                the last may be left out.
             handle: of the dispatch.
             topk_weights: float32 [M, K], summed as the rows are; None: no weights.
             bias: [N, H] of x's dtype, or two, to add to the sum before it is rounded.
@@ -247,14 +247,14 @@ class NormalMode(BufferBase):
         routed, comm = given.routed, given.comm
         with self._calls.told(device, comm, "combine"):
             self._stream.check(*streams)
-            rows = checks.tokens_of(x).detach()
-            if rows.shape != routed.tokens.shape:
-                raise ShapeMismatch(f"x is {list(rows.shape)}, expected {list(routed.tokens.shape)}, as was received")
+            rows = checks.rows_of(x, routed)
             biases = checks.biases_of(bias, rows, len(given.ids))
             if topk_weights is not None:
                 require(given.with_ids, "topk_weights: the dispatch had none, leave them out")
                 assert routed.topk_ids is not None
-                topk_weights = checks.like("topk_weights", topk_weights, routed.topk_ids.shape, torch.float32, device)
+                wanted = [len(x), comm.plan.top_k]
+                topk_weights = checks.like("topk_weights", topk_weights, wanted, torch.float32, device)
+                topk_weights = checks.padded(topk_weights, len(rows))
 
         def call() -> tuple[torch.Tensor, torch.Tensor | None]:
             out = comm.combine(rows, routed, bias=biases)
