@@ -190,6 +190,7 @@ class NvlinkBackend:
             error = InvalidArgument("a MegaMoE cannot take ranks back; make the layer again, on all ranks")
             error.known_to_all = True
             raise error
+        self._launcher.finish_all()  # all ranks have the same halves open
         self._launcher.settle(0)
         before = self._ranks.met_at
         self._ranks.unmask(ranks)

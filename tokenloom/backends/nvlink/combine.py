@@ -345,7 +345,7 @@ class SumsAtHome:
         if self._receiving_kernel is not None:
             epoch = torch.empty(2, dtype=torch.int32, device=out.device)
             # The counts and slots of the dispatch are read at home too, when its user may have let go of it.
-            half = Half((epoch, handle, ids), epoch.data_ptr(), self._receiving_kernel, self._blocks)
+            half = Half((epoch, handle, ids, out), epoch.data_ptr(), self._receiving_kernel, self._blocks)
         launcher.launch(self._kernel, self._kind, handle.number, blocks=self._blocks, begins=half)
         return out, half
 

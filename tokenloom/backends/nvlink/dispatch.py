@@ -130,6 +130,7 @@ class Dispatcher:
         self, handle: NvlinkHandle, values: torch.Tensor, strategy: str = "dedup"
     ) -> Launched[torch.Tensor]:
         """Launch the kernel for other values; see :meth:`tokenloom.backends.base.Backend.send_again`."""
+        self.launcher.require_known(handle.number)
         if handle.options.layout != "expert" or handle.by_token or handle.masked != self.launcher.masked:
             received = self.send_rows(handle, values).receive()
             where = (handle.positions(), handle.num_places)

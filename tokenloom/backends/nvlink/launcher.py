@@ -67,7 +67,8 @@ class Half:
     """What the receiving half of a call needs of the sending one.
 
     Args:
-        memory: to keep until then, such as that where the sending kernel leaves the call's epoch.
+        memory: to keep until then: what the receiving kernel reads and writes, and where the sending kernel leaves the
+            call's epoch.
         epoch: address of the latter.
         kernel: of the receiving half. blocks: that it takes; None: as :meth:`Launcher.launch` has them.
 
@@ -278,6 +279,11 @@ class Launcher:
         """Keep the rule that call n opens when call n - 2 is received, which memory that takes turns relies on. Users
         keep it, but calls that only agree, or tell a fault, open between theirs."""
         for half in [each for each in self._open_halves if each.number < self.num_calls - 1]:
+            self.finish(half)
+
+    def finish_all(self) -> None:
+        """Launch all receiving halves that were not yet, since the memory that they read is about to go."""
+        for half in list(self._open_halves):
             self.finish(half)
 
     def follow(self) -> None:

@@ -170,11 +170,11 @@ class PreparedDispatch:
         )
         return x, topk_ids
 
-    def half(self, memory: tuple[torch.Tensor, int, int]) -> Half | None:
-        """What the second half of a call will need, whose words have this memory."""
+    def half(self, memory: tuple[torch.Tensor, int, int], written: object = None) -> Half | None:
+        """What the second half of a call will need, whose words have this memory, and which writes to that one."""
         if self.receiving_kernel is None:
             return None
-        return Half(memory[0], memory[2] + self.results.at["epoch"], self.receiving_kernel)
+        return Half((memory[0], written), memory[2] + self.results.at["epoch"], self.receiving_kernel)
 
     def require_now(self) -> None:
         """Raise for what a CUDA graph cannot capture."""
@@ -281,7 +281,7 @@ class DirectDispatch(PreparedDispatch):
         call = launcher.num_calls  # behind what makes memory, which is a call by itself
         half = None
         if stream is None:
-            half = self.half(memory)
+            half = self.half(memory, buffer)
             launcher.launch(self.kernel, self.kind, call, region=buffer.number, repeats=self.repeats, begins=half)
         else:
             launcher.launch_ready(self.kernel, self.kind, call, stream, buffer.number)

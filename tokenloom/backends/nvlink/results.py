@@ -69,7 +69,8 @@ class Results:
     def part(self, memory: torch.Tensor, first: int, name: str) -> torch.Tensor:
         """A part, as int32 in one dimension, of the words of a call that begin in memory at ``first``."""
         end = self._ends.get(name)
-        return memory[first + self.starts[name] : None if end is None else first + end]
+        # Without the version that autograd counts: calls that share the memory are not changed with each other.
+        return memory.data[first + self.starts[name] : None if end is None else first + end]
 
     def count(self, memory: torch.Tensor, first: int, name: str) -> torch.Tensor | None:
         """One of the sizes of the output, as it lies on the device; None if the layout has none such."""

@@ -112,7 +112,7 @@ class StagedDispatch(PreparedDispatch):
             self._point_given(out)
         call, half = launcher.num_calls, None
         if stream is None:
-            half = self.half(memory)
+            half = self.half(memory, (rows, out))
             launcher.launch(self.kernel, self.kind, call, begins=half)
         else:
             launcher.launch_ready(self.kernel, self.kind, call, stream)

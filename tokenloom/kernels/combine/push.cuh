@@ -116,6 +116,7 @@ template <class Shape>
 __device__ void push_copies(const CombineArgs& args, CombineShared<Shape>& shared, uint32 epoch, int warp, int lane) {
     constexpr int64 kRowBytes = CombineRows<Shape>::kWireBytes;
     using Copy = typename CombineRows<Shape>::Copy;
+    static_assert(Copy::kAhead + 4 < Progress<Shape::push_warps>::kRecent, "chunks begun and not yet notified");
     Copy stream(shared.push.ring[warp], shared.push.control[warp], lane);
     ChunkSource<Shape> chunks(args, shared, warp, lane);
     PushChunk chunk{};
