@@ -28,6 +28,7 @@ from tokenloom.errors import InvalidArgument
 from tokenloom.plan import Plan
 from tokenloom.runtime import membership
 from tokenloom.runtime.processes import RankContext
+from tokenloom.runtime.rank_group import RankGroup
 
 EMULATED = True
 ONLY_EMULATED = pytest.mark.skipif(not emulator.ON, reason="ranks of a pool of processes are not killed")
@@ -176,6 +177,44 @@ def check_at_launch(context: RankContext, launch: int, when: str) -> bool | None
     for layout in LAYOUTS:
         pair(context, comm, problem, [0], layout)
     return full if fulls.num_rows != rests.num_rows else None
+
+
+@ONLY_EMULATED
+def test_death_in_a_meeting(group: Ranks) -> None:
+    """Some have met with the rank and have gone on, another one waits for it: it has the same result."""
+    if group.num_ranks == 2:
+        pytest.skip("nobody else could have met")
+    real = RankGroup.settle
+
+    def settle(self: RankGroup, name: str, *args: Any) -> Any:
+        if self.rank != group.num_ranks - 1:
+            time.sleep(0.5)  # the one that waits is the first to say what it thinks
+        return real(self, name, *args)
+
+    with mock.patch.object(RankGroup, "settle", settle):
+        group.run(check_in_meeting)
+
+
+def check_in_meeting(context: RankContext) -> None:
+    comm, problem = make(context)
+    last = context.num_ranks - 1
+    pair(context, comm, problem, [], "token")
+    if context.rank == 0:
+        launcher = comm.engine._backend._launcher  # type: ignore[attr-defined]
+
+        def meet_some(fields: Any) -> None:
+            launcher.leave_out([last])
+            launcher._open(fields)
+            torch.cuda.synchronize()
+            end(context)
+
+        launcher.agree = meet_some
+    routed = comm.dispatch(*problem.arguments(context), layout="token")
+    if context.rank == last:
+        time.sleep(1.0)  # others are in the next call
+    same_routed(routed, problem.dispatched("token")[context.rank], problem.plan)
+    assert comm.masked_ranks() == ([0] if context.rank == last else [])
+    pair(context, comm, problem, [0], "expert")
 
 
 @ONLY_EMULATED
