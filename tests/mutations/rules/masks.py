@@ -199,6 +199,27 @@ TRANSFERS = (
     ),
 )
 
+MEMORY = (
+    Mutation(
+        name="memory-of-masked-ranks",
+        rule="memory that is made after a mask waits for the masked ranks to let go",
+        target="tokenloom.runtime.symmetric_memory:_Shared.map_all",
+        old="offer.rank == rank != self._rank",
+        new="rank != self._rank",
+        tests=("tests/runtime/test_memory_without_ranks.py",),
+        num_ranks=4,
+    ),
+    Mutation(
+        name="memory-of-ranks-that-left",
+        rule="memory is freed while a rank that was masked may still write there",
+        target="tokenloom.runtime.symmetric_memory:_Shared._waits_for_others",
+        old="{rank: self._note(rank) for rank in self.others}",
+        new="{rank: self._note(rank) for rank in self.others - self._notes.gone}",
+        tests=("tests/runtime/test_memory_without_ranks.py",),
+        num_ranks=4,
+    ),
+)
+
 NVLINK_CALLS = ("tests/backends/test_nvlink_masks.py::test_bounded_calls",)
 
 KERNELS = (
@@ -249,4 +270,4 @@ KERNELS = (
     ),
 )
 
-MUTATIONS = AGREEMENT + TRANSFERS + KERNELS
+MUTATIONS = AGREEMENT + TRANSFERS + MEMORY + KERNELS

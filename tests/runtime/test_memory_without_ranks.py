@@ -1,0 +1,57 @@
+"""Symmetric memory of groups that have masked ranks: those that are left share it, and free it without the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+
+from tests.runtime.fake_driver import fake_driver
+from tests.runtime.test_masked_ranks import done, when_done
+from tests.runtime.test_symmetric_memory import LAYOUT, PATIENCE_S
+from tokenloom.runtime import symmetric_memory
+from tokenloom.runtime.leftovers import release_dropped
+from tokenloom.runtime.processes import RankContext, RankPool
+from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.runtime.symmetric_memory import SymmetricBuffer, close_together
+
+
+@pytest.mark.parametrize("gone", [[3], [0, 2], [0, 1, 2]], ids=["one", "the first too", "all but one"])
+def test_memory_without_ranks(pools: Callable[[str], RankPool], gone: list[int]) -> None:
+    """Memory from before the mask stays until the masked ranks let go of it: they may be alive, and write. Memory made
+    after it is nobody's but theirs that are left, and goes when these let go."""
+    pools("cpu").run(check_without_ranks, gone, ranks=4)
+
+
+def check_without_ranks(context: RankContext, gone: list[int]) -> None:
+    ranks = RankGroup(context.group, timeout_s=PATIENCE_S)
+    left = {*range(4)} - {*gone}
+    with fake_driver() as driver:
+        before = SymmetricBuffer(LAYOUT, ranks)
+        if ranks.rank in gone:
+            when_done(ranks, sorted(left))
+            close_together([before])
+        else:
+            ranks.mask(gone)
+            after = SymmetricBuffer(LAYOUT, ranks)
+            assert after.others == left - {ranks.rank}
+            assert all(after.addresses[rank] == after.addresses[ranks.rank] for rank in gone), (
+                "kernels find no others'"
+            )
+            assert len(driver.mapped) == 3 + len(left) - 1
+            with mock.patch.object(symmetric_memory, "CLOSE_TOGETHER_S", PATIENCE_S):
+                close_together([after])
+            assert len(driver.mapped) == 3
+            assert len(driver.memory) == 1
+            close_together([before])
+            assert not driver.mapped
+            assert len(driver.memory) == 1, "a masked rank may still write there"
+            done(ranks)
+        deadline = time.monotonic() + PATIENCE_S
+        while not driver.is_clean and time.monotonic() < deadline:
+            release_dropped()
+            time.sleep(0.01)
+        assert driver.is_clean
+    ranks.close()
