@@ -220,6 +220,60 @@ MEMORY = (
     ),
 )
 
+LATE_CALLS = "tokenloom.backends.nvlink.late_ranks:LateRanks"
+MADE_UP = "tests/backends/test_late_calls.py"
+
+REPEATED = (
+    Mutation(
+        name="calls-without-a-meeting",
+        rule="a rank returns before it knows that all others have the result",
+        target=f"{LATE_CALLS}.call",
+        old="self._meet(made)",
+        new="pass",
+        tests=(f"{MADE_UP}::test_a_call_and_its_meeting",),
+    ),
+    Mutation(
+        name="meetings-behind-a-loss-count",
+        rule="a rank returns from a call that it has told the others to make again",
+        target=f"{LATE_CALLS}.call",
+        old="if not self._is_stale():\n    self._has_ended(number)\n    continue",
+        new="if made is not None:\n    self._has_ended(number)\n    continue",
+        tests=(f"{MADE_UP}::test_a_meeting_behind_a_loss",),
+    ),
+    Mutation(
+        name="calls-that-ended-are-made-again",
+        rule="a rank makes a call again that has ended for another one",
+        target=f"{LATE_CALLS}._go_on",
+        old='self._has_ended(self._ranks.settle_losses(PHASE, f"ended/{outcomes.known_losses}"))',
+        new='self._ranks.settle_losses(PHASE, f"ended/{outcomes.known_losses}")',
+        tests=(f"{MADE_UP}::test_a_meeting_that_others_had",),
+    ),
+    Mutation(
+        name="errors-without-a-meeting",
+        rule="an error ends a call on a rank that does not know whether the others have it",
+        target="tokenloom.backends.nvlink.late_ranks:_Made.__init__",
+        old="not is_known_to_all(error)",
+        new="True",
+        tests=(f"{MADE_UP}::test_errors_that_all_ranks_raise",),
+    ),
+    Mutation(
+        name="overflows-in-vain",
+        rule="a call that did not take place tells of its overflow",
+        target=f"{LATE_CALLS}.call",
+        old="made, self._maker.dispatcher.overflow = None, overflow",
+        new="made = None",
+        tests=(f"{MADE_UP}::test_an_overflow_in_vain",),
+    ),
+    Mutation(
+        name="in-vain-for-ever",
+        rule="calls that expire although everybody is there are made again for ever",
+        target=f"{LATE_CALLS}._find_late",
+        old="in_vain == ranks.num_ranks",
+        new="in_vain == 7",
+        tests=(f"{MADE_UP}::test_nobody_is_late",),
+    ),
+)
+
 NVLINK_CALLS = ("tests/backends/test_nvlink_masks.py::test_bounded_calls",)
 
 KERNELS = (
@@ -270,4 +324,4 @@ KERNELS = (
     ),
 )
 
-MUTATIONS = AGREEMENT + TRANSFERS + MEMORY + KERNELS
+MUTATIONS = AGREEMENT + TRANSFERS + MEMORY + REPEATED + KERNELS

@@ -1,0 +1,234 @@
+"""How one rank makes calls until they have ended, whatever the others and its kernels do: with made-up ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import tokenloom as tl
+from tokenloom.backends.nvlink.late_ranks import LateRanks, require_no_capture
+from tokenloom.errors import InvalidArgument, PeerTimeout
+
+RESULT = "what the call gives"
+EXPIRED = PeerTimeout(1, [0], "the opening of a call", 7, "the test")
+
+
+class Others:
+    """The other ranks as a RankGroup shows them: whom they lose, and how many calls have ended for one of them.
+
+    Attributes:
+        losses: what ``lose_absent`` finds, each time; without any, nobody is late.
+        ended: what they say has ended, each time; None: as many as this rank has said.
+        happened: in the order.
+    """
+
+    is_broken = False
+    num_ranks = 3
+
+    def __init__(self) -> None:
+        self.num_losses, self.masked = 0, frozenset[int]()
+        self.losses: list[frozenset[int]] = []
+        self.ended: list[int | None] = []
+        self.happened: list[str] = []
+        self.said = -1
+
+    def look(self, if_due: bool = False) -> None:
+        pass
+
+    def lose_absent(self, phase: str, ended: list[int]) -> None:
+        self.happened.append(f"lose {ended}")
+        self.num_losses += 1
+        self.masked |= self.losses.pop(0) if self.losses else frozenset()
+
+    def say_progress(self, number: int) -> None:
+        self.said = number
+
+    def settle_losses(self, phase: str, name: str) -> int:
+        self.happened.append(name)
+        found = self.ended.pop(0) if self.ended else None
+        return self.said if found is None else found
+
+    def fail(self, phase: str, cause: str) -> PeerTimeout:
+        return PeerTimeout(1, [], phase, 0, cause)
+
+
+class Maker:
+    """What makes calls: notes meetings and new memory, and lets meetings fail.
+
+    Attributes:
+        meetings: what each meeting does; by default nothing.
+    """
+
+    def __init__(self, others: Others) -> None:
+        self._others = others
+        self.meetings: list[Callable[[], None]] = []
+        self.dispatcher: Any = SimpleNamespace(overflow=None)
+        self.combiner: Any = None
+        fault = SimpleNamespace(give_up=lambda peers, cause: others.happened.append("give up"))
+        outcomes = SimpleNamespace(known_losses=0, fault=fault)
+        control = SimpleNamespace(ended_ranks=lambda: [0, 2])
+        self.launcher: Any = SimpleNamespace(
+            outcomes=outcomes, control=control, masked=frozenset({2}), agree=self._agree
+        )
+
+    def _agree(self, fields: object) -> None:
+        self._others.happened.append("meet")
+        if self.meetings:
+            self.meetings.pop(0)()
+
+    def remake(self) -> None:
+        self._others.happened.append("remake")
+        self.launcher.outcomes.known_losses = self._others.num_losses
+
+
+@pytest.fixture
+def others(monkeypatch: pytest.MonkeyPatch) -> Others:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return Others()
+
+
+@pytest.fixture
+def maker(others: Others) -> Maker:
+    return Maker(others)
+
+
+@pytest.fixture
+def late(others: Others, maker: Maker) -> LateRanks:
+    return LateRanks(others, maker)  # type: ignore[arg-type]
+
+
+def raising(error: Exception) -> Callable[[], None]:
+    def do() -> None:
+        raise error
+
+    return do
+
+
+class Call:
+    """Notes each time it is made; the first times it raises these errors."""
+
+    def __init__(self, others: Others, *errors: Exception) -> None:
+        self._others, self._errors = others, list(errors)
+
+    def __call__(self) -> str:
+        self._others.happened.append("make")
+        if self._errors:
+            raise self._errors.pop(0)
+        return RESULT
+
+
+def test_a_call_and_its_meeting(others: Others, late: LateRanks) -> None:
+    """Nothing else, and the rank says what has ended."""
+    for number in (1, 2):
+        assert late.call(Call(others)) == RESULT
+        assert others.said == number
+    assert others.happened == ["make", "meet"] * 2
+
+
+def test_a_wait_that_expires(others: Others, late: LateRanks) -> None:
+    """Processes that have ended are named, but for masked ranks; then the call is made again on new memory."""
+    others.losses = [frozenset({0})]
+    assert late.call(Call(others, EXPIRED)) == RESULT
+    assert others.happened == ["make", "lose [0]", "give up", "ended/0", "remake", "make", "meet"]
+
+
+def test_another_rank_was_quicker(others: Others, maker: Maker, late: LateRanks) -> None:
+    """Who is lost is settled once."""
+
+    def lost() -> None:
+        others.num_losses = 1
+        raise EXPIRED
+
+    maker.meetings = [lost]
+    assert late.call(Call(others)) == RESULT
+    assert others.happened == ["make", "meet", "give up", "ended/0", "remake", "make", "meet"]
+
+
+def test_a_meeting_that_others_had(others: Others, maker: Maker, late: LateRanks) -> None:
+    """Somebody has gone on with the result, so it counts here too, and the call is not made again."""
+    maker.meetings = [raising(EXPIRED)]
+    others.losses, others.ended = [frozenset({0})], [1]
+    assert late.call(Call(others)) == RESULT
+    assert others.happened == ["make", "meet", "lose [0]", "give up", "ended/0", "remake"]
+    assert others.said == 1
+
+
+def test_a_meeting_behind_a_loss(others: Others, maker: Maker, late: LateRanks) -> None:
+    """The rank had told the others that the call has not ended before it met: so it has not."""
+
+    def lost() -> None:
+        others.num_losses = 1
+
+    maker.meetings = [lost]
+    assert late.call(Call(others)) == RESULT
+    assert others.happened == ["make", "meet", "give up", "ended/0", "remake", "make", "meet"]
+    assert others.said == 1
+
+
+def test_a_loss_between_calls(others: Others, late: LateRanks) -> None:
+    """Nothing is made on the old memory."""
+    others.num_losses = 1
+    assert late.call(Call(others)) == RESULT
+    assert others.happened == ["give up", "ended/0", "remake", "make", "meet"]
+
+
+def test_errors_that_all_ranks_raise(others: Others, maker: Maker, late: LateRanks) -> None:
+    """End a call as a result does. One that comes in the meeting, from a rank that failed behind its call, too."""
+    error = tl.PeerError(0, "the test")
+    with pytest.raises(tl.PeerError):
+        late.call(Call(others, error))
+    assert others.happened == ["make", "meet"]
+    maker.meetings = [raising(error)]
+    with pytest.raises(tl.PeerError):
+        late.call(Call(others))
+    assert others.happened == ["make", "meet", "make", "meet", "meet"]
+    assert others.said == 2
+
+
+def test_an_error_of_this_rank_alone(others: Others, late: LateRanks) -> None:
+    """It is told by a call of its own, which has this one's number."""
+    with pytest.raises(InvalidArgument):
+        late.call(Call(others, InvalidArgument("the test")))
+    assert others.happened == ["make"]
+    late.call(Call(others))
+    assert others.said == 1
+
+
+def test_nobody_is_late(others: Others, late: LateRanks) -> None:
+    """Waits that expire although everybody answers are tried again, but not for ever."""
+    with pytest.raises(PeerTimeout, match="all ranks are there, but calls have expired 4 times"):
+        late.call(Call(others, *[EXPIRED] * 9))
+    assert others.happened.count("make") == 4
+
+
+def test_a_group_that_is_broken(others: Others, late: LateRanks) -> None:
+    """The store is gone, say: then nothing can be settled."""
+    others.is_broken = True
+    with pytest.raises(PeerTimeout):
+        late.call(Call(others, EXPIRED))
+    assert others.happened == ["make"]
+
+
+def test_an_overflow_in_vain(others: Others, maker: Maker, late: LateRanks) -> None:
+    """What a call found that did not take place is not told; what was found before it is."""
+    earlier, first = tl.CapacityOverflow(9, 8, sent=True), [tl.CapacityOverflow(7, 6, sent=True)]
+    maker.dispatcher.overflow = earlier
+
+    def make() -> None:
+        if first:
+            maker.dispatcher.overflow = first.pop()
+            raise EXPIRED
+
+    late.call(make)
+    assert maker.dispatcher.overflow is earlier
+
+
+def test_graphs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(InvalidArgument, match="CUDA graph cannot do; use on_timeout='raise'"):
+        require_no_capture()
