@@ -477,6 +477,17 @@ def check_collectives(context: RankContext, members: list[int]) -> None:
     assert values.tolist() == [me, 1.0]
 
 
+def test_objects_over_gloo_need_no_device(pools: Pools) -> None:
+    """Programs pass a gloo group for tensors on GPUs; what ranks agree on then travels through host memory."""
+    pools("cpu").run(check_objects_elsewhere)
+
+
+def check_objects_elsewhere(context: RankContext) -> None:
+    ranks = RankGroup(context.group, device="meta")  # whose tensors hold nothing
+    assert ranks.all_gather_object(context.rank, "test") == list(range(context.num_ranks))
+    ranks.close()
+
+
 def test_device_mesh(pools: Pools) -> None:
     """A one-dimensional mesh is its group; of more dimensions one has to be picked."""
     pools("cpu").run(check_device_mesh)

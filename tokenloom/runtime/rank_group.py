@@ -376,10 +376,11 @@ class RankGroup:
         """
         if self.num_ranks == 1:
             return [value]
-        encoded = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
-        size = torch.tensor([encoded.numel()], dtype=torch.int64, device=self.device)
+        device = torch.device("cpu") if "gloo" in self.transport else self.device  # gloo needs no GPU for this
+        encoded = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+        size = torch.tensor([encoded.numel()], dtype=torch.int64, device=device)
         sizes = self.all_gather(size, phase, opens=True).flatten().tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
         padded[: encoded.numel()] = encoded
         rows = self.all_gather(padded, phase).cpu()
         came = [row[:size].numpy().tobytes() for size, row in zip(sizes, rows, strict=True)]
@@ -406,7 +407,7 @@ class RankGroup:
 
     def start_all_gather(self, row: torch.Tensor, phase: str, *, opens: bool = False) -> Transfer:
         """Start to gather [n] of every rank. Ranks that are masked meanwhile may be there on some ranks only."""
-        out = torch.empty(self.num_ranks, row.numel(), dtype=row.dtype, device=self.device)
+        out = torch.empty(self.num_ranks, row.numel(), dtype=row.dtype, device=row.device)
         if self._links is not None:
             places = list(out.view(torch.uint8))
             out[self.rank] = row
