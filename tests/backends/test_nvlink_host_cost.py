@@ -141,5 +141,11 @@ def test_tensors_of_the_caller(stand_ins: StandIns) -> None:
         tokens=torch.empty(2, 50, HIDDEN, dtype=BF16), expert_counts=torch.empty(2, dtype=torch.int32)
     )
     options: dict[str, Any] = {"layout": "slots", "capacity": 50, "out": out}
+    wide = tl.DispatchOut(tokens=torch.empty(2, 20_000, HIDDEN).to(FP8), scales=torch.empty(2, 20_000, HIDDEN // 128))
+    quantised: dict[str, Any] = {"layout": "slots", "capacity": 20_000, "to_fp8": True}
+    found = asked(stand_ins, lambda: comm.dispatch(x, ids, **quantised))
+    assert found == OPENED | {"launches": 1, "new_empty": 1, "empty": 1}, "scales are too large to share memory"
+    found = asked(stand_ins, lambda: comm.dispatch(x, ids, **quantised, out=wide))
+    assert found == OPENED | {"launches": 1, "view": 1}
     found = asked(stand_ins, lambda: comm.dispatch(x, ids, **options).expert_counts)
     assert found == OPENED | {"launches": 1, "view": 1}

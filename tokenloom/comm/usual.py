@@ -43,13 +43,13 @@ class UsualCalls:
         device = engine.ranks.device
         self._device = -1 if device.index is None else device.index  # as get_device() of tensors has it
         self._dispatches: dict[object, UsualDispatch] = {}
-        self._results: dict[UsualDispatch, dict[str, Tensor]] = {}  # what each returns: shapes, dtypes and strides
+        self._results: dict[UsualDispatch, dict[str, tuple[Any, ...]]] = {}  # shapes, strides and dtypes, by name
         self._combines: dict[object, UsualCombine] = {}
 
     def nothing_around(self) -> bool:
-        """Whether a call that is made now needs no gradient, profile, other calls' halves, or sequence."""
+        """Whether a call that is made now needs no profile, other calls' halves, or sequence."""
         engine = self._engine
-        return not (is_grad_enabled() or engine.open_calls.any_open()) and engine.is_plain()
+        return engine.is_plain() and not engine.open_calls.any_open()
 
     def _ready(self) -> int | None:
         """Raise what earlier calls left; the stream, or None if nothing was raised and the call is no usual one."""
@@ -70,6 +70,8 @@ class UsualCalls:
             x, topk_ids, weights, out: as they were given.
             options: what follows ``able`` in :func:`tokenloom.comm.validation.dispatch_options`.
         """
+        if is_grad_enabled():
+            return None
         scales = None
         if x.__class__ is tuple and len(x) == 2:
             x, scales = x
@@ -140,7 +142,8 @@ class UsualCalls:
                 self._results.clear()
             self._dispatches[kind] = found
             if found.takes_out:
-                self._results[found] = outputs.results(self._plan, options, inputs)
+                likes = outputs.results(self._plan, options, inputs)
+                self._results[found] = {name: (each.shape, each.stride(), each.dtype) for name, each in likes.items()}
 
     def _fits(self, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         return (
@@ -155,19 +158,13 @@ class UsualCalls:
         """Whether a dispatch can write its results to the caller's tensors, at a glance."""
         if out.__class__ is not DispatchOut or not usual.takes_out:
             return False
-        results = self._results[usual]
+        results, device = self._results[usual], self._device
         for name, tensor in vars(out).items():
             if tensor is None:
                 continue
-            like = results.get(name)
-            if not (
-                like is not None
-                and tensor.__class__ is Tensor
-                and tensor.shape == like.shape
-                and tensor.dtype is like.dtype
-                and tensor.get_device() == self._device
-                and tensor.stride() == like.stride()
-            ):
+            if tensor.__class__ is not Tensor or tensor.get_device() != device:
+                return False
+            if (tensor.shape, tensor.stride(), tensor.dtype) != results.get(name):
                 return False
         return out.topk_ids is None or out.topk_ids.dtype is torch.int32
 
@@ -181,6 +178,8 @@ class UsualCalls:
             y, routed, out: as they were given.
             options: weighted, mode, wire_dtype and out_dtype as they were given.
         """
+        if is_grad_enabled():
+            return None
         if not (y.__class__ is Tensor and routed.__class__ is Routed and routed._owner is owner):
             return None
         try:

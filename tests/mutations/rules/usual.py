@@ -10,10 +10,18 @@ LONG = (TEST + "what_is_unusual_goes_the_long_way",)
 MUTATIONS = (
     Mutation(
         name="usual-in-any-state",
-        rule="calls with gradients, in a layer's sequence or beside open ones take the short way",
+        rule="calls in a layer's sequence or beside open ones take the short way",
         target="tokenloom.comm.usual:UsualCalls.nothing_around",
-        old="not (is_grad_enabled() or engine.open_calls.any_open()) and engine.is_plain()",
+        old="engine.is_plain() and not engine.open_calls.any_open()",
         new="True",
+        tests=(TEST + "what_is_around_a_call",),
+    ),
+    Mutation(
+        name="usual-with-gradients",
+        rule="a dispatch with gradients enabled takes the short way, which has none",
+        target="tokenloom.comm.usual:UsualCalls.dispatch",
+        old="is_grad_enabled()",
+        new="False",
         tests=(TEST + "what_is_around_a_call",),
     ),
     Mutation(
@@ -44,8 +52,8 @@ MUTATIONS = (
         name="usual-room-of-any-size",
         rule="tensors for the results of a usual dispatch may be too small",
         target="tokenloom.comm.usual:UsualCalls._fits_all",
-        old="tensor.shape == like.shape",
-        new="True",
+        old="(tensor.shape, tensor.stride(), tensor.dtype) != results.get(name)",
+        new="name not in results",
         tests=LONG,
     ),
     Mutation(

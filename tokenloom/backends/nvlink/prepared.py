@@ -17,7 +17,7 @@ from tokenloom.backends.nvlink.handle import NvlinkHandle
 from tokenloom.backends.nvlink.launcher import HALVES, Half, Launcher, require_layout, require_no_host_read
 from tokenloom.backends.nvlink.results import Results, ResultsMemory
 from tokenloom.errors import InvalidArgument
-from tokenloom.kernels.dispatch.launch import CALL_FIELDS, MAX_BLOCKS, RESULTS, STAGED_FIELDS, DispatchVariant
+from tokenloom.kernels.dispatch.launch import CALL_FIELDS, MAX_BLOCKS, STAGED_FIELDS, DispatchVariant
 from tokenloom.plan import Plan
 from tokenloom.runtime.kernel_reports import HostCounts
 
@@ -111,7 +111,7 @@ class PreparedDispatch:
         Args:
             results: what calls leave in their words.
         """
-        self.results, self._starts = results, [results.at[name] for name in RESULTS]
+        self.results = results
         self._write = (STAGED_FIELDS if staged else CALL_FIELDS).write
         plan, launcher, shared = self.shared.plan, self.launcher, self.shared
         parts = ("send", "receive") if self.split else ("whole",)
@@ -133,6 +133,7 @@ class PreparedDispatch:
         topk_ids: torch.Tensor,
         weights: torch.Tensor | None,
         num_tokens: int,
+        results: Results,
         base: int,
         host_sequence: int,
         *outputs: int,
@@ -140,7 +141,7 @@ class PreparedDispatch:
         """Write what a call is given, and where its results are.
 
         Args:
-            base: address of the words of the call.
+            results: what the call leaves in its words. base: address of these.
             outputs: addresses of OUTPUTS, of staged kernels.
 
         Returns:
@@ -150,7 +151,7 @@ class PreparedDispatch:
         if (x_at | ids_at) % BULK_BYTES:
             x, topk_ids = aligned(x), aligned(topk_ids)
             x_at, ids_at = x.data_ptr(), topk_ids.data_ptr()
-        slots, all_counts, num_rows, source_counts, expert_counts, expert_offsets = self._starts
+        slots, all_counts, num_rows, source_counts, expert_counts, expert_offsets = results.told
         self._write(
             self.kernel.args,
             CALL_FIELDS.offset,
@@ -275,7 +276,7 @@ class DirectDispatch(PreparedDispatch):
         memory = shared.memory.take(self.results, num_tokens, stream)
         base = memory[2]
         host_sequence = shared.host_counts.expect() if self._exact else 0
-        x, topk_ids = self.point(x, scales, topk_ids, weights, num_tokens, base, host_sequence)
+        x, topk_ids = self.point(x, scales, topk_ids, weights, num_tokens, self.results, base, host_sequence)
         if self.options.strategy == "all_gather":
             self.kernel.args.gathered = shared.copies.gather(x, self.kind.fields_of(launcher.num_calls))
         call = launcher.num_calls  # behind what makes memory, which is a call by itself
@@ -290,7 +291,7 @@ class DirectDispatch(PreparedDispatch):
         handle = NvlinkHandle(
             self.options, call, num_tokens, self.num_places, topk_ids, memory, self.results, buffer, reused_after
         )
-        slots, all_counts = self._starts[:2]
+        slots, all_counts = self.results.told[:2]
         if launcher.masked:
             handle.masked = launcher.masked
         handle.pointers = (buffer.places_address, buffer.tokens_address, base + slots, base + all_counts)

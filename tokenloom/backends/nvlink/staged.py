@@ -19,6 +19,8 @@ from tokenloom.plan import FP8_BLOCK
 
 PARTS_OF_A_ROW = ("rows", "row_scales", "row_ids", "row_weights", "row_places", "row_tokens")
 """What arrives, as a region and the kernel's arguments name it."""
+WRITTEN_ALONE = frozenset((*COUNTS, "slot_ranges"))
+"""Results that the kernel's arguments name as the caller does."""
 OUTPUT_WORDS = {
     "out_scales": "scales",
     "out_ids": "local_ids",
@@ -44,7 +46,9 @@ class StagedDispatch(PreparedDispatch):
         by_layout = {"slots": plan.experts_per_rank * rows, "rank": plan.worst_case_rows("rank")}
         self._places = by_layout.get(layout, rows)
         num_places = rows if layout == "slots" else self._places
-        self.prepare_kernels(inputs, self._layout_of_results(), num_places, staged=True, eager=eager)
+        results = self._layout_of_results(self.with_scales)
+        self.prepare_kernels(inputs, results, num_places, staged=True, eager=eager)
+        self._without_scales = self._layout_of_results(False) if self.with_scales else results
         at = self.results.at
         self._outputs = [at.get(OUTPUT_WORDS[name], 0) for name in OUTPUTS[1:]]
         self._like = torch.empty(0, dtype=self.row_dtype, device=self.device)
@@ -57,8 +61,8 @@ class StagedDispatch(PreparedDispatch):
         args.turns, args.turn_bytes = num_turns(plan), regions.offset("rows1") - regions.offset("rows0")
         args.stop_on_overflow, args.host_counts = False, 0
 
-    def _layout_of_results(self) -> Results:
-        """All but rows lies in one tensor, as far as the caller gives none."""
+    def _layout_of_results(self, with_scales: bool) -> Results:
+        """All but rows lies in one tensor; scales, which are large, last, unless the caller gives room for them."""
         plan, options, rank = self.shared.plan, self.options, self.launcher.ranks.rank
         by_place = options.layout in ("token", "rank")  # received rows lie where their rows do
         received = max(plan.worst_case_rows("rank"), self._places if by_place else 0)
@@ -66,7 +70,7 @@ class StagedDispatch(PreparedDispatch):
         sizes |= {"local_ids": received * plan.top_k, "row_places": received * plan.top_k}
         if self.with_weights:
             sizes["weights"] = received * plan.top_k
-        if self.with_scales:
+        if with_scales:
             blocks = plan.hidden // FP8_BLOCK
             sizes["scales"] = self._places * (-(-blocks // 4) if options.scale_layout == "packed" else blocks)
         brought = {"with_weights": self.with_weights, "with_scales": self.with_scales}
@@ -88,7 +92,8 @@ class StagedDispatch(PreparedDispatch):
         else:
             require_aligned(out.tokens, "out.tokens")
             rows = out.tokens if out.tokens.ndim == 2 else out.tokens.view(places, -1)
-        memory = self.shared.memory.take(self.results, num_tokens, stream)
+        results = self.results if out is None or out.scales is None else self._without_scales
+        memory = self.shared.memory.take(results, num_tokens, stream)
         base = memory[2]
         out_scales, out_ids, out_weights, out_places, out_tokens, slot_ranges = self._outputs
         row_places, row_tokens = base + out_places, base + out_tokens
@@ -98,6 +103,7 @@ class StagedDispatch(PreparedDispatch):
             topk_ids,
             weights,
             num_tokens,
+            results,
             base,
             0,
             rows.data_ptr(),
@@ -116,8 +122,8 @@ class StagedDispatch(PreparedDispatch):
             launcher.launch(self.kernel, self.kind, call, begins=half)
         else:
             launcher.launch_ready(self.kernel, self.kind, call, stream)
-        handle = NvlinkHandle(self.options, call, num_tokens, places, topk_ids, memory, self.results, None, None)
-        slots, all_counts = self._starts[:2]
+        handle = NvlinkHandle(self.options, call, num_tokens, places, topk_ids, memory, results, None, None)
+        slots, all_counts = results.told[:2]
         if launcher.masked:
             handle.masked = launcher.masked
         handle.pointers = (row_places, row_tokens, base + slots, base + all_counts)
@@ -128,9 +134,8 @@ class StagedDispatch(PreparedDispatch):
     def _point_given(self, out: DispatchOut) -> None:
         """Let the kernel write to the caller's tensors. Ids of another dtype are converted when they are there."""
         args = self.kernel.args
-        for name in (*COUNTS, "slot_ranges"):
-            tensor = getattr(out, name)
-            if tensor is not None:
+        for name, tensor in vars(out).items():
+            if tensor is not None and name in WRITTEN_ALONE:
                 setattr(args, name, tensor.data_ptr())
         if out.topk_ids is not None and out.topk_ids.dtype == torch.int32:
             args.out_ids = out.topk_ids.data_ptr()
