@@ -78,7 +78,7 @@ def check_memory(context: RankContext, layout: str) -> None:
 
 def meet(context: RankContext) -> None:
     torch.cuda.synchronize()
-    torch.distributed.barrier(group=context.group)
+    torch.distributed.barrier(group=context.group, device_ids=[context.device.index])
 
 
 def header_words(comm: tl.Communicator) -> int:

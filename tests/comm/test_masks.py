@@ -48,7 +48,7 @@ def _groups() -> list[Any]:
         return [pytest.param(("emulated", size), id=f"emulated{size}") for size in (2, 4)]
     slow = {2: pytest.mark.slow, 4: ()}
     cpu = [pytest.param(("cpu", size), id=f"cpu{size}", marks=slow[size]) for size in (2, 4)]
-    return cpu + [pytest.param(("cuda", size), id=f"cuda{size}", marks=pytest.mark.gpu) for size in SIZES]
+    return cpu + [pytest.param(("cuda", size), id=f"cuda{size}", marks=pytest.mark.gpu(size)) for size in SIZES]
 
 
 @pytest.fixture(params=_groups())
