@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -24,9 +25,9 @@ from tokenloom import reference
 from tokenloom.compat import deep_ep
 from tokenloom.compat.deep_ep.ep_handle import EPHandle
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed
-from tokenloom.errors import DtypeMismatch, ShapeMismatch
+from tokenloom.errors import DtypeMismatch, PeerError, PeerTimeout, ShapeMismatch
 from tokenloom.plan import align_up
-from tokenloom.runtime.processes import RankContext
+from tokenloom.runtime.processes import RankContext, RankPool
 
 EMULATED = True
 """The emulator runs these tests by the kernels of backend "nvlink"."""
@@ -361,6 +362,29 @@ def check_combine_fault(context: RankContext, index: int, expanded: bool) -> Non
         bad |= {name: change(good[name]) for name, change in changes.items()}
     fails(context, 0, error, text, lambda: buffer.combine(**bad))
     buffer.combine(**good)
+
+
+def test_growth_beside_a_fault_ends() -> None:
+    """A rank that needs more room waits for one whose input is bad, which never comes: not for long, and by name.
+
+    The wait leaves the process group out of step, so the ranks are for this test alone.
+    """
+    with RankPool(2) as pool:
+        pool.run(check_growth_beside_a_fault, limit_s=100.0)
+
+
+def check_growth_beside_a_fault(context: RankContext) -> None:
+    buffer = deep_ep.ElasticBuffer(context.group, num_gpu_timeout_secs=1)
+    buffer.dispatch(**arguments(problem_of(CASE, context), context))
+    given = arguments(problem_of(replace(CASE, tokens=(6, 90)), context), context)
+    if context.rank == 0:
+        with pytest.raises(DtypeMismatch, match="topk_idx is"):
+            buffer.dispatch(**given | {"topk_idx": given["topk_idx"].int()})
+        return
+    began = time.monotonic()
+    with pytest.raises((PeerTimeout, PeerError), match=r"ElasticBuffer\.dispatch: .*rank"):
+        buffer.dispatch(**given)
+    assert time.monotonic() - began < 20
 
 
 # -- what clients ask for ---------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from tests.compat.deep_ep.cases import (
     skip_where_kernels_tell,
 )
 from tests.conftest import Ranks
+from tests.support import emulator
 from tests.support.cases import FP32, Case, Problem, same_bits, same_bytes
 from tokenloom import reference
 from tokenloom.compat import deep_ep
@@ -390,3 +391,31 @@ def check_masked(context: RankContext) -> None:
         buffer.low_latency_update_mask_buffer(gone, False)
     with pytest.raises(NotServed, match="cannot be unmasked"):
         buffer.low_latency_clean_mask_buffer()
+
+
+def test_a_rank_that_does_not_come(ranks: Ranks) -> None:
+    """It is masked by who waits for it, and its rows are absent; the call of the others goes on."""
+    if ranks.num_ranks < 2 or ranks.device != "cpu" or emulator.ON:
+        pytest.skip("needs two ranks over gloo")
+    ranks.run(check_late)
+
+
+def check_late(context: RankContext) -> None:
+    problem, me, gone = problem_of(DECODE, context), context.rank, context.num_ranks - 1
+    buffer = deep_ep.Buffer(context.group, low_latency_mode=True, enable_shrink=True)
+    buffer._options["timeout_s"] = 1.0
+    x, ids, weights = problem.arguments(context)
+    arguments = (x, ids, MOST, problem.plan.num_experts)
+    buffer.low_latency_dispatch(*arguments, use_fp8=False)
+    if me == gone:
+        return
+    rows, counts, handle, _, _ = buffer.low_latency_dispatch(*arguments, use_fp8=False)
+    status = torch.full((context.num_ranks,), 9, dtype=torch.int32)
+    buffer.low_latency_query_mask_buffer(status)
+    assert status.tolist() == [0] * gone + [1]
+    alive = [each if rank != gone else each[:0] for rank, each in enumerate(problem.topk_ids)]
+    flat = torch.cat(alive).flatten()
+    mine = flat[(flat >= 0) & (flat // problem.plan.experts_per_rank == me)] % problem.plan.experts_per_rank
+    assert counts.tolist() == torch.bincount(mine, minlength=problem.plan.experts_per_rank).tolist()
+    out, _, _ = buffer.low_latency_combine(rows, ids, weights, handle)
+    assert out.isfinite().all()

@@ -233,6 +233,7 @@ class Meeting:
     """Stands for the ranks of one group in small collectives beside their communicators."""
 
     device = CPU
+    timeout_s = open_timeout_s = 30.0
 
     def all_gather_object(self, value: Any, phase: str) -> list[Any]:
         group = here.group

@@ -105,7 +105,14 @@ class Communicators:
         from tokenloom.comm.communicator import Communicator  # as late as this, so that importing is quick
         from tokenloom.runtime.rendezvous import agree
 
-        wanted = agree(self.meeting(device), lambda: (vars(shape), (tokens, top_k)), "making a communicator")
+        meeting = self.meeting(device)
+        usual = meeting.open_timeout_s
+        if self._last is not None:  # the others have just failed in the same call, so they come at once or never
+            meeting.open_timeout_s = meeting.timeout_s
+        try:
+            wanted = agree(meeting, lambda: (vars(shape), (tokens, top_k)), "making a communicator")
+        finally:
+            meeting.open_timeout_s = usual
         before = self._made.get(shape)
         if before is not None:
             wanted.append((before.plan.max_tokens_per_rank, before.plan.top_k))
@@ -127,7 +134,8 @@ class Communicators:
             from tokenloom.runtime.rank_group import RankGroup
 
             on_host = "gloo" in dist.get_backend_config(self._group)
-            self._meeting = RankGroup(self._group, device="cpu" if on_host else device)
+            patience = {name: value for name, value in self._options().items() if name.endswith("timeout_s")}
+            self._meeting = RankGroup(self._group, device="cpu" if on_host else device, **patience)
         return self._meeting
 
     @contextmanager
