@@ -345,7 +345,8 @@ class Backend(Protocol):
         On return all ranks mean the same call, or will be told that they do not by a later call; x may be overwritten
         by work that is put on the current stream behind it. ``receive`` waits for what the host has to know and gives
         (handle, rows). Places without a row are zero in layout "expert". Fields of
-        ``inputs.out`` are filled by then, on the current stream; the caller hands them out instead.
+        ``inputs.out`` are filled by then, on the current stream; the caller hands them out instead, and ``rows`` may
+        be its tokens, of their shape.
         """
 
     def send_combine(

@@ -54,7 +54,8 @@ class Routed:
 
         Args:
             owner: the communicator.
-            rows: [places, H]. weights: received weights with a graph, or None: the handle's, if there are any.
+            rows: [places, H], or ``out.tokens``.
+            weights: received weights with a graph, or None: the handle's, if there are any.
             weighted: weights were dispatched.
             ids_dtype: of the ids that the caller gave.
             out: tensors of the caller's own, which hold the results.
@@ -153,7 +154,7 @@ class Routed:
         positions, tokens = self._handle.positions(), self._handle.row_tokens
         positions = positions[: len(tokens)]
         tokens = tokens[: len(positions), None].expand(positions.shape)
-        return routing.row_values(tokens + 1, positions, self._rows.shape[0]).view(self._shape[:-1]) - 1
+        return routing.row_values(tokens + 1, positions, self._handle.num_places).view(self._shape[:-1]) - 1
 
     def unused_ids_marked(self) -> torch.Tensor | None:
         """``topk_ids`` with -1 also in the rows beyond ``num_rows`` that bounded sizes leave unspecified."""
@@ -173,6 +174,8 @@ class Routed:
     @cached_property
     def _shape(self) -> tuple[int, ...]:
         """Of ``tokens``."""
+        if self._out is not None and self._out.tokens is not None:
+            return tuple(self._out.tokens.shape)
         plan, (places, hidden) = self._plan, self._rows.shape
         if self.layout == "rank":
             return plan.num_ranks, plan.max_tokens_per_rank, hidden

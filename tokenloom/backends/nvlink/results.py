@@ -78,7 +78,7 @@ class Results:
     def count(self, memory: torch.Tensor, first: int, name: str) -> torch.Tensor | None:
         """One of the sizes of the output, as it lies on the device; None if the layout has none such."""
         if name == "num_rows":
-            return memory[first + self.starts[name]]
+            return memory.data[first + self.starts[name]]
         if self.options.layout != {"expert_offsets": "expert", "slot_ranges": "slots"}.get(name, self.options.layout):
             return None
         found = self.part(memory, first, name)

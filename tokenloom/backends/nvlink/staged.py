@@ -91,7 +91,7 @@ class StagedDispatch(PreparedDispatch):
             rows = self._like.new_empty(places, self.shared.plan.hidden)
         else:
             require_aligned(out.tokens, "out.tokens")
-            rows = out.tokens if out.tokens.ndim == 2 else out.tokens.view(places, -1)
+            rows = out.tokens
         results = self.results if out is None or out.scales is None else self._without_scales
         memory = self.shared.memory.take(results, num_tokens, stream)
         base = memory[2]
