@@ -79,6 +79,13 @@ def ids_of_ranks(goes_to: torch.Tensor, experts_per_rank: int) -> torch.Tensor:
     return torch.where(goes_to, first, -1)
 
 
+def ranks_of_ids(ids: torch.Tensor, experts_per_rank: int, num_ranks: int) -> torch.Tensor:
+    """Find where tokens go: bool [T, W], from ids [T, K] below W * L, of which negative ones are no routes."""
+    goes_to = torch.zeros(len(ids), num_ranks + 1, dtype=torch.bool, device=ids.device)
+    goes_to.scatter_(1, torch.where(ids >= 0, ids // experts_per_rank, num_ranks).long(), True)  # the last: no route
+    return goes_to[:, :num_ranks].contiguous()
+
+
 def without_ranks(topk_ids: torch.Tensor, ranks: frozenset[int], plan: Plan) -> torch.Tensor:
     """Give routes to experts of some ranks the id -1."""
     if not ranks:

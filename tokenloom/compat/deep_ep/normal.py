@@ -15,7 +15,7 @@ from tokenloom.compat.deep_ep.config import Config
 from tokenloom.compat.deep_ep.events import EventOverlap
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed, naming, require
 from tokenloom.compat.deep_ep.handles import Dispatched, Parts, normal_handle
-from tokenloom.ops.routing import ids_of_ranks
+from tokenloom.ops.routing import ids_of_ranks, ranks_of_ids
 from tokenloom.plan import MAX_TOP_K, align_up
 
 if TYPE_CHECKING:
@@ -75,9 +75,7 @@ class NormalMode(BufferBase):
         def count() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             local = num_experts // self.group_size
             valid = topk_idx >= 0
-            there = torch.zeros(num_tokens, self.group_size + 1, dtype=torch.bool, device=device)
-            there.scatter_(1, torch.where(valid, topk_idx // local, self.group_size), True)
-            in_rank = there[:, : self.group_size].contiguous()
+            in_rank = ranks_of_ids(topk_idx, local, self.group_size)
             experts = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
             flat = torch.where(valid, topk_idx, num_experts).flatten()
             experts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
@@ -113,7 +111,8 @@ class NormalMode(BufferBase):
                 N may differ per rank and may be 0.
             handle: of an earlier dispatch, whose layout is used again; then neither ids nor weights.
             num_tokens_per_rank, num_tokens_per_rdma_rank: from :meth:`get_dispatch_layout`; counted anew here.
-            is_token_in_rank, num_tokens_per_expert: from there too. Without ids they say where tokens go.
+            is_token_in_rank, num_tokens_per_expert: from there too. Without ids they say where tokens go; with ids the
+                mask must be theirs, which is checked on CPUs.
             topk_idx, topk_weights: int64 and float32 [N, K], contiguous; both or neither.
             expert_alignment: the counts that are returned are rounded up to it; rows are not padded.
             num_worst_tokens: rows of the outputs, the same on all ranks; the host then reads nothing. 0: as many as
@@ -155,6 +154,7 @@ class NormalMode(BufferBase):
                 top_k = checks.ids_of(topk_idx, len(tokens), device)
                 weights = checks.like("topk_weights", topk_weights, topk_idx.shape, torch.float32, device)
                 ids = topk_idx.clone()
+                self._check_mask(is_token_in_rank, ids, num_experts)
             else:
                 require(num_worst_tokens == 0, "num_worst_tokens needs topk_idx and topk_weights")
                 top_k, weights = self.group_size, None
@@ -207,7 +207,18 @@ class NormalMode(BufferBase):
         checks.like(
             "num_tokens_per_expert", num_tokens_per_expert, [num_tokens_per_expert.numel()], torch.int32, device
         )
-        return num_tokens_per_expert.numel()
+        num_experts, size = num_tokens_per_expert.numel(), self.group_size
+        require(
+            num_experts and num_experts % size == 0, f"{size} ranks do not divide num_tokens_per_expert {num_experts}"
+        )
+        return num_experts
+
+    def _check_mask(self, is_token_in_rank: torch.Tensor, ids: torch.Tensor, num_experts: int) -> None:
+        """On CPUs, where it costs no wait: the mask must be that of the ids, by which tokens travel."""
+        if ids.is_cuda or bool((ids >= num_experts).any()):  # ids that are too big have an error of their own
+            return
+        mask = ranks_of_ids(ids, num_experts // self.group_size, self.group_size)
+        require(torch.equal(mask, is_token_in_rank), "is_token_in_rank is not that of topk_idx")
 
     def _local_counts(self, num_tokens_per_expert: torch.Tensor, device: torch.device) -> list[int]:
         """Tokens of all ranks for each local expert, as the ranks say that have no ids."""
