@@ -424,14 +424,14 @@ def test_layer(group: Ranks) -> None:
 def check_layer(context: RankContext) -> None:
     experts = 2 * context.num_ranks
     layer = tl.ExpertParallelMoE(
-        context.group, hidden=16, intermediate=8, num_experts=experts, top_k=2, max_tokens_per_rank=6,
+        context.group, hidden=64, intermediate=32, num_experts=experts, top_k=2, max_tokens_per_rank=6,
         balance_coef=0.01, dtype=FP32 if backend_of(context) == "collective" else BF16, device=context.device,
     )  # fmt: skip
     if context.rank == 0:
         return
     layer.comm.mask_ranks([0])
     generator = torch.Generator().manual_seed(context.rank)
-    x = torch.randn(5, 16, generator=generator).to(layer.w1).requires_grad_()
+    x = torch.randn(5, 64, generator=generator).to(layer.w1).requires_grad_()
     out, aux_loss = layer(x)
     (out.sum() + aux_loss).backward()
     losses = layer.comm.engine.ranks.all_gather_object(aux_loss.item(), "test")

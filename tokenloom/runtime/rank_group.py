@@ -396,7 +396,8 @@ class RankGroup:
         out = transfer.wait()
         if self._watch.masks_late:
             self._watch.settle(phase, self.step)
-            came = {rank: out[rank].view(torch.uint8) for rank in range(self.num_ranks) if rank not in transfer.lost}
+            held = out.view(torch.uint8).cpu()  # notes are made of it
+            came = {rank: held[rank] for rank in range(self.num_ranks) if rank not in transfer.lost}
             rows = self._members.complete(self.step, came)
             for rank in range(self.num_ranks):
                 if rank not in rows:

@@ -122,7 +122,7 @@ class LateRanks:
         self._has_ended(0)
 
     def _is_stale(self) -> bool:
-        return self._maker.launcher.outcomes.known_losses != self._ranks.num_losses
+        return self._ranks.num_losses > (self._maker.launcher.outcomes.known_losses or 0)
 
     def _has_ended(self, number: int) -> None:
         self._ended = number

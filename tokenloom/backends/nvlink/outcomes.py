@@ -174,21 +174,21 @@ class Outcomes:
             self.fault.give_up(ended, "its process has ended")
             return
         if self.known_losses is not None:
-            self._look_for_losses()
+            self._look_for_losses(self.known_losses)
             return
         said = self._ranks.notes.who_gave_up()
         if said is not None and said == self._heard and said[0] not in self.masked:
             self.fault.give_up([said[0]], said[1])
         self._heard = said  # acted upon at the next look: kernels that wait for the same rank can name it by then
 
-    def _look_for_losses(self) -> None:
+    def _look_for_losses(self, known: int) -> None:
         """Let this rank's kernels give up where ranks are lost, be it this one."""
         try:
             self._ranks.look()
         except CommunicatorBroken:
             self.fault.give_up([], "the others have masked this rank")
             raise
-        if self._ranks.num_losses != self.known_losses:
+        if self._ranks.num_losses > known:
             self.fault.give_up([], "the others go on without a rank")
 
     def raise_timeout(self) -> None:
