@@ -416,3 +416,13 @@ def test_memory_for_words_runs_out(calls: Calls) -> None:
     assert len(spans) > 1, "the case does not fill the first"
     for found in spans.values():
         assert all(end <= begin for (_, end), (begin, _) in pairwise(found))
+
+
+@pytest.mark.parametrize("name", ["num_rows", "expert_counts", "source_counts"])
+def test_counts_change_apart(calls: Calls, name: str) -> None:
+    """What a user does in place to one call's counts is no change of another's, which autograd may have saved."""
+    calls.dispatch()
+    first, second = (getattr(calls.dispatch(), name) for _ in range(2))
+    before = second._version
+    first.add_(1)
+    assert second._version == before
