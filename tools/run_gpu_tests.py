@@ -61,7 +61,10 @@ def ranks_of(item: Any) -> int | None:
     given: dict[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
     marker = item.get_closest_marker("gpu")
     number = marker.args[0] if marker is not None and marker.args else None
-    return int(given["ranks"][1]) if "ranks" in given else given.get("hoppers", number)
+    for group in ("ranks", "group"):
+        if group in given:
+            return int(given[group][1])
+    return given.get("hoppers", number)
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:

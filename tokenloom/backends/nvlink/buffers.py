@@ -267,11 +267,17 @@ class Buffers:
         return found
 
     def _make(self, key: tuple[MakeLayout, int], rows: int, fields: Fields) -> SymmetricBuffer:
+        """Make a buffer; in small plans all that usual calls need. Later ones then have nothing to agree on, which a
+        rank with a fault would not know of, and which would raise early what calls before have found."""
         self._launcher.agree_before_memory(fields)
         layout, value_bytes = key
-        found = SymmetricBuffer(layout(self._plan, value_bytes, rows), self._launcher.ranks)
-        self._buffers[key] = found
-        return found
+        usual = (self._data_layout, staged_layout, sums_in_turns_layout)
+        together = usual if self._is_eager and not self.fused and layout in usual else (layout,)
+        for each in together:
+            if not self._has((each, value_bytes)):
+                size = each(self._plan, value_bytes, rows)
+                self._buffers[each, value_bytes] = SymmetricBuffer(size, self._launcher.ranks)
+        return self._buffers[key]
 
     def has_for_dispatch(self, options: DispatchOptions, value_bytes: int) -> bool:
         """Whether a dispatch would make no buffer, and none larger."""
