@@ -128,6 +128,8 @@ def check_dispatch_and_combine(
         y[each.padding], grad[each.padding] = torch.nan, torch.nan
     out, home, event = buffer.combine(room(ys), handle, room(grads), async_with_compute_stream=asynchronous)
     assert (event.event is not None) == asynchronous
+    if asynchronous:
+        event.current_stream_wait()
     same_bits(out, reference.combine(plan, ys, wants, problem.topk_ids, None)[me], "combined_x")
     homes = reference.combine_weights(plan, grads, wants, problem.topk_ids)
     same_bits(home, homes[me], "combined_topk_weights")

@@ -132,9 +132,10 @@ def check_cached(context: RankContext) -> None:
     x, _, _, _, handle, _ = buffer.dispatch(**given)
     given["topk_idx"].zero_()  # upstream's handle has a copy of what it needs
     again = buffer.dispatch(others.xs[me].to(context.device), handle=handle, async_finish=True)
-    same_bytes(again[0], want.tokens, "recv_x")
     assert again[1:5] == (None, None, None, None)
     assert again[5].event is not None
+    again[5].current_stream_wait()
+    same_bytes(again[0], want.tokens, "recv_x")
     same_bytes(x, problem.dispatched("token")[me].tokens, "the rows of before")
     other = deep_ep.Buffer(context.group)  # a client may make its buffer anew between forward and backward
     same_bytes(other.dispatch(others.xs[me].to(context.device), handle=handle)[0], want.tokens, "another buffer")

@@ -133,9 +133,12 @@ class Communicators:
         if self._meeting is None:
             from tokenloom.runtime.rank_group import RankGroup
 
-            on_host = "gloo" in dist.get_backend_config(self._group)
+            if "gloo" in dist.get_backend_config(self._group):
+                device = torch.device("cpu")
+            elif device.type == "cpu":  # of what was given instead of a tensor
+                device = torch.device("cuda", torch.cuda.current_device())
             patience = {name: value for name, value in self._options().items() if name.endswith("timeout_s")}
-            self._meeting = RankGroup(self._group, device="cpu" if on_host else device, **patience)
+            self._meeting = RankGroup(self._group, device=device, **patience)
         return self._meeting
 
     @contextmanager
