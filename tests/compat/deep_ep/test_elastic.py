@@ -234,6 +234,9 @@ def check_growth(context: RankContext) -> None:
     else:
         with pytest.raises(RuntimeError, match=r"ElasticBuffer\.dispatch: rank 0 failed"):
             buffer.dispatch(**arguments(problem, context), do_cpu_sync=False, num_max_tokens_per_rank=128)
+            buffer.dispatch(**arguments(problem, context))  # kernels tell it at the next call whose host waits
+    x = buffer.dispatch(**arguments(problem, context))[0]
+    same_bytes(x, problem.dispatched("token")[context.rank].tokens, "recv_x")
 
 
 @pytest.mark.parametrize("copied", [True, False])
