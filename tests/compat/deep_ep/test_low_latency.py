@@ -348,6 +348,8 @@ def test_a_masked_rank(ranks: Ranks) -> None:
     """The others go on: its routes are left out of sums, nothing is awaited from it, and queries name it."""
     if ranks.num_ranks < 2 or ranks.device != "cpu":
         pytest.skip("needs two ranks over gloo")
+    if emulator.ON:
+        pytest.skip("backend nvlink has no second engine, which brings weights, where late ranks are masked")
     ranks.run(check_masked)
 
 
