@@ -9,8 +9,8 @@
 //     all blocks    say so to all ranks; block 0 waits for all ranks' blocks
 //   layout expert
 //     notify warp   raises a flag per row that has been sent
-//     filling warps clear the padding, then copy each row that arrives to the places of its further         (fill.cuh)
-//                   routes
+//     filling warps clear the padding, then copy each row that arrives to the places of its     (padding.cuh, fill.cuh)
+//                   further routes
 //   last block out  advances the epoch; if the call was refused or a wait has expired, it makes the results say so
 //
 // Halves are two kernels: one that sends, whose notify warp or blocks say so, and one that waits for rows or fills.
