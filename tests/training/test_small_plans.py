@@ -5,19 +5,11 @@ Without GPUs the emulator runs them.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import Any
-
-import pytest
-import torch
-
-import tokenloom as tl
 from tests.comm.test_strategies import drop
 from tests.conftest import Ranks
 from tests.support import emulator
 from tests.training.test_faults import changed_in_place
-from tests.training.test_routed_experts import HIDDEN, NoRoom, forced, forward_and_check, layers_of, overflow_pool
-from tokenloom.runtime.processes import RankContext
+from tests.training.test_routed_experts import forced, no_room_for_rows, overflow_pool
 
 EMULATED = True
 
@@ -38,39 +30,9 @@ def test_kernels_drop_alike(hoppers: Ranks) -> None:
     assert any(hoppers.run(drop))
 
 
-def no_room_for_a_piece(context: RankContext) -> str:
-    """Rank 0 has no memory for the rows of the second piece. On the emulator ranks are threads: what they share is
-    patched by the test."""
-    with nullcontext() if emulator.ON else forced(pieces=True):
-        return second_piece_fails(context)
-
-
-def second_piece_fails(context: RankContext) -> str:
-    (layer,) = layers_of(context, 1)
-    engine: Any = layer.comm.engine
-    x = torch.randn(16, HIDDEN, device=context.device).to(torch.bfloat16)
-    calls = 0
-
-    def send_dispatch(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        pending = type(engine).send_dispatch(engine, *args)
-        return NoRoom(pending) if context.rank == 0 and calls == 2 else pending
-
-    wanted, _ = layer(x)
-    engine.send_dispatch = send_dispatch
-    with pytest.raises(RuntimeError if context.rank == 0 else tl.PeerError) as caught:
-        forward_and_check(layer, x)
-    del engine.send_dispatch
-    layer.comm.check()
-    assert torch.equal(layer(x)[0], wanted)
-    layer.comm.check()
-    layer.comm.close()
-    return type(caught.value).__name__
-
-
 def test_no_room_for_a_piece(hoppers: Ranks) -> None:
-    """The others hear of it while transfers of other pieces are on their way."""
+    """The others hear of it while transfers of other pieces are on their way. On the emulator ranks are threads, for
+    which pieces are forced here and once."""
     with forced(pieces=True):
-        found = hoppers.run(no_room_for_a_piece)
+        found = hoppers.run(no_room_for_rows, 1, not emulator.ON)
     assert found == ["RuntimeError"] + ["PeerError"] * (hoppers.num_ranks - 1)

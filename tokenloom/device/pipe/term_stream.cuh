@@ -24,7 +24,8 @@ struct TermStream {
     static constexpr int kGroups = kHidden / kGroupValues;
     static constexpr int kGroupBytes = kGroupValues * kValueBytes<kTermDtype>;
     static constexpr int kOutBytes = kGroupValues * kValueBytes<kOutDtype>;
-    static constexpr int kMostSteps = (kGroups % 32 == 0 ? 64 : 48) / kGroupBytes;  // more takes registers: of 2 KB
+    // A stage has up to 2 KB. More takes registers, and so do rows that end in the middle of a step.
+    static constexpr int kMostSteps = (kGroups % 32 == 0 ? 64 : 48) / kGroupBytes;
     using Row = Tiles<kGroups, kMostSteps>;
     static constexpr int kSliceGroups = 32 * Row::kSteps;
     static constexpr int kStageBytes = kSliceGroups * kGroupBytes;

@@ -169,8 +169,10 @@ __device__ Opened await_call(const Call& call, Turn turn) {
 }
 
 // Every block's last step, with all its threads, whatever became of the call. The last block out advances the epoch:
-// all blocks have read it then. (Of two kernels the first does, and leaves it to the second.) If any thread of any block was not `done`, the call was refused or a wait has expired:
-// then warp 0 of the last block out calls `publish`, which makes results safe to go on with. Nobody else writes any.
+// all blocks have read it then. (Of two kernels the first does, and leaves it to the second.)
+//
+// If any thread of any block was not `done`, the call was refused or a wait has expired. Then warp 0 of the last block
+// out calls `publish`, which makes results safe to go on with. Nobody else writes any.
 //
 // Last of all the host learns that the call is over. The release at system scope covers all that this rank has written.
 template <int kPart = kWhole, class Publish>

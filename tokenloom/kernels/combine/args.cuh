@@ -56,8 +56,8 @@ struct CombineRows {
     static constexpr bool kByExpert = Shape::layout == kLayoutExpert;
     static constexpr bool kCopies =
         !kByExpert && Shape::y_dtype == Shape::wire_dtype && Shape::dense == 0 && Shape::eager == 0;
-    // Rows for this rank's own tokens do not travel: they are added from where they are. (Not in halves: y may have
-    // changed before the second. And not where rows are made on the way: the sums that wait for nobody would make them.)
+    // Rows for this rank's own tokens do not travel: they are added from where they are. (Rows of halves travel, since y
+    // may have changed before the second half. So do rows that are sums: a sum within a sum lacks registers.)
     static constexpr bool kOwnStay = kCopies && Shape::part == kWhole;
     static constexpr int kYBytes = Shape::hidden * kValueBytes<Shape::y_dtype>;
     static constexpr int kWireBytes = Shape::hidden * kValueBytes<Shape::wire_dtype>;

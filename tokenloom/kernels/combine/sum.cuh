@@ -10,8 +10,8 @@ struct Term {
 };
 
 template <class Shape>
-__device__ __forceinline__ Term term_of(const CombineArgs& args, const CombineShared<Shape>& shared,
-                                            int64 token, int lane) {
+__device__ __forceinline__ Term term_of(const CombineArgs& args, const CombineShared<Shape>& shared, int64 token,
+                                        int lane) {
     Term term{-1, lane};
     if constexpr (Shape::per_route != 0) {
         if (lane >= Shape::top_k) return term;
