@@ -6,7 +6,8 @@
 A part is the tests of one file on groups of one size, in a pytest of its own that sees as many GPUs as it needs.
 Parts share GPUs. Those with the marker ``alone``, which measure, kill or fill a GPU, come last and share with nobody.
 A test without a group sees one GPU, or as many as ``gpu(2)`` says, or all of them if it runs alone.
-Prints a line for each part, then every failure. The exit status is 1 if a test failed or did not run to its end.
+Prints a line for each part with its failures, then totals. The exit status is 1 if a test failed or did not run to
+its end. SIGTERM, as of timeout(1), ends the run with the totals so far.
 
 Run it from the root of the repository. Standard library only; this file is also the plugin by which each pytest tells
 what it does, so that a part that dies or hangs is known up to the test that did it.
@@ -278,24 +279,33 @@ def line_of(part: Part) -> str:
     return f"{part.name:44.44} {gpus:>8}{numbers}  {part.result.ended}".rstrip()
 
 
+def failures_of(part: Part) -> list[str]:
+    """What failed in a part, with the last lines of each."""
+    assert part.result is not None
+    told = []
+    for test, outcome in part.result.outcomes.items():
+        if outcome == "failed":
+            lines = part.result.texts.get(test, "").splitlines()[-LAST_LINES:]
+            told.append("\n".join([f"  FAILED {test}", *(f"      {line}" for line in lines)]))
+    if part.result.ended:
+        told.append(f"  PART {part.name} {part.result.ended}")
+    return told
+
+
 def report(parts: Sequence[Part], wall_s: float) -> int:
-    """Print failures and totals; how many there are of failures."""
+    """Print totals; how many failures there are. Parts without a result did not end."""
     failures = 0
     counts: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     slowest: list[tuple[float, str]] = []
+    without = [part for part in parts if part.result is None]
     for part in parts:
-        assert part.result is not None
+        if part.result is None:
+            continue
         counts.update(part.result.outcomes.values())
         slowest += [(seconds, test) for test, seconds in part.result.seconds.items()]
-        failed = [test for test, outcome in part.result.outcomes.items() if outcome == "failed"]
         reasons.update(part.result.texts[test] for test, how in part.result.outcomes.items() if how == "skipped")
-        failures += len(failed) + bool(part.result.ended)
-        for test in failed:
-            lines = part.result.texts.get(test, "").splitlines()[-LAST_LINES:]
-            print("\n".join([f"\nFAILED {test}", *(f"    {line}" for line in lines)]))
-        if part.result.ended:
-            print(f"\nPART {part.name} {part.result.ended}")
+        failures += len(failures_of(part))
     for reason, number in reasons.most_common():
         print(f"\nskipped {number}: {reason}")
     print("\nslowest tests, seconds:")
@@ -304,7 +314,12 @@ def report(parts: Sequence[Part], wall_s: float) -> int:
     cut_short = sum(bool(part.result and part.result.ended) for part in parts)
     print(f"\n{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
     print(f"{len(parts)} parts in {wall_s:.0f} s, {cut_short} of them cut short")
-    return failures
+    if without:
+        tests = sum(len(part.tests) for part in without)
+        print(
+            f"stopped: {tests} tests in {len(without)} parts have no result: {' '.join(part.name for part in without)}"
+        )
+    return failures + len(without)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -331,8 +346,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts = make_parts(collected, num_gpus)
     print(f"{len(collected)} tests in {len(parts)} parts on {num_gpus} GPUs, {jobs} parts to a GPU; logs in {out}\n")
     print(f"{'part':44} {'GPUs':>8}{'passed':>7}{'failed':>7}{'skipped':>8}{'seconds':>9}", flush=True)
-    for part in Runner(out, visible, jobs, options.limit_s).run(parts):
-        print(line_of(part), flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    with suppress(SystemExit):
+        for part in Runner(out, visible, jobs, options.limit_s).run(parts):
+            print("\n".join([line_of(part), *failures_of(part)]), flush=True)
     return 1 if report(parts, time.monotonic() - began) else 0
 
 

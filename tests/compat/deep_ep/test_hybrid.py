@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.compat.deep_ep.cases import CASE, aligned, each_case, fails, finite, problem_of, rows_to_combine
+from tests.compat.deep_ep.cases import (
+    CASE,
+    aligned,
+    each_case,
+    fails,
+    finite,
+    problem_of,
+    rows_to_combine,
+    skip_where_kernels_tell,
+)
 from tests.conftest import Ranks
 from tests.support.cases import FP8, FP32, Case, Problem, same_bits, same_bytes
 from tokenloom import reference
@@ -291,6 +300,7 @@ COMBINE_FAULTS: list[Any] = [
 
 @pytest.mark.parametrize(("changes", "error", "text"), COMBINE_FAULTS)
 def test_combine_fault(ranks: Ranks, changes: Any, error: type[Exception], text: str) -> None:
+    skip_where_kernels_tell(ranks)
     ranks.run(check_combine_fault, next(i for i, each in enumerate(COMBINE_FAULTS) if each.values[0] is changes))
 
 

@@ -98,7 +98,7 @@ class Combiner:
             require_aligned(out, "out")
             self._reduce_scatter(handle, aligned(rows), weights, options, out)
         else:
-            prepared = self._prepare(handle.options.layout, rows.dtype, options, alone, split)
+            prepared = self._prepare(handle.number, handle.options.layout, rows.dtype, options, alone, split)
             out, half = prepared.launch(handle, rows, weights, out)
             if half is not None:
                 return CombineHalf(launcher, half, out, self.checked)
@@ -110,7 +110,7 @@ class Combiner:
         """See :meth:`tokenloom.backends.base.Backend.usual_combine`."""
         if self.checked or options.strategy == "reduce_scatter":
             return None
-        return self._prepare(layout, y_dtype, options, alone=False, split=False)
+        return self._prepare(self.launcher.num_calls, layout, y_dtype, options, alone=False, split=False)
 
     def require_kept(self, handle: NvlinkHandle) -> None:
         """Raise if not all ranks know of the dispatch, or the buffer that it wrote to may have been reused."""
@@ -126,13 +126,14 @@ class Combiner:
 
     def _prepare(
         self,
+        number: int,
         layout: str,
         y_dtype: torch.dtype,
         options: CombineOptions,
         alone: bool,
         split: bool,
     ) -> SumsAtHome:
-        """What was prepared for such combines, now or for an earlier one."""
+        """What was prepared for such combines, now for one of the ``number``-th dispatch, or for an earlier one."""
         key = (layout, y_dtype, options, alone, split)
         found = self._prepared.get(key)
         if found is None:
@@ -140,7 +141,7 @@ class Combiner:
                 require_layout(options.strategy, layout)
             _check(self.plan, y_dtype, options)
             blocks = self._blocks_alone if alone else None
-            found = SumsAtHome(self, layout, y_dtype, options, blocks, split)
+            found = SumsAtHome(self, number, layout, y_dtype, options, blocks, split)
             self._prepared[key] = found
         return found
 
@@ -266,6 +267,7 @@ class SumsAtHome:
     repeats is written down once.
 
     Args:
+        number: of the dispatch that the first of them belongs to.
         layout: of the dispatch.
         blocks: of a kernel; None: as the launcher has them.
 
@@ -276,6 +278,7 @@ class SumsAtHome:
     def __init__(
         self,
         combiner: Combiner,
+        number: int,
         layout: str,
         y_dtype: torch.dtype,
         options: CombineOptions,
@@ -287,7 +290,7 @@ class SumsAtHome:
         self._combiner, self._launcher, self._blocks = combiner, launcher, blocks
         self._like = torch.empty(0, dtype=options.out_dtype, device=launcher.ranks.device)
         self._per_route, self._weighted = options.per_route, options.weighted
-        fields = combine_fields(launcher.num_calls, options)
+        fields = combine_fields(number, options)
         self._kind = CallKind({**fields, **HALVES} if split else fields)
         variant = CombineVariant(
             plan=plan,
@@ -303,7 +306,7 @@ class SumsAtHome:
         self._kernel = launcher.new_kernel(variant)
         self._receiving_kernel = launcher.new_kernel(replace(variant, part="receive")) if split else None
         combiner.point_once(self._kernel)
-        args, meant = self._kernel.args, self._kind.fields_of(launcher.num_calls)
+        args, meant = self._kernel.args, self._kind.fields_of(number)
         if variant.eager or split:
             buffer = buffers.combine_in_turns(options, meant)
             args.combine_recv, args.combine_turns = buffer.layout.offset("combine_recv0"), num_turns(plan)
