@@ -103,7 +103,8 @@ class Done:
     notes: list[dict[str, object]]
 
 
-def run(folder: Path, suite: dict[str, str], *options: str) -> Done:
+def run(folder: Path, suite: dict[str, str], *options: str, stop_after_s: float = LIMIT_S) -> Done:
+    """Run the tool on a suite; SIGTERM ends it if it takes longer."""
     for name, text in suite.items():
         path = folder / name
         path.parent.mkdir(exist_ok=True)
@@ -111,9 +112,19 @@ def run(folder: Path, suite: dict[str, str], *options: str) -> Done:
     notes = folder / "notes"
     environment = {name: value for name, value in os.environ.items() if name not in ("CUDA_VISIBLE_DEVICES", "HOME")}
     environment |= {"NOTES": str(notes), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    command = [sys.executable, str(SCRIPT), "--gpus", "4", "--out", str(folder / "out"), *options]
+    command = [
+        "timeout",
+        str(stop_after_s),
+        sys.executable,
+        str(SCRIPT),
+        "--gpus",
+        "4",
+        "--out",
+        str(folder / "out"),
+        *options,
+    ]
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=2 * LIMIT_S, check=False
     )
     lines = notes.read_text().splitlines() if notes.exists() else []
     return Done(done.returncode, done.stdout + done.stderr, [json.loads(line) for line in lines])
@@ -170,3 +181,12 @@ def test_nothing_to_run_is_no_success(tmp_path: Path, suite: dict[str, str], sai
     done = run(tmp_path, suite)
     assert done.code == 1
     assert said in done.text
+
+
+@pytest.mark.slow
+def test_stopped(tmp_path: Path) -> None:
+    """SIGTERM ends a run in which a test hangs: what has ended is counted, and what has not is named."""
+    done = run(tmp_path, BAD, "--jobs", "3", stop_after_s=15)
+    assert done.code == 124
+    assert "2 passed, 2 failed, 1 skipped" in done.text
+    assert "stopped: 1 tests in 1 parts have no result: test_hangs-1" in done.text
