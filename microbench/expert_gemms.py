@@ -21,7 +21,7 @@ import torch
 
 import tokenloom as tl
 from tokenloom.ops.activation import activate
-from tokenloom.ops.experts import ExpertGemms, gemms_for
+from tokenloom.ops.expert_gemms import ExpertGemms, gemms_for
 from tokenloom.tune.samples import call_us
 
 DEVICE = torch.device("cuda", 0)
@@ -63,7 +63,7 @@ def calls_of(hidden: int, intermediate: int, ends: list[int]) -> dict[str, tuple
     one = 2.0 * ROWS * hidden * intermediate
     gemms: dict[str, tuple[float, Callable[[ExpertGemms], Any]]] = {
         "x w1": (2 * one, lambda p: p.multiply(x, w1.transpose(1, 2))),
-        "x w1, SwiGLU": (2 * one, lambda p: activate(p.multiply(x, w1.transpose(1, 2)), row_weights, offsets[-1:])),
+        "x w1, SwiGLU": (2 * one, lambda p: activate(p.multiply(x, w1.transpose(1, 2)), row_weights, offsets)),
         "act w2": (one, lambda p: p.multiply(act, w2.transpose(1, 2))),
         "dy w2": (one, lambda p: p.multiply(grad, w2)),
         "dh w1": (2 * one, lambda p: p.multiply(pre, w1)),

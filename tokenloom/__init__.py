@@ -39,11 +39,13 @@ if TYPE_CHECKING:
     from tokenloom.ops.gemm import grouped_gemm_fp8, grouped_swiglu_fp8, interleave_gate_and_up
     from tokenloom.ops.quant import dequantize_fp8, quantize_fp8, quantize_fp8_blocks
     from tokenloom.ops.router import Router
+    from tokenloom.plan import Activation, WeightLayout
     from tokenloom.runtime.streams import Event
     from tokenloom.training.layer import ExpertParallelMoE
     from tokenloom.training.state_dict import gather_state_dict, shard_state_dict
 
 _MODULE_OF = {
+    "Activation": "plan",
     "Communicator": "comm.communicator",
     "DispatchOut": "backends.base",
     "Event": "runtime.streams",
@@ -53,6 +55,7 @@ _MODULE_OF = {
     "Routed": "comm.routed",
     "Router": "ops.router",
     "Strategy": "comm.strategy",
+    "WeightLayout": "plan",
     "dequantize_fp8": "ops.quant",
     "gather_state_dict": "training.state_dict",
     "grouped_gemm_fp8": "ops.gemm",
@@ -64,6 +67,7 @@ _MODULE_OF = {
 }
 
 __all__ = [
+    "Activation",
     "BackendUnavailable",
     "CapacityOverflow",
     "Communicator",
@@ -87,6 +91,7 @@ __all__ = [
     "ShapeMismatch",
     "Strategy",
     "TokenloomError",
+    "WeightLayout",
     "__version__",
     "dequantize_fp8",
     "gather_state_dict",

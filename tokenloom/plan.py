@@ -1,7 +1,8 @@
-"""Plan: the sizes of an expert-parallel group, frozen, and the sizes that follow from them."""
+"""Plan: the sizes of an expert-parallel group, frozen, and the sizes that follow from them; the forms of experts."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from tokenloom.errors import InvalidArgument
@@ -17,6 +18,8 @@ COMBINE_STRATEGIES = ("dedup", "reduce_scatter", "all_to_all")
 MAX_TOP_K = 32
 FP8_BLOCK = 128
 """Values along H that share one FP8 scale."""
+FUNCTIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+"""Functions of :class:`Activation`."""
 
 
 @dataclass(frozen=True)
@@ -85,3 +88,104 @@ def padded(routes: int, groups: int, alignment: int) -> int:
 def align_up(value: int, alignment: int) -> int:
     """Round ``value`` up to a multiple of ``alignment``."""
     return -(-value // alignment) * alignment
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What an expert does between its two products.
+
+    Gated, w1 gives a gate and an up for each value, and the activation is ``f(gate) * (up + up_offset)``. Not gated,
+    w1 gives one x for each value, and the activation is ``f(x)``. Every ``activation`` argument takes a name instead:
+
+    | name | stands for |
+    |---|---|
+    | "swiglu", "geglu", "geglu_tanh", "reglu" | gated silu, gelu, gelu_tanh, relu |
+    | "silu", "gelu", "gelu_tanh", "relu", "relu2" | the function, not gated |
+    | "swigluoai" | gpt_oss: ``Activation("silu", limit=7.0, alpha=1.702, up_offset=1.0)`` |
+
+    Attributes:
+        function: f: "silu" is ``x * sigmoid(alpha * x)``, "gelu" the exact one with erf, "gelu_tanh" its
+            approximation, "relu2" the square of relu.
+        gated: whether there are gates and ups.
+        limit: largest gate, and largest absolute up, before anything else. None sets no limit. Where it holds, the
+            gradient is 0.
+        alpha: factor within the sigmoid of "silu".
+        up_offset: added to ups.
+
+    Raises:
+        InvalidArgument: the values do not make an activation.
+    """
+
+    function: str = "silu"
+    gated: bool = True
+    limit: float | None = None
+    alpha: float = 1.0
+    up_offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.function not in FUNCTIONS:
+            raise InvalidArgument(f"function is {self.function!r}, expected one of {', '.join(FUNCTIONS)}")
+        if not isinstance(self.gated, bool):
+            raise InvalidArgument(f"gated is {self.gated!r}, expected True or False")
+        if self.limit is not None and not (_is_number(self.limit) and self.limit > 0):
+            raise InvalidArgument(f"limit is {self.limit!r}, expected a number above 0, or None")
+        for name, value in (("alpha", self.alpha), ("up_offset", self.up_offset)):
+            if not _is_number(value):
+                raise InvalidArgument(f"{name} is {value!r}, expected a number")
+        if self.alpha != 1.0 and self.function != "silu":
+            raise InvalidArgument(f"alpha is {self.alpha}, which only 'silu' has; function is {self.function!r}")
+        if not self.gated and (self.limit is not None or self.up_offset):
+            raise InvalidArgument("limit and up_offset are for gates and ups; the activation is not gated")
+
+    @property
+    def rows(self) -> int:
+        """Rows of w1 for each value of the activation: 2 if gated, else 1."""
+        return 1 + self.gated
+
+    @staticmethod
+    def of(given: Activation | str) -> Activation:
+        """Return the activation that an argument means, by its name or as it is.
+
+        Raises:
+            InvalidArgument: it is neither an activation nor the name of one.
+        """
+        if isinstance(given, Activation):
+            return given
+        if given not in ACTIVATIONS:
+            raise InvalidArgument(
+                f"activation is {given!r}, expected an Activation or one of {', '.join(ACTIVATIONS)}"
+            )
+        return ACTIVATIONS[given]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+SWIGLU = Activation()
+ACTIVATIONS = {
+    "swiglu": SWIGLU,
+    "geglu": Activation("gelu"),
+    "geglu_tanh": Activation("gelu_tanh"),
+    "reglu": Activation("relu"),
+    **{function: Activation(function, gated=False) for function in FUNCTIONS},
+    "swigluoai": Activation("silu", limit=7.0, alpha=1.702, up_offset=1.0),
+}
+"""Activations by the names that people use."""
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """How the weights of experts lie in memory. Nothing is copied for it.
+
+    Attributes:
+        transposed: w1 is [L, H, 2I] and w2 [L, I, H], instead of [L, 2I, H] and [L, H, I].
+        interleaved: the rows of w1 (its columns, if transposed) and the values of its bias are gate, up, gate, up and
+            so on, instead of all gates, then all ups.
+    """
+
+    transposed: bool = False
+    interleaved: bool = False
+
+
+PLAIN_WEIGHTS = WeightLayout()

@@ -14,7 +14,7 @@ from itertools import product
 import torch
 
 from tokenloom.errors import CapacityOverflow
-from tokenloom.plan import FP8_BLOCK, Plan, align_up
+from tokenloom.plan import FP8_BLOCK, PLAIN_WEIGHTS, SWIGLU, Activation, Plan, WeightLayout, align_up
 
 __all__ = ["Routed", "combine", "combine_weights", "dispatch", "moe", "quantize_fp8"]
 
@@ -400,6 +400,12 @@ def moe(
     w2: torch.Tensor,
     shared_w1: torch.Tensor | None = None,
     shared_w2: torch.Tensor | None = None,
+    *,
+    w1_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    shared_gate_weight: torch.Tensor | None = None,
+    activation: Activation | str = SWIGLU,
+    weight_layout: WeightLayout = PLAIN_WEIGHTS,
 ) -> list[torch.Tensor]:
     """Compute a whole layer for all ranks, given the routes.
 
@@ -408,33 +414,61 @@ def moe(
         xs: [T, H] of each rank.
         topk_ids: [T, K] of each rank.
         topk_weights: [T, K] of each rank.
-        w1: [E, 2I, H], gate rows first, then up rows.
+        w1: [E, 2I, H], gate rows first, then up rows; [E, I, H] where the activation is not gated.
         w2: [E, H, I].
         shared_w1: [2S, H], gate rows first, or None without a shared expert.
         shared_w2: [H, S], or None without a shared expert.
+        w1_bias: [E, 2I] in the order of w1's rows, or None.
+        w2_bias: [E, H], or None.
+        shared_gate_weight: [1, H], or None where the shared expert is not gated.
+        activation: what lies between the products.
+        weight_layout: how w1, w2 and w1_bias lie, where it is not as above.
 
     Returns:
         [T, H] of each rank.
     """
+    activation = Activation.of(activation)
     routed = dispatch(plan, xs, topk_ids, topk_weights, "expert")
     ys = []
     for rank, received in enumerate(routed):
         offsets = received.expert_offsets or []
-        parts = [
-            _swiglu(received.tokens[offsets[local] : offsets[local + 1]], w1[expert], w2[expert])
-            for local, expert in enumerate(range(rank * plan.experts_per_rank, (rank + 1) * plan.experts_per_rank))
-        ]
+        parts = []
+        for local, e in enumerate(range(rank * plan.experts_per_rank, (rank + 1) * plan.experts_per_rank)):
+            first, second = (w1[e].T, w2[e].T) if weight_layout.transposed else (w1[e], w2[e])
+            hidden = received.tokens[offsets[local] : offsets[local + 1]] @ first.T
+            hidden = hidden if w1_bias is None else hidden + w1_bias[e]
+            y = _activated(hidden, activation, weight_layout.interleaved) @ second.T
+            parts.append(y if w2_bias is None else y + w2_bias[e])
         ys.append(torch.cat(parts))
     outs = combine(plan, ys, routed, topk_ids, topk_weights)
     if shared_w1 is None or shared_w2 is None:
         return outs
-    return [out + _swiglu(x, shared_w1, shared_w2) for out, x in zip(outs, xs, strict=True)]
+    shared = [_activated(x @ shared_w1.T, activation, False) @ shared_w2.T for x in xs]
+    if shared_gate_weight is not None:
+        shared = [torch.sigmoid(x @ shared_gate_weight.T) * y for x, y in zip(xs, shared, strict=True)]
+    return [out + y for out, y in zip(outs, shared, strict=True)]
 
 
-def _swiglu(rows: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
-    width = w1.shape[0] // 2
-    gate, up = rows @ w1[:width].T, rows @ w1[width:].T
-    return (gate * torch.sigmoid(gate) * up) @ w2.T
+def _activated(hidden: torch.Tensor, activation: Activation, interleaved: bool) -> torch.Tensor:
+    if not activation.gated:
+        return _function_of(hidden, activation)
+    width = hidden.shape[1] // 2
+    pairs = [(2 * i, 2 * i + 1) if interleaved else (i, width + i) for i in range(width)]
+    gate, up = (hidden[:, [pair[part] for pair in pairs]] for part in range(2))
+    if activation.limit is not None:
+        gate = torch.clamp(gate, max=activation.limit)
+        up = torch.clamp(up, min=-activation.limit, max=activation.limit)
+    return _function_of(gate, activation) * (up + activation.up_offset)
+
+
+def _function_of(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    if activation.function == "silu":
+        return x * torch.sigmoid(x * activation.alpha)
+    if activation.function == "gelu":
+        return x * (1 + torch.erf(x / math.sqrt(2))) / 2
+    if activation.function == "gelu_tanh":
+        return x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
+    return torch.where(x > 0, x if activation.function == "relu" else x * x, torch.zeros_like(x))
 
 
 def quantize_fp8(x: torch.Tensor, *, power_of_two_scales: bool = False) -> tuple[torch.Tensor, torch.Tensor]:

@@ -28,7 +28,7 @@ from tokenloom.bench.train.rows import LOCAL, ONE, OURS, PASSES, Measured
 from tokenloom.bench.train.work import TrainShape, Weights, make_problem
 from tokenloom.cli import app
 from tokenloom.cli.terminal import FAILED
-from tokenloom.ops.experts import _GroupedGemms
+from tokenloom.ops.expert_gemms import _GroupedGemms
 from tokenloom.runtime.processes import RankContext, RankPool
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.tune import choices

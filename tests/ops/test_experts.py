@@ -1,4 +1,4 @@
-"""SwiGLU experts: the grouped path and the loop path against a loop over single rows in float64."""
+"""Experts: the grouped path and the loop path against a loop over single rows in float64."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from itertools import accumulate
 import pytest
 import torch
 
-from tokenloom.ops import experts
-from tokenloom.ops.activation import swiglu
-from tokenloom.ops.experts import swiglu_experts
+from tokenloom.ops import expert_gemms
+from tokenloom.ops.activation import apply_activation
+from tokenloom.ops.experts import run_experts
 
 COUNTS = {
     "even": [3, 3, 3],
@@ -64,7 +64,7 @@ def check(rows: torch.Tensor, offsets: torch.Tensor, w1: torch.Tensor, w2: torch
     factors = factors.to(rows.dtype).double()
     wanted_grads = torch.autograd.grad((wanted * factors).sum(), exact)
 
-    y = swiglu_experts(rows, offsets, w1, w2)
+    y = run_experts(rows, offsets, w1, w2)
     assert y.dtype == rows.dtype
     assert y.shape == rows.shape
     grad = torch.zeros_like(y)
@@ -86,7 +86,7 @@ def forbid(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     def refuse(*arguments: object) -> None:
         raise AssertionError(f"{path} was not to be used here")
 
-    monkeypatch.setattr(experts, path, refuse)
+    monkeypatch.setattr(expert_gemms, path, refuse)
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
@@ -103,7 +103,7 @@ def test_loop_path(dtype: torch.dtype, counts: list[int], device: str, monkeypat
     """float64 takes it by itself; the others are made to, so that both paths are compared on the same cases."""
     forbid(monkeypatch, "_GroupedGemms")
     if dtype != torch.float64:
-        monkeypatch.setattr(experts, "_grouped_mm_takes", lambda *tensors: False)
+        monkeypatch.setattr(expert_gemms, "_grouped_mm_takes", lambda *tensors: False)
     check(*make_case(dtype, *GROUPED.get(dtype, (8, 12)), counts, device), counts)
 
 
@@ -120,7 +120,7 @@ def test_widths_that_are_no_multiple_of_16_bytes(
 def test_rows_beyond_the_last_offset_touch_nothing(path: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs of bounded size end in unspecified rows: NaN there must reach no output, nor any weight's gradient."""
     if path == "_ExpertByExpert":
-        monkeypatch.setattr(experts, "_grouped_mm_takes", lambda *tensors: False)
+        monkeypatch.setattr(expert_gemms, "_grouped_mm_takes", lambda *tensors: False)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     counts = [2, 0, 3]
     rows, offsets, w1, w2 = make_case(dtype, *GROUPED[dtype], counts, device, beyond=4)
@@ -135,7 +135,7 @@ def test_expanded_gradients(dtype: torch.dtype, device: str) -> None:
     counts = [2, 1, 0]
     tensors = make_case(dtype, *GROUPED[dtype], counts, device)
     rows, offsets, w1, w2 = tensors
-    swiglu_experts(rows, offsets, w1, w2).sum().backward()
+    run_experts(rows, offsets, w1, w2).sum().backward()
     exact = [tensor.detach().double().cpu().requires_grad_() for tensor in (rows, w1, w2)]
     naive(exact[0], counts, exact[1], exact[2]).sum().backward()
     for got, want in zip((rows, w1, w2), exact, strict=True):
@@ -148,16 +148,16 @@ def test_expanded_gradients(dtype: torch.dtype, device: str) -> None:
 def test_gradients_by_finite_differences() -> None:
     """The naive loop shares autograd with the code; differences of outputs do not."""
     rows, offsets, w1, w2 = make_case(torch.float64, 3, 2, [2, 0, 1], "cpu")
-    assert torch.autograd.gradcheck(lambda *values: swiglu_experts(values[0], offsets, *values[1:]), (rows, w1, w2))
+    assert torch.autograd.gradcheck(lambda *values: run_experts(values[0], offsets, *values[1:]), (rows, w1, w2))
 
 
 def test_gradients_of_weights_by_finite_differences() -> None:
     """Of rows that are weighted before the second GEMM, the weights' too; an empty expert, a row of weight 0."""
     rows, offsets, w1, w2 = make_case(torch.float64, 3, 2, [2, 0, 2], "cpu")
     weights = torch.tensor([0.5, -1.25, 0.0, 2.0], dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda r, a, b, w: swiglu_experts(r, offsets, a, b, w), (rows, w1, w2, weights))
-    scaled = swiglu_experts(rows, offsets, w1, w2) * weights[:, None]
-    torch.testing.assert_close(swiglu_experts(rows, offsets, w1, w2, weights), scaled)
+    assert torch.autograd.gradcheck(lambda r, a, b, w: run_experts(r, offsets, a, b, w), (rows, w1, w2, weights))
+    scaled = run_experts(rows, offsets, w1, w2) * weights[:, None]
+    torch.testing.assert_close(run_experts(rows, offsets, w1, w2, weights), scaled)
 
 
 @pytest.mark.parametrize("frozen", ["rows", "w1", "w2", "weights"])
@@ -168,7 +168,7 @@ def test_gradients_that_nobody_wants(frozen: str, device: str) -> None:
     tensors = {"rows": rows, "w1": w1, "w2": w2, "weights": weights}
 
     def grads(wanted: list[str]) -> dict[str, torch.Tensor]:
-        out = swiglu_experts(tensors["rows"], offsets, tensors["w1"], tensors["w2"], tensors["weights"])
+        out = run_experts(tensors["rows"], offsets, tensors["w1"], tensors["w2"], tensors["weights"])
         return dict(
             zip(wanted, torch.autograd.grad(out.square().sum(), [tensors[name] for name in wanted]), strict=True)
         )
@@ -181,6 +181,6 @@ def test_gradients_that_nobody_wants(frozen: str, device: str) -> None:
 
 def test_gate_comes_first() -> None:
     """The layout of checkpoints: silu belongs to rows [0, I). silu(0) * 5 is 0, silu(5) * 0 would be 0 as well."""
-    torch.testing.assert_close(swiglu(torch.tensor([[0.0, 5.0]])), torch.tensor([[0.0]]))
+    torch.testing.assert_close(apply_activation(torch.tensor([[0.0, 5.0]])), torch.tensor([[0.0]]))
     big = torch.tensor([[30.0, -2.0]])  # silu(30) is 30 in float32; silu(-2) * 30 would be near -7
-    torch.testing.assert_close(swiglu(big), torch.tensor([[-60.0]]))
+    torch.testing.assert_close(apply_activation(big), torch.tensor([[-60.0]]))

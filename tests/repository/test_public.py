@@ -32,6 +32,7 @@ ERRORS = [
 PUBLIC = {
     "tokenloom": [
         *ERRORS,
+        "Activation",
         "Communicator",
         "DispatchOut",
         "Event",
@@ -41,6 +42,7 @@ PUBLIC = {
         "Routed",
         "Router",
         "Strategy",
+        "WeightLayout",
         "__version__",
         "dequantize_fp8",
         "gather_state_dict",

@@ -18,10 +18,9 @@ import tokenloom as tl
 from tests.conftest import LIMIT_S, Ranks
 from tests.training.test_routed_experts import HIDDEN, layers_of
 from tokenloom.comm.engine import Engine
-from tokenloom.ops import experts, routing
+from tokenloom.ops import expert_gemms, experts, routing
 from tokenloom.runtime.processes import RankContext
 from tokenloom.training import layer as layer_module
-from tokenloom.training import routed_experts
 
 pytestmark = pytest.mark.slow_on(4)
 
@@ -55,30 +54,30 @@ FORWARD = {
     "router": Place(layer_module, "router_logits"),
     "router, before the sum of losses": Place(layer_module, "router_sums", options=ROUTER_LOSS),
     "output": Place(torch, "empty_like"),
-    "shared expert": Place(layer_module, "swiglu"),
+    "shared expert": Place(layer_module, "apply_activation"),
     "row maps": Place(routing, "send_map"),
     "rows to send": Place(routing, "gather_rows", ends_group=True),
     "places of rows": Place(routing, "place_by_expert", ends_group=True),
     "received rows": Place(routing, "scatter_rows", ends_group=True),
-    "choice of GEMMs": Place(routed_experts, "gemms_for"),
+    "choice of GEMMs": Place(experts, "gemms_for"),
     "weights of rows": Place(Engine, "row_weights"),
-    "first GEMM": Place(experts._GroupedGemms, "multiply"),
-    "activations": Place(routed_experts, "activate"),
-    "second GEMM": Place(experts._GroupedGemms, "multiply", calls=1),
+    "first GEMM": Place(expert_gemms._GroupedGemms, "multiply"),
+    "activations": Place(experts, "activate"),
+    "second GEMM": Place(expert_gemms._GroupedGemms, "multiply", calls=1),
     "partial sums": Place(routing, "ordered_sum", ends_group=True),
     "sums at home": Place(routing, "ordered_sum", calls=1, ends_group=True, sent=True),
 }
 BACKWARD = {
     "gradient of x": Place(torch, "empty_like"),
     "rows of gradients": Place(routing, "gather_rows", ends_group=True),
-    "gradient of the second GEMM": Place(experts._GroupedGemms, "multiply"),
-    "activations": Place(routed_experts, "activate_backward"),
-    "gradient of the first GEMM": Place(experts._GroupedGemms, "multiply", calls=1),
+    "gradient of the second GEMM": Place(expert_gemms._GroupedGemms, "multiply"),
+    "activations": Place(experts, "activate_backward"),
+    "gradient of the first GEMM": Place(expert_gemms._GroupedGemms, "multiply", calls=1),
     "sums of gradients": Place(routing, "ordered_sum", ends_group=True),
     "gradients of weights of rows": Place(Engine, "route_gradients"),
     "gradients of weights to send": Place(routing, "packed", ends_group=True),
     "gradient of w2, with rows to come": Place(
-        experts._GroupedGemms, "weight_gradient", options={"redispatch_in_backward": True}
+        expert_gemms._GroupedGemms, "weight_gradient", options={"redispatch_in_backward": True}
     ),
 }
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from tests.support.layer_cases import (
     make_layer,
 )
 from tokenloom import reference
+from tokenloom.ops.experts import Experts
 from tokenloom.plan import Plan
 from tokenloom.runtime.processes import RankContext
 
@@ -388,6 +391,7 @@ FAULTS: dict[str, type[Exception]] = {
     "wrong device": tl.DeviceMismatch,
     "not a tensor": tl.InvalidArgument,
     "router fails": ZeroDivisionError,
+    "wrong weights": tl.ShapeMismatch,
     "experts fail": RuntimeError,
 }
 
@@ -408,10 +412,13 @@ def fail_on_one_rank(context: RankContext, case: LayerCase, fault: str, bad: int
 
     before = step()
     bad_x: Any = x
+    failing: Any = nullcontext()
     if context.rank == bad:
         if fault == "router fails":
             layer.router = BrokenRouter()  # type: ignore[assignment]
         elif fault == "experts fail":
+            failing = mock.patch.object(Experts, "gemms", side_effect=RuntimeError("no memory left"))
+        elif fault == "wrong weights":
             layer.w1 = torch.nn.Parameter(w1.detach()[:, :, 1:])
         else:
             bad_x = {
@@ -423,7 +430,7 @@ def fail_on_one_rank(context: RankContext, case: LayerCase, fault: str, bad: int
                 "not a tensor": x.tolist(),
             }[fault]
     if context.rank == bad:
-        with pytest.raises(FAULTS[fault]) as raised:
+        with pytest.raises(FAULTS[fault]) as raised, failing:
             layer(bad_x)
         assert not isinstance(raised.value, tl.PeerError)
     else:
@@ -455,7 +462,11 @@ def disagree(context: RankContext, option: str, value: Any) -> None:
 
 DISAGREEMENTS = {
     "intermediate": 13,
+    "activation": "geglu",
+    "biases": True,
+    "weight_layout": tl.WeightLayout(transposed=True),
     "shared_intermediate": 0,
+    "shared_gate": True,
     "router": ROUTERS["renormalized"],
     "balance_coef": 0.0,
     "z_coef": 1.0,

@@ -15,7 +15,7 @@ import torch
 import tokenloom as tl
 from tests.conftest import Ranks
 from tokenloom.backends.nvlink import buffers
-from tokenloom.ops import experts
+from tokenloom.ops import expert_gemms, experts
 from tokenloom.runtime.processes import RankContext
 from tokenloom.training import pieces as piecewise
 from tokenloom.training import routed_experts
@@ -92,12 +92,12 @@ def four_pieces(engine: Any, options: Any, num_tokens: int) -> list[slice]:
 
 
 @contextmanager
-def forced(pieces: bool, few_rows: int = experts.FEW_ROWS) -> Iterator[None]:
+def forced(pieces: bool, few_rows: int = expert_gemms.FEW_ROWS) -> Iterator[None]:
     """Many tokens: they go in pieces, and experts are multiplied one by one."""
     with ExitStack() as stack:
         if pieces:
             stack.enter_context(mock.patch.object(routed_experts, "cut", four_pieces))
-        stack.enter_context(mock.patch.object(experts, "FEW_ROWS", few_rows))
+        stack.enter_context(mock.patch.object(expert_gemms, "FEW_ROWS", few_rows))
         yield
 
 
@@ -112,7 +112,7 @@ def compare_switch(context: RankContext, name: str, pieces: bool, few_rows: int)
 @pytest.mark.parametrize("pieces", [False, True], ids=["whole", "pieces"])
 @pytest.mark.parametrize("name", SWITCHES)
 def test_same_bits(ranks: Ranks, name: str, pieces: bool) -> None:
-    ranks.run(compare_switch, name, pieces, experts.FEW_ROWS)
+    ranks.run(compare_switch, name, pieces, expert_gemms.FEW_ROWS)
 
 
 @pytest.mark.gpu
@@ -216,11 +216,11 @@ def fail_in_piece(context: RankContext, number: int, combine: str) -> str:
         calls += 1
         if context.rank == 0 and calls == number + 1:
             raise RuntimeError("no memory left")
-        return experts.gemms_for(*args)
+        return expert_gemms.gemms_for(*args)
 
     (layer,) = layers_of(context, 1, strategy=tl.Strategy(combine=combine))
     x = torch.randn(16, HIDDEN, device=context.device).to(torch.bfloat16).requires_grad_()
-    with forced(pieces=True), mock.patch.object(routed_experts, "gemms_for", gemms):
+    with forced(pieces=True), mock.patch.object(experts, "gemms_for", gemms):
         with pytest.raises(RuntimeError if context.rank == 0 else tl.PeerError) as caught:
             forward_and_check(layer, x)
         if context.rank:
@@ -246,9 +246,9 @@ def fail_in_layer(context: RankContext, options: dict[str, Any]) -> str:
     layers = layers_of(context, 2, **options)
     x = torch.randn(16, HIDDEN, device=context.device).to(torch.bfloat16)
 
-    def step(gemms: Any = experts.gemms_for) -> torch.Tensor:
+    def step(gemms: Any = expert_gemms.gemms_for) -> torch.Tensor:
         out = x.clone().requires_grad_()
-        with mock.patch.object(routed_experts, "gemms_for", gemms):
+        with mock.patch.object(experts, "gemms_for", gemms):
             for layer in layers:
                 out = out + layer(out)[0]
         out.float().sum().backward()
@@ -259,7 +259,7 @@ def fail_in_layer(context: RankContext, options: dict[str, Any]) -> str:
 
     wanted = step()
     with pytest.raises((RuntimeError, tl.PeerError)) as caught:
-        step(no_memory if context.rank == 0 else experts.gemms_for)
+        step(no_memory if context.rank == 0 else expert_gemms.gemms_for)
     for _ in range(2):
         assert torch.equal(step(), wanted)
     layers[0].comm.check()

@@ -8,7 +8,7 @@ from tokenloom.backends.base import Upcoming
 from tokenloom.comm.communicator import Communicator
 from tokenloom.errors import InvalidArgument
 from tokenloom.inference.request import ForwardRequest
-from tokenloom.ops.activation import swiglu
+from tokenloom.ops.activation import apply_activation
 from tokenloom.ops.gemm import separate_gate_and_up
 from tokenloom.ops.quant import dequantize_fp8, quantize_fp8
 
@@ -86,7 +86,7 @@ class ReferenceExperts:
         if self._clamp is not None:
             gate, up = gate_and_up.chunk(2, -1)
             gate_and_up = torch.cat([gate.clamp(max=self._clamp), up.clamp(-self._clamp, self._clamp)], -1)
-        activations = dequantize_fp8(*self._quantize(swiglu(gate_and_up) * row_weights[:, None]))
+        activations = dequantize_fp8(*self._quantize(apply_activation(gate_and_up) * row_weights[:, None]))
         return (activations @ _dequantize(w2, w2_scales).T).bfloat16()
 
     def _quantize(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,7 +21,7 @@ from tokenloom.kernels.gemm.launch import (
     scale_map,
     wide_scales,
 )
-from tokenloom.ops.activation import swiglu
+from tokenloom.ops.activation import apply_activation
 from tokenloom.ops.quant import dequantize_fp8, quantize_fp8
 
 ALIGNMENT_BYTES = 16
@@ -135,7 +135,7 @@ def grouped_swiglu_fp8(
             if clamp is not None:
                 gate, up = sums.chunk(2, -1)
                 sums = torch.cat([gate.clamp(max=clamp), up.clamp(-clamp, clamp)], -1)
-            activations = swiglu(sums)
+            activations = apply_activation(sums)
             if row_weights is not None:
                 activations = activations * row_weights.flatten()[rows, None]
             q, scales = quantize_fp8(activations, power_of_two_scales=power_of_two_scales)

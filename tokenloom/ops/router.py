@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,9 +29,11 @@ class Router:
             DeepSeek-V2, Qwen3). "topk_softmax" takes the K largest logits and their softmax (Mixtral's code,
             gpt-oss). "sigmoid" gives each expert a sigmoid of its own (DeepSeek-V3).
         renormalize: divide the K weights by their sum. Changes nothing for "topk_softmax", which sums to 1 already.
+        least_sum: with ``renormalize``, divide by this where the sum is smaller (ERNIE 4.5).
         scale: factor of the final weights (DeepSeek-V3: 2.5).
         correction_bias: choose experts by score + bias, but weight them by score alone (DeepSeek-V3's balancing
-            without a loss).
+            without a loss; with "softmax_topk", ERNIE 4.5).
+        bias: the layer adds a learned bias to the logits (gpt-oss). ``route`` takes logits that have it.
         num_groups: number of equal groups of experts. A group's value is the sum of its two best scores for
             "sigmoid" (DeepSeek-V3), its best score otherwise (DeepSeek-V2).
         top_groups: number of best groups to choose experts from. Equal to ``num_groups``, it sets no limit.
@@ -47,6 +50,8 @@ class Router:
     correction_bias: bool = False
     num_groups: int = 1
     top_groups: int = 1
+    bias: bool = False
+    least_sum: float = 0.0
 
     def __post_init__(self) -> None:
         if self.score not in SCORES:
@@ -65,6 +70,10 @@ class Router:
                 f"top_k is {self.top_k}, but top_groups={self.top_groups} leave only "
                 f"{self.top_groups * (self.num_experts // self.num_groups)} experts to choose from"
             )
+        if not 0 <= self.least_sum < math.inf:
+            raise InvalidArgument(f"least_sum is {self.least_sum!r}, expected a finite number of at least 0")
+        if self.least_sum and (not self.renormalize or self.score == "topk_softmax"):
+            raise InvalidArgument("least_sum needs renormalize=True, and a score other than 'topk_softmax'")
         if self.correction_bias and self.score == "topk_softmax":
             raise InvalidArgument("correction_bias needs scores before the choice; use 'sigmoid' or 'softmax_topk'")
 
@@ -95,7 +104,8 @@ class Router:
         if self.score == "topk_softmax":
             weights = weights.softmax(-1)
         elif self.renormalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + RENORMALIZE_EPS)
+            total = weights.sum(-1, keepdim=True) + RENORMALIZE_EPS
+            weights = weights / (total.clamp_min(self.least_sum) if self.least_sum else total)
         return ids, weights * self.scale, probabilities
 
     def _limit_groups(self, choice: torch.Tensor) -> torch.Tensor:

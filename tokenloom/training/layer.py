@@ -16,14 +16,16 @@ from tokenloom.comm import validation
 from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.strategy import Strategy
 from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch
-from tokenloom.ops.activation import swiglu
+from tokenloom.ops.activation import apply_activation
 from tokenloom.ops.autocast import autocast_dtype
+from tokenloom.ops.experts import ExpertForm
 from tokenloom.ops.router import Router, RouterSums, balance_loss, router_logits, router_sums, z_loss
+from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout
 from tokenloom.runtime.rendezvous import agree
 from tokenloom.training import torch_compile
 from tokenloom.training.gradients import scale_grad, sum_grad_over_ranks, sum_over_ranks
 from tokenloom.training.main_grads import accumulate_main_grads
-from tokenloom.training.parameters import check_options, seeded_uniform
+from tokenloom.training.parameters import check_options, plain_view, seeded_uniform
 from tokenloom.training.pieces import RunOptions, forward_calls
 from tokenloom.training.routed_experts import routed_experts
 from tokenloom.training.saved_activations import SavedTensor, saved_tensors
@@ -31,16 +33,17 @@ from tokenloom.tune import choices
 
 __all__ = ["ExpertParallelMoE"]
 
-EXPERT_WEIGHTS = ("w1", "w2")
+EXPERT_WEIGHTS = ("w1", "w2", "w1_bias", "w2_bias")
 """Names of the parameters that are sharded by expert, along dimension 0."""
 
 
 class ExpertParallelMoE(nn.Module):
     """Router, experts spread over the ranks, and an optional shared expert.
 
-    ``out = sum over the K chosen experts e of weight_e * w2_e (silu(gate) * up)`` with ``gate, up = w1_e x``, plus the
-    shared expert. Every rank passes its own tokens and gets its own outputs. Gradients are those of the sum of all
-    ranks' losses. Expert weights receive their whole gradient here; ``router_grad`` says what the replicated
+    ``out = sum over the K chosen experts e of weight_e * (w2_e a + w2_bias_e)`` with
+    ``a = activation(w1_e x + w1_bias_e)``, plus the shared expert. By default there are no biases, and ``a`` is
+    ``silu(gate) * up``. Every rank passes its own tokens and gets its own outputs. Gradients are those of the sum of
+    all ranks' losses. Expert weights receive their whole gradient here; ``router_grad`` says what the replicated
     parameters (router, shared expert) receive.
 
     Args:
@@ -53,7 +56,12 @@ class ExpertParallelMoE(nn.Module):
         max_tokens_per_rank: most tokens (product of the leading dimensions of the input) on one rank. Leave it out
             with ``comm``.
         router: "softmax_topk", "topk_softmax" or "sigmoid", or a ``Router`` with all options.
+        activation: an ``Activation`` or the name of one, such as "swiglu", "geglu", "relu2", "swigluoai"; the shared
+            expert has the same.
+        biases: give both products of the experts a bias. The shared expert has none.
+        weight_layout: how w1, w2 and w1_bias lie. The shared expert's weights lie as by default.
         shared_intermediate: width of the shared expert, 0 for none.
+        shared_gate: multiply the shared expert's output by ``sigmoid(shared_gate_weight x)`` (Qwen2-MoE).
         balance_coef: weight of the balance loss in ``aux_loss``; 0 switches it off.
         z_coef: weight of the z-loss in ``aux_loss``; 0 switches it off.
         router_grad: "local" leaves this rank's part in the gradients of replicated parameters, for a trainer that
@@ -77,12 +85,17 @@ class ExpertParallelMoE(nn.Module):
         dtype: dtype of the parameters; None means torch's default.
 
     Attributes:
-        w1: [L, 2I, H], this rank's L = E / W experts, gate rows first, then up rows.
+        w1: [L, 2I, H], this rank's L = E / W experts, gate rows first, then up rows. [L, I, H] where the activation
+            is not gated. ``weight_layout`` may say otherwise, as of w2.
         w2: [L, H, I], this rank's experts.
+        w1_bias: [L, 2I] in the order of w1's rows, or None without biases.
+        w2_bias: [L, H], or None without biases.
         router_weight: [E, H].
+        router_bias: [E], or None without ``Router.bias``.
         correction_bias: float32 buffer [E], or None without ``Router.correction_bias``.
-        shared_w1: [2S, H], gate rows first, or None without a shared expert of width S.
+        shared_w1: [2S, H], gate rows first, or [S, H] without gates, or None without a shared expert of width S.
         shared_w2: [H, S], or None without a shared expert.
+        shared_gate_weight: [1, H], or None without ``shared_gate``.
         expert_counts: int64 buffer [E], routes of the last forward over all ranks. Zero before the first forward, and
             updated only when a loss or a correction bias needs it.
 
@@ -103,7 +116,11 @@ class ExpertParallelMoE(nn.Module):
         top_k: int,
         max_tokens_per_rank: int | None = None,
         router: Router | Literal["softmax_topk", "topk_softmax", "sigmoid"] = "softmax_topk",
+        activation: Activation | str = SWIGLU,
+        biases: bool = False,
+        weight_layout: WeightLayout = PLAIN_WEIGHTS,
         shared_intermediate: int = 0,
+        shared_gate: bool = False,
         balance_coef: float = 0.0,
         z_coef: float = 0.0,
         router_grad: Literal["local", "sum"] = "local",
@@ -140,11 +157,14 @@ class ExpertParallelMoE(nn.Module):
             )
         self.comm = comm
 
-        def prepare() -> tuple[dict[str, Any], tuple[Router, Strategy | None]]:
+        def prepare() -> tuple[dict[str, Any], tuple[Router, ExpertForm, Strategy | None]]:
             if group_and_comm:
                 raise InvalidArgument("group and comm are both given; the communicator already has a group")
             rule = Router(num_experts, top_k, router) if isinstance(router, str) else router
+            form = ExpertForm(Activation.of(activation), weight_layout)
             check_options(comm.plan, rule, hidden, intermediate, num_experts, top_k, shared_intermediate, router_grad)
+            if shared_gate and not shared_intermediate:
+                raise InvalidArgument("shared_gate is True, but there is no shared expert; give shared_intermediate")
             if strategy is not None:
                 validation.require_strategy(comm.engine.capabilities, strategy)
             found = None
@@ -152,7 +172,11 @@ class ExpertParallelMoE(nn.Module):
                 found = choices.find(choices.setting_of(comm.plan, intermediate, dtype, comm.backend, comm.device))
             return {
                 "intermediate": intermediate,
+                "activation": form.activation,
+                "weight_layout": form.layout,
+                "biases": bool(biases),
                 "shared_intermediate": shared_intermediate,
+                "shared_gate": bool(shared_gate),
                 "router": rule,
                 "balance_coef": balance_coef,
                 "z_coef": z_coef,
@@ -163,24 +187,30 @@ class ExpertParallelMoE(nn.Module):
                 "redispatch_in_backward": redispatch_in_backward,
                 "pool_rows": pool_rows,
                 "dtype": dtype,
-            }, (rule, found)
+            }, (rule, form, found)
 
         agreed = agree(comm.engine.ranks, prepare, "making an ExpertParallelMoE")
-        self.router = agreed[comm.rank][0]
+        self.router, self.form, _ = agreed[comm.rank]
         self.hidden, self.intermediate = hidden, intermediate
         self.balance_coef, self.z_coef = balance_coef, z_coef
         self.router_grad, self.expert_grad_scale = router_grad, expert_grad_scale
-        self.strategy = strategy or agreed[0][1] or Strategy()
+        self.strategy = strategy or agreed[0][2] or Strategy()
         self.overlap, self.redispatch_in_backward, self.pool_rows = overlap, redispatch_in_backward, pool_rows
         local = comm.plan.experts_per_rank
         factory: dict[str, Any] = {"device": comm.device, "dtype": dtype}
+        shapes = self.form.shapes(local, hidden, intermediate)
+
+        def parameter(wanted: object, *shape: int) -> nn.Parameter | None:
+            return nn.Parameter(torch.empty(shape, **factory)) if wanted else None
+
         self.router_weight = nn.Parameter(torch.empty(num_experts, hidden, **factory))
-        self.w1 = nn.Parameter(torch.empty(local, 2 * intermediate, hidden, **factory))
-        self.w2 = nn.Parameter(torch.empty(local, hidden, intermediate, **factory))
-        self.shared_w1 = self.shared_w2 = None
-        if shared_intermediate:
-            self.shared_w1 = nn.Parameter(torch.empty(2 * shared_intermediate, hidden, **factory))
-            self.shared_w2 = nn.Parameter(torch.empty(hidden, shared_intermediate, **factory))
+        self.router_bias = parameter(self.router.bias, num_experts)
+        self.w1 = nn.Parameter(torch.empty(shapes["w1"], **factory))
+        self.w2 = nn.Parameter(torch.empty(shapes["w2"], **factory))
+        self.w1_bias, self.w2_bias = parameter(biases, *shapes["w1_bias"]), parameter(biases, *shapes["w2_bias"])
+        self.shared_w1 = parameter(shared_intermediate, self.form.activation.rows * shared_intermediate, hidden)
+        self.shared_w2 = parameter(shared_intermediate, hidden, shared_intermediate)
+        self.shared_gate_weight = parameter(shared_gate, 1, hidden)
         bias = (
             torch.zeros(num_experts, dtype=torch.float32, device=comm.device) if self.router.correction_bias else None
         )
@@ -209,7 +239,7 @@ class ExpertParallelMoE(nn.Module):
 
     def expert_parameters(self) -> list[nn.Parameter]:
         """Return the parameters of this rank's experts. They are sharded, and their gradients are complete."""
-        return [self.w1, self.w2]
+        return [parameter for name, parameter in self.named_parameters() if name in EXPERT_WEIGHTS]
 
     def replicated_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that ``router_grad`` is about: router and shared expert, the same on every rank."""
@@ -221,17 +251,22 @@ class ExpertParallelMoE(nn.Module):
 
         Args:
             seed: draw the same full set of weights on every rank and for any number of ranks, and keep this rank's
-                shard. Give each layer its own seed, or layers get equal weights. None draws from torch's generator,
+                shard. Experts compute the same in any ``weight_layout``. Give each layer its own seed, or layers get
+                equal weights. None draws from torch's generator,
                 and how many values depends on the number of ranks. Then load a checkpoint, or make replicated
                 parameters equal yourself.
         """
+        widths = {"w2": self.intermediate, "w2_bias": self.intermediate}
+        if self.shared_w2 is not None:
+            widths["shared_w2"] = self.shared_w2.shape[1]
         for name, parameter in self.named_parameters():
-            bound = 1 / math.sqrt(parameter.shape[-1])
+            bound = 1 / math.sqrt(widths.get(name, self.hidden))
             if seed is None:
                 parameter.uniform_(-bound, bound)
             else:
+                values = plain_view(name, parameter, self.form.layout)
                 rows = self.local_experts if name in EXPERT_WEIGHTS else range(len(parameter))
-                for place, row in zip(parameter, rows, strict=True):
+                for place, row in zip(values, rows, strict=True):
                     place.copy_(seeded_uniform(place, bound, seed, name, row))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -269,8 +304,24 @@ class ExpertParallelMoE(nn.Module):
         sums = self._sum_over_ranks(sums)
         shared: list[torch.Tensor] = []
         w1, w2 = (scale_grad(weight, self.expert_grad_scale) for weight in (self.w1, self.w2))
+        w1_bias, w2_bias = (
+            None if bias is None else scale_grad(bias, self.expert_grad_scale) for bias in (self.w1_bias, self.w2_bias)
+        )
         beside = None if self.shared_w1 is None else lambda: shared.append(self._shared_expert(tokens))
-        out = routed_experts(self.comm, options, tokens, topk_ids, topk_weights, w1, w2, beside)
+        out = routed_experts(
+            self.comm,
+            options,
+            tokens,
+            topk_ids,
+            topk_weights,
+            w1,
+            w2,
+            beside,
+            w1_bias=w1_bias,
+            w2_bias=w2_bias,
+            activation=self.form.activation,
+            weight_layout=self.form.layout,
+        )
         for result in shared:
             out = out + result
         return out.view(x.shape), self._aux_loss(sums, topk_weights.dtype)
@@ -285,6 +336,8 @@ class ExpertParallelMoE(nn.Module):
         dtype = torch.promote_types(tokens.dtype, torch.float32)
         with torch.autocast(tokens.device.type, enabled=False):  # autocast would route by bfloat16 logits
             logits = router_logits(tokens, self._replicated(self.router_weight), dtype)
+            if self.router_bias is not None:
+                logits = logits + self._replicated(self.router_bias).to(dtype)
             topk_ids, topk_weights, probabilities = self.router.route(logits, self.correction_bias)
             sums = router_sums(logits, probabilities, topk_ids) if self._wants_sums() else None
             return tokens, topk_ids, topk_weights, sums
@@ -330,8 +383,11 @@ class ExpertParallelMoE(nn.Module):
     def _shared_expert(self, tokens: torch.Tensor) -> torch.Tensor:
         assert self.shared_w1 is not None
         assert self.shared_w2 is not None
-        hidden = swiglu(functional.linear(tokens, self._replicated(self.shared_w1)))
-        return functional.linear(hidden, self._replicated(self.shared_w2))
+        hidden = functional.linear(tokens, self._replicated(self.shared_w1))
+        out = functional.linear(apply_activation(hidden, self.form.activation), self._replicated(self.shared_w2))
+        if self.shared_gate_weight is None:
+            return out
+        return torch.sigmoid(functional.linear(tokens, self._replicated(self.shared_gate_weight))) * out
 
     def _replicated(self, parameter: torch.Tensor) -> torch.Tensor:
         return sum_grad_over_ranks(parameter, self.comm.engine.ranks) if self.router_grad == "sum" else parameter

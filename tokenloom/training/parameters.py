@@ -8,7 +8,7 @@ import torch
 
 from tokenloom.errors import InvalidArgument
 from tokenloom.ops.router import Router
-from tokenloom.plan import Plan
+from tokenloom.plan import Plan, WeightLayout
 
 
 def check_options(
@@ -49,3 +49,15 @@ def seeded_uniform(like: torch.Tensor, bound: float, seed: int, name: str, row: 
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little"))
     values = torch.rand(like.shape, generator=generator, dtype=torch.float32, device="cpu")
     return values.mul_(2 * bound).sub_(bound).to(like)
+
+
+def plain_view(name: str, parameter: torch.Tensor, layout: WeightLayout) -> torch.Tensor:
+    """View an expert weight in the default layout: w1 as [L, 2, I, H], its bias as [L, 2, I], w2 as [L, H, I].
+
+    Where rows are not interleaved, w1 and its bias stay as they are, apart from a transposition.
+    """
+    if name in ("w1", "w2") and layout.transposed:
+        parameter = parameter.transpose(1, 2)
+    if name in ("w1", "w1_bias") and layout.interleaved:
+        parameter = parameter.unflatten(1, (-1, 2)).transpose(1, 2)
+    return parameter

@@ -12,7 +12,8 @@ import torch
 from tokenloom.backends.base import CombineOptions, DispatchOptions, Handle, Upcoming
 from tokenloom.comm.engine import Engine
 from tokenloom.comm.strategy import SWAPPED, Strategy
-from tokenloom.ops.experts import FEW_ROWS, ExpertGemms
+from tokenloom.ops.expert_gemms import FEW_ROWS, ExpertGemms
+from tokenloom.ops.experts import Experts
 
 SHARES = (3, 2)
 """Relative share of tokens per piece. The last is smaller because nothing overlaps its combine."""
@@ -54,7 +55,7 @@ class Piece:
         gemms: GEMMs over their rows.
         offsets: int32 [L + 1], first row of each expert and the end.
         row_weights: [R], weight of each row.
-        hidden: [R, 2I], pre-activations.
+        hidden: [R, 2I], or [R, I] without gates: pre-activations without their bias.
         rows: [R, H] as received, kept for the gradient of w1, or None.
     """
 
@@ -122,18 +123,12 @@ def resend_options(strategy: str) -> DispatchOptions:
 
 
 def save(
-    ctx: Any,
-    engine: Engine,
-    options: RunOptions,
-    pieces: list[Piece],
-    x: torch.Tensor | None,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
+    ctx: Any, engine: Engine, options: RunOptions, pieces: list[Piece], x: torch.Tensor | None, experts: Experts
 ) -> None:
-    """Keep what backward needs: pieces, w1, w2 and maybe x. Tensors go through autograd, which watches them."""
-    ctx.engine, ctx.options = engine, options
+    """Keep what backward needs: pieces, experts and maybe x. Tensors go through autograd, which watches them."""
+    ctx.engine, ctx.options, ctx.form = engine, options, experts.form
     ctx.pieces = [(piece.tokens, piece.handle, piece.gemms) for piece in pieces]
-    tensors, names = [w1, w2, x], ["w1", "w2", "x"]
+    tensors, names = [*experts.tensors, x], ["w1", "w2", "w1 bias", "w2 bias", "x"]
     for piece in pieces:
         tensors += [piece.offsets, piece.row_weights, piece.hidden, piece.rows]
         names += ["offsets", "row weights", "pre-activations", "rows"]
@@ -141,8 +136,9 @@ def save(
     ctx.save_for_backward(*tensors)
 
 
-def saved(ctx: Any) -> tuple[list[Piece], torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """Return what :func:`save` kept: pieces, x or None, w1, w2."""
-    w1, w2, x, *rest = ctx.saved_tensors
+def saved(ctx: Any) -> tuple[list[Piece], torch.Tensor | None, Experts]:
+    """Return what :func:`save` kept: pieces, x or None, experts."""
+    w1, w2, w1_bias, w2_bias, x, *rest = ctx.saved_tensors
     parts = (rest[i : i + 4] for i in range(0, len(rest), 4))
-    return [Piece(*known, *part) for known, part in zip(ctx.pieces, parts, strict=True)], x, w1, w2
+    pieces = [Piece(*known, *part) for known, part in zip(ctx.pieces, parts, strict=True)]
+    return pieces, x, Experts((w1, w2, w1_bias, w2_bias), ctx.form)

@@ -22,11 +22,14 @@ from tokenloom.backends.base import Handle, Upcoming
 from tokenloom.comm import validation
 from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.strategy import SWAPPED
-from tokenloom.ops.activation import activate, activate_backward
 from tokenloom.ops.autocast import autocast_dtype
-from tokenloom.ops.experts import gemms_for
+from tokenloom.ops.experts import ExpertForm, Experts, Tensors, cast
+from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout
 from tokenloom.training.pieces import Piece, RunOptions, backward_calls, cut, forward_calls, save, saved
 from tokenloom.training.transfers import Links, Transfer
+
+DIFFERENTIABLE = 6
+"""Inputs of the node that may want a gradient: x, the routes' weights, w1, w2 and their biases."""
 
 
 def routed_experts(
@@ -38,10 +41,16 @@ def routed_experts(
     w1: torch.Tensor,
     w2: torch.Tensor,
     meanwhile: Callable[[], None] | None = None,
+    *,
+    w1_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    activation: Activation | str = SWIGLU,
+    weight_layout: WeightLayout = PLAIN_WEIGHTS,
 ) -> torch.Tensor:
-    """Compute ``sum over k of weight_k * w2 @ (silu(gate) * up)`` with each token's experts.
+    """Compute ``sum over k of weight_k * (w2 @ activation(w1 @ x + w1_bias) + w2_bias)`` with each token's experts.
 
-    Collective. Differentiable once.
+    Collective. Differentiable once, in x, ``topk_weights``, weights and biases. A rank that passes wrong weights
+    raises its own error, and the others ``PeerError``.
 
     Args:
         comm: communicator that carries the tokens.
@@ -49,22 +58,35 @@ def routed_experts(
         x: [T, H].
         topk_ids: int32 or int64 [T, K], -1 for an unused place.
         topk_weights: float32 [T, K], or float64 for float64 x.
-        w1: [L, 2I, H], this rank's experts, gate rows first.
+        w1: [L, 2I, H], this rank's experts, gate rows first; [L, I, H] where the activation is not gated.
         w2: [L, H, I], this rank's experts.
         meanwhile: work of this rank beside the dispatch, or None.
+        w1_bias: [L, 2I] in the order of w1's rows ([L, I] where the activation is not gated), or None.
+        w2_bias: [L, H], or None.
+        activation: an ``Activation`` or the name of one, such as "swiglu", "geglu", "relu2", "swigluoai".
+        weight_layout: ``WeightLayout(transposed=True)`` for w1 [L, H, 2I] and w2 [L, I, H],
+            ``WeightLayout(interleaved=True)`` for gates and ups in turns. Gradients lie alike. Nothing is copied.
 
     Returns:
         [T, H], dtype of x, or of autocast where that is on.
+
+    Raises:
+        InvalidArgument: the activation is unknown, or has no gates though the layout interleaves them.
+        ShapeMismatch, DtypeMismatch, DeviceMismatch: a weight or a bias is not as above.
+        TokenloomError: as in ``Communicator.dispatch``.
     """
     device, dtype = x.device.type, autocast_dtype(x.device)
-    if dtype is not None:
-        with comm.engine.sequence(*forward_calls(options, 1, dtype, needs_grad=False)):  # there may be no room
-            x, w1, w2 = (tensor.to(dtype) for tensor in (x, w1, w2))
-        if meanwhile is not None:
-            meanwhile = torch.autocast(device, dtype)(meanwhile)
+    tensors: Tensors = (w1, w2, w1_bias, w2_bias)
+    with comm.engine.sequence(*forward_calls(options, 1, dtype or x.dtype, needs_grad=False)):
+        form = ExpertForm(Activation.of(activation), weight_layout)
+        form.check(tensors, comm.plan.experts_per_rank, comm.plan.hidden)
+        if dtype is not None:
+            x, tensors = x.to(dtype), cast(tensors, dtype)  # there may be no room
+    if dtype is not None and meanwhile is not None:
+        meanwhile = torch.autocast(device, dtype)(meanwhile)
     with torch.autocast(device, enabled=False):
         return _RoutedExperts.apply(
-            x, topk_weights, w1, w2, topk_ids, comm, options, meanwhile, torch.is_grad_enabled()
+            x, topk_weights, *tensors, topk_ids, comm, options, form, meanwhile, torch.is_grad_enabled()
         )
 
 
@@ -76,14 +98,18 @@ class _RoutedExperts(torch.autograd.Function):
         topk_weights: torch.Tensor,
         w1: torch.Tensor,
         w2: torch.Tensor,
+        w1_bias: torch.Tensor | None,
+        w2_bias: torch.Tensor | None,
         topk_ids: torch.Tensor,
         comm: Communicator,
         options: RunOptions,
+        form: ExpertForm,
         meanwhile: Callable[[], None] | None,
         grad_enabled: bool,
     ) -> torch.Tensor:
-        needs = [grad_enabled and wanted for wanted in ctx.needs_input_grad[:4]]
-        forward = _Forward(comm, options, needs, x, topk_ids, topk_weights, w1, w2)
+        needs = [grad_enabled and wanted for wanted in ctx.needs_input_grad[:DIFFERENTIABLE]]
+        experts = Experts((w1, w2, w1_bias, w2_bias), form)
+        forward = _Forward(comm, options, needs, x, topk_ids, topk_weights, experts)
         calls = forward_calls(options, len(forward.slices), x.dtype, any(needs))
         with comm.engine.sequence(*calls):
             if meanwhile is not None:  # first: the few blocks of a dispatch get SMs before the waiting blocks of GEMMs
@@ -92,7 +118,7 @@ class _RoutedExperts(torch.autograd.Function):
             out = forward.run()
         if any(needs):
             x_again = x if options.redispatch_in_backward else None
-            save(ctx, comm.engine, options, forward.pieces, x_again, w1, w2)
+            save(ctx, comm.engine, options, forward.pieces, x_again, experts)
         return out
 
     @staticmethod
@@ -101,7 +127,7 @@ class _RoutedExperts(torch.autograd.Function):
         backward = _Backward(ctx, grad)
         with ctx.engine.sequence(*backward.calls()):
             grads = backward.run()
-        return *grads, None, None, None, None, None
+        return *grads, *[None] * (len(ctx.needs_input_grad) - DIFFERENTIABLE)
 
 
 class _Forward:
@@ -115,11 +141,10 @@ class _Forward:
         x: torch.Tensor,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
+        experts: Experts,
     ) -> None:
         self.engine, self.device, self.options, self.needs = comm.engine, comm.device, options, needs
-        self.x, self.topk_ids, self.topk_weights, self.w1, self.w2 = x, topk_ids, topk_weights, w1, w2
+        self.x, self.topk_ids, self.topk_weights, self.experts = x, topk_ids, topk_weights, experts
         self.links = Links(comm.engine, options.overlap)
         self.slices = cut(comm.engine, options, len(x))
         self.keeps_rows = needs[2] and not options.redispatch_in_backward
@@ -183,13 +208,12 @@ class _Forward:
         offsets, weights = handle.counts.expert_offsets, handle.topk_weights
         assert offsets is not None
         assert weights is not None
-        gemms = gemms_for(rows, self.w1, self.w2, offsets, handle.host_offsets)
+        gemms = self.experts.gemms(rows, offsets, handle.host_offsets)
         row_weights = self.engine.row_weights(handle, weights, len(rows))
         kept = rows if self.keeps_rows else None
         if kept is not None and self.engine.capabilities.returns_views:  # a later dispatch overwrites the view
             kept = rows.clone()
-        hidden = gemms.multiply(rows, self.w1.transpose(1, 2))
-        y = gemms.multiply(activate(hidden, row_weights, offsets[-1:]), self.w2.transpose(1, 2))
+        hidden, y = self.experts.forward(gemms, rows, row_weights, offsets)
         if any(self.needs):
             self.pieces.append(Piece(tokens, handle, gemms, offsets, row_weights, hidden, kept))
         return y
@@ -204,7 +228,8 @@ class _Backward:
     def __init__(self, ctx: Any, grad: torch.Tensor) -> None:
         self.ctx, self.given = ctx, grad
         self.engine, self.options = ctx.engine, ctx.options
-        self.wants_x, self.wants_weights, self.wants_w1, self.wants_w2 = ctx.needs_input_grad[:4]
+        wanted = ctx.needs_input_grad[:DIFFERENTIABLE]
+        self.wants_x, self.wants_weights, self.wants_w1, self.wants_w2, *self.wants_biases = wanted
         self.links = Links(ctx.engine, ctx.options.overlap)
         self.sends_x = ctx.options.redispatch_in_backward  # alike on all ranks, even where w1 wants no gradient
         # Where nothing overlaps, more journeys ahead would only hold memory longer.
@@ -215,6 +240,8 @@ class _Backward:
         self.grad_weights: list[torch.Tensor] = []
         self.grad_w1: torch.Tensor | None = None
         self.grad_w2: torch.Tensor | None = None
+        self.grad_w1_bias: torch.Tensor | None = None
+        self.grad_w2_bias: torch.Tensor | None = None
 
     def calls(self) -> list[Upcoming]:
         """List the calls of this backward, in order."""
@@ -223,7 +250,7 @@ class _Backward:
 
     def _load(self) -> None:
         """Take what forward saved, and make room for the gradient of x."""
-        self.pieces, x, self.w1, self.w2 = saved(self.ctx)
+        self.pieces, x, self.experts = saved(self.ctx)
         grad, strategy = self.given.contiguous(), self.options.strategy
         self.journeys.extend((piece, grad, SWAPPED[strategy.combine]) for piece in self.pieces)
         if x is not None:
@@ -232,8 +259,9 @@ class _Backward:
             self.grad_x = torch.empty_like(grad)
 
     def run(self) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of x, of the routes' weights, of w1 and of w2."""
+        """Return the gradients of x, of the routes' weights, of w1 and w2, and of their biases."""
         self._load()
+        experts = self.experts
         begin = self.links.mark()
         for _ in range(self.ahead):
             self._dispatch_next(begin)
@@ -241,28 +269,36 @@ class _Backward:
         for_w1: list[tuple[Piece, torch.Tensor]] = []
         for piece in self.pieces:
             grad_out, gemms = self._next_rows(), piece.gemms
-            activations, grad_hidden, grad_row_weights = activate_backward(
-                piece.hidden, piece.row_weights, piece.offsets[-1:], gemms.multiply(grad_out, self.w2)
+            activations, grad_hidden, grad_row_weights = experts.backward(
+                gemms, piece.hidden, piece.row_weights, piece.offsets, grad_out
             )
-            grad_rows = gemms.multiply(grad_hidden, self.w1) if self.wants_x else None
+            grad_rows = experts.grad_rows(gemms, grad_hidden) if self.wants_x else None
             homecomings.append(self._bring_home(piece, grad_rows, grad_row_weights))
             if self.wants_w2:
-                self.grad_w2 = gemms.weight_gradient(grad_out, activations, self.grad_w2)
+                self.grad_w2 = experts.grad_w2(gemms, grad_out, activations, self.grad_w2)
+            self._add_biases(piece, grad_hidden, grad_out)
             del grad_out, activations, grad_rows
             self._dispatch_next(self.links.mark())
             if self.sends_x:
                 for_w1.append((piece, grad_hidden))
             elif piece.rows is not None and self.wants_w1:
-                self.grad_w1 = gemms.weight_gradient(grad_hidden, piece.rows, self.grad_w1)
+                self.grad_w1 = experts.grad_w1(gemms, grad_hidden, piece.rows, self.grad_w1)
         for piece, grad_hidden in for_w1:
             rows = self._next_rows()
             if self.wants_w1:
-                self.grad_w1 = piece.gemms.weight_gradient(grad_hidden, rows, self.grad_w1)
+                self.grad_w1 = experts.grad_w1(piece.gemms, grad_hidden, rows, self.grad_w1)
             self._dispatch_next(self.links.mark())
         for transfer in homecomings:
             transfer.wait()
         grad_weights = torch.cat(self.grad_weights) if self.wants_weights else None
-        return self.grad_x, grad_weights, self.grad_w1, self.grad_w2
+        return self.grad_x, grad_weights, self.grad_w1, self.grad_w2, self.grad_w1_bias, self.grad_w2_bias
+
+    def _add_biases(self, piece: Piece, grad_hidden: torch.Tensor, grad_out: torch.Tensor) -> None:
+        wants_w1_bias, wants_w2_bias = self.wants_biases
+        if wants_w1_bias:
+            self.grad_w1_bias = self.experts.grad_w1_bias(piece.gemms, grad_hidden, self.grad_w1_bias)
+        if wants_w2_bias:
+            self.grad_w2_bias = self.experts.grad_w2_bias(piece.gemms, grad_out, piece.row_weights, self.grad_w2_bias)
 
     def _dispatch_next(self, after: torch.cuda.Event | None) -> None:
         if not self.journeys:

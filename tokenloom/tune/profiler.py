@@ -18,7 +18,7 @@ from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.strategy import SWAPPED, Strategy
 from tokenloom.errors import InvalidArgument
 from tokenloom.ops import routing
-from tokenloom.ops.experts import gemms_for
+from tokenloom.ops.expert_gemms import gemms_for
 from tokenloom.ops.router import Router
 from tokenloom.plan import COMBINE_STRATEGIES, DISPATCH_STRATEGIES, Plan
 from tokenloom.runtime.rendezvous import agree

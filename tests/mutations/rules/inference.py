@@ -19,8 +19,8 @@ MUTATIONS = (
         name="activations-without-weights",
         rule="routes have no weights",
         target="tokenloom.inference.reference_experts:ReferenceExperts._expert",
-        old="swiglu(gate_and_up) * row_weights[:, None]",
-        new="swiglu(gate_and_up)",
+        old="apply_activation(gate_and_up) * row_weights[:, None]",
+        new="apply_activation(gate_and_up)",
         tests=(f"{MEGA_TEST}reference_backend[cpu2-plain]",),
     ),
     Mutation(

@@ -211,9 +211,9 @@ ROUTERS = (
     Mutation(
         name="gate-and-up-swapped",
         rule="silu is applied to the second half of w1's rows",
-        target="tokenloom.ops.activation:swiglu",
-        old="gate, up = gate_and_up.chunk(2, -1)",
-        new="up, gate = gate_and_up.chunk(2, -1)",
+        target="tokenloom.ops.activation:_gate_and_up",
+        old="gate, up = hidden.chunk(2, -1)",
+        new="up, gate = hidden.chunk(2, -1)",
         tests=("tests/ops/test_experts.py",),
     ),
 )

@@ -38,8 +38,8 @@ LAYER = (
         name="a-choice-of-its-own",
         rule="each rank's layer goes by what that rank has found",
         target="tokenloom.training.layer:ExpertParallelMoE.__init__",
-        old="agreed[0][1]",
-        new="agreed[comm.rank][1]",
+        old="agreed[0][2]",
+        new="agreed[comm.rank][2]",
         tests=("tests/tune/test_tune.py::test_rank_0_decides",),
     ),
     Mutation(
@@ -116,8 +116,8 @@ ROUTED_EXPERTS = (
         name="last-piece-of-w2",
         rule="the gradient of w2 is that of the last piece of the tokens",
         target="tokenloom.training.routed_experts:_Backward.run",
-        old="gemms.weight_gradient(grad_out, activations, self.grad_w2)",
-        new="gemms.weight_gradient(grad_out, activations)",
+        old="experts.grad_w2(gemms, grad_out, activations, self.grad_w2)",
+        new="experts.grad_w2(gemms, grad_out, activations)",
         tests=(f"{EXPERTS_TEST}pieces_are_the_whole[cpu2-keeps rows]",),
     ),
 )

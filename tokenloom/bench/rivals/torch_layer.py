@@ -16,7 +16,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from tokenloom.bench.train.work import Weights
-from tokenloom.ops.experts import ExpertGemms, gemms_for, swiglu_experts
+from tokenloom.ops.expert_gemms import ExpertGemms, gemms_for
+from tokenloom.ops.experts import run_experts
 from tokenloom.ops.router import Router, router_logits
 from tokenloom.runtime.rank_group import RankGroup
 
@@ -67,7 +68,7 @@ def own_experts(
     rows: torch.Tensor, offsets: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, row_weights: torch.Tensor
 ) -> torch.Tensor:
     """The experts of ExpertParallelMoE, its GEMMs and SwiGLU. The host waits for the offsets."""
-    return swiglu_experts(rows, offsets, w1, w2, row_weights, offsets.tolist())
+    return run_experts(rows, offsets, w1, w2, row_weights, offsets.tolist())
 
 
 def _on_other_ranks(
