@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,7 @@ class Others:
     Attributes:
         losses: what ``lose_absent`` finds, each time; without any, nobody is late.
         ended: what they say has ended, each time; None: as many as this rank has said.
-        happened: in the order.
+        happened: in the order. limits: the losses with which collectives of each call end in vain.
     """
 
     is_broken = False
@@ -35,6 +36,7 @@ class Others:
         self.ended: list[int | None] = []
         self.happened: list[str] = []
         self.said = -1
+        self.limits: list[int] = []
 
     def look(self, if_due: bool = False) -> None:
         pass
@@ -43,6 +45,10 @@ class Others:
         self.happened.append(f"lose {ended}")
         self.num_losses += 1
         self.masked |= self.losses.pop(0) if self.losses else frozenset()
+
+    def in_vain_after(self, known_losses: int) -> AbstractContextManager[None]:
+        self.limits.append(known_losses)
+        return nullcontext()
 
     def say_progress(self, number: int) -> None:
         self.said = number
@@ -170,9 +176,10 @@ def test_a_meeting_behind_a_loss(others: Others, maker: Maker, late: LateRanks) 
 
 
 def test_a_loss_between_calls(others: Others, late: LateRanks) -> None:
-    """Nothing is made on the old memory."""
+    """Nothing is made on the old memory, and collectives of the call know of the loss."""
     others.num_losses = 1
     assert late.call(Call(others)) == RESULT
+    assert others.limits == [1]
     assert others.happened == ["give up", "ended/0", "remake", "make", "meet"]
 
 

@@ -24,6 +24,7 @@ from tests.support import emulator
 from tests.support.cases import Problem, make_comm, make_problem, same_bits, same_routed
 from tokenloom import reference
 from tokenloom.backends.nvlink.handle import NvlinkHandle
+from tokenloom.backends.nvlink.launcher import Launcher
 from tokenloom.errors import InvalidArgument
 from tokenloom.plan import Plan
 from tokenloom.runtime import membership
@@ -358,6 +359,61 @@ def check_late(context: RankContext, comes: str, over: threading.Event) -> None:
         pair(context, comm, problem, [0], "token")
     finally:
         over.set()
+
+
+# -- ranks of which some make memory -----------------------------------------------------------------------------
+
+
+@ONLY_EMULATED
+@each_layout
+def test_memory_that_not_all_make(group: Ranks, layout: str) -> None:
+    """All agree to make memory, but for one rank that came in vain: nobody is lost, and the others do not take what it
+    tells them then for its part in making that memory."""
+    from tests.support.emulator import group as emulated
+
+    real, turns = Launcher.agree_before_memory, [0]
+
+    def agree(self: Launcher, fields: Any) -> None:
+        real(self, fields)
+        if emulated.here.rank == group.num_ranks - 1:
+            turns[0] += 1
+            if turns[0] % 2:  # else it would be so whenever the call is made again
+                self.outcomes.fault.give_up([0], "the test")
+                self.outcomes.raise_timeout()
+
+    with mock.patch.object(Launcher, "agree_before_memory", agree):
+        group.run(check_not_all_make, layout)
+    assert turns[0] >= 2
+
+
+def check_not_all_make(context: RankContext, layout: str) -> None:
+    comm, problem = make(context)
+    for _ in range(2):
+        pair(context, comm, problem, [], layout)
+
+
+@ONLY_EMULATED
+def test_death_when_some_make_memory(group: Ranks) -> None:
+    """A rank ends when it has agreed with some to make memory, and not with another one."""
+    if group.num_ranks == 2:
+        pytest.skip("nobody else could have agreed")
+    group.run(check_some_make)
+
+
+def check_some_make(context: RankContext) -> None:
+    comm, problem = make(context)
+    if context.rank == 0:
+        launcher = comm.engine._backend._launcher  # type: ignore[attr-defined]
+
+        def agree_with_some(fields: Any) -> None:
+            launcher.leave_out([context.num_ranks - 1])
+            launcher._open(fields)
+            torch.cuda.synchronize()
+            end(context)
+
+        launcher.agree = agree_with_some
+    for layout in LAYOUTS:
+        pair(context, comm, problem, [0], layout)
 
 
 # -- what goes with it ------------------------------------------------------------------------------------------

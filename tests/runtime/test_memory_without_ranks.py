@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 
+import tokenloom as tl
 from tests.runtime.fake_driver import fake_driver
 from tests.runtime.test_masked_ranks import done, when_done
 from tests.runtime.test_symmetric_memory import LAYOUT, PATIENCE_S
@@ -54,4 +55,33 @@ def check_without_ranks(context: RankContext, gone: list[int]) -> None:
             release_dropped()
             time.sleep(0.01)
         assert driver.is_clean
+    ranks.close()
+
+
+@pytest.mark.parametrize("begin", [[0], [0, 2]], ids=["one", "two"])
+def test_memory_that_not_all_begin(pools: Callable[[str], RankPool], begin: list[int]) -> None:
+    """Some ranks begin to make memory; the others have lost somebody before, and will not. What was begun is given
+    back, and behind it all mean the same collectives and the same memory."""
+    pools("cpu").run(check_not_all_begin, begin, ranks=4)
+
+
+def check_not_all_begin(context: RankContext, begin: list[int]) -> None:
+    ranks = RankGroup(context.group, timeout_s=5.0)
+    ranks.mask_late()
+    with fake_driver() as driver:
+        for losses in range(2):
+            if ranks.rank in begin:
+                with ranks.in_vain_after(losses), pytest.raises(tl.PeerTimeout, match="the others go on without"):
+                    SymmetricBuffer(LAYOUT, ranks)
+            else:
+                ranks.lose_absent("test", [])  # nobody is, and all hear of that where they wait
+            assert (ranks.num_losses, ranks.masked) == (losses + 1, frozenset())
+            ranks.say_progress(ranks.rank)
+            ranks.settle_losses("test", f"ended/{losses}")
+            assert ranks.all_gather_object(f"rank {ranks.rank}", "test") == [f"rank {rank}" for rank in range(4)]
+            buffer = SymmetricBuffer(LAYOUT, ranks)
+            assert buffer.others == {*range(4)} - {ranks.rank}
+            with mock.patch.object(symmetric_memory, "CLOSE_TOGETHER_S", PATIENCE_S):
+                close_together([buffer])
+            assert driver.is_clean, "of what was begun too"
     ranks.close()

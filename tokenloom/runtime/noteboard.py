@@ -41,6 +41,7 @@ class Noteboard:
         self._names: set[tuple[str, bool]] = set()
         self._left = joins
         self._named: Counter[str] = Counter()
+        self._series = 0
         # Counted in the store and not in the process: ranks that were in other groups before still count alike.
         self._prefix = "" if joins else f"tokenloom/{self.call('add', f'tokenloom/made/{rank}', 1)}"
 
@@ -56,7 +57,15 @@ class Noteboard:
         """
         self.leave()
         self._prefix, self.step, self._left = prefix, step, False
-        self._posted, self._names, self._named = {}, set(), Counter()
+        self._posted, self._names, self._named, self._series = {}, set(), Counter(), 0
+
+    def skip_to(self, step: int) -> None:
+        """Count collectives, and things with names, from a step on that no rank has come to: ranks that differ in
+        what they have begun mean the same again.
+        """
+        self.say(f"named/{self._series}", self._named)
+        self.step = self._series = step
+        self._named = Counter()
 
     def key(self, name: str, rank: int | None = None) -> str:
         """The store's key for something of this communicator, or of one of its ranks."""
@@ -65,7 +74,17 @@ class Noteboard:
     def new_name(self, kind: str) -> str:
         """A name for the next thing of its kind: the same on all ranks, which make such things in the same order."""
         self._named[kind] += 1
-        return f"{kind}/{self._named[kind]}"
+        return f"{kind}/{self._series}/{self._named[kind]}"
+
+    def has_skipped(self, key: str, rank: int) -> bool:
+        """Whether a rank has skipped a thing that others have named, and never had it.
+
+        Args:
+            key: of :meth:`new_name`, as :meth:`key` gave it when the thing was named.
+        """
+        prefix, kind, series, number = key.rsplit("/", 3)
+        named = self.hear_at(f"{prefix}/named/{series}/{rank}")
+        return named is not None and named.get(kind, 0) < int(number)
 
     def call(self, method: str, *args: Any) -> Any:
         """Call the store; None where there is none, or its host is gone.

@@ -12,7 +12,8 @@ store must live.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import reduce
 from typing import Any
 
@@ -32,6 +33,8 @@ from tokenloom.runtime.waiting import Awaited, Collective, Watch, checked_second
 
 OPEN_TIMEOUT_S = 600.0
 """Least default for the opening of a call: another rank's host may write a checkpoint, evaluate or compile."""
+MOST_STEPS_APART = 1 << 10
+"""More collectives than a rank can begin in a call that others have not."""
 
 # Renamed in torch 2.13, which warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -259,11 +262,26 @@ class RankGroup:
             phase: what is going on, for errors.
             name: of what is settled, the same on all ranks.
 
+        Ranks may have come to different collectives. Behind this they mean the same one again.
+
         Returns:
             The largest number that a rank had said with :meth:`say_progress`, the same on all ranks.
         """
         self._watch.settle(phase, self.step)
-        return int(self.settle(name, self._members.best_progress(), phase))
+        progress, step = self.settle(name, [self._members.best_progress(), self.step + MOST_STEPS_APART], phase)
+        self.notes.skip_to(step)
+        return int(progress)
+
+    @contextmanager
+    def in_vain_after(self, known_losses: int) -> Iterator[None]:
+        """Collectives in here raise PeerTimeout once ranks have been lost more often than that: the others may not
+        have begun them, and will not. Nothing is broken then.
+        """
+        self._watch.known_losses = known_losses
+        try:
+            yield
+        finally:
+            self._watch.known_losses = None
 
     def say_progress(self, number: int) -> None:
         """Let others hear this number, if ranks are lost from now on."""

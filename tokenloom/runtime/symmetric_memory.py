@@ -241,6 +241,8 @@ class _Shared:
 
     def _waits_for_others(self) -> bool:
         """Whether another rank may still write to the memory."""
+        if not self.processes:  # it was given up while it was made, maybe before others began with it
+            self.others -= {rank for rank in self.others if self._notes.has_skipped(self._name, rank)}
         keys = {rank: self._note(rank) for rank in self.others}
         if not keys or self._notes.call("check", list(keys.values())):
             return False

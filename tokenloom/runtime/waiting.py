@@ -95,11 +95,13 @@ class Watch:
     Attributes:
         broken: why nothing more can be done with the group, if so.
         masks_late: mask ranks that do not come, and go on.
+        known_losses: waits end in vain once ranks have been lost more often than that. None: they go on.
     """
 
     def __init__(self, notes: Noteboard, members: Membership, timeout_s: float) -> None:
         self.broken: str | None = None
         self.masks_late = False
+        self.known_losses: int | None = None
         self._looked = time.monotonic()
         self._notes, self._members, self._timeout_s = notes, members, timeout_s
 
@@ -128,8 +130,9 @@ class Watch:
             limit_s: longest wait, where no rank is masked for being late.
 
         Raises:
-            PeerTimeout: ranks are missing. PeerError: a rank failed in the middle of the call. PlanMismatch: the
-                ranks disagree about who is masked. CommunicatorBroken: this rank was masked by the others.
+            PeerTimeout: ranks are missing, or were lost (see ``known_losses``). PeerError: a rank failed in the middle
+                of the call. PlanMismatch: the ranks disagree about who is masked. CommunicatorBroken: this rank was
+                masked by the others.
         """
         self.require_alive()
         if self.masks_late:
@@ -204,11 +207,16 @@ class Watch:
     def _wait_or_mask(self, awaited: Awaited, phase: str, step: int, left_before: int | None = None) -> None:
         """A rank is late that does not come within the deadline and does not wait for another one itself.
 
-        So a rank that a late one holds up is not masked with it. The wait starts again whenever one is masked.
+        So a rank that a late one holds up is not masked with it. The wait starts again whenever one is masked, or
+        ends in vain.
         """
         members, limit_s = self._members, self._timeout_s
         deadline, lost, held_up = time.monotonic() + limit_s, members.lost, 0
         while True:
+            if self.known_losses is not None and members.num_losses > self.known_losses:
+                missing = sorted(awaited.pending)
+                awaited.give_up({*awaited.pending, *awaited.broken})
+                raise PeerTimeout(self._notes.rank, missing, phase, step, "the others go on without a rank")
             if members.lost != lost:
                 deadline, lost = time.monotonic() + limit_s, members.lost
             awaited.give_up(lost)

@@ -223,7 +223,35 @@ MEMORY = (
 LATE_CALLS = "tokenloom.backends.nvlink.late_ranks:LateRanks"
 MADE_UP = "tests/backends/test_late_calls.py"
 
+NOT_ALL_BEGIN = ("tests/runtime/test_memory_without_ranks.py::test_memory_that_not_all_begin",)
 REPEATED = (
+    Mutation(
+        name="collectives-that-nobody-joins",
+        rule="a rank waits on in a collective of a call that the others make again",
+        target=f"{WATCH}._wait_or_mask",
+        old="members.num_losses > self.known_losses",
+        new="False",
+        tests=NOT_ALL_BEGIN,
+        num_ranks=4,
+    ),
+    Mutation(
+        name="collectives-of-two-calls",
+        rule="ranks that began different collectives before a loss mean different ones behind it",
+        target="tokenloom.runtime.rank_group:RankGroup.settle_losses",
+        old="self.notes.skip_to(step)",
+        new="pass",
+        tests=NOT_ALL_BEGIN,
+        num_ranks=4,
+    ),
+    Mutation(
+        name="begun-in-vain-and-kept",
+        rule="memory that some ranks began to make waits for ever until the others let go of it",
+        target="tokenloom.runtime.noteboard:Noteboard.has_skipped",
+        old="named.get(kind, 0) < int(number)",
+        new="False",
+        tests=NOT_ALL_BEGIN,
+        num_ranks=4,
+    ),
     Mutation(
         name="calls-without-a-meeting",
         rule="a rank returns before it knows that all others have the result",

@@ -104,8 +104,9 @@ class LateRanks:
             if not self._is_stale():
                 made, self._maker.dispatcher.overflow = None, overflow
                 try:
-                    made = _Made(make)
-                    self._meet(made)
+                    with self._ranks.in_vain_after(self._known_losses):
+                        made = _Made(make)
+                        self._meet(made)
                 except PeerTimeout as timeout:
                     if self._ranks.is_broken:
                         raise
@@ -121,8 +122,12 @@ class LateRanks:
         """Ranks came back, which have counted nothing."""
         self._has_ended(0)
 
+    @property
+    def _known_losses(self) -> int:
+        return self._maker.launcher.outcomes.known_losses or 0
+
     def _is_stale(self) -> bool:
-        return self._ranks.num_losses > (self._maker.launcher.outcomes.known_losses or 0)
+        return self._ranks.num_losses > self._known_losses
 
     def _has_ended(self, number: int) -> None:
         self._ended = number
