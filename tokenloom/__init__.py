@@ -1,8 +1,8 @@
 """tokenloom: expert parallelism for mixture-of-experts models. See README.md and docs/.
 
 Public are the names in ``__all__`` of ``tokenloom``, ``tokenloom.errors``, ``tokenloom.reference``,
-``tokenloom.tune``, ``tokenloom.compat``, ``tokenloom.compat.deep_ep`` and ``tokenloom.compat.deep_gemm``. Everything
-else may change from one version to the next.
+``tokenloom.tune``, ``tokenloom.compat``, ``tokenloom.compat.deep_ep``, ``tokenloom.compat.deep_gemm`` and
+``tokenloom.integrations.transformers``. Everything else may change from one version to the next.
 
 Names load on first use, so that ``import tokenloom`` and ``tokenloom --help`` do not wait for torch.
 """

@@ -14,7 +14,7 @@ MUTATIONS = (
     Mutation(
         name="nobody-hears-of-growth",
         rule="a rank that needs more room does not say so to those that have enough",
-        target=f"{PACKAGE}.communicators:_is_growth",
+        target="tokenloom.comm.growing:_is_growth",
         old="error.reason.startswith(NeedsRoom.__name__)",
         new="False",
         tests=(f"{NORMAL}test_batches_grow_and_shapes_change",),
@@ -22,7 +22,7 @@ MUTATIONS = (
     Mutation(
         name="faults-of-checks-stay-here",
         rule="what a check of the client's input finds is not told to the other ranks",
-        target=f"{PACKAGE}.communicators:Communicators.told",
+        target="tokenloom.comm.growing:Communicators.told",
         old="self._tell(fault, device, comm or self._last, upcoming, engine_of)",
         new="fault.known_to_all = True",
         tests=(f"{NORMAL}test_combine_fault",),

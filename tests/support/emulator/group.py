@@ -23,9 +23,8 @@ from tests.support.emulator import Emulator
 from tokenloom.backends.nvlink import backend as backend_module
 from tokenloom.backends.nvlink import buffers, launcher, outcomes
 from tokenloom.backends.nvlink.backend import NvlinkBackend
-from tokenloom.comm import communicator
+from tokenloom.comm import communicator, growing
 from tokenloom.comm.engine import Engine
-from tokenloom.compat.deep_ep import communicators
 from tokenloom.errors import PeerTimeout
 from tokenloom.jit import kernel
 from tokenloom.plan import Plan
@@ -355,7 +354,7 @@ def _stand_ins(group: Group) -> Iterator[None]:
             (kernel_reports, "_pinned", lambda *shape: torch.zeros(shape, dtype=torch.int32)),
             (communicator.Communicator, "__init__", _make_communicator),
             (communicator.Communicator, "_make_engine", _make_engine),
-            (communicators.Communicators, "meeting", lambda self, device: Meeting()),
+            (growing.Communicators, "meeting", lambda self, device: Meeting()),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.cuda, "current_stream", lambda device=None: FakeStream(here.rank)),
             (torch.distributed, "barrier", lambda **options: group.meeting.wait()),

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tokenloom.comm.growing import Shape
 from tokenloom.comm.routed import Routed
 from tokenloom.compat.deep_ep import checks
 from tokenloom.compat.deep_ep.buffer_base import BufferBase
 from tokenloom.compat.deep_ep.checks import Payload
-from tokenloom.compat.deep_ep.communicators import Shape
 from tokenloom.compat.deep_ep.ep_handle import EPHandle, most_rows
 from tokenloom.compat.deep_ep.events import EventHandle, EventOverlap, recorded_in
 from tokenloom.compat.deep_ep.faults import BadCall, naming, require

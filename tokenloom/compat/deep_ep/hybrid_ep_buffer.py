@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from tokenloom.comm.growing import Shape
 from tokenloom.comm.routed import Routed
 from tokenloom.compat.deep_ep import checks
 from tokenloom.compat.deep_ep.buffer_base import BufferBase
-from tokenloom.compat.deep_ep.communicators import Shape
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed, naming, refuse, require
 from tokenloom.compat.deep_ep.handles import Dispatched, Parts
 from tokenloom.compat.deep_ep.routing_maps import Routes, dense, indices_to_map

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tokenloom import DispatchOut
+from tokenloom.comm.growing import Shape
 from tokenloom.comm.routed import Routed
 from tokenloom.compat.deep_ep import checks
 from tokenloom.compat.deep_ep.buffer_base import BufferBase
 from tokenloom.compat.deep_ep.checks import Payload
-from tokenloom.compat.deep_ep.communicators import Shape
 from tokenloom.compat.deep_ep.events import EventOverlap
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed, naming, refuse, require
 from tokenloom.compat.deep_ep.handles import Dispatched, Parts, low_latency_handle

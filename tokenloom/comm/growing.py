@@ -1,6 +1,6 @@
-"""The communicators behind a buffer: one for each shape of call, made at first use, which grow with the batch.
+"""Communicators that are made at first use, one for each shape of call, and grow with the batch.
 
-A client names neither the number of experts nor the hidden size when it makes a buffer. So all ranks make a
+Other programs name neither the number of experts nor the most tokens before their first call. So all ranks make a
 communicator together when a shape first comes, and a larger one when a rank has more tokens. That rank says so in
 the opening of the call, where the others wait for its counts.
 """
@@ -47,15 +47,18 @@ class Shape:
 
 
 class Communicators:
-    """The communicators of one buffer.
+    """The communicators of a group of ranks, for one program.
 
     Args:
         group: the ranks.
         options: of every Communicator: ``timeout_s``, ``num_sms``, ...
+
+    Attributes:
+        group: as given.
     """
 
     def __init__(self, group: dist.ProcessGroup, options: Callable[[], dict[str, Any]]) -> None:
-        self._group, self._options = group, options
+        self.group, self._options = group, options
         self._made: dict[Shape, Communicator] = {}
         self._last: Communicator | None = None
         self._meeting: RankGroup | None = None
@@ -118,7 +121,7 @@ class Communicators:
             wanted.append((before.plan.max_tokens_per_rank, before.plan.top_k))
         most, routes = (max(1, *(each[i] for each in wanted)) for i in (0, 1))
         self._last = self._made[shape] = Communicator(
-            self._group,
+            self.group,
             num_experts=shape.num_experts,
             hidden=shape.hidden,
             top_k=shape.top_k or routes,
@@ -133,12 +136,12 @@ class Communicators:
         if self._meeting is None:
             from tokenloom.runtime.rank_group import RankGroup
 
-            if "gloo" in dist.get_backend_config(self._group):
+            if "gloo" in dist.get_backend_config(self.group):
                 device = torch.device("cpu")
             elif device.type == "cpu":  # of what was given instead of a tensor
                 device = torch.device("cuda", torch.cuda.current_device())
             patience = {name: value for name, value in self._options().items() if name.endswith("timeout_s")}
-            self._meeting = RankGroup(self._group, device=device, **patience)
+            self._meeting = RankGroup(self.group, device=device, **patience)
         return self._meeting
 
     @contextmanager

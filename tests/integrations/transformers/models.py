@@ -1,0 +1,136 @@
+"""Tiny models of the families that are tested: random weights, made from configurations alone."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenloom.runtime.processes import RankContext
+
+HIDDEN, WIDTH, EXPERTS, TOP_K, VOCABULARY = 32, 48, 8, 2, 99
+
+COMMON = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": WIDTH,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_experts_per_tok": TOP_K,
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.2,  # experts whose outputs count beside the residual
+}
+GROUPED = {"n_routed_experts": EXPERTS, "moe_intermediate_size": WIDTH, "first_k_dense_replace": 0}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": EXPERTS}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {"num_experts": EXPERTS, "moe_intermediate_size": WIDTH, "shared_expert_intermediate_size": 24},
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"num_experts": EXPERTS, "moe_intermediate_size": WIDTH, "norm_topk_prob": True, "head_dim": 8},
+    ),
+    "olmoe": ("Olmoe", {"num_experts": EXPERTS}),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **GROUPED,
+            "num_key_value_heads": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+        },
+    ),
+    "glm4_moe": ("Glm4Moe", {**GROUPED, "head_dim": 8}),
+    "gpt_oss": ("GptOss", {"num_local_experts": EXPERTS, "head_dim": 8, "sliding_window": 4}),
+    "granitemoe": ("GraniteMoe", {"num_local_experts": EXPERTS}),
+    "minimax_m2": ("MiniMaxM2", {"num_local_experts": EXPERTS, "head_dim": 8}),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            "n_routed_experts": EXPERTS,
+            "moe_intermediate_size": WIDTH,
+            "moe_shared_expert_intermediate_size": 24,
+            "head_dim": 8,
+            "ssm_state_size": 8,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "chunk_size": 8,
+        },
+    ),
+}
+"""Stem of the class's name, and what its configuration has beside COMMON."""
+
+
+def config_of(family: str, num_layers: int) -> Any:
+    """The configuration of a family, whose layers all have experts, but for those that must alternate."""
+    stem, own = FAMILIES[family]
+    layers: dict[str, Any] = {"num_hidden_layers": num_layers}
+    if family == "nemotron_h":
+        layers = {"layers_block_type": ["full_attention", "moe"] * num_layers}
+    if family == "gpt_oss":
+        layers["layer_types"] = ["sliding_attention", "full_attention"][:num_layers]
+    return getattr(import_module("transformers"), f"{stem}Config")(**COMMON | own | layers)
+
+
+def save(family: str, folder: Path, num_layers: int, dtype: torch.dtype) -> None:
+    """Write a model whose weights depend on nothing but the family."""
+    torch.manual_seed(sum(map(ord, family)))
+    model = import_module("transformers").AutoModelForCausalLM.from_config(config_of(family, num_layers))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("bias", "router.weight")):  # some families begin with zeros, whose ties decide
+                weight.normal_(0, 0.2)
+    model.to(dtype).save_pretrained(folder)
+
+
+def distributed(family: str, num_ranks: int, how: str, implementation: str = "tokenloom") -> Any:
+    """How a model is spread over all ranks.
+
+    Args:
+        how: "fsdp": experts by expert, the rest by FSDP2. "copies": the same, but the experts over two ranks, so that
+            several have the same ones. "tp": experts by expert, and a copy of the rest on each rank.
+    """
+    config = import_module("transformers.distributed").DistributedConfig
+    if how == "tp":
+        return config(tp_size=num_ranks, tp_plan="auto", ep_size=num_ranks, ep_implementation=implementation)
+    plan = {"model.layers.*": "free_full_weight"} if family == "nemotron_h" else None  # it has none of its own
+    ep_size = 2 if how == "copies" else num_ranks
+    return config(fsdp_size=num_ranks, fsdp_plan=plan, ep_size=ep_size, ep_implementation=implementation)
+
+
+def load(context: RankContext, folder: Path, distributed: Any = None) -> Any:
+    """The model of a folder on this rank's device: unmodified, or spread over all ranks."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "LOCAL_RANK": str(context.rank if context.device.type == "cuda" else 0)}
+    transformers = import_module("transformers")
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    import_module("tokenloom.integrations.transformers")
+    made = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", distributed_config=distributed)
+    return made if distributed is not None else made.to(context.device)
+
+
+def experts_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Modules of experts by name."""
+    return {name: module for name, module in model.named_modules() if name.endswith(".experts")}
+
+
+def check_use(context: RankContext, model: torch.nn.Module) -> None:
+    """All experts run on one communicator of tokenloom, with the best backend that there is."""
+    text = import_module("tokenloom.integrations.transformers").describe(model)
+    assert text.startswith(f"{len(experts_of(model))} modules of experts run on tokenloom\n")
+    assert text.count("tokenloom Communicator") == 1
+    hopper = context.device.type == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+    assert f"backend {'nvlink' if hopper else 'collective'}" in text

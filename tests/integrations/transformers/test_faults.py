@@ -1,0 +1,96 @@
+"""What goes wrong is said by name, on all ranks."""
+
+from __future__ import annotations
+
+import gc
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.transformers import models
+from tests.integrations.transformers.test_models import FolderOf
+from tokenloom.errors import InvalidArgument, PeerError
+from tokenloom.runtime.processes import RankContext, RankPool
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"expert": "auto"}, "expert is no option, expected experts, "),
+        ({"experts": "mine"}, "experts is 'mine', expected 'auto' or 'model'"),
+        ({"max_tokens_per_rank": 0}, "max_tokens_per_rank is 0, expected a positive integer"),
+        ({"max_tokens_per_rank": True}, "max_tokens_per_rank is True"),
+    ],
+)
+def test_options(options: dict[str, Any], said: str) -> None:
+    register = import_module("tokenloom.integrations.transformers").register
+    with pytest.raises(InvalidArgument, match=said):
+        register("other", **options)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_mesh_of_two_dimensions(which: int) -> None:
+    implementation = import_module("tokenloom.integrations.transformers.implementation").TokenloomExperts
+    meshes = [SimpleNamespace(ndim=1), SimpleNamespace(ndim=1)]
+    meshes[which] = SimpleNamespace(ndim=2, mesh_dim_names=("efsdp", "ep"))
+    with pytest.raises(InvalidArgument, match=rf"{('ep', 'tp')[which]}_mesh has dimensions \('efsdp', 'ep'\)"):
+        implementation(torch.nn.Identity(), *meshes)
+
+
+def test_a_model_that_does_not_run_on_it() -> None:
+    describe = import_module("tokenloom.integrations.transformers").describe
+    assert "no experts of this Identity run on tokenloom; load it with Dist" in describe(torch.nn.Identity())
+
+
+def without_plan(context: RankContext) -> None:
+    transformers = import_module("transformers")
+    config = transformers.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, vocab_size=9)
+    model = transformers.LlamaForCausalLM(config)
+    distributed = models.distributed("llama", context.num_ranks, "fsdp")
+    with pytest.raises(ValueError, match="has no `ep_plan`"):
+        model._resolve_parallel_plans(distributed)
+
+
+def test_a_family_without_a_plan(pool: RankPool) -> None:
+    """transformers says so itself."""
+    pool.run(without_plan)
+
+
+def fail(context: RankContext, folder: Any) -> None:
+    model = models.load(context, folder, models.distributed("mixtral", context.num_ranks, "fsdp"))
+    tokens = torch.ones(1, 3, dtype=torch.int64, device=context.device)
+    with torch.no_grad():
+        before = model(tokens).logits
+        experts = next(iter(models.experts_of(model).values())).tokenloom
+        works = experts._own_experts
+        if context.rank == 1:
+            experts._own_experts = lambda *_: 1 / 0
+        with pytest.raises(ZeroDivisionError if context.rank == 1 else PeerError, match=r"division by zero"):
+            model(tokens)
+        experts._own_experts = works
+        assert torch.equal(model(tokens).logits, before)
+
+
+def test_experts_that_fail_on_one_rank(pool: RankPool, folder_of: FolderOf) -> None:
+    """The others hear of it at once, and the communicator works on."""
+    pool.run(fail, folder_of("mixtral", pool))
+
+
+def load_again(context: RankContext, folder: Any) -> None:
+    tokens = torch.ones(1, 3, dtype=torch.int64, device=context.device)
+    first = models.load(context, folder, models.distributed("mixtral", context.num_ranks, "fsdp"))
+    with torch.no_grad():
+        want = first(tokens).logits
+        if context.rank == 0:
+            del first
+            gc.collect()
+        second = models.load(context, folder, models.distributed("mixtral", context.num_ranks, "fsdp"))
+        assert torch.equal(second(tokens).logits, want)
+
+
+def test_ranks_collect_a_model_at_different_times(pool: RankPool, folder_of: FolderOf) -> None:
+    """Communicators that layers share are not those of a model before, which may be gone on some ranks alone."""
+    pool.run(load_again, folder_of("mixtral", pool))

@@ -1,0 +1,139 @@
+"""Models of transformers on tokenloom give what the unmodified models give: logits, all gradients, generated tokens.
+
+They need the extra ``clients``. Each rank also runs the unmodified model, on the batches of all ranks one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.transformers import models
+from tokenloom.runtime.processes import RankContext, RankPool
+
+Batch = tuple[int, int]
+"""Sequences, and tokens of each."""
+BATCHES: dict[str, tuple[Batch, ...]] = {
+    "equal": ((2, 6),) * 4,
+    "ragged": ((2, 5), (3, 9), (3, 2), (1, 1)),
+    "an_empty_rank": ((2, 5), (1, 4), (1, 3), (2, 2)),
+    "one_expert": ((4, 1),) * 4,
+    "one_token": ((1, 1),) * 4,
+}
+"""Of each rank. Tokens of "one_expert" are all the same: they go to the same K experts, and none to others.
+In "ragged" one rank alone has more tokens than any before."""
+EMPTY = ("an_empty_rank", 1)
+"""This rank's tokens go around the experts of this batch. The models themselves take no batch without tokens."""
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+"""Of the largest value of a tensor: sums in other orders."""
+FolderOf = Callable[[str, RankPool], Path]
+
+
+def batch_of(name: str, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens of a rank, and factors of its logits in the loss."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    shape = BATCHES[name][rank]
+    tokens = torch.randint(3, models.VOCABULARY, shape, generator=generator)
+    if name == "one_expert":
+        tokens = torch.full(shape, 7)
+    return tokens.to(device), torch.randn(*shape, models.VOCABULARY, generator=generator).to(device)
+
+
+@contextmanager
+def no_tokens_for_experts(model: torch.nn.Module, wanted: bool) -> Iterator[None]:
+    """Inside, experts get no tokens and give zeros."""
+    hooks: list[Any] = []
+
+    def leave_out(module: Any, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        module.left_out = len(given[0])
+        return tuple(each[:0] for each in given)
+
+    def put_back(module: Any, given: Any, out: torch.Tensor) -> torch.Tensor:
+        return torch.cat([out, out.new_zeros(module.left_out, out.shape[1])])
+
+    if wanted:
+        for module in models.experts_of(model).values():
+            hooks += [module.register_forward_pre_hook(leave_out), module.register_forward_hook(put_back)]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+def near(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
+    limit = TOLERANCE[want.dtype] * max(1e-3, want.abs().max().item() if want.numel() else 0)
+    torch.testing.assert_close(got, want, rtol=0, atol=limit, msg=lambda text: f"{what}: {text}")
+
+
+def whole(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """A gradient of all ranks. Collective."""
+    if tensor is None:
+        return torch.zeros_like(like)
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def compare(context: RankContext, family: str, folder: Path, how: str, names: list[str]) -> None:
+    """Logits of each rank, and gradients of the mean of the losses."""
+    model = models.load(context, folder, models.distributed(family, context.num_ranks, how))
+    plain = models.load(context, folder)
+    own = 0 if how == "tp" else context.rank
+    sources = range(1 if how == "tp" else context.num_ranks)
+    for name in names:
+        model.zero_grad()
+        plain.zero_grad()
+        for source in sources:
+            tokens, factors = batch_of(name, source, context.device)
+            with no_tokens_for_experts(plain, (name, source) == EMPTY):
+                want = plain(tokens, use_cache=False).logits
+            ((want * factors).sum() / len(sources)).backward()
+            if source == own:
+                expected = want.detach()
+        tokens, factors = batch_of(name, own, context.device)
+        with no_tokens_for_experts(model, (name, own) == EMPTY):
+            got = model(tokens, use_cache=False).logits
+        (got * factors).sum().backward()
+        near(got.detach(), expected, f"{name}: logits")
+        gradients = {key: whole(each.grad, plain.get_parameter(key)) for key, each in model.named_parameters()}
+        for key, each in plain.named_parameters():
+            near(gradients[key], whole(each.grad, each), f"{name}: gradient of {key}")
+        experts = [key for key in gradients if ".experts." in key]
+        assert experts
+        assert all(gradients[key].abs().max() > 0 for key in experts)
+    models.check_use(context, model)
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_logits_and_gradients(pool: RankPool, folder_of: FolderOf, family: str) -> None:
+    pool.run(compare, family, folder_of(family, pool), "fsdp", [name for name in BATCHES if name != "one_token"])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("how", ["tp", "copies"])
+def test_other_meshes(pool: RankPool, folder_of: FolderOf, family: str, how: str) -> None:
+    """Ranks that hold the same tokens, fewer than there are ranks too; experts that several ranks hold."""
+    names = ["equal", "ragged", "one_token"] if how == "tp" else ["equal", "ragged"]
+    if how == "copies" and pool.num_ranks == 2:
+        pytest.skip("two ranks hold experts once, if they are spread at all")
+    pool.run(compare, family, folder_of(family, pool), how, names)
+
+
+def generate(context: RankContext, family: str, folder: Path, how: str) -> None:
+    """Each rank has prompts of its own, or with "tp" all have the same."""
+    model = models.load(context, folder, models.distributed(family, context.num_ranks, how))
+    plain = models.load(context, folder)
+    tokens, _ = batch_of("ragged", 0 if how == "tp" else context.rank, context.device)
+    options = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(model.generate(tokens, **options), plain.generate(tokens, **options))
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_generation(pool: RankPool, folder_of: FolderOf, family: str) -> None:
+    pool.run(generate, family, folder_of(family, pool), "fsdp")
+
+
+def test_generation_from_a_shared_batch(pool: RankPool, folder_of: FolderOf) -> None:
+    pool.run(generate, "mixtral", folder_of("mixtral", pool), "tp")

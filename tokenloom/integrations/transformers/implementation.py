@@ -1,0 +1,104 @@
+"""What transformers calls for each module of experts: dispatch, the experts, combine."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from transformers.distributed.expert_parallel import EPImplementation
+
+from tokenloom.backends.base import Upcoming
+from tokenloom.comm.communicator import Communicator
+from tokenloom.comm.growing import Communicators, Shape
+from tokenloom.errors import InvalidArgument
+from tokenloom.integrations.transformers.options import Options
+from tokenloom.integrations.transformers.shared_batch import Share
+
+ATTRIBUTE = "tokenloom"
+"""Of a module of experts: its implementation. Of a mesh: its communicators by options."""
+
+
+def communicators_of(ep_mesh: Any, options: Options) -> Communicators:
+    """Find the communicators that all layers of a mesh and of equal options share.
+
+    They live as long as the mesh, of which each model has its own. What lived until its last layer is collected would
+    be gone on some ranks, and used again on others.
+    """
+    found = vars(ep_mesh).setdefault(ATTRIBUTE, {})
+    if options not in found:
+        found[options] = Communicators(ep_mesh.get_group(), options.of_communicators)
+    return found[options]
+
+
+class TokenloomExperts(EPImplementation):
+    """Experts of one layer, spread over the ranks of ``ep_mesh``. transformers makes it, see ``register``.
+
+    Args:
+        experts: the model's module of experts, which has this rank's weights already, maybe on device "meta".
+        ep_mesh: one dimension: the ranks that the experts are spread over.
+        tp_mesh: one dimension: the ranks that hold the same tokens.
+
+    Raises:
+        InvalidArgument: a mesh has several dimensions.
+    """
+
+    options: ClassVar[Options] = Options()
+
+    def __init__(self, experts: torch.nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
+        for name, mesh in (("ep_mesh", ep_mesh), ("tp_mesh", tp_mesh)):
+            if mesh.ndim != 1:
+                raise InvalidArgument(
+                    f"{name} has dimensions {mesh.mesh_dim_names or mesh.ndim}, expected one; pass a slice of it"
+                )
+        super().__init__(experts, ep_mesh, tp_mesh)
+        self.experts, self.family = experts, type(experts).__name__
+        self.communicators = communicators_of(ep_mesh, self.options)
+        self.num_experts = self.num_local_experts * ep_mesh.size()
+        setattr(experts, ATTRIBUTE, self)
+
+    @torch.compiler.disable
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute the weighted sum of each token's experts. Collective. Differentiable once.
+
+        Args:
+            hidden_states: [T, H]. T may differ between groups of ranks that hold the same tokens, and may be 0.
+            top_k_index: integers [T, K], of all E experts.
+            top_k_weights: floating-point [T, K].
+
+        Returns:
+            [T, H], dtype of ``hidden_states``.
+
+        Raises:
+            TokenloomError: as in ``Communicator.dispatch``.
+        """
+        share = Share(self.tp_mesh.get_group(), len(hidden_states)) if self.tp_mesh.size() > 1 else None
+        given = (hidden_states, top_k_index, top_k_weights)
+        x, ids, weights = given if share is None else (share.take(each) for each in given)
+        weights = weights.to(torch.promote_types(x.dtype, torch.float32))
+        x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
+        shape = Shape(self.num_experts, x.shape[1], ids.shape[1], wide=x.dtype == torch.float64)
+        tokens = max(len(x), self.options.max_tokens_per_rank)
+        out = self.communicators.run(shape, tokens, x.device, lambda comm: self._run(comm, x, ids, weights))
+        return out if share is None else share.gather(out)
+
+    def _run(self, comm: Communicator, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        routed = comm.dispatch(x, ids, weights, layout="expert", sizes="exact")
+        with comm.engine.sequence(Upcoming("combine")):  # the other ranks hear of experts that fail
+            rows = self._own_experts(routed.tokens, routed.expert_counts)
+        return comm.combine(rows, routed)
+
+    def _own_experts(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Run the model's experts on rows [R, H] that are grouped by expert, unweighted."""
+        num_rows = len(rows)
+        ids = torch.arange(self.num_local_experts, device=rows.device).repeat_interleave(counts, output_size=num_rows)
+        if not num_rows:  # a row of zeros keeps weights and rows in the graph, whose backward all ranks enter
+            rows, ids = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), ids.new_zeros(1)
+        out = self.experts_forward(rows, ids[:, None], rows.new_ones(len(rows), 1))
+        return out[:num_rows]
+
+    @property
+    def runs(self) -> str:
+        """Whose experts run, for people."""
+        return "the model's own experts"
