@@ -183,6 +183,13 @@ def test_a_loss_between_calls(others: Others, late: LateRanks) -> None:
     assert others.happened == ["give up", "ended/0", "remake", "make", "meet"]
 
 
+def test_a_rank_that_is_masked(others: Others, late: LateRanks) -> None:
+    """Says so at once: it meets nobody."""
+    with pytest.raises(tl.CommunicatorBroken, match="the test"):
+        late.call(Call(others, tl.CommunicatorBroken("the test")))
+    assert others.happened == ["make"]
+
+
 def test_errors_that_all_ranks_raise(others: Others, maker: Maker, late: LateRanks) -> None:
     """End a call as a result does. One that comes in the meeting, from a rank that failed behind its call, too."""
     error = tl.PeerError(0, "the test")

@@ -285,6 +285,14 @@ REPEATED = (
         tests=(f"{MADE_UP}::test_errors_that_all_ranks_raise",),
     ),
     Mutation(
+        name="masked-and-still-met",
+        rule="a rank that learns in a call that it is masked waits for the others",
+        target="tokenloom.backends.nvlink.late_ranks:_Made.__init__",
+        old="(PeerTimeout, CommunicatorBroken)",
+        new="PeerTimeout",
+        tests=(f"{MADE_UP}::test_a_rank_that_is_masked",),
+    ),
+    Mutation(
         name="overflows-in-vain",
         rule="a call that did not take place tells of its overflow",
         target=f"{LATE_CALLS}.call",

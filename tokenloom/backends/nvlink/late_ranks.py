@@ -25,7 +25,7 @@ from tokenloom.backends.base import CombineOptions, DispatchInputs, DispatchOpti
 from tokenloom.backends.nvlink.combine import Combiner
 from tokenloom.backends.nvlink.dispatch import Dispatcher
 from tokenloom.backends.nvlink.launcher import Launched, Launcher
-from tokenloom.errors import InvalidArgument, PeerTimeout, TokenloomError, is_known_to_all
+from tokenloom.errors import CommunicatorBroken, InvalidArgument, PeerTimeout, TokenloomError, is_known_to_all
 from tokenloom.runtime.rank_group import RankGroup
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class _Made(Generic[T]):
         self.error: Exception | None = None
         try:
             self._result = make()
-        except PeerTimeout:
+        except (PeerTimeout, CommunicatorBroken):
             raise
         except Exception as error:
             if not is_known_to_all(error):
