@@ -6,11 +6,12 @@ from itertools import product
 
 import torch
 
-from tokenloom.kernels.activation.launch import SwigluVariant
+from tokenloom.kernels.activation.launch import ActivationVariant
+from tokenloom.kernels.bias.launch import BiasVariant
 from tokenloom.kernels.common import Variant, short_name
 from tokenloom.kernels.gemm.launch import GroupedGemmVariant, SwigluFp8Epilogue
 from tokenloom.kernels.moe.launch import OwnTokens, RouteListsVariant, SumRoutesVariant
-from tokenloom.plan import Plan
+from tokenloom.plan import FUNCTIONS, Plan
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FP8 = torch.float8_e4m3fn
@@ -62,10 +63,29 @@ COMPUTE_VARIANTS: list[tuple[str, Variant]] = [
     ("gemm, many experts", GroupedGemmVariant(300, 384, 256)),
     # Every dtype is read and written in its own way. Rows shorter than a warp's loads, of tails, of one tile and many.
     *(
-        (f"swiglu_{direction}, {short_name(dtype)}, {width}", SwigluVariant(direction, dtype, width))
+        (f"activate_{direction}, {short_name(dtype)}, {width}", ActivationVariant(direction, dtype, width))
         for direction, dtype, width in product(
             ("forward", "backward"), (BF16, FP16, FP32), (8, 24, 96, 264, 1536, 2048, 14336)
         )
+    ),
+    # Each function, with what makes it most: two parts in turns, bias, limits.
+    *(
+        (str(variant), variant)
+        for direction, (dtype, width), function, (gated, interleaved, biased), adjusted in product(
+            ("forward", "backward"),
+            ((BF16, 2048), (FP32, 264)),
+            FUNCTIONS,
+            ((True, False, True), (True, True, True), (False, False, True)),
+            (False, True),
+        )
+        if gated or not adjusted or function == "silu"
+        for variant in [ActivationVariant(direction, dtype, width, function, gated, interleaved, adjusted, biased)]
+    ),
+    # Rows shorter than a warp's loads, of tails, of one tile and many.
+    *(
+        (str(variant), variant)
+        for name, dtype, width in product(("add_bias", "dot_bias"), (BF16, FP16, FP32), (8, 264, 2880, 7168))
+        for variant in [BiasVariant(name, dtype, width)]
     ),
     # What the layer is measured with; the fewest of everything; as many ranks and routes as a warp has lanes.
     *around_gemms("large", REAL_PLAN, 2048),

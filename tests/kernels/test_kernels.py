@@ -57,8 +57,11 @@ QUICK = {
     "row_weights, to rows, 8 ranks",
     "barrier, 8 ranks",
     "gemm, smallest, swiglu, gathers",
-    "swiglu_forward, bf16, 8",
-    "swiglu_backward, bf16, 8",
+    "activate_forward, bf16, 8",
+    "activate_backward, bf16, 8",
+    "activate_backward, i2048 bf16, silu, interleaved, adjusted, biased",
+    "add_bias, h264 bf16",
+    "dot_bias, h264 bf16",
     "route_lists, large, shared",
     "sum_routes, large",
 }

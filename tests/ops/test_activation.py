@@ -76,29 +76,39 @@ def exactly(between: Between, hidden: torch.Tensor, weights: torch.Tensor, count
     return weights[:, None] * f(gate) * (up + activation.up_offset)
 
 
+def near_exact(
+    between: Between, counts: list[int], given: tuple[torch.Tensor, ...], found: tuple[torch.Tensor, ...]
+) -> None:
+    """Compare activations and the gradients of hidden and weights, ``found``, with float64.
+
+    ``given`` is hidden, weights and the gradient of the activations, all on the CPU.
+    """
+    hidden, weights, grad = (tensor[: sum(counts)].double() for tensor in given)
+    hidden.requires_grad_()
+    weights.requires_grad_()
+    exact = exactly(between, hidden, weights, counts)
+    exact.backward(grad)
+    dtypes = (given[0].dtype, given[0].dtype, torch.float32)
+    floors = (1e-2 if between.activation.up_offset else 1e-3, 1e-1, 10.0)
+    """Of the largest value: up + 1 cancels; so do slopes where a function has its minimum, and terms of sums."""
+    wanted_all = (exact.detach(), hidden.grad, weights.grad)
+    for got, wanted, dtype, floor in zip(found, wanted_all, dtypes, floors, strict=True):
+        assert wanted is not None
+        assert got.dtype == dtype
+        limit = TOLERANCE[dtype] * (wanted.abs() + floor * wanted.abs().max())
+        assert bool(((got[: sum(counts)].cpu().double() - wanted).abs() <= limit).all())
+
+
 def check(form: str, device: str, dtype: torch.dtype, width: int) -> None:
     counts = [40, 0, 43]
     between, hidden, weights, grad, offsets = make_case(form, dtype, width, counts, beyond=17)
     used = sum(counts)
     given = [tensor.to(device) for tensor in (hidden, weights, offsets)]
-    bias = None if between.bias is None else between.bias.to(device)
-    activations = activate(*given, between._replace(bias=bias))
-    again, grad_hidden, grad_weights = activate_backward(*given, grad.to(device), between._replace(bias=bias))
+    there = between._replace(bias=None if between.bias is None else between.bias.to(device))
+    activations = activate(*given, there)
+    again, grad_hidden, grad_weights = activate_backward(*given, grad.to(device), there)
     assert torch.equal(again[:used], activations[:used])
-
-    exact_hidden = hidden[:used].double().requires_grad_()
-    exact_weights = weights[:used].double().requires_grad_()
-    exact = exactly(between, exact_hidden, exact_weights, counts)
-    exact.backward(grad[:used].double())
-    for found, wanted, floor in (
-        (activations, exact.detach(), 1e-2 if between.activation.up_offset else 1e-3),  # up + 1 cancels
-        (grad_hidden, exact_hidden.grad, 1e-1),  # slopes cancel where a function has its minimum
-        (grad_weights, exact_weights.grad, 10.0),  # sums, whose terms cancel
-    ):
-        assert wanted is not None
-        assert found.dtype == (torch.float32 if found is grad_weights else dtype)
-        limit = TOLERANCE[found.dtype] * (wanted.abs() + floor * wanted.abs().max())
-        assert bool(((found[:used].cpu().double() - wanted).abs() <= limit).all())
+    near_exact(between, counts, (hidden, weights, grad), (activations, grad_hidden, grad_weights))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 import tokenloom as tl
-from tokenloom import Router
+from tokenloom import Activation, Router, WeightLayout
 
+EXPERT_WEIGHTS = ("w1", "w2", "w1_bias", "w2_bias")
 NUM_EXPERTS = 8
 """Divisible by every group size."""
 HIDDEN = 16
@@ -26,6 +27,8 @@ ROUTERS = {
     "renormalized": Router(NUM_EXPERTS, TOP_K, renormalize=True),
     "topk_softmax": Router(NUM_EXPERTS, TOP_K, "topk_softmax"),
     "deepseek_v3": Router(NUM_EXPERTS, TOP_K, "sigmoid", True, 2.5, True, num_groups=4, top_groups=2),
+    "gpt_oss": Router(NUM_EXPERTS, TOP_K, "topk_softmax", bias=True),
+    "ernie": Router(NUM_EXPERTS, TOP_K, renormalize=True, correction_bias=True, least_sum=1e-12),
 }
 
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 4e-2}
@@ -54,6 +57,10 @@ class LayerCase:
     tokens: tuple[int, ...] = (5, 0, 7, 3, 1, 4, 0, 6)
     x_grad: bool = True
     frozen: tuple[str, ...] = ()
+    activation: Activation | str = "swiglu"
+    biases: bool = False
+    layout: WeightLayout = WeightLayout()  # noqa: RUF009
+    shared_gate: bool = False
 
 
 def make_layer(case: LayerCase, group: dist.ProcessGroup | None, **options: Any) -> tl.ExpertParallelMoE:
@@ -68,6 +75,10 @@ def make_layer(case: LayerCase, group: dist.ProcessGroup | None, **options: Any)
             "max_tokens_per_rank": max(1, sum(case.tokens)),
             "router": ROUTERS[case.router],
             "shared_intermediate": case.shared,
+            "activation": case.activation,
+            "biases": case.biases,
+            "weight_layout": case.layout,
+            "shared_gate": case.shared_gate,
             "balance_coef": case.balance_coef,
             "z_coef": case.z_coef,
             "router_grad": case.router_grad,
@@ -105,23 +116,47 @@ class Dense(NamedTuple):
     ids: torch.Tensor
 
 
+def dense_activation(hidden: torch.Tensor, activation: Activation, interleaved: bool) -> torch.Tensor:
+    """By torch's functions, of [..., 2I] or [..., I]."""
+    function = {
+        "silu": lambda x: x * torch.sigmoid(activation.alpha * x),
+        "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+        "relu": torch.nn.functional.relu,
+        "relu2": lambda x: torch.nn.functional.relu(x) ** 2,
+    }[activation.function]
+    if not activation.gated:
+        return function(hidden)
+    gate, up = hidden.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else hidden.chunk(2, -1)
+    if activation.limit is not None:
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    return function(gate) * (up + activation.up_offset)
+
+
 def dense_layer(
-    x: torch.Tensor, weights: Mapping[str, torch.Tensor], router: Router, bias: torch.Tensor | None
+    x: torch.Tensor,
+    weights: Mapping[str, torch.Tensor],
+    router: Router,
+    bias: torch.Tensor | None,
+    case: LayerCase = LayerCase(),
 ) -> Dense:
     """Every expert on every token, then the weighted sum over experts.
 
     Args:
         x: [T, H] float64; weights: full, by the layer's names, float64.
     """
-    logits = x @ weights["router_weight"].T
+    activation, layout = Activation.of(case.activation), case.layout
+    logits = x @ weights["router_weight"].T + weights.get("router_bias", 0.0)
     ids, topk_weights, probabilities = router.route(logits, bias)
     mix = torch.zeros_like(logits).scatter_add(1, ids, topk_weights)
-    gate, up = torch.einsum("th,eih->tei", x, weights["w1"]).chunk(2, -1)
-    y = torch.einsum("tei,ehi->teh", gate * torch.sigmoid(gate) * up, weights["w2"])
-    out = torch.einsum("te,teh->th", mix, y)
+    first, second = ("th,ehi->tei", "tei,eih->teh") if layout.transposed else ("th,eih->tei", "tei,ehi->teh")
+    hidden = torch.einsum(first, x, weights["w1"]) + weights.get("w1_bias", 0.0)
+    y = torch.einsum(second, dense_activation(hidden, activation, layout.interleaved), weights["w2"])
+    out = torch.einsum("te,teh->th", mix, y + weights.get("w2_bias", 0.0))
     if "shared_w1" in weights:
-        gate, up = (x @ weights["shared_w1"].T).chunk(2, -1)
-        out = out + (gate * torch.sigmoid(gate) * up) @ weights["shared_w2"].T
+        shared = dense_activation(x @ weights["shared_w1"].T, activation, False) @ weights["shared_w2"].T
+        gate = torch.sigmoid(x @ weights["shared_gate_weight"].T) if case.shared_gate else 1.0
+        out = out + gate * shared
     return Dense(out, logits, probabilities, ids)
 
 
@@ -165,12 +200,12 @@ def expect(
         full: full state dict of the layer.
     """
     bias = full.get("correction_bias")
-    experts = {name: full[name].double().requires_grad_() for name in ("w1", "w2")}
-    names = [name for name in full if name in ("router_weight", "shared_w1", "shared_w2")]
+    experts = {name: full[name].double().requires_grad_() for name in EXPERT_WEIGHTS if name in full}
+    names = [name for name in full if name not in (*EXPERT_WEIGHTS, "correction_bias")]
     replicas = [{name: full[name].double().clone().requires_grad_() for name in names} for _ in xs]
     inputs = [x.double().requires_grad_() for x in xs]
     parts = [
-        dense_layer(x, {**experts, **replica}, ROUTERS[case.router], bias)
+        dense_layer(x, {**experts, **replica}, ROUTERS[case.router], bias, case)
         for x, replica in zip(inputs, replicas, strict=True)
     ]
     aux_loss = dense_aux_loss(case, parts)

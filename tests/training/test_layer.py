@@ -16,6 +16,7 @@ import tokenloom as tl
 from tests.conftest import Ranks
 from tests.support.defaults import caller_default
 from tests.support.layer_cases import (
+    EXPERT_WEIGHTS,
     HIDDEN,
     NUM_EXPERTS,
     ROUTERS,
@@ -53,13 +54,18 @@ def compare_with_reference(context: RankContext, case: LayerCase) -> None:
     xs, _ = make_inputs(case, context.num_ranks)
     wide = torch.promote_types(case.dtype, FP32)
     routes = [
-        ROUTERS[case.router].route(x.to(wide) @ full["router_weight"].to(wide).T, full.get("correction_bias"))
+        ROUTERS[case.router].route(
+            x.to(wide) @ full["router_weight"].to(wide).T + full.get("router_bias", torch.zeros(1)).to(wide),
+            full.get("correction_bias"),
+        )
         for x in xs
     ]
     plan = Plan(context.num_ranks, NUM_EXPERTS, HIDDEN, TOP_K, sum(case.tokens))
     ids, weights = [route[0] for route in routes], [route[1] for route in routes]
     shared = (full["shared_w1"], full["shared_w2"]) if case.shared else (None, None)
-    want = reference.moe(plan, xs, ids, weights, full["w1"], full["w2"], *shared)
+    more = {name: full[name] for name in ("w1_bias", "w2_bias", "shared_gate_weight") if name in full}
+    forms: dict[str, Any] = {"activation": case.activation, "weight_layout": case.layout, **more}
+    want = reference.moe(plan, xs, ids, weights, full["w1"], full["w2"], *shared, **forms)
     out, _ = layer(xs[context.rank].to(context.device))
     assert out.dtype == case.dtype
     assert_near(out, want[context.rank], case.dtype, "out")
@@ -148,7 +154,7 @@ def compare_gradients(context: RankContext, case: LayerCase) -> None:
         what = f"gradient of {name}"
         if name in case.frozen:
             assert parameter.grad is None, what
-        elif name in ("w1", "w2"):
+        elif name in EXPERT_WEIGHTS:
             assert_near(parameter.grad, want.grads[name][local], case.dtype, what)
         elif case.router_grad == "sum":
             assert_near(parameter.grad, want.grads[name], case.dtype, what)

@@ -101,10 +101,20 @@ def forced(pieces: bool, few_rows: int = expert_gemms.FEW_ROWS) -> Iterator[None
         yield
 
 
-def compare_switch(context: RankContext, name: str, pieces: bool, few_rows: int) -> None:
+GPT_OSS: dict[str, Any] = {
+    "activation": "swigluoai",
+    "biases": True,
+    "weight_layout": tl.WeightLayout(transposed=True, interleaved=True),
+}
+"""Everything that experts can have beside what they have by default."""
+
+
+def compare_switch(
+    context: RankContext, name: str, pieces: bool, few_rows: int, form: dict[str, Any] | None = None
+) -> None:
     with forced(pieces, few_rows):
-        plain = one_step(context, overlap=False)
-        switched = one_step(context, **SWITCHES[name])
+        plain = one_step(context, overlap=False, **(form or {}))
+        switched = one_step(context, **SWITCHES[name], **(form or {}))
     for key, value in plain.items():
         assert torch.equal(switched[key], value), key
 
@@ -113,6 +123,13 @@ def compare_switch(context: RankContext, name: str, pieces: bool, few_rows: int)
 @pytest.mark.parametrize("name", SWITCHES)
 def test_same_bits(ranks: Ranks, name: str, pieces: bool) -> None:
     ranks.run(compare_switch, name, pieces, expert_gemms.FEW_ROWS)
+
+
+@pytest.mark.parametrize("pieces", [False, True], ids=["whole", "pieces"])
+@pytest.mark.parametrize("name", ["redispatch beside GEMMs", "pool, redispatch, overlap"])
+def test_same_bits_of_other_forms(ranks: Ranks, name: str, pieces: bool) -> None:
+    """Biases have gradients of their own in each piece, and kept tensors more."""
+    ranks.run(compare_switch, name, pieces, expert_gemms.FEW_ROWS, GPT_OSS)
 
 
 @pytest.mark.gpu
@@ -133,8 +150,42 @@ def compare_pieces(context: RankContext, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("redispatch", [False, True], ids=["keeps rows", "keeps x"])
-def test_pieces_are_the_whole(ranks: Ranks, redispatch: bool) -> None:
-    ranks.run(compare_pieces, {"redispatch_in_backward": redispatch})
+@pytest.mark.parametrize("form", [{}, GPT_OSS], ids=["plain", "gpt_oss"])
+def test_pieces_are_the_whole(ranks: Ranks, form: dict[str, Any], redispatch: bool) -> None:
+    ranks.run(compare_pieces, {"redispatch_in_backward": redispatch, **form})
+
+
+def pass_wrong_weights(context: RankContext, name: str) -> None:
+    (layer,) = layers_of(context, 1, shared_intermediate=0, **GPT_OSS)
+    x = torch.randn(5, HIDDEN, device=context.device).to(torch.bfloat16)
+    ids = torch.zeros(5, TOP_K, dtype=torch.int64, device=context.device)
+    weights = torch.ones(5, TOP_K, device=context.device)
+
+    def run(**changes: Any) -> torch.Tensor:
+        given = {"w1": layer.w1, "w2": layer.w2, "w1_bias": layer.w1_bias, "w2_bias": layer.w2_bias}
+        forms = {"activation": "swigluoai", "weight_layout": GPT_OSS["weight_layout"]}
+        options = piecewise.RunOptions(layer.strategy)
+        out = routed_experts.routed_experts(layer.comm, options, x, ids, weights, **{**given, **forms, **changes})
+        layer.comm.check()
+        return out
+
+    wanted = run()
+    changes = {
+        "layout": {"weight_layout": tl.WeightLayout()},
+        "activation": {"activation": "swish"},
+        "bias": {"w2_bias": torch.zeros(3, device=context.device)},
+    }[name]
+    error = {"layout": tl.ShapeMismatch, "activation": tl.InvalidArgument, "bias": tl.ShapeMismatch}[name]
+    with pytest.raises(error if context.rank == 0 else tl.PeerError):
+        run(**(changes if context.rank == 0 else {}))
+    assert torch.equal(run(), wanted)
+    layer.comm.close()
+
+
+@pytest.mark.parametrize("name", ["layout", "activation", "bias"])
+def test_wrong_weights_on_one_rank(ranks: Ranks, name: str) -> None:
+    """That rank says what is wrong, the others that it failed, and the next call works."""
+    ranks.run(pass_wrong_weights, name)
 
 
 def count_pieces(context: RankContext) -> list[int]:

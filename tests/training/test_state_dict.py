@@ -14,8 +14,8 @@ from tests.conftest import GROUP_SIZES, Ranks
 from tests.support.layer_cases import HIDDEN, NUM_EXPERTS, LayerCase, assert_near, make_inputs, make_layer
 from tokenloom.runtime.processes import RankContext
 
-CASE = LayerCase(router="deepseek_v3", balance_coef=0.0, z_coef=0.0)
-"""With a correction bias, which is a buffer."""
+CASE = LayerCase(router="deepseek_v3", balance_coef=0.0, z_coef=0.0, biases=True)
+"""With a correction bias, which is a buffer, and with biases of experts, which are sharded like their weights."""
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
@@ -143,13 +143,15 @@ def look_at_shards(context: RankContext) -> None:
     for name, value in full.items():
         assert value.device.type == "cpu"
         assert not value.requires_grad
-        sharded = name.endswith((".w1", ".w2"))
+        sharded = name.endswith((".w1", ".w2", ".w1_bias", ".w2_bias"))
         assert value.shape[0:1] == ((NUM_EXPERTS,) if sharded else model.state_dict()[name].shape[0:1])
         assert torch.equal(part[name], value[own] if sharded else value)
         assert torch.equal(part[name], model.state_dict()[name].cpu())
     # The canonical layouts: what other frameworks' checkpoints are converted to.
     assert full["1.moe.w1"].shape == (NUM_EXPERTS, 2 * CASE.intermediate, HIDDEN)
     assert full["1.moe.w2"].shape == (NUM_EXPERTS, HIDDEN, CASE.intermediate)
+    assert full["1.moe.w1_bias"].shape == (NUM_EXPERTS, 2 * CASE.intermediate)
+    assert full["1.moe.w2_bias"].shape == (NUM_EXPERTS, HIDDEN)
     assert full["1.moe.correction_bias"].dtype == FP32
     assert full["1.steps"] == 8
     assert "1.moe.expert_counts" not in full  # of the last forward, not of the model

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from tokenloom.kernels.activation import launch
-from tokenloom.kernels.common import HOPPER
+from tokenloom.kernels.common import HOPPER, is_dense
 from tokenloom.ops.offsets import experts_of_rows
 from tokenloom.plan import SWIGLU, Activation
 
@@ -70,7 +70,7 @@ def activate(
         [R, I], dtype of ``hidden``.
     """
     if _kernels_take(hidden, row_weights, between):
-        return launch.swiglu_forward(hidden, row_weights, offsets[-1:])
+        return launch.activate_forward(hidden, row_weights, offsets, *between)
     gate, up = _parts(hidden, offsets, between)
     value, _ = _value_and_slope(gate, between.activation)
     return _weighted(value if up is None else value * up, row_weights).to(hidden.dtype)
@@ -97,7 +97,7 @@ def activate_backward(
         ``row_weights`` [R], each with the dtype of its input. Rows from the last offset on are unspecified.
     """
     if _kernels_take(hidden, row_weights, between):
-        return launch.swiglu_backward(hidden, row_weights, offsets[-1:], grad)
+        return launch.activate_backward(hidden, row_weights, offsets, grad, *between)
     activation = between.activation
     gate, up = _parts(hidden, offsets, between)
     value, slope = _value_and_slope(gate, activation)
@@ -169,8 +169,8 @@ def _weighted(rows: torch.Tensor, row_weights: torch.Tensor) -> torch.Tensor:
 def _kernels_take(hidden: torch.Tensor, row_weights: torch.Tensor, between: Between) -> bool:
     return (
         hidden.is_cuda
-        and between == PLAIN
         and row_weights.dtype == torch.float32
         and launch.takes(hidden.dtype, hidden.shape[1] // between.activation.rows)
+        and (between.bias is None or is_dense(between.bias))
         and torch.cuda.get_device_capability(hidden.device) == HOPPER
     )

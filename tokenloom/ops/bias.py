@@ -1,9 +1,14 @@
-"""Biases of experts' second products on rows grouped by expert, and sums of rows for the gradients of biases."""
+"""Biases of experts' second products on rows grouped by expert, and sums of rows for the gradients of biases.
+
+On Hopper GPUs a bias takes one kernel each way, elsewhere torch.
+"""
 
 from __future__ import annotations
 
 import torch
 
+from tokenloom.kernels.bias import launch
+from tokenloom.kernels.common import HOPPER, is_dense
 from tokenloom.ops.expert_gemms import GROUPED_MM_ALIGNMENT_BYTES, ExpertGemms
 from tokenloom.ops.offsets import experts_of_rows
 
@@ -19,6 +24,9 @@ def add_bias(y: torch.Tensor, row_weights: torch.Tensor, offsets: torch.Tensor, 
         offsets: int32 [L + 1].
         bias: [L, H], dtype of y.
     """
+    if _kernels_take(y, row_weights, bias):
+        launch.add_bias(y, row_weights, offsets, bias)
+        return
     terms = row_weights[:, None] * bias.to(row_weights.dtype)[experts_of_rows(offsets, len(y))]
     y.copy_(terms.add_(y))
 
@@ -32,6 +40,9 @@ def dot_bias(totals: torch.Tensor, grad: torch.Tensor, offsets: torch.Tensor, bi
         offsets: int32 [L + 1].
         bias: [L, H], dtype of grad.
     """
+    if _kernels_take(grad, totals, bias):
+        launch.dot_bias(totals, grad, offsets, bias)
+        return
     bias_of_row = bias.to(totals.dtype)[experts_of_rows(offsets, len(grad))]
     totals.add_(bias_of_row.mul_(grad).sum(-1))
 
@@ -60,3 +71,13 @@ def sum_rows(
         factors[:, 1] = row_weights - factors[:, 0]
     found = gemms.weight_gradient(factors, rows)[:, :2].sum(1)
     return found if total is None else total.add_(found)
+
+
+def _kernels_take(rows: torch.Tensor, row_weights: torch.Tensor, bias: torch.Tensor) -> bool:
+    return (
+        rows.is_cuda
+        and row_weights.dtype == torch.float32
+        and launch.takes(rows.dtype, rows.shape[1])
+        and is_dense(bias)
+        and torch.cuda.get_device_capability(rows.device) == HOPPER
+    )

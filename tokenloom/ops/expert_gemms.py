@@ -135,7 +135,11 @@ def _grouped_mm_takes(rows: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) ->
     widths = (w1.shape[2], w1.shape[1], w2.shape[2])
     if not all(width * rows.element_size() % GROUPED_MM_ALIGNMENT_BYTES == 0 for width in widths):
         return False
-    return all(weights.is_contiguous() or _strides_fit(weights) for weights in (w1, w2))
+    values = GROUPED_MM_ALIGNMENT_BYTES // rows.element_size()
+    return all(
+        weights.storage_offset() % values == 0 and (weights.is_contiguous() or _strides_fit(weights))
+        for weights in (w1, w2)
+    )
 
 
 def _strides_fit(weights: torch.Tensor) -> bool:
@@ -143,5 +147,4 @@ def _strides_fit(weights: torch.Tensor) -> bool:
     values = GROUPED_MM_ALIGNMENT_BYTES // weights.element_size()
     rows, columns = weights.stride()[1:]
     one, pitch, width = (columns, rows, weights.shape[2]) if columns == 1 else (rows, columns, weights.shape[1])
-    starts = (weights.stride(0), weights.storage_offset())
-    return one == 1 and pitch >= width and not any(each % values for each in (pitch, *starts))
+    return one == 1 and pitch >= width and not pitch % values and not weights.stride(0) % values

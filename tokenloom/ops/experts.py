@@ -45,7 +45,9 @@ class ExpertForm:
             ShapeMismatch, DtypeMismatch, DeviceMismatch: one does not.
         """
         w1, w2, *_ = tensors
-        intermediate = 0 if w2.dim() != 3 else w2.shape[1 if self.layout.transposed else 2]
+        if w2.dim() != 3:
+            raise ShapeMismatch(f"w2 is {list(w2.shape)}, expected three dimensions: experts, hidden, intermediate")
+        intermediate = w2.shape[1 if self.layout.transposed else 2]
         for (name, shape), tensor in zip(self.shapes(num_experts, hidden, intermediate).items(), tensors, strict=True):
             if tensor is None:
                 continue

@@ -16,7 +16,8 @@ __all__ = ["gather_state_dict", "shard_state_dict"]
 def gather_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     """Gather the full state dict of a module with ExpertParallelMoE layers, on every rank. Collective.
 
-    Expert weights become [E, 2I, H] and [E, H, I]. Everything else is this rank's own (replicated) value.
+    Expert weights become [E, 2I, H] and [E, H, I], or as the layer's ``weight_layout`` says; biases [E, 2I] and
+    [E, H]. Everything else is this rank's own (replicated) value.
 
     Args:
         module: module that holds the layers.

@@ -10,7 +10,16 @@ from tokenloom.kernels.common.call import (
     int32_fields,
     uint64_fields,
 )
-from tokenloom.kernels.common.numbers import DTYPES, HOPPER, LAYOUTS, MAX_RANKS, describe, short_name
+from tokenloom.kernels.common.numbers import (
+    DTYPES,
+    HOPPER,
+    LAYOUTS,
+    MAX_RANKS,
+    UNIT_BYTES,
+    describe,
+    is_dense,
+    short_name,
+)
 from tokenloom.kernels.common.ring import CONTROL_BYTES, MAX_SHARED_BYTES, MOST_STAGES, require_shared, ring
 from tokenloom.kernels.common.variant import Variant
 
@@ -26,11 +35,13 @@ __all__ = [
     "OPENING_FIELDS",
     "PARTS",
     "TURNS",
+    "UNIT_BYTES",
     "Call",
     "FieldsAtOnce",
     "Variant",
     "describe",
     "int32_fields",
+    "is_dense",
     "require_shared",
     "ring",
     "short_name",

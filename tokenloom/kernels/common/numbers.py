@@ -14,6 +14,8 @@ LAYOUTS = {"token": 0, "expert": 1, "rank": 2}
 """Numbers of layouts; Layout of device/tile/layout.cuh."""
 MAX_RANKS = 32
 """Most ranks of a group: a warp has a lane, and a mask a bit, for each. kMostRanks of device/transport/peer.cuh."""
+UNIT_BYTES = 16
+"""Bytes that a lane loads or stores at once."""
 _SHORT_NAMES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -30,3 +32,8 @@ def short_name(dtype: torch.dtype) -> str:
 def describe(plan: Plan) -> str:
     """Name the sizes that kernels depend on, say "ep8 e256 k8 h7168"."""
     return f"ep{plan.num_ranks} e{plan.num_experts} k{plan.top_k} h{plan.hidden}"
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether lanes can load the tensor in its order: it is contiguous, and begins where they can."""
+    return tensor.is_contiguous() and tensor.data_ptr() % UNIT_BYTES == 0
