@@ -12,6 +12,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 from tests.mutations import copies
 from tests.mutations.copies import Outcome, Trial
@@ -34,6 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"unknown mutations: {', '.join(unknown)}; --list prints those there are")
     chosen = [by_name[name] for name in options.names] or [each for each in MUTATIONS if each.gpu == options.gpu]
+    absent = {each.needs for each in chosen if each.needs and find_spec(each.needs) is None}
+    if absent:
+        print(f"left out, since {', '.join(sorted(absent))} is not installed: the mutations that need it")
+        chosen = [each for each in chosen if each.needs not in absent]
     if options.list:
         print("\n".join(f"{mutation.name:32} {mutation.rule}" for mutation in chosen))
         return 0

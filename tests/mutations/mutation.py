@@ -25,6 +25,7 @@ class Mutation:
         num_ranks: Size of the groups that the tests run on. Two ranks see most rules; a sum of two does not tell its
             order.
         gpu: Whether the tests need GPUs.
+        needs: Package that the tests need, beside those of the extra "test". Without it they would be skipped.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Mutation:
     tests: tuple[str, ...]
     num_ranks: int = 2
     gpu: bool = False
+    needs: str = ""
 
     @property
     def symbol(self) -> str:

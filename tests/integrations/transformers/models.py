@@ -13,6 +13,11 @@ from tokenloom.runtime.processes import RankContext
 
 HIDDEN, WIDTH, EXPERTS, TOP_K, VOCABULARY = 32, 48, 8, 2, 99
 
+OWN_EXPERTS = "tokenloom_moves_tokens"
+"""Name of the implementation that runs the model's own experts."""
+BOUNDED, MOST_TOKENS = "tokenloom_bounded", 32
+"""Name of the implementation whose host waits for nothing, and the most tokens of a rank."""
+
 COMMON = {
     "hidden_size": HIDDEN,
     "intermediate_size": WIDTH,
@@ -74,6 +79,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Stem of the class's name, and what its configuration has beside COMMON."""
 
 
+FORMS = {
+    "gpt_oss": "gated silu, limit 7, alpha 1.702, up + 1, biases, transposed, interleaved",
+    "nemotron_h": "relu2",
+}
+"""What the experts compute in tokenloom's terms, where that is not SwiGLU."""
+
+
 def config_of(family: str, num_layers: int) -> Any:
     """The configuration of a family, whose layers all have experts, but for those that must alternate."""
     stem, own = FAMILIES[family]
@@ -117,7 +129,9 @@ def load(context: RankContext, folder: Path, distributed: Any = None) -> Any:
     transformers = import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    import_module("tokenloom.integrations.transformers")
+    ours = import_module("tokenloom.integrations.transformers")
+    ours.register(OWN_EXPERTS, experts="model")
+    ours.register(BOUNDED, max_tokens_per_rank=MOST_TOKENS, pool_rows=context.num_ranks * MOST_TOKENS * TOP_K)
     made = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", distributed_config=distributed)
     return made if distributed is not None else made.to(context.device)
 
@@ -130,7 +144,12 @@ def experts_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 def check_use(context: RankContext, model: torch.nn.Module) -> None:
     """All experts run on one communicator of tokenloom, with the best backend that there is."""
     text = import_module("tokenloom.integrations.transformers").describe(model)
+    config = model.config.distributed_config
     assert text.startswith(f"{len(experts_of(model))} modules of experts run on tokenloom\n")
     assert text.count("tokenloom Communicator") == 1
     hopper = context.device.type == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+    if config.ep_implementation != OWN_EXPERTS:
+        assert f"Experts, tokenloom's experts ({FORMS.get(model.config.model_type, 'gated silu')}): model." in text
+    else:
+        assert "Experts, the model's own experts (as registered): model." in text
     assert f"backend {'nvlink' if hopper else 'collective'}" in text

@@ -12,17 +12,17 @@ import torch
 
 from tests.integrations.transformers import models
 from tests.integrations.transformers.test_models import FolderOf
-from tokenloom.errors import InvalidArgument, PeerError
+from tokenloom.errors import InvalidArgument, PeerError, ShapeMismatch
 from tokenloom.runtime.processes import RankContext, RankPool
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"expert": "auto"}, "expert is no option, expected experts, "),
         ({"experts": "mine"}, "experts is 'mine', expected 'auto' or 'model'"),
         ({"max_tokens_per_rank": 0}, "max_tokens_per_rank is 0, expected a positive integer"),
         ({"max_tokens_per_rank": True}, "max_tokens_per_rank is True"),
+        ({"pool_rows": 8}, "pool_rows is given without max_tokens_per_rank"),
     ],
 )
 def test_options(options: dict[str, Any], said: str) -> None:
@@ -60,7 +60,7 @@ def test_a_family_without_a_plan(pool: RankPool) -> None:
 
 
 def fail(context: RankContext, folder: Any) -> None:
-    model = models.load(context, folder, models.distributed("mixtral", context.num_ranks, "fsdp"))
+    model = models.load(context, folder, models.distributed("mixtral", context.num_ranks, "fsdp", models.OWN_EXPERTS))
     tokens = torch.ones(1, 3, dtype=torch.int64, device=context.device)
     with torch.no_grad():
         before = model(tokens).logits
@@ -77,6 +77,23 @@ def fail(context: RankContext, folder: Any) -> None:
 def test_experts_that_fail_on_one_rank(pool: RankPool, folder_of: FolderOf) -> None:
     """The others hear of it at once, and the communicator works on."""
     pool.run(fail, folder_of("mixtral", pool))
+
+
+def pass_too_many(context: RankContext, folder: Any) -> None:
+    model = models.load(context, folder, models.distributed("mixtral", context.num_ranks, "fsdp", models.BOUNDED))
+    tokens = torch.ones(1, models.MOST_TOKENS + (context.rank == 1), dtype=torch.int64, device=context.device)
+
+    def call() -> None:
+        model(tokens)
+        model.model.layers[0].mlp.experts.tokenloom.communicators.all()[0].check()  # kernels say it later
+
+    with torch.no_grad(), pytest.raises(ShapeMismatch if context.rank == 1 else PeerError) as found:
+        call()
+    assert f"{models.MOST_TOKENS + 1} tokens" in str(found.value)
+
+
+def test_more_tokens_than_were_declared(pool: RankPool, folder_of: FolderOf) -> None:
+    pool.run(pass_too_many, folder_of("mixtral", pool))
 
 
 def load_again(context: RankContext, folder: Any) -> None:

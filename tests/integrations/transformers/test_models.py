@@ -76,9 +76,11 @@ def whole(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def compare(context: RankContext, family: str, folder: Path, how: str, names: list[str]) -> None:
+def compare(
+    context: RankContext, family: str, folder: Path, how: str, names: list[str], implementation: str = "tokenloom"
+) -> None:
     """Logits of each rank, and gradients of the mean of the losses."""
-    model = models.load(context, folder, models.distributed(family, context.num_ranks, how))
+    model = models.load(context, folder, models.distributed(family, context.num_ranks, how, implementation))
     plain = models.load(context, folder)
     own = 0 if how == "tp" else context.rank
     sources = range(1 if how == "tp" else context.num_ranks)
@@ -106,9 +108,24 @@ def compare(context: RankContext, family: str, folder: Path, how: str, names: li
     models.check_use(context, model)
 
 
+FSDP_BATCHES = [name for name in BATCHES if name != "one_token"]
+
+
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_logits_and_gradients(pool: RankPool, folder_of: FolderOf, family: str) -> None:
-    pool.run(compare, family, folder_of(family, pool), "fsdp", [name for name in BATCHES if name != "one_token"])
+    pool.run(compare, family, folder_of(family, pool), "fsdp", FSDP_BATCHES)
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_with_the_experts_of_the_model(pool: RankPool, folder_of: FolderOf, family: str) -> None:
+    if pool.num_ranks > 2:
+        pytest.skip("two ranks show it")
+    pool.run(compare, family, folder_of(family, pool), "fsdp", FSDP_BATCHES, models.OWN_EXPERTS)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_without_waiting_for_counts(pool: RankPool, folder_of: FolderOf, family: str) -> None:
+    pool.run(compare, family, folder_of(family, pool), "fsdp", FSDP_BATCHES, models.BOUNDED)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])

@@ -8,6 +8,7 @@ from tests.mutations.rules import (
     comm,
     compat,
     inference,
+    integrations,
     kernels,
     masks,
     ops,
@@ -27,5 +28,6 @@ MUTATIONS = (
     + masks.MUTATIONS
     + training.MUTATIONS
     + inference.MUTATIONS
+    + integrations.MUTATIONS
     + kernels.MUTATIONS
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -10,9 +12,13 @@ from transformers.distributed.expert_parallel import EPImplementation
 from tokenloom.backends.base import Upcoming
 from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.growing import Communicators, Shape
+from tokenloom.comm.strategy import Strategy
 from tokenloom.errors import InvalidArgument
+from tokenloom.integrations.transformers.forms import Form, NotOurs, form_of
 from tokenloom.integrations.transformers.options import Options
 from tokenloom.integrations.transformers.shared_batch import Share
+from tokenloom.training.pieces import RunOptions, cut
+from tokenloom.training.routed_experts import routed_experts
 
 ATTRIBUTE = "tokenloom"
 """Of a module of experts: its implementation. Of a mesh: its communicators by options."""
@@ -79,15 +85,40 @@ class TokenloomExperts(EPImplementation):
         weights = weights.to(torch.promote_types(x.dtype, torch.float32))
         x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
         shape = Shape(self.num_experts, x.shape[1], ids.shape[1], wide=x.dtype == torch.float64)
-        tokens = max(len(x), self.options.max_tokens_per_rank)
+        # Where nobody waits for the counts of others, nobody would hear of a rank that needs more room.
+        known = self.options.max_tokens_per_rank or 1
+        tokens = max(len(x), known) if self.options.pool_rows is None else known
         out = self.communicators.run(shape, tokens, x.device, lambda comm: self._run(comm, x, ids, weights))
         return out if share is None else share.gather(out)
 
     def _run(self, comm: Communicator, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.form, Form):
+            w1, w2, w1_bias, w2_bias = self.form.tensors(self.experts)
+            if x.dtype == w1.dtype or torch.is_autocast_enabled(x.device.type):
+                return routed_experts(
+                    comm,
+                    self._run_options(comm),
+                    x,
+                    ids,
+                    weights,
+                    w1,
+                    w2,
+                    w1_bias=w1_bias,
+                    w2_bias=w2_bias,
+                    activation=self.form.activation,
+                    weight_layout=self.form.layout,
+                )
         routed = comm.dispatch(x, ids, weights, layout="expert", sizes="exact")
         with comm.engine.sequence(Upcoming("combine")):  # the other ranks hear of experts that fail
             rows = self._own_experts(routed.tokens, routed.expert_counts)
         return comm.combine(rows, routed)
+
+    def _run_options(self, comm: Communicator) -> RunOptions:
+        given = self.options
+        run = RunOptions(Strategy(), given.overlap, given.redispatch_in_backward, given.pool_rows)
+        # One piece without a backward has nothing to run beside. All ranks decide alike: pieces depend on the plan.
+        alone = not torch.is_grad_enabled() and len(cut(comm.engine, run, 0)) == 1
+        return replace(run, overlap=False) if alone else run
 
     def _own_experts(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Run the model's experts on rows [R, H] that are grouped by expert, unweighted."""
@@ -98,7 +129,19 @@ class TokenloomExperts(EPImplementation):
         out = self.experts_forward(rows, ids[:, None], rows.new_ones(len(rows), 1))
         return out[:num_rows]
 
+    @cached_property
+    def form(self) -> Form | str:
+        """What the experts are in tokenloom's terms, or why the model's own run."""
+        if self.options.experts == "model":
+            return "as registered"
+        try:
+            return form_of(self.experts, self.family)
+        except NotOurs as why:
+            return str(why)
+
     @property
     def runs(self) -> str:
         """Whose experts run, for people."""
-        return "the model's own experts"
+        if isinstance(self.form, Form):
+            return f"tokenloom's experts ({self.form})"
+        return f"the model's own experts ({self.form})"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from tokenloom.backends.registry import MAX_SMS
@@ -17,34 +16,24 @@ class Options:
     """Choices that time and memory depend on. ``register`` explains them."""
 
     experts: str = "auto"
-    max_tokens_per_rank: int = 1
+    max_tokens_per_rank: int | None = None
+    pool_rows: int | None = None
+    overlap: bool = True
+    redispatch_in_backward: bool = False
     backend: str = "auto"
     timeout_s: float = 30.0
     open_timeout_s: float | None = None
     num_sms: int = MAX_SMS
-    overlap: bool = True
-    redispatch_in_backward: bool = False
 
     def __post_init__(self) -> None:
         if self.experts not in EXPERTS:
             raise InvalidArgument(f"experts is {self.experts!r}, expected {' or '.join(map(repr, EXPERTS))}")
-        if isinstance(self.max_tokens_per_rank, bool) or not isinstance(self.max_tokens_per_rank, int):
-            raise InvalidArgument(f"max_tokens_per_rank is {self.max_tokens_per_rank!r}, expected a positive integer")
-        if self.max_tokens_per_rank < 1:
-            raise InvalidArgument(f"max_tokens_per_rank is {self.max_tokens_per_rank}, expected a positive integer")
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Options:
-        """Check names and values.
-
-        Raises:
-            InvalidArgument: an option is unknown, or has a value that is never right.
-        """
-        known = [each.name for each in fields(cls)]
-        for name in given:
-            if name not in known:
-                raise InvalidArgument(f"{name} is no option, expected {', '.join(known)}")
-        return cls(**given)
+        for name in ("max_tokens_per_rank", "pool_rows"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise InvalidArgument(f"{name} is {value!r}, expected a positive integer, or None")
+        if self.pool_rows is not None and self.max_tokens_per_rank is None:
+            raise InvalidArgument("pool_rows is given without max_tokens_per_rank; ranks then wait for no counts")
 
     def of_communicators(self) -> dict[str, Any]:
         """Give the arguments of every Communicator."""

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal
 
 from transformers.distributed.expert_parallel import EPImplementationInterface
 
+from tokenloom.backends.registry import MAX_SMS
 from tokenloom.integrations.transformers.implementation import TokenloomExperts
 from tokenloom.integrations.transformers.options import Options
 
 
-def register(name: str = "tokenloom", **options: Any) -> None:
+def register(
+    name: str = "tokenloom",
+    *,
+    experts: Literal["auto", "model"] = "auto",
+    max_tokens_per_rank: int | None = None,
+    pool_rows: int | None = None,
+    overlap: bool = True,
+    redispatch_in_backward: bool = False,
+    backend: str = "auto",
+    timeout_s: float = 30.0,
+    open_timeout_s: float | None = None,
+    num_sms: int = MAX_SMS,
+) -> None:
     """Register an expert-parallel implementation, or change the one of that name.
 
     Importing the module registers ``"tokenloom"`` with the defaults. Models that are loaded later with
@@ -18,14 +31,32 @@ def register(name: str = "tokenloom", **options: Any) -> None:
 
     Args:
         name: what ``ep_implementation`` says.
-        **options: ``experts``: "auto" runs tokenloom's experts where they compute what the model's do, and the model's
-            own elsewhere; "model" always runs the model's own. ``max_tokens_per_rank``: the most tokens of one call on
-            one rank, where it is known, so that communicators need not grow. ``overlap`` and
-            ``redispatch_in_backward``: as in ``ExpertParallelMoE``, for tokenloom's experts. ``backend``,
-            ``timeout_s``, ``open_timeout_s``, ``num_sms``: as in ``Communicator``.
+        experts: "auto" runs tokenloom's experts where they compute what the model's do, and the model's own
+            elsewhere. "model" always runs the model's own.
+        max_tokens_per_rank: the most tokens of one call on one rank, where it is known. None: communicators grow with
+            the batches.
+        pool_rows: for tokenloom's experts, as in ``ExpertParallelMoE``: there is room for so many rows, and the host
+            waits for nothing. It needs ``max_tokens_per_rank``, and more tokens are an error then.
+        overlap: for tokenloom's experts, as in ``ExpertParallelMoE``.
+        redispatch_in_backward: for tokenloom's experts, as in ``ExpertParallelMoE``.
+        backend: as in ``Communicator``.
+        timeout_s: as in ``Communicator``.
+        open_timeout_s: as in ``Communicator``.
+        num_sms: as in ``Communicator``.
 
     Raises:
-        InvalidArgument: an option is unknown, or has a value that is never right.
+        InvalidArgument: an option has a value that is never right.
     """
-    implementation = type("TokenloomExperts", (TokenloomExperts,), {"options": Options.of(options)})
+    options = Options(
+        experts=experts,
+        max_tokens_per_rank=max_tokens_per_rank,
+        pool_rows=pool_rows,
+        overlap=overlap,
+        redispatch_in_backward=redispatch_in_backward,
+        backend=backend,
+        timeout_s=timeout_s,
+        open_timeout_s=open_timeout_s,
+        num_sms=num_sms,
+    )
+    implementation = type("TokenloomExperts", (TokenloomExperts,), {"options": options})
     EPImplementationInterface.register(name, implementation)
