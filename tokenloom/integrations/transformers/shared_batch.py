@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+# Renamed in torch 2.13, which warns about the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Share:
     """This rank's part of tokens that all ranks of a group hold.
@@ -39,7 +42,7 @@ class Share:
         padded = part.new_zeros(self.num_rows, *part.shape[1:])
         padded[: len(part)] = part
         whole = part.new_empty(self.num_rows * self.group.size(), *part.shape[1:])
-        dist.all_gather_into_tensor(whole, padded, group=self.group)
+        _all_gather(whole, padded, group=self.group)
         return whole[: self.num_tokens]
 
 
