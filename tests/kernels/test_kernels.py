@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.kernels import variants
+from tests.kernels.played_peer import num_row_parts
 from tests.kernels.variants import BF16, FP16, FP32, VARIANTS
 from tests.support.slow import mostly_slow
 from tests.support.small_kernels import needs_nvrtc
@@ -290,7 +291,7 @@ def test_the_rule_of_chunks() -> None:
     counts = [*range(130), *(count + step for count in (256, 512, 1024, 4096, 1 << 20, 1 << 30) for step in (-1, 0))]
     body = " ".join(f"if (chunk_shift<Rule>({count}) != {chunk_shift(count)}) differ();" for count in counts)
     statements = (
-        f"struct Rule {{ static constexpr int most_chunk_shift = {combine.MOST_CHUNK_SHIFT}; }};",
+        f"struct Rule {{ static constexpr int most_chunk_shift = {combine.MOST_CHUNK_SHIFT}, eager = 0; }};",
         DIFFER,
     )
     path = "kernels/combine/combine.cuh"
@@ -300,9 +301,10 @@ def test_the_rule_of_chunks() -> None:
 
 
 def test_every_chunk_has_a_flag() -> None:
-    """However many rows come: few rows are chunks by themselves, so that fewer of them can have more chunks."""
-    most = 0
-    for max_tokens in range(1, 5000):
-        most = max(most, -(-max_tokens >> chunk_shift(max_tokens)))
-        room = combine.max_chunks(Plan(8, 8, 8, 1, max_tokens))
-        assert most <= room <= most + 1, max_tokens
+    """However many rows come, as chunks of several or in parts: fewer rows can have more chunks."""
+    for max_tokens in (1, 7, 100, 127, 128, 129, 300, 4096):
+        plan = Plan(8, 8, 8, 1, max_tokens)
+        for rows in range(1, max_tokens + 1):
+            several = -(-rows >> chunk_shift(rows))
+            parts = rows * num_row_parts(rows, plan.num_ranks, slices=1000)
+            assert max(several, parts) <= combine.max_chunks(plan), (max_tokens, rows)

@@ -14,12 +14,13 @@
 
 // The terms of one sum, as each lane sees them.
 struct Terms {
-    uint64 address;  // of this lane's term
-    float weight;    // of this lane's term, where sums are weighted
-    uint32 lanes;    // that have a term
+    uint64 address;   // of this lane's term
+    float weight;     // of this lane's term, where sums are weighted
+    uint32 lanes;     // that have a term
+    int begin, end;   // the slices of the rows that are added, where warps share them
 };
 
-template <int kTermDtype, int kOutDtype, int kHidden, int kGroupValues, int kStages, bool kWeighted>
+template <int kTermDtype, int kOutDtype, int kHidden, int kGroupValues, int kStages, bool kWeighted, bool kShared>
 struct TermStream {
     static constexpr int kGroups = kHidden / kGroupValues;
     static constexpr int kGroupBytes = kGroupValues * kValueBytes<kTermDtype>;
@@ -38,9 +39,9 @@ struct TermStream {
     Shared& shared;
     int lane;
     uint32 num_loads = 0, num_used = 0;  // stages so far
-    Terms loading{0, 0.0f, 0};           // the sum whose terms are loaded next,
+    Terms loading{0, 0.0f, 0, 0, 0};     // the sum whose terms are loaded next,
     uint32 rest = 0;                     // its terms that are left in this slice,
-    int slice = Row::kCount;             // and the slice; at kCount all are loaded
+    int slice = kShared ? 0 : Row::kCount;  // and the slice; at the end all are loaded
 
     __device__ TermStream(Shared& shared_, int lane_) : shared(shared_), lane(lane_) {}
 
@@ -50,10 +51,10 @@ struct TermStream {
     __device__ __forceinline__ void load_ahead(Next next) {
 #pragma unroll 1
         while (num_loads - num_used < kStages) {
-            if (slice == Row::kCount) {
+            if (slice == end_of(loading)) {
                 if (!next(loading)) return;
                 rest = loading.lanes;
-                slice = rest != 0 ? 0 : Row::kCount;
+                slice = rest != 0 ? begin_of(loading) : end_of(loading);
                 continue;
             }
             const auto* from = reinterpret_cast<const unsigned char*>(of_lane(loading.address, rest));
@@ -81,7 +82,7 @@ struct TermStream {
             return;
         }
 #pragma unroll 1
-        for (int tile = 0; tile < Row::kCount; ++tile) {
+        for (int tile = begin_of(terms); tile < end_of(terms); ++tile) {
             // x + -0 is x for every x, so the sum starts from its first term.
             Group<kGroupValues> sum[Row::kSteps];
 #pragma unroll
@@ -105,7 +106,7 @@ struct TermStream {
     template <class Target, class Next>
     __device__ __forceinline__ void each_alone(const Terms& terms, Target target, Next next) {
 #pragma unroll 1
-        for (int tile = 0; tile < Row::kCount; ++tile) {
+        for (int tile = begin_of(terms); tile < end_of(terms); ++tile) {
 #pragma unroll 1
             for (uint32 left = terms.lanes; left != 0; left &= left - 1) {
                 const float weight = kWeighted ? of_lane(terms.weight, left) : 1.0f;
@@ -127,6 +128,10 @@ struct TermStream {
     }
 
    private:
+    // Warps that share no rows have constants here.
+    static __device__ __forceinline__ int begin_of(const Terms& terms) { return kShared ? terms.begin : 0; }
+    static __device__ __forceinline__ int end_of(const Terms& terms) { return kShared ? terms.end : Row::kCount; }
+
     // The oldest stage. Each is a group of copies; where fewer than usual came after it, this waits for some of those.
     __device__ __forceinline__ const unsigned char* await() {
         const uint32 newer = num_loads - num_used - 1;

@@ -26,23 +26,40 @@ __device__ __forceinline__ T of_lane(T value, uint32 lanes) {
     return __shfl_sync(~0u, value, __ffs(lanes) - 1);
 }
 
-// Copies one row to the targets of all lanes in the mask. A lane has up to kMostSteps loads in flight.
+// A tile of a row on its way: its loads, up to kMostSteps for a lane, are in flight until it is stored.
 template <int kRowBytes, int kMostSteps = 14>
-__device__ __forceinline__ void copy_row(const unsigned char* from, uint64 target, uint32 targets, int lane) {
+struct RowTile {
     using Row = Tiles<kRowBytes / 16, kMostSteps>;
-#pragma unroll 1
-    for (int tile = 0; tile < Row::kCount; ++tile) {
-        Vec16 units[Row::kSteps];
+    Vec16 units[Row::kSteps];
+
+    __device__ __forceinline__ void load(const unsigned char* from, int tile, int lane) {
         int index;
 #pragma unroll
         for (int step = 0; step < Row::kSteps; ++step)
             if (Row::unit(tile, step, lane, index)) units[step] = load_16_once(from + index * 16);
+    }
+
+    // To the targets of all lanes in the mask.
+    __device__ __forceinline__ void store(uint64 target, uint32 targets, int tile, int lane) const {
+        int index;
         for (uint32 rest = targets; rest != 0; rest &= rest - 1) {
             auto* to = reinterpret_cast<unsigned char*>(of_lane(target, rest));
 #pragma unroll
             for (int step = 0; step < Row::kSteps; ++step)
                 if (Row::unit(tile, step, lane, index)) store_16(to + index * 16, units[step]);
         }
+    }
+};
+
+// Copies one row, from a tile on, to the targets of all lanes in the mask.
+template <int kRowBytes>
+__device__ __forceinline__ void copy_row(const unsigned char* from, uint64 target, uint32 targets, int lane,
+                                         int first_tile = 0) {
+#pragma unroll 1
+    for (int tile = first_tile; tile < RowTile<kRowBytes>::Row::kCount; ++tile) {
+        RowTile<kRowBytes> units;
+        units.load(from, tile, lane);
+        units.store(target, targets, tile, lane);
     }
 }
 

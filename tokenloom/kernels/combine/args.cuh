@@ -48,6 +48,7 @@ struct CombineRoles {
 // Rows of a chunk are a power of two, and few where few rows come, so that many warps share them. launch.py mirrors it.
 template <class Shape>
 __device__ __forceinline__ int chunk_shift(int32 num_rows) {
+    if constexpr (Shape::eager != 0) return 0;
     return num_rows < 128 ? 0 : min(25 - __clz(num_rows), Shape::most_chunk_shift);
 }
 
@@ -63,12 +64,21 @@ struct CombineRows {
     static constexpr int kWireBytes = Shape::hidden * kValueBytes<Shape::wire_dtype>;
     static constexpr int kOutBytes = Shape::hidden * kValueBytes<Shape::out_dtype>;
     static constexpr bool kWeighted = Shape::weighted != 0;
-    using Push = TermStream<Shape::y_dtype, Shape::wire_dtype, Shape::hidden, Shape::group, Shape::stages, kWeighted>;
+    using Push = TermStream<Shape::y_dtype, Shape::wire_dtype, Shape::hidden, Shape::group, Shape::stages, kWeighted,
+                            Shape::eager != 0>;
     using Copy = RowStream<kWireBytes, Shape::stage_bytes, Shape::stages>;
     using Sum = RowSum<Shape::wire_dtype, Shape::out_dtype, Shape::hidden, Shape::group, Shape::sum_terms,
                        Shape::sum_registers>;
     static constexpr uint32 kNan = kNanWord<Shape::wire_dtype>;  // what comes home for dropped rows
 };
+
+// Eager: how many warps share each row that goes from one rank to another, so that all of them have work. Chunks are
+// then such parts. Both ranks know it from the number of rows. launch.py mirrors kMostParts.
+template <class Shape>
+__device__ __forceinline__ int32 row_parts(int32 num_rows) {
+    if constexpr (Shape::eager == 0) return 1;
+    return min(max(Shape::most_parts / (Shape::num_ranks * max(num_rows, 1)), 1), CombineRows<Shape>::Push::Row::kCount);
+}
 
 // The rings of warps that push sums, or rows as they are.
 template <class Rows, int kRings, bool kCopies = Rows::kCopies>

@@ -30,11 +30,14 @@ __device__ void find_bases(const CombineArgs& args, CombineShared<Shape>& shared
     if (threadIdx.x < Shape::num_ranks) {
         const int i = threadIdx.x;
         int32 received = 0, home = 0, own = 0;
-        for (int s = 0; s < i; ++s) {
-            received += args.all_counts[s * kCounts + args.call.rank];
-            own += args.all_counts[args.call.rank * kCounts + s];
+#pragma unroll
+        for (int r = 0; r < Shape::num_ranks; ++r) {  // all loads are in flight together
+            const int32 from_r = args.all_counts[r * kCounts + args.call.rank];
+            const int32 to_r = args.all_counts[args.call.rank * kCounts + r];
+            const int32 of_home = args.all_counts[i * kCounts + r];
+            if (r < i) received += from_r, own += to_r;
+            if (r < args.call.rank) home += of_home;
         }
-        for (int r = 0; r < args.call.rank; ++r) home += args.all_counts[i * kCounts + r];
         shared.control.bases[i] = args.call.peers[i];
         shared.data.bases[i] = args.peers[i];
         shared.received_base[i] = received;

@@ -24,7 +24,8 @@ from tokenloom.kernels.common import (
 from tokenloom.plan import Plan
 
 COPY_THREADS, SUM_THREADS = 512, 640
-"""Threads of a block whose pushing warps send rows as they are, and of one where they make them."""
+"""Threads of a block whose pushing warps send rows as they are, and of one where they make them. Eager calls have few
+rows, and need the registers more than the warps."""
 MOST_CHUNK_SHIFT = 2
 """Chunks have up to 4 rows. With more, home ranks wait longer for the chunks that many warps send at once."""
 COPY_WARPS = 3
@@ -36,6 +37,9 @@ PUSH_STAGES = 4
 PRE_REDUCE_WARPS = 12
 PRE_REDUCE_BLOCKS = 64
 """Blocks of the kernel that pre-reduces, which only reads and writes this GPU's memory."""
+MOST_PARTS = 1024
+"""Eager: parts of rows that a rank pushes, about, if rows are fewer. Twice as many as a usual kernel has warps, since
+rows with more terms take longer."""
 MOST_TERMS_AT_ONCE = {2: 8, 4: 4}
 """Terms of a sum at home whose loads are in flight together, by bytes of a value."""
 SUM_REGISTERS = {COPY_THREADS: 80, SUM_THREADS: 56}
@@ -66,8 +70,8 @@ CALL_FIELDS = FieldsAtOnce(
 
 
 def max_chunks(plan: Plan) -> int:
-    """Count the chunks that one rank can send another in a combine. Fewer than 128 rows are chunks by themselves."""
-    return max(min(plan.max_tokens_per_rank, 128), -(-plan.max_tokens_per_rank >> MOST_CHUNK_SHIFT))
+    """Bound the chunks that one rank can send another in a combine: rows, or in eager calls parts of them."""
+    return max(plan.max_tokens_per_rank, MOST_PARTS // plan.num_ranks)
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,7 @@ class CombineVariant:
         """What to compile and how to launch it."""
         plan, hidden = self.plan, self.hidden or self.plan.hidden
         copies = self.layout != "expert" and self.y_dtype == self.wire_dtype and not (self.dense or self.eager)
-        threads = COPY_THREADS if copies or self.dense else SUM_THREADS
+        threads = COPY_THREADS if copies or self.dense or self.eager else SUM_THREADS
         push_warps = threads // 32 if self.eager else COPY_WARPS if copies else PUSH_WARPS
         rings = 1 if self.dense or self.part == "receive" else push_warps
         ranks_of_token = plan.num_ranks * (1 - (1 - 1 / plan.num_ranks) ** plan.top_k)  # if routing is random
@@ -146,6 +150,7 @@ class CombineVariant:
             "stage_bytes": stage_bytes,
             "stages": stages,
             "most_chunk_shift": MOST_CHUNK_SHIFT,
+            "most_parts": MOST_PARTS,
         }
         return KernelSpec(
             "combine",

@@ -7,11 +7,12 @@ struct RowRoutes {
     int32 place;  // -1: no route
     float weight;
     int32 token;
+    int begin, end;  // slices of the row, where warps share it
 };
 
 template <class Shape>
 __device__ __forceinline__ RowRoutes routes_of(const CombineArgs& args, int64 row, int lane) {
-    RowRoutes routes{-1, 1.0f, 0};
+    RowRoutes routes{-1, 1.0f, 0, 0, 0};
     if constexpr (CombineRows<Shape>::kByExpert) {
         if (lane < Shape::top_k) {
             routes.place = args.row_places[row * Shape::top_k + lane];
@@ -31,7 +32,7 @@ __device__ __forceinline__ Terms terms_of(const CombineArgs& args, const RowRout
     const uint32 dropped = __ballot_sync(~0u, routes.place >= args.capacity);
     const uint64 address =
         reinterpret_cast<uint64>(args.y) + static_cast<int64>(routes.place) * CombineRows<Shape>::kYBytes;
-    return {address, routes.weight, Shape::per_route == 0 && dropped != 0 ? 0 : kept};
+    return {address, routes.weight, Shape::per_route == 0 && dropped != 0 ? 0 : kept, routes.begin, routes.end};
 }
 
 // One received row, home: its sum to `to`, or (per route) its routes to where those of its token lie, from `to` on.
@@ -56,20 +57,23 @@ __device__ __forceinline__ void push_row(const CombineArgs& args, const RowRoute
     }
 }
 
-// Consecutive rows of this rank for one home rank.
+// Consecutive rows of this rank for one home rank. Eager: a part of one row.
 struct PushChunk {
     int32 home;
     int32 index;     // among those for this home rank
     int64 row;       // the first, among the received rows (layout rank: among the places)
     int32 num_rows;  // none at the end of home ranks that receive less than others
     int64 home_row;  // where the first goes, in the order of the home buffer
+    int32 part, parts;
 };
 
 template <class Shape>
 __device__ int32 num_chunks(const CombineShared<Shape>& shared) {
     int32 most = 0;
-    for (int s = 0; s < Shape::num_ranks; ++s)
-        most = max(most, ((shared.received[s] - 1) >> chunk_shift<Shape>(shared.received[s])) + 1);
+    for (int s = 0; s < Shape::num_ranks; ++s) {
+        const int32 rows = shared.received[s];
+        most = max(most, (((rows - 1) >> chunk_shift<Shape>(rows)) + 1) * row_parts<Shape>(rows));
+    }
     return most * Shape::num_ranks;
 }
 
@@ -78,10 +82,11 @@ template <class Shape>
 __device__ PushChunk chunk_of(const CombineArgs& args, const CombineShared<Shape>& shared, int32 item) {
     const int32 index = item / Shape::num_ranks, home = (item + 1 + args.call.rank) % Shape::num_ranks;
     const int shift = chunk_shift<Shape>(shared.received[home]);
-    const int32 begin = index << shift, end = min((index + 1) << shift, shared.received[home]);
+    const int32 parts = row_parts<Shape>(shared.received[home]), rows = index / parts;
+    const int32 begin = rows << shift, end = min((rows + 1) << shift, shared.received[home]);
     const int64 first = Shape::layout == kLayoutRank ? static_cast<int64>(home) * args.max_tokens
                                                      : shared.received_base[home];
-    return {home, index, first + begin, max(0, end - begin), shared.home_base[home] + begin};
+    return {home, index, first + begin, max(0, end - begin), shared.home_base[home] + begin, index % parts, parts};
 }
 
 // The chunks that a pushing warp takes: one of its own, then whatever is left.
@@ -214,6 +219,11 @@ struct ChunkRows {
             in_chunk = 0;
         }
         row.routes = routes_of<Shape>(args, chunk.row + in_chunk, lane);
+        if constexpr (Shape::eager != 0) {
+            constexpr int kSlices = CombineRows<Shape>::Push::Row::kCount;
+            row.routes.begin = chunk.part * kSlices / chunk.parts;
+            row.routes.end = (chunk.part + 1) * kSlices / chunk.parts;
+        }
         row.home = chunk.home;
         if constexpr (Shape::per_route == 0) row.home_row = static_cast<int32>(chunk.home_row) + in_chunk;
         row.item = item;

@@ -63,8 +63,11 @@ __device__ bool sum_rows(const CombineArgs& args, const CombineShared<Shape>& sh
             row = first_own + term.slot;
             dropped = term.slot >= 0 && row >= args.capacity;
         } else if (term.slot >= 0) {
-            const int32 chunk = term.slot >> chunk_shift<Shape>(shared.own[term.rank]);
-            here = flags.from(term.rank * args.max_chunks).wait(chunk, epoch, deadline, term.rank, kPhasePartials);
+            const int32 parts = row_parts<Shape>(shared.own[term.rank]);  // those who sent the row
+            const int32 chunk = (term.slot >> chunk_shift<Shape>(shared.own[term.rank])) * parts;
+            for (int32 i = 0; i < parts && here; ++i)
+                here = flags.from(term.rank * args.max_chunks)
+                           .wait(chunk + i, epoch, deadline, term.rank, kPhasePartials);
             row = Shape::per_route ? token * Shape::top_k + lane : shared.own_base[term.rank] + term.slot;
         }
         if (!__all_sync(~0u, here)) return false;
