@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tests.kernels.one_gpu import DEVICE
-from tests.kernels.played_peer import Homeward, counts_of, num_chunks, num_row_parts, received_by_rank_0, sent_home
+from tests.kernels.played_peer import Homeward, counts_of, num_chunks, received_by_rank_0, sent_home
 from tests.kernels.silent_peer import BLOCKS, Rank0, int32, signed
 from tests.kernels.staged_calls import stale
 from tests.support.cases import BF16, Problem, expert_rows, same_bits, same_bytes
@@ -98,8 +98,6 @@ class CombineCall:
             weighted=options.weighted,
             eager=options.eager,
         )
-        stage_bytes = dict(variant.spec().shape)["stage_bytes"]
-        self._slices = -(-plan.hidden * options.y_dtype.itemsize // stage_bytes)
         parts = ("send", "receive") if options.halves else ("whole",)
         self.kernels = [self._kernel(replace(variant, part=part)) for part in parts]
 
@@ -114,7 +112,7 @@ class CombineCall:
         args.chunk_flags, args.max_chunks = self.rank0.layout.offset("chunk_flags"), max_chunks(plan)
         args.peers, args.combine_recv = self.buffers.peers, layout.offset("combine_recv0")
         args.turn_bytes = layout.offset("combine_recv1") - args.combine_recv
-        args.combine_turns = self.turns
+        args.combine_turns, args.send_blocks = self.turns, self.options.blocks
         args.num_tokens, args.max_tokens = len(self.topk_ids), plan.max_tokens_per_rank
         args.capacity = self.y.numel() // plan.hidden
         args.ids_are_int64 = self.topk_ids.dtype == torch.int64
@@ -124,10 +122,9 @@ class CombineCall:
         dtypes: dict[str, Any] = {"mode": self.options.mode, "wire_dtype": self.options.wire_dtype}
         return sent_home(self.problem, self._ys, self._routed, self._weights, rank, home, **dtypes)
 
-    def _num_chunks(self, num_rows: int) -> int:
-        if not self.options.eager:
-            return num_chunks(num_rows)
-        return num_rows * num_row_parts(num_rows, self.rank0.plan.num_ranks, self._slices)
+    def _num_flags(self, num_rows: int) -> int:
+        """Of one rank for another: one for each chunk, or for each block of an eager call."""
+        return self.options.blocks if self.options.eager else num_chunks(num_rows)
 
     # -- rank 1 ---------------------------------------------------------------------------------------------
 
@@ -141,7 +138,7 @@ class CombineCall:
         rows = self.buffers.rows(self.buffers.memory[0], self.epoch % self.turns)
         rows[sent.places] = sent.rows.to(DEVICE)
         first = max_chunks(self.problem.plan)
-        last = first + self._num_chunks(counts_of(self.problem, 0)[1])
+        last = first + self._num_flags(counts_of(self.problem, 0)[1])
         self.rank0.words("chunk_flags")[first:last] = signed(self.epoch)
 
     # -- rank 0 ---------------------------------------------------------------------------------------------
@@ -171,7 +168,7 @@ class CombineCall:
         buffers.rows(buffers.expected, turn)[sent.places] = got  # NaNs may differ in their bits
         same_bytes(buffers.memory[1], buffers.expected, "rank 1's memory")
         flags = torch.zeros(2 * max_chunks(self.problem.plan), dtype=torch.int32)
-        flags[: self._num_chunks(counts_of(self.problem, 1)[0])] = signed(self.epoch)
+        flags[: self._num_flags(counts_of(self.problem, 1)[0])] = signed(self.epoch)
         mine = self.rank0.words("chunk_flags", 1)[: len(flags)].cpu()
         same_bytes(torch.where(mine == signed(self.epoch), mine, 0), flags, "rank 1's flags of chunks")
         assert self.rank0.words("flags", 1)[0] == signed(self.epoch)

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.cases import FP8, Case, Problem, make_problem
 from tokenloom import reference
-from tokenloom.kernels.combine.launch import MOST_CHUNK_SHIFT, MOST_PARTS
+from tokenloom.kernels.combine.launch import MOST_CHUNK_SHIFT
 from tokenloom.plan import ROUTE_LAYOUTS
 
 DROPPED = 0x7FFFFFFF
@@ -229,11 +229,3 @@ def num_chunks(num_rows: int) -> int:
     while shift < MOST_CHUNK_SHIFT and num_rows >= 128 << shift:
         shift += 1
     return -(-num_rows >> shift)
-
-
-def num_row_parts(num_rows: int, num_ranks: int, slices: int) -> int:
-    """Chunks that each of so many rows for one home rank is sent in by an eager call."""
-    parts = 1
-    while parts < slices and (parts + 1) * num_rows * num_ranks <= MOST_PARTS:
-        parts += 1
-    return parts

@@ -13,8 +13,8 @@ from tests.kernels.played_peer import counts_of, sent_rows
 from tests.kernels.silent_peer import BLOCKS, STALE, Rank0, int32, signed
 from tests.support.cases import FP8, Problem, same_bytes, same_routed
 from tokenloom.backends.nvlink.buffers import staged_layout
-from tokenloom.kernels.common import HEADER_WORDS, TURNS
-from tokenloom.kernels.dispatch.launch import MAX_BLOCKS, DispatchVariant, block_count_words
+from tokenloom.kernels.common import HEADER_WORDS, MAX_BLOCKS, TURNS
+from tokenloom.kernels.dispatch.launch import DispatchVariant, block_count_words
 from tokenloom.runtime.kernel_reports import CallOutcome
 
 PARTS_OF_A_ROW = ("rows", "row_scales", "row_ids", "row_weights", "row_places", "row_tokens")

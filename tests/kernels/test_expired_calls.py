@@ -14,7 +14,8 @@ from tests.kernels.one_gpu import DEVICE, LONG_S, SHORT_S, needs_one_gpu
 from tests.kernels.silent_peer import BLOCKS, OPTIONS_HASH, Rank0, error_of, int32
 from tokenloom.kernels.barrier.launch import BarrierVariant
 from tokenloom.kernels.combine.launch import CombineVariant, max_chunks
-from tokenloom.kernels.dispatch.launch import MAX_BLOCKS, DispatchVariant, block_count_words
+from tokenloom.kernels.common import MAX_BLOCKS
+from tokenloom.kernels.dispatch.launch import DispatchVariant, block_count_words
 from tokenloom.plan import Plan
 from tokenloom.runtime.kernel_reports import PHASES, CallOutcome
 

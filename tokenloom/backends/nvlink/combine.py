@@ -140,7 +140,7 @@ class Combiner:
             if not options.per_route:
                 require_layout(options.strategy, layout)
             _check(self.plan, y_dtype, options)
-            blocks = self._blocks_alone if alone else None
+            blocks = self._blocks_alone if alone and not is_eager(self.plan) else None
             found = SumsAtHome(self, number, layout, y_dtype, options, blocks, split)
             self._prepared[key] = found
         return found
@@ -229,6 +229,7 @@ class Combiner:
         args.max_tokens = self.plan.max_tokens_per_rank
         args.chunk_flags = self.launcher.control.layout.offset("chunk_flags")
         args.max_chunks, args.combine_turns = max_chunks(self.plan), 1
+        args.send_blocks = self.launcher.num_sms
 
     def _launch(self, kernel: OpeningKernel, buffer: SymmetricBuffer, combine_recv: int, kind: CallKind) -> None:
         self.point_once(kernel)

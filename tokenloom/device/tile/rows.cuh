@@ -51,12 +51,11 @@ struct RowTile {
     }
 };
 
-// Copies one row, from a tile on, to the targets of all lanes in the mask.
+// Copies one row to the targets of all lanes in the mask.
 template <int kRowBytes>
-__device__ __forceinline__ void copy_row(const unsigned char* from, uint64 target, uint32 targets, int lane,
-                                         int first_tile = 0) {
+__device__ __forceinline__ void copy_row(const unsigned char* from, uint64 target, uint32 targets, int lane) {
 #pragma unroll 1
-    for (int tile = first_tile; tile < RowTile<kRowBytes>::Row::kCount; ++tile) {
+    for (int tile = 0; tile < RowTile<kRowBytes>::Row::kCount; ++tile) {
         RowTile<kRowBytes> units;
         units.load(from, tile, lane);
         units.store(target, targets, tile, lane);

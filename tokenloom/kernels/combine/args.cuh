@@ -24,7 +24,8 @@ struct CombineArgs {
     int32 capacity;  // rows of y; what lies beyond was dropped
     int32 ids_are_int64;
     int32 max_tokens;       // M; from here on, what calls of one kind share
-    uint64 chunk_flags;     // in the control buffer: uint32 [W][max_chunks]: this chunk of rank r is here
+    uint64 chunk_flags;     // in the control buffer: uint32 [W][max_chunks]: this chunk of rank r is here; eager: what
+                            // its block has sent
     const uint64* peers;    // the data buffers
     uint64 combine_recv;    // in them, rows of Shape::wire_dtype: per rank [M * min(W, K)], by expert rank, then token;
                             // dense [W][M]; per route [M * K], by token and k. The first of combine_turns
@@ -32,6 +33,8 @@ struct CombineArgs {
     int32 max_chunks;       // that one rank can send another
     int32 combine_turns;    // a power of two: calls take turns by their epochs
     uint64 own_sums;        // pre_reduce only: address of [M] rows for the sums of this rank's own tokens
+    int32 send_blocks;      // eager: of the kernel that sends, on all ranks
+    int32 padding;
 };
 
 // How warps share the roles. An eager kernel has few rows: all warps push, then all of them sum.
@@ -48,7 +51,7 @@ struct CombineRoles {
 // Rows of a chunk are a power of two, and few where few rows come, so that many warps share them. launch.py mirrors it.
 template <class Shape>
 __device__ __forceinline__ int chunk_shift(int32 num_rows) {
-    if constexpr (Shape::eager != 0) return 0;
+    if constexpr (Shape::eager != 0) return 0;  // a row, which several warps may share
     return num_rows < 128 ? 0 : min(25 - __clz(num_rows), Shape::most_chunk_shift);
 }
 
@@ -59,7 +62,8 @@ struct CombineRows {
         !kByExpert && Shape::y_dtype == Shape::wire_dtype && Shape::dense == 0 && Shape::eager == 0;
     // Rows for this rank's own tokens do not travel: they are added from where they are. (Rows of halves travel, since y
     // may have changed before the second half. So do rows that are sums: a sum within a sum lacks registers.)
-    static constexpr bool kOwnStay = kCopies && Shape::part == kWhole;
+    static constexpr bool kOwnStay =
+        !kByExpert && Shape::y_dtype == Shape::wire_dtype && Shape::dense == 0 && Shape::part == kWhole;
     static constexpr int kYBytes = Shape::hidden * kValueBytes<Shape::y_dtype>;
     static constexpr int kWireBytes = Shape::hidden * kValueBytes<Shape::wire_dtype>;
     static constexpr int kOutBytes = Shape::hidden * kValueBytes<Shape::out_dtype>;
@@ -71,14 +75,6 @@ struct CombineRows {
                        Shape::sum_registers>;
     static constexpr uint32 kNan = kNanWord<Shape::wire_dtype>;  // what comes home for dropped rows
 };
-
-// Eager: how many warps share each row that goes from one rank to another, so that all of them have work. Chunks are
-// then such parts. Both ranks know it from the number of rows. launch.py mirrors kMostParts.
-template <class Shape>
-__device__ __forceinline__ int32 row_parts(int32 num_rows) {
-    if constexpr (Shape::eager == 0) return 1;
-    return min(max(Shape::most_parts / (Shape::num_ranks * max(num_rows, 1)), 1), CombineRows<Shape>::Push::Row::kCount);
-}
 
 // The rings of warps that push sums, or rows as they are.
 template <class Rows, int kRings, bool kCopies = Rows::kCopies>

@@ -11,8 +11,8 @@
 // A chunk is a few consecutive rows of one (expert rank, home rank) pair, so home starts long before the last row is
 // sent. Every block has warps of both roles: while some wait, the others have the SM. README.md has the protocol.
 //
-// Eager (small plans): buffers take turns by four, so nobody waits before it pushes. All warps push and raise flags;
-// then they wait until all ranks have begun, and sum.
+// Eager (small plans): buffers take turns by four, so nobody waits before it pushes. All warps push, a block raises one
+// flag for each rank, and when all ranks have begun, and raised theirs, all warps sum.
 //
 // Halves are two kernels: one announces the call and pushes, the other sums.
 //
@@ -64,7 +64,7 @@ template <class Shape>
 __device__ __forceinline__ void push_rows(const CombineArgs& args, CombineShared<Shape>& shared, uint32 epoch, int warp,
                                           int lane) {
     if constexpr (CombineRows<Shape>::kCopies) push_copies<Shape>(args, shared, epoch, warp, lane);
-    else push_sums<Shape>(args, shared, epoch, warp, lane);
+    else push_sums<Shape>(args, shared, warp, lane);
     if (lane == 0) mark(args.call, kSent);
 }
 
@@ -91,7 +91,7 @@ __device__ bool combine_rows(const CombineArgs& args, Turn turn) {
     }
     find_bases<Shape>(args, shared, turn);
     if constexpr (Shape::eager != 0 && Roles::kSends) {
-        push_rows<Shape>(args, shared, epoch, warp, lane);
+        push_eagerly<Shape>(args, shared, turn, warp, lane);
         if constexpr (!Roles::kSums) return true;
     }
     const Opened opened = await_call<Shape::num_ranks, kCounts, Roles::kSums>(args.call, turn);
@@ -107,7 +107,7 @@ __device__ bool combine_rows(const CombineArgs& args, Turn turn) {
     }
     bool done = true;
     if constexpr (Roles::kSums) {  // the warps that pushed too, once all of their rows are on their way
-        done = sum_rows<Shape>(args, shared, epoch, warp - Roles::kFirstSumWarp, lane);
+        done = sum_rows<Shape>(args, shared, turn, warp - Roles::kFirstSumWarp, lane);
         if (lane == 0) mark(args.call, kSummed);
     }
     if (threadIdx.x == 0) mark(args.call, kDone);

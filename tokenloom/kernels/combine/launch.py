@@ -11,6 +11,7 @@ from tokenloom.jit.compiler import KernelSpec
 from tokenloom.kernels.common import (
     DTYPES,
     LAYOUTS,
+    MAX_BLOCKS,
     MAX_SHARED_BYTES,
     PARTS,
     Call,
@@ -37,9 +38,6 @@ PUSH_STAGES = 4
 PRE_REDUCE_WARPS = 12
 PRE_REDUCE_BLOCKS = 64
 """Blocks of the kernel that pre-reduces, which only reads and writes this GPU's memory."""
-MOST_PARTS = 1024
-"""Eager: parts of rows that a rank pushes, about, if rows are fewer. Twice as many as a usual kernel has warps, since
-rows with more terms take longer."""
 MOST_TERMS_AT_ONCE = {2: 8, 4: 4}
 """Terms of a sum at home whose loads are in flight together, by bytes of a value."""
 SUM_REGISTERS = {COPY_THREADS: 80, SUM_THREADS: 56}
@@ -60,6 +58,7 @@ class CombineArgs(ctypes.Structure):
         *uint64_fields("chunk_flags", "peers", "combine_recv", "turn_bytes"),
         *int32_fields("max_chunks", "combine_turns"),
         *uint64_fields("own_sums"),
+        *int32_fields("send_blocks", "padding"),
     ]
 
 
@@ -70,8 +69,11 @@ CALL_FIELDS = FieldsAtOnce(
 
 
 def max_chunks(plan: Plan) -> int:
-    """Bound the chunks that one rank can send another in a combine: rows, or in eager calls parts of them."""
-    return max(plan.max_tokens_per_rank, MOST_PARTS // plan.num_ranks)
+    """Count the chunks that one rank can send another in a combine. Fewer than 128 rows are chunks by themselves, and
+    blocks of eager calls are no more than these.
+    """
+    most = plan.max_tokens_per_rank
+    return max(min(most, 128), -(-most >> MOST_CHUNK_SHIFT), MAX_BLOCKS)
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,6 @@ class CombineVariant:
             "stage_bytes": stage_bytes,
             "stages": stages,
             "most_chunk_shift": MOST_CHUNK_SHIFT,
-            "most_parts": MOST_PARTS,
         }
         return KernelSpec(
             "combine",

@@ -57,23 +57,20 @@ __device__ __forceinline__ void push_row(const CombineArgs& args, const RowRoute
     }
 }
 
-// Consecutive rows of this rank for one home rank. Eager: a part of one row.
+// Consecutive rows of this rank for one home rank.
 struct PushChunk {
     int32 home;
     int32 index;     // among those for this home rank
     int64 row;       // the first, among the received rows (layout rank: among the places)
     int32 num_rows;  // none at the end of home ranks that receive less than others
     int64 home_row;  // where the first goes, in the order of the home buffer
-    int32 part, parts;
 };
 
 template <class Shape>
 __device__ int32 num_chunks(const CombineShared<Shape>& shared) {
     int32 most = 0;
-    for (int s = 0; s < Shape::num_ranks; ++s) {
-        const int32 rows = shared.received[s];
-        most = max(most, (((rows - 1) >> chunk_shift<Shape>(rows)) + 1) * row_parts<Shape>(rows));
-    }
+    for (int s = 0; s < Shape::num_ranks; ++s)
+        most = max(most, ((shared.received[s] - 1) >> chunk_shift<Shape>(shared.received[s])) + 1);
     return most * Shape::num_ranks;
 }
 
@@ -82,11 +79,10 @@ template <class Shape>
 __device__ PushChunk chunk_of(const CombineArgs& args, const CombineShared<Shape>& shared, int32 item) {
     const int32 index = item / Shape::num_ranks, home = (item + 1 + args.call.rank) % Shape::num_ranks;
     const int shift = chunk_shift<Shape>(shared.received[home]);
-    const int32 parts = row_parts<Shape>(shared.received[home]), rows = index / parts;
-    const int32 begin = rows << shift, end = min((rows + 1) << shift, shared.received[home]);
+    const int32 begin = index << shift, end = min((index + 1) << shift, shared.received[home]);
     const int64 first = Shape::layout == kLayoutRank ? static_cast<int64>(home) * args.max_tokens
                                                      : shared.received_base[home];
-    return {home, index, first + begin, max(0, end - begin), shared.home_base[home] + begin, index % parts, parts};
+    return {home, index, first + begin, max(0, end - begin), shared.home_base[home] + begin};
 }
 
 // The chunks that a pushing warp takes: one of its own, then whatever is left.
@@ -195,12 +191,20 @@ __device__ __forceinline__ void push_all(const CombineArgs& args, Rows& rows, ty
     }
 }
 
+// Where a row goes that is made on the way; per route: where the rows of its home rank go.
+template <class Shape>
+__device__ __forceinline__ unsigned char* target_of(const CombineShared<Shape>& shared, int32 home, int32 home_row) {
+    auto* to = shared.data.staging(home, shared.combine_recv);
+    if constexpr (Shape::per_route == 0) to += static_cast<int64>(home_row) * CombineRows<Shape>::kWireBytes;
+    return to;
+}
+
 // The rows that a pushing warp takes, chunk by chunk.
 template <class Shape>
 struct ChunkRows {
     struct Row {
         RowRoutes routes;
-        int32 home, home_row;  // where it goes; per route: where the rows of its home rank go
+        int32 home, home_row;  // where it goes
         int32 item;            // its chunk
         uint32 bounds;         // bit 0: it begins the chunk; bit 1: it ends it
 
@@ -219,13 +223,8 @@ struct ChunkRows {
             in_chunk = 0;
         }
         row.routes = routes_of<Shape>(args, chunk.row + in_chunk, lane);
-        if constexpr (Shape::eager != 0) {
-            constexpr int kSlices = CombineRows<Shape>::Push::Row::kCount;
-            row.routes.begin = chunk.part * kSlices / chunk.parts;
-            row.routes.end = (chunk.part + 1) * kSlices / chunk.parts;
-        }
         row.home = chunk.home;
-        if constexpr (Shape::per_route == 0) row.home_row = static_cast<int32>(chunk.home_row) + in_chunk;
+        row.home_row = static_cast<int32>(chunk.home_row) + in_chunk;
         row.item = item;
         row.bounds = in_chunk == 0 ? 1 : 0;
         if (++in_chunk == chunk.num_rows) row.bounds |= 2;
@@ -233,15 +232,13 @@ struct ChunkRows {
     }
 
     __device__ __forceinline__ unsigned char* address(const Row& row) const {
-        auto* to = shared.data.staging(row.home, shared.combine_recv);
-        if constexpr (Shape::per_route == 0) to += static_cast<int64>(row.home_row) * CombineRows<Shape>::kWireBytes;
-        return to;
+        return target_of<Shape>(shared, row.home, row.home_row);
     }
 };
 
 // One pushing warp: rows that are made on the way.
 template <class Shape>
-__device__ void push_sums(const CombineArgs& args, CombineShared<Shape>& shared, uint32 epoch, int warp, int lane) {
+__device__ void push_sums(const CombineArgs& args, CombineShared<Shape>& shared, int warp, int lane) {
     typename CombineRows<Shape>::Push stream(shared.push.ring[warp], lane);
     ChunkRows<Shape> rows{shared, ChunkSource<Shape>(args, shared, warp, lane)};
     using Row = typename ChunkRows<Shape>::Row;
@@ -249,19 +246,64 @@ __device__ void push_sums(const CombineArgs& args, CombineShared<Shape>& shared,
     push_all<Shape>(
         args, rows, stream, lane,
         [&](const Row& row) {
-            if (Shape::eager == 0 && row.begins()) shared.progress.begin(warp, begun++, row.item, lane);
+            if (row.begins()) shared.progress.begin(warp, begun++, row.item, lane);
         },
         [&](const Row& row) {
-            if (!row.ends()) return;
-            if constexpr (Shape::eager == 0) {
-                shared.progress.report(warp, begun, lane);
-            } else {  // few rows: a release waits for little else
-                const PushChunk chunk = chunk_of<Shape>(args, shared, row.item);
-                __syncwarp();
-                if (lane == 0) chunk_signals<Shape>(args, shared, chunk.home).raise(chunk.index, epoch);
-            }
+            if (row.ends()) shared.progress.report(warp, begun, lane);
         });
-    if constexpr (Shape::eager == 0) shared.progress.close(warp, lane);
+    shared.progress.close(warp, lane);
+}
+
+// Eager: the rows that a warp takes of its block's, which are every so many. Where they are few, warps share rows, so
+// that all of them have work: a row may have many terms or one.
+template <class Shape>
+struct BlockRows {
+    struct Row {
+        RowRoutes routes;
+        int32 home, home_row;
+    };
+
+    const CombineShared<Shape>& shared;
+    int32 next_part, parts, total;
+
+    __device__ BlockRows(const CombineShared<Shape>& shared_, int warp)
+        : shared(shared_), next_part(warp), total(num_chunks<Shape>(shared_)) {
+        const int32 rows_of_block = max((total - static_cast<int32>(blockIdx.x) - 1) / static_cast<int32>(gridDim.x) + 1, 1);
+        parts = min(max(2 * Shape::push_warps / rows_of_block, 1), CombineRows<Shape>::Push::Row::kCount);
+    }
+
+    __device__ __forceinline__ bool next(const CombineArgs& args, Row& row, int lane) {
+        constexpr int kSlices = CombineRows<Shape>::Push::Row::kCount;
+        for (;;) {
+            const int32 item = next_part / parts * gridDim.x + blockIdx.x, part = next_part % parts;
+            if (item >= total) return false;
+            next_part += Shape::push_warps;
+            const PushChunk chunk = chunk_of<Shape>(args, shared, item);
+            if (chunk.num_rows == 0) continue;
+            row.routes = routes_of<Shape>(args, chunk.row, lane);
+            row.routes.begin = part * kSlices / parts;
+            row.routes.end = (part + 1) * kSlices / parts;
+            row.home = chunk.home;
+            row.home_row = static_cast<int32>(chunk.home_row);
+            return true;
+        }
+    }
+
+    __device__ __forceinline__ unsigned char* address(const Row& row) const {
+        return target_of<Shape>(shared, row.home, row.home_row);
+    }
+};
+
+// Eager: what a block sends, and then one signal to each rank, since a release takes as long as a few rows.
+template <class Shape>
+__device__ void push_eagerly(const CombineArgs& args, CombineShared<Shape>& shared, Turn turn, int warp, int lane) {
+    typename CombineRows<Shape>::Push stream(shared.push.ring[warp], lane);
+    BlockRows<Shape> rows(shared, warp);
+    push_all<Shape>(args, rows, stream, lane, [](const auto&) {}, [](const auto&) {});
+    if (lane == 0) mark(args.call, kSent);
+    __syncthreads();
+    if (threadIdx.x < Shape::num_ranks && !turn.leaves_out(threadIdx.x))
+        chunk_signals<Shape>(args, shared, threadIdx.x).raise(blockIdx.x, turn.epoch);
 }
 
 // The notify warp: signals of the chunks that are home.

@@ -26,11 +26,23 @@ __device__ __forceinline__ Term term_of(const CombineArgs& args, const CombineSh
     return term;
 }
 
+// Eager, every block: all that all ranks send is here.
+template <class Shape>
+__device__ bool wait_for_blocks(const CombineArgs& args, const PeerSignals& flags, Turn turn) {
+    const Deadline deadline = deadline_of(args.call);
+    bool here = true;
+    for (int i = threadIdx.x; i < Shape::num_ranks * args.send_blocks; i += Shape::threads) {
+        const int peer = i / args.send_blocks, block = i % args.send_blocks;
+        here = here && (turn.leaves_out(peer) ||
+                        flags.from(peer * args.max_chunks).wait(block, turn.epoch, deadline, peer, kPhasePartials));
+    }
+    return __syncthreads_and(here);
+}
+
 // A warp takes token after token, or part of one where tokens are few: wait for its rows, add them, round once. Summing
 // warps begin with one of their own; warps that come late (below 0) take what is left. False: a wait has expired.
 template <class Shape>
-__device__ bool sum_rows(const CombineArgs& args, const CombineShared<Shape>& shared, uint32 epoch, int warp,
-                         int lane) {
+__device__ bool sum_rows(const CombineArgs& args, const CombineShared<Shape>& shared, Turn turn, int warp, int lane) {
     using Rows = CombineRows<Shape>;
     constexpr int kSumWarps = CombineRoles<Shape>::kSumWarps;
     const Deadline deadline = deadline_of(args.call);
@@ -40,14 +52,18 @@ __device__ bool sum_rows(const CombineArgs& args, const CombineShared<Shape>& sh
     const int64 first_own = Shape::layout == kLayoutRank ? static_cast<int64>(args.call.rank) * args.max_tokens
                                                          : shared.received_base[args.call.rank];
     auto* out = static_cast<unsigned char*>(args.out);
-    if (args.num_tokens == 0) return true;
+    if (Shape::eager == 0 && args.num_tokens == 0) return true;
     const int32 num_warps = gridDim.x * kSumWarps;
-    const int32 parts = Rows::Sum::parts(args.num_tokens, num_warps);
+    const int32 parts = Rows::Sum::parts(max(args.num_tokens, 1), num_warps);
     const int32 num_items = args.num_tokens * parts;
     Claims claims(args.call.claimed + 1, lane);
     int32 item = warp < 0 ? num_warps + claims.take() : warp * gridDim.x + blockIdx.x;
-    if (item >= num_items) return true;
-    Term next = term_of<Shape>(args, shared, item / parts, lane);
+    if (Shape::eager == 0 && item >= num_items) return true;
+    Term next{-1, 0};
+    if (item < num_items) next = term_of<Shape>(args, shared, item / parts, lane);
+    if constexpr (Shape::eager != 0) {
+        if (!wait_for_blocks<Shape>(args, flags, turn)) return false;
+    }
     for (int32 next_item; item < num_items; item = next_item) {
         const int64 token = item / parts;
         const Term term = next;
@@ -63,11 +79,11 @@ __device__ bool sum_rows(const CombineArgs& args, const CombineShared<Shape>& sh
             row = first_own + term.slot;
             dropped = term.slot >= 0 && row >= args.capacity;
         } else if (term.slot >= 0) {
-            const int32 parts = row_parts<Shape>(shared.own[term.rank]);  // those who sent the row
-            const int32 chunk = (term.slot >> chunk_shift<Shape>(shared.own[term.rank])) * parts;
-            for (int32 i = 0; i < parts && here; ++i)
+            if constexpr (Shape::eager == 0) {
+                const int32 chunk = term.slot >> chunk_shift<Shape>(shared.own[term.rank]);
                 here = flags.from(term.rank * args.max_chunks)
-                           .wait(chunk + i, epoch, deadline, term.rank, kPhasePartials);
+                           .wait(chunk, turn.epoch, deadline, term.rank, kPhasePartials);
+            }
             row = Shape::per_route ? token * Shape::top_k + lane : shared.own_base[term.rank] + term.slot;
         }
         if (!__all_sync(~0u, here)) return false;

@@ -12,6 +12,7 @@ from tokenloom.kernels.common import (
     CONTROL_BYTES,
     DTYPES,
     LAYOUTS,
+    MAX_BLOCKS,
     MAX_SHARED_BYTES,
     MOST_STAGES,
     PARTS,
@@ -26,8 +27,6 @@ from tokenloom.kernels.common import (
 )
 from tokenloom.plan import DISPATCH_STRATEGIES, Plan
 
-MAX_BLOCKS = 32
-"""Most blocks of one dispatch, each on an SM of its own. Flags are laid out for as many."""
 SEND_WARPS = 8
 """Warps of a block that stream rows. Their rings share the memory of an SM."""
 FILL_WARPS = 8

@@ -94,13 +94,14 @@ struct RowScales<Shape, false> {
     __device__ __forceinline__ void store(const DispatchArgs&, int32, uint32, int) const {}
 };
 
-// All warps of all blocks: every received row to the places of its routes here, with all that came with it. Block 0,
-// which has published the counts before, only takes what is left. All that is read of a row is in flight together.
+// All warps of all blocks: every received row to the places of its routes here, with all that came with it. Where rows
+// are few, warps share them. Block 0, which has published the counts before, only takes what is left. All that is read
+// of a row is in flight together.
 template <class Shape>
 __device__ void spread_rows(const DispatchArgs& args, const RouteShared<Shape>& route,
                             const SpreadShared<Shape>& spread, uint64 staging, Claims& claims, int warp, int lane) {
     using To = Places<Shape>;
-    using Tile = RowTile<Shape::row_bytes>;
+    using Tile = RowTile<Shape::row_bytes, 7>;
     const auto staged = [&](uint64 offset) { return reinterpret_cast<const unsigned char*>(staging + offset); };
     const auto* ids = reinterpret_cast<const int32*>(staged(args.row_ids));
     const auto* weights = reinterpret_cast<const float*>(staged(args.row_weights));
@@ -113,13 +114,16 @@ __device__ void spread_rows(const DispatchArgs& args, const RouteShared<Shape>& 
     int source = 0;
     int32 total = 0;
     for (int s = 0; s < Shape::num_ranks; ++s) total += route.received[s];
-    for (int32 i = blockIdx.x < first_block ? num_warps + claims.take() : warp * num_blocks + blockIdx.x - first_block;
-         i < total; i = num_warps + claims.take()) {
+    const int32 parts = min(max(2 * num_warps / max(total, 1), 1), Tile::Row::kCount);
+    for (int32 item = blockIdx.x < first_block ? num_warps + claims.take()
+                                               : warp * num_blocks + blockIdx.x - first_block;
+         item < total * parts; item = num_warps + claims.take()) {
+        const int32 i = item / parts, part = item % parts;
         while (i >= route.received_base[source] + route.received[source]) ++source;
         const int64 from = static_cast<int64>(source) * args.max_tokens + (i - route.received_base[source]);
         const int64 row = Shape::layout == kLayoutRank ? from : i;  // among those that came
         const unsigned char* values = staged(args.rows) + from * Shape::row_bytes;
-        const bool is_kept = To::kOfRoutes || row < args.capacity;
+        const bool tells = part == 0 && (To::kOfRoutes || row < args.capacity);
         const bool has_weights = args.out_weights != nullptr;
         int32 expert = -1, number = 0, token = 0;
         float weight = 0.0f;
@@ -133,9 +137,9 @@ __device__ void spread_rows(const DispatchArgs& args, const RouteShared<Shape>& 
         RowScales<Shape> row_scales;
         row_scales.load(scales + from * Shape::scales_per_row, lane);
         Tile tile;
-        tile.load(values, 0, lane);
+        tile.load(values, part, lane);
         int32 place = lane == 0 && row < args.capacity ? static_cast<int32>(row) : -1;
-        if (lane < Shape::top_k && is_kept) {
+        if (lane < Shape::top_k && tells) {
             const int64 route_to = row * Shape::top_k + lane;
             args.out_ids[route_to] = expert;
             if (has_weights) args.out_weights[route_to] = weight;
@@ -148,14 +152,18 @@ __device__ void spread_rows(const DispatchArgs& args, const RouteShared<Shape>& 
                     place = in_expert < args.capacity ? expert * args.capacity + in_expert : To::kDropped;
                 else place = route.own_start[expert] + in_expert;
             }
-            if (lane < Shape::top_k) args.out_places[row * Shape::top_k + lane] = place;
+            if (lane < Shape::top_k && tells) args.out_places[row * Shape::top_k + lane] = place;
         }
-        if (Shape::layout != kLayoutRank && lane == 0 && is_kept) args.out_tokens[row] = token;
+        if (Shape::layout != kLayoutRank && lane == 0 && tells) args.out_tokens[row] = token;
         const int32 end = Shape::layout == kLayoutSlots ? To::kDropped : args.capacity;
         const uint32 kept = __ballot_sync(~0u, place >= 0 && place < end);
         const uint64 target = out + static_cast<int64>(place) * Shape::row_bytes;
-        tile.store(target, kept, 0, lane);
-        copy_row<Shape::row_bytes>(values, target, kept, lane, 1);
-        row_scales.store(args, place, kept, lane);
+        tile.store(target, kept, part, lane);
+#pragma unroll 1
+        for (int further = part + parts; further < Tile::Row::kCount; further += parts) {
+            tile.load(values, further, lane);
+            tile.store(target, kept, further, lane);
+        }
+        if (part == 0) row_scales.store(args, place, kept, lane);
     }
 }
