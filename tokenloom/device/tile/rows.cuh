@@ -26,39 +26,23 @@ __device__ __forceinline__ T of_lane(T value, uint32 lanes) {
     return __shfl_sync(~0u, value, __ffs(lanes) - 1);
 }
 
-// A tile of a row on its way: its loads, up to kMostSteps for a lane, are in flight until it is stored.
+// Copies one row to the targets of all lanes in the mask. A lane has up to kMostSteps loads in flight.
 template <int kRowBytes, int kMostSteps = 14>
-struct RowTile {
+__device__ __forceinline__ void copy_row(const unsigned char* from, uint64 target, uint32 targets, int lane) {
     using Row = Tiles<kRowBytes / 16, kMostSteps>;
-    Vec16 units[Row::kSteps];
-
-    __device__ __forceinline__ void load(const unsigned char* from, int tile, int lane) {
+#pragma unroll 1
+    for (int tile = 0; tile < Row::kCount; ++tile) {
+        Vec16 units[Row::kSteps];
         int index;
 #pragma unroll
         for (int step = 0; step < Row::kSteps; ++step)
             if (Row::unit(tile, step, lane, index)) units[step] = load_16_once(from + index * 16);
-    }
-
-    // To the targets of all lanes in the mask.
-    __device__ __forceinline__ void store(uint64 target, uint32 targets, int tile, int lane) const {
-        int index;
         for (uint32 rest = targets; rest != 0; rest &= rest - 1) {
             auto* to = reinterpret_cast<unsigned char*>(of_lane(target, rest));
 #pragma unroll
             for (int step = 0; step < Row::kSteps; ++step)
                 if (Row::unit(tile, step, lane, index)) store_16(to + index * 16, units[step]);
         }
-    }
-};
-
-// Copies one row to the targets of all lanes in the mask.
-template <int kRowBytes>
-__device__ __forceinline__ void copy_row(const unsigned char* from, uint64 target, uint32 targets, int lane) {
-#pragma unroll 1
-    for (int tile = 0; tile < RowTile<kRowBytes>::Row::kCount; ++tile) {
-        RowTile<kRowBytes> units;
-        units.load(from, tile, lane);
-        units.store(target, targets, tile, lane);
     }
 }
 

@@ -90,9 +90,8 @@ __device__ bool receive_staged(const DispatchArgs& args, StagedShared<Shape>& sh
     if (await_call<Shape::num_ranks, kCounts>(args.call, turn) != Opened::kGo) return false;
     if (threadIdx.x == 0) mark(args.call, kHeard);
     const AllCounts<Shape> counts{headers_of<Shape::num_ranks, kCounts>(args.call, epoch) + kHeaderWords, turn};
-    Claims claims(args.call.claimed + 1, lane);
-    if constexpr (Places<Shape>::kOfRoutes) find_source_bases<Shape>(args, shared.spread, counts);
     find_bases<Shape>(args, route, counts);
+    if constexpr (Places<Shape>::kOfRoutes) find_source_bases<Shape>(args, shared.spread, counts);
     if (blockIdx.x == 0) publish_counts<Shape>(args, route, counts);
     if constexpr (Shape::layout == kLayoutExpert)
         clear_padding<Shape>(args, route, static_cast<unsigned char*>(args.out_rows),
@@ -100,7 +99,7 @@ __device__ bool receive_staged(const DispatchArgs& args, StagedShared<Shape>& sh
                              gridDim.x * (Shape::threads / 32), lane);
     if (!wait_for_sources<Shape>(args, turn, args.send_blocks)) return false;
     const uint64 staging = args.peers[args.call.rank] + turn_offset<Shape>(args, epoch);
-    spread_rows<Shape>(args, route, shared.spread, staging, claims, warp, lane);
+    spread_rows<Shape>(args, route, shared.spread, staging, warp, lane);
     if (lane == 0) mark(args.call, kFilled);
     return true;
 }

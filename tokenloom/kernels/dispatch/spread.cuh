@@ -1,6 +1,5 @@
 // The receiving part of a staged dispatch: rows go from where they arrived, by source, to their places on this rank.
 #pragma once
-#include "device/sync/claims.cuh"
 #include "device/tile/rows.cuh"
 #include "kernels/dispatch/results.cuh"
 
@@ -12,12 +11,11 @@ struct SpreadShared {
     int32 source_base[Shape::num_ranks][Shape::experts_per_rank];  // routes of an expert from the sources before this
 };
 
-// What each source has of the places of this rank's experts. Threads from the last one on, and without a barrier:
-// others find the bases meanwhile, whose barriers cover this.
+// What each source has of the places of this rank's experts. Behind find_bases.
 template <class Shape>
 __device__ void find_source_bases(const DispatchArgs& args, SpreadShared<Shape>& spread, const AllCounts<Shape>& counts) {
     const int32 first = args.call.rank * Shape::experts_per_rank;
-    for (int l = Shape::threads - 1 - threadIdx.x; l < Shape::experts_per_rank; l += Shape::threads) {
+    for (int l = threadIdx.x; l < Shape::experts_per_rank; l += Shape::threads) {
         int32 base = 0;
         for (int s = 0; s < Shape::num_ranks; ++s) {
             spread.source_base[s][l] = base;
@@ -30,6 +28,7 @@ __device__ void find_source_bases(const DispatchArgs& args, SpreadShared<Shape>&
             base = end;
         }
     }
+    __syncthreads();
 }
 
 // Every block: all rows of all sources are in this rank's region.
@@ -46,62 +45,38 @@ __device__ bool wait_for_sources(const DispatchArgs& args, Turn turn, int32 bloc
     return __syncthreads_and(here);
 }
 
-// The scales of one row on their way, as the words that lie where they go: of FP32, or of four exponents.
-template <class Shape, bool kHasAny = (Shape::scales_per_row > 0)>
-struct RowScales {
-    static constexpr int kScales = Shape::scales_per_row;
-    static constexpr bool kPacked = Shape::scale_layout == kScalePacked;
-    static constexpr int kWords = kPacked ? (kScales + 3) / 4 : kScales;
-    static constexpr int kSteps = (kWords + 31) / 32;
-    uint32 words[kSteps];
-
-    __device__ __forceinline__ void load(const float* from, int lane) {
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-            const int i = step * 32 + lane;
-            words[step] = 0;
-            if constexpr (kPacked) {
+// The scales of one row, for the place of each lane in the mask.
+template <class Shape>
+__device__ __forceinline__ void spread_scales(const DispatchArgs& args, const float* from, int32 place, uint32 places,
+                                              int lane) {
+    constexpr int kScales = Shape::scales_per_row, kWords = (kScales + 3) / 4;
+    for (uint32 rest = places; rest != 0; rest &= rest - 1) {
+        const int64 to = of_lane(place, rest);
+        const int64 slot = to % args.capacity, column = to / args.capacity * args.capacity;  // columns: of this expert
+        if constexpr (Shape::scale_layout == kScaleRows) {
+            for (int i = lane; i < kScales; i += 32) static_cast<float*>(args.out_scales)[to * kScales + i] = from[i];
+        } else if constexpr (Shape::scale_layout == kScaleColumns) {
+            for (int i = lane; i < kScales; i += 32)
+                static_cast<float*>(args.out_scales)[column * kScales + i * static_cast<int64>(args.capacity) + slot] =
+                    from[i];
+        } else {
+            for (int i = lane; i < kWords; i += 32) {
+                uint32 word = 0;
 #pragma unroll
                 for (int b = 0; b < 4; ++b)
-                    if (4 * i + b < kScales) words[step] |= (__float_as_uint(from[4 * i + b]) >> 23 & 0xff) << (8 * b);
-            } else if (i < kScales) {
-                words[step] = __float_as_uint(from[i]);
+                    if (4 * i + b < kScales) word |= (__float_as_uint(from[4 * i + b]) >> 23 & 0xff) << (8 * b);
+                static_cast<uint32*>(args.out_scales)[column * kWords + i * static_cast<int64>(args.capacity) + slot] =
+                    word;
             }
         }
     }
+}
 
-    // For the place of each lane in the mask.
-    __device__ __forceinline__ void store(const DispatchArgs& args, int32 place, uint32 places, int lane) const {
-        auto* out = static_cast<uint32*>(args.out_scales);
-        int64 first = static_cast<int64>(place) * kWords;
-        int64 stride = 1;
-        if constexpr (Shape::scale_layout != kScaleRows) {  // columns of the expert that has the place
-            stride = args.capacity;
-            first = place >= 0 ? (place / args.capacity * kWords * stride) + place % args.capacity : 0;
-        }
-        for (uint32 rest = places; rest != 0; rest &= rest - 1) {
-            const int64 to = of_lane(first, rest);
-#pragma unroll
-            for (int step = 0; step < kSteps; ++step)
-                if (step * 32 + lane < kWords) out[to + (step * 32 + lane) * stride] = words[step];
-        }
-    }
-};
-
-template <class Shape>
-struct RowScales<Shape, false> {
-    __device__ __forceinline__ void load(const float*, int) {}
-    __device__ __forceinline__ void store(const DispatchArgs&, int32, uint32, int) const {}
-};
-
-// All warps of all blocks: every received row to the places of its routes here, with all that came with it. Where rows
-// are few, warps share them. Block 0, which has published the counts before, only takes what is left. All that is read
-// of a row is in flight together.
+// All warps of all blocks: every received row to the places of its routes here, with all that came with it.
 template <class Shape>
 __device__ void spread_rows(const DispatchArgs& args, const RouteShared<Shape>& route,
-                            const SpreadShared<Shape>& spread, uint64 staging, Claims& claims, int warp, int lane) {
+                            const SpreadShared<Shape>& spread, uint64 staging, int warp, int lane) {
     using To = Places<Shape>;
-    using Tile = RowTile<Shape::row_bytes, 7>;
     const auto staged = [&](uint64 offset) { return reinterpret_cast<const unsigned char*>(staging + offset); };
     const auto* ids = reinterpret_cast<const int32*>(staged(args.row_ids));
     const auto* weights = reinterpret_cast<const float*>(staged(args.row_weights));
@@ -109,61 +84,39 @@ __device__ void spread_rows(const DispatchArgs& args, const RouteShared<Shape>& 
     const auto* tokens = reinterpret_cast<const int32*>(staged(args.row_tokens));
     const auto* scales = reinterpret_cast<const float*>(staged(args.row_scales));
     const uint64 out = reinterpret_cast<uint64>(args.out_rows);
-    const int32 first_block = gridDim.x > 1 ? 1 : 0, num_blocks = gridDim.x - first_block;
-    const int32 num_warps = num_blocks * (Shape::threads / 32);
     int source = 0;
     int32 total = 0;
     for (int s = 0; s < Shape::num_ranks; ++s) total += route.received[s];
-    const int32 parts = min(max(2 * num_warps / max(total, 1), 1), Tile::Row::kCount);
-    for (int32 item = blockIdx.x < first_block ? num_warps + claims.take()
-                                               : warp * num_blocks + blockIdx.x - first_block;
-         item < total * parts; item = num_warps + claims.take()) {
-        const int32 i = item / parts, part = item % parts;
+    for (int32 i = warp * gridDim.x + blockIdx.x; i < total; i += gridDim.x * (Shape::threads / 32)) {
         while (i >= route.received_base[source] + route.received[source]) ++source;
         const int64 from = static_cast<int64>(source) * args.max_tokens + (i - route.received_base[source]);
         const int64 row = Shape::layout == kLayoutRank ? from : i;  // among those that came
-        const unsigned char* values = staged(args.rows) + from * Shape::row_bytes;
-        const bool tells = part == 0 && (To::kOfRoutes || row < args.capacity);
-        const bool has_weights = args.out_weights != nullptr;
-        int32 expert = -1, number = 0, token = 0;
-        float weight = 0.0f;
-        if (lane < Shape::top_k) {
-            const int64 route_from = from * Shape::top_k + lane;
-            expert = ids[route_from];
-            if (To::kOfRoutes) number = numbers[route_from];
-            if (has_weights) weight = weights[route_from];
-        }
-        if (Shape::layout != kLayoutRank && lane == 0) token = tokens[from];
-        RowScales<Shape> row_scales;
-        row_scales.load(scales + from * Shape::scales_per_row, lane);
-        Tile tile;
-        tile.load(values, part, lane);
         int32 place = lane == 0 && row < args.capacity ? static_cast<int32>(row) : -1;
-        if (lane < Shape::top_k && tells) {
-            const int64 route_to = row * Shape::top_k + lane;
-            args.out_ids[route_to] = expert;
-            if (has_weights) args.out_weights[route_to] = weight;
-        }
-        if constexpr (To::kOfRoutes) {
-            place = -1;
-            if (expert >= 0) {
-                const int32 in_expert = spread.source_base[source][expert] + number;
-                if constexpr (Shape::layout == kLayoutSlots)
-                    place = in_expert < args.capacity ? expert * args.capacity + in_expert : To::kDropped;
-                else place = route.own_start[expert] + in_expert;
+        if (lane < Shape::top_k) {
+            const int64 route_from = from * Shape::top_k + lane, route_to = row * Shape::top_k + lane;
+            const int32 expert = ids[route_from];
+            if (To::kOfRoutes || row < args.capacity) {
+                args.out_ids[route_to] = expert;
+                if (args.out_weights != nullptr) args.out_weights[route_to] = weights[route_from];
             }
-            if (lane < Shape::top_k && tells) args.out_places[row * Shape::top_k + lane] = place;
+            if constexpr (To::kOfRoutes) {
+                place = -1;
+                if (expert >= 0) {
+                    const int32 number = spread.source_base[source][expert] + numbers[route_from];
+                    if constexpr (Shape::layout == kLayoutSlots)
+                        place = number < args.capacity ? expert * args.capacity + number : To::kDropped;
+                    else place = route.own_start[expert] + number;
+                }
+                args.out_places[route_to] = place;
+            }
         }
-        if (Shape::layout != kLayoutRank && lane == 0 && tells) args.out_tokens[row] = token;
+        if (Shape::layout != kLayoutRank && lane == 0 && (To::kOfRoutes || row < args.capacity))
+            args.out_tokens[row] = tokens[from];
         const int32 end = Shape::layout == kLayoutSlots ? To::kDropped : args.capacity;
         const uint32 kept = __ballot_sync(~0u, place >= 0 && place < end);
-        const uint64 target = out + static_cast<int64>(place) * Shape::row_bytes;
-        tile.store(target, kept, part, lane);
-#pragma unroll 1
-        for (int further = part + parts; further < Tile::Row::kCount; further += parts) {
-            tile.load(values, further, lane);
-            tile.store(target, kept, further, lane);
-        }
-        if (part == 0) row_scales.store(args, place, kept, lane);
+        copy_row<Shape::row_bytes>(staged(args.rows) + from * Shape::row_bytes,
+                                   out + static_cast<int64>(place) * Shape::row_bytes, kept, lane);
+        if constexpr (Shape::scales_per_row > 0)
+            spread_scales<Shape>(args, scales + from * Shape::scales_per_row, place, kept, lane);
     }
 }
