@@ -46,6 +46,15 @@ EXPIRED_CALLS = (
         gpu=True,
     ),
     Mutation(
+        name="sums-before-blocks-have-sent",
+        rule="an eager combine adds rows that are not there yet",
+        target="kernels/combine/sum.cuh:wait_for_blocks",
+        old="return __syncthreads_and(here);",
+        new="return true;",
+        tests=("tests/kernels/test_expired_in_turns.py::test_rows_that_never_come",),
+        gpu=True,
+    ),
+    Mutation(
         name="counts-of-an-expired-dispatch",
         rule="a dispatch in which a wait expired leaves the counts of rows that are not there",
         target="kernels/dispatch/dispatch.cuh:dispatch",
