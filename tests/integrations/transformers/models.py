@@ -123,16 +123,23 @@ def distributed(family: str, num_ranks: int, how: str, implementation: str = "to
     return config(fsdp_size=num_ranks, fsdp_plan=plan, ep_size=ep_size, ep_implementation=implementation)
 
 
-def load(context: RankContext, folder: Path, distributed: Any = None) -> Any:
-    """The model of a folder on this rank's device: unmodified, or spread over all ranks."""
+def prepare(context: RankContext) -> Any:
+    """The package transformers, once it knows of tokenloom, of this rank's GPU and of no network."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "LOCAL_RANK": str(context.rank if context.device.type == "cuda" else 0)}
     transformers = import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     ours = import_module("tokenloom.integrations.transformers")
+    ours.register()
     ours.register(OWN_EXPERTS, experts="model")
     ours.register(BOUNDED, max_tokens_per_rank=MOST_TOKENS, pool_rows=context.num_ranks * MOST_TOKENS * TOP_K)
-    made = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", distributed_config=distributed)
+    return transformers
+
+
+def load(context: RankContext, folder: Path, distributed: Any = None) -> Any:
+    """The model of a folder on this rank's device: unmodified, or spread over all ranks."""
+    kind = prepare(context).AutoModelForCausalLM
+    made = kind.from_pretrained(folder, dtype="auto", distributed_config=distributed)
     return made if distributed is not None else made.to(context.device)
 
 
