@@ -203,7 +203,9 @@ def main() -> None:
         asked = ", ".join(f"{number} {what}" for what, number in values.get("asked", {}).items())
         print(f"{name:34} {values['median']:7.1f} us, least {values['least']:6.1f}  {asked}")
     if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        setup = {"gpus": gpus, "tokens": arguments.tokens, "calls": arguments.calls, "torch": torch.__version__}
+        arguments.json.write_text(json.dumps({"setup": setup, "host_us": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -48,8 +48,8 @@ LAUNCH = (
         name="too-few-flags-of-chunks",
         rule="few rows, which are chunks by themselves, have no more flags than many",
         target="tokenloom.kernels.combine.launch:max_chunks",
-        old="max(min(plan.max_tokens_per_rank, 128), -(-plan.max_tokens_per_rank >> MOST_CHUNK_SHIFT))",
-        new="-(-plan.max_tokens_per_rank >> MOST_CHUNK_SHIFT)",
+        old="max(min(most, 128), -(-most >> MOST_CHUNK_SHIFT), MAX_BLOCKS)",
+        new="max(-(-most >> MOST_CHUNK_SHIFT), MAX_BLOCKS)",
         tests=("tests/kernels/test_kernels.py::test_every_chunk_has_a_flag",),
     ),
 )
