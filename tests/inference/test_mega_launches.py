@@ -124,6 +124,25 @@ def test_weights_and_activations_change(launches: Launches) -> None:
         assert launches["gemm2"].b_scales == layer.weights[3].data_ptr()
 
 
+def test_biases_and_other_activations_come_and_go(launches: Launches) -> None:
+    """Each has a kernel of its own; both GEMMs weigh or add by the same lists."""
+    layer = make_layer(activation="swigluoai")
+    biases = {"w1_bias": torch.ones(LOCAL, 2 * INTERMEDIATE), "w2_bias": torch.ones(LOCAL, HIDDEN)}
+    for given in (biases, {}, {"w2_bias": biases["w2_bias"]}, biases):
+        layer.use_weights(*new_weights(), **given)
+        call(layer)
+        same_call(launches)
+        first, second = launches["gemm1"], launches["gemm2"]
+        assert (first.clamp, first.up_offset) == (7.0, 1.0)
+        assert first.alpha == pytest.approx(1.702)
+        assert first.bias == (biases["w1_bias"].data_ptr() if "w1_bias" in given else 0)
+        assert second.bias == (biases["w2_bias"].data_ptr() if "w2_bias" in given else 0)
+        assert second.row_weights == first.row_weights
+    layer.set_activation(activation="geglu")
+    call(layer)
+    assert (launches["gemm1"].clamp, launches["gemm1"].alpha, launches["gemm1"].up_offset) == (0.0, 1.0, 0.0)
+
+
 def test_no_gradients(launches: Launches) -> None:
     """Whoever calls it with gradients enabled gets the same views, which need no copies."""
     layer = make_layer()

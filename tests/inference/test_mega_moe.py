@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +62,11 @@ OF_REFERENCE = (
     "powers of two",
     "shared expert",
     "two shared experts",
+    "gpt_oss",
+    "biases",
+    "geglu",
+    "clamped geglu_tanh",
+    "gated relu2",
 )
 
 
@@ -205,3 +211,85 @@ def test_buffers_of_the_reference_layer() -> None:
     values = math.prod(own["activation_values"][0])
     assert values >= routes * 2048
     assert values >= even * 1.25 * (2048 + 7168)
+
+
+# -- forms of experts ---------------------------------------------------------------------------------------------
+
+
+def small_mega(**options: Any) -> tl.MegaMoE:
+    sizes = {"num_experts": 2, "hidden": 256, "intermediate": 128, "top_k": 1, "max_tokens_per_rank": 4}
+    return tl.MegaMoE(None, backend="reference", **sizes, **options)
+
+
+def small_weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"w1": (2, 256, 256), "w2": (2, 256, 128), "w1_bias": (2, 256), "w2_bias": (2, 256)}
+    return {name: torch.randn(shape, generator=generator).to(torch.bfloat16) for name, shape in shapes.items()}
+
+
+def outputs(mega: tl.MegaMoE) -> torch.Tensor:
+    x = torch.randn(4, 256, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    return mega(x, torch.tensor([[0], [1], [0], [-1]]), torch.full((4, 1), 0.5))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_layouts_of_weights(transposed: bool, interleaved: bool) -> None:
+    given = small_weights()
+    with small_mega(activation="swigluoai") as mega:
+        mega.load_weights(**given)
+        wanted = outputs(mega)
+        assert wanted[3].abs().max() == 0
+        if interleaved:
+            for name in ("w1", "w1_bias"):
+                given[name] = given[name].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+        if transposed:
+            given = {
+                name: each.transpose(1, 2).contiguous() if each.dim() == 3 else each for name, each in given.items()
+            }
+        mega.load_weights(**given, weight_layout=tl.WeightLayout(transposed, interleaved))
+        assert torch.equal(outputs(mega), wanted)
+
+
+def test_transposed_fp8() -> None:
+    """Scales are transposed with the blocks that they are of."""
+    given = small_weights()
+    w1, w1_scales = tl.quantize_fp8_blocks(given["w1"])
+    w2, w2_scales = tl.quantize_fp8_blocks(given["w2"])
+    turned = [
+        tensor.view(torch.uint8).transpose(1, 2).contiguous().view(tensor.dtype)
+        if tensor.itemsize == 1
+        else tensor.transpose(1, 2).contiguous()
+        for tensor in (w1, w2, w1_scales, w2_scales)
+    ]
+    with small_mega() as mega:
+        mega.load_weights(w1, w2, w1_scales, w2_scales)
+        wanted = outputs(mega)
+        mega.load_weights(*turned, weight_layout=tl.WeightLayout(transposed=True))
+        assert torch.equal(outputs(mega), wanted)
+        with pytest.raises(tl.InvalidArgument, match="w1 is FP8 and interleaved: its scales are of gates and ups"):
+            mega.load_weights(w1, w2, w1_scales, w2_scales, weight_layout=tl.WeightLayout(interleaved=True))
+
+
+def test_activations_that_are_refused() -> None:
+    with pytest.raises(tl.InvalidArgument, match="activation is 'relu2', which has no gates; FP8 kernels multiply"):
+        small_mega(activation="relu2")
+    with pytest.raises(tl.InvalidArgument, match=r"activation_clamp is 3.0, but the activation has limit=7.0 already"):
+        small_mega(activation="swigluoai", activation_clamp=3.0)
+    with (
+        small_mega() as mega,
+        pytest.raises(tl.InvalidArgument, match="activation is 'swish', expected an Activation"),
+    ):
+        mega.set_activation(activation="swish")
+
+
+def test_biases_that_are_refused() -> None:
+    given = small_weights()
+    with small_mega() as mega:
+        with pytest.raises(tl.ShapeMismatch, match=r"^w1_bias is \[2, 128\], expected \[2, 256\]"):
+            mega.load_weights(**{**given, "w1_bias": given["w1_bias"][:, :128]})
+        with pytest.raises(tl.DtypeMismatch, match=r"^w2_bias is torch.float64, expected float32"):
+            mega.load_weights(**{**given, "w2_bias": given["w2_bias"].double()})
+        mega.load_weights(given["w1"], given["w2"])
+        with pytest.raises(tl.InvalidArgument, match="the weights loaded before had other biases"):
+            mega.load_weights(**given)

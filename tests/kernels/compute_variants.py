@@ -9,7 +9,7 @@ import torch
 from tokenloom.kernels.activation.launch import ActivationVariant
 from tokenloom.kernels.bias.launch import BiasVariant
 from tokenloom.kernels.common import Variant, short_name
-from tokenloom.kernels.gemm.launch import GroupedGemmVariant, SwigluFp8Epilogue
+from tokenloom.kernels.gemm.launch import Bf16Epilogue, GroupedGemmVariant, SwigluFp8Epilogue
 from tokenloom.kernels.moe.launch import OwnTokens, RouteListsVariant, SumRoutesVariant
 from tokenloom.plan import FUNCTIONS, Plan
 
@@ -17,6 +17,13 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FP8 = torch.float8_e4m3fn
 FAST, CLAMPED = SwigluFp8Epilogue(), SwigluFp8Epilogue(clamped=True)
 EXACT = SwigluFp8Epilogue(clamped=True, power_of_two_scales=True, fast_math=False)
+GPT_OSS = SwigluFp8Epilogue(clamped=True, adjusted=True, biased=True)
+OTHER_FORMS = [
+    GPT_OSS,
+    SwigluFp8Epilogue(clamped=True, power_of_two_scales=True, fast_math=False, adjusted=True, biased=True),
+    *(SwigluFp8Epilogue(function=function, biased=True) for function in FUNCTIONS[1:]),
+    *(SwigluFp8Epilogue(function=function, fast_math=False, clamped=True) for function in FUNCTIONS[1:]),
+]
 REAL_PLAN = Plan(8, 256, 7168, 8, 8192)
 
 
@@ -41,6 +48,17 @@ COMPUTE_VARIANTS: list[tuple[str, Variant]] = [
         (f"gemm, large, {epilogue}, gathers", GroupedGemmVariant(32, 4096, 7168, epilogue=epilogue, gathers=True))
         for epilogue in (FAST, CLAMPED, EXACT)
     ),
+    # Other activations and biases hold more registers; a bias of GEMM2 is times the row's weight.
+    *(
+        (f"gemm, large, {epilogue}, gathers", GroupedGemmVariant(32, 4096, 7168, epilogue=epilogue, gathers=True))
+        for epilogue in OTHER_FORMS
+    ),
+    ("gemm, gpt_oss, gathers", GroupedGemmVariant(32, 5888, 2944, epilogue=GPT_OSS, gathers=True)),
+    ("gemm, gpt_oss, slots", GroupedGemmVariant(32, 5888, 2944, epilogue=GPT_OSS, slots=True)),
+    ("gemm, gpt_oss, traced", GroupedGemmVariant(32, 5888, 2944, epilogue=GPT_OSS, gathers=True, traced=True)),
+    ("gemm, biased", GroupedGemmVariant(32, 4096, 7168, epilogue=Bf16Epilogue(biased=True))),
+    ("gemm, biased, scatters", GroupedGemmVariant(32, 7168, 2048, epilogue=Bf16Epilogue(biased=True), scatters=True)),
+    ("gemm, biased, odd strips", GroupedGemmVariant(3, 384, 256, epilogue=Bf16Epilogue(biased=True), slots=True)),
     # Slots find a tile's rows in another way, in every role; the second loading warp is a role of its own.
     ("gemm, large, slots", GroupedGemmVariant(32, 4096, 7168, slots=True)),
     ("gemm, large, K 2048, slots", GroupedGemmVariant(32, 7168, 2048, slots=True)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,13 @@ from tokenloom.ops import quant
 from tokenloom.runtime.processes import RankContext
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+FUNCTIONS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    "silu": lambda x, alpha: x * torch.sigmoid(alpha * x),
+    "gelu": lambda x, _: functional.gelu(x),
+    "gelu_tanh": lambda x, _: functional.gelu(x, approximate="tanh"),
+    "relu": lambda x, _: functional.relu(x),
+    "relu2": lambda x, _: functional.relu(x).square(),
+}
 WHOLE_LIMIT, ROW_LIMIT = 1e-3, 5e-3
 """Of 1 - 2 sum(xy) / sum(x^2 + y^2), over all values and for the worst row: sums of float32 and of float64 quantise
 some activations to neighbouring codes."""
@@ -29,6 +37,7 @@ class Case:
         unused: share of -1.
         quantised: x is FP8 already.
         shared: number of shared experts.
+        activation: of all experts. biased: both products have biases.
     """
 
     why: str
@@ -44,6 +53,8 @@ class Case:
     fast_math: bool = True
     quantised: bool = False
     shared: int = 0
+    activation: tl.Activation | str = "swiglu"
+    biased: bool = False
 
 
 CASES = {
@@ -71,6 +82,11 @@ CASES = {
     "shared and tiles": Case(
         "several tiles of a shared expert", shared=1, powers=True, clamp=1.0, tokens=(300, 0, 129)
     ),
+    "gpt_oss": Case("everything that its experts have", activation="swigluoai", biased=True, top_k=3, unused=0.3),
+    "biases": Case("rows of 128 columns, shared experts", biased=True, shared=1, hidden=384, tokens=(150, 0, 33)),
+    "geglu": Case("another function, biased", activation="geglu", biased=True, powers=True),
+    "clamped geglu_tanh": Case("a limit of its own", activation="geglu_tanh", clamp=0.7, fast_math=False),
+    "gated relu2": Case("most activations are 0", activation=tl.Activation("relu2", up_offset=-0.5)),
     "as real models": Case("wide rows", hidden=7168, intermediate=2048, experts_per_rank=2, top_k=2, tokens=(40, 130)),
 }
 
@@ -86,6 +102,8 @@ class Layer:
     xs: list[torch.Tensor]
     ids: list[torch.Tensor]
     weights: list[torch.Tensor]
+    w1_bias: torch.Tensor | None = None
+    w2_bias: torch.Tensor | None = None
 
 
 def make_layer(case: Case, num_ranks: int, device: torch.device, seed: int = 0) -> Layer:
@@ -113,7 +131,8 @@ def make_layer(case: Case, num_ranks: int, device: torch.device, seed: int = 0) 
         ids[torch.rand(ids.shape, generator=generator, device=device) < case.unused] = -1
         all_ids.append(ids)
         weights.append(torch.rand(ids.shape, generator=generator, device=device) + 0.1)
-    return Layer(*quant.quantize_fp8_blocks(w1), *quant.quantize_fp8_blocks(w2), xs, all_ids, weights)
+    biases = (randn(len(w1), 2 * width), randn(len(w2), hidden)) if case.biased else (None, None)
+    return Layer(*quant.quantize_fp8_blocks(w1), *quant.quantize_fp8_blocks(w2), xs, all_ids, weights, *biases)
 
 
 def dense(w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -131,12 +150,18 @@ def expected(case: Case, layer: Layer, rank: int) -> torch.Tensor:
         if e < 0:
             continue
         token, k = (ids == e).nonzero(as_tuple=True)
-        gate, up = (x[token] @ dense(layer.w1[e], layer.w1_scales[e]).T).chunk(2, -1)
-        if case.clamp is not None:
-            gate, up = gate.clamp(max=case.clamp), up.clamp(-case.clamp, case.clamp)
-        act = (functional.silu(gate) * up * weights[token, k, None]).float()
+        hidden = x[token] @ dense(layer.w1[e], layer.w1_scales[e]).T
+        gate, up = (hidden if layer.w1_bias is None else hidden + layer.w1_bias[e]).chunk(2, -1)
+        form = tl.Activation.of(case.activation)
+        limit = case.clamp or form.limit
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        act = (FUNCTIONS[form.function](gate, form.alpha) * (up + form.up_offset) * weights[token, k, None]).float()
         act = quant.dequantize_fp8(*quant.quantize_fp8(act, power_of_two_scales=case.powers)).double()
-        rows[token, k] = (act @ dense(layer.w2[e], layer.w2_scales[e]).T).to(BF16)
+        result = act @ dense(layer.w2[e], layer.w2_scales[e]).T
+        if layer.w2_bias is not None:
+            result = result + weights[token, k, None] * layer.w2_bias[e]
+        rows[token, k] = result.to(BF16)
     total = torch.zeros(len(x), case.hidden, device=x.device)
     for k in range(ids.shape[1]):
         total = torch.where(ids[:, k, None] >= 0, total + rows[:, k].float(), total)
@@ -157,6 +182,7 @@ def make_mega(context: RankContext, case: Case, layer: Layer, backend: str = "nv
         intermediate=case.intermediate,
         top_k=case.top_k,
         max_tokens_per_rank=max(1, *(len(x) for x in layer.xs)),
+        activation=case.activation,
         activation_clamp=case.clamp,
         fast_math=case.fast_math,
         power_of_two_scales=case.powers,
@@ -170,7 +196,11 @@ def make_mega(context: RankContext, case: Case, layer: Layer, backend: str = "nv
     def of_this_rank(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.view(torch.uint8)[mine].view(tensor.dtype)
 
-    mega.load_weights(*(of_this_rank(w) for w in (layer.w1, layer.w2, layer.w1_scales, layer.w2_scales)))
+    biases = (None if bias is None else bias[mine] for bias in (layer.w1_bias, layer.w2_bias))
+    mega.load_weights(
+        *(of_this_rank(w) for w in (layer.w1, layer.w2, layer.w1_scales, layer.w2_scales)),
+        **dict(zip(("w1_bias", "w2_bias"), biases, strict=True)),
+    )
     return mega
 
 

@@ -12,12 +12,13 @@ from tokenloom.comm.communicator import Communicator
 from tokenloom.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
 from tokenloom.inference.nvlink_experts import FP8, NvlinkExperts
 from tokenloom.inference.reference_experts import ReferenceExperts
-from tokenloom.inference.request import ForwardRequest
+from tokenloom.inference.request import Biases, ForwardRequest
 from tokenloom.inference.schedules import MegaSchedule
 from tokenloom.kernels.common import DTYPES
 from tokenloom.kernels.gemm.launch import BLOCK
-from tokenloom.ops.gemm import check_aligned, check_clamp, check_tensor, check_weights, interleave_gate_and_up
+from tokenloom.ops.gemm import check_aligned, check_tensor, check_weights, gated_activation, interleave_gate_and_up
 from tokenloom.ops.quant import quantize_fp8_blocks
+from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout
 
 MOST_TERMS = 32
 """Most results that are added up for one token."""
@@ -29,7 +30,9 @@ EXPERTS: dict[str, type[NvlinkExperts] | type[ReferenceExperts]] = {
 
 
 class MegaMoE:
-    """Dispatch, SwiGLU experts in FP8, combine: ``y = sum over k of weight_k * w2 @ (silu(gate) * up)``.
+    """Dispatch, gated experts in FP8, combine: ``y = sum over k of weight_k * (w2 @ a + w2_bias)``.
+
+    ``a`` is the activation of gates and ups, ``w1 @ x + w1_bias``; by default ``silu(gate) * up``, and no biases.
 
     x and the weighted activations are quantised with a scale per 128 values. Each route's result is rounded to
     bfloat16, and a token's results are added in ascending k, in float32 (docs/reference/semantics.md). Nothing waits
@@ -43,7 +46,9 @@ class MegaMoE:
         intermediate: I, a multiple of 128.
         top_k: K, at most 32.
         max_tokens_per_rank: M, the most tokens of one call on one rank.
-        activation_clamp: largest gate, and largest absolute up, before the activation. None sets no limit.
+        activation: an ``Activation`` with gates, or the name of one, such as "swiglu", "geglu", "swigluoai".
+        activation_clamp: largest gate, and largest absolute up, before the activation: its ``limit`` by another name.
+            None sets none beside that.
         fast_math: use the hardware's exponential and division in the activation.
         power_of_two_scales: round the scales of x and of activations up to powers of two.
         num_shared_experts: S, experts that every token goes to with weight 1, on its own rank. K + S is at most 32.
@@ -56,6 +61,7 @@ class MegaMoE:
     Attributes:
         comm: communicator that dispatches the tokens.
         weights: w1 with gates and ups in turn, its scales, w2, its scales. Empty before ``load_weights``.
+        biases: that of w1, with gates and ups in turn, and that of w2, float32, or None for each.
         after_stage: function that gets the name of each stage of a call once it is on the stream, or None.
 
     Raises:
@@ -73,6 +79,7 @@ class MegaMoE:
         intermediate: int,
         top_k: int,
         max_tokens_per_rank: int,
+        activation: Activation | str = SWIGLU,
         activation_clamp: float | None = None,
         fast_math: bool = True,
         power_of_two_scales: bool = False,
@@ -92,7 +99,7 @@ class MegaMoE:
             )
         if backend not in EXPERTS:
             raise InvalidArgument(f"backend is {backend!r}, expected one of {', '.join(EXPERTS)}")
-        check_clamp("activation_clamp", activation_clamp)
+        form = gated_activation(activation, activation_clamp, "activation_clamp")
         self.comm = Communicator(
             group,
             num_experts=num_experts,
@@ -107,6 +114,7 @@ class MegaMoE:
         self.intermediate, self.num_shared_experts, self.schedule = intermediate, num_shared_experts, schedule
         self._num_local = self.comm.plan.experts_per_rank + num_shared_experts
         self.weights: tuple[torch.Tensor, ...] = ()
+        self.biases: Biases = (None, None)
         self._weights_are_ours = False
         self._like = torch.empty(0, dtype=torch.bfloat16, device=self.comm.device)
         self.after_stage: Callable[[str], None] | None = None
@@ -115,20 +123,22 @@ class MegaMoE:
         except InvalidArgument:
             self.comm.close()
             raise
-        self._experts.set_activation(activation_clamp, fast_math)
+        self._experts.set_activation(form, fast_math)
 
-    def set_activation(self, clamp: float | None = None, fast_math: bool = True) -> None:
+    def set_activation(
+        self, clamp: float | None = None, fast_math: bool = True, activation: Activation | str = SWIGLU
+    ) -> None:
         """Change the activation from the next call on.
 
         Args:
             clamp: as ``activation_clamp`` of the constructor.
             fast_math: as in the constructor.
+            activation: as in the constructor.
 
         Raises:
-            InvalidArgument: the clamp is neither None nor above 0.
+            InvalidArgument: the clamp is neither None nor above 0, or the activation is not one of those.
         """
-        check_clamp("activation_clamp", clamp)
-        self._experts.set_activation(clamp, fast_math)
+        self._experts.set_activation(gated_activation(activation, clamp, "activation_clamp"), fast_math)
 
     def load_weights(
         self,
@@ -136,6 +146,10 @@ class MegaMoE:
         w2: torch.Tensor,
         w1_scales: torch.Tensor | None = None,
         w2_scales: torch.Tensor | None = None,
+        *,
+        w1_bias: torch.Tensor | None = None,
+        w2_bias: torch.Tensor | None = None,
+        weight_layout: WeightLayout = PLAIN_WEIGHTS,
     ) -> None:
         """Copy this rank's experts, with gates and ups of w1 in turn. Captured graphs use the new values too.
 
@@ -147,11 +161,25 @@ class MegaMoE:
             w2: [L, H, I], of the same dtype.
             w1_scales: float32 [L, 2I / 128, H / 128] beside FP8, else None.
             w2_scales: float32 [L, H / 128, I / 128] beside FP8, else None.
+            w1_bias: [L, 2I], in the order of w1's rows, float32 or narrower, or None.
+            w2_bias: [L, H], or None.
+            weight_layout: how w1, w2, their scales and w1_bias lie, where it is not as above. The scales of
+                interleaved FP8 would be of gates and ups together, so those are refused.
 
         Raises:
+            InvalidArgument: the layout interleaves FP8; weights that were loaded before had other biases than these.
             ShapeMismatch, DtypeMismatch, DeviceMismatch: a tensor is not as above.
         """
         local, hidden, width = self._num_local, self.comm.plan.hidden, self.intermediate
+        if weight_layout.interleaved and w1.dtype == FP8:
+            raise InvalidArgument(
+                "w1 is FP8 and interleaved: its scales are of gates and ups together, but kernels take a scale for "
+                "128 gates and one for 128 ups; give bfloat16 weights, or gates first"
+            )
+        w1, w2 = as_plain(w1, weight_layout, weight_layout.interleaved), as_plain(w2, weight_layout)
+        w1_scales = None if w1_scales is None else as_plain(w1_scales, weight_layout)
+        w2_scales = None if w2_scales is None else as_plain(w2_scales, weight_layout)
+        w1_bias = None if w1_bias is None else as_plain(w1_bias, PLAIN_WEIGHTS, weight_layout.interleaved)
         if w1.dtype != FP8:
             if w1.dtype not in DTYPES:
                 raise DtypeMismatch(f"w1 is {w1.dtype}, expected bfloat16, float16, float32 or float8_e4m3fn")
@@ -162,15 +190,42 @@ class MegaMoE:
             raise ShapeMismatch("w1 and w2 are float8_e4m3fn, expected w1_scales and w2_scales too")
         self._check_weights(w1, w1_scales, w2, w2_scales)
         given = (interleave_gate_and_up(w1), w1_scales, w2, w2_scales)
+        biases = self._float32_biases(w1_bias, w2_bias)
         if self._weights_are_ours:  # captured graphs read the weights where they are
-            for ours, theirs in zip(self.weights, given, strict=True):
-                ours.copy_(theirs)
+            if [each is None for each in biases] != [each is None for each in self.biases]:
+                raise InvalidArgument("the weights loaded before had other biases, which captured graphs may read")
+            for ours, theirs in zip((*self.weights, *self.biases), (*given, *biases), strict=True):
+                if ours is not None and theirs is not None:
+                    ours.copy_(theirs)
         else:
-            self.use_weights(*(tensor.clone() for tensor in given))
+            w1_bias, w2_bias = biases
+            self.use_weights(*(tensor.clone() for tensor in given), w1_bias=w1_bias, w2_bias=w2_bias)
             self._weights_are_ours = True
 
+    def _float32_biases(self, w1_bias: torch.Tensor | None, w2_bias: torch.Tensor | None) -> Biases:
+        """Check the biases of weights with gates first, and return new ones as kernels take them."""
+        found: list[torch.Tensor | None] = []
+        shapes = {"w1_bias": 2 * self.intermediate, "w2_bias": self.comm.plan.hidden}
+        for (name, width), bias in zip(shapes.items(), (w1_bias, w2_bias), strict=True):
+            if bias is not None:
+                if bias.dtype not in DTYPES:
+                    raise DtypeMismatch(f"{name} is {bias.dtype}, expected float32, bfloat16 or float16")
+                bias = bias.contiguous()
+                check_tensor(name, bias, bias.dtype, [self._num_local, width], self.comm.device)
+                bias = bias.float().clone()
+            found.append(bias)
+        w1_bias, w2_bias = found
+        return None if w1_bias is None else interleave_gate_and_up(w1_bias[..., None])[..., 0].contiguous(), w2_bias
+
     def use_weights(
-        self, w1: torch.Tensor, w1_scales: torch.Tensor, w2: torch.Tensor, w2_scales: torch.Tensor
+        self,
+        w1: torch.Tensor,
+        w1_scales: torch.Tensor,
+        w2: torch.Tensor,
+        w2_scales: torch.Tensor,
+        *,
+        w1_bias: torch.Tensor | None = None,
+        w2_bias: torch.Tensor | None = None,
     ) -> None:
         """Use this rank's experts as they are, without a copy, from the next call or capture on.
 
@@ -180,13 +235,21 @@ class MegaMoE:
             w1_scales: float32 [L, 2I / 128, H / 128], gates, then ups, not interleaved.
             w2: float8_e4m3fn [L, H, I].
             w2_scales: float32 [L, H / 128, I / 128].
+            w1_bias: float32 [L, 2I], in the order of w1's rows, or None.
+            w2_bias: float32 [L, H], or None.
 
         Raises:
             ShapeMismatch, DtypeMismatch, DeviceMismatch: a tensor is not as above.
         """
         self._check_weights(w1, w1_scales, w2, w2_scales)
+        shapes = {"w1_bias": 2 * self.intermediate, "w2_bias": self.comm.plan.hidden}
+        for (name, width), bias in zip(shapes.items(), (w1_bias, w2_bias), strict=True):
+            if bias is not None:
+                check_tensor(name, bias, torch.float32, [self._num_local, width], self.comm.device)
+                check_aligned(name, bias)
         self.weights, self._weights_are_ours = (w1, w1_scales, w2, w2_scales), False
-        self._experts.use_weights(self.weights)
+        self.biases = (w1_bias, w2_bias)
+        self._experts.use_weights(self.weights, self.biases)
 
     def _check_weights(
         self, w1: torch.Tensor, w1_scales: torch.Tensor, w2: torch.Tensor, w2_scales: torch.Tensor
@@ -292,3 +355,16 @@ class MegaMoE:
 
 def _ignore(stage: str) -> None:
     """For ``after_stage`` where nobody wants to know."""
+
+
+def as_plain(tensor: torch.Tensor, layout: WeightLayout, interleaved: bool = False) -> torch.Tensor:
+    """Copy a weight, its scales or a bias to the default layout, if it lies in another.
+
+    ``interleaved`` tells those that have gates and ups in turns.
+    """
+    if layout.transposed and tensor.dim() == 3:
+        values = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+        tensor = values.transpose(1, 2).contiguous().view(tensor.dtype)
+    if interleaved:
+        tensor = tensor.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+    return tensor

@@ -16,7 +16,7 @@ from tokenloom.backends.nvlink.handle import NvlinkHandle
 from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.usual import UsualCalls
 from tokenloom.errors import InvalidArgument
-from tokenloom.inference.request import ForwardRequest
+from tokenloom.inference.request import Biases, ForwardRequest
 from tokenloom.inference.schedules import schedule_for
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.common import Variant
@@ -25,6 +25,7 @@ from tokenloom.kernels.gemm.launch import (
     B_BOX_ROWS,
     BLOCK,
     CLUSTER,
+    Bf16Epilogue,
     GroupedGemmVariant,
     SwigluFp8Epilogue,
     operand_map,
@@ -40,6 +41,8 @@ from tokenloom.kernels.moe.launch import (
     RouteListsVariant,
     SumRoutesVariant,
 )
+from tokenloom.ops.gemm import swiglu_epilogue, tell_activation
+from tokenloom.plan import SWIGLU, Activation
 from tokenloom.runtime.streams import current_handle
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer
 
@@ -147,9 +150,10 @@ class NvlinkExperts:
         self._shared: SymmetricBuffer | None = None
         self._traces: tuple[torch.Tensor, torch.Tensor] | None = None
         self._sums = self._kernel(SumRoutesVariant(plan, num_shared_experts=num_shared_experts))
-        self._gemm2 = self._kernel(GroupedGemmVariant(self._num_local, plan.hidden, intermediate, scatters=True))
-        self._gemm1_of: dict[tuple[bool, bool], Kernel] = {}
-        self._activation: tuple[float | None, bool] = (None, False)
+        self._gemm1_of: dict[SwigluFp8Epilogue, Kernel] = {}
+        self._gemm2_of: dict[bool, Kernel] = {}
+        self._activation: tuple[Activation, bool] = (SWIGLU, False)
+        self._biases: Biases = (None, None)
         backend = comm.engine.makes_usual_calls
         assert backend is not None, "backend nvlink makes them"
         self._usual = UsualCalls(comm.engine, backend)
@@ -166,41 +170,50 @@ class NvlinkExperts:
         own = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._sizes.values())
         return f"route lists and activations: {own / 1e6:.1f} MB"
 
-    def set_activation(self, clamp: float | None, fast_math: bool) -> None:
+    def set_activation(self, form: Activation, fast_math: bool) -> None:
         """Do what ``MegaMoE.set_activation`` says."""
-        if (clamp, fast_math) == self._activation and self._gemm1_of:
+        if (form, fast_math) == self._activation and self._gemm1_of:
             return
-        self._activation = (clamp, fast_math)
-        key = (clamp is not None, fast_math)
-        if key not in self._gemm1_of:
-            epilogue = SwigluFp8Epilogue(
-                clamped=clamp is not None, power_of_two_scales=self._power_of_two_scales, fast_math=fast_math
-            )
-            sizes = (self._num_local, 2 * self._intermediate, self._comm.plan.hidden)
-            traced = self._traces is not None
-            self._gemm1_of[key] = self._kernel(
-                GroupedGemmVariant(*sizes, epilogue=epilogue, gathers=True, traced=traced)
-            )
-            if self._traces is not None:
-                self._gemm1_of[key].args.trace = self._traces[0].data_ptr()
-        self._gemm1, self._stale = self._gemm1_of[key], True
-        self._gemm1.args.clamp = clamp or 0.0
+        self._activation = (form, fast_math)
+        self._choose_gemms()
 
-    def use_weights(self, weights: tuple[torch.Tensor, ...]) -> None:
-        """Use the checked weights of ``MegaMoE.weights`` from the next call on."""
+    def _choose_gemms(self) -> None:
+        """Take the kernels that have this activation and these biases."""
+        (form, fast_math), (w1_bias, w2_bias) = self._activation, self._biases
+        key = swiglu_epilogue(form, self._power_of_two_scales, fast_math, biased=w1_bias is not None)
+        hidden, traced = self._comm.plan.hidden, self._traces is not None
+        if key not in self._gemm1_of:
+            sizes = (self._num_local, 2 * self._intermediate, hidden)
+            self._gemm1_of[key] = self._kernel(GroupedGemmVariant(*sizes, epilogue=key, gathers=True, traced=traced))
+        biased = w2_bias is not None
+        if biased not in self._gemm2_of:
+            sizes = (self._num_local, hidden, self._intermediate)
+            epilogue = Bf16Epilogue(biased=biased)
+            self._gemm2_of[biased] = self._kernel(
+                GroupedGemmVariant(*sizes, epilogue=epilogue, scatters=True, traced=traced)
+            )
+        self._gemm1, self._gemm2, self._stale = self._gemm1_of[key], self._gemm2_of[biased], True
+        if self._traces is not None:
+            self._gemm1.args.trace, self._gemm2.args.trace = (times.data_ptr() for times in self._traces)
+        tell_activation(self._gemm1.args, form)
+        for gemm, bias in ((self._gemm1, w1_bias), (self._gemm2, w2_bias)):
+            gemm.args.bias = 0 if bias is None else bias.data_ptr()
+
+    def use_weights(self, weights: tuple[torch.Tensor, ...], biases: Biases) -> None:
+        """Use the checked ``MegaMoE.weights`` and ``MegaMoE.biases`` from the next call on."""
         w1, w1_scales, w2, w2_scales = self._weights = weights
-        self._stale = True
+        self._biases = biases
+        self._choose_gemms()
         self._gemm1_weights = (operand_map(w1, B_BOX_ROWS), w1_scales.data_ptr())
         self._gemm2_weights = (operand_map(w2, B_BOX_ROWS), w2_scales.data_ptr())
 
     def trace_gemms(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Do what ``MegaMoE.trace_gemms`` says."""
-        device, sizes = self._comm.device, (self._num_local, self._comm.plan.hidden, self._intermediate)
+        device = self._comm.device
         self._traces = (trace_times(self._num_sms, device), trace_times(self._num_sms, device))
-        self._gemm2 = self._kernel(GroupedGemmVariant(*sizes, scatters=True, traced=True))
-        self._gemm2.args.trace = self._traces[1].data_ptr()
         self._gemm1_of.clear()
-        self.set_activation(*self._activation)
+        self._gemm2_of.clear()
+        self._choose_gemms()
         return self._traces
 
     def forward(self, request: ForwardRequest) -> torch.Tensor:
@@ -360,6 +373,7 @@ class NvlinkExperts:
             args.a_scale_map = self._scales_map
         args.a, args.a_scales = self._activations_map, buffers.activation_scales.data_ptr()
         args.offsets, args.row_targets = buffers.offsets.data_ptr(), buffers.targets.data_ptr()
+        args.row_weights = buffers.row_weights.data_ptr()
         args.b, args.b_scales = self._gemm2_weights
         self._lists, self._stale, self._experts_told = lists, False, (0, 0)
 

@@ -7,10 +7,11 @@ import torch
 from tokenloom.backends.base import Upcoming
 from tokenloom.comm.communicator import Communicator
 from tokenloom.errors import InvalidArgument
-from tokenloom.inference.request import ForwardRequest
+from tokenloom.inference.request import Biases, ForwardRequest
 from tokenloom.ops.activation import apply_activation
 from tokenloom.ops.gemm import separate_gate_and_up
 from tokenloom.ops.quant import dequantize_fp8, quantize_fp8
+from tokenloom.plan import SWIGLU, Activation
 
 
 class ReferenceExperts:
@@ -31,18 +32,19 @@ class ReferenceExperts:
         self._comm, self._num_shared = comm, num_shared_experts
         self._power_of_two_scales = power_of_two_scales
         self._weights: tuple[torch.Tensor, ...] = ()
-        self._clamp: float | None = None
+        self._biases: Biases = (None, None)
+        self._form = SWIGLU
 
     def describe(self) -> str:
         return "experts in plain torch, slowly"
 
-    def set_activation(self, clamp: float | None, fast_math: bool) -> None:
+    def set_activation(self, form: Activation, fast_math: bool) -> None:
         """Do what ``MegaMoE.set_activation`` says, except that there is no faster math here."""
-        self._clamp = clamp
+        self._form = form
 
-    def use_weights(self, weights: tuple[torch.Tensor, ...]) -> None:
-        """Use the checked weights of ``MegaMoE.weights`` from the next call on."""
-        self._weights = weights
+    def use_weights(self, weights: tuple[torch.Tensor, ...], biases: Biases) -> None:
+        """Use the checked ``MegaMoE.weights`` and ``MegaMoE.biases`` from the next call on."""
+        self._weights, self._biases = weights, biases
 
     def trace_gemms(self) -> tuple[torch.Tensor, torch.Tensor]:
         raise InvalidArgument("backend 'reference' has no kernels to trace")
@@ -83,11 +85,12 @@ class ReferenceExperts:
     def _expert(self, e: int, rows: torch.Tensor, row_weights: torch.Tensor) -> torch.Tensor:
         w1, w1_scales, w2, w2_scales = (tensor[e : e + 1] for tensor in self._weights)
         gate_and_up = rows @ _dequantize(separate_gate_and_up(w1), w1_scales).T
-        if self._clamp is not None:
-            gate, up = gate_and_up.chunk(2, -1)
-            gate_and_up = torch.cat([gate.clamp(max=self._clamp), up.clamp(-self._clamp, self._clamp)], -1)
-        activations = dequantize_fp8(*self._quantize(apply_activation(gate_and_up) * row_weights[:, None]))
-        return (activations @ _dequantize(w2, w2_scales).T).bfloat16()
+        w1_bias, w2_bias = self._biases
+        if w1_bias is not None:
+            gate_and_up = gate_and_up + separate_gate_and_up(w1_bias[..., None])[e, :, 0]
+        activations = apply_activation(gate_and_up, self._form) * row_weights[:, None]
+        result = dequantize_fp8(*self._quantize(activations)) @ _dequantize(w2, w2_scales).T
+        return (result if w2_bias is None else result + row_weights[:, None] * w2_bias[e]).bfloat16()
 
     def _quantize(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return quantize_fp8(rows, power_of_two_scales=self._power_of_two_scales)

@@ -13,6 +13,9 @@ from tokenloom.comm import validation
 from tokenloom.comm.engine import Engine
 from tokenloom.inference.schedules import MegaSchedule
 
+Biases = tuple[torch.Tensor | None, torch.Tensor | None]
+"""Of w1 and of w2, float32, or None where there is none."""
+
 
 @dataclass(eq=False)
 class ForwardRequest:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -15,6 +17,8 @@ from tokenloom.kernels.gemm.launch import (
     B_BOX_ROWS,
     BLOCK,
     CLUSTER,
+    Bf16Epilogue,
+    GroupedGemmArgs,
     GroupedGemmVariant,
     SwigluFp8Epilogue,
     operand_map,
@@ -23,6 +27,7 @@ from tokenloom.kernels.gemm.launch import (
 )
 from tokenloom.ops.activation import apply_activation
 from tokenloom.ops.quant import dequantize_fp8, quantize_fp8
+from tokenloom.plan import SWIGLU, Activation
 
 ALIGNMENT_BYTES = 16
 INTERLEAVED_ROWS = 8
@@ -37,8 +42,12 @@ def grouped_gemm_fp8(
     expert_offsets: torch.Tensor | None = None,
     *,
     expert_counts: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    row_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply each expert's rows by its weights in FP8: ``out[rows of e] = a[rows of e] @ b[e].T``.
+
+    With ``bias``, ``row_weights * bias[e]`` is added in float32 before the result is rounded.
 
     ``expert_offsets`` or ``expert_counts`` says which rows those are. With offsets, a is [R, K] as in layout "expert":
     each expert's rows follow those of the one before. With counts, a is [E, S, K] as in layout "slots": each expert
@@ -60,22 +69,37 @@ def grouped_gemm_fp8(
             (``routed.expert_offsets``).
         expert_counts: int32 [E], rows of each expert, on the same device (``routed.expert_counts``). A count above S
             stands for S.
+        bias: float32 [E, N], contiguous, or None.
+        row_weights: float32 [R] or [E, S], factors of the bias, or None for ones.
 
     Returns:
         bfloat16 [R, N] or [E, S, N].
 
     Raises:
-        InvalidArgument: both of ``expert_offsets`` and ``expert_counts`` are given, or neither.
+        InvalidArgument: both of ``expert_offsets`` and ``expert_counts`` are given, or neither; ``row_weights``
+            without ``bias``.
         ShapeMismatch, DtypeMismatch, DeviceMismatch: an argument is not as above.
         BackendUnavailable: the tensors are neither on a Hopper GPU nor on a CPU.
     """
     _check(a, a_scales, b, b_scales, expert_offsets, expert_counts)
+    _check_bias(bias, b, a)
+    if row_weights is not None:
+        if bias is None:
+            raise InvalidArgument("row_weights are factors of the bias, which is None; leave them out")
+        check_tensor("row_weights", row_weights, torch.float32, list(a.shape[:-1]), a.device)
     out = a.new_empty(*a.shape[:-1], b.shape[1], dtype=torch.bfloat16)
     if a.is_cpu:
-        for rows, sums in _sums_on_cpu(a, a_scales, b, b_scales, expert_offsets, expert_counts):
+        for e, rows, sums in _sums_on_cpu(a, a_scales, b, b_scales, expert_offsets, expert_counts):
+            if bias is not None:
+                factors = 1.0 if row_weights is None else row_weights.flatten()[rows, None]
+                sums = sums + factors * bias[e]
             out.flatten(0, -2)[rows] = sums.to(out.dtype)
         return out
-    kernel = Kernel(GroupedGemmVariant(*b.shape, slots=expert_counts is not None).spec(), a.device.index)
+    epilogue = Bf16Epilogue(biased=bias is not None)
+    variant = GroupedGemmVariant(*b.shape, epilogue=epilogue, slots=expert_counts is not None)
+    kernel = Kernel(variant.spec(), a.device.index)
+    kernel.args.bias = 0 if bias is None else bias.data_ptr()
+    kernel.args.row_weights = 0 if row_weights is None else row_weights.data_ptr()
     _launch(kernel, a, a_scales, b, b_scales, expert_offsets, expert_counts, out)
     return out
 
@@ -89,11 +113,15 @@ def grouped_swiglu_fp8(
     row_weights: torch.Tensor | None = None,
     *,
     expert_counts: torch.Tensor | None = None,
+    activation: Activation | str = SWIGLU,
+    bias: torch.Tensor | None = None,
     clamp: float | None = None,
     power_of_two_scales: bool = False,
     fast_math: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute ``silu(gate) * up * weight``, the first half of SwiGLU experts, where ``gate, up = w1[e] @ row``.
+
+    ``activation`` may be another one that has gates, and ``bias`` is added to gates and ups.
 
     Rows, sums and devices are those of ``grouped_gemm_fp8``. Sums stay in float32 until the result is quantised as in
     ``quantize_fp8``.
@@ -106,7 +134,10 @@ def grouped_swiglu_fp8(
         expert_offsets: int32 [E + 1], as in ``grouped_gemm_fp8``, beside a of [R, K].
         row_weights: float32 [R] or [E, S], or None for ones.
         expert_counts: int32 [E], as in ``grouped_gemm_fp8``, beside a of [E, S, K].
-        clamp: largest gate, and largest absolute up, before the activation. None sets no limit.
+        activation: an ``Activation`` with gates, or the name of one.
+        bias: float32 [E, 2I], contiguous, in the order of w1's rows, or None.
+        clamp: largest gate, and largest absolute up, before the activation: its ``limit`` by another name. None sets
+            none beside that.
         power_of_two_scales: as in ``quantize_fp8``.
         fast_math: use the hardware's exponential and division, accurate to a few units in the last place of float32.
             On a CPU it changes nothing.
@@ -116,7 +147,8 @@ def grouped_swiglu_fp8(
         ``grouped_gemm_fp8`` takes them. Rows outside the offsets and places beyond the counts are unspecified.
 
     Raises:
-        InvalidArgument: clamp is not above 0; both of ``expert_offsets`` and ``expert_counts`` are given, or neither.
+        InvalidArgument: clamp is not above 0, or given beside another limit; the activation has no gates; both of
+            ``expert_offsets`` and ``expert_counts`` are given, or neither.
         ShapeMismatch, DtypeMismatch, DeviceMismatch: an argument is not as above.
         BackendUnavailable: the tensors are neither on a Hopper GPU nor on a CPU.
     """
@@ -125,30 +157,28 @@ def grouped_swiglu_fp8(
     _check(a, a_scales, w1, w1_scales, expert_offsets, expert_counts, b_name="w1")
     if row_weights is not None:
         check_tensor("row_weights", row_weights, torch.float32, list(a.shape[:-1]), a.device)
-    check_clamp("clamp", clamp)
+    form = gated_activation(activation, clamp, "clamp")
+    _check_bias(bias, w1, a)
     width = w1.shape[1] // 2
     out = a.new_empty(*a.shape[:-1], width)
     out_scales = a_scales.new_empty(*a.shape[:-1], width // BLOCK)
     if a.is_cpu:
         w1 = separate_gate_and_up(w1)
-        for rows, sums in _sums_on_cpu(a, a_scales, w1, w1_scales, expert_offsets, expert_counts):
-            if clamp is not None:
-                gate, up = sums.chunk(2, -1)
-                sums = torch.cat([gate.clamp(max=clamp), up.clamp(-clamp, clamp)], -1)
-            activations = apply_activation(sums)
+        plain_bias = None if bias is None else separate_gate_and_up(bias[..., None])[..., 0]
+        for e, rows, sums in _sums_on_cpu(a, a_scales, w1, w1_scales, expert_offsets, expert_counts):
+            activations = apply_activation(sums if plain_bias is None else sums + plain_bias[e], form)
             if row_weights is not None:
                 activations = activations * row_weights.flatten()[rows, None]
             q, scales = quantize_fp8(activations, power_of_two_scales=power_of_two_scales)
             out.flatten(0, -2)[rows], out_scales.flatten(0, -2)[rows] = q, scales
         return out, out_scales
-    epilogue = SwigluFp8Epilogue(
-        clamped=clamp is not None, power_of_two_scales=power_of_two_scales, fast_math=fast_math
-    )
+    epilogue = swiglu_epilogue(form, power_of_two_scales, fast_math, biased=bias is not None)
     variant = GroupedGemmVariant(*w1.shape, epilogue=epilogue, slots=expert_counts is not None)
     kernel = Kernel(variant.spec(), a.device.index)
     kernel.args.out_scales = out_scales.data_ptr()
     kernel.args.row_weights = 0 if row_weights is None else row_weights.data_ptr()
-    kernel.args.clamp = 0.0 if clamp is None else clamp
+    kernel.args.bias = 0 if bias is None else bias.data_ptr()
+    tell_activation(kernel.args, form)
     _launch(kernel, a, a_scales, w1, w1_scales, expert_offsets, expert_counts, out)
     return out, out_scales
 
@@ -212,8 +242,8 @@ def _sums_on_cpu(
     b_scales: torch.Tensor,
     expert_offsets: torch.Tensor | None,
     expert_counts: torch.Tensor | None,
-) -> Iterator[tuple[slice, torch.Tensor]]:
-    """For each expert with rows, yield where they are among all rows or places, and their float32 [rows, N]."""
+) -> Iterator[tuple[int, slice, torch.Tensor]]:
+    """For each expert with rows, yield it, where they are among all rows or places, and their float32 [rows, N]."""
     if expert_offsets is not None:
         own_rows = [slice(begin, end) for begin, end in pairwise(expert_offsets.tolist())]
     else:
@@ -221,10 +251,10 @@ def _sums_on_cpu(
         places = a.shape[1]
         own_rows = [slice(e * places, e * places + min(n, places)) for e, n in enumerate(expert_counts.tolist())]
     rows, scales = a.flatten(0, -2), a_scales.flatten(0, -2)
-    for own, weights, weight_scales in zip(own_rows, b, b_scales, strict=True):
+    for e, (own, weights, weight_scales) in enumerate(zip(own_rows, b, b_scales, strict=True)):
         if own.start < own.stop:
             spread = weight_scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-            yield own, dequantize_fp8(rows[own], scales[own]) @ (weights.float() * spread).T
+            yield e, own, dequantize_fp8(rows[own], scales[own]) @ (weights.float() * spread).T
 
 
 def _check(
@@ -286,10 +316,48 @@ def check_weights(
     check_aligned(f"{name}_scales", scales)
 
 
-def check_clamp(name: str, clamp: float | None) -> None:
-    """Raise an error unless the clamp of activations is above 0, or None."""
-    if clamp is not None and not clamp > 0:
+def _check_bias(bias: torch.Tensor | None, b: torch.Tensor, a: torch.Tensor) -> None:
+    if bias is not None:
+        check_tensor("bias", bias, torch.float32, list(b.shape[:2]), a.device)
+
+
+def gated_activation(activation: Activation | str, clamp: float | None, name: str) -> Activation:
+    """Return the activation of an argument, with the limit that another argument, ``name``, gives.
+
+    Raises:
+        InvalidArgument: the activation is unknown or has no gates, or its limits are two, or not above 0.
+    """
+    form = Activation.of(activation)
+    if not form.gated:
+        raise InvalidArgument(
+            f"activation is {activation!r}, which has no gates; FP8 kernels multiply gates and ups in turns"
+        )
+    if clamp is None:
+        return form
+    if not clamp > 0:
         raise InvalidArgument(f"{name} is {clamp}, expected a number above 0, or None")
+    if form.limit is not None:
+        raise InvalidArgument(
+            f"{name} is {clamp}, but the activation has limit={form.limit} already; give one of them"
+        )
+    return form if clamp == math.inf else replace(form, limit=float(clamp))
+
+
+def swiglu_epilogue(form: Activation, power_of_two_scales: bool, fast_math: bool, biased: bool) -> SwigluFp8Epilogue:
+    """Choose the epilogue that computes a gated activation."""
+    return SwigluFp8Epilogue(
+        clamped=form.limit is not None,
+        power_of_two_scales=power_of_two_scales,
+        fast_math=fast_math,
+        function=form.function,
+        adjusted=form.alpha != 1.0 or form.up_offset != 0.0,
+        biased=biased,
+    )
+
+
+def tell_activation(args: GroupedGemmArgs, form: Activation) -> None:
+    """Fill in the numbers of an activation."""
+    args.clamp, args.alpha, args.up_offset = form.limit or 0.0, form.alpha, form.up_offset
 
 
 def check_aligned(name: str, tensor: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-// An epilogue for sums that are gates and ups: silu(gate) * up * weight, quantised to E4M3 with one scale per row and
+// An epilogue for sums that are gates and ups: silu(gate) * up * weight, or another gated activation, quantised to E4M3 with one scale per row and
 // 128 values. bf16_epilogue.cuh says what an epilogue is.
 //
 // Gates and ups take turns every 8 columns, so each thread has both of a value. The 256 columns of a row are one scale
@@ -7,9 +7,37 @@
 #include "device/ptx/memory.cuh"
 #include "device/roles/staging.cuh"
 #include "device/roles/weights.cuh"
+#include "device/tile/activation.cuh"
 #include "device/tile/fp8.cuh"
 
-template <int kN, bool kClamped, bool kPowerOfTwo, bool kFastMath>
+// A *form* of activation: what becomes of a gate and an up, and the biases that come before.
+template <bool kFastMath>
+struct PlainSwiglu {
+    static constexpr bool kBiased = false;
+    static constexpr bool kOneByOne = false;
+
+    static __device__ __forceinline__ float activate(float gate, float up) {
+        if constexpr (kFastMath) return __fdividef(gate, 1.0f + __expf(-gate)) * up;
+        return divide_full(gate, 1.0f + expf(-gate)) * up;
+    }
+    static __device__ __forceinline__ const float* biases() { return nullptr; }
+};
+
+template <int kFunction, bool kFastMath, bool kHasBias>
+struct GatedActivation {
+    static constexpr bool kBiased = kHasBias;
+    static constexpr bool kOneByOne = kFunction == kGelu;
+    const float& alpha;        // as in Activation
+    const float& up_offset;
+    const float* const& bias;  // biased: [E, N], in the order of the weights' columns
+
+    __device__ __forceinline__ float activate(float gate, float up) const {
+        return FunctionAt<kFunction, kFastMath>(gate, alpha * gate).value() * (up + up_offset);
+    }
+    __device__ __forceinline__ const float* biases() const { return bias; }
+};
+
+template <int kN, bool kClamped, bool kPowerOfTwo, bool kFastMath, class Form = PlainSwiglu<kFastMath>>
 struct SwigluFp8Epilogue {
     static_assert(kN % kTileColumns == 0, "whole scale blocks of the output");
     using Columns = GatesAndUpsInTurns;
@@ -22,27 +50,42 @@ struct SwigluFp8Epilogue {
     float* const& scales;         // [rows, N / 256]
     const float* const& weights;  // [rows], or null for ones
     const float& clamp;           // the most of a gate, and the largest magnitude of an up
+    Form form{};
 
     __device__ __forceinline__ float activate(float gate, float up) const {
         if constexpr (kClamped) {
             gate = fminf(gate, clamp);
             up = fmaxf(fminf(up, clamp), -clamp);
         }
-        if constexpr (kFastMath) return __fdividef(gate, 1.0f + __expf(-gate)) * up;
-        return divide_full(gate, 1.0f + expf(-gate)) * up;
+        return form.activate(gate, up);
+    }
+
+    // The bias of this thread's first gate in a row of the tile. Beyond N it is any other's: nobody stores those.
+    template <int kChunks>
+    __device__ __forceinline__ const float* first_bias(const Tile& tile, int group, int lane) const {
+        if constexpr (!Form::kBiased) return nullptr;
+        const int column = tile.column < kN ? tile.column : 0;
+        return form.biases() + static_cast<int64>(tile.expert) * kN + column +
+               (kChunks == kHalves ? 0 : group * kBlock) + lane % 4 * 2;
     }
 
     // One row of this thread: registers `first` and the next of every 4, columns 8j + 2 * (lane % 4) + {0, 1} of the
     // output. Each activation replaces its gate. Returns the largest magnitude that this warpgroup has of the row.
     template <int kChunks>
-    __device__ __forceinline__ float activate_row(float (&sums)[kChunks][64], int first, int32 row, bool exists) const {
+    __device__ __forceinline__ float activate_row(float (&sums)[kChunks][64], int first, int32 row, bool exists,
+                                                  const float* bias) const {
         const float weight = exists && weights != nullptr ? weights[row] : 1.0f;
         float amax = 0.0f;
 #pragma unroll
         for (int i = 0; i < kChunks * 8; ++i) {
             float* gates = sums[i / 8] + i % 8 * 8 + first;
+            if constexpr (Form::kOneByOne) __syncwarp();  // values of long functions side by side would spill
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
+                if constexpr (Form::kBiased) {
+                    gates[e] += bias[i * 16 + e];
+                    gates[e + 4] += bias[i * 16 + 8 + e];
+                }
                 gates[e] = activate(gates[e], gates[e + 4]) * weight;
                 amax = fmaxf(amax, fabsf(gates[e]));
             }
@@ -87,17 +130,18 @@ struct SwigluFp8Epilogue {
         unsigned char* to = staging.rows[group] + staged_row * kPitch + first_byte<kChunks>(kTileRowBytes, group);
         const bool inside = tile.column < kN;  // a pair of strips may reach past N
         const bool exists[2] = {inside && row < tile.rows, inside && row + 8 < tile.rows};
+        const float* bias = first_bias<kChunks>(tile, group, lane);
         staging.wait_for_room(number, group);
         float amax[2];
         if constexpr (kChunks < kHalves) {
 #pragma unroll
-            for (int i = 0; i < 2; ++i) amax[i] = activate_row(sums, 2 * i, tile.row + row + 8 * i, exists[i]);
+            for (int i = 0; i < 2; ++i) amax[i] = activate_row(sums, 2 * i, tile.row + row + 8 * i, exists[i], bias);
             share_largest(shared, amax, group, staged_row, lane);
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             if constexpr (kChunks == kHalves)  // one row after the other: registers are scarce
-                amax[i] = activate_row(sums, 2 * i, tile.row + row + 8 * i, exists[i]);
+                amax[i] = activate_row(sums, 2 * i, tile.row + row + 8 * i, exists[i], bias);
             stage_row(sums, 2 * i, amax[i], to + 8 * i * kPitch,
                       (tile.row + row + 8 * i) * kRowScales + tile.column / kTileColumns, exists[i], lane);
         }

@@ -6,7 +6,7 @@
 //
 // Persistent, in clusters of two blocks. The roles are in device/roles; here they get their types and their threads.
 #pragma once
-#include "device/roles/bf16_epilogue.cuh"
+#include "device/roles/biased_bf16_epilogue.cuh"
 #include "device/roles/expert_tiles.cuh"
 #include "device/roles/gathered_rows.cuh"
 #include "device/roles/load.cuh"
@@ -27,23 +27,32 @@ struct GroupedGemmArgs {
     void* out;                    // [rows, N] bfloat16; SwiGLU: [rows, N / 2] E4M3
     const uint64* row_targets;    // scattered: [rows], addresses of output rows, which may be other GPUs'
     float* out_scales;            // SwiGLU: [rows, N / 256]
-    const float* row_weights;     // SwiGLU: [rows], or null for ones
+    const float* row_weights;     // SwiGLU, biased: [rows], or null for ones
     float clamp;                  // SwiGLU, clamped: the most of a gate, and the largest magnitude of an up
     int32 capacity;               // slots: S, the places of each expert; expert e has rows e * S and on
     uint64* trace;                // traced: [blocks][kTraceRoles][kTracedTiles][2] nanoseconds
     int32 first_expert;           // the range of experts whose rows this launch multiplies
     int32 end_expert;
     const int32* counts;          // slots: [E] rows of each expert; device memory
-    uint64 spare[2];              // tensor maps are aligned to 64 bytes, and so is this
+    const float* bias;            // biased: [E, N], in the order of b's rows
+    float alpha;                  // SwiGLU of another form: as in Activation
+    float up_offset;              // tensor maps are aligned to 64 bytes, and so is this
 };
 
 // The choices of a variant. Each is made once, here: what becomes of sums, where rows come from, where they go, and
 // which rows are which expert's.
 template <class Shape>
 __device__ __forceinline__ auto epilogue_of(const GroupedGemmArgs& args) {
-    if constexpr (Shape::swiglu != 0)
-        return SwigluFp8Epilogue<Shape::n, Shape::clamped != 0, Shape::power_of_two != 0, Shape::fast_math != 0>{
-            args.out_scales, args.row_weights, args.clamp};
+    constexpr bool kClamped = Shape::clamped != 0, kPowerOfTwo = Shape::power_of_two != 0;
+    constexpr bool kFastMath = Shape::fast_math != 0, kBiased = Shape::biased != 0;
+    if constexpr (Shape::swiglu != 0 && Shape::plain != 0)
+        return SwigluFp8Epilogue<Shape::n, kClamped, kPowerOfTwo, kFastMath>{args.out_scales, args.row_weights,
+                                                                             args.clamp};
+    else if constexpr (Shape::swiglu != 0) {
+        using Form = GatedActivation<Shape::function, kFastMath, kBiased>;
+        return SwigluFp8Epilogue<Shape::n, kClamped, kPowerOfTwo, kFastMath, Form>{
+            args.out_scales, args.row_weights, args.clamp, {args.alpha, args.up_offset, args.bias}};
+    } else if constexpr (kBiased) return BiasedBf16Epilogue<Shape::n>{args.bias, args.row_weights};
     else return Bf16Epilogue<Shape::n>{};
 }
 

@@ -12,7 +12,7 @@ from tokenloom.errors import InvalidArgument
 from tokenloom.jit.compiler import KernelSpec
 from tokenloom.jit.kernel import TensorMap, tensor_map
 from tokenloom.kernels.common import MAX_SHARED_BYTES, int32_fields, uint64_fields
-from tokenloom.plan import align_up
+from tokenloom.plan import FUNCTIONS, align_up
 
 THREADS = 384
 CLUSTER = 2
@@ -30,17 +30,23 @@ TRACED_TILES = 128
 
 @dataclass(frozen=True)
 class Bf16Epilogue:
-    """Each sum is rounded once to bfloat16. The output is [rows, n]."""
+    """Each sum is rounded once to bfloat16. The output is [rows, n].
 
+    Attributes:
+        biased: ``GroupedGemmArgs.bias``, times the row's weight, is added before.
+    """
+
+    biased: bool = False
     tile_row_bytes: ClassVar[int] = TILE_COLUMNS * 2
     shared_bytes: ClassVar[int] = 1
 
     def __str__(self) -> str:
-        return "bf16"
+        return "bf16 biased" if self.biased else "bf16"
 
     def shape(self) -> dict[str, int]:
         """Compile-time integers that choose it."""
-        return {"swiglu": 0, "clamped": 0, "power_of_two": 0, "fast_math": 0}
+        plain = dict.fromkeys(("swiglu", "clamped", "power_of_two", "fast_math", "plain", "function"), 0)
+        return {**plain, "biased": int(self.biased)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +57,17 @@ class SwigluFp8Epilogue:
         clamped: gates are at most ``GroupedGemmArgs.clamp``; ups are within plus and minus that.
         power_of_two_scales: scales are rounded up to powers of two, as in ``quantize_fp8``.
         fast_math: exponential and division are the hardware's approximations.
+        function: f of ``Activation``.
+        adjusted: alpha and the offset of ups are arguments. Otherwise there are none.
+        biased: ``GroupedGemmArgs.bias`` is added to gates and ups first.
     """
 
     clamped: bool = False
     power_of_two_scales: bool = False
     fast_math: bool = True
+    function: str = "silu"
+    adjusted: bool = False
+    biased: bool = False
     tile_row_bytes: ClassVar[int] = TILE_COLUMNS // 2
     shared_bytes: ClassVar[int] = 4 * TILE_ROWS
 
@@ -64,6 +76,9 @@ class SwigluFp8Epilogue:
             "clamped": self.clamped,
             "powers of two": self.power_of_two_scales,
             "exact functions": not self.fast_math,
+            self.function: self.function != "silu",
+            "adjusted": self.adjusted,
+            "biased": self.biased,
         }
         return " ".join(["swiglu fp8", *(name for name, chosen in options.items() if chosen)])
 
@@ -74,6 +89,9 @@ class SwigluFp8Epilogue:
             "clamped": int(self.clamped),
             "power_of_two": int(self.power_of_two_scales),
             "fast_math": int(self.fast_math),
+            "plain": int(self.function == "silu" and not self.adjusted and not self.biased),
+            "function": FUNCTIONS.index(self.function),
+            "biased": int(self.biased),
         }
 
 
@@ -90,8 +108,9 @@ class GroupedGemmArgs(ctypes.Structure):
         *int32_fields("capacity"),
         *uint64_fields("trace"),
         *int32_fields("first_expert", "end_expert"),
-        *uint64_fields("counts"),
-        ("spare", ctypes.c_uint64 * 2),
+        *uint64_fields("counts", "bias"),
+        ("alpha", ctypes.c_float),
+        ("up_offset", ctypes.c_float),
     ]
 
 
