@@ -193,16 +193,17 @@ def report(implementation: str, result: dict[str, Any]) -> None:
         f"{phase} {sums['model'] / sums['forwards']:.2f} ms (experts {sums['experts'] / sums['forwards']:.2f})"
         for phase, sums in sorted(result["milliseconds"].items(), reverse=True)
     ]
-    print(f"{implementation:12} {result['tokens_per_s']:9,.1f} tokens/s  {'  '.join(parts)}", flush=True)
+    print(f"{implementation:14} {result['tokens_per_s']:9,.1f} tokens/s  {'  '.join(parts)}", flush=True)
 
 
 def generate(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Each implementation in turn, on one rank of several."""
     if dist.get_world_size() < 2:
         raise SystemExit("experts need two ranks to be spread over: torchrun --nproc-per-node 2 ...")
+    most = options.batch * options.prompt_tokens
     if options.pool_rows:
-        most = options.batch * options.prompt_tokens
         register("tokenloom", max_tokens_per_rank=most, pool_rows=options.pool_rows)
+    register("tokenloom-fp8", experts="fp8", max_tokens_per_rank=most)
     results: dict[str, Any] = {}
     outs: list[torch.Tensor] = []
     for implementation in options.implementations:
@@ -224,7 +225,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--prompt", help="text, for a model on disk with its tokenizer")
     made.add_argument("--prompt-tokens", type=int, default=32, help="of random prompts (default: 32)")
     made.add_argument("--new-tokens", type=int, default=16, help="to generate for each prompt (default: 16)")
-    made.add_argument("--implementations", nargs="+", default=["tokenloom", "all_to_all"])
+    made.add_argument(
+        "--implementations",
+        nargs="+",
+        default=["tokenloom", "all_to_all"],
+        help='"tokenloom-fp8" computes experts in FP8 (default: tokenloom all_to_all)',
+    )
     made.add_argument("--pool-rows", type=int, metavar="N", help="room for N rows on a rank: no wait for counts")
     made.add_argument("--seed", type=int, default=0, help="of weights and prompts (default: 0)")
     made.add_argument("--json", metavar="FILE", help="write the results")

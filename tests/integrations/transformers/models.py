@@ -18,6 +18,9 @@ OWN_EXPERTS = "tokenloom_moves_tokens"
 BOUNDED, MOST_TOKENS = "tokenloom_bounded", 32
 """Name of the implementation whose host waits for nothing, and the most tokens of a rank."""
 
+FP8 = "tokenloom_fp8"
+"""Name of the implementation that computes experts in FP8."""
+
 COMMON = {
     "hidden_size": HIDDEN,
     "intermediate_size": WIDTH,
@@ -86,7 +89,7 @@ FORMS = {
 """What the experts compute in tokenloom's terms, where that is not SwiGLU."""
 
 
-def config_of(family: str, num_layers: int) -> Any:
+def config_of(family: str, num_layers: int, **sizes: int) -> Any:
     """The configuration of a family, whose layers all have experts, but for those that must alternate."""
     stem, own = FAMILIES[family]
     layers: dict[str, Any] = {"num_hidden_layers": num_layers}
@@ -94,13 +97,13 @@ def config_of(family: str, num_layers: int) -> Any:
         layers = {"layers_block_type": ["full_attention", "moe"] * num_layers}
     if family == "gpt_oss":
         layers["layer_types"] = ["sliding_attention", "full_attention"][:num_layers]
-    return getattr(import_module("transformers"), f"{stem}Config")(**COMMON | own | layers)
+    return getattr(import_module("transformers"), f"{stem}Config")(**COMMON | own | layers | sizes)
 
 
-def save(family: str, folder: Path, num_layers: int, dtype: torch.dtype) -> None:
+def save(family: str, folder: Path, num_layers: int, dtype: torch.dtype, **sizes: int) -> None:
     """Write a model whose weights depend on nothing but the family."""
     torch.manual_seed(sum(map(ord, family)))
-    model = import_module("transformers").AutoModelForCausalLM.from_config(config_of(family, num_layers))
+    model = import_module("transformers").AutoModelForCausalLM.from_config(config_of(family, num_layers, **sizes))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(("bias", "router.weight")):  # some families begin with zeros, whose ties decide
@@ -133,6 +136,7 @@ def prepare(context: RankContext) -> Any:
     ours.register()
     ours.register(OWN_EXPERTS, experts="model")
     ours.register(BOUNDED, max_tokens_per_rank=MOST_TOKENS, pool_rows=context.num_ranks * MOST_TOKENS * TOP_K)
+    ours.register(FP8, experts="fp8", max_tokens_per_rank=MOST_TOKENS)
     return transformers
 
 

@@ -19,9 +19,10 @@ from tokenloom.runtime.processes import RankContext, RankPool
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"experts": "mine"}, "experts is 'mine', expected 'auto' or 'model'"),
+        ({"experts": "mine"}, "experts is 'mine', expected one of auto, model, fp8"),
         ({"max_tokens_per_rank": 0}, "max_tokens_per_rank is 0, expected a positive integer"),
         ({"max_tokens_per_rank": True}, "max_tokens_per_rank is True"),
+        ({"experts": "fp8"}, "experts is 'fp8' without max_tokens_per_rank"),
         ({"pool_rows": 8}, "pool_rows is given without max_tokens_per_rank"),
     ],
 )
@@ -71,7 +72,7 @@ def fail(context: RankContext, folder: Any) -> None:
 
         def call() -> None:
             model(tokens)
-            experts.communicators.all()[0].check()  # kernels say it later
+            experts.shared.communicators.all()[0].check()  # kernels say it later
 
         with pytest.raises(ZeroDivisionError if context.rank == 1 else PeerError, match=r"division by zero"):
             call()
@@ -90,7 +91,7 @@ def pass_too_many(context: RankContext, folder: Any) -> None:
 
     def call() -> None:
         model(tokens)
-        model.model.layers[0].mlp.experts.tokenloom.communicators.all()[0].check()  # kernels say it later
+        model.model.layers[0].mlp.experts.tokenloom.shared.communicators.all()[0].check()  # kernels say it later
 
     with torch.no_grad(), pytest.raises(ShapeMismatch if context.rank == 1 else PeerError) as found:
         call()

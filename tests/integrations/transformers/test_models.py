@@ -142,7 +142,7 @@ def train(context: RankContext, family: str, folder: Path, steps: int = 3) -> No
     """A few steps with layers that are computed again in backward, and a batch that changes."""
     model = models.load(context, folder, models.distributed(family, context.num_ranks, "fsdp")).train()
     plain = models.load(context, folder).train()
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     optimizers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in (model, plain)]
     for name in FSDP_BATCHES[:steps]:
         for rank in range(context.num_ranks):

@@ -24,9 +24,10 @@ def describe(model: torch.nn.Module) -> str:
     lines = [f"{len(ours)} modules of experts run on tokenloom"]
     for (family, runs), names in _alike(ours).items():
         lines.append(f"  {family}, {runs}: {', '.join(names)}")
-    pools = {id(each.communicators): each.communicators for each in ours.values()}
-    made = [comm for pool in pools.values() for comm in pool.all()]
-    lines += [comm.describe() for comm in made] or ["  no communicator yet: the first call makes it"]
+    shared = {id(each.shared): each.shared for each in ours.values()}.values()
+    made = [comm.describe() for each in shared for comm in each.communicators.all()]
+    made += [layer.describe() for each in shared for layer in each.fused.made.values()]
+    lines += made or ["  no communicator yet: the first call makes it"]
     return "\n".join(lines)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -15,24 +15,34 @@ from tokenloom.comm.growing import Communicators, Shape
 from tokenloom.comm.strategy import Strategy
 from tokenloom.errors import InvalidArgument
 from tokenloom.integrations.transformers.forms import Form, NotOurs, form_of
+from tokenloom.integrations.transformers.fused import FusedExperts, FusedLayers, require_fused
 from tokenloom.integrations.transformers.options import Options
 from tokenloom.integrations.transformers.shared_batch import Share
 from tokenloom.training.pieces import RunOptions, cut
 from tokenloom.training.routed_experts import routed_experts
 
 ATTRIBUTE = "tokenloom"
-"""Of a module of experts: its implementation. Of a mesh: its communicators by options."""
+"""Of a module of experts: its implementation. Of a mesh: what its layers share, by options."""
 
 
-def communicators_of(ep_mesh: Any, options: Options) -> Communicators:
-    """Find the communicators that all layers of a mesh and of equal options share.
+@dataclass
+class Shared:
+    """What all layers of a mesh and of equal options share."""
 
-    They live as long as the mesh, of which each model has its own. What lived until its last layer is collected would
+    communicators: Communicators
+    fused: FusedLayers
+
+
+def shared_of(ep_mesh: Any, options: Options) -> Shared:
+    """Find what the layers of a mesh share.
+
+    It lives as long as the mesh, of which each model has its own. What lived until its last layer is collected would
     be gone on some ranks, and used again on others.
     """
     found = vars(ep_mesh).setdefault(ATTRIBUTE, {})
     if options not in found:
-        found[options] = Communicators(ep_mesh.get_group(), options.of_communicators)
+        group = ep_mesh.get_group()
+        found[options] = Shared(Communicators(group, options.of_communicators), FusedLayers(group, options))
     return found[options]
 
 
@@ -45,7 +55,7 @@ class TokenloomExperts(EPImplementation):
         tp_mesh: one dimension: the ranks that hold the same tokens.
 
     Raises:
-        InvalidArgument: a mesh has several dimensions.
+        InvalidArgument: a mesh has several dimensions, or experts that should run in FP8 cannot.
     """
 
     options: ClassVar[Options] = Options()
@@ -58,8 +68,12 @@ class TokenloomExperts(EPImplementation):
                 )
         super().__init__(experts, ep_mesh, tp_mesh)
         self.experts, self.family = experts, type(experts).__name__
-        self.communicators = communicators_of(ep_mesh, self.options)
+        self.shared = shared_of(ep_mesh, self.options)
         self.num_experts = self.num_local_experts * ep_mesh.size()
+        self.fused: FusedExperts | None = None
+        if self.options.experts == "fp8":
+            form = require_fused(self.form, experts, self.family)
+            self.fused = FusedExperts(self.shared.fused, form, self.num_experts)
         setattr(experts, ATTRIBUTE, self)
 
     @torch.compiler.disable
@@ -77,6 +91,7 @@ class TokenloomExperts(EPImplementation):
             [T, H], dtype of ``hidden_states``.
 
         Raises:
+            NotDifferentiable: experts in FP8, where a gradient would be wanted.
             TokenloomError: as in ``Communicator.dispatch``.
         """
         share = Share(self.tp_mesh.get_group(), len(hidden_states)) if self.tp_mesh.size() > 1 else None
@@ -84,12 +99,17 @@ class TokenloomExperts(EPImplementation):
         x, ids, weights = given if share is None else (share.take(each) for each in given)
         weights = weights.to(torch.promote_types(x.dtype, torch.float32))
         x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
+        out = self._all_experts(x, ids, weights)
+        return out if share is None else share.gather(out)
+
+    def _all_experts(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if self.fused is not None:
+            return self.fused.run(self.experts, x, ids, weights)
         shape = Shape(self.num_experts, x.shape[1], ids.shape[1], wide=x.dtype == torch.float64)
         # Where nobody waits for the counts of others, nobody would hear of a rank that needs more room.
         known = self.options.max_tokens_per_rank or 1
         tokens = max(len(x), known) if self.options.pool_rows is None else known
-        out = self.communicators.run(shape, tokens, x.device, lambda comm: self._run(comm, x, ids, weights))
-        return out if share is None else share.gather(out)
+        return self.shared.communicators.run(shape, tokens, x.device, lambda comm: self._run(comm, x, ids, weights))
 
     def _run(self, comm: Communicator, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if isinstance(self.form, Form):
@@ -143,5 +163,5 @@ class TokenloomExperts(EPImplementation):
     def runs(self) -> str:
         """Whose experts run, for people."""
         if isinstance(self.form, Form):
-            return f"tokenloom's experts ({self.form})"
+            return f"tokenloom's experts{' in FP8' * (self.fused is not None)} ({self.form})"
         return f"the model's own experts ({self.form})"

@@ -8,7 +8,7 @@ from typing import Any
 from tokenloom.backends.registry import MAX_SMS
 from tokenloom.errors import InvalidArgument
 
-EXPERTS = ("auto", "model")
+EXPERTS = ("auto", "model", "fp8")
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,15 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.experts not in EXPERTS:
-            raise InvalidArgument(f"experts is {self.experts!r}, expected {' or '.join(map(repr, EXPERTS))}")
+            raise InvalidArgument(f"experts is {self.experts!r}, expected one of {', '.join(EXPERTS)}")
         for name in ("max_tokens_per_rank", "pool_rows"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise InvalidArgument(f"{name} is {value!r}, expected a positive integer, or None")
         if self.pool_rows is not None and self.max_tokens_per_rank is None:
             raise InvalidArgument("pool_rows is given without max_tokens_per_rank; ranks then wait for no counts")
+        if self.experts == "fp8" and self.max_tokens_per_rank is None:
+            raise InvalidArgument("experts is 'fp8' without max_tokens_per_rank; fused layers do not grow")
 
     def of_communicators(self) -> dict[str, Any]:
         """Give the arguments of every Communicator."""

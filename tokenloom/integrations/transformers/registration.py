@@ -14,7 +14,7 @@ from tokenloom.integrations.transformers.options import Options
 def register(
     name: str = "tokenloom",
     *,
-    experts: Literal["auto", "model"] = "auto",
+    experts: Literal["auto", "model", "fp8"] = "auto",
     max_tokens_per_rank: int | None = None,
     pool_rows: int | None = None,
     overlap: bool = True,
@@ -32,14 +32,17 @@ def register(
     Args:
         name: what ``ep_implementation`` says.
         experts: "auto" runs tokenloom's experts where they compute what the model's do, and the model's own
-            elsewhere. "model" always runs the model's own.
+            elsewhere. "model" always runs the model's own. "fp8" runs ``MegaMoE``, for inference: weights are
+            quantised at a layer's first call and kept beside the model's. It needs ``max_tokens_per_rank``, and
+            experts with SwiGLU, limited or not, whose sizes are multiples of 128; other models are refused.
         max_tokens_per_rank: the most tokens of one call on one rank, where it is known. None: communicators grow with
             the batches.
         pool_rows: for tokenloom's experts, as in ``ExpertParallelMoE``: there is room for so many rows, and the host
             waits for nothing. It needs ``max_tokens_per_rank``, and more tokens are an error then.
         overlap: for tokenloom's experts, as in ``ExpertParallelMoE``.
         redispatch_in_backward: for tokenloom's experts, as in ``ExpertParallelMoE``.
-        backend: as in ``Communicator``.
+        backend: as in ``Communicator``; with "fp8" as in ``MegaMoE``, and "auto" is "nvlink" on GPUs, "reference"
+            elsewhere.
         timeout_s: as in ``Communicator``.
         open_timeout_s: as in ``Communicator``.
         num_sms: as in ``Communicator``.

@@ -1,0 +1,104 @@
+"""Experts in FP8, for inference: one MegaMoE for all layers of a shape, with each layer's weights in turn."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed import ProcessGroup
+
+from tokenloom.errors import InvalidArgument, NotDifferentiable
+from tokenloom.inference.mega_moe import MegaMoE
+from tokenloom.integrations.transformers.forms import Form
+from tokenloom.integrations.transformers.options import Options
+from tokenloom.kernels.gemm.launch import BLOCK
+from tokenloom.ops.gemm import interleave_gate_and_up
+from tokenloom.ops.quant import quantize_fp8_blocks
+from tokenloom.plan import PLAIN_WEIGHTS, Activation
+
+Sizes = tuple[int, int, int, int, float | None]
+"""E, H, I, K and the limit of gates and ups."""
+
+
+def require_fused(form: Form | str, experts: torch.nn.Module, family: str) -> Form:
+    """Check that MegaMoE computes these experts.
+
+    Raises:
+        InvalidArgument: it does not.
+    """
+    why = form if isinstance(form, str) else ""
+    if isinstance(form, Form):
+        what = form.activation
+        if what != Activation(limit=what.limit) or form.names[2] is not None or form.layout != PLAIN_WEIGHTS:
+            why = f"they are {form}"
+        widths = form.tensors(experts)[1].shape[1:]
+        if not why and any(width % BLOCK for width in widths):
+            why = f"hidden and intermediate are {' and '.join(map(str, widths))}, not multiples of {BLOCK}"
+    if why or isinstance(form, str):
+        raise InvalidArgument(f"{family} cannot run in FP8: {why}; register with experts='auto' for this model")
+    return form
+
+
+class FusedLayers:
+    """What the layers of one mesh share.
+
+    Args:
+        group: ranks that the experts are spread over.
+        options: of the implementation.
+    """
+
+    def __init__(self, group: ProcessGroup, options: Options) -> None:
+        self._group, self._options = group, options
+        self.made: dict[Sizes, MegaMoE] = {}
+
+    def layer(self, sizes: Sizes, device: torch.device) -> MegaMoE:
+        """Find the MegaMoE of a shape, or make it: then all ranks do."""
+        if sizes not in self.made:
+            num_experts, hidden, intermediate, top_k, limit = sizes
+            options = self._options
+            backend = "nvlink" if device.type == "cuda" else "reference"
+            assert options.max_tokens_per_rank is not None
+            self.made[sizes] = MegaMoE(
+                self._group,
+                num_experts=num_experts,
+                hidden=hidden,
+                intermediate=intermediate,
+                top_k=top_k,
+                max_tokens_per_rank=options.max_tokens_per_rank,
+                activation_clamp=limit,
+                backend=backend if options.backend == "auto" else options.backend,
+                device=device,
+                timeout_s=options.timeout_s,
+                open_timeout_s=options.open_timeout_s,
+            )
+        return self.made[sizes]
+
+
+class FusedExperts:
+    """One layer's experts in FP8, quantised at the first call.
+
+    Args:
+        layers: what it shares with others.
+        form: of the experts.
+        num_experts: E.
+    """
+
+    def __init__(self, layers: FusedLayers, form: Form, num_experts: int) -> None:
+        self._layers, self._form, self._num_experts = layers, form, num_experts
+        self._weights: tuple[torch.Tensor, ...] = ()
+
+    def run(self, experts: torch.nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Compute what ``MegaMoE.forward`` does. Collective.
+
+        Raises:
+            NotDifferentiable: a gradient would be wanted.
+        """
+        wanted = (x, weights, *experts.parameters())
+        if torch.is_grad_enabled() and any(each.requires_grad for each in wanted):
+            raise NotDifferentiable("experts in FP8 have no gradients; call the model under torch.no_grad()")
+        w1, w2, *_ = self._form.tensors(experts)
+        sizes = (self._num_experts, w1.shape[2], w2.shape[2], ids.shape[1], self._form.activation.limit)
+        layer = self._layers.layer(sizes, x.device)
+        if not self._weights:
+            (q1, scales1), (q2, scales2) = quantize_fp8_blocks(w1), quantize_fp8_blocks(w2)
+            self._weights = (interleave_gate_and_up(q1), scales1, q2, scales2)
+        layer.use_weights(*self._weights)
+        return layer(x, ids, weights)
