@@ -14,6 +14,7 @@ import torch
 import tokenloom as tl
 from tests.support.stand_ins import StandIns
 from tokenloom.jit.kernel import Kernel
+from tokenloom.plan import FUNCTIONS
 
 HIDDEN, INTERMEDIATE, NUM_RANKS, LOCAL, TOP_K = 256, 256, 4, 2, 2
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -33,6 +34,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         if name == "grouped_gemm":
             name = "gemm1" if shape["swiglu"] else "gemm2"
         seen[name] = type(kernel.args).from_buffer_copy(kernel.args)
+        seen[name].shape = shape
         launch(kernel, blocks, stream)
 
     monkeypatch.setattr(Kernel, "launch", record)
@@ -138,8 +140,11 @@ def test_biases_and_other_activations_come_and_go(launches: Launches) -> None:
         assert first.bias == (biases["w1_bias"].data_ptr() if "w1_bias" in given else 0)
         assert second.bias == (biases["w2_bias"].data_ptr() if "w2_bias" in given else 0)
         assert second.row_weights == first.row_weights
+        assert [bool(each.shape["biased"]) for each in (first, second)] == ["w1_bias" in given, "w2_bias" in given]
+        assert not first.shape["plain"]
     layer.set_activation(activation="geglu")
     call(layer)
+    assert launches["gemm1"].shape["function"] == FUNCTIONS.index("gelu")
     assert (launches["gemm1"].clamp, launches["gemm1"].alpha, launches["gemm1"].up_offset) == (0.0, 1.0, 0.0)
 
 

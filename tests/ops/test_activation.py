@@ -13,6 +13,7 @@ import torch
 from tests.conftest import WHY_NO_HOPPER
 from tokenloom import Activation, InvalidArgument
 from tokenloom.ops.activation import Between, activate, activate_backward, apply_activation
+from tokenloom.plan import ACTIVATIONS
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOLERANCE = {BF16: 2**-8, FP16: 2**-10, FP32: 4e-6, torch.float64: 1e-13}
@@ -173,7 +174,12 @@ def test_no_such_activation(options: dict[str, Any], said: str) -> None:
 
 
 def test_names() -> None:
-    assert Activation.of("swiglu") == Activation()
+    plain = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
+    for name, function in plain.items():
+        assert Activation.of(name) == Activation(function, gated=True)
+    for function in ("silu", "gelu", "gelu_tanh", "relu", "relu2"):
+        assert Activation.of(function) == Activation(function, gated=False)
+    assert sorted(ACTIVATIONS) == sorted([*plain, "silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai"])
     assert Activation.of("swigluoai") == Activation(limit=7.0, alpha=1.702, up_offset=1.0)
     assert Activation.of(Activation("relu")) == Activation.of("reglu")
     with pytest.raises(InvalidArgument, match=r"activation is 'swish', expected an Activation or one of swiglu"):

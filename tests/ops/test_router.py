@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ ROUTERS = {
     "sigmoid_plain": Router(16, 4, "sigmoid"),
     "sigmoid_groups_of_one": Router(8, 2, "sigmoid", True, num_groups=8, top_groups=3),
     "softmax_bias": Router(16, 4, correction_bias=True),
+    "ernie": Router(16, 4, renormalize=True, correction_bias=True, least_sum=1e-12),
+    "sums_below_the_least": Router(16, 2, renormalize=True, correction_bias=True, least_sum=0.3),
     "topk_softmax_scaled_groups": Router(12, 3, "topk_softmax", scale=0.5, num_groups=3, top_groups=2),
     "all_experts": Router(5, 5, "sigmoid", True),
 }
@@ -53,6 +56,8 @@ def route_one(row: list[torch.Tensor], router: Router, bias: list[float] | None)
         weights = {e: torch.exp(row[e]) for e in chosen}
     if router.score == "topk_softmax" or router.renormalize:
         total = sum(weights.values())
+        if total < router.least_sum:
+            total = router.least_sum
         weights = {e: weight / total for e, weight in weights.items()}
     return {e: weight * router.scale for e, weight in weights.items()}
 
@@ -103,6 +108,27 @@ def test_gradients_are_those_of_the_loop(name: str) -> None:
             total = total + wanted[expert] * factors[token, k]
     (wanted_grad,) = torch.autograd.grad(total, looped)
     torch.testing.assert_close(grad, wanted_grad, rtol=1e-9, atol=1e-12)
+
+
+def test_sums_below_the_least_there_are_some() -> None:
+    """What the case of that name is for: some weights that sum to 1, some that do not."""
+    router = ROUTERS["sums_below_the_least"]
+    sums = router.route(*make_case(router))[1].sum(1)
+    assert 0 < (sums > 0.999).sum() < len(sums)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"renormalize": True, "least_sum": -1.0}, "least_sum is -1.0, expected a finite number of at least 0"),
+        ({"renormalize": True, "least_sum": math.inf}, "least_sum is inf"),
+        ({"least_sum": 0.1}, "least_sum needs renormalize=True"),
+        ({"score": "topk_softmax", "renormalize": True, "least_sum": 0.1}, "a score other than 'topk_softmax'"),
+    ],
+)
+def test_least_sums_that_make_no_router(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidArgument, match=said):
+        Router(8, 2, **options)
 
 
 def test_float32_logits_stay_float32() -> None:

@@ -7,6 +7,7 @@ from tests.mutations.rules import (
     collective,
     comm,
     compat,
+    forms,
     inference,
     integrations,
     kernels,
@@ -27,6 +28,7 @@ MUTATIONS = (
     + runtime.MUTATIONS
     + masks.MUTATIONS
     + training.MUTATIONS
+    + forms.MUTATIONS
     + inference.MUTATIONS
     + integrations.MUTATIONS
     + kernels.MUTATIONS
