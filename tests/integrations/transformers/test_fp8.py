@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +21,23 @@ TOLERANCE = 0.09
 w2: measured, 0.061."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+NAMES = {"w1": "gate_up_proj", "w2": "down_proj"}
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("gated silu", {}),
+    "gpt_oss": (
+        models.FORMS["gpt_oss"],
+        {"activation": "swigluoai", "weight_layout": tl.WeightLayout(transposed=True, interleaved=True)},
+    ),
+}
+"""What experts compute, and what MegaMoE takes for it."""
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with sizes that FP8 takes, two layers."""
-    made = tmp_path_factory.mktemp("fp8") / "qwen3_moe"
-    models.save("qwen3_moe", made, 2, torch.bfloat16, hidden_size=WIDTH, moe_intermediate_size=WIDTH)
+    made = tmp_path_factory.mktemp("fp8") / request.param
+    width = "intermediate_size" if request.param == "gpt_oss" else "moe_intermediate_size"
+    models.save(request.param, made, 2, torch.bfloat16, **{"hidden_size": WIDTH, width: WIDTH})
     return made
 
 
@@ -36,40 +49,54 @@ def _skip_other_gpus(pool: RankPool) -> None:
 
 def compute(context: RankContext, folder: Path) -> None:
     """Both layers, each with its own weights, beside the model's experts; then MegaMoE by itself, bit for bit."""
-    model = models.load(context, folder, models.distributed("qwen3_moe", context.num_ranks, "tp", models.FP8))
+    family = folder.name
+    model = models.load(context, folder, models.distributed(family, context.num_ranks, "tp", models.FP8))
     plain = models.load(context, folder)
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(9, WIDTH, generator=generator).bfloat16().to(context.device)
     weights, ids = torch.rand(9, models.EXPERTS, generator=generator).to(context.device).topk(models.TOP_K)
     pairs = list(zip(models.experts_of(plain).values(), models.experts_of(model).values(), strict=True))
     assert len(pairs) == 2
+    rows = -(-9 // context.num_ranks)
+    share = slice(context.rank * rows, min(9, (context.rank + 1) * rows))
     with torch.no_grad():
         for _ in range(2):
             for theirs, ours in pairs:
                 want, got = theirs(hidden, ids, weights).float(), ours(hidden, ids, weights)
                 assert got.dtype == torch.bfloat16
                 assert 0 < (got.float() - want).norm() < TOLERANCE * want.norm()
-        local = slice(context.rank * models.EXPERTS // context.num_ranks, None)
-        with tl.MegaMoE(
-            context.group,
-            num_experts=models.EXPERTS,
-            hidden=WIDTH,
-            intermediate=WIDTH,
-            top_k=models.TOP_K,
-            max_tokens_per_rank=models.MOST_TOKENS,
-            backend="nvlink" if context.device.type == "cuda" else "reference",
-            device=context.device,
-        ) as mega:
-            count = models.EXPERTS // context.num_ranks
-            mega.load_weights(theirs.gate_up_proj[local][:count], theirs.down_proj[local][:count])
-            rows = -(-9 // context.num_ranks)
-            share = slice(context.rank * rows, min(9, (context.rank + 1) * rows))
-            assert torch.equal(mega(hidden[share], ids[share], weights[share]), got[share])
+                alone = run_alone(context, theirs, hidden[share], ids[share], weights[share])
+                assert torch.equal(alone, got[share])
     text = import_module("tokenloom.integrations.transformers").describe(model)
-    assert "Qwen3MoeExperts, tokenloom's experts in FP8 (gated silu): model.layers.0.mlp.experts, model" in text
+    assert f"Experts, tokenloom's experts in FP8 ({FORMS[family][0]}): model.layers.0.mlp.experts, model" in text
     assert text.count("tokenloom Communicator") == 1
     with pytest.raises(tl.errors.NotDifferentiable, match=r"call the model under torch.no_grad\(\)"):
         pairs[0][1](hidden, ids, weights)
+
+
+def run_alone(
+    context: RankContext, experts: torch.nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """MegaMoE with this rank's part of the experts, in a layer of its own."""
+    form = FORMS["gpt_oss" if hasattr(experts, "alpha") else "qwen3_moe"][1]
+    count = models.EXPERTS // context.num_ranks
+    local = slice(context.rank * count, (context.rank + 1) * count)
+    layout = {name: value for name, value in form.items() if name == "weight_layout"}
+    biases = {f"{w}_bias": getattr(experts, f"{name}_bias")[local] for w, name in NAMES.items()} if layout else {}
+    w1, w2 = (getattr(experts, name)[local] for name in NAMES.values())
+    with tl.MegaMoE(
+        context.group,
+        num_experts=models.EXPERTS,
+        hidden=WIDTH,
+        intermediate=WIDTH,
+        top_k=models.TOP_K,
+        max_tokens_per_rank=models.MOST_TOKENS,
+        activation=form.get("activation", "swiglu"),
+        backend="nvlink" if context.device.type == "cuda" else "reference",
+        device=context.device,
+    ) as mega:
+        mega.load_weights(w1, w2, **biases, **layout)
+        return mega(x, ids, weights).clone()
 
 
 def test_layers_of_a_model(pool: RankPool, folder: Path) -> None:
@@ -77,7 +104,7 @@ def test_layers_of_a_model(pool: RankPool, folder: Path) -> None:
 
 
 def generate(context: RankContext, folder: Path) -> torch.Tensor:
-    model = models.load(context, folder, models.distributed("qwen3_moe", context.num_ranks, "fsdp", models.FP8))
+    model = models.load(context, folder, models.distributed(folder.name, context.num_ranks, "fsdp", models.FP8))
     tokens = torch.full((2, 4 + context.rank), 5, device=context.device)
     return model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=3, do_sample=False).cpu()
 
@@ -97,7 +124,7 @@ def refuse(context: RankContext, family: str, folder: Path, why: str) -> None:
     ("family", "why"),
     [
         ("mixtral", "hidden and intermediate are 32 and 48, not multiples of 128"),
-        ("gpt_oss", "they are gated silu, limit 7"),
+        ("nemotron_h", "relu2 has no gates"),
     ],
 )
 def test_experts_that_cannot(pool: RankPool, folder_of: FolderOf, family: str, why: str) -> None:

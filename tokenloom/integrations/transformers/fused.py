@@ -10,12 +10,10 @@ from tokenloom.inference.mega_moe import MegaMoE
 from tokenloom.integrations.transformers.forms import Form
 from tokenloom.integrations.transformers.options import Options
 from tokenloom.kernels.gemm.launch import BLOCK
-from tokenloom.ops.gemm import interleave_gate_and_up
-from tokenloom.ops.quant import quantize_fp8_blocks
-from tokenloom.plan import PLAIN_WEIGHTS, Activation
+from tokenloom.plan import Activation
 
-Sizes = tuple[int, int, int, int, float | None]
-"""E, H, I, K and the limit of gates and ups."""
+Sizes = tuple[int, int, int, int, Activation]
+"""E, H, I, K and what lies between the products."""
 
 
 def require_fused(form: Form | str, experts: torch.nn.Module, family: str) -> Form:
@@ -26,15 +24,20 @@ def require_fused(form: Form | str, experts: torch.nn.Module, family: str) -> Fo
     """
     why = form if isinstance(form, str) else ""
     if isinstance(form, Form):
-        what = form.activation
-        if what != Activation(limit=what.limit) or form.names[2] is not None or form.layout != PLAIN_WEIGHTS:
-            why = f"they are {form}"
-        widths = form.tensors(experts)[1].shape[1:]
-        if not why and any(width % BLOCK for width in widths):
+        widths = widths_of(form, experts)
+        if not form.activation.gated:
+            why = f"{form.activation.function} has no gates"
+        elif any(width % BLOCK for width in widths):
             why = f"hidden and intermediate are {' and '.join(map(str, widths))}, not multiples of {BLOCK}"
     if why or isinstance(form, str):
         raise InvalidArgument(f"{family} cannot run in FP8: {why}; register with experts='auto' for this model")
     return form
+
+
+def widths_of(form: Form, experts: torch.nn.Module) -> tuple[int, int]:
+    """Return H and I."""
+    _, first, second = form.tensors(experts)[1].shape
+    return (second, first) if form.layout.transposed else (first, second)
 
 
 class FusedLayers:
@@ -52,7 +55,7 @@ class FusedLayers:
     def layer(self, sizes: Sizes, device: torch.device) -> MegaMoE:
         """Find the MegaMoE of a shape, or make it: then all ranks do."""
         if sizes not in self.made:
-            num_experts, hidden, intermediate, top_k, limit = sizes
+            num_experts, hidden, intermediate, top_k, activation = sizes
             options = self._options
             backend = "nvlink" if device.type == "cuda" else "reference"
             assert options.max_tokens_per_rank is not None
@@ -63,7 +66,7 @@ class FusedLayers:
                 intermediate=intermediate,
                 top_k=top_k,
                 max_tokens_per_rank=options.max_tokens_per_rank,
-                activation_clamp=limit,
+                activation=activation,
                 backend=backend if options.backend == "auto" else options.backend,
                 device=device,
                 timeout_s=options.timeout_s,
@@ -84,6 +87,7 @@ class FusedExperts:
     def __init__(self, layers: FusedLayers, form: Form, num_experts: int) -> None:
         self._layers, self._form, self._num_experts = layers, form, num_experts
         self._weights: tuple[torch.Tensor, ...] = ()
+        self._biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
 
     def run(self, experts: torch.nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Compute what ``MegaMoE.forward`` does. Collective.
@@ -94,11 +98,12 @@ class FusedExperts:
         wanted = (x, weights, *experts.parameters())
         if torch.is_grad_enabled() and any(each.requires_grad for each in wanted):
             raise NotDifferentiable("experts in FP8 have no gradients; call the model under torch.no_grad()")
-        w1, w2, *_ = self._form.tensors(experts)
-        sizes = (self._num_experts, w1.shape[2], w2.shape[2], ids.shape[1], self._form.activation.limit)
+        sizes = (self._num_experts, *widths_of(self._form, experts), ids.shape[1], self._form.activation)
         layer = self._layers.layer(sizes, x.device)
         if not self._weights:
-            (q1, scales1), (q2, scales2) = quantize_fp8_blocks(w1), quantize_fp8_blocks(w2)
-            self._weights = (interleave_gate_and_up(q1), scales1, q2, scales2)
-        layer.use_weights(*self._weights)
+            w1, w2, w1_bias, w2_bias = self._form.tensors(experts)
+            layer.load_weights(w1, w2, w1_bias=w1_bias, w2_bias=w2_bias, weight_layout=self._form.layout)
+            self._weights, self._biases = layer.weights, layer.biases
+        w1_bias, w2_bias = self._biases  # used in place, so that the layer does not load other weights over them
+        layer.use_weights(*self._weights, w1_bias=w1_bias, w2_bias=w2_bias)
         return layer(x, ids, weights)
