@@ -198,4 +198,45 @@ ROUTERS = (
     ),
 )
 
-MUTATIONS = ACTIVATIONS + BIASES + LAYOUTS + ROUTERS
+KERNEL_TESTS = ("tests/kernels/test_activations.py",)
+
+KERNELS = (
+    Mutation(
+        name="kernel-gradient-beyond-the-limit",
+        rule="the kernel gives ups beyond the limit a gradient",
+        target="kernels/activation/args.cuh:product_takes",
+        old="taken.up_passes = !(fabsf(up) > args.limit);",
+        new="{}",
+        tests=KERNEL_TESTS,
+        gpu=True,
+    ),
+    Mutation(
+        name="kernel-bias-of-the-first-expert",
+        rule="rows of all experts have the bias of the first",
+        target="device/tile/expert_of_row.cuh:find",
+        old="while (ends[expert] <= row) ++expert;",
+        new="{}",
+        tests=KERNEL_TESTS,
+        gpu=True,
+    ),
+    Mutation(
+        name="kernel-dot-alone",
+        rule="the part of w2's bias replaces the gradient of a weight",
+        target="kernels/bias/dot_bias.cuh:dot_bias",
+        old="args.weights[row] += sum;",
+        new="args.weights[row] = sum;",
+        tests=KERNEL_TESTS,
+        gpu=True,
+    ),
+    Mutation(
+        name="kernel-turns-not-joined",
+        rule="gradients of gates and ups in turns are written gates first within 16 bytes",
+        target="kernels/activation/args.cuh:join",
+        old="gate = part[0];",
+        new="{}",
+        tests=KERNEL_TESTS,
+        gpu=True,
+    ),
+)
+
+MUTATIONS = ACTIVATIONS + BIASES + LAYOUTS + ROUTERS + KERNELS

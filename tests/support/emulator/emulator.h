@@ -120,6 +120,7 @@ inline float __uint_as_float(unsigned word) { return emulated_value<float>(word)
 inline unsigned __float_as_uint(float value) { return static_cast<unsigned>(emulated_bits(value)); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __expf(float x) { return std::exp(x); }

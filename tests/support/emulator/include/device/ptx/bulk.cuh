@@ -6,6 +6,7 @@ inline void mbarrier_init(uint64* barrier, uint32 arrivals) {
     emulated_barrier_init(reinterpret_cast<uint64_t*>(barrier), arrivals);
 }
 inline void mbarrier_init_fence() {}
+inline void mbarrier_arrive(uint64* barrier) { emulated_barrier_expect(reinterpret_cast<uint64_t*>(barrier), 0); }
 inline void mbarrier_arrive_expect(uint64* barrier, uint32 bytes) {
     emulated_barrier_expect(reinterpret_cast<uint64_t*>(barrier), bytes);
 }

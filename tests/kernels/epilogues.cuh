@@ -1,0 +1,65 @@
+// Epilogues of GEMMs by themselves, for the emulator: sums come from memory, as wgmma would leave them in registers, and
+// staged rows go to memory as they are. One block, the math warpgroups alone.
+#pragma once
+#include "device/roles/biased_bf16_epilogue.cuh"
+#include "device/roles/swiglu_fp8_epilogue.cuh"
+
+struct EpiloguesArgs {
+    const float* sums;         // [128][256], of one tile
+    unsigned char* out;        // [128][bytes of a tile's row]
+    float* scales;             // [rows, N / 256]
+    const float* row_weights;  // [rows]
+    const float* bias;         // [experts, N]
+    float clamp, alpha, up_offset;
+    int32 expert, row, rows, column;  // the tile
+};
+
+template <class Epilogue>
+struct EpilogueShared {
+    Staging<Epilogue::kTileRowBytes> staging;
+    typename Epilogue::Shared epilogue;
+};
+
+// kChunks of the tile's halves for each warpgroup: both of its rows, or its half of the columns of all.
+template <int kChunks, class Epilogue>
+void run_epilogue(const EpiloguesArgs& args, const Epilogue& epilogue) {
+    auto& shared = *reinterpret_cast<EpilogueShared<Epilogue>*>(emulated_shared());
+    const int group = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads, lane = thread % 32;
+    if (threadIdx.x == 0) shared.staging.init(kStagingArrivals, 1);
+    __syncthreads();
+    const int first_row = kChunks == kHalves ? group * kGroupRows : 0, first_half = kChunks == kHalves ? 0 : group;
+    float sums[kChunks][64];
+    for (int i = 0; i < kChunks * 64; ++i) {
+        const int row = first_row + thread / 32 * 16 + lane / 4 + (i & 2 ? 8 : 0);
+        const int column = (first_half + i / 64) * kBlock + i % 64 / 4 * 8 + lane % 4 * 2 + i % 2;
+        sums[i / 64][i % 64] = args.sums[row * kTileColumns + column];
+    }
+    const Tile tile{args.expert, args.row, args.rows, args.column, kChunks != kHalves};
+    epilogue.stage(shared.staging, shared.epilogue, sums, tile, 0, group, thread);
+    mbarrier_wait(&shared.staging.full[group], 0);
+    constexpr int kBytes = Epilogue::kTileRowBytes / kHalves * kChunks;
+    const int from = kChunks == kHalves ? 0 : group * kBytes;
+    for (int i = thread; i < kGroupRows * kBytes; i += kGroupThreads) {
+        const int row = i / kBytes, byte = from + i % kBytes;
+        args.out[(first_row + row) * Epilogue::kTileRowBytes + byte] =
+            shared.staging.rows[group][row * kStagingPitch<Epilogue::kTileRowBytes> + byte];
+    }
+}
+
+template <class Shape>
+void epilogues(const EpiloguesArgs& args) {
+    constexpr int kChunks = Shape::halves ? 1 : kHalves;
+    if constexpr (Shape::swiglu && Shape::plain) {
+        run_epilogue<kChunks>(args, SwigluFp8Epilogue<Shape::n, Shape::clamped != 0, false, true>{
+                                        args.scales, args.row_weights, args.clamp});
+    } else if constexpr (Shape::swiglu) {
+        using Form = GatedActivation<Shape::function, true, Shape::biased != 0>;
+        run_epilogue<kChunks>(args, SwigluFp8Epilogue<Shape::n, Shape::clamped != 0, false, true, Form>{
+                                        args.scales, args.row_weights, args.clamp,
+                                        {args.alpha, args.up_offset, args.bias}});
+    } else if constexpr (Shape::biased) {
+        run_epilogue<kChunks>(args, BiasedBf16Epilogue<Shape::n>{args.bias, args.row_weights});
+    } else {
+        run_epilogue<kChunks>(args, Bf16Epilogue<Shape::n>{});
+    }
+}
