@@ -1,0 +1,91 @@
+"""Communicators that grow, below a layer: its several calls end alike on all ranks where one of them needs more room.
+
+The tests of ``tokenloom.compat.deep_ep`` have single calls. On the emulator and on GPUs these run on backend "nvlink".
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from tests.conftest import Ranks
+from tokenloom.comm.growing import Communicators, Shape
+from tokenloom.comm.strategy import Strategy
+from tokenloom.runtime.processes import RankContext
+from tokenloom.training.pieces import RunOptions
+from tokenloom.training.routed_experts import routed_experts
+
+EMULATED = True
+
+EXPERTS, HIDDEN, WIDTH, TOP_K = 8, 32, 16, 2
+BATCHES = ((3,), (2, 9), (40, 1), (0, 17), (1, 0), (65, 64))
+"""Tokens of rank r in each step: item r modulo its length."""
+
+
+def make(step: int, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, ids, weights and the gradient of the output of a rank."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    tokens = BATCHES[step][rank % len(BATCHES[step])]
+    x, grad = (torch.randn(tokens, HIDDEN, generator=generator).to(dtype) for _ in range(2))
+    weights, ids = torch.rand(tokens, EXPERTS, generator=generator).topk(TOP_K)
+    return x, ids, weights, grad
+
+
+def dense(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor
+) -> torch.Tensor:
+    """All experts on all tokens, in float64."""
+    gate, up = torch.einsum("th,eih->tei", x, w1).chunk(2, -1)
+    y = torch.einsum("tei,ehi->teh", functional.silu(gate) * up, w2)
+    return (y.gather(1, ids[..., None].expand(-1, -1, HIDDEN)) * weights[..., None]).sum(1)
+
+
+def check_layers(context: RankContext) -> None:
+    """Forward and backward of growing batches, then without gradients, each beside all experts on all tokens."""
+    dtype, device = torch.bfloat16, context.device
+    generator = torch.Generator().manual_seed(7)
+    full = [
+        torch.randn(EXPERTS, *shape, generator=generator).to(dtype) for shape in ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH))
+    ]
+    count = EXPERTS // context.num_ranks
+    local = slice(context.rank * count, (context.rank + 1) * count)
+    own = [each[local].to(device).requires_grad_() for each in full]
+    communicators = Communicators(context.group, dict)
+    options, shape = RunOptions(Strategy()), Shape(EXPERTS, HIDDEN, TOP_K)
+    rooms = []
+    for step in range(len(BATCHES)):
+        wide = [each.double().requires_grad_() for each in full]
+        wanted = []
+        for rank in range(context.num_ranks):
+            x, ids, weights, grad = make(step, rank, dtype)
+            x = x.double().requires_grad_()
+            out = dense(x, ids, weights.double(), *wide)
+            out.backward(grad.double())
+            wanted.append((out.detach(), x.grad))
+        x, ids, weights, grad = (each.to(device) for each in make(step, context.rank, dtype))
+        x.requires_grad_()
+
+        def call(comm, given=(x, ids, weights)):  # type: ignore[no-untyped-def]
+            return routed_experts(comm, options, *given, *own)
+
+        out = communicators.run(shape, len(x), device, call)
+        for each in own:
+            each.grad = None
+        out.backward(grad)
+        with torch.no_grad():
+            again = communicators.run(shape, len(x), device, call)
+        assert torch.equal(again, out)
+        found = [out, x.grad, *(each.grad for each in own)]
+        expected = [*wanted[context.rank], *(each.grad[local] for each in wide if each.grad is not None)]
+        for got, want in zip(found, expected, strict=True):
+            limit = 0.03 * (1e-3 + want.abs().amax().item() if want.numel() else 0.0)  # bfloat16, three roundings
+            torch.testing.assert_close(got.detach().double().cpu(), want, rtol=0, atol=limit)
+        rooms.append(communicators.all()[0].plan.max_tokens_per_rank)
+    most = [max(BATCHES[step][rank % len(BATCHES[step])] for rank in range(context.num_ranks)) for step in range(6)]
+    assert rooms == [1 << (max(most[: step + 1]) - 1).bit_length() for step in range(6)]
+    communicators.close()
+
+
+def test_a_layer_whose_batches_grow(ranks: Ranks) -> None:
+    """All ranks make one larger communicator, also where this rank has room; nobody makes one twice."""
+    ranks.run(check_layers)
