@@ -12,8 +12,7 @@ from tokenloom.backends.handshake import Fields
 from tokenloom.backends.nvlink.launcher import Launcher
 from tokenloom.errors import InvalidArgument, ShapeMismatch
 from tokenloom.kernels.combine.launch import max_chunks
-from tokenloom.kernels.common import HEADER_WORDS, TURNS
-from tokenloom.kernels.dispatch.launch import MAX_BLOCKS
+from tokenloom.kernels.common import HEADER_WORDS, MAX_BLOCKS, TURNS
 from tokenloom.plan import FP8_BLOCK, Plan, align_up
 from tokenloom.runtime.symmetric_memory import BufferLayout, SymmetricBuffer
 

@@ -17,7 +17,8 @@ from tokenloom.backends.nvlink.handle import NvlinkHandle
 from tokenloom.backends.nvlink.launcher import HALVES, Half, Launcher, require_layout, require_no_host_read
 from tokenloom.backends.nvlink.results import Results, ResultsMemory
 from tokenloom.errors import InvalidArgument
-from tokenloom.kernels.dispatch.launch import CALL_FIELDS, MAX_BLOCKS, STAGED_FIELDS, DispatchVariant
+from tokenloom.kernels.common import MAX_BLOCKS
+from tokenloom.kernels.dispatch.launch import CALL_FIELDS, STAGED_FIELDS, DispatchVariant
 from tokenloom.plan import Plan
 from tokenloom.runtime.kernel_reports import HostCounts
 

@@ -14,8 +14,8 @@ from tokenloom.errors import BackendUnavailable, InvalidArgument, KernelCompileE
 from tokenloom.jit.compiler import load_nvrtc
 from tokenloom.jit.kernel import Kernel, load_driver
 from tokenloom.kernels.barrier.launch import BarrierVariant
-from tokenloom.kernels.common import HOPPER, MAX_RANKS
-from tokenloom.kernels.dispatch.launch import MAX_BLOCKS, DispatchVariant
+from tokenloom.kernels.common import HOPPER, MAX_BLOCKS, MAX_RANKS
+from tokenloom.kernels.dispatch.launch import DispatchVariant
 from tokenloom.plan import Plan
 from tokenloom.runtime.devices import usable_sms
 from tokenloom.runtime.rank_group import RankGroup
