@@ -12,7 +12,7 @@ import torch
 
 from tests.ops.test_activation import FORMS as ACTIVATION_FORMS
 from tokenloom import Activation, InvalidArgument, ShapeMismatch, WeightLayout
-from tokenloom.errors import DtypeMismatch, TokenloomError
+from tokenloom.errors import DeviceMismatch, DtypeMismatch, TokenloomError
 from tokenloom.ops import expert_gemms
 from tokenloom.ops.experts import run_experts
 
@@ -232,6 +232,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[TokenloomError], str]] = {
     "bias of w1": ({"w1_bias": (3, 24)}, ShapeMismatch, "w1_bias is [3, 24], expected [3, 48]"),
     "bias of w2": ({"w2_bias": (3, 24)}, ShapeMismatch, "w2_bias is [3, 24], expected [3, 16]"),
     "dtype of w2": ({"w2": torch.float64}, DtypeMismatch, "w2 is torch.float64, w1 is torch.float32"),
+    "device of w2": ({"w2": torch.device("meta")}, DeviceMismatch, "w2 is on meta, w1 is on cpu"),
     "dtype of a bias": ({"w2_bias": torch.bfloat16}, DtypeMismatch, "w2_bias is torch.bfloat16, w1 is"),
     "interleaved without gates": (
         {"activation": "relu2", "weight_layout": WeightLayout(interleaved=True)},
@@ -247,7 +248,7 @@ def test_what_does_not_fit(what: str) -> None:
     given = make("swiglu, biases, plain", torch.float32, 16, 24)
     leaves, options = dict(given.leaves), dict(given.options)
     for name, change in changes.items():
-        if isinstance(change, torch.dtype):
+        if isinstance(change, torch.dtype | torch.device):
             leaves[name] = leaves[name].to(change)
         elif isinstance(change, tuple):
             leaves[name] = torch.zeros(change)

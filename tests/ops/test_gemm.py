@@ -17,6 +17,8 @@ from tests.ops.grouped_operands import (
     on_devices,
     operands,
 )
+from tests.support.mega_cases import FUNCTIONS
+from tokenloom import Activation
 from tokenloom.errors import (
     BackendUnavailable,
     DeviceMismatch,
@@ -54,6 +56,24 @@ def test_gemm(device: str, name: str) -> None:
     for e, (begin, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
         want = expected(a[begin:end], a_scales[begin:end], b, b_scales, e)
         assert_close(out[begin:end], want, f"expert {e}")
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("device", "name"),
+    on_devices(["tails and empty experts", "N is no multiple of the tile", "long K"], ["tails and empty experts"]),
+)
+def test_bias(device: str, name: str, weighted: bool) -> None:
+    """Of each expert, times the row's weight, before the one rounding."""
+    counts, n, k = CASES[name]
+    a, a_scales, b, b_scales, offsets = operands(counts, n, k, device)
+    size = float(a_scales.mean() * b_scales.mean() * k**0.5 * 200)  # as large as sums
+    bias = torch.randn(len(counts), n, device=device) * size
+    weights = torch.rand(sum(counts), device=device) if weighted else None
+    out = grouped_gemm_fp8(a, a_scales, b, b_scales, offsets, bias=bias, row_weights=weights)
+    for e, (begin, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
+        term = bias[e].double() * (1.0 if weights is None else weights[begin:end, None].double())
+        assert_close(out[begin:end], expected(a[begin:end], a_scales[begin:end], b, b_scales, e) + term, f"expert {e}")
 
 
 @pytest.mark.gpu
@@ -94,6 +114,9 @@ OPTIONS: dict[str, dict[str, object]] = {
     "clamped": {"clamp": 2.0, "weighted": True},
     "powers of two": {"power_of_two_scales": True},
     "exact functions": {"fast_math": False, "clamp": 50.0},
+    "swigluoai": {"activation": "swigluoai", "bias": True, "weighted": True},
+    "geglu": {"activation": "geglu", "fast_math": False},
+    "gated relu2": {"activation": Activation("relu2", up_offset=0.5), "clamp": 3.0, "bias": True},
 }
 SWIGLU_CASES = {
     "one tile": ([128], 128, 512),
@@ -116,14 +139,20 @@ def test_swiglu(device: str, name: str, options: str) -> None:
     rows = sum(counts)
     weights = torch.rand(rows, device=a.device) + 0.1 if given.pop("weighted", False) else None
     interleaved = interleave_gate_and_up(w1)
+    bias = torch.randn(len(counts), 2 * width, device=a.device) if given.pop("bias", False) else None
+    if bias is not None:
+        given["bias"] = interleave_gate_and_up(bias[..., None])[..., 0].contiguous()
     q, scales = grouped_swiglu_fp8(a, a_scales, interleaved, w1_scales, offsets, weights, **given)  # type: ignore[arg-type]
+    form = Activation.of(given.get("activation", "swiglu"))  # type: ignore[arg-type]
+    function = FUNCTIONS[form.function]
     assert (q.dtype, tuple(q.shape), tuple(scales.shape)) == (FP8, (rows, width), (rows, width // 128))
-    clamp = given.get("clamp")
+    clamp = given.get("clamp", form.limit)
     for e, (begin, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
-        gate, up = expected(a[begin:end], a_scales[begin:end], w1, w1_scales, e).chunk(2, -1)
+        hidden = expected(a[begin:end], a_scales[begin:end], w1, w1_scales, e)
+        gate, up = (hidden if bias is None else hidden + bias[e]).chunk(2, -1)
         if clamp is not None:
             gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)  # type: ignore[type-var]
-        want = torch.nn.functional.silu(gate) * up
+        want = function(gate, form.alpha) * (up + form.up_offset)
         want = want if weights is None else want * weights[begin:end, None]
         blocks = want.view(end - begin, width // 128, 128)
         amax = blocks.abs().amax(-1).clamp_min(1e-4)
@@ -201,6 +230,22 @@ def test_bad_options_of_swiglu_are_named() -> None:
         grouped_swiglu_fp8(*tensors, torch.ones(6))
     with pytest.raises(InvalidArgument, match=r"^clamp is 0"):
         grouped_swiglu_fp8(*tensors, clamp=0.0)
+    with pytest.raises(InvalidArgument, match=r"^clamp is 2.0, but the activation has limit=7.0 already"):
+        grouped_swiglu_fp8(*tensors, activation="swigluoai", clamp=2.0)
+    with pytest.raises(InvalidArgument, match=r"^activation is 'gelu', which has no gates"):
+        grouped_swiglu_fp8(*tensors, activation="gelu")
+    with pytest.raises(ShapeMismatch, match=r"^bias is \[2, 128\], expected \[2, 256\]"):
+        grouped_swiglu_fp8(*tensors, bias=torch.ones(2, 128))
+
+
+def test_bad_biases_are_named() -> None:
+    tensors = operands([3, 4], 256, 256, device="cpu")
+    with pytest.raises(DtypeMismatch, match=r"^bias is torch.bfloat16, expected torch.float32"):
+        grouped_gemm_fp8(*tensors, bias=torch.ones(2, 256, dtype=torch.bfloat16))
+    with pytest.raises(InvalidArgument, match=r"^row_weights are factors of the bias, which is None"):
+        grouped_gemm_fp8(*tensors, row_weights=torch.ones(7))
+    with pytest.raises(ShapeMismatch, match=r"^row_weights is \[6\], expected \[7\]"):
+        grouped_gemm_fp8(*tensors, bias=torch.ones(2, 256), row_weights=torch.ones(6))
 
 
 def test_an_address_that_copies_cannot_take_is_named() -> None:

@@ -18,7 +18,7 @@ from tokenloom.comm.strategy import Strategy
 from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch
 from tokenloom.ops.activation import apply_activation
 from tokenloom.ops.autocast import autocast_dtype
-from tokenloom.ops.experts import ExpertForm
+from tokenloom.ops.experts import PLAIN, ExpertForm
 from tokenloom.ops.router import Router, RouterSums, balance_loss, router_logits, router_sums, z_loss
 from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout
 from tokenloom.runtime.rendezvous import agree
@@ -428,4 +428,5 @@ class ExpertParallelMoE(nn.Module):
         return (
             f"hidden={self.hidden}, intermediate={self.intermediate}, experts={plan.num_experts} "
             f"({plan.experts_per_rank} here), top_k={plan.top_k}, ranks={plan.num_ranks}, backend={self.comm.backend}"
+            f"{'' if self.form == PLAIN else f', {self.form}'}{', biases' if self.w1_bias is not None else ''}"
         )
