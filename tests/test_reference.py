@@ -5,6 +5,9 @@ Everything else is compared with the reference, so this is where a common mistak
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -28,7 +31,7 @@ from tests.support.cases import (
 from tests.support.defaults import caller_default
 from tokenloom import reference
 from tokenloom.errors import CapacityOverflow
-from tokenloom.plan import Plan
+from tokenloom.plan import Activation, Plan, WeightLayout
 
 
 @pytest.mark.parametrize("default", ["meta", FP64], ids=str)
@@ -363,3 +366,85 @@ def test_moe_equals_dense(shared: bool) -> None:
                 want += expert(x[token], *extra)
             # float64 with another order of sums: a few units in the last place of values near 100
             torch.testing.assert_close(outs[source][token], want, rtol=1e-12, atol=1e-11)
+
+
+def gelu_by_hand(x: float) -> float:
+    return x * (1 + math.erf(x / math.sqrt(2))) / 2
+
+
+def tanh_gelu_by_hand(x: float) -> float:
+    return 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+BY_HAND: dict[str, tuple[Activation | str, Callable[..., float]]] = {
+    "swigluoai": (
+        "swigluoai",
+        lambda g, u: (min(max(u, -7), 7) + 1) * min(g, 7) / (1 + math.exp(-1.702 * min(g, 7))),
+    ),
+    "clamped swiglu": (
+        Activation(limit=0.5),
+        lambda g, u: min(max(u, -0.5), 0.5) * min(g, 0.5) / (1 + math.exp(-min(g, 0.5))),
+    ),
+    "geglu": ("geglu", lambda g, u: gelu_by_hand(g) * u),
+    "geglu_tanh": ("geglu_tanh", lambda g, u: tanh_gelu_by_hand(g) * u),
+    "reglu": ("reglu", lambda g, u: max(g, 0) * u),
+    "silu": ("silu", lambda x: x / (1 + math.exp(-x))),
+    "gelu": ("gelu", gelu_by_hand),
+    "gelu_tanh": ("gelu_tanh", tanh_gelu_by_hand),
+    "relu": ("relu", lambda x: max(x, 0)),
+    "relu2": ("relu2", lambda x: max(x, 0) ** 2),
+}
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("name", BY_HAND)
+def test_other_experts_by_hand(name: str, interleaved: bool, transposed: bool) -> None:
+    """One token, one expert, one value at a time: w2 activation(w1 x + b1) + b2, then the weight; a gated shared one."""
+    layout = WeightLayout(transposed, interleaved)
+    given, function = BY_HAND[name]
+    activation = Activation.of(given)
+    if layout.interleaved and not activation.gated:
+        pytest.skip("there are no gates")
+    generator = torch.Generator().manual_seed(1)
+    width, hidden, parts = 3, 4, activation.rows
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=FP64) * 2
+
+    x, weight = draw(1, hidden), 0.75
+    w1, w2, b1, b2 = draw(2, parts, width, hidden), draw(2, hidden, width), draw(2, parts, width), draw(2, hidden)
+    s1, s2, gate_weight = draw(parts, width, hidden), draw(hidden, width), draw(1, hidden)
+
+    def by_hand(first: torch.Tensor, second: torch.Tensor, bias: torch.Tensor | None) -> list[float]:
+        products = [
+            [
+                sum((row * x[0]).tolist()) + (0.0 if bias is None else bias[part, i].item())
+                for part, row in enumerate(rows)
+            ]
+            for i, rows in enumerate(first.transpose(0, 1))
+        ]
+        values = [function(*each) for each in products]
+        return [sum(second[h, i].item() * values[i] for i in range(width)) for h in range(hidden)]
+
+    routed = [y + b2[1, h].item() for h, y in enumerate(by_hand(w1[1], w2[1], b1[1]))]
+    gate = 1 / (1 + math.exp(-sum((gate_weight * x)[0].tolist())))
+    want = [weight * y + gate * s for y, s in zip(routed, by_hand(s1, s2, None), strict=True)]
+    order = (0, 2, 1, 3) if layout.interleaved else (0, 1, 2, 3)
+    rows, bias = w1.permute(order).flatten(1, 2), b1.permute(order[:3]).flatten(1, 2)
+    (out,) = reference.moe(
+        Plan(1, 2, hidden, 1, 1),
+        [x],
+        [torch.tensor([[1]])],
+        [torch.tensor([[weight]], dtype=FP64)],
+        rows.transpose(1, 2) if layout.transposed else rows,
+        w2.transpose(1, 2) if layout.transposed else w2,
+        s1.flatten(0, 1),
+        s2,
+        w1_bias=bias,
+        w2_bias=b2,
+        shared_gate_weight=gate_weight,
+        activation=given,
+        weight_layout=layout,
+    )
+    torch.testing.assert_close(out[0], torch.tensor(want, dtype=FP64), rtol=1e-12, atol=1e-12)
