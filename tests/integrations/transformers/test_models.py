@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.integrations.transformers import models
 from tokenloom.runtime.processes import RankContext, RankPool
@@ -139,8 +140,8 @@ def test_other_meshes(pool: RankPool, folder_of: FolderOf, family: str, how: str
     pool.run(compare, family, folder_of(family, pool), how, names)
 
 
-def train(context: RankContext, family: str, folder: Path, steps: int = 3) -> None:
-    """A few steps with layers that are computed again in backward, and a batch that changes."""
+def train(context: RankContext, family: str, folder: Path, to: Path, steps: int = 3) -> None:
+    """A few steps with layers that are computed again in backward, and batches that change. Then it is saved."""
     model = models.load(context, folder, models.distributed(family, context.num_ranks, "fsdp")).train()
     plain = models.load(context, folder).train()
     model.activation_checkpointing_enable()
@@ -159,10 +160,14 @@ def train(context: RankContext, family: str, folder: Path, steps: int = 3) -> No
     for key, each in plain.named_parameters():
         near(trained[key], each.detach(), f"trained {key}")
         assert ".experts." not in key or not torch.equal(trained[key], before.get_parameter(key))
+    model.save_pretrained(to)
+    dist.barrier()
+    for key, each in models.load(context, to).named_parameters():
+        assert torch.equal(trained[key], each.detach())
 
 
-def test_training(pool: RankPool, folder_of: FolderOf) -> None:
-    pool.run(train, "qwen3_moe", folder_of("qwen3_moe", pool))
+def test_training(pool: RankPool, folder_of: FolderOf, tmp_path: Path) -> None:
+    pool.run(train, "qwen3_moe", folder_of("qwen3_moe", pool), tmp_path / "trained")
 
 
 def autocast(context: RankContext, folder: Path) -> None:
@@ -213,3 +218,22 @@ def test_generation(pool: RankPool, folder_of: FolderOf, family: str) -> None:
 
 def test_generation_from_a_shared_batch(pool: RankPool, folder_of: FolderOf) -> None:
     pool.run(generate, "mixtral", folder_of("mixtral", pool), "tp")
+
+
+def choose(context: RankContext, folder: Path) -> None:
+    model = models.load(context, folder, models.distributed("mixtral", context.num_ranks, "tp"))
+    experts = next(iter(models.experts_of(model).values())).tokenloom
+    with torch.no_grad():
+        model(torch.ones(1, 7, dtype=torch.int64, device=context.device))
+        comm, share = experts.shared.communicators.all()[0], -(-7 // context.num_ranks)
+        rows = experts.run_options(comm, share, 2).pool_rows
+        assert rows == 2 * 8  # the power of two above top_k * 7 tokens, some of them padding
+        assert experts.run_options(comm, 2**22, 2).pool_rows is None, "more than there is room for"
+        assert experts.run_options(comm, None, 2).pool_rows is None, "ranks do not know what others have"
+    assert experts.run_options(comm, share, 2).pool_rows is None, "backward keeps what it received"
+    assert comm.plan.max_tokens_per_rank == 1 << (share - 1).bit_length()
+
+
+def test_a_shared_batch_waits_for_no_counts(pool: RankPool, folder_of: FolderOf) -> None:
+    """All ranks know how many tokens each of them has."""
+    pool.run(choose, folder_of("mixtral", pool))

@@ -37,6 +37,15 @@ MUTATIONS = (
         needs="transformers",
     ),
     Mutation(
+        name="room-for-some-rows",
+        rule="where ranks hold the same tokens, there is room for an even share of the rows alone",
+        target=f"{PACKAGE}.implementation:TokenloomExperts.run_options",
+        old="plan.num_ranks * most * plan.top_k",
+        new="most * plan.top_k",
+        tests=(f"{TESTS}test_models.py::test_a_shared_batch_waits_for_no_counts",),
+        needs="transformers",
+    ),
+    Mutation(
         name="a-step-of-growth-without-notice",
         rule="communicators grow though nobody waits for the counts of others",
         target=f"{PACKAGE}.implementation:TokenloomExperts.__call__",

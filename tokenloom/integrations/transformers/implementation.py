@@ -23,6 +23,9 @@ from tokenloom.training.routed_experts import routed_experts
 
 ATTRIBUTE = "tokenloom"
 """Of a module of experts: its implementation. Of a mesh: what its layers share, by options."""
+POOL_BYTES = 512 * 2**20
+"""Where ranks hold the same tokens, they know the worst case. Up to so many bytes of rows there is room for it, and
+the host waits for no counts."""
 
 
 @dataclass
@@ -99,25 +102,34 @@ class TokenloomExperts(EPImplementation):
         x, ids, weights = given if share is None else (share.take(each) for each in given)
         weights = weights.to(torch.promote_types(x.dtype, torch.float32))
         x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
-        out = self._all_experts(x, ids, weights)
+        out = self._all_experts(x, ids, weights, None if share is None else share.num_rows)
         return out if share is None else share.gather(out)
 
-    def _all_experts(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def _all_experts(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, most: int | None
+    ) -> torch.Tensor:
+        """Compute the experts of this rank's tokens, of which no rank has more than ``most``, where that is known."""
         if self.fused is not None:
             return self.fused.run(self.experts, x, ids, weights)
         shape = Shape(self.num_experts, x.shape[1], ids.shape[1], wide=x.dtype == torch.float64)
         # Where nobody waits for the counts of others, nobody would hear of a rank that needs more room.
         known = self.options.max_tokens_per_rank or 1
-        tokens = max(len(x), known) if self.options.pool_rows is None else known
-        return self.shared.communicators.run(shape, tokens, x.device, lambda comm: self._run(comm, x, ids, weights))
+        tokens = max(len(x), most or 1, known) if self.options.pool_rows is None else known
 
-    def _run(self, comm: Communicator, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        def call(comm: Communicator) -> torch.Tensor:
+            return self._run(comm, x, ids, weights, most)
+
+        return self.shared.communicators.run(shape, tokens, x.device, call)
+
+    def _run(
+        self, comm: Communicator, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, most: int | None
+    ) -> torch.Tensor:
         if isinstance(self.form, Form):
             w1, w2, w1_bias, w2_bias = self.form.tensors(self.experts)
             if x.dtype == w1.dtype or torch.is_autocast_enabled(x.device.type):
                 return routed_experts(
                     comm,
-                    self._run_options(comm),
+                    self.run_options(comm, most, x.element_size()),
                     x,
                     ids,
                     weights,
@@ -133,10 +145,21 @@ class TokenloomExperts(EPImplementation):
             rows = self._own_experts(routed.tokens, routed.expert_counts)
         return comm.combine(rows, routed)
 
-    def _run_options(self, comm: Communicator) -> RunOptions:
-        given = self.options
-        run = RunOptions(Strategy(), given.overlap, given.redispatch_in_backward, given.pool_rows)
-        # One piece without a backward has nothing to run beside. All ranks decide alike: pieces depend on the plan.
+    def run_options(self, comm: Communicator, most: int | None, itemsize: int) -> RunOptions:
+        """Choose how tokenloom's experts run. All ranks choose alike.
+
+        Args:
+            comm: communicator.
+            most: tokens of the rank that has most, where all know it.
+            itemsize: bytes of a value.
+        """
+        given, plan = self.options, comm.plan
+        pool_rows = given.pool_rows
+        if pool_rows is None and most and not torch.is_grad_enabled():
+            rows = 1 << (plan.num_ranks * most * plan.top_k - 1).bit_length()
+            pool_rows = rows if rows * plan.hidden * itemsize <= POOL_BYTES else None
+        run = RunOptions(Strategy(), given.overlap, given.redispatch_in_backward, pool_rows)
+        # One piece without a backward has nothing to run beside. How many there are depends on the plan.
         alone = not torch.is_grad_enabled() and len(cut(comm.engine, run, 0)) == 1
         return replace(run, overlap=False) if alone else run
 
