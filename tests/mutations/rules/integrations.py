@@ -48,7 +48,7 @@ MUTATIONS = (
     Mutation(
         name="a-step-of-growth-without-notice",
         rule="communicators grow though nobody waits for the counts of others",
-        target=f"{PACKAGE}.implementation:TokenloomExperts.__call__",
+        target=f"{PACKAGE}.implementation:TokenloomExperts._all_experts",
         old="self.options.pool_rows is None",
         new="True",
         tests=(f"{TESTS}test_faults.py::test_more_tokens_than_were_declared",),
