@@ -2,11 +2,12 @@
 
     torchrun --nproc-per-node 4 examples/generate_moe.py                       # a small model with random weights
     torchrun --nproc-per-node 4 examples/generate_moe.py --model FOLDER        # one from disk
-    torchrun --nproc-per-node 4 examples/generate_moe.py --family qwen3_moe --set num_hidden_layers=48   # a large one
+    torchrun --nproc-per-node 4 examples/generate_moe.py --set num_hidden_layers=48 head_dim=128   # Qwen3-30B-A3B's
 
-It runs on GPUs (NCCL) or CPUs (gloo). Each rank has prompts of its own. The model runs once with each implementation
-of expert parallelism, tokenloom's and transformers' "all_to_all", and reports both: tokens per second, and the time of
-the whole model and of its experts in prefill and decode. docs/how-to/transformers.md explains each step.
+It runs on GPUs (NCCL) or CPUs (gloo). Each rank has prompts of its own, or all have the same (--spread). The model
+runs once with each implementation of expert parallelism, tokenloom's and transformers' "all_to_all". It reports tokens
+per second, and the time of the whole model and of its experts in prefill and decode. docs/how-to/transformers.md
+explains each step.
 """
 
 from __future__ import annotations
@@ -104,15 +105,14 @@ class Clock:
 
 
 def load(options: argparse.Namespace, implementation: str, dtype: torch.dtype) -> Any:
-    """The model, its experts spread over all ranks and the rest by FSDP2."""
+    """The model, its experts spread over all ranks; the rest by FSDP2, or by tensor parallelism."""
     num_ranks = dist.get_world_size()
     config = config_of(options)
-    spread = DistributedConfig(
-        fsdp_size=num_ranks,
-        fsdp_plan=None if config.base_model_fsdp_plan else {"model.layers.*": "free_full_weight"},
-        ep_size=num_ranks,
-        ep_implementation=implementation,
-    )
+    rest: dict[str, Any] = {"tp_size": num_ranks, "tp_plan": "auto"}
+    if options.spread == "fsdp":
+        plan = None if config.base_model_fsdp_plan else {"model.layers.*": "free_full_weight"}
+        rest = {"fsdp_size": num_ranks, "fsdp_plan": plan}
+    spread = DistributedConfig(**rest, ep_size=num_ranks, ep_implementation=implementation)
     torch.manual_seed(options.seed)
     if options.model:
         return AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, distributed_config=spread)
@@ -140,13 +140,18 @@ def keep_weights_gathered(model: nn.Module) -> None:
 
 
 def prompts(options: argparse.Namespace, model: Any, device: torch.device) -> torch.Tensor:
-    """This rank's prompts, int64 [batch, tokens]: the one given, or random tokens, others on each rank."""
+    """This rank's prompts, int64 [batch, tokens]: the one given, or random tokens. With FSDP2 each rank has others."""
     if options.prompt:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
         return tokenizer([options.prompt] * options.batch, return_tensors="pt").input_ids.to(device)
-    generator = torch.Generator().manual_seed(options.seed + dist.get_rank())
+    generator = torch.Generator().manual_seed(options.seed + number_of_batch(options))
     shape = (options.batch, options.prompt_tokens)
     return torch.randint(3, model.config.get_text_config().vocab_size, shape, generator=generator).to(device)
+
+
+def number_of_batch(options: argparse.Namespace) -> int:
+    """Of this rank: ranks of a tensor-parallel model hold the same batch."""
+    return dist.get_rank() if options.spread == "fsdp" else 0
 
 
 def slowest(milliseconds: dict[str, dict[str, float]], device: torch.device) -> dict[str, dict[str, float]]:
@@ -178,7 +183,7 @@ def run(options: argparse.Namespace, implementation: str, device: torch.device) 
         torch.cuda.synchronize()
     wall_s = time.perf_counter() - began
     took = slowest(clock.milliseconds() | {"all": {"wall": 1e3 * wall_s}}, device)
-    new = options.new_tokens * len(tokens) * dist.get_world_size()
+    new = options.new_tokens * len(tokens) * (dist.get_world_size() if options.spread == "fsdp" else 1)
     result = {"tokens_per_s": new / took.pop("all")["wall"] * 1e3, "milliseconds": took}
     if dist.get_rank() == 0:
         report(implementation, result)
@@ -221,6 +226,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--family", default="qwen3_moe", help="of a random model (default: qwen3_moe)")
     made.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="of its configuration")
     made.add_argument("--dtype", help="of the weights (default: bfloat16 on GPUs, float32 on CPUs)")
+    made.add_argument(
+        "--spread",
+        choices=["fsdp", "tp"],
+        default="fsdp",
+        help="of all but the experts. fsdp: each rank has prompts of its own; tp: all have the same (default: fsdp)",
+    )
     made.add_argument("--batch", type=int, default=4, help="prompts of each rank (default: 4)")
     made.add_argument("--prompt", help="text, for a model on disk with its tokenizer")
     made.add_argument("--prompt-tokens", type=int, default=32, help="of random prompts (default: 32)")

@@ -75,9 +75,11 @@ def generate_here(context: RankContext, arguments: list[str]) -> dict[str, Any]:
     return example.generate(example.parser().parse_args([*arguments, "--new-tokens", "3"]), context.device)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "nemotron_h"])
-def test_random_models(pool: RankPool, family: str) -> None:
-    result = pool.run(generate_here, ["--family", family])[0]
+@pytest.mark.parametrize(
+    "arguments", ["--family deepseek_v3", "--family gpt_oss", "--family nemotron_h", "--spread tp"]
+)
+def test_random_models(pool: RankPool, arguments: str) -> None:
+    result = pool.run(generate_here, arguments.split())[0]
     check(result, pool.num_ranks, 3)
     assert result["same_tokens"] or pool.device == "cuda"
 
