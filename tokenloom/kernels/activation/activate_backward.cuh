@@ -23,8 +23,8 @@ __device__ void activate_backward(const ActivationArgs& args) {
 #pragma unroll
             for (int step = 0; step < Of::Row::kSteps; ++step)
                 if (Of::Row::unit(tile, step, lane, index)) {
-                    gate[step] = Of::load(hidden, index * Of::kPitch);
-                    if constexpr (Shape::gated) up[step] = Of::load(hidden + Of::kSecondPart, index * Of::kPitch);
+                    gate[step] = Of::load_hidden(hidden, index * Of::kPitch);
+                    if constexpr (Shape::gated) up[step] = Of::load_hidden(hidden + Of::kSecondPart, index * Of::kPitch);
                     grad[step] = Of::load(grads, index);
                 }
 #pragma unroll

@@ -44,6 +44,11 @@ struct ActivationRow {
     static __device__ __forceinline__ Packed load(const unsigned char* row, int index) {
         return load_group_once<kDtype, kValues>(row + index * 16);
     }
+    // Groups of both parts in turns share sectors of 32 bytes: the second load finds in L1 what the first brought.
+    static __device__ __forceinline__ Packed load_hidden(const unsigned char* row, int index) {
+        if constexpr (Shape::interleaved) return Packed{{reinterpret_cast<const Vec16*>(row)[index]}};
+        else return load(row, index);
+    }
     static __device__ __forceinline__ void store(unsigned char* row, int index, const Values& values) {
         store_group<kDtype, kValues>(row + index * 16, values);
     }
