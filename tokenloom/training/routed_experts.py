@@ -77,11 +77,14 @@ def routed_experts(
     """
     device, dtype = x.device.type, autocast_dtype(x.device)
     tensors: Tensors = (w1, w2, w1_bias, w2_bias)
-    with comm.engine.sequence(*forward_calls(options, 1, dtype or x.dtype, needs_grad=False)):
+    try:
         form = ExpertForm(Activation.of(activation), weight_layout)
         form.check(tensors, comm.plan.experts_per_rank, comm.plan.hidden)
         if dtype is not None:
             x, tensors = x.to(dtype), cast(tensors, dtype)  # there may be no room
+    except Exception:
+        with comm.engine.sequence(*forward_calls(options, 1, dtype or x.dtype, needs_grad=False)):
+            raise
     if dtype is not None and meanwhile is not None:
         meanwhile = torch.autocast(device, dtype)(meanwhile)
     with torch.autocast(device, enabled=False):
