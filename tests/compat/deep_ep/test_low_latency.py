@@ -23,7 +23,7 @@ from tests.support.cases import FP32, Case, Problem, same_bits, same_bytes
 from tokenloom import reference
 from tokenloom.compat import deep_ep
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed
-from tokenloom.errors import DtypeMismatch, ShapeMismatch
+from tokenloom.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
 from tokenloom.ops.routing import packed
 from tokenloom.runtime.processes import RankContext
 
@@ -162,6 +162,63 @@ def check_in_turns(context: RankContext) -> None:
         same_bits(out, outs[me], "combined_x")
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_third_live_result(ranks: Ranks, mode: str) -> None:
+    """Upstream has room for two. Here results are the client's own: any number lives, and combines in any order."""
+    ranks.run(check_live_results, mode)
+
+
+def check_live_results(context: RankContext, mode: str) -> None:
+    problems = [finite(problem_of(replace(DECODE, seed=seed), context)) for seed in range(4)]
+    me, plan, places = context.rank, problems[0].plan, context.num_ranks * MOST
+    buffer = deep_ep.Buffer(context.group, low_latency_mode=True)
+    received, home = [], []
+    for problem in problems:
+        x, ids, _ = problem.arguments(context)
+        recv_x, counts, handle, event, hook = buffer.low_latency_dispatch(
+            x, ids, MOST, plan.num_experts, use_fp8=False, **options_of(mode)
+        )
+        finish(mode, event, hook)
+        received.append((recv_x, counts, handle))
+    wanted = [problem.dispatched("slots", capacity=places) for problem in problems]
+    for problem, wants, (recv_x, counts, handle) in reversed(list(zip(problems, wanted, received, strict=True))):
+        assert counts.tolist() == wants[me].expert_counts
+        same_places(recv_x, wants[me].tokens, wants[me].expert_counts, "recv_x")
+        _, ids, weights = problem.arguments(context)
+        out, event, hook = buffer.low_latency_combine(recv_x, ids, weights, handle, **options_of(mode))
+        finish(mode, event, hook)
+        home.append(out)
+    for problem, wants, out in zip(problems, wanted, reversed(home), strict=True):
+        ys = [want.tokens for want in wants]
+        outs = reference.combine(plan, ys, wants, problem.topk_ids, problem.topk_weights)
+        same_bits(out, outs[me], "combined_x")
+
+
+def test_a_third_hook(ranks: Ranks) -> None:
+    """Two calls may wait for their hooks. A third is refused by name, on all ranks alike, and all works on."""
+    ranks.run(check_third_hook)
+
+
+def check_third_hook(context: RankContext) -> None:
+    problem = finite(problem_of(DECODE, context))
+    want = problem.dispatched("slots", capacity=context.num_ranks * MOST)[context.rank]
+    buffer = deep_ep.Buffer(context.group, low_latency_mode=True)
+    x, ids, _ = problem.arguments(context)
+
+    def send() -> Any:
+        return buffer.low_latency_dispatch(
+            x, ids, MOST, problem.plan.num_experts, use_fp8=False, return_recv_hook=True
+        )
+
+    sent = [send(), send()]
+    with pytest.raises(InvalidArgument, match=r"Buffer\.low_latency_dispatch: a third pending call"):
+        send()
+    for number in range(3):
+        recv_x, _, _, _, hook = sent[number] if number < 2 else send()
+        hook()
+        same_places(recv_x, want.tokens, want.expert_counts, "recv_x")
+
+
 def test_zero_copy(ranks: Ranks) -> None:
     """The experts' rows are written to the buffer's own room, which combine reads whatever x is."""
     ranks.run(check_zero_copy)
@@ -262,6 +319,18 @@ COMBINE_FAULTS: list[Any] = [
     pytest.param({"topk_weights": lambda w: w.bfloat16()}, DtypeMismatch, f"{COMBINE}: topk_weights", id="bf16"),
     pytest.param({"handle": lambda h: None}, BadCall, f"{COMBINE}: handle is a NoneType", id="no handle"),
     pytest.param({"use_logfmt": lambda u: True}, NotServed, f"{COMBINE}: use_logfmt is not", id="logfmt"),
+    pytest.param(
+        {"return_recv_hook": lambda r: True, "async_finish": lambda a: True},
+        BadCall,
+        f"{COMBINE}: async_finish and return_recv_hook exclude each other",
+        id="both",
+    ),
+    pytest.param(
+        {"combine_wait_recv_cost_stats": lambda s: torch.zeros(4, dtype=torch.int64)},
+        NotServed,
+        f"{COMBINE}: combine_wait_recv_cost_stats is not",
+        id="wait statistics",
+    ),
     pytest.param({"overlap": lambda o: True}, NotServed, f"{COMBINE}: overlap is not", id="overlap of a fork"),
     pytest.param({"out": lambda o: torch.zeros(1, 1)}, ShapeMismatch, f"{COMBINE}: out is", id="out"),
 ]

@@ -112,7 +112,8 @@ def check_dispatch_and_combine(context: RankContext, case: Case, asynchronous: b
     waited(event)
     same_bits(out, outs[me], "combined_x")
     same_bits(home, homes[me], "combined_topk_weights")
-    out, home, event = buffer.combine(ys[me].to(context.device), handle=handle, **streams())
+    settings = deep_ep.Config(132, 32, 2048, 32, 4096)  # of more SMs and chunks than there are
+    out, home, event = buffer.combine(ys[me].to(context.device), handle=handle, config=settings, **streams())
     waited(event)
     same_bits(out, outs[me], "combined_x")
     assert home is None
@@ -292,6 +293,7 @@ FAULTS: list[Any] = [
     pytest.param({"expert_alignment": 0}, BadCall, "Buffer.dispatch: expert_alignment", id="alignment"),
     pytest.param({"num_worst_tokens": -1}, BadCall, "Buffer.dispatch: num_worst_tokens", id="negative worst case"),
     pytest.param({"allocate_on_comm_stream": True}, BadCall, "Buffer.dispatch: allocate_on", id="no event"),
+    pytest.param({"config": {"num_sms": 24}}, BadCall, "Buffer.dispatch: config is a dict", id="a file for a config"),
     pytest.param({"handle": (1, 2)}, BadCall, "Buffer.dispatch: handle is a tuple", id="a handle of others"),
 ]
 
@@ -333,6 +335,10 @@ COMBINE_FAULTS: list[Any] = [
     pytest.param({"bias": lambda b: b[1:]}, ShapeMismatch, "Buffer.combine: bias is", id="bias"),
     pytest.param({"bias": lambda b: b.float()}, DtypeMismatch, "Buffer.combine: bias is", id="bias of float32"),
     pytest.param({"bias": lambda b: (b, b, b)}, BadCall, "Buffer.combine: bias is a tuple of 3", id="three biases"),
+    pytest.param({"config": lambda c: 24}, BadCall, "Buffer.combine: config is a int", id="SMs for a config"),
+    pytest.param(
+        {"allocate_on_comm_stream": lambda a: True}, BadCall, "Buffer.combine: allocate_on_comm_stream", id="no event"
+    ),
 ]
 
 
@@ -351,7 +357,7 @@ def check_combine_fault(context: RankContext, index: int) -> None:
     good = {"x": x, "handle": handle, "topk_weights": weights, "bias": given["x"].clone()}
     bad = dict(good)
     if context.rank == 0:
-        bad |= {name: change(good[name]) for name, change in changes.items()}
+        bad |= {name: change(good.get(name)) for name, change in changes.items()}
     fails(context, 0, error, text, lambda: buffer.combine(**bad))
     buffer.combine(**good)
 

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conftest import Ranks
 from tokenloom.compat import deep_ep
 from tokenloom.compat.deep_ep.faults import BadCall
+from tokenloom.runtime.processes import RankContext
 
 MAIN = [
     "Buffer",
@@ -65,6 +67,7 @@ SIGNATURES: dict[str, dict[str, Any]] = {
         "explicitly_destroy": False,
         "enable_shrink": False,
         "comm": None,
+        "use_fabric": False,
     },
     "Buffer.get_dispatch_layout": {"topk_idx": REQUIRED, "num_experts": REQUIRED, **STREAMS},
     "Buffer.dispatch": {
@@ -148,6 +151,8 @@ SIGNATURES: dict[str, dict[str, Any]] = {
     "Config.get_rdma_buffer_size_hint": {"hidden_bytes": REQUIRED, "num_ranks": REQUIRED},
     "EventOverlap": {"event": None, "extra_tensors": None},
     "EventOverlap.current_stream_wait": {"release_handle": False},
+    "EventOverlap.__call__": {"release_handle": False},
+    "EventHandle": {},
     "EventHandle.current_stream_wait": {},
     "ElasticBuffer": {
         "group": REQUIRED,
@@ -241,6 +246,8 @@ SIGNATURES: dict[str, dict[str, Any]] = {
         "handle": None,
         "non_blocking": False,
         "fuse_permute_dispatch": False,
+        "num_dispatched_tokens": None,
+        "use_host_meta": True,
     },
     "HybridEPBuffer.combine_with_unpermute": {
         "hidden": REQUIRED,
@@ -257,6 +264,51 @@ SIGNATURES: dict[str, dict[str, Any]] = {
     },
 }
 """Parameters by name, in their order, with their defaults. Ours may have more behind them."""
+
+ATTRIBUTES = {
+    "Buffer": [
+        "group",
+        "group_size",
+        "low_latency_mode",
+        "num_nvl_bytes",
+        "num_rdma_bytes",
+        "num_sms",
+        "rank",
+        "runtime",
+    ],
+    "ElasticBuffer": [
+        "group",
+        "num_allocated_qps",
+        "num_bytes",
+        "num_max_tokens_per_rank",
+        "num_ranks",
+        "num_scaleout_ranks",
+        "num_scaleup_ranks",
+        "rank_idx",
+    ],
+    "EPHandle": [
+        "channel_linked_list",
+        "do_expand",
+        "dst_buffer_slot_idx",
+        "expert_alignment",
+        "num_expanded_tokens",
+        "num_experts",
+        "num_max_tokens_per_rank",
+        "num_recv_tokens",
+        "num_recv_tokens_per_expert_list",
+        "num_sms",
+        "num_unaligned_recv_tokens_per_expert",
+        "psum_num_recv_tokens_per_expert",
+        "psum_num_recv_tokens_per_scaleup_rank",
+        "recv_src_metadata",
+        "token_metadata_at_forward",
+        "topk_idx",
+    ],
+    "HybridEPBuffer": ["configurer", "group"],
+    "HybridEpConfigInstance": ["hidden_dim", "max_num_of_tokens_per_rank", "num_of_experts_per_rank"],
+    "EventOverlap": ["event", "extra_tensors", "hook_after_wait"],
+}
+"""What clients read of objects, or assign."""
 
 
 def found(path: str) -> Any:
@@ -285,6 +337,40 @@ def test_signature(path: str) -> None:
     wanted = SIGNATURES[path]
     assert [each.name for each in has][: len(wanted)] == list(wanted)
     assert {each.name: each.default for each in has if each.name in wanted} == wanted
+
+
+def test_attributes(ranks: Ranks) -> None:
+    """Of objects as clients get them. They are plain: what a client assigns, it reads."""
+    ranks.run(check_attributes)
+
+
+def check_attributes(context: RankContext) -> None:
+    elastic = deep_ep.ElasticBuffer(context.group, num_max_tokens_per_rank=4, hidden=16, num_topk=1)
+    hybrid = deep_ep.HybridEPBuffer(context.group, 16, 4, 2)
+    x = torch.zeros(1, 16, dtype=torch.bfloat16, device=context.device)
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=context.device)
+    handle = elastic.dispatch(x, ids, torch.ones(1, 1, device=context.device), num_experts=context.num_ranks)[3]
+    objects = {
+        "Buffer": deep_ep.Buffer(context.group),
+        "ElasticBuffer": elastic,
+        "EPHandle": handle,
+        "HybridEPBuffer": hybrid,
+        "HybridEpConfigInstance": hybrid.configurer.buffer_config,
+        "EventOverlap": deep_ep.EventOverlap(),
+    }
+    for name, value in objects.items():
+        assert type(value) is getattr(deep_ep, name)
+        missing = [each for each in ATTRIBUTES[name] if each not in {*dir(value), *vars(value)}]
+        assert not missing, f"{name} has no {missing}"
+    for name in ATTRIBUTES["EPHandle"]:
+        setattr(handle, name, "of the client")
+        assert getattr(handle, name) == "of the client"
+
+
+def test_all_classes_have_attributes_here() -> None:
+    """Whatever class is public is read by somebody, or has no state for clients."""
+    classes = {name for name in deep_ep.__all__ if isinstance(getattr(deep_ep, name), type)}
+    assert classes - set(ATTRIBUTES) == {"Config", "EventHandle"}
 
 
 def test_one_class_of_events() -> None:

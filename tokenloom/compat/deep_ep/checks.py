@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from tokenloom.comm.routed import Routed
-from tokenloom.compat.deep_ep.config import topk_idx_t
+from tokenloom.compat.deep_ep.config import Config, topk_idx_t
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed, require
 from tokenloom.errors import DeviceMismatch, DtypeMismatch, ShapeMismatch
 from tokenloom.plan import FP8_BLOCK, MAX_TOP_K
@@ -125,6 +125,13 @@ def number(name: str, value: object, least: int) -> int:
     )
     assert isinstance(value, int)
     return value
+
+
+def config(value: object) -> None:
+    """Settings of ``deep_ep.Config``, or None."""
+    require(
+        value is None or isinstance(value, Config), f"config is a {type(value).__name__}, expected a Config or None"
+    )
 
 
 def biases_of(bias: object, rows: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, ...] | None:

@@ -117,7 +117,7 @@ class NormalMode(BufferBase):
             expert_alignment: the counts that are returned are rounded up to it; rows are not padded.
             num_worst_tokens: rows of the outputs, the same on all ranks; the host then reads nothing. 0: as many as
                 arrive.
-            config: unused, see ``Config``.
+            config: a ``Config`` or None; otherwise unused.
             previous_event: to start after; None: the current stream's work so far.
             async_finish: the current stream does not wait; the event says when it is done.
             allocate_on_comm_stream: needs the other two.
@@ -134,6 +134,7 @@ class NormalMode(BufferBase):
             given = _dispatched(self, handle, device)
             with self._calls.told(device, given.comm):
                 self._stream.check(*streams)
+                checks.config(config)
                 require(
                     topk_idx is None and topk_weights is None, "a handle is given: leave topk_idx and topk_weights out"
                 )
@@ -142,6 +143,7 @@ class NormalMode(BufferBase):
             return rows, None, None, None, None, event
         with self._calls.told(device):
             self._stream.check(*streams)
+            checks.config(config)
             payload = checks.payload_of(x)
             tokens = payload[0] if isinstance(payload, tuple) else payload
             num_experts = self._check_layout(tokens, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
@@ -258,6 +260,7 @@ class NormalMode(BufferBase):
         routed, comm = given.routed, given.comm
         with self._calls.told(device, comm, "combine"):
             self._stream.check(*streams)
+            checks.config(config)
             rows = checks.rows_of(x, routed)
             biases = checks.biases_of(bias, rows, len(given.ids))
             if topk_weights is not None:
