@@ -191,8 +191,16 @@ def test_inductor(ranks: Ranks) -> None:
         replace(CASE, router="deepseek_v3", router_grad="sum", expert_grad_scale=0.25),
         replace(CASE, dtype=BF16, balance_coef=0.0, z_coef=0.0, shared=0),
         replace(CASE, frozen=("w1", "router_weight"), shared=0),
+        replace(
+            CASE,
+            router="gpt_oss",
+            activation="swigluoai",
+            biases=True,
+            layout=tl.WeightLayout(transposed=True, interleaved=True),
+            shared_gate=True,
+        ),
     ],
-    ids=["bias_and_sum", "bfloat16_without_losses", "frozen"],
+    ids=["bias_and_sum", "bfloat16_without_losses", "frozen", "gpt_oss"],
 )
 def test_options_of_the_layer(case: LayerCase) -> None:
     model = make_layer(case, None)
@@ -275,8 +283,9 @@ def test_equal_calls_are_two_calls() -> None:
     assert len(calls) == 2
 
 
-def test_fake_kernels_promise_what_is_returned() -> None:
-    layer = make_layer(replace(CASE, router="deepseek_v3"), None)
+@pytest.mark.parametrize("layout", [tl.WeightLayout(), tl.WeightLayout(transposed=True)], ids=["plain", "transposed"])
+def test_fake_kernels_promise_what_is_returned(layout: tl.WeightLayout) -> None:
+    layer = make_layer(replace(CASE, router="deepseek_v3", layout=layout), None)
     weights = list(layer.parameters())
     for shape in ((4, HIDDEN), (2, 3, HIDDEN), (0, HIDDEN)):
         x = torch.randn(HIDDEN, *shape[:-1]).movedim(0, -1)  # not contiguous; outputs are
