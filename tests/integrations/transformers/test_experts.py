@@ -1,0 +1,108 @@
+"""Modules of experts alone, without a model and its meshes: on groups of the pools, and on the emulator.
+
+There and on Hopper GPUs rows travel by backend "nvlink".
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import Ranks
+from tests.integrations.transformers import models
+from tokenloom.runtime.processes import RankContext
+
+EMULATED = True
+
+TOKENS = ((3, 5), (20, 1), (0, 4), (1, 0))
+"""Of rank r in each step: item r modulo two."""
+TOLERANCE = 0.03
+"""Of the largest value: bfloat16, rounded at other places."""
+
+
+def make(family: str, experts: slice) -> torch.nn.Module:
+    """Experts of a family with the weights of some of its experts."""
+    stem = models.FAMILIES[family][0]
+    config = models.config_of(family, 1)
+    config._experts_implementation = "grouped_mm"
+    module = import_module(f"transformers.models.{family}.modeling_{family}")
+    made = getattr(module, f"{stem}Experts")(config)
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in list(made.named_parameters()):
+        full = (0.3 * torch.randn(parameter.shape, generator=generator)).bfloat16()
+        setattr(made, name, torch.nn.Parameter(full[experts].clone()))
+    made.num_experts = len(range(models.EXPERTS)[experts])
+    return made
+
+
+def spread(context: RankContext, experts: torch.nn.Module, options: dict[str, Any]) -> Any:
+    """What transformers makes of the module, on a mesh of all ranks."""
+    package = "tokenloom.integrations.transformers"
+    kind = import_module(f"{package}.implementation").TokenloomExperts
+    own = type("TokenloomExperts", (kind,), {"options": import_module(f"{package}.options").Options(**options)})
+    one = SimpleNamespace(ndim=1, size=lambda: 1, get_group=lambda: context.group)
+    ranks = SimpleNamespace(ndim=1, size=lambda: context.num_ranks, get_group=lambda: context.group)
+    experts._is_expert_parallel = True  # type: ignore[assignment]
+    return own(experts, ranks, one)
+
+
+def compare(context: RankContext, family: str, options: dict[str, Any]) -> None:
+    count = models.EXPERTS // context.num_ranks
+    local = slice(context.rank * count, (context.rank + 1) * count)
+    plain, own = make(family, slice(None)).to(context.device), make(family, local).to(context.device)
+    implementation = spread(context, own, options)
+    for step, tokens in enumerate(TOKENS):
+        given = []
+        for rank in range(context.num_ranks):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            x, grad = torch.randn(2, tokens[rank % 2], models.HIDDEN, generator=generator).bfloat16()
+            weights, ids = torch.rand(len(x), models.EXPERTS, generator=generator).topk(models.TOP_K)
+            given.append([each.to(context.device) for each in (x, ids, weights, grad)])
+        x, ids, weights, grad = (torch.cat(each) for each in zip(*given, strict=True))
+        begin = sum(len(each[0]) for each in given[: context.rank])
+        share = slice(begin, begin + len(given[context.rank][0]))
+        found, wanted = [], []
+        for module, rows, results in ((plain, slice(None), wanted), (implementation, share, found)):
+            parameters = list((plain if module is plain else own).parameters())
+            inputs = [x[rows].clone().requires_grad_(), ids[rows], weights[rows].clone().requires_grad_()]
+            out = module(*inputs)
+            for each in parameters:
+                each.grad = None
+            out.backward(grad[rows])
+            results += [out.detach(), inputs[0].grad, inputs[2].grad, *(each.grad for each in parameters)]
+        with torch.no_grad():
+            again = implementation(x[share], ids[share], weights[share])
+        near(again, found[0])
+        for place, (got, want) in enumerate(zip(found, wanted, strict=True)):
+            near(got, want[share] if place < 3 else want[local])
+
+
+def near(got: torch.Tensor, want: torch.Tensor) -> None:
+    limit = TOLERANCE * (1e-2 + want.abs().max().item()) if want.numel() else 0.0
+    torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=limit)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "tokenloom": {},
+    "model": {"experts": "model"},
+    "bounded": {"max_tokens_per_rank": 32, "pool_rows": 256},
+}
+
+
+@pytest.mark.slow_on(1, 4)
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "nemotron_h"])
+@pytest.mark.parametrize("how", OPTIONS)
+def test_experts(ranks: Ranks, family: str, how: str) -> None:
+    """Batches that grow on some ranks, ranks without tokens: outputs and gradients of all experts on all tokens."""
+    ranks.run(in_place, family, how)
+
+
+def in_place(context: RankContext, family: str, how: str) -> None:
+    """transformers asks whether the meshes are of the same ranks, which here are none of a torch mesh."""
+    parallel = import_module("transformers.distributed.expert_parallel")
+    parallel.get_process_group_ranks = lambda group: [0]
+    compare(context, family, OPTIONS[how])
