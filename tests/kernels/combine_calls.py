@@ -132,14 +132,14 @@ class CombineCall:
         """Say that it has begun, or what is wrong."""
         self.rank0.open_by_rank_1([], epoch=self.epoch, **header)
 
-    def send_by_rank_1(self) -> None:
-        """Put its rows into this call's buffer, then raise the flags of its chunks."""
+    def send_by_rank_1(self, but_last: int = 0) -> None:
+        """Put its rows into this call's buffer, then raise its flags, but for so many of the last."""
         sent = self._home(1, 0)
         rows = self.buffers.rows(self.buffers.memory[0], self.epoch % self.turns)
         rows[sent.places] = sent.rows.to(DEVICE)
         first = max_chunks(self.problem.plan)
         last = first + self._num_flags(counts_of(self.problem, 0)[1])
-        self.rank0.words("chunk_flags")[first:last] = signed(self.epoch)
+        self.rank0.words("chunk_flags")[first : last - but_last] = signed(self.epoch)
 
     # -- rank 0 ---------------------------------------------------------------------------------------------
 

@@ -184,11 +184,12 @@ class StagedCall:
         """Say what it sends, or what is wrong with it."""
         self.rank0.open_by_rank_1(counts_of(self.problem, 1), epoch=self.epoch, **header)
 
-    def send_by_rank_1(self) -> None:
-        """Put its rows into the region of this call, then say so for each of its blocks."""
+    def send_by_rank_1(self, but_last: int = 0) -> None:
+        """Put its rows into the region of this call, then say so for its blocks, but for so many of the last."""
         turn = self.epoch % self.turns
         self.buffers.put(self.buffers.memory[0], self.problem, self.options, 1, 0, turn)
-        self.rank0.words("done_flags")[MAX_BLOCKS : MAX_BLOCKS + self.options.blocks] = signed(self.epoch)
+        last = MAX_BLOCKS + self.options.blocks
+        self.rank0.words("done_flags")[MAX_BLOCKS : last - but_last] = signed(self.epoch)
 
     # -- rank 0 ---------------------------------------------------------------------------------------------
 

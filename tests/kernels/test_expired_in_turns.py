@@ -127,16 +127,19 @@ def later_calls_are_over_at_once(rank0: Rank0, make: Make) -> None:
         check_nothing(call)
 
 
+@pytest.mark.parametrize("which", ["all", "of the last"])
 @each_call
-def test_rows_that_never_come(what: str) -> None:
-    """Its flags show the calls before, which is not enough. The deadline is that of phases, the sending half has none
-    to wait for.
+def test_rows_that_never_come(what: str, which: str) -> None:
+    """Flags of a peer show the calls before, all of them or that of its last block or chunk, which is not enough. The
+    deadline is that of phases, the sending half has none to wait for.
     """
     rank0, make = calls_of(what, "phases")
     for _ in range(2):
         all_is_well(make())
     call = make()
     call.open_by_rank_1()
+    if which == "of the last":
+        call.send_by_rank_1(but_last=1)
     assert call.send() is None
     if call.options.halves:
         assert rank0.last_run_s < SHORT_S

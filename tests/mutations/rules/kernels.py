@@ -55,6 +55,15 @@ EXPIRED_CALLS = (
         gpu=True,
     ),
     Mutation(
+        name="sums-behind-the-first-block",
+        rule="an eager combine waits for the first block of a peer only",
+        target="kernels/combine/sum.cuh:wait_for_blocks",
+        old="turn.leaves_out(peer) ||",
+        new="turn.leaves_out(peer) || block > 0 ||",
+        tests=("tests/kernels/test_expired_in_turns.py::test_rows_that_never_come",),
+        gpu=True,
+    ),
+    Mutation(
         name="counts-of-an-expired-dispatch",
         rule="a dispatch in which a wait expired leaves the counts of rows that are not there",
         target="kernels/dispatch/dispatch.cuh:dispatch",

@@ -60,8 +60,8 @@ struct CombineRows {
     static constexpr bool kByExpert = Shape::layout == kLayoutExpert;
     static constexpr bool kCopies =
         !kByExpert && Shape::y_dtype == Shape::wire_dtype && Shape::dense == 0 && Shape::eager == 0;
-    // Rows for this rank's own tokens do not travel: they are added from where they are. (Rows of halves travel, since y
-    // may have changed before the second half. So do rows that are sums: a sum within a sum lacks registers.)
+    // Rows for this rank's own tokens do not travel: they are added from where they are. (Rows of halves travel, since
+    // y may have changed before the second half. So do rows that are sums: a sum within a sum lacks registers.)
     static constexpr bool kOwnStay =
         !kByExpert && Shape::y_dtype == Shape::wire_dtype && Shape::dense == 0 && Shape::part == kWhole;
     static constexpr int kYBytes = Shape::hidden * kValueBytes<Shape::y_dtype>;
@@ -106,3 +106,9 @@ struct CombineShared {
     int32 own_base[Shape::num_ranks];       // where rank r's rows begin in this rank's buffer
     int32 own[Shape::num_ranks];            // how many there are; kNoRows of masked ranks
 };
+
+// The first row for a home rank, among the received rows (layout rank: among the places).
+template <class Shape>
+__device__ __forceinline__ int64 first_row(const CombineArgs& args, const CombineShared<Shape>& shared, int32 home) {
+    return Shape::layout == kLayoutRank ? static_cast<int64>(home) * args.max_tokens : shared.received_base[home];
+}

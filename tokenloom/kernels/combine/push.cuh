@@ -80,9 +80,8 @@ __device__ PushChunk chunk_of(const CombineArgs& args, const CombineShared<Shape
     const int32 index = item / Shape::num_ranks, home = (item + 1 + args.call.rank) % Shape::num_ranks;
     const int shift = chunk_shift<Shape>(shared.received[home]);
     const int32 begin = index << shift, end = min((index + 1) << shift, shared.received[home]);
-    const int64 first = Shape::layout == kLayoutRank ? static_cast<int64>(home) * args.max_tokens
-                                                     : shared.received_base[home];
-    return {home, index, first + begin, max(0, end - begin), shared.home_base[home] + begin};
+    return {home, index, first_row<Shape>(args, shared, home) + begin, max(0, end - begin),
+            shared.home_base[home] + begin};
 }
 
 // The chunks that a pushing warp takes: one of its own, then whatever is left.
@@ -254,39 +253,44 @@ __device__ void push_sums(const CombineArgs& args, CombineShared<Shape>& shared,
     shared.progress.close(warp, lane);
 }
 
-// Eager: the rows that a warp takes of its block's, which are every so many. Where they are few, warps share rows, so
-// that all of them have work: a row may have many terms or one.
+// Eager: the rows that a warp takes of its block's, which are every so many of all that travel, home after home. Where
+// they are few, warps share rows, so that all of them have work: a row may have many terms or one.
 template <class Shape>
 struct BlockRows {
+    static constexpr int kSlices = CombineRows<Shape>::Push::Row::kCount;
+
     struct Row {
         RowRoutes routes;
         int32 home, home_row;
     };
 
     const CombineShared<Shape>& shared;
-    int32 next_part, parts, total;
+    int32 next_part, parts, total = 0;
+    int32 home, first = 0;  // the home rank of the last row, and the rows for those before it
 
-    __device__ BlockRows(const CombineShared<Shape>& shared_, int warp)
-        : shared(shared_), next_part(warp), total(num_chunks<Shape>(shared_)) {
-        const int32 rows_of_block = max((total - static_cast<int32>(blockIdx.x) - 1) / static_cast<int32>(gridDim.x) + 1, 1);
-        parts = min(max(2 * Shape::push_warps / rows_of_block, 1), CombineRows<Shape>::Push::Row::kCount);
+    __device__ BlockRows(const CombineArgs& args, const CombineShared<Shape>& shared_, int warp)
+        : shared(shared_), next_part(warp), home(after(args.call.rank)) {
+        for (int s = 0; s < Shape::num_ranks; ++s) total += shared.received[s];
+        const int32 num_blocks = gridDim.x, rows_of_block = (total + num_blocks - 1) / num_blocks;
+        parts = min(max(2 * Shape::push_warps / max(rows_of_block, 1), 1), kSlices);
     }
 
+    static __device__ __forceinline__ int32 after(int32 rank) { return rank + 1 == Shape::num_ranks ? 0 : rank + 1; }
+
     __device__ __forceinline__ bool next(const CombineArgs& args, Row& row, int lane) {
-        constexpr int kSlices = CombineRows<Shape>::Push::Row::kCount;
-        for (;;) {
-            const int32 item = next_part / parts * gridDim.x + blockIdx.x, part = next_part % parts;
-            if (item >= total) return false;
-            next_part += Shape::push_warps;
-            const PushChunk chunk = chunk_of<Shape>(args, shared, item);
-            if (chunk.num_rows == 0) continue;
-            row.routes = routes_of<Shape>(args, chunk.row, lane);
-            row.routes.begin = part * kSlices / parts;
-            row.routes.end = (part + 1) * kSlices / parts;
-            row.home = chunk.home;
-            row.home_row = static_cast<int32>(chunk.home_row);
-            return true;
+        const int32 item = next_part / parts * gridDim.x + blockIdx.x, part = next_part % parts;
+        if (item >= total) return false;
+        next_part += Shape::push_warps;
+        while (item >= first + shared.received[home]) {
+            first += shared.received[home];
+            home = after(home);
         }
+        row.routes = routes_of<Shape>(args, first_row<Shape>(args, shared, home) + item - first, lane);
+        row.routes.begin = part * kSlices / parts;
+        row.routes.end = (part + 1) * kSlices / parts;
+        row.home = home;
+        row.home_row = shared.home_base[home] + item - first;
+        return true;
     }
 
     __device__ __forceinline__ unsigned char* address(const Row& row) const {
@@ -298,7 +302,7 @@ struct BlockRows {
 template <class Shape>
 __device__ void push_eagerly(const CombineArgs& args, CombineShared<Shape>& shared, Turn turn, int warp, int lane) {
     typename CombineRows<Shape>::Push stream(shared.push.ring[warp], lane);
-    BlockRows<Shape> rows(shared, warp);
+    BlockRows<Shape> rows(args, shared, warp);
     push_all<Shape>(args, rows, stream, lane, [](const auto&) {}, [](const auto&) {});
     if (lane == 0) mark(args.call, kSent);
     __syncthreads();

@@ -49,8 +49,7 @@ __device__ bool sum_rows(const CombineArgs& args, const CombineShared<Shape>& sh
     const PeerSignals flags = shared.control.signals(args.call.rank, args.chunk_flags);
     const auto received =
         reinterpret_cast<uint64>(shared.data.template local<unsigned char>(args.call.rank, shared.combine_recv));
-    const int64 first_own = Shape::layout == kLayoutRank ? static_cast<int64>(args.call.rank) * args.max_tokens
-                                                         : shared.received_base[args.call.rank];
+    const int64 first_own = first_row<Shape>(args, shared, args.call.rank);
     auto* out = static_cast<unsigned char*>(args.out);
     if (Shape::eager == 0 && args.num_tokens == 0) return true;
     const int32 num_warps = gridDim.x * kSumWarps;
