@@ -116,11 +116,15 @@ def distributed(family: str, num_ranks: int, how: str, implementation: str = "to
 
     Args:
         how: "fsdp": experts by expert, the rest by FSDP2. "copies": the same, but the experts over two ranks, so that
-            several have the same ones. "tp": experts by expert, and a copy of the rest on each rank.
+            several have the same ones. "tp": experts by expert, the rest by tensor parallelism.
+            "both": the same, but every two ranks have a batch of their own.
     """
     config = import_module("transformers.distributed").DistributedConfig
     if how == "tp":
         return config(tp_size=num_ranks, tp_plan="auto", ep_size=num_ranks, ep_implementation=implementation)
+    if how == "both":
+        sizes = {"tp_size": 2, "fsdp_size": num_ranks // 2, "ep_size": num_ranks}
+        return config(**sizes, tp_plan="auto", ep_implementation=implementation)
     plan = {"model.layers.*": "free_full_weight"} if family == "nemotron_h" else None  # it has none of its own
     ep_size = 2 if how == "copies" else num_ranks
     return config(fsdp_size=num_ranks, fsdp_plan=plan, ep_size=ep_size, ep_implementation=implementation)

@@ -83,8 +83,8 @@ def compare(
     """Logits of each rank, and gradients of the mean of the losses."""
     model = models.load(context, folder, models.distributed(family, context.num_ranks, how, implementation))
     plain = models.load(context, folder)
-    own = 0 if how == "tp" else context.rank
-    sources = range(1 if how == "tp" else context.num_ranks)
+    holders = {"tp": context.num_ranks, "both": 2}.get(how, 1)  # ranks that hold the same batch
+    own, sources = context.rank // holders, range(context.num_ranks // holders)
     for name in names:
         model.zero_grad()
         plain.zero_grad()
@@ -131,12 +131,12 @@ def test_without_waiting_for_counts(pool: RankPool, folder_of: FolderOf, family:
 
 
 @pytest.mark.parametrize("family", FEW_FAMILIES)
-@pytest.mark.parametrize("how", ["tp", "copies"])
+@pytest.mark.parametrize("how", ["tp", "copies", "both"])
 def test_other_meshes(pool: RankPool, folder_of: FolderOf, family: str, how: str) -> None:
     """Ranks that hold the same tokens, fewer than there are ranks too; experts that several ranks hold."""
     names = ["equal", "ragged", "one_token"] if how == "tp" else ["equal", "ragged"]
-    if how == "copies" and pool.num_ranks == 2:
-        pytest.skip("two ranks hold experts once, if they are spread at all")
+    if how != "tp" and pool.num_ranks == 2:
+        pytest.skip("two ranks have no such mesh")
     pool.run(compare, family, folder_of(family, pool), how, names)
 
 
@@ -191,10 +191,11 @@ def test_autocast(pool: RankPool, folder_of: FolderOf) -> None:
 
 
 def generate(context: RankContext, family: str, folder: Path, how: str) -> None:
-    """Each rank has prompts of its own, or with "tp" all have the same."""
+    """Each rank has prompts of its own, or with "tp" all have the same, with "both" every two."""
     model = models.load(context, folder, models.distributed(family, context.num_ranks, how))
     plain = models.load(context, folder)
-    tokens, _ = batch_of("ragged", 0 if how == "tp" else context.rank, context.device)
+    source = {"tp": 0, "both": context.rank // 2}.get(how, context.rank)
+    tokens, _ = batch_of("ragged", source, context.device)
     options = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": 6, "do_sample": False}
     found = model.generate(tokens, **options)
     assert found.shape[1] > tokens.shape[1]
@@ -216,8 +217,10 @@ def test_generation(pool: RankPool, folder_of: FolderOf, family: str) -> None:
     pool.run(generate, family, folder_of(family, pool), "fsdp")
 
 
-def test_generation_from_a_shared_batch(pool: RankPool, folder_of: FolderOf) -> None:
-    pool.run(generate, "mixtral", folder_of("mixtral", pool), "tp")
+@pytest.mark.parametrize("how", ["tp", "both"])
+def test_generation_from_a_shared_batch(pool: RankPool, folder_of: FolderOf, how: str) -> None:
+    """Ranks may share their batch with some ranks only, and know nothing of those of others."""
+    pool.run(generate, "mixtral", folder_of("mixtral", pool), how)
 
 
 def choose(context: RankContext, folder: Path) -> None:

@@ -37,6 +37,16 @@ MUTATIONS = (
         needs="transformers",
     ),
     Mutation(
+        name="batches-of-strangers",
+        rule="ranks that share their batch with some ranks take all batches for equal",
+        target=f"{PACKAGE}.implementation:TokenloomExperts.__call__",
+        old="self.shares_batch",
+        new="True",
+        tests=(f"{TESTS}test_models.py::test_generation_from_a_shared_batch",),
+        num_ranks=4,
+        needs="transformers",
+    ),
+    Mutation(
         name="room-for-some-rows",
         rule="where ranks hold the same tokens, there is room for an even share of the rows alone",
         target=f"{PACKAGE}.implementation:TokenloomExperts.run_options",

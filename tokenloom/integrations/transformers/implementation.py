@@ -102,7 +102,9 @@ class TokenloomExperts(EPImplementation):
         x, ids, weights = given if share is None else (share.take(each) for each in given)
         weights = weights.to(torch.promote_types(x.dtype, torch.float32))
         x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
-        out = self._all_experts(x, ids, weights, None if share is None else share.num_rows)
+        # Other ranks of the group may hold other batches, of which this one knows nothing.
+        most = share.num_rows if share is not None and self.shares_batch else None
+        out = self._all_experts(x, ids, weights, most)
         return out if share is None else share.gather(out)
 
     def _all_experts(
