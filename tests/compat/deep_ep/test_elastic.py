@@ -356,6 +356,7 @@ COMBINE_FAULTS: list[Any] = [
 @each_form
 @pytest.mark.parametrize(("changes", "error", "text"), COMBINE_FAULTS)
 def test_combine_fault(ranks: Ranks, changes: Any, error: type[Exception], text: str, expanded: bool) -> None:
+    skip_where_kernels_tell(ranks)
     index = next(i for i, each in enumerate(COMBINE_FAULTS) if each.values[0] is changes)
     ranks.run(check_combine_fault, index, expanded)
 
