@@ -39,11 +39,19 @@ class EpiloguesArgs(ctypes.Structure):
 
 
 def run_epilogue(
-    shape: dict[str, int], n: int, halves: bool, row: int, rows: int, column: int, form: Activation | None = None
+    shape: dict[str, int],
+    n: int,
+    halves: bool,
+    row: int,
+    rows: int,
+    column: int,
+    form: Activation | None = None,
+    lost: int = 0,
 ) -> tuple[torch.Tensor, ...]:
-    """Staged bytes of a tile, what it was made of, and scales."""
+    """Staged bytes of a tile, what it was made of, and scales. In the first ``lost`` columns of a row sums are NaN."""
     generator = torch.Generator().manual_seed(rows + column)
     sums = torch.randn(TILE_ROWS, TILE_COLUMNS, generator=generator) * 2
+    sums[:, :lost] = torch.nan
     bias = torch.randn(EXPERTS, n, generator=generator)
     weights = torch.rand(row + rows, generator=generator) + 0.5
     row_bytes = TILE_COLUMNS // 2 if shape["swiglu"] else 2 * TILE_COLUMNS
@@ -89,6 +97,17 @@ def test_gated_activations(activation: str, biased: bool, column: int, tile: str
     got = dequantize_fp8(out[:rows].view(torch.float8_e4m3fn), places[:, None].contiguous())
     assert ((got - want).abs() <= 2**-4 * want.abs() + 2**-9 * want.abs().amax(1, keepdim=True)).all()
     assert scales.isnan().sum() == scales.numel() - rows, "scales of other tiles were written"
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "swigluoai"])
+def test_lost_values_stay_lost(activation: str) -> None:
+    """A limit does not make numbers of NaN."""
+    (halves, row, rows), form = TILES["whole"], Activation.of(activation)
+    shape = swiglu_epilogue(form, False, True, biased=False).shape()
+    out, sums, *_ = run_epilogue(shape, COLUMNS, halves, row, rows, 0, form, lost=TILE_COLUMNS // 4)
+    lost = separate_gate_and_up(sums.isnan().T[None])[0].T.view(rows, 2, -1).any(1)
+    assert lost.any()
+    assert torch.equal(out[:rows].view(torch.float8_e4m3fn).float().isnan(), lost)
 
 
 @each_tile

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from typing import Any
 
@@ -256,3 +256,10 @@ def test_what_does_not_fit(what: str) -> None:
             options[name] = change
     with pytest.raises(error, match=re.escape(said)):
         Given(given.counts, given.offsets, leaves, options).run(leaves)
+
+
+def test_offsets_of_64_bits_are_refused() -> None:
+    """Kernels would read their halves as offsets."""
+    given = make("swiglu, biases, plain", torch.float32, 16, 24)
+    with pytest.raises(DtypeMismatch, match=re.escape("expert_offsets is torch.int64, expected torch.int32")):
+        replace(given, offsets=given.offsets.long()).run(given.leaves)

@@ -247,9 +247,9 @@ class MegaMoE:
             if bias is not None:
                 check_tensor(name, bias, torch.float32, [self._num_local, width], self.comm.device)
                 check_aligned(name, bias)
-        self.weights, self._weights_are_ours = (w1, w1_scales, w2, w2_scales), False
-        self.biases = (w1_bias, w2_bias)
-        self._experts.use_weights(self.weights, self.biases)
+        weights, biases = (w1, w1_scales, w2, w2_scales), (w1_bias, w2_bias)
+        self._experts.use_weights(weights, biases)  # first: it may raise
+        self.weights, self.biases, self._weights_are_ours = weights, biases, False
 
     def _check_weights(
         self, w1: torch.Tensor, w1_scales: torch.Tensor, w2: torch.Tensor, w2_scales: torch.Tensor

@@ -174,12 +174,11 @@ class NvlinkExperts:
         """Do what ``MegaMoE.set_activation`` says."""
         if (form, fast_math) == self._activation and self._gemm1_of:
             return
-        self._activation = (form, fast_math)
-        self._choose_gemms()
+        self._choose_gemms((form, fast_math), self._biases)
 
-    def _choose_gemms(self) -> None:
-        """Take the kernels that have this activation and these biases."""
-        (form, fast_math), (w1_bias, w2_bias) = self._activation, self._biases
+    def _choose_gemms(self, activation: tuple[Activation, bool], biases: Biases) -> None:
+        """Take the kernels that have this activation and these biases. Nothing changes where one cannot be had now."""
+        (form, fast_math), (w1_bias, w2_bias) = activation, biases
         key = swiglu_epilogue(form, self._power_of_two_scales, fast_math, biased=w1_bias is not None)
         hidden, traced = self._comm.plan.hidden, self._traces is not None
         if key not in self._gemm1_of:
@@ -192,6 +191,7 @@ class NvlinkExperts:
             self._gemm2_of[biased] = self._kernel(
                 GroupedGemmVariant(*sizes, epilogue=epilogue, scatters=True, traced=traced)
             )
+        self._activation, self._biases = activation, biases
         self._gemm1, self._gemm2, self._stale = self._gemm1_of[key], self._gemm2_of[biased], True
         if self._traces is not None:
             self._gemm1.args.trace, self._gemm2.args.trace = (times.data_ptr() for times in self._traces)
@@ -201,11 +201,11 @@ class NvlinkExperts:
 
     def use_weights(self, weights: tuple[torch.Tensor, ...], biases: Biases) -> None:
         """Use the checked ``MegaMoE.weights`` and ``MegaMoE.biases`` from the next call on."""
-        w1, w1_scales, w2, w2_scales = self._weights = weights
-        self._biases = biases
-        self._choose_gemms()
-        self._gemm1_weights = (operand_map(w1, B_BOX_ROWS), w1_scales.data_ptr())
-        self._gemm2_weights = (operand_map(w2, B_BOX_ROWS), w2_scales.data_ptr())
+        w1, w1_scales, w2, w2_scales = weights
+        gemm1_weights = (operand_map(w1, B_BOX_ROWS), w1_scales.data_ptr())
+        gemm2_weights = (operand_map(w2, B_BOX_ROWS), w2_scales.data_ptr())
+        self._choose_gemms(self._activation, biases)
+        self._weights, self._gemm1_weights, self._gemm2_weights = weights, gemm1_weights, gemm2_weights
 
     def trace_gemms(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Do what ``MegaMoE.trace_gemms`` says."""
@@ -213,7 +213,7 @@ class NvlinkExperts:
         self._traces = (trace_times(self._num_sms, device), trace_times(self._num_sms, device))
         self._gemm1_of.clear()
         self._gemm2_of.clear()
-        self._choose_gemms()
+        self._choose_gemms(self._activation, self._biases)
         return self._traces
 
     def forward(self, request: ForwardRequest) -> torch.Tensor:

@@ -79,5 +79,6 @@ def _kernels_take(rows: torch.Tensor, row_weights: torch.Tensor, bias: torch.Ten
         and row_weights.dtype == torch.float32
         and launch.takes(rows.dtype, rows.shape[1])
         and is_dense(bias)
+        and is_dense(rows)
         and torch.cuda.get_device_capability(rows.device) == HOPPER
     )

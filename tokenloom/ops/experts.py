@@ -9,6 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch
+from tokenloom.kernels.common import is_dense
 from tokenloom.ops.activation import Between, activate, activate_backward
 from tokenloom.ops.autocast import autocast_dtype
 from tokenloom.ops.bias import add_bias, dot_bias, sum_rows
@@ -194,9 +195,11 @@ def run_experts(
 
     Raises:
         InvalidArgument: the activation is unknown, or has no gates though the layout interleaves them.
-        ShapeMismatch, DtypeMismatch, DeviceMismatch: a weight, a bias or ``row_weights`` is not as above.
+        ShapeMismatch, DtypeMismatch, DeviceMismatch: a tensor is not as above.
     """
     form = ExpertForm(Activation.of(activation), weight_layout)
+    if expert_offsets.dtype != torch.int32:
+        raise DtypeMismatch(f"expert_offsets is {expert_offsets.dtype}, expected torch.int32")
     dtype = autocast_dtype(rows.device)
     tensors: Tensors = (w1, w2, w1_bias, w2_bias)
     if dtype is not None:
@@ -246,7 +249,10 @@ class _RunExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         rows, row_weights, offsets, hidden, *tensors = ctx.saved_tensors
-        experts, gemms, grad = Experts(tuple(tensors), ctx.form), ctx.gemms, grad.contiguous()
+        experts, gemms = Experts(tuple(tensors), ctx.form), ctx.gemms
+        grad = grad.contiguous()
+        if not is_dense(grad):  # part of a larger gradient, which begins anywhere
+            grad = grad.clone()
         wants_rows, wants_weights, wants_w1, wants_w2, wants_w1_bias, wants_w2_bias, *_ = ctx.needs_input_grad
         activations, grad_hidden, grad_weights = experts.backward(gemms, hidden, row_weights, offsets, grad)
         return (

@@ -53,9 +53,9 @@ struct SwigluFp8Epilogue {
     Form form{};
 
     __device__ __forceinline__ float activate(float gate, float up) const {
-        if constexpr (kClamped) {
-            gate = fminf(gate, clamp);
-            up = fmaxf(fminf(up, clamp), -clamp);
+        if constexpr (kClamped) {  // NaN stays, which fminf would turn into the limit
+            gate = gate > clamp ? clamp : gate;
+            up = fabsf(up) > clamp ? copysignf(clamp, up) : up;
         }
         return form.activate(gate, up);
     }
