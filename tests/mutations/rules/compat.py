@@ -36,6 +36,22 @@ MUTATIONS = (
         tests=(f"{NORMAL}test_dispatch_fault",),
     ),
     Mutation(
+        name="anything-is-a-config",
+        rule="what is no Config is taken for one",
+        target=f"{PACKAGE}.checks:config",
+        old="value is None or isinstance(value, Config)",
+        new="True",
+        tests=(f"{NORMAL}test_dispatch_fault",),
+    ),
+    Mutation(
+        name="hook-and-event",
+        rule="combine takes a hook with async_finish, and gives no event",
+        target=f"{PACKAGE}.low_latency:LowLatencyMode.low_latency_combine",
+        old="not (async_finish and return_recv_hook)",
+        new="True",
+        tests=(f"{LOW_LATENCY}test_combine_fault",),
+    ),
+    Mutation(
         name="unserved-options-are-ignored",
         rule="an option that is not served is ignored without a word",
         target=f"{PACKAGE}.faults:refuse",
