@@ -29,7 +29,7 @@ CXX = shutil.which("g++")
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-fno-gnu-unique")
 TURNS = 200_000
 """Turns of fibers between two looks of a host."""
-_ASM = re.compile(r'asm(?: volatile)?\(\s*"([a-z0-9.]+) [^"]*"\s*:\s*"=\w+"\((\w+)\)\s*:\s*((?:"\w+"\([^;]*)+)\);')
+_ASM = re.compile(r'asm(?: volatile)?\(\s*"([A-Za-z0-9.]+) [^"]*"\s*:\s*"=\w+"\((\w+)\)\s*:\s*((?:"\w+"\([^;]*)+)\);')
 _DYNAMIC = re.compile(r"extern __shared__ __align__\(\d+\) unsigned char (\w+)\[\];")
 _STATIC = re.compile(r"__shared__ (?:alignas\(\d+\) )?(\w+) (\w+)((?:\[[^\]]+\])?);")
 _OPERAND = re.compile(r'"\w+"\(((?:[^()]|\([^()]*\))*)\)')

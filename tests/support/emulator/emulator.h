@@ -134,6 +134,8 @@ inline T atomicAdd(T* address, T value) {
 // What the instructions of asm statements do; emulator.py puts calls in their places.
 inline float ptx_div_rn_f32(float a, float b) { return a / b; }
 inline float ptx_div_full_f32(float a, float b) { return a / b; }
+inline float ptx_min_NaN_f32(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::min(a, b); }
+inline float ptx_max_NaN_f32(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::max(a, b); }
 inline float ptx_cvt_f32_f16(uint16_t bits) {
     const unsigned sign = (bits & 0x8000u) << 16, exponent = bits >> 10 & 31, fraction = bits & 1023;
     if (exponent == 31) return __uint_as_float(sign | 0x7f800000u | fraction << 13);

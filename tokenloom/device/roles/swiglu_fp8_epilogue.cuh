@@ -1,5 +1,5 @@
-// An epilogue for sums that are gates and ups: silu(gate) * up * weight, or another gated activation, quantised to E4M3 with one scale per row and
-// 128 values. bf16_epilogue.cuh says what an epilogue is.
+// An epilogue for sums that are gates and ups: silu(gate) * up * weight, or another gated activation, quantised to E4M3
+// with one scale per row and 128 values. bf16_epilogue.cuh says what an epilogue is.
 //
 // Gates and ups take turns every 8 columns, so each thread has both of a value. The 256 columns of a row are one scale
 // block of the output, which four lanes share.
@@ -53,9 +53,9 @@ struct SwigluFp8Epilogue {
     Form form{};
 
     __device__ __forceinline__ float activate(float gate, float up) const {
-        if constexpr (kClamped) {  // NaN stays, which fminf would turn into the limit
-            gate = gate > clamp ? clamp : gate;
-            up = fabsf(up) > clamp ? copysignf(clamp, up) : up;
+        if constexpr (kClamped) {
+            gate = min_or_nan(gate, clamp);
+            up = max_or_nan(min_or_nan(up, clamp), -clamp);
         }
         return form.activate(gate, up);
     }

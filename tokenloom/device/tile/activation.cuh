@@ -4,6 +4,19 @@
 
 enum Function : int { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kRelu2 = 4 };
 
+// The lesser and the greater of two; NaN if one of them is.
+__device__ __forceinline__ float min_or_nan(float a, float b) {
+    float least;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(a), "f"(b));
+    return least;
+}
+
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+    float most;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
+    return most;
+}
+
 // Fast is the hardware's approximations: within a few units in the last place of float32.
 template <bool kFast>
 __device__ __forceinline__ float sigmoid(float x) {
