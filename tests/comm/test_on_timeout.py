@@ -22,6 +22,7 @@ from tests.comm.test_masks import LAYOUTS, combine_all_modes, options_of, withou
 from tests.conftest import Ranks
 from tests.runtime.test_masked_ranks import done, when_done
 from tests.support.cases import FP32, Case, Problem, make_comm, make_problem, same_bits, same_routed
+from tests.support.slow import mostly_slow
 from tokenloom import reference
 from tokenloom.backends.collective import CollectiveBackend
 from tokenloom.errors import InvalidArgument
@@ -35,10 +36,7 @@ TIMEOUT_S = 1.5
 LONG_S = 30.0
 """A deadline that must not pass."""
 
-each_layout = pytest.mark.parametrize(
-    "layout",
-    ["token", "expert", pytest.param("rank", marks=pytest.mark.slow), pytest.param("slots", marks=pytest.mark.slow)],
-)
+each_layout = pytest.mark.parametrize("layout", mostly_slow(["token", "expert", "rank", "slots"], ["expert"]))
 
 
 @pytest.fixture(params=[pytest.param(2, marks=pytest.mark.slow), 4], ids=["cpu2", "cpu4"])

@@ -86,6 +86,7 @@ def check_late_in_the_middle(ranks: RankGroup) -> None:
     done(ranks)
 
 
+@pytest.mark.slow
 def test_who_is_held_up_is_not_late(pools: Pools) -> None:
     """A rank that waits for a late one itself is not masked with it, although others wait for both as long."""
     run(pools, ALL, check_held_up)
@@ -137,6 +138,7 @@ def check_several(ranks: RankGroup) -> None:
         together(ranks, there)
 
 
+@pytest.mark.slow
 def test_two_at_once(pools: Pools) -> None:
     """Whoever decides first masks one or both; in the end all agree."""
     run(pools, ALL, quickly, check_two_at_once)
@@ -153,6 +155,7 @@ def check_two_at_once(ranks: RankGroup) -> None:
     done(ranks)
 
 
+@pytest.mark.slow
 def test_a_mask_beside_a_late_rank(pools: Pools) -> None:
     """Users mask a rank while only some know of another one that it is late, and mask both when they know."""
     run(pools, ALL, quickly, check_mask_beside_late)
@@ -271,6 +274,7 @@ def check_death(context: RankContext, dying: int, delay_s: float) -> None:
     ranks.close()
 
 
+@pytest.mark.slow
 def test_store_is_gone(pools: Pools) -> None:
     """Nobody can agree any more, so a rank that does not come is an error; without one all goes on."""
     run(pools, PAIR, quickly, check_store_is_gone)
@@ -291,6 +295,7 @@ def check_store_is_gone(ranks: RankGroup) -> None:
         open_call(ranks)
 
 
+@pytest.mark.slow
 def test_the_store_is_left_clean(pools: Pools) -> None:
     """The last of those that stay deletes all but what tells a masked rank that it is masked, however late."""
     run(pools, PAIR, quickly, check_clean)

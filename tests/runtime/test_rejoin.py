@@ -53,6 +53,7 @@ def check_back_again(ranks: RankGroup, late: bool) -> None:
     assert len(set(ranks.all_gather(torch.tensor([ranks.step]), "test").flatten().tolist())) == 1
 
 
+@pytest.mark.slow
 def test_back_one_by_one(pools: Pools) -> None:
     """Some come back while others stay away; a late rank comes back as well."""
     run(pools, ALL, quickly, check_one_by_one, timeout_s=2.0)
@@ -117,6 +118,7 @@ def check_back_different(ranks: RankGroup) -> None:
     together(comes_back(ranks, hidden="8"), [0, 1])
 
 
+@pytest.mark.slow
 def test_who_cannot_connect(pools: Pools) -> None:
     """All hear of it, and the others go on without that rank."""
     run(pools, ALL, check_cannot_connect)
@@ -137,6 +139,7 @@ def check_cannot_connect(ranks: RankGroup) -> None:
     together(ranks, [0, 1, 2])
 
 
+@pytest.mark.slow
 def test_nobody_takes_a_rank_back(pools: Pools) -> None:
     """It does not wait for ever, and does not stand in the way of the next that tries."""
     run(pools, PAIR, check_nobody_takes_back)

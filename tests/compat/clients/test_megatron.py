@@ -1,7 +1,7 @@
 """Megatron-Core's MoE layer on tokenloom's ``deep_ep``: its flex dispatcher gives what the all-gather one gives.
 
-Both run in processes of their own, since Megatron keeps its groups and buffers in globals. They need the extra
-``clients``.
+Both run in processes of their own, since Megatron keeps its groups and buffers in globals: over gloo, and on GPUs if
+there are some. They need the extra ``clients``.
 """
 
 from __future__ import annotations
@@ -17,15 +17,23 @@ from tokenloom.runtime.processes import RankContext, RankPool
 
 HIDDEN, WIDTH, EXPERTS = 32, 48, 8
 BACKENDS = ("deepep", "hybridep")
+SIZES = (2, 4)
 
 pytestmark = pytest.mark.skipif(
     util.find_spec("megatron") is None, reason="megatron-core is not installed; the extra 'clients' has it"
 )
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["ep2", "ep4"])
-def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    with RankPool(request.param) as made:
+def group_params() -> list[Any]:
+    on_cpus = [pytest.param(("cpu", n), id=f"ep{n}") for n in SIZES]
+    gpus = [n for n in SIZES if n <= torch.cuda.device_count()]
+    return on_cpus + [pytest.param(("cuda", n), id=f"cuda, ep{n}", marks=pytest.mark.gpu) for n in gpus]
+
+
+@pytest.fixture(scope="module", params=group_params())
+def group(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    device, size = request.param
+    with RankPool(size, device) as made:
         yield made
 
 
@@ -34,7 +42,8 @@ def prepare(context: RankContext) -> None:
     from tokenloom.compat import install
 
     install()
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]  # where the router goes
+    if context.device.type == "cpu":
+        torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]  # where the router goes
     moe_utils = import_module("megatron.core.transformer.moe.moe_utils")
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)  # this release names it unasked
     parallel_state = import_module("megatron.core.parallel_state")
@@ -68,16 +77,16 @@ def make_layer(context: RankContext, backend: str, top_k: int) -> Any:
         **dispatcher,
     )
     spec = specs.get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False)
-    return layer(made, spec.submodules)
+    return layer(made, spec.submodules).to(context.device)
 
 
 def step(context: RankContext, layer: Any, tokens: int, seed: int) -> list[torch.Tensor]:
     """Output, gradient of the input, and gradients of all weights."""
     generator = torch.Generator().manual_seed(10 * seed + context.rank)
-    x = torch.randn(tokens, 2, HIDDEN, generator=generator, requires_grad=True)
+    x = torch.randn(tokens, 2, HIDDEN, generator=generator).to(context.device).requires_grad_()
     out, _ = layer(x)
     layer.zero_grad()
-    out.backward(torch.randn(out.shape, generator=generator))
+    out.backward(torch.randn(out.shape, generator=generator).to(context.device))
     assert x.grad is not None
     return [out.detach(), x.grad, *(each.grad.clone() for each in layer.parameters() if each.grad is not None)]
 
@@ -100,21 +109,21 @@ def compare(context: RankContext, backend: str, top_k: int, exact: bool) -> None
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_two_experts_of_a_token(pool: RankPool, backend: str) -> None:
+def test_two_experts_of_a_token(group: RankPool, backend: str) -> None:
     """Sums of two terms have one order, so that every bit agrees, forward and backward."""
-    pool.run(compare, backend, 2, True)
+    group.run(compare, backend, 2, True)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_four_experts_of_a_token(pool: RankPool, backend: str) -> None:
+def test_four_experts_of_a_token(group: RankPool, backend: str) -> None:
     """Sums of four terms differ by their order, in the last bits of float32."""
-    pool.run(compare, backend, 4, False)
+    group.run(compare, backend, 4, False)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_ranks_with_other_batches(pool: RankPool, backend: str) -> None:
+def test_ranks_with_other_batches(group: RankPool, backend: str) -> None:
     """Ranks differ in their tokens: each has what a layer with all experts on every rank would give it."""
-    pool.run(compare_with_ragged, backend)
+    group.run(compare_with_ragged, backend)
 
 
 def compare_with_ragged(context: RankContext, backend: str) -> None:
@@ -127,5 +136,5 @@ def compare_with_ragged(context: RankContext, backend: str) -> None:
     generator = torch.Generator().manual_seed(30 + context.rank)
     x = torch.zeros(most, 2, HIDDEN)
     x[: tokens[context.rank]] = torch.randn(tokens[context.rank], 2, HIDDEN, generator=generator)
-    out, _ = make_layer(context, "allgather", 2)(x)
+    out, _ = make_layer(context, "allgather", 2)(x.to(context.device))
     torch.testing.assert_close(alone[0], out[: tokens[context.rank]].detach(), rtol=1e-5, atol=1e-6)

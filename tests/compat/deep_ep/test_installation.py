@@ -46,6 +46,7 @@ def test_by_a_path() -> None:
     assert [each.name for each in installation.PATH.iterdir()] == ["deep_ep"]
 
 
+@pytest.mark.slow
 def test_children_find_it_too() -> None:
     """Workers that are spawned import it again."""
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import deep_ep'], check=True)"
@@ -57,6 +58,7 @@ def test_by_a_call() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_call_respects_another(tmp_path: Path) -> None:
     (tmp_path / "deep_ep").mkdir()
     (tmp_path / "deep_ep" / "__init__.py").write_text("Buffer = 1")
@@ -112,6 +114,7 @@ def test_versions_agree() -> None:
     assert f'"tokenloom=={tokenloom.__version__}"' in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("files", [{"top_level.txt": "deep_ep\n"}, {}], ids=["listed", "by its name"])
 def test_another_distribution_is_told(site: Path, tmp_path: Path, files: dict[str, str]) -> None:
     """Both own the same files, so the last one that was installed has overwritten the other."""

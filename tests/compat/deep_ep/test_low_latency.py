@@ -464,6 +464,7 @@ def check_masked(context: RankContext) -> None:
         buffer.low_latency_clean_mask_buffer()
 
 
+@pytest.mark.slow_on(4)
 def test_a_rank_that_does_not_come(ranks: Ranks) -> None:
     """It is masked by who waits for it, and its rows are absent; the call of the others goes on."""
     if ranks.num_ranks < 2 or ranks.device != "cpu" or emulator.ON:
