@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ class Inputs:
         generator = torch.Generator().manual_seed(context.rank)
         device = context.device
         self.x = torch.randn(tokens, hidden, generator=generator).to(device, torch.bfloat16)
-        self.fp8 = tuple(quantize_fp8(self.x))
+        values, scales = quantize_fp8(self.x)
+        self.fp8 = (values, scales)
         self.ids = torch.rand(tokens, NUM_EXPERTS, generator=generator).topk(TOP_K, dim=1).indices.to(device)
         self.weights = torch.rand(tokens, TOP_K, generator=generator).to(device)
 
@@ -46,12 +48,17 @@ def normal(context: RankContext, given: Inputs) -> Iterator[tuple[str, Call]]:
     """``Buffer`` in normal mode: calls that count routes, and calls with the handle of an earlier one."""
     buffer = deep_ep.Buffer(context.group, 1 << 30)
     per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(given.ids, NUM_EXPERTS)
-    layout = {"num_tokens_per_rank": per_rank, "num_tokens_per_expert": per_expert, "is_token_in_rank": mask}
-    routes = {"topk_idx": given.ids, "topk_weights": given.weights}
+    layout: dict[str, Any] = {
+        "num_tokens_per_rank": per_rank,
+        "num_tokens_per_expert": per_expert,
+        "is_token_in_rank": mask,
+    }
+    routes: dict[str, Any] = {"topk_idx": given.ids, "topk_weights": given.weights}
     for name, x in (("BF16", given.x), ("FP8", given.fp8)):
         handle = buffer.dispatch(x, **layout, **routes)[4]
-        yield f"normal dispatch, {name}", lambda x=x: buffer.dispatch(x, **layout, **routes)
-        yield f"normal dispatch, {name}, handle", lambda x=x, handle=handle: buffer.dispatch(x, handle=handle)
+        yield f"normal dispatch, {name}", partial(buffer.dispatch, x, **layout, **routes)
+        yield f"normal dispatch, {name}, handle", partial(buffer.dispatch, x, handle=handle)
+    received: Any
     received, _, weights, _, handle, _ = buffer.dispatch(given.x, **layout, **routes)
     yield "normal combine, BF16", lambda: buffer.combine(received, handle)
     yield "normal combine, BF16, with weights", lambda: buffer.combine(received, handle, topk_weights=weights)
@@ -61,13 +68,14 @@ def elastic(context: RankContext, given: Inputs) -> Iterator[tuple[str, Call]]:
     """``ElasticBuffer``, a row for each route."""
     tokens, hidden = given.x.shape
     buffer = deep_ep.ElasticBuffer(context.group, num_max_tokens_per_rank=tokens, hidden=hidden, num_topk=TOP_K)
-    options = {"num_experts": NUM_EXPERTS, "do_expand": True, "expert_alignment": 128}
+    options: dict[str, Any] = {"num_experts": NUM_EXPERTS, "do_expand": True, "expert_alignment": 128}
     for name, x in (("BF16", given.x), ("FP8", given.fp8)):
         for sync in (True, False):
             yield (
                 f"expanded dispatch, {name}, {'the host reads counts' if sync else 'no host read'}",
-                lambda x=x, sync=sync: buffer.dispatch(x, given.ids, given.weights, do_cpu_sync=sync, **options),
+                partial(buffer.dispatch, x, given.ids, given.weights, do_cpu_sync=sync, **options),
             )
+    received: Any
     received, _, _, handle, _ = buffer.dispatch(given.x, given.ids, given.weights, **options)
     yield "expanded combine, BF16", lambda: buffer.combine(received, handle)
 
@@ -76,7 +84,12 @@ def hybrid(context: RankContext, given: Inputs) -> Iterator[tuple[str, Call]]:
     """``HybridEPBuffer``, rows permuted by expert."""
     tokens, hidden = given.x.shape
     buffer = deep_ep.HybridEPBuffer(context.group, hidden, tokens, NUM_EXPERTS // context.num_ranks)
-    routes = {"topk_idx": given.ids, "topk_weights": given.weights, "num_of_experts": NUM_EXPERTS, "pad_multiple": 128}
+    routes: dict[str, Any] = {
+        "topk_idx": given.ids,
+        "topk_weights": given.weights,
+        "num_of_experts": NUM_EXPERTS,
+        "pad_multiple": 128,
+    }
     yield "permuted dispatch, BF16", lambda: buffer.dispatch_with_permute(hidden=given.x, **routes)
     rows, *_, handle = buffer.dispatch_with_permute(hidden=given.x, **routes)
     yield "permuted combine, BF16", lambda: buffer.combine_with_unpermute(hidden=rows, handle=handle, pad_multiple=128)
@@ -116,7 +129,7 @@ def measure(context: RankContext, tokens: int, few_tokens: int, hidden: int, ite
     for kind in (normal, elastic, hybrid):
         for name, call in kind(context, given):
             call()
-            samplers[name] = lambda call=call: timing.one_call(context, call)
+            samplers[name] = partial(timing.one_call, context, call)
     pair = low_latency_pair(context, Inputs(context, few_tokens, hidden))
     pair()
     samplers["low latency, both calls, wall clock"] = lambda: wall_us(context, pair)
