@@ -26,6 +26,9 @@ from tokenloom.runtime.processes import RankContext
 # -- which may be open ------------------------------------------------------------------------------------------
 
 
+pytestmark = pytest.mark.slow_on(4)
+
+
 def is_odd(context: RankContext, alike: bool) -> bool:
     """Whether this rank does what the test is about: all do, or the last one."""
     return alike or context.rank == context.num_ranks - 1

@@ -27,6 +27,7 @@ from tests.support.cases import (
 )
 from tokenloom.runtime.processes import RankContext
 
+pytestmark = pytest.mark.slow_on(4)
 CASE = Case("pending", "", tokens=(9, 0, 5, 7), top_k=3, unused=0.2, hidden=16, dtype=FP32)
 BATCHES = 5
 

@@ -29,6 +29,7 @@ from tokenloom.errors import DtypeMismatch, PeerError, PeerTimeout, ShapeMismatc
 from tokenloom.plan import align_up
 from tokenloom.runtime.processes import RankContext, RankPool
 
+pytestmark = pytest.mark.slow_on(4)
 EMULATED = True
 """The emulator runs these tests by the kernels of backend "nvlink"."""
 

@@ -27,6 +27,7 @@ from tokenloom.compat.deep_ep.hybrid_ep_buffer import indices_to_map
 from tokenloom.errors import CapacityOverflow, DtypeMismatch, ShapeMismatch
 from tokenloom.runtime.processes import RankContext
 
+pytestmark = pytest.mark.slow_on(4)
 EMULATED = True
 """The emulator runs these tests by the kernels of backend "nvlink"."""
 

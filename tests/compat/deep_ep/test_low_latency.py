@@ -27,6 +27,7 @@ from tokenloom.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
 from tokenloom.ops.routing import packed
 from tokenloom.runtime.processes import RankContext
 
+pytestmark = pytest.mark.slow_on(4)
 EMULATED = True
 """The emulator runs these tests by the kernels of backend "nvlink"."""
 
@@ -464,7 +465,6 @@ def check_masked(context: RankContext) -> None:
         buffer.low_latency_clean_mask_buffer()
 
 
-@pytest.mark.slow_on(4)
 def test_a_rank_that_does_not_come(ranks: Ranks) -> None:
     """It is masked by who waits for it, and its rows are absent; the call of the others goes on."""
     if ranks.num_ranks < 2 or ranks.device != "cpu" or emulator.ON:

@@ -28,6 +28,7 @@ from tokenloom.compat.deep_ep.faults import BadCall, NotServed
 from tokenloom.errors import DtypeMismatch, ShapeMismatch
 from tokenloom.runtime.processes import RankContext
 
+pytestmark = pytest.mark.slow_on(4)
 EMULATED = True
 """The emulator runs these tests by the kernels of backend "nvlink"."""
 
