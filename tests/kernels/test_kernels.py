@@ -291,7 +291,7 @@ def test_the_rule_of_chunks() -> None:
     counts = [*range(130), *(count + step for count in (256, 512, 1024, 4096, 1 << 20, 1 << 30) for step in (-1, 0))]
     body = " ".join(f"if (chunk_shift<Rule>({count}) != {chunk_shift(count)}) differ();" for count in counts)
     statements = (
-        f"struct Rule {{ static constexpr int most_chunk_shift = {combine.MOST_CHUNK_SHIFT}, eager = 0; }};",
+        f"struct Rule {{ static constexpr int most_chunk_shift = {combine.MOST_CHUNK_SHIFT}; }};",
         DIFFER,
     )
     path = "kernels/combine/combine.cuh"

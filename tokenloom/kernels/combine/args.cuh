@@ -51,7 +51,6 @@ struct CombineRoles {
 // Rows of a chunk are a power of two, and few where few rows come, so that many warps share them. launch.py mirrors it.
 template <class Shape>
 __device__ __forceinline__ int chunk_shift(int32 num_rows) {
-    if constexpr (Shape::eager != 0) return 0;  // a row, which several warps may share
     return num_rows < 128 ? 0 : min(25 - __clz(num_rows), Shape::most_chunk_shift);
 }
 
