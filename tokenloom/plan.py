@@ -13,7 +13,7 @@ ROUTE_LAYOUTS = ("expert", "slots")
 SCALE_LAYOUTS = ("rows", "columns", "packed")
 """How the FP8 scales of layout "slots" lie; ``Communicator.dispatch`` explains them."""
 DISPATCH_STRATEGIES = ("dedup", "all_gather", "all_to_all")
-COMBINE_STRATEGIES = ("dedup", "reduce_scatter", "all_to_all")
+COMBINE_STRATEGIES = ("dedup", "reduce_scatter", "all_to_all", "per_node")
 """Ways to carry a payload, which :class:`tokenloom.Strategy` explains."""
 MAX_TOP_K = 32
 FP8_BLOCK = 128

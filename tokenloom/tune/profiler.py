@@ -32,8 +32,9 @@ WARM_UP_ROUNDS = 3
 OPERATIONS = ("dispatch", "combine")
 CANDIDATES = (
     *(("dispatch", strategy) for strategy in DISPATCH_STRATEGIES),
-    *(("combine", strategy) for strategy in COMBINE_STRATEGIES),
+    *(("combine", strategy) for strategy in COMBINE_STRATEGIES if strategy != "per_node"),
 )
+"""What is measured. On one node "per_node" is "dedup" by another name, and settings do not tell nodes."""
 TOKEN_BYTES = ID_BYTES = WEIGHT_BYTES = 4
 """Bytes beside each row of a dispatch: the number of its token, K ids and K weights."""
 

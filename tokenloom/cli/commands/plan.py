@@ -1,0 +1,121 @@
+"""``tokenloom plan``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from tokenloom.cli.options import (
+    AnyTopK,
+    Hidden,
+    JsonFile,
+    NumExperts,
+    PlotFile,
+    TokensList,
+    numbers,
+    require_writable,
+)
+from tokenloom.cli.terminal import console
+
+DEFAULT_TOKENS = (128, 4096)
+DEFAULT_TOP_K = 8
+
+
+class RowDtype(str, Enum):
+    """Dtype of dispatched rows."""
+
+    fp8 = "fp8"
+    bf16 = "bf16"
+
+
+def plan(
+    nodes: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option("--nodes", min=1, help="Show this many nodes in detail, too."),
+    ] = None,
+    ranks_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node, each with its NIC.")] = 8,
+    tokens: TokensList = None,
+    hidden: Hidden = 7168,
+    num_experts: NumExperts = 256,
+    top_k: AnyTopK = None,
+    dtype: Annotated[RowDtype, typer.Option(help="Of dispatched rows; combined rows are BF16.")] = RowDtype.fp8,
+    node_limit: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="Most nodes that the router lets a token choose. Default: no limit."),
+    ] = None,
+    nic_gbytes_per_s: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="What a GPU's NIC carries each way. Default: 46 and 45, as fitted to 400 Gb/s."),
+    ] = None,
+    nvlink_gbytes_per_s: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="What a GPU's NVLinks carry each way. Default: 347, as measured on an H200."),
+    ] = None,
+    put_us: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="Time of a put: about 0.5 if a thread of the host makes them. Default: 0."),
+    ] = None,
+    constants_file: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--constants", exists=True, dir_okay=False, help="Constants of a cluster, instead of these."),
+    ] = None,
+    routing_file: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            "--routing", exists=True, dir_okay=False, help="Measured topk_ids [W, T, K], .npy or .pt: count its rows."
+        ),
+    ] = None,
+    budget: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option("--budget", min=0, help="MiB of a GPU for rows from other nodes; exceeding them is an error."),
+    ] = None,
+    plot_file: PlotFile = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Model what dispatch and combine take between nodes, from 8 to 2048 ranks, beside published figures."""
+    require_writable("--plot", plot_file, ".png")
+    require_writable("--json", json_file)
+    rates = {"--nic-gbytes-per-s": nic_gbytes_per_s, "--nvlink-gbytes-per-s": nvlink_gbytes_per_s, "--put-us": put_us}
+    _require_alone("--constants", constants_file, rates)
+    in_routing = {"--nodes": nodes, "--tokens": tokens, "--top-k": top_k, "--node-limit": node_limit}
+    _require_alone("--routing", routing_file, in_routing | {"--plot": plot_file})
+    if budget is not None and nodes is None and routing_file is None:
+        raise typer.BadParameter("a budget is for one cluster; give --nodes too", param_hint="--budget")
+
+    from tokenloom.bench.plan.rows import Problem
+    from tokenloom.bench.plan.run import run_plan
+    from tokenloom.tune.network.constants import FITTED, read_constants, with_rates
+    from tokenloom.tune.network.routing_file import read_routing
+
+    constants = read_constants(constants_file) if constants_file else FITTED
+    constants = with_rates(constants, nic_gbytes_per_s, nvlink_gbytes_per_s, put_us)
+    routing = read_routing(routing_file, num_experts) if routing_file else None
+    top_k = routing[0].shape[1] if routing else top_k or DEFAULT_TOP_K
+    run_plan(
+        console(),
+        Problem(hidden, num_experts, top_k, dtype.value, ranks_per_node, node_limit),
+        numbers("--tokens", tokens) or DEFAULT_TOKENS,
+        constants,
+        num_nodes=nodes,
+        routing=routing,
+        budget_mib=budget,
+        command=sys.argv[1:],
+        json_file=json_file,
+        plot_file=plot_file,
+    )
+
+
+def _require_alone(option: str, file: Path | None, others: Mapping[str, object]) -> None:
+    """Refuse options whose values the file has.
+
+    Raises:
+        typer.BadParameter: naming them.
+    """
+    given = [name for name, value in others.items() if value is not None]
+    if file is not None and given:
+        raise typer.BadParameter(f"leave out {', '.join(given)}", param_hint=option)

@@ -1,0 +1,259 @@
+"""Published figures of other systems, and what the model says of them.
+
+Numbers are as their sources print them. All are for hidden 7168, top-8, and nodes of 8 GPUs. Where a source has
+several numbers of SMs, the fastest counts; of Hybrid-EP, its kernels alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from tokenloom.tune.network.constants import FITTED
+from tokenloom.tune.network.cost import Cost, cost, puts_of, row_bytes
+from tokenloom.tune.network.traffic import Cluster, expected
+
+HIDDEN, TOP_K, RANKS_PER_NODE = 7168, 8, 8
+CX7 = "400 Gb/s InfiniBand"
+EFA = "400 Gb/s EFA"
+H800_NVLINK_GBYTES_PER_S = 160.0
+
+
+@dataclass(frozen=True)
+class Series:
+    """Figures of one system and operation.
+
+    Attributes:
+        system: whose they are, and the GPU where that matters.
+        source: repository, branch unless it is the main one, and path.
+        regime: one of REGIMES.
+        operation: "dispatch" or "combine".
+        dtype: "fp8" or "bf16", of its rows.
+        unit: "µs"; or "GB/s" of rows that count those for the sender's own node too.
+        by_ranks: figures by number of ranks W.
+        row_per: one of ROWS_PER: what its protocol sends a row to.
+        num_tokens: T.
+        nic: what each GPU has.
+        nvlink_gbytes_per_s: what its GPU's NVLinks carry.
+        experts_per_rank: L; None stands for 256 experts in all.
+        node_limit: nodes that its router lets a token choose.
+    """
+
+    system: str
+    source: str
+    regime: str
+    operation: str
+    dtype: str
+    unit: str
+    by_ranks: Mapping[int, float]
+    row_per: str
+    num_tokens: int
+    nic: str = CX7
+    nvlink_gbytes_per_s: float = FITTED.nvlink_gbytes_per_s
+    experts_per_rank: int | None = None
+    node_limit: int | None = None
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One published figure: that of a series for W ranks."""
+
+    series: Series
+    num_ranks: int
+
+    @property
+    def cluster(self) -> Cluster:
+        """Where it was measured."""
+        of = self.series
+        experts = 256 if of.experts_per_rank is None else of.experts_per_rank * self.num_ranks
+        return Cluster(self.num_ranks // RANKS_PER_NODE, RANKS_PER_NODE, experts, TOP_K, of.node_limit)
+
+    @property
+    def fitted(self) -> bool:
+        """Whether the constants were fitted to figures like this."""
+        return self.series.nic == CX7
+
+    @property
+    def time_us(self) -> float:
+        """Published microseconds; where GB/s were published, what they mean for the expected rows."""
+        value = self.series.by_ranks[self.num_ranks]
+        if self.series.unit == "µs":
+            return value
+        nodes = self.cluster.num_nodes
+        rows = expected(self.cluster, self.series.row_per, self.series.num_tokens).nic_rows * nodes / (nodes - 1)
+        return rows * row_bytes(self.series.dtype, HIDDEN) / value / 1e3
+
+    @property
+    def model(self) -> Cost:
+        """What the model, with the fitted constants, gives for its protocol on its GPUs."""
+        of = self.series
+        load = expected(self.cluster, of.row_per, of.num_tokens)
+        constants = replace(FITTED, nvlink_gbytes_per_s=of.nvlink_gbytes_per_s)
+        puts = puts_of(self.cluster, of.row_per, of.regime, load)
+        return cost(constants, of.regime, load, row_bytes(of.dtype, HIDDEN), puts)
+
+
+_LOW_LATENCY = Series("", "", "low_latency", "dispatch", "fp8", "µs", {}, "route", 128)
+_HIGH_THROUGHPUT = Series("", "", "high_throughput", "dispatch", "fp8", "GB/s", {}, "node", 4096)
+
+
+def _with_combine(dispatch: Series, by_ranks: Mapping[int, float]) -> tuple[Series, Series]:
+    return dispatch, replace(dispatch, operation="combine", dtype="bf16", by_ranks=by_ranks)
+
+
+SERIES: tuple[Series, ...] = (
+    *_with_combine(
+        replace(
+            _LOW_LATENCY,
+            system="DeepEP V1, H800",
+            source="deepseek-ai/DeepEP:docs/legacy.md",
+            by_ranks={16: 118, 32: 155, 64: 173, 128: 192, 256: 194},
+            nvlink_gbytes_per_s=H800_NVLINK_GBYTES_PER_S,
+        ),
+        {16: 195, 32: 273, 64: 314, 128: 369, 256: 360},
+    ),
+    *_with_combine(
+        replace(
+            _LOW_LATENCY,
+            system="fabric-lib",
+            source="perplexityai/pplx-garden:docs/fabric-lib.md",
+            by_ranks={16: 110.2, 32: 153.9, 64: 187.5},
+        ),
+        {16: 185.5, 32: 266.3, 64: 309.1},
+    ),
+    *_with_combine(
+        replace(
+            _LOW_LATENCY,
+            system="fabric-lib, EFA",
+            source="perplexityai/pplx-garden:docs/fabric-lib.md",
+            by_ranks={16: 214.8, 32: 229.1, 64: 266.7},
+            nic=EFA,
+        ),
+        {16: 241.5, 32: 335.0, 64: 391.2},
+    ),
+    *_with_combine(
+        replace(
+            _LOW_LATENCY,
+            system="NCCL EP, H100",
+            source="NVIDIA/nccl:contrib/nccl_ep/README.md",
+            dtype="bf16",
+            unit="GB/s",
+            by_ranks={16: 76.7, 32: 53.6, 64: 48.8},
+        ),
+        {16: 73.0, 32: 50.0, 64: 43.8},
+    ),
+    *_with_combine(
+        replace(
+            _LOW_LATENCY,
+            system="mscclpp, H100",
+            source="microsoft/mscclpp@qinghuazhou/expert_parallel: messages of commits",
+            dtype="bf16",
+            unit="GB/s",
+            by_ranks={16: 65.9},
+        ),
+        {16: 67.0},
+    ),
+    *_with_combine(
+        replace(
+            _LOW_LATENCY,
+            system="UCCL-EP, EFA",
+            source="uccl-project/uccl:ep/README.md",
+            by_ranks={16: 226, 32: 465},
+            nic=EFA,
+        ),
+        {16: 293, 32: 694},
+    ),
+    *_with_combine(
+        replace(
+            _HIGH_THROUGHPUT,
+            system="DeepEP V1, H800",
+            source="deepseek-ai/DeepEP:docs/legacy.md",
+            by_ranks={16: 43, 32: 58, 64: 51},
+            nvlink_gbytes_per_s=H800_NVLINK_GBYTES_PER_S,
+            node_limit=4,
+        ),
+        {16: 43, 32: 57, 64: 50},
+    ),
+    replace(
+        _HIGH_THROUGHPUT,
+        system="DeepEP V1, H100",
+        source="perplexityai/pplx-garden:docs/fabric-lib.md",
+        operation="combine",
+        dtype="bf16",
+        unit="µs",
+        by_ranks={16: 1863.9, 32: 3565.4, 64: 5922.7},
+    ),
+    *_with_combine(
+        replace(
+            _HIGH_THROUGHPUT,
+            system="DeepEP V2, SM90",
+            source="deepseek-ai/DeepEP:README.md",
+            by_ranks={16: 90, 32: 61},
+            num_tokens=8192,
+        ),
+        {16: 81, 32: 61},
+    ),
+    *_with_combine(
+        replace(
+            _HIGH_THROUGHPUT,
+            system="Hybrid-EP, H100",
+            source="deepseek-ai/DeepEP@hybrid-ep:docs/README_Hybrid-EP.md",
+            by_ranks={16: 68.48, 32: 55.35, 64: 46.63},
+            experts_per_rank=8,
+        ),
+        {16: 68.00, 32: 57.46, 64: 51.03},
+    ),
+    replace(
+        _HIGH_THROUGHPUT,
+        system="Hybrid-EP, H100",
+        source="deepseek-ai/DeepEP@hybrid-ep:docs/README_Hybrid-EP.md",
+        dtype="bf16",
+        by_ranks={16: 76.80, 32: 57.69, 64: 50.55},
+        experts_per_rank=8,
+    ),
+    *_with_combine(
+        replace(
+            _HIGH_THROUGHPUT,
+            system="UCCL-EP, B200, EFA",
+            source="uccl-project/uccl:ep/README.md",
+            unit="µs",
+            by_ranks={16: 1141, 32: 2072},
+            nic=EFA,
+        ),
+        {16: 1965, 32: 3724},
+    ),
+)
+FIGURES = tuple(Figure(series, num_ranks) for series in SERIES for num_ranks in series.by_ranks)
+SOURCES = {series.system: series.source for series in SERIES}
+
+
+def figures_for(cluster: Cluster, regime: str, operation: str, dtype: str, num_tokens: int) -> list[Figure]:
+    """Published figures of calls with these sizes, the fastest first; none where tokens chose among fewer nodes."""
+    wanted = (regime, operation, dtype, num_tokens)
+    found = [
+        each
+        for each in FIGURES
+        if (each.num_ranks, each.cluster.chosen_nodes) == (cluster.num_ranks, cluster.chosen_nodes)
+        and (each.series.regime, each.series.operation, each.series.dtype, each.series.num_tokens) == wanted
+    ]
+    return sorted(found, key=lambda figure: figure.time_us)
+
+
+def beyond(cluster: Cluster, regime: str, row_per: str, num_tokens: int, hidden: int) -> tuple[str, ...]:
+    """What lies outside the figures that the constants of a regime were fitted to, so that a time is extrapolated.
+
+    Returns:
+        any of "ranks", "rows", "tokens", "hidden", "top-k", "ranks a node".
+    """
+    near = [each for each in FIGURES if each.series.regime == regime and each.fitted]
+    ranks = [each.num_ranks for each in near]
+    tokens = [each.series.num_tokens for each in near]
+    outside = {
+        "ranks": not min(ranks) <= cluster.num_ranks <= max(ranks),
+        "rows": row_per not in {each.series.row_per for each in near},
+        "tokens": not min(tokens) <= num_tokens <= max(tokens),
+        "hidden": hidden != HIDDEN,
+        "top-k": cluster.top_k != TOP_K,
+        "ranks a node": cluster.ranks_per_node != RANKS_PER_NODE,
+    }
+    return tuple(name for name, so in outside.items() if so)
