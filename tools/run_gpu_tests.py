@@ -62,7 +62,7 @@ def ranks_of(item: Any) -> int | None:
     given: dict[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
     marker = item.get_closest_marker("gpu")
     number = marker.args[0] if marker is not None and marker.args else None
-    for group in ("ranks", "group"):
+    for group in ("ranks", "group", "pool"):
         if group in given:
             return int(given[group][1])
     return given.get("hoppers", number)

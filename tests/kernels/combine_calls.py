@@ -95,7 +95,7 @@ class CombineCall:
             wire_dtype=options.wire_dtype,
             out_dtype=options.out_dtype,
             mode=options.mode,
-            weighted=options.weighted,
+            weights="received" if options.weighted else "none",
             eager=options.eager,
         )
         parts = ("send", "receive") if options.halves else ("whole",)
@@ -108,7 +108,7 @@ class CombineCall:
         args.y, args.out, args.topk_ids = self.y.data_ptr(), self.out.data_ptr(), self.topk_ids.data_ptr()
         for name in ("row_places", "row_tokens", "slots", "all_counts"):
             setattr(args, name, self._received[name].data_ptr())
-        args.row_weights = self._received["row_weights"].data_ptr() if self.options.weighted else 0
+        args.weights = self._received["row_weights"].data_ptr() if self.options.weighted else 0
         args.chunk_flags, args.max_chunks = self.rank0.layout.offset("chunk_flags"), max_chunks(plan)
         args.peers, args.combine_recv = self.buffers.peers, layout.offset("combine_recv0")
         args.turn_bytes = layout.offset("combine_recv1") - args.combine_recv

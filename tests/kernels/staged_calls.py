@@ -27,7 +27,7 @@ class Staged:
     Attributes:
         layout, quantize, scale_layout, eager: as DispatchVariant has them.
         halves: two kernels.
-        capacity: None is the worst case of layout "token", and in layouts of routes a little more than is needed.
+        capacity: None is a little more than is needed.
         alignment: of layout "expert".
         blocks: of every rank's kernels.
     """
@@ -78,11 +78,9 @@ class StagedBuffers:
     def put(self, memory: torch.Tensor, problem: Problem, options: Staged, source: int, rank: int, turn: int) -> None:
         """Fill the part of a source in a region of a rank, with what it sends."""
         sent = sent_rows(problem, source, rank, options.quantize)
-        by_route = options.layout in ("expert", "slots")
         for name in PARTS_OF_A_ROW:
             values = getattr(sent, name)
-            unused = {"row_places": not by_route, "row_tokens": options.layout == "rank"}
-            if values is None or len(values) == 0 or unused.get(name, False):
+            if values is None or len(values) == 0:
                 continue
             part = self.part(name, memory, turn, source)[: len(values)]
             part.view(torch.uint8).copy_(values.view(len(values), -1).view(torch.uint8))
@@ -104,13 +102,10 @@ class StagedCall:
         self.turns = TURNS if options.eager else 2
         capacity = options.capacity
         if capacity is None:
-            capacity = plan.worst_case_rows("token")
-            if options.layout in ("expert", "slots"):
-                capacity = problem.rows_needed(options.layout, options.alignment) + 3
-        local, worst = plan.experts_per_rank, plan.worst_case_rows("rank")
+            capacity = problem.rows_needed(options.layout, options.alignment) + 3
+        local, received = plan.experts_per_rank, plan.worst_case_rows("rank")
         self.capacity = capacity
-        self.places = {"slots": local * capacity, "rank": worst}.get(options.layout, capacity)
-        received = max(worst, self.places if options.layout in ("token", "rank") else 0)
+        self.places = local * capacity if options.layout == "slots" else capacity
         weights = problem.topk_weights
         self.x = problem.xs[0].to(DEVICE)
         self.x_scales = None if problem.scales is None else problem.scales[0].to(DEVICE)
@@ -205,23 +200,19 @@ class StagedCall:
     def routed(self) -> Any:
         """The outputs, as Routed has them."""
         plan, layout = self.problem.plan, self.options.layout
-        shape = {"rank": (2, -1), "slots": (plan.experts_per_rank, -1)}.get(layout, (-1,))
+        shape = (plan.experts_per_rank, -1) if layout == "slots" else (-1,)
         num_rows, source_counts, expert_counts, offsets = torch.split_with_sizes(
             self.counts, [1, plan.num_ranks, plan.experts_per_rank, plan.experts_per_rank + 1]
         )
         scales = self.scales
         if scales is not None and scales.dim() == 2:
             scales = scales.view(*shape, scales.shape[-1])
-        ids, weights = None, None
-        if layout in ("token", "rank"):
-            ids = self.ids[: self.places].view(*shape, plan.top_k)
-            weights = None if self.weights is None else self.weights[: self.places].view(*shape, plan.top_k)
         return SimpleNamespace(
             layout=layout,
             tokens=self.tokens.view(*shape, plan.hidden),
             scales=scales,
-            topk_ids=ids,
-            topk_weights=weights,
+            topk_ids=None,
+            topk_weights=None,
             num_rows=num_rows.view(()),
             source_counts=source_counts,
             expert_counts=expert_counts,
@@ -232,9 +223,7 @@ class StagedCall:
     def check_received(self) -> None:
         """The outputs are those of the reference."""
         options = self.options
-        given: dict[str, Any] = {"layout": options.layout, "alignment": options.alignment}
-        if options.layout != "rank":
-            given["capacity"] = self.capacity
+        given: dict[str, Any] = {"layout": options.layout, "alignment": options.alignment, "capacity": self.capacity}
         if options.quantize:
             given |= {"to_fp8": True, "power_of_two_scales": options.quantize == "power of two"}
         want = self.problem.dispatched(**given, bounded=True, scale_layout=options.scale_layout)[0]

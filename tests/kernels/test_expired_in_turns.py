@@ -18,7 +18,7 @@ from tests.kernels.silent_peer import OPTIONS_HASH, Rank0, error_of
 from tests.kernels.staged_calls import Staged, StagedBuffers, StagedCall
 from tests.kernels.test_staged_dispatch import BASE
 from tests.support.cases import BF16
-from tokenloom.plan import LAYOUTS, ROUTE_LAYOUTS
+from tokenloom.plan import ROUTE_LAYOUTS
 from tokenloom.runtime.kernel_reports import PHASES, CallOutcome
 
 pytestmark = needs_one_gpu
@@ -35,7 +35,7 @@ Make = Callable[[], Call]
 
 DISPATCHES = {
     f"dispatch {layout}, {kind}": Staged(layout, eager=kind != "waiting halves", halves=kind != "whole")
-    for layout in LAYOUTS
+    for layout in ROUTE_LAYOUTS
     for kind in ("whole", "halves", "waiting halves")
     if layout == "slots" or kind != "waiting halves"
 }

@@ -23,7 +23,7 @@ from tokenloom.jit import compiler
 from tokenloom.jit.compiler import KernelSpec, Resources
 from tokenloom.kernels import common
 from tokenloom.kernels.combine import launch as combine
-from tokenloom.kernels.common import MAX_BLOCKS, Variant
+from tokenloom.kernels.common import MAX_BLOCKS, Variant, rail
 from tokenloom.kernels.dispatch import launch as dispatch
 from tokenloom.plan import FP8_BLOCK, Plan
 from tokenloom.runtime import kernel_reports
@@ -202,6 +202,11 @@ def test_numbers_are_the_same_on_both_sides() -> None:
     numbers = (f"static_assert({kinds[kind]} == {number});" for kind, number in dispatch.QUANTIZE.items())
     check("kernels/dispatch/dispatch.cuh", *numbers)
     check(
+        "device/transport/gin.cuh",
+        f"static_assert(kQueueDepth == {rail.QUEUE_DEPTH} && kTraffics == {rail.TRAFFICS});",
+        f"static_assert(kDescriptorBytes == {rail.DESCRIPTOR_BYTES});",
+    )
+    check(
         "device/transport/call.cuh",
         f"static_assert(kMostRanks == {common.MAX_RANKS});",
         f"static_assert(kHeaderWords == {common.HEADER_WORDS});",
@@ -214,6 +219,8 @@ def test_numbers_are_the_same_on_both_sides() -> None:
         "kPhaseRows": "dispatch, rows",
         "kPhasePartials": "combine, partial sums",
         "kPhaseBlocks": "own kernel",
+        "kPhaseForward": "forwarding",
+        "kPhaseHome": "sums of nodes",
     }
     for number, words in kernel_reports.PHASES.items():
         (name,) = [name for name, part in phases.items() if part in words]

@@ -13,7 +13,7 @@ from tests.kernels.played_peer import power_of_two_scales, problem_of_two
 from tests.kernels.silent_peer import Rank0, error_of, next_epoch
 from tests.kernels.staged_calls import Staged, StagedBuffers, StagedCall
 from tests.support.cases import BF16, FP8, FP32, Case, Problem
-from tokenloom.plan import LAYOUTS
+from tokenloom.plan import ROUTE_LAYOUTS
 
 pytestmark = needs_one_gpu
 EMULATED = True
@@ -79,10 +79,10 @@ def run_call(call: StagedCall, needed: int = 0) -> None:
 
 
 @pytest.mark.parametrize("halves", [False, True], ids=["whole", "halves"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ROUTE_LAYOUTS)
 @each_case
 def test_routes(case: Case, layout: str, halves: bool) -> None:
-    """Every kind of routing, in every layout. (Mirrored: what the case gives to the last rank comes to rank 0.)"""
+    """Every kind of routing, in both layouts. (Mirrored: what the case gives to the last rank comes to rank 0.)"""
     options = Staged(layout, halves=halves)
     run(problem_of_two(case), options)
     if case.pick in ("one rank", "one expert"):
@@ -107,7 +107,7 @@ def test_groups_are_padded(blocks: int, alignment: int) -> None:
 
 
 @pytest.mark.parametrize("halves", [False, True], ids=["whole", "halves"])
-@pytest.mark.parametrize("layout", ["token", "expert", "slots"])
+@pytest.mark.parametrize("layout", ROUTE_LAYOUTS)
 def test_too_many_rows(layout: str, halves: bool) -> None:
     """What does not fit is dropped, counts are clamped, nothing is written beyond the end; the host hears how many
     places would do. In layout "slots" only some experts may have too many.
@@ -122,7 +122,7 @@ def test_too_many_rows(layout: str, halves: bool) -> None:
 
 
 @pytest.mark.parametrize("top_k", [1, 32])
-@pytest.mark.parametrize("layout", ["token", "expert", "slots"])
+@pytest.mark.parametrize("layout", ROUTE_LAYOUTS)
 def test_few_and_many_routes(layout: str, top_k: int) -> None:
     """A lane for each route: one alone, and all of them, most of which repeat an expert."""
     run(problem_of_two(replace(BASE, top_k=top_k, experts_per_rank=2)), Staged(layout))
@@ -136,7 +136,7 @@ def test_rows_of_any_length(dtype: torch.dtype, hidden: int) -> None:
     run(problem_of_two(replace(BASE, dtype=dtype, hidden=hidden)), Staged("slots"))
 
 
-FP8_OPTIONS: list[tuple[str, str]] = [("token", "rows"), ("expert", "rows")]
+FP8_OPTIONS: list[tuple[str, str]] = [("expert", "rows")]
 FP8_OPTIONS += [("slots", scale_layout) for scale_layout in ("rows", "columns", "packed")]
 each_fp8 = pytest.mark.parametrize(("layout", "scale_layout"), FP8_OPTIONS)
 
@@ -186,7 +186,7 @@ def test_regions_take_turns(start: int, eager: bool) -> None:
     rank0 = Rank0(given[0].plan, epoch=start)
     buffers = StagedBuffers(rank0, BF16)
     for number, problem in enumerate(given):
-        layouts = LAYOUTS if eager else ("slots",)
+        layouts = ROUTE_LAYOUTS if eager else ("slots",)
         options = Staged(layouts[number % len(layouts)], eager=eager, halves=number % 3 == 1)
         run_call(StagedCall(buffers, problem, options))
 
@@ -204,7 +204,7 @@ def test_a_peer_that_is_three_calls_ahead(start: int) -> None:
         epochs.append(next_epoch(epochs[-1]))
     calls = [
         StagedCall(buffers, problem, Staged(layout, halves=True), epoch)
-        for problem, layout, epoch in zip(given, ("slots", "expert", "token", "slots"), epochs, strict=True)
+        for problem, layout, epoch in zip(given, ("slots", "expert", "expert", "slots"), epochs, strict=True)
     ]
     for call in calls[:2]:
         assert call.send() is None

@@ -16,7 +16,7 @@ from tokenloom.kernels.combine.launch import CombineVariant, PreReduceVariant
 from tokenloom.kernels.common import LAYOUTS, Variant
 from tokenloom.kernels.dispatch.launch import DispatchVariant
 from tokenloom.kernels.row_weights.launch import RowWeightsVariant
-from tokenloom.plan import Plan, align_up
+from tokenloom.plan import ROUTE_LAYOUTS, Plan, align_up
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FP8 = torch.float8_e4m3fn
@@ -52,7 +52,7 @@ def pre_reduce(what: str, y: torch.dtype, wire: torch.dtype, **options: Any) -> 
 def both(what: str, layout: str, dtype: torch.dtype = BF16, **sizes: int) -> list[Named]:
     found = [dispatch(what, layout, dtype, **sizes), combine(what, layout, dtype, dtype, dtype, **sizes)]
     if layout == "expert":
-        found.append(combine(f"{what}, weighted", layout, dtype, dtype, dtype, weighted=True, **sizes))
+        found.append(combine(f"{what}, weighted", layout, dtype, dtype, dtype, weights="received", **sizes))
     return found
 
 
@@ -60,17 +60,21 @@ def quantizing(what: str, layout: str, quantize: str, dtype: torch.dtype = BF16,
     return dispatch(what, layout, dtype, quantize=quantize, **sizes)
 
 
+def received_if(weighted: bool) -> str:
+    """The weights of a combine."""
+    return "received" if weighted else "none"
+
+
 def per_route(what: str, *dtypes: torch.dtype, **sizes: int) -> Named:
-    return combine(f"per route, {what}", "expert", *dtypes, mode="per_route", weighted="weighted" in what, **sizes)
+    weights = received_if("weighted" in what)
+    return combine(f"per route, {what}", "expert", *dtypes, mode="per_route", weights=weights, **sizes)
 
 
 def in_parts(what: str, layout: str, **options: Any) -> list[Named]:
     """A combine of bfloat16 rows as one kernel, and as two."""
     dtypes = (BF16, BF16, BF16)
-    return [
-        combine(f"{what}, {part}", layout, *dtypes, part=part, weighted=layout == "expert", **options)
-        for part in ("whole", "send", "receive")
-    ]
+    options = {"weights": received_if(layout == "expert"), **options}
+    return [combine(f"{what}, {part}", layout, *dtypes, part=part, **options) for part in ("whole", "send", "receive")]
 
 
 def carried(strategy: str, what: str, dtype: torch.dtype, **options: Any) -> Named:
@@ -160,6 +164,19 @@ _NAMED: list[Named] = [
     per_route("top-1, weighted", BF16, BF16, BF16, top_k=1),
     per_route("top-32 of 32 ranks", BF16, BF16, BF16, top_k=32, num_ranks=32, experts_per_rank=8),
     per_route("hidden 1000, one rank", FP32, FP32, FP32, hidden=1000, num_ranks=1),
+    # Weights come from home: behind the opening of the call, whether rows would leave before it or not.
+    *(
+        named
+        for eager in (False, True)
+        for named in in_parts(
+            f"weights from home, {'eager' if eager else 'not eager'}",
+            "expert",
+            weights="home",
+            eager=eager,
+            max_tokens=128,
+        )
+    ),
+    combine("per route, weights from home", "expert", BF16, BF16, BF16, mode="per_route", weights="home"),
     # Calls of two kernels; and small plans, whose rows leave before the call has opened.
     *(named for layout in ("token", "expert") for named in in_parts(f"{layout} in parts", layout)),
     *(
@@ -176,14 +193,14 @@ _NAMED: list[Named] = [
     dispatch("expert to fp8 in parts, receive", "expert", BF16, quantize="any scale", part="receive"),
     *(
         dispatch(f"{layout} staged, {part}", layout, FP8, staged=True, eager=True, max_tokens=128, part=part)
-        for layout in (*LAYOUTS, "slots")
+        for layout in ROUTE_LAYOUTS
         for part in ("whole", "send", "receive")
     ),
     *(
         dispatch(
             f"{layout} staged, to fp8", layout, BF16, quantize="any scale", staged=True, eager=True, max_tokens=128
         )
-        for layout in (*LAYOUTS, "slots")
+        for layout in ROUTE_LAYOUTS
     ),
     *(
         dispatch(f"slots, {scales} {what}", "slots", BF16, staged=True, eager=eager, quantize=how, scale_layout=scales)

@@ -63,6 +63,8 @@ class Entry:
 def key_of(spec: KernelSpec) -> str:
     """Hash of the source, every included file, options, architecture and compiler version."""
     parts = [_FORMAT, __version__, spec.source(), included_files(spec.path), OPTIONS, spec.arch, nvrtc_version()]
+    if spec.prelude.digest:
+        parts += [spec.prelude.digest, spec.prelude.in_memory]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
@@ -79,6 +81,16 @@ def get(spec: KernelSpec, folder: Path | None = None) -> Entry:
         entry = Entry(key, spec.name, dict(spec.shape), spec.arch, spec.threads, spec.shared_bytes, cubin, log)
         _write(folder, entry)
     return entry
+
+
+def find(key: str, folder: Path | None = None) -> Entry | None:
+    """The entry of a key that somebody else has made, if it is on disk and whole."""
+    return _read((folder or env.cache_folder()) / (key + _SUFFIX))
+
+
+def keep(entry: Entry, folder: Path | None = None) -> None:
+    """Store an entry where possible."""
+    _write(folder or env.cache_folder(), entry)
 
 
 def stored(spec: KernelSpec, folder: Path | None = None) -> Entry | None:

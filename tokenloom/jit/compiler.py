@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,26 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
 @dataclass(frozen=True)
+class Prelude:
+    """What comes before a kernel that uses headers from outside the package. By default nothing does.
+
+    Attributes:
+        text: begins the translation unit, and includes them.
+        folders: where they lie.
+        in_memory: (name, text) of those that lie in no folder.
+        digest: stands for the texts in the folders; names entries of the cache.
+    """
+
+    text: str = field(default="", repr=False)
+    folders: tuple[Path, ...] = ()
+    in_memory: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    digest: str = ""
+
+
+NO_PRELUDE = Prelude()
+
+
+@dataclass(frozen=True)
 class KernelSpec:
     """What to compile for one form of a kernel, and how to launch it.
 
@@ -42,6 +62,7 @@ class KernelSpec:
         arch: architecture to compile for.
         cluster: blocks of a cluster. A launch has a multiple of it.
         shared_bytes: dynamic shared memory of a block, ``Shape::shared_bytes`` in the kernel.
+        prelude: headers from outside the package that come first.
     """
 
     name: str
@@ -52,26 +73,31 @@ class KernelSpec:
     arch: str = "sm_90a"
     cluster: int = 1
     shared_bytes: int = 0
+    prelude: Prelude = NO_PRELUDE
+
+    def behind(self, prelude: Prelude) -> KernelSpec:
+        """The same kernel, compiled behind headers from outside the package."""
+        return replace(self, prelude=prelude)
 
     def source(self) -> str:
-        """The translation unit: shape, kernel file, checks that both sides agree on Args, entry point."""
+        """The translation unit: prelude, shape, kernel file, checks that both sides agree on Args, entry point."""
         struct = self.args.__name__
         lines = ["struct Shape {"]
         constants = (*self.shape, ("shared_bytes", self.shared_bytes))
         lines += [f"    static constexpr int {key} = {value};" for key, value in constants]
         lines += ["};", f'#include "{self.path}"']
         lines.append(f'static_assert(sizeof({struct}) == {ctypes.sizeof(self.args)}, "size of {struct}");')
-        for field, offset, size in _fields(self.args):
-            member = f"(({struct}*)0)->{field}"
+        for each, offset, size in _fields(self.args):
+            member = f"(({struct}*)0)->{each}"
             # NVRTC has no offsetof; __INTADDR__ is how its front end spells the constant.
             same = f"__INTADDR__(&{member}) == {offset} && sizeof({member}) == {size}"
-            lines.append(f'static_assert({same}, "{struct}::{field}");')
+            lines.append(f'static_assert({same}, "{struct}::{each}");')
         cluster = f"__cluster_dims__({self.cluster}, 1, 1) " if self.cluster > 1 else ""
         lines.append(
             f'extern "C" __global__ void {cluster}__launch_bounds__({self.threads}, 1) '
             f"{entry_symbol(self.name)}(const __grid_constant__ {struct} args) {{ {self.name}<Shape>(args); }}"
         )
-        return "\n".join(lines) + "\n"
+        return self.prelude.text + "\n".join(lines) + "\n"
 
 
 def entry_symbol(name: str) -> str:
@@ -110,11 +136,33 @@ def compile_kernel(spec: KernelSpec) -> tuple[bytes, str]:
         BackendUnavailable: NVRTC is not installed.
         KernelCompileError: the source does not compile; the message is the compiler's log.
     """
+    prelude = spec.prelude
+    return compile_source(spec.name, spec.source(), spec.arch, prelude.folders, dict(prelude.in_memory))
+
+
+def compile_source(
+    name: str, source: str, arch: str, folders: Sequence[Path] = (), headers: Mapping[str, str] | None = None
+) -> tuple[bytes, str]:
+    """Compile a translation unit: (cubin, compiler log).
+
+    Args:
+        name: what errors call it.
+        source: its text.
+        arch: architecture to compile for.
+        folders: where to look for headers, besides the package.
+        headers: texts of headers that are in no folder, by the name that includes them.
+
+    Raises:
+        BackendUnavailable, KernelCompileError: as :func:`compile_kernel`.
+    """
     nvrtc = load_nvrtc()
-    source = spec.source()
-    program = _checked(nvrtc, nvrtc.nvrtcCreateProgram(source.encode(), f"{spec.name}.cu".encode(), 0, [], []))
+    given = {each: text.encode() for each, text in (headers or {}).items()}
+    texts, names = list(given.values()), [each.encode() for each in given]
+    program = _checked(
+        nvrtc, nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), len(given), texts, names)
+    )
     try:
-        where = (f"--gpu-architecture={spec.arch}", f"--include-path={PACKAGE}")
+        where = (f"--gpu-architecture={arch}", *(f"--include-path={each}" for each in (PACKAGE, *folders)))
         options = [option.encode() for option in (*where, *OPTIONS)]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         log = bytearray(_checked(nvrtc, nvrtc.nvrtcGetProgramLogSize(program)))
@@ -123,7 +171,7 @@ def compile_kernel(spec: KernelSpec) -> tuple[bytes, str]:
         lines = log.rstrip(b"\0 \n").decode(errors="replace").splitlines()
         text = "\n".join(line for line in lines if "Compile time" not in line)
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise KernelCompileError(f"{spec.name} does not compile for {spec.arch}:\n{text}")
+            raise KernelCompileError(f"{name} does not compile for {arch}:\n{text}")
         cubin = bytearray(_checked(nvrtc, nvrtc.nvrtcGetCUBINSize(program)))
         _checked(nvrtc, nvrtc.nvrtcGetCUBIN(program, cubin))
         return bytes(cubin), text

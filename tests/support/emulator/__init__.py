@@ -139,7 +139,7 @@ def _kernel(folder: Path, spec: KernelSpec) -> Any:
 @lru_cache
 def _compiled(folder: Path, spec: KernelSpec) -> Any:
     shape = (*spec.shape, ("shared_bytes", spec.shared_bytes))
-    lines = ['#include "emulator.h"', "struct Shape {"]
+    lines = ['#include "emulator.h"', '#include "gin.h"', "struct Shape {"]
     lines += [f"    static constexpr int {key} = {value};" for key, value in shape]
     lines += ["};", f'#include "{spec.path}"', 'extern "C" __attribute__((visibility("default")))']
     lines += ["void emulated_run(const void* args) {"]

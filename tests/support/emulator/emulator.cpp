@@ -2,6 +2,7 @@
 // other side.
 #include "emulator.h"
 
+#include <algorithm>
 #include <csetjmp>
 #include <deque>
 #include <memory>
@@ -22,6 +23,17 @@ struct Copy {
     size_t size;
     uint64_t* barrier;  // of a load
     int left = 2;       // steps: read, write
+};
+
+// A put over the network, until its signal is raised.
+struct Put {
+    int rank, peer, context;
+    void* to;
+    const void* from;
+    size_t size;
+    uint64_t* signal;
+    std::vector<unsigned char> read;  // what it brings, where the source was read at once
+    bool landed = false;
 };
 
 struct Block;
@@ -79,6 +91,7 @@ struct Stream {
 std::vector<Stream> streams;
 std::deque<Fiber*> ready;
 std::vector<std::shared_ptr<Copy>> copies;
+std::vector<Put> on_their_way;  // in the order in which they were issued
 std::vector<void*> stacks;
 std::mt19937_64 chance(1);
 Fiber* current = nullptr;
@@ -208,6 +221,25 @@ void step_copies() {
     }
 }
 
+// The payload of a put lands, or its signal, if no payload before it is missing. The network takes its time: what is put
+// from is read as late, or at once.
+void step_puts() {
+    if (on_their_way.empty() || chance() % 64 != 0) return;
+    const size_t i = chance() % on_their_way.size();
+    Put& put = on_their_way[i];
+    if (!put.landed) {
+        if (put.size != 0) std::memcpy(put.to, put.read.empty() ? put.from : put.read.data(), put.size);
+        put.landed = true;
+        return;
+    }
+    for (size_t before = 0; before < i; ++before) {
+        const Put& other = on_their_way[before];
+        if (!other.landed && other.rank == put.rank && other.peer == put.peer && other.context == put.context) return;
+    }
+    ++*put.signal;
+    on_their_way.erase(on_their_way.begin() + static_cast<std::ptrdiff_t>(i));
+}
+
 // A barrier in 64 bits: arrivals a phase needs, arrivals and bytes that are missing in this phase, and the phase.
 struct Barrier {
     uint16_t needed, missing;
@@ -296,6 +328,12 @@ void emulated_copy(void* to, const void* from, uint32_t bytes) {
     current->groups[1].back().push_back(copy);
 }
 
+void emulated_put(int rank, int peer, int context, void* to, const void* from, uint64_t bytes, uint64_t* signal) {
+    on_their_way.push_back({rank, peer, context, to, from, bytes, signal, {}});
+    const auto* first = static_cast<const unsigned char*>(from);
+    if (bytes != 0 && chance() % 2 == 0) on_their_way.back().read.assign(first, first + bytes);
+}
+
 void emulated_commit(int kind) { current->groups[kind].emplace_back(); }
 
 void emulated_wait(int kind, int pending, int written) {
@@ -339,6 +377,7 @@ void emulator_reset(unsigned num_streams, uint64_t seed) {
     streams = std::vector<Stream>(num_streams);
     ready.clear();
     copies.clear();
+    on_their_way.clear();
     chance.seed(seed);
 }
 
@@ -365,6 +404,7 @@ size_t emulator_run(uint64_t turns) {
             if (unfinished == 0 && copies.empty()) return 0;
         }
         step_copies();
+        step_puts();
         if (ready.empty()) continue;
         // Mostly the one that has waited longest: polls would starve the others.
         if (chance() % 4 == 0) std::swap(ready.front(), ready[chance() % ready.size()]);

@@ -35,6 +35,7 @@ from tokenloom.runtime.noteboard import Noteboard
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.symmetric_memory import BufferLayout
+from tokenloom.runtime.topology import Topology
 from tokenloom.runtime.waiting import Watch
 
 CPU = torch.device("cpu")
@@ -212,16 +213,20 @@ class FakeRanks(RankGroup):
         group: Any = SimpleNamespace(get_group_store=lambda: here.group.store)
         self.rank, self.num_ranks, self.device = here.rank, here.group.num_ranks, CPU
         self.process_group, self.own_transport, self.served = None, True, False
-        self.met_at, self._links = 0, None
+        self.met_at, self._links, self.missed = 0, None, frozenset()
         self.timeout_s = self.open_timeout_s = timeout_s
         self.notes = Noteboard(group, self.rank, self.num_ranks, rejoins)
         self._members = Membership(self.notes)
         self._watch = Watch(self.notes, self._members, timeout_s)
         self._waiter = Waiter()
-        self.terms = {}
+        self.terms, self.topology = {}, Topology.together(self.num_ranks)
 
     def require_maskable(self) -> None:
         """Threads can always be left out."""
+
+    def all_reduce_sum(self, values: torch.Tensor, phase: str) -> torch.Tensor:
+        """For tests: kernels do without."""
+        return Meeting().all_gather(values.detach(), phase).sum(0)
 
 
 class FakeProcessGroup(torch.distributed.ProcessGroup):

@@ -19,7 +19,9 @@ struct Deadline {
 };
 
 // What a wait is for, by number; kernel_reports.py has the words.
-enum Phase : uint32 { kPhaseOpen = 1, kPhaseRows = 2, kPhasePartials = 3, kPhaseBlocks = 4 };
+enum Phase : uint32 {
+    kPhaseOpen = 1, kPhaseRows = 2, kPhasePartials = 3, kPhaseBlocks = 4, kPhaseForward = 5, kPhaseHome = 6
+};
 
 // Calls whose traces are apart: a rank may be three calls ahead of one that waits (device/transport/call.cuh). Epochs
 // wrap, and then leave out those below kTurns.
@@ -37,11 +39,11 @@ __device__ __forceinline__ bool has_reached(uint32 seen, uint32 wanted) {
 }
 
 __device__ __forceinline__ void record_fault(FaultRecord* record, uint32* claimed, uint32 peer, uint32 phase,
-                                             uint32 wanted, uint32 seen) {
+                                             uint32 epoch, uint32 wanted, uint32 seen) {
     if (compare_and_swap_gpu(claimed, 0, 1) != 0) return;
     record->peer = peer;
     record->phase = phase;
-    record->epoch = wanted;
+    record->epoch = epoch;
     record->wanted = wanted;
     record->seen = seen;
     store_release_sys(&record->is_set, 1);
@@ -68,7 +70,7 @@ __device__ __forceinline__ bool wait_for_flag(const uint32* flag, uint32 wanted,
         const uint64 now = global_timer_ns();
         if (began == 0) began = now;
         if (now - began > deadline.timeout_ns) {
-            record_fault(deadline.fault, deadline.fault_claimed, peer, phase, wanted, load_relaxed_sys(flag));
+            record_fault(deadline.fault, deadline.fault_claimed, peer, phase, wanted, wanted, load_relaxed_sys(flag));
             return false;
         }
         if (has_expired(deadline)) return false;
@@ -90,7 +92,7 @@ __device__ __forceinline__ bool wait_for_block(const uint32* flag, uint32 wanted
         const uint64 now = global_timer_ns();
         if (began == 0) began = now;
         if (now - began > deadline.timeout_ns) {
-            record_fault(deadline.fault, deadline.fault_claimed, self, kPhaseBlocks, wanted, seen);
+            record_fault(deadline.fault, deadline.fault_claimed, self, kPhaseBlocks, wanted, wanted, seen);
             return false;
         }
     }

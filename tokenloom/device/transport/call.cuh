@@ -72,6 +72,13 @@ __device__ __forceinline__ Turn turn_of(const Call& call) {
     return {epoch + 1 != 0 ? epoch + 1 : kTurns, masked};
 }
 
+// A turn without the ranks of other nodes: those that this rank reaches over NVLink.
+template <int kNodeRanks>
+__device__ __forceinline__ Turn near(Turn turn, int rank) {
+    const uint32 neighbours = (kNodeRanks == 32 ? ~0u : (1u << kNodeRanks % 32) - 1) << rank / kNodeRanks * kNodeRanks;
+    return {turn.epoch, turn.masked | ~neighbours};
+}
+
 // What a block has done, for measurements (microbench/phases.py has the words).
 enum Mark { kBegun, kCounted, kHeard, kPlaced, kSent, kNotified, kFilled, kSummed, kDone };
 constexpr int kMarks = 16;
@@ -82,6 +89,11 @@ __device__ __forceinline__ void mark(const Call& call, Mark what) {
 }
 
 enum class Opened { kGo, kRefused, kExpired };
+
+// For waits that end when other ranks have begun the call.
+__device__ __forceinline__ Deadline opening_deadline_of(const Call& call) {
+    return {call.fault, call.fault_claimed, call.open_timeout_ns};
+}
 
 // For waits inside a call that has opened.
 __device__ __forceinline__ Deadline deadline_of(const Call& call) {
@@ -108,6 +120,28 @@ __device__ __forceinline__ const int32* headers_of(const Call& call, uint32 epoc
         call.rank, header_offset<kRanks, kCounts>(call, epoch, 0));
 }
 
+// The rank that writes here what comes from a source: the source itself, or the one that forwards on its node's behalf.
+template <int kRanks, int kNodeRanks>
+__device__ __forceinline__ int writer_for(const Call& call, int source) {
+    if constexpr (kNodeRanks == kRanks) return source;
+    return call.rank / kNodeRanks * kNodeRanks + source % kNodeRanks;
+}
+
+// The header of a source to all ranks, then its flag. One block calls it, with all its threads.
+template <int kRanks, int kCounts, int kThreads>
+__device__ __forceinline__ void tell_ranks(const Call& call, Turn turn, int source, int num_counts,
+                                           const int32* header) {
+    const uint64 place = header_offset<kRanks, kCounts>(call, turn.epoch, source);
+    const int units = (kHeaderWords + num_counts + 3) / 4;
+    for (int i = threadIdx.x; i < units * kRanks; i += kThreads)
+        if (!turn.leaves_out(i % kRanks))
+            window_of<kRanks>(call.peers).put_16(i % kRanks, place, i / kRanks,
+                                                 reinterpret_cast<const Vec16*>(header)[i / kRanks]);
+    __syncthreads();
+    if (threadIdx.x < kRanks && !turn.leaves_out(threadIdx.x))
+        window_of<kRanks>(call.peers).signals(threadIdx.x, call.flags).raise(source, turn.epoch);
+}
+
 // This rank's header to all ranks, then its flag. One block calls it, with all its threads. `header`, in shared
 // memory, has the counts behind kHeaderWords that are filled in here.
 template <int kRanks, int kCounts, int kThreads>
@@ -118,23 +152,15 @@ __device__ void announce_call(const Call& call, Turn turn, int num_counts, int32
                               : threadIdx.x == kHashWord   ? static_cast<int32>(call.options_hash)
                                                            : static_cast<int32>(call.options_hash >> 32);
     __syncthreads();
-    const uint64 mine = header_offset<kRanks, kCounts>(call, turn.epoch, call.rank);
-    const int units = (kHeaderWords + num_counts + 3) / 4;
-    for (int i = threadIdx.x; i < units * kRanks; i += kThreads)
-        if (!turn.leaves_out(i % kRanks))
-            window_of<kRanks>(call.peers).put_16(i % kRanks, mine, i / kRanks,
-                                                 reinterpret_cast<const Vec16*>(header)[i / kRanks]);
-    __syncthreads();
-    if (threadIdx.x < kRanks && !turn.leaves_out(threadIdx.x))
-        window_of<kRanks>(call.peers).signals(threadIdx.x, call.flags).raise(call.rank, turn.epoch);
+    tell_ranks<kRanks, kCounts, kThreads>(call, turn, call.rank, num_counts, header);
 }
 
 // All ranks' headers are here, and all of them mean the same call. Every block calls it, with all its threads, and
 // gets the same answer on all ranks, unless a wait expires; block 0 records what is wrong, unless another kernel of the
 // same call does.
-template <int kRanks, int kCounts, bool kRecords = true>
+template <int kRanks, int kCounts, bool kRecords = true, int kNodeRanks = kRanks>
 __device__ Opened await_call(const Call& call, Turn turn) {
-    const Deadline deadline{call.fault, call.fault_claimed, call.open_timeout_ns};
+    const Deadline deadline = opening_deadline_of(call);
     const int peer = threadIdx.x;
     bool here = true;
     int32 status = 0;
@@ -142,7 +168,8 @@ __device__ Opened await_call(const Call& call, Turn turn) {
     const bool takes_part = peer < kRanks && !turn.leaves_out(peer);
     if (takes_part) {
         const PeerSignals flags = window_of<kRanks>(call.peers).signals(call.rank, call.flags);
-        here = flags.template wait<Flag::kEveryCall>(peer, turn.epoch, deadline, peer, kPhaseOpen);
+        here = flags.template wait<Flag::kEveryCall>(peer, turn.epoch, deadline,
+                                                     writer_for<kRanks, kNodeRanks>(call, peer), kPhaseOpen);
     }
     if (!__syncthreads_and(here)) return Opened::kExpired;
     if (takes_part) {
@@ -166,6 +193,22 @@ __device__ Opened await_call(const Call& call, Turn turn) {
             store_release_sys(&call.record->differing_rank, threadIdx.x + 1);
     }
     return Opened::kRefused;
+}
+
+// Every one of `blocks` blocks of every rank has raised its flag: what it sends is here. Flags of a rank begin `stride`
+// behind those of the one before. A block calls it with all its threads. False: a wait has expired.
+template <int kRanks, int kThreads, int kNodeRanks = kRanks>
+__device__ bool wait_for_blocks(const Call& call, const PeerSignals& flags, int32 stride, int32 blocks, Turn turn,
+                                Phase phase) {
+    const Deadline deadline = deadline_of(call);
+    bool here = true;
+    for (int i = threadIdx.x; i < kRanks * blocks; i += kThreads) {
+        const int peer = i / blocks, block = i % blocks;
+        here = here && (turn.leaves_out(peer) ||
+                        flags.from(peer * stride).wait(block, turn.epoch, deadline,
+                                                       writer_for<kRanks, kNodeRanks>(call, peer), phase));
+    }
+    return __syncthreads_and(here);
 }
 
 // Every block's last step, with all its threads, whatever became of the call. The last block out advances the epoch:

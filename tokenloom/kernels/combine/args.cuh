@@ -17,7 +17,7 @@ struct CombineArgs {
     const int32* row_tokens;   // [R] the token at home that a received row is (layout expert)
     const int32* slots;        // [T][W], from the dispatch: which of the rows that went to rank r, or -1
     const int32* all_counts;   // [W][W + E], from the dispatch
-    const float* row_weights;  // [R][K], of weighted variants (layout expert)
+    const float* weights;      // of weighted variants (layout expert): [R][K] received, or [T][K] of home's own tokens
     const void* topk_ids;      // [T][K] as given to the dispatch (per route)
     void* out;                 // [T] rows of Shape::out_dtype
     int32 num_tokens;
@@ -30,12 +30,16 @@ struct CombineArgs {
     uint64 combine_recv;    // in them, rows of Shape::wire_dtype: per rank [M * min(W, K)], by expert rank, then token;
                             // dense [W][M]; per route [M * K], by token and k. The first of combine_turns
     uint64 turn_bytes;      // from one of them to the next
+    uint64 home_weights;    // from the beginning of each: float32 [W][M * K], weights that come from home
     int32 max_chunks;       // that one rank can send another
     int32 combine_turns;    // a power of two: calls take turns by their epochs
     uint64 own_sums;        // pre_reduce only: address of [M] rows for the sums of this rank's own tokens
     int32 send_blocks;      // eager: of the kernel that sends, on all ranks
     int32 padding;
 };
+
+// Which weights rows are multiplied by: none, those that came with the dispatch, or those that home sends in this call.
+enum Weights : int { kNoWeights = 0, kReceivedWeights = 1, kHomeWeights = 2 };
 
 // How warps share the roles. An eager kernel has few rows: all warps push, then all of them sum.
 template <class Shape>
@@ -60,13 +64,15 @@ struct CombineRows {
     static constexpr bool kCopies =
         !kByExpert && Shape::y_dtype == Shape::wire_dtype && Shape::dense == 0 && Shape::eager == 0;
     // Rows for this rank's own tokens do not travel: they are added from where they are. (Rows of halves travel, since
-    // y may have changed before the second half. So do rows that are sums: a sum within a sum lacks registers.)
-    static constexpr bool kOwnStay =
-        !kByExpert && Shape::y_dtype == Shape::wire_dtype && Shape::dense == 0 && Shape::part == kWhole;
+    // y may have changed before the second half. So do rows that are sums: a sum within a sum lacks registers. Between
+    // nodes all partial sums of a node meet on one rank.)
+    static constexpr bool kOwnStay = !kByExpert && Shape::y_dtype == Shape::wire_dtype && Shape::dense == 0 &&
+                                     Shape::part == kWhole && Shape::node_ranks == Shape::num_ranks;
     static constexpr int kYBytes = Shape::hidden * kValueBytes<Shape::y_dtype>;
     static constexpr int kWireBytes = Shape::hidden * kValueBytes<Shape::wire_dtype>;
     static constexpr int kOutBytes = Shape::hidden * kValueBytes<Shape::out_dtype>;
-    static constexpr bool kWeighted = Shape::weighted != 0;
+    static constexpr bool kWeighted = Shape::weights != kNoWeights;
+    static constexpr bool kWeightsFromHome = Shape::weights == kHomeWeights;
     using Push = TermStream<Shape::y_dtype, Shape::wire_dtype, Shape::hidden, Shape::group, Shape::stages, kWeighted,
                             Shape::eager != 0>;
     using Copy = RowStream<kWireBytes, Shape::stage_bytes, Shape::stages>;
@@ -105,6 +111,13 @@ struct CombineShared {
     int32 own_base[Shape::num_ranks];       // where rank r's rows begin in this rank's buffer
     int32 own[Shape::num_ranks];            // how many there are; kNoRows of masked ranks
 };
+
+// Where the weights of a home rank lie, behind what comes home in a call.
+template <class Shape>
+__device__ __forceinline__ uint64 weights_from(const CombineArgs& args, uint64 combine_recv, int32 home) {
+    return combine_recv + args.home_weights +
+           static_cast<uint64>(home) * args.max_tokens * Shape::top_k * sizeof(float);
+}
 
 // The first row for a home rank, among the received rows (layout rank: among the places).
 template <class Shape>

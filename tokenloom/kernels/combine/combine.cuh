@@ -14,6 +14,9 @@
 // Eager (small plans): buffers take turns by four, so nobody waits before it pushes. All warps push, a block raises one
 // flag for each rank, and when all ranks have begun, and raised theirs, all warps sum.
 //
+// Weights may come from home: a rank sends those of its tokens before it says that it has begun, so that whoever has
+// heard of all ranks finds them. Then eager warps push only behind that.
+//
 // Halves are two kernels: one announces the call and pushes, the other sums.
 //
 // Dense (strategy reduce_scatter): pre_reduce.cuh has made the partial sums, copy engines have brought them. All warps
@@ -22,11 +25,15 @@
 #include "kernels/combine/push.cuh"
 #include "kernels/combine/sum.cuh"
 
+// Where rows come home in this call.
+__device__ __forceinline__ uint64 region_of(const CombineArgs& args, Turn turn) {
+    return args.combine_recv + (turn.epoch & (args.combine_turns - 1)) * args.turn_bytes;
+}
+
 template <class Shape>
 __device__ void find_bases(const CombineArgs& args, CombineShared<Shape>& shared, Turn turn) {
     constexpr int kCounts = Shape::num_ranks + Shape::num_experts;
-    if (threadIdx.x == 0)
-        shared.combine_recv = args.combine_recv + (turn.epoch & (args.combine_turns - 1)) * args.turn_bytes;
+    if (threadIdx.x == 0) shared.combine_recv = region_of(args, turn);
     if (threadIdx.x < Shape::num_ranks) {
         const int i = threadIdx.x;
         int32 received = 0, home = 0, own = 0;
@@ -59,6 +66,19 @@ __device__ void publish_nan(const CombineArgs& args) {
         fill_row<kRowBytes>(out + token * kRowBytes, kNanWord<Shape::out_dtype>, threadIdx.x);
 }
 
+// One block: the weights of this rank's tokens, to all ranks. Two calls before, a rank has read what lay there: the
+// rows that it made with it have come home.
+template <class Shape>
+__device__ void send_weights(const CombineArgs& args, Turn turn) {
+    const uint64 mine = weights_from<Shape>(args, region_of(args, turn), args.call.rank);
+    for (int32 i = threadIdx.x; i < args.num_tokens * Shape::top_k; i += Shape::threads) {
+        const float weight = args.weights[i];
+#pragma unroll
+        for (int r = 0; r < Shape::num_ranks; ++r)
+            if (!turn.leaves_out(r)) window_of<Shape::num_ranks>(args.peers).put(r, mine, i, weight);
+    }
+}
+
 // Pushes what this warp pushes, of a kernel that sends.
 template <class Shape>
 __device__ __forceinline__ void push_rows(const CombineArgs& args, CombineShared<Shape>& shared, uint32 epoch, int warp,
@@ -78,25 +98,30 @@ __device__ bool combine_rows(const CombineArgs& args, Turn turn) {
     auto& shared = *reinterpret_cast<CombineShared<Shape>*>(memory);
     using Roles = CombineRoles<Shape>;
     constexpr int kCounts = Shape::num_ranks + Shape::num_experts;
+    constexpr bool kWeightsFromHome = CombineRows<Shape>::kWeightsFromHome;
+    constexpr bool kPushesEagerly = Shape::eager != 0 && Roles::kSends;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     if (threadIdx.x == 0) mark(args.call, kBegun);
     if (__syncthreads_or(has_expired(deadline_of(args.call)))) return false;
-    if (Shape::part != kReceive && blockIdx.x == gridDim.x - 1)
+    if (Shape::part != kReceive && blockIdx.x == gridDim.x - 1) {
         // Blocks start in order: when the last one runs, none of this rank lacks an SM.
+        if constexpr (kWeightsFromHome) send_weights<Shape>(args, turn);
         announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, turn, 0, shared.header);
+    }
     if (warp == 0) shared.progress.clear(lane);
     if constexpr (CombineRows<Shape>::kCopies) {
         if (warp < shared.kRings) CombineRows<Shape>::Copy::init(shared.push.control[warp], lane);
         mbarrier_init_fence();
     }
     find_bases<Shape>(args, shared, turn);
-    if constexpr (Shape::eager != 0 && Roles::kSends) {
+    if constexpr (kPushesEagerly && !kWeightsFromHome) {
         push_eagerly<Shape>(args, shared, turn, warp, lane);
         if constexpr (!Roles::kSums) return true;
     }
     const Opened opened = await_call<Shape::num_ranks, kCounts, Roles::kSums>(args.call, turn);
     if (threadIdx.x == 0) mark(args.call, kHeard);
     if (opened != Opened::kGo) return opened == Opened::kRefused && !Roles::kSums;  // the other half says what is wrong
+    if constexpr (kPushesEagerly && kWeightsFromHome) push_eagerly<Shape>(args, shared, turn, warp, lane);
     if constexpr (Roles::kSends && Shape::eager == 0) {
         if (warp < Shape::push_warps) {
             push_rows<Shape>(args, shared, epoch, warp, lane);

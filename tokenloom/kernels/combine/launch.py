@@ -44,6 +44,9 @@ SUM_REGISTERS = {COPY_THREADS: 80, SUM_THREADS: 56}
 """Registers for them and for the sum, by threads of a block. With more, variants spill."""
 
 
+WEIGHTS = {"none": 0, "received": 1, "home": 2}
+"""Weights that rows are multiplied by: none, those that came with the dispatch, or what home sends along."""
+
 ROWS = ("row_places", "row_tokens", "slots", "all_counts")
 """Addresses of what a dispatch has left of its rows, as the arguments of its combine name them."""
 
@@ -53,9 +56,9 @@ class CombineArgs(ctypes.Structure):
 
     _fields_ = [
         ("call", Call),
-        *uint64_fields("y", *ROWS, "row_weights", "topk_ids", "out"),
+        *uint64_fields("y", *ROWS, "weights", "topk_ids", "out"),
         *int32_fields("num_tokens", "capacity", "ids_are_int64", "max_tokens"),
-        *uint64_fields("chunk_flags", "peers", "combine_recv", "turn_bytes"),
+        *uint64_fields("chunk_flags", "peers", "combine_recv", "turn_bytes", "home_weights"),
         *int32_fields("max_chunks", "combine_turns"),
         *uint64_fields("own_sums"),
         *int32_fields("send_blocks", "padding"),
@@ -63,7 +66,7 @@ class CombineArgs(ctypes.Structure):
 
 
 CALL_FIELDS = FieldsAtOnce(
-    CombineArgs, "y", *ROWS, "row_weights", "topk_ids", "out", "num_tokens", "capacity", "ids_are_int64"
+    CombineArgs, "y", *ROWS, "weights", "topk_ids", "out", "num_tokens", "capacity", "ids_are_int64"
 )
 """What every combine is told anew."""
 
@@ -87,7 +90,7 @@ class CombineVariant:
         mode: "per_rank" sends partial sums home, "per_route" each weighted row.
         hidden: values of a row; None means the plan's.
         dense: rows have come home as :class:`PreReduceVariant` makes them, and the kernel only adds them.
-        weighted: ``row_weights`` are given (layout "expert" only).
+        weights: what rows are multiplied by (layout "expert" only): one of :data:`WEIGHTS`.
         eager: rows leave before all ranks have opened the call, to one of :data:`TURNS` buffers that take turns.
         part: "whole", or the half of a call that "send" or "receive" is.
     """
@@ -101,13 +104,15 @@ class CombineVariant:
     mode: str = "per_rank"
     hidden: int | None = None
     dense: bool = False
-    weighted: bool = False
+    weights: str = "none"
     eager: bool = False
     part: str = "whole"
 
     def __str__(self) -> str:
         dtypes = [short_name(dtype) for dtype in (self.y_dtype, self.wire_dtype, self.out_dtype)]
-        extras = [word for word in ("dense", "weighted", "eager") if getattr(self, word)]
+        extras = [word for word in ("dense", "eager") if getattr(self, word)]
+        if self.weights != "none":
+            extras.append(f"{self.weights} weights")
         if self.part != "whole":
             extras.append(self.part)
         if self.hidden is not None:
@@ -132,6 +137,7 @@ class CombineVariant:
             shared_bytes += other_bytes
         shape = {
             "num_ranks": plan.num_ranks,
+            "node_ranks": plan.num_ranks,
             "num_experts": plan.num_experts,
             "top_k": plan.top_k,
             "hidden": hidden,
@@ -142,7 +148,7 @@ class CombineVariant:
             "layout": LAYOUTS[self.layout],
             "per_route": int(self.mode == "per_route"),
             "dense": int(self.dense),
-            "weighted": int(self.weighted),
+            "weights": WEIGHTS[self.weights],
             "eager": int(self.eager),
             "part": PARTS[self.part],
             "threads": threads,
@@ -170,7 +176,7 @@ class PreReduceVariant:
     Attributes:
         plan: sizes of the group.
         y_dtype, wire_dtype: dtypes of the rows given, and of the sums.
-        weighted: ``row_weights`` are given.
+        weighted: received weights are given.
     """
 
     plan: Plan
@@ -191,7 +197,7 @@ class PreReduceVariant:
             y_dtype=self.y_dtype,
             wire_dtype=self.wire_dtype,
             out_dtype=self.wire_dtype,
-            weighted=self.weighted,
+            weights="received" if self.weighted else "none",
         ).spec()
         _, stages, shared_bytes = _term_ring(self.plan.hidden, self.y_dtype, PRE_REDUCE_WARPS)
         shape = dict(spec.shape) | {"push_warps": PRE_REDUCE_WARPS, "threads": 32 * PRE_REDUCE_WARPS, "stages": stages}

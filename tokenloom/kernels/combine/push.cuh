@@ -12,15 +12,29 @@ struct RowRoutes {
 
 template <class Shape>
 __device__ __forceinline__ RowRoutes routes_of(const CombineArgs& args, int64 row, int lane) {
+    using Rows = CombineRows<Shape>;
     RowRoutes routes{-1, 1.0f, 0, 0, 0};
-    if constexpr (CombineRows<Shape>::kByExpert) {
+    if constexpr (Rows::kByExpert) {
+        if constexpr (Shape::per_route != 0 || Rows::kWeightsFromHome) routes.token = args.row_tokens[row];
         if (lane < Shape::top_k) {
             routes.place = args.row_places[row * Shape::top_k + lane];
-            if constexpr (CombineRows<Shape>::kWeighted) routes.weight = args.row_weights[row * Shape::top_k + lane];
+            if constexpr (Shape::weights == kReceivedWeights) routes.weight = args.weights[row * Shape::top_k + lane];
         }
-        if constexpr (Shape::per_route != 0) routes.token = args.row_tokens[row];
     } else if (lane == 0) {
         routes.place = static_cast<int32>(row);
+    }
+    return routes;
+}
+
+// The same of a row for `home`, with the weights that its rank has sent.
+template <class Shape>
+__device__ __forceinline__ RowRoutes routes_for(const CombineArgs& args, const CombineShared<Shape>& shared, int32 home,
+                                                int64 row, int lane) {
+    RowRoutes routes = routes_of<Shape>(args, row, lane);
+    if constexpr (CombineRows<Shape>::kWeightsFromHome) {
+        if (lane < Shape::top_k)
+            routes.weight = shared.data.template local<const float>(
+                args.call.rank, weights_from<Shape>(args, shared.combine_recv, home))[routes.token * Shape::top_k + lane];
     }
     return routes;
 }
@@ -221,7 +235,7 @@ struct ChunkRows {
             if (!chunks.next(args, shared, item, chunk)) return false;
             in_chunk = 0;
         }
-        row.routes = routes_of<Shape>(args, chunk.row + in_chunk, lane);
+        row.routes = routes_for<Shape>(args, shared, chunk.home, chunk.row + in_chunk, lane);
         row.home = chunk.home;
         row.home_row = static_cast<int32>(chunk.home_row) + in_chunk;
         row.item = item;
@@ -285,7 +299,7 @@ struct BlockRows {
             first += shared.received[home];
             home = after(home);
         }
-        row.routes = routes_of<Shape>(args, first_row<Shape>(args, shared, home) + item - first, lane);
+        row.routes = routes_for<Shape>(args, shared, home, first_row<Shape>(args, shared, home) + item - first, lane);
         row.routes.begin = part * kSlices / parts;
         row.routes.end = (part + 1) * kSlices / parts;
         row.home = home;

@@ -26,19 +26,6 @@ __device__ __forceinline__ Term term_of(const CombineArgs& args, const CombineSh
     return term;
 }
 
-// Eager, every block: all that all ranks send is here.
-template <class Shape>
-__device__ bool wait_for_blocks(const CombineArgs& args, const PeerSignals& flags, Turn turn) {
-    const Deadline deadline = deadline_of(args.call);
-    bool here = true;
-    for (int i = threadIdx.x; i < Shape::num_ranks * args.send_blocks; i += Shape::threads) {
-        const int peer = i / args.send_blocks, block = i % args.send_blocks;
-        here = here && (turn.leaves_out(peer) ||
-                        flags.from(peer * args.max_chunks).wait(block, turn.epoch, deadline, peer, kPhasePartials));
-    }
-    return __syncthreads_and(here);
-}
-
 // A warp takes token after token, or part of one where tokens are few: wait for its rows, add them, round once. Summing
 // warps begin with one of their own; warps that come late (below 0) take what is left. False: a wait has expired.
 template <class Shape>
@@ -61,7 +48,9 @@ __device__ bool sum_rows(const CombineArgs& args, const CombineShared<Shape>& sh
     Term next{-1, 0};
     if (item < num_items) next = term_of<Shape>(args, shared, item / parts, lane);
     if constexpr (Shape::eager != 0) {
-        if (!wait_for_blocks<Shape>(args, flags, turn)) return false;
+        if (!wait_for_blocks<Shape::num_ranks, Shape::threads>(args.call, flags, args.max_chunks, args.send_blocks, turn,
+                                                               kPhasePartials))
+            return false;
     }
     for (int32 next_item; item < num_items; item = next_item) {
         const int64 token = item / parts;

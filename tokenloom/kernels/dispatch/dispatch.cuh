@@ -22,20 +22,6 @@
 #include "kernels/dispatch/results.cuh"
 #include "kernels/dispatch/send.cuh"
 
-// Layouts token and rank: block 0 leaves when all rows are here.
-template <class Shape>
-__device__ bool wait_for_rows(const DispatchArgs& args, Turn turn, int32 blocks) {
-    const Deadline deadline = deadline_of(args.call);
-    const PeerSignals done = window_of<Shape::num_ranks>(args.call.peers).signals(args.call.rank, args.done_flags);
-    bool here = true;
-    for (int i = threadIdx.x; i < Shape::num_ranks * blocks; i += Shape::threads) {
-        const int peer = i / blocks, block = i % blocks;
-        here = here && (turn.leaves_out(peer) ||
-                        done.from(peer * Shape::max_blocks).wait(block, turn.epoch, deadline, peer, kPhaseRows));
-    }
-    return __syncthreads_and(here);
-}
-
 // One filling warp of layout expert.
 template <class Shape>
 __device__ __forceinline__ bool fill(const DispatchArgs& args, const DispatchShared<Shape>& shared, uint32 epoch,
@@ -105,7 +91,7 @@ __device__ bool dispatch_rows(const DispatchArgs& args, Turn turn) {
 
     bool done = true;  // what this thread's warp had to do
     if (warp < Shape::send_warps) {
-        done = send_rows<Shape>(args, shared, places, chunk, turn, warp, lane);
+        done = send_rows<Shape>(args, shared, ToRanks<Shape>{args, shared, places, turn}, chunk, epoch, warp, lane);
         if (lane == 0) mark(args.call, kSent);
     } else if constexpr (Shape::layout == kLayoutExpert) {
         if (warp == Shape::send_warps) {
@@ -122,7 +108,7 @@ __device__ bool dispatch_rows(const DispatchArgs& args, Turn turn) {
                 .from(args.call.rank * Shape::max_blocks)
                 .raise(block, epoch);
         if (threadIdx.x == 0) mark(args.call, kNotified);
-        if (Shape::part == kWhole && block == 0) done = wait_for_rows<Shape>(args, turn, blocks);
+        if (Shape::part == kWhole && block == 0) done = wait_for_sources<Shape>(args, turn, blocks);
     }
     if (threadIdx.x == 0) mark(args.call, kDone);
     return done;
@@ -147,7 +133,7 @@ __device__ bool receive_rows(const DispatchArgs& args, Turn turn) {
     find_bases<Shape>(args, shared.route, counts);
     if constexpr (Shape::layout == kLayoutExpert)
         return fill<Shape>(args, shared, epoch, threadIdx.x / 32, threadIdx.x % 32);
-    return blockIdx.x != 0 || wait_for_rows<Shape>(args, turn, args.send_blocks);
+    return blockIdx.x != 0 || wait_for_sources<Shape>(args, turn, args.send_blocks);
 }
 
 template <class Shape>

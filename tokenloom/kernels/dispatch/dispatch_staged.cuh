@@ -12,8 +12,7 @@
 //   all warps       copy every row to the places of its routes                                            (spread.cuh)
 //   last block out  advances the epoch; if the call was refused or a wait has expired, it makes the results say so
 //
-// Halves are two kernels: the upper part, and the lower. Small plans gain, since a wait for counts costs more than the
-// copy. So does layout slots, whose places no sender may know before it has all counts.
+// For layouts of routes: a row is copied to several places anyhow. Halves are two kernels: the upper part, and the lower.
 #pragma once
 #include "kernels/dispatch/padding.cuh"
 #include "kernels/dispatch/send.cuh"
@@ -59,7 +58,7 @@ __device__ bool send_staged(const DispatchArgs& args, DispatchShared<Shape>& sha
     }
     find_slots<Shape>(args, route, shared.running, chunk, turn);
     int32* places = args.slots + static_cast<int64>(args.num_tokens) * Shape::num_ranks;
-    if constexpr (Places<Shape>::kOfRoutes) find_places<Shape>(args, route, shared.running, chunk, places);
+    find_places<Shape>(args, route, shared.running, chunk, places);
     fence_shared_to_bulk();  // the rings take over the memory of the running counts
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -68,7 +67,7 @@ __device__ bool send_staged(const DispatchArgs& args, DispatchShared<Shape>& sha
     }
     bool done = true;
     if (warp < Shape::send_warps) {
-        done = send_rows<Shape>(args, shared, places, chunk, turn, warp, lane);
+        done = send_rows<Shape>(args, shared, ToRanks<Shape>{args, shared, places, turn}, chunk, epoch, warp, lane);
         if (lane == 0) mark(args.call, kSent);
     }
     if (!__syncthreads_and(done)) return false;
@@ -87,11 +86,11 @@ __device__ bool receive_staged(const DispatchArgs& args, StagedShared<Shape>& sh
     constexpr int kCounts = RouteShared<Shape>::kCounts;
     auto& route = shared.send.route;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    if (await_call<Shape::num_ranks, kCounts>(args.call, turn) != Opened::kGo) return false;
+    if (await_call<Shape::num_ranks, kCounts, true, Shape::node_ranks>(args.call, turn) != Opened::kGo) return false;
     if (threadIdx.x == 0) mark(args.call, kHeard);
     const AllCounts<Shape> counts{headers_of<Shape::num_ranks, kCounts>(args.call, epoch) + kHeaderWords, turn};
     find_bases<Shape>(args, route, counts);
-    if constexpr (Places<Shape>::kOfRoutes) find_source_bases<Shape>(args, shared.spread, counts);
+    find_source_bases<Shape>(args, shared.spread, counts);
     if (blockIdx.x == 0) publish_counts<Shape>(args, route, counts);
     if constexpr (Shape::layout == kLayoutExpert)
         clear_padding<Shape>(args, route, static_cast<unsigned char*>(args.out_rows),
@@ -99,7 +98,8 @@ __device__ bool receive_staged(const DispatchArgs& args, StagedShared<Shape>& sh
                              gridDim.x * (Shape::threads / 32), lane);
     if (!wait_for_sources<Shape>(args, turn, args.send_blocks)) return false;
     const uint64 staging = args.peers[args.call.rank] + turn_offset<Shape>(args, epoch);
-    spread_rows<Shape>(args, route, shared.spread, staging, warp, lane);
+    if constexpr (Places<Shape>::kOfRoutes) spread_rows<Shape>(args, route, shared.spread, staging, warp, lane);
+    else spread_places<Shape>(args, route, staging, warp, lane);
     if (lane == 0) mark(args.call, kFilled);
     return true;
 }
@@ -108,6 +108,7 @@ template <class Shape>
 __device__ bool dispatch_staged_rows(const DispatchArgs& args, Turn turn) {
     extern __shared__ __align__(128) unsigned char memory[];
     static_assert(Shape::num_ranks <= kMostRanks, "a lane and a bit of every mask for each rank");
+    static_assert(Places<Shape>::kOfRoutes, "rows that are tokens go straight to their places");
     static_assert(sizeof(StagedShared<Shape>) <= Shape::shared_bytes, "launch.py asks for what this needs");
     auto& shared = *reinterpret_cast<StagedShared<Shape>*>(memory);
     if (threadIdx.x == 0) mark(args.call, kBegun);

@@ -86,8 +86,8 @@ class DispatchVariant:
         quantize: "" sends rows as they are. "any scale" and "power of two" make FP8 of them on the way.
         strategy: what carries rows, of :data:`tokenloom.plan.DISPATCH_STRATEGIES`. Other than "dedup" for layout
             "expert" only; "all_gather" for rows without scales only.
-        staged: rows arrive by source, and are copied to their places from there; strategy "dedup" only. Layout
-            "slots" always is.
+        staged: rows arrive by source, and are copied to their places from there; layout "expert" with strategy
+            "dedup", and always layout "slots".
         eager: staged rows leave before all ranks have opened the call, to one of :data:`TURNS` regions.
         scale_layout: "rows"; in layout "slots" also "columns" or "packed".
         part: "whole", or the half of a call that "send" or "receive" is.
@@ -154,6 +154,7 @@ class DispatchVariant:
             stage_bytes, stages, shared_bytes = ring(row_bytes, send_warps, route_bytes, running_bytes)
         shape = {
             "num_ranks": plan.num_ranks,
+            "node_ranks": plan.num_ranks,
             "num_experts": plan.num_experts,
             "experts_per_rank": plan.experts_per_rank,
             "top_k": plan.top_k,

@@ -56,6 +56,14 @@ __device__ void notify_host(const DispatchArgs& args) {
     if (threadIdx.x == 0) store_release_sys(reinterpret_cast<uint32*>(args.host_counts), args.host_sequence);
 }
 
+// All rows of all sources are in this rank's region; `blocks` of each source have sent them.
+template <class Shape>
+__device__ bool wait_for_sources(const DispatchArgs& args, Turn turn, int32 blocks) {
+    const PeerSignals done = window_of<Shape::num_ranks>(args.call.peers).signals(args.call.rank, args.done_flags);
+    return wait_for_blocks<Shape::num_ranks, Shape::threads, Shape::node_ranks>(args.call, done, Shape::max_blocks,
+                                                                                blocks, turn, kPhaseRows);
+}
+
 // One warp: the results of a dispatch that did not take place. No rows, here or elsewhere, so that nobody who goes on
 // with them addresses anything.
 template <class Shape>

@@ -44,34 +44,47 @@ __device__ __forceinline__ TokenRoutes routes_of(const DispatchArgs& args, const
     return routes;
 }
 
-// Ids, weights, places and scales of a token's rows. The lanes share the work.
+// Ids, weights (if there are some) and places of a token's rows. The lanes share the work.
 template <class Shape>
 __device__ __forceinline__ void send_metadata(const DispatchArgs& args, const DispatchShared<Shape>& shared,
-                                              const TokenRoutes& routes, int32 token, int lane) {
+                                              const TokenRoutes& routes, int32 token, bool weighted, int lane) {
     const auto& data = shared.data;
     const bool leads = routes.rank >= 0 && (routes.same_rank & ((1u << lane) - 1)) == 0;
     for (uint32 rest = __ballot_sync(~0u, leads); rest != 0; rest &= rest - 1) {
         const int32 rank = of_lane(routes.rank, rest), row = of_lane(routes.row, rest);
-        if (Shape::layout == kLayoutToken && !Places<Shape>::kStaged && row >= args.capacity) continue;
+        if (Shape::layout == kLayoutToken && row >= args.capacity) continue;
         if (lane >= Shape::top_k) continue;
         const bool here = routes.rank == rank;
         const int64 to = static_cast<int64>(row) * Shape::top_k + lane;
         data.put(rank, args.row_ids, to, here ? routes.expert % Shape::experts_per_rank : -1);
-        if (args.topk_weights != nullptr) data.put(rank, args.row_weights, to, here ? routes.weight : 0.0f);
+        if (weighted) data.put(rank, args.row_weights, to, here ? routes.weight : 0.0f);
         if constexpr (Places<Shape>::kOfRoutes) data.put(rank, args.row_places, to, here ? routes.place : -1);
         if (Shape::layout != kLayoutRank && lane == 0) data.put(rank, args.row_tokens, row, token);
     }
-    if constexpr (Shape::scales_per_row > 0 && Shape::quantize == kAsIs) {
-        constexpr int kLaneScales = (Shape::scales_per_row + 31) / 32;
-        const float* from = args.scales + static_cast<int64>(token) * Shape::scales_per_row;
-        for (uint32 rest = __ballot_sync(~0u, routes.is_target); rest != 0; rest &= rest - 1) {
-            float* to = data.template staging<float>(of_lane(routes.rank, rest), args.row_scales) +
-                        static_cast<int64>(of_lane(target_of<Shape>(routes), rest)) * Shape::scales_per_row;
+}
+
+// Tokens come with scales; else there are none, or they are made on the way.
+template <class Shape>
+constexpr bool kBringsScales = Shape::scales_per_row > 0 && Shape::quantize == kAsIs;
+
+// A row's scales, to where the row goes.
+template <class Shape>
+__device__ __forceinline__ void send_scales(const DispatchArgs& args, const DispatchShared<Shape>& shared,
+                                            const TokenRoutes& routes, const float* from, int lane) {
+    constexpr int kLaneScales = (Shape::scales_per_row + 31) / 32;
+    for (uint32 rest = __ballot_sync(~0u, routes.is_target); rest != 0; rest &= rest - 1) {
+        float* to = shared.data.template staging<float>(of_lane(routes.rank, rest), args.row_scales) +
+                    static_cast<int64>(of_lane(target_of<Shape>(routes), rest)) * Shape::scales_per_row;
 #pragma unroll 4
-            for (int i = 0; i < kLaneScales; ++i)
-                if (lane + 32 * i < Shape::scales_per_row) to[lane + 32 * i] = from[lane + 32 * i];
-        }
+        for (int i = 0; i < kLaneScales; ++i)
+            if (lane + 32 * i < Shape::scales_per_row) to[lane + 32 * i] = from[lane + 32 * i];
     }
+}
+
+// The scales of this rank's token, where it comes with some.
+template <class Shape>
+__device__ __forceinline__ const float* own_scales(const DispatchArgs& args, int32 token) {
+    return args.scales + static_cast<int64>(token) * Shape::scales_per_row;
 }
 
 // The tokens that a sending warp takes: first one of its block's chunk, whose slots this block has found, then whatever
@@ -127,16 +140,48 @@ __device__ void notify_row(const DispatchArgs& args, const DispatchShared<Shape>
     }
 }
 
-// One sending warp. False: not all rows could be sent.
+// Where the rows of a token go: straight to the ranks that hold its experts. Between nodes they also go elsewhere
+// (dispatch_network.cuh).
 template <class Shape>
-__device__ bool send_rows(const DispatchArgs& args, DispatchShared<Shape>& shared, const int32* places, Chunk chunk,
-                          Turn turn, int warp, int lane) {
+struct ToRanks {
+    const DispatchArgs& args;
+    const DispatchShared<Shape>& shared;
+    const int32* places;
+    Turn turn;
+    TokenRoutes routes{};
+
+    // All but the row itself.
+    __device__ __forceinline__ void send_rest(int32 token, int lane) {
+        routes = routes_of<Shape>(args, shared.route, places, turn, token, lane);
+        send_metadata<Shape>(args, shared, routes, token, args.topk_weights != nullptr, lane);
+        if constexpr (kBringsScales<Shape>)
+            send_scales<Shape>(args, shared, routes, own_scales<Shape>(args, token), lane);
+    }
+
+    __device__ __forceinline__ bool is_target() const { return routes.is_target; }
+
+    // This lane's address for the row, if it is a target,
+    __device__ __forceinline__ int64 row() const {
+        return static_cast<int64>(shared.data.staging_address(routes.rank, args.rows)) +
+               static_cast<int64>(target_of<Shape>(routes)) * Shape::row_bytes;
+    }
+
+    // and for its scales.
+    __device__ __forceinline__ uint64 scales() const {
+        return shared.data.staging_address(routes.rank, args.row_scales) +
+               static_cast<int64>(target_of<Shape>(routes)) * Shape::scales_per_row * sizeof(float);
+    }
+};
+
+// One sending warp. False: not all rows could be sent.
+template <class Shape, class Way>
+__device__ bool send_rows(const DispatchArgs& args, DispatchShared<Shape>& shared, Way way, Chunk chunk, uint32 epoch,
+                          int warp, int lane) {
     using Stream = typename DispatchShared<Shape>::Stream;
     static_assert(Stream::kAhead + 4 < Progress<Shape::send_warps>::kRecent, "rows begun and not yet notified");
     constexpr int kUnreported = 2;  // rows that are on their way when the one before them is reported
     constexpr bool kReports = Places<Shape>::kDirect;
-    TokenSource<Shape> tokens(args, chunk, turn.epoch, warp, lane);
-    TokenRoutes routes{};
+    TokenSource<Shape> tokens(args, chunk, epoch, warp, lane);
     uint32 begun = 0;
     const auto row_of = [&](int64 token) {
         const int64 bytes = Shape::quantize == kAsIs ? Shape::row_bytes : Shape::hidden * kValueBytes<Shape::x_dtype>;
@@ -147,15 +192,7 @@ __device__ bool send_rows(const DispatchArgs& args, DispatchShared<Shape>& share
         if (kReports) shared.progress.begin(warp, begun++, token, lane);
         return true;
     };
-    const auto send_rest = [&](int32 token) {  // all but the row itself
-        routes = routes_of<Shape>(args, shared.route, places, turn, token, lane);
-        send_metadata<Shape>(args, shared, routes, token, lane);
-    };
-    const auto target = [&]() {  // this lane's address for the row, or nowhere
-        if (!routes.is_target) return Stream::kNowhere;
-        return static_cast<int64>(shared.data.staging_address(routes.rank, args.rows)) +
-               static_cast<int64>(target_of<Shape>(routes)) * Shape::row_bytes;
-    };
+    const auto target = [&]() { return way.is_target() ? way.row() : Stream::kNowhere; };
     if constexpr (Shape::quantize == kAsIs) {
         Stream stream(shared.stream[warp], shared.control_of_stream[warp], lane);
         stream.run(
@@ -167,7 +204,7 @@ __device__ bool send_rows(const DispatchArgs& args, DispatchShared<Shape>& share
                 return true;
             },
             [&](uint64 token) {
-                send_rest(token);
+                way.send_rest(token, lane);
                 return target();
             },
             [&](uint32 row, uint64) {
@@ -179,12 +216,9 @@ __device__ bool send_rows(const DispatchArgs& args, DispatchShared<Shape>& share
     } else {
         int32 token;
         for (uint32 row = 0; begin(token); ++row) {
-            send_rest(token);
-            const uint32 targets = __ballot_sync(~0u, routes.is_target);
-            uint64 scales = 0;
-            if (routes.is_target)
-                scales = shared.data.staging_address(routes.rank, args.row_scales) +
-                         static_cast<int64>(target_of<Shape>(routes)) * Shape::scales_per_row * sizeof(float);
+            way.send_rest(token, lane);
+            const uint32 targets = __ballot_sync(~0u, way.is_target());
+            const uint64 scales = way.is_target() ? way.scales() : 0;
             quantize_row<Shape::x_dtype, Shape::hidden, Shape::quantize == kToFp8PowerOfTwo>(row_of(token), target(),
                                                                                            scales, targets, lane);
             if (kReports) shared.progress.report(warp, row + 1, lane);

@@ -31,20 +31,6 @@ __device__ void find_source_bases(const DispatchArgs& args, SpreadShared<Shape>&
     __syncthreads();
 }
 
-// Every block: all rows of all sources are in this rank's region.
-template <class Shape>
-__device__ bool wait_for_sources(const DispatchArgs& args, Turn turn, int32 blocks) {
-    const Deadline deadline = deadline_of(args.call);
-    const PeerSignals done = window_of<Shape::num_ranks>(args.call.peers).signals(args.call.rank, args.done_flags);
-    bool here = true;
-    for (int i = threadIdx.x; i < Shape::num_ranks * blocks; i += Shape::threads) {
-        const int peer = i / blocks, block = i % blocks;
-        here = here && (turn.leaves_out(peer) ||
-                        done.from(peer * Shape::max_blocks).wait(block, turn.epoch, deadline, peer, kPhaseRows));
-    }
-    return __syncthreads_and(here);
-}
-
 // The scales of one row, for the place of each lane in the mask.
 template <class Shape>
 __device__ __forceinline__ void spread_scales(const DispatchArgs& args, const float* from, int32 place, uint32 places,
@@ -72,6 +58,33 @@ __device__ __forceinline__ void spread_scales(const DispatchArgs& args, const fl
     }
 }
 
+// All warps of all blocks, layout rank: every received row, with all that came with it, to its place, which has the number
+// that it arrived with.
+template <class Shape>
+__device__ void spread_places(const DispatchArgs& args, const RouteShared<Shape>& route, uint64 staging, int warp,
+                              int lane) {
+    const auto staged = [&](uint64 offset) { return reinterpret_cast<const unsigned char*>(staging + offset); };
+    const auto* ids = reinterpret_cast<const int32*>(staged(args.row_ids));
+    const auto* weights = reinterpret_cast<const float*>(staged(args.row_weights));
+    const auto* scales = reinterpret_cast<const float*>(staged(args.row_scales));
+    const uint64 out = reinterpret_cast<uint64>(args.out_rows);
+    for (int32 item = warp * gridDim.x + blockIdx.x; item < Shape::num_ranks * args.max_tokens;
+         item += gridDim.x * (Shape::threads / 32)) {
+        if (item % args.max_tokens >= route.received[item / args.max_tokens]) continue;
+        const int64 place = item;
+        if (lane < Shape::top_k) {
+            const int64 at = place * Shape::top_k + lane;
+            args.out_ids[at] = ids[at];
+            if (args.out_weights != nullptr) args.out_weights[at] = weights[at];
+        }
+        copy_row<Shape::row_bytes>(staged(args.rows) + place * Shape::row_bytes, out + place * Shape::row_bytes, 1,
+                                   lane);
+        for (int i = lane; i < Shape::scales_per_row; i += 32)
+            static_cast<float*>(args.out_scales)[place * Shape::scales_per_row + i] =
+                scales[place * Shape::scales_per_row + i];
+    }
+}
+
 // All warps of all blocks: every received row to the places of its routes here, with all that came with it.
 template <class Shape>
 __device__ void spread_rows(const DispatchArgs& args, const RouteShared<Shape>& route,
@@ -87,31 +100,24 @@ __device__ void spread_rows(const DispatchArgs& args, const RouteShared<Shape>& 
     int source = 0;
     int32 total = 0;
     for (int s = 0; s < Shape::num_ranks; ++s) total += route.received[s];
-    for (int32 i = warp * gridDim.x + blockIdx.x; i < total; i += gridDim.x * (Shape::threads / 32)) {
-        while (i >= route.received_base[source] + route.received[source]) ++source;
-        const int64 from = static_cast<int64>(source) * args.max_tokens + (i - route.received_base[source]);
-        const int64 row = Shape::layout == kLayoutRank ? from : i;  // among those that came
-        int32 place = lane == 0 && row < args.capacity ? static_cast<int32>(row) : -1;
+    for (int32 row = warp * gridDim.x + blockIdx.x; row < total; row += gridDim.x * (Shape::threads / 32)) {
+        while (row >= route.received_base[source] + route.received[source]) ++source;
+        const int64 from = static_cast<int64>(source) * args.max_tokens + (row - route.received_base[source]);
+        int32 place = -1;
         if (lane < Shape::top_k) {
-            const int64 route_from = from * Shape::top_k + lane, route_to = row * Shape::top_k + lane;
+            const int64 route_from = from * Shape::top_k + lane, route_to = static_cast<int64>(row) * Shape::top_k + lane;
             const int32 expert = ids[route_from];
-            if (To::kOfRoutes || row < args.capacity) {
-                args.out_ids[route_to] = expert;
-                if (args.out_weights != nullptr) args.out_weights[route_to] = weights[route_from];
+            args.out_ids[route_to] = expert;
+            if (args.out_weights != nullptr) args.out_weights[route_to] = weights[route_from];
+            if (expert >= 0) {
+                const int32 number = spread.source_base[source][expert] + numbers[route_from];
+                if constexpr (Shape::layout == kLayoutSlots)
+                    place = number < args.capacity ? expert * args.capacity + number : To::kDropped;
+                else place = route.own_start[expert] + number;
             }
-            if constexpr (To::kOfRoutes) {
-                place = -1;
-                if (expert >= 0) {
-                    const int32 number = spread.source_base[source][expert] + numbers[route_from];
-                    if constexpr (Shape::layout == kLayoutSlots)
-                        place = number < args.capacity ? expert * args.capacity + number : To::kDropped;
-                    else place = route.own_start[expert] + number;
-                }
-                args.out_places[route_to] = place;
-            }
+            args.out_places[route_to] = place;
         }
-        if (Shape::layout != kLayoutRank && lane == 0 && (To::kOfRoutes || row < args.capacity))
-            args.out_tokens[row] = tokens[from];
+        if (lane == 0) args.out_tokens[row] = tokens[from];
         const int32 end = Shape::layout == kLayoutSlots ? To::kDropped : args.capacity;
         const uint32 kept = __ballot_sync(~0u, place >= 0 && place < end);
         copy_row<Shape::row_bytes>(staged(args.rows) + from * Shape::row_bytes,

@@ -1,0 +1,115 @@
+// Dispatch between nodes, low latency: a staged dispatch whose rows for other nodes pass through one rank there. The
+// protocol is docs/explanation/between-nodes.md.
+//
+//   all blocks      count, and number rows for each rank and each node; the last block announces the call to neighbours,
+//                   and packs what goes before the rows of other nodes                     (route.cuh, nodes.cuh)
+//   sending warps   take token after token: its row to the ranks of this node, and once for each other node into the
+//                   region that is put                                                     (send.cuh, nodes.cuh)
+//   block 0         puts the chunks of all nodes when all blocks have packed               (nodes.cuh)
+//   all blocks      forward what comes over this rail to neighbours, with the announcement (nodes.cuh)
+//   all blocks      receive as in any staged dispatch                                      (dispatch_staged.cuh)
+//
+// Nobody waits before the last two, and regions take turns, so a rank needs no credit to put.
+#pragma once
+#include "kernels/dispatch/dispatch_staged.cuh"
+#include "kernels/dispatch/nodes.cuh"
+
+template <class Shape>
+struct NetworkShared {
+    StagedShared<Shape> staged;
+    NodesShared<Shape> nodes;
+};
+
+// False, in any thread: the dispatch does not take place, or not all of it.
+template <class Shape>
+__device__ bool send_to_nodes(const DispatchNetworkArgs& args, NetworkShared<Shape>& memory, Turn turn) {
+    constexpr int kCounts = RouteShared<Shape>::kCounts;
+    using Rows = Packed<Shape>;
+    auto& shared = memory.staged.send;
+    auto& route = shared.route;
+    const Rail& rail = args.rail;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const Chunk chunk = chunk_of(args.num_tokens, blockIdx.x);
+    const Turn neighbours = near<Shape::node_ranks>(turn, args.call.rank);
+    const uint64 packed =
+        rail.base + rail.template region<Rows::kNodes>(rail.put_from, turn.epoch & (args.turns - 1), 0);
+    if (warp == 0) shared.progress.clear(lane);
+    if (warp < shared.kRings) DispatchShared<Shape>::Stream::init(shared.control_of_stream[warp], lane);
+    if (threadIdx.x < Shape::num_ranks) {
+        shared.control.bases[threadIdx.x] = args.call.peers[threadIdx.x];
+        shared.data.bases[threadIdx.x] = args.peers[threadIdx.x] + turn_offset<Shape>(args, turn.epoch);
+        route.row_base[threadIdx.x] = args.call.rank * args.max_tokens;
+    }
+    mbarrier_init_fence();
+    if (!count_all_routes<Shape>(args, route, chunk, turn)) return false;
+    if (threadIdx.x == 0) mark(args.call, kCounted);
+    find_node_rows<Shape>(args, memory.nodes, chunk, turn);
+    if (blockIdx.x == gridDim.x - 1) {
+        for (int i = threadIdx.x; i < kCounts; i += Shape::threads)
+            route.header[kHeaderWords + i] = route.before[i] + route.chunk[i];
+        announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, neighbours, kCounts, route.header);
+        pack_headers<Shape>(args, route.header, memory.nodes, packed);
+    }
+    find_slots<Shape>(args, route, shared.running, chunk, turn);
+    int32* places = args.slots + static_cast<int64>(args.num_tokens) * Shape::num_ranks;
+    if constexpr (Places<Shape>::kOfRoutes) find_places<Shape>(args, route, shared.running, chunk, places);
+    fence_shared_to_bulk();  // the rings take over the memory of the running counts
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        store_release_gpu(reinterpret_cast<uint32*>(args.slots_found) + blockIdx.x, turn.epoch);
+        mark(args.call, kPlaced);
+    }
+    bool done = true;
+    if (warp < Shape::send_warps) {
+        const ToNodes<Shape> way{args, ToRanks<Shape>{args, shared, places, turn}, packed};
+        done = send_rows<Shape>(args, shared, way, chunk, turn.epoch, warp, lane);
+        if (lane == 0) mark(args.call, kSent);
+    }
+    if (!__syncthreads_and(done)) return false;
+    if (threadIdx.x == 0) store_release_gpu(rail.blocks + blockIdx.x, turn.epoch);
+    if (threadIdx.x < Shape::num_ranks && !neighbours.leaves_out(threadIdx.x))
+        shared.control.signals(threadIdx.x, args.done_flags)
+            .from(args.call.rank * Shape::max_blocks)
+            .raise(blockIdx.x, turn.epoch);
+    if (blockIdx.x != 0) return true;
+    const bool packed_all = threadIdx.x >= gridDim.x || wait_for_block(rail.blocks + threadIdx.x, turn.epoch,
+                                                                       deadline_of(args.call), args.call.rank);
+    if (!__syncthreads_and(packed_all)) return false;
+    put_chunks<Shape>(args, memory.nodes, turn);
+    // Every block has read the signals of calls before, ahead of its flag.
+    if (threadIdx.x == 0) {
+        rail.signals[kDispatches] += rail.chunks;
+        mark(args.call, kNotified);
+    }
+    return true;
+}
+
+template <class Shape>
+__device__ bool dispatch_network_rows(const DispatchNetworkArgs& args, Turn turn) {
+    extern __shared__ __align__(128) unsigned char memory[];
+    static_assert(Shape::num_ranks <= kMostRanks, "a lane and a bit of every mask for each rank");
+    static_assert(Shape::part == kWhole, "a call between nodes is one kernel");
+    static_assert(Shape::num_ranks % Shape::node_ranks == 0, "nodes are of one size");
+    static_assert(Packed<Shape>::kBytes == Shape::record_bytes && Packed<Shape>::kHeaderBytes == Shape::header_bytes,
+                  "launch_network.py sizes regions by them");
+    static_assert(sizeof(NetworkShared<Shape>) <= Shape::shared_bytes, "launch.py asks for what this needs");
+    auto& shared = *reinterpret_cast<NetworkShared<Shape>*>(memory);
+    if (threadIdx.x == 0) mark(args.call, kBegun);
+    const uint64 before = args.rail.signals[kDispatches];
+    if (__syncthreads_or(has_expired(deadline_of(args.call)))) return false;
+    if (!send_to_nodes<Shape>(args, shared, turn)) return false;
+    if (!forward_rows<Shape>(args, shared.staged.send, turn, before)) return false;
+    const bool done = receive_staged<Shape>(args, shared.staged, turn);
+    if (threadIdx.x == 0) mark(args.call, kDone);
+    return done;
+}
+
+template <class Shape>
+__device__ void dispatch_network(const DispatchNetworkArgs& args) {
+    const Turn turn = turn_of(args.call);
+    const bool done = dispatch_network_rows<Shape>(args, turn);
+    close_call(args.call, turn, done, [&] {
+        publish_nothing<Shape>(args);
+        publish_no_nodes<Shape>(args);
+    });
+}

@@ -1,0 +1,89 @@
+"""The host side of the dispatch between nodes: its arguments and its variants."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, replace
+
+import torch
+
+from tokenloom.jit.compiler import KernelSpec
+from tokenloom.kernels.common import HEADER_WORDS, describe, require_shared, short_name, uint64_fields
+from tokenloom.kernels.common.rail import DESCRIPTOR_BYTES, Rail
+from tokenloom.kernels.dispatch.launch import DispatchArgs, DispatchVariant
+from tokenloom.plan import Plan, align_up
+
+
+class DispatchNetworkArgs(DispatchArgs):
+    """Mirror of DispatchNetworkArgs in nodes.cuh, which says what each value is."""
+
+    _fields_ = [("rail", Rail), *uint64_fields("node_rows", "forwarded_slots", "forwarded_rows")]  # noqa: RUF012
+
+
+@dataclass(frozen=True)
+class DispatchNetworkVariant:
+    """One compiled form of the dispatch between nodes. NCCL's headers come before its source.
+
+    Attributes:
+        plan: sizes of the group.
+        ranks_per_node: rank n * ranks_per_node + g is on node n.
+        layout: "slots" or "rank".
+        x_dtype, quantize, scale_layout: as in :class:`DispatchVariant`.
+    """
+
+    plan: Plan
+    ranks_per_node: int
+    _: KW_ONLY
+    layout: str = "slots"
+    x_dtype: torch.dtype
+    quantize: str = ""
+    scale_layout: str = "rows"
+
+    @property
+    def near(self) -> DispatchVariant:
+        """The same for ranks of one node."""
+        return DispatchVariant(
+            self.plan,
+            layout=self.layout,
+            x_dtype=self.x_dtype,
+            quantize=self.quantize,
+            staged=True,
+            eager=True,
+            scale_layout=self.scale_layout,
+        )
+
+    @property
+    def header_bytes(self) -> int:
+        """What lies before the rows for a node: what a call is announced with, and their number."""
+        return 4 * align_up(HEADER_WORDS + self.plan.num_ranks + self.plan.num_experts, 4) + 16
+
+    @property
+    def record_bytes(self) -> int:
+        """A row on its way between nodes, with all that comes with it; Packed::kBytes of nodes.cuh."""
+        plan, dtype = self.plan, self.near.row_dtype
+        scales = plan.scales_per_token if dtype == torch.float8_e4m3fn else 0
+        return align_up(plan.hidden * dtype.itemsize + 4 * (scales + 3 * plan.top_k + self.ranks_per_node + 1), 16)
+
+    def __str__(self) -> str:
+        words = f"{short_name(self.x_dtype)}{self.quantize and ' to fp8, '}{self.quantize}, {self.scale_layout}"
+        return f"dispatch_network, {describe(self.plan)}, nodes of {self.ranks_per_node}, {self.layout}, {words}"
+
+    def spec(self) -> KernelSpec:
+        """What to compile behind NCCL's headers, and how to launch it.
+
+        Raises:
+            InvalidArgument: counts of so many experts leave no shared memory for rows.
+        """
+        spec = self.near.spec()
+        nodes = self.plan.num_ranks // self.ranks_per_node
+        shared_bytes = spec.shared_bytes + nodes * (4 * (spec.threads // 32 + 1) + DESCRIPTOR_BYTES) + 128
+        require_shared(shared_bytes)
+        sizes = {"node_ranks": self.ranks_per_node, "header_bytes": self.header_bytes}
+        shape = dict(spec.shape) | sizes | {"record_bytes": self.record_bytes}
+        return replace(
+            spec,
+            name="dispatch_network",
+            path="kernels/dispatch/dispatch_network.cuh",
+            shape=tuple(shape.items()),
+            args=DispatchNetworkArgs,
+            shared_bytes=shared_bytes,
+        )

@@ -1,0 +1,248 @@
+"""Memory for kernels that send over the network by NCCL's GIN: a window, a device communicator, words of their own.
+
+A network card writes to the window on behalf of other ranks. So it is given back only when nobody writes any more:
+by all ranks together, or behind an abort of the communicator.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+
+import torch
+import torch.distributed as dist
+
+from tokenloom.errors import BackendUnavailable, TokenloomError
+from tokenloom.jit.nccl_headers import check_versions, find_headers
+from tokenloom.jit.nccl_layout import DEVICE_COMM, REQUIREMENTS, Layout, read_layout
+from tokenloom.plan import align_up
+from tokenloom.runtime.leftovers import keep_until_idle, wait_for
+from tokenloom.runtime.nccl import WINDOW_ALIGNMENT, Nccl, loaded_library
+from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.runtime.rendezvous import agree
+
+CLOSE_S = 10.0
+"""Longest wait of a close for the other ranks, and then for NCCL."""
+PROXY = 2
+"""ncclNetDeviceType of the one kind of GIN that kernels are compiled for."""
+_FULL = 1
+"""ncclGinConnectionType_t: every rank reaches every rank. Before NCCL 2.29 there was no other kind."""
+
+
+class GinMemory:
+    """What the kernels of one rank need to put to others over the network. Making one is collective.
+
+    Whoever drops it without a close keeps its memory until the process ends.
+
+    Args:
+        ranks: a group over NCCL that has made a collective call, so that it has a communicator.
+        num_bytes: of the window, the same on all ranks. It is rounded up.
+        contexts: streams of puts that keep an order. At most 4 before NCCL 2.29.
+        signals: of each context, the same on all ranks.
+        state_bytes: device memory for kernels of this rank alone, zeros at first.
+
+    Attributes:
+        prelude: what these kernels are compiled behind.
+        comm: address of the ncclDevComm, in device memory.
+        window: the ncclWindow_t.
+        address: of this rank's part of it.
+        num_bytes: of that part.
+        state: address of ``state_bytes``.
+
+    Raises:
+        BackendUnavailable: NCCL, its headers or its communicator lack something, which is named.
+        NcclError: NCCL refuses. PeerError: one of these on another rank. PlanMismatch: ranks want different things.
+            All ranks raise alike, and what was made is given back.
+    """
+
+    def __init__(self, ranks: RankGroup, num_bytes: int, *, contexts: int, signals: int, state_bytes: int) -> None:
+        self.num_bytes = align_up(num_bytes, WINDOW_ALIGNMENT)
+        self.address = self.window = 0
+        self._ranks, self._device_comm = ranks, b""
+        self._name = ranks.notes.key(ranks.notes.new_name("network memory"))
+        self._is_kept = self._is_closed = False
+        try:
+            agree(ranks, lambda: self._prepare(contexts, signals), "memory for the network")
+            agree(ranks, lambda: self._make(contexts, signals, state_bytes), "a device communicator of NCCL")
+        except BaseException:
+            self._is_closed = True
+            for undo in self._undoings():  # kernels have not seen it; what fails too stays
+                with suppress(TokenloomError):
+                    undo()
+            raise
+
+    def _prepare(self, contexts: int, signals: int) -> tuple[dict[str, object], None]:
+        """All that a rank can find missing by itself, so that none is alone in a collective call of NCCL."""
+        library = loaded_library()
+        headers = find_headers(library)
+        self._nccl = Nccl(library)
+        version = self._nccl.version()
+        check_versions(headers, version)
+        self._layout, self.prelude = read_layout(headers), headers.prelude()
+        self._comm = communicator_of(self._ranks)
+        with _on(self._ranks.device):
+            self.address = self._nccl.allocate(self.num_bytes)
+        wanted = {"NCCL": version, "bytes of a window": self.num_bytes, "contexts": contexts, "signals": signals}
+        return wanted, None
+
+    def _make(self, contexts: int, signals: int, state_bytes: int) -> tuple[dict[str, object], None]:
+        device = self._ranks.device
+        with _on(device):
+            self.window = self._nccl.register_window(self._comm, self.address, self.num_bytes)
+            asked = requirements_of(self._layout, contexts, signals)
+            self._device_comm = self._nccl.create_device_comm(self._comm, asked, self._layout.types[DEVICE_COMM][0])
+            self._check_device_comm(contexts)
+            on_device = torch.frombuffer(bytearray(self._device_comm), dtype=torch.uint8).to(device, copy=True)
+            state = torch.zeros(state_bytes, dtype=torch.uint8, device=device)
+        keep_until_idle(self, device, on_device, state)
+        self.comm, self.state = on_device.data_ptr(), state.data_ptr()
+        wait_for(device)
+        return {}, None
+
+    def _check_device_comm(self, contexts: int) -> None:
+        """NCCL takes some requirements for hints."""
+
+        def value(name: str) -> int:
+            return self._layout.device_comm_value(self._device_comm, name)
+
+        place = (value("rank"), value("nRanks"))
+        if place != (self._ranks.rank, self._ranks.num_ranks):
+            raise BackendUnavailable(
+                f"NCCL's communicator has this process as rank {place[0]} of {place[1]}, the group as "
+                f"{self._ranks.rank} of {self._ranks.num_ranks}; make a process group of its own for the communicator"
+            )
+        if value("ginContextCount") < contexts:
+            raise BackendUnavailable(
+                f"NCCL made {value('ginContextCount')} contexts of GIN, expected {contexts}; NCCL_DEBUG=INFO says why"
+            )
+        types = "ginTypes" if f"{DEVICE_COMM}.ginTypes" in self._layout.fields else "ginNetDeviceTypes"
+        kind = value(types) & 0xFF  # of the first; the others are like it
+        if kind != PROXY:
+            raise BackendUnavailable(f"GIN is of type {kind}, expected {PROXY}, PROXY; set NCCL_GIN_TYPE={PROXY}")
+
+    # -- giving it back -------------------------------------------------------------------------------------
+
+    def keep(self) -> None:
+        """A wait has expired. Late ranks may still write, so nothing goes back before :meth:`free_after_abort`."""
+        self._is_kept = True
+
+    def close(self) -> bool:
+        """Give everything back, when the work of this rank's device is done. All ranks close, and none sends any more.
+
+        Returns:
+            Whether it is given back. Not after :meth:`keep`, and not if other ranks, or NCCL, take longer than
+            CLOSE_S: then it stays until the process ends.
+
+        Raises:
+            NcclError: NCCL refuses; what comes later in the order stays.
+        """
+        if self._is_closed or self._is_kept:
+            return self._is_closed
+        until = time.monotonic() + CLOSE_S
+        # NCCL's own calls have no limit, and memory must not go while another rank's kernel puts into it.
+        if not wait_for(self._ranks.device) or not self._all_close(until):
+            self._is_kept = True
+            return False
+        self._is_kept = True  # what NCCL does not take back stays
+        self._is_closed = _ends_in(CLOSE_S, self._give_back)
+        return self._is_closed
+
+    def free_after_abort(self) -> None:
+        """Free the memory of the window. The communicator was aborted, which has ended the window and puts into it.
+
+        Raises:
+            NcclError: NCCL refuses.
+        """
+        wait_for(self._ranks.device)
+        if self.address:
+            with _on(self._ranks.device):
+                self._nccl.free(self.address)
+        self.address, self._is_closed = 0, True
+
+    def _give_back(self) -> None:
+        with _on(self._ranks.device):
+            for undo in self._undoings():
+                undo()
+
+    def _undoings(self) -> list[Callable[[], None]]:
+        """What takes back what there is, last things first."""
+        steps: list[Callable[[], None]] = []
+        if self._device_comm:
+            steps.append(lambda: self._nccl.destroy_device_comm(self._comm, self._device_comm))
+        if self.window:
+            steps.append(lambda: self._nccl.deregister_window(self._comm, self.window))
+        if self.address:
+            steps.append(lambda: self._nccl.free(self.address))
+        return steps
+
+    def _all_close(self, until: float) -> bool:
+        """Whether all ranks have come to this close. By the store, which has no part in what NCCL does."""
+        notes, num_ranks = self._ranks.notes, self._ranks.num_ranks
+        if num_ranks == 1:
+            return True
+        keys = [f"{self._name}/{rank}" for rank in range(num_ranks)]
+        notes.call("set", keys[self._ranks.rank], b"closes")
+        while not notes.call("check", keys):
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.002)
+        passed = f"{self._name}/passed"
+        if notes.call("add", passed, 1) == num_ranks:
+            notes.delete([*keys, passed])
+        return True
+
+
+def communicator_of(ranks: RankGroup) -> int:
+    """The ncclComm_t of a group's process group, as torch made it.
+
+    Raises:
+        BackendUnavailable: there is none.
+    """
+    group, device = ranks.process_group, ranks.device
+    if group is None or "nccl" not in dist.get_backend_config(group):
+        raise BackendUnavailable(f"GIN needs a process group over NCCL, this one is over {ranks.transport}")
+    backend = group._get_backend(torch.device("cuda"))
+    if not hasattr(backend, "_comm_ptr"):
+        raise BackendUnavailable(
+            f"torch {torch.__version__} does not tell a process group's communicator (_comm_ptr); use 2.11 or newer"
+        )
+    with _on(device):
+        comm = int(backend._comm_ptr())
+    if not comm:
+        raise BackendUnavailable(
+            "the process group has no communicator of NCCL yet; torch makes it at the first collective: call "
+            "torch.distributed.all_reduce once"
+        )
+    return comm
+
+
+def requirements_of(layout: Layout, contexts: int, signals: int) -> bytes:
+    """A ``ncclDevCommRequirements`` for GIN between all ranks, also those that NCCL would reach in another way."""
+    values = {"ginForceEnable": 1, "ginContextCount": contexts, "ginSignalCount": signals}
+    if f"{REQUIREMENTS}.ginConnectionType" in layout.fields:
+        values["ginConnectionType"] = _FULL
+    return layout.requirements(**values)
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _ends_in(limit_s: float, work: Callable[[], None]) -> bool:
+    """Whether some work has ended within a limit; it goes on in a thread if not. Raises what the work raises."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name="tokenloom: NCCL gives memory back")
+    thread.start()
+    thread.join(limit_s)
+    if errors:
+        raise errors[0]
+    return not thread.is_alive()
