@@ -12,7 +12,7 @@ import torch
 from tests.support import emulator
 from tokenloom.runtime.processes import RankPool
 
-CPU_RANKS = 4
+CPU_RANKS = NETWORK_RANKS = 4
 GROUP_SIZES = (1, 2, 4, 8)
 COLLECTED = pytest.StashKey[set[str]]()
 """Ids of all tests of the collected files, also of those that the command line leaves out."""
@@ -100,7 +100,7 @@ def hoppers(request: pytest.FixtureRequest, pools: Callable[[str], RankPool]) ->
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    if config.option.markexpr != "not slow":
+    if config.option.markexpr != "not slow and not soak":
         return None
     return "slow tests are left out: pytest -m slow runs them, pytest -m '' runs all"
 
@@ -117,7 +117,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def leave_out_what_cannot_be(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of backend "nvlink" exist for Hopper GPUs only, and for rows that its bulk copies can move."""
+    """Tests of backend "nvlink" exist for Hopper GPUs only, and for rows that its bulk copies can move.
+
+    Those of "network" exist for groups that make two nodes of two.
+    """
 
     def exists(item: pytest.Item) -> bool:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
@@ -125,6 +128,8 @@ def leave_out_what_cannot_be(config: pytest.Config, items: list[pytest.Item]) ->
             return True
         if emulator.ON and ("ranks" not in parameters or parameters.get("backend") != "nvlink"):
             return False
+        if parameters.get("backend") == "network":
+            return parameters["ranks"] == ("cpu", NETWORK_RANKS)
         if parameters.get("backend") != "nvlink":
             return True
         case = parameters.get("case")

@@ -275,7 +275,7 @@ def check_routes(problem: Problem, routed: reference.Routed, rows: list[tuple[in
 
 
 @pytest.mark.parametrize("y_dtype", [BF16, FP16, FP32, FP64])
-@pytest.mark.parametrize("mode", ["per_rank", "per_route"])
+@pytest.mark.parametrize("mode", ["per_rank", "per_route", "per_node"])
 @pytest.mark.parametrize("case", case_params(["plain", "top8", "descending-ranks", "repeats", "nan-weights"]))
 def test_combine_equals_brute_force(case: Case, mode: str, y_dtype: torch.dtype) -> None:
     """Scalar by scalar in numpy, whose products and sums are rounded one by one."""
@@ -284,7 +284,8 @@ def test_combine_equals_brute_force(case: Case, mode: str, y_dtype: torch.dtype)
     plan, routed = problem.plan, problem.dispatched("expert", alignment=3)
     ys = expert_rows(problem, routed, y_dtype)
     assert problem.topk_weights is not None
-    got = reference.combine(plan, ys, routed, problem.topk_ids, problem.topk_weights, mode=mode)
+    nodes = [[0, 1, 2], [3]]  # unequal, and a sum of three tells its order
+    got = reference.combine(plan, ys, routed, problem.topk_ids, problem.topk_weights, mode=mode, nodes=nodes)
     number = np.float64 if y_dtype == FP64 else np.float32
     for source, rank_ids in enumerate(problem.topk_ids):
         for token, experts in enumerate(rank_ids.tolist()):
@@ -300,8 +301,13 @@ def test_combine_equals_brute_force(case: Case, mode: str, y_dtype: torch.dtype)
                     order = [k for k, e in enumerate(experts) if e >= 0]
                     taken = {e: iter(group) for e, group in enumerate(groups)}
                     terms = [next(taken[experts[k] // plan.experts_per_rank]) for k in order]
-                else:
+                elif mode == "per_rank":
                     terms = [chain(group) for group in groups if group]
+                else:
+                    sums = [
+                        [number(rounded(chain(groups[r]), y_dtype)) for r in ranks if groups[r]] for ranks in nodes
+                    ]
+                    terms = [chain(each) for each in sums if each]
                 want = chain([number(rounded(term, y_dtype)) for term in terms]) if terms else number(0)
                 assert got[source][token, column].item() == rounded(want, y_dtype)
 

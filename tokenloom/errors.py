@@ -123,18 +123,24 @@ class PeerTimeout(TokenloomError, TimeoutError):
     Attributes:
         rank: rank that noticed.
         peers: missing ranks, empty if they are unknown.
+        nodes: nodes of those, ascending; empty if all ranks are on one node.
         phase: phase in which this rank was waiting.
         epoch: number of the collective step, the same on all ranks.
     """
 
     known_to_all = True
 
-    def __init__(self, rank: int, peers: Sequence[int], phase: str, epoch: int, cause: str) -> None:
+    def __init__(
+        self, rank: int, peers: Sequence[int], phase: str, epoch: int, cause: str, nodes: Sequence[int] = ()
+    ) -> None:
         self.rank = rank
         self.peers = tuple(peers)
+        self.nodes = tuple(nodes)
         self.phase = phase
         self.epoch = epoch
         missing = ", ".join(map(str, self.peers)) if self.peers else "unknown"
+        if self.nodes:
+            missing += f" on node(s) {', '.join(map(str, self.nodes))}"
         super().__init__(
             f"rank {rank} waited in {phase} (step {epoch}) for rank(s) {missing}: {cause}; look there first. "
             "Close this communicator and make a new one once all ranks are back; "

@@ -299,6 +299,7 @@ def combine(
     wire_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
     biases: Sequence[Sequence[torch.Tensor]] = (),
+    nodes: Sequence[Sequence[int]] | None = None,
 ) -> list[torch.Tensor]:
     """Combine the rows of all ranks.
 
@@ -308,14 +309,16 @@ def combine(
         routed: result of ``dispatch``.
         topk_ids: [T, K] of each rank, as given to ``dispatch``.
         topk_weights: [T, K] of each rank, factors of the rows of layout "expert", or None for ones.
-        mode: order of the sums, "per_rank" or "per_route".
+        mode: order of the sums, "per_rank", "per_route" or "per_node".
         wire_dtype: as in ``Communicator.combine``.
         out_dtype: as in ``Communicator.combine``.
         biases: for each rank, the tensors [T, H] that are added to its result in their order.
+        nodes: the ranks of each node, for "per_node". None: all ranks are on one.
 
     Returns:
         [T, H] of each rank.
     """
+    nodes = [range(plan.num_ranks)] if nodes is None else nodes
     y_dtype = ys[0].dtype
     compute = torch.float64 if y_dtype == torch.float64 else torch.float32
     wire_dtype, out_dtype = wire_dtype or y_dtype, out_dtype or y_dtype
@@ -339,9 +342,13 @@ def combine(
                         if topk_weights is not None:
                             term = term * topk_weights[source][token, k].to(compute)
                         partial.append((k, term))
-                if mode == "per_rank" and partial:
+                if mode != "per_route" and partial:
                     partial = [(rank, _sum_in_order([term for _, term in partial]))]
                 terms += [(order, term.to(wire_dtype).to(compute)) for order, term in partial]
+            if mode == "per_node":
+                of_node = [[term for rank, term in terms if rank in ranks] for ranks in nodes]
+                sums = [(min(ranks), _sum_in_order(each)) for ranks, each in zip(nodes, of_node, strict=True) if each]
+                terms = [(first, total.to(wire_dtype).to(compute)) for first, total in sums]
             total = torch.zeros(plan.hidden, dtype=compute, device="cpu")
             if terms:
                 total = _sum_in_order([term for _, term in sorted(terms, key=lambda item: item[0])])

@@ -44,6 +44,7 @@ OTHER_VALUES: dict[str, Any] = {
     "strategy": "all_gather",
     "scale_layout": "columns",
     "weighted": False,
+    "weights_from_home": True,
     "wire_dtype": torch.float16,
     "out_dtype": BF16,
     "needs_grad": True,

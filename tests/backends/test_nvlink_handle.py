@@ -59,3 +59,11 @@ def test_ids_of_inference_mode() -> None:
         handle = handle_of(ids)
         ids.fill_(1)
         assert handle.ids() is ids
+
+
+def test_ids_that_were_replaced() -> None:
+    """Changes before that do not count, also where kernels cannot read the new ones in place."""
+    handle = handle_of(torch.zeros(3, 2, dtype=torch.int32))
+    ids = torch.zeros(7, dtype=torch.int32)[1:].view(3, 2).add_(1)
+    handle.use_ids(ids)
+    assert torch.equal(handle.ids(), ids)

@@ -5,16 +5,18 @@ Ranks that differ in either wait for each other, so this is checked here for eve
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import tokenloom as tl
 from tests.support.stand_ins import Memory, StandIns, record_word
-from tokenloom.backends.base import DispatchOptions
+from tokenloom.backends.base import CombineOptions, DispatchOptions
 from tokenloom.backends.handshake import CallKind
 from tokenloom.backends.nvlink import buffers as module
 from tokenloom.backends.nvlink import outcomes
@@ -104,6 +106,55 @@ def test_growth_is_a_buffer_to_wait_for(made: tuple[Buffers, FakeLauncher]) -> N
     dispatch = forward_calls(pool, 1, BF16, needs_grad=True)[0]
     assert isinstance(dispatch.options, DispatchOptions)
     assert not buffers.has_for_dispatch(dispatch.options, dispatch.value_bytes)
+
+
+def test_combines_that_make_a_buffer(made: tuple[Buffers, FakeLauncher]) -> None:
+    """Where others stop before a combine, to make where its rows come home, so must a rank with a fault."""
+    buffers, others = made
+    buffers.receive(BF16, 0, 0, {})
+    plain = CombineOptions(True, BF16, BF16, False)
+    for split, options in (
+        (False, plain),
+        (False, replace(plain, weights_from_home=True)),
+        (True, plain),
+        (False, replace(plain, strategy="all_to_all")),
+        (True, replace(plain, strategy="all_to_all")),
+        (False, replace(plain, wire_dtype=torch.float32)),
+    ):
+        has, before = buffers.has_for_combine(options, split), others.agreed
+        buffers.combine_recv(options, split, {})
+        assert (others.agreed == before) == has
+        assert buffers.has_for_combine(options, split)
+    assert others.agreed == 5, "the cases make no buffers"
+
+
+BAD_CALLS: dict[str, Callable[[tl.Communicator, tl.Routed], object]] = {
+    "weights": lambda comm, routed: comm.combine(routed.tokens, routed, topk_weights=torch.zeros(1, 1)),
+    "per route": lambda comm, routed: comm.combine(routed.tokens[1:], routed, mode="per_route"),
+    "wire": lambda comm, routed: comm.combine(routed.tokens[1:], routed, wire_dtype=torch.float32),
+    "halves": lambda comm, routed: comm.send_combine(routed.tokens[1:], routed),
+    "float32": lambda comm, routed: comm.dispatch(torch.zeros(2, 128), None, layout="slots"),  # type: ignore[arg-type]
+    "has all": lambda comm, routed: comm.combine(routed.tokens[1:], routed),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_a_bad_call_behind_an_unread_overflow(name: str) -> None:
+    """The others raise the overflow before they make a buffer, and open no call: this rank would be one ahead."""
+    with StandIns(PLAN.num_ranks) as calls, torch.no_grad():
+        sizes = {"num_experts": 8, "hidden": 128, "top_k": 2, "max_tokens_per_rank": 1024}
+        comm = tl.Communicator(None, backend="nvlink", device="cpu", **sizes)
+        calls.keeps = True
+        (launcher,) = calls.launchers
+        launcher.ranks.post_note = lambda name, text: None  # type: ignore[method-assign]
+        routed = comm.dispatch(
+            torch.zeros(2, 128, dtype=BF16), torch.zeros(2, 2, dtype=torch.int64), capacity=8, sizes="bounded"
+        )
+        leave(calls, launcher._num_launches - 1, OVERFLOW)
+        before = launcher.num_calls
+        with pytest.raises(CapacityOverflow):
+            BAD_CALLS[name](comm, routed)
+        assert launcher.num_calls == before + (name == "has all")
 
 
 @pytest.fixture

@@ -91,11 +91,11 @@ def test_a_fault_behind_a_call(group: Ranks) -> None:
 
     real, failures = NvlinkHandle.own, [0]
 
-    def own(self: NvlinkHandle, *args: Any) -> None:
+    def own(self: NvlinkHandle, *args: Any, **options: Any) -> None:
         if emulated.here.rank == 0 and failures:
             failures.pop()
             raise MemoryError("the test")
-        real(self, *args)
+        real(self, *args, **options)
 
     with mock.patch.object(NvlinkHandle, "own", own):
         group.run(check_fault_behind)

@@ -12,14 +12,17 @@ import pytest
 import torch
 
 import tokenloom as tl
-from tests.support.stand_ins import StandIns
+from tests.support.stand_ins import StandIns, Stream
 from tokenloom.backends.base import CombineOptions, DispatchInputs, DispatchOptions, RoutedCounts
 from tokenloom.backends.handshake import combine_fields, dispatch_fields, hash_of
 from tokenloom.backends.nvlink.dispatch import MOST_KINDS
+from tokenloom.backends.nvlink.loans import Loan
+from tokenloom.errors import InvalidArgument
+from tokenloom.runtime.streams import tensors_in
 
 NUM_RANKS, HIDDEN, TOP_K, NUM_EXPERTS = 4, 256, 2, 8
 SMALL, LARGE = 64, 1024
-"""Tokens of a rank: plans of few rows have staged dispatches, whose outputs are ordinary tensors."""
+"""Tokens of a rank. In plans of few rows layout "expert" is staged, too, so that outputs are ordinary tensors."""
 BF16, FP32, INT32, INT64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
 
 
@@ -71,7 +74,7 @@ def test_each_dispatch_tells_its_own_tensors(
 ) -> None:
     """The second and the third call of a kind, too, of other numbers of tokens. Their results lie apart."""
     comm = make_comm(max_tokens)
-    staged = max_tokens == SMALL or layout == "slots"
+    staged = layout == "slots" or (layout == "expert" and max_tokens == SMALL)
     kept: list[tuple[Given, tl.Routed]] = []
     for num_tokens in (5, 0, 17):
         given = Given(num_tokens, ids_dtype, weighted)
@@ -140,11 +143,20 @@ def test_each_combine_tells_its_own_tensors(stand_ins: StandIns, max_tokens: int
         assert (args.row_places, args.row_tokens) == (address(handle.row_places), address(handle.row_tokens))
         assert (args.slots, args.all_counts) == (address(handle.slots), address(handle.all_counts))
         assert (args.topk_ids, args.ids_are_int64) == (address(given[number].ids), True)
-        assert args.row_weights == (address(handle.weights) if by_route else 0)
+        assert args.weights == (address(handle.weights) if by_route else 0)
         assert (args.num_tokens, args.capacity) == (len(given[number].x), handle.capacity)
         strategy = "all_to_all" if mode == "per_route" else "dedup"
         fields = combine_fields(handle.number, CombineOptions(by_route, BF16, BF16, False, strategy))
         assert args.call.options_hash == hash_of(fields)
+
+
+def test_side_streams_know_of_copies(stand_ins: StandIns) -> None:
+    """What a dispatch copied out of a receive buffer is recorded on the stream of an asynchronous combine."""
+    comm, given = make_comm(LARGE), Given(5)
+    routed = given.dispatch(comm, "expert", copy=True)
+    places = routed._handle.pointers[0]
+    memories = [(each.untyped_storage().data_ptr(), each.untyped_storage().nbytes()) for each in tensors_in(routed)]
+    assert any(begin <= places < begin + size for begin, size in memories)
 
 
 def test_receive_buffers_take_turns(stand_ins: StandIns) -> None:
@@ -184,7 +196,7 @@ def test_kinds_do_not_pile_up(stand_ins: StandIns) -> None:
     assert len(launcher._all_kernels) <= 2 * MOST_KINDS
 
 
-@pytest.mark.parametrize("layout", ["token", "slots"])
+@pytest.mark.parametrize("layout", ["expert", "slots"])
 def test_results_in_tensors_of_the_caller(stand_ins: StandIns, layout: str) -> None:
     """The kernel writes to those that are given, and none of them in the next call, which gives none."""
     comm, given = make_comm(SMALL), Given(5)
@@ -240,3 +252,38 @@ def test_what_a_kind_is(stand_ins: StandIns) -> None:
             dispatcher.send(options, inputs).receive()
             kinds.add(len(dispatcher._prepared))
     assert kinds == set(range(1, 9))
+
+
+def test_rows_of_two_streams_are_not_lent(stand_ins: StandIns) -> None:
+    """Asynchronous calls run on one stream, and their rows are read on another, which no later dispatch would wait
+    for."""
+    comm, given = make_comm(LARGE), Given(5)
+    for async_op, is_lent in ((True, False), (False, True)):
+        held: Any = given.dispatch(comm, "token", copy="if_needed", async_op=async_op)
+        assert comm.engine._backend._buffers.any_lent == is_lent  # type: ignore[attr-defined]
+        del held
+
+
+def test_readers_of_lent_rows_are_waited_for(stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the first call that can: a capture waits for no stream outside of it, and the calls behind it still must."""
+    waits = []
+    wait_stream = lambda stream, other: waits.append((stream.cuda_stream, other.cuda_stream))  # noqa: E731
+    monkeypatch.setattr(Stream, "wait_stream", wait_stream)
+    make_comm(LARGE)
+    (launcher,), loan = stand_ins.launchers, Loan()
+    rows = loan.lend(torch.zeros(4))
+    assert loan.is_held
+    del rows
+    assert not loan.is_held
+    for stand_ins.stream, stand_ins.capturing in ((8, True), (9, False), (10, False)):
+        loan.take_back(launcher)
+    assert waits == [(9, 7)]
+
+
+def test_sums_for_copy_engines_have_no_weights_from_home(stand_ins: StandIns) -> None:
+    """They would be taken for received ones, of which there is one for each row."""
+    comm, given = make_comm(LARGE), Given(5)
+    routed = given.dispatch(comm, "expert")
+    options = CombineOptions(True, BF16, BF16, False, "reduce_scatter", weights_from_home=True)
+    with pytest.raises(InvalidArgument, match="no weights from home"):
+        comm.engine.send_combine(routed._handle, routed.tokens, given.weights, options)

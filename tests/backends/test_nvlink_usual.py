@@ -117,9 +117,10 @@ def many_tokens(number: int) -> dict[str, Any]:
 def test_tensors_of_the_caller(stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch, max_tokens: int) -> None:
     """Staged kernels write to them, and to none of them in the next call. From receive buffers they are copied."""
     calls = Calls(stand_ins, monkeypatch, max_tokens)
-    out = tl.DispatchOut(tokens=room(calls, HIDDEN, BF16), num_rows=torch.empty((), dtype=INT32))
-    calls.dispatch()
-    given, other = calls.dispatch(out=out), calls.dispatch()
+    out = tl.DispatchOut(tokens=torch.empty(300, HIDDEN, dtype=BF16), num_rows=torch.empty((), dtype=INT32))
+    how = {"layout": "expert", "capacity": 300}
+    calls.dispatch(**how)
+    given, other = calls.dispatch(out=out, **how), calls.dispatch(**how)
     assert calls.long == (1 if max_tokens == SMALL else 2)
     assert given.tokens is out.tokens
     assert given.num_rows is given._handle.counts.num_rows is out.num_rows or max_tokens == LARGE
@@ -130,6 +131,14 @@ def test_tensors_of_the_caller(stand_ins: StandIns, monkeypatch: pytest.MonkeyPa
         other.tokens.data_ptr() if max_tokens == SMALL else 0,
         other.num_rows.data_ptr(),
     )
+
+
+def test_room_of_another_size(calls: Calls) -> None:
+    """Where kernels write to the caller's tensors, one of them too small is refused, and nothing is launched."""
+    how = {"layout": "expert", "capacity": 300}
+    calls.dispatch(**how)
+    with pytest.raises(tl.ShapeMismatch):
+        calls.dispatch(out=tl.DispatchOut(tokens=torch.empty(299, HIDDEN, dtype=BF16)), **how)
 
 
 UNUSUAL: dict[str, tuple[Callable[[Calls], dict[str, Any]], type[Exception] | None]] = {

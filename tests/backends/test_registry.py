@@ -16,6 +16,7 @@ from tests.support.layer_cases import LayerCase, make_inputs, make_layer
 from tests.support.toy_backend import ToyBackend, make, toy
 from tokenloom import reference
 from tokenloom.backends import registry
+from tokenloom.backends.base import Capabilities
 from tokenloom.backends.nvlink import registration
 from tokenloom.backends.nvlink.buffers import data_layout
 from tokenloom.backends.registry import Availability, Registration, Request
@@ -23,6 +24,7 @@ from tokenloom.plan import Plan
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.rendezvous import agree
+from tokenloom.runtime.topology import Topology, pretended
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -31,7 +33,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 def found(nvlink: bool = True, why: str = "own kernels", host: str = "a", gpu: str = "x") -> list[Availability]:
     """What one rank finds."""
-    return [Availability("nvlink", nvlink, why, {"host": host, "gpu": gpu}), Availability("collective", True, "nccl")]
+    others = [Availability("network", True, "nccl"), Availability("collective", True, "nccl")]
+    return [Availability("nvlink", nvlink, why, {"host": host, "gpu": gpu}), *others]
 
 
 def test_auto_picks_the_best_that_works_everywhere() -> None:
@@ -66,11 +69,88 @@ def test_what_fails_on_one_rank_is_no_choice(by_rank: list[list[Availability]], 
 
 def test_nothing_works() -> None:
     """Every reason is told."""
-    nothing = [Availability("nvlink", False, "no driver"), Availability("collective", False, "no network")]
+    nothing = [Availability(name, False, why) for name, why in (("nvlink", "no driver"), ("network", "no"))]
+    nothing.append(Availability("collective", False, "no network"))
     with pytest.raises(tl.BackendUnavailable) as raised:
         registry.choose("auto", [nothing])
     assert "no driver" in str(raised.value)
     assert "no network" in str(raised.value)
+
+
+ONE, TWO = Topology.together(4), pretended(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("topology", "picked", "reasons"),
+    [
+        (None, "nvlink", []),
+        (ONE, "nvlink", []),
+        (TWO, "network", ["nvlink does not work here: it runs on one node, the ranks are on 2"]),
+        (
+            Topology((0, 0, 0, 1)),
+            "collective",
+            ["nvlink does not work here: it runs on one node", "network does not work here: nodes have unequal"],
+        ),
+        (
+            Topology((0, 1, 0, 1)),
+            "collective",
+            [
+                "nvlink does not work here: it runs on one node",
+                "network does not work here: ranks are not in the order",
+            ],
+        ),
+        (
+            pretended(4, 1),
+            "collective",
+            ["nvlink does not work here: it runs on one node", "network does not work here: each node has one rank"],
+        ),
+    ],
+    ids=["unknown", "one node", "two nodes", "unequal", "out of order", "one rank each"],
+)
+def test_nodes_decide(topology: Topology | None, picked: str, reasons: list[str]) -> None:
+    """Several equal nodes take "network"; other nodes say why not, and one node says nothing of it."""
+    by_rank = [found(gpu=name) for name in "wxyz"]
+    name, why = registry.choose("auto", by_rank, topology)
+    assert name == picked
+    assert len(why) == len(reasons)
+    assert all(text.startswith(start) for text, start in zip(why, reasons, strict=True))
+    assert registry.choose("collective", by_rank, topology)[0] == "collective"
+
+
+def test_what_crosses_nodes_decides() -> None:
+    """A backend is passed over if it reaches other nodes by something else; on one node nothing crosses."""
+    by_rank = [[Availability("toy", True, "wood"), *found(gpu=name)] for name in "wxyz"]
+    with registered(Registration("toy", Capabilities(other_nodes="gin"), toy().probe, make)):
+        for between_nodes, picked in (("auto", "toy"), ("gin", "toy"), ("collective", "network")):
+            assert registry.choose("auto", by_rank, TWO, between_nodes)[0] == picked
+        assert registry.choose("auto", by_rank, ONE, "collective")[0] == "toy"
+        with pytest.raises(
+            tl.BackendUnavailable, match="toy does not work here: it reaches other nodes by gin, trans"
+        ):
+            registry.choose("toy", by_rank, TWO, "collective")
+
+
+@pytest.mark.parametrize(
+    ("name", "topology", "reason"),
+    [
+        ("nvlink", TWO, "nvlink does not work here: it runs on one node, the ranks are on 2; use backend='auto'"),
+        ("network", ONE, "network does not work here: all ranks are on one node; pass ranks_per_node"),
+        (
+            "network",
+            Topology((0, 0), doubt="ranks see different nodes: rank 0 sees"),
+            "ranks see different nodes: rank",
+        ),
+    ],
+)
+def test_asked_for_on_other_nodes(name: str, topology: Topology, reason: str) -> None:
+    """The reason, and what to do."""
+    with pytest.raises(tl.BackendUnavailable, match=reason):
+        registry.choose(name, [found(gpu=gpu) for gpu in "wxyz"[: len(topology.node_of)]], topology)
+
+
+def test_a_rank_that_comes_back_knows_no_nodes_yet() -> None:
+    """It names its backend, and is believed; the others check that they have the same."""
+    assert registry.choose("network", [found()], None)[0] == "network"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +165,7 @@ def test_nothing_works() -> None:
 )
 def test_what_the_kernels_do_not_do(plan: Plan | None, dtype: torch.dtype | None, why: str) -> None:
     """Said before anything is made; the other backend takes all of it."""
-    nvlink, collective = registry.availability("gloo", torch.device("cpu"), plan, dtype)
+    nvlink, _, collective = registry.availability("gloo", torch.device("cpu"), plan, dtype)
     assert (nvlink.works, nvlink.why) == (False, why)
     assert collective.works
 
@@ -176,7 +256,7 @@ def test_names_are_unique_and_known() -> None:
     for name in ("collective", "auto"):
         with pytest.raises(tl.InvalidArgument, match=f"there is a backend '{name}' already"):
             registry.register(Registration(name, toy().capabilities, toy().probe, make))
-    with pytest.raises(tl.InvalidArgument, match="before is 'pigeon', expected one of nvlink, collective"):
+    with pytest.raises(tl.InvalidArgument, match="before is 'pigeon', expected one of nvlink, network, collective"):
         registry.register(toy(), before="pigeon")
     for place, options in ((len(before), {}), (before.index("collective"), {"before": "collective"})):
         take_back = registry.register(toy(), **options)
@@ -205,7 +285,7 @@ def check_toy(context: RankContext) -> None:
                 called = set(comm.engine._backend.called)  # type: ignore[attr-defined]
             assert called == {"send_dispatch", "send_combine"}
         layers_run(context)
-    with pytest.raises(tl.InvalidArgument, match="backend is 'toy', expected auto, nvlink, collective"):
+    with pytest.raises(tl.InvalidArgument, match="backend is 'toy', expected auto, nvlink, network, collective"):
         make_comm(context, "toy", problem.plan)
     without_toy(context)
 

@@ -153,6 +153,66 @@ def check_reweighted(context: RankContext, backend: str, layout: str, first: str
 
 
 @each_backend
+@pytest.mark.parametrize("layout", ["expert", "slots"])
+@pytest.mark.parametrize("first", ["given", "absent"])
+def test_weights_of_a_combine(ranks: Ranks, backend: str, layout: str, first: str) -> None:
+    """Weights that only home knows, other ones in each call. Those of unused routes are NaN and never count."""
+    ranks.run(check_weights_of_a_combine, backend, layout, first)
+
+
+def check_weights_of_a_combine(context: RankContext, backend: str, layout: str, first: str) -> None:
+    problem = make_problem(replace(CASE, weights=first), context.num_ranks)
+    generator = torch.Generator().manual_seed(3)
+    want = problem.dispatched(layout)
+    ys = expert_rows(problem, want, BF16)
+    me, device = context.rank, context.device
+    with make_comm(context, backend, problem.plan) as comm, torch.no_grad():
+        routed, y = comm.dispatch(*problem.arguments(context), layout=layout), ys[me].to(device)
+        for mode in ("per_rank", "per_route", "per_rank"):
+            for _ in range(2):
+                late = [torch.rand(ids.shape, generator=generator) + 0.5 for ids in problem.topk_ids]
+                late = [each.masked_fill(ids < 0, torch.nan) for each, ids in zip(late, problem.topk_ids, strict=True)]
+                outs = reference.combine(problem.plan, ys, want, problem.topk_ids, late, mode=mode)
+                weights, out = late[me].to(device), torch.empty_like(outs[me], device=device)
+                same_bits(comm.combine(y, routed, mode=mode, topk_weights=weights), outs[me], "weights of home")
+                assert comm.combine(y, routed, mode=mode, topk_weights=weights, out=out) is out
+                same_bits(out, outs[me], "weights of home, out")
+                pending = comm.send_combine(y, routed, mode=mode, topk_weights=weights)
+                if backend == "nvlink":
+                    weights.fill_(0)
+                same_bits(pending.receive(), outs[me], "weights of home, in halves")
+        plain = reference.combine(problem.plan, ys, want, problem.topk_ids, problem.topk_weights)
+        same_bits(
+            comm.combine(y, routed, weighted=None if first == "given" else False), plain[me], "the first weights"
+        )
+
+
+@each_backend
+def test_weights_that_a_combine_cannot_use(ranks: Ranks, backend: str) -> None:
+    """They are refused before anything is sent, on all ranks alike, whatever the backend does with weights."""
+    ranks.run(check_unusable_weights, backend)
+
+
+def check_unusable_weights(context: RankContext, backend: str) -> None:
+    problem = make_problem(CASE, context.num_ranks)
+    with make_comm(context, backend, problem.plan) as comm:
+        x, ids, weights = problem.arguments(context)
+        by_layout = {layout: comm.dispatch(x, ids, weights, layout=layout) for layout in ("token", "expert")}
+        cases: list[tuple[str, dict[str, Any], bool, type[Exception], str]] = [
+            ("token", {}, False, tl.InvalidArgument, "topk_weights with layout 'token'"),
+            ("expert", {"weighted": False}, False, tl.InvalidArgument, "topk_weights with weighted=False"),
+            ("expert", {}, True, tl.NotDifferentiable, "topk_weights"),
+        ]
+        for layout, options, needs_grad, error, text in cases:
+            late = torch.ones_like(ids, dtype=FP32).requires_grad_(needs_grad)
+            routed = by_layout[layout]
+            with pytest.raises(error, match=text):
+                comm.combine(routed.tokens, routed, topk_weights=late, **options)
+        out = comm.combine(by_layout["expert"].tokens, by_layout["expert"])
+        assert out.shape == x.shape
+
+
+@each_backend
 @pytest.mark.parametrize("sizes", ["exact", "bounded"])
 @pytest.mark.parametrize("layout", ["token", "rank"])
 def test_other_weights_of_tokens(ranks: Ranks, backend: str, layout: str, sizes: str) -> None:
@@ -284,6 +344,10 @@ FAULTS: list[Any] = [
     pytest.param("weights", "values", lambda v: v.double(), tl.DtypeMismatch, "values is", id="values of float64"),
     pytest.param("late", "w", lambda w: w[:, 1:], tl.ShapeMismatch, "topk_weights is", id="few late weights"),
     pytest.param("late", "w", lambda w: w.bfloat16(), tl.DtypeMismatch, "topk_weights is", id="bf16 late weights"),
+    pytest.param("home", "w", lambda w: w[1:], tl.ShapeMismatch, "topk_weights is", id="few weights of a combine"),
+    pytest.param(
+        "home", "w", lambda w: w.double(), tl.DtypeMismatch, "topk_weights is", id="fp64 weights of a combine"
+    ),
     pytest.param("bias", "b", lambda b: b[:, 1:], tl.ShapeMismatch, "bias is", id="narrow bias"),
     pytest.param("bias", "b", lambda b: b.int(), tl.DtypeMismatch, "bias is", id="bias of integers"),
     pytest.param("bias", "b", lambda b: [b, 3], tl.InvalidArgument, r"bias\[1\] is a int", id="bias of a number"),
@@ -297,6 +361,8 @@ def call(name: str, comm: tl.Communicator, routed: dict[str, tl.Routed], given: 
         return comm.combine_weights(given["values"], routed["token"])
     if name == "late":
         return comm.reweighted(routed["slots"], given["w"])
+    if name == "home":
+        return comm.combine(routed["slots"].tokens, routed["slots"], topk_weights=given["w"])
     return comm.combine(routed["token"].tokens, routed["token"], bias=given["b"])
 
 

@@ -15,6 +15,7 @@ from tests.support.cases import (
     FP16,
     FP32,
     FP64,
+    RANKS_PER_NODE,
     Case,
     Problem,
     case_params,
@@ -36,7 +37,7 @@ Dtypes = tuple[torch.dtype, torch.dtype | None, torch.dtype | None]
 # -- against the reference --------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow_on(4)
+@pytest.mark.slow_on(1, 4)
 @each_backend
 @pytest.mark.parametrize("case", case_params())
 def test_combine(ranks: Ranks, backend: str, case: Case) -> None:
@@ -63,7 +64,7 @@ def check_case(
     context: RankContext, backend: str, case: Case, layouts: list[tuple[str, int]], dtypes: list[Dtypes]
 ) -> None:
     problem = make_problem(case, context.num_ranks)
-    comm = make_comm(context, backend, problem.plan)
+    comm = make_comm(context, backend, problem.plan, **nodes_for(context, backend))
     for layout, alignment in layouts:
         options: dict[str, Any] = {"layout": layout, "alignment": alignment}
         if layout == "slots":
@@ -76,6 +77,11 @@ def check_case(
             check_combine(context, comm, problem, routed, want, each)
     if problem.xs[0].dtype in (BF16, FP32):
         check_bounded(context, comm, problem)
+
+
+def nodes_for(context: RankContext, backend: str) -> dict[str, Any]:
+    """Options that make several nodes, where there are ranks enough and the backend serves them."""
+    return {} if backend == "nvlink" or context.num_ranks < 4 else {"ranks_per_node": RANKS_PER_NODE}
 
 
 def check_combine(
@@ -93,13 +99,14 @@ def check_combine(
     # The reference of this rank's tokens alone: the others' are compared on their own ranks.
     own_ids = [ids if rank == context.rank else ids[:0] for rank, ids in enumerate(problem.topk_ids)]
     expert = routed.layout in ROUTE_LAYOUTS
-    for mode in ("per_rank", "per_route") if expert else ("per_rank",):
+    nodes = comm.engine.ranks.topology.nodes
+    for mode in ("per_rank", "per_node", "per_route") if expert else ("per_rank", "per_node"):
         for weighted in (None, True, False) if expert else (None,):
             if weighted is not False and expert and problem.topk_weights is None:
                 continue
             weights = problem.topk_weights if expert and weighted is not False else None
             options: dict[str, Any] = {"mode": mode, "wire_dtype": wire_dtype, "out_dtype": out_dtype}
-            outs = reference.combine(problem.plan, ys, want, own_ids, weights, **options)
+            outs = reference.combine(problem.plan, ys, want, own_ids, weights, **options, nodes=nodes)
             out = comm.combine(y, routed, weighted=weighted, **options)
             same_bits(out, outs[context.rank], f"{routed.layout}, {options}, weighted={weighted}")
 
@@ -115,7 +122,7 @@ def check_bounded(context: RankContext, comm: tl.Communicator, problem: Problem)
 
 
 @each_backend
-@pytest.mark.parametrize("mode", ["per_rank", "per_route"])
+@pytest.mark.parametrize("mode", ["per_rank", "per_route", "per_node"])
 def test_sums_by_hand(ranks: Ranks, backend: str, mode: str) -> None:
     """Literals that show the order of a sum, a fused multiply-add, or a rounding too many or too few."""
     if not sums_for(ranks.num_ranks):
@@ -128,11 +135,14 @@ def check_sums(context: RankContext, backend: str, mode: str) -> None:
         if backend == "nvlink" and example.y_dtype == FP64:
             continue  # its kernels have no float64
         problem = example.problem()
-        comm = make_comm(context, backend, problem.plan)
+        comm = make_comm(context, backend, problem.plan, **nodes_for(context, backend))
+        if mode == "per_node" and context.num_ranks == 4 and comm.engine.ranks.topology.num_nodes == 1:
+            continue  # worked out for two nodes
         routed = comm.dispatch(*problem.arguments(context))
         y = example.rows(problem.dispatched("expert"))[context.rank].to(context.device)
         out = comm.combine(y, routed, mode=mode, wire_dtype=example.wire_dtype, out_dtype=example.out_dtype)
-        want = torch.full((1, problem.plan.hidden), getattr(example, mode), dtype=FP64)
+        result = getattr(example, mode)
+        want = torch.full((1, problem.plan.hidden), example.per_rank if result is None else result, dtype=FP64)
         want = want.to(example.out_dtype or example.y_dtype)
         same_bits(out, want if context.rank == 0 else want[:0], example.name)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -215,6 +216,24 @@ def test_calls_outside_of_a_sequence(engine: Engine, backend: FakeBackend) -> No
         assert send(engine).receive() == 2
     fail(engine, DISPATCH)
     assert backend.log == ["send 1", "receive 1", "send 2", "receive 2", ["dispatch"]]
+
+
+@pytest.mark.parametrize("layout", ["token", "rank"])
+def test_places_without_a_row_have_no_gradient(engine: Engine, backend: Any, layout: str) -> None:
+    """What a backend leaves in them would count in the gradients of experts that compute all places."""
+    place = {"token": 1, "rank": 2}[layout]
+    handle: Any = SimpleNamespace(
+        options=SimpleNamespace(layout=layout, sizes="exact"),
+        num_places=place + 1,
+        positions=lambda: torch.tensor([[0], [place], [-1]]),
+    )
+    again = torch.full((place + 1, 8), torch.nan)
+    again[[0, place]] = torch.tensor([[1.0], [2.0]])
+    received = torch.tensor([[1.0], [2.0], [torch.nan]]).expand(3, 8)
+    backend.send_again = lambda *_: SimpleNamespace(receive=lambda: again)
+    backend.send_rows = lambda *_: SimpleNamespace(receive=lambda: received)
+    grad_rows, _ = engine.combine_gradient(handle, torch.empty(2, 8), None, None, torch.float32, "dedup")
+    assert grad_rows[:, 0].tolist() == ([1, 2] if layout == "token" else [1, 0, 2])
 
 
 def test_interrupts_are_not_told(engine: Engine, backend: FakeBackend) -> None:

@@ -511,7 +511,7 @@ CONSTRUCTION_FAULTS: list[tuple[str, Arguments, list[str]]] = [
     ("hidden 0", {"hidden": 0}, ["hidden is 0", "positive integer"]),
     ("top_k over the limit", {"top_k": 33}, ["top_k is 33", "at most 32"]),
     ("max_tokens_per_rank that is no number", {"max_tokens_per_rank": None}, ["max_tokens_per_rank is None"]),
-    ("an unknown backend", {"backend": "nccl"}, ["backend is 'nccl'", "auto, nvlink, collective"]),
+    ("an unknown backend", {"backend": "nccl"}, ["backend is 'nccl'", "auto, nvlink, network, collective"]),
     ("timeout 0", {"timeout_s": 0}, ["timeout_s is 0", "above 0"]),
     ("a timeout without end", {"timeout_s": float("inf")}, ["timeout_s is inf"]),
     ("a timeout that is no number", {"timeout_s": "10"}, ["timeout_s is '10'"]),

@@ -85,7 +85,7 @@ def test_combine(ranks: Ranks, backend: str, strategy: str) -> None:
 
 def check_combine(context: RankContext, backend: str, strategy: str) -> None:
     problem = make_problem(CASE, context.num_ranks)
-    mode = "per_route" if strategy == "all_to_all" else "per_rank"
+    mode = {"all_to_all": "per_route", "per_node": "per_node"}.get(strategy, "per_rank")
     with make_comm(context, backend, problem.plan, checked=False) as comm, torch.no_grad():
         routed = comm.dispatch(*problem.arguments(context), copy=True)
         handle, weights = routed._handle, routed._handle.topk_weights

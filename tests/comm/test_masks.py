@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import tokenloom as tl
-from tests.conftest import HOPPER, NUM_GPUS, Ranks
+from tests.conftest import HOPPER, NETWORK_RANKS, NUM_GPUS, Ranks
 from tests.support import emulator
 from tests.support.cases import (
     BF16,
@@ -48,13 +49,28 @@ def _groups() -> list[Any]:
         return [pytest.param(("emulated", size), id=f"emulated{size}") for size in (2, 4)]
     slow = {2: pytest.mark.slow, 4: ()}
     cpu = [pytest.param(("cpu", size), id=f"cpu{size}", marks=slow[size]) for size in (2, 4)]
+    cpu.append(pytest.param(("nodes", NETWORK_RANKS), id="nodes4", marks=pytest.mark.slow))
     return cpu + [pytest.param(("cuda", size), id=f"cuda{size}", marks=pytest.mark.gpu(size)) for size in SIZES]
+
+
+class OnNodes(Ranks):
+    """The same ranks on 2 nodes of 2."""
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        return super().run(on_nodes, function, *args, **kwargs)
+
+
+def on_nodes(context: RankContext, function: Callable[..., Any], *args: Any) -> Any:
+    with mock.patch(f"{__name__}.backend_of", return_value="network"):
+        return function(context, *args)
 
 
 @pytest.fixture(params=_groups())
 def group(request: pytest.FixtureRequest, pools: Callable[[str], RankPool]) -> Any:
     """Groups in which ranks can be left out: over gloo, and GPUs with our kernels."""
     device, size = request.param
+    if device == "nodes":
+        return OnNodes(pools("cpu"), size)
     return emulator.ranks(size) if device == "emulated" else Ranks(pools(device), size)
 
 
@@ -110,9 +126,10 @@ def combine_all_modes(
     """Every mode of a combine, where ``want`` is what all ranks received and ``ids`` are the routes that count."""
     ys = expert_rows(problem, want, y_dtype)
     y, by_route = ys[context.rank].to(context.device), routed.layout in ROUTE_LAYOUTS
-    for mode in ("per_rank", "per_route") if by_route else ("per_rank",):
+    nodes = comm.engine.ranks.topology.nodes
+    for mode in ("per_rank", "per_node", "per_route") if by_route else ("per_rank", "per_node"):
         weights = problem.topk_weights if by_route else None
-        outs = reference.combine(problem.plan, ys, want, ids, weights, mode=mode)
+        outs = reference.combine(problem.plan, ys, want, ids, weights, mode=mode, nodes=nodes)
         same_bits(comm.combine(y, routed, mode=mode), outs[context.rank], f"{routed.layout}, {mode}")
 
 
@@ -425,7 +442,7 @@ def check_layer(context: RankContext) -> None:
     experts = 2 * context.num_ranks
     layer = tl.ExpertParallelMoE(
         context.group, hidden=64, intermediate=32, num_experts=experts, top_k=2, max_tokens_per_rank=6,
-        balance_coef=0.01, dtype=FP32 if backend_of(context) == "collective" else BF16, device=context.device,
+        balance_coef=0.01, dtype=BF16 if backend_of(context) == "nvlink" else FP32, device=context.device,
     )  # fmt: skip
     if context.rank == 0:
         return

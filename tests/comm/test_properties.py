@@ -74,7 +74,7 @@ def trips(draw: st.DrawFn) -> Trip:
     y_dtype = draw(st.sampled_from([BF16, FP16, FP32, FP64]))
     narrower = [None, BF16, FP16, FP32] + ([FP64] if y_dtype == FP64 else [])
     combine = {
-        "mode": draw(st.sampled_from(["per_rank", "per_route"])) if by_route else "per_rank",
+        "mode": draw(st.sampled_from(["per_rank", "per_node"] + ["per_route"] * by_route)),
         "wire_dtype": draw(st.sampled_from(narrower)),
         "out_dtype": draw(st.sampled_from(narrower)),
     }
@@ -138,7 +138,8 @@ def check_way_back(
     out = comm.combine(ys[context.rank].to(context.device), routed, **trip.combine)
     options = {name: value for name, value in trip.combine.items() if name != "weighted"}
     weights = problem.topk_weights if trip.combine.get("weighted") else None
-    outs = reference.combine(problem.plan, ys, want, problem.topk_ids, weights, **options)
+    nodes = comm.engine.ranks.topology.nodes
+    outs = reference.combine(problem.plan, ys, want, problem.topk_ids, weights, **options, nodes=nodes)
     same_bits(out, outs[context.rank], f"{trip}")
 
 

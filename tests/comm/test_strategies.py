@@ -170,7 +170,7 @@ def of_a_layer(context: RankContext, strategy: tl.Strategy) -> None:
             assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("combine", ["dedup", "reduce_scatter", "all_to_all"])
+@pytest.mark.parametrize("combine", ["dedup", "reduce_scatter", "all_to_all", "per_node"])
 @pytest.mark.parametrize("dispatch", ["dedup", "all_gather", "all_to_all"])
 def test_layers(ranks: Ranks, dispatch: str, combine: str) -> None:
     """Outputs and all gradients of a layer."""

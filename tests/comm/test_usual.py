@@ -32,14 +32,19 @@ KINDS: list[Any] = [
 
 
 @each_backend
-@pytest.mark.parametrize("spare", [0, pytest.param(LARGE, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("layout", "others"), KINDS)
-def test_calls_like_those_before(ranks: Ranks, backend: str, layout: str, others: dict[str, Any], spare: int) -> None:
+def test_calls_like_those_before(ranks: Ranks, backend: str, layout: str, others: dict[str, Any]) -> None:
     """Each result is read when another dispatch has been made, which must have left it as it was."""
-    ranks.run(check_calls, backend, layout, others, spare)
+    ranks.run(check_calls, backend, layout, others)
 
 
-def check_calls(context: RankContext, backend: str, layout: str, others: dict[str, Any], spare: int) -> None:
+@pytest.mark.parametrize(("layout", "others"), KINDS)
+def test_calls_of_large_plans(hoppers: Ranks, layout: str, others: dict[str, Any]) -> None:
+    """The same where kernels take other ways."""
+    hoppers.run(check_calls, "nvlink", layout, others, LARGE)
+
+
+def check_calls(context: RankContext, backend: str, layout: str, others: dict[str, Any], spare: int = 0) -> None:
     fp8 = "to_fp8" in others
     tokens = [(6, 0, 3, 5), (0, 4, 6, 1), (6, 6, 6, 6)]
     problems = []

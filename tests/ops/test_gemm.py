@@ -256,7 +256,7 @@ def test_an_address_that_copies_cannot_take_is_named() -> None:
 
 
 def test_devices_without_kernels_are_refused() -> None:
-    with pytest.raises(BackendUnavailable, match="need a Hopper GPU, or a CPU; the tensors are on meta"):
+    with pytest.raises(BackendUnavailable, match="need a Hopper GPU, or a CPU; the device is meta"):
         grouped_gemm_fp8(*operands([3], 128, 128, device="meta"))
 
 

@@ -226,9 +226,8 @@ def check_slow(ranks: RankGroup) -> None:
     send_rows(ranks)
 
 
-@pytest.mark.parametrize(
-    ("members", "late"), [pytest.param(ALL, 0, id="all"), pytest.param(PAIR, 1, id="pair", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("members", "late"), [pytest.param(ALL, 0, id="all"), pytest.param(PAIR, 1, id="pair")])
+@pytest.mark.slow
 def test_late_rank(pools: Pools, members: list[int], late: int) -> None:
     """The others name it and nobody else; each group is broken from then on, and closing it works."""
     seen = run(pools, members, check_late, {late: LATE_S}, open_timeout_s=TIMEOUT_S)

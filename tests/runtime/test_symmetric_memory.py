@@ -185,6 +185,7 @@ def check_view(ranks: RankGroup, driver: FakeDriver, how: str) -> None:
     assert driver.is_clean
 
 
+@pytest.mark.slow
 def test_a_long_lived_server_does_not_grow(pools: Pools) -> None:
     """A hundred communicators' buffers, closed, dropped and in cycles, one rank late each time: no memory, no mapping,
     no key in the store and no queued object more than after the first few."""

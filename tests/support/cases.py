@@ -19,9 +19,10 @@ from tokenloom.ops import routing
 from tokenloom.plan import Plan
 from tokenloom.runtime.processes import RankContext
 
-BACKENDS = ("collective", "nvlink")
+BACKENDS = ("collective", "network", "nvlink")
 """Backends that the cases run on; a test that asks for ``backend`` runs once for each (conftest.py leaves "nvlink" out
-on CPUs)."""
+on CPUs, and runs "network" on four CPU ranks, as 2 nodes of 2)."""
+RANKS_PER_NODE = 2
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
@@ -261,6 +262,8 @@ def make_comm(context: RankContext, backend: str, plan: Plan, **options: object)
     """A communicator for ``plan`` on the ranks of this run."""
     sizes = {name: value for name, value in vars(plan).items() if name != "num_ranks"}
     options = {"checked": True} | options  # errors at once, on every backend
+    if backend == "network":
+        options = {"ranks_per_node": RANKS_PER_NODE} | options
     return tl.Communicator(context.group, backend=backend, device=context.device, **sizes, **options)
 
 
@@ -435,6 +438,7 @@ class Sum:
         num_ranks: of the group; the experts are 4 in all.
         ids, weights, y: by k; y is the row of the route.
         per_rank, per_route: the result in each mode.
+        per_node: the same on nodes of two ranks; None: as ``per_rank``.
         y_dtype, wire_dtype, out_dtype: as combine takes them.
     """
 
@@ -448,6 +452,7 @@ class Sum:
     y_dtype: torch.dtype = FP32
     wire_dtype: torch.dtype | None = None
     out_dtype: torch.dtype | None = None
+    per_node: float | None = None
 
     def problem(self) -> Problem:
         plan = Plan(self.num_ranks, 4, hidden=SUM_HIDDEN, top_k=len(self.ids), max_tokens_per_rank=2)
@@ -499,13 +504,19 @@ SUMS = [
     Sum("-0 from two ranks", 2, [0, 3], [1.0, 1.0], [-0.0, -0.0], -0.0, -0.0),
     Sum("-0 from the second rank alone", 2, [3], [1.0], [-0.0], -0.0, -0.0),
     Sum("partial sums are rounded to the wire", 2, [0, 1, 2], _ONES, [1.0, 2.0**-8, 2.0**-8],
-        1 + 2.0**-8, 1 + 2.0**-7, BF16, BF16, FP32),
+        1 + 2.0**-8, 1 + 2.0**-7, BF16, BF16, FP32, per_node=1.0),
     Sum("partial sums stay float32 on a float32 wire", 2, [0, 1, 2], _ONES, [1.0, 2.0**-8, 2.0**-8],
         1 + 2.0**-7, 1 + 2.0**-7, BF16, FP32, FP32),
     Sum("a float16 wire overflows to infinity", 2, [2, 3], [1.0, 1.0], [40000.0, 40000.0],
         float("inf"), 80000.0, FP32, FP16),
     Sum("ascending ranks against ascending k", 4, [2, 1, 0], _ONES, [-_BIG, _BIG, 1.0], 0.0, 1.0),
-    Sum("ascending k against ascending ranks", 4, [3, 0, 2], _ONES, [1.0, -_BIG, _BIG], 1.0, 0.0),
+    Sum("ascending k against ascending ranks", 4, [3, 0, 2], _ONES, [1.0, -_BIG, _BIG], 1.0, 0.0, per_node=0.0),
+    Sum("nodes first: 1 survives", 4, [0, 2, 3], _ONES, [1.0, _BIG, -_BIG], 0.0, 0.0, per_node=1.0),
+    Sum("the sum of the owner's node is rounded to the wire", 4, [0, 1, 2], _ONES, [1.0, 2.0**-8, 2.0**-8],
+        1 + 2.0**-7, 1 + 2.0**-7, BF16, BF16, FP32, per_node=1 + 2.0**-8),
+    Sum("the sum of another node is rounded to the wire", 4, [0, 2, 3], _ONES, [2.0**-8, 1.0, 2.0**-8],
+        1 + 2.0**-7, 1 + 2.0**-7, BF16, BF16, FP32, per_node=1 + 2.0**-8),
+    Sum("a sum over nodes starts from its first term", 4, [2, 3], [1.0, 1.0], [-0.0, -0.0], -0.0, -0.0),
 ]  # fmt: skip
 
 

@@ -174,7 +174,7 @@ def difference(got: torch.Tensor, want: torch.Tensor, dim: int | None = None) ->
     return torch.where(norm > 0, 1 - 2 * (got * want).sum(dim) / norm, 0)
 
 
-def make_mega(context: RankContext, case: Case, layer: Layer, backend: str = "nvlink") -> tl.MegaMoE:
+def make_mega(context: RankContext, case: Case, layer: Layer, backend: str = "nvlink", **options: Any) -> tl.MegaMoE:
     mega = tl.MegaMoE(
         context.group,
         num_experts=len(layer.w1) - case.shared,
@@ -189,6 +189,7 @@ def make_mega(context: RankContext, case: Case, layer: Layer, backend: str = "nv
         num_shared_experts=case.shared,
         backend=backend,
         device=context.device,
+        **options,
     )
     mine = torch.arange(context.rank * case.experts_per_rank, (context.rank + 1) * case.experts_per_rank)
     mine = torch.cat([mine, torch.arange(len(layer.w1) - case.shared, len(layer.w1))]).to(context.device)

@@ -14,15 +14,19 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tokenloom.backends import registry
 from tokenloom.backends.nvlink import backend, buffers, outcomes
 from tokenloom.backends.nvlink.launcher import Launcher
 from tokenloom.backends.nvlink.outcomes import CAPTURED_SLOT
 from tokenloom.comm import communicator
+from tokenloom.comm.growing import Communicators
 from tokenloom.inference import nvlink_experts
 from tokenloom.jit import kernel
-from tokenloom.runtime.kernel_reports import RECORD_WORDS, SEQUENCE_WORD
+from tokenloom.runtime import rendezvous
+from tokenloom.runtime.kernel_reports import RECORD_WORDS, SEQUENCE_WORD, HostCounts
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.symmetric_memory import BufferLayout
 
@@ -82,6 +86,7 @@ class StandIns:
         asked: how often each stand-in was asked, while ``keeps`` is set.
         capturing: what streams answer.
         stream: handle of the current stream.
+        counts: what every dispatch with exact sizes leaves for the host, zeros behind them.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -90,6 +95,7 @@ class StandIns:
         self.launched: list[tuple[Any, Any]] = []
         self.asked: Counter[str] = Counter()
         self.keeps, self.capturing, self.stream = False, False, 7
+        self.counts: list[int] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> StandIns:
@@ -119,7 +125,12 @@ class StandIns:
         # Who waits for a call looks at once, and finds it over.
         self._patch(outcomes, "LOOK_EVERY_S", -1.0)
         self._patch(outcomes.Outcomes, "_look_around", lambda *arguments: self.settle())
-        self._patch(communicator, "agree", lambda ranks, prepare, what: [prepare()])
+        self._patch(HostCounts, "wait", self._counted("reads of counts", self._wait_for_counts))
+        tolist = torch.Tensor.tolist
+        self._patch(torch.Tensor, "tolist", self._counted("tolist", lambda tensor: tolist(tensor)))
+        self._patch(communicator, "agree", lambda ranks, prepare, what: [prepare()[1]] * ranks.num_ranks)
+        self._patch(rendezvous, "agree", lambda ranks, prepare, what: [prepare()[1]])
+        self._patch(Communicators, "meeting", lambda communicators, device: SimpleNamespace(open_timeout_s=1.0))
         self._patch(communicator, "RankGroup", self._ranks)
         self._patch(registry, "probe", lambda request: [])
         self._patch(registry, "make", self._make)
@@ -157,8 +168,18 @@ class StandIns:
         _nothing(shape, function, pointers, extra)
         return 0
 
-    def _ranks(self, *arguments: Any, **options: Any) -> RankGroup:
-        ranks = RankGroup(*arguments, **options)
+    def group(self) -> Any:
+        """A process group of so many ranks, for programs that make communicators themselves."""
+        group = mock.Mock(spec=dist.ProcessGroup)
+        group.size.return_value, group.rank.return_value = self.num_ranks, 0
+        return group
+
+    def _wait_for_counts(self, counts: HostCounts, look: object) -> list[int]:
+        size = len(counts._words) - 1
+        return [*self.counts, *[0] * (size - len(self.counts))][:size]
+
+    def _ranks(self, group: object, **options: Any) -> RankGroup:
+        ranks = RankGroup(None, **options)
         ranks.num_ranks = self.num_ranks
         return ranks
 
@@ -166,6 +187,32 @@ class StandIns:
         made = backend.NvlinkBackend(request.plan, ranks, request.num_sms, request.checked)
         self.launchers.append(made._launcher)
         return registry.Choice(made, "a stand-in", [])
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations of torch by name, those that make views included."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._counts[func.__name__.split(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def asked(stand_ins: StandIns, call: Callable[[], Any]) -> dict[str, int]:
+    """What a call asks from its third time on: of torch.cuda, launches of kernels, and operations."""
+    for _ in range(2):
+        call()
+        stand_ins.settle()
+    stand_ins.asked.clear()
+    stand_ins.keeps = True
+    with Operations(stand_ins.asked):
+        call()
+    stand_ins.keeps = False
+    stand_ins.settle()
+    return dict(stand_ins.asked)
 
 
 def record_word(number: int, word: int) -> int:

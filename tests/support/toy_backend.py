@@ -13,7 +13,9 @@ from tokenloom.backends.base import (
     CombineOptions,
     DispatchInputs,
     DispatchOptions,
+    OwnOutputs,
     RoutedCounts,
+    Rows,
     Upcoming,
     Wait,
 )
@@ -45,9 +47,12 @@ class ToyHandle:
     topk_ids: torch.Tensor
     topk_weights: torch.Tensor | None
     scales: torch.Tensor | None
+    host_counts: list[int] | None
     host_offsets: list[int] | None
     positions: Callable[[], torch.Tensor]
     ids: Callable[[], torch.Tensor]
+    use_ids: Callable[[torch.Tensor], None]
+    let_go: Callable[[], None]
     row_tokens: torch.Tensor
 
 
@@ -86,8 +91,8 @@ class ToyBackend:
     ) -> Any:
         return self._call("send_combine", handle, rows, weights, options, out, alone, split)
 
-    def send_again(self, handle: ToyHandle, values: torch.Tensor, strategy: str = "dedup") -> Any:
-        return self._call("send_again", handle, values, strategy)
+    def send_again(self, handle: ToyHandle, values: Rows, strategy: str = "dedup", own: OwnOutputs = False) -> Any:
+        return self._call("send_again", handle, values, strategy, own)
 
     def send_rows(self, handle: ToyHandle, values: torch.Tensor, strategy: str = "dedup") -> Any:
         return self._call("send_rows", handle, values, strategy)

@@ -6,7 +6,7 @@ calls of one piece are the sum of their halves. Everything here is plain data an
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -15,6 +15,9 @@ import torch
 from tokenloom.plan import COMBINE_STRATEGIES, DISPATCH_STRATEGIES, LAYOUTS
 
 T_co = TypeVar("T_co", covariant=True)
+
+TRANSPORTS = ("collective", "gin")
+"""What may carry rows between nodes: torch.distributed, or NCCL's network for transfers that GPUs start (GIN)."""
 
 Wait = Literal["nothing", "calls", "everything"]
 """What :meth:`Backend.check` waits for first: nothing, the outcomes of all calls, or the device as well."""
@@ -34,10 +37,12 @@ class Capabilities:
         overlaps_pieces: transfers run beside computation, so it pays to send a batch in pieces.
         captures: calls of bounded sizes can be captured into CUDA graphs.
         takes_sms: ``num_sms`` of the communicator says how many SMs its kernels take.
-        spans_nodes: ranks may be on several hosts.
+        own_node: what carries rows to ranks of the own node: "collective" or "nvlink".
+        other_nodes: what carries rows to ranks of other nodes, None if nothing does: one of :data:`TRANSPORTS`.
         reads_on_host: the host learns the outcome of every call before the call returns.
         usual_calls: the backend is one of :class:`MakesUsualCalls`.
         fused_layer: the backend has ``fused_layer``, see :mod:`tokenloom.backends.nvlink.fused`.
+        weights_from_home: a combine can multiply rows by weights that their home has, and sends along.
         own_transport: calls go without collectives of the process group, which could not end without a rank.
     """
 
@@ -50,10 +55,12 @@ class Capabilities:
     overlaps_pieces: bool = False
     captures: bool = False
     takes_sms: bool = False
-    spans_nodes: bool = True
+    own_node: str = "collective"
+    other_nodes: str | None = "collective"
     reads_on_host: bool = True
     usual_calls: bool = False
     fused_layer: bool = False
+    weights_from_home: bool = False
     own_transport: bool = False
 
 
@@ -116,6 +123,12 @@ class DispatchOut:
     slot_ranges: torch.Tensor | None = None
 
 
+OwnOutputs = Literal[False, True, "but rows", "if needed"]
+"""Whose the outputs of a dispatch are, see :class:`DispatchInputs`."""
+Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""Rows, or FP8 rows with their scales."""
+
+
 @dataclass(eq=False)  # frozen, it would take three times as long to make
 class DispatchInputs:
     """The checked tensors of one dispatch on this rank. Not to be changed.
@@ -126,8 +139,9 @@ class DispatchInputs:
         topk_ids: int32 or int64 [T, K].
         topk_weights: float32 (float64 beside float64 payloads) [T, K], or None.
         x_needs_grad, weights_need_grad: whether autograd will want a gradient.
-        own_outputs: True means that outputs are ordinary tensors. "but rows" means that rows may still be a view,
-            because the caller is done with them in time.
+        own_outputs: True means that outputs are ordinary tensors. "if needed" means that rows and scales may be views
+            that no later call overwrites as long as somebody holds them. "but rows" means that rows may still be a
+            view, because the caller is done with them in time.
         ahead: the caller has begun this dispatch early. Errors of earlier calls can wait for its second half.
         split: the caller may take long until the second half. Between the halves nothing of ours runs on the GPU.
         out: tensors to write results to, already checked. The backend fills every field that is given.
@@ -139,7 +153,7 @@ class DispatchInputs:
     topk_weights: torch.Tensor | None
     x_needs_grad: bool
     weights_need_grad: bool
-    own_outputs: bool | Literal["but rows"]
+    own_outputs: OwnOutputs
     ahead: bool = False
     split: bool = False
     out: DispatchOut | None = None
@@ -155,7 +169,9 @@ class CombineOptions:
         out_dtype: dtype of the result.
         needs_grad: whether autograd will want a gradient.
         strategy: what carries the payload, see :class:`tokenloom.Strategy`. "all_to_all" sums per route, the others
-            sum per rank first.
+            sum per rank first, and "per_node" then per node.
+        weights_from_home: the weights are a tensor that each rank has for its own tokens, and sends along. False for
+            those that came with the dispatch, or after it.
     """
 
     weighted: bool
@@ -163,11 +179,22 @@ class CombineOptions:
     out_dtype: torch.dtype
     needs_grad: bool
     strategy: str = "dedup"
+    weights_from_home: bool = False
 
     @property
     def per_route(self) -> bool:
         """Whether every route's row comes home by itself."""
         return self.strategy == "all_to_all"
+
+    @property
+    def per_node(self) -> bool:
+        """Whether sums of a node are rounded to the wire's dtype before they are added at home."""
+        return self.strategy == "per_node"
+
+    @property
+    def mode(self) -> str:
+        """The order of the sums, as users name it."""
+        return "per_route" if self.per_route else "per_node" if self.per_node else "per_rank"
 
 
 @dataclass(frozen=True)
@@ -179,12 +206,14 @@ class Upcoming:
         options: of a dispatch or combine, else None.
         value_bytes: bytes of a value on the wire.
         awaited: the ranks wait for the outcome of this call before they open another.
+        split: it is made in halves.
     """
 
     name: str
     options: DispatchOptions | CombineOptions | None = None
     value_bytes: int = 2
     awaited: bool = False
+    split: bool = False
 
 
 @dataclass(frozen=True)
@@ -241,8 +270,18 @@ class Handle(Protocol):
         """float32 [places, H / 128] of FP8 rows, else None. Layout "slots": as users see them, by ``scale_layout``."""
 
     @property
+    def host_counts(self) -> list[int] | None:
+        """``counts.expert_counts`` where the host knows them."""
+
+    @property
     def host_offsets(self) -> list[int] | None:
         """``counts.expert_offsets`` where the host knows them."""
+
+    def let_go(self) -> None:
+        """Forget the scales: no call needs them."""
+
+    def use_ids(self, ids: torch.Tensor) -> None:
+        """Read these equal ids from now on, and not those that were given."""
 
     def ids(self) -> torch.Tensor:
         """int32 or int64 [T, K]: the ids at home that routed the dispatch.
@@ -277,10 +316,22 @@ class Pending(Protocol[T_co]):
 class UsualDispatch(Protocol):
     """Dispatches like an earlier one: of the same options and dtypes, without gradients, of bounded sizes."""
 
-    is_stale: bool
-    """It can be used no longer."""
-    takes_out: bool
-    """It writes to tensors of the caller's, but for ids that are not int32."""
+    @property
+    def is_stale(self) -> bool:
+        """Whether it can be used no longer, or not now."""
+
+    @property
+    def awaited(self) -> bool:
+        """Whether the host waits for counts."""
+
+    @property
+    def takes_out(self) -> bool:
+        """Whether it writes to tensors of the caller's, but for ids that are not int32."""
+
+    @property
+    def finish(self) -> Callable[..., tuple[Any, torch.Tensor]] | None:
+        """What is left to do behind ``launch``, if anything: from its handle, its rows, x, scales, topk_ids and
+        weights to the handle and the rows that are handed out."""
 
     def launch(
         self,
@@ -316,8 +367,11 @@ class MakesUsualCalls(Protocol):
     def usual_combine(self, layout: str, y_dtype: torch.dtype, options: CombineOptions) -> UsualCombine | None:
         """The same for combines of rows of this layout and dtype."""
 
-    def ready(self) -> int | None:
+    def ready(self, awaited: bool = False) -> int | None:
         """Raise what earlier calls left, as ``check("nothing")`` does, if a usual call can come next.
+
+        Args:
+            awaited: the host will wait for the call, and does so now for earlier ones, as ``check("calls")``.
 
         Returns:
             The handle of the stream that it goes to, for ``launch``. None: only other calls can, and nothing was
@@ -359,20 +413,24 @@ class Backend(Protocol):
         alone: bool = False,
         split: bool = False,
     ) -> Pending[torch.Tensor]:
-        """Open the call and send rows home, where ``options.weighted`` multiplied by received weights [R, K].
+        """Open the call and send rows home, where ``options.weighted`` multiplied by their weights.
 
         On return the rows are on their way. ``receive`` gives [T, H], which is ``out`` if that is given.
 
         Args:
-            weights: those weights; None: those of the handle.
+            weights: received ones [R, K], None: those of the handle. With
+                ``options.weights_from_home`` float32 [T, K], contiguous.
             alone: nothing is computed meanwhile, so the transfer may take more of the GPU.
             split: as of :class:`DispatchInputs`.
         """
 
-    def send_again(self, handle: Any, values: torch.Tensor, strategy: str = "dedup") -> Pending[torch.Tensor]:
+    def send_again(self, handle: Any, values: Rows, strategy: str = "dedup", own: OwnOutputs = False) -> Pending[Rows]:
         """Send other values [T, H] of the same tokens, or gradients, to the places of the dispatch.
 
-        ``receive`` gives [places, H], which may be a view. Rows behind the last one in use are unspecified.
+        ``receive`` gives [places, H], and scales if there are some. Rows behind the last one in use are unspecified.
+
+        Args:
+            own: whose they are, as ``own_outputs`` of a dispatch.
         """
 
     def send_rows(self, handle: Any, values: torch.Tensor, strategy: str = "dedup") -> Pending[torch.Tensor]:

@@ -3,7 +3,7 @@
 A dispatch is three collectives: the handshake with all counts (handshake.py), one all-to-all of metadata (ids,
 weights, FP8 scales), and one all-to-all of payload with one row per (token, rank). Every other call is the handshake
 and one all-to-all. ``all_to_all_single`` needs its sizes on the host, so both kinds of sizes read the counts there,
-and calls cannot be captured into CUDA graphs.
+and calls cannot be captured into CUDA graphs. Another exchange (exchange.py) makes another backend of it.
 
 Ranks that are masked take no part (:mod:`tokenloom.runtime.rank_group`). Ids of their experts become -1 before
 anything is counted. What a rank does not send that is lost in the middle of a call is left out when the call is
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -25,26 +25,34 @@ from tokenloom.backends.base import (
     CombineOptions,
     DispatchInputs,
     DispatchOptions,
+    OwnOutputs,
+    Rows,
     Upcoming,
     Wait,
 )
 from tokenloom.backends.collective_handle import CollectiveHandle, Sizes, rows_without, terms_without
+from tokenloom.backends.exchange import Arriving, ArrivingSum, Exchange, FlatExchange, SumOnArrival
 from tokenloom.backends.handshake import Field, combine_fields, dispatch_fields, gradient_fields, handshake
 from tokenloom.backends.registration import Availability, Registration, Request
 from tokenloom.errors import CapacityOverflow, is_known_to_all
 from tokenloom.ops import routing
 from tokenloom.ops.quant import quantize_fp8
 from tokenloom.plan import ROUTE_LAYOUTS, Plan
-from tokenloom.runtime.rank_group import RankGroup, Transfer
+from tokenloom.runtime.rank_group import RankGroup
 
 T = TypeVar("T")
 
 
-class _Pending(Generic[T]):
-    """A call whose payload is on its way."""
+class Sent(Generic[T]):
+    """A call whose payload is on its way.
 
-    def __init__(self, finish: Callable[[], T]) -> None:
-        self._finish = finish
+    Args:
+        wait: waits until it is here.
+        finish: makes the result.
+    """
+
+    def __init__(self, wait: Callable[[], object], finish: Callable[[], T]) -> None:
+        self.wait, self._finish = wait, finish
 
     def receive(self) -> T:
         return self._finish()
@@ -55,68 +63,80 @@ class _Arrival:
     """A payload on its way.
 
     Attributes:
-        transfer: what brings it.
+        arriving: what brings it.
         counts: rows of each source rank in it, or None where ``place`` picks them by the handle.
         place: gives what the call returns, by a handle whose metadata may arrive after the payload was sent.
     """
 
-    transfer: Transfer
+    arriving: Arriving
     counts: list[int] | None
     place: Callable[[CollectiveHandle, torch.Tensor], torch.Tensor]
 
     def without(self, ranks: frozenset[int]) -> torch.Tensor:
         """The payload without that of these ranks."""
-        rows = self.transfer.wait()
+        rows = self.arriving.wait()
         return rows if self.counts is None else rows_without(ranks, self.counts, rows)
 
 
 class CollectiveBackend:
-    """Dispatch and combine over ``all_to_all_single``. The payload travels between the halves of a call."""
+    """Dispatch and combine over ``all_to_all_single``. The payload travels between the halves of a call.
+
+    Args:
+        plan, ranks: sizes and group.
+        exchange: what carries the rows; None: straight to their ranks.
+    """
 
     name = "collective"
     capabilities = Capabilities()
 
-    def __init__(self, plan: Plan, ranks: RankGroup) -> None:
+    def __init__(self, plan: Plan, ranks: RankGroup, exchange: Exchange | None = None) -> None:
         self._plan = plan
         self._ranks = ranks
+        self._exchange: Exchange = exchange or FlatExchange(plan, ranks)
         self._overflow: tuple[int, int] | None = None
+        self._absent: frozenset[int] = frozenset()
+        """Ranks that take no part in the call that was opened last: the same on all ranks that do."""
 
     # -- dispatch -------------------------------------------------------------------------------------------
 
     def send_dispatch(
         self, options: DispatchOptions, inputs: DispatchInputs
-    ) -> _Pending[tuple[CollectiveHandle, torch.Tensor]]:
-        masked = self._ranks.masked
-        send = routing.send_map(routing.without_ranks(inputs.topk_ids, masked, self._plan), self._plan)
+    ) -> Sent[tuple[CollectiveHandle, torch.Tensor]]:
+        ids = routing.without_ranks(inputs.topk_ids, self._ranks.masked, self._plan)
+        send = routing.send_map(ids, self._plan)
         fields = dispatch_fields(self._ranks.step, options, inputs)
-        table = self._open(fields, torch.cat([send.rows_per_rank, send.routes_per_expert]))
-        rows, routes = table[:, : self._plan.num_ranks], table[:, self._plan.num_ranks :]
+        told = self._exchange.counts(send, len(inputs.x))
+        table = self._open(fields, torch.cat([send.rows_per_rank, send.routes_per_expert, told]))
+        rows, routes, told_by_rank = np.split(table, np.cumsum([self._plan.num_ranks, self._plan.num_experts]), axis=1)
         self._check_capacity(options, rows, routes)
-        number, num_tokens = self._ranks.step, len(inputs.x)  # a rank that comes back counts on from the same step
-        with _unfinished(self._ranks):
-            sizes = self._sizes(send, rows, routes)
+        absent, num_tokens = self._absent, len(inputs.x)
+        number = self._ranks.step  # a rank that comes back counts on from the same step
+        with unfinished(self._ranks):
+            sizes = self._sizes(send, rows, routes, self._exchange.legs(rows, told_by_rank))
             x, scales = inputs.x, inputs.scales
             if options.to_fp8:
                 x, scales = quantize_fp8(x, power_of_two_scales=options.power_of_two_scales)
-            metadata, split = self._send_metadata(sizes, inputs.topk_weights, scales)
-            payload = self._send_places(sizes, x, options.strategy)
+            words, split = self._metadata(ids, inputs.topk_weights, scales)
+            metadata, payload = self._send_dispatch(sizes, x, options.strategy, words)
+
+        def wait() -> tuple[torch.Tensor, torch.Tensor]:
+            return metadata.wait(), payload.arriving.wait()
 
         def finish() -> tuple[CollectiveHandle, torch.Tensor]:
-            with _unfinished(self._ranks):
-                words = metadata.wait()
-                payload.transfer.wait()
-                lost = metadata.lost | payload.transfer.lost
+            with unfinished(self._ranks):
+                words, _ = wait()
+                lost = metadata.lost | payload.arriving.lost
                 tokens, local_ids, weights, received_scales = split(rows_without(lost, sizes.received, words))
                 received = sizes.without(lost)
                 placement = self._place(options, received, local_ids)
                 what_came = (received, local_ids, weights, received_scales, placement, tokens)
-                handle = CollectiveHandle(options, number, num_tokens, *what_came, masked | lost)
+                handle = CollectiveHandle(options, number, num_tokens, *what_came, absent | lost)
                 arrived = payload.place(handle, payload.without(lost))
                 if inputs.out is not None:
                     handle.write_to(inputs.out, arrived)
                 return handle, arrived
 
-        return _Pending(finish)
+        return Sent(wait, finish)
 
     def _check_capacity(self, options: DispatchOptions, rows: np.ndarray, routes: np.ndarray) -> None:
         """All ranks know all counts, so all of them raise, or remember the overflow, alike."""
@@ -134,7 +154,7 @@ class CollectiveBackend:
         if needed > options.capacity:
             self._overflow = (needed, options.capacity)
 
-    def _sizes(self, send: routing.SendMap, rows: np.ndarray, routes: np.ndarray) -> Sizes:
+    def _sizes(self, send: routing.SendMap, rows: np.ndarray, routes: np.ndarray, legs: Any) -> Sizes:
         plan, me = self._plan, self._ranks.rank
         by_rank = routes.reshape(plan.num_ranks, plan.num_ranks, plan.experts_per_rank)  # [source, rank, expert]
         return Sizes(
@@ -144,6 +164,7 @@ class CollectiveBackend:
             routes_sent=by_rank[me].sum(1).tolist(),
             routes_received=by_rank[:, me].sum(1).tolist(),
             route_counts=by_rank[:, me].tolist(),
+            legs=legs,
         )
 
     def _place(self, options: DispatchOptions, sizes: Sizes, local_ids: torch.Tensor) -> routing.Placement:
@@ -161,44 +182,61 @@ class CollectiveBackend:
             placement = routing.fit_capacity(placement, options.capacity)
         return placement
 
-    def _send_metadata(
-        self, sizes: Sizes, topk_weights: torch.Tensor | None, scales: torch.Tensor | None
+    def _metadata(
+        self, ids: torch.Tensor, topk_weights: torch.Tensor | None, scales: torch.Tensor | None
     ) -> tuple[
-        Transfer, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]]
+        torch.Tensor,
+        Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]],
     ]:
-        """Send tokens, ids, weights and scales of the rows in one all-to-all of int32 words.
+        """Numbers, ids, weights and scales of this rank's tokens as int32 words, the same for all ranks they go to.
+
+        Args:
+            ids: [T, K], of which those of masked ranks are -1.
 
         Returns:
-            What brings the words, and what splits them: tokens [R], local ids [R, K], weights [R, K] and scales
-            [R, H / 128] as received.
+            The words [T, n], and what splits those that arrive: tokens [R], local ids [R, K], weights [R, K] and
+            scales [R, H / 128].
         """
-        send = sizes.send
-        parts = [send.tokens[:, None].to(torch.int32), send.local_ids]
+        parts = [torch.arange(len(ids), dtype=torch.int32, device=ids.device)[:, None], ids.to(torch.int32)]
         if topk_weights is not None:
-            weights = torch.where(send.mask, topk_weights.detach()[send.tokens], 0)
-            parts.append(routing.packed(weights).view(torch.int32))
+            parts.append(routing.packed(topk_weights.detach()).view(torch.int32))
         if scales is not None:
-            parts.append(scales[send.tokens].view(torch.int32))
+            parts.append(routing.packed(scales).view(torch.int32))
         widths = [part.shape[1] for part in parts]
-        transfer = self._ranks.start_all_to_all(torch.cat(parts, 1), sizes.sent, sizes.received, "dispatch, metadata")
+        first = self._ranks.rank * self._plan.experts_per_rank
 
         def split(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
             # Always a copy: a slice of a single row counts as contiguous, but starts wherever its neighbour ends.
             parts = [part.clone(memory_format=torch.contiguous_format) for part in words.split(widths, 1)]
-            tokens, local_ids, rest = parts[0][:, 0], parts[1], parts[2:]
-            received_weights = None if topk_weights is None else rest.pop(0).view(topk_weights.dtype)
+            tokens, rest = parts[0][:, 0], parts[2:]
+            here = (parts[1] >= first) & (parts[1] < first + self._plan.experts_per_rank)
+            local_ids = torch.where(here, parts[1] - first, -1)
+            received_weights = None
+            if topk_weights is not None:
+                received_weights = torch.where(here, rest.pop(0).view(topk_weights.dtype), 0)
             return tokens, local_ids, received_weights, rest.pop(0).view(torch.float32) if rest else None
 
-        return transfer, split
+        return torch.cat(parts, 1), split
 
     # -- moving rows ----------------------------------------------------------------------------------------
+
+    def _send_dispatch(
+        self, sizes: Sizes, x: torch.Tensor, strategy: str, words: torch.Tensor
+    ) -> tuple[Arriving, _Arrival]:
+        """Send metadata and payload of a dispatch; together where both go to the same ranks."""
+        if strategy == "dedup":
+            sent = self._exchange.spread(sizes, {"metadata": words, "payload": x})
+            payload = _Arrival(sent["payload"], sizes.received, lambda handle, rows: handle.place(rows))
+            return sent["metadata"], payload
+        metadata = self._exchange.spread(sizes, {"metadata": words})["metadata"]
+        return metadata, self._send_places(sizes, x, strategy)
 
     def _send_places(self, sizes: Sizes, x: torch.Tensor, strategy: str) -> _Arrival:
         """Send [T, H] to the places of its routes, [places, H]."""
         if strategy == "all_to_all":
             return self._send_routes(sizes, x)
         sent = self._send_rows(sizes, x, strategy)
-        return _Arrival(sent.transfer, sent.counts, lambda handle, rows: handle.place(sent.place(handle, rows)))
+        return _Arrival(sent.arriving, sent.counts, lambda handle, rows: handle.place(sent.place(handle, rows)))
 
     def _send_rows(self, sizes: Sizes, x: torch.Tensor, strategy: str) -> _Arrival:
         """Send [T, H] once for each (token, rank), [R, H]."""
@@ -211,16 +249,15 @@ class CollectiveBackend:
                 return routing.gather_rows(gathered.view(x.dtype).view(-1, x.shape[1]), self._row_homes(handle))
 
             return _Arrival(transfer, None, pick)
-        rows = routing.gather_rows(x, sizes.send.tokens)
-        transfer = self._ranks.start_all_to_all(rows, sizes.sent, sizes.received, "dispatch, payload")
-        return _Arrival(transfer, sizes.received, lambda handle, rows: rows)
+        payload = self._exchange.spread(sizes, {"payload": x})["payload"]
+        return _Arrival(payload, sizes.received, lambda handle, rows: rows)
 
     def _send_routes(self, sizes: Sizes, x: torch.Tensor) -> _Arrival:
         """Send [T, H] once for each route, to its place."""
         row, _ = sizes.send.mask.nonzero(as_tuple=True)
         rows = routing.gather_rows(x, sizes.send.tokens[row])
         counts = sizes.routes_sent, sizes.routes_received
-        transfer = self._ranks.start_all_to_all(rows, *counts, "dispatch, routes")
+        transfer = self._exchange.start_all_to_all(rows, *counts, "dispatch, routes")
 
         def place(handle: CollectiveHandle, rows: torch.Tensor) -> torch.Tensor:
             positions = handle.placement.positions[handle.local_ids >= 0]  # in the order of arrival; -1: dropped
@@ -246,51 +283,52 @@ class CollectiveBackend:
         out: torch.Tensor | None = None,
         alone: bool = False,
         split: bool = False,
-    ) -> _Pending[torch.Tensor]:
+    ) -> Sent[torch.Tensor]:
         if options.weighted and weights is None:
             weights = handle.topk_weights
         self._open(combine_fields(handle.number, options))
-        with _unfinished(self._ranks):
-            home, counts, order = self._send_home(handle, rows, weights, options)
+        with unfinished(self._ranks):
+            home = self._send_home(handle, rows, weights, options)
 
         def finish() -> torch.Tensor:
-            with _unfinished(self._ranks):
-                terms = home.wait()
-                kept = terms_without(home.lost, counts, order)
-                total = routing.ordered_sum(terms, kept, dtype=_sum_dtype(rows)).to(options.out_dtype)
+            with unfinished(self._ranks):
+                total = home.receive().to(options.out_dtype)
                 return total if out is None else out.copy_(total)
 
-        return _Pending(finish)
+        return Sent(home.wait, finish)
 
     def _send_home(
         self, handle: CollectiveHandle, rows: torch.Tensor, weights: torch.Tensor | None, options: CombineOptions
-    ) -> tuple[Transfer, list[int], torch.Tensor]:
-        """Send the terms of the sums at home: (what brings them [n, H], by rank, their positions [T, terms])."""
+    ) -> ArrivingSum:
+        """Send the terms of the sums at home."""
         sizes, positions, dtype = handle.sizes, handle.placement.positions, _sum_dtype(rows)
         if options.per_route:
             terms = routing.weighted_routes(rows, handle.local_ids, positions, weights, dtype=dtype)
             terms = terms.to(options.wire_dtype)
             counts = sizes.routes_received, sizes.routes_sent
             order = routing.home_positions_per_route(sizes.send, handle.num_tokens, self._plan.top_k)
-            return self._ranks.start_all_to_all(terms, *counts, "combine, routes"), counts[1], order
+            arriving = self._exchange.start_all_to_all(terms, *counts, "combine, routes")
+            return _sum_at_home(arriving, counts[1], order, dtype)
         partial = routing.ordered_sum(rows, positions, weights, dtype=dtype).to(options.wire_dtype)
         if handle.placement.dropped is not None:
             partial[handle.placement.dropped] = torch.nan
         order = routing.home_positions_per_rank(sizes.send, handle.num_tokens, self._plan.num_ranks)
+        if options.per_node:
+            return self._exchange.send_sums(sizes, partial, handle.row_tokens, order, dtype)
         if options.strategy == "reduce_scatter":
-            return self._send_dense(handle, partial, order)
-        counts = sizes.received, sizes.sent
-        return self._ranks.start_all_to_all(partial, *counts, "combine, partial sums"), counts[1], order
+            return _sum_at_home(*self._send_dense(handle, partial, order), dtype)
+        arriving = self._exchange.bring_home(sizes, partial, "combine, partial sums")
+        return _sum_at_home(arriving, sizes.sent, order, dtype)
 
     def _send_dense(
         self, handle: CollectiveHandle, partial: torch.Tensor, order: torch.Tensor
-    ) -> tuple[Transfer, list[int], torch.Tensor]:
+    ) -> tuple[Arriving, list[int], torch.Tensor]:
         """Partial sums [R, H] as a dense [W, M, H] of all ranks' tokens; ``order``: of those that were sent."""
         num_ranks, room = self._plan.num_ranks, self._plan.max_tokens_per_rank
         dense = partial.new_zeros(num_ranks * room, partial.shape[1])
         dense[self._row_homes(handle)] = partial
         counts = [room] * num_ranks
-        transfer = self._ranks.start_all_to_all(dense, counts, counts, "combine, dense partial sums")
+        transfer = self._exchange.start_all_to_all(dense, counts, counts, "combine, dense partial sums")
         tokens = torch.arange(len(order), device=order.device)[:, None]
         places = torch.arange(num_ranks, device=order.device) * room + tokens
         return transfer, counts, torch.where(order >= 0, places, -1)
@@ -298,27 +336,36 @@ class CollectiveBackend:
     # -- gradients ------------------------------------------------------------------------------------------
 
     def send_again(
-        self, handle: CollectiveHandle, values: torch.Tensor, strategy: str = "dedup"
-    ) -> _Pending[torch.Tensor]:
-        return self._gradient(handle, "rows again", lambda: self._send_places(handle.sizes, values, strategy))
+        self, handle: CollectiveHandle, values: Rows, strategy: str = "dedup", own: OwnOutputs = False
+    ) -> Sent[Any]:
+        if isinstance(values, torch.Tensor):
+            return self._gradient(handle, "rows again", lambda: self._send_places(handle.sizes, values, strategy))
+        rows, scales = values
+        together = torch.cat([rows.view(torch.uint8), scales.contiguous().view(torch.uint8)], 1)
+        sent = self._gradient(handle, "rows again", lambda: self._send_places(handle.sizes, together, strategy))
 
-    def send_rows(
-        self, handle: CollectiveHandle, values: torch.Tensor, strategy: str = "dedup"
-    ) -> _Pending[torch.Tensor]:
+        def split() -> Rows:
+            found, hidden = sent.receive(), self._plan.hidden
+            scales_found = found[:, hidden:].contiguous().view(scales.dtype)
+            return found[:, :hidden].contiguous().view(rows.dtype), scales_found
+
+        return Sent(sent.wait, split)
+
+    def send_rows(self, handle: CollectiveHandle, values: torch.Tensor, strategy: str = "dedup") -> Sent[torch.Tensor]:
         return self._gradient(handle, "rows again", lambda: self._send_rows(handle.sizes, values, strategy))
 
-    def _gradient(self, handle: CollectiveHandle, what: str, send: Callable[[], _Arrival]) -> _Pending[torch.Tensor]:
+    def _gradient(self, handle: CollectiveHandle, what: str, send: Callable[[], _Arrival]) -> Sent[torch.Tensor]:
         self._open(gradient_fields(handle.number, what))
-        with _unfinished(self._ranks):
+        with unfinished(self._ranks):
             arrival = send()
 
         def finish() -> torch.Tensor:
-            with _unfinished(self._ranks):
-                return arrival.place(handle, arrival.transfer.wait())
+            with unfinished(self._ranks):
+                return arrival.place(handle, arrival.arriving.wait())
 
-        return _Pending(finish)
+        return Sent(arrival.arriving.wait, finish)
 
-    def send_weight_gradients(self, handle: CollectiveHandle, grad: torch.Tensor) -> _Pending[torch.Tensor]:
+    def send_weight_gradients(self, handle: CollectiveHandle, grad: torch.Tensor) -> Sent[torch.Tensor]:
         sizes = handle.sizes
 
         def send() -> _Arrival:
@@ -327,13 +374,12 @@ class CollectiveBackend:
             else:
                 place = handle.placement.positions[:, 0]
                 values = torch.where((place >= 0)[:, None], grad[place.clamp_min(0)], 0)
-            counts = sizes.received, sizes.sent
-            transfer = self._ranks.start_all_to_all(routing.packed(values), *counts, "dispatch, gradient of weights")
+            arriving = self._exchange.bring_home(sizes, routing.packed(values), "dispatch, gradient of weights")
 
             def to_tokens(handle: CollectiveHandle, home: torch.Tensor) -> torch.Tensor:
                 return routing.weights_at_home(home, sizes.send, handle.num_tokens)
 
-            return _Arrival(transfer, None, to_tokens)
+            return _Arrival(arriving, None, to_tokens)
 
         return self._gradient(handle, "gradient of weights", send)
 
@@ -361,7 +407,12 @@ class CollectiveBackend:
     def _open(
         self, fields: dict[str, Field], counts: torch.Tensor | None = None, fault: Exception | None = None
     ) -> np.ndarray:
-        return handshake(self._ranks, fields, counts, self._plan.num_ranks + self._plan.num_experts, fault)
+        """Open a call: the counts of all ranks."""
+        num_counts = self._plan.num_ranks + self._plan.num_experts + self._exchange.num_counts
+        table, absent = handshake(self._ranks, fields, counts, num_counts, fault)
+        self._exchange.open(absent)
+        self._absent = absent
+        return table
 
     def report_fault(self, fault: Exception, upcoming: Sequence[Upcoming]) -> None:
         self._open({"call": upcoming[0].name}, None, fault)  # which ends the others' call: nobody opens the next
@@ -379,7 +430,7 @@ class CollectiveBackend:
 
 
 @contextmanager
-def _unfinished(ranks: RankGroup) -> Iterator[None]:
+def unfinished(ranks: RankGroup) -> Iterator[None]:
     """Inside, the others wait for what this rank sends. A fault of its own therefore ends the group for all."""
     try:
         yield
@@ -388,6 +439,15 @@ def _unfinished(ranks: RankGroup) -> Iterator[None]:
             ranks.abort(fault)
             fault.known_to_all = True  # type: ignore[attr-defined]  # no call can be opened to tell them
         raise
+
+
+def _sum_at_home(arriving: Arriving, counts: list[int], order: torch.Tensor, dtype: torch.dtype) -> ArrivingSum:
+    """Sums of terms that come home, so many from each rank, in the order of a position matrix."""
+
+    def add(terms: torch.Tensor) -> torch.Tensor:
+        return routing.ordered_sum(terms, terms_without(arriving.lost, counts, order), dtype=dtype)
+
+    return SumOnArrival(arriving, add)
 
 
 def _sum_dtype(rows: torch.Tensor) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ class Sizes:
         sent, received: (token, rank) rows to and from each rank.
         routes_sent, routes_received: routes to and from each rank.
         route_counts: routes from each rank to each local expert.
+        legs: what the exchange has to know besides.
     """
 
     send: routing.SendMap
@@ -29,6 +31,7 @@ class Sizes:
     routes_sent: list[int]
     routes_received: list[int]
     route_counts: list[list[int]]
+    legs: Any = None
 
     def without(self, sources: frozenset[int]) -> Sizes:
         """The same, but nothing came from these ranks."""
@@ -91,6 +94,10 @@ class CollectiveHandle:
         return self.placement.num_places
 
     @property
+    def host_counts(self) -> list[int] | None:
+        return self.placement.expert_counts
+
+    @property
     def host_offsets(self) -> list[int] | None:
         return self.placement.offsets
 
@@ -127,6 +134,12 @@ class CollectiveHandle:
         if self.options.layout != "slots":
             return scales
         return lay_out_scales(scales.unflatten(0, (-1, self.options.capacity)), self.options.scale_layout)
+
+    def let_go(self) -> None:
+        pass  # they lie beside what combine needs
+
+    def use_ids(self, ids: torch.Tensor) -> None:
+        pass  # those that were given are not read again
 
     def ids(self) -> torch.Tensor:
         return routing.ids_of(self.sizes.send, self.num_tokens, len(self.sizes.route_counts[0]))

@@ -36,7 +36,7 @@ Fields = Mapping[str, Field]
 
 def handshake(
     ranks: RankGroup, fields: Fields, counts: torch.Tensor | None, num_counts: int, fault: Exception | None
-) -> np.ndarray:
+) -> tuple[np.ndarray, frozenset[int]]:
     """Exchange status, fields and counts; raise on every rank if anything is wrong on any other.
 
     Waits for the other ranks as long as opening a call may take.
@@ -48,7 +48,8 @@ def handshake(
         fault: this rank's own error, which the caller raises once the others know of it.
 
     Returns:
-        int64 [W, num_counts], the counts of every rank, zeros for masked ones.
+        int64 [W, num_counts], the counts of every rank, zeros for those that take no part; and who does not. All
+        ranks that take part get the same.
 
     Raises:
         PeerError: another rank has a fault; PlanMismatch: fields differ. Nothing where this rank has a fault.
@@ -69,7 +70,7 @@ def handshake(
             raise PeerError(rank, _decode_message(table[rank, 2:_HEADER_WORDS]))
     elif len(set(table[there, 1].tolist())) > 1:
         raise_difference(ranks.all_gather_object(text_of(fields), phase))
-    return table[:, _HEADER_WORDS:]
+    return table[:, _HEADER_WORDS:], frozenset(np.flatnonzero(~there).tolist())
 
 
 def dispatch_fields(number: int, options: DispatchOptions, inputs: DispatchInputs) -> dict[str, Field]:
@@ -88,11 +89,10 @@ def dispatch_fields(number: int, options: DispatchOptions, inputs: DispatchInput
 def combine_fields(number: int, options: CombineOptions) -> dict[str, Field]:
     """What ranks must agree on in a combine of the ``number``-th dispatch."""
     rest = {name: value for name, value in vars(options).items() if name not in ("needs_grad", "strategy")}
-    mode = "per_route" if options.per_route else "per_rank"
     return {
         "call": "combine",
         NUMBER: number,
-        "mode": mode,
+        "mode": options.mode,
         **rest,
         "strategy": options.strategy,
         "y.requires_grad": options.needs_grad,

@@ -11,6 +11,7 @@ import torch
 from tokenloom.backends.base import Backend, Capabilities
 from tokenloom.plan import Plan
 from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.runtime.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Request:
         dtype: of the tokens, where it is known.
         num_sms: SMs that a kernel may take.
         checked: the host reads ids, and the outcome of every call, before it returns.
+        between_nodes: what is to carry rows between nodes, "auto" or one of ``base.TRANSPORTS``.
+        ranks_per_node: ranks of each node, where nodes are pretended.
     """
 
     transport: str
@@ -34,10 +37,14 @@ class Request:
     dtype: torch.dtype | None = None
     num_sms: int = 0
     checked: bool = False
+    between_nodes: str = "auto"
+    ranks_per_node: int | None = None
 
     def must_agree(self) -> dict[str, Any]:
         """What all ranks have to ask for alike."""
-        options = {"dtype": self.dtype, "backend": self.name, "num_sms": self.num_sms, "checked": self.checked}
+        names = ("dtype", "num_sms", "checked", "ranks_per_node")
+        options = {"backend": self.name, "transport": self.between_nodes}
+        options |= {name: getattr(self, name) for name in names}
         return (vars(self.plan) if self.plan else {}) | options | {"device type": self.device.type}
 
 
@@ -63,6 +70,11 @@ def no_objections(by_rank: Sequence[Availability]) -> list[tuple[int, str]]:
     return []
 
 
+def on_any_nodes(topology: Topology) -> str | None:
+    """For a backend that works however ranks lie on nodes."""
+    return None
+
+
 @dataclass(frozen=True)
 class Registration:
     """A backend that communicators may use.
@@ -74,6 +86,7 @@ class Registration:
             what does not work here. May raise InvalidArgument for a request that is wrong everywhere.
         make: makes the backend. Collective; fails on all ranks alike.
         objections: (rank, why) for each rank that cannot take part, from what all ranks found.
+        why_not_on: why it does not work on these nodes, or None.
     """
 
     name: str
@@ -81,3 +94,4 @@ class Registration:
     probe: Callable[[Request], Availability]
     make: Callable[[Request, RankGroup], Backend]
     objections: Callable[[Sequence[Availability]], list[tuple[int, str]]] = no_objections
+    why_not_on: Callable[[Topology], str | None] = on_any_nodes

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenloom.backends import collective, nvlink
-from tokenloom.backends.base import Backend, Capabilities
+from tokenloom.backends import collective, network, nvlink
+from tokenloom.backends.base import TRANSPORTS, Backend, Capabilities
 from tokenloom.backends.nvlink import DEFAULT_SMS, MAX_SMS
 from tokenloom.backends.registration import Availability, Registration, Request
 from tokenloom.errors import BackendUnavailable, CommunicatorBroken, InvalidArgument, PeerError, PeerTimeout
 from tokenloom.plan import Plan
 from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.runtime.topology import Topology, pretended
 
 __all__ = [
     "DEFAULT_SMS",
@@ -32,7 +33,7 @@ __all__ = [
     "register",
 ]
 
-_registered: list[Registration] = [nvlink.REGISTRATION, collective.REGISTRATION]
+_registered: list[Registration] = [nvlink.REGISTRATION, network.REGISTRATION, collective.REGISTRATION]
 """Best first: ``auto`` picks the first that works."""
 
 
@@ -88,31 +89,80 @@ def capabilities(name: str) -> Capabilities:
 
 
 def availability(
-    transport: str, device: torch.device, plan: Plan | None = None, dtype: torch.dtype | None = None
+    transport: str,
+    device: torch.device,
+    plan: Plan | None = None,
+    dtype: torch.dtype | None = None,
+    ranks_per_node: int | None = None,
 ) -> list[Availability]:
-    """Every backend, best first, as it works on this rank; for arguments see :class:`Request`."""
-    return probe(Request(transport, device, plan=plan, dtype=dtype))
+    """Every backend, best first, as it works on this machine; for arguments see :class:`Request`.
+
+    Without ``ranks_per_node`` all ranks are on this one node.
+    """
+    num_ranks = 1 if plan is None else plan.num_ranks
+    nodes = pretended(num_ranks, ranks_per_node or num_ranks)
+
+    def on_nodes(found: Availability, why_not: str | None) -> Availability:
+        return found if why_not is None else Availability(found.name, False, why_not)
+
+    found = probe(Request(transport, device, plan=plan, dtype=dtype, ranks_per_node=ranks_per_node))
+    return [on_nodes(each, entry.why_not_on(nodes)) for each, entry in zip(found, _registered, strict=True)]
 
 
 def probe(request: Request) -> list[Availability]:
-    """Every backend, best first, as it works on this rank for this request.
+    """Every backend, best first, as it works on this rank for this request; behind them GIN, if that is asked for.
 
     Raises:
-        InvalidArgument: no backend has the name that is asked for.
+        InvalidArgument: no backend has the name that is asked for, or rows are to cross nodes by something unknown.
     """
     if request.name not in ("auto", *names()):
         raise InvalidArgument(f"backend is {request.name!r}, expected auto, {', '.join(names())}")
-    return [each.probe(request) for each in _registered]
+    if request.between_nodes not in ("auto", *TRANSPORTS):
+        raise InvalidArgument(
+            f"transport is {request.between_nodes!r}, expected auto, {', '.join(TRANSPORTS)}: what carries rows "
+            "between nodes; backend says what carries them within one"
+        )
+    found = [each.probe(request) for each in _registered]
+    if request.between_nodes != "gin":
+        return found
+    from tokenloom.backends.network import gin  # which imports what one node never needs
+
+    return [*found, gin.probe(request.device)]
 
 
-def choose(name: str, by_rank: Sequence[Sequence[Availability]]) -> tuple[str, list[str]]:
+def choose(
+    name: str,
+    by_rank: Sequence[Sequence[Availability]],
+    topology: Topology | None = None,
+    between_nodes: str = "auto",
+) -> tuple[str, list[str]]:
     """The best backend that all ranks think works, and why each better one was not picked.
+
+    What is for several nodes is passed over without a word on one.
+
+    Args:
+        topology: the nodes. None: they are not known yet. "auto" then takes them for one, and whoever asks for a
+            backend by its name knows that it runs on them.
+        between_nodes: what is to carry rows between nodes.
 
     Raises:
         BackendUnavailable: the one asked for does not work on some rank; the message says where and why.
     """
+    if between_nodes == "gin" and all(each.capabilities.other_nodes != "gin" for each in _registered):
+        raise BackendUnavailable(_why_no_gin([of_rank[len(_registered)] for of_rank in by_rank]))
     reasons: list[str] = []
+    nodes = topology or Topology.together(len(by_rank))
     for index, candidate in enumerate(_registered):
+        why_not = None if topology is None and name == candidate.name else candidate.why_not_on(nodes)
+        other_nodes = candidate.capabilities.other_nodes
+        if why_not is None and nodes.num_nodes > 1 and between_nodes not in ("auto", other_nodes):
+            why_not = f"it reaches other nodes by {other_nodes}, transport is {between_nodes!r}"
+        if why_not is not None:
+            reason = f"{candidate.name} does not work here: {why_not}"
+            if name == candidate.name:
+                raise BackendUnavailable(f"{reason}; use backend='auto'")
+            reasons += [reason] * (nodes.num_nodes > 1)
+            continue
         found = [of_rank[index] for of_rank in by_rank]
         failing = [(rank, each.why) for rank, each in enumerate(found) if not each.works]
         failing = failing or candidate.objections(found)
@@ -143,7 +193,7 @@ def make(request: Request, ranks: RankGroup, by_rank: Sequence[Sequence[Availabi
     left = [list(found) for found in by_rank]
     reasons: list[str] = []
     while True:
-        name, more = choose(request.name, left)
+        name, more = choose(request.name, left, ranks.topology, request.between_nodes)
         reasons += [reason for reason in more if reason not in reasons]
         index = names().index(name)
         made = _try(_registered[index], request, ranks)
@@ -162,6 +212,13 @@ def make_alone(name: str, request: Request, ranks: RankGroup, found: Sequence[Av
     """
     index = names().index(name)
     return Choice(_registered[index].make(request, ranks), found[index].why, [])
+
+
+def _why_no_gin(found: Sequence[Availability]) -> str:
+    """Why no rows go by GIN, from what all ranks found."""
+    failing = [(rank, each.why) for rank, each in enumerate(found) if not each.works]
+    more = f"; rank {failing[0][0]} could not use it anyway: {failing[0][1]}" if failing else ""
+    return f"transport 'gin' does not work on any rank: no kernel sends by it yet{more}; use transport='auto'"
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import torch
 
 from tokenloom.backends.base import Upcoming
 from tokenloom.comm import validation, validation_beside
-from tokenloom.comm.calls import Calls
+from tokenloom.comm.calls import Calls, Copies
 from tokenloom.comm.engine import COMBINE_RANGE, DISPATCH_RANGE, Engine, profiler_range
 from tokenloom.comm.halves import CombineCall, DispatchCall
 from tokenloom.comm.routed import Routed
@@ -32,15 +32,28 @@ class CallsBeside(Calls):
         """Another engine on the same ranks, for rows of ``hidden`` float32 values."""
         raise NotImplementedError
 
-    def dispatch_again(self, x: torch.Tensor, routed: Routed) -> torch.Tensor:
+    @overload
+    def dispatch_again(self, x: torch.Tensor, routed: Routed, copy: bool | Copies = ...) -> torch.Tensor: ...
+
+    @overload
+    def dispatch_again(
+        self, x: tuple[torch.Tensor, torch.Tensor], routed: Routed, copy: bool | Copies = ...
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def dispatch_again(
+        self, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], routed: Routed, copy: bool | Copies = True
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Send other rows of the same tokens to the places of an earlier dispatch. Has no gradient.
 
         Args:
-            x: [T, H], T as of that dispatch; bfloat16, float16, float32 or float64.
+            x: [T, H], T as of that dispatch; bfloat16, float16, float32 or float64. Or FP8 rows with scales, as
+                ``dispatch`` takes them, except in layout "slots".
             routed: what that dispatch returned.
+            copy: True or "if_needed", as of ``dispatch``.
 
         Returns:
-            Shape of ``routed.tokens``, dtype of x, an ordinary tensor. Places without a row are as in ``dispatch``.
+            Shape of ``routed.tokens``, dtype of x; and scales, if x has some. Places without a row are as in
+            ``dispatch``.
 
         Raises:
             TokenloomError: what ``dispatch`` raises for such an x; also NotDifferentiable if x requires grad.
@@ -50,12 +63,23 @@ class CallsBeside(Calls):
         with profiler_range(DISPATCH_RANGE), engine.sequence(Upcoming("rows again")):
             validation.require_routed(routed, self)
             _require_no_grad("x", x)
+            plan, num_tokens = engine.plan, routed._handle.num_tokens
+            if copy not in (True, "if_needed"):
+                raise InvalidArgument(f"copy is {copy!r}, expected True or 'if_needed'")
+            values, words = validation_beside.unpacked(plan, x, "rows")
             validation_beside.rows_again(
-                engine.plan, engine.capabilities, engine.ranks.device, x, routed._handle.num_tokens
+                plan, engine.capabilities, engine.ranks.device, values, num_tokens, routed.layout
             )
-            rows = engine.send_again(routed._handle, x.detach(), "dedup").receive()
+            own = validation.COPIES[copy]
+            if isinstance(values, torch.Tensor):
+                rows = engine.send_again(routed._handle, values.detach(), "dedup", own).receive()
+                _learn_outcome(engine)
+                return routed._by_place(rows)
+            rows, scales = engine.send_again(routed._handle, tuple(values), "dedup", own).receive()
             _learn_outcome(engine)
-            return routed._by_place(rows.clone() if engine.capabilities.returns_views else rows)
+            if words is not None:
+                scales = scales.view(torch.int32)[:, :words].contiguous()
+            return routed._by_place(rows), routed._by_place(scales)
 
     def combine_weights(self, values: torch.Tensor, routed: Routed) -> torch.Tensor:
         """Bring home weights, or their gradients, that belong to the rows of a dispatch. Has no gradient.
@@ -99,15 +123,15 @@ class CallsBeside(Calls):
 
     def _sum_values(self, values: torch.Tensor, routed: Routed, engine: Engine) -> torch.Tensor:
         """[places, K] of rows that are tokens -> [T, K]."""
-        top_k = engine.plan.top_k
+        top_k, more = engine.plan.top_k, engine.plan.hidden - engine.plan.top_k
         found = vars(routed).get("_narrow")
         if found is None or found[0] is not engine:
             vars(routed)["_narrow"] = found = engine, self._route_again(routed, engine, None)
-        rows = torch.nn.functional.pad(values, (0, engine.plan.hidden - top_k))
+        rows = torch.nn.functional.pad(values, (0, more)) if more else values
         options = (None, "per_rank", None, None)
         with torch.no_grad():
             out = CombineCall(self, engine, rows, found[1], options, None, False).run()
-        return out[:, :top_k].contiguous()
+        return out[:, :top_k].contiguous() if more else out
 
     def reweighted(self, routed: Routed, topk_weights: torch.Tensor) -> Routed:
         """Give the routes of an earlier dispatch other weights, or their first. Has no gradient.
@@ -135,6 +159,21 @@ class CallsBeside(Calls):
         made = Routed(self, self.engine.plan, routed._handle, routed._rows, None, True, routed._ids_dtype, routed._out)
         vars(made)["_late_weights"] = again._received_weights
         return made
+
+    def _with_weights(
+        self, routed: Routed, topk_weights: torch.Tensor | None, weighted: bool | None
+    ) -> tuple[Routed, torch.Tensor | None]:
+        if topk_weights is None or self.engine.capabilities.weights_from_home:
+            return routed, topk_weights
+        if not isinstance(routed, Routed) or routed.layout not in ROUTE_LAYOUTS or weighted is False:
+            return routed, topk_weights  # which is an error
+        return self.reweighted(routed, topk_weights), None
+
+    def engine_of_weights(self) -> tuple[str, Engine]:
+        """What a combine with ``topk_weights`` opens first: the name of the call, and its engine."""
+        if self.engine.capabilities.weights_from_home:
+            return "combine", self.engine
+        return "dispatch", self.engine_beside()
 
     def _route_again(self, routed: Routed, engine: Engine, weights: torch.Tensor | None) -> Routed:
         """Dispatch narrow rows of zeros by the same ids to the same places.

@@ -30,6 +30,7 @@ class BiasedCombineCall(CombineCall):
         options: tuple[Any, ...],
         out: torch.Tensor | None,
         async_op: bool,
+        home_weights: torch.Tensor | None,
         bias: tuple[torch.Tensor, ...],
     ) -> None:
         weighted, mode, wire_dtype, out_dtype = options
@@ -38,7 +39,7 @@ class BiasedCombineCall(CombineCall):
         self._own_out = out
         self._out_dtype = out_dtype or (y.dtype if is_tensor else torch.float32)
         wide = torch.float64 if is_tensor and y.dtype == torch.float64 else torch.float32
-        super().__init__(owner, engine, y, routed, (weighted, mode, wire_dtype, wide), None, async_op)
+        super().__init__(owner, engine, y, routed, (weighted, mode, wire_dtype, wide), None, async_op, home_weights)
 
     def _given(self) -> tuple[Any, ...]:
         return (*super()._given(), *self._bias, self._own_out)

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Sizes = Literal["exact", "bounded"]
-Mode = Literal["per_rank", "per_route"]
+Mode = Literal["per_rank", "per_route", "per_node"]
 ScaleLayout = Literal["rows", "columns", "packed"]
+Copies = Literal["if_needed"]
 
 
 class DispatchKeywords(TypedDict, total=False):
@@ -35,7 +36,7 @@ class DispatchKeywords(TypedDict, total=False):
     alignment: int
     sizes: Sizes | None
     capacity: int | None
-    copy: bool
+    copy: bool | Copies
     to_fp8: bool
     power_of_two_scales: bool
     scale_layout: ScaleLayout
@@ -51,6 +52,7 @@ class CombineKeywords(TypedDict, total=False):
     wire_dtype: torch.dtype | None
     out_dtype: torch.dtype | None
     out: torch.Tensor | None
+    topk_weights: torch.Tensor | None
     bias: torch.Tensor | Sequence[torch.Tensor] | None
 
 
@@ -101,7 +103,7 @@ class Calls:
         alignment: int = 1,
         sizes: Sizes | None = None,
         capacity: int | None = None,
-        copy: bool = False,
+        copy: bool | Copies = False,
         to_fp8: bool = False,
         power_of_two_scales: bool = False,
         scale_layout: ScaleLayout = "rows",
@@ -129,6 +131,10 @@ class Calls:
                 and bounded ones the worst case, but layout "expert" has no default there, and layout "slots" has
                 ``W * max_tokens_per_rank``: enough unless tokens name an expert twice.
             copy: make outputs ordinary tensors of your own, even where a backend hands out views of its buffers.
+                "if_needed": outputs are yours as long as you hold them, but rows and scales may lie in a buffer that
+                later calls then leave alone, which costs no copy. While you hold such rows, others are copied. Let go
+                of them on the stream that was current, as PyTorch wants it of all memory; ``record_stream`` does not
+                help. Not beside calls in halves, except those of layout "slots". With ``async_op`` they are copied.
             to_fp8: quantise x to E4M3 with a scale per 128 values on its way (H a multiple of 128). The result is
                 that of ``dispatch(quantize_fp8(x), ...)``, bit for bit. The rows have no gradient, so x may not
                 require one; topk_weights may.
@@ -158,15 +164,15 @@ class Calls:
             PeerTimeout, CommunicatorBroken: another rank is missing, or was at an earlier call.
         """
         values = (layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy, scale_layout)
-        usual = None if async_op or copy else self._usual
+        usual = None if async_op else self._usual
         if usual is not None:
-            routed = usual.dispatch(self, x, topk_ids, topk_weights, values, out)
+            routed = usual.dispatch(self, x, topk_ids, topk_weights, values, out, copy)
             if routed is not None:
                 return routed
         call = DispatchCall(self, self.engine, (x, topk_ids, topk_weights), values, copy, out, async_op)
         result = call.run()
         if usual is not None:
-            usual.learn_dispatch(values, call.options, call.inputs)
+            usual.learn_dispatch(values, call.options, call.inputs, copy)
         return result
 
     @overload
@@ -201,7 +207,7 @@ class Calls:
         alignment: int = 1,
         sizes: Sizes | None = None,
         capacity: int | None = None,
-        copy: bool = False,
+        copy: bool | Copies = False,
         to_fp8: bool = False,
         power_of_two_scales: bool = False,
         scale_layout: ScaleLayout = "rows",
@@ -255,6 +261,7 @@ class Calls:
         wire_dtype: torch.dtype | None = None,
         out_dtype: torch.dtype | None = None,
         out: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
         bias: torch.Tensor | Sequence[torch.Tensor] | None = None,
         async_op: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, Event]:
@@ -268,10 +275,14 @@ class Calls:
                 it out for other layouts.
             mode: "per_rank" sums the rows of a rank in ascending k, rounds to ``wire_dtype``, and adds the ranks' sums
                 in ascending rank. "per_route" rounds every weighted row, sends it home by itself, and sums there in
-                ascending k (layouts "expert" and "slots").
+                ascending k (layouts "expert" and "slots"). "per_node" adds the ranks' sums of a node, rounds that to
+                ``wire_dtype`` again, and adds the nodes' sums in ascending node: on backend "network" one row for each
+                (token, node) crosses the network. All backends give the same bits.
             wire_dtype: dtype of what travels, by default that of y.
             out_dtype: dtype of the result, by default that of y.
             out: contiguous [T, H] of ``out_dtype`` to write the result to, where no gradient is wanted.
+            topk_weights: float32 [T, K] to multiply rows by, instead of the dispatch's (layouts "expert" and "slots").
+                They travel with this call, and have no gradient.
             bias: floating-point [T, H], or several, to add in their order before the result is rounded.
             async_op: work on the communicator's own stream and return (out, event).
 
@@ -280,15 +291,17 @@ class Calls:
             for.
 
         Raises:
-            TokenloomError: what ``dispatch`` raises.
+            TokenloomError: what ``dispatch`` raises; also NotDifferentiable if topk_weights are given and y or they
+                require grad.
         """
         values = (weighted, mode, wire_dtype, out_dtype)
+        routed, topk_weights = self._with_weights(routed, topk_weights, weighted)
         usual = None if async_op or bias is not None else self._usual
         if usual is not None:
-            found = usual.combine(self, y, routed, values, out)
+            found = usual.combine(self, y, routed, values, out, topk_weights)
             if found is not None:
                 return found
-        call = self._combine(y, routed, values, out, bias, async_op)
+        call = self._combine(y, routed, values, out, topk_weights, bias, async_op)
         result = call.run()
         if usual is not None:
             usual.learn_combine(y, routed, values, call.options)
@@ -324,6 +337,7 @@ class Calls:
         wire_dtype: torch.dtype | None = None,
         out_dtype: torch.dtype | None = None,
         out: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
         bias: torch.Tensor | Sequence[torch.Tensor] | None = None,
         async_op: bool = False,
     ) -> Pending[torch.Tensor] | Pending[tuple[torch.Tensor, Event]]:
@@ -338,7 +352,15 @@ class Calls:
         Raises:
             TokenloomError: what ``send_dispatch`` raises.
         """
-        return self._combine(y, routed, (weighted, mode, wire_dtype, out_dtype), out, bias, async_op).send()
+        routed, topk_weights = self._with_weights(routed, topk_weights, weighted)
+        values = (weighted, mode, wire_dtype, out_dtype)
+        return self._combine(y, routed, values, out, topk_weights, bias, async_op).send()
+
+    def _with_weights(
+        self, routed: Routed, topk_weights: torch.Tensor | None, weighted: bool | None
+    ) -> tuple[Routed, torch.Tensor | None]:
+        """A dispatch and weights at home, as a combine of this backend takes them."""
+        raise NotImplementedError
 
     def _combine(
         self,
@@ -346,12 +368,12 @@ class Calls:
         routed: Routed,
         options: tuple[Any, ...],
         out: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
         bias: torch.Tensor | Sequence[torch.Tensor] | None,
         async_op: bool,
     ) -> CombineCall:
-        if bias is None:
-            return CombineCall(self, self.engine, y, routed, options, out, async_op)
-        return BiasedCombineCall(self, self.engine, y, routed, options, out, async_op, biases(bias))
+        given = (self, self.engine, y, routed, options, out, async_op, topk_weights)
+        return CombineCall(*given) if bias is None else BiasedCombineCall(*given, biases(bias))
 
     def row_weights(self, routed: Routed) -> torch.Tensor:
         """Give each row its weight, to apply before the last GEMM. Differentiable, not collective.

@@ -16,6 +16,7 @@ from tokenloom.comm.beside import CallsBeside
 from tokenloom.comm.engine import Engine
 from tokenloom.errors import InvalidArgument
 from tokenloom.plan import Plan
+from tokenloom.runtime import topology
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.rendezvous import agree
 
@@ -46,9 +47,15 @@ class Communicator(CallsBeside):
         checked: on backend "nvlink", read ids and the outcome of every call on the host before it returns, so that
             errors come at once. "collective" always does.
         on_timeout: what happens to a rank that another one waits for. "raise": the wait ends with PeerTimeout, and
-            with it the communicator. "mask" ("nvlink", and "collective" over gloo): a rank that does not come
+            with it the communicator. "mask" ("nvlink", and the others over gloo): a rank that does not come
             within ``timeout_s``, which counts from the opening of a call as well, or whose process ends, is masked by
             all others alike. The call goes on without it and loses just the routes to it.
+        transport: what carries rows between nodes. "auto" picks the best that works on all ranks, "collective" is
+            torch.distributed. "gin", NCCL's network that GPUs start transfers of by themselves, is refused: no kernel
+            sends by it yet. ``backend`` says what carries rows within a node.
+        ranks_per_node: ranks of each node, which are then taken to be on nodes one after the other, wherever they are:
+            to try what runs between nodes on one machine, or where nodes cannot be found out. None finds nodes by
+            host and by the access of GPUs to each other's memory.
         rejoin: come back to the ranks of the group, which have masked this one and have their communicator still. It
             waits until they call ``unmask_ranks``, ``open_timeout_s`` long.
 
@@ -60,7 +67,7 @@ class Communicator(CallsBeside):
         InvalidArgument: an argument has a value that is never right, or ``num_sms`` is more than this process may use.
         PlanMismatch: the ranks passed different arguments; names the rank and the argument.
         PeerError: another rank failed to make its own.
-        BackendUnavailable: the backend asked for does not work here.
+        BackendUnavailable: the backend or the transport asked for does not work here; says on which rank, and why.
         PeerTimeout: a rank did not come, or with ``rejoin`` nobody took this one back.
     """
 
@@ -80,6 +87,8 @@ class Communicator(CallsBeside):
         num_sms: int = registry.DEFAULT_SMS,
         checked: bool = False,
         on_timeout: Literal["raise", "mask"] = "raise",
+        transport: str = "auto",
+        ranks_per_node: int | None = None,
         rejoin: bool = False,
     ) -> None:
         fault: InvalidArgument | None = None
@@ -91,27 +100,37 @@ class Communicator(CallsBeside):
             fault = error
             ranks = RankGroup(group)  # the other ranks wait for this one, and must hear of its fault
 
-        def prepare() -> tuple[dict[str, Any], list[registry.Availability]]:
+        def make_request() -> registry.Request:
+            plan = Plan(ranks.num_ranks, num_experts, hidden, top_k, max_tokens_per_rank)
+            options = (backend, plan, dtype, num_sms, checked, transport, ranks_per_node)
+            return registry.Request(ranks.transport, ranks.device, *options)
+
+        def prepare() -> tuple[dict[str, Any], tuple[list[registry.Availability], topology.Place]]:
             if fault is not None:
                 raise fault
-            plan = Plan(ranks.num_ranks, num_experts, hidden, top_k, max_tokens_per_rank)
-            request = registry.Request(ranks.transport, ranks.device, backend, plan, dtype, num_sms, checked)
+            request = make_request()
+            topology.checked_ranks_per_node(ranks_per_node, ranks.num_ranks)
             if not isinstance(num_sms, int) or not 1 <= num_sms <= registry.MAX_SMS:
                 raise InvalidArgument(f"num_sms is {num_sms!r}, expected 1 to {registry.MAX_SMS}")
             if on_timeout not in ("raise", "mask"):
                 raise InvalidArgument(f"on_timeout is {on_timeout!r}, expected raise, mask")
-            return request.must_agree() | {"on_timeout": on_timeout}, registry.probe(request)
+            found = registry.probe(request), topology.Place.own(ranks.device)
+            return request.must_agree() | {"on_timeout": on_timeout}, found
 
-        terms, found = prepare() if rejoin else ({}, [])
-        probes = [found] if rejoin else agree(ranks, prepare, "making a Communicator")
+        said = [prepare()[1]] if rejoin else agree(ranks, prepare, "making a Communicator")
+        probes = [found for found, _ in said]
+        request = make_request()
         self.plan = Plan(ranks.num_ranks, num_experts, hidden, top_k, max_tokens_per_rank)
-        request = registry.Request(ranks.transport, ranks.device, backend, self.plan, dtype, num_sms, checked)
+        if ranks_per_node is not None:
+            ranks.topology = topology.pretended(ranks.num_ranks, ranks_per_node)
+        elif not rejoin:  # else those that stayed tell
+            ranks.topology = topology.find_nodes([place for _, place in said])
         if rejoin:
-            name, _ = registry.choose(backend, probes)
-            ranks.terms = _in_words(terms, name)
+            name, _ = registry.choose(backend, probes, None if ranks_per_node is None else ranks.topology, transport)
+            ranks.terms = _in_words(prepare()[0], name)
             ranks.own_transport = registry.capabilities(name).own_transport
             ranks.rejoin(on_timeout == "mask")
-            self._choice = registry.make_alone(name, request, ranks, found)
+            self._choice = registry.make_alone(name, request, ranks, probes[0])
         else:
             self._choice = registry.make(request, ranks, probes)
             ranks.terms = _in_words(prepare()[0], self._choice.backend.name)
@@ -155,6 +174,16 @@ class Communicator(CallsBeside):
         return self._choice.backend.name
 
     @property
+    def transports(self) -> dict[str, str]:
+        """What carries rows to ranks of the "own node" and, if there are any, of "other nodes".
+
+        One of "nvlink", "collective" and "gin" for each.
+        """
+        can = self.engine.capabilities
+        several = self._ranks.topology.num_nodes > 1
+        return {"own node": can.own_node} | ({"other nodes": str(can.other_nodes)} if several else {})
+
+    @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The torch.distributed group, None for a process alone."""
         return self._ranks.process_group
@@ -162,17 +191,23 @@ class Communicator(CallsBeside):
     def describe(self) -> str:
         """The plan, the backend and why, and the memory it holds or will take, in a few lines for people."""
         plan = self.plan
+        nodes = self._ranks.topology
         lines = [
             f"tokenloom Communicator, rank {self.rank} of {self.num_ranks} on {self.device}",
             f"  {plan.num_experts} experts, {plan.experts_per_rank} on each rank; top-{plan.top_k}; "
             f"hidden {plan.hidden}; at most {plan.max_tokens_per_rank} tokens a rank",
             f"  worst case on one rank: {plan.worst_case_rows('token')} rows in layouts token and rank, "
             f"{plan.worst_case_rows('expert')} in layout expert",
+            *([f"  {nodes.describe()}"] if nodes.num_nodes > 1 else []),
             f"  backend {self.backend}: {self._choice.why}",
+            *([f"    {self._transports_in_words()}"] if nodes.num_nodes > 1 else []),
             *(f"    {line}" for line in self.engine.memory()),
             *(f"  rank {rank} is masked: {why}" for rank, why in self._ranks.why_masked().items()),
         ]
         return "\n".join(lines + [f"  not picked: {reason}" for reason in self._choice.not_picked])
+
+    def _transports_in_words(self) -> str:
+        return ", ".join(f"{kind} by {transport}" for kind, transport in self.transports.items())
 
     def mask_ranks(self, ranks: Collection[int]) -> None:
         """Go on without these ranks from the next call on. All ranks that stay call it alike.

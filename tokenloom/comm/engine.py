@@ -22,7 +22,9 @@ from tokenloom.backends.base import (
     DispatchOptions,
     Handle,
     MakesUsualCalls,
+    OwnOutputs,
     Pending,
+    Rows,
     Upcoming,
     Wait,
 )
@@ -217,11 +219,12 @@ class Engine:
         with profiler_range(COMBINE_RANGE):
             return self._opened(self._backend.send_combine(handle, rows, weights, options, out, alone, split))
 
-    def send_again(self, handle: Handle, values: torch.Tensor, strategy: str) -> Pending[torch.Tensor]:
-        """Send other values [T, H] to the places of a dispatch. ``receive`` gives [places, H], maybe a view."""
+    def send_again(self, handle: Handle, values: Rows, strategy: str, own: OwnOutputs = False) -> Pending[Any]:
+        """Send other values [T, H], with scales if they have some, to the places of a dispatch. ``receive`` gives
+        [places, H], and scales; views, unless ``own`` says something else."""
         self.open_calls.require_room()
         with profiler_range(DISPATCH_RANGE):
-            return self._opened(self._backend.send_again(handle, values, strategy))
+            return self._opened(self._backend.send_again(handle, values, strategy, own))
 
     def send_weight_gradients(self, handle: Handle, grad: torch.Tensor) -> Pending[torch.Tensor]:
         """Send the gradient of the received weights home. ``receive`` gives [T, K]."""
@@ -249,7 +252,8 @@ class Engine:
         Returns:
             Gradient of the rows, [places, H], and of the received weights [R, K] if ``rows`` is given.
         """
-        if rows is None and weights is None and handle.options.sizes == "exact":
+        fills_places = handle.options.sizes == "exact" and handle.options.layout != "rank"  # others must become zero
+        if rows is None and weights is None and fills_places:
             return self.send_again(handle, grad, strategy).receive().to(dtype, copy=True), None
         self.open_calls.require_room()
         with profiler_range(DISPATCH_RANGE):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -150,8 +150,8 @@ class Communicators:
         device: torch.device,
         comm: Communicator | None = None,
         name: str = "dispatch",
-        engine_of: Callable[[Communicator], Engine] = lambda comm: comm.engine,
         awaited: bool = True,
+        opened_on: Callable[[Communicator], tuple[str, Engine]] | None = None,
     ) -> Iterator[None]:
         """Inside, a call is checked. The other ranks, which make it, hear of a fault.
 
@@ -159,16 +159,16 @@ class Communicators:
             device: of the tensors.
             comm: what they make it with, where it is known.
             name: "dispatch" or "combine".
-            engine_of: what of it opens the call.
             awaited: a dispatch whose outcome the other ranks read. Elsewhere kernels tell it: at a later call.
+            opened_on: gives the name of what the others open, and its engine, where it is not the communicator's own.
         """
         try:
             yield
         except Exception as fault:
             if is_known_to_all(fault):
                 raise
-            upcoming = Upcoming(name, awaited=awaited and name == "dispatch")
-            self._tell(fault, device, comm or self._last, upcoming, engine_of)
+            known = comm or self._last
+            self._tell(fault, device, known, Upcoming(name, awaited=awaited and name == "dispatch"), opened_on)
             raise
 
     def _tell(
@@ -177,7 +177,7 @@ class Communicators:
         device: torch.device,
         comm: Communicator | None,
         upcoming: Upcoming,
-        engine_of: Callable[[Communicator], Engine],
+        opened_on: Callable[[Communicator], tuple[str, Engine]] | None,
     ) -> None:
         from tokenloom.runtime.rendezvous import agree
 
@@ -185,7 +185,11 @@ class Communicators:
             if comm is None:
                 agree(self.meeting(device), _raises(fault), "making a communicator")
                 return
-            with engine_of(comm).sequence(upcoming):
+            engine = comm.engine
+            if opened_on is not None:
+                name, engine = opened_on(comm)
+                upcoming = replace(upcoming, name=name)
+            with engine.sequence(upcoming):
                 raise fault
         except Exception as other:
             if other is not fault and not is_known_to_all(other):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +14,8 @@ from tokenloom.comm import autograd, outputs, validation, validation_beside
 from tokenloom.comm.engine import COMBINE_RANGE, DISPATCH_RANGE, Engine, profiler_range
 from tokenloom.comm.pending import Pending
 from tokenloom.comm.routed import Routed
+from tokenloom.comm.strategy import STRATEGY_OF_MODE
+from tokenloom.errors import NotDifferentiable
 from tokenloom.runtime.streams import tensors_in
 
 
@@ -57,7 +59,7 @@ class Call(ABC):
         engine = self.engine
         engine.begin()
         stream = engine.side_stream.run(self._given()) if self.async_op else nullcontext()
-        with stream, profiler_range(self.range_name), engine.sequence(Upcoming(self.name)):
+        with stream, profiler_range(self.range_name), engine.sequence(self._upcoming(split=True)):
             sent = self._send(split=True)
         self._forget()  # the pending may live for long
 
@@ -78,9 +80,12 @@ class Call(ABC):
         result = self._receive()
         return (result, self.engine.side_stream.event(tuple(tensors_in(result)))) if self.async_op else result
 
-    def _upcoming(self) -> Upcoming:
-        """The whole call, as the ranks open it."""
-        return Upcoming(self.name)
+    @abstractmethod
+    def _upcoming(self, split: bool = False) -> Upcoming:
+        """The call as the ranks open it, in halves or not.
+
+        Its options are what can be told of them, as what was given may be wrong here: the others may make a buffer.
+        """
 
     @abstractmethod
     def _given(self) -> tuple[Any, ...]:
@@ -123,17 +128,26 @@ class DispatchCall(Call):
         engine: Engine,
         tensors: tuple[Any, Any, Any],
         options: tuple[Any, ...],
-        copy: bool,
+        copy: bool | str,
         out: DispatchOut | None,
         async_op: bool,
     ) -> None:
         self.engine, self.async_op = engine, async_op
         self._owner, self._tensors, self._options = owner, tensors, options
-        self._copy, self._out = copy, out
+        # A loan knows the stream on which it was made, and rows of asynchronous calls are used on another.
+        self._copy, self._out = True if async_op and copy == "if_needed" else copy, out
 
-    def _upcoming(self) -> Upcoming:
+    def _upcoming(self, split: bool = False) -> Upcoming:
         layout, _, sizes = self._options[:3]
-        return Upcoming(self.name, awaited=sizes != "bounded" and layout != "slots")
+        awaited = not split and sizes != "bounded" and layout != "slots"
+        x = self._tensors[0]
+        dtype = getattr(x[0] if isinstance(x, (tuple, list)) and x else x, "dtype", None)
+        options = None
+        with suppress(Exception):
+            options = self.engine.dispatch_options(*self._options)
+        if options is None or dtype not in (*self.engine.capabilities.dtypes, torch.float8_e4m3fn):
+            return Upcoming(self.name, awaited=awaited, split=split)
+        return Upcoming(self.name, options, 1 if options.to_fp8 else dtype.itemsize, awaited, split)
 
     def _given(self) -> tuple[Any, ...]:
         return (*self._tensors, self._out)
@@ -186,6 +200,7 @@ class CombineCall(Call):
         y, routed: as they were given.
         options: weighted, mode, wire_dtype and out_dtype as they were given.
         out, async_op: as they were given.
+        home_weights: weights [T, K] of this rank's tokens, for backends that take them.
 
     Attributes:
         options: what the options mean, once they were checked.
@@ -203,18 +218,29 @@ class CombineCall(Call):
         options: tuple[Any, ...],
         out: torch.Tensor | None,
         async_op: bool,
+        home_weights: torch.Tensor | None = None,
     ) -> None:
         self.engine, self.async_op = engine, async_op
         self._owner, self._y, self._routed, self._options, self._out = owner, y, routed, options, out
+        self._home_weights = home_weights
+
+    def _upcoming(self, split: bool = False) -> Upcoming:
+        weighted, mode, wire_dtype, _ = self._options
+        wire = getattr(self._y, "dtype", None) if wire_dtype is None else wire_dtype
+        strategy = STRATEGY_OF_MODE.get(mode) if isinstance(mode, str) else None
+        if strategy is None or not isinstance(wire, torch.dtype) or wire not in self.engine.capabilities.dtypes:
+            return Upcoming(self.name, split=split)
+        options = CombineOptions(bool(weighted), wire, wire, False, strategy, self._home_weights is not None)
+        return Upcoming(self.name, options, wire.itemsize, split=split)
 
     def _given(self) -> tuple[Any, ...]:
-        return self._y, self._routed, self._out
+        return self._y, self._routed, self._out, self._home_weights
 
     def _forget(self) -> None:
-        del self._y, self._routed, self._out
+        del self._y, self._routed, self._out, self._home_weights
 
     def _send(self, split: bool) -> Sent[torch.Tensor]:
-        engine, y, routed, out = self.engine, self._y, self._routed, self._out
+        engine, y, routed, out, home = self.engine, self._y, self._routed, self._out, self._home_weights
         validation.require_routed(routed, self._owner)
         handle, weights, has_weights = routed._handle, routed._graph_weights, routed._weighted
         options = self.options = validation.combine_options(
@@ -225,8 +251,15 @@ class CombineCall(Call):
             routed.layout,
             has_weights,
             weights is not None and weights.requires_grad,
+            home is not None,
             *self._options,
         )
+        if home is not None:
+            validation_beside.weights_at_home(engine.plan, home, handle.num_tokens, engine.ranks.device)
+            if options.needs_grad or (torch.is_grad_enabled() and home.requires_grad):
+                raise NotDifferentiable(
+                    "topk_weights of a combine have no gradient; pass them to dispatch, or call under no_grad"
+                )
         if out is not None:
             outputs.of_combine(out, options, routed, y)
         rows = y if y.ndim == 2 else y.view(-1, engine.plan.hidden)
@@ -234,7 +267,7 @@ class CombineCall(Call):
             weights = routed._weights if options.weighted else None
             self._sent = autograd.send_combine(engine, handle, rows, weights, options, split)
         else:
-            late = routed._late_weights if options.weighted else None
+            late = home if home is not None else routed._late_weights if options.weighted else None
             self._sent = engine.send_combine(handle, rows, late, options, out, split=split)
         return self._sent
 

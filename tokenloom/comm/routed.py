@@ -156,6 +156,31 @@ class Routed:
         tokens = tokens[: len(positions), None].expand(positions.shape)
         return routing.row_values(tokens + 1, positions, self._handle.num_places).view(self._shape[:-1]) - 1
 
+    def replace_ids(self, topk_ids: torch.Tensor) -> None:
+        """Let later calls of this dispatch read equal ids elsewhere, so that those that were given may be changed.
+
+        Args:
+            topk_ids: of the same shape, dtype, values and device as those that were dispatched; contiguous.
+        """
+        self._handle.use_ids(topk_ids)
+
+    def let_go(self) -> None:
+        """Forget rows and scales, which somebody else holds: what is left serves ``combine``, and knows their shape.
+
+        Without this, whoever keeps the result keeps them. ``tokens`` has no values afterwards (device "meta").
+        """
+        values, rows = self.__dict__, self._rows
+        _ = self._shape
+        values["_rows"] = torch.empty(rows.shape, dtype=rows.dtype, device="meta")
+        for name in ("tokens", "scales"):
+            values.pop(name, None)
+        self._handle.let_go()
+
+    def counts_on_host(self) -> list[int]:
+        """``expert_counts`` as ints. With exact sizes the host knows them; otherwise it waits for them here."""
+        known = self._handle.host_counts
+        return self.expert_counts.tolist() if known is None else list(known)
+
     def unused_ids_marked(self) -> torch.Tensor | None:
         """``topk_ids`` with -1 also in the rows beyond ``num_rows`` that bounded sizes leave unspecified."""
         ids = self.topk_ids

@@ -7,12 +7,18 @@ from dataclasses import dataclass
 from tokenloom.errors import InvalidArgument
 from tokenloom.plan import COMBINE_STRATEGIES, DISPATCH_STRATEGIES
 
-SWAPPED = {"dedup": "dedup", "all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_to_all": "dedup"}
+SWAPPED = {
+    "dedup": "dedup",
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "all_to_all": "dedup",
+    "per_node": "dedup",
+}
 """What carries the gradient. The gradient of a dispatch is a combine, and the other way round.
 
 All routes of a token to one rank have the same gradient, so where a payload takes a row per route, its gradient takes
 one per rank."""
-STRATEGY_OF_MODE = {"per_rank": "dedup", "per_route": "all_to_all"}
+STRATEGY_OF_MODE = {"per_rank": "dedup", "per_route": "all_to_all", "per_node": "per_node"}
 """What carries a combine of each ``mode``. A layer may also carry the sums of "per_rank" by "reduce_scatter"."""
 
 
@@ -25,6 +31,8 @@ class Strategy:
             takes those it needs. "all_to_all" sends one row for each route (layout "expert").
         combine: "dedup" sends the sum over a token's routes on a rank. "reduce_scatter" sends the same sums in a dense
             [W, M, H]. "all_to_all" sends one row for each route, summed at home in ascending k (layout "expert").
+            "per_node" sums the ranks' sums of a node there, and sends one row for each (token, node). Gradients of
+            a dispatch come home so too.
 
     Raises:
         InvalidArgument: another name.
@@ -40,3 +48,8 @@ class Strategy:
         ):
             if value not in known:
                 raise InvalidArgument(f"strategy of {name} is {value!r}, expected one of {', '.join(known)}")
+
+    @property
+    def gradient_of_dispatch(self) -> str:
+        """What carries the gradient of a dispatch, a combine: it sums per node where combines do."""
+        return "per_node" if self.combine == "per_node" else SWAPPED[self.dispatch]

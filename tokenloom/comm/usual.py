@@ -51,23 +51,27 @@ class UsualCalls:
         engine = self._engine
         return engine.is_plain() and not engine.open_calls.any_open()
 
-    def _ready(self) -> int | None:
-        """Raise what earlier calls left; the stream, or None if nothing was raised and the call is no usual one."""
+    def _ready(self, awaited: bool = False) -> int | None:
+        """Raise what earlier calls left; the stream, or None if nothing was raised and the call is no usual one.
+
+        Args:
+            awaited: the host will wait for the call.
+        """
         if not self.nothing_around():
             return None
         self._engine.ranks.require_alive()
-        return self._backend.ready()
+        return self._backend.ready(awaited)
 
     # -- dispatch -------------------------------------------------------------------------------------------
 
     def dispatch(
-        self, owner: object, x: Any, topk_ids: Any, weights: Any, options: tuple[Any, ...], out: Any
+        self, owner: object, x: Any, topk_ids: Any, weights: Any, options: tuple[Any, ...], out: Any, copy: Any
     ) -> Routed | None:
         """Make a dispatch, if it is a usual one.
 
         Args:
             owner: the communicator.
-            x, topk_ids, weights, out: as they were given.
+            x, topk_ids, weights, out, copy: as they were given.
             options: what follows ``able`` in :func:`tokenloom.comm.validation.dispatch_options`.
         """
         if is_grad_enabled():
@@ -75,33 +79,39 @@ class UsualCalls:
         scales = None
         if x.__class__ is tuple and len(x) == 2:
             x, scales = x
-        usual = self.like_before(x, scales, topk_ids, weights, options)
+        usual = self.like_before(x, scales, topk_ids, weights, options, copy)
         if usual is None or not (out is None or self._fits_all(out, usual)):
             return None
-        stream = self._ready()
+        stream = self._ready(usual.awaited)
         if stream is None:
             return None
         engine = self._engine
         try:
             handle, rows, _ = usual.launch(x, scales, topk_ids, weights, x.shape[0], out, stream)
         except Exception:
-            with engine.sequence(Upcoming("dispatch")):
+            with engine.sequence(Upcoming("dispatch", awaited=usual.awaited)):
                 raise
         engine.open_calls.opened()
+        if usual.finish is not None:
+            try:
+                handle, rows = usual.finish(handle, rows, x, scales, topk_ids, weights)
+            except Exception:
+                with engine.sequence():
+                    raise
         return Routed(owner, self._plan, handle, rows, None, weights is not None, topk_ids.dtype, out)
 
     def like_before(
-        self, x: Any, scales: Any, topk_ids: Any, weights: Any, options: tuple[Any, ...]
+        self, x: Any, scales: Any, topk_ids: Any, weights: Any, options: tuple[Any, ...], copy: Any = False
     ) -> UsualDispatch | None:
         """What makes this dispatch, if there were others of its kind and its tensors are right at a glance.
 
         Args:
-            x, scales, topk_ids, weights, options: as for :meth:`dispatch`.
+            x, scales, topk_ids, weights, options, copy: as for :meth:`dispatch`.
         """
         if not (x.__class__ is Tensor is topk_ids.__class__) or x.ndim != 2:
             return None
         try:
-            usual = self._dispatches.get(_kind_of_dispatch(x, scales, topk_ids, weights, options))
+            usual = self._dispatches.get(_kind_of_dispatch(x, scales, topk_ids, weights, options, copy))
         except TypeError:  # a list, say, cannot be looked up
             return None
         plan, device, ids_shape = self._plan, self._device, topk_ids.shape
@@ -120,16 +130,19 @@ class UsualCalls:
             return None
         return usual
 
-    def learn_dispatch(self, given: tuple[Any, ...], options: DispatchOptions, inputs: DispatchInputs | None) -> None:
+    def learn_dispatch(
+        self, given: tuple[Any, ...], options: DispatchOptions, inputs: DispatchInputs | None, copy: Any = False
+    ) -> None:
         """Remember the kind of a dispatch that was made the long way, if such calls are usual from now on.
 
         Args:
             given: options, as for :meth:`dispatch`. options: what they mean.
             inputs: the checked tensors.
+            copy: as for :meth:`dispatch`.
         """
-        if inputs is None or inputs.own_outputs:
+        if inputs is None or is_grad_enabled():
             return
-        kind = _kind_of_dispatch(inputs.x, inputs.scales, inputs.topk_ids, inputs.topk_weights, given)
+        kind = _kind_of_dispatch(inputs.x, inputs.scales, inputs.topk_ids, inputs.topk_weights, given, copy)
         known = self._dispatches.get(kind)
         if known is not None:
             if not known.is_stale:
@@ -170,12 +183,14 @@ class UsualCalls:
 
     # -- combine --------------------------------------------------------------------------------------------
 
-    def combine(self, owner: object, y: Any, routed: Any, options: tuple[Any, ...], out: Any) -> torch.Tensor | None:
+    def combine(
+        self, owner: object, y: Any, routed: Any, options: tuple[Any, ...], out: Any, home_weights: Any
+    ) -> torch.Tensor | None:
         """Make a combine, if it is a usual one.
 
         Args:
             owner: the communicator.
-            y, routed, out: as they were given.
+            y, routed, out, home_weights: as they were given.
             options: weighted, mode, wire_dtype and out_dtype as they were given.
         """
         if is_grad_enabled():
@@ -183,7 +198,7 @@ class UsualCalls:
         if not (y.__class__ is Tensor and routed.__class__ is Routed and routed._owner is owner):
             return None
         try:
-            usual = self._combines.get((routed.layout, routed._weighted, y.dtype, options))
+            usual = self._combines.get((routed.layout, routed._weighted, y.dtype, options, home_weights is not None))
         except TypeError:
             return None
         handle = routed._handle
@@ -197,6 +212,7 @@ class UsualCalls:
                 out is None
                 or (self._fits(out, (handle.num_tokens, self._plan.hidden), usual.out_dtype) and not out.requires_grad)
             )
+            and (home_weights is None or self._fits(home_weights, (handle.num_tokens, self._plan.top_k), WEIGHT_DTYPE))
         ):
             return None
         stream = self._ready()
@@ -204,7 +220,8 @@ class UsualCalls:
             return None
         engine = self._engine
         try:
-            result, _ = usual.launch(handle, y, routed._late_weights, out, stream)
+            weights = routed._late_weights if home_weights is None else home_weights
+            result, _ = usual.launch(handle, y, weights, out, stream)
         except Exception:
             with engine.sequence(Upcoming("combine")):
                 raise
@@ -217,7 +234,7 @@ class UsualCalls:
         Args:
             given: options as for :meth:`combine`. options: what they mean.
         """
-        kind = (routed.layout, routed._weighted, y.dtype, given)
+        kind = (routed.layout, routed._weighted, y.dtype, given, options.weights_from_home)
         known = self._combines.get(kind)
         if options.needs_grad or (known is not None and not known.is_stale):
             return
@@ -227,9 +244,9 @@ class UsualCalls:
 
 
 def _kind_of_dispatch(
-    x: torch.Tensor, scales: object, topk_ids: torch.Tensor, weights: object, options: tuple[Any, ...]
+    x: torch.Tensor, scales: object, topk_ids: torch.Tensor, weights: object, options: tuple[Any, ...], copy: object
 ) -> object:
     """What usual dispatches of one kind have alike. Types as well: True is no number of rows, and 1 is not True."""
     _, alignment, _, capacity, to_fp8, powers, _, _ = options
     types = (alignment.__class__, capacity.__class__, to_fp8.__class__, powers.__class__)
-    return options, types, x.dtype, topk_ids.dtype, scales is None, weights is None
+    return options, types, x.dtype, topk_ids.dtype, scales is None, weights is None, copy

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from tokenloom.backends.base import Capabilities, CombineOptions, DispatchInputs, DispatchOptions
+from tokenloom.backends.base import Capabilities, CombineOptions, DispatchInputs, DispatchOptions, OwnOutputs
 from tokenloom.comm.routed import Routed
 from tokenloom.comm.strategy import STRATEGY_OF_MODE, SWAPPED, Strategy
 from tokenloom.errors import (
@@ -111,6 +111,10 @@ def reads_ids(able: Capabilities, device: torch.device) -> bool:
     return able.reads_on_host and not captured
 
 
+COPIES: dict[object, OwnOutputs] = {False: False, True: True, "if_needed": "if needed"}
+"""What ``copy`` of a dispatch means for its outputs."""
+
+
 def dispatch_inputs(
     plan: Plan,
     able: Capabilities,
@@ -118,7 +122,7 @@ def dispatch_inputs(
     x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor | None,
-    copy: bool,
+    copy: bool | str,
     check_ids: bool,
     to_fp8: bool,
     scale_layout: str = "rows",
@@ -128,10 +132,13 @@ def dispatch_inputs(
 
     Args:
         able: what the communicator's backend can do.
+        copy: of the call: False, True or "if_needed".
         check_ids: read the ids on the host, to find those out of range, and scales that cannot be packed.
         scale_layout: of the options.
         split: the dispatch is made in halves.
     """
+    if copy not in COPIES:
+        raise InvalidArgument(f"copy is {copy!r}, expected False, True or 'if_needed'")
     scales = None
     if isinstance(x, (tuple, list)):
         if len(x) != 2:
@@ -148,7 +155,7 @@ def dispatch_inputs(
         topk_weights,
         grad and x.requires_grad,
         grad and topk_weights is not None and topk_weights.requires_grad,
-        grad or copy,
+        True if grad else COPIES[copy],
         False,
         split,
     )
@@ -243,6 +250,7 @@ def combine_options(
     layout: str,
     has_weights: bool,
     weights_require_grad: bool,
+    from_home: bool,
     weighted: bool | None,
     mode: str,
     wire_dtype: torch.dtype | None,
@@ -253,6 +261,7 @@ def combine_options(
     Args:
         able: what the communicator's backend can do.
         has_weights, weights_require_grad: whether the dispatch received weights, and whether they have a graph.
+        from_home: the combine is given weights of its own.
     """
     if mode not in STRATEGY_OF_MODE:
         raise InvalidArgument(f"mode is {mode!r}, expected one of {', '.join(STRATEGY_OF_MODE)}")
@@ -268,7 +277,13 @@ def combine_options(
         if mode == "per_route":
             raise InvalidArgument(f"mode 'per_route' needs one row per route, layout {layout!r} has one per token")
     weighted = layout in ROUTE_LAYOUTS if weighted is None else weighted
-    if weighted and not has_weights:
+    if from_home and not weighted:
+        raise InvalidArgument(
+            "topk_weights with weighted=False; leave one of them out"
+            if layout in ROUTE_LAYOUTS
+            else f"topk_weights with layout {layout!r}: its rows are weighted and summed by the caller; leave them out"
+        )
+    if weighted and not (has_weights or from_home):
         raise InvalidArgument(
             "weighted combine of a dispatch without topk_weights; pass them to dispatch, or weighted=False here"
         )
@@ -278,7 +293,7 @@ def combine_options(
     _require_ready("y", y, device)
     grad = torch.is_grad_enabled()
     needs_grad = grad and (y.requires_grad or (weighted and weights_require_grad))
-    return _combine_options(able.dtypes, y.dtype, weighted, mode, wire_dtype, out_dtype, needs_grad)
+    return _combine_options(able.dtypes, y.dtype, weighted, mode, wire_dtype, out_dtype, needs_grad, from_home)
 
 
 @lru_cache(maxsize=256, typed=True)
@@ -290,6 +305,7 @@ def _combine_options(
     wire_dtype: torch.dtype | None,
     out_dtype: torch.dtype | None,
     needs_grad: bool,
+    from_home: bool,
 ) -> CombineOptions:
     """The options for rows of this dtype; ``dtypes`` are those that the backend moves."""
     for name, dtype in (("y", y_dtype), ("wire_dtype", wire_dtype), ("out_dtype", out_dtype)):
@@ -299,14 +315,15 @@ def _combine_options(
             raise DtypeMismatch(f"{name} is float64, y is {y_dtype} and summed in float32; pass y in float64")
         if dtype not in dtypes:
             raise DtypeMismatch(f"{name} is {dtype}, expected {_names(dtypes)}{_elsewhere(dtypes, dtype)}")
-    return CombineOptions(weighted, wire_dtype or y_dtype, out_dtype or y_dtype, needs_grad, STRATEGY_OF_MODE[mode])
+    strategy = STRATEGY_OF_MODE[mode]
+    return CombineOptions(weighted, wire_dtype or y_dtype, out_dtype or y_dtype, needs_grad, strategy, from_home)
 
 
 def require_strategy(able: Capabilities, strategy: Strategy) -> None:
     """Raise InvalidArgument unless the backend has what carries a layer's payloads and their gradients."""
     has = {"dispatch": able.dispatch_strategies, "combine": able.combine_strategies}
     forward = [("dispatch", strategy.dispatch), ("combine", strategy.combine)]
-    backward = [("dispatch", SWAPPED[strategy.combine]), ("combine", SWAPPED[strategy.dispatch])]
+    backward = [("dispatch", SWAPPED[strategy.combine]), ("combine", strategy.gradient_of_dispatch)]
     for name, wanted in forward + backward:
         if wanted not in has[name]:
             raise InvalidArgument(f"{strategy} needs {name} by {wanted!r}, this backend has {', '.join(has[name])}")

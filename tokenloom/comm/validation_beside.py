@@ -12,16 +12,19 @@ from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, Sha
 from tokenloom.plan import Plan
 
 
-def rows_again(plan: Plan, able: Capabilities, device: torch.device, x: torch.Tensor, num_tokens: int) -> None:
-    """Raise unless x can take the places of the tokens of an earlier dispatch."""
-    validation._require_tensor("x", x)
-    if list(x.shape) != [num_tokens, plan.hidden]:
-        raise ShapeMismatch(f"x is {list(x.shape)}, expected {[num_tokens, plan.hidden]}, as it was dispatched")
-    if x.dtype not in able.dtypes:
-        raise DtypeMismatch(
-            f"x is {x.dtype}, expected {validation._names(able.dtypes)}{validation._elsewhere(able.dtypes, x.dtype)}"
-        )
-    validation._require_ready("x", x, device)
+def rows_again(plan: Plan, able: Capabilities, device: torch.device, x: Any, num_tokens: int, layout: str) -> None:
+    """Raise unless x can take the places of the tokens of an earlier dispatch: rows, or FP8 rows and their scales."""
+    if isinstance(x, (tuple, list)):
+        if layout == "slots":
+            raise InvalidArgument("FP8 rows cannot be sent again in layout 'slots'; dispatch them anew")
+        if len(x) != 2:
+            raise InvalidArgument(f"x is a {type(x).__name__} of {len(x)}, expected a tensor or (fp8, scales)")
+    tokens, scales = x if isinstance(x, (tuple, list)) else (x, None)
+    validation._require_tensor("x", tokens)
+    if list(tokens.shape) != [num_tokens, plan.hidden]:
+        raise ShapeMismatch(f"x is {list(tokens.shape)}, expected {[num_tokens, plan.hidden]}, as it was dispatched")
+    validation._require_ready("x", tokens, device)
+    validation._check_payload(plan, able, tokens, scales, device, False)
 
 
 def values_of_rows(values: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:

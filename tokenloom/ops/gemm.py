@@ -290,8 +290,14 @@ def _check(
         check_tensor("expert_counts", expert_counts, int32, [num_experts], a.device)
     check_aligned("a", a)
     check_aligned("a_scales", a_scales)
-    if not a.is_cpu and (not a.is_cuda or torch.cuda.get_device_capability(a.device) != HOPPER):
-        raise BackendUnavailable(f"grouped GEMMs in FP8 need a Hopper GPU, or a CPU; the tensors are on {a.device}")
+    check_device(a.device)
+
+
+def check_device(device: torch.device) -> None:
+    """Raise BackendUnavailable unless grouped GEMMs in FP8 run on this device."""
+    if device.type == "cpu" or (device.type == "cuda" and torch.cuda.get_device_capability(device) == HOPPER):
+        return
+    raise BackendUnavailable(f"grouped GEMMs in FP8 need a Hopper GPU, or a CPU; the device is {device}")
 
 
 def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: list[int], device: torch.device) -> None:

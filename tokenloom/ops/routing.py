@@ -104,6 +104,11 @@ def home_positions_per_rank(send: SendMap, num_tokens: int, num_ranks: int) -> t
     return positions
 
 
+def on_nodes(goes_to: torch.Tensor, ranks_per_node: int) -> torch.Tensor:
+    """Find which nodes tokens go to: bool [T, W] of ranks -> bool [T, N], ranks being numbered node by node."""
+    return goes_to.unflatten(1, (-1, ranks_per_node)).any(2)
+
+
 def home_positions_per_route(send: SendMap, num_tokens: int, top_k: int) -> torch.Tensor:
     """Find where each (token, k) lies when one row per route comes home, in sent order, then k: [T, K]."""
     rows, ks = send.mask.nonzero(as_tuple=True)

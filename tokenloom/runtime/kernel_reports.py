@@ -25,6 +25,8 @@ PHASES = {
     2: "dispatch, rows",
     3: "combine, partial sums",
     OWN_BLOCKS: "blocks of its own kernel",
+    5: "dispatch, forwarding between nodes",
+    6: "combine, sums of nodes",
 }
 """What device/sync/wait.cuh calls Phase, in words."""
 FAULT_WORDS = 6

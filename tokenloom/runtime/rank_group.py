@@ -29,6 +29,7 @@ from tokenloom.runtime.links import Links, Waiter
 from tokenloom.runtime.membership import Membership
 from tokenloom.runtime.noteboard import Noteboard
 from tokenloom.runtime.rejoin import Meeting
+from tokenloom.runtime.topology import Topology
 from tokenloom.runtime.waiting import Awaited, Collective, Watch, checked_seconds, timeout_of
 
 OPEN_TIMEOUT_S = 600.0
@@ -89,6 +90,7 @@ class RankGroup:
         terms: what all ranks have agreed on, by name; a rank that comes back must have the same.
         own_transport: calls go without collectives of the process group, so ranks can be left out of any group.
         served: there is a backend that makes calls again without ranks that are lost meanwhile. It needs the notes.
+        missed: ranks whose part of a transfer did not come. Whoever makes calls empties it.
         met_at: number of the collective before ranks last came back, the same on all ranks; 0 if none has.
 
     Raises:
@@ -126,6 +128,7 @@ class RankGroup:
         self.terms: dict[str, str] = {}
         self.own_transport = self.served = False
         self.met_at = 0
+        self.missed: frozenset[int] = frozenset()
         release_dropped()
         self.notes = notes = Noteboard(group, self.rank, self.num_ranks, rejoins)
         self._members = Membership(notes)
@@ -139,6 +142,15 @@ class RankGroup:
             return True
 
         undo_when_dropped(self, leave)
+
+    @property
+    def topology(self) -> Topology:
+        """Which ranks share a node, as all have agreed; by default all of them do."""
+        return self._watch.topology
+
+    @topology.setter
+    def topology(self, found: Topology) -> None:
+        self._watch.topology = found
 
     @property
     def transport(self) -> str:
@@ -336,7 +348,7 @@ class RankGroup:
         if ranks:
             limit_s = self.timeout_s if self._watch.masks_late else self.open_timeout_s
             place, masked = f"back/{self._members.name_of_change}", self._members.masked.difference(ranks)
-            self._meet(rejoin.take_back(self.notes, place, masked, ranks, self.terms, limit_s))
+            self._meet(rejoin.take_back(self.notes, place, masked, ranks, self.terms, self.topology, limit_s))
 
     def _ask(self, request: str, ranks: Collection[int]) -> None:
         self.require_alive()
@@ -363,6 +375,7 @@ class RankGroup:
         self._links = rejoin.connect(self.notes, meeting, self.timeout_s)
         self.notes.move(meeting.notes, meeting.step)
         self.met_at = meeting.step
+        self.topology = meeting.nodes
         self._members.begin_anew(frozenset(meeting.masked))
 
     def _connect(self, phase: str) -> None:
@@ -531,6 +544,8 @@ class RankGroup:
 
         def wait() -> frozenset[int]:
             self._watch.wait(awaited, phase, step, limit_s)
-            return finish()
+            lost = finish()
+            self.missed |= lost
+            return lost
 
         return Transfer(result, wait)

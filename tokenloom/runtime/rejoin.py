@@ -20,6 +20,7 @@ from tokenloom.errors import PeerTimeout, PlanMismatch
 from tokenloom.runtime.links import Links
 from tokenloom.runtime.membership import POLL_S
 from tokenloom.runtime.noteboard import Noteboard
+from tokenloom.runtime.topology import Topology
 
 PHASE = "taking ranks back"
 SPARE_S = 2.0
@@ -38,6 +39,7 @@ class Meeting:
         calls: which call of each rank that comes back is answered.
         missing: ranks that are to come back and have not called.
         differs: (rank, name, value there, value here) of something that must be alike and is not.
+        topology: the nodes, as the ranks that stayed know them. A rank that comes back keeps its own.
     """
 
     place: str
@@ -47,6 +49,12 @@ class Meeting:
     calls: dict[str, str]
     missing: list[int]
     differs: tuple[int, str, str, str] | None
+    topology: dict[str, Any]
+
+    @property
+    def nodes(self) -> Topology:
+        """The topology, which has travelled as text."""
+        return Topology(**self.topology | {"node_of": tuple(self.topology["node_of"])})
 
 
 def take_back(
@@ -55,6 +63,7 @@ def take_back(
     masked: Collection[int],
     back: Collection[int],
     terms: Mapping[str, str],
+    topology: Topology,
     limit_s: float,
 ) -> Meeting:
     """Wait for ranks that come back, and settle with the others that stayed how to go on.
@@ -65,6 +74,7 @@ def take_back(
         masked: ranks that are masked afterwards.
         back: ranks that come back.
         terms: what must be alike on all ranks, by name.
+        topology: the nodes of the ranks.
         limit_s: longest wait, in seconds.
 
     Raises:
@@ -85,7 +95,14 @@ def take_back(
                 if call is not None and call["terms"].get(term) != value
             ]
             after = Meeting(
-                place, f"{place}/notes", notes.step, sorted(masked), numbers, missing, differs[0] if differs else None
+                place,
+                f"{place}/notes",
+                notes.step,
+                sorted(masked),
+                numbers,
+                missing,
+                differs[0] if differs else None,
+                asdict(topology),
             )
             settled = notes.decide(name, asdict(after))
             if settled is None:

@@ -15,12 +15,14 @@ What cannot be freed yet is tried again at each construction, check and close (:
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -305,6 +307,32 @@ class _Memory:
 
 def _tensor_over(memory: _Memory, device: torch.device) -> torch.Tensor:
     return torch.as_tensor(memory, dtype=torch.uint8, device=device)
+
+
+class _Lent(_Memory):
+    """Memory of a tensor that somebody holds as a tensor of their own."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        super().__init__(memory.data_ptr(), memory.numel())
+        self._kept = memory
+
+
+def lent(memory: torch.Tensor) -> tuple[torch.Tensor, weakref.ref[Any]]:
+    """The same memory with a storage of its own, and what tells whether that one is held.
+
+    Args:
+        memory: uint8, one dimension, contiguous.
+
+    Returns:
+        A tensor over the memory, which it keeps; and a reference that gives None once neither that tensor is left, nor
+        a view of it, nor anything else with its storage.
+    """
+    if memory.is_cuda:
+        held = _Lent(memory)
+        return _tensor_over(held, memory.device), weakref.ref(held)
+    array: Any = (ctypes.c_uint8 * memory.numel()).from_address(memory.data_ptr())
+    array.kept = memory
+    return torch.frombuffer(array, dtype=torch.uint8), weakref.ref(array)
 
 
 @contextmanager

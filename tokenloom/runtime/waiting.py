@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tokenloom.errors import CommunicatorBroken, InvalidArgument, PeerError, PeerTimeout, PlanMismatch
 from tokenloom.runtime.membership import Membership
 from tokenloom.runtime.noteboard import Noteboard
+from tokenloom.runtime.topology import Topology
 
 SIGN_IN_AFTER_S = 0.5
 """A rank that has waited this long signs in at the noteboard, so that others can tell who is missing."""
@@ -95,6 +96,7 @@ class Watch:
     Attributes:
         broken: why nothing more can be done with the group, if so.
         masks_late: mask ranks that do not come, and go on.
+        topology: which ranks share a node, for errors.
         known_losses: waits end in vain once ranks have been lost more often than that. None: they go on.
     """
 
@@ -102,6 +104,7 @@ class Watch:
         self.broken: str | None = None
         self.masks_late = False
         self.known_losses: int | None = None
+        self.topology = Topology.together(notes.num_ranks)
         self._looked = time.monotonic()
         self._notes, self._members, self._timeout_s = notes, members, timeout_s
 
@@ -144,7 +147,7 @@ class Watch:
     def fail(self, phase: str, step: int, missing: Collection[int], cause: str) -> PeerTimeout:
         """Break the group, and tell the others; the error to raise."""
         self._notes.give_up(f"rank {self._notes.rank} gave up in step {step}")
-        timeout = PeerTimeout(self._notes.rank, sorted(missing), phase, step, cause)
+        timeout = PeerTimeout(self._notes.rank, sorted(missing), phase, step, cause, self.topology.which(missing))
         self.broken = f"an earlier call failed: {timeout}"
         return timeout
 

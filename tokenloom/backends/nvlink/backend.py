@@ -40,9 +40,11 @@ CAPABILITIES = Capabilities(
     overlaps_pieces=True,
     captures=True,
     takes_sms=True,
-    spans_nodes=False,
+    own_node="nvlink",
+    other_nodes=None,
     reads_on_host=False,
     usual_calls=True,
+    weights_from_home=True,
     fused_layer=True,
     own_transport=True,
 )
@@ -105,7 +107,6 @@ class NvlinkBackend:
     def _offer_calls(self) -> None:
         dispatcher, combiner = self._dispatcher, self._combiner
         self.usual_dispatch, self.usual_combine = dispatcher.usual, combiner.usual
-        self.ready = self._launcher.ready
         self.row_weights, self.route_gradients = combiner.row_weights, combiner.route_gradients
         self.send_dispatch: Any = dispatcher.send
         self.send_combine: Any = combiner.send
@@ -117,6 +118,9 @@ class NvlinkBackend:
             self.send_dispatch, self.send_combine = until_done.send_dispatch, until_done.send_combine
             self.send_again, self.send_rows = until_done.send_again, until_done.send_rows
             self.send_weight_gradients = until_done.send_weight_gradients
+
+    def ready(self, awaited: bool = False) -> int | None:
+        return self._launcher.ready(0 if awaited else CALLS_IN_FLIGHT)
 
     @property
     def launcher(self) -> Launcher:
@@ -165,7 +169,7 @@ class NvlinkBackend:
     def _has_buffers(self, call: Upcoming) -> bool:
         options = call.options
         if isinstance(options, CombineOptions):
-            return self._buffers.has_for_combine(options)
+            return self._buffers.has_for_combine(options, call.split)
         if isinstance(options, DispatchOptions):
             return self._buffers.has_for_dispatch(options, call.value_bytes)
         return True

@@ -10,6 +10,7 @@ import torch
 from tokenloom.backends.base import CombineOptions, DispatchOptions
 from tokenloom.backends.handshake import Fields
 from tokenloom.backends.nvlink.launcher import Launcher
+from tokenloom.backends.nvlink.loans import Loan
 from tokenloom.errors import InvalidArgument, ShapeMismatch
 from tokenloom.kernels.combine.launch import max_chunks
 from tokenloom.kernels.common import HEADER_WORDS, MAX_BLOCKS, TURNS
@@ -85,15 +86,21 @@ def staged_layout(plan: Plan, value_bytes: int, rows: int) -> BufferLayout:
 
 
 def sums_in_turns_layout(plan: Plan, value_bytes: int, rows: int) -> BufferLayout:
-    """Where sums of ranks come home in eager calls and in calls of two halves."""
-    size = _combine_recv_rows(plan) * plan.hidden * value_bytes
-    return BufferLayout.of([(f"combine_recv{turn}", size) for turn in range(num_turns(plan))])
+    """Where sums of ranks come home in eager calls, in calls of two halves, and where weights come from home."""
+    return _in_turns(plan, _combine_recv_rows(plan) * plan.hidden * value_bytes)
 
 
 def routes_in_turns_layout(plan: Plan, value_bytes: int, rows: int) -> BufferLayout:
     """The same, per route."""
-    size = plan.max_tokens_per_rank * plan.top_k * plan.hidden * value_bytes
-    return BufferLayout.of([(f"combine_recv{turn}", size) for turn in range(num_turns(plan))])
+    return _in_turns(plan, plan.max_tokens_per_rank * plan.top_k * plan.hidden * value_bytes)
+
+
+def _in_turns(plan: Plan, size: int) -> BufferLayout:
+    weights = 4 * plan.num_ranks * plan.max_tokens_per_rank * plan.top_k
+    places = []
+    for turn in range(num_turns(plan)):
+        places += [(f"combine_recv{turn}", size), (f"home_weights{turn}", weights)]
+    return BufferLayout.of(places)
 
 
 def gather_layout(plan: Plan, value_bytes: int, rows: int) -> BufferLayout:
@@ -135,14 +142,18 @@ class ReceiveBuffer:
     Attributes:
         rows: [places, H]. scales: float32 [places, H / 128], of no use without FP8.
         local_ids, row_places: int32 [R, K]. weights: float32 [R, K]. row_tokens: int32 [R].
-        number: which of them, 0 or 1.
+        by_row: int32, all memory of these four. parts: where each of them begins there, and its shape, by its name.
+        loan: of the rows and scales. Buffers for values of one width share it, as they share the memory.
+        number: which of them, 0 or 1. num_rows: R.
         offsets: for kernels: where each part of the first one begins, by the name of the argument, and the distance
             from there to the second.
         peers_address: of every rank's address of the buffer.
         places_address, tokens_address, weights_address: of row_places, row_tokens and weights.
     """
 
-    def __init__(self, plan: Plan, buffer: SymmetricBuffer, number: int, last: int, dtype: torch.dtype, rows: int):
+    def __init__(
+        self, plan: Plan, buffer: SymmetricBuffer, number: int, last: int, dtype: torch.dtype, rows: int, loan: Loan
+    ) -> None:
         received = plan.worst_case_rows("token")
 
         def view(name: str, of: torch.dtype, *shape: int) -> torch.Tensor:
@@ -154,9 +165,17 @@ class ReceiveBuffer:
         self.weights = view("row_weights", torch.float32, received, plan.top_k)
         self.row_places = view("row_places", torch.int32, received, plan.top_k)
         self.row_tokens = view("row_tokens", torch.int32, received)
-        self.number = number
-        names = ("rows", "row_scales", "row_ids", "row_weights", "row_places", "row_tokens")
+        self.number, self.loan, self.num_rows = number, loan, received
         offset = buffer.layout.offset
+        begin, by_token = offset(f"row_ids{number}"), (received, plan.top_k)
+        self.parts = {
+            "local_ids": (0, by_token),
+            "weights": ((offset(f"row_weights{number}") - begin) // 4, by_token),
+            "row_places": ((offset(f"row_places{number}") - begin) // 4, by_token),
+            "row_tokens": ((offset(f"row_tokens{number}") - begin) // 4, (received,)),
+        }
+        self.by_row = self.local_ids.as_strided((self.parts["row_tokens"][0] + received,), (1,))
+        names = ("rows", "row_scales", "row_ids", "row_weights", "row_places", "row_tokens")
         self.offsets = [(name, offset(f"{name}0")) for name in names]
         self.offsets.append(("region_bytes", offset("rows1") - offset("rows0") if last else 0))
         self.peers_address = buffer.peers.data_ptr()
@@ -181,6 +200,7 @@ class Buffers:
         self._buffers: dict[tuple[MakeLayout, int], SymmetricBuffer] = {}
         self._receive: dict[tuple[int, torch.dtype], ReceiveBuffer] = {}
         self._rows: dict[int, int] = {}
+        self._loans: dict[tuple[int, int], Loan] = {}
         self._data_layout: MakeLayout = data_layout
         self._least_rows = receive_rows(plan)
         self._is_eager = is_eager(plan)
@@ -211,8 +231,25 @@ class Buffers:
         if found is None:
             buffer = self.get(self._data_layout, value_bytes, fields)
             sizes = (self.num_receive - 1, dtype, self.rows_for(dtype))
-            found = self._receive[number, dtype] = ReceiveBuffer(self._plan, buffer, number, *sizes)
+            loan = self._loans.setdefault((value_bytes, number), Loan())
+            found = self._receive[number, dtype] = ReceiveBuffer(self._plan, buffer, number, *sizes, loan)
         return found
+
+    @property
+    def any_lent(self) -> bool:
+        """Whether a caller holds rows of a receive buffer, so that others last until the next dispatch alone."""
+        return any(loan.is_held for loan in self._loans.values())
+
+    def can_lend(self, buffer: ReceiveBuffer, reused_after: int | None) -> bool:
+        """Whether dispatches can do without this one: no other is lent, and no graph writes to it at its replays.
+
+        Args:
+            reused_after: of its dispatch, which must be the last. The rows of a later one would be overwritten early.
+        """
+        if reused_after is None or self.num_dispatches + self.num_receive > reused_after + 1:
+            return False
+        others = (loan for loan in self._loans.values() if loan is not buffer.loan)
+        return self.num_receive > 1 and not self._launcher.has_graphs and not any(loan.is_held for loan in others)
 
     def _value_bytes(self, dtype: torch.dtype) -> int:
         """FP8 and 2-byte values share buffers, but for a MegaMoE's."""
@@ -227,6 +264,7 @@ class Buffers:
         self._receive = {
             key: found for key, found in self._receive.items() if self._value_bytes(key[1]) != value_bytes
         }
+        self._loans = {key: loan for key, loan in self._loans.items() if key[0] != value_bytes}
         for forget in self.when_grown:
             forget()
         self._make(key, rows, fields)
@@ -236,13 +274,13 @@ class Buffers:
         """The buffer that rows are received in, and come home to."""
         return self.get(self._data_layout, value_bytes, fields)
 
-    def combine_recv(self, options: CombineOptions, fields: Fields) -> SymmetricBuffer:
-        """Where the rows of a combine come home."""
-        return self.get(*self._combine_key(options), fields)
+    def combine_recv(self, options: CombineOptions, split: bool, fields: Fields) -> SymmetricBuffer:
+        """Where the rows of a combine come home, which is made in two halves or not."""
+        return self.get(*self._combine_key(options, split), fields)
 
-    def combine_in_turns(self, options: CombineOptions, fields: Fields) -> SymmetricBuffer:
-        """Where the rows of an eager combine come home, or of one in two halves."""
-        return self.get(self._layout_in_turns(options), options.wire_dtype.itemsize, fields)
+    def combines_in_turns(self, options: CombineOptions, split: bool) -> bool:
+        """Whether such combines take turns in parts of their buffer."""
+        return self._is_eager or split or options.weights_from_home
 
     def staged(self, dtype: torch.dtype, fields: Fields) -> SymmetricBuffer:
         """Where the rows of a staged dispatch arrive."""
@@ -252,7 +290,9 @@ class Buffers:
         """Whether a dispatch sends rows to where they are copied from on arrival, and not straight to their places."""
         if options.layout == "slots":
             return True
-        return self._is_eager and options.sizes == "bounded" and options.strategy == "dedup" and not self.fused
+        of_routes = options.layout == "expert"  # elsewhere the copy takes longer than waiting for counts
+        bounded = options.sizes == "bounded" and options.strategy == "dedup"
+        return of_routes and bounded and self._is_eager and not self.fused
 
     def gather(self, value_bytes: int, fields: Fields) -> SymmetricBuffer:
         """Where copy engines bring rows."""
@@ -280,8 +320,9 @@ class Buffers:
 
     def has_for_dispatch(self, options: DispatchOptions, value_bytes: int) -> bool:
         """Whether a dispatch would make no buffer, and none larger."""
+        value_bytes = value_bytes if self.fused else max(value_bytes, 2)
         if self.is_staged(options):
-            return self._has((staged_layout, max(value_bytes, 2)))
+            return self._has((staged_layout, value_bytes))
         needed = [(self._data_layout, value_bytes)]
         if options.strategy == "all_gather":
             needed.append((gather_layout, value_bytes))
@@ -292,21 +333,20 @@ class Buffers:
         """Rows that a receive buffer must have for the capacity of a bounded dispatch in layout "expert", else 0."""
         if options.layout != "expert" or options.sizes != "bounded":
             return 0
-        return min(options.capacity or 0, self._plan.worst_case_rows("expert", options.alignment))
+        # Who rounds the worst case up to the alignment has a few rows more, that need no copy either.
+        most = self._plan.worst_case_rows("expert", options.alignment) + options.alignment
+        return min(options.capacity or 0, most)
 
-    def has_for_combine(self, options: CombineOptions) -> bool:
+    def has_for_combine(self, options: CombineOptions, split: bool = False) -> bool:
         """Whether a combine would make no buffer."""
-        return self._has(self._combine_key(options))
+        return self._has(self._combine_key(options, split))
 
     def _has(self, key: tuple[MakeLayout, int]) -> bool:
         return key in self._buffers
 
-    def _layout_in_turns(self, options: CombineOptions) -> MakeLayout:
-        return routes_in_turns_layout if options.per_route else sums_in_turns_layout
-
-    def _combine_key(self, options: CombineOptions) -> tuple[MakeLayout, int]:
-        if self._is_eager and options.strategy != "reduce_scatter":
-            return self._layout_in_turns(options), options.wire_dtype.itemsize
+    def _combine_key(self, options: CombineOptions, split: bool) -> tuple[MakeLayout, int]:
+        if self.combines_in_turns(options, split) and options.strategy != "reduce_scatter":
+            return routes_in_turns_layout if options.per_route else sums_in_turns_layout, options.wire_dtype.itemsize
         by_strategy: dict[str, MakeLayout] = {"reduce_scatter": gather_layout, "all_to_all": route_layout}
         return by_strategy.get(options.strategy, self._data_layout), options.wire_dtype.itemsize
 

@@ -81,13 +81,17 @@ class Combiner:
         """Launch the kernel, which sends and sums, or one that sends; see
         :meth:`tokenloom.backends.base.Backend.send_combine`.
         """
-        launcher = self.launcher
+        launcher, wanted = self.launcher, out
+        rounds_twice = _rounds_twice(options)
+        if rounds_twice:
+            out = None
         launcher.require_known(handle.number)  # before memory is made
         if self.checked:
             require_no_host_read(True, "checked=True")
         if options.strategy == "reduce_scatter":
-            if split:
-                raise InvalidArgument("strategy 'reduce_scatter' has no halves; use 'dedup'")
+            if split or options.weights_from_home:
+                missing = "halves" if split else "weights from home"
+                raise InvalidArgument(f"strategy 'reduce_scatter' has no {missing}; use 'dedup'")
             require_layout(options.strategy, handle.options.layout)
             _check(self.plan, rows.dtype, options)
             if options.weighted and weights is None:
@@ -101,14 +105,15 @@ class Combiner:
             prepared = self._prepare(handle.number, handle.options.layout, rows.dtype, options, alone, split)
             out, half = prepared.launch(handle, rows, weights, out)
             if half is not None:
-                return CombineHalf(launcher, half, out, self.checked)
+                pending = CombineHalf(launcher, half, out, self.checked)
+                return RoundedAgain(pending, options.out_dtype, wanted) if rounds_twice else pending
         if self.checked:
             launcher.settle(0)
-        return Launched(out)
+        return RoundedAgain(Launched(out), options.out_dtype, wanted) if rounds_twice else Launched(out)
 
     def usual(self, layout: str, y_dtype: torch.dtype, options: CombineOptions) -> SumsAtHome | None:
         """See :meth:`tokenloom.backends.base.Backend.usual_combine`."""
-        if self.checked or options.strategy == "reduce_scatter":
+        if self.checked or options.strategy == "reduce_scatter" or _rounds_twice(options):
             return None
         return self._prepare(self.launcher.num_calls, layout, y_dtype, options, alone=False, split=False)
 
@@ -203,19 +208,19 @@ class Combiner:
         out: torch.Tensor,
         capacity: int,
         ids: torch.Tensor,
-        row_weights: int = 0,
+        weights: int = 0,
     ) -> None:
         """Arguments that all kernels of a combine are given.
 
         Args:
-            row_weights: address of the weights that multiply rows.
+            weights: address of the weights that multiply rows.
         """
         CALL_FIELDS.write(
             kernel.args,
             CALL_FIELDS.offset,
             rows.data_ptr(),
             *handle.pointers,
-            row_weights,
+            weights,
             ids.data_ptr(),
             out.data_ptr(),
             handle.num_tokens,
@@ -287,9 +292,10 @@ class SumsAtHome:
         split: bool,
     ) -> None:
         launcher, plan, buffers = combiner.launcher, combiner.plan, combiner.buffers
-        self.is_stale, self.out_dtype = False, options.out_dtype
+        # All ranks are on one node, so its sum is rounded to the wire's dtype, and that is rounded once more.
+        self.is_stale, self.out_dtype = False, options.wire_dtype if options.per_node else options.out_dtype
         self._combiner, self._launcher, self._blocks = combiner, launcher, blocks
-        self._like = torch.empty(0, dtype=options.out_dtype, device=launcher.ranks.device)
+        self._like = torch.empty(0, dtype=self.out_dtype, device=launcher.ranks.device)
         self._per_route, self._weighted = options.per_route, options.weighted
         fields = combine_fields(number, options)
         self._kind = CallKind({**fields, **HALVES} if split else fields)
@@ -298,9 +304,9 @@ class SumsAtHome:
             layout="expert" if layout == "slots" else layout,
             y_dtype=y_dtype,
             wire_dtype=options.wire_dtype,
-            out_dtype=options.out_dtype,
+            out_dtype=self.out_dtype,
             mode="per_route" if options.per_route else "per_rank",
-            weighted=options.weighted,
+            weights="home" if options.weights_from_home else "received" if options.weighted else "none",
             eager=is_eager(plan),
             part="send" if split else "whole",
         )
@@ -308,12 +314,12 @@ class SumsAtHome:
         self._receiving_kernel = launcher.new_kernel(replace(variant, part="receive")) if split else None
         combiner.point_once(self._kernel)
         args, meant = self._kernel.args, self._kind.fields_of(number)
-        if variant.eager or split:
-            buffer = buffers.combine_in_turns(options, meant)
+        buffer = buffers.combine_recv(options, split, meant)
+        if buffers.combines_in_turns(options, split):
             args.combine_recv, args.combine_turns = buffer.layout.offset("combine_recv0"), num_turns(plan)
             args.turn_bytes = buffer.layout.offset("combine_recv1") - args.combine_recv
+            args.home_weights = buffer.layout.offset("home_weights0") - args.combine_recv
         else:
-            buffer = buffers.combine_recv(options, meant)
             args.combine_recv = buffer.layout.offset("combine_recv")
         args.peers = buffer.peers.data_ptr()
 
@@ -337,11 +343,11 @@ class SumsAtHome:
             out = self._like.new_empty(handle.num_tokens, combiner.plan.hidden)
         else:
             require_aligned(out, "out")
-        rows, row_weights = aligned(rows), 0
+        rows, factors = aligned(rows), 0
         if self._weighted:
-            row_weights = handle.weights_address if weights is None else weights.data_ptr()
+            factors = handle.weights_address if weights is None else weights.data_ptr()
         ids = handle.ids() if self._per_route else handle.given_ids
-        combiner.point(self._kernel, handle, rows, out, handle.capacity, ids, row_weights)
+        combiner.point(self._kernel, handle, rows, out, handle.capacity, ids, factors)
         if stream is not None:
             launcher.launch_ready(self._kernel, self._kind, handle.number, stream, blocks=self._blocks)
             return out, None
@@ -365,6 +371,27 @@ class CombineHalf:
         if self._checked:
             self._launcher.outcomes.settle_before(self._half.number + 1)
         return self._out
+
+
+class RoundedAgain:
+    """A combine in mode "per_node", whose sum of the one node is rounded to the dtype of the result.
+
+    Args:
+        pending: gives the sum.
+        out: where the result goes, or None.
+    """
+
+    def __init__(self, pending: Pending[torch.Tensor], out_dtype: torch.dtype, out: torch.Tensor | None) -> None:
+        self._pending, self._out_dtype, self._out = pending, out_dtype, out
+
+    def receive(self) -> torch.Tensor:
+        total = self._pending.receive()
+        return total.to(self._out_dtype) if self._out is None else self._out.copy_(total)
+
+
+def _rounds_twice(options: CombineOptions) -> bool:
+    """Whether a sum over ranks is rounded to another dtype before the result's."""
+    return options.per_node and options.wire_dtype != options.out_dtype
 
 
 def _check(plan: Plan, y_dtype: torch.dtype, options: CombineOptions) -> None:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import torch
 
-from tokenloom.backends.base import DispatchInputs, DispatchOptions, Pending
+from tokenloom.backends.base import DispatchInputs, DispatchOptions, OwnOutputs, Pending, Rows, UsualDispatch
 from tokenloom.backends.nvlink import places
-from tokenloom.backends.nvlink.buffers import Buffers
+from tokenloom.backends.nvlink.buffers import Buffers, ReceiveBuffer
 from tokenloom.backends.nvlink.copies import Copies
 from tokenloom.backends.nvlink.handle import NvlinkHandle
 from tokenloom.backends.nvlink.launcher import Half, Launched, Launcher
 from tokenloom.backends.nvlink.prepared import DirectDispatch, PreparedDispatch, Shared, check
 from tokenloom.backends.nvlink.results import ResultsMemory
 from tokenloom.backends.nvlink.staged import StagedDispatch
-from tokenloom.errors import CapacityOverflow, TokenloomError, is_known_to_all
+from tokenloom.errors import CapacityOverflow, InvalidArgument, TokenloomError, is_known_to_all
 from tokenloom.kernels.dispatch.launch import block_count_words
 from tokenloom.ops import routing
 from tokenloom.plan import Plan, align_up
@@ -57,6 +59,8 @@ class Dispatcher:
         :meth:`tokenloom.backends.base.Backend.send_dispatch`.
         """
         exact = options.sizes == "exact"
+        if (inputs.split or inputs.ahead or inputs.own_outputs == "but rows") and not self._buffers.is_staged(options):
+            self._require_none_lent()
         if exact and inputs.split:
             check(self._shared, options, inputs)
             return ExactHalves(self, options, inputs)
@@ -66,19 +70,29 @@ class Dispatcher:
             self.launcher.settle(0)
         return PendingDispatch(self, prepared, inputs, *prepared.launch(*given(inputs), inputs.out))
 
-    def usual(self, options: DispatchOptions, inputs: DispatchInputs) -> PreparedDispatch | None:
+    def _require_none_lent(self) -> None:
+        """Raise where two dispatches may be open at once, but a caller holds one of the two receive buffers."""
+        if self._buffers.any_lent:
+            raise InvalidArgument(
+                'rows of a dispatch with copy="if_needed" are still held, and no second dispatch can be open beside '
+                "them; let go of them before, or pass copy=True there"
+            )
+
+    def usual(self, options: DispatchOptions, inputs: DispatchInputs) -> UsualDispatch | None:
         """See :meth:`tokenloom.backends.base.Backend.usual_dispatch`."""
-        if self._checked or options.sizes == "exact" or options.strategy != "dedup" or inputs.own_outputs:
+        if self._checked or options.strategy != "dedup" or inputs.own_outputs == "but rows":
             return None
         prepared = self._prepare(options, inputs)
-        if isinstance(prepared, DirectDispatch) and prepared.num_places < (options.capacity or 0):
-            return None  # its outputs are copied to larger ones
+        if not isinstance(prepared, DirectDispatch):
+            return prepared
+        if options.sizes == "exact" or inputs.own_outputs or prepared.num_places < (options.capacity or 0):
+            return UsualWithFinish(self, prepared, inputs.own_outputs)
         return prepared
 
     def _forget(self) -> None:
         """What was prepared knows where buffers were."""
         for each in self._prepared.values():
-            each.is_stale = True
+            each.is_old = True
         self._prepared.clear()
 
     def _prepare(
@@ -127,84 +141,114 @@ class Dispatcher:
         return self._prepare(options, inputs, capacity, repeats).launch(*given(inputs))[:2]
 
     def send_again(
-        self, handle: NvlinkHandle, values: torch.Tensor, strategy: str = "dedup"
-    ) -> Launched[torch.Tensor]:
+        self, handle: NvlinkHandle, values: Rows, strategy: str = "dedup", own: OwnOutputs = False
+    ) -> Launched[Rows]:
         """Launch the kernel for other values; see :meth:`tokenloom.backends.base.Backend.send_again`."""
         self.launcher.require_known(handle.number)
-        if handle.options.layout != "expert" or handle.by_token or handle.masked != self.launcher.masked:
-            received = self.send_rows(handle, values).receive()
+        layout = handle.options.layout
+        if layout == "slots" or handle.by_token or handle.masked != self.launcher.masked:
             where = (handle.positions(), handle.num_places)
-            return Launched(routing.spread_gradient(received, *where, None, None, values.dtype)[0])
-        options = DispatchOptions("expert", handle.options.alignment, "bounded", handle.capacity, strategy=strategy)
-        inputs = DispatchInputs(values, None, handle.ids(), None, False, False, False)
-        _, rows = self.start(options, inputs, handle.capacity, repeats=True)
-        return Launched(rows[: handle.num_places])
+            received = self._send_rows(handle, values)
+            return Launched(_each(lambda rows: routing.scatter_rows(rows, *where), received))
+        capacity, by_route = handle.capacity, layout == "expert"
+        options = DispatchOptions(layout, handle.options.alignment, "bounded", None if layout == "rank" else capacity)
+        options = replace(options, strategy=strategy) if by_route else options
+        again, rows = self.start(options, _repeated(handle, values), capacity, repeats=True)
+        copy, num_places = self._copier(again, own), handle.num_places
+        if num_places > capacity:
+            copy = partial(places.copied, least=num_places)
+        found = rows if again.scales is None else (rows, again.scales)
+        return Launched(_each(lambda rows: copy(rows[:num_places]), found))
 
     def send_rows(self, handle: NvlinkHandle, values: torch.Tensor, strategy: str = "dedup") -> Launched[torch.Tensor]:
         """Launch the kernel for one row per (token, rank), a view for the most rows there may be."""
         self.launcher.require_known(handle.number)
-        most = self.plan.worst_case_rows("token")
-        if (
-            handle.masked != self.launcher.masked
-        ):  # with others' rows missing, rows would lie elsewhere than theirs did
-            options = DispatchOptions("rank", 1, "bounded", None)
-            inputs = DispatchInputs(values, None, handle.ids(), None, False, False, False)
-            rows = self.start(options, inputs, most, repeats=True)[1]
-            received = handle.all_counts[:, handle.results.rank].to(torch.int64)
-            return Launched(
-                places.without_sources(rows, received, self.plan.max_tokens_per_rank, self.launcher.masked)
-            )
-        options = DispatchOptions("token", 1, "bounded", most)
-        inputs = DispatchInputs(values, None, handle.ids(), None, False, False, False)
-        return Launched(self.start(options, inputs, most)[1])
+        rows = self._send_rows(handle, values)
+        assert isinstance(rows, torch.Tensor)
+        return Launched(rows)
+
+    def _send_rows(self, handle: NvlinkHandle, values: Rows) -> Rows:
+        most, inputs = self.plan.worst_case_rows("token"), _repeated(handle, values)
+        if handle.masked == self.launcher.masked:
+            again, rows = self.start(DispatchOptions("token", 1, "bounded", most), inputs, most)
+        else:  # with others' rows missing, rows would lie elsewhere than theirs did
+            again, rows = self.start(DispatchOptions("rank", 1, "bounded", None), inputs, most, repeats=True)
+        copy = self._copier(again, False)
+        found = _each(copy, rows if again.scales is None else (rows, again.scales))
+        if handle.masked == self.launcher.masked:
+            return found
+        received = handle.all_counts[:, handle.results.rank].to(torch.int64)
+        where = (received, self.plan.max_tokens_per_rank, self.launcher.masked)
+        return _each(lambda rows: places.without_sources(rows, *where), found)
 
     # -- the second half ------------------------------------------------------------------------------------
 
     def receive(self, pending: PendingDispatch) -> tuple[NvlinkHandle, torch.Tensor]:
-        """Wait for what the host has to know, and give outputs their size."""
-        handle, rows, prepared = pending.handle, pending.rows, pending.prepared
+        """Launch the second kernel if there is one, and do what :meth:`finish` does."""
         if pending.half is not None:
             self.launcher.finish(pending.half)
-        if isinstance(prepared, DirectDispatch):
-            if prepared.options.sizes == "exact":
-                return self._receive_exact(pending, prepared)
-            if self._checked:
-                self._settle_checked(handle.number)
-            return self._receive_bounded(pending)
+        return self.finish(pending.prepared, pending.handle, pending.rows, pending.inputs)
+
+    def finish(
+        self, prepared: PreparedDispatch, handle: NvlinkHandle, rows: torch.Tensor, inputs: DispatchInputs
+    ) -> tuple[NvlinkHandle, torch.Tensor]:
+        """Wait for what the host has to know, and give outputs their size and their owner."""
+        if isinstance(prepared, DirectDispatch) and prepared.options.sizes == "exact":
+            return self._finish_exact(prepared, handle, rows, inputs)
         if self._checked:
             self._settle_checked(handle.number)
-        out = pending.inputs.out
+        if isinstance(prepared, DirectDispatch):
+            return self._finish_bounded(handle, rows, inputs)
+        out = inputs.out
         if out is not None and out.topk_ids is not None and out.topk_ids.dtype != torch.int32:
             out.topk_ids.view(-1, self.plan.top_k).copy_(handle.topk_ids)
         return handle, rows
 
-    def _receive_exact(self, pending: PendingDispatch, prepared: DirectDispatch) -> tuple[NvlinkHandle, torch.Tensor]:
-        options, own_outputs = prepared.options, pending.inputs.own_outputs
+    def _finish_exact(
+        self, prepared: DirectDispatch, handle: NvlinkHandle, rows: torch.Tensor, inputs: DispatchInputs
+    ) -> tuple[NvlinkHandle, torch.Tensor]:
+        options = prepared.options
         counts = self.launcher.outcomes.await_counts(self._host_counts)
         overflow = self._settled() if counts is None or self._checked else None
         if overflow is not None:
             capacity = options.capacity
             if options.layout != "expert" or (capacity is not None and overflow.needed > capacity):
                 raise CapacityOverflow(overflow.needed, capacity or prepared.capacity, sent=False)
-            return self._receive_by_token(options, pending.inputs)
+            return self._receive_by_token(options, inputs)
         assert counts is not None, "settle has raised what the call found"
-        rows = pending.handle.cut_to_size(counts, pending.rows)
-        if own_outputs:
-            pending.handle.own()
-            rows = rows.clone() if own_outputs is True else rows
-        return pending.handle, rows
+        return handle, self._owned(handle, handle.cut_to_size(counts, rows), inputs.own_outputs)
 
-    def _receive_bounded(self, pending: PendingDispatch) -> tuple[NvlinkHandle, torch.Tensor]:
-        handle, rows, inputs = pending.handle, pending.rows, pending.inputs
+    def _finish_bounded(
+        self, handle: NvlinkHandle, rows: torch.Tensor, inputs: DispatchInputs
+    ) -> tuple[NvlinkHandle, torch.Tensor]:
         capacity = handle.options.capacity
-        if inputs.own_outputs is True or (capacity is not None and handle.num_places < capacity):
+        if capacity is not None and handle.num_places < capacity:
             handle.own(capacity)
             rows = places.copied(rows, handle.num_places)
-        elif inputs.own_outputs:
-            handle.own()
+        else:
+            rows = self._owned(handle, rows, inputs.own_outputs)
         if inputs.out is not None:
             rows = handle.write_to(inputs.out, rows)
         return handle, rows
+
+    def _owned(self, handle: NvlinkHandle, rows: torch.Tensor, owner: OwnOutputs) -> torch.Tensor:
+        """The rows as their owner gets them, and with them what came beside them."""
+        if owner == "but rows":
+            handle.own()
+            return rows
+        copy = self._copier(handle, owner)
+        if copy is not _view:
+            handle.own(copy=copy)
+        return copy(rows)
+
+    def _copier(self, handle: NvlinkHandle, owner: OwnOutputs) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What gives a caller rows of the receive buffer: views, copies, or the very rows, which are theirs then."""
+        buffer = handle.buffer
+        assert isinstance(buffer, ReceiveBuffer), "only rows of direct dispatches lie in receive buffers"
+        if not owner and not self._buffers.any_lent:
+            return _view
+        lends = owner == "if needed" and self._buffers.can_lend(buffer, handle.reused_after)
+        return buffer.loan.lend if lends and not self.launcher.current()[1] else torch.clone
 
     def _settle_checked(self, number: int) -> None:
         """Read the outcome of this call. A dropped row is for the next call to raise."""
@@ -257,6 +301,37 @@ class Dispatcher:
         if handle.scales is not None:
             handle.scales = spread(handle.scales)
         return handle, spread(rows)
+
+
+class UsualWithFinish:
+    """Direct dispatches of one kind, behind whose launch there is something left to do: wait for counts, or copy.
+
+    Args:
+        dispatcher, prepared: what makes them.
+        own_outputs: of all of them.
+    """
+
+    takes_out = False
+
+    def __init__(self, dispatcher: Dispatcher, prepared: DirectDispatch, own_outputs: OwnOutputs) -> None:
+        self.awaited, self.launch = prepared.options.sizes == "exact", prepared.launch
+        self._dispatcher, self._prepared, self._own_outputs = dispatcher, prepared, own_outputs
+
+    @property
+    def is_stale(self) -> bool:
+        return self._prepared.is_old
+
+    def finish(
+        self,
+        handle: NvlinkHandle,
+        rows: torch.Tensor,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        topk_ids: torch.Tensor,
+        weights: torch.Tensor | None,
+    ) -> tuple[NvlinkHandle, torch.Tensor]:
+        inputs = DispatchInputs(x, scales, topk_ids, weights, False, False, self._own_outputs)
+        return self._dispatcher.finish(self._prepared, handle, rows, inputs)
 
 
 class PendingDispatch:
@@ -314,6 +389,21 @@ def given(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None, int]:
     """What a prepared dispatch is given first: x, scales, topk_ids, weights, tokens."""
     return inputs.x, inputs.scales, inputs.topk_ids, inputs.topk_weights, inputs.x.shape[0]
+
+
+def _repeated(handle: NvlinkHandle, values: Rows) -> DispatchInputs:
+    """Other values by the routes of a dispatch."""
+    x, scales = values if isinstance(values, tuple) else (values, None)
+    return DispatchInputs(x, scales, handle.ids(), None, False, False, False)
+
+
+def _each(function: Callable[[torch.Tensor], torch.Tensor], values: Rows) -> Rows:
+    """The function of the rows, and of their scales if they have some."""
+    return (function(values[0]), function(values[1])) if isinstance(values, tuple) else function(values)
+
+
+def _view(rows: torch.Tensor) -> torch.Tensor:
+    return rows
 
 
 def _most_rows(plan: Plan, options: DispatchOptions, all_counts: list[list[int]]) -> int:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 
 import torch
 
 from tokenloom.backends.base import DispatchOptions, DispatchOut, RoutedCounts
 from tokenloom.backends.nvlink import places
-from tokenloom.backends.nvlink.buffers import ReceiveBuffer, version_of
-from tokenloom.backends.nvlink.results import CountsInWords, Results
+from tokenloom.backends.nvlink.buffers import ReceiveBuffer, aligned, version_of
+from tokenloom.backends.nvlink.results import CountsInWords, OwnRows, Results
 from tokenloom.errors import InvalidArgument
 from tokenloom.ops.routing import Placement
 
@@ -26,12 +27,14 @@ class NvlinkHandle:
         given_ids: topk_ids as given, which routes gradients the same way.
         memory: int32, where the kernel leaves its words, from ``first_word`` on. words_address: of that one.
         results: what lies where in the words.
-        buffer: where rows were received, with what came with them. None: in the words, and in the caller's tensors.
+        buffer: where rows were received, with what came with them, or a copy of that. None: in the words, and in the
+            caller's tensors.
         given: the caller's tensors that the kernel has written to, if any.
         reused_after: number of the dispatch after which ``buffer`` is overwritten; None for own tensors.
         ids_version: how often ids had been changed in place by then; None where torch does not count.
         masked: ranks that took no part.
-        host_offsets: expert_offsets on the host, with exact sizes in layout "expert".
+        host_counts: expert_counts on the host, with exact sizes. host_offsets: expert_offsets, in layout "expert".
+        num_received: R, where the host knows it.
         by_token: rows came one per (token, rank) and were spread here, on all ranks alike.
         slots: int32 [T * W (+ T * K)]: which of the rows to rank r each token is, or -1.
         all_counts: int32 [W, W + E]: rows per rank and routes per expert of every source.
@@ -43,6 +46,8 @@ class NvlinkHandle:
     holds_tensors = True
     """For :func:`tokenloom.runtime.streams.tensors_in`."""
 
+    num_received: int | None = None
+    host_counts: list[int] | None = None
     host_offsets: list[int] | None = None
     by_token = False
     masked: frozenset[int] = frozenset()
@@ -69,7 +74,8 @@ class NvlinkHandle:
         self.num_places = self.capacity = num_places
         self.given_ids, self.ids_version = given_ids, None if given_ids.is_inference() else given_ids._version
         self.memory, self.first_word, self.words_address = memory
-        self.results, self.buffer, self.reused_after = results, buffer, reused_after
+        self.results, self.reused_after = results, reused_after
+        self.buffer: ReceiveBuffer | OwnRows | None = buffer
 
     # -- what the kernel has left ---------------------------------------------------------------------------
 
@@ -96,21 +102,21 @@ class NvlinkHandle:
 
     @cached_property
     def local_ids(self) -> torch.Tensor:
-        return self._of_rows("local_ids") if self.buffer is None else self.buffer.local_ids
+        return self._cut(self._of_rows("local_ids") if self.buffer is None else self.buffer.local_ids)
 
     @cached_property
     def row_places(self) -> torch.Tensor:
-        return self._of_rows("row_places") if self.buffer is None else self.buffer.row_places
+        return self._cut(self._of_rows("row_places") if self.buffer is None else self.buffer.row_places)
 
     @cached_property
     def weights(self) -> torch.Tensor | None:
         if not self.results.with_weights:
             return None
-        return self._of_rows("weights").view(torch.float32) if self.buffer is None else self.buffer.weights
+        return self._cut(self._of_rows("weights").view(torch.float32) if self.buffer is None else self.buffer.weights)
 
     @cached_property
     def row_tokens(self) -> torch.Tensor:
-        return self._part("row_tokens") if self.buffer is None else self.buffer.row_tokens
+        return self._cut(self._part("row_tokens") if self.buffer is None else self.buffer.row_tokens)
 
     @cached_property
     def pointers(self) -> tuple[int, int, int, int]:
@@ -137,6 +143,9 @@ class NvlinkHandle:
     def _part(self, name: str) -> torch.Tensor:
         return self.results.part(self.memory, self.first_word, name)
 
+    def _cut(self, by_row: torch.Tensor) -> torch.Tensor:
+        return by_row if self.num_received is None else by_row[: self.num_received]
+
     def _of_rows(self, name: str) -> torch.Tensor:
         return self._part(name).view(-1, self.results.plan.top_k)
 
@@ -156,6 +165,15 @@ class NvlinkHandle:
         if self.weights is None or self.by_route:
             return self.weights
         return self.weights[: self.num_places]
+
+    def let_go(self) -> None:
+        """Forget the scales."""
+        self.scales = None
+
+    def use_ids(self, ids: torch.Tensor) -> None:
+        """Read these equal ids from now on."""
+        self.given_ids = aligned(ids)
+        self.ids_version = version_of(self.given_ids)
 
     def ids(self) -> torch.Tensor:
         """The ids that were given.
@@ -193,32 +211,44 @@ class NvlinkHandle:
         plan = self.results.plan
         num_rows, received = sizes[0], sum(sizes[1 : 1 + plan.num_ranks])
         vars(self.counts)["num_rows"] = num_rows
+        self.host_counts = sizes[1 + plan.num_ranks : 1 + plan.num_ranks + plan.experts_per_rank]
         if self.options.layout == "rank":
             return rows
         if self.options.layout == "expert":
             self.host_offsets = sizes[1 + plan.num_ranks + plan.experts_per_rank :]
         if self.scales is not None:
             self.scales = self.scales[:num_rows]
-        self.num_places = num_rows
-        for name in BY_ROW:
-            tensor = getattr(self, name)
-            if tensor is not None:
-                setattr(self, name, tensor[:received])
+        self.num_places, self.num_received = num_rows, received
+        for name in BY_ROW:  # made when they are read
+            self.__dict__.pop(name, None)
         return rows[:num_rows]
 
-    def own(self, num_places: int | None = None) -> None:
-        """Copy what views the receive buffer; outputs get ``num_places`` places if given."""
-        scales, by_row = self.scales, {name: getattr(self, name) for name in BY_ROW}
+    def own(self, num_places: int | None = None, copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> None:
+        """Copy what views the receive buffer; outputs get ``num_places`` places if given.
+
+        Args:
+            copy: of the scales, where they have places enough.
+        """
+        scales, buffer = self.scales, self.buffer
         if num_places is not None:
             self.num_places = max(num_places, self.num_places)
         if scales is not None:
-            self.scales = places.copied(scales, self.num_places)
-        by_place = () if self.options.layout == "expert" else ("local_ids", "weights")
-        for name, tensor in by_row.items():
-            if tensor is not None:
-                setattr(self, name, places.copied(tensor, self.num_places if name in by_place else 0))
+            self.scales = copy(scales) if len(scales) >= self.num_places else places.copied(scales, self.num_places)
         self.reused_after = None
         self.__dict__.pop("pointers", None)
+        if buffer is not None and (self.by_route or self.num_places <= buffer.num_rows):
+            if isinstance(buffer, ReceiveBuffer):
+                self.buffer = buffer = OwnRows(buffer)
+                for name in BY_ROW:
+                    self.__dict__.pop(name, None)
+            slots = self.address("slots"), self.address("all_counts")
+            self.pointers = (buffer.places_address, buffer.tokens_address, *slots)
+            return
+        by_place = () if self.options.layout == "expert" else ("local_ids", "weights")
+        for name in BY_ROW:
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, places.copied(tensor, self.num_places if name in by_place else 0))
 
     def spread(self, options: DispatchOptions, placement: Placement) -> None:
         """Rows of layout "token", and of their exact size, become those of layout "expert"."""

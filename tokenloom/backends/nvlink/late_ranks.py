@@ -21,7 +21,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from tokenloom.backends.base import CombineOptions, DispatchInputs, DispatchOptions, Pending
+from tokenloom.backends.base import CombineOptions, DispatchInputs, DispatchOptions, OwnOutputs, Pending, Rows
 from tokenloom.backends.nvlink.combine import Combiner
 from tokenloom.backends.nvlink.dispatch import Dispatcher
 from tokenloom.backends.nvlink.launcher import Launched, Launcher
@@ -201,8 +201,10 @@ class CallsUntilDone:
     ) -> Launched[torch.Tensor]:
         return self._until_done(lambda: self._maker.combiner.send(handle, rows, weights, options, out, alone))
 
-    def send_again(self, handle: Any, values: torch.Tensor, strategy: str = "dedup") -> Launched[torch.Tensor]:
-        return self._until_done(lambda: self._maker.dispatcher.send_again(handle, values, strategy))
+    def send_again(
+        self, handle: Any, values: Rows, strategy: str = "dedup", own: OwnOutputs = False
+    ) -> Launched[Rows]:
+        return self._until_done(lambda: self._maker.dispatcher.send_again(handle, values, strategy, own))
 
     def send_rows(self, handle: Any, values: torch.Tensor, strategy: str = "dedup") -> Launched[torch.Tensor]:
         return self._until_done(lambda: self._maker.dispatcher.send_rows(handle, values, strategy))

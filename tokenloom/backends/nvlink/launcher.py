@@ -183,8 +183,7 @@ class Launcher:
             begins: the kernel is the sending half of a call, of which this remembers what the other half needs.
             finishes: the kernel is the receiving half.
         """
-        stream = current_handle(self.ranks.device)
-        captured = is_capturing(stream)
+        stream, captured = self.current()
         if not captured and finishes is None:
             if self._open_halves:
                 self._finish_older_halves()
@@ -291,8 +290,7 @@ class Launcher:
 
         Calls share flags and counts, and what has been put behind a call may read what the next but one overwrites.
         """
-        stream = current_handle(self.ranks.device)
-        self._follow(stream, is_capturing(stream))
+        self._follow(*self.current())
 
     def _follow(self, stream: int, captured: bool) -> None:
         """Do what :meth:`follow` says. The current stream has this handle."""
@@ -328,6 +326,16 @@ class Launcher:
         """Raise InvalidArgument for the number of a dispatch that ranks which came back know nothing of."""
         if dispatch < self.known_from:
             raise InvalidArgument("the dispatch was made before unmask_ranks took ranks back; dispatch again")
+
+    def current(self) -> tuple[int, bool]:
+        """The handle of the current stream, and whether a CUDA graph captures it."""
+        stream = current_handle(self.ranks.device)
+        return stream, is_capturing(stream)
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether a CUDA graph may replay calls."""
+        return not self._graphs.are_gone()
 
     @property
     def masked_address(self) -> int:
@@ -452,7 +460,7 @@ class Launcher:
 
 
 def require_layout(strategy: str, layout: str) -> None:
-    if strategy == "dedup":
+    if strategy in ("dedup", "per_node"):
         return
     if layout != "expert":
         raise InvalidArgument(f"backend nvlink has strategy {strategy!r} in layout 'expert', not {layout!r}")

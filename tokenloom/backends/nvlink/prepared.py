@@ -58,12 +58,15 @@ class PreparedDispatch:
     Attributes:
         takes_out: the kernel writes to tensors of the caller's.
         options: of all calls of the kind.
-        is_stale: buffers have grown since, or too many kinds came.
+        is_old: buffers have grown since, or too many kinds came.
+        awaited, finish: as usual dispatches have them.
         kind: what they mean to all ranks.
         row_dtype: of the rows that travel.
     """
 
     takes_out = False
+    awaited = False
+    finish = None
 
     def __init__(
         self,
@@ -73,7 +76,7 @@ class PreparedDispatch:
         repeats: bool = False,
         meant: DispatchOptions | None = None,
     ) -> None:
-        self.shared, self.options, self.is_stale = shared, options, False
+        self.shared, self.options, self.is_old = shared, options, False
         self.repeats, self.split = repeats, inputs.split
         self.launcher, self.device = shared.launcher, inputs.x.device
         self.row_dtype = FP8 if options.to_fp8 else inputs.x.dtype
@@ -84,6 +87,11 @@ class PreparedDispatch:
         self.kind = CallKind({**fields, **HALVES} if self.split else fields)
         self.with_weights = inputs.topk_weights is not None
         self.with_scales = inputs.scales is not None or options.to_fp8
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether calls cannot be made by this alone."""
+        return self.is_old
 
     def _variant(
         self, inputs: DispatchInputs, part: str, *, staged: bool = False, eager: bool = False
@@ -240,6 +248,11 @@ class DirectDispatch(PreparedDispatch):
         self.kernel.args.stop_on_overflow = self._exact
         self.kernel.args.host_counts = shared.host_counts.address if self._exact else 0
 
+    @property
+    def is_stale(self) -> bool:
+        """Also while rows of an earlier dispatch are lent: those of this one have to be copied then."""
+        return self.is_old or self.shared.buffers.any_lent
+
     def _most_rows(self) -> int:
         shared, options = self.shared, self.options
         room = shared.plan.worst_case_rows("token")
@@ -260,6 +273,17 @@ class DirectDispatch(PreparedDispatch):
                 setattr(args, name, offset)
         return found
 
+    def _next_free(self, number: int) -> tuple[ReceiveBuffer, torch.Tensor]:
+        """The receive buffer for this dispatch, or the next one if a caller holds its rows, which it then never does
+        of both."""
+        found = self._received[number % len(self._received)] or self._receive_buffer(number)
+        loan = found[0].loan
+        if not loan.is_held:
+            loan.take_back(self.launcher)
+            return found
+        self.shared.buffers.num_dispatches += 1
+        return self._next_free(number + 1)
+
     def launch(
         self,
         x: torch.Tensor,
@@ -271,8 +295,8 @@ class DirectDispatch(PreparedDispatch):
         stream: int | None = None,
     ) -> tuple[NvlinkHandle, torch.Tensor, Half | None]:
         received, buffers = self._received, self.shared.buffers
+        buffer, rows = self._next_free(buffers.num_dispatches)
         number = buffers.num_dispatches
-        buffer, rows = received[number % len(received)] or self._receive_buffer(number)
         launcher, shared = self.launcher, self.shared
         memory = shared.memory.take(self.results, num_tokens, stream)
         base = memory[2]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -19,6 +17,7 @@ from tokenloom.kernels.dispatch.launch import DispatchVariant
 from tokenloom.plan import Plan
 from tokenloom.runtime.devices import usable_sms
 from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.runtime.topology import Topology, host_identity
 
 DEFAULT_SMS = 16
 MAX_SMS = MAX_BLOCKS
@@ -35,7 +34,7 @@ def probe(request: Request) -> Availability:
     """
     device = request.device
     why_not = _why_not(request)
-    facts = {"host": _host()}
+    facts = {"host": host_identity()}
     if why_not is not None:
         return Availability("nvlink", False, why_not, facts)
     facts["gpu"] = str(torch.cuda.get_device_properties(device).uuid)
@@ -58,7 +57,12 @@ def make(request: Request, ranks: RankGroup) -> NvlinkBackend:
     return NvlinkBackend(request.plan, ranks, request.num_sms, request.checked)
 
 
-REGISTRATION = Registration("nvlink", CAPABILITIES, probe, make, objections)
+def why_not_on(topology: Topology) -> str | None:
+    """All ranks must be on one node, also where nodes are pretended."""
+    return None if topology.num_nodes == 1 else f"it runs on one node, the ranks are on {topology.num_nodes}"
+
+
+REGISTRATION = Registration("nvlink", CAPABILITIES, probe, make, objections, why_not_on)
 
 
 def _why_not(request: Request) -> str | None:
@@ -109,9 +113,3 @@ def _require_sms(request: Request) -> None:
             f"num_sms is {request.num_sms}, but this process may use {usable} SMs of {request.device} "
             f"(an MPS limit or a green context); pass num_sms={usable} or fewer"
         )
-
-
-def _host() -> str:
-    """The host's name and the time it started, which tells two hosts of the same name apart."""
-    started = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()}/{started.read_text().strip() if started.exists() else ''}"

@@ -1,7 +1,7 @@
 """Staged dispatches: rows arrive by source, and go from there to their places on this rank.
 
-Bounded dispatches of small plans are staged, and all in layout "slots". Outputs are ordinary tensors, the caller's own
-where it gives some.
+All dispatches in layout "slots" are staged, and bounded ones in layout "expert" of small plans. Outputs are ordinary
+tensors, the caller's own where it gives some.
 """
 
 from __future__ import annotations
@@ -43,11 +43,9 @@ class StagedDispatch(PreparedDispatch):
         super().__init__(shared, options, inputs, meant=meant)
         plan, layout, eager = shared.plan, options.layout, is_eager(shared.plan)
         rows = plan.worst_case_rows("token") if options.capacity is None else options.capacity
-        by_layout = {"slots": plan.experts_per_rank * rows, "rank": plan.worst_case_rows("rank")}
-        self._places = by_layout.get(layout, rows)
-        num_places = rows if layout == "slots" else self._places
+        self._places = plan.experts_per_rank * rows if layout == "slots" else rows
         results = self._layout_of_results(self.with_scales)
-        self.prepare_kernels(inputs, results, num_places, staged=True, eager=eager)
+        self.prepare_kernels(inputs, results, rows, staged=True, eager=eager)
         self._without_scales = self._layout_of_results(False) if self.with_scales else results
         at = self.results.at
         self._outputs = [at.get(OUTPUT_WORDS[name], 0) for name in OUTPUTS[1:]]
@@ -64,8 +62,7 @@ class StagedDispatch(PreparedDispatch):
     def _layout_of_results(self, with_scales: bool) -> Results:
         """All but rows lies in one tensor; scales, which are large, last, unless the caller gives room for them."""
         plan, options, rank = self.shared.plan, self.options, self.launcher.ranks.rank
-        by_place = options.layout in ("token", "rank")  # received rows lie where their rows do
-        received = max(plan.worst_case_rows("rank"), self._places if by_place else 0)
+        received = plan.worst_case_rows("rank")
         sizes = {"slot_ranges": 2 * plan.num_experts, "row_tokens": received}
         sizes |= {"local_ids": received * plan.top_k, "row_places": received * plan.top_k}
         if self.with_weights:

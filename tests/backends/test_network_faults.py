@@ -1,0 +1,172 @@
+"""Backend "network" when a rank or a node ends, or fails with rows of others in its hands; and over many calls."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from copy import copy
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tokenloom as tl
+from tests.conftest import NETWORK_RANKS, Ranks
+from tests.support.cases import FP32, Case, make_comm, make_problem
+from tests.support.slow import mostly_slow
+from tokenloom.backends.network.inside import CollectivesInside
+from tokenloom.runtime.processes import RankContext, RankPool
+from tokenloom.runtime.rank_group import RankGroup
+
+CASE = Case("nodes", "", tokens=(7, 0, 5, 6), experts_per_rank=2, hidden=16, top_k=4, unused=0.2, dtype=FP32)
+PHASES = [
+    "the handshake of dispatch",
+    "dispatch, between nodes",
+    "dispatch, inside nodes",
+    "the handshake of combine",
+    "combine, inside nodes",
+    "combine, sums between nodes",
+    "the handshake of gradient of weights",
+]
+
+
+@pytest.fixture
+def four(pools: Callable[[str], RankPool]) -> Ranks:
+    return Ranks(pools("cpu"), NETWORK_RANKS)
+
+
+def in_a_group_of_their_own(context: RankContext) -> RankContext:
+    """Groups in which somebody fails are out of step, and of no use to other tests."""
+    own = copy(context)
+    own.group = dist.new_group(list(range(context.num_ranks)))
+    return own
+
+
+@pytest.mark.parametrize("phase", mostly_slow(PHASES, ["dispatch, inside nodes"]))
+@pytest.mark.parametrize("dead", mostly_slow(["rank", "node"], ["node"]))
+def test_who_is_missing(four: Ranks, dead: str, phase: str) -> None:
+    """A rank, or a whole node, in each phase: all others name it, its node, where they waited, and the step. Whoever
+    waited for it waited there; those that wait for these are one hop further, or in the next call."""
+    ranks = [3] if dead == "rank" else [2, 3]
+    said = [each for each in four.run(check_missing, ranks, phase) if each is not None]
+    assert phase in {each for each, _ in said}
+    first = min(step for _, step in said)
+    assert all(step == first + PHASES.index(each) - PHASES.index(phase) for each, step in said)
+
+
+def check_missing(context: RankContext, dead: list[int], phase: str) -> tuple[str, int] | None:
+    problem = make_problem(CASE, context.num_ranks)
+    comm = make_comm(in_a_group_of_their_own(context), "network", problem.plan, timeout_s=0.5, open_timeout_s=0.5)
+    x, ids, weights = problem.arguments(context)
+    assert weights is not None
+    weights.requires_grad_()
+
+    def calls() -> None:
+        routed = comm.dispatch(x, ids, weights)
+        out = comm.combine(routed.tokens, routed, mode="per_node")
+        out.sum().backward()
+
+    if context.rank in dead:
+        with stopping(phase), suppress(Stop):
+            calls()
+        return None
+    with pytest.raises(tl.PeerTimeout) as timeout:
+        calls()
+    error = timeout.value
+    assert (error.rank, error.peers, error.nodes) == (context.rank, tuple(dead), (1,))
+    who = f"rank(s) {', '.join(map(str, dead))} on node(s) 1"
+    assert f"rank {context.rank} waited in {error.phase} (step {error.epoch}) for {who}:" in str(error)
+    with pytest.raises(tl.CommunicatorBroken):
+        comm.dispatch(*problem.arguments(context))
+    return error.phase, error.epoch
+
+
+class Stop(BaseException):
+    """Ends a rank in the middle of a call; nobody tells the others."""
+
+
+@contextmanager
+def stopping(at: str) -> Iterator[None]:
+    """Stop before the transfer of this phase."""
+
+    def before(real: Any) -> Any:
+        def start(ranks: RankGroup, *arguments: Any, **options: Any) -> Any:
+            if at in arguments:
+                raise Stop
+            return real(ranks, *arguments, **options)
+
+        return start
+
+    names = ("start_all_gather", "start_all_to_all")
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(RankGroup, name, before(getattr(RankGroup, name))))
+        yield
+
+
+# -- faults ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["dispatch", "combine"])
+def test_a_fault_between_the_hops(four: Ranks, call: str) -> None:
+    """A rank that fails with rows of others in its hands ends the call for all, at once and with its reason."""
+    four.run(check_fault, call)
+
+
+def check_fault(context: RankContext, call: str) -> None:
+    problem = make_problem(CASE, context.num_ranks)
+    comm = make_comm(in_a_group_of_their_own(context), "network", problem.plan)
+    if call == "combine":
+        routed = comm.dispatch(*problem.arguments(context))
+    if context.rank == 2:
+        name = {"dispatch": "hand_out", "combine": "collect"}[call]
+        with (
+            mock.patch.object(CollectivesInside, name, side_effect=MemoryError("no room for rows")),
+            pytest.raises(MemoryError),
+        ):
+            comm.dispatch(*problem.arguments(context)) if call == "dispatch" else comm.combine(routed.tokens, routed)
+    else:
+        with pytest.raises(tl.PeerError, match="MemoryError: no room for rows") as error:
+            comm.dispatch(*problem.arguments(context)) if call == "dispatch" else comm.combine(routed.tokens, routed)
+        assert error.value.rank == 2
+    with pytest.raises(tl.CommunicatorBroken):
+        comm.dispatch(*problem.arguments(context))
+
+
+# -- many calls -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_timeout", ["raise", "mask"])
+def test_memory_does_not_grow(four: Ranks, on_timeout: str) -> None:
+    """What a call leaves behind would be there once for each step: an object, or rows of 16 KiB."""
+    four.run(check_memory, on_timeout)
+
+
+def check_memory(context: RankContext, on_timeout: Any) -> None:
+    problem = make_problem(replace(CASE, hidden=4096), context.num_ranks)
+    comm = make_comm(context, "network", problem.plan, on_timeout=on_timeout)
+    x, ids, weights = problem.arguments(context)
+    assert isinstance(x, torch.Tensor)
+    x.requires_grad_()
+
+    def take(steps: int) -> tuple[int, int]:
+        for _ in range(steps):
+            routed = comm.dispatch(x, ids, weights)
+            comm.combine(routed.tokens, routed, mode="per_node").sum().backward()
+            x.grad = None
+        gc.collect()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return len(gc.get_objects()), pages * os.sysconf("SC_PAGE_SIZE")
+
+    took = [take(20) for _ in range(4)]
+    objects, num_bytes = ([after[i] - before[i] for before, after in pairwise(took)] for i in (0, 1))
+    assert min(objects) < 20, objects
+    assert min(num_bytes) < 20 * 2 * 4 * 4096, f"{num_bytes}: two rows a step; a rank receives more than ten"

@@ -1,0 +1,89 @@
+"""The calls of backend "network": those of "collective" with another exchange.
+
+With ``mask_late``, a call is made again without the ranks that are lost in the middle of it. Whoever forwards takes
+rows of others with it, and nobody knows alone which ones. So each call ends with a meeting, in which all say whether
+they have everything. Until then inputs must last, so the first half of a call does all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from tokenloom.backends.base import CombineOptions, DispatchInputs, DispatchOptions
+from tokenloom.backends.collective import CollectiveBackend, Sent, unfinished
+from tokenloom.backends.collective_handle import CollectiveHandle
+from tokenloom.backends.network.exchange import NodeExchange
+from tokenloom.backends.network.inside import SentRows
+from tokenloom.plan import Plan
+from tokenloom.runtime.rank_group import RankGroup
+
+T = TypeVar("T")
+
+
+class NetworkBackend(CollectiveBackend):
+    """Dispatch and combine as "collective" has them, with another exchange.
+
+    Args:
+        plan, ranks: sizes and group, whose topology has rails.
+    """
+
+    name = "network"
+
+    def __init__(self, plan: Plan, ranks: RankGroup) -> None:
+        exchange = NodeExchange(plan, ranks)
+        super().__init__(plan, ranks, exchange)
+        self._sent = exchange.sent
+
+    @property
+    def sent(self) -> SentRows:
+        """Rows that this rank has sent."""
+        return self._sent
+
+    def send_dispatch(
+        self, options: DispatchOptions, inputs: DispatchInputs
+    ) -> Sent[tuple[CollectiveHandle, torch.Tensor]]:
+        overflow = self._overflow
+
+        def send() -> Sent[tuple[CollectiveHandle, torch.Tensor]]:
+            self._overflow = overflow  # without that of a dispatch that is made again
+            return super(NetworkBackend, self).send_dispatch(options, inputs)
+
+        return self._whole("dispatch", send)
+
+    def send_combine(
+        self,
+        handle: CollectiveHandle,
+        rows: torch.Tensor,
+        weights: torch.Tensor | None,
+        options: CombineOptions,
+        out: torch.Tensor | None = None,
+        alone: bool = False,
+        split: bool = False,
+    ) -> Sent[torch.Tensor]:
+        call = super().send_combine
+        return self._whole("combine", lambda: call(handle, rows, weights, options, out, alone, split))
+
+    def _gradient(self, handle: CollectiveHandle, what: str, send: Callable[[], Any]) -> Sent[torch.Tensor]:
+        call = super()._gradient
+        return self._whole(what, lambda: call(handle, what, send))
+
+    def _whole(self, what: str, send: Callable[[], Sent[T]]) -> Sent[T]:
+        """Send, and where late ranks are masked do so again until all that take part have everything."""
+        if not self._ranks.masks_late:
+            return send()
+        while True:
+            self._ranks.missed = frozenset()
+            sent = send()
+            with unfinished(self._ranks):
+                sent.wait()
+                if self._all_have_all(what):
+                    return sent
+
+    def _all_have_all(self, what: str) -> bool:
+        """Whether no rank misses rows of this call, by the word of all. The same on all ranks."""
+        misses = bool(self._ranks.missed - self._absent)
+        told = self._ranks.all_gather(torch.tensor([misses], device=self._ranks.device), f"the end of {what}")
+        return not bool(told.any())

@@ -1,0 +1,46 @@
+"""Whether kernels could send over the network by themselves, with NCCL's GIN. No backend lets them yet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tokenloom.backends.registration import Availability
+from tokenloom.errors import TokenloomError
+from tokenloom.jit import compiler, nccl_headers
+from tokenloom.runtime import nccl
+
+RDMA_CARDS = Path("/sys/class/infiniband")
+
+
+def probe(device: torch.device) -> Availability:
+    """Whether GIN could carry rows of tensors on this device.
+
+    Returns:
+        ``why`` says over which cards, or what is missing. ``facts["headers"]`` are NCCL's headers, or why there are
+        none that kernels could be compiled from.
+    """
+    if device.type != "cuda":
+        return _missing(f"it needs a GPU, the tensors are on {device.type}", "not looked for: there is no GPU")
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return _missing("NCCL is not part of this torch", "not looked for: NCCL is not part of this torch")
+    try:
+        library = nccl.loaded_library()
+        headers = nccl_headers.find_headers(library)
+        found = f"{nccl_headers.dotted(headers.version)} in {headers.nccl}"
+        nccl_headers.check_versions(headers, nccl.Nccl(library).version())
+        headers.in_memory()
+        compiler.load_nvrtc()
+    except (TokenloomError, OSError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return _missing(f"NCCL's headers cannot be used, or NVRTC is missing: {reason}", f"not usable: {reason}")
+    cards = sorted(each.name for each in RDMA_CARDS.iterdir()) if RDMA_CARDS.is_dir() else []
+    if not cards:
+        return _missing(f"no RDMA card in {RDMA_CARDS}", found)
+    return Availability("gin", True, f"type PROXY, over {', '.join(cards)}", {"headers": found})
+
+
+def _missing(why: str, headers: str) -> Availability:
+    return Availability("gin", False, why, {"headers": headers})
