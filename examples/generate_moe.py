@@ -173,7 +173,7 @@ def run(options: argparse.Namespace, implementation: str, device: torch.device) 
     tokens = prompts(options, model, device)
     length = {"min_new_tokens": options.new_tokens, "max_new_tokens": options.new_tokens}
     how = {"attention_mask": torch.ones_like(tokens), "do_sample": False, "pad_token_id": 0}
-    model.generate(tokens, **how, min_new_tokens=2, max_new_tokens=2)  # kernels compile, buffers are made
+    model.generate(tokens, **how, **length)  # kernels compile, and memory is taken that later ones find
     experts = [each for each in model.modules() if getattr(each, "_is_expert_parallel", False)]
     clock = Clock(model, experts, device)
     dist.barrier()
@@ -206,9 +206,9 @@ def generate(options: argparse.Namespace, device: torch.device) -> dict[str, Any
     if dist.get_world_size() < 2:
         raise SystemExit("experts need two ranks to be spread over: torchrun --nproc-per-node 2 ...")
     most = options.batch * options.prompt_tokens
-    if options.pool_rows:
-        register("tokenloom", max_tokens_per_rank=most, pool_rows=options.pool_rows)
-    register("tokenloom-fp8", experts="fp8", max_tokens_per_rank=most)
+    room = {"max_tokens_per_rank": most, "pool_rows": options.pool_rows} if options.pool_rows else {}
+    register("tokenloom", ranks_per_node=options.ranks_per_node, **room)
+    register("tokenloom-fp8", experts="fp8", max_tokens_per_rank=most, ranks_per_node=options.ranks_per_node)
     results: dict[str, Any] = {}
     outs: list[torch.Tensor] = []
     for implementation in options.implementations:
@@ -243,6 +243,7 @@ def parser() -> argparse.ArgumentParser:
         help='"tokenloom-fp8" computes experts in FP8 (default: tokenloom all_to_all)',
     )
     made.add_argument("--pool-rows", type=int, metavar="N", help="room for N rows on a rank: no wait for counts")
+    made.add_argument("--ranks-per-node", type=int, metavar="N", help="take the ranks for nodes of N")
     made.add_argument("--seed", type=int, default=0, help="of weights and prompts (default: 0)")
     made.add_argument("--json", metavar="FILE", help="write the results")
     return made

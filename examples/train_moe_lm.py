@@ -83,7 +83,7 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """int64 [B, S] -> logits of the next byte [B, S, VOCABULARY], balance loss of all blocks."""
 
-    def __init__(self, max_tokens_per_rank: int) -> None:
+    def __init__(self, max_tokens_per_rank: int, ranks_per_node: int | None = None) -> None:
         super().__init__()
         comm = tl.Communicator(  # one for all blocks: they take turns
             dist.group.WORLD,
@@ -92,6 +92,7 @@ class LanguageModel(nn.Module):
             top_k=TOP_K,
             max_tokens_per_rank=max_tokens_per_rank,
             dtype=torch.float32,
+            ranks_per_node=ranks_per_node,
         )
         self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
         self.positions = nn.Embedding(CONTEXT, HIDDEN)
@@ -193,7 +194,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     num_sequences, rest = divmod(options.tokens_per_step, CONTEXT)
     if rest or num_sequences % num_ranks:
         raise SystemExit(f"--tokens-per-step must be a multiple of {CONTEXT * num_ranks} on {num_ranks} ranks")
-    model = LanguageModel(options.tokens_per_step // num_ranks).to(device)
+    model = LanguageModel(options.tokens_per_step // num_ranks, options.ranks_per_node).to(device)
     reset_parameters(model, options.seed)
     if options.resume:
         model.load_state_dict(tl.shard_state_dict(model, torch.load(options.resume, weights_only=True)))
@@ -239,6 +240,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--tokens-per-step", type=int, default=1024, help="over all ranks (default: 1024)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
+    parser.add_argument("--ranks-per-node", type=int, metavar="N", help="take the ranks for nodes of N")
     parser.add_argument("--json", metavar="FILE", help="write loss and norm of the gradient of each step")
     parser.add_argument("--checkpoint", metavar="FILE", help="write the weights at the end")
     parser.add_argument("--resume", metavar="FILE", help="start from the weights that any number of ranks wrote")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +11,13 @@ import pytest
 import torch
 
 import tokenloom as tl
-from tests.conftest import Ranks
+from tests.conftest import HOPPER, Ranks
 from tests.support.mega_cases import CASES, Case, Layer, assert_near, expected, inputs, make_layer, make_mega
 from tokenloom.backends.nvlink.buffers import control_layout, fused_layout
 from tokenloom.inference.nvlink_experts import buffer_sizes
 from tokenloom.inference.schedules import SCHEDULES
 from tokenloom.plan import Plan
-from tokenloom.runtime.processes import RankContext
+from tokenloom.runtime.processes import RankContext, RankPool
 
 pytestmark = pytest.mark.slow_on(4)
 
@@ -70,9 +71,57 @@ OF_REFERENCE = (
 )
 
 
-@pytest.mark.parametrize("name", OF_REFERENCE)
-def test_reference_backend(ranks: Ranks, name: str) -> None:
-    ranks.run(check_case, name, "reference")
+OF_COMPOSED = ("fp8", "repeats", "all masked", "powers of two", "two shared experts", "gpt_oss")
+"""Its parts have tests of their own."""
+OTHERS = [("reference", name) for name in OF_REFERENCE] + [("composed", name) for name in OF_COMPOSED]
+
+
+@pytest.mark.parametrize(("backend", "name"), OTHERS)
+def test_other_backends(ranks: Ranks, backend: str, name: str) -> None:
+    if backend == "composed" and ranks.device == "cuda" and not HOPPER:
+        pytest.skip("its GEMMs need Hopper GPUs")
+    ranks.run(check_case, name, backend)
+
+
+def check_nodes(context: RankContext) -> None:
+    case = CASES["two shared experts"]
+    layer = make_layer(case, context.num_ranks, context.device)
+    given, outs = inputs(case, layer, context.rank), []
+    for ranks_per_node in (None, 2):
+        with make_mega(context, case, layer, "composed", ranks_per_node=ranks_per_node) as mega:
+            assert ("backend network" in mega.describe()) == (ranks_per_node == 2)
+            outs.append(mega(*given))
+            mega.check()
+    assert torch.equal(*outs)
+    assert outs[0].any() == (len(given[1]) > 0)
+
+
+def test_nodes_change_nothing(pools: Callable[[str], RankPool]) -> None:
+    """Four ranks as two nodes of two: rows of GEMM2 come home one by one, so all bits are those of one node."""
+    Ranks(pools("cpu"), 4).run(check_nodes)
+
+
+def check_a_gemm_that_fails(context: RankContext) -> None:
+    case = CASES["plain"]
+    layer = make_layer(case, context.num_ranks, context.device)
+    with make_mega(context, case, layer, "composed") as mega:
+        given = inputs(case, layer, context.rank)
+        want = mega(*given)
+        if context.rank == 0:
+            weights, experts = mega.weights, mega._experts
+            experts.use_weights((weights[0][:, :128], *weights[1:]), mega.biases)
+            with pytest.raises(tl.ShapeMismatch, match="w1"):
+                mega(*given)
+            experts.use_weights(weights, mega.biases)
+        else:
+            with pytest.raises(tl.PeerError, match="rank 0"):
+                mega(*given)
+        assert torch.equal(mega(*given), want)
+
+
+def test_a_gemm_that_fails(ranks: Ranks) -> None:
+    """Between dispatch and combine: the others hear of it at once, and the layer works on."""
+    ranks.run(check_a_gemm_that_fails)
 
 
 def check_many_calls(context: RankContext) -> None:

@@ -1,4 +1,4 @@
-"""MegaMoE: a whole mixture-of-experts layer in FP8, for inference on Hopper GPUs of one host."""
+"""MegaMoE: a whole mixture-of-experts layer in FP8, for inference on Hopper GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tokenloom.comm.communicator import Communicator
-from tokenloom.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
+from tokenloom.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, TokenloomError
+from tokenloom.inference.composed_experts import ComposedExperts
 from tokenloom.inference.nvlink_experts import FP8, NvlinkExperts
 from tokenloom.inference.reference_experts import ReferenceExperts
 from tokenloom.inference.request import Biases, ForwardRequest
@@ -22,8 +23,9 @@ from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout
 
 MOST_TERMS = 32
 """Most results that are added up for one token."""
-EXPERTS: dict[str, type[NvlinkExperts] | type[ReferenceExperts]] = {
+EXPERTS: dict[str, type[NvlinkExperts] | type[ComposedExperts] | type[ReferenceExperts]] = {
     "nvlink": NvlinkExperts,
+    "composed": ComposedExperts,
     "reference": ReferenceExperts,
 }
 """Implementation of a layer, by the name of its backend."""
@@ -35,12 +37,12 @@ class MegaMoE:
     ``a`` is the activation of gates and ups, ``w1 @ x + w1_bias``; by default ``silu(gate) * up``, and no biases.
 
     x and the weighted activations are quantised with a scale per 128 values. Each route's result is rounded to
-    bfloat16, and a token's results are added in ascending k, in float32 (docs/reference/semantics.md). Nothing waits
-    for the host, any routing fits, and equal calls give equal bits. Making a layer is collective, and so is every
-    call.
+    bfloat16, and a token's results are added in ascending k, in float32 (docs/reference/semantics.md). On "nvlink"
+    nothing waits for the host. Any routing fits, and equal calls give equal bits. Making a layer is collective, and so
+    is every call.
 
     Args:
-        group: as in ``Communicator``. The ranks are Hopper GPUs of one host, unless ``backend`` is "reference".
+        group: as in ``Communicator``. The ranks are Hopper GPUs of one host with ``backend`` "nvlink".
         num_experts: E, divisible by the number of ranks.
         hidden: H, a multiple of 128.
         intermediate: I, a multiple of 128.
@@ -53,10 +55,14 @@ class MegaMoE:
         power_of_two_scales: round the scales of x and of activations up to powers of two.
         num_shared_experts: S, experts that every token goes to with weight 1, on its own rank. K + S is at most 32.
         schedule: schedule of all calls. None chooses by the number of tokens of each call.
-        backend: "nvlink", or "reference", which computes the same in plain torch, slowly, on any device.
+        backend: "nvlink"; "composed", which makes the same of dispatch, grouped GEMMs and combine, on Hopper GPUs of
+            any number of nodes, with the host waiting for counts, and slowly on CPUs; or "reference", which computes
+            it in plain torch, slowly, on any device.
         device: as in ``Communicator``.
         timeout_s: as in ``Communicator``.
         open_timeout_s: as in ``Communicator``.
+        transport: as in ``Communicator``.
+        ranks_per_node: as in ``Communicator``; "nvlink" runs on one node.
 
     Attributes:
         comm: communicator that dispatches the tokens.
@@ -89,6 +95,8 @@ class MegaMoE:
         device: torch.device | str | None = None,
         timeout_s: float = 30.0,
         open_timeout_s: float | None = None,
+        transport: str = "auto",
+        ranks_per_node: int | None = None,
     ) -> None:
         for name, width in (("hidden", hidden), ("intermediate", intermediate)):
             if not isinstance(width, int) or width <= 0 or width % BLOCK:
@@ -110,6 +118,8 @@ class MegaMoE:
             device=device,
             timeout_s=timeout_s,
             open_timeout_s=open_timeout_s,
+            transport=transport,
+            ranks_per_node=ranks_per_node,
         )
         self.intermediate, self.num_shared_experts, self.schedule = intermediate, num_shared_experts, schedule
         self._num_local = self.comm.plan.experts_per_rank + num_shared_experts
@@ -120,7 +130,7 @@ class MegaMoE:
         self.after_stage: Callable[[str], None] | None = None
         try:
             self._experts = EXPERTS[backend](self.comm, intermediate, num_shared_experts, power_of_two_scales)
-        except InvalidArgument:
+        except TokenloomError:
             self.comm.close()
             raise
         self._experts.set_activation(form, fast_math)

@@ -81,6 +81,8 @@ class ExpertParallelMoE(nn.Module):
         backend: as in ``Communicator``.
         timeout_s: as in ``Communicator``.
         open_timeout_s: as in ``Communicator``.
+        transport: as in ``Communicator``.
+        ranks_per_node: as in ``Communicator``.
         device: device of the parameters, which must be the communicator's.
         dtype: dtype of the parameters; None means torch's default.
 
@@ -134,6 +136,8 @@ class ExpertParallelMoE(nn.Module):
         backend: str = "auto",
         timeout_s: float = 30.0,
         open_timeout_s: float | None = None,
+        transport: str = "auto",
+        ranks_per_node: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -152,6 +156,8 @@ class ExpertParallelMoE(nn.Module):
                 device=device,
                 timeout_s=timeout_s,
                 open_timeout_s=open_timeout_s,
+                transport=transport,
+                ranks_per_node=ranks_per_node,
                 dtype=dtype,
                 num_sms=MAX_SMS,
             )

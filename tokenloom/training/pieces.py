@@ -42,7 +42,7 @@ class RunOptions:
 
     def gradient_options(self, dtype: torch.dtype) -> CombineOptions:
         """Describe the combine of the gradient of x."""
-        return CombineOptions(False, dtype, dtype, False, SWAPPED[self.strategy.dispatch])
+        return CombineOptions(False, dtype, dtype, False, self.strategy.gradient_of_dispatch)
 
 
 @dataclass
@@ -76,7 +76,7 @@ def cut(engine: Engine, options: RunOptions, num_tokens: int) -> list[slice]:
     plan = engine.plan
     rows_of_expert = plan.max_tokens_per_rank * plan.top_k // plan.experts_per_rank
     many = rows_of_expert * min(SHARES) // sum(SHARES) >= FEW_ROWS
-    dense = "reduce_scatter" in (options.strategy.combine, SWAPPED[options.strategy.dispatch])
+    dense = "reduce_scatter" in (options.strategy.combine, options.strategy.gradient_of_dispatch)
     if not many or dense or not engine.capabilities.overlaps_pieces or options.pool_rows is not None:
         return [slice(0, num_tokens)]
     ends = [num_tokens * end // sum(SHARES) for end in accumulate(SHARES, initial=0)]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -87,10 +86,12 @@ def routed_experts(
             raise
     if dtype is not None and meanwhile is not None:
         meanwhile = torch.autocast(device, dtype)(meanwhile)
+    grad_enabled = torch.is_grad_enabled()
     with torch.autocast(device, enabled=False):
-        return _RoutedExperts.apply(
-            x, topk_weights, *tensors, topk_ids, comm, options, form, meanwhile, torch.is_grad_enabled()
-        )
+        if not grad_enabled:  # inference needs no node
+            needs, experts = [False] * DIFFERENTIABLE, Experts(tensors, form)
+            return _Forward(comm, options, needs, x, topk_ids, topk_weights, experts).run(meanwhile, False)
+        return _RoutedExperts.apply(x, topk_weights, *tensors, topk_ids, comm, options, form, meanwhile, grad_enabled)
 
 
 class _RoutedExperts(torch.autograd.Function):
@@ -113,12 +114,7 @@ class _RoutedExperts(torch.autograd.Function):
         needs = [grad_enabled and wanted for wanted in ctx.needs_input_grad[:DIFFERENTIABLE]]
         experts = Experts((w1, w2, w1_bias, w2_bias), form)
         forward = _Forward(comm, options, needs, x, topk_ids, topk_weights, experts)
-        calls = forward_calls(options, len(forward.slices), x.dtype, any(needs))
-        with comm.engine.sequence(*calls):
-            if meanwhile is not None:  # first: the few blocks of a dispatch get SMs before the waiting blocks of GEMMs
-                with torch.set_grad_enabled(grad_enabled):
-                    meanwhile()
-            out = forward.run()
+        out = forward.run(meanwhile, grad_enabled)
         if any(needs):
             x_again = x if options.redispatch_in_backward else None
             save(ctx, comm.engine, options, forward.pieces, x_again, experts)
@@ -153,8 +149,16 @@ class _Forward:
         self.keeps_rows = needs[2] and not options.redispatch_in_backward
         self.pieces: list[Piece] = []
 
-    def run(self) -> torch.Tensor:
+    def run(self, meanwhile: Callable[[], None] | None, grad_enabled: bool) -> torch.Tensor:
         """Return the output, [T, H]."""
+        calls = forward_calls(self.options, len(self.slices), self.x.dtype, any(self.needs))
+        with self.engine.sequence(*calls):
+            if meanwhile is not None:  # first: the few blocks of a dispatch get SMs before the waiting blocks of GEMMs
+                with torch.set_grad_enabled(grad_enabled):
+                    meanwhile()
+            return self._run()
+
+    def _run(self) -> torch.Tensor:
         out = torch.empty_like(self.x)
         combine = self.options.combine_options(self.x.dtype, any(self.needs))
         # The first two dispatches overwrite no rows. A later one waits for the GEMMs that read what it overwrites.
@@ -202,9 +206,11 @@ class _Forward:
         )
         reads_ids = validation.reads_ids(able, self.device)
         inputs = validation.dispatch_inputs(engine.plan, able, self.device, *given, False, reads_ids, False)
-        wants_x, wants_weights = self.needs[:2]
-        inputs = replace(inputs, x_needs_grad=wants_x, weights_need_grad=wants_weights)
-        return options, replace(inputs, own_outputs="but rows", ahead=ahead)
+        inputs.x_needs_grad, inputs.weights_need_grad = self.needs[:2]
+        inputs.ahead = ahead
+        # Views last as long as one piece without a backward.
+        inputs.own_outputs = "but rows" if any(self.needs) or len(self.slices) > 1 else False
+        return options, inputs
 
     def _compute(self, tokens: slice, handle: Handle, rows: torch.Tensor) -> torch.Tensor:
         """Run the experts on the rows of a piece, giving weighted rows [R, H]."""

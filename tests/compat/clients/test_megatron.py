@@ -114,6 +114,28 @@ def test_two_experts_of_a_token(group: RankPool, backend: str) -> None:
     group.run(compare, backend, 2, True)
 
 
+def compare_on_nodes(context: RankContext, backend: str) -> None:
+    prepare(context)
+    buffer, fused = import_module("deep_ep").Buffer, import_module("megatron.core.transformer.moe.fused_a2a")
+    fused._buffer = fused._hybrid_ep_buffer = None  # the one of other tests knows one node
+    buffer.set_ranks_per_node(2)
+    try:
+        compare(context, backend, 2, True)
+        used = fused._buffer if backend == "deepep" else fused._hybrid_ep_buffer
+        assert {comm.backend for comm in used.runtime.all()} == {"network"}
+    finally:
+        buffer.set_ranks_per_node(None)
+        fused._buffer = fused._hybrid_ep_buffer = None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_nodes(group: RankPool, backend: str) -> None:
+    """Four ranks as 2 x 2, by one line; the same bits."""
+    if (group.num_ranks, group.device) != (4, "cpu"):
+        pytest.skip("no nodes of two, or none that were tried")
+    group.run(compare_on_nodes, backend)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_four_experts_of_a_token(group: RankPool, backend: str) -> None:
     """Sums of four terms differ by their order, in the last bits of float32."""

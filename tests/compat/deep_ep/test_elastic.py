@@ -376,6 +376,7 @@ def check_combine_fault(context: RankContext, index: int, expanded: bool) -> Non
     buffer.combine(**good)
 
 
+@pytest.mark.slow
 def test_growth_beside_a_fault_ends() -> None:
     """A rank that needs more room waits for one whose input is bad, which never comes: not for long, and by name.
 

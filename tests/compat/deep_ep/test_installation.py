@@ -76,12 +76,12 @@ def test_importing_starts_nothing() -> None:
         "import time, torch\nbegan = time.process_time()\nimport deep_ep\nprint(time.process_time() - began)\n"
         "assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized()"
     )
-    seconds = []
-    for _ in range(3):
+    for _ in range(3):  # other programs may take the processor's caches meanwhile
         done = python(code, installation.PATH)
         assert done.returncode == 0, done.stderr
-        seconds.append(float(done.stdout))
-    assert min(seconds) < 0.1
+        if float(done.stdout) < 0.1:
+            return
+    pytest.fail(f"importing deep_ep takes {float(done.stdout):.2f} s beyond torch")
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +99,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+@pytest.mark.slow
 def test_by_a_distribution(site: Path) -> None:
     done = python(DETECTIONS, site)
     assert done.returncode == 0, done.stderr

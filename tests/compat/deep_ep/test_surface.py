@@ -92,6 +92,8 @@ SIGNATURES: dict[str, dict[str, Any]] = {
         "config": None,
         **STREAMS,
     },
+    "Buffer.internode_dispatch": {"x": REQUIRED, "handle": None},  # the rest as of dispatch
+    "Buffer.internode_combine": {"x": REQUIRED, "handle": REQUIRED, "topk_weights": None, "bias": None},
     "Buffer.low_latency_dispatch": {
         "x": REQUIRED,
         "topk_idx": REQUIRED,

@@ -20,6 +20,8 @@ BOUNDED, MOST_TOKENS = "tokenloom_bounded", 32
 
 FP8 = "tokenloom_fp8"
 """Name of the implementation that computes experts in FP8."""
+NODES = "tokenloom_nodes"
+"""Name of the implementation whose ranks are taken for nodes of two."""
 
 COMMON = {
     "hidden_size": HIDDEN,
@@ -141,6 +143,7 @@ def prepare(context: RankContext) -> Any:
     ours.register(OWN_EXPERTS, experts="model")
     ours.register(BOUNDED, max_tokens_per_rank=MOST_TOKENS, pool_rows=context.num_ranks * MOST_TOKENS * TOP_K)
     ours.register(FP8, experts="fp8", max_tokens_per_rank=MOST_TOKENS)
+    ours.register(NODES, ranks_per_node=2)
     return transformers
 
 
@@ -167,4 +170,5 @@ def check_use(context: RankContext, model: torch.nn.Module) -> None:
         assert f"Experts, tokenloom's experts ({FORMS.get(model.config.model_type, 'gated silu')}): model." in text
     else:
         assert "Experts, the model's own experts (as registered): model." in text
-    assert f"backend {'nvlink' if hopper else 'collective'}" in text
+    flat = "network" if config.ep_implementation == NODES else "collective"
+    assert f"backend {'nvlink' if hopper else flat}" in text

@@ -32,6 +32,7 @@ EMPTY = ("an_empty_rank", 1)
 """This rank's tokens go around the experts of this batch. The models themselves take no batch without tokens."""
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 """Of the largest value of a tensor: sums in other orders."""
+QUERIES_AND_KEYS = ("q_proj", "k_proj", "q_norm", "k_norm")
 FolderOf = Callable[[str, RankPool], Path]
 
 
@@ -66,7 +67,11 @@ def no_tokens_for_experts(model: torch.nn.Module, wanted: bool) -> Iterator[None
 
 
 def near(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
-    limit = TOLERANCE[want.dtype] * max(1e-3, want.abs().max().item() if want.numel() else 0)
+    # A query that sees one key alone has no gradient, but for rounding, which depends on the processor.
+    least = 1.0 if what.startswith("one_") and any(part in what for part in QUERIES_AND_KEYS) else 1e-3
+    limit = TOLERANCE[want.dtype] * max(least, want.abs().max().item() if want.numel() else 0)
+    if want.dtype == torch.bfloat16 and what.startswith("one_expert: gradient"):
+        limit *= 4  # tokens that are alike are rounded alike, so that errors add up: measured, 2.3
     torch.testing.assert_close(got, want, rtol=0, atol=limit, msg=lambda text: f"{what}: {text}")
 
 
@@ -128,6 +133,13 @@ def test_with_the_experts_of_the_model(pool: RankPool, folder_of: FolderOf, fami
 @pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_without_waiting_for_counts(pool: RankPool, folder_of: FolderOf, family: str) -> None:
     pool.run(compare, family, folder_of(family, pool), "fsdp", FSDP_BATCHES, models.BOUNDED)
+
+
+def test_on_two_nodes(pool: RankPool, folder_of: FolderOf) -> None:
+    """Four ranks as 2 x 2, by one option."""
+    if (pool.num_ranks, pool.device) != (4, "cpu"):
+        pytest.skip("no nodes of two, or none that were tried")
+    pool.run(compare, "qwen3_moe", folder_of("qwen3_moe", pool), "fsdp", ["ragged"], models.NODES)
 
 
 @pytest.mark.parametrize("family", FEW_FAMILIES)

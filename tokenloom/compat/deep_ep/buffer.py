@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tokenloom.compat.deep_ep.buffer_base import captured
-from tokenloom.compat.deep_ep.config import Config, config_for
+from tokenloom.compat.deep_ep.config import Config, config_for, nodes_of
 from tokenloom.compat.deep_ep.events import EventOverlap
 from tokenloom.compat.deep_ep.faults import NotServed, naming, require
 from tokenloom.compat.deep_ep.low_latency import LowLatencyMode
@@ -68,7 +68,9 @@ class Buffer(NormalMode, LowLatencyMode):
         if type(self)._chosen_sms is not None:
             options["num_sms"] = type(self)._chosen_sms
         super().__init__(group, explicitly_destroy, options)
+        self._known = {}
         self.rank, self.group_size = group.rank(), group.size()
+        self._num_nodes = nodes_of(self.group_size, self._options["ranks_per_node"])
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
 

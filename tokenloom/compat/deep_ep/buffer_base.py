@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
@@ -19,6 +19,17 @@ class BufferBase:
         group: the process group.
     """
 
+    _ranks_per_node: ClassVar[int | None] = None
+
+    @staticmethod
+    def set_ranks_per_node(ranks_per_node: int | None) -> None:
+        """Let buffers of any kind that are made from now on take ranks for nodes, as ``Communicator`` does.
+
+        Args:
+            ranks_per_node: the same on all ranks; None finds the nodes, as by default.
+        """
+        BufferBase._ranks_per_node = ranks_per_node
+
     def __init__(self, group: dist.ProcessGroup | None, explicitly_destroy: bool, options: dict[str, Any]) -> None:
         """Nothing is sent or allocated yet.
 
@@ -32,7 +43,7 @@ class BufferBase:
         self.group = group
         self.explicitly_destroy = explicitly_destroy
         self._stream = CommStream()
-        self._options = options
+        self._options = options | {"ranks_per_node": BufferBase._ranks_per_node}
         self._communicators: Communicators | None = Communicators(group, lambda: self._options)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -44,7 +45,7 @@ def payload_of(x: object) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
 
     FP8 comes with 4-byte scales [N, n] of any strides: float32 or packed int32, n at most H / 128.
     """
-    tokens = tokens_of(x).detach()
+    tokens = _plain(tokens_of(x))
     if not isinstance(x, (tuple, list)):
         if tokens.element_size() == 1:
             raise DtypeMismatch(f"x is {tokens.dtype} without scales; pass (x, scales)")
@@ -61,15 +62,15 @@ def payload_of(x: object) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
         )
     if scales.ndim != 2 or len(scales) != len(tokens) or not 1 <= scales.shape[1] <= most:
         raise ShapeMismatch(f"scales of x are {list(scales.shape)}, expected [{len(tokens)}, 1 to {most}]")
-    scales = scales.detach().contiguous()
+    scales = _plain(scales).contiguous()
     if scales.dtype == torch.float32 and scales.shape[1] < most:
         scales = scales.view(torch.int32)
-    return tokens.view(FP8), scales
+    return tokens if tokens.dtype is FP8 else tokens.view(FP8), scales
 
 
-def scales_as_given(received: torch.Tensor | None, x: object) -> torch.Tensor | None:
+def scales_as_given(received: torch.Tensor, x: object) -> torch.Tensor:
     """Received scales in the dtype that the caller's have."""
-    if received is None or not isinstance(x, (tuple, list)):
+    if not isinstance(x, (tuple, list)):
         return received
     return received if received.dtype == x[1].dtype else received.view(x[1].dtype)
 
@@ -102,12 +103,22 @@ def like(name: str, tensor: object, shape: Sequence[int], dtype: torch.dtype, de
     """A tensor of just this shape, dtype and device, contiguous."""
     if not isinstance(tensor, torch.Tensor):
         raise BadCall(f"{name} is a {type(tensor).__name__}, expected a tensor")
-    if list(tensor.shape) != list(shape):
+    if tensor.shape != tuple(shape):
         raise ShapeMismatch(f"{name} is {list(tensor.shape)}, expected {list(shape)}")
     if tensor.dtype != dtype:
         raise DtypeMismatch(f"{name} is {tensor.dtype}, expected {dtype}")
     _require_here(name, tensor, device)
-    return tensor.detach()
+    return _plain(tensor)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Without a graph."""
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def copies(async_finish: bool) -> Any:
+    """``copy`` of a dispatch: on a stream of their own, results are not in the order of their last readers."""
+    return True if async_finish else "if_needed"
 
 
 def _require_here(name: str, tensor: torch.Tensor, device: torch.device) -> None:
@@ -149,7 +160,7 @@ def rows_of(x: object, routed: Routed) -> torch.Tensor:
 
     Where outputs have a fixed number of rows, a client may have cut off those behind the last; they are put back.
     """
-    rows, wanted = tokens_of(x).detach(), routed.tokens.shape
+    rows, wanted = _plain(tokens_of(x)), routed.tokens.shape
     if rows.shape != wanted:
         if isinstance(routed.num_rows, int) or rows.shape[1] != wanted[1] or len(rows) > wanted[0]:
             raise ShapeMismatch(f"x is {list(rows.shape)}, expected {list(wanted)}, as was received")
@@ -163,7 +174,15 @@ def padded(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 def received(routed: Routed, x: object) -> Payload:
-    """Received rows, and scales as x has them."""
-    scales = scales_as_given(routed.scales, x)
-    rows = rows_as_given(routed.tokens, x)
-    return rows if scales is None else (rows, scales)
+    """Received rows, and scales as x has them, which are the client's alone from now on."""
+    rows, scales = routed.tokens, routed.scales
+    routed.let_go()
+    return received_again(rows if scales is None else (rows, scales), x)
+
+
+def received_again(found: Payload, x: object) -> Payload:
+    """Rows, and their scales if they have some, as x has them."""
+    if isinstance(found, torch.Tensor):
+        return rows_as_given(found, x)
+    rows, scales = found
+    return rows_as_given(rows, x), scales_as_given(scales, x)

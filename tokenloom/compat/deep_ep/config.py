@@ -62,6 +62,14 @@ class Config:
         return align_up(self._num_sms // 2 * nodes * self._rdma_room * (hidden_bytes + METADATA_BYTES), 128)
 
 
+def nodes_of(num_ranks: int, ranks_per_node: int | None) -> int:
+    """Nodes that a client counts with: those of ``ranks_per_node``; without it as upstream does, which takes more than
+    8 ranks for nodes of 8."""
+    if ranks_per_node is None:
+        ranks_per_node = RANKS_OF_A_NODE if num_ranks > RANKS_OF_A_NODE else num_ranks
+    return num_ranks // ranks_per_node if num_ranks % ranks_per_node == 0 else 1
+
+
 def config_for(num_ranks: int) -> Config:
     """The settings for a group of some size. Upstream has a list of sizes; here any will do.
 

@@ -14,7 +14,7 @@ from tokenloom.compat.deep_ep.checks import Payload
 from tokenloom.compat.deep_ep.ep_handle import EPHandle, most_rows
 from tokenloom.compat.deep_ep.events import EventHandle, EventOverlap, recorded_in
 from tokenloom.compat.deep_ep.faults import BadCall, naming, require
-from tokenloom.compat.deep_ep.handles import Dispatched
+from tokenloom.compat.deep_ep.handles import Dispatched, kept_ids
 from tokenloom.errors import ShapeMismatch
 from tokenloom.plan import align_up
 
@@ -106,11 +106,12 @@ class ElasticCalls(BufferBase):
                 _check_stats(cumulative_local_expert_recv_stats, local, device)
         inputs = (x, topk_idx, topk_weights)
         events = (previous_event, previous_event_before_epilogue)
+        copy = checks.copies(async_with_compute_stream)
         if handle is not None:
             again, kept = handle, handle.dispatched
 
             def call() -> tuple[Any, ...]:
-                return self._dispatch_again(again, payload, x, topk_weights)
+                return self._dispatch_again(again, payload, x, topk_weights, copy)
 
             (rows, ids, weights), event = self._run(call, inputs, device, events, async_with_compute_stream)
             _add(cumulative_local_expert_recv_stats, kept.routed)
@@ -131,22 +132,22 @@ class ElasticCalls(BufferBase):
             local = num_experts // self.num_ranks
             stats = cumulative_local_expert_recv_stats
             _check_stats(stats, local, device)
-        options: dict[str, Any] = {"layout": "expert" if do_expand else "token", "copy": True}
+        options: dict[str, Any] = {"layout": "expert" if do_expand else "token", "copy": copy}
         options |= {"alignment": alignment} if do_expand else {}
         if not reads:
             capacity = most_rows(self.num_ranks, most, top_k, local, do_expand, alignment)
             options |= {"sizes": "bounded", "capacity": capacity}
-        ids = topk_idx.clone() if do_handle_copy else topk_idx
         own_weights = None if topk_weights is None else topk_weights.detach()
         shape = Shape(num_experts, tokens.shape[1], top_k, tokens.dtype == torch.float64)
 
         def send(comm: Communicator) -> tuple[Communicator, Routed]:
-            return comm, comm.dispatch(payload, ids, own_weights, **options)
+            return comm, comm.dispatch(payload, topk_idx, own_weights, **options)
 
         def first() -> tuple[Any, ...]:
             comm, routed = self._calls.run(shape, max(most, len(tokens)), device, send)
-            counts = [align_up(count, alignment) for count in routed.expert_counts.tolist()] if reads else []
+            counts = [align_up(count, alignment) for count in routed.counts_on_host()] if reads else []
             _add(stats, routed)
+            ids = kept_ids(topk_idx, routed) if do_handle_copy else topk_idx
             return (
                 checks.received(routed, x),
                 _ids(routed),
@@ -158,7 +159,7 @@ class ElasticCalls(BufferBase):
         found, event = self._run(first, inputs, device, events, async_with_compute_stream)
         rows, recv_ids, recv_weights, counts, dispatched = found
         used_sms = num_sms or self.get_theoretical_num_sms(num_experts, top_k)
-        made = EPHandle(dispatched, ids, do_expand, alignment, most or len(tokens), used_sms, counts)
+        made = EPHandle(dispatched, dispatched.ids, do_expand, alignment, most or len(tokens), used_sms, counts)
         return _laid_out(rows, use_tma_aligned_col_major_sf), recv_ids, recv_weights, made, event
 
     @naming("ElasticBuffer.combine")
@@ -246,18 +247,10 @@ class ElasticCalls(BufferBase):
             checks.like("topk_weights", topk_weights, handle.dispatched.ids.shape, torch.float32, tokens.device)
 
     def _dispatch_again(
-        self, handle: EPHandle, payload: Payload, x: object, topk_weights: torch.Tensor | None
+        self, handle: EPHandle, payload: Payload, x: object, topk_weights: torch.Tensor | None, copy: Any
     ) -> tuple[Any, ...]:
-        kept = handle.dispatched
-        comm, routed = kept.comm, kept.routed
-        if isinstance(payload, torch.Tensor):
-            rows: Payload = comm.dispatch_again(payload, routed)
-        else:
-            options: dict[str, Any] = {"layout": routed.layout, "copy": True}
-            options |= {"alignment": handle.expert_alignment} if handle.do_expand else {}
-            if not isinstance(routed.num_rows, int):
-                options |= {"sizes": "bounded", "capacity": len(routed.tokens)}
-            rows = checks.received(comm.dispatch(payload, kept.ids, **options), x)
+        comm, routed = handle.dispatched.comm, handle.dispatched.routed
+        rows = checks.received_again(comm.dispatch_again(payload, routed, copy), x)
         if topk_weights is not None:
             routed = comm.reweighted(routed, topk_weights.detach())
         return rows, _ids(routed), _weights(comm, routed, topk_weights)

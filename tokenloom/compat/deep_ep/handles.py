@@ -35,6 +35,13 @@ class Dispatched:
     with_ids: bool = True
 
 
+def kept_ids(topk_idx: torch.Tensor, routed: Routed) -> torch.Tensor:
+    """A copy of the caller's ids, which may change: made behind the kernel, while the host would wait for it."""
+    ids = topk_idx.clone()
+    routed.replace_ids(ids)
+    return ids
+
+
 class Parts(Sequence[Any]):
     """A handle, whose parts are read as those of a tuple.
 
@@ -60,10 +67,16 @@ class Parts(Sequence[Any]):
         raise NotServed("a handle belongs to its process and its call; it cannot be pickled or saved")
 
 
-def normal_handle(dispatched: Dispatched, is_token_in_rank: torch.Tensor, num_channels: int) -> Parts:
-    """The handle of ``Buffer.dispatch`` within a node: rank_prefix_matrix int32 [R, R], of which column ``me`` is
+def normal_handle(dispatched: Dispatched, is_token_in_rank: torch.Tensor, num_channels: int, num_nodes: int) -> Parts:
+    """The handle of ``Buffer.dispatch``.
+
+    Within a node 6 parts: rank_prefix_matrix int32 [R, R], of which column ``me`` is
     right, channel_prefix_matrix and recv_channel_prefix_matrix int32 [R, C], recv_src_idx int32 [M],
     is_token_in_rank bool [N, R], and send_head int32 [N, R].
+
+    Between n nodes 10: is_token_in_rank, rdma_channel_prefix_matrix [n, C], gbl_channel_prefix_matrix [R, C],
+    recv_rdma_channel_prefix_matrix [n, C], recv_rdma_rank_prefix_sum [n], recv_gbl_channel_prefix_matrix [R, C],
+    recv_gbl_rank_prefix_sum int32 [R], recv_src_meta, send_rdma_head int32 [N, n], send_nvl_head.
 
     Columns of other ranks are 0, and so are the matrices of channels: tokenloom has no channels.
     """
@@ -75,17 +88,37 @@ def normal_handle(dispatched: Dispatched, is_token_in_rank: torch.Tensor, num_ch
         matrix[:, me] = routed.source_counts.cumsum(0)
         return matrix
 
-    def channels() -> torch.Tensor:
-        return torch.zeros(num_ranks, num_channels, dtype=torch.int32, device=comm.device)
+    def channels(rows: int = num_ranks) -> torch.Tensor:
+        return torch.zeros(rows, num_channels, dtype=torch.int32, device=comm.device)
 
-    def sources() -> torch.Tensor:
-        raise NotServed("recv_src_idx of a handle is not served: rows carry no index of their token")
+    def heads(goes_to: torch.Tensor) -> torch.Tensor:
+        return torch.where(goes_to, goes_to.cumsum(0, dtype=torch.int32) - 1, -1)
 
-    def heads() -> torch.Tensor:
-        order = is_token_in_rank.cumsum(0, dtype=torch.int32) - 1
-        return torch.where(is_token_in_rank, order, -1)
+    def missing(name: str, why: str) -> Callable[[], torch.Tensor]:
+        def refuse() -> torch.Tensor:
+            raise NotServed(f"{name} of a handle is not served: {why}")
 
-    return Parts(dispatched, prefixes, channels, channels, sources, lambda: is_token_in_rank, heads)
+        return refuse
+
+    no_index = "rows carry no index of their token"
+    if num_nodes == 1:
+        sources = missing("recv_src_idx", no_index)
+        send_head = lambda: heads(is_token_in_rank)  # noqa: E731
+        return Parts(dispatched, prefixes, channels, channels, sources, lambda: is_token_in_rank, send_head)
+    forwarded = "the backend keeps what it forwards to itself"
+    return Parts(
+        dispatched,
+        lambda: is_token_in_rank,
+        lambda: channels(num_nodes),
+        channels,
+        lambda: channels(num_nodes),
+        missing("recv_rdma_rank_prefix_sum", forwarded),
+        channels,
+        lambda: routed.source_counts.cumsum(0, dtype=torch.int32),
+        missing("recv_src_meta", no_index),
+        lambda: heads(is_token_in_rank.unflatten(1, (num_nodes, -1)).any(2)),
+        missing("send_nvl_head", forwarded),
+    )
 
 
 def low_latency_handle(

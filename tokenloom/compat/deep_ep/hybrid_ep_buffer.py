@@ -14,7 +14,7 @@ from tokenloom.comm.routed import Routed
 from tokenloom.compat.deep_ep import checks
 from tokenloom.compat.deep_ep.buffer_base import BufferBase
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed, naming, refuse, require
-from tokenloom.compat.deep_ep.handles import Dispatched, Parts
+from tokenloom.compat.deep_ep.handles import Dispatched, Parts, kept_ids
 from tokenloom.compat.deep_ep.routing_maps import Routes, dense, indices_to_map
 from tokenloom.errors import ShapeMismatch
 from tokenloom.plan import align_up
@@ -148,7 +148,7 @@ class HybridEPBuffer(BufferBase):
             again = lambda: _again(handle, payload, weights)  # noqa: E731
             found, _ = self._stream.run(again, (payload, weights, given.routed), device, None, False, False)
             return found
-        options: dict[str, Any] = {"layout": "expert", "alignment": alignment, "copy": True}
+        options: dict[str, Any] = {"layout": "expert", "alignment": alignment, "copy": "if_needed"}
         if capacity is not None:
             options |= {"sizes": "bounded", "capacity": capacity}
         shape = Shape(num_experts, hidden.shape[1], None if topk_idx is None else top_k, hidden.dtype == torch.float64)
@@ -159,6 +159,8 @@ class HybridEPBuffer(BufferBase):
 
         def first() -> Permuted:
             comm, routed, ids = self._calls.run(shape, len(hidden), device, send, top_k)
+            if ids is topk_idx:
+                ids = kept_ids(ids, routed)
             self._note_sizes(comm)
             return _permuted(_handle(Dispatched(comm, routed, ids), alignment), routed, routes.weighted)
 
@@ -282,29 +284,24 @@ def _again(handle: Parts, payload: Any, weights: torch.Tensor | None) -> Permute
     """Other rows, and maybe weights, to the places of a dispatch."""
     given, alignment = handle.dispatched, vars(handle)["alignment"]
     comm, routed = given.comm, given.routed
-    scales: torch.Tensor | None = None
-    if isinstance(payload, torch.Tensor):
-        rows = comm.dispatch_again(payload, routed)
-    else:
-        options: dict[str, Any] = {"layout": "expert", "alignment": alignment, "copy": True}
-        if not isinstance(routed.num_rows, int):
-            options |= {"sizes": "bounded", "capacity": len(routed.tokens)}
-        fresh = comm.dispatch(payload, given.ids, **options)
-        rows, scales = fresh.tokens, fresh.scales
+    found = comm.dispatch_again(payload, routed, "if_needed")
+    rows, scales = found if isinstance(found, tuple) else (found, None)
     weighted = weights is not None
     if weights is not None:
         routed = comm.reweighted(routed, weights)
-    return rows, comm.row_weights(routed) if weighted else None, scales, _counts(routed, alignment), handle
+    return rows, comm.row_weights(routed) if weighted else None, scales, _counts(comm, routed, alignment), handle
 
 
 def _permuted(handle: Parts, routed: Routed, weighted: bool) -> Permuted:
-    probs = handle.dispatched.comm.row_weights(routed) if weighted else None
-    return routed.tokens, probs, routed.scales, _counts(routed, vars(handle)["alignment"]), handle
+    comm, rows, scales = handle.dispatched.comm, routed.tokens, routed.scales
+    routed.let_go()
+    probs = comm.row_weights(routed) if weighted else None
+    return rows, probs, scales, _counts(comm, routed, vars(handle)["alignment"]), handle
 
 
-def _counts(routed: Routed, alignment: int) -> torch.Tensor:
+def _counts(comm: Communicator, routed: Routed, alignment: int) -> torch.Tensor:
     """int64 [L], padded: in host memory where the host knows the number of rows."""
     if not isinstance(routed.num_rows, int):
         return (routed.expert_counts.long() + (alignment - 1)) // alignment * alignment
-    counts = torch.tensor([align_up(count, alignment) for count in routed.expert_counts.tolist()], dtype=torch.int64)
-    return counts.pin_memory() if routed.tokens.is_cuda else counts
+    counts = [align_up(count, alignment) for count in routed.counts_on_host()]
+    return torch.tensor(counts, dtype=torch.int64, pin_memory=comm.device.type == "cuda")

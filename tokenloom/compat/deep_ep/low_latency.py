@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +22,11 @@ from tokenloom.plan import FP8_BLOCK
 
 if TYPE_CHECKING:
     from tokenloom.comm.communicator import Communicator
+    from tokenloom.comm.engine import Engine
 
 Hook = Callable[[], None]
+MOST_KINDS = 64
+"""Kinds of calls that are remembered. A program has a few, unless its batch has another size each time."""
 
 
 class LowLatencyMode(BufferBase):
@@ -37,6 +40,7 @@ class LowLatencyMode(BufferBase):
     rank: int
     group_size: int
     enable_shrink: bool
+    _known: dict[object, tuple[Shape, int, dict[str, Any], _Room]]
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
@@ -86,6 +90,12 @@ class LowLatencyMode(BufferBase):
             token. With ``use_fp8`` (float8_e4m3fn, scales [L, R * M, H / 128] float32, or int32 [.., H / 512], with
             stride 1 along rows). recv_count int32 [L]; handle; event; hook or None. All are tensors of the caller's.
         """
+        options: tuple[Any, ...] = (num_max_dispatch_tokens_per_rank, num_experts, use_fp8, round_scale, use_ue8m0)
+        stats = cumulative_local_expert_recv_stats
+        if stats is dispatch_wait_recv_cost_stats is None and not (async_finish or return_recv_hook or others):
+            known = self._known.get(_kind(x, topk_idx, options))
+            if known is not None and _is_plain(x) and _is_plain(topk_idx) and x.device == topk_idx.device:
+                return self._dispatch_whole(*known, x, topk_idx, None, False)
         device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
         with self._calls.told(device, awaited=False):
             refuse(dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats, **others)
@@ -106,39 +116,25 @@ class LowLatencyMode(BufferBase):
             if use_fp8 and hidden % FP8_BLOCK:
                 raise NotServed(f"use_fp8 needs a hidden size that is a multiple of {FP8_BLOCK}, x has {hidden}")
             local, places = num_experts // self.group_size, self.group_size * most
-            stats = cumulative_local_expert_recv_stats
             if stats is not None:
                 checks.like("cumulative_local_expert_recv_stats", stats, [local], torch.int32, device)
-        out = _room(local, places, x, self.group_size, use_fp8, use_ue8m0)
-        ids = topk_idx.clone()
-        options: dict[str, Any] = {"layout": "slots", "capacity": places, "out": out}
+        keywords: dict[str, Any] = {"layout": "slots", "capacity": places}
         if use_fp8:
             scale_layout = "packed" if use_ue8m0 else "columns"
-            options |= {"to_fp8": True, "power_of_two_scales": round_scale, "scale_layout": scale_layout}
+            keywords |= {"to_fp8": True, "power_of_two_scales": round_scale, "scale_layout": scale_layout}
         shape = Shape(num_experts, hidden, top_k, x.dtype == torch.float64)
-
-        def add(routed: Routed) -> None:
-            if stats is not None:
-                stats.add_(routed.expert_counts)
+        room = _Room(local, places, hidden, x.dtype, use_fp8, use_ue8m0)
+        if not return_recv_hook:
+            found = self._dispatch_whole(shape, most, keywords, room, x, topk_idx, stats, async_finish)
+            if len(self._known) >= MOST_KINDS:
+                self._known.clear()
+            self._known[_kind(x, topk_idx, options)] = shape, most, keywords, room
+            return found
+        rows, out = room.make(device)
 
         def send(comm: Communicator) -> tuple[Communicator, Any]:
-            return comm, comm.send_dispatch(x, ids, None, **options)
+            return comm, comm.send_dispatch(x, topk_idx, None, **keywords, out=out)
 
-        def whole() -> tuple[Communicator, Routed]:
-            def dispatch(comm: Communicator) -> tuple[Communicator, Routed]:
-                return comm, comm.dispatch(x, ids, None, **options)
-
-            comm, routed = self._calls.run(shape, most, device, dispatch)
-            add(routed)
-            return comm, routed
-
-        received = (out.tokens if out.scales is None else (out.tokens, out.scales)), out.expert_counts
-        numbers = most, hidden, num_experts
-        if not return_recv_hook:
-            inputs = (x, ids, stats)
-            (comm, routed), event = self._stream.run(whole, inputs, device, None, async_finish, False)
-            made = low_latency_handle(Dispatched(comm, routed, ids), *numbers, lambda: routed)
-            return *received, made, event, None  # type: ignore[return-value]
         self._stream.order_behind(device)
         with torch.no_grad():
             comm, pending = self._calls.run(shape, most, device, send)
@@ -149,14 +145,48 @@ class LowLatencyMode(BufferBase):
             if not taken:
                 with torch.no_grad():
                     taken.append(pending.receive())
-                    add(taken[0])
+                    if stats is not None:
+                        stats.add_(taken[0].expert_counts)
 
         def ready() -> Routed:
             require(taken, "the hook of this dispatch was not called yet; call it before its handle is used")
             return taken[0]
 
-        made = low_latency_handle(_Hooked(comm, ids, ready), *numbers, ready)  # type: ignore[arg-type]
-        return *received, made, EventOverlap(), hook  # type: ignore[return-value]
+        given: Any = _Hooked(comm, topk_idx, ready)
+        made = low_latency_handle(given, most, hidden, num_experts, ready)
+        assert out.expert_counts is not None
+        return rows, out.expert_counts, made, EventOverlap(), hook
+
+    def _dispatch_whole(
+        self,
+        shape: Shape,
+        most: int,
+        keywords: dict[str, Any],
+        room: _Room,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        stats: torch.Tensor | None,
+        async_finish: bool,
+    ) -> tuple[Payload, torch.Tensor, Parts, EventOverlap, None]:
+        """A dispatch without a hook, whose arguments are right."""
+
+        device = x.device
+
+        def whole() -> tuple[Any, ...]:
+            rows, out = room.make(device)
+
+            def dispatch(comm: Communicator) -> Dispatched:
+                return Dispatched(comm, comm.dispatch(x, topk_idx, **keywords, out=out), topk_idx)
+
+            dispatched = self._calls.run(shape, most, device, dispatch)
+            if stats is not None:
+                stats.add_(dispatched.routed.expert_counts)
+            return rows, out.expert_counts, dispatched.routed, dispatched
+
+        inputs = (x, topk_idx, stats)
+        (rows, counts, routed, dispatched), event = self._stream.run(whole, inputs, device, None, async_finish, False)
+        made = low_latency_handle(dispatched, most, shape.hidden, shape.num_experts, lambda: routed)
+        return rows, counts, made, event, None
 
     @naming("Buffer.low_latency_combine")
     def low_latency_combine(
@@ -173,7 +203,7 @@ class LowLatencyMode(BufferBase):
         combine_wait_recv_cost_stats: torch.Tensor | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
-        """Bring rows home, weighted. Collective; the host reads nothing. Weights go to their routes first.
+        """Bring rows home, weighted. Collective; the host reads nothing. Weights travel with the call.
 
         Args:
             x: bfloat16 [L, R * M, H] contiguous, a row for each place of the dispatch.
@@ -190,33 +220,35 @@ class LowLatencyMode(BufferBase):
         Returns:
             combined_x [N, H] of x's dtype, which is ``out`` if that is given; event; hook or None.
         """
+        unusual = use_logfmt or zero_copy or async_finish or return_recv_hook or others
+        if not unusual and combine_wait_recv_cost_stats is None and isinstance(handle, Parts):
+            found = self._combine_usual(x, topk_idx, topk_weights, handle.dispatched, out)
+            if found is not None:
+                return found, EventOverlap(), None
         device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
-        with self._calls.told(device, None, "dispatch", lambda comm: comm.engine_beside(), False):
+        with self._calls.told(device, None, "combine", False, _weighted_combine):
             if not isinstance(handle, Parts) or len(handle) != 5:
                 raise BadCall(f"handle is a {type(handle).__name__}, expected what low_latency_dispatch returned")
             routed, comm, ids = handle.dispatched.routed, handle.dispatched.comm, handle.dispatched.ids
-        with self._calls.told(device, comm, "dispatch", lambda comm: comm.engine_beside(), False):
+        with self._calls.told(device, comm, "combine", False, _weighted_combine):
             refuse(use_logfmt=use_logfmt, combine_wait_recv_cost_stats=combine_wait_recv_cost_stats, **others)
             require(not (async_finish and return_recv_hook), "async_finish and return_recv_hook exclude each other")
             if zero_copy:
                 x = vars(handle).get("room", x)
             shape = list(routed.tokens.shape)
             rows = checks.like("x", x, shape, x.dtype, device)
-            checks.like("topk_idx", topk_idx, ids.shape, ids.dtype, device)
+            routed.replace_ids(checks.like("topk_idx", topk_idx, ids.shape, ids.dtype, device))
             weights = checks.like("topk_weights", topk_weights, ids.shape, torch.float32, device)
             if out is not None:
                 checks.like("out", out, [len(ids), shape[2]], x.dtype, device)
-        home = torch.empty(len(ids), shape[2], dtype=rows.dtype, device=device) if out is None else out
-
-        def whole() -> torch.Tensor:
-            return comm.combine(rows, comm.reweighted(routed, weights), out=home)
-
         if not return_recv_hook:
-            _, event = self._stream.run(whole, (rows, weights, home, routed), device, None, async_finish, False)
+            given = (rows, weights, routed, out)
+            home, event = self._stream.run(lambda: _home(comm, *given), given, device, None, async_finish, False)
             return home, event, None
+        home = torch.empty(len(ids), shape[2], dtype=rows.dtype, device=device) if out is None else out
         self._stream.order_behind(device)
         with torch.no_grad():
-            pending = comm.send_combine(rows, comm.reweighted(routed, weights), out=home)
+            pending = comm.send_combine(rows, routed, topk_weights=weights, out=home)
         done: list[bool] = []
 
         @naming("Buffer.low_latency_combine, hook")
@@ -228,12 +260,32 @@ class LowLatencyMode(BufferBase):
 
         return home, EventOverlap(), hook
 
+    def _combine_usual(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, given: Dispatched, out: Any
+    ) -> torch.Tensor | None:
+        """A combine on the current stream, if its tensors are right at a glance."""
+        if not isinstance(given, Dispatched) or given.routed.layout != "slots" or not isinstance(x, torch.Tensor):
+            return None
+        routed, ids, device, dtype = given.routed, given.ids, given.ids.device, x.dtype
+        shape = routed.tokens.shape
+        if not (
+            _fits(x, shape, dtype, device)
+            and _fits(topk_idx, ids.shape, ids.dtype, device)
+            and _fits(topk_weights, ids.shape, torch.float32, device)
+            and (out is None or _fits(out, (ids.shape[0], shape[2]), dtype, device))
+        ):
+            return None
+        routed.replace_ids(topk_idx)
+        return self._stream.run(
+            lambda: _home(given.comm, x, topk_weights, routed, out), (), device, None, False, False
+        )[0]
+
     def get_next_low_latency_combine_buffer(self, handle: Any) -> torch.Tensor:
         """A tensor bfloat16 [L, R * M, H] to write the experts' rows to, for a combine with ``zero_copy``."""
         require(isinstance(handle, Parts) and len(handle) == 5, "handle: expected that of low_latency_dispatch")
         if "room" not in vars(handle):
             routed = handle.dispatched.routed
-            shape, device = routed.tokens.shape, routed.tokens.device
+            shape, device = routed.tokens.shape, handle.dispatched.comm.device
             vars(handle)["room"] = torch.empty(shape, dtype=torch.bfloat16, device=device)
         return vars(handle)["room"]
 
@@ -288,6 +340,42 @@ class LowLatencyMode(BufferBase):
         require(self.enable_shrink, "masks need a buffer that was made with enable_shrink=True")
 
 
+def _weighted_combine(comm: Communicator) -> tuple[str, Engine]:
+    return comm.engine_of_weights()
+
+
+def _home(
+    comm: Communicator, rows: torch.Tensor, weights: torch.Tensor, routed: Routed, out: torch.Tensor | None
+) -> torch.Tensor:
+    """Rows at home, weighted."""
+    return comm.combine(rows, routed, topk_weights=weights, out=out)
+
+
+def _kind(x: object, topk_idx: object, options: tuple[Any, ...]) -> object:
+    """What dispatches have alike that are right if one is, but for devices and strides; None: these are no tensors."""
+    if not (x.__class__ is torch.Tensor is topk_idx.__class__):
+        return None
+    assert isinstance(x, torch.Tensor)
+    assert isinstance(topk_idx, torch.Tensor)
+    types = (options[0].__class__, options[1].__class__)  # True is no number of tokens
+    return x.shape, x.dtype, topk_idx.shape, topk_idx.dtype, options, types
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.requires_grad
+
+
+def _fits(tensor: object, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a tensor is what it must be, at a glance. What is not gets looked at again, and has errors."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.shape == shape
+        and tensor.dtype is dtype
+        and tensor.device == device
+        and _is_plain(tensor)
+    )
+
+
 class _Hooked:
     """A dispatch whose result comes with its hook."""
 
@@ -299,16 +387,23 @@ class _Hooked:
         return self._ready()
 
 
-def _room(local: int, places: int, x: torch.Tensor, num_ranks: int, use_fp8: bool, use_ue8m0: bool) -> DispatchOut:
-    """Tensors for the results of a dispatch."""
-    hidden, device = x.shape[1], x.device
-    scales = None
-    if use_fp8:
-        scale_layout = "packed" if use_ue8m0 else "columns"
-        scales = empty_scales(scale_layout, [local, places, hidden // FP8_BLOCK], device)
-    return DispatchOut(
-        tokens=torch.empty(local, places, hidden, dtype=checks.FP8 if use_fp8 else x.dtype, device=device),
-        scales=scales,
-        expert_counts=torch.empty(local, dtype=torch.int32, device=device),
-        slot_ranges=torch.empty(local, num_ranks, 2, dtype=torch.int32, device=device),
-    )
+class _Room:
+    """Tensors for the results of dispatches of one kind: what they are like."""
+
+    def __init__(
+        self, local: int, places: int, hidden: int, dtype: torch.dtype, use_fp8: bool, use_ue8m0: bool
+    ) -> None:
+        self._rows, self._dtype, self._local = (local, places, hidden), checks.FP8 if use_fp8 else dtype, local
+        self._scales: torch.Tensor | None = None
+        if use_fp8:
+            shape, scale_layout = [local, places, hidden // FP8_BLOCK], "packed" if use_ue8m0 else "columns"
+            self._scales = empty_scales(scale_layout, shape, torch.device("meta"))
+
+    def make(self, device: torch.device) -> tuple[Payload, DispatchOut]:
+        """New ones, as the client gets them, and as a dispatch takes them."""
+        rows = torch.empty(self._rows, dtype=self._dtype, device=device)
+        counts, like = torch.empty(self._local, dtype=torch.int32, device=device), self._scales
+        if like is None:
+            return rows, DispatchOut(tokens=rows, expert_counts=counts)
+        scales = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+        return (rows, scales), DispatchOut(tokens=rows, scales=scales, expert_counts=counts)

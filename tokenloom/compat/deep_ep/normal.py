@@ -14,7 +14,7 @@ from tokenloom.compat.deep_ep.checks import Payload
 from tokenloom.compat.deep_ep.config import Config
 from tokenloom.compat.deep_ep.events import EventOverlap
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed, naming, require
-from tokenloom.compat.deep_ep.handles import Dispatched, Parts, normal_handle
+from tokenloom.compat.deep_ep.handles import Dispatched, Parts, kept_ids, normal_handle
 from tokenloom.ops.routing import ids_of_ranks, ranks_of_ids
 from tokenloom.plan import MAX_TOP_K, align_up
 
@@ -43,6 +43,7 @@ class NormalMode(BufferBase):
     num_sms: ClassVar[int] = 20
     rank: int
     group_size: int
+    _num_nodes: int
 
     @naming("Buffer.get_dispatch_layout")
     def get_dispatch_layout(
@@ -61,7 +62,9 @@ class NormalMode(BufferBase):
             previous_event, async_finish, allocate_on_comm_stream: as in :meth:`dispatch`.
 
         Returns:
-            num_tokens_per_rank int32 [R], None, num_tokens_per_expert int32 [E], is_token_in_rank bool [N, R], event.
+            num_tokens_per_rank int32 [R]; num_tokens_per_rdma_rank int32, one for each node, None on one node;
+            num_tokens_per_expert int32 [E], is_token_in_rank bool [N, R], event. Nodes are those of
+            ``set_ranks_per_node``; without it more than 8 ranks count as nodes of 8.
         """
         num_tokens = len(topk_idx) if isinstance(topk_idx, torch.Tensor) and topk_idx.ndim else 0
         device = topk_idx.device if isinstance(topk_idx, torch.Tensor) else torch.device("cpu")
@@ -72,19 +75,20 @@ class NormalMode(BufferBase):
             f"num_experts is {num_experts}, {self.group_size} ranks do not divide it",
         )
 
-        def count() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        def count() -> tuple[torch.Tensor, ...]:
             local = num_experts // self.group_size
             valid = topk_idx >= 0
             in_rank = ranks_of_ids(topk_idx, local, self.group_size)
             experts = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
             flat = torch.where(valid, topk_idx, num_experts).flatten()
             experts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
-            return in_rank.sum(0, dtype=torch.int32), experts[:num_experts], in_rank
+            on_nodes = in_rank.unflatten(1, (self._num_nodes, -1)).any(2).sum(0, dtype=torch.int32)
+            return in_rank.sum(0, dtype=torch.int32), on_nodes, experts[:num_experts], in_rank
 
         streams = (previous_event, async_finish, allocate_on_comm_stream)
         self._stream.check(*streams)
-        (per_rank, per_expert, in_rank), event = self._stream.run(count, (topk_idx,), device, *streams)
-        return per_rank, None, per_expert, in_rank, event
+        (per_rank, per_node, per_expert, in_rank), event = self._stream.run(count, (topk_idx,), device, *streams)
+        return per_rank, per_node if self._num_nodes > 1 else None, per_expert, in_rank, event
 
     @naming("Buffer.dispatch")
     def dispatch(
@@ -139,7 +143,9 @@ class NormalMode(BufferBase):
                     topk_idx is None and topk_weights is None, "a handle is given: leave topk_idx and topk_weights out"
                 )
                 payload = checks.payload_of(x)
-            rows, event = self._stream.run(lambda: _again(given, payload, x), (x, given.routed), device, *streams)
+            copy = checks.copies(async_finish)
+            again = lambda: _again(given, payload, x, copy)  # noqa: E731
+            rows, event = self._stream.run(again, (x, given.routed), device, *streams)
             return rows, None, None, None, None, event
         with self._calls.told(device):
             self._stream.check(*streams)
@@ -147,6 +153,9 @@ class NormalMode(BufferBase):
             payload = checks.payload_of(x)
             tokens = payload[0] if isinstance(payload, tuple) else payload
             num_experts = self._check_layout(tokens, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
+            if num_tokens_per_rdma_rank is not None:
+                wanted = [self._num_nodes]
+                checks.like("num_tokens_per_rdma_rank", num_tokens_per_rdma_rank, wanted, torch.int32, device)
             checks.number("expert_alignment", expert_alignment, 1)
             checks.number("num_worst_tokens", num_worst_tokens, 0)
             require((topk_idx is None) == (topk_weights is None), "topk_idx and topk_weights: pass both or neither")
@@ -155,7 +164,7 @@ class NormalMode(BufferBase):
             if topk_idx is not None:
                 top_k = checks.ids_of(topk_idx, len(tokens), device)
                 weights = checks.like("topk_weights", topk_weights, topk_idx.shape, torch.float32, device)
-                ids = topk_idx.clone()
+                ids = topk_idx
                 self._check_mask(is_token_in_rank, ids, num_experts)
             else:
                 require(num_worst_tokens == 0, "num_worst_tokens needs topk_idx and topk_weights")
@@ -165,7 +174,7 @@ class NormalMode(BufferBase):
                 ids = ids_of_ranks(is_token_in_rank, num_experts // self.group_size)
         shape = Shape(num_experts, tokens.shape[1], top_k, tokens.dtype == torch.float64)
         most = -(-num_worst_tokens // self.group_size)
-        options: dict[str, Any] = {"layout": "token", "copy": True}
+        options: dict[str, Any] = {"layout": "token", "copy": checks.copies(async_finish)}
         if num_worst_tokens:
             options |= {"sizes": "bounded", "capacity": num_worst_tokens}
 
@@ -176,18 +185,68 @@ class NormalMode(BufferBase):
             routed, comm = self._calls.run(shape, max(len(tokens), most), device, lambda comm: (send(comm), comm))
             counts: list[int] = []
             if not num_worst_tokens and topk_idx is not None:
-                counts = routed.expert_counts.tolist()
+                counts = routed.counts_on_host()
             elif not num_worst_tokens:
                 counts = self._local_counts(num_tokens_per_expert, device)
-            counts = [align_up(count, expert_alignment) for count in counts]
-            found = Dispatched(comm, routed, ids, topk_idx is not None)
+            if expert_alignment > 1:
+                counts = [align_up(count, expert_alignment) for count in counts]
+            found = Dispatched(comm, routed, ids if topk_idx is None else kept_ids(ids, routed), topk_idx is not None)
             recv_ids = routed.unused_ids_marked() if topk_idx is not None else None
             return checks.received(routed, x), recv_ids, routed.topk_weights, counts, found
 
         inputs = (x, ids, topk_weights, is_token_in_rank, num_tokens_per_expert)
         (rows, recv_ids, recv_weights, counts, found), event = self._stream.run(call, inputs, device, *streams)
-        made = normal_handle(found, is_token_in_rank, max(1, type(self).num_sms // 2))
+        assert is_token_in_rank is not None
+        made = normal_handle(found, is_token_in_rank, max(1, type(self).num_sms // 2), self._num_nodes)
         return rows, recv_ids, recv_weights, counts, made, event
+
+    @naming("Buffer.internode_dispatch")
+    def internode_dispatch(
+        self,
+        x: Payload,
+        handle: Any = None,
+        num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None,
+        is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> Received:
+        """:meth:`dispatch`, for programs that call its form between nodes by name.
+
+        Raises:
+            BadCall: the buffer knows one node.
+        """
+        require(self._num_nodes > 1, "all ranks are on one node; call dispatch, or set_ranks_per_node before")
+        given = {name: value for name, value in locals().items() if name != "self"}
+        return self.dispatch(**given)
+
+    @naming("Buffer.internode_combine")
+    def internode_combine(
+        self,
+        x: torch.Tensor,
+        handle: Any,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """:meth:`combine`, for programs that call its form between nodes by name.
+
+        Raises:
+            BadCall: the buffer knows one node.
+        """
+        require(self._num_nodes > 1, "all ranks are on one node; call combine, or set_ranks_per_node before")
+        given = {name: value for name, value in locals().items() if name != "self"}
+        return self.combine(**given)
 
     def _check_layout(
         self,
@@ -285,11 +344,6 @@ def _dispatched(buffer: BufferBase, handle: object, device: torch.device, name: 
         return handle.dispatched
 
 
-def _again(given: Dispatched, payload: Payload, x: object) -> Payload:
+def _again(given: Dispatched, payload: Payload, x: object, copy: Any) -> Payload:
     """Other rows to the places of a dispatch."""
-    if isinstance(payload, torch.Tensor):
-        return given.comm.dispatch_again(payload, given.routed)
-    num_places = len(given.routed.tokens)
-    bounded = not isinstance(given.routed.num_rows, int)
-    sizes: dict[str, Any] = {"sizes": "bounded", "capacity": num_places} if bounded else {}
-    return checks.received(given.comm.dispatch(payload, given.ids, layout="token", copy=True, **sizes), x)
+    return checks.received_again(given.comm.dispatch_again(payload, given.routed, copy), x)

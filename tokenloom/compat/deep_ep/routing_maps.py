@@ -89,9 +89,9 @@ class Routes:
         return max(1, most)
 
     def by_token(self, top_k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """int64 ids [N, K] and float32 weights [N, K], or None without."""
+        """int64 ids [N, K], the caller's own if it gave some, and float32 weights [N, K], or None without."""
         if self._ids is not None:
-            return self._ids.clone(), self._weights
+            return self._ids, self._weights
         assert self._map is not None
         ids = ids_of_map(self._map, top_k)
         return ids, None if self._probs is None else self._probs.gather(1, ids.clamp_min(0))

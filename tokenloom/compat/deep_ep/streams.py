@@ -15,7 +15,8 @@ T = TypeVar("T")
 
 
 class CommStream:
-    """The stream that a buffer's calls run on, one after another. On the CPU calls just run."""
+    """The stream of a buffer's asynchronous calls, one after another. Other calls run on the current stream, behind
+    those. On the CPU calls just run."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
@@ -49,22 +50,27 @@ class CommStream:
     ) -> tuple[T, EventOverlap]:
         """Run a call after an event, or after the current stream's work.
 
+        A call that the current stream would wait for runs on that one itself, which costs no events.
+
         Args:
             inputs: everything that the call reads.
             device: of its tensors.
             previous_event: EventOverlap or EventHandle to start after; None: the current stream's work so far.
             async_finish: leave it to the caller to wait for the event that is returned.
-            allocate_on_comm_stream: checked by :meth:`check`. Results are always allocated there.
+            allocate_on_comm_stream: checked by :meth:`check`. Results are always allocated where the call runs.
 
         Returns:
             What the call returned, and its event: ``EventOverlap(None)`` if the current stream waits already.
         """
-        if device.type != "cuda":
+        before = recorded_in(previous_event)
+        if not async_finish or device.type != "cuda":
+            if before is not None:
+                torch.cuda.current_stream(device).wait_event(before)
+            self.order_behind(device)
             with torch.no_grad():
                 result = call()
             return result, EventOverlap(EventHandle() if async_finish else None)
         stream, current = self.of(device), torch.cuda.current_stream(device)
-        before = recorded_in(previous_event)
         if before is None:
             stream.wait_stream(current)
         else:
@@ -74,9 +80,6 @@ class CommStream:
         results = _cuda_tensors(result)
         for tensor in results:
             tensor.record_stream(current)
-        if not async_finish:
-            current.wait_stream(stream)
-            return result, EventOverlap()
         given = _cuda_tensors(inputs)
         for tensor in given:
             tensor.record_stream(stream)

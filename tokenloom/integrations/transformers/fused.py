@@ -71,6 +71,8 @@ class FusedLayers:
                 device=device,
                 timeout_s=options.timeout_s,
                 open_timeout_s=options.open_timeout_s,
+                transport=options.transport,
+                ranks_per_node=options.ranks_per_node,
             )
         return self.made[sizes]
 

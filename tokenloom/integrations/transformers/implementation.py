@@ -168,7 +168,7 @@ class TokenloomExperts(EPImplementation):
     def _own_experts(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Run the model's experts on rows [R, H] that are grouped by expert, unweighted."""
         num_rows = len(rows)
-        ids = torch.arange(self.num_local_experts, device=rows.device).repeat_interleave(counts, output_size=num_rows)
+        ids = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=num_rows)
         if not num_rows:  # a row of zeros keeps weights and rows in the graph, whose backward all ranks enter
             rows, ids = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), ids.new_zeros(1)
         out = self.experts_forward(rows, ids[:, None], rows.new_ones(len(rows), 1))

@@ -24,11 +24,13 @@ class Options:
     timeout_s: float = 30.0
     open_timeout_s: float | None = None
     num_sms: int = MAX_SMS
+    transport: str = "auto"
+    ranks_per_node: int | None = None
 
     def __post_init__(self) -> None:
         if self.experts not in EXPERTS:
             raise InvalidArgument(f"experts is {self.experts!r}, expected one of {', '.join(EXPERTS)}")
-        for name in ("max_tokens_per_rank", "pool_rows"):
+        for name in ("max_tokens_per_rank", "pool_rows", "ranks_per_node"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise InvalidArgument(f"{name} is {value!r}, expected a positive integer, or None")
@@ -44,4 +46,6 @@ class Options:
             "timeout_s": self.timeout_s,
             "open_timeout_s": self.open_timeout_s,
             "num_sms": self.num_sms,
+            "transport": self.transport,
+            "ranks_per_node": self.ranks_per_node,
         }

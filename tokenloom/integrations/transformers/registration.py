@@ -23,6 +23,8 @@ def register(
     timeout_s: float = 30.0,
     open_timeout_s: float | None = None,
     num_sms: int = MAX_SMS,
+    transport: str = "auto",
+    ranks_per_node: int | None = None,
 ) -> None:
     """Register an expert-parallel implementation, or change the one of that name.
 
@@ -46,6 +48,8 @@ def register(
         timeout_s: as in ``Communicator``.
         open_timeout_s: as in ``Communicator``.
         num_sms: as in ``Communicator``.
+        transport: as in ``Communicator``.
+        ranks_per_node: as in ``Communicator``.
 
     Raises:
         InvalidArgument: an option has a value that is never right.
@@ -60,6 +64,8 @@ def register(
         timeout_s=timeout_s,
         open_timeout_s=open_timeout_s,
         num_sms=num_sms,
+        transport=transport,
+        ranks_per_node=ranks_per_node,
     )
     implementation = type("TokenloomExperts", (TokenloomExperts,), {"options": options})
     EPImplementationInterface.register(name, implementation)

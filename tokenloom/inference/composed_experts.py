@@ -1,0 +1,126 @@
+"""Backend "composed" of MegaMoE: dispatch, grouped GEMMs and combine one after the other, between nodes too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tokenloom.backends.base import Upcoming
+from tokenloom.comm.communicator import Communicator
+from tokenloom.comm.routed import Routed
+from tokenloom.errors import InvalidArgument
+from tokenloom.inference.request import Biases, ForwardRequest
+from tokenloom.ops.gemm import check_device, grouped_gemm_fp8, grouped_swiglu_fp8
+from tokenloom.ops.quant import quantize_fp8
+from tokenloom.plan import SWIGLU, Activation
+
+
+class ComposedExperts:
+    """A layer of calls that anybody could make, over whatever backend its communicator has.
+
+    Args:
+        comm: communicator of any backend, on Hopper GPUs or CPUs.
+        intermediate: I, which the weights tell too.
+        num_shared_experts: S, the last experts of the weights, for every token of this rank.
+        power_of_two_scales: round the scales of x and of activations up to powers of two.
+
+    Raises:
+        BackendUnavailable: the grouped GEMMs do not run on this device.
+    """
+
+    communicator_backend = "auto"
+
+    def __init__(
+        self, comm: Communicator, intermediate: int, num_shared_experts: int, power_of_two_scales: bool
+    ) -> None:
+        check_device(comm.device)
+        self._comm, self._num_shared = comm, num_shared_experts
+        self._power_of_two_scales = power_of_two_scales
+        self._weights: tuple[torch.Tensor, ...] = ()
+        self._biases: Biases = (None, None)
+        self._form, self._fast_math = SWIGLU, True
+
+    def describe(self) -> str:
+        return "dispatch, grouped GEMMs and combine, one after the other"
+
+    def set_activation(self, form: Activation, fast_math: bool) -> None:
+        """Do what ``MegaMoE.set_activation`` says."""
+        self._form, self._fast_math = form, fast_math
+
+    def use_weights(self, weights: tuple[torch.Tensor, ...], biases: Biases) -> None:
+        """Use the checked ``MegaMoE.weights`` and ``MegaMoE.biases`` from the next call on."""
+        self._weights, self._biases = weights, biases
+
+    def trace_gemms(self) -> tuple[torch.Tensor, torch.Tensor]:
+        raise InvalidArgument("only the kernels of backend 'nvlink' can be traced")
+
+    def forward(self, request: ForwardRequest) -> torch.Tensor:
+        """Compute what ``MegaMoE.forward`` returns."""
+        comm, x, quantised = self._comm, request.x, request.is_quantised
+        comm.engine.begin()
+        with comm.engine.sequence(Upcoming("dispatch")):
+            out = request.checked()
+        routed = comm.dispatch(
+            x,
+            request.topk_ids,
+            request.topk_weights,
+            layout="expert",
+            to_fp8=not quantised,
+            power_of_two_scales=self._power_of_two_scales and not quantised,
+        )
+        request.passed("dispatch")
+        with comm.engine.sequence(Upcoming("combine")):
+            rows = self._routed_experts(routed, request.passed)
+        total = comm.combine(rows, routed, weighted=False, mode="per_route", out_dtype=torch.float32)
+        request.passed("sum")
+        if self._num_shared and len(total):
+            for of_expert in self._shared_experts(x):
+                total += of_expert
+        if request.expert_stats is not None:
+            request.expert_stats.add_(routed.expert_counts)
+        return out.copy_(total)
+
+    def _routed_experts(self, routed: Routed, passed: Callable[[str], None]) -> torch.Tensor:
+        """[R, H], times the weights of the rows."""
+        assert routed.scales is not None
+        assert routed.expert_offsets is not None
+        weights, which = self._comm.row_weights(routed), slice(self._comm.plan.experts_per_rank)
+        return self._experts((routed.tokens, routed.scales), routed.expert_offsets, weights, which, passed)
+
+    def _shared_experts(self, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """[S, T, H] of this rank's own tokens."""
+        rows, scales = x if isinstance(x, tuple) else quantize_fp8(x, power_of_two_scales=self._power_of_two_scales)
+        count, num_tokens = self._num_shared, len(rows)
+        every = (rows.view(torch.uint8).repeat(count, 1).view(rows.dtype), scales.repeat(count, 1))
+        offsets = torch.arange(count + 1, dtype=torch.int32, device=rows.device) * num_tokens
+        which = slice(self._comm.plan.experts_per_rank, None)
+        return self._experts(every, offsets, None, which, lambda stage: None).unflatten(0, (count, num_tokens))
+
+    def _experts(
+        self,
+        rows: tuple[torch.Tensor, torch.Tensor],
+        offsets: torch.Tensor,
+        row_weights: torch.Tensor | None,
+        which: slice,
+        passed: Callable[[str], None],
+    ) -> torch.Tensor:
+        """Both GEMMs of some experts over rows that are grouped by expert: bfloat16 [R, H]."""
+        w1, w1_scales, w2, w2_scales = (weight[which] for weight in self._weights)
+        w1_bias, w2_bias = (None if bias is None else bias[which] for bias in self._biases)
+        activations = grouped_swiglu_fp8(
+            *rows,
+            w1,
+            w1_scales,
+            offsets,
+            row_weights,
+            activation=self._form,
+            bias=w1_bias,
+            power_of_two_scales=self._power_of_two_scales,
+            fast_math=self._fast_math,
+        )
+        passed("gemm1")
+        factors = None if w2_bias is None else row_weights
+        found = grouped_gemm_fp8(*activations, w2, w2_scales, offsets, bias=w2_bias, row_weights=factors)
+        passed("gemm2")
+        return found
