@@ -191,7 +191,9 @@ def test_rows_on_cpus() -> None:
     """Rows are by the host's clock, and everybody who needs GPUs says so. Nothing is faked: this is the machine."""
     planned, notes = series.plan_series([SHAPE], 2, "cpu")
     assert {each.contestant for each in planned} == {OURS, Contestant("collective", "eager")}
-    assert [note.split(":")[0] for note in notes] == ["nvlink is not measured", "deep_ep is not measured"]
+    assert [note.split(":")[0] for note in notes] == [
+        f"{name} is not measured" for name in ("nvlink", "network", "deep_ep")
+    ]
 
 
 def test_rows_of_halves() -> None:

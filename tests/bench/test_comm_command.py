@@ -104,7 +104,7 @@ def assert_rows(file: Path, shown: str, tokens: list[int], command: list[str], k
     assert {"commit", "tokenloom", "torch", "nccl", "driver", "device_name"} <= found["setup"].keys()
     assert (found["setup"]["num_ranks"], found["setup"]["device"]) == (2, "cpu")
     assert found["setup"]["command"] == " ".join(["tokenloom", *command])
-    assert [note.split()[0] for note in found["notes"]] == ["nvlink", "deep_ep"]
+    assert [note.split()[0] for note in found["notes"]] == ["nvlink", "network", "deep_ep"]
     assert all(note in shown for note in found["notes"])
     for row in found["rows"]:
         assert row["name"] in shown
@@ -141,6 +141,17 @@ def test_command(pools: Callable[[str], RankPool], tmp_path: Path, monkeypatch: 
     assert_rows(json_file, shown, [16, 24], command)
     assert "in a loop of 4 pairs" in shown
     assert "Halves:" not in shown, "no legend of a table that is not there"
+
+
+def test_command_on_nodes(pools: Callable[[str], RankPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks as two nodes: both backends that run there, and why the one for one node is not measured."""
+    json_file = tmp_path / "rows.json"
+    command = ["bench", "comm", "--device", "cpu", "--ranks", "4", "--ranks-per-node", "2", "--iterations", "1"]
+    command += ["--case", "small", "--tokens", "4", "--timing", "wall", "--only", "bf16/expert"]
+    shown = run_command(pools, monkeypatch, [*command, "--json", str(json_file)])
+    names = {row["name"].split("/")[1] for row in json.loads(json_file.read_text())["rows"]}
+    assert names == {"network", "collective"}
+    assert "nvlink is not measured: it runs on one node, the ranks are on 2" in " ".join(shown.split())
 
 
 def test_command_of_halves(pools: Callable[[str], RankPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

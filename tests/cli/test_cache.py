@@ -149,7 +149,7 @@ def test_what_is_built_is_what_a_communicator_asks_for() -> None:
         combine("token", dtype, dense=True)
         for weighted in (False, True):
             for mode in ("per_rank", "per_route"):
-                combine("expert", dtype, mode=mode, weighted=weighted)
+                combine("expert", dtype, mode=mode, weights="received" if weighted else "none")
             pre_reduce = PreReduceVariant(plan=PLAN, y_dtype=dtype, wire_dtype=dtype, weighted=weighted)
             asked.append(pre_reduce.spec())
     for layout in ("token", "rank"):

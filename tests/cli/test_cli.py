@@ -34,7 +34,10 @@ def test_help_lists_the_commands() -> None:
     """The first thing that a user types; it also works from the tree, without an installation."""
     done = subprocess.run([*COMMAND, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
-    assert all(command in done.stdout for command in ("demo", "doctor", "bench", "cache", "tune", "--version"))
+    assert all(
+        command in done.stdout
+        for command in ("demo", "doctor", "bench", "cache", "tune", "plan", "check-network", "--version")
+    )
 
 
 def test_help_does_not_wait_for_torch() -> None:
@@ -54,6 +57,8 @@ def test_version() -> None:
     [
         (["demo", "--ranks", "1"], "--ranks"),  # nothing to spread over
         (["demo", "--steps", "0"], "--steps"),
+        (["demo", "--device", "cpu", "--ranks", "4", "--ranks-per-node", "3"], "--ranks-per-node"),
+        (["bench", "comm", "--device", "cpu", "--ranks", "4", "--ranks-per-node", "0"], "--ranks-per-node"),
         (["demo", "--device", "tpu"], "--device"),
         (["demo", "--device", "cuda", "--ranks", "1000"], "--ranks"),  # more than there are GPUs
         (["bench", "comm", "--case", "huge"], "--case"),
@@ -73,13 +78,14 @@ SIZES = {
     "mega": ["--tokens", "--hidden", "--intermediate", "--num-experts", "--top-k"],
     "train": ["--tokens", "--hidden", "--intermediate", "--num-experts", "--top-k", "--dtype"],
     "tune": ["--tokens", "--hidden", "--intermediate", "--num-experts", "--top-k", "--dtype"],
+    "plan": ["--tokens", "--hidden", "--num-experts", "--top-k", "--dtype"],
 }
 
 
 @pytest.mark.parametrize("command", SIZES)
 def test_sizes_have_the_same_names_everywhere(command: str) -> None:
-    """What one command calls a size, all do; comm has no experts, and mega one dtype."""
-    words = ["tune"] if command == "tune" else ["bench", command]
+    """What one command calls a size, all do; comm and plan have no experts, and mega one dtype."""
+    words = [command] if command in ("tune", "plan") else ["bench", command]
     shown = CliRunner().invoke(app.app, [*words, "--help"], env={"COLUMNS": "120"}).output
     sizes = ["--tokens", "--hidden", "--intermediate", "--num-experts", "--top-k", "--dtype"]
     assert [name for name in sizes if re.search(rf"{name}\b", shown)] == SIZES[command]
@@ -109,14 +115,14 @@ def test_the_demo_exits_with_its_verdict(monkeypatch: pytest.MonkeyPatch, passed
     """A demo that fails must not look like one that passes to a script."""
     given: list[Any] = []
 
-    def run_demo(console: Any, *arguments: Any) -> bool:
-        given.extend(arguments)
+    def run_demo(console: Any, *arguments: Any, **options: Any) -> bool:
+        given.extend([*arguments, options])
         return passed
 
     monkeypatch.setattr(run, "run_demo", run_demo)
     done = CliRunner().invoke(app.app, ["demo", "--ranks", "3", "--device", "cpu", "--steps", "7"])
     assert done.exit_code == (0 if passed else FAILED)
-    assert given == [3, "cpu", 7]
+    assert given == [3, "cpu", 7, {"ranks_per_node": None}]
 
 
 def test_doctor() -> None:
@@ -157,6 +163,17 @@ def test_the_demo_passes_and_learns(pools: Callable[[str], RankPool], capsys: py
     with borrowed(run, pools):
         assert run.run_demo(console(), 2, "cpu", 15, size=SMALL, profiled_steps=1)
     assert_passed_and_learned(capsys.readouterr().out)
+
+
+def test_the_demo_on_two_nodes(pools: Callable[[str], RankPool], capsys: pytest.CaptureFixture[str]) -> None:
+    """Its four ranks are taken for two nodes of two; the one that is compared with them has none."""
+    from tokenloom.cli.terminal import console
+
+    with borrowed(run, pools):
+        assert run.run_demo(console(), 4, "cpu", 2, size=SMALL, profiled_steps=1, ranks_per_node=2)
+    shown = capsys.readouterr().out
+    assert "2 nodes of 2, as ranks_per_node says; 2 rails of 2" in shown
+    assert "backend network:" in shown
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import subprocess
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +19,11 @@ import torch.distributed as dist
 from rich.console import Console
 
 from tokenloom.backends import registry
+from tokenloom.backends.network import gin
 from tokenloom.cli import examination
 from tokenloom.errors import BackendUnavailable
-from tokenloom.jit import compiler
+from tokenloom.jit import compiler, nccl_headers
+from tokenloom.runtime import nccl
 
 
 def shown(report: dict[str, Any]) -> str:
@@ -40,11 +43,13 @@ def test_this_machine() -> None:
         assert all(each["why"] for each in group["backends"])
         picked = next(each for each in group["backends"] if each["name"] == group["auto"])
         assert picked["works"]
-        better = registry.names().index(group["auto"])
-        assert len(group["not_picked"]) == better, "every better backend has its reason"
+        better = [name for name in registry.names()[: registry.names().index(group["auto"])] if name != "network"]
+        assert len(group["not_picked"]) == len(better), "every better one for one node has its reason"
     assert re.fullmatch(r"ipc:\[\d+\]|unknown", report["software"]["IPC namespace"])
     text = shown(report)
     assert all(name in text for name in registry.names())
+    on_nodes = {each["name"]: (each["own_node"], each["other_nodes"]) for each in report["groups"][-1]["backends"]}
+    assert on_nodes == {"nvlink": ("nvlink", None), **dict.fromkeys(("network", "collective"), ("collective",) * 2)}
 
 
 def test_a_machine_with_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,6 +75,7 @@ def test_a_machine_with_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report["software"]["NVRTC"] == "NVRTC is missing; pip install it"
     assert report["software"]["IPC namespace"] == "unknown"
     assert report["software"]["gloo"] == report["software"]["NCCL"] == "not part of this torch"
+    assert report["software"]["GIN"] == "no: NCCL is not part of this torch"
     assert (report["gpus"], report["peer_access"], report["groups"]) == ([], [], [])
     assert "only a Communicator of one rank works here" in shown(report)
 
@@ -84,6 +90,40 @@ def test_a_driver_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", init)
     assert examination.examine()["software"]["GPUs"] == "none: The NVIDIA driver on your system is too old"
+
+
+@pytest.mark.parametrize(
+    ("library", "cards", "headers_say", "gin_says"),
+    [
+        ((2, 28, 9), ("mlx5_1", "mlx5_0"), "2.28.9 in /nccl", "possible with type PROXY, over mlx5_0, mlx5_1; "),
+        ((2, 28, 9), (), "2.28.9 in /nccl", "no: no RDMA card in "),
+        ((2, 30, 7), ("mlx5_0",), "not usable: NCCL's library is 2.30.7, but", "no: NCCL's headers cannot be used"),
+    ],
+)
+def test_nccl_for_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    library: tuple[int, int, int],
+    cards: tuple[str, ...],
+    headers_say: str,
+    gin_says: str,
+) -> None:
+    """Headers as the library, with a network card and without, and headers of another version."""
+    for card in cards:
+        (tmp_path / card).mkdir()
+    headers = nccl_headers.Headers(Path("/nccl"), Path("/cuda"), Path("/cccl"), (2, 28, 9))
+    loaded = types.SimpleNamespace(version=lambda: library)
+    monkeypatch.setattr(gin, "RDMA_CARDS", tmp_path)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(nccl, "loaded_library", lambda: Path("libnccl.so.2"))
+    monkeypatch.setattr(nccl, "Nccl", lambda path: loaded)
+    monkeypatch.setattr(nccl_headers, "find_headers", lambda path: headers)
+    monkeypatch.setattr(nccl_headers.Headers, "in_memory", lambda self: {})
+    monkeypatch.setattr(compiler, "load_nvrtc", lambda: None)
+    monkeypatch.setattr(compiler, "nvrtc_version", lambda: "13.0")
+    software = examination.examine()["software"]
+    assert software["NCCL headers"].startswith(headers_say)
+    assert software["GIN"].startswith(gin_says)
 
 
 class FakeDriver:
@@ -141,6 +181,9 @@ def test_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch, nvml_installed: bo
     def run(*arguments: Any, **kwargs: Any) -> Any:
         return types.SimpleNamespace(stdout="570.2\n570.2\n")
 
+    def no_library() -> Path:
+        raise BackendUnavailable("no libnccl is loaded")
+
     gpu = types.SimpleNamespace(name="Fake H200", total_memory=140 * 2**30, major=9, minor=0, uuid="0-1")
     monkeypatch.setattr(importlib, "import_module", import_module)
     monkeypatch.setattr(subprocess, "run", run)
@@ -161,10 +204,12 @@ def test_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch, nvml_installed: bo
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: (i, j) == (0, 1))
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 4))
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(nccl, "loaded_library", no_library)
     report = examination.examine()
     assert report["software"]["NVIDIA driver"] == ("580.1" if nvml_installed else "570.2")
     assert report["software"]["NCCL"] == "2.30.4"
     assert [gpu["nvlinks"] for gpu in report["gpus"]] == ([5, 5] if nvml_installed else [None, None])
+    assert report["software"]["NCCL headers"] == "not usable: no libnccl is loaded"
     assert report["gpus"][1]["memory_gib"] == 140.0
     assert report["peer_access"] == [[True, True], [False, True]]
     shares = [gpu["shares_memory"] for gpu in report["gpus"]]

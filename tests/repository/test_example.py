@@ -24,8 +24,8 @@ from tokenloom.runtime.processes import RankContext, RankPool
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "train_moe_lm.py"
 LIMIT_S = 400.0
-NUMBERS_OF_RANKS = (1, 2, 4)
-STEPS = 200
+NUMBERS_OF_RANKS = (1, 4)
+STEPS = 100
 
 EARLY_STEPS, EARLY_TOLERANCE = 20, 1e-4
 """Relative, of losses and gradients' norms. Sums over a batch are added in another order, which moves last bits:
@@ -79,7 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(folder: Path) -> dict[int, Outcome]:
-    """Of all steps on 1, 2 and 4 ranks, side by side; each leaves a checkpoint, ``<ranks>.pt``."""
+    """Of all steps on 1 and 4 ranks, side by side; each leaves a checkpoint, ``<ranks>.pt``."""
 
     def train(num_ranks: int) -> Outcome:
         return run_script(folder, num_ranks, "--steps", STEPS, "--checkpoint", folder / f"{num_ranks}.pt")
@@ -105,7 +105,7 @@ def test_it_learns_and_says_so(outcomes: dict[int, Outcome]) -> None:
     """A uniform guess among 128 bytes costs 4.85 nats; a model that knows no more than single bytes, 2.9."""
     for outcome in outcomes.values():
         assert 4.7 < outcome.losses[0] < 5.3
-        assert max(outcome.losses[-20:]) < 1.5
+        assert max(outcome.losses[-20:]) < 1.6
         lines = outcome.text.splitlines()
         assert [line.split()[:2] for line in lines] == [["step", str(step)] for step in range(20, STEPS + 1, 20)]
         assert all(f"loss {outcome.losses[step - 1]:.4f}" in lines[step // 20 - 1] for step in (20, STEPS))
@@ -121,7 +121,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(folder: Path, outcome
     assert full.keys() == torch.load(folder / "1.pt", weights_only=True).keys()
     resumed = [run_script(folder, n, "--steps", 3, "--resume", folder / "4.pt", "--seed", 1) for n in (1, 2)]
     assert furthest(resumed[1].losses, resumed[0].losses) < EARLY_TOLERANCE
-    assert all(loss < 1.5 for loss in resumed[0].losses), "the weights of the seed would start at 5"
+    assert all(loss < 1.6 for loss in resumed[0].losses), "the weights of the seed would start at 5"
 
 
 @pytest.mark.gpu
@@ -129,7 +129,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(folder: Path, outcome
 @pytest.mark.skipif(NUM_GPUS == 0, reason="no NVIDIA GPU on this machine")
 def test_the_same_script_on_gpus(tmp_path: Path) -> None:
     one = run_script(tmp_path, 1, "--steps", EARLY_STEPS, device="cuda")
-    for num_ranks in (n for n in NUMBERS_OF_RANKS[1:] if n <= NUM_GPUS):
+    for num_ranks in (n for n in (2, 4) if n <= NUM_GPUS):
         many = run_script(tmp_path, num_ranks, "--steps", EARLY_STEPS, device="cuda")
         assert furthest(many.losses, one.losses) < TOLERANCE
         assert furthest(many.norms, one.norms) < TOLERANCE
@@ -147,9 +147,9 @@ def load_script() -> ModuleType:
     return module
 
 
-def train_here(context: RankContext, folder: Path, steps: int) -> None:
+def train_here(context: RankContext, folder: Path, steps: int, ranks_per_node: int | None = None) -> None:
     """What torchrun starts, on ranks that are there already."""
-    options = {"steps": steps, "tokens_per_step": 1024, "seed": 0, "resume": None}
+    options = {"steps": steps, "tokens_per_step": 1024, "seed": 0, "resume": None, "ranks_per_node": ranks_per_node}
     files = {"json": str(folder / "4.json"), "checkpoint": str(folder / "4.pt")}
     load_script().train(argparse.Namespace(**options, **files), context.device)
 
@@ -164,6 +164,17 @@ def test_first_steps_do_not_depend_on_the_number_of_ranks(pools: Callable[[str],
     assert furthest(many["losses"], one.losses) < EARLY_TOLERANCE
     assert furthest(many["gradient_norms"], one.norms) < EARLY_TOLERANCE
     assert torch.load(tmp_path / "4.pt", weights_only=True)["blocks.1.moe.w1"].shape[0] == 8
+
+
+@pytest.mark.slow
+def test_nodes_change_nothing(pools: Callable[[str], RankPool], tmp_path: Path) -> None:
+    """Four ranks as two nodes of two: sums come in the order of one node, so all losses are the same bits."""
+    pool, found = pools("cpu"), []
+    for ranks_per_node in (None, 2):
+        Ranks(pool, pool.num_ranks).run(train_here, tmp_path, 6, ranks_per_node)
+        found.append(json.loads((tmp_path / "4.json").read_text()))
+    assert found[0]["losses"] == found[1]["losses"]
+    assert found[0]["gradient_norms"] == found[1]["gradient_norms"]
 
 
 def clip(context: RankContext, max_norm: float) -> None:

@@ -12,7 +12,18 @@ import typer
 from typer.core import TyperGroup
 
 from tokenloom._version import __version__
-from tokenloom.cli.commands import bench_comm, bench_mega, bench_train, cache, deep_ep_path, demo, doctor, tune
+from tokenloom.cli.commands import (
+    bench_comm,
+    bench_mega,
+    bench_train,
+    cache,
+    check_network,
+    deep_ep_path,
+    demo,
+    doctor,
+    plan,
+    tune,
+)
 from tokenloom.cli.terminal import FAILED, INTERRUPTED
 from tokenloom.errors import TokenloomError
 
@@ -46,6 +57,8 @@ app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.command("deep-ep-path")(deep_ep_path.deep_ep_path)
 app.command("tune")(tune.tune)
+app.command("plan")(plan.plan)
+app.command("check-network")(check_network.check_network)
 app.add_typer(bench)
 bench.command("comm")(bench_comm.comm)
 bench.command("mega")(bench_mega.mega)

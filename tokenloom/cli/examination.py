@@ -15,6 +15,7 @@ from rich.table import Table
 
 from tokenloom._version import __version__
 from tokenloom.backends import registry
+from tokenloom.backends.network import gin
 from tokenloom.bench.common.setup import driver
 from tokenloom.errors import BackendUnavailable
 from tokenloom.jit import compiler
@@ -43,8 +44,10 @@ def examine() -> dict[str, Any]:
           they cannot be read), shares_memory ("yes", or why other processes cannot map its memory).
         - ``peer_access``: [i][j] is whether GPU i can read and write the memory of GPU j.
         - ``groups``: a dict for every kind of ranks that is possible here: ranks, transport, device, auto (what "auto"
-          picks), not_picked (why better backends are not), and backends, each with name, works and why.
+          picks), not_picked (why better backends are not), and backends, each with name, works, why, own_node and
+          other_nodes: what carries rows to ranks of the own node and of others, None for ranks that are not reached.
     """
+    gin_here = gin.probe(torch.device("cuda"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about a driver that torch cannot use; _gpus_missing reports it
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -59,6 +62,10 @@ def examine() -> dict[str, Any]:
             "NVIDIA driver": _driver_version(),
             "GPUs": str(num_gpus) if num_gpus else _gpus_missing(),
             "NCCL": _nccl_version(),
+            "NCCL headers": gin_here.facts["headers"],
+            "GIN": f"possible with {gin_here.why}; GDAKI is off, and no backend uses GIN yet"
+            if gin_here.works
+            else f"no: {gin_here.why}",
             "gloo": "yes" if dist.is_available() and dist.is_gloo_available() else "not part of this torch",
             "NVRTC": _nvrtc_version(),
             "IPC namespace": _ipc_namespace(),
@@ -196,10 +203,18 @@ def _groups(num_gpus: int) -> list[dict[str, Any]]:
                 "device": device,
                 "auto": auto,
                 "not_picked": not_picked,
-                "backends": [{"name": each.name, "works": each.works, "why": each.why} for each in found],
+                "backends": [
+                    {"name": each.name, "works": each.works, "why": each.why, **_transports(each.name)}
+                    for each in found
+                ],
             }
         )
     return groups
+
+
+def _transports(backend: str) -> dict[str, str | None]:
+    can = registry.capabilities(backend)
+    return {"own_node": can.own_node, "other_nodes": can.other_nodes}
 
 
 def _text(value: str | bytes) -> str:
@@ -242,8 +257,10 @@ def _gpu_table(report: dict[str, Any]) -> Table:
 
 def _backend_table(group: dict[str, Any]) -> Table:
     title = f"Backends for {group['ranks']}, over {group['transport']}"
-    table = Table("backend", "works here", "picked by auto", "why", title=title, title_justify="left")
+    names = ("backend", "works here", "picked by auto", "own node by", "other nodes by", "why")
+    table = Table(*names, title=title, title_justify="left")
     for each in group["backends"]:
         picked = "yes" if each["name"] == group["auto"] else ""
-        table.add_row(each["name"], "[green]yes[/]" if each["works"] else "no", picked, each["why"])
+        works = "[green]yes[/]" if each["works"] else "no"
+        table.add_row(each["name"], works, picked, each["own_node"], each["other_nodes"] or "not reached", each["why"])
     return table

@@ -42,7 +42,7 @@ _SHAPE_PARTS = {
     "scales_per_row": "{}scales",
     "per_route": "per_route",
     "dense": "dense",
-    "weighted": "weighted",
+    "weights": "weighted",
 }
 """Parts of a variant's name, by field of its shape, in their order."""
 _QUANTIZED = {1: "fp8", 2: "fp8_power_of_two"}
@@ -163,9 +163,10 @@ def variants(plan: Plan) -> list[KernelSpec]:
         found.append(DispatchVariant(plan=plan, layout="expert", strategy="all_gather", **payload))
     for dtype in dtypes:
         found += [_combine(plan, layout, dtype) for layout in LAYOUTS]
-        found.append(_combine(plan, "expert", dtype, weighted=True))
-        for weighted in (False, True):
-            found.append(_combine(plan, "expert", dtype, mode="per_route", weighted=weighted))
+        found.append(_combine(plan, "expert", dtype, weights="received"))
+        for weights in ("none", "received"):
+            found.append(_combine(plan, "expert", dtype, mode="per_route", weights=weights))
+            weighted = weights != "none"
             found.append(PreReduceVariant(plan=plan, y_dtype=dtype, wire_dtype=dtype, weighted=weighted))
         found.append(_combine(plan, "token", dtype, dense=True))
     width = weight_gradient_values(plan)

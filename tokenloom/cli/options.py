@@ -57,6 +57,12 @@ OnDevice = Annotated[
     Optional[Device],  # noqa: UP045
     typer.Option("--device", help="cpu: processes over gloo. cuda: one GPU each, over NCCL."),
 ]
+RanksPerNode = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option(
+        "--ranks-per-node", min=1, help="Take the ranks for nodes of so many, to try what runs between them."
+    ),
+]
 Skew = Annotated[float, typer.Option("--skew", min=0, help="Exponent of Zipf's law for experts; 0: all alike.")]
 JsonFile = Annotated[
     Optional[Path],  # noqa: UP045
@@ -103,6 +109,16 @@ def numbers(option: str, text: str | None) -> list[int]:
     if not all(part.isdecimal() and int(part) for part in parts):
         raise typer.BadParameter(f"{text!r}, expected positive integers with commas between", param_hint=option)
     return list(dict.fromkeys(map(int, parts)))
+
+
+def require_nodes(ranks_per_node: int | None, num_ranks: int) -> None:
+    """Refuse nodes of which the ranks do not make a whole number.
+
+    Raises:
+        typer.BadParameter: they do not.
+    """
+    if ranks_per_node is not None and num_ranks % ranks_per_node:
+        raise typer.BadParameter(f"{ranks_per_node} does not divide {num_ranks} ranks", param_hint="--ranks-per-node")
 
 
 def pick_ranks(ranks: int | None, device: Device | None, least: int) -> tuple[int, str]:

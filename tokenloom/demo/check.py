@@ -30,7 +30,9 @@ LAYER_TOLERANCE = (HIDDEN + INTERMEDIATE) * 2.0**-24
 order that their library chooses, and every addition may round by 2^-24."""
 
 
-def check_on_rank(context: RankContext, num_experts: int, seed: int) -> tuple[str, list[Difference]]:
+def check_on_rank(
+    context: RankContext, num_experts: int, seed: int, ranks_per_node: int | None = None
+) -> tuple[str, list[Difference]]:
     """Compare what this rank receives, and what comes home to it, with the reference. Collective.
 
     Routing is random, with repeated experts and unused places. Every rank has another number of tokens; of two or more
@@ -47,6 +49,7 @@ def check_on_rank(context: RankContext, num_experts: int, seed: int) -> tuple[st
         top_k=TOP_K,
         max_tokens_per_rank=MAX_TOKENS,
         device=context.device,
+        ranks_per_node=ranks_per_node,
     )
     differences = []
     for layout in LAYOUTS:

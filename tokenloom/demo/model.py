@@ -134,7 +134,7 @@ class LanguageModel(nn.Module):
             layer.reset_parameters(seed=seed + number)
 
 
-def make_model(context: RankContext, size: ModelSize, seed: int) -> LanguageModel:
+def make_model(context: RankContext, size: ModelSize, seed: int, ranks_per_node: int | None = None) -> LanguageModel:
     """This rank's part of the model, on its device. Collective."""
     comm = Communicator(
         context.group,
@@ -143,6 +143,7 @@ def make_model(context: RankContext, size: ModelSize, seed: int) -> LanguageMode
         top_k=size.top_k,
         max_tokens_per_rank=-(-size.sequences // context.num_ranks) * size.context,
         device=context.device,
+        ranks_per_node=ranks_per_node,
     )
     model = LanguageModel(size, comm)
     model.reset_parameters(seed)

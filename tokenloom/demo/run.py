@@ -38,6 +38,7 @@ def run_demo(
     *,
     size: ModelSize | None = None,
     profiled_steps: int = train.PROFILED_STEPS,
+    ranks_per_node: int | None = None,
 ) -> bool:
     """Check against the reference, train on all ranks, train on one, compare.
 
@@ -48,6 +49,7 @@ def run_demo(
         steps: training steps, at least 1.
         size: the model; None: the demo's own. Tests take a smaller one.
         profiled_steps: further steps in which shares are measured, at least 1.
+        ranks_per_node: as in ``Communicator``.
 
     Returns:
         Whether everything passed.
@@ -62,9 +64,9 @@ def run_demo(
     console.print(f"[bold]tokenloom demo[/bold]: {num_ranks} ranks, {where}")
     with RankPool(num_ranks, device) as pool:
         with console.status(f"starting {num_ranks} ranks"):
-            results = pool.run(check.check_on_rank, num_experts, SEED)
+            results = pool.run(check.check_on_rank, num_experts, SEED, ranks_per_node)
         differences = _show_check(console, results)
-        differences += _train_and_compare(console, pool, size, steps, profiled_steps)
+        differences += _train_and_compare(console, pool, size, steps, profiled_steps, ranks_per_node)
     passed = all(difference.passed for difference in differences)
     verdict = "[bold green]PASS[/]: everything agrees" if passed else "[bold red]FAIL[/]: see the tables above"
     console.print(f"{verdict}. {time.monotonic() - began:.0f} s in all.")
@@ -92,7 +94,7 @@ def _show_check(console: Console, results: Sequence[tuple[str, list[Difference]]
 
 
 def _train_and_compare(
-    console: Console, pool: RankPool, size: ModelSize, steps: int, profiled_steps: int
+    console: Console, pool: RankPool, size: ModelSize, steps: int, profiled_steps: int, ranks_per_node: int | None
 ) -> list[Difference]:
     text, source = read_standard_library()
     num_ranks = pool.num_ranks
@@ -101,7 +103,7 @@ def _train_and_compare(
         f"attention and {size.num_experts} experts, {size.num_experts // num_ranks} on each rank, of which every byte "
         f"uses {size.top_k}. {size.tokens_per_step} bytes a step over all ranks; float32; AdamW."
     )
-    many = _train(console, pool, f"on {num_ranks} ranks", num_ranks, text, size, steps, profiled_steps)
+    many = _train(console, pool, f"on {num_ranks} ranks", num_ranks, text, size, steps, profiled_steps, ranks_per_node)
     losses = many[0].losses
     dispatch, combine = (
         float(np.mean([getattr(trained, share) for trained in many])) for share in ("dispatch_share", "combine_share")
@@ -140,6 +142,7 @@ def _train(
     size: ModelSize,
     steps: int,
     profiled_steps: int = 0,
+    ranks_per_node: int | None = None,
 ) -> list[train.Trained]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}"))
     with Progress(*columns, console=console) as progress:
@@ -157,6 +160,7 @@ def _train(
             steps,
             SEED,
             profiled_steps,
+            ranks_per_node,
             ranks=num_ranks,
             limit_s=120 + 5 * steps,
             on_event=show,

@@ -61,7 +61,13 @@ class Trained:
 
 
 def train(
-    context: RankContext, text: bytes, size: ModelSize, steps: int, seed: int, profiled_steps: int = 0
+    context: RankContext,
+    text: bytes,
+    size: ModelSize,
+    steps: int,
+    seed: int,
+    profiled_steps: int = 0,
+    ranks_per_node: int | None = None,
 ) -> Trained:
     """Train on this rank's share of every batch. Collective.
 
@@ -70,8 +76,9 @@ def train(
         steps: at least 1.
         seed: seed of the weights and the batches.
         profiled_steps: further steps in which the shares of dispatch and combine are measured; 0: none.
+        ranks_per_node: as in ``Communicator``.
     """
-    trainer = Trainer(context, text, size, seed)
+    trainer = Trainer(context, text, size, seed, ranks_per_node)
     losses, gradients, began = [], {}, time.perf_counter()
     for number in range(1, steps + 1):
         losses.append(trainer.step())
@@ -89,9 +96,11 @@ def train(
 class Trainer:
     """Data-parallel training. Each rank has its share of the batch, all parameters but the experts, and L experts."""
 
-    def __init__(self, context: RankContext, text: bytes, size: ModelSize, seed: int) -> None:
+    def __init__(
+        self, context: RankContext, text: bytes, size: ModelSize, seed: int, ranks_per_node: int | None = None
+    ) -> None:
         self.context, self.size = context, size
-        self.model: LanguageModel = make_model(context, size, seed)
+        self.model: LanguageModel = make_model(context, size, seed, ranks_per_node)
         self.batches = Batches(text, size.sequences, size.context, seed)
         self.replicated = [p for name, p in self.model.named_parameters() if not _is_sharded(name)]
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, eps=ADAM_EPS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.rules import (
     beside,
+    check_network,
     collective,
     comm,
     compat,
@@ -12,6 +13,8 @@ from tests.mutations.rules import (
     integrations,
     kernels,
     masks,
+    network,
+    nodes,
     ops,
     runtime,
     training,
@@ -32,4 +35,7 @@ MUTATIONS = (
     + inference.MUTATIONS
     + integrations.MUTATIONS
     + kernels.MUTATIONS
+    + network.MUTATIONS
+    + nodes.MUTATIONS
+    + check_network.MUTATIONS
 )

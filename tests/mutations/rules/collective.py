@@ -89,10 +89,10 @@ SUMS = (
 TRAVEL = (
     Mutation(
         name="weights-of-unused",
-        rule="weights of routes that are not the receiver's travel unmasked, NaN and all",
-        target="tokenloom.backends.collective:CollectiveBackend._send_metadata",
-        old="torch.where(send.mask, topk_weights.detach()[send.tokens], 0)",
-        new="topk_weights.detach()[send.tokens]",
+        rule="weights of routes that are not the receiver's are kept, NaN and all",
+        target="tokenloom.backends.collective:CollectiveBackend._metadata",
+        old="torch.where(here, rest.pop(0).view(topk_weights.dtype), 0)",
+        new="rest.pop(0).view(topk_weights.dtype)",
         tests=("tests/comm/test_dispatch.py::test_example",),
     ),
     Mutation(

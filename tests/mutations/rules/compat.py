@@ -12,6 +12,15 @@ PACKAGE = "tokenloom.compat.deep_ep"
 
 MUTATIONS = (
     Mutation(
+        name="one-count-per-rank-and-node",
+        rule="a token that goes to two ranks of a node counts twice there",
+        target=f"{PACKAGE}.normal:NormalMode.get_dispatch_layout",
+        old="in_rank.unflatten(1, (self._num_nodes, -1)).any(2)",
+        new="in_rank.unflatten(1, (self._num_nodes, -1)).sum(2)",
+        tests=("tests/compat/deep_ep/test_nodes.py::test_normal_mode",),
+        num_ranks=4,
+    ),
+    Mutation(
         name="nobody-hears-of-growth",
         rule="a rank that needs more room does not say so to those that have enough",
         target="tokenloom.comm.growing:_is_growth",
@@ -23,7 +32,7 @@ MUTATIONS = (
         name="faults-of-checks-stay-here",
         rule="what a check of the client's input finds is not told to the other ranks",
         target="tokenloom.comm.growing:Communicators.told",
-        old="self._tell(fault, device, comm or self._last, upcoming, engine_of)",
+        old='self._tell(fault, device, known, Upcoming(name, awaited=awaited and name == "dispatch"), opened_on)',
         new="fault.known_to_all = True",
         tests=(f"{NORMAL}test_combine_fault",),
     ),
@@ -70,10 +79,10 @@ MUTATIONS = (
     Mutation(
         name="handle-shares-ids",
         rule="a cached layout follows ids that the client has changed since",
-        target=f"{PACKAGE}.normal:NormalMode.dispatch",
+        target=f"{PACKAGE}.handles:kept_ids",
         old="ids = topk_idx.clone()",
         new="ids = topk_idx",
-        tests=(f"{NORMAL}test_fp8",),
+        tests=(f"{ELASTIC}test_ids_of_the_handle",),
     ),
     Mutation(
         name="hooks-do-nothing-twice",
@@ -86,9 +95,9 @@ MUTATIONS = (
     Mutation(
         name="statistics-are-overwritten",
         rule="statistics of a dispatch are those of its last call, not sums",
-        target=f"{PACKAGE}.low_latency:LowLatencyMode.low_latency_dispatch",
-        old="stats.add_(routed.expert_counts)",
-        new="stats.copy_(routed.expert_counts)",
+        target=f"{PACKAGE}.low_latency:LowLatencyMode._dispatch_whole",
+        old="stats.add_(dispatched.routed.expert_counts)",
+        new="stats.copy_(dispatched.routed.expert_counts)",
         tests=(f"{LOW_LATENCY}test_dispatch_and_combine",),
     ),
     Mutation(

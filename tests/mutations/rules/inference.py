@@ -13,7 +13,7 @@ MUTATIONS = (
         target="tokenloom.ops.activation:apply_activation",
         old="up.clamp(-activation.limit, activation.limit)",
         new="up.clamp(max=activation.limit)",
-        tests=(f"{MEGA_TEST}reference_backend[cpu2-clamp]",),
+        tests=(f"{MEGA_TEST}other_backends[cpu2-reference-clamp]",),
     ),
     Mutation(
         name="activations-without-weights",
@@ -21,7 +21,7 @@ MUTATIONS = (
         target="tokenloom.inference.reference_experts:ReferenceExperts._expert",
         old="apply_activation(gate_and_up, self._form) * row_weights[:, None]",
         new="apply_activation(gate_and_up, self._form)",
-        tests=(f"{MEGA_TEST}reference_backend[cpu2-plain]",),
+        tests=(f"{MEGA_TEST}other_backends[cpu2-reference-plain]",),
     ),
     Mutation(
         name="bias-without-weight",
@@ -29,7 +29,7 @@ MUTATIONS = (
         target="tokenloom.inference.reference_experts:ReferenceExperts._expert",
         old="row_weights[:, None] * w2_bias[e]",
         new="w2_bias[e]",
-        tests=(f"{MEGA_TEST}reference_backend[cpu2-biases]",),
+        tests=(f"{MEGA_TEST}other_backends[cpu2-reference-biases]",),
     ),
     Mutation(
         name="bias-not-in-turns",
@@ -37,7 +37,7 @@ MUTATIONS = (
         target="tokenloom.inference.mega_moe:MegaMoE._float32_biases",
         old="interleave_gate_and_up(w1_bias[..., None])[..., 0].contiguous()",
         new="w1_bias",
-        tests=(f"{MEGA_TEST}reference_backend[cpu2-biases]",),
+        tests=(f"{MEGA_TEST}other_backends[cpu2-reference-biases]",),
     ),
     Mutation(
         name="gemm2-without-bias",
@@ -53,7 +53,7 @@ MUTATIONS = (
         target="tokenloom.inference.reference_experts:ReferenceExperts.forward",
         old="self._expert(e, own, own.new_ones(len(own)))",
         new="self._expert(comm.plan.experts_per_rank, own, own.new_ones(len(own)))",
-        tests=(f"{MEGA_TEST}reference_backend[cpu2-two shared experts]",),
+        tests=(f"{MEGA_TEST}other_backends[cpu2-reference-two shared experts]",),
     ),
     Mutation(
         name="room-for-even-routing",

@@ -48,7 +48,7 @@ EXPIRED_CALLS = (
     Mutation(
         name="sums-before-blocks-have-sent",
         rule="an eager combine adds rows that are not there yet",
-        target="kernels/combine/sum.cuh:wait_for_blocks",
+        target="device/transport/call.cuh:wait_for_blocks",
         old="return __syncthreads_and(here);",
         new="return true;",
         tests=("tests/kernels/test_expired_in_turns.py::test_rows_that_never_come",),
@@ -57,7 +57,7 @@ EXPIRED_CALLS = (
     Mutation(
         name="sums-behind-the-first-block",
         rule="an eager combine waits for the first block of a peer only",
-        target="kernels/combine/sum.cuh:wait_for_blocks",
+        target="device/transport/call.cuh:wait_for_blocks",
         old="turn.leaves_out(peer) ||",
         new="turn.leaves_out(peer) || block > 0 ||",
         tests=("tests/kernels/test_expired_in_turns.py::test_rows_that_never_come",),
@@ -84,7 +84,7 @@ EXPIRED_CALLS = (
     Mutation(
         name="one-deadline",
         rule="opening a call has the deadline of its phases",
-        target="device/transport/call.cuh:await_call",
+        target="device/transport/call.cuh:opening_deadline_of",
         old="call.open_timeout_ns",
         new="call.timeout_ns",
         tests=(f"{EXPIRED}::test_a_rank_that_does_not_open_has_a_deadline_of_its_own",),

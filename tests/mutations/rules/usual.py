@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 TEST = "tests/backends/test_nvlink_usual.py::test_"
+LENT = "tests/backends/test_nvlink_host_cost.py::test_rows_that_are_lent"
 LONG = (TEST + "what_is_unusual_goes_the_long_way",)
 
 MUTATIONS = (
@@ -54,14 +55,14 @@ MUTATIONS = (
         target="tokenloom.comm.usual:UsualCalls._fits_all",
         old="(tensor.shape, tensor.stride(), tensor.dtype) != results.get(name)",
         new="name not in results",
-        tests=LONG,
+        tests=(TEST + "room_of_another_size",),
     ),
     Mutation(
         name="usual-truth-is-a-number",
         rule="True is taken for 1 where a number was given before",
         target="tokenloom.comm.usual:_kind_of_dispatch",
-        old="(options, types, x.dtype, topk_ids.dtype, scales is None, weights is None)",
-        new="(options, x.dtype, topk_ids.dtype, scales is None, weights is None)",
+        old="(options, types, x.dtype, topk_ids.dtype, scales is None, weights is None, copy)",
+        new="(options, x.dtype, topk_ids.dtype, scales is None, weights is None, copy)",
         tests=LONG,
     ),
     Mutation(
@@ -76,7 +77,7 @@ MUTATIONS = (
         name="usual-after-growth",
         rule="what was prepared for smaller buffers is used on",
         target="tokenloom.backends.nvlink.dispatch:Dispatcher._forget",
-        old="each.is_stale = True",
+        old="each.is_old = True",
         new="pass",
         tests=(TEST + "buffers_that_have_grown",),
     ),
@@ -103,6 +104,38 @@ MUTATIONS = (
         old="(form, fast_math) == self._activation and self._gemm1_of",
         new="self._gemm1_of",
         tests=("tests/inference/test_mega_launches.py::test_weights_and_activations_change",),
+    ),
+    Mutation(
+        name="both-buffers-are-lent",
+        rule="rows are lent though those in the other buffer are held",
+        target="tokenloom.backends.nvlink.buffers:Buffers.can_lend",
+        old="loan.is_held",
+        new="False",
+        tests=(LENT,),
+    ),
+    Mutation(
+        name="rows-in-a-lent-buffer",
+        rule="a dispatch goes to the buffer whose rows a caller holds",
+        target="tokenloom.backends.nvlink.prepared:DirectDispatch._next_free",
+        old="not loan.is_held",
+        new="True",
+        tests=(LENT,),
+    ),
+    Mutation(
+        name="views-beside-a-loan",
+        rule="usual dispatches hand out views while one of the two buffers is lent",
+        target="tokenloom.backends.nvlink.prepared:DirectDispatch.is_stale",
+        old="self.shared.buffers.any_lent",
+        new="False",
+        tests=(LENT,),
+    ),
+    Mutation(
+        name="handles-keep-rows",
+        rule="a handle of deep_ep holds the received rows, which then stay lent",
+        target="tokenloom.comm.routed:Routed.let_go",
+        old="torch.empty(rows.shape, dtype=rows.dtype, device='meta')",
+        new="rows",
+        tests=("tests/compat/deep_ep/test_host_cost.py::test_normal_dispatch",),
     ),
     Mutation(
         name="words-of-any-stream",

@@ -118,6 +118,7 @@ class CallMaker:
                 backend=contestant.backend,
                 device=self._context.device,
                 num_sms=contestant.num_sms or registry.DEFAULT_SMS,
+                ranks_per_node=contestant.ranks_per_node,
             )
             self._communicators[key] = self._stack.enter_context(comm)
         return self._communicators[key]

@@ -41,11 +41,13 @@ class Contestant:
             "wall", the host's clock around one call; or "eager", the host's clock around many pairs of a dispatch and
             a combine, and the host's time in one of each.
         num_sms: SMs that its kernels take; None where that is not known.
+        ranks_per_node: as in ``Communicator``.
     """
 
     backend: str
     timing: Timing
     num_sms: int | None = None
+    ranks_per_node: int | None = None
 
     def can(self, operation: Operation) -> bool:
         """Whether this contestant has the operation, and its clock has a meaning for it."""
@@ -100,6 +102,7 @@ def contestants(
     num_sms: Sequence[int],
     timings: Sequence[Timing],
     halves: bool = False,
+    ranks_per_node: int | None = None,
 ) -> tuple[list[Contestant], list[str]]:
     """Everybody wanted that works here, and a line about each row that is missing for a reason.
 
@@ -111,10 +114,12 @@ def contestants(
         num_sms: backends that take SMs are measured with each of these.
         timings: clocks to measure by, of those that the device has.
         halves: halves are measured, which rivals do not have.
+        ranks_per_node: nodes that the ranks are taken for; backends for one node are left out then.
     """
     found: list[Contestant] = []
     notes: list[str] = []
-    for each in registry.availability(TRANSPORTS[device], torch.device(device), shape.plan(num_ranks)):
+    plan, where = shape.plan(num_ranks), torch.device(device)
+    for each in registry.availability(TRANSPORTS[device], where, plan, ranks_per_node=ranks_per_node):
         if each.name not in wanted:
             continue
         if not each.works:
@@ -123,9 +128,9 @@ def contestants(
         able = registry.capabilities(each.name)
         clocks = [timing for timing in timings if able.captures or timing != "graph"]
         if able.takes_sms:
-            found += [Contestant(each.name, timing, sms) for sms in num_sms for timing in clocks]
+            found += [Contestant(each.name, timing, sms, ranks_per_node) for sms in num_sms for timing in clocks]
         else:
-            found += [Contestant(each.name, timing) for timing in clocks]
+            found += [Contestant(each.name, timing, None, ranks_per_node) for timing in clocks]
         if "graph" in timings and not able.captures:
             notes.append(f"{each.name} has no rows of CUDA graphs: its calls read counts on the host")
         missing = [layout for layout in LAYOUTS if layout not in able.layouts]
@@ -152,6 +157,7 @@ def plan_series(
     only: Sequence[str] = (),
     timings: Sequence[str] | None = None,
     beside_us: float | None = None,
+    ranks_per_node: int | None = None,
 ) -> tuple[list[Series], list[str]]:
     """Every series to measure, by shape and operation, and a line about each row that is missing for a reason.
 
@@ -161,6 +167,7 @@ def plan_series(
         only: parts of names; a series is kept if its name contains one of them, or if none are given.
         timings: clocks to measure by; None: all that the device has.
         beside_us: measure halves around a GEMM of this many microseconds, instead of calls of one piece.
+        ranks_per_node: nodes that the ranks are taken for.
 
     Raises:
         InvalidArgument: a shape does not fit the ranks, FP8, or num_sms; a clock is not one of the device, or not one
@@ -181,7 +188,7 @@ def plan_series(
     notes: dict[str, None] = {}
     for shape in shapes:
         who = names() if wanted is None else wanted
-        found, said = contestants(device, num_ranks, shape, who, num_sms, chosen, halves)
+        found, said = contestants(device, num_ranks, shape, who, num_sms, chosen, halves, ranks_per_node)
         notes |= dict.fromkeys(said)
         series += [Series(shape, each, who, beside_us) for each in OPERATIONS for who in found if who.can(each)]
     if not series:

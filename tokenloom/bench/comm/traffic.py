@@ -11,6 +11,7 @@ import torch
 from tokenloom.bench.comm.cases import Operation
 from tokenloom.bench.common.rates import LINK_GBYTES_PER_S
 from tokenloom.plan import FP8_BLOCK, Plan
+from tokenloom.tune.network import traffic as network
 
 SCALE_BYTES = 4
 TOKEN_BYTES = 4
@@ -48,12 +49,7 @@ def rows_between(plan: Plan, topk_ids: Sequence[torch.Tensor]) -> np.ndarray:
     Args:
         topk_ids: [T, K] of each rank; -1 is an unused place.
     """
-    rows = np.zeros((plan.num_ranks, plan.num_ranks), dtype=np.int64)
-    for source, ids in enumerate(topk_ids):
-        ranks = torch.where(ids >= 0, ids // plan.experts_per_rank, -1)
-        for rank in range(plan.num_ranks):
-            rows[source, rank] = int((ranks == rank).any(1).sum())
-    return rows
+    return network.rows_between(topk_ids, plan.experts_per_rank, plan.num_ranks)
 
 
 def moved(plan: Plan, rows: np.ndarray, operation: Operation) -> Traffic:

@@ -15,10 +15,12 @@ from tokenloom.cli.options import (
     OnDevice,
     PlotFile,
     Ranks,
+    RanksPerNode,
     TokensList,
     numbers,
     pick_ranks,
     require_known,
+    require_nodes,
     require_writable,
 )
 from tokenloom.cli.terminal import console
@@ -39,6 +41,7 @@ def comm(
     top_k: AnyTopK = None,
     ranks: Ranks = None,
     device: OnDevice = None,
+    ranks_per_node: RanksPerNode = None,
     backends: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(help="Who is measured, with commas between. Default: every backend, and deep_ep."),
@@ -94,11 +97,12 @@ def comm(
     require_writable("--json", json_file)
     counts, sms = numbers("--tokens", tokens), numbers("--num-sms", num_sms)
     num_ranks, where = pick_ranks(ranks, device, least=1)
+    require_nodes(ranks_per_node, num_ranks)
     shapes = cases.shapes_for(names, where, counts, hidden=hidden, num_experts=num_experts, top_k=top_k)
     parts = [] if only is None else only.split(",")
     beside = (beside_us or series.BESIDE_US) if halves else None
     planned, notes = series.plan_series(
-        shapes, num_ranks, where, contestants, sms or [registry.DEFAULT_SMS], parts, timings, beside
+        shapes, num_ranks, where, contestants, sms or [registry.DEFAULT_SMS], parts, timings, beside, ranks_per_node
     )
     run.run_comm(
         console(),

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tokenloom.cli.options import OnDevice, Ranks, pick_ranks
+from tokenloom.cli.options import OnDevice, Ranks, RanksPerNode, pick_ranks, require_nodes
 from tokenloom.cli.terminal import FAILED, console
 
 DEFAULT_STEPS = 160
@@ -16,11 +16,13 @@ DEFAULT_STEPS = 160
 def demo(
     ranks: Ranks = None,
     device: OnDevice = None,
+    ranks_per_node: RanksPerNode = None,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = DEFAULT_STEPS,
 ) -> None:
     """Check against the reference, train a small model with its experts spread over ranks, compare with one rank."""
     num_ranks, where = pick_ranks(ranks, device, least=2)
+    require_nodes(ranks_per_node, num_ranks)
     from tokenloom.demo.run import run_demo
 
-    if not run_demo(console(), num_ranks, where, steps):
+    if not run_demo(console(), num_ranks, where, steps, ranks_per_node=ranks_per_node):
         raise typer.Exit(FAILED)
