@@ -49,3 +49,8 @@ def rendezvous() -> tuple[str, int, int]:
     """
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "8361")
     return f"tcp://{address}:{port}", int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+
+
+def nccl_plugin() -> str:
+    """Return the network plugin that NCCL is told to load, by NCCL_GIN_PLUGIN or NCCL_NET_PLUGIN, or ""."""
+    return os.environ.get("NCCL_GIN_PLUGIN") or os.environ.get("NCCL_NET_PLUGIN", "")

@@ -31,8 +31,8 @@ from tests.support.cases import (
 )
 from tests.support.layer_cases import LayerCase, make_inputs, make_layer
 from tokenloom import reference
+from tokenloom.backends.gin import availability, registration
 from tokenloom.backends.network import backend as network_backend
-from tokenloom.backends.network import gin
 from tokenloom.backends.network.exchange import NodeExchange
 from tokenloom.backends.network.inside import SentRows
 from tokenloom.backends.network.paths import arrange, find_paths
@@ -427,21 +427,32 @@ def check_transports(context: RankContext) -> None:
 
 
 def test_gin_is_refused(four: Ranks) -> None:
-    """With the reason, and with what the first rank lacks that could not use it."""
+    """With the first rank that could not use it, and what it lacks. Other transports are not blamed."""
     four.run(check_gin)
 
 
 def check_gin(context: RankContext) -> None:
-    def probe(device: torch.device) -> Availability:
+    def examine(device: torch.device) -> Availability:
         return Availability("gin", context.rank < 2, "no RDMA card")
 
-    text = "transport 'gin' does not work on any rank: no kernel sends by it yet; rank {}; use transport='auto'"
+    text = "gin does not work on {}; use transport='auto'"
     with pytest.raises(tl.BackendUnavailable) as error:
         Communicator(context.group, transport="gin", ranks_per_node=2, **SIZES)
-    assert str(error.value) == text.format("0 could not use it anyway: it needs a GPU, the tensors are on cpu")
-    with mock.patch.object(gin, "probe", probe), pytest.raises(tl.BackendUnavailable) as error:
-        tl.MegaMoE(context.group, transport="gin", backend="reference", intermediate=128, **(SIZES | {"hidden": 128}))
-    assert str(error.value) == text.format("2 could not use it anyway: no RDMA card")
+    assert str(error.value) == text.format("every rank: it needs a GPU, the tensors are on cpu")
+    sizes = SIZES | {"hidden": 128}
+    with (
+        mock.patch.object(availability, "examine", examine),
+        mock.patch.object(registration, "why_no_kernels", return_value=None),
+        mock.patch.object(registration, "require_sms"),
+        pytest.raises(tl.BackendUnavailable) as error,
+    ):
+        tl.ExpertParallelMoE(context.group, intermediate=8, transport="gin", ranks_per_node=2, **sizes)
+    assert str(error.value) == text.format("rank 2: no RDMA card")
+    with (
+        mock.patch.object(registration, "why_no_kernels", return_value=None),
+        pytest.raises(tl.BackendUnavailable, match="max_tokens_per_rank is 4096, and 4 ranks may have 512 each"),
+    ):
+        Communicator(context.group, transport="gin", ranks_per_node=2, **(SIZES | {"max_tokens_per_rank": 4096}))
 
 
 def test_a_rank_that_fails_takes_all_to_the_next(four: Ranks) -> None:

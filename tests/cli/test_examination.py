@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from tokenloom.backends import registry
-from tokenloom.backends.network import gin
+from tokenloom.backends.gin import availability
 from tokenloom.cli import examination
 from tokenloom.errors import BackendUnavailable
 from tokenloom.jit import compiler, nccl_headers
@@ -49,7 +49,8 @@ def test_this_machine() -> None:
     text = shown(report)
     assert all(name in text for name in registry.names())
     on_nodes = {each["name"]: (each["own_node"], each["other_nodes"]) for each in report["groups"][-1]["backends"]}
-    assert on_nodes == {"nvlink": ("nvlink", None), **dict.fromkeys(("network", "collective"), ("collective",) * 2)}
+    by_kernels = {"nvlink": ("nvlink", None), "gin": ("nvlink", "gin")}
+    assert on_nodes == by_kernels | dict.fromkeys(("network", "collective"), ("collective",) * 2)
 
 
 def test_a_machine_with_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +114,7 @@ def test_nccl_for_kernels(
         (tmp_path / card).mkdir()
     headers = nccl_headers.Headers(Path("/nccl"), Path("/cuda"), Path("/cccl"), (2, 28, 9))
     loaded = types.SimpleNamespace(version=lambda: library)
-    monkeypatch.setattr(gin, "RDMA_CARDS", tmp_path)
+    monkeypatch.setattr(availability, "RDMA_CARDS", tmp_path)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(nccl, "loaded_library", lambda: Path("libnccl.so.2"))
     monkeypatch.setattr(nccl, "Nccl", lambda path: loaded)

@@ -11,24 +11,13 @@ import torch
 from tests.kernels.network_calls import CALL_WORDS, NOWHERE, Nodes, Own, stale
 from tests.support import emulator
 from tests.support.cases import Problem
+from tests.support.emulator.network import device_comm, signals_of
 from tokenloom.jit.compiler import KernelSpec
 from tokenloom.kernels.common.rail import STATE_BYTES
 
 LIMIT_S = 120.0
 FOREVER_NS = 10**15
 """Deadlines are in turns of fibers, which the emulator takes for nanoseconds."""
-CONTEXTS, MOST_RANKS = 4, 32
-
-
-class DevComm(ctypes.Structure):
-    """Mirror of ncclDevComm in tests/support/emulator/gin.h."""
-
-    _fields_ = [
-        ("rank", ctypes.c_int),
-        ("num_ranks", ctypes.c_int),
-        ("signals", ctypes.c_uint64 * MOST_RANKS),
-        ("num_signals", ctypes.c_uint64),
-    ]
 
 
 class EmulatedNodes(Nodes):
@@ -59,7 +48,7 @@ class EmulatedNodes(Nodes):
         )
         self.emulator = emulator.Emulator(emulator._shared_folder(), num_ranks, seed)
         self.launched, self._kept = [0] * num_ranks, []  # type: ignore[var-annotated]
-        self.signals = self._of_each(2 * CONTEXTS * self.nodes)
+        self.signals = [signals_of(self.nodes) for _ in range(num_ranks)]
         self.records, self._faults = self._of_each(8), self._of_each(8)
         states, rails = self._of_each(CALL_WORDS), self._of_each(STATE_BYTES // 4)
         windows = [stale(self.regions.window_bytes, torch.uint8) for _ in self.ranks]
@@ -85,9 +74,7 @@ class EmulatedNodes(Nodes):
         return [torch.zeros(words, dtype=torch.int32) for _ in self.ranks]
 
     def _comm(self, rank: int) -> int:
-        comm = DevComm(rank, self.plan.num_ranks, num_signals=self.nodes)
-        for other in self.ranks:
-            comm.signals[other] = self.signals[other].data_ptr()
+        comm = device_comm(rank, self.signals, self.nodes)
         self._kept.append(comm)
         return ctypes.addressof(comm)
 

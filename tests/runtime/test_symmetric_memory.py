@@ -30,6 +30,7 @@ from tokenloom.runtime.leftovers import release_dropped
 from tokenloom.runtime.processes import RankContext, RankFailed, RankPool
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.symmetric_memory import BufferLayout, SymmetricBuffer, close_together
+from tokenloom.runtime.topology import pretended
 
 Pools = Callable[[str], RankPool]
 
@@ -119,6 +120,28 @@ def check_granularity(ranks: RankGroup, driver: FakeDriver) -> None:
         buffer = SymmetricBuffer(BufferLayout.of([("flags", num_bytes)]), ranks)
         assert [len(memory) for memory in driver.memory.values()] == [expected]
         close_together([buffer])
+
+
+def test_nodes_have_memory_of_their_own(pools: Pools) -> None:
+    """Ranks map that of their node alone, and free it without those of others."""
+    pools("cpu").run(with_driver, check_nodes, ranks=4, limit_s=LIMIT_S)
+
+
+def check_nodes(ranks: RankGroup, driver: FakeDriver) -> None:
+    ranks.topology = pretended(4, 2)
+    buffer = SymmetricBuffer(LAYOUT, ranks)
+    neighbour = ranks.rank ^ 1
+    assert buffer.others == {neighbour}
+    assert len(driver.mapped) == 1
+    assert buffer.addresses[neighbour] in driver.mapped
+    away = [rank for rank in range(4) if rank // 2 != ranks.rank // 2]
+    assert {buffer.addresses[rank] for rank in away} == {buffer.addresses[ranks.rank]}
+    meet(ranks)
+    if ranks.rank < 2:
+        with mock.patch.object(symmetric_memory, "CLOSE_TOGETHER_S", PATIENCE_S):
+            close_together([buffer])
+        assert driver.is_clean, "the other node has not let go"
+    meet(ranks)
 
 
 @pytest.mark.parametrize("how", ["close", "drop"])

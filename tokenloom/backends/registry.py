@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenloom.backends import collective, network, nvlink
+from tokenloom.backends import collective, gin, network, nvlink
 from tokenloom.backends.base import TRANSPORTS, Backend, Capabilities
 from tokenloom.backends.nvlink import DEFAULT_SMS, MAX_SMS
 from tokenloom.backends.registration import Availability, Registration, Request
@@ -33,7 +33,12 @@ __all__ = [
     "register",
 ]
 
-_registered: list[Registration] = [nvlink.REGISTRATION, network.REGISTRATION, collective.REGISTRATION]
+_registered: list[Registration] = [
+    nvlink.REGISTRATION,
+    network.REGISTRATION,
+    collective.REGISTRATION,
+    gin.REGISTRATION,
+]
 """Best first: ``auto`` picks the first that works."""
 
 
@@ -110,7 +115,7 @@ def availability(
 
 
 def probe(request: Request) -> list[Availability]:
-    """Every backend, best first, as it works on this rank for this request; behind them GIN, if that is asked for.
+    """Every backend, best first, as it works on this rank for this request.
 
     Raises:
         InvalidArgument: no backend has the name that is asked for, or rows are to cross nodes by something unknown.
@@ -122,12 +127,7 @@ def probe(request: Request) -> list[Availability]:
             f"transport is {request.between_nodes!r}, expected auto, {', '.join(TRANSPORTS)}: what carries rows "
             "between nodes; backend says what carries them within one"
         )
-    found = [each.probe(request) for each in _registered]
-    if request.between_nodes != "gin":
-        return found
-    from tokenloom.backends.network import gin  # which imports what one node never needs
-
-    return [*found, gin.probe(request.device)]
+    return [each.probe(request) for each in _registered]
 
 
 def choose(
@@ -148,8 +148,6 @@ def choose(
     Raises:
         BackendUnavailable: the one asked for does not work on some rank; the message says where and why.
     """
-    if between_nodes == "gin" and all(each.capabilities.other_nodes != "gin" for each in _registered):
-        raise BackendUnavailable(_why_no_gin([of_rank[len(_registered)] for of_rank in by_rank]))
     reasons: list[str] = []
     nodes = topology or Topology.together(len(by_rank))
     for index, candidate in enumerate(_registered):
@@ -174,7 +172,11 @@ def choose(
             if name == candidate.name:
                 raise BackendUnavailable(f"{reason}; use backend='auto'")
             reasons.append(reason)
-    raise BackendUnavailable("; ".join(reasons))
+    if nodes.num_nodes == 1 or between_nodes == "auto":
+        raise BackendUnavailable("; ".join(reasons))
+    asked_for = [each.name for each in _registered if each.capabilities.other_nodes == between_nodes]
+    reasons = [reason for reason in reasons if reason.partition(" ")[0] in asked_for]
+    raise BackendUnavailable("; ".join(reasons) + "; use transport='auto'")
 
 
 def make(request: Request, ranks: RankGroup, by_rank: Sequence[Sequence[Availability]]) -> Choice:
@@ -212,13 +214,6 @@ def make_alone(name: str, request: Request, ranks: RankGroup, found: Sequence[Av
     """
     index = names().index(name)
     return Choice(_registered[index].make(request, ranks), found[index].why, [])
-
-
-def _why_no_gin(found: Sequence[Availability]) -> str:
-    """Why no rows go by GIN, from what all ranks found."""
-    failing = [(rank, each.why) for rank, each in enumerate(found) if not each.works]
-    more = f"; rank {failing[0][0]} could not use it anyway: {failing[0][1]}" if failing else ""
-    return f"transport 'gin' does not work on any rank: no kernel sends by it yet{more}; use transport='auto'"
 
 
 @dataclass(frozen=True)

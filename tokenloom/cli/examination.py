@@ -15,7 +15,7 @@ from rich.table import Table
 
 from tokenloom._version import __version__
 from tokenloom.backends import registry
-from tokenloom.backends.network import gin
+from tokenloom.backends.gin.availability import examine as examine_gin
 from tokenloom.bench.common.setup import driver
 from tokenloom.errors import BackendUnavailable
 from tokenloom.jit import compiler
@@ -47,7 +47,7 @@ def examine() -> dict[str, Any]:
           picks), not_picked (why better backends are not), and backends, each with name, works, why, own_node and
           other_nodes: what carries rows to ranks of the own node and of others, None for ranks that are not reached.
     """
-    gin_here = gin.probe(torch.device("cuda"))
+    gin_here = examine_gin(torch.device("cuda"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about a driver that torch cannot use; _gpus_missing reports it
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -63,9 +63,7 @@ def examine() -> dict[str, Any]:
             "GPUs": str(num_gpus) if num_gpus else _gpus_missing(),
             "NCCL": _nccl_version(),
             "NCCL headers": gin_here.facts["headers"],
-            "GIN": f"possible with {gin_here.why}; GDAKI is off, and no backend uses GIN yet"
-            if gin_here.works
-            else f"no: {gin_here.why}",
+            "GIN": f"possible with {gin_here.why}; GDAKI is off" if gin_here.works else f"no: {gin_here.why}",
             "gloo": "yes" if dist.is_available() and dist.is_gloo_available() else "not part of this torch",
             "NVRTC": _nvrtc_version(),
             "IPC namespace": _ipc_namespace(),

@@ -51,8 +51,8 @@ class Communicator(CallsBeside):
             within ``timeout_s``, which counts from the opening of a call as well, or whose process ends, is masked by
             all others alike. The call goes on without it and loses just the routes to it.
         transport: what carries rows between nodes. "auto" picks the best that works on all ranks, "collective" is
-            torch.distributed. "gin", NCCL's network that GPUs start transfers of by themselves, is refused: no kernel
-            sends by it yet. ``backend`` says what carries rows within a node.
+            torch.distributed. "gin" is NCCL's network that GPUs start transfers of by themselves, for few tokens; it
+            has not run on GPUs yet, so "auto" does not take it. ``backend`` says what carries rows within a node.
         ranks_per_node: ranks of each node, which are then taken to be on nodes one after the other, wherever they are:
             to try what runs between nodes on one machine, or where nodes cannot be found out. None finds nodes by
             host and by the access of GPUs to each other's memory.

@@ -1,4 +1,4 @@
-"""Symmetric memory: one buffer on every rank, which all ranks of an NVLink domain can write.
+"""Symmetric memory: one buffer on every rank, which all ranks of its node can write.
 
 Memory that others may write is freed when nobody can write it any more. Each rank lets go of a buffer by itself: it
 waits for its own kernels, unmaps the others' memory, and leaves a note. A rank frees its memory once
@@ -69,15 +69,16 @@ class SymmetricBuffer:
 
     Args:
         layout: what it holds, the same on all ranks.
-        ranks: of one NVLink domain, on one host.
+        ranks: the group, whose topology says which ranks share a node. Those of other nodes have buffers among
+            themselves.
 
     Raises:
         torch.OutOfMemoryError: there is no room for it here. RuntimeError: the driver refuses. PeerError: either of
             them, on another rank. All ranks raise alike, and the memory is given back.
 
     Attributes:
-        addresses: every rank's address of its buffer, as this rank uses it; for masked ranks, which have none, that
-            of this rank's own.
+        addresses: every rank's address of its buffer, as this rank uses it; for ranks of other nodes, and for masked
+            ranks, which have none, that of this rank's own.
         peers: int64 [W], the same on the device.
     """
 
@@ -113,7 +114,7 @@ class SymmetricBuffer:
 
     @property
     def others(self) -> frozenset[int]:
-        """The other ranks that have this buffer."""
+        """The other ranks of this node that have this buffer."""
         return self._shared.others
 
     def ended_ranks(self) -> list[int]:
@@ -174,10 +175,13 @@ class _Shared:
         self.addresses: list[int] = []
         self.peers = torch.empty(0, dtype=torch.int64, device=ranks.device)
         self.is_freed = False
-        self._device, self._rank, self._num_ranks = ranks.device, ranks.rank, ranks.num_ranks
+        self._device, self._rank = ranks.device, ranks.rank
         self._notes = ranks.notes
         self._name = self._notes.key(self._notes.new_name("buffer"))  # the noteboard may move
-        self.others = frozenset(range(ranks.num_ranks)) - ranks.masked - {ranks.rank}
+        node = ranks.topology.node_of[ranks.rank]
+        self._freed = f"{self._name}/freed/{node}"
+        self._neighbours = frozenset(ranks.topology.nodes[node]) - {ranks.rank}
+        self.others = self._neighbours - ranks.masked
         self._process = os.getpid()
         self._address = self._num_bytes = 0
         self._opened: list[int] = []
@@ -193,7 +197,7 @@ class _Shared:
         handle = b""
         with _on(self._device):
             self._address = _allocate(self._num_bytes)
-            if self._num_ranks > 1:
+            if self._neighbours:
                 handle = bytes(checked(load_driver().cuIpcGetMemHandle(self._address)).reserved)
             self.tensor().zero_()
             wait_for(self._device)  # no rank gets an address before its owner has cleared the flags behind it
@@ -202,7 +206,7 @@ class _Shared:
     def map_all(self, offers: list[_Offer]) -> tuple[dict[str, int], None]:
         """Map the memory of all ranks."""
         driver = load_driver()
-        self.others = frozenset(rank for rank, offer in enumerate(offers) if offer.rank == rank != self._rank)
+        self.others = frozenset(rank for rank in self._neighbours if offers[rank].rank == rank)
         self.processes = {rank: offer.process for rank, offer in enumerate(offers) if rank in self.others}
         with _on(self._device):
             for rank, offer in enumerate(offers):
@@ -274,9 +278,8 @@ class _Shared:
                 checked(load_driver().cuMemFree(self._address))
         self._address = 0
         self.is_freed = True
-        freed = f"{self._name}/freed"
-        if self.others and self._notes.call("add", freed, 1) == len(self.others) + 1:
-            self._notes.delete([*map(self._note, [self._rank, *self.others]), freed])
+        if self.others and self._notes.call("add", self._freed, 1) == len(self.others) + 1:
+            self._notes.delete([*map(self._note, [self._rank, *self.others]), self._freed])
 
     def _note(self, rank: int) -> str:
         return f"{self._name}/{rank}"

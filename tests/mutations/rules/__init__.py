@@ -9,6 +9,7 @@ from tests.mutations.rules import (
     comm,
     compat,
     forms,
+    gin,
     inference,
     integrations,
     kernels,
@@ -37,5 +38,6 @@ MUTATIONS = (
     + kernels.MUTATIONS
     + network.MUTATIONS
     + nodes.MUTATIONS
+    + gin.MUTATIONS
     + check_network.MUTATIONS
 )

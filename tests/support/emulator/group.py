@@ -20,6 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tokenloom as tl
 from tests.support.emulator import Emulator
+from tests.support.emulator.network import device_comm, signals_of
+from tokenloom.backends.gin import memory as gin_memory
+from tokenloom.backends.gin.backend import GinBackend
 from tokenloom.backends.nvlink import backend as backend_module
 from tokenloom.backends.nvlink import buffers, launcher, outcomes
 from tokenloom.backends.nvlink.backend import NvlinkBackend
@@ -27,6 +30,7 @@ from tokenloom.comm import communicator, growing
 from tokenloom.comm.engine import Engine
 from tokenloom.errors import PeerTimeout
 from tokenloom.jit import kernel
+from tokenloom.jit.compiler import NO_PRELUDE
 from tokenloom.plan import Plan
 from tokenloom.runtime import kernel_reports
 from tokenloom.runtime.links import Waiter
@@ -35,7 +39,7 @@ from tokenloom.runtime.noteboard import Noteboard
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.symmetric_memory import BufferLayout
-from tokenloom.runtime.topology import Topology
+from tokenloom.runtime.topology import Topology, pretended
 from tokenloom.runtime.waiting import Watch
 
 CPU = torch.device("cpu")
@@ -88,6 +92,16 @@ class Group:
             raise RuntimeError("another rank failed")
         self.emulator.run(20_000)
         time.sleep(0)
+
+    def share(self, ranks: Any, what: str, num_bytes: int) -> list[torch.Tensor]:
+        """Memory of every rank, zeros at a multiple of 128, the same for all ranks that ask for it."""
+        name = ranks.notes.key(ranks.notes.new_name(what))
+        self.drain(here.rank)  # not inside, where other ranks could not launch what its kernels wait for
+        with self.lock:
+            if name not in self.memory:
+                parts = [torch.zeros(num_bytes + 128, dtype=torch.uint8) for _ in range(self.num_ranks)]
+                self.memory[name] = [each[-each.data_ptr() % 128 :][:num_bytes] for each in parts]
+        return self.memory[name]
 
     def drain(self, rank: int) -> None:
         """Wait until all kernels of a rank have finished."""
@@ -168,25 +182,18 @@ class FakeBuffer:
     """Stands for SymmetricBuffer: buffers of one name are parts of the same one."""
 
     def __init__(self, layout: BufferLayout, ranks: Any) -> None:
-        group, name = here.group, ranks.notes.key(ranks.notes.new_name("buffer"))
-        group.drain(here.rank)  # not inside, where other ranks could not launch what its kernels wait for
-        with group.lock:
-            if name not in group.memory:
-                group.memory[name] = [
-                    torch.zeros(layout.total_bytes + 128, dtype=torch.uint8) for _ in range(group.num_ranks)
-                ]
+        group = here.group
         self.layout = layout
-        parts = group.memory[name]
-        starts = [-each.data_ptr() % 128 for each in parts]
-        self.addresses = [each.data_ptr() + start for each, start in zip(parts, starts, strict=True)]
-        there = range(group.num_ranks)
+        parts = group.share(ranks, "buffer", layout.total_bytes)
+        self.addresses = [each.data_ptr() for each in parts]
+        there = ranks.topology.nodes[ranks.topology.node_of[here.rank]]
         if ranks.masks_late:  # as ranks tell each other in truth
             there = [rank for rank, came in enumerate(ranks.all_gather_object(True, "sharing memory")) if came]
         self.others = frozenset(there) - ranks.masked - {here.rank}
         for rank in set(range(group.num_ranks)) - self.others - {here.rank}:
             self.addresses[rank] = NOWHERE
         self.peers = torch.tensor(self.addresses, dtype=torch.int64)
-        self._memory = parts[here.rank][starts[here.rank] :]
+        self._memory = parts[here.rank]
 
     def view(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         offset, _ = self.layout.places[name]
@@ -204,12 +211,36 @@ class FakeBuffer:
         pass
 
 
+class FakeGin:
+    """Stands for GinMemory."""
+
+    prelude = NO_PRELUDE
+
+    def __init__(self, ranks: Any, num_bytes: int, *, contexts: int, signals: int, state_bytes: int) -> None:
+        group = here.group
+        windows = group.share(ranks, "window", num_bytes)
+        raised = [each.view(torch.int64) for each in group.share(ranks, "signals", 8 * len(signals_of(signals)))]
+        comm = device_comm(here.rank, raised, signals)
+        window = torch.tensor([each.data_ptr() for each in windows])
+        state = torch.zeros(state_bytes, dtype=torch.uint8)
+        self.comm, self.window, self.state = ctypes.addressof(comm), window.data_ptr(), state.data_ptr()
+        self.address, self.num_bytes = windows[here.rank].data_ptr(), num_bytes
+        self._kept, self.is_kept, self.is_closed = (comm, window, state), False, False
+
+    def keep(self) -> None:
+        self.is_kept = True
+
+    def close(self) -> bool:
+        self.is_closed = not self.is_kept
+        return self.is_closed
+
+
 class FakeRanks(RankGroup):
     """A RankGroup on threads: it has a store and connections between pairs, and no collectives."""
 
     transport = "emulated"
 
-    def __init__(self, timeout_s: float, rejoins: bool) -> None:
+    def __init__(self, timeout_s: float, rejoins: bool, ranks_per_node: int | None) -> None:
         group: Any = SimpleNamespace(get_group_store=lambda: here.group.store)
         self.rank, self.num_ranks, self.device = here.rank, here.group.num_ranks, CPU
         self.process_group, self.own_transport, self.served = None, True, False
@@ -219,7 +250,8 @@ class FakeRanks(RankGroup):
         self._members = Membership(self.notes)
         self._watch = Watch(self.notes, self._members, timeout_s)
         self._waiter = Waiter()
-        self.terms, self.topology = {}, Topology.together(self.num_ranks)
+        self.terms, together = {}, Topology.together(self.num_ranks)
+        self.topology = together if ranks_per_node is None else pretended(self.num_ranks, ranks_per_node)
 
     def require_maskable(self) -> None:
         """Threads can always be left out."""
@@ -277,11 +309,14 @@ def _make_communicator(self: tl.Communicator, group: object = None, **options: A
     sizes = {name: options.pop(name) for name in ("num_experts", "hidden", "top_k", "max_tokens_per_rank")}
     plan = Plan(here.group.num_ranks, **sizes)
     rejoins = options.get("rejoin", False)
-    ranks = FakeRanks(options.get("timeout_s", 30.0), rejoins)
+    ranks = FakeRanks(options.get("timeout_s", 30.0), rejoins, options.get("ranks_per_node"))
     self.plan, self._ranks = plan, ranks
     if rejoins:
         ranks.rejoin(options.get("on_timeout") == "mask")
-    backend = NvlinkBackend(plan, ranks, options.get("num_sms", NUM_SMS), checked=options.get("checked", False))
+    sizes_of_calls = options.get("num_sms", NUM_SMS), options.get("checked", False)
+    backend: Any = NvlinkBackend(plan, ranks, *sizes_of_calls) if options.get("transport") != "gin" else None
+    if backend is None:
+        backend = GinBackend(plan, ranks, sizes_of_calls[0], options.get("dtype"), checked=sizes_of_calls[1])
     if options.get("on_timeout") == "mask" and not rejoins:
         backend.mask_late()
     if ranks.masks_late:
@@ -349,6 +384,8 @@ def _stand_ins(group: Group) -> Iterator[None]:
             (kernel.Kernel, "launch", FakeKernel.launch),
             (backend_module, "SymmetricBuffer", FakeBuffer),
             (buffers, "SymmetricBuffer", FakeBuffer),
+            (gin_memory, "SymmetricBuffer", FakeBuffer),
+            (gin_memory, "GinMemory", FakeGin),
             (backend_module, "usable_sms", lambda index: 132),
             (launcher, "close_together", lambda buffers: None),
             (launcher, "current_handle", lambda device: here.rank + 1),

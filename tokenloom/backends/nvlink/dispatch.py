@@ -15,7 +15,7 @@ from tokenloom.backends.nvlink.buffers import Buffers, ReceiveBuffer
 from tokenloom.backends.nvlink.copies import Copies
 from tokenloom.backends.nvlink.handle import NvlinkHandle
 from tokenloom.backends.nvlink.launcher import Half, Launched, Launcher
-from tokenloom.backends.nvlink.prepared import DirectDispatch, PreparedDispatch, Shared, check
+from tokenloom.backends.nvlink.prepared import DirectDispatch, PreparedDispatch, SharedByDirect, check
 from tokenloom.backends.nvlink.results import ResultsMemory
 from tokenloom.backends.nvlink.staged import StagedDispatch
 from tokenloom.errors import CapacityOverflow, InvalidArgument, TokenloomError, is_known_to_all
@@ -48,7 +48,9 @@ class Dispatcher:
         block_counts = torch.zeros(block_count_words(plan), dtype=torch.int32, device=device)
         keep_until_idle(self, device, block_counts)
         memory = ResultsMemory(device)
-        self._shared = Shared(plan, launcher, buffers, copies, block_counts, self._host_counts, memory, checked)
+        self._shared = SharedByDirect(
+            plan, launcher, buffers, block_counts, memory, checked, copies, self._host_counts
+        )
         self._prepared: dict[tuple[object, ...], PreparedDispatch] = {}
         buffers.when_grown.append(self._forget)
 

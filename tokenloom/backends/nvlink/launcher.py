@@ -365,10 +365,15 @@ class Launcher:
 
     def _open(self, fields: Fields, status: int = 0) -> None:
         """Put a call on the stream that does nothing else; with a status, where this rank has a fault of its own."""
+        kernel, blocks = self.empty_call(fields)
+        kind = CallKind(fields)
+        self.launch(kernel, kind, kind.number, status=status, blocks=blocks)
+
+    def empty_call(self, fields: Fields) -> tuple[OpeningKernel, int | None]:
+        """The kernel that opens such a call and does nothing else, and the blocks that it takes."""
         kernel = self.kernel(BarrierVariant(plan=self.plan))
         kernel.args.opened, kernel.args.num_cleared = self._opened.data_ptr(), 0
-        kind = CallKind(fields)
-        self.launch(kernel, kind, kind.number, status=status, blocks=1)
+        return kernel, 1
 
     def agree_before_memory(self, fields: Fields) -> None:
         """Agree that this call comes next: or some ranks would wait in making memory for others that do not.

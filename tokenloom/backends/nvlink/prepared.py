@@ -6,23 +6,36 @@ A call then writes how many tokens it has, where they and its results are, and i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from tokenloom.backends.base import DispatchInputs, DispatchOptions, DispatchOut
-from tokenloom.backends.handshake import CallKind, dispatch_fields
+from tokenloom.backends.handshake import CallKind, Fields, dispatch_fields
 from tokenloom.backends.nvlink.buffers import BULK_BYTES, Buffers, ReceiveBuffer, aligned, require_bulk
 from tokenloom.backends.nvlink.copies import Copies
 from tokenloom.backends.nvlink.handle import NvlinkHandle
 from tokenloom.backends.nvlink.launcher import HALVES, Half, Launcher, require_layout, require_no_host_read
 from tokenloom.backends.nvlink.results import Results, ResultsMemory
 from tokenloom.errors import InvalidArgument
-from tokenloom.kernels.common import MAX_BLOCKS
+from tokenloom.kernels.common import MAX_BLOCKS, Variant
 from tokenloom.kernels.dispatch.launch import CALL_FIELDS, STAGED_FIELDS, DispatchVariant
 from tokenloom.plan import Plan
 from tokenloom.runtime.kernel_reports import HostCounts
+from tokenloom.runtime.symmetric_memory import SymmetricBuffer
 
 FP8 = torch.float8_e4m3fn
+
+
+class StagingBuffers(Protocol):
+    """Where rows of staged dispatches arrive."""
+
+    @property
+    def fused(self) -> bool:
+        """Whether they serve a MegaMoE."""
+
+    def staged(self, dtype: torch.dtype, fields: Fields) -> SymmetricBuffer:
+        """The buffer for rows of this dtype."""
 
 
 @dataclass(frozen=True)
@@ -31,19 +44,29 @@ class Shared:
 
     Attributes:
         block_counts: int32, for counts that blocks of a kernel share.
-        host_counts: where kernels leave counts for the host, with exact sizes.
         memory: for what calls leave.
         checked: the host reads the outcome of every call before it returns.
     """
 
     plan: Plan
     launcher: Launcher
-    buffers: Buffers
-    copies: Copies
+    buffers: StagingBuffers
     block_counts: torch.Tensor
-    host_counts: HostCounts
     memory: ResultsMemory
     checked: bool
+
+
+@dataclass(frozen=True)
+class SharedByDirect(Shared):
+    """What direct ones use besides.
+
+    Attributes:
+        host_counts: where kernels leave counts for the host, with exact sizes.
+    """
+
+    buffers: Buffers
+    copies: Copies
+    host_counts: HostCounts
 
 
 class PreparedDispatch:
@@ -93,18 +116,21 @@ class PreparedDispatch:
         """Whether calls cannot be made by this alone."""
         return self.is_old
 
-    def _variant(
-        self, inputs: DispatchInputs, part: str, *, staged: bool = False, eager: bool = False
-    ) -> DispatchVariant:
+    @property
+    def quantize(self) -> str:
+        """How rows become FP8 on their way, as variants name it."""
+        if not self.options.to_fp8:
+            return ""
+        return "power of two" if self.options.power_of_two_scales else "any scale"
+
+    def variant(self, inputs: DispatchInputs, part: str, *, staged: bool = False, eager: bool = False) -> Variant:
         """The form of the kernel; with ``split`` there are two, the halves."""
-        options, quantize = self.options, ""
-        if options.to_fp8:
-            quantize = "power of two" if options.power_of_two_scales else "any scale"
+        options = self.options
         return DispatchVariant(
             plan=self.shared.plan,
             layout=options.layout,
             x_dtype=inputs.x.dtype,
-            quantize=quantize,
+            quantize=self.quantize,
             strategy=options.strategy,
             staged=staged,
             eager=eager,
@@ -124,7 +150,7 @@ class PreparedDispatch:
         self._write = (STAGED_FIELDS if staged else CALL_FIELDS).write
         plan, launcher, shared = self.shared.plan, self.launcher, self.shared
         parts = ("send", "receive") if self.split else ("whole",)
-        variants = [self._variant(inputs, part, staged=staged, eager=eager) for part in parts]
+        variants = [self.variant(inputs, part, staged=staged, eager=eager) for part in parts]
         self.kernel, *rest = (launcher.new_kernel(variant) for variant in variants)
         self.receiving_kernel = rest[0] if rest else None
         args, control = self.kernel.args, launcher.control.layout
@@ -224,9 +250,11 @@ class DirectDispatch(PreparedDispatch):
         capacity: the same, filled in.
     """
 
+    shared: SharedByDirect
+
     def __init__(
         self,
-        shared: Shared,
+        shared: SharedByDirect,
         options: DispatchOptions,
         inputs: DispatchInputs,
         capacity: int | None = None,

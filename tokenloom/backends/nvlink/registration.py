@@ -33,12 +33,12 @@ def probe(request: Request) -> Availability:
         InvalidArgument: ``num_sms`` is more than this process may use.
     """
     device = request.device
-    why_not = _why_not(request)
+    why_not = why_no_kernels(request)
     facts = {"host": host_identity()}
     if why_not is not None:
         return Availability("nvlink", False, why_not, facts)
     facts["gpu"] = str(torch.cuda.get_device_properties(device).uuid)
-    _require_sms(request)
+    require_sms(request)
     return Availability("nvlink", True, f"own kernels on {torch.cuda.get_device_name(device)}", facts)
 
 
@@ -65,7 +65,7 @@ def why_not_on(topology: Topology) -> str | None:
 REGISTRATION = Registration("nvlink", CAPABILITIES, probe, make, objections, why_not_on)
 
 
-def _why_not(request: Request) -> str | None:
+def why_no_kernels(request: Request) -> str | None:
     """What keeps the kernels from running on this rank, or None."""
     plan, device = request.plan, request.device
     if request.dtype == torch.float64:
@@ -103,7 +103,7 @@ def _load_kernels(plan: Plan, device: torch.device) -> None:
     Kernel(BarrierVariant(plan=plan).spec(), torch.cuda.current_device() if device.index is None else device.index)
 
 
-def _require_sms(request: Request) -> None:
+def require_sms(request: Request) -> None:
     """The blocks of a kernel wait for each other, so all of them must be on the GPU at the same time."""
     if not request.num_sms:
         return

@@ -64,7 +64,7 @@ class StagedDispatch(PreparedDispatch):
         plan, options, rank = self.shared.plan, self.options, self.launcher.ranks.rank
         received = plan.worst_case_rows("rank")
         sizes = {"slot_ranges": 2 * plan.num_experts, "row_tokens": received}
-        sizes |= {"local_ids": received * plan.top_k, "row_places": received * plan.top_k}
+        sizes |= {"local_ids": received * plan.top_k, "row_places": received * plan.top_k, **self.further_words()}
         if self.with_weights:
             sizes["weights"] = received * plan.top_k
         if with_scales:
@@ -72,6 +72,45 @@ class StagedDispatch(PreparedDispatch):
             sizes["scales"] = self._places * (-(-blocks // 4) if options.scale_layout == "packed" else blocks)
         brought = {"with_weights": self.with_weights, "with_scales": self.with_scales}
         return Results(plan, rank, options, self._places, sizes, **brought)
+
+    def further_words(self) -> dict[str, int]:
+        """Words that calls leave besides, by name."""
+        return {}
+
+    def aim(
+        self,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        topk_ids: torch.Tensor,
+        weights: torch.Tensor | None,
+        num_tokens: int,
+        results: Results,
+        base: int,
+        rows: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write what a call is given, and where it leaves its results: these words, at ``base``, and rows.
+
+        Returns:
+            x and topk_ids, or copies of them at addresses that the kernel takes.
+        """
+        out_scales, out_ids, out_weights, out_places, out_tokens, slot_ranges = self._outputs
+        return self.point(
+            x,
+            scales,
+            topk_ids,
+            weights,
+            num_tokens,
+            results,
+            base,
+            0,
+            rows,
+            base + out_scales if self.with_scales else 0,
+            base + out_ids,
+            base + out_weights if self.with_weights else 0,
+            base + out_places,
+            base + out_tokens,
+            base + slot_ranges,
+        )
 
     def launch(
         self,
@@ -92,25 +131,7 @@ class StagedDispatch(PreparedDispatch):
         results = self.results if out is None or out.scales is None else self._without_scales
         memory = self.shared.memory.take(results, num_tokens, stream)
         base = memory[2]
-        out_scales, out_ids, out_weights, out_places, out_tokens, slot_ranges = self._outputs
-        row_places, row_tokens = base + out_places, base + out_tokens
-        x, topk_ids = self.point(
-            x,
-            scales,
-            topk_ids,
-            weights,
-            num_tokens,
-            results,
-            base,
-            0,
-            rows.data_ptr(),
-            base + out_scales if self.with_scales else 0,
-            base + out_ids,
-            base + out_weights if self.with_weights else 0,
-            row_places,
-            row_tokens,
-            base + slot_ranges,
-        )
+        x, topk_ids = self.aim(x, scales, topk_ids, weights, num_tokens, results, base, rows.data_ptr())
         if out is not None:
             self._point_given(out)
         call, half = launcher.num_calls, None
@@ -120,6 +141,7 @@ class StagedDispatch(PreparedDispatch):
         else:
             launcher.launch_ready(self.kernel, self.kind, call, stream)
         handle = NvlinkHandle(self.options, call, num_tokens, places, topk_ids, memory, results, None, None)
+        row_places, row_tokens = base + self._outputs[3], base + self._outputs[4]
         slots, all_counts = results.told[:2]
         if launcher.masked:
             handle.masked = launcher.masked

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from tokenloom.backends.network import gin
+from tokenloom.backends.gin.availability import examine
 from tokenloom.bench.common.rows import write_json
 from tokenloom.bench.common.setup import run_setup
 from tokenloom.bench.network import judge, report
@@ -112,7 +112,7 @@ def show(console: Console, found: Report, num_ranks: int, device: str, files: Fi
         InvalidArgument: constants were asked for, and there is one node.
     """
     setup = run_setup(device, num_ranks, command)
-    gin_here = gin.probe(torch.device(device))
+    gin_here = examine(torch.device(device))
     over = f"NCCL {setup['nccl']}" if setup["nccl"] else found.transport
     about = [
         f"{num_ranks} ranks on {setup['device_name']}, {found.transport}; {found.nodes}",

@@ -1,4 +1,4 @@
-"""Whether kernels could send over the network by themselves, with NCCL's GIN. No backend lets them yet."""
+"""Whether kernels can send over the network by themselves, with NCCL's GIN."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tokenloom.backends.registration import Availability
+from tokenloom.env import nccl_plugin
 from tokenloom.errors import TokenloomError
 from tokenloom.jit import compiler, nccl_headers
 from tokenloom.runtime import nccl
@@ -15,8 +16,8 @@ from tokenloom.runtime import nccl
 RDMA_CARDS = Path("/sys/class/infiniband")
 
 
-def probe(device: torch.device) -> Availability:
-    """Whether GIN could carry rows of tensors on this device.
+def examine(device: torch.device) -> Availability:
+    """Whether GIN can carry rows of tensors on this device.
 
     Returns:
         ``why`` says over which cards, or what is missing. ``facts["headers"]`` are NCCL's headers, or why there are
@@ -37,9 +38,10 @@ def probe(device: torch.device) -> Availability:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return _missing(f"NCCL's headers cannot be used, or NVRTC is missing: {reason}", f"not usable: {reason}")
     cards = sorted(each.name for each in RDMA_CARDS.iterdir()) if RDMA_CARDS.is_dir() else []
-    if not cards:
-        return _missing(f"no RDMA card in {RDMA_CARDS}", found)
-    return Availability("gin", True, f"type PROXY, over {', '.join(cards)}", {"headers": found})
+    over = ", ".join(cards) or nccl_plugin()
+    if not over:
+        return _missing(f"no RDMA card in {RDMA_CARDS}, and no plugin of NCCL's is named", found)
+    return Availability("gin", True, f"type PROXY, over {over}", {"headers": found})
 
 
 def _missing(why: str, headers: str) -> Availability:

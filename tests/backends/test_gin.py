@@ -1,0 +1,288 @@
+"""Backend "gin" with its own host code on the emulator: bits, errors that all ranks hear of, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import tokenloom as tl
+from tests.support import emulator
+from tests.support.cases import BF16, FP8, FP32, Case, expert_rows, make_problem, same_bits, same_routed
+from tokenloom import reference
+from tokenloom.backends.gin import availability, memory, registration
+from tokenloom.backends.registration import Request
+from tokenloom.plan import Plan, align_up
+from tokenloom.runtime.processes import RankContext
+from tokenloom.runtime.topology import pretended
+
+pytestmark = pytest.mark.skipif(emulator.CXX is None, reason="no g++")
+
+CASE = Case("nodes", "", tokens=(7, 0, 5, 6), hidden=128, top_k=4, unused=0.2)
+CASES = {
+    "unequal": CASE,
+    "fp8": replace(CASE, hidden=256, dtype=FP8, ids_dtype=torch.int32),
+    "fp32": replace(CASE, hidden=16, dtype=FP32, weights="nan where unused"),
+    "no weights": replace(CASE, hidden=16, weights="absent", pick="repeats"),
+    "two chunks": replace(CASE, hidden=16, tokens=(70, 3, 66, 0), top_k=2),
+    "none": replace(CASE, hidden=16, tokens=(0,)),
+}
+
+
+def comm_of(context: RankContext, plan: Plan, **options: Any) -> tl.Communicator:
+    sizes = {name: value for name, value in vars(plan).items() if name != "num_ranks"}
+    return tl.Communicator(context.group, transport="gin", ranks_per_node=2, **sizes, **options)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bits(name: str) -> None:
+    """Both layouts there and back, twice each, so that regions take turns."""
+    emulator.ranks(4).run(check_bits, CASES[name])
+
+
+def check_bits(context: RankContext, case: Case) -> None:
+    problem = make_problem(case, context.num_ranks)
+    with comm_of(context, problem.plan, dtype=None if case.dtype == FP8 else case.dtype) as comm:
+        for _ in range(2):
+            for layout in ("slots", "rank"):
+                there_and_back(context, comm, problem, layout)
+        comm.check()
+
+
+def there_and_back(context: RankContext, comm: tl.Communicator, problem: Any, layout: str) -> None:
+    sizes = {"capacity": problem.rows_needed("slots") + 1} if layout == "slots" else {}
+    routed = comm.dispatch(*problem.arguments(context), layout=layout, **sizes)
+    want = problem.dispatched(layout, **sizes)
+    comm.check()
+    same_routed(routed, want[context.rank], problem.plan, bounded=layout == "slots")
+    wire = FP32 if problem.xs[0].dtype == FP32 else BF16
+    ys = expert_rows(problem, want, wire)
+    weights = problem.topk_weights if layout == "slots" else None
+    out = comm.combine(
+        ys[context.rank], routed, mode="per_node", weighted=None if layout == "rank" else weights is not None
+    )
+    wanted = reference.combine(
+        problem.plan, ys, want, problem.topk_ids, weights, mode="per_node", nodes=comm.engine.ranks.topology.nodes
+    )
+    comm.check()
+    same_bits(out, wanted[context.rank], "sums")
+
+
+def test_nobody_else_looks_for_nccl() -> None:
+    """Its headers are loaded for those who ask."""
+    ready = {"why_no_kernels": mock.Mock(return_value=None), "require_sms": mock.Mock()}
+    request = Request("nccl", torch.device("cuda"), plan=Plan(4, 8, 16, 2, 8))
+    with mock.patch.multiple(registration, **ready), mock.patch.object(availability, "examine") as examine:
+        found = registration.probe(request)
+        assert (found.works, found.why) == (False, "only transport='gin' takes it")
+        examine.assert_not_called()
+        assert registration.probe(replace(request, between_nodes="gin")) is examine.return_value
+        assert registration.probe(replace(request, name="gin")) is examine.return_value
+
+
+def test_window_of_a_plan() -> None:
+    """A region for each node and turn, to put from and to: the counts of a source, and most rows, once."""
+    plan = Plan(4, 256, 7168, 8, 128)
+    with (
+        mock.patch.object(memory, "GinMemory") as gin,
+        mock.patch.object(memory, "SymmetricBuffer"),
+    ):
+        made = memory.NodeMemory(plan, mock.Mock(topology=pretended(4, 2)), torch.bfloat16)
+    header, row = 4 * (4 + 4 + 256) + 16, 2 * 7168 + 4 * (3 * 8 + 2 + 1)
+    assert made.regions.region_bytes == align_up(header + 128 * align_up(row, 16), 128)
+    assert gin.call_args.args[1] == 2 * 2 * 4 * 2 * made.regions.region_bytes
+    assert (made.regions.chunks, made.regions.chunk_rows) == (2, 64)
+    for dtype in (torch.float16, torch.float8_e4m3fn):
+        made.require_room(dtype)
+    with pytest.raises(tl.InvalidArgument, match=r"made for torch.bfloat16; make it with dtype=torch.float32"):
+        made.require_room(torch.float32)
+
+
+# -- what callers may give ------------------------------------------------------------------------------------------
+
+
+def test_quantised_rows_to_tensors_of_the_caller() -> None:
+    """FP8 made on the way, with scales as grouped GEMMs take them; a serving loop that allocates nothing."""
+    emulator.ranks(4).run(check_out)
+
+
+def check_out(context: RankContext) -> None:
+    problem = make_problem(replace(CASE, hidden=256, to_quantise=True), context.num_ranks)
+    plan, capacity = problem.plan, problem.rows_needed("slots")
+    local = plan.experts_per_rank
+    out = tl.DispatchOut(
+        tokens=torch.zeros(local, capacity, plan.hidden, dtype=FP8),
+        scales=torch.zeros(local, 2, capacity).transpose(1, 2),
+        expert_counts=torch.zeros(local, dtype=torch.int32),
+        slot_ranges=torch.zeros(local, plan.num_ranks, 2, dtype=torch.int32),
+    )
+    home = torch.zeros(len(problem.xs[context.rank]), plan.hidden, dtype=BF16)
+    x, ids, weights = problem.arguments(context)
+    with comm_of(context, plan) as comm, torch.no_grad():
+        routed = comm.dispatch(
+            x, ids, weights, layout="slots", capacity=capacity, to_fp8=True, scale_layout="columns", out=out
+        )
+        comm.check()
+        want = problem.dispatched("slots", capacity=capacity, to_fp8=True, scale_layout="columns")
+        same_routed(routed, want[context.rank], plan)
+        assert routed.tokens is out.tokens
+        assert routed.expert_counts is out.expert_counts
+        ys = expert_rows(problem, want, BF16)
+        comm.combine(ys[context.rank], routed, mode="per_node", out=home)
+        comm.check()
+    wanted = reference.combine(
+        plan, ys, want, problem.topk_ids, problem.topk_weights, mode="per_node", nodes=[(0, 1), (2, 3)]
+    )
+    same_bits(home, wanted[context.rank], "sums")
+
+
+def test_halves() -> None:
+    """Two calls are open at once, and received in either order."""
+    emulator.ranks(4).run(check_halves)
+
+
+def check_halves(context: RankContext) -> None:
+    problem = make_problem(CASE, context.num_ranks)
+    capacity = problem.rows_needed("slots")
+    want = problem.dispatched("slots", capacity=capacity)
+    with comm_of(context, problem.plan) as comm:
+        pending = [comm.send_dispatch(*problem.arguments(context), layout="slots", capacity=capacity) for _ in "ab"]
+        second, first = pending[1].receive(), pending[0].receive()
+        comm.check()
+        for routed in (first, second):
+            same_routed(routed, want[context.rank], problem.plan)
+
+
+def test_exact_sizes_read_on_the_host() -> None:
+    emulator.ranks(4).run(check_exact)
+
+
+def check_exact(context: RankContext) -> None:
+    problem = make_problem(CASE, context.num_ranks)
+    with comm_of(context, problem.plan, checked=True) as comm:
+        routed = comm.dispatch(*problem.arguments(context), layout="rank")
+        assert type(routed.num_rows) is int
+        assert comm.transports == {"own node": "nvlink", "other nodes": "gin"}
+        assert "window for 2 nodes" in comm.describe()
+
+
+# -- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["dispatch", "combine"])
+def test_all_ranks_hear_of_a_fault(call: str) -> None:
+    """Rank 3 fails before its call. Ranks of both nodes are told why, and go on."""
+    emulator.ranks(4).run(check_fault, call)
+
+
+def check_fault(context: RankContext, call: str) -> None:
+    problem = make_problem(CASE, context.num_ranks)
+    x, ids, weights = problem.arguments(context)
+    capacity = problem.rows_needed("slots")
+    with comm_of(context, problem.plan) as comm:
+        routed = comm.dispatch(x, ids, weights, layout="slots", capacity=capacity)
+
+        def wrong() -> None:
+            if call == "dispatch":
+                comm.dispatch(x[:, :8], ids, weights, layout="slots", capacity=capacity)
+            comm.combine(routed.tokens[:, :, :8], routed, mode="per_node")
+
+        def right() -> None:
+            if call == "dispatch":
+                comm.dispatch(x, ids, weights, layout="slots", capacity=capacity)
+            else:
+                comm.combine(routed.tokens, routed, mode="per_node")
+
+        if context.rank == 3:
+            with pytest.raises(tl.ShapeMismatch):
+                wrong()
+        else:
+            right()
+            with pytest.raises(tl.PeerError, match=r"rank 3.*ShapeMismatch"):
+                comm.check()
+        there_and_back(context, comm, problem, "slots")
+
+
+def test_all_ranks_hear_of_options_that_differ() -> None:
+    emulator.ranks(4).run(check_mismatch)
+
+
+def check_mismatch(context: RankContext) -> None:
+    problem = make_problem(CASE, context.num_ranks)
+    capacity = problem.rows_needed("slots")
+    with comm_of(context, problem.plan) as comm:
+        for rank in (1, 2):
+            own = capacity + (context.rank == rank)
+            comm.dispatch(*problem.arguments(context), layout="slots", capacity=own)
+            with pytest.raises(tl.PlanMismatch, match=rf"rank {rank} has capacity={capacity + 1}"):
+                comm.check()
+        there_and_back(context, comm, problem, "slots")
+
+
+def test_too_many_rows_are_told_on_all_ranks() -> None:
+    emulator.ranks(4).run(check_overflow)
+
+
+def check_overflow(context: RankContext) -> None:
+    problem = make_problem(CASE, context.num_ranks)
+    needed = problem.rows_needed("slots")
+    with comm_of(context, problem.plan) as comm:
+        comm.dispatch(*problem.arguments(context), layout="slots", capacity=needed - 1)
+        with pytest.raises(tl.CapacityOverflow) as overflow:
+            comm.check()
+        assert overflow.value.needed == needed
+        there_and_back(context, comm, problem, "slots")
+
+
+def test_who_is_missing_is_named() -> None:
+    """Rank 3 makes no second call. Its neighbour and the rank on its rail name it, and nobody waits for ever."""
+    said = emulator.ranks(4).run(check_missing)
+    assert said[3] is None
+    assert (3,) in said[:3]
+
+
+def check_missing(context: RankContext) -> Any:
+    problem = make_problem(CASE, context.num_ranks)
+    x, ids, weights = problem.arguments(context)
+    comm = comm_of(context, problem.plan, timeout_s=0.0015)  # some seconds of the emulator
+    backend: Any = comm.engine._backend
+    torch.distributed.barrier()
+    comm.dispatch(x, ids, weights, layout="rank", sizes="bounded")
+    comm.check()
+    if context.rank == 3:
+        return None
+    comm.dispatch(x, ids, weights, layout="rank", sizes="bounded")
+    with pytest.raises(tl.PeerTimeout) as timeout:
+        comm.check()
+    comm.close()
+    assert backend._memory.gin.is_kept, "a late rank may still put to the window"
+    return timeout.value.peers
+
+
+def test_what_it_has_not() -> None:
+    emulator.ranks(4).run(check_refusals)
+
+
+def check_refusals(context: RankContext) -> None:
+    problem = make_problem(CASE, context.num_ranks)
+    x, ids, weights = problem.arguments(context)
+    capacity = problem.rows_needed("slots")
+    with comm_of(context, problem.plan) as comm:
+        routed = comm.dispatch(x, ids, weights, layout="slots", capacity=capacity)
+        for text, call in {
+            "layout is 'expert', expected one of rank, slots": lambda: comm.dispatch(x, ids, weights),
+            "mode is 'per_rank', this backend has per_node": lambda: comm.combine(routed.tokens, routed),
+            "no gradients": lambda: comm.dispatch(
+                x.float().bfloat16().requires_grad_(), ids, weights, layout="rank", sizes="bounded"
+            ),
+            "made for torch.bfloat16; make it with dtype=torch.float32": lambda: comm.dispatch(
+                x.float(), ids, weights, layout="slots", capacity=capacity
+            ),
+            "cannot leave ranks out": lambda: comm.mask_ranks([1] if context.rank != 1 else [0]),
+        }.items():
+            with pytest.raises(tl.TokenloomError, match=text):
+                call()
+        there_and_back(context, comm, problem, "slots")

@@ -1,0 +1,224 @@
+"""Backend "gin": dispatch and combine of few tokens between nodes, one kernel each, without the host.
+
+The kernels write the memory of ranks of their node, and put rows to other nodes by NCCL's GIN: one for each (token,
+node). docs/explanation/between-nodes.md is the protocol. The host's side is that of backend "nvlink": how calls open
+and what they have found, prepared calls, and handles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import pairwise
+from typing import NoReturn
+
+import torch
+
+from tokenloom.backends.base import (
+    CombineOptions,
+    DispatchInputs,
+    DispatchOptions,
+    OwnOutputs,
+    Rows,
+    Upcoming,
+    Wait,
+)
+from tokenloom.backends.gin.capabilities import CAPABILITIES
+from tokenloom.backends.gin.combine import NodesCombine, empty_combine
+from tokenloom.backends.gin.dispatch import NodesDispatch
+from tokenloom.backends.gin.launcher import NodesLauncher
+from tokenloom.backends.gin.memory import NodeMemory
+from tokenloom.backends.nvlink.dispatch import given
+from tokenloom.backends.nvlink.handle import NvlinkHandle
+from tokenloom.backends.nvlink.launcher import Launched, require_no_host_read
+from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT
+from tokenloom.backends.nvlink.prepared import Shared
+from tokenloom.backends.nvlink.results import ResultsMemory
+from tokenloom.errors import CapacityOverflow, InvalidArgument, TokenloomError
+from tokenloom.kernels.dispatch.launch import block_count_words
+from tokenloom.plan import Plan
+from tokenloom.runtime.leftovers import keep_until_idle
+from tokenloom.runtime.rank_group import RankGroup
+
+MOST_KINDS = 64
+"""Kinds of calls that are kept prepared."""
+
+
+class GinBackend:
+    """Dispatch and combine between nodes by GIN. Making one is collective.
+
+    The first half of a call does all of it, since rows for other nodes are forwarded by the same kernels.
+
+    Args:
+        plan, ranks: sizes and group, whose topology has rails.
+        num_sms: SMs, one block each, that a kernel takes.
+        dtype: of the tokens; None: of 2 bytes.
+        checked: read the outcome of every call before it returns.
+    """
+
+    name = "gin"
+
+    def __init__(
+        self, plan: Plan, ranks: RankGroup, num_sms: int, dtype: torch.dtype | None, checked: bool = False
+    ) -> None:
+        self.capabilities = replace(CAPABILITIES, reads_on_host=checked)
+        self._checked, self._ranks = checked, ranks
+        self._overflow: CapacityOverflow | None = None
+        self._memory = NodeMemory(plan, ranks, dtype)
+        self._launcher = NodesLauncher(plan, ranks, self._memory, num_sms)
+        block_counts = torch.zeros(block_count_words(plan), dtype=torch.int32, device=ranks.device)
+        keep_until_idle(self, ranks.device, block_counts)
+        results = ResultsMemory(ranks.device)
+        self._shared = Shared(plan, self._launcher, self._memory, block_counts, results, checked)
+        self._dispatches: dict[tuple[object, ...], NodesDispatch] = {}
+        self._combines: dict[tuple[object, ...], NodesCombine] = {}
+        self._launcher.empty["dispatch"] = self._empty_dispatch().kernel
+        self._launcher.empty["combine"] = empty_combine(self._launcher)
+
+    def _empty_dispatch(self) -> NodesDispatch:
+        """A dispatch without tokens, whose arguments never change."""
+        plan, device = self._shared.plan, self._ranks.device
+        x = torch.empty(0, plan.hidden, dtype=torch.bfloat16, device=device)
+        ids = torch.empty(0, plan.top_k, dtype=torch.int32, device=device)
+        inputs = DispatchInputs(x, None, ids, None, False, False, False)
+        dispatch = NodesDispatch(self._shared, DispatchOptions("slots", 1, "bounded", 1), inputs)
+        words = torch.zeros(dispatch.results.words(0), dtype=torch.int32, device=device)
+        rows = x.new_empty(plan.experts_per_rank, plan.hidden)
+        keep_until_idle(self._launcher, device, words, rows)
+        dispatch.aim(x, None, ids, None, 0, dispatch.results, words.data_ptr(), rows.data_ptr())
+        return dispatch
+
+    # -- calls ----------------------------------------------------------------------------------------------
+
+    def send_dispatch(
+        self, options: DispatchOptions, inputs: DispatchInputs
+    ) -> Launched[tuple[NvlinkHandle, torch.Tensor]]:
+        if inputs.x_needs_grad or inputs.weights_need_grad:
+            self._refuse_gradients()
+        exact = options.sizes == "exact"
+        require_no_host_read(exact or self._checked, "sizes='exact'" if exact else "checked=True")
+        prepared = self._prepared_dispatch(options, replace(inputs, split=False))
+        if exact:  # whoever waits hears first of what earlier calls left
+            self._launcher.settle(0)
+        handle, rows, _ = prepared.launch(*given(inputs), inputs.out)
+        if exact:
+            self._launcher.settle(0)
+            rows = handle.cut_to_size(handle.all_sizes(), rows)
+        elif self._checked:
+            self._settle_checked()
+        out = inputs.out
+        if out is not None and out.topk_ids is not None and out.topk_ids.dtype != torch.int32:
+            out.topk_ids.view(-1, self._shared.plan.top_k).copy_(handle.topk_ids)
+        return Launched((handle, rows))
+
+    def _prepared_dispatch(self, options: DispatchOptions, inputs: DispatchInputs) -> NodesDispatch:
+        weights = inputs.topk_weights
+        with_scales, weights_dtype = inputs.scales is None, None if weights is None else weights.dtype
+        key = (options, inputs.x.dtype, with_scales, inputs.topk_ids.dtype, weights_dtype)
+        found = self._dispatches.get(key)
+        if found is None:
+            if len(self._dispatches) >= MOST_KINDS:
+                self._dispatches.clear()
+            found = self._dispatches[key] = NodesDispatch(self._shared, options, inputs)
+        return found
+
+    def send_combine(
+        self,
+        handle: NvlinkHandle,
+        rows: torch.Tensor,
+        weights: torch.Tensor | None,
+        options: CombineOptions,
+        out: torch.Tensor | None = None,
+        alone: bool = False,
+        split: bool = False,
+    ) -> Launched[torch.Tensor]:
+        if options.needs_grad:
+            self._refuse_gradients()
+        require_no_host_read(self._checked, "checked=True")
+        key = (handle.options.layout, rows.dtype, options)
+        found = self._combines.get(key)
+        if found is None:
+            found = self._combines[key] = NodesCombine(self._launcher, handle.number, *key)
+        out = found.launch(handle, rows, weights, out)
+        if self._checked:
+            self._launcher.settle(0)
+        return Launched(out)
+
+    def _settle_checked(self) -> None:
+        """Read the outcome of the last call. A dropped row is for the next call to raise."""
+        try:
+            self._launcher.settle(0)
+        except CapacityOverflow as too_many:
+            self._overflow = too_many
+
+    # -- what there are no kernels for ------------------------------------------------------------------------
+
+    def send_again(
+        self, handle: NvlinkHandle, values: Rows, strategy: str = "dedup", own: OwnOutputs = False
+    ) -> NoReturn:
+        raise InvalidArgument("transport 'gin' repeats no dispatch with other rows; use transport='collective'")
+
+    def send_rows(self, handle: NvlinkHandle, values: torch.Tensor, strategy: str = "dedup") -> NoReturn:
+        self._refuse_gradients()
+
+    def send_weight_gradients(self, handle: NvlinkHandle, grad: torch.Tensor) -> NoReturn:
+        self._refuse_gradients()
+
+    def row_weights(self, handle: NvlinkHandle, weights: torch.Tensor, num_places: int) -> NoReturn:
+        self._refuse_gradients()
+
+    def route_gradients(self, handle: NvlinkHandle, grad: torch.Tensor, like: torch.Tensor) -> NoReturn:
+        self._refuse_gradients()
+
+    def _refuse_gradients(self) -> NoReturn:
+        raise InvalidArgument(
+            "transport 'gin' brings no gradients home; call under torch.no_grad(), or use transport='collective'"
+        )
+
+    def mask(self, ranks: Collection[int]) -> None:
+        raise InvalidArgument("transport 'gin' cannot leave ranks out; use transport='collective' over gloo")
+
+    def unmask(self, ranks: Collection[int]) -> None:
+        self.mask(ranks)
+
+    def mask_late(self) -> None:
+        self.mask(())
+
+    # -- state ----------------------------------------------------------------------------------------------
+
+    @property
+    def masked(self) -> frozenset[int]:
+        return frozenset()
+
+    def report_fault(self, fault: Exception, upcoming: Sequence[Upcoming]) -> None:
+        """Open the calls that the others open before they wait for an outcome."""
+        first = upcoming[0]
+        names = [first.name]
+        for call, following in pairwise(upcoming):
+            if call.awaited or self._checked:
+                break
+            names.append(following.name)
+        self._launcher.report_fault(fault, names, first.awaited)
+
+    def check(self, wait: Wait) -> None:
+        if self._launcher.current()[1]:
+            return
+        if self._overflow is not None:
+            overflow, self._overflow = self._overflow, None
+            raise overflow
+        if wait == "everything":
+            self._launcher.check()
+        else:
+            self._launcher.settle(0 if wait == "calls" else CALLS_IN_FLIGHT)
+
+    def memory(self) -> list[str]:
+        return self._memory.describe()
+
+    def close(self) -> None:
+        """Give memory back, unless a graph may still write to it, or other ranks after a wait that has expired."""
+        if self._ranks.is_broken or self._launcher.has_graphs:
+            self._memory.gin.keep()
+        with suppress(TokenloomError):  # what NCCL does not take back stays until the process ends
+            self._memory.gin.close()
+        self._launcher.close(self._memory.shared())

@@ -1,0 +1,109 @@
+"""Combines between nodes, of one kind each: sums of a node cross the network, one for each (token, node)."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenloom.backends.base import CombineOptions
+from tokenloom.backends.gin.dispatch import FOR_COMBINE
+from tokenloom.backends.gin.launcher import BehindNccl, NodesLauncher
+from tokenloom.backends.handshake import CallKind, combine_fields
+from tokenloom.backends.nvlink.buffers import address_of, aligned, require_aligned, require_bulk
+from tokenloom.backends.nvlink.handle import NvlinkHandle
+from tokenloom.backends.nvlink.launcher import OpeningKernel
+from tokenloom.kernels.combine.launch import CALL_FIELDS, max_chunks
+from tokenloom.kernels.combine.launch_network import CombineNetworkVariant
+from tokenloom.kernels.common import TURNS
+from tokenloom.runtime.leftovers import keep_until_idle
+
+COMBINES = 1
+"""The kind of traffic; kCombines of device/transport/gin.cuh."""
+
+
+class NodesCombine:
+    """Combines between nodes of one kind.
+
+    Args:
+        launcher: of the communicator.
+        number: of the dispatch that the first of them belongs to.
+        layout: of the dispatch. y_dtype: of the rows.
+        options: of the combine.
+    """
+
+    def __init__(
+        self, launcher: NodesLauncher, number: int, layout: str, y_dtype: torch.dtype, options: CombineOptions
+    ) -> None:
+        plan, memory = launcher.plan, launcher.memory
+        for dtype in (y_dtype, options.wire_dtype, options.out_dtype):
+            require_bulk(plan.hidden, dtype)
+        memory.require_room(options.wire_dtype)
+        self._launcher, self._options = launcher, options
+        self._kind = CallKind(combine_fields(number, options))
+        variant = CombineNetworkVariant(
+            plan,
+            memory.ranks_per_node,
+            layout="rank" if layout == "rank" else "expert",
+            y_dtype=y_dtype,
+            wire_dtype=options.wire_dtype,
+            out_dtype=options.out_dtype,
+            weights="received" if options.weighted else "none",
+        )
+        self.kernel = launcher.new_kernel(BehindNccl(variant, memory.gin.prelude))
+        args = self.kernel.args
+        args.max_tokens, args.max_chunks = plan.max_tokens_per_rank, max_chunks(plan)
+        args.chunk_flags = launcher.control.layout.offset("chunk_flags")
+        args.send_blocks, args.combine_turns = launcher.num_sms, TURNS
+        args.peers, args.combine_recv = memory.partials.peers.data_ptr(), memory.partials.layout.offset("partials")
+        args.partials_bytes, args.turn_bytes = memory.partials_bytes, memory.num_nodes * memory.partials_bytes
+        memory.tell(args.rail, COMBINES)
+
+    def launch(
+        self, handle: NvlinkHandle, rows: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Put the kernel on the current stream.
+
+        Args:
+            out: tensor for the result, or None for a new one.
+
+        Returns:
+            [T, H], the result when the kernel is done.
+        """
+        options, hidden = self._options, self._launcher.plan.hidden
+        if out is None:
+            out = rows.new_empty(handle.num_tokens, hidden, dtype=options.out_dtype)
+        require_aligned(out, "out")
+        rows, ids = aligned(rows), handle.given_ids
+        multiplied_by = address_of(weights) or handle.weights_address if options.weighted else 0
+        args = self.kernel.args
+        CALL_FIELDS.write(
+            args,
+            CALL_FIELDS.offset,
+            rows.data_ptr(),
+            *handle.pointers,
+            multiplied_by,
+            ids.data_ptr(),
+            out.data_ptr(),
+            handle.num_tokens,
+            handle.capacity,
+            ids.dtype == torch.int64,
+        )
+        for name in FOR_COMBINE:
+            setattr(args, name, handle.address(name))
+        self._launcher.launch(self.kernel, self._kind, handle.number)
+        return out
+
+
+def empty_combine(launcher: NodesLauncher) -> OpeningKernel:
+    """The kernel of a combine without rows, whose arguments never change."""
+    plan, bfloat16 = launcher.plan, torch.bfloat16
+    combine = NodesCombine(
+        launcher, -1, "slots", bfloat16, CombineOptions(False, bfloat16, bfloat16, False, "per_node")
+    )
+    most = plan.num_ranks * (plan.num_ranks + plan.num_experts)  # of counts; the others are fewer
+    zeros = torch.zeros(most, dtype=torch.int32, device=launcher.ranks.device)
+    keep_until_idle(launcher, launcher.ranks.device, zeros)
+    nothing = zeros.data_ptr()
+    CALL_FIELDS.write(combine.kernel.args, CALL_FIELDS.offset, *[nothing] * 8, 0, 0, False)
+    for name in FOR_COMBINE:
+        setattr(combine.kernel.args, name, nothing)
+    return combine.kernel

@@ -1,0 +1,65 @@
+"""Dispatches between nodes, of one kind each."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenloom.backends.base import DispatchInputs, DispatchOptions
+from tokenloom.backends.gin.launcher import BehindNccl, NodesLauncher
+from tokenloom.backends.nvlink.prepared import Shared
+from tokenloom.backends.nvlink.results import Results
+from tokenloom.backends.nvlink.staged import StagedDispatch
+from tokenloom.kernels.common import Variant
+from tokenloom.kernels.dispatch.launch_network import DispatchNetworkVariant
+
+DISPATCHES = 0
+"""The kind of traffic; kDispatches of device/transport/gin.cuh."""
+FOR_COMBINE = ("node_rows", "forwarded_slots", "forwarded_rows")
+"""What a combine needs besides, as arguments and results name it."""
+
+
+class NodesDispatch(StagedDispatch):
+    """Dispatches between nodes of one kind.
+
+    Args:
+        shared: of the communicator; the launcher is a :class:`NodesLauncher`.
+        options, inputs: of any call of the kind.
+    """
+
+    launcher: NodesLauncher
+
+    def __init__(self, shared: Shared, options: DispatchOptions, inputs: DispatchInputs) -> None:
+        super().__init__(shared, options, inputs)
+        self.launcher.memory.tell(self.kernel.args.rail, DISPATCHES)
+
+    def variant(self, inputs: DispatchInputs, part: str, *, staged: bool = False, eager: bool = False) -> Variant:
+        memory, options = self.launcher.memory, self.options
+        variant = DispatchNetworkVariant(
+            self.shared.plan,
+            memory.ranks_per_node,
+            layout=options.layout,
+            x_dtype=inputs.x.dtype,
+            quantize=self.quantize,
+            scale_layout=options.scale_layout,
+        )
+        return BehindNccl(variant, memory.gin.prelude)
+
+    def further_words(self) -> dict[str, int]:
+        memory, most = self.launcher.memory, self.shared.plan.max_tokens_per_rank
+        nodes = memory.num_nodes
+        return dict(zip(FOR_COMBINE, (most * nodes, nodes * most * memory.ranks_per_node, nodes), strict=True))
+
+    def aim(
+        self,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        topk_ids: torch.Tensor,
+        weights: torch.Tensor | None,
+        num_tokens: int,
+        results: Results,
+        base: int,
+        rows: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        for name in FOR_COMBINE:
+            setattr(self.kernel.args, name, base + results.at[name])
+        return super().aim(x, scales, topk_ids, weights, num_tokens, results, base, rows)

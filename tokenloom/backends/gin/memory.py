@@ -1,0 +1,95 @@
+"""The memory of backend "gin", all of it made at once, so that calls have nothing to agree on but themselves."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenloom.backends.handshake import Fields
+from tokenloom.backends.nvlink.buffers import control_layout, staged_layout
+from tokenloom.errors import InvalidArgument
+from tokenloom.kernels.combine.launch_network import HEADER_BYTES, CombineNetworkVariant
+from tokenloom.kernels.common import TURNS
+from tokenloom.kernels.common.rail import STATE_BYTES, TRAFFICS, Rail, Regions, chunk_rows, region_bytes
+from tokenloom.kernels.dispatch.launch_network import DispatchNetworkVariant
+from tokenloom.plan import Plan, align_up
+from tokenloom.runtime.gin import GinMemory
+from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.runtime.symmetric_memory import BufferLayout, SymmetricBuffer
+
+CHUNK_ROWS = 64
+"""Rows that are put at once: forwarding begins when the first of them are there."""
+
+
+class NodeMemory:
+    """What the ranks of a node share, and the window that those of other nodes put to. Making it is collective.
+
+    Args:
+        plan, ranks: sizes and group, whose topology has rails.
+        dtype: of the tokens; None: of 2 bytes. FP8 rows have room wherever others have.
+
+    Attributes:
+        fused: as backend "nvlink" has it.
+        ranks_per_node: G. num_nodes: N.
+        control: flags and headers of the ranks of this node.
+        partials: where partial sums of this node meet, [TURNS][N] parts of ``partials_bytes``.
+        gin: the window, with a device communicator.
+        regions: what lies where in the window.
+    """
+
+    fused = False
+
+    def __init__(self, plan: Plan, ranks: RankGroup, dtype: torch.dtype | None) -> None:
+        topology = ranks.topology
+        self.num_nodes = topology.num_nodes
+        self.ranks_per_node = plan.num_ranks // self.num_nodes
+        self._widest = dtype or torch.bfloat16
+        value_bytes = self._widest.itemsize
+        dispatches = DispatchNetworkVariant(plan, self.ranks_per_node, x_dtype=self._widest)
+        combines = CombineNetworkVariant(
+            plan, self.ranks_per_node, y_dtype=self._widest, wire_dtype=self._widest, out_dtype=self._widest
+        )
+        region = max(
+            region_bytes(plan, dispatches.header_bytes, dispatches.record_bytes),
+            region_bytes(plan, HEADER_BYTES, combines.record_bytes),
+        )
+        chunks = -(-plan.max_tokens_per_rank // CHUNK_ROWS)
+        self.regions = Regions(self.num_nodes, region, chunks, chunk_rows(plan, chunks))
+        self.partials_bytes = align_up(combines.partials_rows * combines.record_bytes, 128)
+        partials = BufferLayout.of([("partials", TURNS * self.num_nodes * self.partials_bytes)])
+        # First what a machine may lack.
+        self.gin = GinMemory(
+            ranks, self.regions.window_bytes, contexts=TRAFFICS, signals=self.num_nodes, state_bytes=STATE_BYTES
+        )
+        self.control = SymmetricBuffer(control_layout(plan), ranks)
+        self._staging = SymmetricBuffer(staged_layout(plan, value_bytes, 0), ranks)
+        self.partials = SymmetricBuffer(partials, ranks)
+
+    def staged(self, dtype: torch.dtype, fields: Fields) -> SymmetricBuffer:
+        """Where rows of a dispatch arrive over NVLink."""
+        self.require_room(dtype)
+        return self._staging
+
+    def require_room(self, dtype: torch.dtype) -> None:
+        """Raise InvalidArgument for rows that are wider than those the memory was made for."""
+        if dtype.itemsize > self._widest.itemsize:
+            raise InvalidArgument(
+                f"rows of {dtype} need more memory than the communicator has, which was made for {self._widest}; make "
+                f"it with dtype={dtype}"
+            )
+
+    def tell(self, rail: Rail, traffic: int) -> None:
+        """Tell a kernel of the network, for one kind of calls."""
+        gin = self.gin
+        self.regions.fill(rail, traffic, comm=gin.comm, window=gin.window, base=gin.address, state=gin.state)
+
+    def shared(self) -> list[SymmetricBuffer]:
+        """What ranks of this node share besides ``control``."""
+        return [self._staging, self.partials]
+
+    def describe(self) -> list[str]:
+        """Lines for people."""
+        on_node = sum(each.layout.total_bytes for each in (self.control, *self.shared()))
+        return [
+            f"window for {self.num_nodes} nodes: {self.gin.num_bytes / 1e6:.1f} MB, of {self._widest} at most",
+            f"buffers for ranks of this node: {on_node / 1e6:.1f} MB",
+        ]
