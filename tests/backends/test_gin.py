@@ -52,12 +52,12 @@ def check_bits(context: RankContext, case: Case) -> None:
         comm.check()
 
 
-def there_and_back(context: RankContext, comm: tl.Communicator, problem: Any, layout: str) -> None:
-    sizes = {"capacity": problem.rows_needed("slots") + 1} if layout == "slots" else {}
-    routed = comm.dispatch(*problem.arguments(context), layout=layout, **sizes)
-    want = problem.dispatched(layout, **sizes)
+def there_and_back(context: RankContext, comm: tl.Communicator, problem: Any, layout: str, **sizes: Any) -> None:
+    bounds: dict[str, Any] = {"capacity": problem.rows_needed("slots") + 1} if layout == "slots" else {}
+    routed = comm.dispatch(*problem.arguments(context), layout=layout, **sizes, **bounds)
+    want = problem.dispatched(layout, **bounds)
     comm.check()
-    same_routed(routed, want[context.rank], problem.plan, bounded=layout == "slots")
+    same_routed(routed, want[context.rank], problem.plan, bounded=bool(sizes) or layout == "slots")
     wire = FP32 if problem.xs[0].dtype == FP32 else BF16
     ys = expert_rows(problem, want, wire)
     weights = problem.topk_weights if layout == "slots" else None
@@ -137,6 +137,22 @@ def check_out(context: RankContext) -> None:
         plan, ys, want, problem.topk_ids, problem.topk_weights, mode="per_node", nodes=[(0, 1), (2, 3)]
     )
     same_bits(home, wanted[context.rank], "sums")
+
+
+def test_calls_of_a_serving_loop() -> None:
+    """From the second on they are launched with nothing around them, and results stay those of the reference."""
+    emulator.ranks(4).run(check_loop)
+
+
+def check_loop(context: RankContext) -> None:
+    problem = make_problem(CASE, context.num_ranks)
+    with comm_of(context, problem.plan) as comm, torch.no_grad():
+        backend: Any = comm.engine._backend
+        for step in range(4):
+            there_and_back(context, comm, problem, "slots")
+            there_and_back(context, comm, problem, "rank", sizes="bounded")
+            if step == 0:
+                backend.send_dispatch = backend.send_combine = None
 
 
 def test_halves() -> None:

@@ -22,6 +22,8 @@ from tokenloom.backends.base import (
     OwnOutputs,
     Rows,
     Upcoming,
+    UsualCombine,
+    UsualDispatch,
     Wait,
 )
 from tokenloom.backends.gin.capabilities import CAPABILITIES
@@ -62,7 +64,7 @@ class GinBackend:
     def __init__(
         self, plan: Plan, ranks: RankGroup, num_sms: int, dtype: torch.dtype | None, checked: bool = False
     ) -> None:
-        self.capabilities = replace(CAPABILITIES, reads_on_host=checked)
+        self.capabilities = replace(CAPABILITIES, reads_on_host=checked, usual_calls=not checked)
         self._checked, self._ranks = checked, ranks
         self._overflow: CapacityOverflow | None = None
         self._memory = NodeMemory(plan, ranks, dtype)
@@ -136,14 +138,29 @@ class GinBackend:
         if options.needs_grad:
             self._refuse_gradients()
         require_no_host_read(self._checked, "checked=True")
-        key = (handle.options.layout, rows.dtype, options)
-        found = self._combines.get(key)
-        if found is None:
-            found = self._combines[key] = NodesCombine(self._launcher, handle.number, *key)
-        out = found.launch(handle, rows, weights, out)
+        prepared = self._prepared_combine(handle.number, handle.options.layout, rows.dtype, options)
+        out, _ = prepared.launch(handle, rows, weights, out)
         if self._checked:
             self._launcher.settle(0)
         return Launched(out)
+
+    def _prepared_combine(
+        self, number: int, layout: str, y_dtype: torch.dtype, options: CombineOptions
+    ) -> NodesCombine:
+        key = (layout, y_dtype, options)
+        found = self._combines.get(key)
+        if found is None:
+            found = self._combines[key] = NodesCombine(self._launcher, number, *key)
+        return found
+
+    def usual_dispatch(self, options: DispatchOptions, inputs: DispatchInputs) -> UsualDispatch | None:
+        return None if options.sizes == "exact" else self._prepared_dispatch(options, inputs)
+
+    def usual_combine(self, layout: str, y_dtype: torch.dtype, options: CombineOptions) -> UsualCombine:
+        return self._prepared_combine(self._launcher.num_calls, layout, y_dtype, options)
+
+    def ready(self, awaited: bool = False) -> int | None:
+        return self._launcher.ready(0 if awaited else CALLS_IN_FLIGHT)
 
     def _settle_checked(self) -> None:
         """Read the outcome of the last call. A dropped row is for the next call to raise."""

@@ -16,5 +16,6 @@ CAPABILITIES = Capabilities(
     own_node="nvlink",
     other_nodes="gin",
     reads_on_host=False,
+    usual_calls=True,
     own_transport=True,
 )

@@ -28,7 +28,12 @@ class NodesCombine:
         number: of the dispatch that the first of them belongs to.
         layout: of the dispatch. y_dtype: of the rows.
         options: of the combine.
+
+    Attributes:
+        is_stale, out_dtype: as usual combines have them.
     """
+
+    is_stale = False
 
     def __init__(
         self, launcher: NodesLauncher, number: int, layout: str, y_dtype: torch.dtype, options: CombineOptions
@@ -37,7 +42,8 @@ class NodesCombine:
         for dtype in (y_dtype, options.wire_dtype, options.out_dtype):
             require_bulk(plan.hidden, dtype)
         memory.require_room(options.wire_dtype)
-        self._launcher, self._options = launcher, options
+        self._launcher, self._options, self.out_dtype = launcher, options, options.out_dtype
+        self._like = torch.empty(0, dtype=self.out_dtype, device=launcher.ranks.device)
         self._kind = CallKind(combine_fields(number, options))
         variant = CombineNetworkVariant(
             plan,
@@ -58,22 +64,25 @@ class NodesCombine:
         memory.tell(args.rail, COMBINES)
 
     def launch(
-        self, handle: NvlinkHandle, rows: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Put the kernel on the current stream.
+        self,
+        handle: NvlinkHandle,
+        rows: torch.Tensor,
+        weights: torch.Tensor | None,
+        out: torch.Tensor | None,
+        stream: int | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        """Put the kernel on the current stream: (result [T, H], nothing).
 
         Args:
             out: tensor for the result, or None for a new one.
-
-        Returns:
-            [T, H], the result when the kernel is done.
+            stream: what :meth:`Launcher.ready` has just given, or None.
         """
-        options, hidden = self._options, self._launcher.plan.hidden
+        launcher = self._launcher
         if out is None:
-            out = rows.new_empty(handle.num_tokens, hidden, dtype=options.out_dtype)
+            out = self._like.new_empty(handle.num_tokens, launcher.plan.hidden)
         require_aligned(out, "out")
         rows, ids = aligned(rows), handle.given_ids
-        multiplied_by = address_of(weights) or handle.weights_address if options.weighted else 0
+        multiplied_by = address_of(weights) or handle.weights_address if self._options.weighted else 0
         args = self.kernel.args
         CALL_FIELDS.write(
             args,
@@ -89,8 +98,11 @@ class NodesCombine:
         )
         for name in FOR_COMBINE:
             setattr(args, name, handle.address(name))
-        self._launcher.launch(self.kernel, self._kind, handle.number)
-        return out
+        if stream is None:
+            launcher.launch(self.kernel, self._kind, handle.number)
+        else:
+            launcher.launch_ready(self.kernel, self._kind, handle.number, stream)
+        return out, None
 
 
 def empty_combine(launcher: NodesLauncher) -> OpeningKernel:
