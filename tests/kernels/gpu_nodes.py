@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.kernels.gpu_communicator import communicator
 from tests.kernels.network_calls import (
     CALL_WORDS,
     NOWHERE,
@@ -67,7 +68,7 @@ class Options:
     """What a process is told.
 
     Attributes:
-        scenario: "bits", or the kind of call that the last rank does not make: "dispatch" or "combine".
+        scenario: "bits", "communicator", or the call that the last rank does not make: "dispatch" or "combine".
         rank, num_ranks, ranks_per_node: which rank it is.
         folder: where ranks meet and leave results.
     """
@@ -85,8 +86,8 @@ def specs_for(num_ranks: int, ranks_per_node: int) -> list[KernelSpec]:
     return [variant.spec() for form, problem in problems for variant in form.variants(problem, ranks_per_node)]
 
 
-class Rank:
-    """What a process has for all of its calls."""
+class Member:
+    """A rank in the groups of all."""
 
     def __init__(self, options: Options) -> None:
         self.options, self.device = options, torch.device("cuda", options.rank)
@@ -102,7 +103,28 @@ class Rank:
         )
         dist.all_reduce(torch.zeros(1, device=self.device))  # torch makes its communicator at the first
         self.host = dist.new_group(backend="gloo", timeout=limit)
-        size = options.ranks_per_node
+        self.report: dict[str, Any] = {}
+
+    def meet(self) -> None:
+        """All ranks have come here, and what they launched before :meth:`wait` is over."""
+        dist.barrier(group=self.host)
+
+    def wait(self) -> None:
+        """Wait for the end of this rank's work on its stream."""
+        event, until = torch.cuda.Event(), time.monotonic() + CALL_S
+        event.record()
+        while not event.query():
+            if time.monotonic() > until:
+                raise TimeoutError(f"kernels of rank {self.options.rank} go on after {CALL_S} s")
+            time.sleep(5e-5)
+
+
+class Rank(Member):
+    """What a process has for all of its calls of kernels."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        size, limit = options.ranks_per_node, timedelta(seconds=LIMIT_S)
         firsts = range(0, options.num_ranks, size)
         groups = [dist.new_group(list(range(first, first + size)), backend="gloo", timeout=limit) for first in firsts]
         self.neighbours = RankGroup(groups[options.rank // size], device=self.device)
@@ -118,7 +140,6 @@ class Rank:
         self.fault, self.records = FaultFlag(self.device, options.rank), CallRecords(self.device, 1)
         self.state = torch.zeros(CALL_WORDS, dtype=torch.int32, device=self.device)
         self._kernels: dict[KernelSpec, Kernel] = {}
-        self.report: dict[str, Any] = {}
 
     def kernel(self, spec: KernelSpec) -> Kernel:
         """The kernel behind NCCL's headers, loaded when it is first asked for."""
@@ -126,18 +147,9 @@ class Rank:
             self._kernels[spec] = Kernel(spec.behind(self.gin.prelude), self.device.index)
         return self._kernels[spec]
 
-    def meet(self) -> None:
-        """All ranks have come here, and what they launched before :meth:`finish` is over."""
-        dist.barrier(group=self.host)
-
     def finish(self) -> None:
         """Wait for the end of this rank's calls."""
-        event, until = torch.cuda.Event(), time.monotonic() + CALL_S
-        event.record()
-        while not event.query():
-            if time.monotonic() > until:
-                raise TimeoutError(f"kernels of rank {self.options.rank} go on after {CALL_S} s")
-            time.sleep(5e-5)
+        self.wait()
         error = self.fault.error()
         if error is not None:
             raise error
@@ -328,8 +340,13 @@ def main() -> None:
     options = Options(**json.loads(sys.argv[1]))
     torch.set_num_threads(2)  # ranks compute references side by side
     gc.disable()  # a finalizer may free memory while a kernel waits
-    rank = Rank(options)
-    (bits if options.scenario == "bits" else one_is_missing)(rank)
+    rank: Member
+    if options.scenario == "communicator":
+        rank = Member(options)
+        communicator(rank, {name: (FORMS[name].case, FORMS[name].layout) for name in ("slots", "fp8", "rank", "wide")})
+    else:
+        rank = own = Rank(options)
+        (bits if options.scenario == "bits" else one_is_missing)(own)
     result = Path(options.folder, f"result{options.rank}")
     result.with_suffix(".part").write_text(json.dumps(rank.report))
     result.with_suffix(".part").rename(result)

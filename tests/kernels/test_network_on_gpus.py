@@ -109,6 +109,14 @@ def test_all_calls(sizes: tuple[int, int], headers: Headers, loopback: Loopback,
             assert value > 0
 
 
+def test_a_communicator(sizes: tuple[int, int], headers: Headers, loopback: Loopback, tmp_path: Path) -> None:
+    """Calls of a program, eager and in a graph, in both layouts, against the reference. It prints mean times."""
+    for rank, report in enumerate(run("communicator", sizes, headers, loopback, tmp_path)):
+        for what, value in report.items():
+            print(f"\nrank {rank} of {sizes[0]}, nodes of {sizes[1]}, {what} {value:.1f}", end="")
+            assert value > 0
+
+
 @pytest.mark.parametrize("kind", ["dispatch", "combine"])
 def test_a_rank_that_makes_no_call(
     sizes: tuple[int, int], kind: str, headers: Headers, loopback: Loopback, tmp_path: Path

@@ -1,0 +1,168 @@
+"""A communicator with ``transport="gin"`` on a rank of several nodes, each with a GPU of its own; see gpu_nodes.py."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+import tokenloom as tl
+from tests.support.cases import BF16, FP8, Case, Problem, expert_rows, make_problem, same_bits, same_routed
+from tokenloom import reference
+from tokenloom.runtime.processes import RankContext
+
+CALLS, REPLAYS, PROBLEMS, MEASURED = 20, 50, 5, 100
+TIMEOUT_S = 5.0
+
+
+class Member(Protocol):
+    """A rank as gpu_nodes.py has it."""
+
+    @property
+    def options(self) -> Any:
+        """What the process was told."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of the rank."""
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """What it has to say in the end."""
+
+    def meet(self) -> None:
+        """All ranks have come here."""
+
+    def wait(self) -> None:
+        """Wait for the end of this rank's work, and for nothing else of the device."""
+
+
+class Calls:
+    """Pairs of a dispatch and a combine by one communicator.
+
+    Args:
+        member: the rank.
+        case: of tokens. layout: "slots" or "rank".
+    """
+
+    def __init__(self, member: Member, case: Case, layout: str) -> None:
+        options = member.options
+        self.member, self.case, self.layout = member, case, layout
+        self.problem = self._another(0)
+        sizes = {name: value for name, value in vars(self.problem.plan).items() if name != "num_ranks"}
+        self.comm = tl.Communicator(
+            dist.group.WORLD,
+            transport="gin",
+            ranks_per_node=options.ranks_per_node,
+            timeout_s=TIMEOUT_S,
+            dtype=None if case.dtype == FP8 else case.dtype,
+            **sizes,
+        )
+        assert self.comm.transports == {"own node": "nvlink", "other nodes": "gin"}
+        problems = [self._another(seed) for seed in range(max(CALLS, PROBLEMS))]
+        most = max(problem.rows_needed("slots") for problem in problems)
+        self.bounds: dict[str, Any] = {"capacity": most} if layout == "slots" else {"sizes": "bounded"}
+        self.given = [torch.clone(each) for each in self._tensors(self.problem)]
+
+    def _another(self, seed: int) -> Problem:
+        num_ranks = self.member.options.num_ranks
+        return make_problem(replace(self.case, seed=seed), num_ranks)
+
+    def _tensors(self, problem: Problem) -> list[torch.Tensor]:
+        rank = RankContext(self.member.options.rank, problem.plan.num_ranks, None, self.member.device, None)  # type: ignore[arg-type]
+        x, ids, weights = problem.arguments(rank)
+        return [*(x if isinstance(x, tuple) else (x,)), ids, *(() if weights is None else (weights,))]
+
+    def take(self, seed: int) -> None:
+        """Other values and another routing, in the same memory."""
+        self.problem = self._another(seed)
+        for tensor, new in zip(self.given, self._tensors(self.problem), strict=True):
+            tensor.copy_(new)
+        capacity = {name: value for name, value in self.bounds.items() if name == "capacity"}
+        self.want = self.problem.dispatched(self.layout, **capacity)
+        self.ys = expert_rows(self.problem, self.want, BF16)
+        mine = self.ys[self.member.options.rank].to(self.member.device)
+        self.y = mine if seed == 0 else self.y.copy_(mine)
+
+    def make(self) -> None:
+        """Both calls, without the host."""
+        x: Any = tuple(self.given[:2]) if self.problem.scales is not None else self.given[0]
+        ids, *weights = self.given[1 + (self.problem.scales is not None) :]
+        self.routed = self.comm.dispatch(x, ids, *weights, layout=self.layout, **self.bounds)
+        weighted = bool(weights) if self.layout == "slots" else None
+        self.out = self.comm.combine(self.y, self.routed, mode="per_node", weighted=weighted)
+
+    def check(self) -> None:
+        """Wait, and compare with the reference."""
+        self.member.wait()
+        rank, size = self.member.options.rank, self.member.options.ranks_per_node
+        routed = SimpleNamespace(**{name: getattr(self.routed, name) for name in _FIELDS})
+        same_routed(routed, self.want[rank], self.problem.plan, bounded=True)  # type: ignore[arg-type]
+        by_route = self.layout == "slots"
+        wanted = reference.combine(
+            self.problem.plan,
+            self.ys,
+            self.want,
+            self.problem.topk_ids,
+            self.problem.topk_weights if by_route else None,
+            mode="per_node",
+            nodes=[range(first, first + size) for first in range(0, self.member.options.num_ranks, size)],
+        )
+        same_bits(self.out, wanted[rank], "sums")
+
+
+_FIELDS = (
+    "layout",
+    "tokens",
+    "scales",
+    "topk_ids",
+    "topk_weights",
+    "num_rows",
+    "source_counts",
+    "expert_counts",
+    "expert_offsets",
+    "slot_ranges",
+)
+
+
+@torch.no_grad()
+def communicator(member: Member, cases: dict[str, tuple[Case, str]]) -> None:
+    """Eager calls, a graph of both that is replayed with other routings, and the times of both."""
+    for name, (case, layout) in cases.items():
+        calls = Calls(member, case, layout)
+        for seed in range(CALLS):
+            calls.take(seed)
+            calls.make()
+            calls.check()
+            calls.comm.engine.check("calls")
+            if seed == 0:  # kernels are loaded while no other waits on this GPU
+                member.meet()
+        member.meet()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's threads go on meanwhile
+            calls.make()
+        member.meet()
+        for number in range(REPLAYS):
+            calls.take(number % PROBLEMS)
+            graph.replay()
+            calls.check()
+        _measure(calls, graph, name)
+        member.meet()
+        del graph
+        calls.comm.close()
+        member.meet()
+
+
+def _measure(calls: Calls, graph: torch.cuda.CUDAGraph, name: str) -> None:
+    member = calls.member
+    for how, make in {"eager": calls.make, "graph": graph.replay}.items():
+        member.meet()
+        began = time.perf_counter()
+        for _ in range(MEASURED):
+            make()
+        member.wait()
+        member.report[f"{name}, both calls, {how}: mean us"] = (time.perf_counter() - began) / MEASURED * 1e6
