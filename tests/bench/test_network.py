@@ -323,7 +323,7 @@ class Stale:
 
     def __init__(self, comm: Communicator, stale: bool) -> None:
         self._comm, self._stale, self._sent = comm, stale, list[Any]()
-        self.rank, self.device, self.plan = comm.rank, comm.device, comm.plan
+        self.rank, self.device, self.plan, self.backend = comm.rank, comm.device, comm.plan, comm.backend
         self.send_combine = comm.send_combine
 
     def send_dispatch(self, x: torch.Tensor, ids: torch.Tensor, **options: Any) -> Any:
@@ -452,7 +452,7 @@ def nodes_of_unequal_size(context: RankContext) -> Any:
         return on_rank_check(context)
 
 
-def on_rank_check(context: RankContext) -> Any:
+def on_rank_check(context: RankContext, ranks_per_node: int | None = None) -> Any:
     from tokenloom.bench.network.on_rank import check_on_rank
 
     with mock.patch.multiple(
@@ -462,7 +462,7 @@ def on_rank_check(context: RankContext) -> Any:
         check_links=lambda *arguments: [],
         check_rails=lambda *arguments: ([], None),
     ):
-        return check_on_rank(context, Options())
+        return check_on_rank(context, Options(ranks_per_node))
 
 
 def test_unequal_nodes_fail_and_are_named(four: Ranks) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from tokenloom.errors import PeerTimeout
 from tokenloom.runtime.leftovers import keep_until_idle
+from tokenloom.runtime.topology import Topology
 
 OWN_BLOCKS = 4
 SOME_CALL = "a call"
@@ -57,14 +58,15 @@ class FaultFlag:
 
     Args:
         device: of the kernels. rank: of this process, for error messages.
+        topology: of the ranks, for error messages; None: they are on one node.
 
     Attributes:
         record_address: of the record in pinned memory, for kernels.
         claimed: int32 [1] on the device; not 0 once a wait has expired.
     """
 
-    def __init__(self, device: torch.device, rank: int) -> None:
-        self._rank, self._device = rank, device
+    def __init__(self, device: torch.device, rank: int, topology: Topology | None = None) -> None:
+        self._rank, self._device, self._topology = rank, device, topology
         self._given_up: PeerTimeout | None = None
         memory = _pinned(FAULT_WORDS)
         self._words = memoryview(memory.numpy())  # type: ignore[arg-type]  # items of it cost little
@@ -78,7 +80,7 @@ class FaultFlag:
     def give_up(self, peers: list[int], cause: str) -> None:
         """End the waits of this rank's kernels from the host, which knows that the peers will never come."""
         if self._given_up is None:
-            self._given_up = PeerTimeout(self._rank, peers, SOME_CALL, 0, cause)
+            self._given_up = PeerTimeout(self._rank, peers, SOME_CALL, 0, cause, self._nodes(peers))
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 self.claimed.copy_(self._one, non_blocking=True)  # by a copy engine, beside the kernels that wait
                 self._stream.synchronize()
@@ -96,7 +98,10 @@ class FaultFlag:
         cause = f"its flag shows {seen}, {wanted} was wanted"
         if phase == OWN_BLOCKS:
             cause = "they do not all run at once, since other kernels or limits leave them too few SMs"
-        return PeerTimeout(self._rank, [peer], PHASES.get(phase, f"phase {phase}"), epoch, cause)
+        return PeerTimeout(self._rank, [peer], PHASES.get(phase, f"phase {phase}"), epoch, cause, self._nodes([peer]))
+
+    def _nodes(self, peers: list[int]) -> list[int]:
+        return [] if self._topology is None else self._topology.which(peers)
 
 
 class HostCounts:

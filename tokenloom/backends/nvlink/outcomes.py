@@ -81,7 +81,7 @@ class Outcomes:
     """
 
     def __init__(self, ranks: RankGroup, control: SymmetricBuffer) -> None:
-        self.fault = FaultFlag(ranks.device, ranks.rank)
+        self.fault = FaultFlag(ranks.device, ranks.rank, ranks.topology)
         self.masked: frozenset[int] = frozenset()
         self.known_losses: int | None = None
         self._ranks, self._control = ranks, control

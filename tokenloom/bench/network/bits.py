@@ -14,6 +14,7 @@ from tokenloom.bench.network.findings import Seen
 from tokenloom.bench.network.problems import PAYLOADS, ROUTINGS, Problem, make_problem
 from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.routed import Routed
+from tokenloom.comm.strategy import STRATEGY_OF_MODE
 from tokenloom.plan import LAYOUTS, ROUTE_LAYOUTS
 from tokenloom.runtime.topology import Topology
 
@@ -66,6 +67,8 @@ def _check_layout(
             seen = compare_routed(routed, received[comm.rank])
             yield (f"{comm.backend}: dispatch", what), _named(seen, where)
             for mode, home in homes.items():
+                if STRATEGY_OF_MODE[mode] not in registry.capabilities(comm.backend).combine_strategies:
+                    continue
                 options: dict[str, Any] = {"mode": mode}
                 out = comm.combine(ys[comm.rank].to(comm.device), routed, **options)
                 yield (f"{comm.backend}: combine {mode}", what), _named(compare_sums(out, home[comm.rank]), where)

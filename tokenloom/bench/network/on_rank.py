@@ -16,7 +16,7 @@ from tokenloom.bench.network.parts import check_links, check_order, check_rails
 from tokenloom.bench.network.problems import sizes
 from tokenloom.bench.network.wire import Wire
 from tokenloom.comm.communicator import Communicator
-from tokenloom.errors import InvalidArgument
+from tokenloom.errors import BackendUnavailable, InvalidArgument
 from tokenloom.runtime import topology as topologies
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.rank_group import RankGroup
@@ -86,28 +86,10 @@ def check(
             raise InvalidArgument("there is one rank, so there is nothing between ranks to check; start two or more")
         say("topology")
         topology, about = find_topology(ranks, options.ranks_per_node)
-        comms: list[Communicator] = []
-        plan = sizes(ranks.num_ranks)
-        for backend in ("auto", "collective"):
-            if any(comm.backend == backend for comm in comms):
-                continue
-            comm = Communicator(
-                group,
-                num_experts=plan.num_experts,
-                hidden=plan.hidden,
-                top_k=plan.top_k,
-                max_tokens_per_rank=plan.max_tokens_per_rank,
-                backend=backend,
-                device=device,
-                checked=True,
-                ranks_per_node=options.ranks_per_node,
-                timeout_s=wait_s,
-                open_timeout_s=wait_s,
-            )
-            comms.append(stack.enter_context(comm))
-        about += [
-            line for line in comms[0].describe().splitlines()[1:] if "experts" not in line and "rows" not in line
-        ]
+        comms, lines = _make_comms(group, device, options, topology)
+        for comm in comms:
+            stack.enter_context(comm)
+        about += lines
         findings = [Finding("topology", "nodes", "nodes", topology.why_no_rails is None, topology.describe())]
         say("bits of every path, against the reference")
         findings += merge("bits", ranks.all_gather_object(check_bits(comms, topology, options.seed), "bits"))
@@ -120,6 +102,42 @@ def check(
         say("all rails at once")
         found, points = check_rails(wire, topology)
         return Report(about, topology.describe(), ranks.transport, findings + found, points)
+
+
+def _make_comms(
+    group: dist.ProcessGroup, device: torch.device, options: Options, topology: Topology
+) -> tuple[list[Communicator], list[str]]:
+    """A communicator for each path that rows can take here, and lines about them. Collective."""
+    comms: list[Communicator] = []
+    plan, wait_s = sizes(len(topology.node_of)), options.timeout_s
+    no_gin = ""
+    for backend, transport in (("auto", "auto"), ("collective", "auto"), ("auto", "gin")):
+        if any(comm.backend == backend for comm in comms) or (transport == "gin" and topology.num_nodes == 1):
+            continue
+        try:
+            comm = Communicator(
+                group,
+                num_experts=plan.num_experts,
+                hidden=plan.hidden,
+                top_k=plan.top_k,
+                max_tokens_per_rank=plan.max_tokens_per_rank,
+                backend=backend,
+                transport=transport,
+                device=device,
+                dtype=torch.float32,  # the widest rows that are checked
+                checked=True,
+                ranks_per_node=options.ranks_per_node,
+                timeout_s=wait_s,
+                open_timeout_s=wait_s,
+            )
+        except BackendUnavailable as error:
+            if transport != "gin":
+                raise
+            no_gin = f"  transport gin is not checked: {str(error).splitlines()[0]}"
+            continue
+        comms.append(comm)
+    lines = [line for line in comms[0].describe().splitlines()[1:] if "experts" not in line and "rows" not in line]
+    return comms, lines + [no_gin] * bool(no_gin)
 
 
 def find_topology(ranks: RankGroup, ranks_per_node: int | None) -> tuple[Topology, list[str]]:

@@ -13,8 +13,11 @@ from typing import Any
 
 import torch
 
+from tokenloom.backends import registry
 from tokenloom.bench.network.findings import Seen
 from tokenloom.comm.communicator import Communicator
+from tokenloom.comm.routed import Routed
+from tokenloom.comm.strategy import STRATEGY_OF_MODE
 from tokenloom.plan import Plan
 
 LONGEST_WAIT_S = 0.003
@@ -51,7 +54,7 @@ def make_batch(plan: Plan, number: int, seed: int) -> Batch:
 
 
 def expected_rows(plan: Plan, batch: Batch, rank: int) -> torch.Tensor:
-    """What a rank must receive in layout "token": [rows, H], by source rank, then token."""
+    """What a rank must receive, one row for each (token, rank): [rows, H], by source rank, then token."""
     return torch.cat([x[_goes_to(plan, ids, rank)] for x, ids in zip(batch.xs, batch.ids, strict=True)])
 
 
@@ -67,6 +70,13 @@ def _goes_to(plan: Plan, ids: torch.Tensor, rank: int) -> torch.Tensor:
     return ((ids >= first) & (ids < first + plan.experts_per_rank)).any(1)
 
 
+def _rows(routed: Routed) -> torch.Tensor:
+    """What a rank has received: [rows, H]."""
+    if routed.layout == "token":
+        return routed.tokens
+    return torch.cat([rows[:count] for rows, count in zip(routed.tokens, routed.source_counts.tolist(), strict=True)])
+
+
 class Stress:
     """The rounds of one communicator on this rank.
 
@@ -79,6 +89,9 @@ class Stress:
         self._comm, self._seed = comm, seed
         self._waits = random.Random(seed * 4099 + comm.rank)  # other waits on every rank
         self._turns = random.Random(seed)  # the same order of halves on all ranks
+        able = registry.capabilities(comm.backend)
+        self._layout: dict[str, Any] = {"layout": "token" if "token" in able.layouts else "rank"}
+        self._modes = [mode for mode in ("per_rank", "per_node") if STRATEGY_OF_MODE[mode] in able.combine_strategies]
         self.seen = Seen(0)
 
     @torch.no_grad()
@@ -95,17 +108,17 @@ class Stress:
         for batch in batches:
             self._wait()
             mine = batch.xs[comm.rank].to(comm.device), batch.ids[comm.rank].to(comm.device)
-            sent.append(comm.send_dispatch(*mine, layout="token", copy=True))
+            sent.append(comm.send_dispatch(*mine, **self._layout, copy=True))
         received: dict[int, Any] = {}
         for each in self._order():
             self._wait()
             received[each] = sent[each].receive()
             wanted = expected_rows(plan, batches[each], comm.rank)
-            self._compare(number, each, "dispatch", received[each].tokens, wanted)
+            self._compare(number, each, "dispatch", _rows(received[each]), wanted)
         home = []
-        for each, mode in enumerate(("per_rank", "per_node")):
+        for each in range(BATCHES):
             self._wait()
-            options: dict[str, Any] = {"mode": mode}
+            options: dict[str, Any] = {"mode": self._modes[each % len(self._modes)]}
             home.append(comm.send_combine(received[each].tokens, received[each], **options))
         for each in self._order():
             self._wait()

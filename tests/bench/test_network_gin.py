@@ -1,0 +1,69 @@
+"""``tokenloom check-network`` over transport "gin": what it checks of it, and what it says where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.bench.test_network import on_rank_check
+from tests.conftest import NETWORK_RANKS, Ranks
+from tokenloom.backends import registry
+from tokenloom.backends.network.backend import NetworkBackend
+from tokenloom.backends.registration import Availability, Registration
+from tokenloom.bench.network.on_rank import Options, check_on_rank
+from tokenloom.bench.network.problems import PAYLOADS
+from tokenloom.runtime.processes import RankContext, RankPool
+
+
+@pytest.fixture
+def four(pools: Callable[[str], RankPool]) -> Ranks:
+    return Ranks(pools("cpu"), NETWORK_RANKS)
+
+
+class LikeGin(NetworkBackend):
+    """What "gin" can do, on CPUs."""
+
+    name = "gin"
+    capabilities = replace(
+        NetworkBackend.capabilities, layouts=("rank", "slots"), combine_strategies=("per_node",), other_nodes="gin"
+    )
+
+
+def with_gin(context: RankContext) -> Any:
+    able = Registration(
+        "gin",
+        LikeGin.capabilities,
+        lambda request: Availability("gin", request.between_nodes == "gin", "as if"),
+        lambda request, ranks: LikeGin(request.plan, ranks),  # type: ignore[arg-type]
+    )
+    others = [each for each in registry._registered if each.name != "gin"]
+    with (
+        mock.patch.object(registry, "_registered", [*others, able]),
+        mock.patch("tokenloom.bench.network.on_rank.check_links", return_value=[]),
+        mock.patch("tokenloom.bench.network.on_rank.check_rails", return_value=([], None)),
+    ):
+        return check_on_rank(context, Options(ranks_per_node=2, rounds=3))
+
+
+def test_gin_is_checked_where_it_works(four: Ranks) -> None:
+    """Its layouts and its order of sums, against the reference, and order under random waits."""
+    found = four.run(with_gin)[0]
+    gin = [each for each in found.findings if each.group.startswith("gin: ")]
+    assert all(each.passed for each in gin), gin
+    layouts = {f"{layout} {payload.upper()}" for layout in ("rank", "slots") for payload in PAYLOADS}
+    for call in ("dispatch", "combine per_node"):
+        assert {each.what for each in gin if each.group == f"gin: {call}"} == layouts
+    assert [each.part for each in gin if each.group == "gin: two calls open at once"] == ["order"]
+    assert {each.group for each in gin if each.part == "bits"} == {"gin: dispatch", "gin: combine per_node"}
+
+
+def test_why_gin_is_not_checked(four: Ranks) -> None:
+    found = four.run(on_rank_check, 2)[0]
+    assert found.about[-1] == (
+        "  transport gin is not checked: gin does not work on every rank: it needs a GPU, the tensors are on cpu; use "
+        "transport='auto'"
+    )
