@@ -118,7 +118,7 @@ def test_nccl_for_kernels(
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(nccl, "loaded_library", lambda: Path("libnccl.so.2"))
     monkeypatch.setattr(nccl, "Nccl", lambda path: loaded)
-    monkeypatch.setattr(nccl_headers, "find_headers", lambda path: headers)
+    monkeypatch.setattr(nccl, "find_headers", lambda path: headers)
     monkeypatch.setattr(nccl_headers.Headers, "in_memory", lambda self: {})
     monkeypatch.setattr(compiler, "load_nvrtc", lambda: None)
     monkeypatch.setattr(compiler, "nvrtc_version", lambda: "13.0")

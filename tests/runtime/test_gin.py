@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tokenloom.errors import BackendUnavailable, TokenloomError
 from tokenloom.jit.nccl_layout import DEVICE_COMM, REQUIREMENTS, Layout
 from tokenloom.runtime import gin
+from tokenloom.runtime import nccl as nccl_module
 from tokenloom.runtime.gin import GinMemory, communicator_of
 from tokenloom.runtime.rank_group import RankGroup
 
@@ -96,10 +97,10 @@ class StandIn:
 def nccl(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     stand_in = StandIn()
     headers = SimpleNamespace(version=(2, 28, 9), nccl=Path("/some"), prelude=lambda: "prelude")
-    monkeypatch.setattr(gin, "loaded_library", lambda: Path("/some/libnccl.so.2"))
-    monkeypatch.setattr(gin, "find_headers", lambda library: headers)
+    monkeypatch.setattr(nccl_module, "loaded_library", lambda: Path("/some/libnccl.so.2"))
+    monkeypatch.setattr(nccl_module, "find_headers", lambda library: headers)
     monkeypatch.setattr(gin, "read_layout", lambda headers: OLD)
-    monkeypatch.setattr(gin, "Nccl", lambda path: stand_in)
+    monkeypatch.setattr(nccl_module, "Nccl", lambda path: stand_in)
     monkeypatch.setattr(gin, "communicator_of", lambda ranks: COMM)
     monkeypatch.setattr(gin, "CLOSE_S", 0.05)
     return stand_in
@@ -173,7 +174,7 @@ def test_a_device_communicator_of_another_kind(nccl: StandIn, made: tuple[int, .
 def test_headers_of_another_version(nccl: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of NCCL is called that would have to be undone."""
     other = SimpleNamespace(version=(2, 30, 7), nccl=Path("/some"))
-    monkeypatch.setattr(gin, "find_headers", lambda library: other)
+    monkeypatch.setattr(nccl_module, "find_headers", lambda library: other)
     with pytest.raises(BackendUnavailable, match=r"library is 2\.28\.9, but its headers in /some are 2\.30\.7"):
         make()
     assert nccl.calls == []

@@ -9,19 +9,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
 
 from tokenloom.errors import BackendUnavailable, TokenloomError
-from tokenloom.jit.nccl_headers import check_versions, find_headers
 from tokenloom.jit.nccl_layout import DEVICE_COMM, REQUIREMENTS, Layout, read_layout
 from tokenloom.plan import align_up
 from tokenloom.runtime.leftovers import keep_until_idle, wait_for
-from tokenloom.runtime.nccl import WINDOW_ALIGNMENT, Nccl, loaded_library
+from tokenloom.runtime.nccl import WINDOW_ALIGNMENT, library_with_headers
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.rendezvous import agree
+from tokenloom.runtime.streams import on_device
 
 CLOSE_S = 10.0
 """Longest wait of a close for the other ranks, and then for NCCL."""
@@ -75,29 +75,30 @@ class GinMemory:
 
     def _prepare(self, contexts: int, signals: int) -> tuple[dict[str, object], None]:
         """All that a rank can find missing by itself, so that none is alone in a collective call of NCCL."""
-        library = loaded_library()
-        headers = find_headers(library)
-        self._nccl = Nccl(library)
-        version = self._nccl.version()
-        check_versions(headers, version)
+        self._nccl, headers = library_with_headers()
         self._layout, self.prelude = read_layout(headers), headers.prelude()
         self._comm = communicator_of(self._ranks)
-        with _on(self._ranks.device):
+        with on_device(self._ranks.device):
             self.address = self._nccl.allocate(self.num_bytes)
-        wanted = {"NCCL": version, "bytes of a window": self.num_bytes, "contexts": contexts, "signals": signals}
+        wanted = {
+            "NCCL": headers.version,
+            "bytes of a window": self.num_bytes,
+            "contexts": contexts,
+            "signals": signals,
+        }
         return wanted, None
 
     def _make(self, contexts: int, signals: int, state_bytes: int) -> tuple[dict[str, object], None]:
         device = self._ranks.device
-        with _on(device):
+        with on_device(device):
             self.window = self._nccl.register_window(self._comm, self.address, self.num_bytes)
             asked = requirements_of(self._layout, contexts, signals)
             self._device_comm = self._nccl.create_device_comm(self._comm, asked, self._layout.types[DEVICE_COMM][0])
             self._check_device_comm(contexts)
-            on_device = torch.frombuffer(bytearray(self._device_comm), dtype=torch.uint8).to(device, copy=True)
+            copied = torch.frombuffer(bytearray(self._device_comm), dtype=torch.uint8).to(device, copy=True)
             state = torch.zeros(state_bytes, dtype=torch.uint8, device=device)
-        keep_until_idle(self, device, on_device, state)
-        self.comm, self.state = on_device.data_ptr(), state.data_ptr()
+        keep_until_idle(self, device, copied, state)
+        self.comm, self.state = copied.data_ptr(), state.data_ptr()
         wait_for(device)
         return {}, None
 
@@ -157,12 +158,12 @@ class GinMemory:
         """
         wait_for(self._ranks.device)
         if self.address:
-            with _on(self._ranks.device):
+            with on_device(self._ranks.device):
                 self._nccl.free(self.address)
         self.address, self._is_closed = 0, True
 
     def _give_back(self) -> None:
-        with _on(self._ranks.device):
+        with on_device(self._ranks.device):
             for undo in self._undoings():
                 undo()
 
@@ -208,7 +209,7 @@ def communicator_of(ranks: RankGroup) -> int:
         raise BackendUnavailable(
             f"torch {torch.__version__} does not tell a process group's communicator (_comm_ptr); use 2.11 or newer"
         )
-    with _on(device):
+    with on_device(device):
         comm = int(backend._comm_ptr())
     if not comm:
         raise BackendUnavailable(
@@ -224,10 +225,6 @@ def requirements_of(layout: Layout, contexts: int, signals: int) -> bytes:
     if f"{REQUIREMENTS}.ginConnectionType" in layout.fields:
         values["ginConnectionType"] = _FULL
     return layout.requirements(**values)
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _ends_in(limit_s: float, work: Callable[[], None]) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenloom.errors import BackendUnavailable, InvalidArgument, TokenloomError
+from tokenloom.jit.nccl_headers import Headers, check_versions, find_headers
 
 WINDOW_ALIGNMENT = 4096
 """Bytes. Windows begin and end at multiples of it."""
@@ -187,3 +188,15 @@ def loaded_library() -> Path:
 
 def _is_nccl(fields: list[str]) -> bool:
     return len(fields) == 6 and Path(fields[5]).name.startswith("libnccl.so")
+
+
+def library_with_headers() -> tuple[Nccl, Headers]:
+    """The library that torch has loaded, and headers of the same version.
+
+    Raises:
+        BackendUnavailable: there is no such library, none of its headers, or these are of another version.
+    """
+    path = loaded_library()
+    headers, library = find_headers(path), Nccl(path)
+    check_versions(headers, library.version())
+    return library, headers

@@ -28,10 +28,8 @@ def examine(device: torch.device) -> Availability:
     if not (dist.is_available() and dist.is_nccl_available()):
         return _missing("NCCL is not part of this torch", "not looked for: NCCL is not part of this torch")
     try:
-        library = nccl.loaded_library()
-        headers = nccl_headers.find_headers(library)
+        _, headers = nccl.library_with_headers()
         found = f"{nccl_headers.dotted(headers.version)} in {headers.nccl}"
-        nccl_headers.check_versions(headers, nccl.Nccl(library).version())
         headers.in_memory()
         compiler.load_nvrtc()
     except (TokenloomError, OSError) as error:
