@@ -10,76 +10,46 @@ from tokenloom.backends.base import Upcoming
 from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.routed import Routed
 from tokenloom.errors import InvalidArgument
-from tokenloom.inference.request import Biases, ForwardRequest
+from tokenloom.inference.called_experts import CalledExperts
+from tokenloom.inference.request import ForwardRequest
 from tokenloom.ops.gemm import check_device, grouped_gemm_fp8, grouped_swiglu_fp8
-from tokenloom.ops.quant import quantize_fp8
-from tokenloom.plan import SWIGLU, Activation
 
 
-class ComposedExperts:
+class ComposedExperts(CalledExperts):
     """A layer of calls that anybody could make, over whatever backend its communicator has.
 
     Args:
-        comm: communicator of any backend, on Hopper GPUs or CPUs.
-        intermediate: I, which the weights tell too.
-        num_shared_experts: S, the last experts of the weights, for every token of this rank.
-        power_of_two_scales: round the scales of x and of activations up to powers of two.
+        comm: communicator of any backend, on Hopper GPUs or CPUs. The others: see :class:`CalledExperts`.
 
     Raises:
         BackendUnavailable: the grouped GEMMs do not run on this device.
     """
 
-    communicator_backend = "auto"
+    _layout = "expert"
 
     def __init__(
         self, comm: Communicator, intermediate: int, num_shared_experts: int, power_of_two_scales: bool
     ) -> None:
         check_device(comm.device)
-        self._comm, self._num_shared = comm, num_shared_experts
-        self._power_of_two_scales = power_of_two_scales
-        self._weights: tuple[torch.Tensor, ...] = ()
-        self._biases: Biases = (None, None)
-        self._form, self._fast_math = SWIGLU, True
+        super().__init__(comm, intermediate, num_shared_experts, power_of_two_scales)
 
     def describe(self) -> str:
         return "dispatch, grouped GEMMs and combine, one after the other"
 
-    def set_activation(self, form: Activation, fast_math: bool) -> None:
-        """Do what ``MegaMoE.set_activation`` says."""
-        self._form, self._fast_math = form, fast_math
-
-    def use_weights(self, weights: tuple[torch.Tensor, ...], biases: Biases) -> None:
-        """Use the checked ``MegaMoE.weights`` and ``MegaMoE.biases`` from the next call on."""
-        self._weights, self._biases = weights, biases
-
     def trace_gemms(self) -> tuple[torch.Tensor, torch.Tensor]:
         raise InvalidArgument("only the kernels of backend 'nvlink' can be traced")
 
-    def forward(self, request: ForwardRequest) -> torch.Tensor:
-        """Compute what ``MegaMoE.forward`` returns."""
-        comm, x, quantised = self._comm, request.x, request.is_quantised
-        comm.engine.begin()
-        with comm.engine.sequence(Upcoming("dispatch")):
-            out = request.checked()
-        routed = comm.dispatch(
-            x,
-            request.topk_ids,
-            request.topk_weights,
-            layout="expert",
-            to_fp8=not quantised,
-            power_of_two_scales=self._power_of_two_scales and not quantised,
-        )
+    def _add_up(self, request: ForwardRequest, routed: Routed) -> torch.Tensor:
+        comm = self._comm
         request.passed("dispatch")
         with comm.engine.sequence(Upcoming("combine")):
             rows = self._routed_experts(routed, request.passed)
         total = comm.combine(rows, routed, weighted=False, mode="per_route", out_dtype=torch.float32)
         request.passed("sum")
         if self._num_shared and len(total):
-            for of_expert in self._shared_experts(x):
+            for of_expert in self._shared_experts(request.x):
                 total += of_expert
-        if request.expert_stats is not None:
-            request.expert_stats.add_(routed.expert_counts)
-        return out.copy_(total)
+        return total
 
     def _routed_experts(self, routed: Routed, passed: Callable[[str], None]) -> torch.Tensor:
         """[R, H], times the weights of the rows."""
@@ -90,7 +60,7 @@ class ComposedExperts:
 
     def _shared_experts(self, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """[S, T, H] of this rank's own tokens."""
-        rows, scales = x if isinstance(x, tuple) else quantize_fp8(x, power_of_two_scales=self._power_of_two_scales)
+        rows, scales = self._own_rows(x)
         count, num_tokens = self._num_shared, len(rows)
         every = (rows.view(torch.uint8).repeat(count, 1).view(rows.dtype), scales.repeat(count, 1))
         offsets = torch.arange(count + 1, dtype=torch.int32, device=rows.device) * num_tokens

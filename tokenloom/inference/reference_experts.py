@@ -4,65 +4,28 @@ from __future__ import annotations
 
 import torch
 
-from tokenloom.backends.base import Upcoming
-from tokenloom.comm.communicator import Communicator
+from tokenloom.comm.routed import Routed
 from tokenloom.errors import InvalidArgument
-from tokenloom.inference.request import Biases, ForwardRequest
+from tokenloom.inference.called_experts import CalledExperts
+from tokenloom.inference.request import ForwardRequest
 from tokenloom.ops.activation import apply_activation
 from tokenloom.ops.gemm import separate_gate_and_up
-from tokenloom.ops.quant import dequantize_fp8, quantize_fp8
-from tokenloom.plan import SWIGLU, Activation
+from tokenloom.ops.quant import dequantize_fp8
 
 
-class ReferenceExperts:
-    """Dispatch, experts and combine of one layer, with the roundings of the kernels and float32 sums.
+class ReferenceExperts(CalledExperts):
+    """Experts with the roundings of the kernels and float32 sums, whatever ``fast_math`` says."""
 
-    Args:
-        comm: communicator of any backend.
-        intermediate: I, which the weights tell too.
-        num_shared_experts: S, the last experts of the weights, for every token of this rank.
-        power_of_two_scales: round the scales of x and of activations up to powers of two.
-    """
-
-    communicator_backend = "auto"
-
-    def __init__(
-        self, comm: Communicator, intermediate: int, num_shared_experts: int, power_of_two_scales: bool
-    ) -> None:
-        self._comm, self._num_shared = comm, num_shared_experts
-        self._power_of_two_scales = power_of_two_scales
-        self._weights: tuple[torch.Tensor, ...] = ()
-        self._biases: Biases = (None, None)
-        self._form = SWIGLU
+    _layout = "token"
 
     def describe(self) -> str:
         return "experts in plain torch, slowly"
 
-    def set_activation(self, form: Activation, fast_math: bool) -> None:
-        """Do what ``MegaMoE.set_activation`` says, except that there is no faster math here."""
-        self._form = form
-
-    def use_weights(self, weights: tuple[torch.Tensor, ...], biases: Biases) -> None:
-        """Use the checked ``MegaMoE.weights`` and ``MegaMoE.biases`` from the next call on."""
-        self._weights, self._biases = weights, biases
-
     def trace_gemms(self) -> tuple[torch.Tensor, torch.Tensor]:
         raise InvalidArgument("backend 'reference' has no kernels to trace")
 
-    def forward(self, request: ForwardRequest) -> torch.Tensor:
-        """Compute what ``MegaMoE.forward`` returns."""
-        comm, x, topk_ids, quantised = self._comm, request.x, request.topk_ids, request.is_quantised
-        comm.engine.begin()
-        with comm.engine.sequence(Upcoming("dispatch")):
-            out = request.checked()
-        routed = comm.dispatch(
-            x,
-            topk_ids,
-            request.topk_weights,
-            layout="token",
-            to_fp8=not quantised,
-            power_of_two_scales=self._power_of_two_scales and not quantised,
-        )
+    def _add_up(self, request: ForwardRequest, routed: Routed) -> torch.Tensor:
+        comm, topk_ids = self._comm, request.topk_ids
         assert routed.scales is not None
         assert routed.topk_ids is not None
         assert routed.topk_weights is not None
@@ -75,12 +38,10 @@ class ReferenceExperts:
         for place, of_ranks in enumerate(results):  # a token's k-th route is on one rank; the others add zeros
             total = torch.where(topk_ids[:, place, None] >= 0, total + comm.combine(of_ranks, routed).float(), total)
         if self._num_shared:
-            own = dequantize_fp8(*(x if isinstance(x, tuple) else self._quantize(x)))
+            own = dequantize_fp8(*self._own_rows(request.x))
             for e in range(comm.plan.experts_per_rank, len(self._weights[0])):
                 total = total + self._expert(e, own, own.new_ones(len(own))).float()
-        if request.expert_stats is not None:
-            request.expert_stats.add_(routed.expert_counts)
-        return out.copy_(total)
+        return total
 
     def _expert(self, e: int, rows: torch.Tensor, row_weights: torch.Tensor) -> torch.Tensor:
         w1, w1_scales, w2, w2_scales = (tensor[e : e + 1] for tensor in self._weights)
@@ -91,9 +52,6 @@ class ReferenceExperts:
         activations = apply_activation(gate_and_up, self._form) * row_weights[:, None]
         result = dequantize_fp8(*self._quantize(activations)) @ _dequantize(w2, w2_scales).T
         return (result if w2_bias is None else result + row_weights[:, None] * w2_bias[e]).bfloat16()
-
-    def _quantize(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return quantize_fp8(rows, power_of_two_scales=self._power_of_two_scales)
 
 
 def _dequantize(weights: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,7 @@ MUTATIONS = (
     Mutation(
         name="one-shared-expert",
         rule="of several shared experts the first serves for all",
-        target="tokenloom.inference.reference_experts:ReferenceExperts.forward",
+        target="tokenloom.inference.reference_experts:ReferenceExperts._add_up",
         old="self._expert(e, own, own.new_ones(len(own)))",
         new="self._expert(comm.plan.experts_per_rank, own, own.new_ones(len(own)))",
         tests=(f"{MEGA_TEST}other_backends[cpu2-reference-two shared experts]",),
