@@ -151,7 +151,7 @@ class Activation:
         """
         if isinstance(given, Activation):
             return given
-        if given not in ACTIVATIONS:
+        if not isinstance(given, str) or given not in ACTIVATIONS:
             raise InvalidArgument(
                 f"activation is {given!r}, expected an Activation or one of {', '.join(ACTIVATIONS)}"
             )

@@ -491,6 +491,7 @@ def check_disagree(context: RankContext) -> None:
         ([2], "got rank 2"),
         ([0.0], "got rank 0.0"),
         (["0"], "got rank '0'"),
+        ([[0]], r"got rank \[0\]"),
     ],
 )
 def test_wrong_ranks(pools: Callable[[str], RankPool], ranks: list[Any], text: str) -> None:

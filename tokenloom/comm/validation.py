@@ -137,8 +137,7 @@ def dispatch_inputs(
         scale_layout: of the options.
         split: the dispatch is made in halves.
     """
-    if copy not in COPIES:
-        raise InvalidArgument(f"copy is {copy!r}, expected False, True or 'if_needed'")
+    own = _own_outputs(copy)
     scales = None
     if isinstance(x, (tuple, list)):
         if len(x) != 2:
@@ -155,10 +154,17 @@ def dispatch_inputs(
         topk_weights,
         grad and x.requires_grad,
         grad and topk_weights is not None and topk_weights.requires_grad,
-        True if grad else COPIES[copy],
+        True if grad else own,
         False,
         split,
     )
+
+
+def _own_outputs(copy: object) -> OwnOutputs:
+    try:
+        return COPIES[copy]
+    except (KeyError, TypeError):  # a list, say, cannot be looked up
+        raise InvalidArgument(f"copy is {copy!r}, expected False, True or 'if_needed'") from None
 
 
 def _are_usual(
@@ -263,11 +269,13 @@ def combine_options(
         has_weights, weights_require_grad: whether the dispatch received weights, and whether they have a graph.
         from_home: the combine is given weights of its own.
     """
-    if mode not in STRATEGY_OF_MODE:
+    if not isinstance(mode, str) or mode not in STRATEGY_OF_MODE:
         raise InvalidArgument(f"mode is {mode!r}, expected one of {', '.join(STRATEGY_OF_MODE)}")
     if STRATEGY_OF_MODE[mode] not in able.combine_strategies:
         has = ", ".join(name for name, strategy in STRATEGY_OF_MODE.items() if strategy in able.combine_strategies)
         raise InvalidArgument(f"mode is {mode!r}, this backend has {has}")
+    if not (weighted is None or isinstance(weighted, bool)):
+        raise InvalidArgument(f"weighted is {weighted!r}, expected True, False or None")
     if layout not in ROUTE_LAYOUTS:
         if weighted is not None:
             raise InvalidArgument(
@@ -293,7 +301,11 @@ def combine_options(
     _require_ready("y", y, device)
     grad = torch.is_grad_enabled()
     needs_grad = grad and (y.requires_grad or (weighted and weights_require_grad))
-    return _combine_options(able.dtypes, y.dtype, weighted, mode, wire_dtype, out_dtype, needs_grad, from_home)
+    given = (able.dtypes, y.dtype, weighted, mode, wire_dtype, out_dtype, needs_grad, from_home)
+    try:
+        return _combine_options(*given)
+    except TypeError:  # a list, say, cannot be looked up
+        return _combine_options.__wrapped__(*given)
 
 
 @lru_cache(maxsize=256, typed=True)

@@ -105,7 +105,7 @@ class MegaMoE:
             raise InvalidArgument(
                 f"num_shared_experts is {num_shared_experts!r}, expected 0 to {MOST_TERMS} - top_k (top_k is {top_k})"
             )
-        if backend not in EXPERTS:
+        if not isinstance(backend, str) or backend not in EXPERTS:
             raise InvalidArgument(f"backend is {backend!r}, expected one of {', '.join(EXPERTS)}")
         form = gated_activation(activation, activation_clamp, "activation_clamp")
         self.comm = Communicator(

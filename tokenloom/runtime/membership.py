@@ -263,4 +263,4 @@ def _differs(request: str, rank: int, change: list[Any], me: int, mine: str) -> 
 
 
 def _listed(ranks: Iterable[object]) -> str:
-    return f"[{', '.join(sorted(map(str, set(ranks))))}]"
+    return f"[{', '.join(sorted(set(map(str, ranks))))}]"
