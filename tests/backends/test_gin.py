@@ -278,6 +278,21 @@ def check_missing(context: RankContext) -> Any:
     return timeout.value.peers, timeout.value.nodes
 
 
+def test_layers_say_at_once_that_they_need_more() -> None:
+    emulator.ranks(4).run(check_layers)
+
+
+def check_layers(context: RankContext) -> None:
+    sizes = {"num_experts": 8, "hidden": 128, "intermediate": 128, "top_k": 2, "max_tokens_per_rank": 8}
+    text = "the layer needs layout 'expert', this backend has rank, slots; leave out backend= and transport="
+    with pytest.raises(tl.InvalidArgument, match=text):
+        tl.ExpertParallelMoE(
+            context.group, transport="gin", ranks_per_node=2, strategy=tl.Strategy(combine="per_node"), **sizes
+        )
+    with pytest.raises(tl.InvalidArgument, match=text):
+        tl.MegaMoE(context.group, transport="gin", ranks_per_node=2, backend="composed", **sizes)
+
+
 def test_what_it_has_not() -> None:
     emulator.ranks(4).run(check_refusals)
 

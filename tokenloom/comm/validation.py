@@ -341,6 +341,15 @@ def require_strategy(able: Capabilities, strategy: Strategy) -> None:
             raise InvalidArgument(f"{strategy} needs {name} by {wanted!r}, this backend has {', '.join(has[name])}")
 
 
+def require_layout(able: Capabilities, layout: str) -> None:
+    """Raise InvalidArgument unless the backend has the layout that a layer dispatches in."""
+    if layout not in able.layouts:
+        raise InvalidArgument(
+            f"the layer needs layout {layout!r}, this backend has {', '.join(able.layouts)}; leave out backend= and "
+            "transport="
+        )
+
+
 def require_routed(routed: object, owner: object) -> None:
     """Raise InvalidArgument unless it is what a dispatch of ``owner`` returned."""
     if not isinstance(routed, Routed):

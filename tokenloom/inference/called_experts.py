@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from tokenloom.backends.base import Upcoming
+from tokenloom.comm import validation
 from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.routed import Layout, Routed
 from tokenloom.inference.request import Biases, ForwardRequest
@@ -23,6 +24,9 @@ class CalledExperts(ABC):
         intermediate: I, which the weights tell too.
         num_shared_experts: S, the last experts of the weights, for every token of this rank.
         power_of_two_scales: round the scales of x and of activations up to powers of two.
+
+    Raises:
+        InvalidArgument: the communicator's backend lacks the layout.
     """
 
     communicator_backend = "auto"
@@ -32,6 +36,7 @@ class CalledExperts(ABC):
     def __init__(
         self, comm: Communicator, intermediate: int, num_shared_experts: int, power_of_two_scales: bool
     ) -> None:
+        validation.require_layout(comm.engine.capabilities, self._layout)
         self._comm, self._num_shared = comm, num_shared_experts
         self._power_of_two_scales = power_of_two_scales
         self._weights: tuple[torch.Tensor, ...] = ()

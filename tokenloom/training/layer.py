@@ -171,6 +171,7 @@ class ExpertParallelMoE(nn.Module):
             check_options(comm.plan, rule, hidden, intermediate, num_experts, top_k, shared_intermediate, router_grad)
             if shared_gate and not shared_intermediate:
                 raise InvalidArgument("shared_gate is True, but there is no shared expert; give shared_intermediate")
+            validation.require_layout(comm.engine.capabilities, "expert")
             if strategy is not None:
                 validation.require_strategy(comm.engine.capabilities, strategy)
             found = None
