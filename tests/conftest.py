@@ -80,6 +80,19 @@ def ranks(request: pytest.FixtureRequest, pools: Callable[[str], RankPool]) -> A
     return Ranks(pools(device), num_ranks)
 
 
+@pytest.fixture
+def four(pools: Callable[[str], RankPool]) -> Ranks:
+    """Four processes over gloo, which make two nodes of two."""
+    return Ranks(pools("cpu"), NETWORK_RANKS)
+
+
+@pytest.fixture(scope="module")
+def six() -> Iterator[Ranks]:
+    """Six ranks: three nodes of two, of which sums over nodes tell their order, or two of three, for sums within."""
+    with RankPool(6, "cpu") as pool:
+        yield Ranks(pool, 6)
+
+
 def _hopper_params() -> list[Any]:
     if emulator.ON:
         return [pytest.param(n, id=f"emulated{n}") for n in GROUP_SIZES if n <= CPU_RANKS]

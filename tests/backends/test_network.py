@@ -5,7 +5,7 @@ Two nodes of two run all cases of ``each_backend`` as well, and those of comm/te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tokenloom as tl
-from tests.conftest import NETWORK_RANKS, Ranks
+from tests.conftest import Ranks
 from tests.support.cases import (
     BF16,
     FP32,
@@ -40,25 +40,13 @@ from tokenloom.backends.registration import Availability
 from tokenloom.comm.communicator import Communicator
 from tokenloom.ops import routing
 from tokenloom.plan import ROUTE_LAYOUTS, Plan
-from tokenloom.runtime.processes import RankContext, RankPool
+from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.topology import Place, pretended
 from tokenloom.training.pieces import RunOptions
 from tokenloom.training.routed_experts import routed_experts
 
 LAYOUTS = ("token", "rank", "expert", "slots")
 CASE = Case("nodes", "", tokens=(7, 0, 5, 6, 3, 8), experts_per_rank=2, hidden=16, top_k=4, unused=0.2, dtype=FP32)
-
-
-@pytest.fixture
-def four(pools: Callable[[str], RankPool]) -> Ranks:
-    return Ranks(pools("cpu"), NETWORK_RANKS)
-
-
-@pytest.fixture(scope="module")
-def six() -> Iterator[Ranks]:
-    """Six ranks: three nodes of two, of which sums over nodes tell their order, or two of three, for sums within."""
-    with RankPool(6, "cpu") as pool:
-        yield Ranks(pool, 6)
 
 
 def sent_rows(comm: Communicator) -> SentRows:

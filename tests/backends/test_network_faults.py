@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
 from dataclasses import replace
@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 import tokenloom as tl
-from tests.conftest import NETWORK_RANKS, Ranks
+from tests.conftest import Ranks
 from tests.support.cases import FP32, Case, make_comm, make_problem
 from tests.support.slow import mostly_slow
 from tokenloom.backends.network.inside import CollectivesInside
-from tokenloom.runtime.processes import RankContext, RankPool
+from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.rank_group import RankGroup
 
 CASE = Case("nodes", "", tokens=(7, 0, 5, 6), experts_per_rank=2, hidden=16, top_k=4, unused=0.2, dtype=FP32)
@@ -34,11 +34,6 @@ PHASES = [
     "combine, sums between nodes",
     "the handshake of gradient of weights",
 ]
-
-
-@pytest.fixture
-def four(pools: Callable[[str], RankPool]) -> Ranks:
-    return Ranks(pools("cpu"), NETWORK_RANKS)
 
 
 def in_a_group_of_their_own(context: RankContext) -> RankContext:

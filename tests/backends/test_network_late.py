@@ -6,7 +6,6 @@ The call is made again without it, so all that stay get what they get with it, o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Literal
 from unittest import mock
@@ -17,7 +16,7 @@ import torch
 import tokenloom as tl
 from tests.comm.test_masks import LAYOUTS, combine_all_modes, options_of, without
 from tests.comm.test_on_timeout import CASE, LONG_S, TIMEOUT_S, Death, dying, quickly
-from tests.conftest import NETWORK_RANKS, Ranks
+from tests.conftest import Ranks
 from tests.runtime.test_masked_ranks import done, when_done
 from tests.support.cases import Problem, expert_rows, make_comm, make_problem, same_bits, same_routed
 from tests.support.layer_cases import LayerCase, make_layer
@@ -27,22 +26,11 @@ from tokenloom.backends.network.exchange import NodeExchange
 from tokenloom.backends.network.inside import CollectivesInside
 from tokenloom.comm.communicator import Communicator
 from tokenloom.runtime.links import Links
-from tokenloom.runtime.processes import RankContext, RankPool
+from tokenloom.runtime.processes import RankContext
 
 WAYS: tuple[Literal["raise", "mask"], ...] = ("raise", "mask")
 TRANSFERS = 8
 """Of a dispatch and of a combine each: handshake, two hops, and the meeting at the end."""
-
-
-@pytest.fixture
-def four(pools: Callable[[str], RankPool]) -> Ranks:
-    return Ranks(pools("cpu"), NETWORK_RANKS)
-
-
-@pytest.fixture(scope="module")
-def six() -> Iterator[Ranks]:
-    with RankPool(6, "cpu") as pool:
-        yield Ranks(pool, 6)
 
 
 def make(context: RankContext, timeout_s: float = LONG_S, **options: Any) -> tuple[tl.Communicator, Problem]:

@@ -384,11 +384,6 @@ def test_notes() -> None:
 # -- on four ranks ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def four(pools: Callable[[str], RankPool]) -> Ranks:
-    return Ranks(pools("cpu"), NETWORK_RANKS)
-
-
 def speed_alone(finding: Any) -> bool:
     """Whether a finding failed for its speed, which on a machine with other work says nothing."""
     return "while the median" in finding["details"]

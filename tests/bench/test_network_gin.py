@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import pytest
-
 from tests.bench.test_network import on_rank_check
-from tests.conftest import NETWORK_RANKS, Ranks
+from tests.conftest import Ranks
 from tokenloom.backends import registry
 from tokenloom.backends.network.backend import NetworkBackend
 from tokenloom.backends.registration import Availability, Registration
 from tokenloom.bench.network.on_rank import Options, check_on_rank
 from tokenloom.bench.network.problems import PAYLOADS
-from tokenloom.runtime.processes import RankContext, RankPool
-
-
-@pytest.fixture
-def four(pools: Callable[[str], RankPool]) -> Ranks:
-    return Ranks(pools("cpu"), NETWORK_RANKS)
+from tokenloom.runtime.processes import RankContext
 
 
 class LikeGin(NetworkBackend):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,19 +10,14 @@ import pytest
 import torch
 
 from tests.compat.deep_ep.cases import CASE, finite, laid_out, problem_of, rows_to_combine
-from tests.conftest import NETWORK_RANKS, Ranks
+from tests.conftest import Ranks
 from tests.support.cases import BF16, FP32, same_bits, same_bytes
 from tokenloom import reference
 from tokenloom.compat import deep_ep
 from tokenloom.compat.deep_ep.config import nodes_of
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed
 from tokenloom.errors import ShapeMismatch
-from tokenloom.runtime.processes import RankContext, RankPool
-
-
-@pytest.fixture
-def four(pools: Callable[[str], RankPool]) -> Ranks:
-    return Ranks(pools("cpu"), NETWORK_RANKS)
+from tokenloom.runtime.processes import RankContext
 
 
 @contextmanager
