@@ -145,6 +145,7 @@ def machine(nvlink: bool, layouts: tuple[str, ...] = LAYOUTS) -> Iterator[None]:
     with (
         mock.patch.object(registry, "availability", return_value=found),
         mock.patch.object(registry, "capabilities", able.get),
+        mock.patch.object(registry, "names", return_value=tuple(able)),
     ):
         yield
 

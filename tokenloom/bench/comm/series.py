@@ -27,8 +27,9 @@ BESIDE_US = 100.0
 
 
 def names() -> list[str]:
-    """Everybody who can be measured: our backends, best first, and rivals."""
-    return [*registry.names(), deep_ep.NAME]
+    """Everybody who can be measured: our backends, best first, and rivals. Combines that are measured sum per rank."""
+    ours = [name for name in registry.names() if "dedup" in registry.capabilities(name).combine_strategies]
+    return [*ours, deep_ep.NAME]
 
 
 @dataclass(frozen=True)
