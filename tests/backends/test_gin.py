@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -13,8 +14,11 @@ import tokenloom as tl
 from tests.support import emulator
 from tests.support.cases import BF16, FP8, FP32, Case, expert_rows, make_problem, same_bits, same_routed
 from tokenloom import reference
-from tokenloom.backends.gin import availability, memory, registration
+from tokenloom.backends.gin import availability, backend, memory, registration
 from tokenloom.backends.registration import Request
+from tokenloom.kernels.common import MAX_SHARED_BYTES
+from tokenloom.kernels.common.rail import QUEUE_DEPTH
+from tokenloom.kernels.dispatch.launch_network import DispatchNetworkVariant
 from tokenloom.plan import Plan, align_up
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.topology import pretended
@@ -88,9 +92,10 @@ def test_window_of_a_plan() -> None:
     plan = Plan(4, 256, 7168, 8, 128)
     with (
         mock.patch.object(memory, "GinMemory") as gin,
+        mock.patch.object(memory.NodeMemory, "_reset_signals"),
         mock.patch.object(memory, "SymmetricBuffer"),
     ):
-        made = memory.NodeMemory(plan, mock.Mock(topology=pretended(4, 2)), torch.bfloat16)
+        made = memory.NodeMemory(plan, mock.Mock(topology=pretended(4, 2), device=torch.device("cpu")), torch.bfloat16)
     header, row = 4 * (4 + 4 + 256) + 16, 2 * 7168 + 4 * (3 * 8 + 2 + 1)
     assert made.regions.region_bytes == align_up(header + 128 * align_up(row, 16), 128)
     assert gin.call_args.args[1] == 2 * 2 * 4 * 2 * made.regions.region_bytes
@@ -147,12 +152,12 @@ def test_calls_of_a_serving_loop() -> None:
 def check_loop(context: RankContext) -> None:
     problem = make_problem(CASE, context.num_ranks)
     with comm_of(context, problem.plan) as comm, torch.no_grad():
-        backend: Any = comm.engine._backend
+        made: Any = comm.engine._backend
         for step in range(4):
             there_and_back(context, comm, problem, "slots")
             there_and_back(context, comm, problem, "rank", sizes="bounded")
             if step == 0:
-                backend.send_dispatch = backend.send_combine = None
+                made.send_dispatch = made.send_combine = None
 
 
 def test_halves() -> None:
@@ -238,6 +243,64 @@ def check_mismatch(context: RankContext) -> None:
         there_and_back(context, comm, problem, "slots")
 
 
+@pytest.mark.parametrize("odd", range(4))
+def test_all_ranks_hear_of_combines_that_differ(odd: int) -> None:
+    """Ranks of one node differ; those of the other, of which only one hears of each, name the same rank."""
+    emulator.ranks(4).run(check_combines, odd)
+
+
+def check_combines(context: RankContext, odd: int) -> None:
+    problem = make_problem(CASE, context.num_ranks)
+    with comm_of(context, problem.plan) as comm:
+        routed = comm.dispatch(*problem.arguments(context), layout="rank", sizes="bounded")
+        comm.combine(routed.tokens, routed, mode="per_node", out_dtype=FP32 if context.rank == odd else BF16)
+        odd_one, wanted = (odd, FP32) if odd else (1, BF16)
+        with pytest.raises(tl.PlanMismatch, match=rf"rank {odd_one} has out_dtype={wanted}"):
+            comm.check()
+        there_and_back(context, comm, problem, "slots")
+
+
+def test_weights_that_come_later_are_refused() -> None:
+    """Before the ranks that make another call wait for it."""
+    emulator.ranks(4).run(check_late_weights)
+
+
+def check_late_weights(context: RankContext) -> None:
+    problem = make_problem(CASE, context.num_ranks)
+    x, ids, weights = problem.arguments(context)
+    with comm_of(context, problem.plan) as comm:
+        routed = comm.dispatch(x, ids, layout="slots", capacity=problem.rows_needed("slots"))
+        if context.rank == 3:
+            with pytest.raises(tl.InvalidArgument, match="weights travel with rows only"):
+                comm.combine(routed.tokens, routed, mode="per_node", topk_weights=weights)
+        else:
+            comm.combine(routed.tokens, routed, mode="per_node", weighted=False)
+            with pytest.raises(tl.PeerError, match=r"rank 3.*travel with rows only"):
+                comm.check()
+        for call in (lambda: comm.reweighted(routed, weights), lambda: comm.combine_weights(weights, routed)):
+            with pytest.raises(tl.InvalidArgument, match="weights travel with rows only"):
+                call()
+        there_and_back(context, comm, problem, "slots")
+
+
+def test_faults_behind_an_overflow_that_nobody_has_read() -> None:
+    """A dispatch in halves waits for no earlier call, with exact sizes either, or ranks would be a call apart."""
+    emulator.ranks(4).run(check_unread_overflow)
+
+
+def check_unread_overflow(context: RankContext) -> None:
+    problem = make_problem(CASE, context.num_ranks)
+    x, ids, weights = problem.arguments(context)
+    with comm_of(context, problem.plan) as comm:
+        comm.dispatch(x, ids, weights, layout="slots", capacity=problem.rows_needed("slots") - 1)
+        with pytest.raises(tl.TokenloomError):
+            comm.send_dispatch(x[:, :8] if context.rank == 3 else x, ids, weights, layout="rank").receive()
+        for _ in range(3):
+            with suppress(tl.PeerError, tl.CapacityOverflow):
+                comm.check()
+        there_and_back(context, comm, problem, "slots")
+
+
 def test_too_many_rows_are_told_on_all_ranks() -> None:
     emulator.ranks(4).run(check_overflow)
 
@@ -264,7 +327,7 @@ def check_missing(context: RankContext) -> Any:
     problem = make_problem(CASE, context.num_ranks)
     x, ids, weights = problem.arguments(context)
     comm = comm_of(context, problem.plan, timeout_s=0.0015)  # some seconds of the emulator
-    backend: Any = comm.engine._backend
+    made: Any = comm.engine._backend
     torch.distributed.barrier()
     comm.dispatch(x, ids, weights, layout="rank", sizes="bounded")
     comm.check()
@@ -274,7 +337,7 @@ def check_missing(context: RankContext) -> Any:
     with pytest.raises(tl.PeerTimeout) as timeout:
         comm.check()
     comm.close()
-    assert backend._memory.gin.is_kept, "a late rank may still put to the window"
+    assert made._memory.gin.is_kept, "a late rank may still put to the window"
     return timeout.value.peers, timeout.value.nodes
 
 
@@ -317,3 +380,84 @@ def check_refusals(context: RankContext) -> None:
             with pytest.raises(tl.TokenloomError, match=text):
                 call()
         there_and_back(context, comm, problem, "slots")
+
+
+# -- lifetimes ------------------------------------------------------------------------------------------------------
+
+
+def test_one_communicator_after_the_other() -> None:
+    """Signals of a process group stay as the last communicator on it has left them, and its window may come again."""
+    emulator.ranks(4).run(check_second)
+
+
+def check_second(context: RankContext) -> None:
+    for seed in range(3):
+        problem = make_problem(replace(CASE, seed=seed), context.num_ranks)
+        with comm_of(context, problem.plan) as comm:
+            made: Any = comm.engine._backend
+            assert made._memory.gin._number == 0, "the window was given back"
+            there_and_back(context, comm, problem, "slots")
+        torch.distributed.barrier()
+
+
+def test_a_close_hears_of_a_wait_that_has_expired() -> None:
+    """Also if nobody has asked for it: the rank that is late may still put to the window."""
+    emulator.ranks(4).run(check_unread)
+
+
+def check_unread(context: RankContext) -> None:
+    problem = make_problem(CASE, context.num_ranks)
+    comm = comm_of(context, problem.plan, timeout_s=0.0015)
+    made: Any = comm.engine._backend
+    if context.rank != 3:
+        comm.dispatch(*problem.arguments(context), layout="rank", sizes="bounded")
+        comm.close()
+        assert made._memory.gin.is_kept
+
+
+def test_what_cannot_be_made_gives_the_window_back() -> None:
+    ranks: Any = mock.Mock(topology=pretended(4, 2), device=torch.device("cpu"))
+    plan = Plan(4, 8, 16, 2, 8)
+    with (
+        mock.patch.object(memory, "GinMemory") as gin,
+        mock.patch.object(memory.NodeMemory, "_reset_signals"),
+        mock.patch.object(memory, "SymmetricBuffer", side_effect=RuntimeError("no room")),
+        pytest.raises(RuntimeError, match="no room"),
+    ):
+        memory.NodeMemory(plan, ranks, None)
+    gin.return_value.close.assert_called_once_with()
+    with (
+        mock.patch.object(backend, "NodeMemory") as made,
+        mock.patch.object(backend, "NodesLauncher", side_effect=RuntimeError("no SMs")),
+        pytest.raises(RuntimeError, match="no SMs"),
+    ):
+        backend.GinBackend(plan, ranks, 2, None)
+    made.return_value.close.assert_called_once_with()
+
+
+def test_sizes_that_the_probe_takes() -> None:
+    """Most tokens of two ranks fit the queue, rows of one byte are narrower than those the memory is for, and records
+    of many nodes leave room for rings."""
+    ranks: Any = mock.Mock(topology=pretended(2, 1), device=torch.device("cpu"))
+    with (
+        mock.patch.object(memory.NodeMemory, "_reset_signals"),
+        mock.patch.multiple(memory, GinMemory=mock.DEFAULT, SymmetricBuffer=mock.DEFAULT),
+    ):
+        made = memory.NodeMemory(Plan(2, 8, 16, 2, 1024), ranks, FP8)
+    assert made.regions.chunks == QUEUE_DEPTH // 2 - 1
+    made.require_room(BF16)
+    for num_ranks, ranks_per_node, num_experts, hidden in ((32, 1, 256, 8192), (32, 2, 1024, 2560)):
+        plan = Plan(num_ranks, num_experts, hidden, 8, 64)
+        assert DispatchNetworkVariant(plan, ranks_per_node, x_dtype=BF16).spec().shared_bytes <= MAX_SHARED_BYTES
+
+
+def test_graphs_keep_what_their_kernels_use() -> None:
+    emulator.ranks(4).run(check_kept)
+
+
+def check_kept(context: RankContext) -> None:
+    with comm_of(context, make_problem(CASE, context.num_ranks).plan) as comm:
+        made: Any = comm.engine._backend
+        kept = made._launcher.keep_with_graphs
+        assert made._memory in kept
+        assert made._shared in kept

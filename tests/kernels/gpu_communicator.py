@@ -15,7 +15,7 @@ from tests.support.cases import BF16, FP8, Case, Problem, expert_rows, make_prob
 from tokenloom import reference
 from tokenloom.runtime.processes import RankContext
 
-CALLS, REPLAYS, PROBLEMS, MEASURED = 20, 50, 5, 100
+CALLS, REPLAYS, PROBLEMS, MEASURED = 20, 50, 3, 100
 TIMEOUT_S = 5.0
 
 
@@ -63,9 +63,11 @@ class Calls:
             **sizes,
         )
         assert self.comm.transports == {"own node": "nvlink", "other nodes": "gin"}
-        problems = [self._another(seed) for seed in range(max(CALLS, PROBLEMS))]
+        problems = [self._another(seed) for seed in range(PROBLEMS)]
         most = max(problem.rows_needed("slots") for problem in problems)
         self.bounds: dict[str, Any] = {"capacity": most} if layout == "slots" else {"sizes": "bounded"}
+        self._known: dict[int, Any] = {}
+        self.y: torch.Tensor | None = None
         self.given = [torch.clone(each) for each in self._tensors(self.problem)]
 
     def _another(self, seed: int) -> Problem:
@@ -83,16 +85,22 @@ class Calls:
         for tensor, new in zip(self.given, self._tensors(self.problem), strict=True):
             tensor.copy_(new)
         capacity = {name: value for name, value in self.bounds.items() if name == "capacity"}
-        self.want = self.problem.dispatched(self.layout, **capacity)
-        self.ys = expert_rows(self.problem, self.want, BF16)
+        if seed not in self._known:
+            want = self.problem.dispatched(self.layout, **capacity)
+            self._known[seed] = want, expert_rows(self.problem, want, BF16)
+        self.want, self.ys = self._known[seed]
         mine = self.ys[self.member.options.rank].to(self.member.device)
-        self.y = mine if seed == 0 else self.y.copy_(mine)
+        self.y = mine if self.y is None else self.y.copy_(mine)
 
-    def make(self) -> None:
-        """Both calls, without the host."""
+    def make(self, first: bool = False) -> None:
+        """Both calls, without the host; the first ones load kernels, while no other waits on this GPU."""
         x: Any = tuple(self.given[:2]) if self.problem.scales is not None else self.given[0]
         ids, *weights = self.given[1 + (self.problem.scales is not None) :]
         self.routed = self.comm.dispatch(x, ids, *weights, layout=self.layout, **self.bounds)
+        if first:
+            self.member.wait()
+            self.member.meet()
+        assert self.y is not None
         weighted = bool(weights) if self.layout == "slots" else None
         self.out = self.comm.combine(self.y, self.routed, mode="per_node", weighted=weighted)
 
@@ -134,12 +142,12 @@ def communicator(member: Member, cases: dict[str, tuple[Case, str]]) -> None:
     """Eager calls, a graph of both that is replayed with other routings, and the times of both."""
     for name, (case, layout) in cases.items():
         calls = Calls(member, case, layout)
-        for seed in range(CALLS):
-            calls.take(seed)
-            calls.make()
+        for number in range(CALLS):
+            calls.take(number % PROBLEMS)
+            calls.make(first=number == 0)
             calls.check()
             calls.comm.engine.check("calls")
-            if seed == 0:  # kernels are loaded while no other waits on this GPU
+            if number == 0:
                 member.meet()
         member.meet()
         graph = torch.cuda.CUDAGraph()

@@ -40,12 +40,13 @@ from tokenloom.errors import PeerTimeout
 from tokenloom.jit.compiler import KernelSpec
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.common.rail import STATE_BYTES, TRAFFICS, Regions, chunk_rows
+from tokenloom.kernels.signals.launch import SignalsVariant
 from tokenloom.runtime.gin import GinMemory
 from tokenloom.runtime.kernel_reports import CallRecords, FaultFlag
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.symmetric_memory import BufferLayout, SymmetricBuffer
 
-LIMIT_S = 60
+LIMIT_S = 90
 """A process that is not done by then ends itself, with the stacks of its threads in its log."""
 CALL_S = 20.0
 TIMEOUT_S, SHORT_S, NOTICED_S = 5.0, 3.0, 5.0
@@ -83,7 +84,12 @@ class Options:
 def specs_for(num_ranks: int, ranks_per_node: int) -> list[KernelSpec]:
     """All kernels that ranks launch, without NCCL's headers."""
     problems = [(form, make_problem(form.case, num_ranks)) for form in FORMS.values()]
-    return [variant.spec() for form, problem in problems for variant in form.variants(problem, ranks_per_node)]
+    specs = [variant.spec() for form, problem in problems for variant in form.variants(problem, ranks_per_node)]
+    empty = Form(Case("empty", "what ranks with a fault open", weights="absent"))  # of communicators
+    for _, problem in problems:
+        unweighted = replace(problem, topk_weights=None)
+        specs += [variant.spec() for variant in empty.variants(unweighted, ranks_per_node)]
+    return [*specs, SignalsVariant().spec()]
 
 
 class Member:
@@ -343,7 +349,7 @@ def main() -> None:
     rank: Member
     if options.scenario == "communicator":
         rank = Member(options)
-        communicator(rank, {name: (FORMS[name].case, FORMS[name].layout) for name in ("slots", "fp8", "rank", "wide")})
+        communicator(rank, {name: (FORMS[name].case, FORMS[name].layout) for name in ("slots", "fp8", "rank")})
     else:
         rank = own = Rank(options)
         (bits if options.scenario == "bits" else one_is_missing)(own)

@@ -23,6 +23,7 @@ from tokenloom.kernels.combine.launch_network import CombineNetworkVariant
 from tokenloom.kernels.common import MAX_BLOCKS, MAX_SHARED_BYTES, TURNS, Variant
 from tokenloom.kernels.common.rail import QUEUE_DEPTH, STATE_BYTES, TRAFFICS, Rail, Regions, chunk_rows
 from tokenloom.kernels.dispatch.launch_network import DispatchNetworkVariant
+from tokenloom.kernels.signals.launch import SignalsVariant
 from tokenloom.plan import Plan
 
 needs_cxx = pytest.mark.skipif(CXX is None, reason="no g++")
@@ -224,6 +225,7 @@ VARIANTS: dict[str, Variant] = {
         DispatchNetworkVariant(LARGE, 4, layout="rank", x_dtype=BF16, quantize="any scale"),
         CombineNetworkVariant(LARGE, 8, y_dtype=BF16, wire_dtype=BF16, out_dtype=BF16, weights="received"),
         CombineNetworkVariant(LARGE, 4, layout="rank", y_dtype=BF16, wire_dtype=FP32, out_dtype=BF16),
+        SignalsVariant(),
     )
 }
 

@@ -43,6 +43,7 @@ class Capabilities:
         usual_calls: the backend is one of :class:`MakesUsualCalls`.
         fused_layer: the backend has ``fused_layer``, see :mod:`tokenloom.backends.nvlink.fused`.
         weights_from_home: a combine can multiply rows by weights that their home has, and sends along.
+        weights_apart: weights can travel apart from rows, by calls of their own.
         own_transport: calls go without collectives of the process group, which could not end without a rank.
     """
 
@@ -61,6 +62,7 @@ class Capabilities:
     usual_calls: bool = False
     fused_layer: bool = False
     weights_from_home: bool = False
+    weights_apart: bool = True
     own_transport: bool = False
 
 

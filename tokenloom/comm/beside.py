@@ -98,6 +98,7 @@ class CallsBeside(Calls):
             TokenloomError: what ``combine`` raises for such values; also NotDifferentiable if they require grad.
         """
         self.engine.begin()
+        self._require_weights_apart("combine")
         by_route = isinstance(routed, Routed) and routed.layout in ROUTE_LAYOUTS
         engine = self.engine if by_route else self.engine_beside()
         with (
@@ -148,6 +149,7 @@ class CallsBeside(Calls):
             TokenloomError: what ``dispatch`` raises for such weights; also NotDifferentiable if they require grad.
         """
         self.engine.begin()
+        self._require_weights_apart("dispatch")
         engine = self.engine_beside()
         with engine.sequence(Upcoming("dispatch")):
             validation.require_routed(routed, self)
@@ -167,7 +169,14 @@ class CallsBeside(Calls):
             return routed, topk_weights
         if not isinstance(routed, Routed) or routed.layout not in ROUTE_LAYOUTS or weighted is False:
             return routed, topk_weights  # which is an error
+        self._require_weights_apart("combine")
         return self.reweighted(routed, topk_weights), None
+
+    def _require_weights_apart(self, call: str) -> None:
+        """Raise, and tell the ranks that open this call, where weights travel with rows only."""
+        if not self.engine.capabilities.weights_apart:
+            with self.engine.sequence(Upcoming(call)):
+                raise InvalidArgument("here weights travel with rows only; give topk_weights to dispatch")
 
     def engine_of_weights(self) -> tuple[str, Engine]:
         """What a combine with ``topk_weights`` opens first: the name of the call, and its engine."""

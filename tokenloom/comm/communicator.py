@@ -136,7 +136,11 @@ class Communicator(CallsBeside):
             ranks.terms = _in_words(prepare()[0], self._choice.backend.name)
             ranks.own_transport = self._choice.backend.capabilities.own_transport
             if on_timeout == "mask":
-                self._choice.backend.mask_late()
+                try:
+                    self._choice.backend.mask_late()
+                except InvalidArgument:
+                    self._choice.backend.close()
+                    raise
         self._ranks = ranks
         self._request = request
         self.engine = Engine(self.plan, ranks, self._choice.backend)

@@ -65,6 +65,8 @@ class GinMemory:
         self._is_kept = self._is_closed = False
         try:
             agree(ranks, lambda: self._prepare(contexts, signals), "memory for the network")
+            # Each is collective in NCCL, where ranks without one that has failed would wait for ever.
+            agree(ranks, self._register, "a window of NCCL")
             agree(ranks, lambda: self._make(contexts, signals, state_bytes), "a device communicator of NCCL")
         except BaseException:
             self._is_closed = True
@@ -88,10 +90,14 @@ class GinMemory:
         }
         return wanted, None
 
+    def _register(self) -> tuple[dict[str, object], None]:
+        with on_device(self._ranks.device):
+            self.window = self._nccl.register_window(self._comm, self.address, self.num_bytes)
+        return {}, None
+
     def _make(self, contexts: int, signals: int, state_bytes: int) -> tuple[dict[str, object], None]:
         device = self._ranks.device
         with on_device(device):
-            self.window = self._nccl.register_window(self._comm, self.address, self.num_bytes)
             asked = requirements_of(self._layout, contexts, signals)
             self._device_comm = self._nccl.create_device_comm(self._comm, asked, self._layout.types[DEVICE_COMM][0])
             self._check_device_comm(contexts)

@@ -55,6 +55,7 @@ struct ncclGin {
         emulated_put(comm.rank, peer, context, nullptr, nullptr, 0, signal_of(peer, action.signal));
         emulated_yield();
     }
+    void resetSignal(uint32_t signal) const { *signal_of(comm.rank, signal) = 0; }
     uint64_t readSignal(uint32_t signal) const {
         emulated_yield();
         return *static_cast<volatile uint64_t*>(signal_of(comm.rank, signal));

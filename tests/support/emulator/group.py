@@ -70,6 +70,7 @@ class Group:
         self.memory: dict[str, list[torch.Tensor]] = {}
         self.store = torch.distributed.HashStore()
         self.kept: list[tuple[int, int, list[torch.Tensor]]] = []
+        self.pools: dict[int, list[str]] = {}
         self.failed = False
         self.ended: set[int] = set()
 
@@ -95,7 +96,10 @@ class Group:
 
     def share(self, ranks: Any, what: str, num_bytes: int) -> list[torch.Tensor]:
         """Memory of every rank, zeros at a multiple of 128, the same for all ranks that ask for it."""
-        name = ranks.notes.key(ranks.notes.new_name(what))
+        return self.share_named(ranks.notes.key(ranks.notes.new_name(what)), num_bytes)
+
+    def share_named(self, name: str, num_bytes: int) -> list[torch.Tensor]:
+        """The same, under a name."""
         self.drain(here.rank)  # not inside, where other ranks could not launch what its kernels wait for
         with self.lock:
             if name not in self.memory:
@@ -212,14 +216,18 @@ class FakeBuffer:
 
 
 class FakeGin:
-    """Stands for GinMemory."""
+    """Stands for GinMemory. What one gives back is the next one's, with all that lies in it, as NCCL has it."""
 
     prelude = NO_PRELUDE
 
     def __init__(self, ranks: Any, num_bytes: int, *, contexts: int, signals: int, state_bytes: int) -> None:
         group = here.group
-        windows = group.share(ranks, "window", num_bytes)
-        raised = [each.view(torch.int64) for each in group.share(ranks, "signals", 8 * len(signals_of(signals)))]
+        own = group.pools.setdefault(here.rank, [])
+        self._number = min({*range(len(own) + 1)} - {int(each) for each in own})
+        own.append(str(self._number))
+        windows = group.share_named(f"window {num_bytes} {self._number}", num_bytes)
+        pool = group.share_named(f"signals {signals} {self._number}", 8 * len(signals_of(signals)))
+        raised = [each.view(torch.int64) for each in pool]
         comm = device_comm(here.rank, raised, signals)
         window = torch.tensor([each.data_ptr() for each in windows])
         state = torch.zeros(state_bytes, dtype=torch.uint8)
@@ -231,7 +239,9 @@ class FakeGin:
         self.is_kept = True
 
     def close(self) -> bool:
-        self.is_closed = not self.is_kept
+        if not self.is_kept and not self.is_closed:
+            self.is_closed = True
+            here.group.pools[here.rank].remove(str(self._number))
         return self.is_closed
 
 
@@ -317,6 +327,7 @@ def _make_communicator(self: tl.Communicator, group: object = None, **options: A
     backend: Any = NvlinkBackend(plan, ranks, *sizes_of_calls) if options.get("transport") != "gin" else None
     if backend is None:
         backend = GinBackend(plan, ranks, sizes_of_calls[0], options.get("dtype"), checked=sizes_of_calls[1])
+        here.group.meeting.wait()  # as a SymmetricBuffer does
     if options.get("on_timeout") == "mask" and not rejoins:
         backend.mask_late()
     if ranks.masks_late:
@@ -327,6 +338,7 @@ def _make_communicator(self: tl.Communicator, group: object = None, **options: A
 
 def _make_engine(self: tl.Communicator, hidden: int) -> Engine:
     plan = replace(self.plan, hidden=hidden)
+    assert self.backend == "nvlink", f"backend {self.backend} has no second engine here"
     return Engine(plan, self._ranks, NvlinkBackend(plan, self._ranks, NUM_SMS))
 
 

@@ -8,7 +8,6 @@ and what they have found, prepared calls, and handles.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from typing import NoReturn
@@ -20,6 +19,7 @@ from tokenloom.backends.base import (
     DispatchInputs,
     DispatchOptions,
     OwnOutputs,
+    Pending,
     Rows,
     Upcoming,
     UsualCombine,
@@ -37,7 +37,7 @@ from tokenloom.backends.nvlink.launcher import Launched, require_no_host_read
 from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT
 from tokenloom.backends.nvlink.prepared import Shared
 from tokenloom.backends.nvlink.results import ResultsMemory
-from tokenloom.errors import CapacityOverflow, InvalidArgument, TokenloomError
+from tokenloom.errors import CapacityOverflow, InvalidArgument
 from tokenloom.kernels.dispatch.launch import block_count_words
 from tokenloom.plan import Plan
 from tokenloom.runtime.leftovers import keep_until_idle
@@ -67,16 +67,21 @@ class GinBackend:
         self.capabilities = replace(CAPABILITIES, reads_on_host=checked, usual_calls=not checked)
         self._checked, self._ranks = checked, ranks
         self._overflow: CapacityOverflow | None = None
-        self._memory = NodeMemory(plan, ranks, dtype)
-        self._launcher = NodesLauncher(plan, ranks, self._memory, num_sms)
-        block_counts = torch.zeros(block_count_words(plan), dtype=torch.int32, device=ranks.device)
-        keep_until_idle(self, ranks.device, block_counts)
-        results = ResultsMemory(ranks.device)
-        self._shared = Shared(plan, self._launcher, self._memory, block_counts, results, checked)
         self._dispatches: dict[tuple[object, ...], NodesDispatch] = {}
         self._combines: dict[tuple[object, ...], NodesCombine] = {}
-        self._launcher.empty["dispatch"] = self._empty_dispatch().kernel
-        self._launcher.empty["combine"] = empty_combine(self._launcher)
+        self._memory = NodeMemory(plan, ranks, dtype)
+        try:
+            self._launcher = NodesLauncher(plan, ranks, self._memory, num_sms)
+            block_counts = torch.zeros(block_count_words(plan), dtype=torch.int32, device=ranks.device)
+            results = ResultsMemory(ranks.device)
+            self._shared = Shared(plan, self._launcher, self._memory, block_counts, results, checked)
+            keep_until_idle(self._shared, ranks.device, block_counts)
+            self._launcher.keep_with_graphs.append(self._shared)
+            self._launcher.empty["dispatch"] = self._empty_dispatch().kernel
+            self._launcher.empty["combine"] = empty_combine(self._launcher)
+        except Exception:
+            self._memory.close()
+            raise
 
     def _empty_dispatch(self) -> NodesDispatch:
         """A dispatch without tokens, whose arguments never change."""
@@ -95,19 +100,18 @@ class GinBackend:
 
     def send_dispatch(
         self, options: DispatchOptions, inputs: DispatchInputs
-    ) -> Launched[tuple[NvlinkHandle, torch.Tensor]]:
+    ) -> Pending[tuple[NvlinkHandle, torch.Tensor]]:
         if inputs.x_needs_grad or inputs.weights_need_grad:
             self._refuse_gradients()
         exact = options.sizes == "exact"
         require_no_host_read(exact or self._checked, "sizes='exact'" if exact else "checked=True")
         prepared = self._prepared_dispatch(options, replace(inputs, split=False))
-        if exact:  # whoever waits hears first of what earlier calls left
+        if exact and not (inputs.split or inputs.ahead):  # whoever waits hears first of what earlier calls left
             self._launcher.settle(0)
         handle, rows, _ = prepared.launch(*given(inputs), inputs.out)
         if exact:
-            self._launcher.settle(0)
-            rows = handle.cut_to_size(handle.all_sizes(), rows)
-        elif self._checked:
+            return _ExactSizes(self._launcher, handle, rows)
+        if self._checked:
             self._settle_checked()
         out = inputs.out
         if out is not None and out.topk_ids is not None and out.topk_ids.dtype != torch.int32:
@@ -234,8 +238,21 @@ class GinBackend:
 
     def close(self) -> None:
         """Give memory back, unless a graph may still write to it, or other ranks after a wait that has expired."""
-        if self._ranks.is_broken or self._launcher.has_graphs:
+        launcher = self._launcher
+        launcher.await_work()
+        if self._ranks.is_broken or launcher.outcomes.fault.is_set() or launcher.has_graphs:
             self._memory.gin.keep()
-        with suppress(TokenloomError):  # what NCCL does not take back stays until the process ends
-            self._memory.gin.close()
-        self._launcher.close(self._memory.shared())
+        self._memory.close()
+        launcher.close(self._memory.shared())
+
+
+class _ExactSizes:
+    """A dispatch that is on the stream, of which the host reads the sizes when it receives it."""
+
+    def __init__(self, launcher: NodesLauncher, handle: NvlinkHandle, rows: torch.Tensor) -> None:
+        self._launcher, self._handle, self._rows = launcher, handle, rows
+
+    def receive(self) -> tuple[NvlinkHandle, torch.Tensor]:
+        handle = self._handle
+        self._launcher.outcomes.settle_before(handle.number + 1)
+        return handle, handle.cut_to_size(handle.all_sizes(), self._rows)

@@ -17,5 +17,6 @@ CAPABILITIES = Capabilities(
     other_nodes="gin",
     reads_on_host=False,
     usual_calls=True,
+    weights_apart=False,
     own_transport=True,
 )

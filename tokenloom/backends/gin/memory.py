@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
 from tokenloom.backends.handshake import Fields
 from tokenloom.backends.nvlink.buffers import control_layout, staged_layout
-from tokenloom.errors import InvalidArgument
+from tokenloom.errors import InvalidArgument, TokenloomError
+from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.combine.launch_network import HEADER_BYTES, CombineNetworkVariant
 from tokenloom.kernels.common import TURNS
-from tokenloom.kernels.common.rail import STATE_BYTES, TRAFFICS, Rail, Regions, chunk_rows, region_bytes
+from tokenloom.kernels.common.rail import QUEUE_DEPTH, STATE_BYTES, TRAFFICS, Rail, Regions, chunk_rows, region_bytes
 from tokenloom.kernels.dispatch.launch_network import DispatchNetworkVariant
+from tokenloom.kernels.signals.launch import SignalsVariant
 from tokenloom.plan import Plan, align_up
 from tokenloom.runtime.gin import GinMemory
+from tokenloom.runtime.leftovers import wait_for
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.symmetric_memory import BufferLayout, SymmetricBuffer
 
@@ -42,7 +47,7 @@ class NodeMemory:
         topology = ranks.topology
         self.num_nodes = topology.num_nodes
         self.ranks_per_node = plan.num_ranks // self.num_nodes
-        self._widest = dtype or torch.bfloat16
+        self._widest = dtype if dtype is not None and dtype.itemsize > 2 else torch.bfloat16
         value_bytes = self._widest.itemsize
         dispatches = DispatchNetworkVariant(plan, self.ranks_per_node, x_dtype=self._widest)
         combines = CombineNetworkVariant(
@@ -52,7 +57,7 @@ class NodeMemory:
             region_bytes(plan, dispatches.header_bytes, dispatches.record_bytes),
             region_bytes(plan, HEADER_BYTES, combines.record_bytes),
         )
-        chunks = -(-plan.max_tokens_per_rank // CHUNK_ROWS)
+        chunks = min(-(-plan.max_tokens_per_rank // CHUNK_ROWS), QUEUE_DEPTH // 2 - 1)
         self.regions = Regions(self.num_nodes, region, chunks, chunk_rows(plan, chunks))
         self.partials_bytes = align_up(combines.partials_rows * combines.record_bytes, 128)
         partials = BufferLayout.of([("partials", TURNS * self.num_nodes * self.partials_bytes)])
@@ -60,9 +65,22 @@ class NodeMemory:
         self.gin = GinMemory(
             ranks, self.regions.window_bytes, contexts=TRAFFICS, signals=self.num_nodes, state_bytes=STATE_BYTES
         )
-        self.control = SymmetricBuffer(control_layout(plan), ranks)
-        self._staging = SymmetricBuffer(staged_layout(plan, value_bytes, 0), ranks)
-        self.partials = SymmetricBuffer(partials, ranks)
+        try:
+            self._reset_signals(ranks.device)
+            # No rank has these before all have reset theirs.
+            self.control = SymmetricBuffer(control_layout(plan), ranks)
+            self._staging = SymmetricBuffer(staged_layout(plan, value_bytes, 0), ranks)
+            self.partials = SymmetricBuffer(partials, ranks)
+        except Exception:
+            self.close()
+            raise
+
+    def _reset_signals(self, device: torch.device) -> None:
+        """An earlier communicator on the same process group may have raised them."""
+        kernel = Kernel(SignalsVariant().spec().behind(self.gin.prelude), device.index)
+        kernel.args.comm, kernel.args.signals = self.gin.comm, self.num_nodes
+        kernel.launch(1, torch.cuda.current_stream(device).cuda_stream)
+        wait_for(device)
 
     def staged(self, dtype: torch.dtype, fields: Fields) -> SymmetricBuffer:
         """Where rows of a dispatch arrive over NVLink."""
@@ -81,6 +99,11 @@ class NodeMemory:
         """Tell a kernel of the network, for one kind of calls."""
         gin = self.gin
         self.regions.fill(rail, traffic, comm=gin.comm, window=gin.window, base=gin.address, state=gin.state)
+
+    def close(self) -> None:
+        """Give back the window. What NCCL does not take stays until the process ends."""
+        with suppress(TokenloomError):
+            self.gin.close()
 
     def shared(self) -> list[SymmetricBuffer]:
         """What ranks of this node share besides ``control``."""

@@ -438,15 +438,19 @@ class Launcher:
         else:
             self._retired.append(buffer)
 
-    def close(self, others: Sequence[SymmetricBuffer]) -> None:
-        """Release the control buffer and the others, once no graph that was captured with them is left."""
+    def await_work(self) -> None:
+        """Wait for all work of the device, which must be none that a graph captures now."""
         if torch.cuda.is_current_stream_capturing():
             raise InvalidArgument("close() waits for the GPU; call it outside of the capture")
-        buffers, graphs = [self.control, *others, *self._retired], self._graphs
-        self._retired = []
         stream = torch.cuda.current_stream(self.ranks.device)
         self.outcomes.wait_for(stream.record_event().query, stream)
         torch.cuda.synchronize(self.ranks.device)
+
+    def close(self, others: Sequence[SymmetricBuffer]) -> None:
+        """Release the control buffer and the others, once no graph that was captured with them is left."""
+        self.await_work()
+        buffers, graphs = [self.control, *others, *self._retired], self._graphs
+        self._retired = []
         if graphs.are_gone():
             close_together(buffers)
             return

@@ -215,20 +215,26 @@ class Outcomes:
 
     def _raise_difference(self, call: InFlight, outcome: CallOutcome) -> None:
         """All ranks know that their options differ: each posts its own, and reads those of the lowest rank that takes
-        part, and of the other.
+        part, and of the other. Between nodes the two may mean the same; then it reads those of all ranks.
         """
         name = f"options/{call.number}"
         self._ranks.post_note(name, json.dumps(text_of(call.kind.fields_of(call.dispatch))))
-        texts: list[dict[str, str]] = []
         deadline = time.monotonic() + NOTE_S
         assert outcome.differing_rank is not None
         base = next(rank for rank in count() if rank not in self.masked)
-        for rank in (base, outcome.differing_rank):
+
+        def said_by(rank: int) -> dict[str, str]:
             note = self._ranks.read_note(name, rank)
             while note is None and time.monotonic() < deadline:
                 time.sleep(0.01)
                 note = self._ranks.read_note(name, rank)
-            texts.append({"call": "unknown"} if note is None else json.loads(note))
+            return {"call": "unknown"} if note is None else json.loads(note)
+
+        texts = [said_by(base), said_by(outcome.differing_rank)]
+        if texts[0] == texts[1] and self._ranks.topology.num_nodes > 1:
+            texts_of_all = [said_by(rank) for rank in range(self._ranks.num_ranks)]
+            if any(text != texts[0] for text in texts_of_all):
+                raise_difference(texts_of_all)
         if texts[0] == texts[1]:  # nobody has posted, or the calls were captured and their options are not kept
             raise PlanMismatch(outcome.differing_rank, "options of this call", "others", "its own", base)
         raise_difference([*[None] * base, *[texts[0]] * (outcome.differing_rank - base), texts[1]])

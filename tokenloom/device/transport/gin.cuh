@@ -49,7 +49,15 @@ struct Rail {
                                          uint32 peer, uint32 phase, uint32 epoch) const;
 };
 
+// One thread sets a signal to zero. Nobody may raise it meanwhile.
+__device__ __forceinline__ void reset_signal(uint64 comm, Traffic traffic, uint32 signal);
+
 #ifdef NCCL_VERSION_CODE
+__device__ __forceinline__ void reset_signal(uint64 comm, Traffic traffic, uint32 signal) {
+    const ncclGin net(*reinterpret_cast<const ncclDevComm*>(comm), traffic);
+    net.resetSignal(signal);
+}
+
 __device__ __forceinline__ void Rail::put(Traffic traffic, int peer, uint64 to, uint64 from, uint64 bytes,
                                           uint32 signal, void* descriptor) const {
     static_assert(sizeof(ncclGinDescriptorSmem) <= kDescriptorBytes && alignof(ncclGinDescriptorSmem) <= 64,

@@ -23,10 +23,11 @@ struct CombineNetworkArgs : CombineArgs {
 
 // Before the rows of a node.
 struct NodeHeader {
-    int32 status;          // of the lowest rank with one there, or 0
-    int32 faulty_rank;     // 1 + that rank
+    int32 status;          // 0, what a rank there says is wrong, or kDiffers
+    int32 faulty_rank;     // 1 + the lowest rank that says so, or means another call than others there
     uint32 hash[2];        // of the options, the same on all ranks
 };
+constexpr int32 kDiffers = 3;  // behind the statuses of launcher.py: ranks of a node mean different calls
 constexpr int kNodeHeaderBytes = sizeof(NodeHeader);
 static_assert(kNodeHeaderBytes == 16, "launch_network.py sizes regions by it, and rows begin at whole units");
 
@@ -136,8 +137,8 @@ __device__ bool await_home(const CombineNetworkArgs& args, Opened opened, int tu
     constexpr int kNodes = SumsOfNodes<Shape>::kNodes;
     const Rail& rail = args.rail;
     const int own = args.call.rank / Shape::node_ranks, node = threadIdx.x;
-    const bool records = blockIdx.x == 0 && opened == Opened::kGo;
-    bool here = true, fine = true, same = true;
+    bool here = true, same = true;
+    int32 status = 0, rank = 0;  // what is wrong there, and 1 + who says so
     if (node < kNodes && node != own) {
         const int peer = node * Shape::node_ranks + args.call.rank % Shape::node_ranks;
         // Nobody else says that a rank of another node has begun the call.
@@ -146,17 +147,24 @@ __device__ bool await_home(const CombineNetworkArgs& args, Opened opened, int tu
         if (here) {
             const auto& header =
                 *reinterpret_cast<const NodeHeader*>(rail.base + rail.region<kNodes>(rail.put_to, turn, node));
-            fine = header.status == 0;
+            status = header.status;
             same = header.hash[0] == static_cast<uint32>(args.call.options_hash) &&
                    header.hash[1] == static_cast<uint32>(args.call.options_hash >> 32);
-            if (records && !fine && args.call.record->faulty_rank == 0) {
-                args.call.record->status = header.status;
-                store_release_sys(&args.call.record->faulty_rank, header.faulty_rank);
-            }
-            if (records && !same) store_release_sys(&args.call.record->differing_rank, peer + 1);
+            rank = status != 0 ? header.faulty_rank : peer + 1;
         }
     }
-    return __syncthreads_and(here && fine && same) && opened == Opened::kGo;
+    if (blockIdx.x == 0 && threadIdx.x < 32 && opened == Opened::kGo) {
+        const uint32 own_fault = __ballot_sync(~0u, status == kOwnFault);
+        const uint32 faulty = own_fault != 0 ? own_fault : __ballot_sync(~0u, status != 0 && status != kDiffers);
+        const uint32 differing = __ballot_sync(~0u, !same || status == kDiffers);
+        if (faulty != 0 && threadIdx.x == __ffs(faulty) - 1) {
+            args.call.record->status = status;
+            store_release_sys(&args.call.record->faulty_rank, rank);
+        }
+        if (differing != 0 && threadIdx.x == __ffs(differing) - 1)
+            store_release_sys(&args.call.record->differing_rank, rank);
+    }
+    return __syncthreads_and(here && same && status == 0) && opened == Opened::kGo;
 }
 
 // All warps: what has come home, and what was added here.
@@ -220,14 +228,20 @@ __device__ bool combine_network_rows(const CombineNetworkArgs& args, Turn turn) 
         memory.header = {0, 0, {static_cast<uint32>(args.call.options_hash),
                                 static_cast<uint32>(args.call.options_hash >> 32)}};
         if (opened == Opened::kRefused) {
-            // One rank with a status is enough; if there is none, ranks of this node differ, and say so as one.
-            memory.header.status = kOwnFault;
-            memory.header.faulty_rank = args.call.rank + 1;
+            // Who has a fault of its own comes before who only follows one, and that before who means another call.
             const int32* headers = headers_of<Shape::num_ranks, kCounts>(args.call, turn.epoch);
-            for (int r = Shape::num_ranks - 1; r >= 0; --r) {
-                if (neighbours.leaves_out(r)) continue;
-                const int32 status = headers[r * header_words<kCounts>];
-                if (status != 0) memory.header.status = status, memory.header.faulty_rank = r + 1;
+            const int first = args.call.rank / Shape::node_ranks * Shape::node_ranks;
+            memory.header.status = kDiffers;
+            memory.header.faulty_rank = args.call.rank + 1;
+            for (int r = first + Shape::node_ranks - 1; r >= first; --r) {
+                const int32 *header = headers + r * header_words<kCounts>, *base = headers + first * header_words<kCounts>;
+                const bool differs = header[kHashWord] != base[kHashWord] || header[kHashWord + 1] != base[kHashWord + 1];
+                const int32 status = header[0] != 0 ? header[0] : differs ? kDiffers : 0, before = memory.header.status;
+                const bool tells_more = before == kDiffers || status == kOwnFault;
+                if (status != 0 && (tells_more || (status != kDiffers && before != kOwnFault))) {
+                    memory.header.status = status;
+                    memory.header.faulty_rank = r + 1;
+                }
             }
         }
     }

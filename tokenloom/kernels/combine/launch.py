@@ -120,8 +120,12 @@ class CombineVariant:
         words = [describe(self.plan), f"layout {self.layout}", self.mode, " > ".join(dtypes), *extras]
         return f"combine, {', '.join(words)}"
 
-    def spec(self) -> KernelSpec:
-        """What to compile and how to launch it."""
+    def spec(self, reserved_bytes: int = 0) -> KernelSpec:
+        """What to compile and how to launch it.
+
+        Args:
+            reserved_bytes: shared memory for what a kernel that shares these roles has besides.
+        """
         plan, hidden = self.plan, self.hidden or self.plan.hidden
         copies = self.layout != "expert" and self.y_dtype == self.wire_dtype and not (self.dense or self.eager)
         threads = COPY_THREADS if copies or self.dense or self.eager else SUM_THREADS
@@ -129,7 +133,7 @@ class CombineVariant:
         rings = 1 if self.dense or self.part == "receive" else push_warps
         ranks_of_token = plan.num_ranks * (1 - (1 - 1 / plan.num_ranks) ** plan.top_k)  # if routing is random
         terms_of_token = plan.top_k if self.mode == "per_route" else ranks_of_token
-        other_bytes = 36 * plan.num_ranks + 4 * 19 * push_warps + 256
+        other_bytes = 36 * plan.num_ranks + 4 * 19 * push_warps + 256 + reserved_bytes
         if copies:
             stage_bytes, stages, shared_bytes = ring(hidden * self.wire_dtype.itemsize, rings, other_bytes, 0)
         else:

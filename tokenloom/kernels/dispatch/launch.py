@@ -116,8 +116,11 @@ class DispatchVariant:
         words += [word for word in (self.scale_layout, self.part) if word not in ("rows", "whole")]
         return f"dispatch, {describe(self.plan)}, {', '.join(words)}"
 
-    def spec(self) -> KernelSpec:
+    def spec(self, reserved_bytes: int = 0) -> KernelSpec:
         """What to compile and how to launch it.
+
+        Args:
+            reserved_bytes: shared memory for what a kernel that shares these roles has besides.
 
         Raises:
             InvalidArgument: counts of so many experts leave no shared memory for rows.
@@ -137,7 +140,7 @@ class DispatchVariant:
         route_bytes = 4 * (
             3 * counts + 16 + 8 * plan.num_ranks + plan.num_experts + (plan.num_experts if direct else 1)
         )
-        route_bytes += 4 * 19 * send_warps + 256  # progress
+        route_bytes += 4 * 19 * send_warps + 256 + reserved_bytes  # progress, and what else there is
         if of_routes:
             route_bytes += 4 * plan.experts_per_rank
         if self.staged:

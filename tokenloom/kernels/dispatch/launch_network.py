@@ -7,9 +7,9 @@ from dataclasses import KW_ONLY, dataclass, replace
 import torch
 
 from tokenloom.jit.compiler import KernelSpec
-from tokenloom.kernels.common import HEADER_WORDS, describe, require_shared, short_name, uint64_fields
+from tokenloom.kernels.common import HEADER_WORDS, describe, short_name, uint64_fields
 from tokenloom.kernels.common.rail import DESCRIPTOR_BYTES, Rail
-from tokenloom.kernels.dispatch.launch import DispatchArgs, DispatchVariant
+from tokenloom.kernels.dispatch.launch import STAGED_WARPS, DispatchArgs, DispatchVariant
 from tokenloom.plan import Plan, align_up
 
 
@@ -73,10 +73,8 @@ class DispatchNetworkVariant:
         Raises:
             InvalidArgument: counts of so many experts leave no shared memory for rows.
         """
-        spec = self.near.spec()
         nodes = self.plan.num_ranks // self.ranks_per_node
-        shared_bytes = spec.shared_bytes + nodes * (4 * (spec.threads // 32 + 1) + DESCRIPTOR_BYTES) + 128
-        require_shared(shared_bytes)
+        spec = self.near.spec(nodes * (4 * (STAGED_WARPS + 1) + DESCRIPTOR_BYTES) + 128)
         sizes = {"node_ranks": self.ranks_per_node, "header_bytes": self.header_bytes}
         shape = dict(spec.shape) | sizes | {"record_bytes": self.record_bytes}
         return replace(
@@ -85,5 +83,4 @@ class DispatchNetworkVariant:
             path="kernels/dispatch/dispatch_network.cuh",
             shape=tuple(shape.items()),
             args=DispatchNetworkArgs,
-            shared_bytes=shared_bytes,
         )
