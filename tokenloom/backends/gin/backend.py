@@ -120,8 +120,8 @@ class GinBackend:
 
     def _prepared_dispatch(self, options: DispatchOptions, inputs: DispatchInputs) -> NodesDispatch:
         weights = inputs.topk_weights
-        with_scales, weights_dtype = inputs.scales is None, None if weights is None else weights.dtype
-        key = (options, inputs.x.dtype, with_scales, inputs.topk_ids.dtype, weights_dtype)
+        without_scales, weights_dtype = inputs.scales is None, None if weights is None else weights.dtype
+        key = (options, inputs.x.dtype, without_scales, inputs.topk_ids.dtype, weights_dtype)
         found = self._dispatches.get(key)
         if found is None:
             if len(self._dispatches) >= MOST_KINDS:
