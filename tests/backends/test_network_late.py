@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tokenloom as tl
-from tests.comm.test_masks import LAYOUTS, combine_all_modes, options_of, without
+from tests.comm.test_masks import LAYOUTS, options_of, pair, without
 from tests.comm.test_on_timeout import CASE, LONG_S, TIMEOUT_S, Death, dying, quickly
 from tests.conftest import Ranks
 from tests.runtime.test_masked_ranks import done, when_done
@@ -37,15 +37,6 @@ def make(context: RankContext, timeout_s: float = LONG_S, **options: Any) -> tup
     problem = make_problem(CASE, context.num_ranks)
     options = {"timeout_s": timeout_s, "on_timeout": "mask"} | options
     return make_comm(context, "network", problem.plan, **options), problem
-
-
-def pair(context: RankContext, comm: tl.Communicator, problem: Problem, masked: list[int], layout: str) -> None:
-    """A dispatch and its combines in all modes, without these ranks."""
-    rest, options = without(problem, masked), options_of(problem, layout)
-    routed, want = comm.dispatch(*problem.arguments(context), **options), rest.dispatched(**options)
-    same_routed(routed, want[context.rank], problem.plan, bounded=layout == "slots")
-    combine_all_modes(context, comm, routed, rest, want, rest.topk_ids)
-    assert comm.masked_ranks() == masked
 
 
 # -- ranks that end ---------------------------------------------------------------------------------------------

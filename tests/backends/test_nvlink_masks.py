@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import tokenloom as tl
-from tests.comm.test_masks import CASE, LAYOUTS, combine_all_modes, each_layout, options_of, without
+from tests.comm.test_masks import CASE, LAYOUTS, combine_all_modes, each_layout, options_of, pair, without
 from tests.conftest import Ranks
 from tests.support import emulator, mega_cases
-from tests.support.cases import BF16, Problem, make_comm, make_problem, same_bits, same_routed
+from tests.support.cases import BF16, make_comm, make_problem, same_bits, same_routed
 from tests.support.graph_cases import EXPERTS_PER_RANK, KINDS, ROUNDS, Captured, Kind, Round, Step, experts, problem_of
 from tests.support.graph_cases import plan_of as plan_of_graphs
 from tests.support.nvlink_cases import buffers_of
@@ -36,15 +36,6 @@ def group(hoppers: Ranks) -> Ranks:
     if hoppers.num_ranks == 1:
         pytest.skip("a rank alone has nobody to leave out")
     return hoppers
-
-
-def pair(context: RankContext, comm: tl.Communicator, problem: Problem, masked: list[int], layout: str) -> None:
-    """A dispatch and its combines, without these ranks."""
-    rest, options = without(problem, masked), options_of(problem, layout)
-    routed, want = comm.dispatch(*problem.arguments(context), **options), rest.dispatched(**options)
-    same_routed(routed, want[context.rank], problem.plan, bounded=layout == "slots")
-    combine_all_modes(context, comm, routed, rest, want, rest.topk_ids)
-    assert comm.masked_ranks() == masked
 
 
 @each_layout

@@ -133,6 +133,15 @@ def combine_all_modes(
         same_bits(comm.combine(y, routed, mode=mode), outs[context.rank], f"{routed.layout}, {mode}")
 
 
+def pair(context: RankContext, comm: tl.Communicator, problem: Problem, masked: list[int], layout: str) -> None:
+    """A dispatch and its combines in all modes, without these ranks."""
+    rest, options = without(problem, masked), options_of(problem, layout)
+    routed, want = comm.dispatch(*problem.arguments(context), **options), rest.dispatched(**options)
+    same_routed(routed, want[context.rank], problem.plan, bounded=layout == "slots")
+    combine_all_modes(context, comm, routed, rest, want, rest.topk_ids)
+    assert comm.masked_ranks() == masked
+
+
 # -- before a call ----------------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import tokenloom as tl
-from tests.comm.test_masks import LAYOUTS, combine_all_modes, options_of, without
+from tests.comm.test_masks import LAYOUTS, combine_all_modes, options_of, pair, without
 from tests.conftest import Ranks
 from tests.runtime.test_masked_ranks import done, when_done
 from tests.support.cases import FP32, Case, Problem, make_comm, make_problem, same_bits, same_routed
@@ -58,15 +58,6 @@ def quickly(context: RankContext, check: Callable[..., None], *args: Any) -> Non
     """``check(context, *args)`` with a short roll call, where nobody who is there has to answer one."""
     with mock.patch.object(membership, "ROLL_CALL_S", 0.2):
         check(context, *args)
-
-
-def pair(context: RankContext, comm: tl.Communicator, problem: Problem, masked: list[int], layout: str) -> None:
-    """A dispatch and its combines, without these ranks."""
-    rest, options = without(problem, masked), options_of(problem, layout)
-    routed, want = comm.dispatch(*problem.arguments(context), **options), rest.dispatched(**options)
-    same_routed(routed, want[context.rank], problem.plan, bounded=layout == "slots")
-    combine_all_modes(context, comm, routed, rest, want, rest.topk_ids)
-    assert comm.masked_ranks() == masked
 
 
 # -- ranks that come late ---------------------------------------------------------------------------------------

@@ -148,7 +148,7 @@ def choose(
     Raises:
         BackendUnavailable: the one asked for does not work on some rank; the message says where and why.
     """
-    reasons: list[str] = []
+    reasons: dict[str, str] = {}
     nodes = topology or Topology.together(len(by_rank))
     for index, candidate in enumerate(_registered):
         why_not = None if topology is None and name == candidate.name else candidate.why_not_on(nodes)
@@ -159,24 +159,24 @@ def choose(
             reason = f"{candidate.name} does not work here: {why_not}"
             if name == candidate.name:
                 raise BackendUnavailable(f"{reason}; use backend='auto'")
-            reasons += [reason] * (nodes.num_nodes > 1)
+            if nodes.num_nodes > 1:
+                reasons[candidate.name] = reason
             continue
         found = [of_rank[index] for of_rank in by_rank]
         failing = [(rank, each.why) for rank, each in enumerate(found) if not each.works]
         failing = failing or candidate.objections(found)
         if name in ("auto", candidate.name) and not failing:
-            return candidate.name, reasons
+            return candidate.name, list(reasons.values())
         if failing:
             ranks = "every rank" if len(failing) == len(by_rank) else f"rank {failing[0][0]}"
             reason = f"{candidate.name} does not work on {ranks}: {failing[0][1]}"
             if name == candidate.name:
                 raise BackendUnavailable(f"{reason}; use backend='auto'")
-            reasons.append(reason)
+            reasons[candidate.name] = reason
     if nodes.num_nodes == 1 or between_nodes == "auto":
-        raise BackendUnavailable("; ".join(reasons))
-    asked_for = [each.name for each in _registered if each.capabilities.other_nodes == between_nodes]
-    reasons = [reason for reason in reasons if reason.partition(" ")[0] in asked_for]
-    raise BackendUnavailable("; ".join(reasons) + "; use transport='auto'")
+        raise BackendUnavailable("; ".join(reasons.values()))
+    blamed = [reasons[each.name] for each in _registered if each.capabilities.other_nodes == between_nodes]
+    raise BackendUnavailable("; ".join(blamed) + "; use transport='auto'")
 
 
 def make(request: Request, ranks: RankGroup, by_rank: Sequence[Sequence[Availability]]) -> Choice:

@@ -113,9 +113,7 @@ class GinBackend:
             return _ExactSizes(self._launcher, handle, rows)
         if self._checked:
             self._settle_checked()
-        out = inputs.out
-        if out is not None and out.topk_ids is not None and out.topk_ids.dtype != torch.int32:
-            out.topk_ids.view(-1, self._shared.plan.top_k).copy_(handle.topk_ids)
+        handle.write_ids(inputs.out)
         return Launched((handle, rows))
 
     def _prepared_dispatch(self, options: DispatchOptions, inputs: DispatchInputs) -> NodesDispatch:
@@ -228,10 +226,7 @@ class GinBackend:
         if self._overflow is not None:
             overflow, self._overflow = self._overflow, None
             raise overflow
-        if wait == "everything":
-            self._launcher.check()
-        else:
-            self._launcher.settle(0 if wait == "calls" else CALLS_IN_FLIGHT)
+        self._launcher.check(wait)
 
     def memory(self) -> list[str]:
         return self._memory.describe()

@@ -8,10 +8,11 @@ from tokenloom.backends.base import CombineOptions
 from tokenloom.backends.gin.dispatch import FOR_COMBINE
 from tokenloom.backends.gin.launcher import BehindNccl, NodesLauncher
 from tokenloom.backends.handshake import CallKind, combine_fields
-from tokenloom.backends.nvlink.buffers import address_of, aligned, require_aligned, require_bulk
+from tokenloom.backends.nvlink.buffers import aligned, require_aligned, require_bulk
+from tokenloom.backends.nvlink.combine import point, point_once
 from tokenloom.backends.nvlink.handle import NvlinkHandle
 from tokenloom.backends.nvlink.launcher import OpeningKernel
-from tokenloom.kernels.combine.launch import CALL_FIELDS, max_chunks
+from tokenloom.kernels.combine.launch import CALL_FIELDS
 from tokenloom.kernels.combine.launch_network import CombineNetworkVariant
 from tokenloom.kernels.common import TURNS
 from tokenloom.runtime.leftovers import keep_until_idle
@@ -55,10 +56,9 @@ class NodesCombine:
             weights="received" if options.weighted else "none",
         )
         self.kernel = launcher.new_kernel(BehindNccl(variant, memory.gin.prelude))
+        point_once(launcher, self.kernel)
         args = self.kernel.args
-        args.max_tokens, args.max_chunks = plan.max_tokens_per_rank, max_chunks(plan)
-        args.chunk_flags = launcher.control.layout.offset("chunk_flags")
-        args.send_blocks, args.combine_turns = launcher.num_sms, TURNS
+        args.combine_turns = TURNS
         args.peers, args.combine_recv = memory.partials.peers.data_ptr(), memory.partials.layout.offset("partials")
         args.partials_bytes, args.turn_bytes = memory.partials_bytes, memory.num_nodes * memory.partials_bytes
         memory.tell(args.rail, COMBINES)
@@ -81,23 +81,12 @@ class NodesCombine:
         if out is None:
             out = self._like.new_empty(handle.num_tokens, launcher.plan.hidden)
         require_aligned(out, "out")
-        rows, ids = aligned(rows), handle.given_ids
-        multiplied_by = address_of(weights) or handle.weights_address if self._options.weighted else 0
-        args = self.kernel.args
-        CALL_FIELDS.write(
-            args,
-            CALL_FIELDS.offset,
-            rows.data_ptr(),
-            *handle.pointers,
-            multiplied_by,
-            ids.data_ptr(),
-            out.data_ptr(),
-            handle.num_tokens,
-            handle.capacity,
-            ids.dtype == torch.int64,
-        )
+        rows, factors = aligned(rows), 0
+        if self._options.weighted:
+            factors = handle.weights_address if weights is None else weights.data_ptr()
+        point(self.kernel, handle, rows, out, handle.capacity, handle.given_ids, factors)
         for name in FOR_COMBINE:
-            setattr(args, name, handle.address(name))
+            setattr(self.kernel.args, name, handle.address(name))
         if stream is None:
             launcher.launch(self.kernel, self._kind, handle.number)
         else:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from tokenloom.backends.base import DispatchInputs, DispatchOptions
 from tokenloom.backends.gin.launcher import BehindNccl, NodesLauncher
 from tokenloom.backends.nvlink.prepared import Shared
-from tokenloom.backends.nvlink.results import Results
 from tokenloom.backends.nvlink.staged import StagedDispatch
 from tokenloom.kernels.common import Variant
 from tokenloom.kernels.dispatch.launch_network import DispatchNetworkVariant
@@ -48,18 +45,3 @@ class NodesDispatch(StagedDispatch):
         memory, most = self.launcher.memory, self.shared.plan.max_tokens_per_rank
         nodes = memory.num_nodes
         return dict(zip(FOR_COMBINE, (most * nodes, nodes * most * memory.ranks_per_node, nodes), strict=True))
-
-    def aim(
-        self,
-        x: torch.Tensor,
-        scales: torch.Tensor | None,
-        topk_ids: torch.Tensor,
-        weights: torch.Tensor | None,
-        num_tokens: int,
-        results: Results,
-        base: int,
-        rows: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        for name in FOR_COMBINE:
-            setattr(self.kernel.args, name, base + results.at[name])
-        return super().aim(x, scales, topk_ids, weights, num_tokens, results, base, rows)

@@ -238,10 +238,7 @@ class NvlinkBackend:
         if overflow is not None:
             self._dispatcher.overflow = None
             raise overflow
-        if wait == "everything":
-            self._launcher.check()
-        else:
-            self._launcher.settle(0 if wait == "calls" else CALLS_IN_FLIGHT)
+        self._launcher.check(wait)
 
     def memory(self) -> list[str]:
         control = self._launcher.control.layout.total_bytes

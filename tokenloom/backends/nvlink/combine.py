@@ -172,12 +172,12 @@ class Combiner:
         fields = combine_fields(handle.number, options)
         buffer, region = self._copies.region(wire.itemsize, fields)
         me = self.launcher.ranks.rank
-        self.point_once(pre_reduce)
-        self.point(pre_reduce, handle, rows, dense, handle.capacity, handle.given_ids, address_of(weights))
+        point_once(self.launcher, pre_reduce)
+        point(pre_reduce, handle, rows, dense, handle.capacity, handle.given_ids, address_of(weights))
         pre_reduce.args.own_sums = buffer.addresses[me] + region + me * dense[0].nbytes
         pre_reduce.launch(PRE_REDUCE_BLOCKS, torch.cuda.current_stream(device).cuda_stream)
         self._copies.bring(buffer, region, lambda rank: dense[rank])
-        self.point(kernel, handle, dense, out, handle.capacity, handle.given_ids)
+        point(kernel, handle, dense, out, handle.capacity, handle.given_ids)
         self._launch(kernel, buffer, region, CallKind(fields))
 
     def send_weight_gradients(self, handle: NvlinkHandle, grad: torch.Tensor) -> Launched[torch.Tensor]:
@@ -194,50 +194,14 @@ class Combiner:
         )
         out = rows.new_empty(handle.num_tokens, width)
         capacity = handle.capacity if handle.options.layout == "token" else plan.worst_case_rows("token")
-        self.point(kernel, handle, rows, out, capacity, handle.given_ids)
+        point(kernel, handle, rows, out, capacity, handle.given_ids)
         control = self.launcher.control
         kind = CallKind(gradient_fields(handle.number, "gradient of weights"))
         self._launch(kernel, control, control.layout.offset("combine_recv_weights"), kind)
         return Launched(out[:, : plan.top_k])
 
-    def point(
-        self,
-        kernel: OpeningKernel,
-        handle: NvlinkHandle,
-        rows: torch.Tensor,
-        out: torch.Tensor,
-        capacity: int,
-        ids: torch.Tensor,
-        weights: int = 0,
-    ) -> None:
-        """Arguments that all kernels of a combine are given.
-
-        Args:
-            weights: address of the weights that multiply rows.
-        """
-        CALL_FIELDS.write(
-            kernel.args,
-            CALL_FIELDS.offset,
-            rows.data_ptr(),
-            *handle.pointers,
-            weights,
-            ids.data_ptr(),
-            out.data_ptr(),
-            handle.num_tokens,
-            capacity,
-            ids.dtype == torch.int64,
-        )
-
-    def point_once(self, kernel: OpeningKernel) -> None:
-        """Arguments that are the same in all calls."""
-        args = kernel.args
-        args.max_tokens = self.plan.max_tokens_per_rank
-        args.chunk_flags = self.launcher.control.layout.offset("chunk_flags")
-        args.max_chunks, args.combine_turns = max_chunks(self.plan), 1
-        args.send_blocks = self.launcher.num_sms
-
     def _launch(self, kernel: OpeningKernel, buffer: SymmetricBuffer, combine_recv: int, kind: CallKind) -> None:
-        self.point_once(kernel)
+        point_once(self.launcher, kernel)
         kernel.args.peers, kernel.args.combine_recv = buffer.peers.data_ptr(), combine_recv
         self.launcher.launch(kernel, kind, kind.number)
 
@@ -266,6 +230,43 @@ class Combiner:
         args.source, args.target = source.data_ptr(), target.data_ptr()
         args.routes, args.places = routes, min(places, handle.capacity)
         kernel.launch(BLOCKS, torch.cuda.current_stream(device).cuda_stream)
+
+
+def point_once(launcher: Launcher, kernel: OpeningKernel) -> None:
+    """Arguments that are the same in all calls."""
+    args = kernel.args
+    args.max_tokens = launcher.plan.max_tokens_per_rank
+    args.chunk_flags = launcher.control.layout.offset("chunk_flags")
+    args.max_chunks, args.combine_turns = max_chunks(launcher.plan), 1
+    args.send_blocks = launcher.num_sms
+
+
+def point(
+    kernel: OpeningKernel,
+    handle: NvlinkHandle,
+    rows: torch.Tensor,
+    out: torch.Tensor,
+    capacity: int,
+    ids: torch.Tensor,
+    weights: int = 0,
+) -> None:
+    """Arguments that all kernels of a combine are given.
+
+    Args:
+        weights: address of the weights that multiply rows.
+    """
+    CALL_FIELDS.write(
+        kernel.args,
+        CALL_FIELDS.offset,
+        rows.data_ptr(),
+        *handle.pointers,
+        weights,
+        ids.data_ptr(),
+        out.data_ptr(),
+        handle.num_tokens,
+        capacity,
+        ids.dtype == torch.int64,
+    )
 
 
 class SumsAtHome:
@@ -312,7 +313,7 @@ class SumsAtHome:
         )
         self._kernel = launcher.new_kernel(variant)
         self._receiving_kernel = launcher.new_kernel(replace(variant, part="receive")) if split else None
-        combiner.point_once(self._kernel)
+        point_once(launcher, self._kernel)
         args, meant = self._kernel.args, self._kind.fields_of(number)
         buffer = buffers.combine_recv(options, split, meant)
         if buffers.combines_in_turns(options, split):
@@ -347,7 +348,7 @@ class SumsAtHome:
         if self._weighted:
             factors = handle.weights_address if weights is None else weights.data_ptr()
         ids = handle.ids() if self._per_route else handle.given_ids
-        combiner.point(self._kernel, handle, rows, out, handle.capacity, ids, factors)
+        point(self._kernel, handle, rows, out, handle.capacity, ids, factors)
         if stream is not None:
             launcher.launch_ready(self._kernel, self._kind, handle.number, stream, blocks=self._blocks)
             return out, None

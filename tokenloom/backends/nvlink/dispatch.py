@@ -201,9 +201,7 @@ class Dispatcher:
             self._settle_checked(handle.number)
         if isinstance(prepared, DirectDispatch):
             return self._finish_bounded(handle, rows, inputs)
-        out = inputs.out
-        if out is not None and out.topk_ids is not None and out.topk_ids.dtype != torch.int32:
-            out.topk_ids.view(-1, self.plan.top_k).copy_(handle.topk_ids)
+        handle.write_ids(inputs.out)
         return handle, rows
 
     def _finish_exact(

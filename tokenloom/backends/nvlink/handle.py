@@ -273,6 +273,11 @@ class NvlinkHandle:
         if out.topk_weights is not None:
             self.weights = out.topk_weights.view(-1, top_k)
 
+    def write_ids(self, out: DispatchOut | None) -> None:
+        """Fill ids of another dtype than kernels write, where the caller gives room for them."""
+        if out is not None and out.topk_ids is not None and out.topk_ids.dtype != torch.int32:
+            out.topk_ids.view(-1, self.results.plan.top_k).copy_(self.topk_ids)
+
     def write_to(self, out: DispatchOut, rows: torch.Tensor) -> torch.Tensor:
         """Copy results to the caller's tensors, where it gives some. Returns the rows where they are then."""
         counts = self.counts

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from tokenloom.backends.base import Wait
 from tokenloom.backends.handshake import CallKind, Fields
 from tokenloom.backends.nvlink.outcomes import (
     CALLS_IN_FLIGHT,
@@ -417,8 +418,12 @@ class Launcher:
         """
         self.outcomes.settle_before(self.num_calls - in_flight, own_fault)
 
-    def check(self) -> None:
-        """Wait for all calls and graph replays, and raise what they left behind."""
+    def check(self, wait: Wait) -> None:
+        """Raise what calls left behind, with "everything" after all of them and graph replays; see
+        :meth:`tokenloom.backends.base.Backend.check`."""
+        if wait != "everything":
+            self.settle(0 if wait == "calls" else CALLS_IN_FLIGHT)
+            return
         release_dropped()
         self.settle(0)
         if not self._graphs.are_gone():

@@ -44,6 +44,7 @@ class StagedDispatch(PreparedDispatch):
         plan, layout, eager = shared.plan, options.layout, is_eager(shared.plan)
         rows = plan.worst_case_rows("token") if options.capacity is None else options.capacity
         self._places = plan.experts_per_rank * rows if layout == "slots" else rows
+        self._further = self.further_words()
         results = self._layout_of_results(self.with_scales)
         self.prepare_kernels(inputs, results, rows, staged=True, eager=eager)
         self._without_scales = self._layout_of_results(False) if self.with_scales else results
@@ -64,7 +65,7 @@ class StagedDispatch(PreparedDispatch):
         plan, options, rank = self.shared.plan, self.options, self.launcher.ranks.rank
         received = plan.worst_case_rows("rank")
         sizes = {"slot_ranges": 2 * plan.num_experts, "row_tokens": received}
-        sizes |= {"local_ids": received * plan.top_k, "row_places": received * plan.top_k, **self.further_words()}
+        sizes |= {"local_ids": received * plan.top_k, "row_places": received * plan.top_k, **self._further}
         if self.with_weights:
             sizes["weights"] = received * plan.top_k
         if with_scales:
@@ -74,7 +75,7 @@ class StagedDispatch(PreparedDispatch):
         return Results(plan, rank, options, self._places, sizes, **brought)
 
     def further_words(self) -> dict[str, int]:
-        """Words that calls leave besides, by name."""
+        """Words that calls leave besides, by the names of arguments and results."""
         return {}
 
     def aim(
@@ -93,6 +94,8 @@ class StagedDispatch(PreparedDispatch):
         Returns:
             x and topk_ids, or copies of them at addresses that the kernel takes.
         """
+        for name in self._further:
+            setattr(self.kernel.args, name, base + results.at[name])
         out_scales, out_ids, out_weights, out_places, out_tokens, slot_ranges = self._outputs
         return self.point(
             x,

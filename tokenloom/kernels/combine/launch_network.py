@@ -8,7 +8,7 @@ import torch
 
 from tokenloom.jit.compiler import KernelSpec
 from tokenloom.kernels.combine.launch import CombineArgs, CombineVariant
-from tokenloom.kernels.common import describe, require_shared, short_name, uint64_fields
+from tokenloom.kernels.common import describe, short_name, uint64_fields
 from tokenloom.kernels.common.rail import DESCRIPTOR_BYTES, Rail
 from tokenloom.plan import Plan
 
@@ -80,9 +80,8 @@ class CombineNetworkVariant:
             weights=self.weights,
             eager=True,
         )
-        spec, nodes = near.spec(), self.plan.num_ranks // self.ranks_per_node
-        shared_bytes = spec.shared_bytes + 4 * self.plan.num_ranks + nodes * DESCRIPTOR_BYTES + 128
-        require_shared(shared_bytes)
+        nodes = self.plan.num_ranks // self.ranks_per_node
+        spec = near.spec(4 * self.plan.num_ranks + nodes * DESCRIPTOR_BYTES + 128)
         return replace(
             spec,
             name="combine_network",
@@ -91,5 +90,4 @@ class CombineNetworkVariant:
                 (dict(spec.shape) | {"node_ranks": self.ranks_per_node, "sum_registers": SUM_REGISTERS}).items()
             ),
             args=CombineNetworkArgs,
-            shared_bytes=shared_bytes,
         )
