@@ -105,6 +105,9 @@ class Communicator(CallsBeside):
             options = (backend, plan, dtype, num_sms, checked, transport, ranks_per_node)
             return registry.Request(ranks.transport, ranks.device, *options)
 
+        def terms_of(request: registry.Request) -> dict[str, Any]:
+            return request.must_agree() | {"on_timeout": on_timeout}
+
         def prepare() -> tuple[dict[str, Any], tuple[list[registry.Availability], topology.Place]]:
             if fault is not None:
                 raise fault
@@ -115,7 +118,7 @@ class Communicator(CallsBeside):
             if on_timeout not in ("raise", "mask"):
                 raise InvalidArgument(f"on_timeout is {on_timeout!r}, expected raise, mask")
             found = registry.probe(request), topology.Place.own(ranks.device)
-            return request.must_agree() | {"on_timeout": on_timeout}, found
+            return terms_of(request), found
 
         said = [prepare()[1]] if rejoin else agree(ranks, prepare, "making a Communicator")
         probes = [found for found, _ in said]
@@ -127,13 +130,13 @@ class Communicator(CallsBeside):
             ranks.topology = topology.find_nodes([place for _, place in said])
         if rejoin:
             name, _ = registry.choose(backend, probes, None if ranks_per_node is None else ranks.topology, transport)
-            ranks.terms = _in_words(prepare()[0], name)
+            ranks.terms = _in_words(terms_of(request), name)
             ranks.own_transport = registry.capabilities(name).own_transport
             ranks.rejoin(on_timeout == "mask")
             self._choice = registry.make_alone(name, request, ranks, probes[0])
         else:
             self._choice = registry.make(request, ranks, probes)
-            ranks.terms = _in_words(prepare()[0], self._choice.backend.name)
+            ranks.terms = _in_words(terms_of(request), self._choice.backend.name)
             ranks.own_transport = self._choice.backend.capabilities.own_transport
             if on_timeout == "mask":
                 try:
