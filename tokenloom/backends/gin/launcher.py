@@ -31,8 +31,8 @@ class BehindNccl:
 class NodesLauncher(Launcher):
     """Launches kernels between nodes.
 
-    A call is opened by the kind of kernel that the others have on their streams, or they would wait for words of it
-    that nobody sends. So a rank with a fault opens it by one of no tokens.
+    A call is opened by the kind of kernel that the others launch. Otherwise they would wait for words that nobody
+    sends. So a rank with a fault opens it by one of no tokens.
 
     Args:
         plan, ranks, num_sms: see :class:`Launcher`.
