@@ -2,9 +2,10 @@
 
     python microbench/deep_ep_names.py [--tokens 4096] [--few-tokens 128] [--iterations 30] [--json FILE]
 
-All GPUs, one rank each, or 2 ranks on the CPU, which show that it runs. A call is what a client waits for: CUDA events
-around it, the median of the slowest rank. Pairs of low latency are timed without a graph, by the wall clock of a loop,
-and in a replayed graph of 10 pairs. Everybody takes turns.
+All GPUs, one rank each, or 2 ranks on the CPU, which show that it runs. A call is what a client waits for, by CUDA
+events around it: in a loop of calls, as DeepEP's own tests take it, and alone, on GPUs that were idle before. Pairs of
+low latency are timed without a graph, by the wall clock of a loop, and in a replayed graph of 10 pairs. Numbers are
+medians of the slowest rank, and everybody takes turns.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from tokenloom.runtime.processes import RankContext, RankPool
 
 NUM_EXPERTS, TOP_K = 256, 8
 PAIRS = 50
+LOOP = 20
+"""Calls in a loop, between which the host does not wait for the GPU."""
+ALONE = ", alone"
 Call = Callable[[], Any]
 
 
@@ -126,6 +130,20 @@ def wall_us(context: RankContext, pair: Call) -> float:
     return (time.perf_counter() - began) / PAIRS * 1e6
 
 
+def looped_us(context: RankContext, call: Call) -> float:
+    """Microseconds of a call in a loop of them."""
+    if context.device.type == "cpu":
+        return wall_us(context, call)
+    dist.barrier(context.group)
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(LOOP)]
+    for began, ended in events:
+        began.record()
+        call()
+        ended.record()
+    torch.cuda.synchronize()
+    return statistics.median(began.elapsed_time(ended) for began, ended in events[1:]) * 1e3
+
+
 def measure(context: RankContext, tokens: int, few_tokens: int, hidden: int, iterations: int) -> dict[str, float]:
     """Microseconds of every call, the median of the slowest rank."""
     given = Inputs(context, tokens, hidden)
@@ -133,7 +151,8 @@ def measure(context: RankContext, tokens: int, few_tokens: int, hidden: int, ite
     for kind in (normal, elastic, hybrid):
         for name, call in kind(context, given):
             call()
-            samplers[name] = partial(timing.one_call, context, call)
+            samplers[name] = partial(looped_us, context, call)
+            samplers[f"{name}{ALONE}"] = partial(timing.one_call, context, call)
     pair = low_latency_pair(context, Inputs(context, few_tokens, hidden))
     pair()
     samplers["low latency, both calls, wall clock"] = lambda: wall_us(context, pair)
@@ -164,8 +183,11 @@ def main() -> None:
     sizes = (arguments.tokens, arguments.few_tokens, arguments.hidden, arguments.iterations)
     with RankPool(gpus or 2, "cuda" if gpus else "cpu") as pool:
         found = pool.run(measure, *sizes, limit_s=400)[0]
+    print(f"{'us':48}   in a loop      alone")
     for name, us in found.items():
-        print(f"{name:48} {us:9.1f} us")
+        if not name.endswith(ALONE):
+            alone = found.get(f"{name}{ALONE}")
+            print(f"{name:48} {us:11.1f} {'' if alone is None else f'{alone:10.1f}'}")
     if arguments.json:
         names = [torch.cuda.get_device_name(i) for i in range(gpus)]
         setup = {"gpus": names, "torch": torch.__version__, **vars(arguments), "json": str(arguments.json)}

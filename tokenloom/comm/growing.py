@@ -38,12 +38,14 @@ class Shape:
         num_experts, hidden: E and H.
         top_k: K; None where the client does not say it, so that it grows as the tokens do.
         wide: rows are float64, which not every backend moves.
+        num_sms: of its kernels; None: as the options of all communicators say.
     """
 
     num_experts: int
     hidden: int
     top_k: int | None
     wide: bool = False
+    num_sms: int | None = None
 
 
 class Communicators:
@@ -120,6 +122,7 @@ class Communicators:
         if before is not None:
             wanted.append((before.plan.max_tokens_per_rank, before.plan.top_k))
         most, routes = (max(1, *(each[i] for each in wanted)) for i in (0, 1))
+        options = self._options() | ({} if shape.num_sms is None else {"num_sms": shape.num_sms})
         self._last = self._made[shape] = Communicator(
             self.group,
             num_experts=shape.num_experts,
@@ -128,7 +131,7 @@ class Communicators:
             max_tokens_per_rank=1 << (most - 1).bit_length(),
             device=device,
             dtype=torch.float64 if shape.wide else None,
-            **self._options(),
+            **options,
         )  # the one before lives as long as handles of its dispatches
 
     def meeting(self, device: torch.device) -> RankGroup:

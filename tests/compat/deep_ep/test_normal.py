@@ -400,16 +400,6 @@ def test_what_is_refused_at_construction() -> None:
         deep_ep.Buffer("world")
 
 
-def test_sms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deep_ep.Buffer, "num_sms", 20)
-    monkeypatch.setattr(deep_ep.Buffer, "_chosen_sms", None)
-    for bad in (3, 0, -2):
-        with pytest.raises(AssertionError, match="set_num_sms"):
-            deep_ep.Buffer.set_num_sms(bad)
-    deep_ep.Buffer.set_num_sms(24)
-    assert deep_ep.Buffer.num_sms == 24
-
-
 def test_a_handle_says_what_it_has_not(ranks: Ranks) -> None:
     ranks.run(check_handle)
 

@@ -43,8 +43,6 @@ class Buffer(NormalMode, LowLatencyMode):
         NotServed: an argument that tokenloom has nothing for.
     """
 
-    _chosen_sms: int | None = None
-
     @naming("Buffer")
     def __init__(
         self,
@@ -64,9 +62,11 @@ class Buffer(NormalMode, LowLatencyMode):
             if comm is None:
                 raise ValueError("Buffer: pass group, a torch.distributed process group")
             raise NotServed("comm is not served: pass group, a torch.distributed process group")
-        options: dict[str, Any] = {"on_timeout": "mask"} if enable_shrink else {}
-        if type(self)._chosen_sms is not None:
-            options["num_sms"] = type(self)._chosen_sms
+        from tokenloom.backends.registry import MAX_SMS  # as late as this, so that importing is quick
+
+        options: dict[str, Any] = {"num_sms": min(type(self).num_sms, MAX_SMS)}
+        if enable_shrink:
+            options["on_timeout"] = "mask"
         super().__init__(group, explicitly_destroy, options)
         self._known = {}
         self.rank, self.group_size = group.rank(), group.size()
@@ -83,16 +83,15 @@ class Buffer(NormalMode, LowLatencyMode):
     def set_num_sms(cls, new_num_sms: int) -> None:
         """Let kernels of buffers that are made from now on take so many SMs, an even number; at most 32 are used.
 
+        Those of low-latency mode, which end soon, always take 32.
+
         Raises:
             BadCall: the number is odd or not positive.
         """
         require(
             new_num_sms > 0 and new_num_sms % 2 == 0, f"Buffer.set_num_sms: {new_num_sms} is not even and positive"
         )
-        from tokenloom.backends.registry import MAX_SMS  # as late as this, so that importing is quick
-
         Buffer.num_sms = new_num_sms
-        Buffer._chosen_sms = min(new_num_sms, MAX_SMS)
 
     @staticmethod
     def capture() -> EventOverlap:

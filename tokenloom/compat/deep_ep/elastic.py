@@ -73,7 +73,11 @@ class ElasticBuffer(ElasticCalls):
         explicitly_destroy: bool = False,
     ) -> None:
         refuse(num_cpu_bytes=num_cpu_bytes)
-        options = {"timeout_s": float(num_gpu_timeout_secs), "open_timeout_s": float(num_cpu_timeout_secs)}
+        options: dict[str, Any] = {
+            "timeout_s": float(num_gpu_timeout_secs),
+            "open_timeout_s": float(num_cpu_timeout_secs),
+            "num_sms": self.get_theoretical_num_sms(0, 0),
+        }
         super().__init__(group, explicitly_destroy, options)
         self.num_ranks, self.rank_idx = group.size(), group.rank()
         self.num_scaleout_ranks, self.num_scaleup_ranks = get_physical_domain_size(group)

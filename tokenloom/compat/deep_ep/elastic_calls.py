@@ -38,9 +38,9 @@ class ElasticCalls(BufferBase):
 
     def get_theoretical_num_sms(self, num_experts: int, num_topk: int) -> int:
         """SMs that a kernel takes, whatever the arguments."""
-        from tokenloom.backends.registry import DEFAULT_SMS  # as late as this, so that importing is quick
+        from tokenloom.backends.registry import MAX_SMS  # as late as this, so that importing is quick
 
-        return DEFAULT_SMS
+        return MAX_SMS
 
     @naming("ElasticBuffer.dispatch")
     def dispatch(

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["HybridEPBuffer", "HybridEpConfigInstance", "indices_to_map"]
 
 HANDLE_PARTS = 11
+USUAL_SMS = 24
+"""SMs of a kernel where a client names none."""
 Permuted = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None", torch.Tensor, Parts]
 """What a dispatch returns: rows, their probs, their scales, counts of experts, handle."""
 
@@ -43,6 +45,7 @@ class HybridEPBuffer(BufferBase):
         hidden_dim, max_num_of_tokens_per_rank: what clients read again; calls may have others.
         num_local_experts: L.
         use_fp8: calls pass FP8 rows with scales.
+        num_sms_dispatch_api, num_sms_combine_api: SMs of a kernel, the larger of both, at most 32; None: 24.
         **others: settings of upstream's kernels and buffers, which are unused.
 
     Attributes:
@@ -68,7 +71,7 @@ class HybridEPBuffer(BufferBase):
         enable_custom_allgather: bool = False,
         **others: Any,
     ) -> None:
-        super().__init__(group, True, {})
+        super().__init__(group, True, {"num_sms": _sms_for(num_sms_dispatch_api, num_sms_combine_api)})
         self.group_size, self.rank = group.size(), group.rank()
         self.use_fp8 = use_fp8
         sizes = HybridEpConfigInstance(
@@ -236,6 +239,14 @@ class HybridEPBuffer(BufferBase):
         sizes, plan = self.configurer.buffer_config, comm.plan
         sizes.hidden_dim, sizes.num_of_experts_per_rank = plan.hidden, plan.experts_per_rank
         sizes.max_num_of_tokens_per_rank = max(sizes.max_num_of_tokens_per_rank, plan.max_tokens_per_rank)
+
+
+def _sms_for(*named: int | None) -> int:
+    """SMs of all kernels: the most that the client names."""
+    from tokenloom.backends.registry import MAX_SMS  # as late as this, so that importing is quick
+
+    given = [number for number in named if number]
+    return min(max(given, default=USUAL_SMS), MAX_SMS)
 
 
 def _handle(dispatched: Dispatched, alignment: int) -> Parts:

@@ -122,7 +122,9 @@ class LowLatencyMode(BufferBase):
         if use_fp8:
             scale_layout = "packed" if use_ue8m0 else "columns"
             keywords |= {"to_fp8": True, "power_of_two_scales": round_scale, "scale_layout": scale_layout}
-        shape = Shape(num_experts, hidden, top_k, x.dtype == torch.float64)
+        from tokenloom.backends.registry import MAX_SMS  # as late as this, so that importing is quick
+
+        shape = Shape(num_experts, hidden, top_k, x.dtype == torch.float64, MAX_SMS)
         room = _Room(local, places, hidden, x.dtype, use_fp8, use_ue8m0)
         if not return_recv_hook:
             found = self._dispatch_whole(shape, most, keywords, room, x, topk_idx, stats, async_finish)

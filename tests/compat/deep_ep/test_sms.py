@@ -1,0 +1,93 @@
+"""How many SMs kernels take, as clients say or upstream has it. The launches go to stand-ins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.stand_ins import StandIns
+from tokenloom.compat import deep_ep
+
+RANKS, EXPERTS, TOP_K, HIDDEN, TOKENS = 4, 16, 2, 256, 32
+MOST = 32
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIns]:
+    monkeypatch.setattr(deep_ep.Buffer, "num_sms", deep_ep.Buffer.num_sms)  # restored afterwards
+    monkeypatch.setattr(deep_ep.Buffer, "_check_mask", lambda *arguments: None)
+    with StandIns(RANKS) as made, torch.no_grad():
+        made.counts = [40, *[10] * RANKS, *[10] * (EXPERTS // RANKS), *range(0, 50, 10)]
+        yield made
+
+
+def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ids = torch.zeros(TOKENS, TOP_K, dtype=torch.int64)
+    ids[:, 1] = 5
+    return torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16), ids, torch.rand(TOKENS, TOP_K)
+
+
+def dispatch(buffer: deep_ep.Buffer) -> None:
+    x, ids, weights = tensors()
+    per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(ids, EXPERTS)
+    layout: dict[str, Any] = {
+        "num_tokens_per_rank": per_rank,
+        "num_tokens_per_expert": per_expert,
+        "is_token_in_rank": mask,
+    }
+    buffer.dispatch(x, **layout, topk_idx=ids, topk_weights=weights)
+
+
+def sms_of_last(stand_ins: StandIns) -> int:
+    return stand_ins.launchers[-1].num_sms
+
+
+def test_normal_mode_takes_what_the_class_says(stand_ins: StandIns) -> None:
+    for bad in (3, 0, -2):
+        with pytest.raises(AssertionError, match="set_num_sms"):
+            deep_ep.Buffer.set_num_sms(bad)
+    dispatch(deep_ep.Buffer(stand_ins.group()))
+    assert sms_of_last(stand_ins) == 20
+    before = deep_ep.Buffer(stand_ins.group())
+    for chosen, taken in ((24, 24), (64, MOST)):
+        deep_ep.Buffer.set_num_sms(chosen)
+        assert deep_ep.Buffer.num_sms == chosen
+        dispatch(deep_ep.Buffer(stand_ins.group()))
+        assert sms_of_last(stand_ins) == taken
+    dispatch(before)
+    assert sms_of_last(stand_ins) == 20, "as it was made"
+
+
+def test_low_latency_mode_takes_all_beside_normal_mode(stand_ins: StandIns) -> None:
+    buffer = deep_ep.Buffer(stand_ins.group(), 0, 1 << 20, low_latency_mode=True)
+    x, ids, _ = tensors()
+    buffer.low_latency_dispatch(x, ids, TOKENS, EXPERTS)
+    assert sms_of_last(stand_ins) == MOST
+    dispatch(buffer)
+    assert sms_of_last(stand_ins) == 20
+
+
+def test_elastic_buffers_take_what_they_tell(stand_ins: StandIns) -> None:
+    x, ids, weights = tensors()
+    buffer = deep_ep.ElasticBuffer(stand_ins.group(), num_max_tokens_per_rank=TOKENS, hidden=HIDDEN, num_topk=TOP_K)
+    handle = buffer.dispatch(x, ids, weights, num_experts=EXPERTS, do_cpu_sync=False)[3]
+    assert sms_of_last(stand_ins) == handle.num_sms == buffer.get_theoretical_num_sms(EXPERTS, TOP_K) == MOST
+
+
+@pytest.mark.parametrize(
+    ("options", "sms"),
+    [
+        ({}, 24),
+        ({"num_sms_dispatch_api": 8, "num_sms_combine_api": 16}, 16),
+        ({"num_sms_dispatch_api": 8}, 8),
+        ({"num_sms_combine_api": 64}, MOST),
+    ],
+)
+def test_hybrid_buffers_take_the_most_that_is_named(stand_ins: StandIns, options: dict[str, int], sms: int) -> None:
+    x, ids, weights = tensors()
+    buffer = deep_ep.HybridEPBuffer(stand_ins.group(), HIDDEN, TOKENS, EXPERTS // RANKS, **options)
+    buffer.dispatch_with_permute(hidden=x, topk_idx=ids, topk_weights=weights, num_of_experts=EXPERTS)
+    assert sms_of_last(stand_ins) == sms
