@@ -13,7 +13,9 @@ import pytest
 import torch
 
 import tokenloom as tl
-from tests.support.stand_ins import StandIns, asked
+from tests.support.stand_ins import StandIns, asked, record_word
+from tokenloom.backends.nvlink.dispatch import Dispatcher
+from tokenloom.runtime.kernel_reports import HostCounts
 
 HIDDEN, INTERMEDIATE, TOP_K, NUM_EXPERTS, NUM_RANKS, TOKENS = 256, 256, 2, 8, 4, 5
 SMALL, LARGE = 64, 1024
@@ -143,3 +145,48 @@ def test_rows_that_are_lent(stand_ins: StandIns) -> None:
     assert clones(False) == beside + 1, "a view holds them as well"
     del part
     assert [clones("if_needed"), clones(False)] == [beside, 0]
+
+
+def exact_dispatch(comm: tl.Communicator, layout: str) -> tl.Routed:
+    x, ids = torch.randn(TOKENS, HIDDEN, dtype=BF16), torch.zeros(TOKENS, TOP_K, dtype=torch.int64)
+    return comm.dispatch(x, ids, layout=layout, copy="if_needed")  # type: ignore[arg-type]
+
+
+def test_no_rows_hold_no_buffer(stand_ins: StandIns) -> None:
+    """Rows are lent before their number is known. Who got none holds nothing."""
+    comm = make_comm(LARGE)
+    exact_dispatch(comm, "token")
+    buffers: Any = comm.engine._backend._buffers  # type: ignore[attr-defined]
+    stand_ins.counts = [3, 3]
+    some = exact_dispatch(comm, "token")
+    assert some.tokens.shape == (3, HIDDEN)
+    assert buffers.any_lent
+    del some
+    stand_ins.counts = []
+    none = exact_dispatch(comm, "token")
+    assert none.tokens.shape == (0, HIDDEN)
+    assert not buffers.any_lent
+
+
+def test_too_many_rows_for_a_loan(stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused dispatch is made again by token, in the same buffer: it must not be lent for the refused rows."""
+    comm = make_comm(LARGE)
+    exact_dispatch(comm, "expert")
+    (launcher,) = stand_ins.launchers
+
+    def overflow(counts: HostCounts, look: object) -> list[int]:
+        for word, value in enumerate((9, 8)):
+            launcher.outcomes._records._words[record_word(launcher._num_launches - 1, word)] = value
+        return [0] * 50
+
+    class MadeAgain(Exception):
+        pass
+
+    def receive_by_token(dispatcher: Dispatcher, *arguments: Any) -> Any:
+        assert not dispatcher._buffers.any_lent
+        raise MadeAgain
+
+    monkeypatch.setattr(HostCounts, "wait", overflow)
+    monkeypatch.setattr(Dispatcher, "_receive_by_token", receive_by_token)
+    with pytest.raises(MadeAgain):
+        exact_dispatch(comm, "expert")

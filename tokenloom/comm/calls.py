@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
@@ -66,8 +67,8 @@ class Calls:
     engine: Engine
 
     @cached_property
-    def _usual(self) -> UsualCalls | None:
-        """Calls that take the short way, where the backend has one."""
+    def usual(self) -> UsualCalls | None:
+        """Calls that take the short way, where the backend has one: for callers with a longer way of their own."""
         backend = self.engine.makes_usual_calls
         return None if backend is None else UsualCalls(self.engine, backend)
 
@@ -164,7 +165,7 @@ class Calls:
             PeerTimeout, CommunicatorBroken: another rank is missing, or was at an earlier call.
         """
         values = (layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy, scale_layout)
-        usual = None if async_op else self._usual
+        usual = None if async_op else self.usual
         if usual is not None:
             routed = usual.dispatch(self, x, topk_ids, topk_weights, values, out, copy)
             if routed is not None:
@@ -296,7 +297,7 @@ class Calls:
         """
         values = (weighted, mode, wire_dtype, out_dtype)
         routed, topk_weights = self._with_weights(routed, topk_weights, weighted)
-        usual = None if async_op or bias is not None else self._usual
+        usual = None if async_op or bias is not None else self.usual
         if usual is not None:
             found = usual.combine(self, y, routed, values, out, topk_weights)
             if found is not None:
@@ -392,5 +393,5 @@ class Calls:
         validation.require_routed(routed, self)
         if routed.layout not in ROUTE_LAYOUTS or routed._weights is None:
             raise InvalidArgument("row_weights is for layouts 'expert' and 'slots', dispatched with topk_weights")
-        shape = routed.tokens.shape[:-1]
-        return autograd.row_weights(self.engine, routed._handle, routed._weights, shape.numel()).view(shape)
+        shape = routed.shape[:-1]
+        return autograd.row_weights(self.engine, routed._handle, routed._weights, prod(shape)).view(shape)

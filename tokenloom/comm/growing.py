@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from tokenloom.errors import PeerError, ShapeMismatch, is_known_to_all
 if TYPE_CHECKING:
     from tokenloom.comm.communicator import Communicator
     from tokenloom.comm.engine import Engine
+    from tokenloom.comm.usual import UsualCalls
     from tokenloom.runtime.rank_group import RankGroup
 
 T = TypeVar("T")
@@ -30,8 +31,7 @@ class NeedsRoom(ShapeMismatch):
     """No communicator of this shape has room for so many tokens."""
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """What a communicator is made for: equal on all ranks.
 
     Attributes:
@@ -93,6 +93,29 @@ class Communicators:
                 self._announce(found or self._last, tokens)
             self._make(shape, tokens, top_k, device)
 
+    def run_usual(
+        self, shape: Shape, tokens: int, device: torch.device, call: Callable[[Communicator, UsualCalls], T | None]
+    ) -> T | None:
+        """Make a usual call by a communicator that is there. None: nothing has happened, and :meth:`run` comes next.
+
+        Args:
+            shape, tokens, device: as of :meth:`run`. The shape says K.
+            call: makes it if it is a usual one, and returns None if it is not.
+        """
+        found = self._made.get(shape)
+        if found is None or tokens > found.plan.max_tokens_per_rank or found.usual is None:
+            return None
+        try:
+            made = call(found, found.usual)
+        except PeerError as error:
+            if not _is_growth(error):
+                raise
+            self._make(shape, tokens, 1, device)
+            return None
+        if made is not None:
+            self._last = found
+        return made
+
     def _announce(self, comm: Communicator | None, tokens: int) -> None:
         """Tell ranks that open a call, for which they have room, that this one has none."""
         if comm is None:
@@ -115,7 +138,7 @@ class Communicators:
         if self._last is not None:  # the others have just failed in the same call, so they come at once or never
             meeting.open_timeout_s = meeting.timeout_s
         try:
-            wanted = agree(meeting, lambda: (vars(shape), (tokens, top_k)), "making a communicator")
+            wanted = agree(meeting, lambda: (shape._asdict(), (tokens, top_k)), "making a communicator")
         finally:
             meeting.open_timeout_s = usual
         before = self._made.get(shape)

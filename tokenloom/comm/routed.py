@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -13,6 +13,13 @@ from tokenloom.ops import routing
 from tokenloom.plan import ROUTE_LAYOUTS, Plan
 
 Layout = Literal["token", "expert", "rank", "slots"]
+
+
+class NoRows(NamedTuple):
+    """What rows were like that somebody else holds."""
+
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 class Routed:
@@ -31,7 +38,7 @@ class Routed:
     _owner: object
     _plan: Plan
     _handle: Handle
-    _rows: torch.Tensor
+    _rows: torch.Tensor | NoRows
     _graph_weights: torch.Tensor | None = None
     _weighted: bool
     _ids_dtype: torch.dtype
@@ -44,7 +51,7 @@ class Routed:
         owner: object,
         plan: Plan,
         handle: Handle,
-        rows: torch.Tensor,
+        rows: torch.Tensor | NoRows,
         weights: torch.Tensor | None,
         weighted: bool,
         ids_dtype: torch.dtype,
@@ -79,7 +86,17 @@ class Routed:
     def tokens(self) -> torch.Tensor:
         """[rows, H] (layout "rank": [W, M, H], layout "slots": [L, S, H]); dtype of x, or float8_e4m3fn with
         ``to_fp8``."""
-        return self._by_place(self._rows) if self._out is None or self._out.tokens is None else self._out.tokens
+        if self._out is None or self._out.tokens is None:
+            rows = self._rows
+            if isinstance(rows, NoRows):
+                rows = torch.empty(rows.shape, dtype=rows.dtype, device="meta")
+            return self._by_place(rows)
+        return self._out.tokens
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of ``tokens``."""
+        return self._shape
 
     @cached_property
     def scales(self) -> torch.Tensor | None:
@@ -156,6 +173,10 @@ class Routed:
         tokens = tokens[: len(positions), None].expand(positions.shape)
         return routing.row_values(tokens + 1, positions, self._handle.num_places).view(self._shape[:-1]) - 1
 
+    def ids_at_home(self) -> torch.Tensor:
+        """[T, K]: the ids that were dispatched, or those that took their place."""
+        return self._handle.ids()
+
     def replace_ids(self, topk_ids: torch.Tensor) -> None:
         """Let later calls of this dispatch read equal ids elsewhere, so that those that were given may be changed.
 
@@ -171,7 +192,7 @@ class Routed:
         """
         values, rows = self.__dict__, self._rows
         _ = self._shape
-        values["_rows"] = torch.empty(rows.shape, dtype=rows.dtype, device="meta")
+        values["_rows"] = NoRows(rows.shape, rows.dtype)
         for name in ("tokens", "scales"):
             values.pop(name, None)
         self._handle.let_go()
@@ -215,6 +236,8 @@ class Routed:
         return self._handle.topk_weights if self._graph_weights is None else self._graph_weights
 
     def _by_place(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.layout in ("token", "expert"):
+            return tensor
         return tensor.view(*self._shape[:-1], tensor.shape[-1])
 
     def _counted(self, name: str) -> Any:

@@ -65,7 +65,15 @@ class UsualCalls:
     # -- dispatch -------------------------------------------------------------------------------------------
 
     def dispatch(
-        self, owner: object, x: Any, topk_ids: Any, weights: Any, options: tuple[Any, ...], out: Any, copy: Any
+        self,
+        owner: object,
+        x: Any,
+        topk_ids: Any,
+        weights: Any,
+        options: tuple[Any, ...],
+        out: Any,
+        copy: Any,
+        copies_ids: bool = False,
     ) -> Routed | None:
         """Make a dispatch, if it is a usual one.
 
@@ -73,6 +81,7 @@ class UsualCalls:
             owner: the communicator.
             x, topk_ids, weights, out, copy: as they were given.
             options: what follows ``able`` in :func:`tokenloom.comm.validation.dispatch_options`.
+            copies_ids: later calls of this dispatch read a copy of the ids, so that the caller may change its own.
         """
         if is_grad_enabled():
             return None
@@ -92,12 +101,14 @@ class UsualCalls:
             with engine.sequence(Upcoming("dispatch", awaited=usual.awaited)):
                 raise
         engine.open_calls.opened()
-        if usual.finish is not None:
-            try:
+        try:  # behind the kernel, while it runs
+            if copies_ids:
+                handle.use_ids(topk_ids.clone())
+            if usual.finish is not None:
                 handle, rows = usual.finish(handle, rows, x, scales, topk_ids, weights)
-            except Exception:
-                with engine.sequence():
-                    raise
+        except Exception:
+            with engine.sequence():
+                raise
         return Routed(owner, self._plan, handle, rows, None, weights is not None, topk_ids.dtype, out)
 
     def like_before(

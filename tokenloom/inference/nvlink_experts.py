@@ -353,7 +353,7 @@ class NvlinkExperts:
             received: where dispatches leave what comes with rows. rows: the rows there.
         """
         args = lists.args
-        args.ids, args.weights = received.local_ids.data_ptr(), received.weights.data_ptr()
+        args.ids, args.weights = received.ids_address, received.weights_address
         args.row_tokens, args.rank = received.tokens_address, self._comm.rank
         args.values, args.scales = rows.data_ptr(), received.scales.data_ptr()
         args.peers, args.combine_recv = shared.peers.data_ptr(), shared.layout.offset("combine_recv")

@@ -9,6 +9,7 @@ import torch
 
 from tokenloom.backends.base import CombineOptions, DispatchOptions
 from tokenloom.backends.handshake import Fields
+from tokenloom.backends.nvlink.beside_rows import BesideRows
 from tokenloom.backends.nvlink.launcher import Launcher
 from tokenloom.backends.nvlink.loans import Loan
 from tokenloom.errors import InvalidArgument, ShapeMismatch
@@ -136,19 +137,16 @@ def _combine_recv_rows(plan: Plan) -> int:
     return plan.max_tokens_per_rank * min(plan.num_ranks, plan.top_k)
 
 
-class ReceiveBuffer:
+class ReceiveBuffer(BesideRows):
     """Views of one receive buffer at its full size. R is the most rows that may be received.
 
     Attributes:
         rows: [places, H]. scales: float32 [places, H / 128], of no use without FP8.
-        local_ids, row_places: int32 [R, K]. weights: float32 [R, K]. row_tokens: int32 [R].
-        by_row: int32, all memory of these four. parts: where each of them begins there, and its shape, by its name.
         loan: of the rows and scales. Buffers for values of one width share it, as they share the memory.
-        number: which of them, 0 or 1. num_rows: R.
+        number: which of them, 0 or 1.
         offsets: for kernels: where each part of the first one begins, by the name of the argument, and the distance
             from there to the second.
         peers_address: of every rank's address of the buffer.
-        places_address, tokens_address, weights_address: of row_places, row_tokens and weights.
     """
 
     def __init__(
@@ -161,26 +159,22 @@ class ReceiveBuffer:
 
         self.rows = view("rows", dtype, rows, plan.hidden)
         self.scales = view("row_scales", torch.float32, rows, plan.hidden // FP8_BLOCK)
-        self.local_ids = view("row_ids", torch.int32, received, plan.top_k)
-        self.weights = view("row_weights", torch.float32, received, plan.top_k)
-        self.row_places = view("row_places", torch.int32, received, plan.top_k)
-        self.row_tokens = view("row_tokens", torch.int32, received)
-        self.number, self.loan, self.num_rows = number, loan, received
+        self.number, self.loan = number, loan
         offset = buffer.layout.offset
-        begin, by_token = offset(f"row_ids{number}"), (received, plan.top_k)
-        self.parts = {
-            "local_ids": (0, by_token),
-            "weights": ((offset(f"row_weights{number}") - begin) // 4, by_token),
-            "row_places": ((offset(f"row_places{number}") - begin) // 4, by_token),
-            "row_tokens": ((offset(f"row_tokens{number}") - begin) // 4, (received,)),
+        begin = offset(f"row_ids{number}")
+        first = {
+            "local_ids": "row_ids",
+            "weights": "row_weights",
+            "row_places": "row_places",
+            "row_tokens": "row_tokens",
         }
-        self.by_row = self.local_ids.as_strided((self.parts["row_tokens"][0] + received,), (1,))
+        parts = {name: (offset(f"{region}{number}") - begin) // 4 for name, region in first.items()}
+        beside = view("row_ids", torch.int32, received).as_strided((parts["row_tokens"] + received,), (1,))
+        super().__init__(beside, parts, received, plan.top_k)
         names = ("rows", "row_scales", "row_ids", "row_weights", "row_places", "row_tokens")
         self.offsets = [(name, offset(f"{name}0")) for name in names]
         self.offsets.append(("region_bytes", offset("rows1") - offset("rows0") if last else 0))
         self.peers_address = buffer.peers.data_ptr()
-        self.places_address, self.tokens_address = self.row_places.data_ptr(), self.row_tokens.data_ptr()
-        self.weights_address = self.weights.data_ptr()
 
 
 class Buffers:

@@ -211,11 +211,14 @@ class Dispatcher:
         counts = self.launcher.outcomes.await_counts(self._host_counts)
         overflow = self._settled() if counts is None or self._checked else None
         if overflow is not None:
+            handle.lent = None  # the rows come to the same buffer
             capacity = options.capacity
             if options.layout != "expert" or (capacity is not None and overflow.needed > capacity):
                 raise CapacityOverflow(overflow.needed, capacity or prepared.capacity, sent=False)
             return self._receive_by_token(options, inputs)
         assert counts is not None, "settle has raised what the call found"
+        if handle.lent is not None:
+            return handle, handle.take_lent(counts)
         return handle, self._owned(handle, handle.cut_to_size(counts, rows), inputs.own_outputs)
 
     def _finish_bounded(
@@ -240,6 +243,16 @@ class Dispatcher:
         if copy is not _view:
             handle.own(copy=copy)
         return copy(rows)
+
+    def lend_early(self, handle: NvlinkHandle, rows: torch.Tensor) -> None:
+        """Make outputs their caller's while the kernel runs, and the host need not know their size: rows that can be
+        lent, and what came beside them."""
+        copy = self._copier(handle, "if needed")
+        if copy is torch.clone:
+            return
+        scales = handle.scales
+        handle.lent = copy(rows), None if scales is None else copy(scales)
+        handle.own_beside()
 
     def _copier(self, handle: NvlinkHandle, owner: OwnOutputs) -> Callable[[torch.Tensor], torch.Tensor]:
         """What gives a caller rows of the receive buffer: views, copies, or the very rows, which are theirs then."""
@@ -316,6 +329,7 @@ class UsualWithFinish:
     def __init__(self, dispatcher: Dispatcher, prepared: DirectDispatch, own_outputs: OwnOutputs) -> None:
         self.awaited, self.launch = prepared.options.sizes == "exact", prepared.launch
         self._dispatcher, self._prepared, self._own_outputs = dispatcher, prepared, own_outputs
+        self._lends_early = self.awaited and own_outputs == "if needed"
 
     @property
     def is_stale(self) -> bool:
@@ -330,6 +344,8 @@ class UsualWithFinish:
         topk_ids: torch.Tensor,
         weights: torch.Tensor | None,
     ) -> tuple[NvlinkHandle, torch.Tensor]:
+        if self._lends_early:
+            self._dispatcher.lend_early(handle, rows)
         inputs = DispatchInputs(x, scales, topk_ids, weights, False, False, self._own_outputs)
         return self._dispatcher.finish(self._prepared, handle, rows, inputs)
 

@@ -9,8 +9,9 @@ import torch
 
 from tokenloom.backends.base import DispatchOptions, DispatchOut, RoutedCounts
 from tokenloom.backends.nvlink import places
+from tokenloom.backends.nvlink.beside_rows import OwnRows
 from tokenloom.backends.nvlink.buffers import ReceiveBuffer, aligned, version_of
-from tokenloom.backends.nvlink.results import CountsInWords, OwnRows, Results
+from tokenloom.backends.nvlink.results import CountsInWords, Results
 from tokenloom.errors import InvalidArgument
 from tokenloom.ops.routing import Placement
 
@@ -30,6 +31,7 @@ class NvlinkHandle:
         buffer: where rows were received, with what came with them, or a copy of that. None: in the words, and in the
             caller's tensors.
         given: the caller's tensors that the kernel has written to, if any.
+        lent: rows and scales as a caller will hold them, at their full size, while the host does not know how many.
         reused_after: number of the dispatch after which ``buffer`` is overwritten; None for own tensors.
         ids_version: how often ids had been changed in place by then; None where torch does not count.
         masked: ranks that took no part.
@@ -52,6 +54,7 @@ class NvlinkHandle:
     by_token = False
     masked: frozenset[int] = frozenset()
     given: DispatchOut | None = None
+    lent: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def __init__(
         self,
@@ -102,21 +105,21 @@ class NvlinkHandle:
 
     @cached_property
     def local_ids(self) -> torch.Tensor:
-        return self._cut(self._of_rows("local_ids") if self.buffer is None else self.buffer.local_ids)
+        return self._by_row("local_ids")
 
     @cached_property
     def row_places(self) -> torch.Tensor:
-        return self._cut(self._of_rows("row_places") if self.buffer is None else self.buffer.row_places)
+        return self._by_row("row_places")
 
     @cached_property
     def weights(self) -> torch.Tensor | None:
         if not self.results.with_weights:
             return None
-        return self._cut(self._of_rows("weights").view(torch.float32) if self.buffer is None else self.buffer.weights)
+        return self._by_row("weights")
 
     @cached_property
     def row_tokens(self) -> torch.Tensor:
-        return self._cut(self._part("row_tokens") if self.buffer is None else self.buffer.row_tokens)
+        return self._by_row("row_tokens")
 
     @cached_property
     def pointers(self) -> tuple[int, int, int, int]:
@@ -143,11 +146,17 @@ class NvlinkHandle:
     def _part(self, name: str) -> torch.Tensor:
         return self.results.part(self.memory, self.first_word, name)
 
-    def _cut(self, by_row: torch.Tensor) -> torch.Tensor:
-        return by_row if self.num_received is None else by_row[: self.num_received]
-
-    def _of_rows(self, name: str) -> torch.Tensor:
-        return self._part(name).view(-1, self.results.plan.top_k)
+    def _by_row(self, name: str) -> torch.Tensor:
+        """One of BY_ROW, of the rows that there are."""
+        num_rows = self.num_received
+        if self.buffer is not None:
+            return self.buffer.part(name, num_rows)
+        found = self._part(name)
+        if name == "weights":
+            found = found.view(torch.float32)
+        if name != "row_tokens":
+            found = found.view(-1, self.results.plan.top_k)
+        return found if num_rows is None else found[:num_rows]
 
     # -- what follows from it -------------------------------------------------------------------------------
 
@@ -158,13 +167,15 @@ class NvlinkHandle:
 
     @property
     def topk_ids(self) -> torch.Tensor:
-        return self.local_ids if self.by_route else self.local_ids[: self.num_places]
+        ids = self.local_ids
+        return ids if self.by_route or self.num_received == self.num_places else ids[: self.num_places]
 
     @property
     def topk_weights(self) -> torch.Tensor | None:
-        if self.weights is None or self.by_route:
-            return self.weights
-        return self.weights[: self.num_places]
+        weights = self.weights
+        if weights is None or self.by_route or self.num_received == self.num_places:
+            return weights
+        return weights[: self.num_places]
 
     def let_go(self) -> None:
         """Forget the scales."""
@@ -216,12 +227,27 @@ class NvlinkHandle:
             return rows
         if self.options.layout == "expert":
             self.host_offsets = sizes[1 + plan.num_ranks + plan.experts_per_rank :]
-        if self.scales is not None:
-            self.scales = self.scales[:num_rows]
+        scales = self.__dict__.get("scales")
+        if scales is not None:
+            self.scales = scales[:num_rows]
         self.num_places, self.num_received = num_rows, received
         for name in BY_ROW:  # made when they are read
             self.__dict__.pop(name, None)
         return rows[:num_rows]
+
+    def take_lent(self, sizes: list[int]) -> torch.Tensor:
+        """Give lent outputs their exact size; the rows that there are.
+
+        Args:
+            sizes: as of :meth:`cut_to_size`.
+        """
+        assert self.lent is not None
+        (rows, self.scales), self.lent, self.reused_after = self.lent, None, None
+        rows = self.cut_to_size(sizes, rows)
+        if not sizes[0]:  # nobody shall hold the buffer by no rows
+            rows = torch.empty_like(rows)
+            self.scales = None if self.scales is None else torch.empty_like(self.scales)
+        return rows
 
     def own(self, num_places: int | None = None, copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> None:
         """Copy what views the receive buffer; outputs get ``num_places`` places if given.
@@ -237,18 +263,25 @@ class NvlinkHandle:
         self.reused_after = None
         self.__dict__.pop("pointers", None)
         if buffer is not None and (self.by_route or self.num_places <= buffer.num_rows):
-            if isinstance(buffer, ReceiveBuffer):
-                self.buffer = buffer = OwnRows(buffer)
-                for name in BY_ROW:
-                    self.__dict__.pop(name, None)
-            slots = self.address("slots"), self.address("all_counts")
-            self.pointers = (buffer.places_address, buffer.tokens_address, *slots)
+            self.own_beside()
             return
         by_place = () if self.options.layout == "expert" else ("local_ids", "weights")
         for name in BY_ROW:
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, places.copied(tensor, self.num_places if name in by_place else 0))
+
+    def own_beside(self) -> None:
+        """Copy what came beside the rows and scales, all of it: how much is in use need not be known."""
+        buffer = self.buffer
+        assert buffer is not None
+        if isinstance(buffer, ReceiveBuffer):
+            _ = self.scales  # which stay where they are
+            self.buffer = buffer = buffer.copied()
+            for name in BY_ROW:
+                self.__dict__.pop(name, None)
+        slots = self.address("slots"), self.address("all_counts")
+        self.pointers = (buffer.places_address, buffer.tokens_address, *slots)
 
     def spread(self, options: DispatchOptions, placement: Placement) -> None:
         """Rows of layout "token", and of their exact size, become those of layout "expert"."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 
 from tokenloom.backends.base import DispatchOptions, DispatchOut, RoutedCounts
-from tokenloom.backends.nvlink.buffers import ReceiveBuffer
 from tokenloom.kernels.dispatch.launch import RESULTS
 from tokenloom.plan import FP8_BLOCK, Plan, align_up
 
@@ -95,35 +93,6 @@ class Results:
         if self.options.scale_layout == "columns":
             return found.view(local, blocks, -1).transpose(1, 2)
         return found.view(*([local, -1] if self.options.layout == "slots" else [self.num_places]), blocks)
-
-
-class OwnRows:
-    """A copy of what a receive buffer has beside its rows and scales. Views are made when they are read.
-
-    All of it is copied at once, which costs less than copying what is in use part by part.
-
-    Attributes:
-        local_ids, row_places, weights, row_tokens, places_address, tokens_address, weights_address, num_rows: as of a
-            receive buffer.
-    """
-
-    scales: torch.Tensor  # the handle has its own
-    holds_tensors = True
-
-    def __init__(self, buffer: ReceiveBuffer) -> None:
-        self._memory, self._parts, self.num_rows = buffer.by_row.clone(), buffer.parts, buffer.num_rows
-        address = self._memory.data_ptr()
-        places, tokens, weights = (
-            address + 4 * self._parts[name][0] for name in ("row_places", "row_tokens", "weights")
-        )
-        self.places_address, self.tokens_address, self.weights_address = places, tokens, weights
-
-    def __getattr__(self, name: str) -> torch.Tensor:
-        if name not in self.__dict__.get("_parts", ()):
-            raise AttributeError(name)
-        begin, shape = self._parts[name]
-        memory = self._memory.view(torch.float32) if name == "weights" else self._memory
-        return memory[begin : begin + math.prod(shape)].view(shape)
 
 
 class ResultsMemory:

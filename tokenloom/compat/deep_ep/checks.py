@@ -111,6 +111,18 @@ def like(name: str, tensor: object, shape: Sequence[int], dtype: torch.dtype, de
     return _plain(tensor)
 
 
+def fits(tensor: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a tensor is what :func:`like` gives, at a glance. What is not gets looked at again, and has errors."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.shape == shape
+        and tensor.dtype is dtype
+        and tensor.device == device
+        and tensor.is_contiguous()
+        and not tensor.requires_grad
+    )
+
+
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """Without a graph."""
     return tensor.detach() if tensor.requires_grad else tensor
@@ -160,7 +172,7 @@ def rows_of(x: object, routed: Routed) -> torch.Tensor:
 
     Where outputs have a fixed number of rows, a client may have cut off those behind the last; they are put back.
     """
-    rows, wanted = _plain(tokens_of(x)), routed.tokens.shape
+    rows, wanted = _plain(tokens_of(x)), routed.shape
     if rows.shape != wanted:
         if isinstance(routed.num_rows, int) or rows.shape[1] != wanted[1] or len(rows) > wanted[0]:
             raise ShapeMismatch(f"x is {list(rows.shape)}, expected {list(wanted)}, as was received")

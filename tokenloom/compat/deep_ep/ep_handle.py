@@ -52,7 +52,7 @@ class EPHandle:
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
         self.num_sms = num_sms
         self.num_recv_tokens_per_expert_list = counts
-        rows = len(dispatched.routed.tokens)
+        rows = dispatched.routed.shape[0]
         self.num_recv_tokens, self.num_expanded_tokens = (0, rows) if do_expand else (rows, 0)
         self.dst_buffer_slot_idx: Any = None
         self.token_metadata_at_forward: Any = None

@@ -47,11 +47,12 @@ class EventOverlap:
         hook_after_wait: called once after the first wait, or None.
     """
 
+    hook_after_wait: Any = None
+    _release = False
+
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[Any, ...] | None = None) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
-        self.hook_after_wait: Any = None
-        self._release = False
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
         """Make the current stream wait for the work.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tokenloom.comm.communicator import Communicator
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # frozen, it would take three times as long to make
 class Dispatched:
     """A dispatch, as its combine needs it.
 
@@ -49,19 +49,21 @@ class Parts(Sequence[Any]):
 
     Args:
         dispatched: what they are made from.
-        makers: of the parts, in order.
+        number: how many there are.
+        find_makers: gives what makes them, in order, from ``dispatched`` and ``given``.
     """
 
-    def __init__(self, dispatched: Dispatched, *makers: Callable[[], Any]) -> None:
-        self.dispatched, self._makers = dispatched, makers
+    def __init__(
+        self, dispatched: Dispatched, number: int, find_makers: Callable[..., Sequence[Callable[[], Any]]], *given: Any
+    ) -> None:
+        self.dispatched, self._number, self._find_makers, self._given = dispatched, number, find_makers, given
 
     def __len__(self) -> int:
-        return len(self._makers)
+        return self._number
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return tuple(make() for make in self._makers[index])
-        return self._makers[index]()
+        found = self._find_makers(self.dispatched, *self._given)[index]
+        return tuple(make() for make in found) if isinstance(found, Sequence) else found()
 
     def __reduce__(self) -> Any:
         raise NotServed("a handle belongs to its process and its call; it cannot be pickled or saved")
@@ -80,6 +82,13 @@ def normal_handle(dispatched: Dispatched, is_token_in_rank: torch.Tensor, num_ch
 
     Columns of other ranks are 0, and so are the matrices of channels: tokenloom has no channels.
     """
+    number = 6 if num_nodes == 1 else 10
+    return Parts(dispatched, number, _normal_parts, is_token_in_rank, num_channels, num_nodes)
+
+
+def _normal_parts(
+    dispatched: Dispatched, is_token_in_rank: torch.Tensor, num_channels: int, num_nodes: int
+) -> tuple[Callable[[], Any], ...]:
     comm, routed = dispatched.comm, dispatched.routed
     me, num_ranks = comm.rank, comm.num_ranks
 
@@ -104,10 +113,9 @@ def normal_handle(dispatched: Dispatched, is_token_in_rank: torch.Tensor, num_ch
     if num_nodes == 1:
         sources = missing("recv_src_idx", no_index)
         send_head = lambda: heads(is_token_in_rank)  # noqa: E731
-        return Parts(dispatched, prefixes, channels, channels, sources, lambda: is_token_in_rank, send_head)
+        return prefixes, channels, channels, sources, lambda: is_token_in_rank, send_head
     forwarded = "the backend keeps what it forwards to itself"
-    return Parts(
-        dispatched,
+    return (
         lambda: is_token_in_rank,
         lambda: channels(num_nodes),
         channels,
@@ -130,7 +138,12 @@ def low_latency_handle(
     Args:
         ready: the result of the dispatch, which must have been received.
     """
+    return Parts(dispatched, 5, _low_latency_parts, max_tokens, hidden, num_experts, ready)
 
+
+def _low_latency_parts(
+    dispatched: Dispatched, max_tokens: int, hidden: int, num_experts: int, ready: Callable[[], Routed]
+) -> tuple[Callable[[], Any], ...]:
     def sources() -> torch.Tensor:
         return ready().source_tokens
 
@@ -140,4 +153,4 @@ def low_latency_handle(
         first, count = found.to(torch.int64).unbind(2)
         return first << 32 | count
 
-    return Parts(dispatched, sources, ranges, lambda: max_tokens, lambda: hidden, lambda: num_experts)
+    return sources, ranges, lambda: max_tokens, lambda: hidden, lambda: num_experts

@@ -137,7 +137,7 @@ class HybridEPBuffer(BufferBase):
                 _check_handle(handle, pad_multiple)
                 require(topk_idx is None and routing_map is None, "a handle is given: leave the routes out")
                 given = handle.dispatched
-                _check_rows(num_permuted_tokens, len(given.routed.tokens))
+                _check_rows(num_permuted_tokens, given.routed.shape[0])
                 weights = _weights(given.ids, topk_weights, probs, given.comm.plan.num_experts, device)
             else:
                 num_experts = self._num_experts(num_of_experts_per_rank, num_of_experts, routing_map)
@@ -252,13 +252,16 @@ def _sms_for(*named: int | None) -> int:
 def _handle(dispatched: Dispatched, alignment: int) -> Parts:
     """The 11 parts of upstream's handle, of which the last is the flag of an overflow: never, since that raises."""
 
+    made = Parts(dispatched, HANDLE_PARTS, _parts)
+    vars(made)["alignment"] = alignment
+    return made
+
+
+def _parts(dispatched: Dispatched) -> list[Callable[[], Any]]:
     def no_overflow() -> torch.Tensor:
         return torch.zeros(1, dtype=torch.int32, device=dispatched.comm.device)
 
-    nothing: list[Callable[[], Any]] = [lambda: None] * (HANDLE_PARTS - 1)
-    made = Parts(dispatched, *nothing, no_overflow)
-    vars(made)["alignment"] = alignment
-    return made
+    return [*[lambda: None] * (HANDLE_PARTS - 1), no_overflow]
 
 
 def _check_handle(handle: object, pad_multiple: int | None) -> None:

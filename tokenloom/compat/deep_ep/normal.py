@@ -11,15 +11,17 @@ from tokenloom.comm.routed import Routed
 from tokenloom.compat.deep_ep import checks
 from tokenloom.compat.deep_ep.buffer_base import BufferBase
 from tokenloom.compat.deep_ep.checks import Payload
-from tokenloom.compat.deep_ep.config import Config
+from tokenloom.compat.deep_ep.config import Config, topk_idx_t
 from tokenloom.compat.deep_ep.events import EventOverlap
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed, naming, require
 from tokenloom.compat.deep_ep.handles import Dispatched, Parts, kept_ids, normal_handle
+from tokenloom.compat.deep_ep.streams import without_graph
 from tokenloom.ops.routing import ids_of_ranks, ranks_of_ids
 from tokenloom.plan import MAX_TOP_K, align_up
 
 if TYPE_CHECKING:
     from tokenloom.comm.communicator import Communicator
+    from tokenloom.comm.usual import UsualCalls
 
 Received = tuple[
     Payload,
@@ -30,6 +32,10 @@ Received = tuple[
     EventOverlap,
 ]
 """What a dispatch returns."""
+BY_TOKEN = ("token", 1, None, None, False, False, "dedup", "rows")
+"""Options of usual dispatches, see :meth:`tokenloom.comm.usual.UsualCalls.dispatch`."""
+PLAIN_SUM = (None, "per_rank", None, None)
+"""Options of usual combines, see :meth:`tokenloom.comm.usual.UsualCalls.combine`."""
 
 
 class NormalMode(BufferBase):
@@ -132,6 +138,13 @@ class NormalMode(BufferBase):
             ``num_worst_tokens``; handle; event. With a handle given, all but recv_x and the event are None. Rows
             beyond those that arrived have ids of -1 and are otherwise unspecified.
         """
+        if handle is config is previous_event is None and not (
+            num_worst_tokens or async_finish or allocate_on_comm_stream
+        ):
+            layout = (num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert)
+            received = self._dispatch_usual(x, layout, topk_idx, topk_weights, expert_alignment)
+            if received is not None:
+                return received
         device = checks.device_of(x)
         streams = (previous_event, async_finish, allocate_on_comm_stream)
         if handle is not None:
@@ -165,7 +178,8 @@ class NormalMode(BufferBase):
                 top_k = checks.ids_of(topk_idx, len(tokens), device)
                 weights = checks.like("topk_weights", topk_weights, topk_idx.shape, torch.float32, device)
                 ids = topk_idx
-                self._check_mask(is_token_in_rank, ids, num_experts)
+                is_right = self._is_mask(is_token_in_rank, ids, num_experts)
+                require(is_right, "is_token_in_rank is not that of topk_idx")
             else:
                 require(num_worst_tokens == 0, "num_worst_tokens needs topk_idx and topk_weights")
                 top_k, weights = self.group_size, None
@@ -188,17 +202,56 @@ class NormalMode(BufferBase):
                 counts = routed.counts_on_host()
             elif not num_worst_tokens:
                 counts = self._local_counts(num_tokens_per_expert, device)
-            if expert_alignment > 1:
-                counts = [align_up(count, expert_alignment) for count in counts]
             found = Dispatched(comm, routed, ids if topk_idx is None else kept_ids(ids, routed), topk_idx is not None)
-            recv_ids = routed.unused_ids_marked() if topk_idx is not None else None
-            return checks.received(routed, x), recv_ids, routed.topk_weights, counts, found
+            return *_received(found, x, counts, expert_alignment), found
 
         inputs = (x, ids, topk_weights, is_token_in_rank, num_tokens_per_expert)
         (rows, recv_ids, recv_weights, counts, found), event = self._stream.run(call, inputs, device, *streams)
         assert is_token_in_rank is not None
-        made = normal_handle(found, is_token_in_rank, max(1, type(self).num_sms // 2), self._num_nodes)
-        return rows, recv_ids, recv_weights, counts, made, event
+        return rows, recv_ids, recv_weights, counts, self._handle(found, is_token_in_rank), event
+
+    def _dispatch_usual(
+        self, x: Any, layout: tuple[Any, ...], topk_idx: Any, topk_weights: Any, alignment: Any
+    ) -> Received | None:
+        """A dispatch by ids on the current stream, whose counts the host reads, if it is like an earlier one and right
+        at a glance.
+
+        Args:
+            layout: what :meth:`get_dispatch_layout` gave, but for its event.
+        """
+        calls, tokens = self._communicators, x[0] if x.__class__ is tuple and x else x
+        if calls is None or alignment.__class__ is not int or alignment < 1 or topk_weights is None:
+            return None
+        if not (tokens.__class__ is torch.Tensor is topk_idx.__class__) or not tokens.ndim == 2 == topk_idx.ndim:
+            return None
+        per_rank, per_node, in_rank, per_expert = layout
+        (num_tokens, hidden), num_ranks, device = tokens.shape, self.group_size, tokens.device
+        if not (
+            per_node is None
+            and checks.fits(per_rank, (num_ranks,), torch.int32, device)
+            and checks.fits(in_rank, (num_tokens, num_ranks), torch.bool, device)
+            and isinstance(per_expert, torch.Tensor)
+            and checks.fits(per_expert, (per_expert.numel(),), torch.int32, device)
+            and topk_idx.dtype is topk_idx_t
+            and self._is_mask(in_rank, topk_idx, per_expert.numel())
+        ):
+            return None
+
+        def send(comm: Communicator, usual: UsualCalls) -> Dispatched | None:
+            routed = usual.dispatch(comm, x, topk_idx, topk_weights, BY_TOKEN, None, "if_needed", True)
+            return None if routed is None else Dispatched(comm, routed, routed.ids_at_home())
+
+        self._stream.order_behind(device)
+        shape = Shape(per_expert.numel(), hidden, topk_idx.shape[1])
+        with without_graph():
+            found = calls.run_usual(shape, num_tokens, device, send)
+            if found is None:
+                return None
+            received = _received(found, x, found.routed.counts_on_host(), alignment)
+        return *received, self._handle(found, in_rank), EventOverlap()
+
+    def _handle(self, found: Dispatched, is_token_in_rank: torch.Tensor) -> Parts:
+        return normal_handle(found, is_token_in_rank, max(1, self.num_sms // 2), self._num_nodes)
 
     @naming("Buffer.internode_dispatch")
     def internode_dispatch(
@@ -274,12 +327,12 @@ class NormalMode(BufferBase):
         )
         return num_experts
 
-    def _check_mask(self, is_token_in_rank: torch.Tensor, ids: torch.Tensor, num_experts: int) -> None:
-        """On CPUs, where it costs no wait: the mask must be that of the ids, by which tokens travel."""
+    def _is_mask(self, is_token_in_rank: torch.Tensor, ids: torch.Tensor, num_experts: int) -> bool:
+        """Whether the mask is that of the ids, by which tokens travel. Asked on CPUs alone, where it costs no wait."""
         if ids.is_cuda or bool((ids >= num_experts).any()):  # ids that are too big have an error of their own
-            return
+            return True
         mask = ranks_of_ids(ids, num_experts // self.group_size, self.group_size)
-        require(torch.equal(mask, is_token_in_rank), "is_token_in_rank is not that of topk_idx")
+        return torch.equal(mask, is_token_in_rank)
 
     def _local_counts(self, num_tokens_per_expert: torch.Tensor, device: torch.device) -> list[int]:
         """Tokens of all ranks for each local expert, as the ranks say that have no ids."""
@@ -313,6 +366,10 @@ class NormalMode(BufferBase):
         Returns:
             combined_x [N, H] of x's dtype, combined_topk_weights float32 [N, K] or None, event.
         """
+        if bias is config is previous_event is topk_weights is None and not (async_finish or allocate_on_comm_stream):
+            out = self._usual_sum(x, handle)
+            if out is not None:
+                return out, None, EventOverlap()
         device = checks.device_of(x)
         streams = (previous_event, async_finish, allocate_on_comm_stream)
         given = _dispatched(self, handle, device, "combine")
@@ -335,6 +392,29 @@ class NormalMode(BufferBase):
 
         (out, weights), event = self._stream.run(call, (x, routed, topk_weights, bias), device, *streams)
         return out, weights, event
+
+    def _usual_sum(self, x: Any, handle: Any) -> torch.Tensor | None:
+        """A combine of rows alone on the current stream, if it is like an earlier one and right at a glance."""
+        if handle.__class__ is not Parts or x.__class__ is not torch.Tensor or self._communicators is None:
+            return None
+        given = handle.dispatched
+        comm, routed = given.comm, given.routed
+        if routed.layout != "token" or comm.usual is None:
+            return None
+        self._stream.order_behind(x.device)
+        with without_graph():
+            return comm.usual.combine(comm, x, routed, PLAIN_SUM, None, None)
+
+
+def _received(
+    found: Dispatched, x: object, counts: list[int], alignment: int
+) -> tuple[Payload, torch.Tensor | None, torch.Tensor | None, list[int]]:
+    """What a dispatch gives: rows, ids, weights, rounded counts."""
+    routed = found.routed
+    if alignment > 1:
+        counts = [align_up(count, alignment) for count in counts]
+    ids = routed.unused_ids_marked() if found.with_ids else None
+    return checks.received(routed, x), ids, routed.topk_weights, counts
 
 
 def _dispatched(buffer: BufferBase, handle: object, device: torch.device, name: str = "dispatch") -> Dispatched:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,6 +13,12 @@ from tokenloom.compat.deep_ep.faults import require
 from tokenloom.runtime.streams import on_stream, tensors_in
 
 T = TypeVar("T")
+NOTHING_AROUND: AbstractContextManager[Any] = nullcontext()
+
+
+def without_graph() -> AbstractContextManager[Any]:
+    """Do what ``torch.no_grad()`` does; nothing where gradients are disabled, which costs the host less."""
+    return torch.no_grad() if torch.is_grad_enabled() else NOTHING_AROUND
 
 
 class CommStream:
@@ -67,7 +74,7 @@ class CommStream:
             if before is not None:
                 torch.cuda.current_stream(device).wait_event(before)
             self.order_behind(device)
-            with torch.no_grad():
+            with without_graph():
                 result = call()
             return result, EventOverlap(EventHandle() if async_finish else None)
         stream, current = self.of(device), torch.cuda.current_stream(device)

@@ -1,0 +1,183 @@
+"""Calls of ``Buffer`` that are like earlier ones take a short way: what is wrong or unusual about one still shows.
+
+Without a GPU: kernels do nothing, and say what a test lets them say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import tokenloom as tl
+from tests.support.stand_ins import StandIns
+from tokenloom.comm.usual import UsualCalls
+from tokenloom.compat import deep_ep
+from tokenloom.compat.deep_ep.faults import BadCall
+from tokenloom.errors import PeerError, TokenloomError
+
+RANKS, EXPERTS, TOP_K, HIDDEN, TOKENS = 4, 16, 2, 256, 1024
+LOCAL = EXPERTS // RANKS
+
+
+@pytest.fixture
+def stand_ins() -> Iterator[StandIns]:
+    with StandIns(RANKS) as made:
+        made.counts = [40, *[10] * RANKS, *[10] * LOCAL, *range(0, 50, 10)]
+        made.keeps = True
+        yield made
+
+
+class Calls:
+    """A buffer with a call of each kind behind it, and how many calls went the short way."""
+
+    def __init__(self, stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stand_ins, self.short = stand_ins, 0
+        for name in ("dispatch", "combine"):
+            monkeypatch.setattr(UsualCalls, name, self._counted(getattr(UsualCalls, name)))
+        self.x, self.ids = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16), torch.zeros(TOKENS, TOP_K).long()
+        self.ids[:, 1] = 5
+        self.weights = torch.rand(TOKENS, TOP_K)
+        self.buffer = deep_ep.Buffer(stand_ins.group())
+        per_rank, _, per_expert, mask, _ = self.buffer.get_dispatch_layout(self.ids, EXPERTS)
+        self.given: dict[str, Any] = {
+            "x": self.x, "topk_idx": self.ids, "topk_weights": self.weights, "num_tokens_per_rank": per_rank,
+            "num_tokens_per_expert": per_expert, "is_token_in_rank": mask,
+        }  # fmt: skip
+        self.handle = self.dispatch()[4]
+        self.y = torch.zeros(40, HIDDEN, dtype=torch.bfloat16)
+        self.buffer.combine(self.y, self.handle)
+        self.short = 0
+
+    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any) -> Any:
+            found = call(*arguments)
+            self.short += found is not None
+            return found
+
+        return counted
+
+    def dispatch(self, **changes: Any) -> Any:
+        return self.buffer.dispatch(**{**self.given, **changes})
+
+    def launched(self) -> Any:
+        """Arguments of the last launch."""
+        return self.stand_ins.launched[-1][1]
+
+
+@pytest.fixture
+def calls(stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(stand_ins, monkeypatch)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_the_short_way(calls: Calls, enabled: bool) -> None:
+    """With gradients enabled as well, since these calls have none: results are without a graph."""
+    x = calls.x.clone().requires_grad_()
+    with torch.set_grad_enabled(enabled):
+        rows, ids, weights, counts, handle, event = calls.dispatch(x=x, expert_alignment=16)
+        out, nothing, _ = calls.buffer.combine(calls.y.clone().requires_grad_(), handle)
+    assert calls.short == 2
+    assert (rows.shape, ids.dtype, weights.dtype) == ((40, HIDDEN), torch.int64, torch.float32)
+    assert ids.shape == weights.shape == (40, TOP_K)
+    assert (counts, len(handle), event.event, nothing) == ([16] * LOCAL, 6, None, None)
+    assert not any(each.requires_grad for each in (rows, weights, out))
+
+
+def test_ids_may_change(calls: Calls) -> None:
+    """The handle has a copy."""
+    handle = calls.dispatch()[4]
+    assert calls.short == 1
+    calls.ids.fill_(3)
+    calls.buffer.combine(calls.y, handle)
+    assert calls.launched().topk_ids not in (0, calls.ids.data_ptr())
+    assert handle.dispatched.ids[0].tolist() == [0, 5]
+
+
+WRONG: dict[str, Callable[[Calls], dict[str, Any]]] = {
+    "x": lambda calls: {"x": calls.x[:, :-1]},
+    "rows": lambda calls: {"x": calls.x[None]},
+    "ids": lambda calls: {"topk_idx": calls.ids.int()},
+    "fewer ids": lambda calls: {"topk_idx": calls.ids[:-1]},
+    "weights": lambda calls: {"topk_weights": calls.weights.double()},
+    "no weights": lambda calls: {"topk_weights": None},
+    "counts by rank": lambda calls: {"num_tokens_per_rank": torch.zeros(RANKS + 1, dtype=torch.int32)},
+    "counts by expert": lambda calls: {"num_tokens_per_expert": torch.zeros(EXPERTS)},
+    "counts by node": lambda calls: {"num_tokens_per_rdma_rank": torch.zeros(2, dtype=torch.int32)},
+    "mask": lambda calls: {"is_token_in_rank": calls.given["is_token_in_rank"].int()},
+    "another mask": lambda calls: {"is_token_in_rank": ~calls.given["is_token_in_rank"]},
+    "alignment": lambda calls: {"expert_alignment": 0},
+    "true alignment": lambda calls: {"expert_alignment": True},
+    "config": lambda calls: {"config": 1},
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_shows(calls: Calls, what: str) -> None:
+    """As it does in a first call, in the client's words; the next call is usual again."""
+    with pytest.raises(TokenloomError, match=r"Buffer\.dispatch"):
+        calls.dispatch(**WRONG[what](calls))
+    assert not calls.short
+    calls.stand_ins.settle()
+    calls.dispatch()
+    assert calls.short == 1
+
+
+@pytest.mark.parametrize(
+    "make", [lambda calls: calls.y[:-1], lambda calls: calls.y[None], lambda calls: calls.y.tolist()]
+)
+def test_wrong_rows_show(calls: Calls, make: Callable[[Calls], Any]) -> None:
+    """Also those that a client hands to combine."""
+    with pytest.raises(TokenloomError, match=r"Buffer\.combine"):
+        calls.buffer.combine(make(calls), calls.handle)
+    assert not calls.short
+
+
+def test_a_destroyed_buffer(stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so, and launches nothing."""
+    calls = Calls(stand_ins, monkeypatch)
+    monkeypatch.setattr(tl.Communicator, "close", lambda comm: None)
+    calls.buffer.explicitly_destroy = True
+    calls.buffer.destroy()
+    for call in (calls.dispatch, lambda: calls.buffer.combine(calls.y, calls.handle)):
+        with pytest.raises(BadCall, match="was destroyed"):
+            call()
+
+
+def test_another_rank_needs_more_room(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A usual call hears of it, makes the communicator with the others, and is made again there."""
+    (before,) = calls.buffer._calls.all()
+    usual = UsualCalls.dispatch
+    grown = [PeerError(1, "NeedsRoom: it needs another communicator")]
+
+    def dispatch(*arguments: Any) -> Any:
+        if grown:
+            raise grown.pop()
+        return usual(*arguments)
+
+    monkeypatch.setattr(UsualCalls, "dispatch", dispatch)
+    handle = calls.dispatch()[4]
+    assert not grown
+    assert handle.dispatched.comm is not before
+    assert calls.buffer._calls.all() == [handle.dispatched.comm]
+
+
+def test_other_faults_of_peers(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are raised."""
+
+    def dispatch(*arguments: Any) -> Any:
+        raise PeerError(1, "ShapeMismatch: x")
+
+    monkeypatch.setattr(UsualCalls, "dispatch", dispatch)
+    with pytest.raises(PeerError, match="ShapeMismatch"):
+        calls.dispatch()
+
+
+def test_more_tokens_than_room(calls: Calls) -> None:
+    """They need another communicator, which calls on the short way never make."""
+    (before,) = calls.buffer._calls.all()
+    more = {name: torch.cat([calls.given[name]] * 2) for name in ("x", "topk_idx", "topk_weights", "is_token_in_rank")}
+    assert calls.dispatch(**more)[4].dispatched.comm is not before
+    assert not calls.short
