@@ -126,6 +126,7 @@ class PeerTimeout(TokenloomError, TimeoutError):
         nodes: nodes of those, ascending; empty if all ranks are on one node.
         phase: phase in which this rank was waiting.
         epoch: number of the collective step, the same on all ranks.
+        cause: why it gave up.
     """
 
     known_to_all = True
@@ -138,6 +139,7 @@ class PeerTimeout(TokenloomError, TimeoutError):
         self.nodes = tuple(nodes)
         self.phase = phase
         self.epoch = epoch
+        self.cause = cause
         missing = ", ".join(map(str, self.peers)) if self.peers else "unknown"
         if self.nodes:
             missing += f" on node(s) {', '.join(map(str, self.nodes))}"

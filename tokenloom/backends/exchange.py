@@ -97,6 +97,18 @@ class Exchange(Protocol):
         """Send rows straight to their ranks, as :meth:`RankGroup.start_all_to_all`."""
 
 
+class Here:
+    """Rows that are there already."""
+
+    lost: frozenset[int] = frozenset()
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self._rows = rows
+
+    def wait(self) -> torch.Tensor:
+        return self._rows
+
+
 class Then:
     """What is made of rows once they have come."""
 

@@ -23,7 +23,7 @@ class Noteboard:
     """The notes of one communicator. They are deleted when all of its ranks that are not gone have left.
 
     Args:
-        group: process group of the ranks, or None for a rank alone.
+        store: of the process group of the ranks, see :func:`store_of`; None: nobody reads or writes a note.
         rank, num_ranks: this rank, and the size of the group.
         joins: the communicator is one that the others have already; :meth:`move` says where its notes are.
 
@@ -32,10 +32,10 @@ class Noteboard:
         gone: ranks whose notes nobody waits for.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, num_ranks: int, joins: bool = False) -> None:
+    def __init__(self, store: Any, rank: int, num_ranks: int, joins: bool = False) -> None:
         self.rank, self.num_ranks, self.step = rank, num_ranks, 0
         self.gone: frozenset[int] = frozenset()
-        self._store = store_of(group)
+        self._store = store
         self._process = os.getpid()
         self._posted: dict[str, str] = {}
         self._names: set[tuple[str, bool]] = set()

@@ -27,7 +27,7 @@ from tokenloom.runtime.devices import pick_device
 from tokenloom.runtime.leftovers import release_dropped, undo_when_dropped
 from tokenloom.runtime.links import Links, Waiter
 from tokenloom.runtime.membership import Membership
-from tokenloom.runtime.noteboard import Noteboard
+from tokenloom.runtime.noteboard import Noteboard, store_of
 from tokenloom.runtime.rejoin import Meeting
 from tokenloom.runtime.topology import Topology
 from tokenloom.runtime.waiting import Awaited, Collective, Watch, checked_seconds, timeout_of
@@ -125,12 +125,16 @@ class RankGroup:
             open_timeout_s = max(OPEN_TIMEOUT_S, self.timeout_s, timeout_of(group, self.device))
         self.open_timeout_s = checked_seconds("open_timeout_s", open_timeout_s)
         self._deadline_is_ours = group is not None and self.device.type == "cpu"
+        self._begin(Noteboard(store_of(group), self.rank, self.num_ranks, rejoins))
+
+    def _begin(self, notes: Noteboard) -> None:
+        """Make what every group has, whatever carries its collectives."""
         self.terms: dict[str, str] = {}
         self.own_transport = self.served = False
         self.met_at = 0
         self.missed: frozenset[int] = frozenset()
         release_dropped()
-        self.notes = notes = Noteboard(group, self.rank, self.num_ranks, rejoins)
+        self.notes = notes
         self._members = Membership(notes)
         self._watch = Watch(notes, self._members, self.timeout_s)
         self._links: Links | None = None
@@ -453,13 +457,22 @@ class RankGroup:
         return self._start(start, out, phase, opens)
 
     def start_all_to_all(
-        self, rows: torch.Tensor, send_counts: list[int], recv_counts: list[int], phase: str
+        self,
+        rows: torch.Tensor,
+        send_counts: list[int],
+        recv_counts: list[int],
+        phase: str,
+        out: torch.Tensor | None = None,
     ) -> Transfer:
         """Send the first ``send_counts[0]`` rows to rank 0, the next to rank 1, ...; same order on arrival.
 
         Any dtype: rows travel as bytes, since gloo lacks FP8. They may not change before the transfer was waited for.
+
+        Args:
+            out: contiguous, where the rows arrive; None: a new tensor.
         """
-        out = rows.new_empty((sum(recv_counts), *rows.shape[1:]))
+        if out is None:
+            out = rows.new_empty((sum(recv_counts), *rows.shape[1:]))
         sent, received = rows.view(torch.uint8), out.view(torch.uint8)
         if self._links is not None:
             return self._exchange(sent.split(send_counts), received.split(recv_counts), out, phase)

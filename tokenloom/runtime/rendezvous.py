@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from tokenloom.errors import PeerError, PlanMismatch
+from tokenloom.runtime.node_ranks import NodeRanks
 from tokenloom.runtime.rank_group import RankGroup
 
 Extra = TypeVar("Extra")
@@ -15,12 +16,12 @@ def agree(ranks: RankGroup, prepare: Callable[[], tuple[dict[str, Any], Extra]],
     """Run ``prepare`` on every rank, compare what must be equal, and share the rest.
 
     Args:
-        ranks: the group.
+        ranks: the group. The ranks of one node agree with those of all others.
         prepare: returns (values by name that must be equal on all ranks, anything else to share); it may raise.
         phase: what is going on, for error messages.
 
     Returns:
-        the second value of every rank, by rank; for masked ranks, that of the lowest one that is not.
+        the second value of every rank of the group, by rank; for masked ranks, that of the lowest one that is not.
 
     Raises:
         what ``prepare`` raised here, marked ``known_to_all``; PeerError: it raised elsewhere; PlanMismatch: the
@@ -33,7 +34,8 @@ def agree(ranks: RankGroup, prepare: Callable[[], tuple[dict[str, Any], Extra]],
     except Exception as error:
         fault = error
     message = None if fault is None else f"{type(fault).__name__}: {fault}"
-    by_rank = ranks.all_gather_object((message, *mine), phase)
+    whole = ranks.whole if isinstance(ranks, NodeRanks) else ranks
+    by_rank = whole.all_gather_object((message, *mine), phase)
     if fault is not None:
         fault.known_to_all = True  # type: ignore[attr-defined]
         raise fault
@@ -46,4 +48,5 @@ def agree(ranks: RankGroup, prepare: Callable[[], tuple[dict[str, Any], Extra]],
         for name, value in there[base][1].items():
             if values.get(name) != value:
                 raise PlanMismatch(rank, name, values.get(name), value, base)
-    return [there.get(rank, there[base])[2] for rank in range(len(by_rank))]
+    members = ranks.members if isinstance(ranks, NodeRanks) else range(len(by_rank))
+    return [there.get(rank, there[base])[2] for rank in members]

@@ -7,6 +7,7 @@ from tests.mutations.mutation import Mutation
 TOPOLOGY = "tests/runtime/test_topology.py"
 NETWORK = "tests/backends/test_network.py"
 EXCHANGE = "tokenloom.backends.network.exchange:NodeExchange"
+COLLECTED = "tokenloom.backends.network.inside:add_collected"
 INSIDE = "tokenloom.backends.network.inside:CollectivesInside"
 FAULTS = "tests/backends/test_network_faults.py"
 LATE_RANKS = "tests/backends/test_network_late.py"
@@ -121,7 +122,7 @@ SUMS = (
     Mutation(
         name="no-rounding-between-nodes",
         rule="sums of a node cross the network in float32",
-        target=f"{EXCHANGE}.send_sums",
+        target=COLLECTED,
         old="routing.ordered_sum(values.view(-1, width), positions, dtype=dtype).to(rows.dtype)",
         new="routing.ordered_sum(values.view(-1, width), positions, dtype=dtype)",
         tests=HAND_SUMS,
@@ -130,7 +131,7 @@ SUMS = (
     Mutation(
         name="order-within-a-node",
         rule="a node adds its ranks in descending order",
-        target=f"{EXCHANGE}.send_sums",
+        target=COLLECTED,
         old="routing.ordered_sum(values.view(-1, width), positions, dtype=dtype)",
         new="routing.ordered_sum(values.view(-1, width), positions.flip(1), dtype=dtype)",
         tests=(f"{NETWORK}::test_order",),
@@ -169,7 +170,7 @@ TRAVEL = (
     Mutation(
         name="a-row-per-rank-to-a-node",
         rule="a token crosses the network once for each rank of a node",
-        target=f"{EXCHANGE}.send_sums",
+        target=COLLECTED,
         old="torch.unique(keys, return_inverse=True)",
         new="(keys, torch.arange(len(keys), device=keys.device))",
         tests=ON_NODES,

@@ -33,14 +33,11 @@ from tokenloom.jit import kernel
 from tokenloom.jit.compiler import NO_PRELUDE
 from tokenloom.plan import Plan
 from tokenloom.runtime import kernel_reports
-from tokenloom.runtime.links import Waiter
-from tokenloom.runtime.membership import Membership
 from tokenloom.runtime.noteboard import Noteboard
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.symmetric_memory import BufferLayout
-from tokenloom.runtime.topology import Topology, pretended
-from tokenloom.runtime.waiting import Watch
+from tokenloom.runtime.topology import pretended
 
 CPU = torch.device("cpu")
 NUM_SMS = 2
@@ -251,17 +248,13 @@ class FakeRanks(RankGroup):
     transport = "emulated"
 
     def __init__(self, timeout_s: float, rejoins: bool, ranks_per_node: int | None) -> None:
-        group: Any = SimpleNamespace(get_group_store=lambda: here.group.store)
         self.rank, self.num_ranks, self.device = here.rank, here.group.num_ranks, CPU
-        self.process_group, self.own_transport, self.served = None, True, False
-        self.met_at, self._links, self.missed = 0, None, frozenset()
+        self.process_group, self._deadline_is_ours = None, False
         self.timeout_s = self.open_timeout_s = timeout_s
-        self.notes = Noteboard(group, self.rank, self.num_ranks, rejoins)
-        self._members = Membership(self.notes)
-        self._watch = Watch(self.notes, self._members, timeout_s)
-        self._waiter = Waiter()
-        self.terms, together = {}, Topology.together(self.num_ranks)
-        self.topology = together if ranks_per_node is None else pretended(self.num_ranks, ranks_per_node)
+        self._begin(Noteboard(here.group.store, self.rank, self.num_ranks, rejoins))
+        self.own_transport = True
+        if ranks_per_node is not None:
+            self.topology = pretended(self.num_ranks, ranks_per_node)
 
     def require_maskable(self) -> None:
         """Threads can always be left out."""

@@ -8,15 +8,16 @@ they have everything. Until then inputs must last, so the first half of a call d
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 
-from tokenloom.backends.base import CombineOptions, DispatchInputs, DispatchOptions
+from tokenloom.backends.base import CombineOptions, DispatchInputs, DispatchOptions, Wait
 from tokenloom.backends.collective import CollectiveBackend, Sent, unfinished
 from tokenloom.backends.collective_handle import CollectiveHandle
 from tokenloom.backends.network.exchange import NodeExchange
-from tokenloom.backends.network.inside import SentRows
+from tokenloom.backends.network.inside import InsideNode, SentRows
 from tokenloom.plan import Plan
 from tokenloom.runtime.rank_group import RankGroup
 
@@ -28,19 +29,20 @@ class NetworkBackend(CollectiveBackend):
 
     Args:
         plan, ranks: sizes and group, whose topology has rails.
+        inside: carries rows within this node.
     """
 
     name = "network"
 
-    def __init__(self, plan: Plan, ranks: RankGroup) -> None:
-        exchange = NodeExchange(plan, ranks)
-        super().__init__(plan, ranks, exchange)
-        self._sent = exchange.sent
+    def __init__(self, plan: Plan, ranks: RankGroup, inside: InsideNode) -> None:
+        super().__init__(plan, ranks, NodeExchange(plan, ranks, inside))
+        self._inside = inside
+        self.capabilities = replace(self.capabilities, own_node=inside.transport)
 
     @property
     def sent(self) -> SentRows:
         """Rows that this rank has sent."""
-        return self._sent
+        return self._inside.sent
 
     def send_dispatch(
         self, options: DispatchOptions, inputs: DispatchInputs
@@ -87,3 +89,14 @@ class NetworkBackend(CollectiveBackend):
         misses = bool(self._ranks.missed - self._absent)
         told = self._ranks.all_gather(torch.tensor([misses], device=self._ranks.device), f"the end of {what}")
         return not bool(told.any())
+
+    def check(self, wait: Wait) -> None:
+        super().check(wait)
+        self._inside.check(wait)
+
+    def memory(self) -> list[str]:
+        return self._inside.memory()
+
+    def close(self) -> None:
+        super().close()
+        self._inside.close()

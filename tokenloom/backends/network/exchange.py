@@ -5,29 +5,31 @@ token is in one row of bytes: payload, metadata, and a flag for each rank of the
 ranks that the flags name. Back, rows take the same way. Sums per node are added where rows leave the node, so that one
 row for each (token, node) comes home.
 
-The hops are collectives of the whole group, in which most pairs of ranks have no rows for each other. So there is
-nothing to agree on but counts, which the handshake brings, and ranks are masked and missed as elsewhere.
+Between nodes rows go by collectives of the whole group, in which most pairs of ranks have no rows for each other. So
+there is nothing to agree on but counts, which the handshake brings, and ranks are masked and missed as elsewhere. What
+carries them inside a node is in inside.py. Where it takes the rows of each node by themselves, there is a collective
+for each other node, in a ring: what one brings is handed out while the next ones run.
 
 Each method starts both hops: a rank that only hears of a fault opens no more collectives than those that go on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from tokenloom.backends.collective_handle import Sizes
-from tokenloom.backends.exchange import Arriving, ArrivingSum, SumOnArrival, Then
-from tokenloom.backends.network.inside import CollectivesInside, InsideNode, Legs, SentRows
-from tokenloom.backends.network.paths import Paths, arrange, find_paths
+from tokenloom.backends.exchange import Arriving, ArrivingSum, Here, SumOnArrival, Then
+from tokenloom.backends.network.inside import InsideNode, Legs
+from tokenloom.backends.network.paths import Block, arrange, find_paths
 from tokenloom.ops import routing
 from tokenloom.plan import Plan, align_up
 from tokenloom.runtime.rank_group import RankGroup
 
-WORD = 8
-"""Rows are padded to multiples of so many bytes, which are quicker to copy."""
+WORD = 16
+"""Rows are padded to multiples of so many bytes, which kernels copy at once."""
 
 
 class NodeExchange:
@@ -35,19 +37,14 @@ class NodeExchange:
 
     Args:
         plan, ranks: sizes and group, whose topology has rails.
-
-    Attributes:
-        sent: rows that have been sent to other ranks; of strategy "all_gather" the metadata alone.
         inside: carries rows within this node.
     """
 
-    def __init__(self, plan: Plan, ranks: RankGroup) -> None:
-        self._plan, self._ranks, self._topology = plan, ranks, ranks.topology
+    def __init__(self, plan: Plan, ranks: RankGroup, inside: InsideNode) -> None:
+        self._plan, self._ranks, self._topology, self._inside = plan, ranks, ranks.topology, inside
         self._node = self._topology.node_of[ranks.rank]
         self._paths = find_paths(self._topology, ranks.rank, frozenset())
         self.num_counts = self._topology.num_nodes
-        self.sent = SentRows()
-        self.inside: InsideNode = CollectivesInside(ranks, self.sent)
 
     # -- counts ---------------------------------------------------------------------------------------------
 
@@ -78,14 +75,11 @@ class NodeExchange:
         columns.append(by_node[tokens, nodes].to(torch.uint8))
         ends = np.cumsum([each.shape[1] for each in columns]).tolist()
         columns.append(columns[-1].new_zeros(len(tokens), align_up(ends[-1], WORD) - ends[-1]))
-        send, recv = [0] * self._plan.num_ranks, [0] * self._plan.num_ranks
-        for node, forwarder in enumerate(paths.forwarders):
-            if forwarder is not None:
-                send[forwarder] = legs.to_nodes[node]
+        recv = [0] * self._plan.num_ranks
         for source in paths.served[self._ranks.rank]:
             recv[source] = legs.from_ranks[source]
-        came = self.start_all_to_all(torch.cat(columns, 1), send, recv, "dispatch, between nodes").wait()
-        arriving = self.inside.hand_out(came, came[:, ends[-2] : ends[-1]].bool(), legs, paths)
+        pieces = self._start_pieces(torch.cat(columns, 1), self._to_forwarders(legs.to_nodes), recv)
+        arriving = self._inside.hand_out(pieces, slice(ends[-2], ends[-1]), legs, paths)
 
         def part(name: str, start: int, end: int) -> Arriving:
             dtype = parts[name].dtype
@@ -96,16 +90,46 @@ class NodeExchange:
 
         return {name: part(name, start, end) for name, start, end in zip(parts, [0, *ends], ends, strict=False)}
 
+    def _start_pieces(self, rows: torch.Tensor, send: list[int], recv: list[int]) -> list[Arriving]:
+        """Start to send rows to those who forward them, piece by piece."""
+        starts = np.cumsum([0, *send]).tolist()
+        pieces: list[Arriving] = []
+        for to_ranks, from_ranks in self._pieces():
+            leaving = rows[starts[to_ranks.start] : starts[to_ranks.stop]]
+            if self._inside.by_node and not pieces:  # the first one stays in this node
+                pieces.append(Here(leaving))
+                continue
+            counts = _within(to_ranks, send), _within(from_ranks, recv)
+            pieces.append(self.start_all_to_all(leaving, *counts, "dispatch, between nodes"))
+        return pieces
+
+    def _pieces(self) -> list[tuple[range, range]]:
+        """For each piece the ranks that this one sends to, and those that it receives from: of a node each."""
+        nodes, own = self._topology.nodes, self._node
+        if not self._inside.by_node:
+            return [(range(self._plan.num_ranks), range(self._plan.num_ranks))]
+        ring = [(nodes[(own + step) % len(nodes)], nodes[own - step]) for step in range(len(nodes))]
+        return [(range(to[0], to[-1] + 1), range(there[0], there[-1] + 1)) for to, there in ring]
+
+    def _to_forwarders(self, by_node: list[int]) -> list[int]:
+        """Counts by node -> by the rank that forwards there for this one."""
+        counts = [0] * self._plan.num_ranks
+        for forwarder, count in zip(self._paths.forwarders, by_node, strict=True):
+            if forwarder is not None:
+                counts[forwarder] = count
+        return counts
+
     # -- back -----------------------------------------------------------------------------------------------
 
     def bring_home(self, sizes: Sizes, rows: torch.Tensor, phase: str) -> Arriving:
         paths = self._paths
-        leaving, send = self.inside.collect(routing.packed(rows).view(torch.uint8), sizes.legs, paths)
-        recv = [0] * self._plan.num_ranks
-        for forwarder, there in zip(paths.forwarders, paths.living, strict=True):
-            if forwarder is not None:
-                recv[forwarder] = sum(sizes.sent[rank] for rank in there)
-        arriving = self.start_all_to_all(leaving, send, recv, f"{phase}, between nodes")
+        recv = self._to_forwarders([sum(sizes.sent[rank] for rank in there) for there in paths.living])
+        packed = routing.packed(rows).view(torch.uint8)
+        collected = (
+            (leaving, _by_source(blocks, self._plan.num_ranks))
+            for leaving, blocks in self._inside.collect(packed, sizes.legs, paths)
+        )
+        arriving = self._start_home(collected, recv, packed.new_empty(sum(recv), packed.shape[1]), phase)
         came = [(rank, sizes.sent[rank]) for there in paths.living for rank in there]
         wanted = list(enumerate(sizes.sent))
         return _Home(arriving, paths.absent, lambda arrived: arrange(arrived, came, wanted).view(rows.dtype))
@@ -113,54 +137,55 @@ class NodeExchange:
     def send_sums(
         self, sizes: Sizes, rows: torch.Tensor, tokens: torch.Tensor, order: torch.Tensor, dtype: torch.dtype
     ) -> ArrivingSum:
-        paths, plan, width = self._paths, self._plan, rows.shape[1]
-        packed = torch.cat([routing.packed(rows).view(torch.uint8), _bytes_of(tokens)], 1)
-        came, counts = self.inside.collect(packed, sizes.legs, paths)
-        values = came[:, : -tokens.itemsize].clone(memory_format=torch.contiguous_format).view(rows.dtype)
-        came_tokens = came[:, -tokens.itemsize :].clone(memory_format=torch.contiguous_format).view(tokens.dtype)
-        sources = torch.repeat_interleave(torch.tensor(counts, device=came.device))
-        # Rows of a source lie by rank. A sum of a token's rows takes them in this order.
-        keys = sources * plan.max_tokens_per_rank + came_tokens[:, 0]
-        found, group = torch.unique(keys, return_inverse=True)  # by source, then token
-        ranks = self._ranks_of_rows(sizes.legs, paths)
-        positions = keys.new_full((len(found), self._topology.ranks_per_node), -1)
-        positions[group, ranks] = torch.arange(len(keys), device=keys.device)
-        sums = routing.ordered_sum(values.view(-1, width), positions, dtype=dtype).to(rows.dtype)
-
-        # As many rows as there were tokens in the dispatch, which is known on both sides whoever is absent by now.
-        send, recv, starts = [0] * plan.num_ranks, [0] * plan.num_ranks, [0] * len(paths.forwarders)
-        for source in paths.served[self._ranks.rank]:
-            send[source] = sizes.legs.from_ranks[source]
-        for node, forwarder in enumerate(paths.forwarders):
-            if forwarder is not None:
-                starts[node] = sum(recv)
-                recv[forwarder] = sizes.legs.to_nodes[node]
-        sums = _in_blocks(sums, found // plan.max_tokens_per_rank, send)
-        arriving = self.start_all_to_all(sums, send, recv, "combine, sums between nodes")
+        paths, plan = self._paths, self._plan
+        recv = self._to_forwarders(sizes.legs.to_nodes)
+        sums = self._inside.add(rows, tokens, sizes.legs, paths, dtype)
+        room = rows.new_empty(sum(recv), rows.shape[1])
+        arriving = self._start_home(sums, recv, room, "combine, sums")
+        starts = [0 if each is None else sum(recv[:each]) for each in paths.forwarders]
         absent = torch.tensor([rank in paths.absent for rank in range(plan.num_ranks)], device=order.device)
         here = routing.on_nodes((order >= 0) & ~absent, self._topology.ranks_per_node)  # [T, N]
         places = torch.where(here, here.cumsum(0) - 1 + torch.tensor(starts, device=order.device), -1)
         return SumOnArrival(arriving, lambda terms: routing.ordered_sum(terms, places, dtype=dtype))
 
-    def _ranks_of_rows(self, legs: Legs, paths: Paths) -> torch.Tensor:
-        """int64: place in its node of the rank that each row is from which ``inside.collect`` gives."""
-        first, me = self._topology.nodes[self._node][0], self._ranks.rank
-        places = [rank - first for rank in paths.served]
-        counts = [legs.into_node[source][place] for source in paths.served[me] for place in places]
-        of_rows = np.repeat(np.tile(places, len(paths.served[me])), counts)
-        return torch.from_numpy(of_rows).to(self._ranks.device)
+    def _start_home(
+        self, leaving: Iterator[tuple[torch.Tensor, list[int]]], recv: list[int], room: torch.Tensor, phase: str
+    ) -> Arriving:
+        """Start to send rows home, each piece as soon as it is there to leave.
+
+        Args:
+            leaving: for each piece the rows, and how many are for each rank.
+            recv: how many come from each rank.
+            room: where they arrive, in the order of ranks.
+        """
+        starts = np.cumsum([0, *recv]).tolist()
+        pieces: list[Arriving] = []
+        ring = self._pieces()
+        for (_, from_ranks), (rows, send) in zip(ring[1:] + ring[:1], leaving, strict=True):
+            place = room[starts[from_ranks.start] : starts[from_ranks.stop]]
+            if self._inside.by_node and self._ranks.rank in from_ranks:  # the last one has come home
+                place.copy_(rows)
+                continue
+            counts = send, _within(from_ranks, recv)
+            pieces.append(self.start_all_to_all(rows, *counts, f"{phase}, between nodes", place))
+        return _Pieces(pieces, room)
 
     # -- straight -------------------------------------------------------------------------------------------
 
     def start_all_to_all(
-        self, rows: torch.Tensor, send_counts: list[int], recv_counts: list[int], phase: str
+        self,
+        rows: torch.Tensor,
+        send_counts: list[int],
+        recv_counts: list[int],
+        phase: str,
+        out: torch.Tensor | None = None,
     ) -> Arriving:
         for rank, count in enumerate(send_counts):
             if self._topology.node_of[rank] != self._node:
-                self.sent.between_nodes += count
+                self._inside.sent.between_nodes += count
             elif rank != self._ranks.rank:
-                self.sent.inside_node += count
-        return self._ranks.start_all_to_all(rows, send_counts, recv_counts, phase)
+                self._inside.sent.inside_node += count
+        return self._ranks.start_all_to_all(rows, send_counts, recv_counts, phase, out)
 
 
 class _Home(Then):
@@ -177,18 +202,30 @@ class _Home(Then):
         return self._absent
 
 
-def _in_blocks(rows: torch.Tensor, blocks: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """Lay rows, of which int64 [n] says the block of each in ascending order, into blocks of these sizes."""
-    if len(rows) == sum(sizes):
-        return rows
-    starts = np.cumsum([0, *sizes[:-1]])
-    before = np.cumsum([0, *torch.bincount(blocks, minlength=len(sizes)).tolist()[:-1]])
-    room = rows.new_empty(sum(sizes), rows.shape[1])
-    place = torch.from_numpy(starts - before).to(rows.device)[blocks] + torch.arange(len(rows), device=rows.device)
-    room[place] = rows
-    return room
+class _Pieces:
+    """Rows that arrive in pieces, in one tensor."""
+
+    def __init__(self, pieces: Sequence[Arriving], rows: torch.Tensor) -> None:
+        self._pieces, self._rows = pieces, rows
+
+    def wait(self) -> torch.Tensor:
+        for piece in self._pieces:
+            piece.wait()
+        return self._rows
+
+    @property
+    def lost(self) -> frozenset[int]:
+        return frozenset().union(*(piece.lost for piece in self._pieces))
 
 
-def _bytes_of(tokens: torch.Tensor) -> torch.Tensor:
-    """[R] -> its bytes, [R, itemsize]."""
-    return tokens.contiguous().view(torch.uint8).view(len(tokens), tokens.itemsize)
+def _within(ranks: range, counts: list[int]) -> list[int]:
+    """The counts of these ranks, and 0 for all others."""
+    return [count if rank in ranks else 0 for rank, count in enumerate(counts)]
+
+
+def _by_source(blocks: Sequence[Block], num_ranks: int) -> list[int]:
+    """Rows for each source, of blocks by (source rank, rank)."""
+    counts = [0] * num_ranks
+    for (source, _), count in blocks:
+        counts[source] += count
+    return counts

@@ -6,8 +6,9 @@ on the rail of s: rank s itself on its own node. Where that one is absent, the n
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ import torch
 from tokenloom.ops import routing
 from tokenloom.runtime.topology import Topology
 
-Block = tuple[Hashable, int]
+Block = tuple[Any, int]
 """Rows that lie together: whose they are, and how many."""
 
 

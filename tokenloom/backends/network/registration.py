@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tokenloom.backends.network.backend import NetworkBackend
+from tokenloom.backends.network.inside import CollectivesInside
 from tokenloom.backends.registration import Availability, Registration, Request
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.topology import Topology
@@ -31,7 +32,7 @@ def why_not_on(topology: Topology) -> str | None:
 def make(request: Request, ranks: RankGroup) -> NetworkBackend:
     """The backend, for the nodes that the group has agreed on."""
     assert request.plan is not None
-    return NetworkBackend(request.plan, ranks)
+    return NetworkBackend(request.plan, ranks, CollectivesInside(ranks, request.plan.max_tokens_per_rank))
 
 
 REGISTRATION = Registration("network", NetworkBackend.capabilities, probe, make, why_not_on=why_not_on)
