@@ -13,7 +13,9 @@ import torch
 
 import tokenloom as tl
 from tests.support.stand_ins import StandIns
+from tokenloom.inference.schedules import MegaSchedule
 from tokenloom.jit.kernel import Kernel
+from tokenloom.kernels.gemm.launch import TILE_ROWS, tile_places
 from tokenloom.plan import FUNCTIONS
 
 HIDDEN, INTERMEDIATE, NUM_RANKS, LOCAL, TOP_K = 256, 256, 4, 2, 2
@@ -34,7 +36,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         if name == "grouped_gemm":
             name = "gemm1" if shape["swiglu"] else "gemm2"
         seen[name] = type(kernel.args).from_buffer_copy(kernel.args)
-        seen[name].shape = shape
+        seen[name].shape, seen[name].early = shape, kernel.early
         launch(kernel, blocks, stream)
 
     monkeypatch.setattr(Kernel, "launch", record)
@@ -85,7 +87,12 @@ def same_call(launches: Launches) -> None:
     assert (gemm1.a_rows, gemm1.a_scales) == (lists.values, lists.scales)
     assert gemm2.a_scales == gemm1.out_scales
     assert gemm2.row_targets == lists.targets
-    assert launches["barrier"].cleared == lists.taken
+    barrier = launches["barrier"]
+    assert barrier.cleared == lists.taken
+    assert gemm1.stored == gemm2.stored == lists.taken + 4 * LOCAL, "and what is counted there, from 0 too"
+    assert barrier.num_cleared == LOCAL + tile_places(NUM_RANKS * 600 * TOP_K, LOCAL)
+    assert gemm2.stored_by == 2 * 2 * (2 * INTERMEDIATE // 512), "two warps of two blocks for each pair of strips"
+    assert (gemm1.shape["followed"], gemm2.shape["following"]) == (1, 1)
     assert launches["barrier"].opened == summed.met
 
 
@@ -108,6 +115,36 @@ def test_each_call_tells_its_own_tensors(launches: Launches) -> None:
         assert (lists.copy_room > 0) == (num_tokens > 128), "small calls copy no rows"
     call(layer)
     assert launches["route_lists"].stats == 0
+
+
+def test_kernels_begin_early_behind_one_another(launches: Launches) -> None:
+    """Not where a GEMM runs in waves beside the other, and not the sum: waiting for other ranks takes one SM."""
+    layer = make_layer()
+    layer.use_weights(*new_weights())
+    for waves in (1, 2, 1):
+        layer.schedule = MegaSchedule(copies_rows=True, waves=waves)
+        call(layer)
+        early = {name: launches[name].early for name in launches}
+        chained = waves == 1
+        assert early == {
+            "dispatch": False,
+            "route_lists": True,
+            "gemm1": chained,
+            "gemm2": chained,
+            "barrier": chained,
+            "sum_routes": False,
+        }
+
+
+def test_places_of_tiles() -> None:
+    """Tiles of rows of any experts have places of their own, as device/roles/gate.cuh gives them."""
+    counts = [0, 1, 128, 129, 300, 0, 127, 1]
+    places, begin = [], 0
+    for expert, rows in enumerate(counts):
+        places += [row // TILE_ROWS + expert for row in range(begin, begin + rows, TILE_ROWS)]
+        begin += rows
+    assert len(set(places)) == len(places)
+    assert max(places) < tile_places(begin, len(counts))
 
 
 def test_weights_and_activations_change(launches: Launches) -> None:

@@ -30,7 +30,9 @@ from tokenloom.kernels.gemm.launch import (
     SwigluFp8Epilogue,
     operand_map,
     scale_map,
+    tile_places,
     trace_times,
+    warps_that_store,
     wide_scales,
 )
 from tokenloom.kernels.moe.launch import (
@@ -71,7 +73,7 @@ def buffer_sizes(
         "rows": ((most_routes,), int32),
         "row_weights": ((most_routes,), float32),
         "targets": ((most_routes,), torch.int64),
-        "taken": ((num_local,), int32),
+        "counted": ((num_local + tile_places(most_routes, num_local),), int32),
         "copied": ((2,), int32),
         "met": ((1,), int32),
         "activation_values": ((max(activations, hidden),), FP8),
@@ -83,6 +85,7 @@ class _Buffers:
     """Memory of one rank between the kernels of a call. route_lists.cuh and args.cuh say what each part is.
 
     Attributes:
+        counted: what kernels count from 0 in each call: ``taken``, and ``stored`` tiles of rows.
         activations: [routes, I], in the order of the route lists.
         copy_room: rows of ``copies``.
         copies: the same memory as rows of H. The part behind a call's last activation has room for received rows.
@@ -92,7 +95,7 @@ class _Buffers:
     rows: torch.Tensor
     row_weights: torch.Tensor
     targets: torch.Tensor
-    taken: torch.Tensor
+    counted: torch.Tensor
     copied: torch.Tensor
     met: torch.Tensor
     activation_scales: torch.Tensor
@@ -102,6 +105,7 @@ class _Buffers:
         self,
         sizes: dict[str, tuple[tuple[int, ...], torch.dtype]],
         most_routes: int,
+        num_local: int,
         hidden: int,
         intermediate: int,
         device: torch.device,
@@ -112,6 +116,7 @@ class _Buffers:
         self.activations = values[: most_routes * intermediate].view(most_routes, intermediate)
         self.copies = values[: len(values) // hidden * hidden].view(-1, hidden)
         self.copy_room = len(self.copies)
+        self.taken, self.stored = self.counted.split([num_local, len(self.counted) - num_local])
 
 
 class NvlinkExperts:
@@ -183,13 +188,15 @@ class NvlinkExperts:
         hidden, traced = self._comm.plan.hidden, self._traces is not None
         if key not in self._gemm1_of:
             sizes = (self._num_local, 2 * self._intermediate, hidden)
-            self._gemm1_of[key] = self._kernel(GroupedGemmVariant(*sizes, epilogue=key, gathers=True, traced=traced))
+            self._gemm1_of[key] = self._kernel(
+                GroupedGemmVariant(*sizes, epilogue=key, gathers=True, traced=traced, followed=True)
+            )
         biased = w2_bias is not None
         if biased not in self._gemm2_of:
             sizes = (self._num_local, hidden, self._intermediate)
             epilogue = Bf16Epilogue(biased=biased)
             self._gemm2_of[biased] = self._kernel(
-                GroupedGemmVariant(*sizes, epilogue=epilogue, scatters=True, traced=traced)
+                GroupedGemmVariant(*sizes, epilogue=epilogue, scatters=True, traced=traced, following=True)
             )
         self._activation, self._biases = activation, biases
         self._gemm1, self._gemm2, self._stale = self._gemm1_of[key], self._gemm2_of[biased], True
@@ -240,11 +247,11 @@ class NvlinkExperts:
                 if stream is None:
                     stream = current_handle(self._comm.device)
                 self._compute(request, handle, lists, buffers, values, stream)
-                self._calls.meet(handle.number, ready)
+                self._calls.meet(handle.number, ready, early=self._gemm2.early)
             except BaseException:
                 # What sends results home on the other stream is done before the others hear of the fault.
                 torch.cuda.current_stream(self._comm.device).wait_stream(self._side)
-                buffers.taken.zero_()  # the next call expects zeros
+                buffers.counted.zero_()  # the next call expects zeros
                 raise
             calls.opened()
             self._sum(handle, result, stream)
@@ -321,9 +328,9 @@ class NvlinkExperts:
     def _own_buffers(self) -> _Buffers:
         """Return this rank's buffers, which the first call makes."""
         if self._buffers is None:
-            sizes = (self._most_routes, self._comm.plan.hidden, self._intermediate)
+            sizes = (self._most_routes, self._num_local, self._comm.plan.hidden, self._intermediate)
             self._buffers = found = _Buffers(self._sizes, *sizes, self._comm.device)
-            self._calls.prepare_meetings(found.met, found.taken)
+            self._calls.prepare_meetings(found.met, found.counted)
             self._sums.args.met, self._sums.args.masked = found.met.data_ptr(), self._calls.masked
             self._activations_map = operand_map(found.activations, A_BOX_ROWS)
             if wide_scales(self._intermediate):
@@ -365,7 +372,7 @@ class NvlinkExperts:
         args.a, args.copied = self._copies_map, buffers.copied.data_ptr()
         args.a_rows, args.a_scales = rows.data_ptr(), received.scales.data_ptr()
         args.row_index, args.row_weights = buffers.rows.data_ptr(), buffers.row_weights.data_ptr()
-        args.offsets = buffers.offsets.data_ptr()
+        args.offsets, args.stored = buffers.offsets.data_ptr(), buffers.stored.data_ptr()
         args.out, args.out_scales = buffers.activations.data_ptr(), buffers.activation_scales.data_ptr()
         args.b, args.b_scales = self._gemm1_weights
         args = self._gemm2.args
@@ -374,7 +381,9 @@ class NvlinkExperts:
         args.a, args.a_scales = self._activations_map, buffers.activation_scales.data_ptr()
         args.offsets, args.row_targets = buffers.offsets.data_ptr(), buffers.targets.data_ptr()
         args.row_weights = buffers.row_weights.data_ptr()
+        args.stored, args.stored_by = buffers.stored.data_ptr(), warps_that_store(2 * self._intermediate)
         args.b, args.b_scales = self._gemm2_weights
+        lists.early, self._gemm1.early, self._gemm2.early = True, False, False
         self._lists, self._stale, self._experts_told = lists, False, (0, 0)
 
     def _multiply(self, waves: int, stream: int, passed: Callable[[str], None]) -> None:
@@ -387,6 +396,8 @@ class NvlinkExperts:
         third = all_sms // 3 // CLUSTER * CLUSTER
         main = torch.cuda.current_stream(self._comm.device) if waves > 1 else None
         side = stream if main is None else self._side.cuda_stream
+        if self._gemm2.early != (main is None):  # behind an event there is no kernel to begin early after
+            self._gemm1.early = self._gemm2.early = main is None
         for wave in range(waves):
             first, last = wave == 0, wave == waves - 1
             experts = wave * local // waves, (wave + 1) * local // waves

@@ -28,6 +28,8 @@ class Kernel:
 
     Attributes:
         args: the ``spec.args`` structure that the next launch passes.
+        early: launches begin when the kernel before them on the stream says so (device/ptx/grid.cuh), instead of when
+            it is over. What they wait for, kernels say themselves.
 
     Raises:
         InvalidArgument: the kernel is not loaded yet, and a CUDA graph is being captured.
@@ -46,6 +48,14 @@ class Kernel:
         self._where = (1, 0)
         self._launch = launch_function()
         self._operands = (ctypes.addressof(self._shape), int(function), ctypes.addressof(self._pointers), None)
+
+    @property
+    def early(self) -> bool:
+        return bool(self._shape.num_attributes)
+
+    @early.setter
+    def early(self, early: bool) -> None:
+        self._shape.attributes, self._shape.num_attributes = ctypes.addressof(EARLY), int(early)
 
     def launch(self, blocks: int, stream: int) -> None:
         """Put one launch with the present ``args`` on a stream. The device need not be the current one.
@@ -85,6 +95,16 @@ class LaunchShape(ctypes.Structure):
         ("attributes", ctypes.c_void_p),
         ("num_attributes", ctypes.c_uint),
     ]
+
+
+class LaunchAttribute(ctypes.Structure):
+    """The driver's CUlaunchAttribute: which one, and its value in a union of 64 bytes."""
+
+    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15)]
+
+
+EARLY = LaunchAttribute(6, 0, 1)
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
 
 
 @cache

@@ -45,13 +45,15 @@ class FusedLayerCalls:
         args = self._barrier.args
         args.opened, args.cleared, args.num_cleared = opened.data_ptr(), cleared.data_ptr(), cleared.numel()
 
-    def meet(self, dispatch: int, stream: int | None) -> None:
+    def meet(self, dispatch: int, stream: int | None, early: bool) -> None:
         """Put a meeting of all ranks on the stream. Who has met sees all that the others have sent before.
 
         Args:
             dispatch: number of the dispatch that it belongs to.
             stream: what :meth:`make_room` has given before that, if nothing else was called since.
+            early: as of a Kernel.
         """
+        self._barrier.early = early
         if stream is None:
             self._launcher.launch(self._barrier, self._kind, dispatch, blocks=1)
         else:

@@ -35,7 +35,7 @@ struct GatheredRows {
     // The gathering warp. It never waits for its own copies: a stage's barrier hears of them when they have arrived.
     template <class Ring, class Weights, class Tiles, class Trace>
     __device__ __forceinline__ void load_beside(Ring& ring, Shared& shared, const Weights& weights, Tiles tiles,
-                                                const Trace& trace, int32 block, int lane) const {
+                                                const Trace& trace, int32 block, int lane, const AlwaysOpen&) const {
         const OnTma on_tma = this->on_tma();
         for (Position<kBlocks> at{0}; tiles.next(); at.advance()) {
             const Tile tile = tiles.tile(block);

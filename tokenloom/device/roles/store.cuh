@@ -1,6 +1,7 @@
 // The storing warps: rows of a tile go from shared memory to where a destination says.
 #pragma once
 #include "device/ptx/memory.cuh"
+#include "device/roles/gate.cuh"
 #include "device/roles/staging.cuh"
 #include "device/roles/trace.cuh"
 
@@ -60,12 +61,14 @@ __device__ __forceinline__ void store_tile(Staging& staging, const Destination& 
     }
 }
 
-template <class Epilogue, class Staging, class Destination, class Tiles, class Trace>
+template <class Epilogue, class Staging, class Destination, class Tiles, class Trace, class Report = NoReport>
 __device__ __forceinline__ void store_tiles(Staging& staging, const Destination& to, Tiles tiles, const Trace& trace,
-                                            int32 block, int thread) {
+                                            int32 block, int thread, const Report& report = {}) {
     for (uint32 number = 0; tiles.next(); ++number) {
         if (thread == 0) trace.mark(kStores, number, kBegins);
-        store_tile<Epilogue>(staging, to, tiles.tile(block), number, thread);
+        const Tile tile = tiles.tile(block);
+        store_tile<Epilogue>(staging, to, tile, number, thread);
+        report.stored(tile);
         if (thread == 0) trace.mark(kStores, number, kEnds);
     }
 }

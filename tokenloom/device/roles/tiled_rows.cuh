@@ -12,6 +12,7 @@
 //   Shared              what the second warp keeps in shared memory
 //   load_beside(...)    the role of the second warp; each lane arrives once on a stage
 #pragma once
+#include "device/roles/gate.cuh"
 #include "device/roles/trace.cuh"
 #include "device/roles/weights.cuh"
 
@@ -38,12 +39,13 @@ struct TiledRows {
     __device__ __forceinline__ OnTma on_tma() const { return {}; }
 
     // Scales of a K that TMA cannot take, one value of each row at a time.
-    template <class Ring, class Weights, class Tiles, class Trace>
+    template <class Ring, class Weights, class Tiles, class Trace, class Gate = AlwaysOpen>
     __device__ __forceinline__ void load_beside(Ring& ring, Shared&, const Weights& weights, Tiles tiles, const Trace&,
-                                                int32 block, int lane) const {
+                                                int32 block, int lane, const Gate& gate = {}) const {
         constexpr int kLaneRows = kTileRows / 32;
         for (Position<kBlocks> at{0}; tiles.next(); at.advance()) {
             const Tile tile = tiles.tile(block);
+            gate.wait(tile);
             const float* rows = scales + static_cast<int64>(tile.row) * kBlocks;
             const float* columns = weights.column_scales(tile, lane % kHalves);
             int32 from[kLaneRows];

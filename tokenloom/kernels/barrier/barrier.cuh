@@ -6,6 +6,7 @@
 //
 // One block, so that nobody who waits keeps an SM from work that others wait for. README.md says who uses it.
 #pragma once
+#include "device/ptx/grid.cuh"
 #include "device/transport/call.cuh"
 
 struct BarrierArgs {
@@ -21,6 +22,7 @@ __device__ void barrier(const BarrierArgs& args) {
     static_assert(Shape::num_ranks <= kMostRanks, "a lane and a bit of every mask for each rank");
     __shared__ alignas(16) int32 header[kHeaderWords];
     constexpr int kCounts = Shape::num_ranks + Shape::num_experts;
+    wait_for_earlier_kernels();
     for (int i = threadIdx.x; i < args.num_cleared; i += Shape::threads) args.cleared[i] = 0;
     const Turn turn = turn_of(args.call);
     Opened opened = Opened::kExpired;

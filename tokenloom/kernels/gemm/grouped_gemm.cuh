@@ -6,6 +6,7 @@
 //
 // Persistent, in clusters of two blocks. The roles are in device/roles; here they get their types and their threads.
 #pragma once
+#include "device/ptx/grid.cuh"
 #include "device/roles/biased_bf16_epilogue.cuh"
 #include "device/roles/expert_tiles.cuh"
 #include "device/roles/gathered_rows.cuh"
@@ -36,7 +37,10 @@ struct GroupedGemmArgs {
     const int32* counts;          // slots: [E] rows of each expert; device memory
     const float* bias;            // biased: [E, N], in the order of b's rows
     float alpha;                  // SwiGLU of another form: as in Activation
-    float up_offset;              // tensor maps are aligned to 64 bytes, and so is this
+    float up_offset;
+    uint32* stored;               // followed, following: counts of stored tiles, see device/roles/gate.cuh
+    uint32 stored_by;             // following: warps that store a tile of rows
+    uint32 padding[13];           // tensor maps are aligned to 64 bytes, and so is this
 };
 
 // The choices of a variant. Each is made once, here: what becomes of sums, where rows come from, where they go, and
@@ -68,6 +72,19 @@ template <class Shape, int64 kRowBytes>
 __device__ __forceinline__ auto destination_of(const GroupedGemmArgs& args) {
     if constexpr (Shape::scatters != 0) return RowsByAddress{args.row_targets};
     else return RowsInOrder<kRowBytes>{args.out};
+}
+
+// The first of two GEMMs in turn reports what it has stored, and the second waits for it.
+template <class Shape>
+__device__ __forceinline__ auto gate_of(const GroupedGemmArgs& args) {
+    if constexpr (Shape::following != 0) return OpenWhenStored{args.stored, args.stored_by};
+    else return AlwaysOpen{};
+}
+
+template <class Shape>
+__device__ __forceinline__ auto report_of(const GroupedGemmArgs& args) {
+    if constexpr (Shape::followed != 0) return ReportTiles{args.stored};
+    else return NoReport{};
 }
 
 template <class Shape>
@@ -108,6 +125,11 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
     static_assert(kGroups * kMathRegisters + kOtherRegisters <= 504, "what the launch gives three warpgroups");
     const int32 block = cluster_rank();
 
+    // What the kernel before it has read is there for the second of two GEMMs: that one began behind it.
+    if constexpr (Shape::followed != 0) {
+        wait_for_earlier_kernels();
+        let_next_kernel_begin();
+    } else if constexpr (Shape::following != 0) let_next_kernel_begin();
     if constexpr (Shape::slots != 0) shared.experts.bounds.fill(args.counts, args.capacity, kThreads);
     else shared.experts.bounds.fill(args.offsets, kThreads);
     if (threadIdx.x == 0) {
@@ -124,18 +146,21 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
     if (group == kGroups) {
         keep_registers<kOtherRegisters>();
         const int warp = threadIdx.x % kGroupThreads / 32, lane = threadIdx.x % 32;
-        if (warp == 0 && lane == 0) load_tiles(shared.ring, rows, weights, Tiles(shared.experts), trace, block);
+        if (warp == 0 && lane == 0) 
+            load_tiles(shared.ring, rows, weights, Tiles(shared.experts), trace, block, gate_of<Shape>(args));
         if constexpr (Rows::kSecondWarp)
             if (warp == 1)
-                rows.load_beside(shared.ring, shared.rows, weights, Tiles(shared.experts), trace, block, lane);
+                rows.load_beside(shared.ring, shared.rows, weights, Tiles(shared.experts), trace, block, lane,
+                                 gate_of<Shape>(args));
         if (warp >= kGroupWarps - kStoreWarps)
             store_tiles<Epilogue>(shared.staging, destination, Tiles(shared.experts), trace, block,
-                                  threadIdx.x % (32 * kStoreWarps));
+                                  threadIdx.x % (32 * kStoreWarps), report_of<Shape>(args));
         __syncwarp();
     } else {
         take_registers<kMathRegisters>();
         multiply_tiles<Rows, Weights>(shared.ring, epilogue, shared.staging, shared.epilogue, Tiles(shared.experts),
                                       trace, block, group, threadIdx.x % kGroupThreads);
     }
+    if constexpr (Shape::following != 0) wait_for_earlier_kernels();  // whoever waits for this one waits for both
     cluster_sync();  // no block leaves while the other arrives on its barriers
 }

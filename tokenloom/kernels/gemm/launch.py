@@ -23,6 +23,8 @@ A_BOX_ROWS, B_BOX_ROWS = 32, 128
 SCALE_BLOCKS = 8
 """kScaleBlocks of device/roles/gemm_tile.cuh."""
 MOST_STAGES = 4
+STORE_WARPS = 2
+"""kStoreWarps of device/roles/store.cuh."""
 TRACE_ROLES = ("load", "gather", "multiply 0", "multiply 1", "epilogue 0", "epilogue 1", "store")
 TRACED_TILES = 128
 """TraceRole and kTracedTiles of device/roles/trace.cuh."""
@@ -111,6 +113,9 @@ class GroupedGemmArgs(ctypes.Structure):
         *uint64_fields("counts", "bias"),
         ("alpha", ctypes.c_float),
         ("up_offset", ctypes.c_float),
+        *uint64_fields("stored"),
+        ("stored_by", ctypes.c_uint32),
+        ("padding", ctypes.c_uint32 * 13),
     ]
 
 
@@ -126,6 +131,8 @@ class GroupedGemmVariant:
         scatters: each row of the output has an address of its own.
         slots: each expert has places of its own for rows, and a count. Otherwise offsets say which rows are whose.
         traced: roles write when they work on which tile, see :func:`trace_times`.
+        followed: counts stored tiles of rows in ``GroupedGemmArgs.stored`` for another GEMM, which may begin early.
+        following: is that other one. Its k is the width of the first one's rows.
     """
 
     num_experts: int
@@ -137,9 +144,11 @@ class GroupedGemmVariant:
     scatters: bool = False
     slots: bool = False
     traced: bool = False
+    followed: bool = False
+    following: bool = False
 
     def __str__(self) -> str:
-        choices = ("gathers", "scatters", "slots", "traced")
+        choices = ("gathers", "scatters", "slots", "traced", "followed", "following")
         parts = [f"e{self.num_experts} n{self.n} k{self.k}", str(self.epilogue)]
         return ", ".join(["grouped_gemm", *parts, *(name for name in choices if getattr(self, name))])
 
@@ -163,6 +172,8 @@ class GroupedGemmVariant:
             "scatters": int(self.scatters),
             "slots": int(self.slots),
             "traced": int(self.traced),
+            "followed": int(self.followed),
+            "following": int(self.following),
             **self.epilogue.shape(),
             "stages": stages,
         }
@@ -186,6 +197,16 @@ class GroupedGemmVariant:
         rows = 4 * TILE_ROWS if self.gathers else 4
         experts = 4 * (self.num_experts + 3)
         return align_up(align_up(ring, 128) + staging + epilogue + rows + experts, 1024)
+
+
+def tile_places(rows: int, num_experts: int) -> int:
+    """Places of tiles in ``GroupedGemmArgs.stored``, as device/roles/gate.cuh gives them."""
+    return rows // TILE_ROWS + num_experts
+
+
+def warps_that_store(columns: int) -> int:
+    """Warps that store a tile of rows, of so many columns before the epilogue."""
+    return STORE_WARPS * CLUSTER * -(-columns // (CLUSTER * TILE_COLUMNS))
 
 
 def trace_times(blocks: int, device: torch.device) -> torch.Tensor:

@@ -7,6 +7,7 @@
 // Shared experts are this rank's last experts. Each takes all of the rank's own tokens, which this kernel puts,
 // quantised, behind the received rows.
 #pragma once
+#include "device/ptx/grid.cuh"
 #include "device/tile/fp8.cuh"
 #include "device/transport/peer.cuh"
 
@@ -190,6 +191,8 @@ __device__ void route_lists(const RouteListsArgs& args) {
     __shared__ Shared shared;
     constexpr int kWarps = Shape::threads / 32;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    wait_for_earlier_kernels();
+    let_next_kernel_begin();
     begin_lists<Shape>(args, shared);
     const bool trusted = shared.offsets[Shared::kExperts] != 0;
     const int32 rows = trusted ? *args.num_rows : 0;
