@@ -19,7 +19,7 @@ from tokenloom.compat.deep_ep.faults import BadCall
 from tokenloom.errors import PeerError, TokenloomError
 
 RANKS, EXPERTS, TOP_K, HIDDEN, TOKENS = 4, 16, 2, 256, 1024
-LOCAL = EXPERTS // RANKS
+LOCAL, FEW = EXPERTS // RANKS, 20
 
 
 @pytest.fixture
@@ -181,3 +181,89 @@ def test_more_tokens_than_room(calls: Calls) -> None:
     more = {name: torch.cat([calls.given[name]] * 2) for name in ("x", "topk_idx", "topk_weights", "is_token_in_rank")}
     assert calls.dispatch(**more)[4].dispatched.comm is not before
     assert not calls.short
+
+
+class LowLatencyCalls(Calls):
+    """The same of a buffer in low-latency mode."""
+
+    def __init__(self, stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(stand_ins, monkeypatch)
+        self.buffer = deep_ep.Buffer(stand_ins.group(), low_latency_mode=True)
+        self.given = {
+            "x": self.x[:FEW], "topk_idx": self.ids[:FEW], "num_max_dispatch_tokens_per_rank": FEW,
+            "num_experts": EXPERTS,
+        }  # fmt: skip
+        self.y = torch.zeros(LOCAL, RANKS * FEW, HIDDEN, dtype=torch.bfloat16)
+        self.home = {"topk_idx": self.ids[:FEW], "topk_weights": self.weights[:FEW]}
+        self.handle = self.sent()[2]
+        self.brought()
+        self.short = 0
+
+    def sent(self, **changes: Any) -> Any:
+        return self.buffer.low_latency_dispatch(**{**self.given, **changes})
+
+    def brought(self, **changes: Any) -> Any:
+        return self.buffer.low_latency_combine(**{"x": self.y, "handle": self.handle, **self.home, **changes})
+
+
+@pytest.fixture
+def few(stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch) -> LowLatencyCalls:
+    return LowLatencyCalls(stand_ins, monkeypatch)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_the_short_way_of_low_latency(few: LowLatencyCalls, enabled: bool) -> None:
+    """Also of fewer tokens than before, and with gradients enabled."""
+    changes = {"x": few.x[:5].clone().requires_grad_(), "topk_idx": few.ids[:5]}
+    home = {name: tensor[:5] for name, tensor in few.home.items()}
+    with torch.set_grad_enabled(enabled):
+        (rows, scales), counts, handle, event, hook = few.sent(**changes)
+        args = few.launched()
+        out, _, _ = few.brought(x=few.y.clone().requires_grad_(), handle=handle, **home)
+    assert few.short == 2
+    assert args.num_tokens == 5
+    assert [args.out_rows, args.out_scales, args.expert_counts] == [each.data_ptr() for each in (rows, scales, counts)]
+    assert (len(handle), handle[2:], event.event, hook) == (5, (FEW, HIDDEN, EXPERTS), None, None)
+    assert out.shape == (5, HIDDEN)
+    assert not any(each.requires_grad for each in (rows, scales, out))
+
+
+WRONG_OF_FEW: dict[str, Callable[[LowLatencyCalls], dict[str, Any]]] = {
+    "x": lambda few: {"x": few.x[:FEW, :-1]},
+    "rows": lambda few: {"x": few.x[None]},
+    "ids": lambda few: {"topk_idx": few.ids[:FEW].int()},
+    "fewer ids": lambda few: {"topk_idx": few.ids[: FEW - 1]},
+    "ids in one dimension": lambda few: {"topk_idx": few.ids[0]},
+    "more tokens than the client says": lambda few: {"num_max_dispatch_tokens_per_rank": FEW - 1},
+    "more tokens, for which there is room": lambda few: {"x": few.x[:25], "topk_idx": few.ids[:25]},
+    "experts": lambda few: {"num_experts": EXPERTS + 1},
+    "statistics of costs": lambda few: {"dispatch_wait_recv_cost_stats": few.x},
+}
+
+
+@pytest.mark.parametrize("what", WRONG_OF_FEW)
+def test_what_is_wrong_in_low_latency_shows(few: LowLatencyCalls, what: str) -> None:
+    """As in a first call; the next one is usual again."""
+    with pytest.raises(TokenloomError, match=r"Buffer\.low_latency_dispatch"):
+        few.sent(**WRONG_OF_FEW[what](few))
+    assert not few.short
+    few.stand_ins.settle()
+    few.sent()
+    assert few.short == 1
+
+
+WRONG_HOME: dict[str, Callable[[LowLatencyCalls], dict[str, Any]]] = {
+    "rows": lambda few: {"x": few.y[:, :-1]},
+    "ids": lambda few: {"topk_idx": few.ids},
+    "weights": lambda few: {"topk_weights": few.weights},
+    "no weights": lambda few: {"topk_weights": None},
+    "result": lambda few: {"out": few.x},
+}
+
+
+@pytest.mark.parametrize("what", WRONG_HOME)
+def test_what_is_wrong_at_home_shows(few: LowLatencyCalls, what: str) -> None:
+    """What a combine in low-latency mode is given."""
+    with pytest.raises(TokenloomError, match=r"Buffer\.low_latency_combine"):
+        few.brought(**WRONG_HOME[what](few))
+    assert not few.short

@@ -79,10 +79,18 @@ MUTATIONS = (
     Mutation(
         name="usual-mask-unseen",
         rule="a usual dispatch takes a mask that is not that of the ids",
-        target=f"{PACKAGE}.normal:NormalMode._dispatch_usual",
+        target=f"{PACKAGE}.normal:NormalMode._usual_dispatch",
         old="self._is_mask(in_rank, topk_idx, per_expert.numel())",
         new="True",
         tests=("tests/compat/deep_ep/test_usual.py::test_what_is_wrong_shows",),
+    ),
+    Mutation(
+        name="usual-most-tokens-unseen",
+        rule="a usual dispatch in low-latency mode takes more tokens than the client says",
+        target=f"{PACKAGE}.low_latency:LowLatencyMode._usual_low_latency_dispatch",
+        old="x.shape[0] > most",
+        new="False",
+        tests=("tests/compat/deep_ep/test_usual.py::test_what_is_wrong_in_low_latency_shows",),
     ),
     Mutation(
         name="usual-growth-unheard",

@@ -129,26 +129,21 @@ def _normal_parts(
     )
 
 
-def low_latency_handle(
-    dispatched: Dispatched, max_tokens: int, hidden: int, num_experts: int, ready: Callable[[], Routed]
-) -> Parts:
+def low_latency_handle(dispatched: Dispatched, max_tokens: int, hidden: int, num_experts: int) -> Parts:
     """The handle of ``Buffer.low_latency_dispatch``: src_info int32 [L, R * M], layout_range int64 [L, R] that holds
     ``first << 32 | count``, M, the hidden size and E.
-
-    Args:
-        ready: the result of the dispatch, which must have been received.
     """
-    return Parts(dispatched, 5, _low_latency_parts, max_tokens, hidden, num_experts, ready)
+    return Parts(dispatched, 5, _low_latency_parts, max_tokens, hidden, num_experts)
 
 
 def _low_latency_parts(
-    dispatched: Dispatched, max_tokens: int, hidden: int, num_experts: int, ready: Callable[[], Routed]
+    dispatched: Dispatched, max_tokens: int, hidden: int, num_experts: int
 ) -> tuple[Callable[[], Any], ...]:
     def sources() -> torch.Tensor:
-        return ready().source_tokens
+        return dispatched.routed.source_tokens
 
     def ranges() -> torch.Tensor:
-        found = ready().slot_ranges
+        found = dispatched.routed.slot_ranges
         assert found is not None
         first, count = found.to(torch.int64).unbind(2)
         return first << 32 | count

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,8 @@ from tokenloom.compat.deep_ep.checks import Payload
 from tokenloom.compat.deep_ep.events import EventOverlap
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed, naming, refuse, require
 from tokenloom.compat.deep_ep.handles import Dispatched, Parts, low_latency_handle
+from tokenloom.compat.deep_ep.normal import PLAIN_SUM
+from tokenloom.compat.deep_ep.streams import without_graph
 from tokenloom.errors import ShapeMismatch
 from tokenloom.ops.quant.scale_layouts import empty_scales
 from tokenloom.plan import FP8_BLOCK
@@ -23,6 +25,7 @@ from tokenloom.plan import FP8_BLOCK
 if TYPE_CHECKING:
     from tokenloom.comm.communicator import Communicator
     from tokenloom.comm.engine import Engine
+    from tokenloom.comm.usual import UsualCalls
 
 Hook = Callable[[], None]
 MOST_KINDS = 64
@@ -40,7 +43,7 @@ class LowLatencyMode(BufferBase):
     rank: int
     group_size: int
     enable_shrink: bool
-    _known: dict[object, tuple[Shape, int, dict[str, Any], _Room]]
+    _known: dict[object, tuple[Shape, tuple[Any, ...], _Room]]
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
@@ -93,9 +96,9 @@ class LowLatencyMode(BufferBase):
         options: tuple[Any, ...] = (num_max_dispatch_tokens_per_rank, num_experts, use_fp8, round_scale, use_ue8m0)
         stats = cumulative_local_expert_recv_stats
         if stats is dispatch_wait_recv_cost_stats is None and not (async_finish or return_recv_hook or others):
-            known = self._known.get(_kind(x, topk_idx, options))
-            if known is not None and _is_plain(x) and _is_plain(topk_idx) and x.device == topk_idx.device:
-                return self._dispatch_whole(*known, x, topk_idx, None, False)
+            found = self._usual_low_latency_dispatch(x, topk_idx, options)
+            if found is not None:
+                return found
         device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
         with self._calls.told(device, awaited=False):
             refuse(dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats, **others)
@@ -130,7 +133,7 @@ class LowLatencyMode(BufferBase):
             found = self._dispatch_whole(shape, most, keywords, room, x, topk_idx, stats, async_finish)
             if len(self._known) >= MOST_KINDS:
                 self._known.clear()
-            self._known[_kind(x, topk_idx, options)] = shape, most, keywords, room
+            self._known[_kind(x, topk_idx, options)] = shape, _by_slots(**keywords), room
             return found
         rows, out = room.make(device)
 
@@ -155,9 +158,48 @@ class LowLatencyMode(BufferBase):
             return taken[0]
 
         given: Any = _Hooked(comm, topk_idx, ready)
-        made = low_latency_handle(given, most, hidden, num_experts, ready)
+        made = low_latency_handle(given, most, hidden, num_experts)
         assert out.expert_counts is not None
         return rows, out.expert_counts, made, EventOverlap(), hook
+
+    def _usual_low_latency_dispatch(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, options: tuple[Any, ...]
+    ) -> tuple[Payload, torch.Tensor, Parts, EventOverlap, None] | None:
+        """A dispatch on the current stream, if it is like an earlier one and right at a glance.
+
+        Args:
+            options: as of :func:`_kind`.
+        """
+        calls = self._communicators
+        if (
+            calls is None
+            or not (x.__class__ is torch.Tensor is topk_idx.__class__)
+            or not x.ndim == 2 == topk_idx.ndim
+        ):
+            return None
+        known = self._known.get(_kind(x, topk_idx, options))
+        most = options[0]
+        if known is None or x.shape[0] > most:
+            return None
+        shape, values, room = known
+        device = x.device
+
+        def send(comm: Communicator, usual: UsualCalls) -> tuple[Payload, torch.Tensor, Dispatched] | None:
+            rows, out = room.make(device)
+            routed = usual.dispatch(comm, x, topk_idx, None, values, out, False)
+            if routed is None:
+                return None
+            assert out.expert_counts is not None
+            return rows, out.expert_counts, Dispatched(comm, routed, topk_idx)
+
+        self._stream.order_behind(device)
+        with without_graph():
+            found = calls.run_usual(shape, most, device, send)
+        if found is None:
+            return None
+        rows, counts, dispatched = found
+        made = low_latency_handle(dispatched, most, shape.hidden, shape.num_experts)
+        return rows, counts, made, EventOverlap(), None
 
     def _dispatch_whole(
         self,
@@ -183,11 +225,11 @@ class LowLatencyMode(BufferBase):
             dispatched = self._calls.run(shape, most, device, dispatch)
             if stats is not None:
                 stats.add_(dispatched.routed.expert_counts)
-            return rows, out.expert_counts, dispatched.routed, dispatched
+            return rows, out.expert_counts, dispatched
 
         inputs = (x, topk_idx, stats)
-        (rows, counts, routed, dispatched), event = self._stream.run(whole, inputs, device, None, async_finish, False)
-        made = low_latency_handle(dispatched, most, shape.hidden, shape.num_experts, lambda: routed)
+        (rows, counts, dispatched), event = self._stream.run(whole, inputs, device, None, async_finish, False)
+        made = low_latency_handle(dispatched, most, shape.hidden, shape.num_experts)
         return rows, counts, made, event, None
 
     @naming("Buffer.low_latency_combine")
@@ -224,7 +266,7 @@ class LowLatencyMode(BufferBase):
         """
         unusual = use_logfmt or zero_copy or async_finish or return_recv_hook or others
         if not unusual and combine_wait_recv_cost_stats is None and isinstance(handle, Parts):
-            found = self._combine_usual(x, topk_idx, topk_weights, handle.dispatched, out)
+            found = self._usual_low_latency_combine(x, topk_idx, topk_weights, handle.dispatched, out)
             if found is not None:
                 return found, EventOverlap(), None
         device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
@@ -262,25 +304,20 @@ class LowLatencyMode(BufferBase):
 
         return home, EventOverlap(), hook
 
-    def _combine_usual(
+    def _usual_low_latency_combine(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, given: Dispatched, out: Any
     ) -> torch.Tensor | None:
         """A combine on the current stream, if its tensors are right at a glance."""
-        if not isinstance(given, Dispatched) or given.routed.layout != "slots" or not isinstance(x, torch.Tensor):
+        if given.__class__ is not Dispatched or self._communicators is None or topk_weights is None:
             return None
-        routed, ids, device, dtype = given.routed, given.ids, given.ids.device, x.dtype
-        shape = routed.tokens.shape
-        if not (
-            _fits(x, shape, dtype, device)
-            and _fits(topk_idx, ids.shape, ids.dtype, device)
-            and _fits(topk_weights, ids.shape, torch.float32, device)
-            and (out is None or _fits(out, (ids.shape[0], shape[2]), dtype, device))
-        ):
+        comm, routed, ids = given.comm, given.routed, given.ids
+        usual, device = comm.usual, ids.device
+        if usual is None or routed.layout != "slots" or not checks.fits(topk_idx, ids.shape, ids.dtype, device):
             return None
         routed.replace_ids(topk_idx)
-        return self._stream.run(
-            lambda: _home(given.comm, x, topk_weights, routed, out), (), device, None, False, False
-        )[0]
+        self._stream.order_behind(device)
+        with without_graph():
+            return usual.combine(comm, x, routed, PLAIN_SUM, out, topk_weights)
 
     def get_next_low_latency_combine_buffer(self, handle: Any) -> torch.Tensor:
         """A tensor bfloat16 [L, R * M, H] to write the experts' rows to, for a combine with ``zero_copy``."""
@@ -353,29 +390,21 @@ def _home(
     return comm.combine(rows, routed, topk_weights=weights, out=out)
 
 
-def _kind(x: object, topk_idx: object, options: tuple[Any, ...]) -> object:
-    """What dispatches have alike that are right if one is, but for devices and strides; None: these are no tensors."""
-    if not (x.__class__ is torch.Tensor is topk_idx.__class__):
-        return None
-    assert isinstance(x, torch.Tensor)
-    assert isinstance(topk_idx, torch.Tensor)
+def _by_slots(
+    layout: str,
+    capacity: int,
+    to_fp8: bool = False,
+    power_of_two_scales: bool = False,
+    scale_layout: str = "rows",
+) -> tuple[Any, ...]:
+    """Keywords of a dispatch, as usual ones take them."""
+    return layout, 1, None, capacity, to_fp8, power_of_two_scales, "dedup", scale_layout
+
+
+def _kind(x: torch.Tensor, topk_idx: torch.Tensor, options: tuple[Any, ...]) -> object:
+    """What dispatches have alike that are right if one is, but for numbers of tokens, devices and strides."""
     types = (options[0].__class__, options[1].__class__)  # True is no number of tokens
-    return x.shape, x.dtype, topk_idx.shape, topk_idx.dtype, options, types
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and not tensor.requires_grad
-
-
-def _fits(tensor: object, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a tensor is what it must be, at a glance. What is not gets looked at again, and has errors."""
-    return (
-        isinstance(tensor, torch.Tensor)
-        and tensor.shape == shape
-        and tensor.dtype is dtype
-        and tensor.device == device
-        and _is_plain(tensor)
-    )
+    return x.shape[1], x.dtype, topk_idx.shape[1], topk_idx.dtype, options, types
 
 
 class _Hooked:
@@ -396,16 +425,18 @@ class _Room:
         self, local: int, places: int, hidden: int, dtype: torch.dtype, use_fp8: bool, use_ue8m0: bool
     ) -> None:
         self._rows, self._dtype, self._local = (local, places, hidden), checks.FP8 if use_fp8 else dtype, local
-        self._scales: torch.Tensor | None = None
+        self._scales: tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None = None
         if use_fp8:
             shape, scale_layout = [local, places, hidden // FP8_BLOCK], "packed" if use_ue8m0 else "columns"
-            self._scales = empty_scales(scale_layout, shape, torch.device("meta"))
+            like = empty_scales(scale_layout, shape, torch.device("meta"))
+            self._scales = tuple(like.shape), like.stride(), like.dtype
 
     def make(self, device: torch.device) -> tuple[Payload, DispatchOut]:
         """New ones, as the client gets them, and as a dispatch takes them."""
         rows = torch.empty(self._rows, dtype=self._dtype, device=device)
-        counts, like = torch.empty(self._local, dtype=torch.int32, device=device), self._scales
-        if like is None:
+        counts = torch.empty(self._local, dtype=torch.int32, device=device)
+        if self._scales is None:
             return rows, DispatchOut(tokens=rows, expert_counts=counts)
-        scales = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+        shape, stride, dtype = self._scales
+        scales = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         return (rows, scales), DispatchOut(tokens=rows, scales=scales, expert_counts=counts)

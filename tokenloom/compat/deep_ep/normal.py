@@ -142,7 +142,7 @@ class NormalMode(BufferBase):
             num_worst_tokens or async_finish or allocate_on_comm_stream
         ):
             layout = (num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert)
-            received = self._dispatch_usual(x, layout, topk_idx, topk_weights, expert_alignment)
+            received = self._usual_dispatch(x, layout, topk_idx, topk_weights, expert_alignment)
             if received is not None:
                 return received
         device = checks.device_of(x)
@@ -210,7 +210,7 @@ class NormalMode(BufferBase):
         assert is_token_in_rank is not None
         return rows, recv_ids, recv_weights, counts, self._handle(found, is_token_in_rank), event
 
-    def _dispatch_usual(
+    def _usual_dispatch(
         self, x: Any, layout: tuple[Any, ...], topk_idx: Any, topk_weights: Any, alignment: Any
     ) -> Received | None:
         """A dispatch by ids on the current stream, whose counts the host reads, if it is like an earlier one and right
@@ -367,7 +367,7 @@ class NormalMode(BufferBase):
             combined_x [N, H] of x's dtype, combined_topk_weights float32 [N, K] or None, event.
         """
         if bias is config is previous_event is topk_weights is None and not (async_finish or allocate_on_comm_stream):
-            out = self._usual_sum(x, handle)
+            out = self._usual_combine(x, handle)
             if out is not None:
                 return out, None, EventOverlap()
         device = checks.device_of(x)
@@ -393,7 +393,7 @@ class NormalMode(BufferBase):
         (out, weights), event = self._stream.run(call, (x, routed, topk_weights, bias), device, *streams)
         return out, weights, event
 
-    def _usual_sum(self, x: Any, handle: Any) -> torch.Tensor | None:
+    def _usual_combine(self, x: Any, handle: Any) -> torch.Tensor | None:
         """A combine of rows alone on the current stream, if it is like an earlier one and right at a glance."""
         if handle.__class__ is not Parts or x.__class__ is not torch.Tensor or self._communicators is None:
             return None
