@@ -17,7 +17,7 @@ from tokenloom import reference
 from tokenloom.backends.gin import availability, backend, memory, registration
 from tokenloom.backends.registration import Request
 from tokenloom.kernels.common import MAX_SHARED_BYTES
-from tokenloom.kernels.common.rail import QUEUE_DEPTH
+from tokenloom.kernels.common.rail import MOST_CHUNKS
 from tokenloom.kernels.dispatch.launch_network import DispatchNetworkVariant
 from tokenloom.plan import Plan, align_up
 from tokenloom.runtime.processes import RankContext
@@ -38,7 +38,7 @@ CASES = {
 
 def comm_of(context: RankContext, plan: Plan, **options: Any) -> tl.Communicator:
     sizes = {name: value for name, value in vars(plan).items() if name != "num_ranks"}
-    return tl.Communicator(context.group, transport="gin", ranks_per_node=2, **sizes, **options)
+    return tl.Communicator(context.group, **{"transport": "gin", "ranks_per_node": 2, **sizes, **options})
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -444,7 +444,7 @@ def test_sizes_that_the_probe_takes() -> None:
         mock.patch.multiple(memory, GinMemory=mock.DEFAULT, SymmetricBuffer=mock.DEFAULT),
     ):
         made = memory.NodeMemory(Plan(2, 8, 16, 2, 1024), ranks, FP8)
-    assert made.regions.chunks == QUEUE_DEPTH // 2 - 1
+    assert made.regions.chunks == MOST_CHUNKS == 7
     made.require_room(BF16)
     for num_ranks, ranks_per_node, num_experts, hidden in ((32, 1, 256, 8192), (32, 2, 1024, 2560)):
         plan = Plan(num_ranks, num_experts, hidden, 8, 64)

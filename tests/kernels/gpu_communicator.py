@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -96,16 +97,41 @@ class Calls:
         self.y = mine if self.y is None else self.y.copy_(mine)
 
     def make(self, first: bool = False) -> None:
-        """Both calls, without the host; the first ones load kernels, while no other waits on this GPU."""
-        x: Any = tuple(self.given[:2]) if self.problem.scales is not None else self.given[0]
-        ids, *weights = self.given[1 + (self.problem.scales is not None) :]
+        """Both calls, without the host."""
+        x, ids, *weights = self._arguments()
         self.routed = self.comm.dispatch(x, ids, *weights, layout=self.layout, **self.bounds)
+        self._load(first)
+        assert self.y is not None
+        self.out = self.comm.combine(self.y, self.routed, mode="per_node", weighted=self._weighted)
+
+    def make_in_halves(self, first: bool = False) -> None:
+        """Two of each call, both open at once and received in the other order."""
+        x, ids, *weights = self._arguments()
+        sent = [self.comm.send_dispatch(x, ids, *weights, layout=self.layout, **self.bounds) for _ in "ab"]
+        second, self.routed = sent[1].receive(), sent[0].receive()
+        self._load(first)
+        assert self.y is not None
+        sums = [
+            self.comm.send_combine(self.y, routed, mode="per_node", weighted=self._weighted)
+            for routed in (self.routed, second)
+        ]
+        _, self.out = sums[1].receive(), sums[0].receive()
+
+    def _arguments(self) -> list[Any]:
+        """x, ids, and weights if there are some."""
+        if self.problem.scales is None:
+            return list(self.given)
+        return [tuple(self.given[:2]), *self.given[2:]]
+
+    @property
+    def _weighted(self) -> bool | None:
+        return None if self.layout == "rank" else self.problem.topk_weights is not None
+
+    def _load(self, first: bool) -> None:
+        """The first calls load kernels, while no other waits on this GPU."""
         if first:
             self.member.wait()
             self.member.meet()
-        assert self.y is not None
-        weighted = bool(weights) if self.layout == "slots" else None
-        self.out = self.comm.combine(self.y, self.routed, mode="per_node", weighted=weighted)
 
     def check(self) -> None:
         """Wait, and compare with the reference."""
@@ -142,39 +168,39 @@ _FIELDS = (
 
 @torch.no_grad()
 def communicator(member: Member, cases: dict[str, tuple[Case, str]]) -> None:
-    """Eager calls, a graph of both that is replayed with other routings, and the times of both."""
+    """Eager calls, whole and in halves, a graph of each that is replayed with other routings, and the times of all."""
     for name, (case, layout) in cases.items():
         calls = Calls(member, case, layout)
-        for number in range(CALLS):
-            calls.take(number % PROBLEMS)
-            calls.make(first=number == 0)
-            calls.check()
-            calls.comm.engine.check("calls")
-            if number == 0:
-                member.meet()
-        member.meet()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's threads go on meanwhile
-            calls.make()
-        member.meet()
-        for number in range(REPLAYS):
-            calls.take(number % PROBLEMS)
-            graph.replay()
-            calls.check()
-        _measure(calls, graph, name)
-        member.meet()
-        del graph
+        for how, make in {"both calls": calls.make, "two of both in halves": calls.make_in_halves}.items():
+            for number in range(CALLS):
+                calls.take(number % PROBLEMS)
+                make(first=number == 0)
+                calls.check()
+                calls.comm.engine.check("calls")
+                if number == 0:
+                    member.meet()
+            member.meet()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's threads go on meanwhile
+                make()
+            member.meet()
+            for number in range(REPLAYS):
+                calls.take(number % PROBLEMS)
+                graph.replay()
+                calls.check()
+            _measure(member, {"eager": make, "graph": graph.replay}, f"{name}, {how}")
+            member.meet()
+            del graph
         calls.comm.close()
         member.meet()
 
 
-def _measure(calls: Calls, graph: torch.cuda.CUDAGraph, name: str) -> None:
-    member = calls.member
-    for how, make in {"eager": calls.make, "graph": graph.replay}.items():
+def _measure(member: Member, ways: dict[str, Callable[[], None]], what: str) -> None:
+    for how, make in ways.items():
         member.meet()
         began = time.perf_counter()
         for _ in range(MEASURED // AHEAD):
             for _ in range(AHEAD):
                 make()
             member.wait()
-        member.report[f"{name}, both calls, {how}: mean us"] = (time.perf_counter() - began) / MEASURED * 1e6
+        member.report[f"{what}, {how}: mean us"] = (time.perf_counter() - began) / MEASURED * 1e6

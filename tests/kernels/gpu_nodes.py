@@ -39,6 +39,7 @@ from tests.support.cases import FP8, Case, Problem, make_problem
 from tokenloom.errors import PeerTimeout
 from tokenloom.jit.compiler import KernelSpec
 from tokenloom.jit.kernel import Kernel
+from tokenloom.kernels.common import PARTS
 from tokenloom.kernels.common.rail import STATE_BYTES, TRAFFICS, Regions, chunk_rows
 from tokenloom.kernels.signals.launch import SignalsVariant
 from tokenloom.runtime.gin import GinMemory
@@ -84,7 +85,8 @@ class Options:
 def specs_for(num_ranks: int, ranks_per_node: int) -> list[KernelSpec]:
     """All kernels that ranks launch, without NCCL's headers."""
     problems = [(form, make_problem(form.case, num_ranks)) for form in FORMS.values()]
-    specs = [variant.spec() for form, problem in problems for variant in form.variants(problem, ranks_per_node)]
+    variants = [variant for form, problem in problems for variant in form.variants(problem, ranks_per_node)]
+    specs = [replace(variant, part=part).spec() for variant in variants for part in PARTS]
     empty = Form(Case("empty", "what ranks with a fault open", weights="absent"))  # of communicators
     for _, problem in problems:
         unweighted = replace(problem, topk_weights=None)

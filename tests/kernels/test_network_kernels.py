@@ -21,7 +21,7 @@ from tokenloom.errors import InvalidArgument
 from tokenloom.jit.compiler import Resources, compile_kernel
 from tokenloom.kernels.combine.launch_network import CombineNetworkVariant
 from tokenloom.kernels.common import MAX_BLOCKS, MAX_SHARED_BYTES, TURNS, Variant
-from tokenloom.kernels.common.rail import QUEUE_DEPTH, STATE_BYTES, TRAFFICS, Rail, Regions, chunk_rows
+from tokenloom.kernels.common.rail import COUNT_BYTES, MOST_CHUNKS, STATE_BYTES, TRAFFICS, Rail, Regions, chunk_rows
 from tokenloom.kernels.dispatch.launch_network import DispatchNetworkVariant
 from tokenloom.kernels.signals.launch import SignalsVariant
 from tokenloom.plan import Plan
@@ -198,9 +198,9 @@ def test_nodes_that_mean_different_calls() -> None:
 
 def test_chunks_leave_room_in_the_queue() -> None:
     """A put into a full queue blocks without a limit."""
-    assert chunk_rows(LARGE, 15) == 5
-    for chunks in (0, QUEUE_DEPTH // 2):
-        with pytest.raises(InvalidArgument, match=f"chunks is {chunks}, expected 1 to 15"):
+    assert chunk_rows(LARGE, 7) == 10
+    for chunks in (0, MOST_CHUNKS + 1):
+        with pytest.raises(InvalidArgument, match=f"chunks is {chunks}, expected 1 to 7"):
             chunk_rows(LARGE, chunks)
 
 
@@ -213,7 +213,7 @@ def test_regions_fill_the_window() -> None:
         for first in (rail.put_from, rail.put_to):
             begins += [first + (turn * 3 + node) * rail.region_bytes for turn in range(TURNS) for node in range(3)]
         assert (rail.comm, rail.window, rail.base, rail.chunks, rail.chunk_rows) == (1, 2, 3, 2, 4)
-        assert (rail.signals, rail.blocks) == (1 << 40, (1 << 40) + 8 * TRAFFICS)
+        assert (rail.counts, rail.blocks) == (1 << 40, (1 << 40) + TRAFFICS * COUNT_BYTES)
         assert rail.blocks + 4 * MAX_BLOCKS == (1 << 40) + STATE_BYTES
     assert begins == list(range(0, regions.window_bytes, 256))
 
@@ -225,6 +225,13 @@ VARIANTS: dict[str, Variant] = {
         DispatchNetworkVariant(LARGE, 4, layout="rank", x_dtype=BF16, quantize="any scale"),
         CombineNetworkVariant(LARGE, 8, y_dtype=BF16, wire_dtype=BF16, out_dtype=BF16, weights="received"),
         CombineNetworkVariant(LARGE, 4, layout="rank", y_dtype=BF16, wire_dtype=FP32, out_dtype=BF16),
+        *(DispatchNetworkVariant(LARGE, 8, x_dtype=BF16, part=part) for part in ("send", "receive")),
+        *(
+            CombineNetworkVariant(
+                LARGE, 8, y_dtype=BF16, wire_dtype=BF16, out_dtype=BF16, weights="received", part=part
+            )
+            for part in ("send", "receive")
+        ),
         SignalsVariant(),
     )
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 GIN = "tests/backends/test_gin.py"
+HALVES = "tests/backends/test_gin_halves.py"
 
 MUTATIONS = (
     Mutation(
@@ -95,5 +96,49 @@ MUTATIONS = (
         old="self.close()",
         new="pass",
         tests=(f"{GIN}::test_what_cannot_be_made_gives_the_window_back",),
+    ),
+    Mutation(
+        name="signals-counted-when-received",
+        rule="a receiving half counts signals from the calls that were sent before it, and not before its own call",
+        target="device/transport/gin.cuh:Rail::before",
+        old="kPart == kReceive ? counts[traffic].before[epoch % kTurns] : counts[traffic].sent",
+        new="counts[traffic].sent",
+        tests=(f"{HALVES}::test_in_graphs",),
+        num_ranks=4,
+    ),
+    Mutation(
+        name="flags-of-sources-in-one-row",
+        rule="forwarders raise the same flags in all turns, though calls are received in either order",
+        target="device/transport/call.cuh:flags_of",
+        old="kNodeRanks == kRanks",
+        new="true",
+        tests=(f"{HALVES}::test_interleaved",),
+        num_ranks=4,
+    ),
+    Mutation(
+        name="a-fault-waits-for-receivers",
+        rule="a rank with a fault waits until others receive the call",
+        target="kernels/dispatch/dispatch_network.cuh:receive_from_nodes",
+        old="args.call.status != 0",
+        new="false",
+        tests=(f"{HALVES}::test_a_fault_while_a_call_is_open",),
+        num_ranks=4,
+    ),
+    Mutation(
+        name="nobody-forwards-behind-a-fault",
+        rule="a rank with a fault lets others wait for rows of the call that it has open",
+        target="tokenloom.backends.gin.backend:GinBackend.report_fault",
+        old="self._launcher.finish_all()",
+        new="pass",
+        tests=(f"{HALVES}::test_a_fault_while_a_call_is_open",),
+        num_ranks=4,
+    ),
+    Mutation(
+        name="puts-of-two-calls",
+        rule="four open calls fill the queue of the network",
+        target="tokenloom.kernels.common.rail:chunk_rows",
+        old="1 <= chunks <= MOST_CHUNKS",
+        new="1 <= chunks < QUEUE_DEPTH // 2",
+        tests=("tests/kernels/test_network_kernels.py::test_chunks_leave_room_in_the_queue",),
     ),
 )

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tokenloom as tl
 from tests.support.emulator import Emulator
+from tests.support.emulator.graphs import FakeReferences, is_capturing, launch_or_keep
 from tests.support.emulator.network import device_comm, signals_of
 from tokenloom.backends.gin import memory as gin_memory
 from tokenloom.backends.gin.backend import GinBackend
@@ -170,13 +171,17 @@ class FakeKernel:
     def launch(self, blocks: int, stream: int) -> None:
         if here.rank in here.group.ended:
             raise Ended
-        here.launched += 1
-        here.group.keep(here.rank, here.launched, list(_tensors_around()))
-        args = type(self.args).from_buffer_copy(self.args)
+        args, tensors = type(self.args).from_buffer_copy(self.args), list(_tensors_around())
         if hasattr(args, "call"):
             args.call.timeout_ns = int(args.call.timeout_ns * TURNS_PER_NS)
             args.call.open_timeout_ns = int(args.call.open_timeout_ns * TURNS_PER_NS)
-        here.group.emulator.launch(here.rank, self.spec, args, blocks)
+
+        def run() -> None:
+            here.launched += 1
+            here.group.keep(here.rank, here.launched, tensors)
+            here.group.emulator.launch(here.rank, self.spec, args, blocks)
+
+        launch_or_keep(run)
 
 
 class FakeBuffer:
@@ -402,7 +407,8 @@ def _stand_ins(group: Group) -> Iterator[None]:
             (communicator.Communicator, "__init__", _make_communicator),
             (communicator.Communicator, "_make_engine", _make_engine),
             (growing.Communicators, "meeting", lambda self, device: Meeting()),
-            (torch.cuda, "is_current_stream_capturing", lambda: False),
+            (launcher, "GraphReferences", FakeReferences),
+            (torch.cuda, "is_current_stream_capturing", is_capturing),
             (torch.cuda, "current_stream", lambda device=None: FakeStream(here.rank)),
             (torch.distributed, "barrier", lambda **options: group.meeting.wait()),
             (torch.cuda, "synchronize", lambda device=None: here.group.drain(here.rank)),

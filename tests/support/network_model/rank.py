@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from tests.support.network_model.calls import COMBINE, DISPATCH, RECEIVE, SEND, Call, Row, Step
+from tests.support.network_model.calls import COMBINE, DISPATCH, SEND, Call, Row, Step
 from tests.support.network_model.fabric import Area, Fabric, Wait
 
 HEADER = -1
@@ -32,8 +32,8 @@ class Rank:
         self.node, self.rail = divmod(rank, size)
         self.neighbours = range(self.node * size, (self.node + 1) * size)
         self.others = [(self.node + step) % self.shape.nodes for step in range(1, self.shape.nodes)]
-        self.put_before = [0, 0]  # calls of each kind that have put their rows; in device memory
-        self.before: dict[int, int] = {}  # calls of its kind that put rows before an open call did
+        self.sent = [0, 0]  # calls of each kind; in device memory
+        self.before: dict[int, int] = {}  # calls of its kind that were sent before an open one
         self.forwarded: dict[int, dict[int, list[Row]]] = {}  # of each dispatch, by node
         self.received: dict[int, list[list[tuple[int, Any]]]] = {}
         self.results: dict[int, Any] = {}
@@ -42,18 +42,18 @@ class Rank:
         """All calls."""
         for part, call in steps:
             dispatches = call.kind == DISPATCH
-            if part == self.putting_half(call):
-                self.before[call.number] = self.put_before[call.kind]
-                self.put_before[call.kind] += 1
+            if part == self.counting_half():
+                self.before[call.number] = self.sent[call.kind]
+                self.sent[call.kind] += 1
             if part == SEND:
-                (self.send_dispatch if dispatches else self.send_combine)(call)
+                yield from (self.send_dispatch if dispatches else self.send_combine)(call)
             else:
                 yield from (self.receive_dispatch if dispatches else self.receive_combine)(call)
                 self.fabric.complete(self.rank, call.number)
 
-    def putting_half(self, call: Call) -> int:
-        """Which half puts rows: signals are counted in its order. Halves need not end in the order of calls."""
-        return SEND if call.kind == DISPATCH else RECEIVE
+    def counting_half(self) -> int:
+        """Which half counts signals: the one that puts rows. Halves need not end in the order of calls."""
+        return SEND
 
     # -- words and areas -----------------------------------------------------------------------------------------
 
@@ -93,8 +93,11 @@ class Rank:
 
     # -- dispatch ------------------------------------------------------------------------------------------------
 
-    def send_dispatch(self, call: Call) -> None:
-        """Own tokens: over the network to the forwarders of other nodes first, then over NVLink to neighbours."""
+    def send_dispatch(self, call: Call) -> Waits:
+        """Own tokens: over the network to the forwarders of other nodes first, then over NVLink to neighbours.
+
+        It waits for nobody.
+        """
         own, counts = call.rows[self.rank], call.counts[self.rank]
         for node in self.others:
             rows: list[Any] = [((call.number, self.rank, token), targets) for token, targets in own[node]]
@@ -103,6 +106,7 @@ class Rank:
             (rank, number, (call.number, self.rank, token)) for token, to in own[self.node] for rank, number in to
         ]
         self.hand_out(call, self.rank, counts, stores)
+        return iter(())
 
     def put_rows(self, source: str, target: str, call: Call, node: int, header: Any, rows: list[Any]) -> None:
         """Rows and what lies before them to the peer on a node, in chunks. Empty chunks too have a signal."""
@@ -181,8 +185,10 @@ class Rank:
 
     # -- combine -------------------------------------------------------------------------------------------------
 
-    def send_combine(self, call: Call) -> None:
-        """Partial sums to their forwarders on this node, which all hear that they are there."""
+    def send_combine(self, call: Call) -> Waits:
+        """Partial sums to their forwarders on this node, which all hear that they are there. Then add for this rail:
+        first what goes to other nodes, then what stays.
+        """
         for source, rows in enumerate(self.received[call.of]):
             forwarder = self.node * self.shape.ranks_per_node + source % self.shape.ranks_per_node
             area = self.area("partials", call, source, self.rank)
@@ -190,13 +196,16 @@ class Rank:
                 self.fabric.store(self.rank, forwarder, area, number, (self.rank, payload), call.number)
         for rank in self.neighbours:
             self.fabric.raise_flag(self.rank, rank, self.partials_flag(self.rank), call.number)
-
-    def receive_combine(self, call: Call) -> Waits:
-        """Add for this rail: first what goes to other nodes, then what stays. Then add what comes home."""
         yield from self.wait_for_partials(call)
         for node in self.others:
             self.put_rows("sums", "home", call, node, (), self.node_sums(call, node))
-        by_node = {self.node: dict(enumerate(self.node_sums(call, self.node)))}
+        for index, row in enumerate(self.node_sums(call, self.node)):
+            self.fabric.pack(self.rank, self.rank, self.packed("sums", call, self.node), index, row, call.number)
+
+    def receive_combine(self, call: Call) -> Waits:
+        """Add what comes home."""
+        kept, rows = self.packed("sums", call, self.node), call.rows[self.rank][self.node]
+        by_node = {self.node: {i: self.fabric.read(self.rank, kept, i, call.number) for i in range(len(rows))}}
         for node in self.others:
             for chunk in range(self.shape.chunks):
                 wanted = self.wanted(call, chunk)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -18,6 +18,7 @@ from tokenloom.backends.base import (
     CombineOptions,
     DispatchInputs,
     DispatchOptions,
+    DispatchOut,
     OwnOutputs,
     Pending,
     Rows,
@@ -31,9 +32,10 @@ from tokenloom.backends.gin.combine import NodesCombine, empty_combine
 from tokenloom.backends.gin.dispatch import NodesDispatch
 from tokenloom.backends.gin.launcher import NodesLauncher
 from tokenloom.backends.gin.memory import NodeMemory
+from tokenloom.backends.nvlink.combine import CombineHalf
 from tokenloom.backends.nvlink.dispatch import given
 from tokenloom.backends.nvlink.handle import NvlinkHandle
-from tokenloom.backends.nvlink.launcher import Launched, require_no_host_read
+from tokenloom.backends.nvlink.launcher import Half, Launched, require_no_host_read
 from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT
 from tokenloom.backends.nvlink.prepared import Shared
 from tokenloom.backends.nvlink.results import ResultsMemory
@@ -50,7 +52,8 @@ MOST_KINDS = 64
 class GinBackend:
     """Dispatch and combine between nodes by GIN. Making one is collective.
 
-    The first half of a call does all of it, since rows for other nodes are forwarded by the same kernels.
+    Calls of one piece are one kernel, halves are one each. Rows from other nodes are forwarded by the kernels that
+    receive, so ranks need each other's receiving halves.
 
     Args:
         plan, ranks: sizes and group, whose topology has rails.
@@ -105,21 +108,29 @@ class GinBackend:
             self._refuse_gradients()
         exact = options.sizes == "exact"
         require_no_host_read(exact or self._checked, "sizes='exact'" if exact else "checked=True")
-        prepared = self._prepared_dispatch(options, replace(inputs, split=False))
+        prepared = self._prepared_dispatch(options, inputs)
         if exact and not (inputs.split or inputs.ahead):  # whoever waits hears first of what earlier calls left
             self._launcher.settle(0)
-        handle, rows, _ = prepared.launch(*given(inputs), inputs.out)
-        if exact:
-            return _ExactSizes(self._launcher, handle, rows)
+        return _Dispatched(self, *prepared.launch(*given(inputs), inputs.out), inputs.out)
+
+    def receive_dispatch(
+        self, handle: NvlinkHandle, rows: torch.Tensor, half: Half | None, out: DispatchOut | None
+    ) -> tuple[NvlinkHandle, torch.Tensor]:
+        """Launch the second kernel if there is one, and wait for what the host has to know."""
+        if half is not None:
+            self._launcher.finish(half)
+        if handle.options.sizes == "exact":
+            self._launcher.outcomes.settle_before(handle.number + 1)
+            return handle, handle.cut_to_size(handle.all_sizes(), rows)
         if self._checked:
-            self._settle_checked()
-        handle.write_ids(inputs.out)
-        return Launched((handle, rows))
+            self._settle_checked(handle.number)
+        handle.write_ids(out)
+        return handle, rows
 
     def _prepared_dispatch(self, options: DispatchOptions, inputs: DispatchInputs) -> NodesDispatch:
         weights = inputs.topk_weights
         without_scales, weights_dtype = inputs.scales is None, None if weights is None else weights.dtype
-        key = (options, inputs.x.dtype, without_scales, inputs.topk_ids.dtype, weights_dtype)
+        key = (options, inputs.x.dtype, without_scales, inputs.topk_ids.dtype, weights_dtype, inputs.split)
         found = self._dispatches.get(key)
         if found is None:
             if len(self._dispatches) >= MOST_KINDS:
@@ -136,20 +147,22 @@ class GinBackend:
         out: torch.Tensor | None = None,
         alone: bool = False,
         split: bool = False,
-    ) -> Launched[torch.Tensor]:
+    ) -> Pending[torch.Tensor]:
         if options.needs_grad:
             self._refuse_gradients()
         require_no_host_read(self._checked, "checked=True")
-        prepared = self._prepared_combine(handle.number, handle.options.layout, rows.dtype, options)
-        out, _ = prepared.launch(handle, rows, weights, out)
+        prepared = self._prepared_combine(handle.number, handle.options.layout, rows.dtype, options, split)
+        out, half = prepared.launch(handle, rows, weights, out)
+        if half is not None:
+            return CombineHalf(self._launcher, half, out, self._checked)
         if self._checked:
             self._launcher.settle(0)
         return Launched(out)
 
     def _prepared_combine(
-        self, number: int, layout: str, y_dtype: torch.dtype, options: CombineOptions
+        self, number: int, layout: str, y_dtype: torch.dtype, options: CombineOptions, split: bool = False
     ) -> NodesCombine:
-        key = (layout, y_dtype, options)
+        key = (layout, y_dtype, options, split)
         found = self._combines.get(key)
         if found is None:
             found = self._combines[key] = NodesCombine(self._launcher, number, *key)
@@ -164,10 +177,10 @@ class GinBackend:
     def ready(self, awaited: bool = False) -> int | None:
         return self._launcher.ready(0 if awaited else CALLS_IN_FLIGHT)
 
-    def _settle_checked(self) -> None:
-        """Read the outcome of the last call. A dropped row is for the next call to raise."""
+    def _settle_checked(self, number: int) -> None:
+        """Read the outcome of this call. A dropped row is for the next call to raise."""
         try:
-            self._launcher.settle(0)
+            self._launcher.outcomes.settle_before(number + 1)
         except CapacityOverflow as too_many:
             self._overflow = too_many
 
@@ -211,14 +224,19 @@ class GinBackend:
         return frozenset()
 
     def report_fault(self, fault: Exception, upcoming: Sequence[Upcoming]) -> None:
-        """Open the calls that the others open before they wait for an outcome."""
+        """Open the calls that the others open before they wait for an outcome, and receive those that are open: others
+        may wait for rows that this rank forwards, and its own user may not receive them any more."""
         first = upcoming[0]
         names = [first.name]
         for call, following in pairwise(upcoming):
             if call.awaited or self._checked:
                 break
             names.append(following.name)
-        self._launcher.report_fault(fault, names, first.awaited)
+        try:
+            self._launcher.report_fault(fault, names, first.awaited)
+        finally:
+            if not self._launcher.current()[1]:
+                self._launcher.finish_all()
 
     def check(self, wait: Wait) -> None:
         if self._launcher.current()[1]:
@@ -241,13 +259,11 @@ class GinBackend:
         launcher.close(self._memory.shared())
 
 
-class _ExactSizes:
-    """A dispatch that is on the stream, of which the host reads the sizes when it receives it."""
+class _Dispatched:
+    """A dispatch whose first kernel, or only one, is on the stream."""
 
-    def __init__(self, launcher: NodesLauncher, handle: NvlinkHandle, rows: torch.Tensor) -> None:
-        self._launcher, self._handle, self._rows = launcher, handle, rows
+    def __init__(self, backend: GinBackend, *sent: Any) -> None:
+        self._backend, self._sent = backend, sent
 
     def receive(self) -> tuple[NvlinkHandle, torch.Tensor]:
-        handle = self._handle
-        self._launcher.outcomes.settle_before(handle.number + 1)
-        return handle, handle.cut_to_size(handle.all_sizes(), self._rows)
+        return self._backend.receive_dispatch(*self._sent)

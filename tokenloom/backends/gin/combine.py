@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from tokenloom.backends.base import CombineOptions
@@ -11,7 +13,7 @@ from tokenloom.backends.handshake import CallKind, combine_fields
 from tokenloom.backends.nvlink.buffers import aligned, require_aligned, require_bulk
 from tokenloom.backends.nvlink.combine import point, point_once
 from tokenloom.backends.nvlink.handle import NvlinkHandle
-from tokenloom.backends.nvlink.launcher import OpeningKernel
+from tokenloom.backends.nvlink.launcher import HALVES, Half, OpeningKernel
 from tokenloom.kernels.combine.launch import CALL_FIELDS
 from tokenloom.kernels.combine.launch_network import CombineNetworkVariant
 from tokenloom.kernels.common import TURNS
@@ -28,7 +30,7 @@ class NodesCombine:
         launcher: of the communicator.
         number: of the dispatch that the first of them belongs to.
         layout: of the dispatch. y_dtype: of the rows.
-        options: of the combine.
+        options: of the combine. split: it is made in halves.
 
     Attributes:
         is_stale, out_dtype: as usual combines have them.
@@ -37,7 +39,13 @@ class NodesCombine:
     is_stale = False
 
     def __init__(
-        self, launcher: NodesLauncher, number: int, layout: str, y_dtype: torch.dtype, options: CombineOptions
+        self,
+        launcher: NodesLauncher,
+        number: int,
+        layout: str,
+        y_dtype: torch.dtype,
+        options: CombineOptions,
+        split: bool = False,
     ) -> None:
         plan, memory = launcher.plan, launcher.memory
         for dtype in (y_dtype, options.wire_dtype, options.out_dtype):
@@ -45,7 +53,8 @@ class NodesCombine:
         memory.require_room(options.wire_dtype)
         self._launcher, self._options, self.out_dtype = launcher, options, options.out_dtype
         self._like = torch.empty(0, dtype=self.out_dtype, device=launcher.ranks.device)
-        self._kind = CallKind(combine_fields(number, options))
+        fields = combine_fields(number, options)
+        self._kind = CallKind({**fields, **HALVES} if split else fields)
         variant = CombineNetworkVariant(
             plan,
             memory.ranks_per_node,
@@ -54,8 +63,11 @@ class NodesCombine:
             wire_dtype=options.wire_dtype,
             out_dtype=options.out_dtype,
             weights="received" if options.weighted else "none",
+            part="send" if split else "whole",
         )
         self.kernel = launcher.new_kernel(BehindNccl(variant, memory.gin.prelude))
+        receiving = BehindNccl(replace(variant, part="receive"), memory.gin.prelude)
+        self._receiving_kernel = launcher.new_kernel(receiving) if split else None
         point_once(launcher, self.kernel)
         args = self.kernel.args
         args.combine_turns = TURNS
@@ -70,8 +82,8 @@ class NodesCombine:
         weights: torch.Tensor | None,
         out: torch.Tensor | None,
         stream: int | None = None,
-    ) -> tuple[torch.Tensor, None]:
-        """Put the kernel on the current stream: (result [T, H], nothing).
+    ) -> tuple[torch.Tensor, Half | None]:
+        """Put the kernel on the current stream: (result [T, H], what the second half will need).
 
         Args:
             out: tensor for the result, or None for a new one.
@@ -87,11 +99,16 @@ class NodesCombine:
         point(self.kernel, handle, rows, out, handle.capacity, handle.given_ids, factors)
         for name in FOR_COMBINE:
             setattr(self.kernel.args, name, handle.address(name))
-        if stream is None:
-            launcher.launch(self.kernel, self._kind, handle.number)
-        else:
+        if stream is not None:
             launcher.launch_ready(self.kernel, self._kind, handle.number, stream)
-        return out, None
+            return out, None
+        half = None
+        if self._receiving_kernel is not None:
+            epoch = torch.empty(2, dtype=torch.int32, device=out.device)
+            # What the dispatch has left is read at home too, when its user may have let go of it.
+            half = Half((epoch, handle, out), epoch.data_ptr(), self._receiving_kernel)
+        launcher.launch(self.kernel, self._kind, handle.number, begins=half)
+        return out, half
 
 
 def empty_combine(launcher: NodesLauncher) -> OpeningKernel:

@@ -38,6 +38,7 @@ class NodesDispatch(StagedDispatch):
             x_dtype=inputs.x.dtype,
             quantize=self.quantize,
             scale_layout=options.scale_layout,
+            part=part,
         )
         return BehindNccl(variant, memory.gin.prelude)
 

@@ -12,7 +12,7 @@ from tokenloom.errors import InvalidArgument, TokenloomError
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.combine.launch_network import HEADER_BYTES, CombineNetworkVariant
 from tokenloom.kernels.common import TURNS
-from tokenloom.kernels.common.rail import QUEUE_DEPTH, STATE_BYTES, TRAFFICS, Rail, Regions, chunk_rows, region_bytes
+from tokenloom.kernels.common.rail import MOST_CHUNKS, STATE_BYTES, TRAFFICS, Rail, Regions, chunk_rows, region_bytes
 from tokenloom.kernels.dispatch.launch_network import DispatchNetworkVariant
 from tokenloom.kernels.signals.launch import SignalsVariant
 from tokenloom.plan import Plan, align_up
@@ -57,7 +57,7 @@ class NodeMemory:
             region_bytes(plan, dispatches.header_bytes, dispatches.record_bytes),
             region_bytes(plan, HEADER_BYTES, combines.record_bytes),
         )
-        chunks = min(-(-plan.max_tokens_per_rank // CHUNK_ROWS), QUEUE_DEPTH // 2 - 1)
+        chunks = min(-(-plan.max_tokens_per_rank // CHUNK_ROWS), MOST_CHUNKS)
         self.regions = Regions(self.num_nodes, region, chunks, chunk_rows(plan, chunks))
         self.partials_bytes = align_up(combines.partials_rows * combines.record_bytes, 128)
         partials = BufferLayout.of([("partials", TURNS * self.num_nodes * self.partials_bytes)])

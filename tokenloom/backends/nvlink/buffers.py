@@ -33,13 +33,13 @@ MakeLayout = Callable[[Plan, int, int], BufferLayout]
 
 
 def control_layout(plan: Plan) -> BufferLayout:
-    """Flags, headers, counts, and where the weights' gradients come home."""
+    """Flags, headers, counts, and where the weights' gradients come home. Between nodes some flags take turns."""
     header_words = align_up(HEADER_WORDS + plan.num_ranks + plan.num_experts, 4)
     return BufferLayout.of(
         [
-            ("flags", 4 * plan.num_ranks),
+            ("flags", 4 * TURNS * plan.num_ranks),
             ("headers", 4 * TURNS * plan.num_ranks * header_words),
-            ("done_flags", 4 * plan.num_ranks * MAX_BLOCKS),
+            ("done_flags", 4 * TURNS * plan.num_ranks * MAX_BLOCKS),
             ("row_flags", 4 * plan.worst_case_rows("token")),
             ("chunk_flags", 4 * plan.num_ranks * max_chunks(plan)),
             ("combine_recv_weights", 4 * _combine_recv_rows(plan) * weight_gradient_values(plan)),

@@ -31,7 +31,7 @@ struct CallRecord {
 
 struct Call {
     const uint64* peers;  // [W] device memory: every rank's control buffer
-    uint64 flags;         // uint32 [W]
+    uint64 flags;         // uint32 [W]; between nodes [kTurns][W]
     uint64 headers;       // int32 [kTurns][W][kHeaderWords + counts]
     uint32* epoch;        // device memory [2]: calls opened so far; ranks that take no part, from the next call on
     uint32* half_epoch;   // device memory [2]: the turn of the call whose halves are two kernels, from send to receive
@@ -127,8 +127,16 @@ __device__ __forceinline__ int writer_for(const Call& call, int source) {
     return call.rank / kNodeRanks * kNodeRanks + source % kNodeRanks;
 }
 
+// Where flags of a call begin, so many for each rank. On one node they are raised in the order of calls. Forwarders raise
+// those of other nodes in the order in which calls are received, so between nodes each turn has flags of its own.
+template <int kRanks, int kNodeRanks>
+__device__ __forceinline__ uint64 flags_of(uint64 first, uint32 epoch, int of_rank) {
+    if constexpr (kNodeRanks == kRanks) return first;
+    return first + static_cast<uint64>(epoch % kTurns) * kRanks * of_rank * sizeof(uint32);
+}
+
 // The header of a source to all ranks, then its flag. One block calls it, with all its threads.
-template <int kRanks, int kCounts, int kThreads>
+template <int kRanks, int kCounts, int kThreads, int kNodeRanks = kRanks>
 __device__ __forceinline__ void tell_ranks(const Call& call, Turn turn, int source, int num_counts,
                                            const int32* header) {
     const uint64 place = header_offset<kRanks, kCounts>(call, turn.epoch, source);
@@ -139,12 +147,14 @@ __device__ __forceinline__ void tell_ranks(const Call& call, Turn turn, int sour
                                                  reinterpret_cast<const Vec16*>(header)[i / kRanks]);
     __syncthreads();
     if (threadIdx.x < kRanks && !turn.leaves_out(threadIdx.x))
-        window_of<kRanks>(call.peers).signals(threadIdx.x, call.flags).raise(source, turn.epoch);
+        window_of<kRanks>(call.peers)
+            .signals(threadIdx.x, flags_of<kRanks, kNodeRanks>(call.flags, turn.epoch, 1))
+            .raise(source, turn.epoch);
 }
 
 // This rank's header to all ranks, then its flag. One block calls it, with all its threads. `header`, in shared
 // memory, has the counts behind kHeaderWords that are filled in here.
-template <int kRanks, int kCounts, int kThreads>
+template <int kRanks, int kCounts, int kThreads, int kNodeRanks = kRanks>
 __device__ void announce_call(const Call& call, Turn turn, int num_counts, int32* header) {
     if (threadIdx.x < kHeaderWords)
         header[threadIdx.x] = threadIdx.x == 0             ? call.status
@@ -152,7 +162,7 @@ __device__ void announce_call(const Call& call, Turn turn, int num_counts, int32
                               : threadIdx.x == kHashWord   ? static_cast<int32>(call.options_hash)
                                                            : static_cast<int32>(call.options_hash >> 32);
     __syncthreads();
-    tell_ranks<kRanks, kCounts, kThreads>(call, turn, call.rank, num_counts, header);
+    tell_ranks<kRanks, kCounts, kThreads, kNodeRanks>(call, turn, call.rank, num_counts, header);
 }
 
 // All ranks' headers are here, and all of them mean the same call. Every block calls it, with all its threads, and
@@ -167,7 +177,8 @@ __device__ Opened await_call(const Call& call, Turn turn) {
     bool differs = false;
     const bool takes_part = peer < kRanks && !turn.leaves_out(peer);
     if (takes_part) {
-        const PeerSignals flags = window_of<kRanks>(call.peers).signals(call.rank, call.flags);
+        const PeerSignals flags = window_of<kRanks>(call.peers)
+                                      .signals(call.rank, flags_of<kRanks, kNodeRanks>(call.flags, turn.epoch, 1));
         here = flags.template wait<Flag::kEveryCall>(peer, turn.epoch, deadline,
                                                      writer_for<kRanks, kNodeRanks>(call, peer), kPhaseOpen);
     }

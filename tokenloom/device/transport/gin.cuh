@@ -8,13 +8,19 @@
 // - Signals only grow, and are polled within a deadline: NCCL's own waits have no limit.
 // - A put may block while the queue of (context, peer) is full, so chunks times turns are fewer than kQueueDepth.
 #pragma once
-#include "device/sync/wait.cuh"
+#include "device/transport/call.cuh"
 
 // Kinds of traffic: each is a context, and a signal for each node.
 enum Traffic : int { kDispatches = 0, kCombines = 1, kTraffics = 2 };
 
 constexpr int kQueueDepth = 32;  // of NCCL's proxy, for each context and peer
 constexpr int kDescriptorBytes = 128;  // in shared memory, aligned to 64: where a thread writes its request first
+
+// How often each node has signalled, in one kind of calls. Only kernels that send rows change it.
+struct SignalCount {
+    uint64 sent;            // in all calls that have been sent
+    uint64 before[kTurns];  // in those before the last call of each turn
+};
 
 struct Rail {
     uint64 comm;       // const ncclDevComm*: the device communicator, in device memory
@@ -23,8 +29,8 @@ struct Rail {
     uint64 put_from;   // offsets in it: [turns][nodes] regions of region_bytes each, that rows are put from,
     uint64 put_to;     // and to
     uint64 region_bytes;
-    uint64* signals;   // device memory [kTraffics]: how often each node has signalled in calls before this one
-    uint32* blocks;    // device memory [blocks]: this block has written what shall be put, in this call
+    SignalCount* counts;  // device memory [kTraffics]
+    uint32* blocks;       // device memory [blocks]: this block has written what shall be put, in this call
     int32 chunks;      // puts for each node
     int32 chunk_rows;  // rows of a chunk
 
@@ -39,6 +45,20 @@ struct Rail {
     // released with it if this thread has acquired it.
     __device__ __forceinline__ void put(Traffic traffic, int peer, uint64 to, uint64 from, uint64 bytes, uint32 signal,
                                         void* descriptor) const;
+
+    // How often each node has signalled in calls before this one. Two may be open, and received in either order; so a
+    // receiving half finds what its sending half has left.
+    template <int kPart>
+    __device__ __forceinline__ uint64 before(Traffic traffic, uint32 epoch) const {
+        return kPart == kReceive ? counts[traffic].before[epoch % kTurns] : counts[traffic].sent;
+    }
+
+    // One thread of a kernel that sends, when all blocks have asked for that: the rows of this call are put.
+    __device__ __forceinline__ void count_call(Traffic traffic, uint32 epoch) const {
+        SignalCount& count = counts[traffic];
+        count.before[epoch % kTurns] = count.sent;
+        count.sent += chunks;
+    }
 
     // How often a signal was raised.
     __device__ __forceinline__ uint64 count(Traffic traffic, uint32 signal) const;

@@ -4,11 +4,15 @@
 //                   of this node on the home's rail, as eager calls do, and say so to all neighbours       (push.cuh)
 //   all blocks      wait for all neighbours, then add for the homes on this rail: a row for each (token, node)
 //   block 0         puts the rows of all nodes when all blocks have added
+//
 //   all blocks      wait for the rows of all nodes, then add what has come home
 //   last block out  advances the epoch; if the call was refused or a wait has expired, it makes all results NaN
 //
 // A rank hears from its neighbours and its rail alone. So what is wrong with a call goes along with the rows: then
 // there are none, but the chunks are put, so that nobody waits in vain.
+//
+// Halves are two kernels: the upper part, and the lower. The first waits for neighbours, so that the network carries rows
+// between them.
 #pragma once
 #include "device/transport/gin.cuh"
 #include "kernels/combine/push.cuh"
@@ -187,39 +191,57 @@ __device__ void sum_home(const CombineNetworkArgs& args, int turn, int warp, int
     }
 }
 
-// All that a block does before it leaves. False, in any thread: the combine does not take place, or not all of it.
+// Thread 0 of a block: what is wrong with a call that neighbours have refused. Who has a fault of its own comes before
+// who only follows one, and that before who means another call.
 template <class Shape>
-__device__ bool combine_network_rows(const CombineNetworkArgs& args, Turn turn) {
-    extern __shared__ __align__(128) unsigned char shared_memory[];
-    using Rows = CombineRows<Shape>;
+__device__ void find_fault(const CombineNetworkArgs& args, NodeHeader& found, uint32 epoch) {
     constexpr int kCounts = Shape::num_ranks + Shape::num_experts;
-    static_assert(Shape::num_ranks <= kMostRanks, "a lane and a bit of every mask for each rank");
-    static_assert(Shape::part == kWhole && Shape::eager != 0 && Shape::per_route == 0, "small calls, of sums");
-    static_assert(Shape::num_ranks % Shape::node_ranks == 0, "nodes are of one size");
-    static_assert(!Rows::kWeightsFromHome, "homes reach only ranks of their node");
-    static_assert(sizeof(CombineNetworkShared<Shape>) <= Shape::shared_bytes, "launch.py asks for what this needs");
-    auto& memory = *reinterpret_cast<CombineNetworkShared<Shape>*>(shared_memory);
+    const int32* headers = headers_of<Shape::num_ranks, kCounts>(args.call, epoch);
+    const int first = args.call.rank / Shape::node_ranks * Shape::node_ranks;
+    found.status = kDiffers;
+    found.faulty_rank = args.call.rank + 1;
+    for (int r = first + Shape::node_ranks - 1; r >= first; --r) {
+        const int32 *header = headers + r * header_words<kCounts>, *base = headers + first * header_words<kCounts>;
+        const bool differs = header[kHashWord] != base[kHashWord] || header[kHashWord + 1] != base[kHashWord + 1];
+        const int32 status = header[0] != 0 ? header[0] : differs ? kDiffers : 0, before = found.status;
+        const bool tells_more = before == kDiffers || status == kOwnFault;
+        if (status != 0 && (tells_more || (status != kDiffers && before != kOwnFault))) {
+            found.status = status;
+            found.faulty_rank = r + 1;
+        }
+    }
+}
+
+// Neighbours have begun the call, and mean the same. Who sends and receives records what is wrong once.
+template <class Shape, bool kRecords>
+__device__ __forceinline__ Opened await_neighbours(const CombineNetworkArgs& args, Turn neighbours) {
+    const Opened opened = await_call<Shape::num_ranks, Shape::num_ranks + Shape::num_experts, kRecords,
+                                     Shape::node_ranks>(args.call, neighbours);
+    if (threadIdx.x == 0) mark(args.call, kHeard);
+    return opened;
+}
+
+// Up to the puts. A call that was refused has them too.
+template <class Shape>
+__device__ Opened send_sums(const CombineNetworkArgs& args, CombineNetworkShared<Shape>& memory, Turn turn,
+                            Turn neighbours) {
+    constexpr int kCounts = Shape::num_ranks + Shape::num_experts;
     auto& shared = memory.combine;
     const Rail& rail = args.rail;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = turn.epoch & (args.combine_turns - 1);
-    const Turn neighbours = near<Shape::node_ranks>(turn, args.call.rank);
-    const Deadline deadline = deadline_of(args.call);
-    const uint64 before = rail.signals[kCombines];
-    if (threadIdx.x == 0) mark(args.call, kBegun);
-    if (__syncthreads_or(has_expired(deadline))) return false;
     if (blockIdx.x == gridDim.x - 1)  // blocks start in order: when it runs, none of this rank lacks an SM
-        announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, neighbours, 0, shared.header);
+        announce_call<Shape::num_ranks, kCounts, Shape::threads, Shape::node_ranks>(args.call, neighbours, 0,
+                                                                                     shared.header);
     if (warp == 0) shared.progress.clear(lane);
     find_node_bases<Shape>(args, memory, turn);
     push_eagerly<Shape>(args, shared, neighbours, warp, lane);
-    const Opened opened = await_call<Shape::num_ranks, kCounts>(args.call, neighbours);
-    if (threadIdx.x == 0) mark(args.call, kHeard);
-    if (opened == Opened::kExpired) return false;
+    const Opened opened = await_neighbours<Shape, Shape::part == kWhole>(args, neighbours);
+    if (opened == Opened::kExpired) return opened;
     if (opened == Opened::kGo) {
         const PeerSignals flags = shared.control.signals(args.call.rank, args.chunk_flags);
         if (!wait_for_blocks<Shape::num_ranks, Shape::threads>(args.call, flags, args.max_chunks, args.send_blocks,
                                                                neighbours, kPhasePartials))
-            return false;
+            return Opened::kExpired;
         sum_for_nodes<Shape>(args, memory, part, warp, lane);
     }
     __syncthreads();
@@ -227,38 +249,47 @@ __device__ bool combine_network_rows(const CombineNetworkArgs& args, Turn turn) 
         store_release_gpu(rail.blocks + blockIdx.x, turn.epoch);
         memory.header = {0, 0, {static_cast<uint32>(args.call.options_hash),
                                 static_cast<uint32>(args.call.options_hash >> 32)}};
-        if (opened == Opened::kRefused) {
-            // Who has a fault of its own comes before who only follows one, and that before who means another call.
-            const int32* headers = headers_of<Shape::num_ranks, kCounts>(args.call, turn.epoch);
-            const int first = args.call.rank / Shape::node_ranks * Shape::node_ranks;
-            memory.header.status = kDiffers;
-            memory.header.faulty_rank = args.call.rank + 1;
-            for (int r = first + Shape::node_ranks - 1; r >= first; --r) {
-                const int32 *header = headers + r * header_words<kCounts>, *base = headers + first * header_words<kCounts>;
-                const bool differs = header[kHashWord] != base[kHashWord] || header[kHashWord + 1] != base[kHashWord + 1];
-                const int32 status = header[0] != 0 ? header[0] : differs ? kDiffers : 0, before = memory.header.status;
-                const bool tells_more = before == kDiffers || status == kOwnFault;
-                if (status != 0 && (tells_more || (status != kDiffers && before != kOwnFault))) {
-                    memory.header.status = status;
-                    memory.header.faulty_rank = r + 1;
-                }
-            }
-        }
+        if (opened == Opened::kRefused) find_fault<Shape>(args, memory.header, turn.epoch);
     }
-    const bool summed = threadIdx.x >= gridDim.x ||
-                        wait_for_block(rail.blocks + threadIdx.x, turn.epoch, deadline, args.call.rank);
-    if (!__syncthreads_and(summed)) return false;
+    const bool summed = threadIdx.x >= gridDim.x || wait_for_block(rail.blocks + threadIdx.x, turn.epoch,
+                                                                   deadline_of(args.call), args.call.rank);
+    if (!__syncthreads_and(summed)) return Opened::kExpired;
     if (blockIdx.x == 0) {
         put_sums<Shape>(args, memory, part);
         // Every block has read the signals of calls before, ahead of its flag.
         if (threadIdx.x == 0) {
-            rail.signals[kCombines] += rail.chunks;
+            rail.count_call(kCombines, turn.epoch);
             mark(args.call, kNotified);
         }
     }
-    // Refused or not: without these words the next calls could write to regions that other nodes still read.
-    if (!await_home<Shape>(args, opened, part, before, turn.epoch)) return false;
-    sum_home<Shape>(args, part, warp, lane);
+    return opened;
+}
+
+// All that a block does before it leaves. False, in any thread: the combine does not take place, or not all of it.
+template <class Shape>
+__device__ bool combine_network_rows(const CombineNetworkArgs& args, Turn turn) {
+    extern __shared__ __align__(128) unsigned char shared_memory[];
+    using Rows = CombineRows<Shape>;
+    static_assert(Shape::num_ranks <= kMostRanks, "a lane and a bit of every mask for each rank");
+    static_assert(Shape::eager != 0 && Shape::per_route == 0, "small calls, of sums");
+    static_assert(Shape::num_ranks % Shape::node_ranks == 0, "nodes are of one size");
+    static_assert(!Rows::kWeightsFromHome, "homes reach only ranks of their node");
+    static_assert(sizeof(CombineNetworkShared<Shape>) <= Shape::shared_bytes, "launch.py asks for what this needs");
+    auto& memory = *reinterpret_cast<CombineNetworkShared<Shape>*>(shared_memory);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = turn.epoch & (args.combine_turns - 1);
+    const Turn neighbours = near<Shape::node_ranks>(turn, args.call.rank);
+    const uint64 before = args.rail.template before<Shape::part>(kCombines, turn.epoch);
+    if (threadIdx.x == 0) mark(args.call, kBegun);
+    if (__syncthreads_or(has_expired(deadline_of(args.call)))) return false;
+    Opened opened;
+    if constexpr (Shape::part == kReceive) opened = await_neighbours<Shape, true>(args, neighbours);
+    else opened = send_sums<Shape>(args, memory, turn, neighbours);
+    if (opened == Opened::kExpired) return false;
+    if constexpr (Shape::part != kSend) {
+        // Refused or not: without these words the next calls could write to regions that other nodes still read.
+        if (!await_home<Shape>(args, opened, part, before, turn.epoch)) return false;
+        sum_home<Shape>(args, part, warp, lane);
+    }
     if (threadIdx.x == 0) mark(args.call, kDone);
     return true;
 }
@@ -266,11 +297,13 @@ __device__ bool combine_network_rows(const CombineNetworkArgs& args, Turn turn) 
 template <class Shape>
 __device__ void combine_network(const CombineNetworkArgs& args) {
     constexpr int64 kRowBytes = CombineRows<Shape>::kOutBytes;
-    const Turn turn = turn_of(args.call);
+    const Turn turn = turn_of<Shape::part>(args.call);
     const bool done = combine_network_rows<Shape>(args, turn);
-    close_call(args.call, turn, done, [&] {
-        auto* out = static_cast<unsigned char*>(args.out);
-        for (int64 token = 0; token < args.num_tokens; ++token)
-            fill_row<kRowBytes>(out + token * kRowBytes, kNanWord<Shape::out_dtype>, threadIdx.x);
+    close_call<Shape::part>(args.call, turn, done, [&] {
+        if constexpr (Shape::part != kSend) {
+            auto* out = static_cast<unsigned char*>(args.out);
+            for (int64 token = 0; token < args.num_tokens; ++token)
+                fill_row<kRowBytes>(out + token * kRowBytes, kNanWord<Shape::out_dtype>, threadIdx.x);
+        }
     });
 }

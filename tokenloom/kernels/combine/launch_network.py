@@ -37,6 +37,7 @@ class CombineNetworkVariant:
         layout: "expert", also for rows in slots, or "rank".
         y_dtype, wire_dtype, out_dtype: dtypes of the rows given, of all sums on their way, and of the result.
         weights: what rows are multiplied by: "none", or "received" (layout "expert" only).
+        part: "whole", or the half of a call that "send" or "receive" is.
     """
 
     plan: Plan
@@ -47,6 +48,7 @@ class CombineNetworkVariant:
     wire_dtype: torch.dtype
     out_dtype: torch.dtype
     weights: str = "none"
+    part: str = "whole"
 
     @property
     def record_bytes(self) -> int:
@@ -66,6 +68,7 @@ class CombineNetworkVariant:
             self.layout,
             dtypes,
             f"{self.weights} weights",
+            self.part,
         ]
         return f"combine_network, {', '.join(words)}"
 
@@ -79,6 +82,7 @@ class CombineNetworkVariant:
             out_dtype=self.out_dtype,
             weights=self.weights,
             eager=True,
+            part=self.part,
         )
         nodes = self.plan.num_ranks // self.ranks_per_node
         spec = near.spec(4 * self.plan.num_ranks + nodes * DESCRIPTOR_BYTES + 128)

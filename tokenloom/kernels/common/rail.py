@@ -12,12 +12,16 @@ from tokenloom.plan import Plan, align_up
 
 QUEUE_DEPTH = 32
 """Puts that one context takes for one peer before it blocks; kQueueDepth there."""
+MOST_CHUNKS = QUEUE_DEPTH // TURNS - 1
+"""Puts of a call to each node. As many calls as take turns may have some on their way."""
 DESCRIPTOR_BYTES = 128
 """Shared memory of a thread that puts; kDescriptorBytes there. NCCL 2.28 takes half of it."""
 TRAFFICS = 2
 """Kinds of calls, each with a context; kTraffics there: 0 for dispatches, 1 for combines."""
-STATE_BYTES = 8 * TRAFFICS + 4 * MAX_BLOCKS
-"""Device memory of one rank that its kernels keep between calls, zeros at first: signals of calls before, and flags of
+COUNT_BYTES = 8 * (1 + TURNS)
+"""Of SignalCount there: signals in all calls that were sent, and in those before the last call of each turn."""
+STATE_BYTES = TRAFFICS * COUNT_BYTES + 4 * MAX_BLOCKS
+"""Device memory of one rank that its kernels keep between calls, zeros at first: counts of signals, and flags of
 blocks."""
 
 
@@ -25,7 +29,7 @@ class Rail(ctypes.Structure):
     """Mirror of Rail in device/transport/gin.cuh, which says what each value is."""
 
     _fields_ = [
-        *uint64_fields("comm", "window", "base", "put_from", "put_to", "region_bytes", "signals", "blocks"),
+        *uint64_fields("comm", "window", "base", "put_from", "put_to", "region_bytes", "counts", "blocks"),
         *int32_fields("chunks", "chunk_rows"),
     ]
 
@@ -68,7 +72,7 @@ class Regions:
         rail.put_from = traffic * 2 * self._half_bytes
         rail.put_to = rail.put_from + self._half_bytes
         rail.region_bytes = self.region_bytes
-        rail.signals, rail.blocks = state, state + 8 * TRAFFICS
+        rail.counts, rail.blocks = state, state + TRAFFICS * COUNT_BYTES
         rail.chunks, rail.chunk_rows = self.chunks, self.chunk_rows
 
     @property
@@ -80,10 +84,10 @@ def chunk_rows(plan: Plan, chunks: int) -> int:
     """Count the rows of a chunk, of which a call puts so many to each node.
 
     Raises:
-        InvalidArgument: those of two calls, which may be on their way at once, would fill the network's queue.
+        InvalidArgument: those of four calls, which may be on their way at once, would fill the network's queue.
     """
-    if not 1 <= chunks < QUEUE_DEPTH // 2:
-        raise InvalidArgument(f"chunks is {chunks}, expected 1 to {QUEUE_DEPTH // 2 - 1}: more may block a kernel")
+    if not 1 <= chunks <= MOST_CHUNKS:
+        raise InvalidArgument(f"chunks is {chunks}, expected 1 to {MOST_CHUNKS}: more may block a kernel")
     return -(-plan.max_tokens_per_rank // chunks)
 
 

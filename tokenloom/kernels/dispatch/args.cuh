@@ -31,7 +31,8 @@ struct DispatchArgs {
     // What calls of one kind share.
     const void* gathered;       // strategy all_gather: rows of all ranks' tokens, [W][M], which copy engines brought here
     // In the control buffer.
-    uint64 done_flags;  // uint32 [W][Shape::max_blocks]: block b of rank s has sent all its rows
+    uint64 done_flags;  // uint32 [W][Shape::max_blocks]: block b of rank s has sent all its rows; between nodes
+                        // [kTurns] times that
     uint64 row_flags;   // uint32 [W * M]: a received row is here (layout expert)
     // The data buffer: its address on every rank, and where things lie in its first region.
     const uint64* peers;  // [W] device memory

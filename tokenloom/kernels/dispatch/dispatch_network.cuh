@@ -9,7 +9,8 @@
 //   all blocks      forward what comes over this rail to neighbours, with the announcement (nodes.cuh)
 //   all blocks      receive as in any staged dispatch                                      (dispatch_staged.cuh)
 //
-// Nobody waits before the last two, and regions take turns, so a rank needs no credit to put.
+// Nobody waits before the last two, and regions take turns, so a rank needs no credit to put. Halves are two kernels:
+// what comes before the last two, and these.
 #pragma once
 #include "kernels/dispatch/dispatch_staged.cuh"
 #include "kernels/dispatch/nodes.cuh"
@@ -35,11 +36,7 @@ __device__ bool send_to_nodes(const DispatchNetworkArgs& args, NetworkShared<Sha
         rail.base + rail.template region<Rows::kNodes>(rail.put_from, turn.epoch & (args.turns - 1), 0);
     if (warp == 0) shared.progress.clear(lane);
     if (warp < shared.kRings) DispatchShared<Shape>::Stream::init(shared.control_of_stream[warp], lane);
-    if (threadIdx.x < Shape::num_ranks) {
-        shared.control.bases[threadIdx.x] = args.call.peers[threadIdx.x];
-        shared.data.bases[threadIdx.x] = args.peers[threadIdx.x] + turn_offset<Shape>(args, turn.epoch);
-        route.row_base[threadIdx.x] = args.call.rank * args.max_tokens;
-    }
+    if (threadIdx.x < Shape::num_ranks) route.row_base[threadIdx.x] = args.call.rank * args.max_tokens;
     mbarrier_init_fence();
     if (!count_all_routes<Shape>(args, route, chunk, turn)) return false;
     if (threadIdx.x == 0) mark(args.call, kCounted);
@@ -47,7 +44,8 @@ __device__ bool send_to_nodes(const DispatchNetworkArgs& args, NetworkShared<Sha
     if (blockIdx.x == gridDim.x - 1) {
         for (int i = threadIdx.x; i < kCounts; i += Shape::threads)
             route.header[kHeaderWords + i] = route.before[i] + route.chunk[i];
-        announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, neighbours, kCounts, route.header);
+        announce_call<Shape::num_ranks, kCounts, Shape::threads, Shape::node_ranks>(args.call, neighbours, kCounts,
+                                                                                     route.header);
         pack_headers<Shape>(args, route.header, memory.nodes, packed);
     }
     find_slots<Shape>(args, route, shared.running, chunk, turn);
@@ -67,10 +65,7 @@ __device__ bool send_to_nodes(const DispatchNetworkArgs& args, NetworkShared<Sha
     }
     if (!__syncthreads_and(done)) return false;
     if (threadIdx.x == 0) store_release_gpu(rail.blocks + blockIdx.x, turn.epoch);
-    if (threadIdx.x < Shape::num_ranks && !neighbours.leaves_out(threadIdx.x))
-        shared.control.signals(threadIdx.x, args.done_flags)
-            .from(args.call.rank * Shape::max_blocks)
-            .raise(blockIdx.x, turn.epoch);
+    raise_done<Shape>(args, shared, neighbours, args.call.rank);
     if (blockIdx.x != 0) return true;
     const bool packed_all = threadIdx.x >= gridDim.x || wait_for_block(rail.blocks + threadIdx.x, turn.epoch,
                                                                        deadline_of(args.call), args.call.rank);
@@ -78,38 +73,59 @@ __device__ bool send_to_nodes(const DispatchNetworkArgs& args, NetworkShared<Sha
     put_chunks<Shape>(args, memory.nodes, turn);
     // Every block has read the signals of calls before, ahead of its flag.
     if (threadIdx.x == 0) {
-        rail.signals[kDispatches] += rail.chunks;
+        rail.count_call(kDispatches, turn.epoch);
         mark(args.call, kNotified);
     }
     return true;
+}
+
+// False as above.
+template <class Shape>
+__device__ bool receive_from_nodes(const DispatchNetworkArgs& args, NetworkShared<Shape>& memory, Turn turn,
+                                   uint64 before) {
+    if (!forward_rows<Shape>(args, memory.staged.send, turn, before)) return false;
+    // Whoever has a fault receives nothing, and others may take long until they receive, and forward, what is theirs. So
+    // it leaves when neighbours and its rail have begun the call.
+    if (args.call.status != 0) {
+        await_call<Shape::num_ranks, RouteShared<Shape>::kCounts, false, Shape::node_ranks>(
+            args.call, near<Shape::node_ranks>(turn, args.call.rank));
+        return false;
+    }
+    return receive_staged<Shape>(args, memory.staged, turn);
 }
 
 template <class Shape>
 __device__ bool dispatch_network_rows(const DispatchNetworkArgs& args, Turn turn) {
     extern __shared__ __align__(128) unsigned char memory[];
     static_assert(Shape::num_ranks <= kMostRanks, "a lane and a bit of every mask for each rank");
-    static_assert(Shape::part == kWhole, "a call between nodes is one kernel");
     static_assert(Shape::num_ranks % Shape::node_ranks == 0, "nodes are of one size");
     static_assert(Packed<Shape>::kBytes == Shape::record_bytes && Packed<Shape>::kHeaderBytes == Shape::header_bytes,
                   "launch_network.py sizes regions by them");
     static_assert(sizeof(NetworkShared<Shape>) <= Shape::shared_bytes, "launch.py asks for what this needs");
     auto& shared = *reinterpret_cast<NetworkShared<Shape>*>(memory);
+    auto& windows = shared.staged.send;
     if (threadIdx.x == 0) mark(args.call, kBegun);
-    const uint64 before = args.rail.signals[kDispatches];
+    if (threadIdx.x < Shape::num_ranks) {
+        windows.control.bases[threadIdx.x] = args.call.peers[threadIdx.x];
+        windows.data.bases[threadIdx.x] = args.peers[threadIdx.x] + turn_offset<Shape>(args, turn.epoch);
+    }
+    const uint64 before = args.rail.template before<Shape::part>(kDispatches, turn.epoch);
     if (__syncthreads_or(has_expired(deadline_of(args.call)))) return false;
-    if (!send_to_nodes<Shape>(args, shared, turn)) return false;
-    if (!forward_rows<Shape>(args, shared.staged.send, turn, before)) return false;
-    const bool done = receive_staged<Shape>(args, shared.staged, turn);
+    bool done = true;
+    if constexpr (Shape::part != kReceive) done = send_to_nodes<Shape>(args, shared, turn);
+    if constexpr (Shape::part != kSend) done = done && receive_from_nodes<Shape>(args, shared, turn, before);
     if (threadIdx.x == 0) mark(args.call, kDone);
     return done;
 }
 
 template <class Shape>
 __device__ void dispatch_network(const DispatchNetworkArgs& args) {
-    const Turn turn = turn_of(args.call);
+    const Turn turn = turn_of<Shape::part>(args.call);
     const bool done = dispatch_network_rows<Shape>(args, turn);
-    close_call(args.call, turn, done, [&] {
-        publish_nothing<Shape>(args);
-        publish_no_nodes<Shape>(args);
+    close_call<Shape::part>(args.call, turn, done, [&] {
+        if constexpr (Shape::part != kSend) {
+            publish_nothing<Shape>(args);
+            publish_no_nodes<Shape>(args);
+        }
     });
 }

@@ -27,7 +27,7 @@ class DispatchNetworkVariant:
         plan: sizes of the group.
         ranks_per_node: rank n * ranks_per_node + g is on node n.
         layout: "slots" or "rank".
-        x_dtype, quantize, scale_layout: as in :class:`DispatchVariant`.
+        x_dtype, quantize, scale_layout, part: as in :class:`DispatchVariant`.
     """
 
     plan: Plan
@@ -37,6 +37,7 @@ class DispatchNetworkVariant:
     x_dtype: torch.dtype
     quantize: str = ""
     scale_layout: str = "rows"
+    part: str = "whole"
 
     @property
     def near(self) -> DispatchVariant:
@@ -49,6 +50,7 @@ class DispatchNetworkVariant:
             staged=True,
             eager=True,
             scale_layout=self.scale_layout,
+            part=self.part,
         )
 
     @property
@@ -65,7 +67,8 @@ class DispatchNetworkVariant:
 
     def __str__(self) -> str:
         words = f"{short_name(self.x_dtype)}{self.quantize and ' to fp8, '}{self.quantize}, {self.scale_layout}"
-        return f"dispatch_network, {describe(self.plan)}, nodes of {self.ranks_per_node}, {self.layout}, {words}"
+        sizes = f"{describe(self.plan)}, nodes of {self.ranks_per_node}"
+        return f"dispatch_network, {sizes}, {self.layout}, {words}, {self.part}"
 
     def spec(self) -> KernelSpec:
         """What to compile behind NCCL's headers, and how to launch it.

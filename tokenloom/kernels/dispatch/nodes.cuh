@@ -172,6 +172,16 @@ __device__ void put_chunks(const DispatchNetworkArgs& args, NodesShared<Shape>& 
     }
 }
 
+// Each neighbour hears that this block has stored all rows of a source there.
+template <class Shape>
+__device__ __forceinline__ void raise_done(const DispatchNetworkArgs& args, const DispatchShared<Shape>& shared,
+                                           Turn neighbours, int source) {
+    if (threadIdx.x >= Shape::num_ranks || neighbours.leaves_out(threadIdx.x)) return;
+    const uint64 flags =
+        flags_of<Shape::num_ranks, Shape::node_ranks>(args.done_flags, neighbours.epoch, Shape::max_blocks);
+    shared.control.signals(threadIdx.x, flags).from(source * Shape::max_blocks).raise(blockIdx.x, neighbours.epoch);
+}
+
 // One warp: a row from another node, to the ranks of this one.
 template <class Shape>
 __device__ void forward_row(const DispatchNetworkArgs& args, const DispatchShared<Shape>& shared, int source,
@@ -239,7 +249,7 @@ __device__ bool forward_rows(const DispatchNetworkArgs& args, const DispatchShar
             const int32 rows = same ? header[Rows::kCountWord] : 0, end = min((c + 1) * rail.chunk_rows, rows);
             if (c == 0 && blockIdx.x == 0) {
                 if (threadIdx.x == 0) args.forwarded_rows[node] = rows;
-                tell_ranks<Shape::num_ranks, RouteShared<Shape>::kCounts, Shape::threads>(
+                tell_ranks<Shape::num_ranks, RouteShared<Shape>::kCounts, Shape::threads, Shape::node_ranks>(
                     args.call, neighbours, source, RouteShared<Shape>::kCounts, header);
             }
             for (int32 row = c * rail.chunk_rows + warp * gridDim.x + blockIdx.x; row < end;
@@ -250,10 +260,7 @@ __device__ bool forward_rows(const DispatchNetworkArgs& args, const DispatchShar
         }
         __syncthreads();
         // A release of the system: the put that brought these rows released for the network alone.
-        if (threadIdx.x < Shape::num_ranks && !neighbours.leaves_out(threadIdx.x))
-            shared.control.signals(threadIdx.x, args.done_flags)
-                .from(source * Shape::max_blocks)
-                .raise(blockIdx.x, turn.epoch);
+        raise_done<Shape>(args, shared, neighbours, source);
     }
     return true;
 }

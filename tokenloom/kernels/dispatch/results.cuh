@@ -59,7 +59,9 @@ __device__ void notify_host(const DispatchArgs& args) {
 // All rows of all sources are in this rank's region; `blocks` of each source have sent them.
 template <class Shape>
 __device__ bool wait_for_sources(const DispatchArgs& args, Turn turn, int32 blocks) {
-    const PeerSignals done = window_of<Shape::num_ranks>(args.call.peers).signals(args.call.rank, args.done_flags);
+    const uint64 flags =
+        flags_of<Shape::num_ranks, Shape::node_ranks>(args.done_flags, turn.epoch, Shape::max_blocks);
+    const PeerSignals done = window_of<Shape::num_ranks>(args.call.peers).signals(args.call.rank, flags);
     return wait_for_blocks<Shape::num_ranks, Shape::threads, Shape::node_ranks>(args.call, done, Shape::max_blocks,
                                                                                 blocks, turn, kPhaseRows);
 }
