@@ -14,13 +14,15 @@ from tests.backends.test_gin import CASE, comm_of, there_and_back
 from tests.support import emulator
 from tests.support.cases import BF16, FP8, Case, Problem, expert_rows, make_problem, same_bits, same_routed
 from tests.support.emulator.graphs import capture
-from tests.support.emulator.group import EmulatedRanks
+from tests.support.emulator.group import EmulatedRanks, here
 from tokenloom import reference
 from tokenloom.runtime.processes import RankContext
 
 pytestmark = pytest.mark.skipif(emulator.CXX is None, reason="no g++")
 
 CALLS = 14
+SOON_S = 0.003
+"""Some seconds of the emulator, where a broken rule would let ranks wait for ever."""
 
 
 class Batch:
@@ -177,7 +179,7 @@ TURNS = [
 
 def check_graphs(context: RankContext) -> None:
     case = replace(CASE, tokens=(5, 0, 5, 4), ids_dtype=torch.int32)  # others are converted by torch
-    with comm_of(context, make_problem(case, context.num_ranks).plan) as comm:
+    with comm_of(context, make_problem(case, context.num_ranks).plan, timeout_s=SOON_S) as comm:
 
         def batch(number: int) -> Batch:
             return Batch(context, comm, replace(case, seed=number), ("slots", "rank")[number % 2])
@@ -213,7 +215,7 @@ def test_a_fault_while_a_call_is_open(call: str, receives: bool, first: str) -> 
 
 
 def check_fault(context: RankContext, call: str, receives: bool, first: str) -> None:
-    with comm_of(context, make_problem(CASE, context.num_ranks).plan) as comm:
+    with comm_of(context, make_problem(CASE, context.num_ranks).plan, timeout_s=SOON_S) as comm:
 
         def batch(seed: int) -> Batch:
             return Batch(context, comm, replace(CASE, seed=seed), "slots")
@@ -244,6 +246,7 @@ def check_fault(context: RankContext, call: str, receives: bool, first: str) -> 
         comm.check()
         if one.routed is not None:
             one.check()
+        torch.distributed.barrier()  # of the hosts: nobody's next call helps
         there_and_back(context, comm, make_problem(CASE, context.num_ranks), "slots")
 
 
@@ -254,7 +257,7 @@ def test_a_pending_that_is_dropped(call: str) -> None:
 
 
 def check_dropped(context: RankContext, call: str) -> None:
-    with comm_of(context, make_problem(CASE, context.num_ranks).plan) as comm:
+    with comm_of(context, make_problem(CASE, context.num_ranks).plan, timeout_s=SOON_S) as comm:
         batch = Batch(context, comm, CASE, "slots")
         batch.routed = batch.dispatch(False)
         getattr(batch, call)(True)
@@ -270,7 +273,7 @@ def test_halves_of_some_ranks_alone() -> None:
 
 
 def check_some(context: RankContext) -> None:
-    with comm_of(context, make_problem(CASE, context.num_ranks).plan) as comm:
+    with comm_of(context, make_problem(CASE, context.num_ranks).plan, timeout_s=SOON_S) as comm:
         batch = Batch(context, comm, CASE, "slots")
         sent = batch.dispatch(context.rank == 2)
         if context.rank == 2:
@@ -292,3 +295,26 @@ def check_exact(context: RankContext) -> None:
         pending = [comm.send_dispatch(*problem.arguments(context), layout="rank") for _ in "ab"]
         for each in pending:
             same_routed(each.receive(), want[context.rank], problem.plan)
+
+
+def test_a_forwarder_that_receives_late() -> None:
+    """Nobody takes rows before they are here, though a later call was received first."""
+    emulator.ranks(4).run(check_late_forwarder)
+
+
+def check_late_forwarder(context: RankContext) -> None:
+    with comm_of(context, make_problem(CASE, context.num_ranks).plan, timeout_s=SOON_S) as comm:
+        batches = [Batch(context, comm, replace(CASE, seed=seed), "slots") for seed in range(2)]
+        for _ in range(3):
+            pending = [batch.dispatch(True) for batch in batches]
+            batches[1].take("dispatch", pending[1].receive())
+            batches[1].check()
+            if context.rank != 1:
+                batches[0].take("dispatch", pending[0].receive())
+            torch.distributed.barrier()  # of the hosts
+            if context.rank == 1:
+                for _ in range(20):
+                    here.group.pump()
+                batches[0].take("dispatch", pending[0].receive())
+            batches[0].check()
+        comm.check()

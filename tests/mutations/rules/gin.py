@@ -112,7 +112,7 @@ MUTATIONS = (
         target="device/transport/call.cuh:flags_of",
         old="kNodeRanks == kRanks",
         new="true",
-        tests=(f"{HALVES}::test_interleaved",),
+        tests=(f"{HALVES}::test_a_forwarder_that_receives_late",),
         num_ranks=4,
     ),
     Mutation(
