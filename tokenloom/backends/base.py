@@ -360,6 +360,25 @@ class UsualCombine(Protocol):
         """Make one, with checked tensors and what ``ready`` has just given: its result, and nothing."""
 
 
+class UsualAgain(Protocol):
+    """Other rows, like earlier ones, by the routes of dispatches of one kind."""
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether it can be used no longer."""
+
+    def fits(self, handle: Any) -> bool:
+        """Whether rows can go the way of this dispatch so."""
+
+    def launch(
+        self, handle: Any, x: torch.Tensor, scales: torch.Tensor | None, stream: int
+    ) -> tuple[Any, torch.Tensor]:
+        """Send them, with checked tensors and what ``ready`` has just given."""
+
+    def finish(self, handle: Any, again: Any, rows: torch.Tensor) -> Rows:
+        """What ``send_again`` gives, from the dispatch and what ``launch`` gave."""
+
+
 class MakesUsualCalls(Protocol):
     """What a backend has besides, if it makes usual calls."""
 
@@ -368,6 +387,9 @@ class MakesUsualCalls(Protocol):
 
     def usual_combine(self, layout: str, y_dtype: torch.dtype, options: CombineOptions) -> UsualCombine | None:
         """The same for combines of rows of this layout and dtype."""
+
+    def usual_again(self, handle: Any, values: Rows, own: OwnOutputs) -> UsualAgain | None:
+        """The same for other rows by the routes of such a dispatch; see :meth:`Backend.send_again`."""
 
     def ready(self, awaited: bool = False) -> int | None:
         """Raise what earlier calls left, as ``check("nothing")`` does, if a usual call can come next.

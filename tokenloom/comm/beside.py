@@ -58,6 +58,11 @@ class CallsBeside(Calls):
         Raises:
             TokenloomError: what ``dispatch`` raises for such an x; also NotDifferentiable if x requires grad.
         """
+        usual = self.usual
+        if usual is not None:
+            found = usual.dispatch_again(self, x, routed, copy)
+            if found is not None:
+                return found
         engine = self.engine
         engine.begin()
         with profiler_range(DISPATCH_RANGE), engine.sequence(Upcoming("rows again")):
@@ -71,12 +76,14 @@ class CallsBeside(Calls):
                 plan, engine.capabilities, engine.ranks.device, values, num_tokens, routed.layout
             )
             own = validation.COPIES[copy]
-            if isinstance(values, torch.Tensor):
-                rows = engine.send_again(routed._handle, values.detach(), "dedup", own).receive()
-                _learn_outcome(engine)
-                return routed._by_place(rows)
-            rows, scales = engine.send_again(routed._handle, tuple(values), "dedup", own).receive()
+            values = values.detach() if isinstance(values, torch.Tensor) else tuple(values)
+            found = engine.send_again(routed._handle, values, "dedup", own).receive()
             _learn_outcome(engine)
+            if usual is not None and words is None:
+                usual.learn_again(values, routed, copy, own)
+            if isinstance(found, torch.Tensor):
+                return routed._by_place(found)
+            rows, scales = found
             if words is not None:
                 scales = scales.view(torch.int32)[:, :words].contiguous()
             return routed._by_place(rows), routed._by_place(scales)

@@ -16,7 +16,10 @@ from tokenloom.backends.base import (
     DispatchOptions,
     DispatchOut,
     MakesUsualCalls,
+    OwnOutputs,
+    Rows,
     Upcoming,
+    UsualAgain,
     UsualCombine,
     UsualDispatch,
 )
@@ -45,6 +48,7 @@ class UsualCalls:
         self._dispatches: dict[object, UsualDispatch] = {}
         self._results: dict[UsualDispatch, dict[str, tuple[Any, ...]]] = {}  # shapes, strides and dtypes, by name
         self._combines: dict[object, UsualCombine] = {}
+        self._again: dict[object, UsualAgain] = {}
 
     def nothing_around(self) -> bool:
         """Whether a call that is made now needs no profile, other calls' halves, or sequence."""
@@ -192,6 +196,76 @@ class UsualCalls:
                 return False
         return out.topk_ids is None or out.topk_ids.dtype is torch.int32
 
+    # -- other rows by the routes of a dispatch -------------------------------------------------------------
+
+    def dispatch_again(
+        self, owner: object, x: Any, routed: Any, copy: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
+        """Send other rows to the places of a dispatch, if that is a usual call.
+
+        Args:
+            owner: the communicator.
+            x, routed, copy: as they were given.
+        """
+        if is_grad_enabled():
+            return None
+        scales = None
+        if x.__class__ is tuple and len(x) == 2:
+            x, scales = x
+        if not (x.__class__ is Tensor and routed.__class__ is Routed and routed._owner is owner):
+            return None
+        try:
+            usual = self._again.get(_kind_of_rows(x, scales, routed, copy))
+        except TypeError:
+            return None
+        handle, plan = routed._handle, self._plan
+        if (
+            usual is None
+            or usual.is_stale
+            or x.shape != (handle.num_tokens, plan.hidden)
+            or x.get_device() != self._device
+            or not x.is_contiguous()
+            or not (scales is None or self._fits(scales, (handle.num_tokens, plan.scales_per_token), SCALE_DTYPE))
+            or not usual.fits(handle)
+        ):
+            return None
+        stream = self._ready()
+        if stream is None:
+            return None
+        engine = self._engine
+        try:
+            again, rows = usual.launch(handle, x, scales, stream)
+        except Exception:
+            with engine.sequence(Upcoming("rows again")):
+                raise
+        engine.open_calls.opened()
+        try:
+            found = usual.finish(handle, again, rows)
+        except Exception:
+            with engine.sequence():
+                raise
+        if isinstance(found, tuple):
+            return routed._by_place(found[0]), routed._by_place(found[1])
+        return routed._by_place(found)
+
+    def learn_again(self, values: Rows, routed: Routed, copy: object, own: OwnOutputs) -> None:
+        """Remember what rows were sent again the long way, if such calls are usual from now on.
+
+        Args:
+            values: the checked rows, with scales if they have some.
+            routed, copy: as for :meth:`dispatch_again`. own: what ``copy`` means.
+        """
+        x, scales = values if isinstance(values, tuple) else (values, None)
+        kind = _kind_of_rows(x, scales, routed, copy)
+        known = self._again.get(kind)
+        if is_grad_enabled() or (known is not None and not known.is_stale and known.fits(routed._handle)):
+            return
+        found = self._backend.usual_again(routed._handle, values, own)
+        if found is not None:
+            if len(self._again) >= MOST_KINDS:
+                self._again.clear()
+            self._again[kind] = found
+
     # -- combine --------------------------------------------------------------------------------------------
 
     def combine(
@@ -252,6 +326,11 @@ class UsualCalls:
         found = self._backend.usual_combine(routed.layout, y.dtype, options)
         if found is not None:
             self._combines[kind] = found
+
+
+def _kind_of_rows(x: torch.Tensor, scales: object, routed: Routed, copy: object) -> object:
+    """What usual calls that send other rows of one kind have alike."""
+    return routed._handle.options, routed._ids_dtype, x.dtype, scales is None, copy, copy.__class__
 
 
 def _kind_of_dispatch(

@@ -35,7 +35,7 @@ class Calls:
 
     def __init__(self, stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stand_ins, self.short = stand_ins, 0
-        for name in ("dispatch", "combine"):
+        for name in ("dispatch", "dispatch_again", "combine"):
             monkeypatch.setattr(UsualCalls, name, self._counted(getattr(UsualCalls, name)))
         self.x, self.ids = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16), torch.zeros(TOKENS, TOP_K).long()
         self.ids[:, 1] = 5
@@ -180,6 +180,37 @@ def test_more_tokens_than_room(calls: Calls) -> None:
     (before,) = calls.buffer._calls.all()
     more = {name: torch.cat([calls.given[name]] * 2) for name in ("x", "topk_idx", "topk_weights", "is_token_in_rank")}
     assert calls.dispatch(**more)[4].dispatched.comm is not before
+    assert not calls.short
+
+
+WRONG_AGAIN: dict[str, Callable[[Calls], dict[str, Any]]] = {
+    "x": lambda calls: {"x": calls.x[:, :-1]},
+    "rows": lambda calls: {"x": calls.x[:-1]},
+    "a list": lambda calls: {"x": [calls.x, calls.x]},
+    "ids": lambda calls: {"topk_idx": calls.ids},
+    "config": lambda calls: {"config": 1},
+    "handle": lambda calls: {"handle": (1, 2)},
+}
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_rows_again(calls: Calls, enabled: bool) -> None:
+    """Other rows by a handle take the short way from the second call on, and have no graph."""
+    with torch.set_grad_enabled(enabled):
+        for short in (False, True):
+            rows, *others, event = calls.buffer.dispatch(calls.x.clone().requires_grad_(), calls.handle)
+            assert bool(calls.short) is short
+            assert rows.shape == (40, HIDDEN)
+            assert not rows.requires_grad
+            assert (others, event.event) == ([None] * 4, None)
+
+
+@pytest.mark.parametrize("what", WRONG_AGAIN)
+def test_what_is_wrong_again_shows(calls: Calls, what: str) -> None:
+    """As it does the first time."""
+    calls.buffer.dispatch(calls.x, calls.handle)
+    with pytest.raises(TokenloomError, match=r"Buffer\.dispatch"):
+        calls.buffer.dispatch(**{"x": calls.x, "handle": calls.handle, **WRONG_AGAIN[what](calls)})
     assert not calls.short
 
 

@@ -107,6 +107,7 @@ class NvlinkBackend:
     def _offer_calls(self) -> None:
         dispatcher, combiner = self._dispatcher, self._combiner
         self.usual_dispatch, self.usual_combine = dispatcher.usual, combiner.usual
+        self.usual_again = dispatcher.usual_again
         self.row_weights, self.route_gradients = combiner.row_weights, combiner.route_gradients
         self.send_dispatch: Any = dispatcher.send
         self.send_combine: Any = combiner.send

@@ -11,6 +11,7 @@ import torch
 
 from tokenloom.backends.base import DispatchInputs, DispatchOptions, OwnOutputs, Pending, Rows, UsualDispatch
 from tokenloom.backends.nvlink import places
+from tokenloom.backends.nvlink.again import UsualAgain
 from tokenloom.backends.nvlink.buffers import Buffers, ReceiveBuffer
 from tokenloom.backends.nvlink.copies import Copies
 from tokenloom.backends.nvlink.handle import NvlinkHandle
@@ -152,15 +153,22 @@ class Dispatcher:
             where = (handle.positions(), handle.num_places)
             received = self._send_rows(handle, values)
             return Launched(_each(lambda rows: routing.scatter_rows(rows, *where), received))
-        capacity, by_route = handle.capacity, layout == "expert"
-        options = DispatchOptions(layout, handle.options.alignment, "bounded", None if layout == "rank" else capacity)
-        options = replace(options, strategy=strategy) if by_route else options
+        capacity, options = handle.capacity, _options_again(handle)
+        options = replace(options, strategy=strategy) if layout == "expert" else options
         again, rows = self.start(options, _repeated(handle, values), capacity, repeats=True)
         copy, num_places = self._copier(again, own), handle.num_places
         if num_places > capacity:
             copy = partial(places.copied, least=num_places)
         found = rows if again.scales is None else (rows, again.scales)
         return Launched(_each(lambda rows: copy(rows[:num_places]), found))
+
+    def usual_again(self, handle: NvlinkHandle, values: Rows, own: OwnOutputs) -> UsualAgain | None:
+        """See :meth:`tokenloom.backends.base.MakesUsualCalls.usual_again`."""
+        if self._checked or handle.options.layout == "slots" or handle.by_token:
+            return None
+        prepared = self._prepare(_options_again(handle), _repeated(handle, values), handle.capacity, repeats=True)
+        assert isinstance(prepared, DirectDispatch), "rows come to places of receive buffers"
+        return UsualAgain(prepared, self._copier, own)
 
     def send_rows(self, handle: NvlinkHandle, values: torch.Tensor, strategy: str = "dedup") -> Launched[torch.Tensor]:
         """Launch the kernel for one row per (token, rank), a view for the most rows there may be."""
@@ -405,6 +413,13 @@ def given(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None, int]:
     """What a prepared dispatch is given first: x, scales, topk_ids, weights, tokens."""
     return inputs.x, inputs.scales, inputs.topk_ids, inputs.topk_weights, inputs.x.shape[0]
+
+
+def _options_again(handle: NvlinkHandle) -> DispatchOptions:
+    """Of other rows that come to the places of a dispatch."""
+    layout = handle.options.layout
+    capacity = None if layout == "rank" else handle.capacity
+    return DispatchOptions(layout, handle.options.alignment, "bounded", capacity)
 
 
 def _repeated(handle: NvlinkHandle, values: Rows) -> DispatchInputs:

@@ -338,7 +338,7 @@ class DirectDispatch(PreparedDispatch):
             half = self.half(memory, buffer)
             launcher.launch(self.kernel, self.kind, call, region=buffer.number, repeats=self.repeats, begins=half)
         else:
-            launcher.launch_ready(self.kernel, self.kind, call, stream, buffer.number)
+            launcher.launch_ready(self.kernel, self.kind, call, stream, buffer.number, repeats=self.repeats)
         buffers.num_dispatches += 1
         reused_after = number + len(received)
         handle = NvlinkHandle(

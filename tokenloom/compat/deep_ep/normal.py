@@ -145,8 +145,12 @@ class NormalMode(BufferBase):
             received = self._usual_dispatch(x, layout, topk_idx, topk_weights, expert_alignment)
             if received is not None:
                 return received
-        device = checks.device_of(x)
         streams = (previous_event, async_finish, allocate_on_comm_stream)
+        if streams == (None, False, False) and topk_idx is topk_weights is config is None and handle is not None:
+            found = self._usual_again(x, handle)
+            if found is not None:
+                return found, None, None, None, None, EventOverlap()
+        device = checks.device_of(x)
         if handle is not None:
             given = _dispatched(self, handle, device)
             with self._calls.told(device, given.comm):
@@ -249,6 +253,19 @@ class NormalMode(BufferBase):
                 return None
             received = _received(found, x, found.routed.counts_on_host(), alignment)
         return *received, self._handle(found, in_rank), EventOverlap()
+
+    def _usual_again(self, x: Any, handle: Any) -> Payload | None:
+        """Other rows to the places of a dispatch, on the current stream, if that is like an earlier call and right at
+        a glance."""
+        if handle.__class__ is not Parts or self._communicators is None:
+            return None
+        given = handle.dispatched
+        comm, routed = given.comm, given.routed
+        if routed.layout != "token" or comm.usual is None:
+            return None
+        self._stream.order_behind(comm.device)
+        with without_graph():
+            return comm.usual.dispatch_again(comm, x, routed, "if_needed")
 
     def _handle(self, found: Dispatched, is_token_in_rank: torch.Tensor) -> Parts:
         return normal_handle(found, is_token_in_rank, max(1, self.num_sms // 2), self._num_nodes)
