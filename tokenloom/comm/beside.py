@@ -12,11 +12,16 @@ from tokenloom.comm.calls import Calls, Copies
 from tokenloom.comm.engine import COMBINE_RANGE, DISPATCH_RANGE, Engine, profiler_range
 from tokenloom.comm.halves import CombineCall, DispatchCall
 from tokenloom.comm.routed import Routed
+from tokenloom.comm.usual import UsualCalls
 from tokenloom.errors import InvalidArgument, NotDifferentiable
 from tokenloom.plan import ROUTE_LAYOUTS, align_up
 
 NARROW = 8
 """Values in a row of which the rows that carry weights have a multiple: every backend moves 16 bytes."""
+
+
+SUMS = (None, "per_rank", None, None)
+"""Options of a combine that sums weights: weighted, mode, wire_dtype and out_dtype."""
 
 
 class CallsBeside(Calls):
@@ -27,6 +32,7 @@ class CallsBeside(Calls):
     """
 
     _narrow: Engine | None = None
+    _narrow_usual: tuple[Engine, UsualCalls | None] | None = None
 
     def _make_engine(self, hidden: int) -> Engine:
         """Another engine on the same ranks, for rows of ``hidden`` float32 values."""
@@ -104,6 +110,9 @@ class CallsBeside(Calls):
         Raises:
             TokenloomError: what ``combine`` raises for such values; also NotDifferentiable if they require grad.
         """
+        home = self._usual_sums(values, routed)
+        if home is not None:
+            return home
         self.engine.begin()
         self._require_weights_apart("combine")
         by_route = isinstance(routed, Routed) and routed.layout in ROUTE_LAYOUTS
@@ -136,10 +145,42 @@ class CallsBeside(Calls):
         if found is None or found[0] is not engine:
             vars(routed)["_narrow"] = found = engine, self._route_again(routed, engine, None)
         rows = torch.nn.functional.pad(values, (0, more)) if more else values
-        options = (None, "per_rank", None, None)
+        usual = self._usual_of(engine)
         with torch.no_grad():
-            out = CombineCall(self, engine, rows, found[1], options, None, False).run()
+            out = None if usual is None else usual.combine(self, rows, found[1], SUMS, None, None)
+            if out is None:
+                call = CombineCall(self, engine, rows, found[1], SUMS, None, False)
+                out = call.run()
+                if usual is not None:
+                    usual.learn_combine(rows, found[1], SUMS, call.options)
         return out[:, :top_k].contiguous() if more else out
+
+    def _usual_sums(self, values: Any, routed: Any) -> torch.Tensor | None:
+        """Sums of rows that are tokens, if such weights came home before and these are right at a glance."""
+        engine, usual = self._narrow, self.usual
+        if engine is None or usual is None or torch.is_grad_enabled():
+            return None
+        if not (
+            routed.__class__ is Routed
+            and routed._owner is self
+            and routed.layout not in ROUTE_LAYOUTS
+            and values.__class__ is torch.Tensor
+            and values.dtype is torch.float32
+            and values.shape == (*routed._shape[:-1], engine.plan.top_k)
+            and values.device == engine.ranks.device
+            and values.is_contiguous()
+            and usual.ready() is not None
+        ):
+            return None
+        return self._sum_values(values, routed, engine)
+
+    def _usual_of(self, engine: Engine) -> UsualCalls | None:
+        """The usual calls of the engine for weights, where its backend makes some."""
+        found = self._narrow_usual
+        if found is None or found[0] is not engine:
+            backend = engine.makes_usual_calls
+            found = self._narrow_usual = engine, None if backend is None else UsualCalls(engine, backend)
+        return found[1]
 
     def reweighted(self, routed: Routed, topk_weights: torch.Tensor) -> Routed:
         """Give the routes of an earlier dispatch other weights, or their first. Has no gradient.
@@ -210,7 +251,15 @@ class CallsBeside(Calls):
         with torch.no_grad():
             tensors = (x, handle.ids(), weights)
             values = (*options, capacity, False, False, "dedup", "rows")
-            return DispatchCall(self, engine, tensors, values, True, None, False).run()
+            usual = self._usual_of(engine)
+            found = None if usual is None else usual.dispatch(self, *tensors, values, None, True)
+            if found is not None:
+                return found
+            call = DispatchCall(self, engine, tensors, values, True, None, False)
+            made = call.run()
+            if usual is not None:
+                usual.learn_dispatch(values, call.options, call.inputs, True)
+            return made
 
     def engine_beside(self) -> Engine:
         """The engine for weights, made by all ranks at the first call: what :meth:`reweighted` opens its call on."""

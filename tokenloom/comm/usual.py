@@ -55,8 +55,8 @@ class UsualCalls:
         engine = self._engine
         return engine.is_plain() and not engine.open_calls.any_open()
 
-    def _ready(self, awaited: bool = False) -> int | None:
-        """Raise what earlier calls left; the stream, or None if nothing was raised and the call is no usual one.
+    def ready(self, awaited: bool = False) -> int | None:
+        """Raise what earlier calls left; the stream, or None if nothing was raised and the next call is no usual one.
 
         Args:
             awaited: the host will wait for the call.
@@ -95,7 +95,7 @@ class UsualCalls:
         usual = self.like_before(x, scales, topk_ids, weights, options, copy)
         if usual is None or not (out is None or self._fits_all(out, usual)):
             return None
-        stream = self._ready(usual.awaited)
+        stream = self.ready(usual.awaited)
         if stream is None:
             return None
         engine = self._engine
@@ -229,7 +229,7 @@ class UsualCalls:
             or not usual.fits(handle)
         ):
             return None
-        stream = self._ready()
+        stream = self.ready()
         if stream is None:
             return None
         engine = self._engine
@@ -300,7 +300,7 @@ class UsualCalls:
             and (home_weights is None or self._fits(home_weights, (handle.num_tokens, self._plan.top_k), WEIGHT_DTYPE))
         ):
             return None
-        stream = self._ready()
+        stream = self.ready()
         if stream is None:
             return None
         engine = self._engine

@@ -28,7 +28,7 @@ MUTATIONS = (
     Mutation(
         name="usual-when-closed",
         rule="a usual call asks no more whether the communicator lives",
-        target="tokenloom.comm.usual:UsualCalls._ready",
+        target="tokenloom.comm.usual:UsualCalls.ready",
         old="self._engine.ranks.require_alive()",
         new="pass",
         tests=(TEST + "a_closed_communicator",),
@@ -160,6 +160,14 @@ MUTATIONS = (
         old="x.shape != (handle.num_tokens, plan.hidden)",
         new="False",
         tests=("tests/backends/test_nvlink_again.py::test_what_is_unusual",),
+    ),
+    Mutation(
+        name="usual-weights-settle-nothing",
+        rule="weights come home though an earlier call of their communicator has failed",
+        target="tokenloom.comm.beside:CallsBeside._usual_sums",
+        old="usual.ready() is not None",
+        new="usual.nothing_around()",
+        tests=("tests/comm/test_usual_weights.py::test_what_earlier_calls_left",),
     ),
     Mutation(
         name="refused-rows-stay-lent",

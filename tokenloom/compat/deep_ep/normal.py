@@ -383,10 +383,10 @@ class NormalMode(BufferBase):
         Returns:
             combined_x [N, H] of x's dtype, combined_topk_weights float32 [N, K] or None, event.
         """
-        if bias is config is previous_event is topk_weights is None and not (async_finish or allocate_on_comm_stream):
-            out = self._usual_combine(x, handle)
-            if out is not None:
-                return out, None, EventOverlap()
+        if bias is config is previous_event is None and not (async_finish or allocate_on_comm_stream):
+            home = self._usual_combine(x, handle, topk_weights)
+            if home is not None:
+                return *home, EventOverlap()
         device = checks.device_of(x)
         streams = (previous_event, async_finish, allocate_on_comm_stream)
         given = _dispatched(self, handle, device, "combine")
@@ -410,17 +410,26 @@ class NormalMode(BufferBase):
         (out, weights), event = self._stream.run(call, (x, routed, topk_weights, bias), device, *streams)
         return out, weights, event
 
-    def _usual_combine(self, x: Any, handle: Any) -> torch.Tensor | None:
-        """A combine of rows alone on the current stream, if it is like an earlier one and right at a glance."""
+    def _usual_combine(
+        self, x: Any, handle: Any, topk_weights: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """A combine on the current stream, if it is like an earlier one and right at a glance."""
         if handle.__class__ is not Parts or x.__class__ is not torch.Tensor or self._communicators is None:
             return None
         given = handle.dispatched
         comm, routed = given.comm, given.routed
         if routed.layout != "token" or comm.usual is None:
             return None
+        if topk_weights is not None:  # wrong ones have to be known before the rows leave
+            wanted = (routed.shape[0], comm.plan.top_k)
+            if not given.with_ids or not checks.fits(topk_weights, wanted, torch.float32, x.device):
+                return None
         self._stream.order_behind(x.device)
         with without_graph():
-            return comm.usual.combine(comm, x, routed, PLAIN_SUM, None, None)
+            out = comm.usual.combine(comm, x, routed, PLAIN_SUM, None, None)
+            if out is None:
+                return None
+            return out, None if topk_weights is None else comm.combine_weights(topk_weights, routed)
 
 
 def _received(
