@@ -34,11 +34,9 @@ class NodeRanks(RankGroup):
         self.rank, self.num_ranks = self.members.index(whole.rank), len(self.members)
         self.device = whole.device
         self.timeout_s, self.open_timeout_s = whole.timeout_s, whole.open_timeout_s
-        place = whole.notes.key(whole.notes.new_name("node"))
-        store = whole.notes.store
-        if store is not None:
-            store = dist.PrefixStore(f"{place}/{node}", store)  # type: ignore[attr-defined]
-        self._begin(Noteboard(store, self.rank, self.num_ranks))
+        notes = Noteboard(whole.notes.store, self.rank, self.num_ranks, joins=True)
+        notes.move(f"{whole.notes.key(whole.notes.new_name('node'))}/{node}", step=0)
+        self._begin(notes)
 
     def all_gather_object(self, value: Any, phase: str) -> list[Any]:
         by_rank = self.whole.all_gather_object(value, phase)

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,6 +25,8 @@ from tests.support.emulator.graphs import FakeReferences, is_capturing, launch_o
 from tests.support.emulator.network import device_comm, signals_of
 from tokenloom.backends.gin import memory as gin_memory
 from tokenloom.backends.gin.backend import GinBackend
+from tokenloom.backends.network.backend import NetworkBackend
+from tokenloom.backends.network.nvlink_inside import NvlinkInside
 from tokenloom.backends.nvlink import backend as backend_module
 from tokenloom.backends.nvlink import buffers, launcher, outcomes
 from tokenloom.backends.nvlink.backend import NvlinkBackend
@@ -34,9 +37,10 @@ from tokenloom.jit import kernel
 from tokenloom.jit.compiler import NO_PRELUDE
 from tokenloom.plan import Plan
 from tokenloom.runtime import kernel_reports
+from tokenloom.runtime.node_ranks import NodeRanks
 from tokenloom.runtime.noteboard import Noteboard
 from tokenloom.runtime.processes import RankContext
-from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.runtime.rank_group import RankGroup, Transfer
 from tokenloom.runtime.symmetric_memory import BufferLayout
 from tokenloom.runtime.topology import pretended
 
@@ -190,16 +194,18 @@ class FakeBuffer:
     def __init__(self, layout: BufferLayout, ranks: Any) -> None:
         group = here.group
         self.layout = layout
-        parts = group.share(ranks, "buffer", layout.total_bytes)
+        self._members = ranks.members if isinstance(ranks, NodeRanks) else range(ranks.num_ranks)
+        parts = group.share(ranks, f"buffer of {self._members}", layout.total_bytes)
+        parts = [parts[member] for member in self._members]
         self.addresses = [each.data_ptr() for each in parts]
-        there = ranks.topology.nodes[ranks.topology.node_of[here.rank]]
+        there = ranks.topology.nodes[ranks.topology.node_of[ranks.rank]]
         if ranks.masks_late:  # as ranks tell each other in truth
             there = [rank for rank, came in enumerate(ranks.all_gather_object(True, "sharing memory")) if came]
-        self.others = frozenset(there) - ranks.masked - {here.rank}
-        for rank in set(range(group.num_ranks)) - self.others - {here.rank}:
+        self.others = frozenset(there) - ranks.masked - {ranks.rank}
+        for rank in set(range(ranks.num_ranks)) - self.others - {ranks.rank}:
             self.addresses[rank] = NOWHERE
         self.peers = torch.tensor(self.addresses, dtype=torch.int64)
-        self._memory = parts[here.rank]
+        self._memory = parts[ranks.rank]
 
     def view(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         offset, _ = self.layout.places[name]
@@ -211,7 +217,7 @@ class FakeBuffer:
         ctypes.memmove(self.addresses[rank] + offset, values.data_ptr(), values.numel() * values.element_size())
 
     def ended_ranks(self) -> list[int]:
-        return sorted(here.group.ended & self.others)
+        return sorted(rank for rank in self.others if self._members[rank] in here.group.ended)
 
     def close(self) -> None:
         pass
@@ -248,7 +254,7 @@ class FakeGin:
 
 
 class FakeRanks(RankGroup):
-    """A RankGroup on threads: it has a store and connections between pairs, and no collectives."""
+    """A RankGroup on threads: it has a store and connections between pairs, and collectives that are meetings."""
 
     transport = "emulated"
 
@@ -265,8 +271,28 @@ class FakeRanks(RankGroup):
         """Threads can always be left out."""
 
     def all_reduce_sum(self, values: torch.Tensor, phase: str) -> torch.Tensor:
-        """For tests: kernels do without."""
         return Meeting().all_gather(values.detach(), phase).sum(0)
+
+    def start_all_gather(self, row: torch.Tensor, phase: str, *, opens: bool = False) -> Transfer:
+        if self._links is not None:
+            return super().start_all_gather(row, phase, opens=opens)
+        self.notes.step += 1
+        return Transfer(Meeting().all_gather(row.clone(), phase), None)
+
+    def start_all_to_all(
+        self,
+        rows: torch.Tensor,
+        send_counts: list[int],
+        recv_counts: list[int],
+        phase: str,
+        out: torch.Tensor | None = None,
+    ) -> Transfer:
+        self.notes.step += 1
+        sent = Meeting().all_gather_object(rows.clone().view(torch.uint8).split(send_counts), phase)
+        came = [parts[self.rank] for parts in sent]
+        assert [len(part) for part in came] == recv_counts, f"{phase} brings other numbers of rows than expected"
+        found = torch.cat(came).view(rows.dtype)
+        return Transfer(found if out is None else out.copy_(found), None)
 
 
 class FakeProcessGroup(torch.distributed.ProcessGroup):
@@ -313,6 +339,24 @@ class FakeStream:
         pass
 
 
+def _make_backend(
+    ranks: FakeRanks,
+    sizes_of_calls: tuple[int, bool],
+    dtype: torch.dtype | None,
+    name: str | None,
+    transport: str | None,
+    plan: Plan,
+) -> Any:
+    num_sms, checked = sizes_of_calls
+    if transport == "gin":
+        made = GinBackend(plan, ranks, num_sms, dtype, checked=checked)
+        here.group.meeting.wait()  # as a SymmetricBuffer does
+        return made
+    if name == "network":
+        return NetworkBackend(plan, ranks, NvlinkInside(plan, ranks, num_sms, checked, dtype))
+    return NvlinkBackend(plan, ranks, num_sms, checked)
+
+
 def _make_communicator(self: tl.Communicator, group: object = None, **options: Any) -> None:
     sizes = {name: options.pop(name) for name in ("num_experts", "hidden", "top_k", "max_tokens_per_rank")}
     plan = Plan(here.group.num_ranks, **sizes)
@@ -322,10 +366,10 @@ def _make_communicator(self: tl.Communicator, group: object = None, **options: A
     if rejoins:
         ranks.rejoin(options.get("on_timeout") == "mask")
     sizes_of_calls = options.get("num_sms", NUM_SMS), options.get("checked", False)
-    backend: Any = NvlinkBackend(plan, ranks, *sizes_of_calls) if options.get("transport") != "gin" else None
-    if backend is None:
-        backend = GinBackend(plan, ranks, sizes_of_calls[0], options.get("dtype"), checked=sizes_of_calls[1])
-        here.group.meeting.wait()  # as a SymmetricBuffer does
+    self._new_backend = partial(  # type: ignore[attr-defined]
+        _make_backend, ranks, sizes_of_calls, options.get("dtype"), options.get("backend"), options.get("transport")
+    )
+    backend: Any = self._new_backend(plan)  # type: ignore[attr-defined]
     if options.get("on_timeout") == "mask" and not rejoins:
         backend.mask_late()
     if ranks.masks_late:
@@ -335,9 +379,9 @@ def _make_communicator(self: tl.Communicator, group: object = None, **options: A
 
 
 def _make_engine(self: tl.Communicator, hidden: int) -> Engine:
+    assert self.backend != "gin", "it has no second engine"
     plan = replace(self.plan, hidden=hidden)
-    assert self.backend == "nvlink", f"backend {self.backend} has no second engine here"
-    return Engine(plan, self._ranks, NvlinkBackend(plan, self._ranks, NUM_SMS))
+    return Engine(plan, self._ranks, self._new_backend(plan))  # type: ignore[attr-defined]
 
 
 def _behind_kernels(method: Callable[..., Any]) -> Callable[..., Any]:

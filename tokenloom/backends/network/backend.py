@@ -37,7 +37,9 @@ class NetworkBackend(CollectiveBackend):
     def __init__(self, plan: Plan, ranks: RankGroup, inside: InsideNode) -> None:
         super().__init__(plan, ranks, NodeExchange(plan, ranks, inside))
         self._inside = inside
-        self.capabilities = replace(self.capabilities, own_node=inside.transport)
+        self.capabilities = replace(
+            self.capabilities, own_node=inside.transport, takes_sms=inside.transport == "nvlink"
+        )
 
     @property
     def sent(self) -> SentRows:

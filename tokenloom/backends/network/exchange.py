@@ -23,7 +23,7 @@ import torch
 from tokenloom.backends.collective_handle import Sizes
 from tokenloom.backends.exchange import Arriving, ArrivingSum, Here, SumOnArrival, Then
 from tokenloom.backends.network.inside import InsideNode, Legs
-from tokenloom.backends.network.paths import Block, arrange, find_paths
+from tokenloom.backends.network.paths import Block, arrange, columns, find_paths
 from tokenloom.ops import routing
 from tokenloom.plan import Plan, align_up
 from tokenloom.runtime.rank_group import RankGroup
@@ -71,22 +71,19 @@ class NodeExchange:
         by_node = self._goes_to(sizes.send, num_tokens).unflatten(1, (-1, width))
         reached = torch.tensor([each is not None for each in paths.forwarders], device=by_node.device)
         nodes, tokens = (by_node.any(2) & reached).t().nonzero(as_tuple=True)
-        columns = [routing.gather_rows(values, tokens).view(torch.uint8) for values in parts.values()]
-        columns.append(by_node[tokens, nodes].to(torch.uint8))
-        ends = np.cumsum([each.shape[1] for each in columns]).tolist()
-        columns.append(columns[-1].new_zeros(len(tokens), align_up(ends[-1], WORD) - ends[-1]))
+        parts_of_rows = [routing.gather_rows(values, tokens).view(torch.uint8) for values in parts.values()]
+        parts_of_rows.append(by_node[tokens, nodes].to(torch.uint8))
+        ends = np.cumsum([each.shape[1] for each in parts_of_rows]).tolist()
+        parts_of_rows.append(parts_of_rows[-1].new_zeros(len(tokens), align_up(ends[-1], WORD) - ends[-1]))
         recv = [0] * self._plan.num_ranks
         for source in paths.served[self._ranks.rank]:
             recv[source] = legs.from_ranks[source]
-        pieces = self._start_pieces(torch.cat(columns, 1), self._to_forwarders(legs.to_nodes), recv)
+        pieces = self._start_pieces(torch.cat(parts_of_rows, 1), self._to_forwarders(legs.to_nodes), recv)
         arriving = self._inside.hand_out(pieces, slice(ends[-2], ends[-1]), legs, paths)
 
         def part(name: str, start: int, end: int) -> Arriving:
             dtype = parts[name].dtype
-            # Always a copy, which starts where words may start.
-            return Then(
-                arriving, lambda rows: rows[:, start:end].clone(memory_format=torch.contiguous_format).view(dtype)
-            )
+            return Then(arriving, lambda rows: columns(rows, start, end).view(dtype))
 
         return {name: part(name, start, end) for name, start, end in zip(parts, [0, *ends], ends, strict=False)}
 

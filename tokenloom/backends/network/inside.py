@@ -1,6 +1,7 @@
 """What happens inside a node: rows that came over the network go on to its ranks, and rows of its ranks come together.
 
-:class:`InsideNode` is all that the exchange between nodes asks for, so kernels may take the place of collectives.
+:class:`InsideNode` is all that the exchange between nodes asks for, so kernels may take the place of collectives
+(nvlink_inside.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 from tokenloom.backends.base import Wait
 from tokenloom.backends.exchange import Arriving, Then
-from tokenloom.backends.network.paths import Block, Paths, arrange
+from tokenloom.backends.network.paths import Block, Paths, arrange, columns
 from tokenloom.ops import routing
 from tokenloom.runtime.rank_group import RankGroup
 
@@ -204,9 +205,9 @@ def add_collected(
     width, num_ranks = rows.shape[1], len(legs.from_ranks)
     packed = torch.cat([routing.packed(rows).view(torch.uint8), _bytes_of(tokens)], 1)
     for came, blocks in inside.collect(packed, legs, paths):
-        end = packed.shape[1]
-        values = came[:, : end - tokens.itemsize].clone(memory_format=torch.contiguous_format).view(rows.dtype)
-        words = came[:, end - tokens.itemsize : end].clone(memory_format=torch.contiguous_format).view(tokens.dtype)
+        end = packed.shape[1] - tokens.itemsize
+        values = columns(came, 0, end).view(rows.dtype)
+        words = columns(came, end, packed.shape[1]).view(tokens.dtype)
         pairs = np.array([pair for pair, _ in blocks], dtype=np.int64).reshape(-1, 2)
         of_rows = torch.from_numpy(np.repeat(pairs, [count for _, count in blocks], axis=0)).to(came.device)
         # Rows of a source lie by rank. A sum of a token's rows takes them in this order.

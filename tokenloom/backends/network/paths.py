@@ -16,6 +16,7 @@ import torch
 from tokenloom.ops import routing
 from tokenloom.runtime.topology import Topology
 
+WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 Block = tuple[Any, int]
 """Rows that lie together: whose they are, and how many."""
 
@@ -77,3 +78,10 @@ def arrange(rows: torch.Tensor, came: Sequence[Block], wanted: Sequence[Block]) 
     if absent:
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
     return routing.gather_rows(rows, index)
+
+
+def columns(rows: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """Copy columns of contiguous uint8 [n, b], as words where they are some. The copy begins where any word may."""
+    word = next(each for each in WORDS if not any(at % each.itemsize for at in (start, end, rows.shape[1])))
+    part = rows.view(word)[:, start // word.itemsize : end // word.itemsize]
+    return part.clone(memory_format=torch.contiguous_format).view(torch.uint8)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from tokenloom.backends.network import nvlink_inside
 from tokenloom.backends.network.backend import NetworkBackend
-from tokenloom.backends.network.inside import CollectivesInside
+from tokenloom.backends.network.inside import CollectivesInside, InsideNode
 from tokenloom.backends.registration import Availability, Registration, Request
+from tokenloom.errors import CommunicatorBroken, PeerTimeout
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.topology import Topology
 
@@ -32,7 +34,34 @@ def why_not_on(topology: Topology) -> str | None:
 def make(request: Request, ranks: RankGroup) -> NetworkBackend:
     """The backend, for the nodes that the group has agreed on."""
     assert request.plan is not None
-    return NetworkBackend(request.plan, ranks, CollectivesInside(ranks, request.plan.max_tokens_per_rank))
+    return NetworkBackend(request.plan, ranks, make_inside(request, ranks))
+
+
+def make_inside(request: Request, ranks: RankGroup) -> InsideNode:
+    """What carries rows inside nodes: kernels where they work on all of them, else collectives. Collective on GPUs."""
+    plan = request.plan
+    assert plan is not None
+    if ranks.device.type == "cpu":  # where a rank may come back alone, and find the others with what they have
+        return CollectivesInside(ranks, plan.max_tokens_per_rank)
+    why = nvlink_inside.why_not(request, ranks)
+    if why:
+        return CollectivesInside(ranks, plan.max_tokens_per_rank, why)
+    kernels: InsideNode | None = None
+    try:
+        kernels = nvlink_inside.NvlinkInside(plan, ranks, request.num_sms, request.checked, request.dtype)
+    except (PeerTimeout, CommunicatorBroken):
+        raise
+    except Exception as error:
+        why = str(error) or type(error).__name__
+    failed = [
+        (rank, each) for rank, each in enumerate(ranks.all_gather_object(why, "making memory inside nodes")) if each
+    ]
+    if kernels is not None and not failed:
+        return kernels
+    if kernels is not None:
+        kernels.close()
+    rank, why = failed[0]
+    return CollectivesInside(ranks, plan.max_tokens_per_rank, f"nvlink failed on rank {rank}: {why}")
 
 
 REGISTRATION = Registration("network", NetworkBackend.capabilities, probe, make, why_not_on=why_not_on)
