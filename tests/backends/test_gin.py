@@ -36,9 +36,11 @@ CASES = {
 }
 
 
-def comm_of(context: RankContext, plan: Plan, **options: Any) -> tl.Communicator:
+def comm_of(context: RankContext, plan: Plan, way: str = "gin", **options: Any) -> tl.Communicator:
     sizes = {name: value for name, value in vars(plan).items() if name != "num_ranks"}
-    return tl.Communicator(context.group, **{"transport": "gin", "ranks_per_node": 2, **sizes, **options})
+    return tl.Communicator(
+        context.group, **{"transport" if way == "gin" else "backend": way, "ranks_per_node": 2, **sizes, **options}
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -47,9 +49,9 @@ def test_bits(name: str) -> None:
     emulator.ranks(4).run(check_bits, CASES[name])
 
 
-def check_bits(context: RankContext, case: Case) -> None:
+def check_bits(context: RankContext, case: Case, way: str = "gin") -> None:
     problem = make_problem(case, context.num_ranks)
-    with comm_of(context, problem.plan, dtype=None if case.dtype == FP8 else case.dtype) as comm:
+    with comm_of(context, problem.plan, way, dtype=None if case.dtype == FP8 else case.dtype) as comm:
         for _ in range(2):
             for layout in ("slots", "rank"):
                 there_and_back(context, comm, problem, layout)
@@ -114,7 +116,7 @@ def test_quantised_rows_to_tensors_of_the_caller() -> None:
     emulator.ranks(4).run(check_out)
 
 
-def check_out(context: RankContext) -> None:
+def check_out(context: RankContext, way: str = "gin") -> None:
     problem = make_problem(replace(CASE, hidden=256, to_quantise=True), context.num_ranks)
     plan, capacity = problem.plan, problem.rows_needed("slots")
     local = plan.experts_per_rank
@@ -126,7 +128,7 @@ def check_out(context: RankContext) -> None:
     )
     home = torch.zeros(len(problem.xs[context.rank]), plan.hidden, dtype=BF16)
     x, ids, weights = problem.arguments(context)
-    with comm_of(context, plan) as comm, torch.no_grad():
+    with comm_of(context, plan, way) as comm, torch.no_grad():
         routed = comm.dispatch(
             x, ids, weights, layout="slots", capacity=capacity, to_fp8=True, scale_layout="columns", out=out
         )
@@ -199,11 +201,11 @@ def test_all_ranks_hear_of_a_fault(call: str) -> None:
     emulator.ranks(4).run(check_fault, call)
 
 
-def check_fault(context: RankContext, call: str) -> None:
+def check_fault(context: RankContext, call: str, way: str = "gin") -> None:
     problem = make_problem(CASE, context.num_ranks)
     x, ids, weights = problem.arguments(context)
     capacity = problem.rows_needed("slots")
-    with comm_of(context, problem.plan) as comm:
+    with comm_of(context, problem.plan, way) as comm:
         routed = comm.dispatch(x, ids, weights, layout="slots", capacity=capacity)
 
         def wrong() -> None:
@@ -231,10 +233,10 @@ def test_all_ranks_hear_of_options_that_differ() -> None:
     emulator.ranks(4).run(check_mismatch)
 
 
-def check_mismatch(context: RankContext) -> None:
+def check_mismatch(context: RankContext, way: str = "gin") -> None:
     problem = make_problem(CASE, context.num_ranks)
     capacity = problem.rows_needed("slots")
-    with comm_of(context, problem.plan) as comm:
+    with comm_of(context, problem.plan, way) as comm:
         for rank in (1, 2):
             own = capacity + (context.rank == rank)
             comm.dispatch(*problem.arguments(context), layout="slots", capacity=own)
@@ -249,9 +251,9 @@ def test_all_ranks_hear_of_combines_that_differ(odd: int) -> None:
     emulator.ranks(4).run(check_combines, odd)
 
 
-def check_combines(context: RankContext, odd: int) -> None:
+def check_combines(context: RankContext, odd: int, way: str = "gin") -> None:
     problem = make_problem(CASE, context.num_ranks)
-    with comm_of(context, problem.plan) as comm:
+    with comm_of(context, problem.plan, way) as comm:
         routed = comm.dispatch(*problem.arguments(context), layout="rank", sizes="bounded")
         comm.combine(routed.tokens, routed, mode="per_node", out_dtype=FP32 if context.rank == odd else BF16)
         odd_one, wanted = (odd, FP32) if odd else (1, BF16)
@@ -288,10 +290,10 @@ def test_faults_behind_an_overflow_that_nobody_has_read() -> None:
     emulator.ranks(4).run(check_unread_overflow)
 
 
-def check_unread_overflow(context: RankContext) -> None:
+def check_unread_overflow(context: RankContext, way: str = "gin") -> None:
     problem = make_problem(CASE, context.num_ranks)
     x, ids, weights = problem.arguments(context)
-    with comm_of(context, problem.plan) as comm:
+    with comm_of(context, problem.plan, way) as comm:
         comm.dispatch(x, ids, weights, layout="slots", capacity=problem.rows_needed("slots") - 1)
         with pytest.raises(tl.TokenloomError):
             comm.send_dispatch(x[:, :8] if context.rank == 3 else x, ids, weights, layout="rank").receive()
@@ -305,10 +307,10 @@ def test_too_many_rows_are_told_on_all_ranks() -> None:
     emulator.ranks(4).run(check_overflow)
 
 
-def check_overflow(context: RankContext) -> None:
+def check_overflow(context: RankContext, way: str = "gin") -> None:
     problem = make_problem(CASE, context.num_ranks)
     needed = problem.rows_needed("slots")
-    with comm_of(context, problem.plan) as comm:
+    with comm_of(context, problem.plan, way) as comm:
         comm.dispatch(*problem.arguments(context), layout="slots", capacity=needed - 1)
         with pytest.raises(tl.CapacityOverflow) as overflow:
             comm.check()

@@ -53,9 +53,13 @@ def test_gin_is_checked_where_it_works(four: Ranks) -> None:
     assert {each.group for each in gin if each.part == "bits"} == {"gin: dispatch", "gin: combine per_node"}
 
 
-def test_why_gin_is_not_checked(four: Ranks) -> None:
+def test_why_kernels_are_not_checked(four: Ranks) -> None:
     found = four.run(on_rank_check, 2)[0]
-    assert found.about[-1] == (
-        "  transport gin is not checked: gin does not work on every rank: it needs a GPU, the tensors are on cpu; use "
-        "transport='auto'"
-    )
+    for line, (what, instead) in zip(
+        found.about[-2:],
+        {"transport gin": "transport='auto'", "backend padded": "backend='auto'"}.items(),
+        strict=True,
+    ):
+        name = what.split()[1]
+        why = f"{name} does not work on every rank: it needs a GPU, the tensors are on cpu"
+        assert line == f"  {what} is not checked: {why}; use {instead}"

@@ -49,7 +49,7 @@ def test_this_machine() -> None:
     text = shown(report)
     assert all(name in text for name in registry.names())
     on_nodes = {each["name"]: (each["own_node"], each["other_nodes"]) for each in report["groups"][-1]["backends"]}
-    by_kernels = {"nvlink": ("nvlink", None), "gin": ("nvlink", "gin")}
+    by_kernels = {"nvlink": ("nvlink", None), "gin": ("nvlink", "gin"), "padded": ("nvlink", "collective")}
     assert on_nodes == by_kernels | dict.fromkeys(("network", "collective"), ("collective",) * 2)
 
 

@@ -18,7 +18,7 @@ from tests.support.emulator import CXX
 from tests.support.nccl_wheels import headers_of
 from tests.support.small_kernels import needs_nvrtc
 from tokenloom.errors import InvalidArgument
-from tokenloom.jit.compiler import Resources, compile_kernel
+from tokenloom.jit.compiler import KernelSpec, Resources, compile_kernel
 from tokenloom.kernels.combine.launch_network import CombineNetworkVariant
 from tokenloom.kernels.common import MAX_BLOCKS, MAX_SHARED_BYTES, TURNS, Variant
 from tokenloom.kernels.common.rail import COUNT_BYTES, MOST_CHUNKS, STATE_BYTES, TRAFFICS, Rail, Regions, chunk_rows
@@ -213,6 +213,7 @@ def test_regions_fill_the_window() -> None:
         for first in (rail.put_from, rail.put_to):
             begins += [first + (turn * 3 + node) * rail.region_bytes for turn in range(TURNS) for node in range(3)]
         assert (rail.comm, rail.window, rail.base, rail.chunks, rail.chunk_rows) == (1, 2, 3, 2, 4)
+        assert rail.turn_bytes == 3 * 256
         assert (rail.counts, rail.blocks) == (1 << 40, (1 << 40) + TRAFFICS * COUNT_BYTES)
         assert rail.blocks + 4 * MAX_BLOCKS == (1 << 40) + STATE_BYTES
     assert begins == list(range(0, regions.window_bytes, 256))
@@ -237,12 +238,46 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
+WITHOUT_NCCL: dict[str, Variant] = {
+    str(variant): variant
+    for part in ("send", "receive")
+    for variant in (
+        DispatchNetworkVariant(LARGE, 8, x_dtype=BF16, part=part, carrier="collective"),
+        DispatchNetworkVariant(
+            LARGE, 4, layout="rank", x_dtype=BF16, quantize="any scale", part=part, carrier="collective"
+        ),
+        CombineNetworkVariant(
+            LARGE,
+            8,
+            y_dtype=BF16,
+            wire_dtype=BF16,
+            out_dtype=BF16,
+            weights="received",
+            part=part,
+            carrier="collective",
+        ),
+    )
+}
+
+
 @pytest.mark.slow
 @needs_nvrtc
 @pytest.mark.parametrize("name", VARIANTS)
 def test_it_compiles_with_the_headers_of_nccl(name: str) -> None:
-    """Those of the oldest version: no spill, no stack, no warning, and it fits on an SM. Later ones gave the same."""
-    spec = VARIANTS[name].spec().behind(headers_of("2.28.9").prelude())
+    """Those of the oldest version. Later ones gave the same."""
+    compiles(VARIANTS[name].spec().behind(headers_of("2.28.9").prelude()))
+
+
+@pytest.mark.slow
+@needs_nvrtc
+@pytest.mark.parametrize("name", WITHOUT_NCCL)
+def test_it_compiles_without_them(name: str) -> None:
+    """Where a collective carries regions."""
+    compiles(WITHOUT_NCCL[name].spec())
+
+
+def compiles(spec: KernelSpec) -> None:
+    """No spill, no stack, no warning, and it fits on an SM."""
     _, log = compile_kernel(spec)
     needs = Resources.from_log(log)
     assert "warning" not in log.lower(), log

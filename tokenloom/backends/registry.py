@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenloom.backends import collective, gin, network, nvlink
+from tokenloom.backends import collective, gin, network, nvlink, padded
 from tokenloom.backends.base import TRANSPORTS, Backend, Capabilities
 from tokenloom.backends.nvlink import DEFAULT_SMS, MAX_SMS
 from tokenloom.backends.registration import Availability, Registration, Request
@@ -38,6 +38,7 @@ _registered: list[Registration] = [
     network.REGISTRATION,
     collective.REGISTRATION,
     gin.REGISTRATION,
+    padded.REGISTRATION,
 ]
 """Best first: ``auto`` picks the first that works."""
 

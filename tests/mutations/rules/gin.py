@@ -1,11 +1,12 @@
-"""Rules of backend "gin"."""
+"""Rules of backends "gin" and "padded"."""
 
 from __future__ import annotations
 
 from tests.mutations.mutation import Mutation
 
 GIN = "tests/backends/test_gin.py"
-HALVES = "tests/backends/test_gin_halves.py"
+HALVES = "tests/backends/test_nodes_halves.py"
+PADDED = "tests/backends/test_padded.py"
 
 MUTATIONS = (
     Mutation(
@@ -19,15 +20,15 @@ MUTATIONS = (
     Mutation(
         name="many-tokens-by-gin",
         rule="plans of many tokens take kernels for few",
-        target="tokenloom.backends.gin.registration:probe",
-        old="not is_eager(plan)",
-        new="False",
+        target="tokenloom.backends.gin.registration:why_not_few_tokens",
+        old="is_eager(plan)",
+        new="True",
         tests=("tests/backends/test_network.py::test_gin_is_refused",),
     ),
     Mutation(
         name="wide-rows-in-narrow-memory",
         rule="rows go to memory that was made for narrower ones",
-        target="tokenloom.backends.gin.memory:NodeMemory.require_room",
+        target="tokenloom.backends.gin.memory:NodeBuffers.require_room",
         old="dtype.itemsize > self._widest.itemsize",
         new="False",
         tests=(f"{GIN}::test_window_of_a_plan",),
@@ -35,7 +36,7 @@ MUTATIONS = (
     Mutation(
         name="window-goes-while-others-put",
         rule="the window is given back after a wait has expired, when a late rank may still put to it",
-        target="tokenloom.backends.gin.backend:GinBackend.close",
+        target="tokenloom.backends.gin.backend:NodesBackend.close",
         old="self._ranks.is_broken or launcher.outcomes.fault.is_set() or launcher.has_graphs",
         new="launcher.has_graphs",
         tests=(f"{GIN}::test_who_is_missing_is_named",),
@@ -43,7 +44,7 @@ MUTATIONS = (
     Mutation(
         name="gradients-are-forgotten",
         rule="rows that want a gradient are sent without one",
-        target="tokenloom.backends.gin.backend:GinBackend.send_dispatch",
+        target="tokenloom.backends.gin.backend:NodesBackend.send_dispatch",
         old="inputs.x_needs_grad or inputs.weights_need_grad",
         new="False",
         tests=(f"{GIN}::test_what_it_has_not",),
@@ -68,7 +69,7 @@ MUTATIONS = (
     Mutation(
         name="unread-timeout-at-close",
         rule="a close gives the window back behind a wait that has expired and that nobody has read",
-        target="tokenloom.backends.gin.backend:GinBackend.close",
+        target="tokenloom.backends.gin.backend:NodesBackend.close",
         old="launcher.outcomes.fault.is_set()",
         new="False",
         tests=(f"{GIN}::test_a_close_hears_of_a_wait_that_has_expired",),
@@ -92,7 +93,7 @@ MUTATIONS = (
     Mutation(
         name="nothing-given-back-if-unmade",
         rule="a window stays where what comes behind it cannot be made",
-        target="tokenloom.backends.gin.memory:NodeMemory.__init__",
+        target="tokenloom.backends.gin.memory:NodeBuffers.__init__",
         old="self.close()",
         new="pass",
         tests=(f"{GIN}::test_what_cannot_be_made_gives_the_window_back",),
@@ -100,9 +101,9 @@ MUTATIONS = (
     Mutation(
         name="signals-counted-when-received",
         rule="a receiving half counts signals from the calls that were sent before it, and not before its own call",
-        target="device/transport/gin.cuh:Rail::before",
-        old="kPart == kReceive ? counts[traffic].before[epoch % kTurns] : counts[traffic].sent",
-        new="counts[traffic].sent",
+        target="device/transport/gin.cuh:RailTransport::before",
+        old="kPart == kReceive ? rail.counts[traffic].before[epoch % kTurns] : rail.counts[traffic].sent",
+        new="rail.counts[traffic].sent",
         tests=(f"{HALVES}::test_in_graphs",),
         num_ranks=4,
     ),
@@ -127,7 +128,7 @@ MUTATIONS = (
     Mutation(
         name="nobody-forwards-behind-a-fault",
         rule="a rank with a fault lets others wait for rows of the call that it has open",
-        target="tokenloom.backends.gin.backend:GinBackend.report_fault",
+        target="tokenloom.backends.gin.backend:NodesBackend.report_fault",
         old="self._launcher.finish_all()",
         new="pass",
         tests=(f"{HALVES}::test_a_fault_while_a_call_is_open",),
@@ -140,5 +141,48 @@ MUTATIONS = (
         old="1 <= chunks <= MOST_CHUNKS",
         new="1 <= chunks < QUEUE_DEPTH // 2",
         tests=("tests/kernels/test_network_kernels.py::test_chunks_leave_room_in_the_queue",),
+    ),
+    Mutation(
+        name="regions-of-two-calls",
+        rule="two open calls exchange the same regions",
+        target="tokenloom.backends.padded.memory:PaddedMemory.new_regions",
+        old="regions = torch.empty(shape, dtype=torch.uint8, device=self._ranks.device)",
+        new="regions = self.__dict__.setdefault('r', torch.empty(shape, dtype=torch.uint8))",
+        tests=(f"{HALVES}::test_a_forwarder_that_receives_late", f"{PADDED}::test_all_calls_exchange_the_same_sizes"),
+        num_ranks=4,
+    ),
+    Mutation(
+        name="collectives-are-not-waited-for",
+        rule="the receiving kernel does not wait for the collective",
+        target="tokenloom.backends.padded.launcher:PaddedLauncher.launch",
+        old="transfer.wait()",
+        new="pass",
+        tests=(f"{PADDED}::test_the_stream_waits_for_the_collective",),
+    ),
+    Mutation(
+        name="faults-are-sent-alone",
+        rule="a rank with a fault opens the call, and forwards nothing to its neighbours",
+        target="tokenloom.backends.padded.launcher:PaddedLauncher._open",
+        old="self.finish(half)",
+        new="pass",
+        tests=(f"{HALVES}::test_a_fault_while_a_call_is_open",),
+        num_ranks=4,
+    ),
+    Mutation(
+        name="padded-by-auto",
+        rule='"auto" takes a backend that has not run on GPUs',
+        target="tokenloom.backends.padded.registration:probe",
+        old='request.name != "padded"',
+        new="False",
+        tests=(f"{PADDED}::test_where_it_works",),
+    ),
+    Mutation(
+        name="faults-are-forgotten-between-kernels",
+        rule="the receiving kernel of a rank with a fault waits as if it had none",
+        target="tokenloom.backends.nvlink.launcher:Launcher.finish",
+        old="self.launch(kernel, kind, half.dispatch, status=half.status, blocks=half.blocks, finishes=half)",
+        new="self.launch(kernel, kind, half.dispatch, blocks=half.blocks, finishes=half)",
+        tests=(f"{HALVES}::test_a_fault_while_a_call_is_open",),
+        num_ranks=4,
     ),
 )

@@ -101,6 +101,14 @@ class Emulator:
                 ctypes.c_size_t(spec.shared_bytes),
             )
 
+    def launch_all_to_all(self, rank: int, args: ctypes.Structure) -> None:
+        """Put what stands for a collective on the stream of a rank; AllToAll of network.py."""
+        size = ctypes.c_size_t(ctypes.sizeof(args))
+        with self.lock:
+            self._core.emulator_launch(
+                rank, self._core.emulated_all_to_all, ctypes.byref(args), size, 1, 32, ctypes.c_size_t(0)
+            )
+
     def run(self, turns: int = TURNS) -> int:
         """Let kernels run for so many turns. Returns: kernels that have not finished."""
         with self.lock:

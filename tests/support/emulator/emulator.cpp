@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <csetjmp>
 #include <deque>
+#include <map>
 #include <memory>
 #include <random>
 #include <sys/mman.h>
@@ -92,6 +93,7 @@ std::vector<Stream> streams;
 std::deque<Fiber*> ready;
 std::vector<std::shared_ptr<Copy>> copies;
 std::vector<Put> on_their_way;  // in the order in which they were issued
+std::map<std::pair<uint64_t, uint32_t>, std::vector<unsigned char>> posted;  // to all-to-alls, by number and rank
 std::vector<void*> stacks;
 std::mt19937_64 chance(1);
 Fiber* current = nullptr;
@@ -378,6 +380,7 @@ void emulator_reset(unsigned num_streams, uint64_t seed) {
     ready.clear();
     copies.clear();
     on_their_way.clear();
+    posted.clear();
     chance.seed(seed);
 }
 
@@ -385,6 +388,29 @@ void emulator_launch(unsigned stream, void (*run)(const void*), const void* args
                      unsigned threads, size_t shared_bytes) {
     const auto* first = static_cast<const unsigned char*>(args);
     streams[stream].waiting.push_back({run, {first, first + args_bytes}, blocks, threads, shared_bytes});
+}
+
+// An all-to-all of the host's, as a kernel of a stream: parts of equal size, of ranks in a mask, by rank.
+struct AllToAll {
+    uint64_t from, to, part_bytes, sequence;  // the same sequence on all ranks
+    uint32_t rank, ranks;
+};
+
+void emulated_all_to_all(const void* args) {
+    const auto& given = *static_cast<const AllToAll*>(args);
+    if (emulated_thread().x != 0) return;
+    for (uint64_t turns = chance() % 512; turns > 0; --turns) emulated_yield();
+    const auto number = [](uint32_t ranks) { return static_cast<uint64_t>(__builtin_popcount(ranks)); };
+    const auto* from = reinterpret_cast<const unsigned char*>(given.from);
+    posted[{given.sequence, given.rank}] = {from, from + number(given.ranks) * given.part_bytes};
+    const uint64_t own = number(given.ranks & ((1u << given.rank) - 1));
+    auto* to = reinterpret_cast<unsigned char*>(given.to);
+    for (uint32_t rank = 0; rank < 32; ++rank) {
+        if ((given.ranks >> rank & 1) == 0) continue;
+        while (posted.count({given.sequence, rank}) == 0) emulated_yield();
+        std::memcpy(to, posted[{given.sequence, rank}].data() + own * given.part_bytes, given.part_bytes);
+        to += given.part_bytes;
+    }
 }
 
 // Runs what there is to run, for so many turns of fibers. Returns: kernels that have not finished.

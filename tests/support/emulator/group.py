@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tokenloom as tl
 from tests.support.emulator import Emulator
 from tests.support.emulator.graphs import FakeReferences, is_capturing, launch_or_keep
-from tests.support.emulator.network import device_comm, signals_of
+from tests.support.emulator.network import AllToAll, device_comm, signals_of
 from tokenloom.backends.gin import memory as gin_memory
 from tokenloom.backends.gin.backend import GinBackend
 from tokenloom.backends.network.backend import NetworkBackend
@@ -30,6 +30,7 @@ from tokenloom.backends.network.nvlink_inside import NvlinkInside
 from tokenloom.backends.nvlink import backend as backend_module
 from tokenloom.backends.nvlink import buffers, launcher, outcomes
 from tokenloom.backends.nvlink.backend import NvlinkBackend
+from tokenloom.backends.padded.backend import PaddedBackend
 from tokenloom.comm import communicator, growing
 from tokenloom.comm.engine import Engine
 from tokenloom.errors import PeerTimeout
@@ -295,6 +296,34 @@ class FakeRanks(RankGroup):
         return Transfer(found if out is None else out.copy_(found), None)
 
 
+class RanksOnStreams(FakeRanks):
+    """The same with all-to-alls of rows of one size on streams, which no host waits for, and which graphs keep."""
+
+    collectives = 0
+
+    def start_all_to_all(
+        self,
+        rows: torch.Tensor,
+        send_counts: list[int],
+        recv_counts: list[int],
+        phase: str,
+        out: torch.Tensor | None = None,
+    ) -> Transfer:
+        assert out is not None
+        assert send_counts == recv_counts
+        received, bits = out, sum(1 << rank for rank, count in enumerate(send_counts) if count)
+
+        def run() -> None:
+            group, self.collectives = here.group, self.collectives + 1
+            here.launched += 1
+            group.keep(self.rank, here.launched, [rows, received])
+            args = AllToAll(rows.data_ptr(), received.data_ptr(), rows[0].nbytes, self.collectives, self.rank, bits)
+            group.emulator.launch_all_to_all(self.rank, args)
+
+        launch_or_keep(run)
+        return Transfer(received, None)
+
+
 class FakeProcessGroup(torch.distributed.ProcessGroup):
     """What a program holds of its ranks."""
 
@@ -348,8 +377,9 @@ def _make_backend(
     plan: Plan,
 ) -> Any:
     num_sms, checked = sizes_of_calls
-    if transport == "gin":
-        made = GinBackend(plan, ranks, num_sms, dtype, checked=checked)
+    if transport == "gin" or name == "padded":
+        between_nodes = GinBackend if transport == "gin" else PaddedBackend
+        made = between_nodes(plan, ranks, num_sms, dtype, checked=checked)
         here.group.meeting.wait()  # as a SymmetricBuffer does
         return made
     if name == "network":
@@ -361,7 +391,8 @@ def _make_communicator(self: tl.Communicator, group: object = None, **options: A
     sizes = {name: options.pop(name) for name in ("num_experts", "hidden", "top_k", "max_tokens_per_rank")}
     plan = Plan(here.group.num_ranks, **sizes)
     rejoins = options.get("rejoin", False)
-    ranks = FakeRanks(options.get("timeout_s", 30.0), rejoins, options.get("ranks_per_node"))
+    make_ranks = RanksOnStreams if options.get("backend") == "padded" else FakeRanks
+    ranks = make_ranks(options.get("timeout_s", 30.0), rejoins, options.get("ranks_per_node"))
     self.plan, self._ranks = plan, ranks
     if rejoins:
         ranks.rejoin(options.get("on_timeout") == "mask")

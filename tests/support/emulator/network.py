@@ -1,4 +1,4 @@
-"""What kernels on the emulator know of NCCL: a device communicator, and windows of ranks in this process."""
+"""What stands for NCCL on the emulator: a device communicator that kernels see, and an all-to-all of the host's."""
 
 from __future__ import annotations
 
@@ -18,6 +18,19 @@ class DevComm(ctypes.Structure):
         ("num_ranks", ctypes.c_int),
         ("signals", ctypes.c_uint64 * MOST_RANKS),
         ("num_signals", ctypes.c_uint64),
+    ]
+
+
+class AllToAll(ctypes.Structure):
+    """Mirror of AllToAll in emulator.cpp."""
+
+    _fields_ = [
+        ("from", ctypes.c_uint64),
+        ("to", ctypes.c_uint64),
+        ("part_bytes", ctypes.c_uint64),
+        ("sequence", ctypes.c_uint64),
+        ("rank", ctypes.c_uint32),
+        ("ranks", ctypes.c_uint32),
     ]
 
 

@@ -2,7 +2,7 @@
 
 The kernels write the memory of ranks of their node, and put rows to other nodes by NCCL's GIN: one for each (token,
 node). docs/explanation/between-nodes.md is the protocol. The host's side is that of backend "nvlink": how calls open
-and what they have found, prepared calls, and handles.
+and what they have found, prepared calls, and handles. All of it but GIN is backend "padded"'s too.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from tokenloom.backends.base import (
+    Capabilities,
     CombineOptions,
     DispatchInputs,
     DispatchOptions,
@@ -31,7 +32,7 @@ from tokenloom.backends.gin.capabilities import CAPABILITIES
 from tokenloom.backends.gin.combine import NodesCombine, empty_combine
 from tokenloom.backends.gin.dispatch import NodesDispatch
 from tokenloom.backends.gin.launcher import NodesLauncher
-from tokenloom.backends.gin.memory import NodeMemory
+from tokenloom.backends.gin.memory import NodeBuffers, NodeMemory
 from tokenloom.backends.nvlink.combine import CombineHalf
 from tokenloom.backends.nvlink.dispatch import given
 from tokenloom.backends.nvlink.handle import NvlinkHandle
@@ -49,49 +50,63 @@ MOST_KINDS = 64
 """Kinds of calls that are kept prepared."""
 
 
-class GinBackend:
-    """Dispatch and combine between nodes by GIN. Making one is collective.
+class NodesBackend:
+    """Dispatch and combine between nodes by kernels, whatever carries regions there. Making one is collective.
 
-    Calls of one piece are one kernel, halves are one each. Rows from other nodes are forwarded by the kernels that
-    receive, so ranks need each other's receiving halves.
+    Calls of one piece are one kernel, halves are one each; or all calls are two. Rows from other nodes are forwarded
+    by the kernels that receive, so ranks need each other's receiving halves.
 
     Args:
         plan, ranks: sizes and group, whose topology has rails.
         num_sms: SMs, one block each, that a kernel takes.
         dtype: of the tokens; None: of 2 bytes.
         checked: read the outcome of every call before it returns.
+
+    Attributes:
+        can: what it can do, but for what a communicator asks for.
+        always_two: every call is two kernels.
     """
 
-    name = "gin"
+    name: str
+    can: Capabilities
+    always_two = False
 
     def __init__(
         self, plan: Plan, ranks: RankGroup, num_sms: int, dtype: torch.dtype | None, checked: bool = False
     ) -> None:
-        self.capabilities = replace(CAPABILITIES, reads_on_host=checked, usual_calls=not checked)
+        self.capabilities = replace(self.can, reads_on_host=checked, usual_calls=self.can.usual_calls and not checked)
         self._checked, self._ranks = checked, ranks
         self._overflow: CapacityOverflow | None = None
         self._dispatches: dict[tuple[object, ...], NodesDispatch] = {}
         self._combines: dict[tuple[object, ...], NodesCombine] = {}
-        self._memory = NodeMemory(plan, ranks, dtype)
+        self._memory = self.make_memory(plan, ranks, dtype)
         try:
-            self._launcher = NodesLauncher(plan, ranks, self._memory, num_sms)
+            self._launcher = self.make_launcher(plan, ranks, num_sms)
             block_counts = torch.zeros(block_count_words(plan), dtype=torch.int32, device=ranks.device)
             results = ResultsMemory(ranks.device)
             self._shared = Shared(plan, self._launcher, self._memory, block_counts, results, checked)
             keep_until_idle(self._shared, ranks.device, block_counts)
             self._launcher.keep_with_graphs.append(self._shared)
-            self._launcher.empty["dispatch"] = self._empty_dispatch().kernel
-            self._launcher.empty["combine"] = empty_combine(self._launcher)
+            self._launcher.empty["dispatch"] = self._empty_dispatch()
+            self._launcher.empty["combine"] = empty_combine(self._launcher, self.always_two)
         except Exception:
             self._memory.close()
             raise
+
+    def make_memory(self, plan: Plan, ranks: RankGroup, dtype: torch.dtype | None) -> NodeBuffers:
+        """Make all memory that calls need."""
+        raise NotImplementedError
+
+    def make_launcher(self, plan: Plan, ranks: RankGroup, num_sms: int) -> NodesLauncher:
+        """Make what launches kernels."""
+        return NodesLauncher(plan, ranks, self._memory, num_sms)
 
     def _empty_dispatch(self) -> NodesDispatch:
         """A dispatch without tokens, whose arguments never change."""
         plan, device = self._shared.plan, self._ranks.device
         x = torch.empty(0, plan.hidden, dtype=torch.bfloat16, device=device)
         ids = torch.empty(0, plan.top_k, dtype=torch.int32, device=device)
-        inputs = DispatchInputs(x, None, ids, None, False, False, False)
+        inputs = DispatchInputs(x, None, ids, None, False, False, False, split=self.always_two)
         dispatch = NodesDispatch(self._shared, DispatchOptions("slots", 1, "bounded", 1), inputs)
         words = torch.zeros(dispatch.results.words(0), dtype=torch.int32, device=device)
         rows = x.new_empty(plan.experts_per_rank, plan.hidden)
@@ -108,7 +123,7 @@ class GinBackend:
             self._refuse_gradients()
         exact = options.sizes == "exact"
         require_no_host_read(exact or self._checked, "sizes='exact'" if exact else "checked=True")
-        prepared = self._prepared_dispatch(options, inputs)
+        prepared = self._prepared_dispatch(options, replace(inputs, split=True) if self.always_two else inputs)
         if exact and not (inputs.split or inputs.ahead):  # whoever waits hears first of what earlier calls left
             self._launcher.settle(0)
         return _Dispatched(self, *prepared.launch(*given(inputs), inputs.out), inputs.out)
@@ -151,6 +166,7 @@ class GinBackend:
         if options.needs_grad:
             self._refuse_gradients()
         require_no_host_read(self._checked, "checked=True")
+        split = split or self.always_two
         prepared = self._prepared_combine(handle.number, handle.options.layout, rows.dtype, options, split)
         out, half = prepared.launch(handle, rows, weights, out)
         if half is not None:
@@ -189,7 +205,7 @@ class GinBackend:
     def send_again(
         self, handle: NvlinkHandle, values: Rows, strategy: str = "dedup", own: OwnOutputs = False
     ) -> NoReturn:
-        raise InvalidArgument("transport 'gin' repeats no dispatch with other rows; use transport='collective'")
+        raise InvalidArgument(f"backend {self.name!r} repeats no dispatch with other rows; use backend='network'")
 
     def send_rows(self, handle: NvlinkHandle, values: torch.Tensor, strategy: str = "dedup") -> NoReturn:
         self._refuse_gradients()
@@ -205,11 +221,11 @@ class GinBackend:
 
     def _refuse_gradients(self) -> NoReturn:
         raise InvalidArgument(
-            "transport 'gin' brings no gradients home; call under torch.no_grad(), or use transport='collective'"
+            f"backend {self.name!r} brings no gradients home; call under torch.no_grad(), or use backend='network'"
         )
 
     def mask(self, ranks: Collection[int]) -> None:
-        raise InvalidArgument("transport 'gin' cannot leave ranks out; use transport='collective' over gloo")
+        raise InvalidArgument(f"backend {self.name!r} cannot leave ranks out; use backend='network' over gloo")
 
     def unmask(self, ranks: Collection[int]) -> None:
         self.mask(ranks)
@@ -254,15 +270,25 @@ class GinBackend:
         launcher = self._launcher
         launcher.await_work()
         if self._ranks.is_broken or launcher.outcomes.fault.is_set() or launcher.has_graphs:
-            self._memory.gin.keep()
+            self._memory.keep()
         self._memory.close()
         launcher.close(self._memory.shared())
+
+
+class GinBackend(NodesBackend):
+    """Dispatch and combine between nodes by GIN."""
+
+    name, can = "gin", CAPABILITIES
+
+    def make_memory(self, plan: Plan, ranks: RankGroup, dtype: torch.dtype | None) -> NodeBuffers:
+        """Make the window, and buffers."""
+        return NodeMemory(plan, ranks, dtype)
 
 
 class _Dispatched:
     """A dispatch whose first kernel, or only one, is on the stream."""
 
-    def __init__(self, backend: GinBackend, *sent: Any) -> None:
+    def __init__(self, backend: NodesBackend, *sent: Any) -> None:
         self._backend, self._sent = backend, sent
 
     def receive(self) -> tuple[NvlinkHandle, torch.Tensor]:

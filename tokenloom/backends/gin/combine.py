@@ -8,19 +8,19 @@ import torch
 
 from tokenloom.backends.base import CombineOptions
 from tokenloom.backends.gin.dispatch import FOR_COMBINE
-from tokenloom.backends.gin.launcher import BehindNccl, NodesLauncher
+from tokenloom.backends.gin.launcher import NodesLauncher
 from tokenloom.backends.handshake import CallKind, combine_fields
 from tokenloom.backends.nvlink.buffers import aligned, require_aligned, require_bulk
 from tokenloom.backends.nvlink.combine import point, point_once
 from tokenloom.backends.nvlink.handle import NvlinkHandle
-from tokenloom.backends.nvlink.launcher import HALVES, Half, OpeningKernel
+from tokenloom.backends.nvlink.launcher import HALVES, Half
 from tokenloom.kernels.combine.launch import CALL_FIELDS
 from tokenloom.kernels.combine.launch_network import CombineNetworkVariant
 from tokenloom.kernels.common import TURNS
 from tokenloom.runtime.leftovers import keep_until_idle
 
 COMBINES = 1
-"""The kind of traffic; kCombines of device/transport/gin.cuh."""
+"""The kind of traffic; kCombines of device/transport/rail.cuh."""
 
 
 class NodesCombine:
@@ -34,6 +34,7 @@ class NodesCombine:
 
     Attributes:
         is_stale, out_dtype: as usual combines have them.
+        kernel, receiving_kernel: as :class:`Empty` has them.
     """
 
     is_stale = False
@@ -64,10 +65,11 @@ class NodesCombine:
             out_dtype=options.out_dtype,
             weights="received" if options.weighted else "none",
             part="send" if split else "whole",
+            carrier=memory.carrier,
         )
-        self.kernel = launcher.new_kernel(BehindNccl(variant, memory.gin.prelude))
-        receiving = BehindNccl(replace(variant, part="receive"), memory.gin.prelude)
-        self._receiving_kernel = launcher.new_kernel(receiving) if split else None
+        self.kernel = launcher.new_kernel(memory.compiled(variant))
+        receiving = memory.compiled(replace(variant, part="receive"))
+        self.receiving_kernel = launcher.new_kernel(receiving) if split else None
         point_once(launcher, self.kernel)
         args = self.kernel.args
         args.combine_turns = TURNS
@@ -103,20 +105,19 @@ class NodesCombine:
             launcher.launch_ready(self.kernel, self._kind, handle.number, stream)
             return out, None
         half = None
-        if self._receiving_kernel is not None:
+        if self.receiving_kernel is not None:
             epoch = torch.empty(2, dtype=torch.int32, device=out.device)
             # What the dispatch has left is read at home too, when its user may have let go of it.
-            half = Half((epoch, handle, out), epoch.data_ptr(), self._receiving_kernel)
+            half = Half((epoch, handle, out), epoch.data_ptr(), self.receiving_kernel)
         launcher.launch(self.kernel, self._kind, handle.number, begins=half)
         return out, half
 
 
-def empty_combine(launcher: NodesLauncher) -> OpeningKernel:
-    """The kernel of a combine without rows, whose arguments never change."""
+def empty_combine(launcher: NodesLauncher, split: bool) -> NodesCombine:
+    """A combine without rows, whose arguments never change."""
     plan, bfloat16 = launcher.plan, torch.bfloat16
-    combine = NodesCombine(
-        launcher, -1, "slots", bfloat16, CombineOptions(False, bfloat16, bfloat16, False, "per_node")
-    )
+    options = CombineOptions(False, bfloat16, bfloat16, False, "per_node")
+    combine = NodesCombine(launcher, -1, "slots", bfloat16, options, split)
     most = plan.num_ranks * (plan.num_ranks + plan.num_experts)  # of counts; the others are fewer
     zeros = torch.zeros(most, dtype=torch.int32, device=launcher.ranks.device)
     keep_until_idle(launcher, launcher.ranks.device, zeros)
@@ -124,4 +125,4 @@ def empty_combine(launcher: NodesLauncher) -> OpeningKernel:
     CALL_FIELDS.write(combine.kernel.args, CALL_FIELDS.offset, *[nothing] * 8, 0, 0, False)
     for name in FOR_COMBINE:
         setattr(combine.kernel.args, name, nothing)
-    return combine.kernel
+    return combine

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from tokenloom.backends.base import DispatchInputs, DispatchOptions
-from tokenloom.backends.gin.launcher import BehindNccl, NodesLauncher
+from tokenloom.backends.gin.launcher import NodesLauncher
 from tokenloom.backends.nvlink.prepared import Shared
 from tokenloom.backends.nvlink.staged import StagedDispatch
 from tokenloom.kernels.common import Variant
 from tokenloom.kernels.dispatch.launch_network import DispatchNetworkVariant
 
 DISPATCHES = 0
-"""The kind of traffic; kDispatches of device/transport/gin.cuh."""
+"""The kind of traffic; kDispatches of device/transport/rail.cuh."""
 FOR_COMBINE = ("node_rows", "forwarded_slots", "forwarded_rows")
 """What a combine needs besides, as arguments and results name it."""
 
@@ -39,8 +39,9 @@ class NodesDispatch(StagedDispatch):
             quantize=self.quantize,
             scale_layout=options.scale_layout,
             part=part,
+            carrier=memory.carrier,
         )
-        return BehindNccl(variant, memory.gin.prelude)
+        return memory.compiled(variant)
 
     def further_words(self) -> dict[str, int]:
         memory, most = self.launcher.memory, self.shared.plan.max_tokens_per_rank

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Protocol
 
-from tokenloom.backends.gin.memory import NodeMemory
+from tokenloom.backends.gin.memory import NodeBuffers
 from tokenloom.backends.handshake import Fields
 from tokenloom.backends.nvlink.launcher import Launcher, OpeningKernel
-from tokenloom.jit.compiler import KernelSpec, Prelude
-from tokenloom.kernels.common import Variant
 from tokenloom.plan import Plan
 from tokenloom.runtime.rank_group import RankGroup
 
 
-@dataclass(frozen=True)
-class BehindNccl:
-    """A variant whose source comes behind NCCL's headers."""
+class Empty(Protocol):
+    """Calls without tokens, whose arguments never change.
 
-    variant: Variant
-    prelude: Prelude
+    Attributes:
+        kernel: of the whole call, or of its sending half. receiving_kernel: of the other half, or None.
+    """
 
-    def __str__(self) -> str:
-        return str(self.variant)
-
-    def spec(self) -> KernelSpec:
-        """What to compile and how to launch it."""
-        return self.variant.spec().behind(self.prelude)
+    kernel: OpeningKernel
+    receiving_kernel: OpeningKernel | None
 
 
 class NodesLauncher(Launcher):
@@ -39,14 +33,18 @@ class NodesLauncher(Launcher):
         memory: of the communicator.
 
     Attributes:
-        empty: kernels of calls without tokens, by the name of the call; other calls open as a dispatch does.
+        empty: calls without tokens, by the name of the call; other calls open as a dispatch does.
     """
 
-    def __init__(self, plan: Plan, ranks: RankGroup, memory: NodeMemory, num_sms: int) -> None:
+    def __init__(self, plan: Plan, ranks: RankGroup, memory: NodeBuffers, num_sms: int) -> None:
         super().__init__(plan, ranks, memory.control, num_sms)
         self.memory = memory
-        self.empty: dict[str, OpeningKernel] = {}
+        self.empty: dict[str, Empty] = {}
         self.keep_with_graphs.append(memory)
 
     def empty_call(self, fields: Fields) -> tuple[OpeningKernel, int | None]:
-        return self.empty.get(str(fields["call"]), self.empty["dispatch"]), None
+        return self.empty_of(fields).kernel, None
+
+    def empty_of(self, fields: Fields) -> Empty:
+        """What opens such a call."""
+        return self.empty.get(str(fields["call"]), self.empty["dispatch"])

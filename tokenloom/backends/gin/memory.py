@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 
 from tokenloom.backends.handshake import Fields
 from tokenloom.backends.nvlink.buffers import control_layout, staged_layout
 from tokenloom.errors import InvalidArgument, TokenloomError
+from tokenloom.jit.compiler import KernelSpec, Prelude
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.combine.launch_network import HEADER_BYTES, CombineNetworkVariant
-from tokenloom.kernels.common import TURNS
+from tokenloom.kernels.common import TURNS, Variant
 from tokenloom.kernels.common.rail import MOST_CHUNKS, STATE_BYTES, TRAFFICS, Rail, Regions, chunk_rows, region_bytes
 from tokenloom.kernels.dispatch.launch_network import DispatchNetworkVariant
 from tokenloom.kernels.signals.launch import SignalsVariant
@@ -25,22 +27,24 @@ CHUNK_ROWS = 64
 """Rows that are put at once: forwarding begins when the first of them are there."""
 
 
-class NodeMemory:
-    """What the ranks of a node share, and the window that those of other nodes put to. Making it is collective.
+class NodeBuffers:
+    """What the ranks of a node share for calls between nodes, whatever carries regions. Making it is collective.
 
     Args:
         plan, ranks: sizes and group, whose topology has rails.
         dtype: of the tokens; None: of 2 bytes. FP8 rows have room wherever others have.
 
     Attributes:
+        carrier: what carries regions to other nodes, as variants name it. most_chunks: of a region.
         fused: as backend "nvlink" has it.
         ranks_per_node: G. num_nodes: N.
         control: flags and headers of the ranks of this node.
         partials: where partial sums of this node meet, [TURNS][N] parts of ``partials_bytes``.
-        gin: the window, with a device communicator.
-        regions: what lies where in the window.
+        regions: what crosses the network.
     """
 
+    carrier: str
+    most_chunks: int
     fused = False
 
     def __init__(self, plan: Plan, ranks: RankGroup, dtype: torch.dtype | None) -> None:
@@ -57,17 +61,12 @@ class NodeMemory:
             region_bytes(plan, dispatches.header_bytes, dispatches.record_bytes),
             region_bytes(plan, HEADER_BYTES, combines.record_bytes),
         )
-        chunks = min(-(-plan.max_tokens_per_rank // CHUNK_ROWS), MOST_CHUNKS)
+        chunks = min(-(-plan.max_tokens_per_rank // CHUNK_ROWS), self.most_chunks)
         self.regions = Regions(self.num_nodes, region, chunks, chunk_rows(plan, chunks))
         self.partials_bytes = align_up(combines.partials_rows * combines.record_bytes, 128)
         partials = BufferLayout.of([("partials", TURNS * self.num_nodes * self.partials_bytes)])
-        # First what a machine may lack.
-        self.gin = GinMemory(
-            ranks, self.regions.window_bytes, contexts=TRAFFICS, signals=self.num_nodes, state_bytes=STATE_BYTES
-        )
+        self.reach_nodes(ranks)  # first what a machine may lack
         try:
-            self._reset_signals(ranks.device)
-            # No rank has these before all have reset theirs.
             self.control = SymmetricBuffer(control_layout(plan), ranks)
             self._staging = SymmetricBuffer(staged_layout(plan, value_bytes, 0), ranks)
             self.partials = SymmetricBuffer(partials, ranks)
@@ -75,12 +74,23 @@ class NodeMemory:
             self.close()
             raise
 
-    def _reset_signals(self, device: torch.device) -> None:
-        """An earlier communicator on the same process group may have raised them."""
-        kernel = Kernel(SignalsVariant().spec().behind(self.gin.prelude), device.index)
-        kernel.args.comm, kernel.args.signals = self.gin.comm, self.num_nodes
-        kernel.launch(1, torch.cuda.current_stream(device).cuda_stream)
-        wait_for(device)
+    def reach_nodes(self, ranks: RankGroup) -> None:
+        """Make what regions are carried with."""
+        raise NotImplementedError
+
+    def compiled(self, variant: Variant) -> Variant:
+        """The variant, behind what its source needs."""
+        return variant
+
+    def tell(self, rail: Rail, traffic: int) -> None:
+        """Tell a kernel of the network, for one kind of calls."""
+        raise NotImplementedError
+
+    def keep(self) -> None:
+        """Ranks of other nodes may still write to what they reach here."""
+
+    def close(self) -> None:
+        """Give back what regions are carried with."""
 
     def staged(self, dtype: torch.dtype, fields: Fields) -> SymmetricBuffer:
         """Where rows of a dispatch arrive over NVLink."""
@@ -95,16 +105,6 @@ class NodeMemory:
                 f"it with dtype={dtype}"
             )
 
-    def tell(self, rail: Rail, traffic: int) -> None:
-        """Tell a kernel of the network, for one kind of calls."""
-        gin = self.gin
-        self.regions.fill(rail, traffic, comm=gin.comm, window=gin.window, base=gin.address, state=gin.state)
-
-    def close(self) -> None:
-        """Give back the window. What NCCL does not take stays until the process ends."""
-        with suppress(TokenloomError):
-            self.gin.close()
-
     def shared(self) -> list[SymmetricBuffer]:
         """What ranks of this node share besides ``control``."""
         return [self._staging, self.partials]
@@ -112,7 +112,70 @@ class NodeMemory:
     def describe(self) -> list[str]:
         """Lines for people."""
         on_node = sum(each.layout.total_bytes for each in (self.control, *self.shared()))
-        return [
-            f"window for {self.num_nodes} nodes: {self.gin.num_bytes / 1e6:.1f} MB, of {self._widest} at most",
-            f"buffers for ranks of this node: {on_node / 1e6:.1f} MB",
-        ]
+        return [f"buffers for ranks of this node: {on_node / 1e6:.1f} MB"]
+
+
+class NodeMemory(NodeBuffers):
+    """The same with the window that ranks of other nodes put to.
+
+    Attributes:
+        gin: the window, with a device communicator. ``regions`` says what lies where in it.
+    """
+
+    carrier, most_chunks = "gin", MOST_CHUNKS
+
+    def reach_nodes(self, ranks: RankGroup) -> None:
+        """Make the window. No rank has buffers before all have reset their signals."""
+        self.gin = GinMemory(
+            ranks, self.regions.window_bytes, contexts=TRAFFICS, signals=self.num_nodes, state_bytes=STATE_BYTES
+        )
+        try:
+            self._reset_signals(ranks.device)
+        except Exception:
+            self.close()
+            raise
+
+    def _reset_signals(self, device: torch.device) -> None:
+        """An earlier communicator on the same process group may have raised them."""
+        kernel = Kernel(SignalsVariant().spec().behind(self.gin.prelude), device.index)
+        kernel.args.comm, kernel.args.signals = self.gin.comm, self.num_nodes
+        kernel.launch(1, torch.cuda.current_stream(device).cuda_stream)
+        wait_for(device)
+
+    def compiled(self, variant: Variant) -> Variant:
+        """The variant behind NCCL's headers."""
+        return BehindNccl(variant, self.gin.prelude)
+
+    def tell(self, rail: Rail, traffic: int) -> None:
+        """Tell a kernel of the network, for one kind of calls."""
+        gin = self.gin
+        self.regions.fill(rail, traffic, comm=gin.comm, window=gin.window, base=gin.address, state=gin.state)
+
+    def keep(self) -> None:
+        """Late ranks may still put to the window."""
+        self.gin.keep()
+
+    def close(self) -> None:
+        """Give back the window. What NCCL does not take stays until the process ends."""
+        with suppress(TokenloomError):
+            self.gin.close()
+
+    def describe(self) -> list[str]:
+        """Lines for people."""
+        window = f"{self.gin.num_bytes / 1e6:.1f} MB, of {self._widest} at most"
+        return [f"window for {self.num_nodes} nodes: {window}", *super().describe()]
+
+
+@dataclass(frozen=True)
+class BehindNccl:
+    """A variant whose source comes behind NCCL's headers."""
+
+    variant: Variant
+    prelude: Prelude
+
+    def __str__(self) -> str:
+        return str(self.variant)
+
+    def spec(self) -> KernelSpec:
+        """What to compile and how to launch it."""
+        return self.variant.spec().behind(self.prelude)

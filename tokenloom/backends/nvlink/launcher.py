@@ -74,7 +74,8 @@ class Half:
         kernel: of the receiving half. blocks: that it takes; None: as :meth:`Launcher.launch` has them.
 
     Attributes:
-        number: of the call. args: of the sending kernel. kind, dispatch: what the call means to all ranks.
+        number: of the call. args: of the sending kernel. kind, dispatch: what the call means to all ranks. status: not
+            0 where this rank opens it for a fault of its own.
         captured: it was sent into a CUDA graph. is_finished: the receiving kernel was launched.
     """
 
@@ -83,7 +84,7 @@ class Half:
         self.number = -1
         self.args: ctypes.Structure | None = None
         self.kind: CallKind | None = None
-        self.dispatch = -1
+        self.dispatch, self.status = -1, 0
         self.captured = self.is_finished = False
 
 
@@ -193,6 +194,7 @@ class Launcher:
         if begins is not None:
             kernel.opening.half_epoch = begins.epoch
             begins.number, begins.kind, begins.dispatch, begins.captured = self.num_calls, kind, dispatch, captured
+            begins.status = status
             begins.args = type(kernel.args).from_buffer_copy(kernel.args)
         if not captured:
             number = self.num_calls if finishes is None else finishes.number
@@ -273,7 +275,7 @@ class Launcher:
         assert args is not None, "the sending half was launched"
         assert kind is not None
         ctypes.memmove(ctypes.addressof(kernel.args), ctypes.addressof(args), ctypes.sizeof(args))
-        self.launch(kernel, kind, half.dispatch, blocks=half.blocks, finishes=half)
+        self.launch(kernel, kind, half.dispatch, status=half.status, blocks=half.blocks, finishes=half)
 
     def _finish_older_halves(self) -> None:
         """Keep the rule that call n opens when call n - 2 is received, which memory that takes turns relies on. Users

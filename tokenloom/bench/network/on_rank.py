@@ -110,9 +110,10 @@ def _make_comms(
     """A communicator for each path that rows can take here, and lines about them. Collective."""
     comms: list[Communicator] = []
     plan, wait_s = sizes(len(topology.node_of)), options.timeout_s
-    no_gin = ""
-    for backend, transport in (("auto", "auto"), ("collective", "auto"), ("auto", "gin")):
-        if any(comm.backend == backend for comm in comms) or (transport == "gin" and topology.num_nodes == 1):
+    unchecked: list[str] = []
+    for backend, transport in (("auto", "auto"), ("collective", "auto"), ("auto", "gin"), ("padded", "auto")):
+        by_kernels = {"gin": "transport gin"}.get(transport) or {"padded": "backend padded"}.get(backend)
+        if any(comm.backend == backend for comm in comms) or (by_kernels and topology.num_nodes == 1):
             continue
         try:
             comm = Communicator(
@@ -131,13 +132,13 @@ def _make_comms(
                 open_timeout_s=wait_s,
             )
         except BackendUnavailable as error:
-            if transport != "gin":
+            if not by_kernels:
                 raise
-            no_gin = f"  transport gin is not checked: {str(error).splitlines()[0]}"
+            unchecked.append(f"  {by_kernels} is not checked: {str(error).splitlines()[0]}")
             continue
         comms.append(comm)
     lines = [line for line in comms[0].describe().splitlines()[1:] if "experts" not in line and "rows" not in line]
-    return comms, lines + [no_gin] * bool(no_gin)
+    return comms, lines + unchecked
 
 
 def find_topology(ranks: RankGroup, ranks_per_node: int | None) -> tuple[Topology, list[str]]:

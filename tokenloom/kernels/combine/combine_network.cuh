@@ -14,6 +14,7 @@
 // Halves are two kernels: the upper part, and the lower. The first waits for neighbours, so that the network carries rows
 // between them.
 #pragma once
+#include "device/transport/collective.cuh"
 #include "device/transport/gin.cuh"
 #include "kernels/combine/push.cuh"
 
@@ -94,7 +95,7 @@ __device__ void sum_for_nodes(const CombineNetworkArgs& args, const CombineNetwo
         const int node = (own + step) % Sums::kNodes;
         const uint64 partials = args.peers[rank] + node * args.partials_bytes + shared.combine_recv;
         const uint64 sums =
-            args.rail.base + args.rail.region<Sums::kNodes>(args.rail.put_from, turn, node) + kNodeHeaderBytes;
+            args.rail.base + args.rail.region(args.rail.put_from, turn, node) + kNodeHeaderBytes;
         const int32 items = node == own ? args.num_tokens : args.forwarded_rows[node];
         for (int32 item = warp * gridDim.x + blockIdx.x; item < items; item += gridDim.x * (Shape::threads / 32)) {
             int32 row = item, slot = -1;
@@ -123,14 +124,14 @@ __device__ void put_sums(const CombineNetworkArgs& args, CombineNetworkShared<Sh
     const int own = args.call.rank / Shape::node_ranks, node = threadIdx.x;
     if (node >= kNodes || node == own) return;
     const int peer = node * Shape::node_ranks + args.call.rank % Shape::node_ranks;
-    const uint64 from = rail.region<kNodes>(rail.put_from, turn, node), to = rail.region<kNodes>(rail.put_to, turn, own);
+    const uint64 from = rail.region(rail.put_from, turn, node), to = rail.region(rail.put_to, turn, own);
     *reinterpret_cast<NodeHeader*>(rail.base + from) = memory.header;
     const int32 rows = memory.header.status == 0 ? args.forwarded_rows[node] : 0;
     for (int c = 0; c < rail.chunks; ++c) {
         const int64 first = min(c * rail.chunk_rows, rows), last = min((c + 1) * rail.chunk_rows, rows);
         const uint64 begin = c == 0 ? 0 : kNodeHeaderBytes + first * kRowBytes;
-        rail.put(kCombines, peer, to + begin, from + begin, kNodeHeaderBytes + last * kRowBytes - begin, own,
-                 memory.descriptors[node]);
+        transport_of<Shape>(rail).put(kCombines, peer, to + begin, from + begin,
+                                      kNodeHeaderBytes + last * kRowBytes - begin, own, memory.descriptors[node]);
     }
 }
 
@@ -146,11 +147,11 @@ __device__ bool await_home(const CombineNetworkArgs& args, Opened opened, int tu
     if (node < kNodes && node != own) {
         const int peer = node * Shape::node_ranks + args.call.rank % Shape::node_ranks;
         // Nobody else says that a rank of another node has begun the call.
-        here = rail.wait(kCombines, node, before + rail.chunks, opening_deadline_of(args.call), peer, kPhaseHome,
-                         epoch);
+        here = transport_of<Shape>(rail).wait(kCombines, node, before + rail.chunks, opening_deadline_of(args.call),
+                                              peer, kPhaseHome, epoch);
         if (here) {
             const auto& header =
-                *reinterpret_cast<const NodeHeader*>(rail.base + rail.region<kNodes>(rail.put_to, turn, node));
+                *reinterpret_cast<const NodeHeader*>(rail.base + rail.region(rail.put_to, turn, node));
             status = header.status;
             same = header.hash[0] == static_cast<uint32>(args.call.options_hash) &&
                    header.hash[1] == static_cast<uint32>(args.call.options_hash >> 32);
@@ -180,7 +181,7 @@ __device__ void sum_home(const CombineNetworkArgs& args, int turn, int warp, int
     const int own = args.call.rank / Shape::node_ranks;
     auto* out = static_cast<unsigned char*>(args.out);
     uint64 rows = rail.base + kNodeHeaderBytes;
-    if (lane < Sums::kNodes) rows += rail.region<Sums::kNodes>(lane == own ? rail.put_from : rail.put_to, turn, lane);
+    if (lane < Sums::kNodes) rows += rail.region(lane == own ? rail.put_from : rail.put_to, turn, lane);
     const int32 num_warps = gridDim.x * (Shape::threads / 32);
     const int32 parts = Rows::Sum::parts(max(args.num_tokens, 1), num_warps);
     for (int32 item = warp * gridDim.x + blockIdx.x; item < args.num_tokens * parts; item += num_warps) {
@@ -258,7 +259,7 @@ __device__ Opened send_sums(const CombineNetworkArgs& args, CombineNetworkShared
         put_sums<Shape>(args, memory, part);
         // Every block has read the signals of calls before, ahead of its flag.
         if (threadIdx.x == 0) {
-            rail.count_call(kCombines, turn.epoch);
+            transport_of<Shape>(rail).count_call(kCombines, turn.epoch);
             mark(args.call, kNotified);
         }
     }
@@ -278,7 +279,7 @@ __device__ bool combine_network_rows(const CombineNetworkArgs& args, Turn turn) 
     auto& memory = *reinterpret_cast<CombineNetworkShared<Shape>*>(shared_memory);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = turn.epoch & (args.combine_turns - 1);
     const Turn neighbours = near<Shape::node_ranks>(turn, args.call.rank);
-    const uint64 before = args.rail.template before<Shape::part>(kCombines, turn.epoch);
+    const uint64 before = transport_of<Shape>(args.rail).template before<Shape::part>(kCombines, turn.epoch);
     if (threadIdx.x == 0) mark(args.call, kBegun);
     if (__syncthreads_or(has_expired(deadline_of(args.call)))) return false;
     Opened opened;

@@ -9,7 +9,7 @@ import torch
 from tokenloom.jit.compiler import KernelSpec
 from tokenloom.kernels.combine.launch import CombineArgs, CombineVariant
 from tokenloom.kernels.common import describe, short_name, uint64_fields
-from tokenloom.kernels.common.rail import DESCRIPTOR_BYTES, Rail
+from tokenloom.kernels.common.rail import CARRIERS, DESCRIPTOR_BYTES, Rail
 from tokenloom.plan import Plan
 
 HEADER_BYTES = 16
@@ -29,7 +29,7 @@ class CombineNetworkArgs(CombineArgs):
 
 @dataclass(frozen=True)
 class CombineNetworkVariant:
-    """One compiled form of the combine between nodes, in mode "per_node". NCCL's headers come before its source.
+    """One compiled form of the combine between nodes, in mode "per_node". Behind NCCL's headers, with GIN.
 
     Attributes:
         plan: sizes of the group.
@@ -38,6 +38,7 @@ class CombineNetworkVariant:
         y_dtype, wire_dtype, out_dtype: dtypes of the rows given, of all sums on their way, and of the result.
         weights: what rows are multiplied by: "none", or "received" (layout "expert" only).
         part: "whole", or the half of a call that "send" or "receive" is.
+        carrier: what carries rows between nodes, of :data:`CARRIERS`. "collective" has halves only.
     """
 
     plan: Plan
@@ -49,6 +50,7 @@ class CombineNetworkVariant:
     out_dtype: torch.dtype
     weights: str = "none"
     part: str = "whole"
+    carrier: str = "gin"
 
     @property
     def record_bytes(self) -> int:
@@ -69,11 +71,12 @@ class CombineNetworkVariant:
             dtypes,
             f"{self.weights} weights",
             self.part,
+            self.carrier,
         ]
         return f"combine_network, {', '.join(words)}"
 
     def spec(self) -> KernelSpec:
-        """What to compile behind NCCL's headers, and how to launch it."""
+        """What to compile, with GIN behind NCCL's headers, and how to launch it."""
         near = CombineVariant(
             self.plan,
             layout=self.layout,
@@ -86,12 +89,15 @@ class CombineNetworkVariant:
         )
         nodes = self.plan.num_ranks // self.ranks_per_node
         spec = near.spec(4 * self.plan.num_ranks + nodes * DESCRIPTOR_BYTES + 128)
+        own = {
+            "node_ranks": self.ranks_per_node,
+            "sum_registers": SUM_REGISTERS,
+            "carrier": CARRIERS.index(self.carrier),
+        }
         return replace(
             spec,
             name="combine_network",
             path="kernels/combine/combine_network.cuh",
-            shape=tuple(
-                (dict(spec.shape) | {"node_ranks": self.ranks_per_node, "sum_registers": SUM_REGISTERS}).items()
-            ),
+            shape=tuple((dict(spec.shape) | own).items()),
             args=CombineNetworkArgs,
         )

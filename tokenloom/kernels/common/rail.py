@@ -1,4 +1,4 @@
-"""What kernels are told of the network between nodes; Rail of device/transport/gin.cuh."""
+"""What kernels are told of the network between nodes; Rail of device/transport/rail.cuh."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from tokenloom.kernels.common.call import TURNS, int32_fields, uint64_fields
 from tokenloom.kernels.common.numbers import MAX_BLOCKS
 from tokenloom.plan import Plan, align_up
 
+CARRIERS = ("gin", "collective")
+"""What carries regions, by the number of Carrier there: NCCL's GIN, or a collective between two kernels."""
 QUEUE_DEPTH = 32
-"""Puts that one context takes for one peer before it blocks; kQueueDepth there."""
+"""Puts that one context takes for one peer before it blocks; kQueueDepth of gin.cuh."""
 MOST_CHUNKS = QUEUE_DEPTH // TURNS - 1
 """Puts of a call to each node. As many calls as take turns may have some on their way."""
 DESCRIPTOR_BYTES = 128
@@ -26,10 +28,12 @@ blocks."""
 
 
 class Rail(ctypes.Structure):
-    """Mirror of Rail in device/transport/gin.cuh, which says what each value is."""
+    """Mirror of Rail in device/transport/rail.cuh, which says what each value is."""
 
     _fields_ = [
-        *uint64_fields("comm", "window", "base", "put_from", "put_to", "region_bytes", "counts", "blocks"),
+        *uint64_fields(
+            "comm", "window", "base", "put_from", "put_to", "region_bytes", "turn_bytes", "counts", "blocks"
+        ),
         *int32_fields("chunks", "chunk_rows"),
     ]
 
@@ -71,7 +75,7 @@ class Regions:
         rail.comm, rail.window, rail.base = comm, window, base
         rail.put_from = traffic * 2 * self._half_bytes
         rail.put_to = rail.put_from + self._half_bytes
-        rail.region_bytes = self.region_bytes
+        rail.region_bytes, rail.turn_bytes = self.region_bytes, self.num_nodes * self.region_bytes
         rail.counts, rail.blocks = state, state + TRAFFICS * COUNT_BYTES
         rail.chunks, rail.chunk_rows = self.chunks, self.chunk_rows
 

@@ -33,7 +33,7 @@ __device__ bool send_to_nodes(const DispatchNetworkArgs& args, NetworkShared<Sha
     const Chunk chunk = chunk_of(args.num_tokens, blockIdx.x);
     const Turn neighbours = near<Shape::node_ranks>(turn, args.call.rank);
     const uint64 packed =
-        rail.base + rail.template region<Rows::kNodes>(rail.put_from, turn.epoch & (args.turns - 1), 0);
+        rail.base + rail.region(rail.put_from, turn.epoch & (args.turns - 1), 0);
     if (warp == 0) shared.progress.clear(lane);
     if (warp < shared.kRings) DispatchShared<Shape>::Stream::init(shared.control_of_stream[warp], lane);
     if (threadIdx.x < Shape::num_ranks) route.row_base[threadIdx.x] = args.call.rank * args.max_tokens;
@@ -73,7 +73,7 @@ __device__ bool send_to_nodes(const DispatchNetworkArgs& args, NetworkShared<Sha
     put_chunks<Shape>(args, memory.nodes, turn);
     // Every block has read the signals of calls before, ahead of its flag.
     if (threadIdx.x == 0) {
-        rail.count_call(kDispatches, turn.epoch);
+        transport_of<Shape>(rail).count_call(kDispatches, turn.epoch);
         mark(args.call, kNotified);
     }
     return true;
@@ -109,7 +109,7 @@ __device__ bool dispatch_network_rows(const DispatchNetworkArgs& args, Turn turn
         windows.control.bases[threadIdx.x] = args.call.peers[threadIdx.x];
         windows.data.bases[threadIdx.x] = args.peers[threadIdx.x] + turn_offset<Shape>(args, turn.epoch);
     }
-    const uint64 before = args.rail.template before<Shape::part>(kDispatches, turn.epoch);
+    const uint64 before = transport_of<Shape>(args.rail).template before<Shape::part>(kDispatches, turn.epoch);
     if (__syncthreads_or(has_expired(deadline_of(args.call)))) return false;
     bool done = true;
     if constexpr (Shape::part != kReceive) done = send_to_nodes<Shape>(args, shared, turn);

@@ -8,7 +8,7 @@ import torch
 
 from tokenloom.jit.compiler import KernelSpec
 from tokenloom.kernels.common import HEADER_WORDS, describe, short_name, uint64_fields
-from tokenloom.kernels.common.rail import DESCRIPTOR_BYTES, Rail
+from tokenloom.kernels.common.rail import CARRIERS, DESCRIPTOR_BYTES, Rail
 from tokenloom.kernels.dispatch.launch import STAGED_WARPS, DispatchArgs, DispatchVariant
 from tokenloom.plan import Plan, align_up
 
@@ -21,13 +21,14 @@ class DispatchNetworkArgs(DispatchArgs):
 
 @dataclass(frozen=True)
 class DispatchNetworkVariant:
-    """One compiled form of the dispatch between nodes. NCCL's headers come before its source.
+    """One compiled form of the dispatch between nodes. Behind NCCL's headers, with GIN.
 
     Attributes:
         plan: sizes of the group.
         ranks_per_node: rank n * ranks_per_node + g is on node n.
         layout: "slots" or "rank".
         x_dtype, quantize, scale_layout, part: as in :class:`DispatchVariant`.
+        carrier: what carries rows between nodes, of :data:`CARRIERS`. "collective" has halves only.
     """
 
     plan: Plan
@@ -38,6 +39,7 @@ class DispatchNetworkVariant:
     quantize: str = ""
     scale_layout: str = "rows"
     part: str = "whole"
+    carrier: str = "gin"
 
     @property
     def near(self) -> DispatchVariant:
@@ -68,10 +70,10 @@ class DispatchNetworkVariant:
     def __str__(self) -> str:
         words = f"{short_name(self.x_dtype)}{self.quantize and ' to fp8, '}{self.quantize}, {self.scale_layout}"
         sizes = f"{describe(self.plan)}, nodes of {self.ranks_per_node}"
-        return f"dispatch_network, {sizes}, {self.layout}, {words}, {self.part}"
+        return f"dispatch_network, {sizes}, {self.layout}, {words}, {self.part}, {self.carrier}"
 
     def spec(self) -> KernelSpec:
-        """What to compile behind NCCL's headers, and how to launch it.
+        """What to compile, with GIN behind NCCL's headers, and how to launch it.
 
         Raises:
             InvalidArgument: counts of so many experts leave no shared memory for rows.
@@ -79,7 +81,8 @@ class DispatchNetworkVariant:
         nodes = self.plan.num_ranks // self.ranks_per_node
         spec = self.near.spec(nodes * (4 * (STAGED_WARPS + 1) + DESCRIPTOR_BYTES) + 128)
         sizes = {"node_ranks": self.ranks_per_node, "header_bytes": self.header_bytes}
-        shape = dict(spec.shape) | sizes | {"record_bytes": self.record_bytes}
+        sizes |= {"record_bytes": self.record_bytes, "carrier": CARRIERS.index(self.carrier)}
+        shape = dict(spec.shape) | sizes
         return replace(
             spec,
             name="dispatch_network",

@@ -1,5 +1,6 @@
 // What a dispatch between nodes adds: rows are packed, one for each (token, node), and on the other side forwarded.
 #pragma once
+#include "device/transport/collective.cuh"
 #include "device/transport/gin.cuh"
 #include "kernels/dispatch/send.cuh"
 
@@ -161,14 +162,15 @@ __device__ void put_chunks(const DispatchNetworkArgs& args, NodesShared<Shape>& 
     const int own = Rows::node_of(args.call.rank), node = threadIdx.x;
     if (node >= Rows::kNodes || node == own) return;
     const int part = turn.epoch & (args.turns - 1), peer = node * Shape::node_ranks + args.call.rank % Shape::node_ranks;
-    const uint64 from = rail.template region<Rows::kNodes>(rail.put_from, part, node);
-    const uint64 to = rail.template region<Rows::kNodes>(rail.put_to, part, own);
+    const uint64 from = rail.region(rail.put_from, part, node);
+    const uint64 to = rail.region(rail.put_to, part, own);
     const int32 rows = reinterpret_cast<const int32*>(rail.base + from)[Rows::kCountWord];
     for (int c = 0; c < rail.chunks; ++c) {
         const int64 first = min(c * rail.chunk_rows, rows), last = min((c + 1) * rail.chunk_rows, rows);
         const uint64 begin = c == 0 ? 0 : Rows::kHeaderBytes + first * Rows::kBytes;
         const uint64 end = Rows::kHeaderBytes + last * Rows::kBytes;
-        rail.put(kDispatches, peer, to + begin, from + begin, end - begin, own, nodes.descriptors[node]);
+        transport_of<Shape>(rail).put(kDispatches, peer, to + begin, from + begin, end - begin, own,
+                                      nodes.descriptors[node]);
     }
 }
 
@@ -227,6 +229,7 @@ __device__ bool forward_rows(const DispatchNetworkArgs& args, const DispatchShar
                              uint64 before) {
     using Rows = Packed<Shape>;
     const Rail& rail = args.rail;
+    const auto network = transport_of<Shape>(rail);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int own = Rows::node_of(args.call.rank);
     const Turn neighbours = near<Shape::node_ranks>(turn, args.call.rank);
@@ -234,14 +237,14 @@ __device__ bool forward_rows(const DispatchNetworkArgs& args, const DispatchShar
         const int node = (own + step) % Rows::kNodes;
         const int source = node * Shape::node_ranks + args.call.rank % Shape::node_ranks;
         const auto* region = reinterpret_cast<const unsigned char*>(
-            rail.base + rail.template region<Rows::kNodes>(rail.put_to, turn.epoch & (args.turns - 1), node));
+            rail.base + rail.region(rail.put_to, turn.epoch & (args.turns - 1), node));
         const auto* header = reinterpret_cast<const int32*>(region);
         int32* slots = args.forwarded_slots + static_cast<int64>(node) * args.max_tokens * Shape::node_ranks;
         for (int c = 0; c < rail.chunks; ++c) {
             // Nobody else says that a rank of another node has begun the call.
             const Deadline deadline = c == 0 ? opening_deadline_of(args.call) : deadline_of(args.call);
-            const bool here = threadIdx.x != 0 || rail.wait(kDispatches, node, before + c + 1, deadline, source,
-                                                            kPhaseForward, turn.epoch);
+            const bool here = threadIdx.x != 0 || network.wait(kDispatches, node, before + c + 1, deadline, source,
+                                                               kPhaseForward, turn.epoch);
             if (!__syncthreads_and(here)) return false;
             // Rows of another call may lie anywhere, with anything in the places of ids. It will be refused.
             const bool same = header[kHashWord] == static_cast<int32>(args.call.options_hash) &&

@@ -1,4 +1,5 @@
-"""Halves of backend "gin" on the emulator: two calls open at once, in graphs too, and what ends between them."""
+"""Halves of backends "gin" and "padded" on the emulator: two calls open at once, in graphs too, and what ends between
+them."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from tokenloom.runtime.processes import RankContext
 pytestmark = pytest.mark.skipif(emulator.CXX is None, reason="no g++")
 
 CALLS = 14
+EACH_WAY = pytest.mark.parametrize("way", ["gin", "padded"])
 SOON_S = 0.003
 """Some seconds of the emulator, where a broken rule would let ranks wait for ever."""
 
@@ -135,32 +137,35 @@ def play(steps: list[tuple[str, str, int]], batches: Any, overwrites: bool = Fal
     return list(made.values())
 
 
+@EACH_WAY
 @pytest.mark.parametrize("overwrites", [False, True], ids=["", "overwritten"])
 @pytest.mark.parametrize("sizes", [(4, 2), (2, 1), pytest.param((6, 2), marks=pytest.mark.slow)], ids=str)
-def test_interleaved(sizes: tuple[int, int], overwrites: bool) -> None:
+def test_interleaved(sizes: tuple[int, int], overwrites: bool, way: str) -> None:
     """Two are open at a time, of both kinds and layouts, received in either order; whole calls go between them."""
     for seed in range(2):
         ranks = EmulatedRanks(emulator._shared_folder(), sizes[0], seed)
-        ranks.run(check_interleaved, sizes[1], seed, overwrites)
+        ranks.run(check_interleaved, sizes[1], seed, overwrites, way)
 
 
-def check_interleaved(context: RankContext, ranks_per_node: int, seed: int, overwrites: bool) -> None:
+def check_interleaved(context: RankContext, ranks_per_node: int, seed: int, overwrites: bool, way: str) -> None:
     case = replace(CASE, hidden=256, dtype=FP8) if seed % 2 else CASE
     chance = random.Random(seed)
 
     def batch(number: int) -> Batch:
         return Batch(context, comm, replace(case, seed=number % 5), ("slots", "rank")[number % 2])
 
-    with comm_of(context, make_problem(case, context.num_ranks).plan, ranks_per_node=ranks_per_node) as comm:
+    plan = make_problem(case, context.num_ranks).plan
+    with comm_of(context, plan, way, ranks_per_node=ranks_per_node) as comm:
         made = play(schedule(chance), batch, overwrites)
         comm.check()
         for each in made:
             each.check()
 
 
-def test_in_graphs() -> None:
+@EACH_WAY
+def test_in_graphs(way: str) -> None:
     """Halves of two batches in turns, captured once and replayed with other routings between eager ones."""
-    emulator.ranks(4).run(check_graphs)
+    emulator.ranks(4).run(check_graphs, way)
 
 
 TURNS = [
@@ -177,9 +182,9 @@ TURNS = [
 ]
 
 
-def check_graphs(context: RankContext) -> None:
+def check_graphs(context: RankContext, way: str) -> None:
     case = replace(CASE, tokens=(5, 0, 5, 4), ids_dtype=torch.int32)  # others are converted by torch
-    with comm_of(context, make_problem(case, context.num_ranks).plan, timeout_s=SOON_S) as comm:
+    with comm_of(context, make_problem(case, context.num_ranks).plan, way, timeout_s=SOON_S) as comm:
 
         def batch(number: int) -> Batch:
             return Batch(context, comm, replace(case, seed=number), ("slots", "rank")[number % 2])
@@ -205,17 +210,18 @@ def check_graphs(context: RankContext) -> None:
 # -- between halves -------------------------------------------------------------------------------------------------
 
 
+@EACH_WAY
 @pytest.mark.parametrize("first", ["sent first", "sent last"])
 @pytest.mark.parametrize("receives", [True, False], ids=["receives", "drops"])
 @pytest.mark.parametrize("call", ["dispatch", "combine"])
-def test_a_fault_while_a_call_is_open(call: str, receives: bool, first: str) -> None:
+def test_a_fault_while_a_call_is_open(call: str, receives: bool, first: str, way: str) -> None:
     """Rank 3 fails in its second call. The first is right on all others, in whichever order they receive, and also if
     rank 3 never receives it."""
-    emulator.ranks(4).run(check_fault, call, receives, first)
+    emulator.ranks(4).run(check_fault, call, receives, first, way)
 
 
-def check_fault(context: RankContext, call: str, receives: bool, first: str) -> None:
-    with comm_of(context, make_problem(CASE, context.num_ranks).plan, timeout_s=SOON_S) as comm:
+def check_fault(context: RankContext, call: str, receives: bool, first: str, way: str) -> None:
+    with comm_of(context, make_problem(CASE, context.num_ranks).plan, way, timeout_s=SOON_S) as comm:
 
         def batch(seed: int) -> Batch:
             return Batch(context, comm, replace(CASE, seed=seed), "slots")
@@ -250,14 +256,15 @@ def check_fault(context: RankContext, call: str, receives: bool, first: str) -> 
         there_and_back(context, comm, make_problem(CASE, context.num_ranks), "slots")
 
 
+@EACH_WAY
 @pytest.mark.parametrize("call", ["dispatch", "combine"])
-def test_a_pending_that_is_dropped(call: str) -> None:
+def test_a_pending_that_is_dropped(call: str, way: str) -> None:
     """The next call says so on all ranks, and those behind it work."""
-    emulator.ranks(4).run(check_dropped, call)
+    emulator.ranks(4).run(check_dropped, call, way)
 
 
-def check_dropped(context: RankContext, call: str) -> None:
-    with comm_of(context, make_problem(CASE, context.num_ranks).plan, timeout_s=SOON_S) as comm:
+def check_dropped(context: RankContext, call: str, way: str) -> None:
+    with comm_of(context, make_problem(CASE, context.num_ranks).plan, way, timeout_s=SOON_S) as comm:
         batch = Batch(context, comm, CASE, "slots")
         batch.routed = batch.dispatch(False)
         getattr(batch, call)(True)
@@ -283,27 +290,29 @@ def check_some(context: RankContext) -> None:
         there_and_back(context, comm, batch.problem, "slots")
 
 
-def test_exact_sizes() -> None:
+@EACH_WAY
+def test_exact_sizes(way: str) -> None:
     """The host reads them when it receives."""
-    emulator.ranks(4).run(check_exact)
+    emulator.ranks(4).run(check_exact, way)
 
 
-def check_exact(context: RankContext) -> None:
+def check_exact(context: RankContext, way: str) -> None:
     problem = make_problem(CASE, context.num_ranks)
     want = problem.dispatched("rank")
-    with comm_of(context, problem.plan, checked=context.num_ranks == 2) as comm:
+    with comm_of(context, problem.plan, way, checked=context.num_ranks == 2) as comm:
         pending = [comm.send_dispatch(*problem.arguments(context), layout="rank") for _ in "ab"]
         for each in pending:
             same_routed(each.receive(), want[context.rank], problem.plan)
 
 
-def test_a_forwarder_that_receives_late() -> None:
+@EACH_WAY
+def test_a_forwarder_that_receives_late(way: str) -> None:
     """Nobody takes rows before they are here, though a later call was received first."""
-    emulator.ranks(4).run(check_late_forwarder)
+    emulator.ranks(4).run(check_late_forwarder, way)
 
 
-def check_late_forwarder(context: RankContext) -> None:
-    with comm_of(context, make_problem(CASE, context.num_ranks).plan, timeout_s=SOON_S) as comm:
+def check_late_forwarder(context: RankContext, way: str) -> None:
+    with comm_of(context, make_problem(CASE, context.num_ranks).plan, way, timeout_s=SOON_S) as comm:
         batches = [Batch(context, comm, replace(CASE, seed=seed), "slots") for seed in range(2)]
         for _ in range(3):
             pending = [batch.dispatch(True) for batch in batches]

@@ -1,0 +1,155 @@
+"""Backend "padded" with its own host code on the emulator, whose all-to-all takes its place in the stream."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import tokenloom as tl
+from tests.backends import test_gin as gin
+from tests.backends.test_gin import CASE, CASES, comm_of, there_and_back
+from tests.support import emulator
+from tests.support.cases import make_problem
+from tokenloom.backends import registry
+from tokenloom.backends.handshake import CallKind
+from tokenloom.backends.nvlink.launcher import Half
+from tokenloom.backends.padded import launcher, memory, registration
+from tokenloom.backends.registration import Availability, Request
+from tokenloom.kernels.common.rail import Rail
+from tokenloom.plan import Plan
+from tokenloom.runtime.processes import RankContext
+from tokenloom.runtime.topology import Topology, pretended
+
+pytestmark = pytest.mark.skipif(emulator.CXX is None, reason="no g++")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bits(name: str) -> None:
+    """Both layouts there and back, twice each."""
+    emulator.ranks(4).run(gin.check_bits, CASES[name], "padded")
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), pytest.param((6, 2), marks=pytest.mark.slow)], ids=str)
+def test_bits_on_other_nodes(sizes: tuple[int, int]) -> None:
+    emulator.ranks(sizes[0]).run(check_nodes, sizes[1])
+
+
+def check_nodes(context: RankContext, ranks_per_node: int) -> None:
+    problem = make_problem(CASE, context.num_ranks)
+    with comm_of(context, problem.plan, "padded", ranks_per_node=ranks_per_node) as comm:
+        for layout in ("slots", "rank") * 2:
+            there_and_back(context, comm, problem, layout)
+        comm.check()
+
+
+def test_quantised_rows_to_tensors_of_the_caller() -> None:
+    emulator.ranks(4).run(gin.check_out, "padded")
+
+
+@pytest.mark.parametrize("call", ["dispatch", "combine"])
+def test_all_ranks_hear_of_a_fault(call: str) -> None:
+    """The rank that fails takes part in the all-to-all."""
+    emulator.ranks(4).run(gin.check_fault, call, "padded")
+
+
+def test_all_ranks_hear_of_options_that_differ() -> None:
+    emulator.ranks(4).run(gin.check_mismatch, "padded")
+
+
+@pytest.mark.parametrize("odd", [0, 3])
+def test_all_ranks_hear_of_combines_that_differ(odd: int) -> None:
+    emulator.ranks(4).run(gin.check_combines, odd, "padded")
+
+
+def test_faults_behind_an_overflow_that_nobody_has_read() -> None:
+    emulator.ranks(4).run(gin.check_unread_overflow, "padded")
+
+
+def test_too_many_rows_are_told_on_all_ranks() -> None:
+    emulator.ranks(4).run(gin.check_overflow, "padded")
+
+
+def test_what_it_says_of_itself() -> None:
+    emulator.ranks(4).run(check_words)
+
+
+def check_words(context: RankContext) -> None:
+    problem = make_problem(CASE, context.num_ranks)
+    x, ids, weights = problem.arguments(context)
+    with comm_of(context, problem.plan, "padded") as comm:
+        assert comm.transports == {"own node": "nvlink", "other nodes": "collective"}
+        assert "regions of a call" in comm.describe()
+        assert comm.engine.capabilities.captures
+        with pytest.raises(tl.InvalidArgument, match=r"'padded' brings no gradients home.*backend='network'"):
+            comm.dispatch(x.float().bfloat16().requires_grad_(), ids, weights, layout="rank", sizes="bounded")
+        there_and_back(context, comm, problem, "slots")
+
+
+def test_all_calls_exchange_the_same_sizes() -> None:
+    """So a rank that fails can open a call of either kind, and no all-to-all is of two sizes."""
+    plan = Plan(4, 256, 7168, 8, 128)
+    ranks: Any = mock.Mock(topology=pretended(4, 2), device=torch.device("cpu"), rank=1, num_ranks=4)
+    with mock.patch("tokenloom.backends.gin.memory.SymmetricBuffer"):
+        made = memory.PaddedMemory(plan, ranks, None)
+    rail = Rail()
+    made.tell(rail, 0)
+    regions = made.new_regions(rail)
+    assert regions.shape == (2, 2, made.regions.region_bytes)
+    assert rail.put_to - rail.put_from == regions[0].nbytes
+    assert (rail.base, rail.turn_bytes, rail.chunks, rail.chunk_rows) == (0, 0, 1, 128)
+    made.exchange(regions)
+    (sent, *counts, _), out = ranks.start_all_to_all.call_args.args, ranks.start_all_to_all.call_args.kwargs["out"]
+    assert counts == [[0, 1, 0, 1]] * 2
+    assert (sent.data_ptr(), out.data_ptr()) == (rail.put_from, rail.put_to)
+    assert made.new_regions(rail).data_ptr() != regions.data_ptr(), "another call may still be open"
+
+
+def test_the_stream_waits_for_the_collective() -> None:
+    """It begins behind the first kernel of a call, and the second comes behind its end."""
+    order: list[str] = []
+    ranks: Any = mock.Mock(device=torch.device("cpu"))
+    buffers: Any = mock.Mock()
+    buffers.exchange.side_effect = lambda regions: (
+        order.append("begins") or mock.Mock(wait=lambda: order.append("ends"))  # type: ignore[func-returns-value]
+    )
+    kernels: Any = [mock.Mock(), mock.Mock()]
+    with (
+        mock.patch("tokenloom.backends.gin.launcher.Launcher.__init__"),
+        mock.patch(
+            "tokenloom.backends.gin.launcher.Launcher.launch",
+            side_effect=lambda kernel, *_, **__: order.append(f"kernel {kernels.index(kernel)}"),
+        ),
+        mock.patch.object(launcher.PaddedLauncher, "keep_with_graphs", [], create=True),
+    ):
+        made = launcher.PaddedLauncher(Plan(4, 8, 16, 2, 8), ranks, buffers, 2)
+        half, kind = Half(None, 0, kernels[1]), CallKind({"call": "dispatch"})
+        made.launch(kernels[0], kind, 0, begins=half)
+        made.launch(kernels[1], kind, 0, finishes=half)
+    assert order == ["kernel 0", "begins", "ends", "kernel 1"]
+
+
+def test_where_it_works() -> None:
+    """For whoever asks for it by its name, over NCCL, for few tokens; "auto" stays with what it took before."""
+    few = Request("nccl", torch.device("cuda"), name="padded", plan=Plan(4, 8, 16, 2, 8))
+    ready = {"require_sms": mock.Mock()}
+    with (
+        mock.patch.multiple(registration, **ready),
+        mock.patch("tokenloom.backends.gin.registration.why_no_kernels", return_value=None),
+    ):
+        assert registration.probe(few).works
+        for request, why in {
+            replace(few, name="auto"): "only backend='padded' takes it",
+            replace(few, transport="gloo"): "it needs a process group over nccl, this one is over gloo",
+            replace(few, plan=Plan(4, 8, 16, 2, 600)): "it is for few tokens: max_tokens_per_rank is 600, and 4 ranks",
+        }.items():
+            found = registration.probe(request)
+            assert not found.works
+            assert why in found.why
+    working = [[Availability(name, True, "") for name in registry.names()]] * 4
+    assert registry.choose("auto", working, pretended(4, 2), "collective")[0] == "network"
+    assert registry.choose("padded", working, pretended(4, 2), "collective")[0] == "padded"
+    assert "all ranks are on one node" in str(registration.REGISTRATION.why_not_on(Topology.together(4)))

@@ -1,0 +1,9 @@
+"""What backend "padded" can do, for whoever does not use it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tokenloom.backends.gin.capabilities import CAPABILITIES as OF_GIN
+
+CAPABILITIES = replace(OF_GIN, other_nodes="collective", usual_calls=False, own_transport=False)
