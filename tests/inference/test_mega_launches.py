@@ -92,7 +92,6 @@ def same_call(launches: Launches) -> None:
     assert gemm1.stored == gemm2.stored == lists.taken + 4 * LOCAL, "and what is counted there, from 0 too"
     assert barrier.num_cleared == LOCAL + tile_places(NUM_RANKS * 600 * TOP_K, LOCAL)
     assert gemm2.stored_by == 2 * 2 * (2 * INTERMEDIATE // 512), "two warps of two blocks for each pair of strips"
-    assert (gemm1.shape["followed"], gemm2.shape["following"]) == (1, 1)
     assert launches["barrier"].opened == summed.met
 
 

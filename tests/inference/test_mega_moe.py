@@ -14,7 +14,7 @@ import tokenloom as tl
 from tests.conftest import HOPPER, Ranks
 from tests.support.mega_cases import CASES, Case, Layer, assert_near, expected, inputs, make_layer, make_mega
 from tokenloom.backends.nvlink.buffers import control_layout, fused_layout
-from tokenloom.inference.nvlink_experts import buffer_sizes
+from tokenloom.inference.expert_memory import ExpertMemory
 from tokenloom.inference.schedules import SCHEDULES
 from tokenloom.plan import Plan
 from tokenloom.runtime.processes import RankContext, RankPool
@@ -249,15 +249,14 @@ def test_buffers_of_the_reference_layer() -> None:
     """Sized for any routing of 8192 tokens on 8 ranks, with room for copies of an even one."""
     plan = Plan(8, 256, 7168, 8, 8192)
     routes, even = plan.worst_case_rows("expert"), 8192 * 8
-    own = buffer_sizes(routes, even, plan.experts_per_rank, plan.hidden, 2048)
-    own_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in own.values())
+    memory = ExpertMemory(plan, 2048, num_shared_experts=0)
     assert (
-        own_bytes
+        memory.num_bytes
         + fused_layout(plan, 1, plan.worst_case_rows("token"), num_shared_experts=0).total_bytes
         + control_layout(plan).total_bytes
         < 3e9
     )
-    values = math.prod(own["activation_values"][0])
+    values = math.prod(memory.sizes["activation_values"][0])
     assert values >= routes * 2048
     assert values >= even * 1.25 * (2048 + 7168)
 

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from tokenloom.comm.communicator import Communicator
 from tokenloom.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, TokenloomError
 from tokenloom.inference.composed_experts import ComposedExperts
-from tokenloom.inference.nvlink_experts import FP8, NvlinkExperts
+from tokenloom.inference.expert_memory import FP8
+from tokenloom.inference.nvlink_experts import NvlinkExperts
 from tokenloom.inference.reference_experts import ReferenceExperts
 from tokenloom.inference.request import Biases, ForwardRequest
 from tokenloom.inference.schedules import MegaSchedule

@@ -42,9 +42,9 @@ MUTATIONS = (
     Mutation(
         name="gemm2-without-bias",
         rule="the kernel of w2's bias is taken for the one without",
-        target="tokenloom.inference.nvlink_experts:NvlinkExperts._choose_gemms",
-        old="biased = w2_bias is not None",
-        new="biased = False",
+        target="tokenloom.inference.expert_gemms:ExpertGemms._choose",
+        old="w2_bias is not None",
+        new="False",
         tests=("tests/inference/test_mega_launches.py::test_biases_and_other_activations_come_and_go",),
     ),
     Mutation(
@@ -59,17 +59,17 @@ MUTATIONS = (
     Mutation(
         name="counts-of-tiles-go-on",
         rule="counts of stored tiles are not set to 0 between calls",
-        target="tokenloom.inference.nvlink_experts:NvlinkExperts._own_buffers",
-        old="self._calls.prepare_meetings(found.met, found.counted)",
-        new="self._calls.prepare_meetings(found.met, found.taken)",
+        target="tokenloom.inference.nvlink_experts:NvlinkExperts._allocate",
+        old="self._calls.prepare_meetings(memory.met, memory.counted)",
+        new="self._calls.prepare_meetings(memory.met, memory.taken)",
         tests=("tests/inference/test_mega_launches.py::test_each_call_tells_its_own_tensors",),
     ),
     Mutation(
         name="waves-begin-early",
         rule="GEMMs in waves are launched early, too",
-        target="tokenloom.inference.nvlink_experts:NvlinkExperts._multiply",
-        old="self._gemm1.early = self._gemm2.early = main is None",
-        new="self._gemm1.early = self._gemm2.early = True",
+        target="tokenloom.inference.expert_gemms:ExpertGemms.run",
+        old="self._first.early = self._second.early = main is None",
+        new="self._first.early = self._second.early = True",
         tests=("tests/inference/test_mega_launches.py::test_kernels_begin_early_behind_one_another",),
     ),
     Mutation(
@@ -83,9 +83,9 @@ MUTATIONS = (
     Mutation(
         name="room-for-even-routing",
         rule="activations have room for an even routing only",
-        target="tokenloom.inference.nvlink_experts:buffer_sizes",
-        old="max(most_routes * intermediate, copied * (intermediate + hidden))",
-        new="copied * (intermediate + hidden)",
+        target="tokenloom.inference.expert_memory:ExpertMemory.__init__",
+        old="max(most * intermediate, copied * (intermediate + plan.hidden))",
+        new="copied * (intermediate + plan.hidden)",
         tests=(f"{MEGA_TEST}buffers_of_the_reference_layer",),
     ),
 )

@@ -38,8 +38,8 @@ struct GroupedGemmArgs {
     const float* bias;            // biased: [E, N], in the order of b's rows
     float alpha;                  // SwiGLU of another form: as in Activation
     float up_offset;
-    uint32* stored;               // followed, following: counts of stored tiles, see device/roles/gate.cuh
-    uint32 stored_by;             // following: warps that store a tile of rows
+    uint32* stored;               // gathered, scattered: counts of stored tiles, see device/roles/gate.cuh
+    uint32 stored_by;             // scattered: warps that store a tile of rows
     uint32 padding[13];           // tensor maps are aligned to 64 bytes, and so is this
 };
 
@@ -74,16 +74,16 @@ __device__ __forceinline__ auto destination_of(const GroupedGemmArgs& args) {
     else return RowsInOrder<kRowBytes>{args.out};
 }
 
-// The first of two GEMMs in turn reports what it has stored, and the second waits for it.
+// Of two GEMMs in turn the first gathers, and reports what it has stored. The second waits for that, and scatters.
 template <class Shape>
 __device__ __forceinline__ auto gate_of(const GroupedGemmArgs& args) {
-    if constexpr (Shape::following != 0) return OpenWhenStored{args.stored, args.stored_by};
+    if constexpr (Shape::scatters != 0) return OpenWhenStored{args.stored, args.stored_by};
     else return AlwaysOpen{};
 }
 
 template <class Shape>
 __device__ __forceinline__ auto report_of(const GroupedGemmArgs& args) {
-    if constexpr (Shape::followed != 0) return ReportTiles{args.stored};
+    if constexpr (Shape::gathers != 0) return ReportTiles{args.stored};
     else return NoReport{};
 }
 
@@ -126,10 +126,10 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
     const int32 block = cluster_rank();
 
     // What the kernel before it has read is there for the second of two GEMMs: that one began behind it.
-    if constexpr (Shape::followed != 0) {
+    if constexpr (Shape::gathers != 0) {
         wait_for_earlier_kernels();
         let_next_kernel_begin();
-    } else if constexpr (Shape::following != 0) let_next_kernel_begin();
+    } else if constexpr (Shape::scatters != 0) let_next_kernel_begin();
     if constexpr (Shape::slots != 0) shared.experts.bounds.fill(args.counts, args.capacity, kThreads);
     else shared.experts.bounds.fill(args.offsets, kThreads);
     if (threadIdx.x == 0) {
@@ -161,6 +161,6 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
         multiply_tiles<Rows, Weights>(shared.ring, epilogue, shared.staging, shared.epilogue, Tiles(shared.experts),
                                       trace, block, group, threadIdx.x % kGroupThreads);
     }
-    if constexpr (Shape::following != 0) wait_for_earlier_kernels();  // whoever waits for this one waits for both
+    if constexpr (Shape::scatters != 0) wait_for_earlier_kernels();  // whoever waits for this one waits for both
     cluster_sync();  // no block leaves while the other arrives on its barriers
 }

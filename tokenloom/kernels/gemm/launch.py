@@ -127,12 +127,12 @@ class GroupedGemmVariant:
         num_experts: weights are [num_experts, n, k].
         n, k: multiples of 128; n of 256 beside SwigluFp8Epilogue.
         epilogue: what becomes of the sums.
-        gathers: an index says where each row of a is.
-        scatters: each row of the output has an address of its own.
+        gathers: an index says where each row of a is. This is the first of two GEMMs in turn: it counts the tiles of
+            rows that it has stored.
+        scatters: each row of the output has an address of its own. This is the second GEMM, which takes rows as they
+            are stored, and so may be launched early.
         slots: each expert has places of its own for rows, and a count. Otherwise offsets say which rows are whose.
         traced: roles write when they work on which tile, see :func:`trace_times`.
-        followed: counts stored tiles of rows in ``GroupedGemmArgs.stored`` for another GEMM, which may begin early.
-        following: is that other one. Its k is the width of the first one's rows.
     """
 
     num_experts: int
@@ -144,11 +144,9 @@ class GroupedGemmVariant:
     scatters: bool = False
     slots: bool = False
     traced: bool = False
-    followed: bool = False
-    following: bool = False
 
     def __str__(self) -> str:
-        choices = ("gathers", "scatters", "slots", "traced", "followed", "following")
+        choices = ("gathers", "scatters", "slots", "traced")
         parts = [f"e{self.num_experts} n{self.n} k{self.k}", str(self.epilogue)]
         return ", ".join(["grouped_gemm", *parts, *(name for name in choices if getattr(self, name))])
 
@@ -172,8 +170,6 @@ class GroupedGemmVariant:
             "scatters": int(self.scatters),
             "slots": int(self.slots),
             "traced": int(self.traced),
-            "followed": int(self.followed),
-            "following": int(self.following),
             **self.epilogue.shape(),
             "stages": stages,
         }

@@ -1,0 +1,184 @@
+"""The GEMMs of a MegaMoE on backend nvlink: which kernels they are, and in which order they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tokenloom.backends.nvlink.buffers import ReceiveBuffer
+from tokenloom.inference.expert_memory import ExpertMemory
+from tokenloom.inference.request import Biases
+from tokenloom.jit.kernel import Kernel
+from tokenloom.kernels.gemm.launch import (
+    A_BOX_ROWS,
+    B_BOX_ROWS,
+    CLUSTER,
+    Bf16Epilogue,
+    GroupedGemmVariant,
+    SwigluFp8Epilogue,
+    operand_map,
+    scale_map,
+    trace_times,
+    warps_that_store,
+    wide_scales,
+)
+from tokenloom.ops.gemm import swiglu_epilogue, tell_activation
+from tokenloom.plan import SWIGLU, Activation
+
+
+class ExpertGemms:
+    """Both GEMMs of the experts of a rank.
+
+    Args:
+        memory: between them.
+        hidden, intermediate: H and I.
+        power_of_two_scales: of the activations between them.
+        device: the GPU.
+
+    Attributes:
+        num_sms: that a kernel takes.
+        weights: as they were given.
+        is_stale: kernels have to be told where memory and weights are before the next call.
+    """
+
+    def __init__(
+        self, memory: ExpertMemory, hidden: int, intermediate: int, power_of_two_scales: bool, device: torch.device
+    ) -> None:
+        self._memory, self._device = memory, device
+        self._hidden, self._intermediate, self._num_local = hidden, intermediate, memory.num_local
+        self._power_of_two_scales = power_of_two_scales
+        self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count // CLUSTER * CLUSTER
+        self._side = torch.cuda.Stream(device)
+        self.weights: tuple[torch.Tensor, ...] = ()
+        self._traces: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._first_of: dict[SwigluFp8Epilogue, Kernel] = {}
+        self._second_of: dict[bool, Kernel] = {}
+        self._activation: tuple[Activation, bool] = (SWIGLU, False)
+        self._biases: Biases = (None, None)
+        self._experts_told = (0, 0)  # first and end, of both GEMMs; reset with what follows
+        self.is_stale = True
+
+    # -- what they compute ----------------------------------------------------------------------------------
+
+    def set_activation(self, form: Activation, fast_math: bool) -> None:
+        """Do what ``MegaMoE.set_activation`` says."""
+        if (form, fast_math) == self._activation and self._first_of:
+            return
+        self._choose((form, fast_math), self._biases)
+
+    def use_weights(self, weights: tuple[torch.Tensor, ...], biases: Biases) -> None:
+        """Use the checked ``MegaMoE.weights`` and ``MegaMoE.biases`` from the next call on."""
+        w1, w1_scales, w2, w2_scales = weights
+        first_weights = (operand_map(w1, B_BOX_ROWS), w1_scales.data_ptr())
+        second_weights = (operand_map(w2, B_BOX_ROWS), w2_scales.data_ptr())
+        self._choose(self._activation, biases)
+        self.weights, self._first_weights, self._second_weights = weights, first_weights, second_weights
+
+    def trace(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do what ``MegaMoE.trace_gemms`` says."""
+        self._traces = (trace_times(self.num_sms, self._device), trace_times(self.num_sms, self._device))
+        self._first_of.clear()
+        self._second_of.clear()
+        self._choose(self._activation, self._biases)
+        return self._traces
+
+    def _choose(self, activation: tuple[Activation, bool], biases: Biases) -> None:
+        """Take the kernels that have this activation and these biases. Nothing changes where one cannot be had now."""
+        (form, fast_math), (w1_bias, w2_bias) = activation, biases
+        traced, biased = self._traces is not None, w2_bias is not None
+        key = swiglu_epilogue(form, self._power_of_two_scales, fast_math, biased=w1_bias is not None)
+        if key not in self._first_of:
+            sizes = (self._num_local, 2 * self._intermediate, self._hidden)
+            self._first_of[key] = self._kernel(GroupedGemmVariant(*sizes, epilogue=key, gathers=True, traced=traced))
+        if biased not in self._second_of:
+            sizes, epilogue = (self._num_local, self._hidden, self._intermediate), Bf16Epilogue(biased=biased)
+            variant = GroupedGemmVariant(*sizes, epilogue=epilogue, scatters=True, traced=traced)
+            self._second_of[biased] = self._kernel(variant)
+        self._activation, self._biases = activation, biases
+        self._first, self._second, self.is_stale = self._first_of[key], self._second_of[biased], True
+        if self._traces is not None:
+            self._first.args.trace, self._second.args.trace = (times.data_ptr() for times in self._traces)
+        tell_activation(self._first.args, form)
+        for gemm, bias in ((self._first, w1_bias), (self._second, w2_bias)):
+            gemm.args.bias = 0 if bias is None else bias.data_ptr()
+
+    def _kernel(self, variant: GroupedGemmVariant) -> Kernel:
+        return Kernel(variant.spec(), self._device.index)
+
+    # -- where it is ----------------------------------------------------------------------------------------
+
+    def find_memory(self) -> None:
+        """Take the memory's addresses, once it is allocated."""
+        memory = self._memory
+        self._activations_map = operand_map(memory.activations, A_BOX_ROWS)
+        self._copies_map = operand_map(memory.copies, A_BOX_ROWS)
+        if wide_scales(self._intermediate):
+            self._scales_map = scale_map(memory.activation_scales)
+
+    def point(self, received: ReceiveBuffer, rows: torch.Tensor) -> None:
+        """Tell kernels what is the same in all calls: where the memory between them is, and the weights.
+
+        Args:
+            received: where dispatches leave what comes with rows. rows: the rows there.
+        """
+        memory, args = self._memory, self._first.args
+        args.a, args.copied = self._copies_map, memory.copied.data_ptr()
+        args.a_rows, args.a_scales = rows.data_ptr(), received.scales.data_ptr()
+        args.row_index, args.row_weights = memory.rows.data_ptr(), memory.row_weights.data_ptr()
+        args.offsets, args.stored = memory.offsets.data_ptr(), memory.stored.data_ptr()
+        args.out, args.out_scales = memory.activations.data_ptr(), memory.activation_scales.data_ptr()
+        args.b, args.b_scales = self._first_weights
+        args = self._second.args
+        if wide_scales(self._intermediate):
+            args.a_scale_map = self._scales_map
+        args.a, args.a_scales = self._activations_map, memory.activation_scales.data_ptr()
+        args.offsets, args.row_targets = memory.offsets.data_ptr(), memory.targets.data_ptr()
+        args.row_weights = memory.row_weights.data_ptr()
+        args.stored, args.stored_by = memory.stored.data_ptr(), warps_that_store(2 * self._intermediate)
+        args.b, args.b_scales = self._second_weights
+        self._first.early = self._second.early = False
+        self.is_stale, self._experts_told = False, (0, 0)
+
+    # -- calls ----------------------------------------------------------------------------------------------
+
+    def join(self, main: torch.cuda.Stream) -> None:
+        """Make a stream wait for all that runs on the other one."""
+        main.wait_stream(self._side)
+
+    def run(self, waves: int, stream: int, passed: Callable[[str], None]) -> bool:
+        """Run them in waves of experts: GEMM2 of each beside GEMM1 of the next, so that links have work earlier.
+
+        Meanwhile GEMM2, which has half of GEMM1's arithmetic, gets a third of the SMs.
+
+        Args:
+            stream: the current stream's handle, behind the route lists.
+            passed: is told when a GEMM has been launched.
+
+        Returns:
+            Whether the last kernel lets the next one on the stream begin early.
+        """
+        local, all_sms = self._num_local, self.num_sms
+        waves = min(waves, local)
+        third = all_sms // 3 // CLUSTER * CLUSTER
+        main = torch.cuda.current_stream(self._device) if waves > 1 else None
+        side = stream if main is None else self._side.cuda_stream
+        if self._second.early != (main is None):  # behind an event there is no kernel to begin early after
+            self._first.early = self._second.early = main is None
+        for wave in range(waves):
+            first, last = wave == 0, wave == waves - 1
+            experts = wave * local // waves, (wave + 1) * local // waves
+            if experts != self._experts_told:  # or both GEMMs know
+                for gemm in (self._first, self._second):
+                    gemm.args.first_expert, gemm.args.end_expert = experts
+                self._experts_told = experts
+            self._first.launch(all_sms if first else all_sms - third, stream)
+            if last:
+                passed("gemm1")
+            if main is not None:
+                self._side.wait_stream(main)
+            self._second.launch(all_sms if last else third, side)
+        if main is not None:
+            main.wait_stream(self._side)
+        passed("gemm2")
+        return main is None
