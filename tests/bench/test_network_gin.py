@@ -10,6 +10,7 @@ from tests.bench.test_network import on_rank_check
 from tests.conftest import Ranks
 from tokenloom.backends import registry
 from tokenloom.backends.network.backend import NetworkBackend
+from tokenloom.backends.network.registration import make_inside
 from tokenloom.backends.registration import Availability, Registration
 from tokenloom.bench.network.on_rank import Options, check_on_rank
 from tokenloom.bench.network.problems import PAYLOADS
@@ -30,7 +31,7 @@ def with_gin(context: RankContext) -> Any:
         "gin",
         LikeGin.capabilities,
         lambda request: Availability("gin", request.between_nodes == "gin", "as if"),
-        lambda request, ranks: LikeGin(request.plan, ranks),  # type: ignore[arg-type]
+        lambda request, ranks: LikeGin(request.plan, ranks, make_inside(request, ranks)),  # type: ignore[arg-type]
     )
     others = [each for each in registry._registered if each.name != "gin"]
     with (

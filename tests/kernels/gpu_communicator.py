@@ -1,4 +1,4 @@
-"""A communicator with ``transport="gin"`` on a rank of several nodes, each with a GPU of its own; see gpu_nodes.py."""
+"""A communicator of backend "gin" or "padded" on a rank of several nodes, with a GPU of its own; see gpu_nodes.py."""
 
 from __future__ import annotations
 
@@ -60,13 +60,14 @@ class Calls:
         sizes = {name: value for name, value in vars(self.problem.plan).items() if name != "num_ranks"}
         self.comm = tl.Communicator(
             dist.group.WORLD,
-            transport="gin",
             ranks_per_node=options.ranks_per_node,
             timeout_s=TIMEOUT_S,
             dtype=None if case.dtype == FP8 else case.dtype,
+            **({"backend": "padded"} if options.scenario == "padded" else {"transport": "gin"}),
             **sizes,
         )
-        assert self.comm.transports == {"own node": "nvlink", "other nodes": "gin"}
+        between_nodes = "collective" if options.scenario == "padded" else "gin"
+        assert self.comm.transports == {"own node": "nvlink", "other nodes": between_nodes}
         problems = [self._another(seed) for seed in range(PROBLEMS)]
         most = max(problem.rows_needed("slots") for problem in problems)
         self.bounds: dict[str, Any] = {"capacity": most} if layout == "slots" else {"sizes": "bounded"}

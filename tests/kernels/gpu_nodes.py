@@ -70,7 +70,8 @@ class Options:
     """What a process is told.
 
     Attributes:
-        scenario: "bits", "communicator", or the call that the last rank does not make: "dispatch" or "combine".
+        scenario: "bits", "communicator" (by GIN), "padded" (by collectives), or the call that the last rank does not
+            make: "dispatch" or "combine".
         rank, num_ranks, ranks_per_node: which rank it is.
         folder: where ranks meet and leave results.
     """
@@ -82,16 +83,21 @@ class Options:
     folder: str
 
 
-def specs_for(num_ranks: int, ranks_per_node: int) -> list[KernelSpec]:
+def specs_for(num_ranks: int, ranks_per_node: int, scenario: str) -> list[KernelSpec]:
     """All kernels that ranks launch, without NCCL's headers."""
     problems = [(form, make_problem(form.case, num_ranks)) for form in FORMS.values()]
-    variants = [variant for form, problem in problems for variant in form.variants(problem, ranks_per_node)]
-    specs = [replace(variant, part=part).spec() for variant in variants for part in PARTS]
+    variants = [each for form, problem in problems for each in form.variants(problem, ranks_per_node)]
     empty = Form(Case("empty", "what ranks with a fault open", weights="absent"))  # of communicators
-    for _, problem in problems:
-        unweighted = replace(problem, topk_weights=None)
-        specs += [variant.spec() for variant in empty.variants(unweighted, ranks_per_node)]
-    return [*specs, SignalsVariant().spec()]
+    empties = [
+        each for _, problem in problems for each in empty.variants(replace(problem, topk_weights=None), ranks_per_node)
+    ]
+    if scenario == "padded":
+        halves = [part for part in PARTS if part != "whole"]
+        return [
+            replace(each, part=part, carrier="collective").spec() for each in variants + empties for part in halves
+        ]
+    specs = [replace(each, part=part).spec() for each in variants for part in PARTS]
+    return [*specs, *(each.spec() for each in empties), SignalsVariant().spec()]
 
 
 class Member:
@@ -349,7 +355,7 @@ def main() -> None:
     torch.set_num_threads(2)  # ranks compute references side by side
     gc.disable()  # a finalizer may free memory while a kernel waits
     rank: Member
-    if options.scenario == "communicator":
+    if options.scenario in ("communicator", "padded"):
         rank = Member(options)
         communicator(rank, {name: (FORMS[name].case, FORMS[name].layout) for name in ("slots", "fp8", "rank")})
     else:

@@ -25,6 +25,7 @@ from tests.support import gin_loopback
 from tests.support.gin_loopback import Loopback
 from tokenloom.errors import BackendUnavailable
 from tokenloom.jit import cache
+from tokenloom.jit.compiler import NO_PRELUDE
 from tokenloom.jit.nccl_headers import Headers, find_headers
 from tokenloom.jit.nccl_layout import read_layout
 from tokenloom.runtime.nccl import loaded_library
@@ -35,18 +36,19 @@ GRACE_S = 10.0
 LAST_LINES = 40
 
 
-def group(num_ranks: int, ranks_per_node: int) -> Any:
+def ranks(num_ranks: int, ranks_per_node: int) -> Any:
     few = pytest.mark.skipif(num_ranks > NUM_GPUS, reason=f"needs {num_ranks} NVIDIA GPUs")
     name = f"{num_ranks // ranks_per_node}x{ranks_per_node}"
     return pytest.param((num_ranks, ranks_per_node), id=name, marks=[pytest.mark.gpu(num_ranks), few])
 
 
+SIZES = pytest.mark.parametrize("sizes", [ranks(2, 1), ranks(4, 2), ranks(4, 1)])
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.alone,  # ranks that share a GPU wait for each other
     pytest.mark.skipif(WHY_NO_HOPPER is not None, reason=str(WHY_NO_HOPPER)),
     pytest.mark.skipif(gin_loopback.WHY_NOT is not None, reason=str(gin_loopback.WHY_NOT)),
-    pytest.mark.parametrize("sizes", [group(2, 1), group(4, 2), group(4, 1)]),
+    SIZES,
 ]
 
 
@@ -65,12 +67,15 @@ def loopback(headers: Headers, tmp_path_factory: pytest.TempPathFactory) -> Loop
     return gin_loopback.build(tmp_path_factory.mktemp("gin_loopback"), headers.runtime)
 
 
-def run(scenario: str, sizes: tuple[int, int], headers: Headers, loopback: Loopback, folder: Path) -> list[Any]:
-    """The scenario in a process for each rank: what they report, by rank."""
+def run(
+    scenario: str, sizes: tuple[int, int], headers: Headers | None, loopback: Loopback | None, folder: Path
+) -> list[Any]:
+    """The scenario in a process for each rank: what they report, by rank. Without a card NCCL finds its own way."""
     num_ranks, ranks_per_node = sizes
-    prelude = headers.prelude()
+    prelude = NO_PRELUDE if headers is None else headers.prelude()
     with ThreadPoolExecutor() as pool:  # once, and not by each rank within its limit
-        list(pool.map(lambda spec: cache.get(spec.behind(prelude)), specs_for(num_ranks, ranks_per_node)))
+        specs = specs_for(num_ranks, ranks_per_node, scenario)
+        list(pool.map(lambda spec: cache.get(spec.behind(prelude)), specs))
     inherited = {name: value for name, value in os.environ.items() if name != "NCCL_NET"}
     inherited |= {"CUDA_MODULE_LOADING": "EAGER", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
     logs = [folder / f"log{rank}" for rank in range(num_ranks)]
@@ -79,7 +84,7 @@ def run(scenario: str, sizes: tuple[int, int], headers: Headers, loopback: Loopb
         for rank, log in enumerate(logs):
             options = json.dumps(asdict(Options(scenario, rank, num_ranks, ranks_per_node, str(folder))))
             command = [sys.executable, "-m", "tests.kernels.gpu_nodes", options]
-            variables = inherited | loopback.environment(rank, ranks_per_node)
+            variables = inherited if loopback is None else inherited | loopback.environment(rank, ranks_per_node)
             with log.open("wb") as out:
                 processes.append(subprocess.Popen(command, cwd=ROOT, env=variables, stdout=out, stderr=out))
         until = time.monotonic() + LIMIT_S + GRACE_S
