@@ -185,7 +185,7 @@ def there_and_back(
             context.rank
         ]
         weighted = weights is not None if by_route else None
-        out = comm.combine(ys[context.rank], routed, mode=mode, out_dtype=FP32, weighted=weighted)
+        out = comm.combine(ys[context.rank].to(context.device), routed, mode=mode, out_dtype=FP32, weighted=weighted)
         same_bits(out, wanted, f"{options}, {mode}")
 
 
@@ -273,9 +273,9 @@ def train(context: RankContext, strategy: tl.Strategy, **options: Any) -> list[t
     comm = Communicator(context.group, **group, **options)
     layer = make_layer(case, None, comm=comm, strategy=strategy, max_tokens_per_rank=None)
     xs, factors = make_inputs(case, context.num_ranks)
-    x = xs[context.rank].requires_grad_()
+    x = xs[context.rank].to(context.device).requires_grad_()
     out, aux_loss = layer(x)
-    ((out * factors[context.rank]).sum() + aux_loss / context.num_ranks).backward()
+    ((out * factors[context.rank].to(context.device)).sum() + aux_loss / context.num_ranks).backward()
     found = [out.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
     comm.close()
     return [tensor for tensor in found if tensor is not None]

@@ -109,11 +109,12 @@ def check_rounding(context: RankContext) -> None:
     plan = Plan(4, 4, hidden=8, top_k=3, max_tokens_per_rank=1)
     ids = torch.tensor([[2, 3, 0]] if context.rank == 0 else [], dtype=torch.int64).view(-1, 3)
     with comm_of(context, plan) as comm:
-        routed = comm.dispatch(torch.ones(len(ids), 8, dtype=BF16), ids, None, layout="token")
+        x = torch.ones(len(ids), 8, dtype=BF16, device=context.device)
+        routed = comm.dispatch(x, ids.to(context.device), None, layout="token")
         value = {0: 2.0**-8, 2: 1.0, 3: 2.0**-8}.get(context.rank, torch.nan)
-        y = torch.full(routed.tokens.shape, value, dtype=BF16)
+        y = torch.full(routed.tokens.shape, value, dtype=BF16, device=context.device)
         out = comm.combine(y, routed, mode="per_node", out_dtype=FP32)
-        assert torch.equal(out, torch.full((len(ids), 8), 1.0 + 2.0**-8))
+        assert torch.equal(out.cpu(), torch.full((len(ids), 8), 1.0 + 2.0**-8))
 
 
 @emulated
@@ -132,7 +133,8 @@ def check_long_after(context: RankContext) -> None:
             ys, nodes = expert_rows(problem, want, BF16), comm.engine.ranks.topology.nodes
             for mode in ("per_node", "per_rank"):
                 outs = reference.combine(problem.plan, ys, want, problem.topk_ids, None, mode=mode, nodes=nodes)
-                same_bits(comm.combine(ys[context.rank], each, mode=mode), outs[context.rank], mode)
+                y = ys[context.rank].to(context.device)
+                same_bits(comm.combine(y, each, mode=mode), outs[context.rank], mode)
 
 
 @emulated
@@ -150,7 +152,7 @@ def check_halves(context: RankContext) -> None:
             same_routed(routed, problem.dispatched("token")[context.rank], problem.plan)
         ys = [expert_rows(each, each.dispatched("token"), BF16) for each in problems]
         sums = [
-            comm.send_combine(y[context.rank], routed, mode="per_node")
+            comm.send_combine(y[context.rank].to(context.device), routed, mode="per_node")
             for y, routed in zip(ys, (first, second), strict=True)
         ]
         found = [sums[1].receive(), sums[0].receive()][::-1]

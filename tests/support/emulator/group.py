@@ -196,6 +196,8 @@ class FakeBuffer:
         group = here.group
         self.layout = layout
         self._members = ranks.members if isinstance(ranks, NodeRanks) else range(ranks.num_ranks)
+        if isinstance(ranks, NodeRanks):  # as a SymmetricBuffer, whose ranks agree with those of all nodes
+            assert set(ranks.whole.all_gather_object("a buffer", "")) == {"a buffer"}
         parts = group.share(ranks, f"buffer of {self._members}", layout.total_bytes)
         parts = [parts[member] for member in self._members]
         self.addresses = [each.data_ptr() for each in parts]

@@ -145,7 +145,8 @@ class NvlinkInside:
             ids[:, 0] = rails
             ids = ids.to(own.device)
             parts, came = [own[:0]], []
-            for begin in range(0, max(held), most):
+            # At least once, since ranks of other nodes may have rows, and make memory for them together with this one.
+            for begin in range(0, max(1, *held), most):
                 _, received, _ = self._dispatch(own[begin : begin + most], ids[begin : begin + most])
                 for rank in ranks:
                     first, last = begins[rank], begins[rank] + counts[place][rank]
