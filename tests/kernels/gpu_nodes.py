@@ -47,7 +47,7 @@ from tokenloom.runtime.kernel_reports import CallRecords, FaultFlag
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.symmetric_memory import BufferLayout, SymmetricBuffer
 
-LIMIT_S = 90
+LIMIT_S = 180
 """A process that is not done by then ends itself, with the stacks of its threads in its log."""
 CALL_S = 20.0
 TIMEOUT_S, SHORT_S, NOTICED_S = 5.0, 3.0, 5.0

@@ -23,17 +23,20 @@ KINDS = (DISPATCH, COMBINE, DISPATCH, DISPATCH, COMBINE)
 @settings(max_examples=40, derandomize=True, deadline=None)
 @given(data=st.data())
 def test_no_history_breaks_a_rule(data: st.DataObject) -> None:
-    """Any routing, sizes, chunks and order of calls. The queue has room for just what the protocol may send."""
+    """Any routing, sizes, chunks and order of calls, and ranks that cannot make some. The queue has room for just what
+    the protocol may send.
+    """
     nodes, size = data.draw(st.sampled_from(NODES))
     chunks, halves = data.draw(st.integers(1, 4)), data.draw(st.booleans())
     shape = Shape(nodes, size, chunks, data.draw(st.integers(1, 5)), halves, depth=chunks * (4 if halves else 2))
     kinds = data.draw(st.lists(st.sampled_from((DISPATCH, COMBINE)), min_size=4, max_size=7))
     chance = random.Random(data.draw(st.integers(0, 10**6)))
-    steps = random_steps(chance, shape, kinds)
+    faults = data.draw(st.dictionaries(st.integers(1, len(kinds)), st.integers(0, shape.num_ranks - 1), max_size=2))
+    steps = random_steps(chance, shape, kinds, faults)
     for seed in range(3):
         outcome = run(shape, steps, seed)
         assert not outcome.reports
-        assert all(len(results) == len(kinds) for results in outcome.results)
+        assert all(results.keys() == {*range(1, len(kinds) + 1)} - {*faults} for results in outcome.results)
 
 
 @pytest.mark.slow
@@ -60,7 +63,7 @@ def test_broken_rules_are_caught(broken: Broken) -> None:
     shape = Shape(2, 2, broken.chunks, halves=broken.halves, depth=broken.depth)
     caught = []
     for seed in range(20):
-        steps = random_steps(random.Random(seed), shape, broken.kinds)
+        steps = random_steps(random.Random(seed), shape, broken.kinds, broken.faults)
         try:
             run(shape, steps, seed, broken.protocol, dies=(1, 20) if broken.dies else None)
         except Violation as violation:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from tests.support.network_model.calls import COMBINE, DISPATCH, RECEIVE, Call
@@ -143,6 +143,28 @@ class ForwardersWaitForNobody(Rank):
         return iter(())
 
 
+class FaultsWaitForReceivers(Rank):
+    """A rank with a fault waits until the others receive the call, which they may do behind one that it has open."""
+
+    def after_fault(self, call: Call, opened: list[Call]) -> Waits:
+        yield from self.receive(call, opened)
+
+
+class FaultsEndAll(Rank):
+    """A rank with a fault receives nothing of what it has open."""
+
+    def after_fault(self, call: Call, opened: list[Call]) -> Waits:
+        yield from super().after_fault(call, [call])
+        opened.clear()
+
+
+class FaultsWaitForNobody(Rank):
+    """A rank with a fault goes on without words from its neighbours."""
+
+    def wait_for_announcements(self, call: Call) -> Waits:
+        return iter(())
+
+
 @dataclass(frozen=True)
 class Broken:
     """A broken protocol, and where it shows.
@@ -154,6 +176,7 @@ class Broken:
         chunks, depth: as in Shape.
         kinds: of the calls.
         dies: a rank dies.
+        faults: ranks that cannot make a call, by its number.
     """
 
     protocol: type[Rank]
@@ -163,6 +186,7 @@ class Broken:
     depth: int = 32
     kinds: tuple[int, ...] = (DISPATCH, DISPATCH, COMBINE, DISPATCH, COMBINE, COMBINE)
     dies: bool = False
+    faults: Mapping[int, int] = field(default_factory=dict)
 
 
 BROKEN = (
@@ -190,5 +214,8 @@ BROKEN = (
     Broken(Rank, "may block", chunks=4, depth=7),
     Broken(Rank, "may block", halves=True, chunks=4, depth=15, kinds=(DISPATCH,) * 6),
     Broken(WithoutDeadlines, "waits for ever", dies=True),
+    Broken(FaultsWaitForReceivers, "waits for ever", halves=True, kinds=(DISPATCH,) * 4, faults={2: 3}),
+    Broken(FaultsEndAll, "waits for ever", halves=True, kinds=(DISPATCH,) * 4, faults={2: 3}),
+    Broken(FaultsWaitForNobody, "overwrites", kinds=(DISPATCH,) * 6, faults=dict.fromkeys(range(1, 7), 3)),
 )
 """All of them. Those of Rank itself are no mistake of ranks, but more chunks than the network's queue has room for."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 DISPATCH, COMBINE = 0, 1
@@ -59,6 +59,7 @@ class Call:
         kind: DISPATCH or COMBINE.
         of: the number of the dispatch whose rows go: for a dispatch, its own.
         routes: of each rank's tokens, the ranks that hold its experts, ascending.
+        faulty: the rank that cannot make the call, and opens it for that reason, or -1. Then all ranks refuse it.
         rows: for each source and node, the rows that go there.
         counts: for each source, how many rows go to each rank.
     """
@@ -67,6 +68,7 @@ class Call:
     kind: int
     of: int
     routes: Sequence[Sequence[Sequence[int]]]
+    faulty: int = -1
     rows: list[list[list[Row]]] = field(default_factory=list)
     counts: list[list[int]] = field(default_factory=list)
 
@@ -101,25 +103,33 @@ class Call:
         return sums
 
 
-def make_calls(shape: Shape, kinds: Sequence[int], routing: Callable[[], Sequence[Sequence[int]]]) -> list[Call]:
+def make_calls(
+    shape: Shape,
+    kinds: Sequence[int],
+    routing: Callable[[], Sequence[Sequence[int]]],
+    faults: Mapping[int, int] | None = None,
+) -> list[Call]:
     """Calls of these kinds. Combines take the oldest dispatch that none has taken; without one they are dispatches.
 
     Args:
         shape: sizes.
         kinds: of the calls.
         routing: makes up the routing of one rank's tokens.
+        faults: ranks that cannot make a call, by its number.
     """
     calls: list[Call] = []
     waiting: list[Call] = []
     for number, kind in enumerate(kinds, 1):
+        faulty = (faults or {}).get(number, -1)
         if kind == COMBINE and waiting:
             first = waiting.pop(0)
-            calls.append(Call(number, COMBINE, first.number, first.routes, first.rows, first.counts))
+            calls.append(Call(number, COMBINE, first.number, first.routes, faulty, first.rows, first.counts))
             continue
-        call = Call(number, DISPATCH, number, [routing() for _ in range(shape.num_ranks)])
+        call = Call(number, DISPATCH, number, [routing() for _ in range(shape.num_ranks)], faulty)
         call.number_rows(shape)
         calls.append(call)
-        waiting.append(call)
+        if faulty < 0:
+            waiting.append(call)
     return calls
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import time
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
@@ -40,10 +41,15 @@ def random_routing(chance: random.Random, shape: Shape) -> list[tuple[int, ...]]
     return [tuple(sorted(chance.sample(ranks, chance.randint(0, min(len(ranks), 3))))) for _ in range(most)]
 
 
-def random_steps(chance: random.Random, shape: Shape, kinds: list[int] | tuple[int, ...] = ()) -> list[Step]:
-    """Four to six calls, or calls of these kinds, whole or in halves as the shape says."""
+def random_steps(
+    chance: random.Random,
+    shape: Shape,
+    kinds: list[int] | tuple[int, ...] = (),
+    faults: Mapping[int, int] | None = None,
+) -> list[Step]:
+    """Four to six calls, or calls of these kinds, whole or in halves as the shape says, some with a rank at fault."""
     chosen = kinds or [chance.randint(0, 1) for _ in range(chance.randint(4, 6))]
-    calls = make_calls(shape, chosen, lambda: random_routing(chance, shape))
+    calls = make_calls(shape, chosen, lambda: random_routing(chance, shape), faults)
     return in_halves(calls, chance.random) if shape.halves else whole(calls)
 
 
@@ -53,7 +59,9 @@ def random_problem(seed: int) -> tuple[Shape, list[Step]]:
     nodes, size = chance.choice(NODES)
     chunks, halves = chance.randint(1, 3), chance.random() < 0.4
     shape = Shape(nodes, size, chunks, chance.choice((1, 2, 4)), halves, depth=chunks * (4 if halves else 2))
-    return shape, random_steps(chance, shape)
+    at_fault = chance.choice((-1, -1, chance.randrange(nodes * size)))
+    faults = {number: at_fault for number in range(1, 7) if at_fault >= 0 and chance.random() < 0.5}
+    return shape, random_steps(chance, shape, faults=faults)
 
 
 def explore(problems: range) -> Totals:

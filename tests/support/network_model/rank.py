@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from tests.support.network_model.calls import COMBINE, DISPATCH, SEND, Call, Row, Step
+from tests.support.network_model.calls import COMBINE, DISPATCH, RECEIVE, SEND, Call, Row, Step
 from tests.support.network_model.fabric import Area, Fabric, Wait
 
 HEADER = -1
@@ -40,16 +40,46 @@ class Rank:
 
     def run(self, steps: Sequence[Step]) -> Waits:
         """All calls."""
+        opened: list[Call] = []
         for part, call in steps:
-            dispatches = call.kind == DISPATCH
             if part == self.counting_half():
                 self.before[call.number] = self.sent[call.kind]
                 self.sent[call.kind] += 1
             if part == SEND:
-                yield from (self.send_dispatch if dispatches else self.send_combine)(call)
-            else:
-                yield from (self.receive_dispatch if dispatches else self.receive_combine)(call)
-                self.fabric.complete(self.rank, call.number)
+                yield from (self.send_dispatch if call.kind == DISPATCH else self.send_combine)(call)
+                opened.append(call)
+            if part == SEND and self.rank == call.faulty:
+                yield from self.after_fault(call, opened)
+            elif part == RECEIVE and call in opened:
+                yield from self.receive(call, opened)
+
+    def receive(self, call: Call, opened: list[Call]) -> Waits:
+        """The receiving half of a call that is open."""
+        yield from (self.receive_dispatch if call.kind == DISPATCH else self.receive_combine)(call)
+        self.fabric.complete(self.rank, call.number)
+        opened.remove(call)
+
+    def after_fault(self, call: Call, opened: list[Call]) -> Waits:
+        """What a rank does with a call that it cannot make: it waits for no receiving half.
+
+        Then it receives what it has open, since its user may not do so any more.
+        """
+        if call.kind == COMBINE:
+            yield from self.receive(call, opened)
+        else:
+            for node in self.others:
+                yield from self.forward(call, node)
+            yield from self.wait_for_announcements(call)
+            self.fabric.complete(self.rank, call.number)
+            opened.remove(call)
+        for each in list(opened):
+            yield from self.receive(each, opened)
+
+    def wait_for_announcements(self, call: Call) -> Waits:
+        """All neighbours have sent their part of a dispatch."""
+        for rank in self.neighbours:
+            if rank != self.rank:
+                yield self.wait(self.source_flag(call, rank), call.number, rank, self.node, "rows", call)
 
     def counting_half(self) -> int:
         """Which half counts signals: the one that puts rows. Halves need not end in the order of calls."""
@@ -99,6 +129,8 @@ class Rank:
         It waits for nobody.
         """
         own, counts = call.rows[self.rank], call.counts[self.rank]
+        if self.rank == call.faulty:
+            own = [[] for _ in own]
         for node in self.others:
             rows: list[Any] = [((call.number, self.rank, token), targets) for token, targets in own[node]]
             self.put_rows("packed", "arrived", call, node, (len(rows), counts), rows)
@@ -148,13 +180,15 @@ class Rank:
             yield self.wait(self.signal(DISPATCH, node), self.wanted(call, chunk), peer, node, "forward", call)
             if chunk == 0:
                 count, counts = self.fabric.read(self.rank, arrived, HEADER, call.number)
+                if self.rank == call.faulty:  # its own call means something else
+                    count = 0
             for index in self.shape.chunk(chunk, count):
                 payload, targets = self.fabric.read(self.rank, arrived, index, call.number)
                 rows.append((payload[2], targets))
                 for rank, number in targets:
                     area = self.area("staging", call, peer)
                     self.fabric.store(self.rank, rank, area, number, payload, call.number)
-        self.forwarded[call.number][node] = rows
+        self.forwarded.setdefault(call.number, {})[node] = rows
         self.close_source(call, peer, counts)
 
     def receive_dispatch(self, call: Call) -> Waits:
@@ -163,6 +197,8 @@ class Rank:
         for node in self.others:
             yield from self.forward(call, node)
         yield from self.wait_for_sources(call)
+        if call.faulty >= 0:
+            return
         received = []
         for source in range(self.shape.num_ranks):
             area = self.area("staging", call, source)
@@ -189,7 +225,7 @@ class Rank:
         """Partial sums to their forwarders on this node, which all hear that they are there. Then add for this rail:
         first what goes to other nodes, then what stays.
         """
-        for source, rows in enumerate(self.received[call.of]):
+        for source, rows in enumerate(self.received[call.of] if self.rank != call.faulty else ()):
             forwarder = self.node * self.shape.ranks_per_node + source % self.shape.ranks_per_node
             area = self.area("partials", call, source, self.rank)
             for number, payload in rows:
@@ -205,11 +241,14 @@ class Rank:
     def receive_combine(self, call: Call) -> Waits:
         """Add what comes home."""
         kept, rows = self.packed("sums", call, self.node), call.rows[self.rank][self.node]
-        by_node = {self.node: {i: self.fabric.read(self.rank, kept, i, call.number) for i in range(len(rows))}}
         for node in self.others:
             for chunk in range(self.shape.chunks):
                 wanted = self.wanted(call, chunk)
                 yield self.wait(self.signal(COMBINE, node), wanted, self.peer(node), node, "home", call)
+        if call.faulty >= 0:
+            return
+        by_node = {self.node: {i: self.fabric.read(self.rank, kept, i, call.number) for i in range(len(rows))}}
+        for node in self.others:
             home, rows = self.area("home", call, node), call.rows[self.rank][node]
             by_node[node] = {i: self.fabric.read(self.rank, home, i, call.number) for i in range(len(rows))}
         sums: list[tuple[Any, ...]] = [()] * len(call.routes[self.rank])
@@ -227,6 +266,8 @@ class Rank:
     def node_sums(self, call: Call, node: int) -> list[Any]:
         """This node's sums for the rank of another one on this rail: its ranks' partial sums, ascending."""
         home, sums = self.peer(node), []
+        if call.faulty in self.neighbours:
+            return sums
         for _, targets in self.forwarded[call.of][node]:
             terms = [
                 self.fabric.read(self.rank, self.area("partials", call, home, rank), number, call.number)
