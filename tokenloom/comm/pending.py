@@ -19,8 +19,8 @@ class Pending(Generic[T]):
     """A call whose first half has run: what ``send_dispatch`` or ``send_combine`` returned.
 
     The tensors that were sent may be overwritten by later work on the same stream; a combine whose weights want a
-    gradient needs y unchanged until backward, as ever. On backends "nvlink" and "gin" nothing of tokenloom runs on the
-    GPU until ``receive``.
+    gradient needs y unchanged until backward, as ever. On backends "nvlink", "gin" and "padded" nothing of tokenloom
+    runs on the GPU until ``receive``; on "padded" NCCL may carry rows meanwhile.
 
     Halves are calls: all ranks make the same calls in the same order. When a call opens, in one piece or in halves,
     in backward or in a layer, every call but the one before it must have been received. So two micro-batches can take
