@@ -6,6 +6,7 @@ network" tests/comm``. On four GPUs they run as two nodes of two.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -16,7 +17,7 @@ import torch
 import tokenloom as tl
 from tests.backends import test_network
 from tests.backends.test_network import CASE, check_rows, there_and_back
-from tests.conftest import Ranks
+from tests.conftest import HOPPER, NETWORK_RANKS, NUM_GPUS, Ranks
 from tests.support import emulator
 from tests.support.cases import BF16, FP8, FP16, FP32, FP64, Case, expert_rows, make_problem, same_bits, same_routed
 from tests.support.slow import mostly_slow
@@ -27,7 +28,7 @@ from tokenloom.backends.network.nvlink_inside import NvlinkInside, inner_plans, 
 from tokenloom.backends.registration import Availability, Request
 from tokenloom.plan import Plan
 from tokenloom.runtime.node_ranks import NodeRanks
-from tokenloom.runtime.processes import RankContext
+from tokenloom.runtime.processes import RankContext, RankPool
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.topology import Topology, pretended
 
@@ -42,6 +43,7 @@ CASES = {
     "fp8": replace(UNEQUAL, dtype=FP8, hidden=256, ids_dtype=torch.int32),
     "odd width, no weights": replace(UNEQUAL, hidden=7, weights="absent", pick="repeats"),
     "to one rank, full": replace(UNEQUAL, tokens=(5,), spare=0, pick="one rank"),
+    "to all, full": replace(UNEQUAL, tokens=(3, 5), spare=0, top_k=8, unused=0.0),
     "one has all": replace(UNEQUAL, tokens=(0, 0, 0, 6, 0, 0)),
     "none": replace(UNEQUAL, tokens=(0,)),
 }
@@ -61,10 +63,18 @@ def inside_of(comm: tl.Communicator) -> Any:
 
 
 @emulated
-@pytest.mark.parametrize("name", mostly_slow(CASES, ["unequal", "fp8", "to one rank, full"]))
+@pytest.mark.parametrize("name", mostly_slow(CASES, ["unequal", "fp8", "to one rank, full", "to all, full"]))
 def test_bits(name: str) -> None:
     """All layouts, both kinds of sizes and all orders of sums, on two nodes."""
     emulator.ranks(4).run(check_bits, CASES[name], 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER or NUM_GPUS < NETWORK_RANKS, reason="it needs four Hopper GPUs")
+@pytest.mark.parametrize("name", CASES)
+def test_bits_on_gpus(pools: Callable[[str], RankPool], name: str) -> None:
+    """The same on four GPUs, which are two nodes."""
+    Ranks(pools("cuda"), NETWORK_RANKS).run(check_bits, CASES[name], 2)
 
 
 @emulated
@@ -100,21 +110,23 @@ def test_order(holders: list[int], ranks_per_node: int) -> None:
 
 
 @emulated
-def test_sums_are_rounded_where_they_leave() -> None:
-    """In bfloat16, 1 + 2^-8 is 1. So it is on its way between nodes; what the other node adds at home is not lost."""
-    emulator.ranks(4).run(check_rounding)
+@pytest.mark.parametrize(("dtype", "small", "wanted"), [(BF16, 2.0**-8, 1 + 2.0**-8), (FP64, 2.0**-40, 1 + 2.0**-39)])
+def test_sums_are_rounded_where_they_leave(dtype: torch.dtype, small: float, wanted: float) -> None:
+    """In bfloat16, 1 + 2^-8 is 1. So it is on its way between nodes; what the other node adds at home is not lost.
+    Rows of float64 are added in float64, by no kernel."""
+    emulator.ranks(4).run(check_rounding, dtype, small, wanted)
 
 
-def check_rounding(context: RankContext) -> None:
+def check_rounding(context: RankContext, dtype: torch.dtype, small: float, wanted: float) -> None:
     plan = Plan(4, 4, hidden=8, top_k=3, max_tokens_per_rank=1)
     ids = torch.tensor([[2, 3, 0]] if context.rank == 0 else [], dtype=torch.int64).view(-1, 3)
     with comm_of(context, plan) as comm:
-        x = torch.ones(len(ids), 8, dtype=BF16, device=context.device)
+        x = torch.ones(len(ids), 8, dtype=dtype, device=context.device)
         routed = comm.dispatch(x, ids.to(context.device), None, layout="token")
-        value = {0: 2.0**-8, 2: 1.0, 3: 2.0**-8}.get(context.rank, torch.nan)
-        y = torch.full(routed.tokens.shape, value, dtype=BF16, device=context.device)
-        out = comm.combine(y, routed, mode="per_node", out_dtype=FP32)
-        assert torch.equal(out.cpu(), torch.full((len(ids), 8), 1.0 + 2.0**-8))
+        value = {0: small, 2: 1.0, 3: small}.get(context.rank, torch.nan)
+        y = torch.full(routed.tokens.shape, value, dtype=dtype, device=context.device)
+        out = comm.combine(y, routed, mode="per_node", out_dtype=FP32 if dtype == BF16 else dtype).cpu()
+        assert torch.equal(out, torch.full((len(ids), 8), wanted, dtype=out.dtype))
 
 
 @emulated
@@ -378,7 +390,7 @@ def test_other_backends_look_for_none(four: Ranks) -> None:
 def check_cpu(context: RankContext) -> None:
     with (
         mock.patch.object(nvlink_inside, "why_not", side_effect=AssertionError),
-        tl.Communicator(context.group, ranks_per_node=2, **test_network.SIZES) as comm,
+        tl.Communicator(context.group, backend="network", ranks_per_node=2, **test_network.SIZES) as comm,
     ):
         assert comm.transports == {"own node": "collective", "other nodes": "collective"}
         assert "no kernels" not in comm.describe()

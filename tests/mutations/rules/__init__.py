@@ -11,6 +11,7 @@ from tests.mutations.rules import (
     forms,
     gin,
     inference,
+    inside_nodes,
     integrations,
     kernels,
     masks,
@@ -38,6 +39,7 @@ MUTATIONS = (
     + kernels.MUTATIONS
     + network.MUTATIONS
     + nodes.MUTATIONS
+    + inside_nodes.MUTATIONS
     + gin.MUTATIONS
     + check_network.MUTATIONS
 )

@@ -13,9 +13,9 @@ from tokenloom.runtime.topology import Topology
 
 def probe(request: Request) -> Availability:
     """Whether rows can be forwarded for this request."""
-    return Availability(
-        "network", True, f"torch.distributed over {request.transport}, tensors on {request.device.type}"
-    )
+    kernels = "" if request.device.type == "cpu" else ", inside nodes by nvlink where it works on all of them"
+    over = f"torch.distributed over {request.transport}, tensors on {request.device.type}"
+    return Availability("network", True, over + kernels)
 
 
 def why_not_on(topology: Topology) -> str | None:
