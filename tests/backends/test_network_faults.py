@@ -31,7 +31,7 @@ PHASES = [
     "dispatch, inside nodes",
     "the handshake of combine",
     "combine, inside nodes",
-    "combine, sums between nodes",
+    "combine, sums, between nodes",
     "the handshake of gradient of weights",
 ]
 
