@@ -267,8 +267,10 @@ def check_gradients_per_node(context: RankContext, backend: str) -> None:
                 assert sent.between_nodes == [1, 0, 1 if mode == "per_node" else 2, 0][context.rank]
 
 
-def train(context: RankContext, strategy: tl.Strategy, **options: Any) -> list[torch.Tensor]:
-    case = LayerCase()
+def train(
+    context: RankContext, strategy: tl.Strategy, dtype: torch.dtype = torch.float64, **options: Any
+) -> list[torch.Tensor]:
+    case = LayerCase(dtype=dtype)
     group = {"hidden": 16, "num_experts": 8, "top_k": 3, "max_tokens_per_rank": sum(case.tokens)}
     comm = Communicator(context.group, **group, **options)
     layer = make_layer(case, None, comm=comm, strategy=strategy, max_tokens_per_rank=None)

@@ -196,7 +196,7 @@ def test_layers(four: Ranks, strategy: tl.Strategy) -> None:
 
 def train(context: RankContext, strategy: tl.Strategy) -> list[torch.Tensor]:
     torch.set_num_threads(1)
-    return test_network.train(context, strategy, backend="network", ranks_per_node=2)
+    return test_network.train(context, strategy, FP32, backend="network", ranks_per_node=2)
 
 
 # -- rows that are sent ---------------------------------------------------------------------------------------------
