@@ -15,6 +15,8 @@ import torch
 import tokenloom as tl
 from tests.support.stand_ins import StandIns, asked, record_word
 from tokenloom.backends.nvlink.dispatch import Dispatcher
+from tokenloom.backends.nvlink.outcomes import Outcomes
+from tokenloom.errors import PeerError
 from tokenloom.runtime.kernel_reports import HostCounts
 
 HIDDEN, INTERMEDIATE, TOP_K, NUM_EXPERTS, NUM_RANKS, TOKENS = 256, 256, 2, 8, 4, 5
@@ -166,6 +168,18 @@ def test_no_rows_hold_no_buffer(stand_ins: StandIns) -> None:
     none = exact_dispatch(comm, "token")
     assert none.tokens.shape == (0, HIDDEN)
     assert not buffers.any_lent
+
+
+def test_an_error_that_is_kept_keeps_no_rows(stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps the frames that it came through, and with them what they know."""
+    comm = make_comm(LARGE)
+    exact_dispatch(comm, "expert")
+    monkeypatch.setattr(Outcomes, "await_counts", lambda *arguments: None)
+    monkeypatch.setattr(Dispatcher, "_settled", lambda *arguments: (_ for _ in ()).throw(PeerError(1, "bad input")))
+    with pytest.raises(PeerError) as kept:
+        exact_dispatch(comm, "expert")
+    assert not comm.engine._backend._buffers.any_lent  # type: ignore[attr-defined]
+    assert kept.value.rank == 1
 
 
 def test_too_many_rows_for_a_loan(stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,10 @@ import torch
 
 import tokenloom as tl
 from tests.support.stand_ins import StandIns
+from tokenloom.backends.nvlink.fused import FusedLayerCalls
+from tokenloom.errors import InvalidArgument
+from tokenloom.inference.expert_gemms import ExpertGemms
+from tokenloom.inference.expert_memory import ExpertMemory
 from tokenloom.inference.schedules import MegaSchedule
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.gemm.launch import TILE_ROWS, tile_places
@@ -133,6 +137,29 @@ def test_kernels_begin_early_behind_one_another(launches: Launches) -> None:
             "barrier": chained,
             "sum_routes": False,
         }
+
+
+def test_a_refused_first_call_allocates_nothing(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a capture zeros are recorded and not written. So what refuses the call there comes first."""
+    layer = make_layer()
+    layer.use_weights(*new_weights())
+    with monkeypatch.context() as refusing:
+        refusing.setattr(FusedLayerCalls, "buffer", lambda *arguments: (_ for _ in ()).throw(InvalidArgument("no")))
+        refusing.setattr(ExpertMemory, "allocate", lambda *arguments: pytest.fail("allocated"))
+        with pytest.raises(InvalidArgument):
+            call(layer)
+    call(layer)
+    same_call(launches)
+
+
+def test_graphs_keep_the_memory_between_kernels(launches: Launches) -> None:
+    """Counts that another tensor overwrites would let a replay wait for ever."""
+    layer = make_layer()
+    layer.use_weights(*new_weights())
+    call(layer)
+    backend: Any = layer.comm.engine._backend
+    kept = [type(each) for each in backend._launcher.keep_with_graphs]
+    assert {ExpertMemory, ExpertGemms} <= set(kept)
 
 
 def test_places_of_tiles() -> None:

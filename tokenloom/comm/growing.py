@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tokenloom.backends.base import Upcoming
-from tokenloom.errors import PeerError, ShapeMismatch, is_known_to_all
+from tokenloom.errors import BackendUnavailable, PeerError, ShapeMismatch, is_known_to_all
 
 if TYPE_CHECKING:
     from tokenloom.comm.communicator import Communicator
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from tokenloom.runtime.rank_group import RankGroup
 
 T = TypeVar("T")
+MANY_SMS = 1 << 16
+"""More than any GPU has."""
 
 
 class NeedsRoom(ShapeMismatch):
@@ -38,7 +40,8 @@ class Shape(NamedTuple):
         num_experts, hidden: E and H.
         top_k: K; None where the client does not say it, so that it grows as the tokens do.
         wide: rows are float64, which not every backend moves.
-        num_sms: of its kernels; None: as the options of all communicators say.
+        num_sms: of its kernels, or as many as every rank may use, if those are fewer; None: as the options of all
+            communicators say.
     """
 
     num_experts: int
@@ -63,6 +66,7 @@ class Communicators:
         self.group, self._options = group, options
         self._made: dict[Shape, Communicator] = {}
         self._last: Communicator | None = None
+        self._last_of: dict[int | None, Communicator] = {}  # by num_sms of their shapes
         self._meeting: RankGroup | None = None
 
     def run(
@@ -83,7 +87,7 @@ class Communicators:
         while True:
             found = self._made.get(shape)
             if found is not None and tokens <= found.plan.max_tokens_per_rank and top_k <= found.plan.top_k:
-                self._last = found
+                self._use(shape, found)
                 try:
                     return call(found)
                 except PeerError as error:
@@ -105,16 +109,18 @@ class Communicators:
         found = self._made.get(shape)
         if found is None or tokens > found.plan.max_tokens_per_rank or found.usual is None:
             return None
+        self._use(shape, found)
         try:
-            made = call(found, found.usual)
+            return call(found, found.usual)
         except PeerError as error:
             if not _is_growth(error):
                 raise
             self._make(shape, tokens, 1, device)
             return None
-        if made is not None:
-            self._last = found
-        return made
+
+    def _use(self, shape: Shape, comm: Communicator) -> None:
+        """Note what the call is made with, before it can fail: all ranks tell later faults by the same one."""
+        self._last = self._last_of[shape.num_sms] = comm
 
     def _announce(self, comm: Communicator | None, tokens: int) -> None:
         """Tell ranks that open a call, for which they have room, that this one has none."""
@@ -138,15 +144,18 @@ class Communicators:
         if self._last is not None:  # the others have just failed in the same call, so they come at once or never
             meeting.open_timeout_s = meeting.timeout_s
         try:
-            wanted = agree(meeting, lambda: (shape._asdict(), (tokens, top_k)), "making a communicator")
+            mine = (tokens, top_k, MANY_SMS if shape.num_sms is None else _usable_sms(device))
+            wanted = agree(meeting, lambda: (shape._asdict(), mine), "making a communicator")
         finally:
             meeting.open_timeout_s = usual
         before = self._made.get(shape)
         if before is not None:
-            wanted.append((before.plan.max_tokens_per_rank, before.plan.top_k))
+            wanted.append((before.plan.max_tokens_per_rank, before.plan.top_k, MANY_SMS))
         most, routes = (max(1, *(each[i] for each in wanted)) for i in (0, 1))
-        options = self._options() | ({} if shape.num_sms is None else {"num_sms": shape.num_sms})
-        self._last = self._made[shape] = Communicator(
+        options = dict(self._options())
+        if shape.num_sms is not None:
+            options["num_sms"] = min(shape.num_sms, *(each[2] for each in wanted))
+        self._made[shape] = made = Communicator(
             self.group,
             num_experts=shape.num_experts,
             hidden=shape.hidden,
@@ -156,6 +165,7 @@ class Communicators:
             dtype=torch.float64 if shape.wide else None,
             **options,
         )  # the one before lives as long as handles of its dispatches
+        self._use(shape, made)
 
     def meeting(self, device: torch.device) -> RankGroup:
         """The ranks, for small collectives beside communicators."""
@@ -178,6 +188,7 @@ class Communicators:
         name: str = "dispatch",
         awaited: bool = True,
         opened_on: Callable[[Communicator], tuple[str, Engine]] | None = None,
+        num_sms: int | None = None,
     ) -> Iterator[None]:
         """Inside, a call is checked. The other ranks, which make it, hear of a fault.
 
@@ -187,13 +198,14 @@ class Communicators:
             name: "dispatch" or "combine".
             awaited: a dispatch whose outcome the other ranks read. Elsewhere kernels tell it: at a later call.
             opened_on: gives the name of what the others open, and its engine, where it is not the communicator's own.
+            num_sms: of the call's shape. Of several communicators the others make the call with the last such one.
         """
         try:
             yield
         except Exception as fault:
             if is_known_to_all(fault):
                 raise
-            known = comm or self._last
+            known = comm or self._last_of.get(num_sms) or self._last
             self._tell(fault, device, known, Upcoming(name, awaited=awaited and name == "dispatch"), opened_on)
             raise
 
@@ -230,10 +242,23 @@ class Communicators:
         for comm in self.all():
             comm.close()
         self._made.clear()
+        self._last_of.clear()
         self._last = None
         if self._meeting is not None:
             self._meeting.close()
             self._meeting = None
+
+
+def _usable_sms(device: torch.device) -> int:
+    """SMs that kernels may run on, where there are kernels."""
+    from tokenloom.runtime.devices import usable_sms
+
+    if device.type != "cuda":
+        return MANY_SMS
+    try:
+        return usable_sms(torch.cuda.current_device() if device.index is None else device.index)
+    except BackendUnavailable:  # without the driver's bindings
+        return MANY_SMS
 
 
 def _is_growth(error: PeerError) -> bool:

@@ -8,6 +8,7 @@ import torch
 
 from tokenloom.kernels.gemm.launch import BLOCK, tile_places
 from tokenloom.plan import Plan
+from tokenloom.runtime.leftovers import keep_until_idle
 
 FP8 = torch.float8_e4m3fn
 COPY_ROOM = 1.25
@@ -83,3 +84,4 @@ class ExpertMemory:
         self.copies = values[: len(values) // self._hidden * self._hidden].view(-1, self._hidden)
         self.copy_room = len(self.copies)
         self.taken, self.stored = self.counted.split([self.num_local, len(self.counted) - self.num_local])
+        keep_until_idle(self, device, *(getattr(self, name) for name in self.sizes))

@@ -181,10 +181,10 @@ class NvlinkExperts:
         if self._num_shared and values.data_ptr() % BULK_BYTES:
             values = values.clone()
         result = request.checked()
-        if not self._is_allocated:
-            self._allocate()
         if self._shared is None:
             self._shared = self._shared_buffer()
+        if not self._is_allocated:  # behind what refuses a first call in a capture, whose zeros nobody would see
+            self._allocate()
         return result, lists, values
 
     def _lists_of_dtype(self, dtype: torch.dtype) -> Kernel:
@@ -205,6 +205,7 @@ class NvlinkExperts:
         memory = self._memory
         memory.allocate(self._comm.device)
         self._calls.prepare_meetings(memory.met, memory.counted)
+        self._calls.keep(memory, self._gemms)
         self._sums.args.met, self._sums.args.masked = memory.met.data_ptr(), self._calls.masked
         self._gemms.find_memory()
         self._is_allocated = True

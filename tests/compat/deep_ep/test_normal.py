@@ -292,6 +292,9 @@ FAULTS: list[Any] = [
     pytest.param({"topk_weights": lambda t: t.bfloat16()}, DtypeMismatch, "Buffer.dispatch: topk_weights", id="bf16"),
     pytest.param({"is_token_in_rank": lambda t: None}, BadCall, "Buffer.dispatch: num_tokens", id="no layout"),
     pytest.param({"is_token_in_rank": lambda t: ~t}, BadCall, "Buffer.dispatch: is_token_in_rank", id="other mask"),
+    pytest.param(
+        {"num_tokens_per_expert": lambda t: t[:0]}, BadCall, "Buffer.dispatch: . ranks do not", id="no experts"
+    ),
     pytest.param({"expert_alignment": 0}, BadCall, "Buffer.dispatch: expert_alignment", id="alignment"),
     pytest.param({"num_worst_tokens": -1}, BadCall, "Buffer.dispatch: num_worst_tokens", id="negative worst case"),
     pytest.param({"allocate_on_comm_stream": True}, BadCall, "Buffer.dispatch: allocate_on", id="no event"),

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from tests.support.stand_ins import StandIns
+from tokenloom.comm import growing
 from tokenloom.compat import deep_ep
+from tokenloom.compat.deep_ep.faults import BadCall
+from tokenloom.errors import PeerError, ShapeMismatch
 
 RANKS, EXPERTS, TOP_K, HIDDEN, TOKENS = 4, 16, 2, 256, 32
 MOST = 32
@@ -66,6 +69,61 @@ def test_low_latency_mode_takes_all_beside_normal_mode(stand_ins: StandIns) -> N
     x, ids, _ = tensors()
     buffer.low_latency_dispatch(x, ids, TOKENS, EXPERTS)
     assert sms_of_last(stand_ins) == MOST
+    dispatch(buffer)
+    assert sms_of_last(stand_ins) == 20
+
+
+def test_a_fault_is_told_where_the_others_make_the_call(stand_ins: StandIns) -> None:
+    """Of the two communicators of a buffer: that of the mode, whatever was used last."""
+    buffer = deep_ep.Buffer(stand_ins.group(), 0, 1 << 20, low_latency_mode=True)
+    x, ids, _ = tensors()
+    buffer.low_latency_dispatch(x, ids, TOKENS, EXPERTS)
+    dispatch(buffer)
+    few, many = stand_ins.launchers
+    assert (few.num_sms, many.num_sms) == (MOST, 20)
+    before = few.num_calls, many.num_calls
+    with pytest.raises(ShapeMismatch):
+        buffer.low_latency_dispatch(x, ids, TOKENS - 1, EXPERTS)
+    assert (few.num_calls, many.num_calls) == (before[0] + 1, before[1])
+    buffer.low_latency_dispatch(x, ids, TOKENS, EXPERTS)
+    before = few.num_calls, many.num_calls
+    with pytest.raises(BadCall):
+        buffer.dispatch(x)
+    assert (few.num_calls, many.num_calls) == (before[0], before[1] + 1)
+
+
+def test_a_usual_call_that_fails_was_the_last(stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks make it the long way, and tell later faults where it was made."""
+    buffer = deep_ep.Buffer(stand_ins.group(), 0, 1 << 20, low_latency_mode=True)
+    x, ids, _ = tensors()
+    for _ in range(2):
+        buffer.low_latency_dispatch(x, ids, TOKENS, EXPERTS)
+    other = (x[:, :128].contiguous(), ids, TOKENS, EXPERTS)
+    buffer.low_latency_dispatch(*other)
+    usual = next(comm.usual for comm in buffer.runtime.all())
+    monkeypatch.setattr(usual, "dispatch", lambda *arguments: (_ for _ in ()).throw(PeerError(1, "it has a fault")))
+    with pytest.raises(PeerError):
+        buffer.low_latency_dispatch(x, ids, TOKENS, EXPERTS)
+    assert buffer.runtime._last.plan.hidden == HIDDEN
+
+
+def test_what_cannot_be_looked_up_is_named(stand_ins: StandIns) -> None:
+    buffer = deep_ep.Buffer(stand_ins.group(), 0, 1 << 20, low_latency_mode=True)
+    x, ids, _ = tensors()
+    with pytest.raises(BadCall, match="num_experts is"):
+        buffer.low_latency_dispatch(x, ids, TOKENS, [EXPERTS])  # type: ignore[arg-type]
+
+
+def test_fewer_sms_where_a_rank_may_use_no_more(stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An MPS limit, say. Whoever names a number has it, or an error."""
+    monkeypatch.setattr(growing, "_usable_sms", lambda device: 26)
+    x, ids, weights = tensors()
+    buffer = deep_ep.Buffer(stand_ins.group(), 0, 1 << 20, low_latency_mode=True)
+    buffer.low_latency_dispatch(x, ids, TOKENS, EXPERTS)
+    assert sms_of_last(stand_ins) == 26
+    elastic = deep_ep.ElasticBuffer(stand_ins.group(), num_max_tokens_per_rank=TOKENS, hidden=HIDDEN, num_topk=TOP_K)
+    elastic.dispatch(x, ids, weights, num_experts=EXPERTS, do_cpu_sync=False)
+    assert sms_of_last(stand_ins) == 26
     dispatch(buffer)
     assert sms_of_last(stand_ins) == 20
 

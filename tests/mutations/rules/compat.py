@@ -180,4 +180,20 @@ MUTATIONS = (
         new="False",
         tests=("tests/compat/deep_ep/test_installation.py::test_a_call_respects_another",),
     ),
+    Mutation(
+        name="faults-told-anywhere",
+        rule="a fault is told on the communicator that was used last, whatever the mode of the call",
+        target="tokenloom.comm.growing:Communicators.told",
+        old="comm or self._last_of.get(num_sms) or self._last",
+        new="comm or self._last",
+        tests=("tests/compat/deep_ep/test_sms.py::test_a_fault_is_told_where_the_others_make_the_call",),
+    ),
+    Mutation(
+        name="failed-usual-calls-are-forgotten",
+        rule="a usual call that fails is not the last one that was made",
+        target="tokenloom.comm.growing:Communicators.run_usual",
+        old="self._use(shape, found)",
+        new="pass",
+        tests=("tests/compat/deep_ep/test_sms.py::test_a_usual_call_that_fails_was_the_last",),
+    ),
 )

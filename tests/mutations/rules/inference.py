@@ -88,4 +88,12 @@ MUTATIONS = (
         new="copied * (intermediate + plan.hidden)",
         tests=(f"{MEGA_TEST}buffers_of_the_reference_layer",),
     ),
+    Mutation(
+        name="graphs-without-counts",
+        rule="a graph does not keep the memory between the kernels of a MegaMoE",
+        target="tokenloom.inference.nvlink_experts:NvlinkExperts._allocate",
+        old="self._calls.keep(memory, self._gemms)",
+        new="pass",
+        tests=("tests/inference/test_mega_launches.py::test_graphs_keep_the_memory_between_kernels",),
+    ),
 )

@@ -178,6 +178,14 @@ MUTATIONS = (
         tests=("tests/backends/test_nvlink_host_cost.py::test_too_many_rows_for_a_loan",),
     ),
     Mutation(
+        name="errors-hold-rows",
+        rule="an error that somebody keeps holds the rows of its dispatch",
+        target="tokenloom.backends.nvlink.dispatch:Dispatcher._settled_with",
+        old="handle.lent = None",
+        new="pass",
+        tests=("tests/backends/test_nvlink_host_cost.py::test_an_error_that_is_kept_keeps_no_rows",),
+    ),
+    Mutation(
         name="no-rows-are-lent",
         rule="who got no rows holds a buffer",
         target="tokenloom.backends.nvlink.handle:NvlinkHandle.take_lent",

@@ -217,7 +217,7 @@ class Dispatcher:
     ) -> tuple[NvlinkHandle, torch.Tensor]:
         options = prepared.options
         counts = self.launcher.outcomes.await_counts(self._host_counts)
-        overflow = self._settled() if counts is None or self._checked else None
+        overflow = self._settled_with(handle) if counts is None or self._checked else None
         if overflow is not None:
             handle.lent = None  # the rows come to the same buffer
             capacity = options.capacity
@@ -291,6 +291,14 @@ class Dispatcher:
         except CapacityOverflow as overflow:
             return overflow
         return None
+
+    def _settled_with(self, handle: NvlinkHandle) -> CapacityOverflow | None:
+        """Do what :meth:`_settled` does. Who keeps an error, which keeps this dispatch, holds no rows of it."""
+        try:
+            return self._settled()
+        except Exception:
+            handle.lent = None
+            raise
 
     def _receive_by_token(self, options: DispatchOptions, inputs: DispatchInputs) -> tuple[NvlinkHandle, torch.Tensor]:
         """Layout "expert" of any size: rows arrive one per (token, rank), which always fits, and are spread here."""

@@ -45,6 +45,10 @@ class FusedLayerCalls:
         args = self._barrier.args
         args.opened, args.cleared, args.num_cleared = opened.data_ptr(), cleared.data_ptr(), cleared.numel()
 
+    def keep(self, *used: object) -> None:
+        """Let graphs that capture calls keep these alive, which the calls use."""
+        self._launcher.keep_with_graphs.extend(used)
+
     def meet(self, dispatch: int, stream: int | None, early: bool) -> None:
         """Put a meeting of all ranks on the stream. Who has met sees all that the others have sent before.
 

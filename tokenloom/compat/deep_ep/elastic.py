@@ -76,7 +76,6 @@ class ElasticBuffer(ElasticCalls):
         options: dict[str, Any] = {
             "timeout_s": float(num_gpu_timeout_secs),
             "open_timeout_s": float(num_cpu_timeout_secs),
-            "num_sms": self.get_theoretical_num_sms(0, 0),
         }
         super().__init__(group, explicitly_destroy, options)
         self.num_ranks, self.rank_idx = group.size(), group.rank()

@@ -138,7 +138,8 @@ class ElasticCalls(BufferBase):
             capacity = most_rows(self.num_ranks, most, top_k, local, do_expand, alignment)
             options |= {"sizes": "bounded", "capacity": capacity}
         own_weights = None if topk_weights is None else topk_weights.detach()
-        shape = Shape(num_experts, tokens.shape[1], top_k, tokens.dtype == torch.float64)
+        most_sms = self.get_theoretical_num_sms(num_experts, top_k)
+        shape = Shape(num_experts, tokens.shape[1], top_k, tokens.dtype == torch.float64, most_sms)
 
         def send(comm: Communicator) -> tuple[Communicator, Routed]:
             return comm, comm.dispatch(payload, topk_idx, own_weights, **options)

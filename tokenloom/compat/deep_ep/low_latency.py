@@ -100,7 +100,9 @@ class LowLatencyMode(BufferBase):
             if found is not None:
                 return found
         device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
-        with self._calls.told(device, awaited=False):
+        from tokenloom.backends.registry import MAX_SMS  # as late as this, so that importing is quick
+
+        with self._calls.told(device, awaited=False, num_sms=MAX_SMS):
             refuse(dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats, **others)
             require(not (async_finish and return_recv_hook), "async_finish and return_recv_hook exclude each other")
             require(round_scale or not use_ue8m0, "use_ue8m0 needs round_scale=True")
@@ -125,8 +127,6 @@ class LowLatencyMode(BufferBase):
         if use_fp8:
             scale_layout = "packed" if use_ue8m0 else "columns"
             keywords |= {"to_fp8": True, "power_of_two_scales": round_scale, "scale_layout": scale_layout}
-        from tokenloom.backends.registry import MAX_SMS  # as late as this, so that importing is quick
-
         shape = Shape(num_experts, hidden, top_k, x.dtype == torch.float64, MAX_SMS)
         room = _Room(local, places, hidden, x.dtype, use_fp8, use_ue8m0)
         if not return_recv_hook:
@@ -177,7 +177,10 @@ class LowLatencyMode(BufferBase):
             or not x.ndim == 2 == topk_idx.ndim
         ):
             return None
-        known = self._known.get(_kind(x, topk_idx, options))
+        try:
+            known = self._known.get(_kind(x, topk_idx, options))
+        except TypeError:  # a list, say, cannot be looked up
+            return None
         most = options[0]
         if known is None or x.shape[0] > most:
             return None
@@ -270,7 +273,9 @@ class LowLatencyMode(BufferBase):
             if found is not None:
                 return found, EventOverlap(), None
         device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
-        with self._calls.told(device, None, "combine", False, _weighted_combine):
+        from tokenloom.backends.registry import MAX_SMS  # as late as this, so that importing is quick
+
+        with self._calls.told(device, None, "combine", False, _weighted_combine, MAX_SMS):
             if not isinstance(handle, Parts) or len(handle) != 5:
                 raise BadCall(f"handle is a {type(handle).__name__}, expected what low_latency_dispatch returned")
             routed, comm, ids = handle.dispatched.routed, handle.dispatched.comm, handle.dispatched.ids
@@ -342,12 +347,12 @@ class LowLatencyMode(BufferBase):
             NotServed: ``mask`` is False and the rank is masked: make new buffers on all ranks to take one back.
         """
         self._require_shrink()
-        masked = self._masked()
-        if not mask and rank_to_mask in masked:
+        if not mask and rank_to_mask in self._masked():
             raise NotServed("a masked rank cannot be unmasked; make new buffers on a new process group of all ranks")
-        if mask and rank_to_mask not in masked:
-            for comm in self._calls.all():
-                comm.mask_ranks([rank_to_mask])
+        if mask:
+            for comm in self._calls.all():  # one of them may have masked it by itself
+                if rank_to_mask not in comm.masked_ranks():
+                    comm.mask_ranks([rank_to_mask])
 
     @naming("Buffer.low_latency_query_mask_buffer")
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:

@@ -237,6 +237,8 @@ class NormalMode(BufferBase):
             and isinstance(per_expert, torch.Tensor)
             and checks.fits(per_expert, (per_expert.numel(),), torch.int32, device)
             and topk_idx.dtype is topk_idx_t
+            and per_expert.numel() >= num_ranks
+            and per_expert.numel() % num_ranks == 0
             and self._is_mask(in_rank, topk_idx, per_expert.numel())
         ):
             return None

@@ -94,7 +94,7 @@ class CommStream:
 
     def order_behind(self, device: torch.device) -> None:
         """Make the current stream wait for calls on this one, before a call that runs there."""
-        if self._stream is not None and not torch.cuda.is_current_stream_capturing():
+        if device.type == "cuda" and self._stream is not None and not torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream(device).wait_stream(self._stream)
 
 
