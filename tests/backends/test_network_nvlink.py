@@ -63,7 +63,7 @@ def inside_of(comm: tl.Communicator) -> Any:
 
 
 @emulated
-@pytest.mark.parametrize("name", mostly_slow(CASES, ["unequal", "fp8", "to one rank, full", "to all, full"]))
+@pytest.mark.parametrize("name", mostly_slow(CASES, ["unequal", "fp8"]))
 def test_bits(name: str) -> None:
     """All layouts, both kinds of sizes and all orders of sums, on two nodes."""
     emulator.ranks(4).run(check_bits, CASES[name], 2)
@@ -250,7 +250,7 @@ def check_ring(context: RankContext) -> None:
 
 
 @emulated
-@pytest.mark.parametrize("dead", [1, 3])
+@pytest.mark.parametrize("dead", mostly_slow([1, 3], [3]))
 def test_who_is_missing_is_named(dead: int) -> None:
     """A rank ends before the last piece. Its neighbour names it as the whole group does, and places no rows before:
     what lies where they should be is of an earlier call."""

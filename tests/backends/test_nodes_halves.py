@@ -16,6 +16,7 @@ from tests.support import emulator
 from tests.support.cases import BF16, FP8, Case, Problem, expert_rows, make_problem, same_bits, same_routed
 from tests.support.emulator.graphs import capture
 from tests.support.emulator.group import EmulatedRanks, here
+from tests.support.slow import mostly_slow
 from tokenloom import reference
 from tokenloom.runtime.processes import RankContext
 
@@ -139,7 +140,7 @@ def play(steps: list[tuple[str, str, int]], batches: Any, overwrites: bool = Fal
 
 @EACH_WAY
 @pytest.mark.parametrize("overwrites", [False, True], ids=["", "overwritten"])
-@pytest.mark.parametrize("sizes", [(4, 2), (2, 1), pytest.param((6, 2), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("sizes", mostly_slow([(4, 2), (2, 1), (6, 2)], [(2, 1)]), ids=str)
 def test_interleaved(sizes: tuple[int, int], overwrites: bool, way: str) -> None:
     """Two are open at a time, of both kinds and layouts, received in either order; whole calls go between them."""
     for seed in range(2):
@@ -211,7 +212,7 @@ def check_graphs(context: RankContext, way: str) -> None:
 
 
 @EACH_WAY
-@pytest.mark.parametrize("first", ["sent first", "sent last"])
+@pytest.mark.parametrize("first", mostly_slow(["sent first", "sent last"], ["sent first"]))
 @pytest.mark.parametrize("receives", [True, False], ids=["receives", "drops"])
 @pytest.mark.parametrize("call", ["dispatch", "combine"])
 def test_a_fault_while_a_call_is_open(call: str, receives: bool, first: str, way: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 
-def mostly_slow(names: Iterable[str], quick: Collection[str]) -> list[Any]:
+def mostly_slow(names: Iterable[Any], quick: Collection[Any]) -> list[Any]:
     """Names as parameters of a test, all but the quick ones with the marker ``slow``."""
     names = list(names)
     unknown = set(quick) - set(names)
