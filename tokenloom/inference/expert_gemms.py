@@ -179,6 +179,6 @@ class ExpertGemms:
                 self._side.wait_stream(main)
             self._second.launch(all_sms if last else third, side)
         if main is not None:
-            main.wait_stream(self._side)
+            self.join(main)
         passed("gemm2")
         return main is None

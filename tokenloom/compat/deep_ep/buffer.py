@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tokenloom.compat.deep_ep.buffer_base import captured
-from tokenloom.compat.deep_ep.config import Config, config_for, nodes_of
+from tokenloom.compat.deep_ep.config import Config, config_for, most_sms, nodes_of
 from tokenloom.compat.deep_ep.events import EventOverlap
 from tokenloom.compat.deep_ep.faults import NotServed, naming, require
 from tokenloom.compat.deep_ep.low_latency import LowLatencyMode
@@ -62,9 +62,7 @@ class Buffer(NormalMode, LowLatencyMode):
             if comm is None:
                 raise ValueError("Buffer: pass group, a torch.distributed process group")
             raise NotServed("comm is not served: pass group, a torch.distributed process group")
-        from tokenloom.backends.registry import MAX_SMS  # as late as this, so that importing is quick
-
-        options: dict[str, Any] = {"num_sms": min(type(self).num_sms, MAX_SMS)}
+        options: dict[str, Any] = {"num_sms": min(type(self).num_sms, most_sms())}
         if enable_shrink:
             options["on_timeout"] = "mask"
         super().__init__(group, explicitly_destroy, options)

@@ -14,6 +14,13 @@ METADATA_BYTES = 128
 """Room beside a row in a hint: ids and weights."""
 
 
+def most_sms() -> int:
+    """SMs that a kernel takes at most."""
+    from tokenloom.backends.registry import MAX_SMS  # as late as this, so that importing is quick
+
+    return MAX_SMS
+
+
 class Config:
     """Settings of a call in normal mode. They are checked and otherwise unused: tokenloom has no chunks to size.
 

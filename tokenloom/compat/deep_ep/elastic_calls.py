@@ -11,6 +11,7 @@ from tokenloom.comm.routed import Routed
 from tokenloom.compat.deep_ep import checks
 from tokenloom.compat.deep_ep.buffer_base import BufferBase
 from tokenloom.compat.deep_ep.checks import Payload
+from tokenloom.compat.deep_ep.config import most_sms
 from tokenloom.compat.deep_ep.ep_handle import EPHandle, most_rows
 from tokenloom.compat.deep_ep.events import EventHandle, EventOverlap, recorded_in
 from tokenloom.compat.deep_ep.faults import BadCall, naming, require
@@ -38,9 +39,7 @@ class ElasticCalls(BufferBase):
 
     def get_theoretical_num_sms(self, num_experts: int, num_topk: int) -> int:
         """SMs that a kernel takes, whatever the arguments."""
-        from tokenloom.backends.registry import MAX_SMS  # as late as this, so that importing is quick
-
-        return MAX_SMS
+        return most_sms()
 
     @naming("ElasticBuffer.dispatch")
     def dispatch(

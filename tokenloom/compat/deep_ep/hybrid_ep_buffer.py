@@ -13,6 +13,7 @@ from tokenloom.comm.growing import Shape
 from tokenloom.comm.routed import Routed
 from tokenloom.compat.deep_ep import checks
 from tokenloom.compat.deep_ep.buffer_base import BufferBase
+from tokenloom.compat.deep_ep.config import most_sms
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed, naming, refuse, require
 from tokenloom.compat.deep_ep.handles import Dispatched, Parts, kept_ids
 from tokenloom.compat.deep_ep.routing_maps import Routes, dense, indices_to_map
@@ -243,10 +244,8 @@ class HybridEPBuffer(BufferBase):
 
 def _sms_for(*named: int | None) -> int:
     """SMs of all kernels: the most that the client names."""
-    from tokenloom.backends.registry import MAX_SMS  # as late as this, so that importing is quick
-
     given = [number for number in named if number]
-    return min(max(given, default=USUAL_SMS), MAX_SMS)
+    return min(max(given, default=USUAL_SMS), most_sms())
 
 
 def _handle(dispatched: Dispatched, alignment: int) -> Parts:

@@ -13,6 +13,7 @@ from tokenloom.comm.routed import Routed
 from tokenloom.compat.deep_ep import checks
 from tokenloom.compat.deep_ep.buffer_base import BufferBase
 from tokenloom.compat.deep_ep.checks import Payload
+from tokenloom.compat.deep_ep.config import most_sms
 from tokenloom.compat.deep_ep.events import EventOverlap
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed, naming, refuse, require
 from tokenloom.compat.deep_ep.handles import Dispatched, Parts, low_latency_handle
@@ -100,9 +101,7 @@ class LowLatencyMode(BufferBase):
             if found is not None:
                 return found
         device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
-        from tokenloom.backends.registry import MAX_SMS  # as late as this, so that importing is quick
-
-        with self._calls.told(device, awaited=False, num_sms=MAX_SMS):
+        with self._calls.told(device, awaited=False, num_sms=most_sms()):
             refuse(dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats, **others)
             require(not (async_finish and return_recv_hook), "async_finish and return_recv_hook exclude each other")
             require(round_scale or not use_ue8m0, "use_ue8m0 needs round_scale=True")
@@ -127,7 +126,7 @@ class LowLatencyMode(BufferBase):
         if use_fp8:
             scale_layout = "packed" if use_ue8m0 else "columns"
             keywords |= {"to_fp8": True, "power_of_two_scales": round_scale, "scale_layout": scale_layout}
-        shape = Shape(num_experts, hidden, top_k, x.dtype == torch.float64, MAX_SMS)
+        shape = Shape(num_experts, hidden, top_k, x.dtype == torch.float64, most_sms())
         room = _Room(local, places, hidden, x.dtype, use_fp8, use_ue8m0)
         if not return_recv_hook:
             found = self._dispatch_whole(shape, most, keywords, room, x, topk_idx, stats, async_finish)
@@ -273,9 +272,7 @@ class LowLatencyMode(BufferBase):
             if found is not None:
                 return found, EventOverlap(), None
         device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
-        from tokenloom.backends.registry import MAX_SMS  # as late as this, so that importing is quick
-
-        with self._calls.told(device, None, "combine", False, _weighted_combine, MAX_SMS):
+        with self._calls.told(device, None, "combine", False, _weighted_combine, most_sms()):
             if not isinstance(handle, Parts) or len(handle) != 5:
                 raise BadCall(f"handle is a {type(handle).__name__}, expected what low_latency_dispatch returned")
             routed, comm, ids = handle.dispatched.routed, handle.dispatched.comm, handle.dispatched.ids
