@@ -19,7 +19,7 @@ from tokenloom.backends.registration import Request
 from tokenloom.kernels.common import MAX_SHARED_BYTES
 from tokenloom.kernels.common.rail import MOST_CHUNKS
 from tokenloom.kernels.dispatch.launch_network import DispatchNetworkVariant
-from tokenloom.plan import Plan, align_up
+from tokenloom.plan import LAYOUTS, ROUTE_LAYOUTS, Plan, align_up
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.topology import pretended
 
@@ -45,31 +45,32 @@ def comm_of(context: RankContext, plan: Plan, way: str = "gin", **options: Any) 
 
 @pytest.mark.parametrize("name", CASES)
 def test_bits(name: str) -> None:
-    """Both layouts there and back, twice each, so that regions take turns."""
+    """All layouts there and back, twice each, so that regions take turns."""
     emulator.ranks(4).run(check_bits, CASES[name])
 
 
 def check_bits(context: RankContext, case: Case, way: str = "gin") -> None:
     problem = make_problem(case, context.num_ranks)
     with comm_of(context, problem.plan, way, dtype=None if case.dtype == FP8 else case.dtype) as comm:
-        for _ in range(2):
-            for layout in ("slots", "rank"):
-                there_and_back(context, comm, problem, layout)
+        for sizes in ({}, {"sizes": "bounded"}):
+            for layout in LAYOUTS:
+                there_and_back(context, comm, problem, layout, **(sizes if layout != "slots" else {}))
         comm.check()
 
 
 def there_and_back(context: RankContext, comm: tl.Communicator, problem: Any, layout: str, **sizes: Any) -> None:
-    bounds: dict[str, Any] = {"capacity": problem.rows_needed("slots") + 1} if layout == "slots" else {}
-    routed = comm.dispatch(*problem.arguments(context), layout=layout, **sizes, **bounds)
-    want = problem.dispatched(layout, **bounds)
+    bounds: dict[str, Any] = {"alignment": 4} if layout == "expert" else {}
+    room = {"capacity": problem.rows_needed(layout, **bounds) + 1} if layout == "slots" or sizes else {}
+    given = {**bounds, **sizes, **({} if layout == "rank" else room)}
+    routed = comm.dispatch(*problem.arguments(context), layout=layout, **given)
+    want = problem.dispatched(layout, **bounds, **({} if layout == "rank" else room), bounded=bool(sizes))
     comm.check()
     same_routed(routed, want[context.rank], problem.plan, bounded=bool(sizes) or layout == "slots")
     wire = FP32 if problem.xs[0].dtype == FP32 else BF16
     ys = expert_rows(problem, want, wire)
-    weights = problem.topk_weights if layout == "slots" else None
-    out = comm.combine(
-        ys[context.rank], routed, mode="per_node", weighted=None if layout == "rank" else weights is not None
-    )
+    by_route = layout in ROUTE_LAYOUTS
+    weights = problem.topk_weights if by_route else None
+    out = comm.combine(ys[context.rank], routed, weighted=weights is not None if by_route else None)
     wanted = reference.combine(
         problem.plan, ys, want, problem.topk_ids, weights, mode="per_node", nodes=comm.engine.ranks.topology.nodes
     )

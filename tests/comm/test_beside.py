@@ -21,6 +21,7 @@ from tests.support.cases import (
     expert_rows,
     make_comm,
     make_problem,
+    order_of,
     same_bits,
     same_bytes,
     same_routed,
@@ -143,11 +144,12 @@ def check_reweighted(context: RankContext, backend: str, layout: str, first: str
         routed = comm.dispatch(*problem.arguments(context), layout=layout)
         y = ys[context.rank].to(context.device)
         again = comm.reweighted(routed, late[context.rank].to(context.device))
-        outs = reference.combine(problem.plan, ys, want, problem.topk_ids, late)
+        order = order_of(comm)
+        outs = reference.combine(problem.plan, ys, want, problem.topk_ids, late, **order)
         same_bits(comm.combine(y, again), outs[context.rank], "late weights")
         pending = comm.send_combine(y, again)
         same_bits(pending.receive(), outs[context.rank], "late weights, in halves")
-        plain = reference.combine(problem.plan, ys, want, problem.topk_ids, problem.topk_weights)
+        plain = reference.combine(problem.plan, ys, want, problem.topk_ids, problem.topk_weights, **order)
         weighted = None if first == "given" else False
         same_bits(comm.combine(y, routed, weighted=weighted), plain[context.rank], "the first weights")
 
@@ -254,9 +256,10 @@ def check_bias(context: RankContext, backend: str, layout: str, number: int) -> 
     generator = torch.Generator().manual_seed(11)
     biases = [[torch.randn(x.shape, generator=generator).to(BF16) for _ in range(number)] for x in problem.xs]
     weights = problem.topk_weights if layout == "expert" else None
-    outs = reference.combine(problem.plan, ys, want, problem.topk_ids, weights, biases=biases)
     mine = [bias.to(context.device).requires_grad_() for bias in biases[context.rank]]
     with make_comm(context, backend, problem.plan) as comm:
+        order = order_of(comm)
+        outs = reference.combine(problem.plan, ys, want, problem.topk_ids, weights, biases=biases, **order)
         routed = comm.dispatch(*problem.arguments(context), layout=layout)
         y = ys[context.rank].to(context.device)
         out = comm.combine(y, routed, bias=mine if number > 1 else mine[0])

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import tokenloom as tl
 from tests.conftest import Ranks
 from tests.support.cases import (
+    BETWEEN_NODES,
     BF16,
     FP16,
     FP32,
@@ -26,6 +27,7 @@ from tests.support.cases import (
     expert_rows,
     make_comm,
     make_problem,
+    order_of,
     same_bits,
 )
 from tokenloom import reference
@@ -69,7 +71,7 @@ def check_exact(context: RankContext, backend: str, case: Case) -> None:
         grads = expert_rows(problem, want, x.dtype)  # NaN where no row lies: such gradients must not count
         routed.tokens.backward(grads[context.rank].to(context.device))
         assert x.grad is not None
-        want_x = reference.combine(problem.plan, grads, want, problem.topk_ids, None)[context.rank]
+        want_x = reference.combine(problem.plan, grads, want, problem.topk_ids, None, **order_of(comm))[context.rank]
         same_bits(x.grad, want_x, f"gradient of x, {layout}")
         check_exact_combine(context, comm, problem, routed, want)
 
@@ -203,7 +205,7 @@ def distributed(
     weights: torch.Tensor,
     matrices: torch.Tensor,
     layout: str,
-    mode: str = "per_rank",
+    mode: str | None = None,
     **options: Any,
 ) -> torch.Tensor:
     """The same computation, through dispatch, this rank's experts and combine."""
@@ -245,7 +247,7 @@ TOLERANCE: dict[torch.dtype, dict[str, float]] = {
 
 def widest(backend: str) -> torch.dtype:
     """The dtype whose rounding hides least, of those that the backend has."""
-    return FP32 if backend == "nvlink" else FP64
+    return FP32 if backend in ("nvlink", *BETWEEN_NODES) else FP64
 
 
 VARIANTS: list[Any] = [
@@ -323,7 +325,7 @@ def check_any_tokens(context: RankContext, backend: str, layout: str) -> None:
         {"tokens": (0, 0, 0, 5)},
         {"pick": "none"},
         {"pick": "one rank"},
-        {"tokens": (1, 0), "hidden": 8 if backend == "nvlink" else 1, "top_k": 1, "unused": 0.0},
+        {"tokens": (1, 0), "hidden": 1 if widest(backend) == FP64 else 8, "top_k": 1, "unused": 0.0},
     ):
         network = make_network(context.num_ranks, widest(backend), **options)
         comm = make_comm(context, backend, network.problem.plan)

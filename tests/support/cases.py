@@ -15,6 +15,7 @@ import torch
 import tokenloom as tl
 from tests.conftest import Ranks
 from tokenloom import reference
+from tokenloom.comm.strategy import default_mode
 from tokenloom.ops import routing
 from tokenloom.plan import Plan
 from tokenloom.runtime.processes import RankContext
@@ -23,6 +24,8 @@ BACKENDS = ("collective", "network", "nvlink")
 """Backends that the cases run on; a test that asks for ``backend`` runs once for each (conftest.py leaves "nvlink" out
 on CPUs, and runs "network" on four CPU ranks, as 2 nodes of 2)."""
 RANKS_PER_NODE = 2
+BETWEEN_NODES = ("gin", "padded")
+"""Backends that reach other nodes without the host. Only the emulator has them on CPUs."""
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
@@ -262,9 +265,18 @@ def make_comm(context: RankContext, backend: str, plan: Plan, **options: object)
     """A communicator for ``plan`` on the ranks of this run."""
     sizes = {name: value for name, value in vars(plan).items() if name != "num_ranks"}
     options = {"checked": True} | options  # errors at once, on every backend
-    if backend == "network":
+    if backend in ("network", *BETWEEN_NODES):
         options = {"ranks_per_node": RANKS_PER_NODE} | options
+    if backend in BETWEEN_NODES:  # all memory is made with the communicator
+        options = {"dtype": FP32} | options
     return tl.Communicator(context.group, backend=backend, device=context.device, **sizes, **options)
+
+
+def order_of(comm: tl.Communicator) -> dict[str, Any]:
+    """What tells the reference the order of sums that a communicator has where nobody names one."""
+    if default_mode(comm.engine.capabilities) == "per_rank":
+        return {}
+    return {"mode": "per_node", "nodes": comm.engine.ranks.topology.nodes}
 
 
 def expert_rows(problem: Problem, routed: Sequence[reference.Routed], dtype: torch.dtype) -> list[torch.Tensor]:

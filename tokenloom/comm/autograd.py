@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from tokenloom.backends.base import CombineOptions, Handle, Pending, Upcoming
 from tokenloom.comm.engine import Engine
-from tokenloom.comm.strategy import SWAPPED
+from tokenloom.comm.strategy import SWAPPED, gradient_of_dispatch
 
 
 def dispatched(
@@ -85,7 +85,8 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, grad_rows: torch.Tensor, grad_received: torch.Tensor | None) -> Any:
         engine, handle, x_dtype = ctx.engine, ctx.handle, ctx.x_dtype
         wants_x, wants_weights = ctx.needs_input_grad[3], ctx.needs_input_grad[4] and grad_received is not None
-        options = CombineOptions(False, x_dtype, x_dtype, False, SWAPPED[handle.options.strategy])
+        strategy = gradient_of_dispatch(engine.capabilities, handle.options.strategy)
+        options = CombineOptions(False, x_dtype, x_dtype, False, strategy)
         upcoming = [Upcoming("gradient of dispatch", options, x_dtype.itemsize)] * wants_x
         upcoming += [Upcoming("gradient of weights")] * wants_weights
         grad_x = grad_weights = None

@@ -12,16 +12,13 @@ from tokenloom.comm.calls import Calls, Copies
 from tokenloom.comm.engine import COMBINE_RANGE, DISPATCH_RANGE, Engine, profiler_range
 from tokenloom.comm.halves import CombineCall, DispatchCall
 from tokenloom.comm.routed import Routed
+from tokenloom.comm.strategy import default_mode
 from tokenloom.comm.usual import UsualCalls
 from tokenloom.errors import InvalidArgument, NotDifferentiable
 from tokenloom.plan import ROUTE_LAYOUTS, align_up
 
 NARROW = 8
 """Values in a row of which the rows that carry weights have a multiple: every backend moves 16 bytes."""
-
-
-SUMS = (None, "per_rank", None, None)
-"""Options of a combine that sums weights: weighted, mode, wire_dtype and out_dtype."""
 
 
 class CallsBeside(Calls):
@@ -114,8 +111,9 @@ class CallsBeside(Calls):
         if home is not None:
             return home
         self.engine.begin()
-        self._require_weights_apart("combine")
         by_route = isinstance(routed, Routed) and routed.layout in ROUTE_LAYOUTS
+        if not by_route:
+            self._require_weights_apart("combine")
         engine = self.engine if by_route else self.engine_beside()
         with (
             profiler_range(COMBINE_RANGE),
@@ -141,18 +139,19 @@ class CallsBeside(Calls):
     def _sum_values(self, values: torch.Tensor, routed: Routed, engine: Engine) -> torch.Tensor:
         """[places, K] of rows that are tokens -> [T, K]."""
         top_k, more = engine.plan.top_k, engine.plan.hidden - engine.plan.top_k
+        sums = None, default_mode(engine.capabilities), None, None  # weighted, mode, wire_dtype, out_dtype
         found = vars(routed).get("_narrow")
         if found is None or found[0] is not engine:
             vars(routed)["_narrow"] = found = engine, self._route_again(routed, engine, None)
         rows = torch.nn.functional.pad(values, (0, more)) if more else values
         usual = self._usual_of(engine)
         with torch.no_grad():
-            out = None if usual is None else usual.combine(self, rows, found[1], SUMS, None, None)
+            out = None if usual is None else usual.combine(self, rows, found[1], sums, None, None)
             if out is None:
-                call = CombineCall(self, engine, rows, found[1], SUMS, None, False)
+                call = CombineCall(self, engine, rows, found[1], sums, None, False)
                 out = call.run()
                 if usual is not None:
-                    usual.learn_combine(rows, found[1], SUMS, call.options)
+                    usual.learn_combine(rows, found[1], sums, call.options)
         return out[:, :top_k].contiguous() if more else out
 
     def _usual_sums(self, values: Any, routed: Any) -> torch.Tensor | None:

@@ -16,6 +16,7 @@ from tokenloom.comm.engine import Engine
 from tokenloom.comm.halves import CombineCall, DispatchCall
 from tokenloom.comm.pending import Pending
 from tokenloom.comm.routed import Layout, Routed
+from tokenloom.comm.strategy import default_mode
 from tokenloom.comm.usual import UsualCalls
 from tokenloom.errors import InvalidArgument
 from tokenloom.plan import ROUTE_LAYOUTS
@@ -49,7 +50,7 @@ class CombineKeywords(TypedDict, total=False):
     """Keywords of a combine, but for ``async_op``."""
 
     weighted: bool | None
-    mode: Mode
+    mode: Mode | None
     wire_dtype: torch.dtype | None
     out_dtype: torch.dtype | None
     out: torch.Tensor | None
@@ -71,6 +72,10 @@ class Calls:
         """Calls that take the short way, where the backend has one: for callers with a longer way of their own."""
         backend = self.engine.makes_usual_calls
         return None if backend is None else UsualCalls(self.engine, backend)
+
+    @cached_property
+    def _default_mode(self) -> str:
+        return default_mode(self.engine.capabilities)
 
     @overload
     def dispatch(
@@ -258,7 +263,7 @@ class Calls:
         routed: Routed,
         *,
         weighted: bool | None = None,
-        mode: Mode = "per_rank",
+        mode: Mode | None = None,
         wire_dtype: torch.dtype | None = None,
         out_dtype: torch.dtype | None = None,
         out: torch.Tensor | None = None,
@@ -278,7 +283,8 @@ class Calls:
                 in ascending rank. "per_route" rounds every weighted row, sends it home by itself, and sums there in
                 ascending k (layouts "expert" and "slots"). "per_node" adds the ranks' sums of a node, rounds that to
                 ``wire_dtype`` again, and adds the nodes' sums in ascending node: on backend "network" one row for each
-                (token, node) crosses the network. All backends give the same bits.
+                (token, node) crosses the network. All backends give the same bits. None is "per_rank", or "per_node"
+                where the backend has nothing else (``gin``, ``padded``).
             wire_dtype: dtype of what travels, by default that of y.
             out_dtype: dtype of the result, by default that of y.
             out: contiguous [T, H] of ``out_dtype`` to write the result to, where no gradient is wanted.
@@ -295,7 +301,7 @@ class Calls:
             TokenloomError: what ``dispatch`` raises; also NotDifferentiable if topk_weights are given and y or they
                 require grad.
         """
-        values = (weighted, mode, wire_dtype, out_dtype)
+        values = (weighted, self._default_mode if mode is None else mode, wire_dtype, out_dtype)
         routed, topk_weights = self._with_weights(routed, topk_weights, weighted)
         usual = None if async_op or bias is not None else self.usual
         if usual is not None:
@@ -334,7 +340,7 @@ class Calls:
         routed: Routed,
         *,
         weighted: bool | None = None,
-        mode: Mode = "per_rank",
+        mode: Mode | None = None,
         wire_dtype: torch.dtype | None = None,
         out_dtype: torch.dtype | None = None,
         out: torch.Tensor | None = None,
@@ -354,7 +360,7 @@ class Calls:
             TokenloomError: what ``send_dispatch`` raises.
         """
         routed, topk_weights = self._with_weights(routed, topk_weights, weighted)
-        values = (weighted, mode, wire_dtype, out_dtype)
+        values = (weighted, self._default_mode if mode is None else mode, wire_dtype, out_dtype)
         return self._combine(y, routed, values, out, topk_weights, bias, async_op).send()
 
     def _with_weights(

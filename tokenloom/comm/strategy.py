@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tokenloom.backends.base import Capabilities
 from tokenloom.errors import InvalidArgument
 from tokenloom.plan import COMBINE_STRATEGIES, DISPATCH_STRATEGIES
 
@@ -20,6 +21,17 @@ All routes of a token to one rank have the same gradient, so where a payload tak
 one per rank."""
 STRATEGY_OF_MODE = {"per_rank": "dedup", "per_route": "all_to_all", "per_node": "per_node"}
 """What carries a combine of each ``mode``. A layer may also carry the sums of "per_rank" by "reduce_scatter"."""
+
+
+def default_mode(able: Capabilities) -> str:
+    """The order of a combine's sums where the caller names none: that of one node, or per node if there is no other."""
+    return "per_rank" if "dedup" in able.combine_strategies else "per_node"
+
+
+def gradient_of_dispatch(able: Capabilities, strategy: str) -> str:
+    """What carries the gradient of a dispatch by this strategy, where nobody has said how rows come home."""
+    swapped = SWAPPED[strategy]
+    return swapped if swapped in able.combine_strategies else STRATEGY_OF_MODE[default_mode(able)]
 
 
 @dataclass(frozen=True)

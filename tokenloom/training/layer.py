@@ -14,7 +14,7 @@ from torch.nn import functional
 from tokenloom.backends.registry import MAX_SMS
 from tokenloom.comm import validation
 from tokenloom.comm.communicator import Communicator
-from tokenloom.comm.strategy import Strategy
+from tokenloom.comm.strategy import STRATEGY_OF_MODE, Strategy, default_mode
 from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch
 from tokenloom.ops.activation import apply_activation
 from tokenloom.ops.autocast import autocast_dtype
@@ -163,6 +163,8 @@ class ExpertParallelMoE(nn.Module):
             )
         self.comm = comm
 
+        usual = Strategy(combine=STRATEGY_OF_MODE[default_mode(comm.engine.capabilities)])
+
         def prepare() -> tuple[dict[str, Any], tuple[Router, ExpertForm, Strategy | None]]:
             if group_and_comm:
                 raise InvalidArgument("group and comm are both given; the communicator already has a group")
@@ -172,8 +174,7 @@ class ExpertParallelMoE(nn.Module):
             if shared_gate and not shared_intermediate:
                 raise InvalidArgument("shared_gate is True, but there is no shared expert; give shared_intermediate")
             validation.require_layout(comm.engine.capabilities, "expert")
-            if strategy is not None:
-                validation.require_strategy(comm.engine.capabilities, strategy)
+            validation.require_strategy(comm.engine.capabilities, strategy or usual)
             found = None
             if strategy is None and comm.rank == 0:  # ranks may see different disks
                 found = choices.find(choices.setting_of(comm.plan, intermediate, dtype, comm.backend, comm.device))
@@ -201,7 +202,7 @@ class ExpertParallelMoE(nn.Module):
         self.hidden, self.intermediate = hidden, intermediate
         self.balance_coef, self.z_coef = balance_coef, z_coef
         self.router_grad, self.expert_grad_scale = router_grad, expert_grad_scale
-        self.strategy = strategy or agreed[0][2] or Strategy()
+        self.strategy = strategy or agreed[0][2] or usual
         self.overlap, self.redispatch_in_backward, self.pool_rows = overlap, redispatch_in_backward, pool_rows
         local = comm.plan.experts_per_rank
         factory: dict[str, Any] = {"device": comm.device, "dtype": dtype}

@@ -133,6 +133,7 @@ class _Here(threading.local):
     group: Group
     rank: int
     launched = 0
+    collectives = 0
     draining = False
     late: NvlinkBackend | None = None
 
@@ -301,8 +302,6 @@ class FakeRanks(RankGroup):
 class RanksOnStreams(FakeRanks):
     """The same with all-to-alls of rows of one size on streams, which no host waits for, and which graphs keep."""
 
-    collectives = 0
-
     def start_all_to_all(
         self,
         rows: torch.Tensor,
@@ -316,10 +315,10 @@ class RanksOnStreams(FakeRanks):
         received, bits = out, sum(1 << rank for rank, count in enumerate(send_counts) if count)
 
         def run() -> None:
-            group, self.collectives = here.group, self.collectives + 1
+            group, here.collectives = here.group, here.collectives + 1
             here.launched += 1
             group.keep(self.rank, here.launched, [rows, received])
-            args = AllToAll(rows.data_ptr(), received.data_ptr(), rows[0].nbytes, self.collectives, self.rank, bits)
+            args = AllToAll(rows.data_ptr(), received.data_ptr(), rows[0].nbytes, here.collectives, self.rank, bits)
             group.emulator.launch_all_to_all(self.rank, args)
 
         launch_or_keep(run)
@@ -379,8 +378,8 @@ def _make_backend(
     plan: Plan,
 ) -> Any:
     num_sms, checked = sizes_of_calls
-    if transport == "gin" or name == "padded":
-        between_nodes = GinBackend if transport == "gin" else PaddedBackend
+    if transport == "gin" or name in ("gin", "padded"):
+        between_nodes = PaddedBackend if name == "padded" else GinBackend
         made = between_nodes(plan, ranks, num_sms, dtype, checked=checked)
         here.group.meeting.wait()  # as a SymmetricBuffer does
         return made

@@ -7,7 +7,7 @@ and what they have found, prepared calls, and handles. All of it but GIN is back
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -29,19 +29,22 @@ from tokenloom.backends.base import (
     Wait,
 )
 from tokenloom.backends.gin.capabilities import CAPABILITIES
-from tokenloom.backends.gin.combine import NodesCombine, empty_combine
+from tokenloom.backends.gin.combine import NodesCombine, empty_combine, gradient_of_weights
 from tokenloom.backends.gin.dispatch import NodesDispatch
 from tokenloom.backends.gin.launcher import NodesLauncher
 from tokenloom.backends.gin.memory import NodeBuffers, NodeMemory
-from tokenloom.backends.nvlink.combine import CombineHalf
+from tokenloom.backends.nvlink.combine import CombineHalf, ShortRows
 from tokenloom.backends.nvlink.dispatch import given
+from tokenloom.backends.nvlink.exact import ExactHalves
 from tokenloom.backends.nvlink.handle import NvlinkHandle
 from tokenloom.backends.nvlink.launcher import Half, Launched, require_no_host_read
 from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT
-from tokenloom.backends.nvlink.prepared import Shared
+from tokenloom.backends.nvlink.prepared import Shared, check
 from tokenloom.backends.nvlink.results import ResultsMemory
+from tokenloom.backends.nvlink.row_weights import RowWeights
 from tokenloom.errors import CapacityOverflow, InvalidArgument
 from tokenloom.kernels.dispatch.launch import block_count_words
+from tokenloom.ops import routing
 from tokenloom.plan import Plan
 from tokenloom.runtime.leftovers import keep_until_idle
 from tokenloom.runtime.rank_group import RankGroup
@@ -87,6 +90,8 @@ class NodesBackend:
             self._shared = Shared(plan, self._launcher, self._memory, block_counts, results, checked)
             keep_until_idle(self._shared, ranks.device, block_counts)
             self._launcher.keep_with_graphs.append(self._shared)
+            row_weights = RowWeights(plan, ranks.device)
+            self.row_weights, self.route_gradients = row_weights.of_rows, row_weights.of_routes
             self._launcher.empty["dispatch"] = self._empty_dispatch()
             self._launcher.empty["combine"] = empty_combine(self._launcher, self.always_two)
         except Exception:
@@ -116,16 +121,41 @@ class NodesBackend:
 
     # -- calls ----------------------------------------------------------------------------------------------
 
+    @property
+    def plan(self) -> Plan:
+        return self._shared.plan
+
+    @property
+    def launcher(self) -> NodesLauncher:
+        return self._launcher
+
     def send_dispatch(
         self, options: DispatchOptions, inputs: DispatchInputs
     ) -> Pending[tuple[NvlinkHandle, torch.Tensor]]:
-        if inputs.x_needs_grad or inputs.weights_need_grad:
-            self._refuse_gradients()
         exact = options.sizes == "exact"
         require_no_host_read(exact or self._checked, "sizes='exact'" if exact else "checked=True")
-        prepared = self._prepared_dispatch(options, replace(inputs, split=True) if self.always_two else inputs)
-        if exact and not (inputs.split or inputs.ahead):  # whoever waits hears first of what earlier calls left
+        check(self._shared, options, inputs)
+        if not exact:
+            return self.send(options, inputs)
+        if not (inputs.split or inputs.ahead):  # whoever waits hears first of what earlier calls left
             self._launcher.settle(0)
+        return ExactHalves(self, options, inputs)
+
+    def send(
+        self,
+        options: DispatchOptions,
+        inputs: DispatchInputs,
+        meant: DispatchOptions | None = None,
+        repeats: bool = False,
+    ) -> Pending[tuple[NvlinkHandle, torch.Tensor]]:
+        """Launch the kernel of a dispatch with bounded sizes, or its first one.
+
+        Args:
+            meant: what this is a part of. repeats: rows go the way of an earlier dispatch.
+        """
+        if self.always_two:
+            inputs = replace(inputs, split=True)
+        prepared = self._prepared_dispatch(options, inputs, meant, repeats)
         return _Dispatched(self, *prepared.launch(*given(inputs), inputs.out), inputs.out)
 
     def receive_dispatch(
@@ -134,23 +164,27 @@ class NodesBackend:
         """Launch the second kernel if there is one, and wait for what the host has to know."""
         if half is not None:
             self._launcher.finish(half)
-        if handle.options.sizes == "exact":
-            self._launcher.outcomes.settle_before(handle.number + 1)
-            return handle, handle.cut_to_size(handle.all_sizes(), rows)
         if self._checked:
             self._settle_checked(handle.number)
         handle.write_ids(out)
         return handle, rows
 
-    def _prepared_dispatch(self, options: DispatchOptions, inputs: DispatchInputs) -> NodesDispatch:
+    def _prepared_dispatch(
+        self,
+        options: DispatchOptions,
+        inputs: DispatchInputs,
+        meant: DispatchOptions | None = None,
+        repeats: bool = False,
+    ) -> NodesDispatch:
         weights = inputs.topk_weights
-        without_scales, weights_dtype = inputs.scales is None, None if weights is None else weights.dtype
-        key = (options, inputs.x.dtype, without_scales, inputs.topk_ids.dtype, weights_dtype, inputs.split)
+        dtypes = inputs.x.dtype, inputs.topk_ids.dtype, None if weights is None else weights.dtype
+        given_more = inputs.scales is None, inputs.split, inputs.x_needs_grad, inputs.weights_need_grad
+        key = (options, *dtypes, *given_more, meant, repeats)
         found = self._dispatches.get(key)
         if found is None:
             if len(self._dispatches) >= MOST_KINDS:
                 self._dispatches.clear()
-            found = self._dispatches[key] = NodesDispatch(self._shared, options, inputs)
+            found = self._dispatches[key] = NodesDispatch(self._shared, options, inputs, repeats, meant)
         return found
 
     def send_combine(
@@ -163,12 +197,13 @@ class NodesBackend:
         alone: bool = False,
         split: bool = False,
     ) -> Pending[torch.Tensor]:
-        if options.needs_grad:
-            self._refuse_gradients()
         require_no_host_read(self._checked, "checked=True")
         split = split or self.always_two
         prepared = self._prepared_combine(handle.number, handle.options.layout, rows.dtype, options, split)
-        out, half = prepared.launch(handle, rows, weights, out)
+        return self._sent(*prepared.launch(handle, rows, weights, out))
+
+    def _sent(self, out: torch.Tensor, half: Half | None) -> Pending[torch.Tensor]:
+        """A combine whose kernel, or first one, is on the stream."""
         if half is not None:
             return CombineHalf(self._launcher, half, out, self._checked)
         if self._checked:
@@ -187,6 +222,9 @@ class NodesBackend:
     def usual_dispatch(self, options: DispatchOptions, inputs: DispatchInputs) -> UsualDispatch | None:
         return None if options.sizes == "exact" else self._prepared_dispatch(options, inputs)
 
+    def usual_again(self, handle: NvlinkHandle, values: Rows, own: OwnOutputs) -> None:
+        return None
+
     def usual_combine(self, layout: str, y_dtype: torch.dtype, options: CombineOptions) -> UsualCombine:
         return self._prepared_combine(self._launcher.num_calls, layout, y_dtype, options)
 
@@ -200,29 +238,55 @@ class NodesBackend:
         except CapacityOverflow as too_many:
             self._overflow = too_many
 
-    # -- what there are no kernels for ------------------------------------------------------------------------
+    # -- gradients, and other rows of the same tokens ---------------------------------------------------------
 
     def send_again(
         self, handle: NvlinkHandle, values: Rows, strategy: str = "dedup", own: OwnOutputs = False
-    ) -> NoReturn:
-        raise InvalidArgument(f"backend {self.name!r} repeats no dispatch with other rows; use backend='network'")
+    ) -> Pending[Rows]:
+        options = handle.options
+        if handle.by_token:
+            where = handle.positions(), handle.num_places
+            return _Each(self._send_rows(handle, values), lambda rows: routing.scatter_rows(rows, *where))
+        capacity, out = handle.capacity, None
+        if options.layout == "slots":  # places without a row are zeros
+            capacity, out = options.capacity, self._zeros(handle.num_places, values)
+        capacity = None if options.layout == "rank" else capacity
+        again = DispatchOptions(options.layout, options.alignment, "bounded", capacity)
+        num_places = handle.num_places
+        return _Each(self._repeat(again, handle, values, out), lambda rows: rows[:num_places])
 
-    def send_rows(self, handle: NvlinkHandle, values: torch.Tensor, strategy: str = "dedup") -> NoReturn:
-        self._refuse_gradients()
+    def send_rows(self, handle: NvlinkHandle, values: torch.Tensor, strategy: str = "dedup") -> Pending[torch.Tensor]:
+        return _Each(self._send_rows(handle, values), lambda rows: rows)
 
-    def send_weight_gradients(self, handle: NvlinkHandle, grad: torch.Tensor) -> NoReturn:
-        self._refuse_gradients()
+    def _send_rows(self, handle: NvlinkHandle, values: Rows) -> Pending[tuple[NvlinkHandle, torch.Tensor]]:
+        """Values once for each (token, rank), with room for the most that there may be."""
+        most = self.plan.worst_case_rows("token")
+        return self._repeat(DispatchOptions("token", 1, "bounded", most), handle, values)
 
-    def row_weights(self, handle: NvlinkHandle, weights: torch.Tensor, num_places: int) -> NoReturn:
-        self._refuse_gradients()
+    def _repeat(
+        self, options: DispatchOptions, handle: NvlinkHandle, values: Rows, out: DispatchOut | None = None
+    ) -> Pending[tuple[NvlinkHandle, torch.Tensor]]:
+        x, scales = values if isinstance(values, tuple) else (values, None)
+        inputs = DispatchInputs(x, scales, handle.ids(), None, False, False, False, out=out)
+        check(self._shared, options, inputs)
+        return self.send(options, inputs, repeats=True)
 
-    def route_gradients(self, handle: NvlinkHandle, grad: torch.Tensor, like: torch.Tensor) -> NoReturn:
-        self._refuse_gradients()
+    def _zeros(self, num_places: int, values: Rows) -> DispatchOut:
+        """Rows of zeros, and scales if there are some, for such values."""
+        x, scales = values if isinstance(values, tuple) else (values, None)
+        rows = torch.zeros(num_places, x.shape[1] * x.element_size(), dtype=torch.uint8, device=x.device).view(x.dtype)
+        return DispatchOut(rows, None if scales is None else scales.new_zeros(num_places, scales.shape[1]))
 
-    def _refuse_gradients(self) -> NoReturn:
-        raise InvalidArgument(
-            f"backend {self.name!r} brings no gradients home; call under torch.no_grad(), or use backend='network'"
-        )
+    def send_weight_gradients(self, handle: NvlinkHandle, grad: torch.Tensor) -> Pending[torch.Tensor]:
+        """A combine of short rows: each gradient comes from one rank, and the others have zeros, so sums are exact."""
+        plan, short = self.plan, ShortRows(self.plan, handle, grad)
+        key = ("gradient of weights", short.layout)
+        combine = self._combines.get(key)
+        if combine is None:
+            combine = gradient_of_weights(self._launcher, short.layout, short.width, self.always_two)
+            self._combines[key] = combine
+        out, half = combine.launch(handle, short.rows, None, None, capacity=short.capacity)
+        return _Columns(self._sent(out, half), plan.top_k)
 
     def mask(self, ranks: Collection[int]) -> None:
         raise InvalidArgument(f"backend {self.name!r} cannot leave ranks out; use backend='network' over gloo")
@@ -293,3 +357,31 @@ class _Dispatched:
 
     def receive(self) -> tuple[NvlinkHandle, torch.Tensor]:
         return self._backend.receive_dispatch(*self._sent)
+
+
+class _Columns:
+    """The first columns of what a combine brings home."""
+
+    def __init__(self, pending: Pending[torch.Tensor], number: int) -> None:
+        self._pending, self._number = pending, number
+
+    def receive(self) -> torch.Tensor:
+        return self._pending.receive()[:, : self._number]
+
+
+class _Each:
+    """Rows of a dispatch, and their scales if they have some, each handed on by a function."""
+
+    def __init__(
+        self,
+        pending: Pending[tuple[NvlinkHandle, torch.Tensor]],
+        function: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        self._pending, self._function = pending, function
+
+    def receive(self) -> Any:
+        handle, rows = self._pending.receive()
+        found = self._function(rows)
+        if handle.scales is None:
+            return found
+        return found, self._function(handle.scales.reshape(len(rows), -1))

@@ -7,7 +7,7 @@ import torch
 from tokenloom.backends.base import Capabilities
 
 CAPABILITIES = Capabilities(
-    layouts=("rank", "slots"),
+    layouts=("token", "expert", "rank", "slots"),
     dispatch_strategies=("dedup",),
     combine_strategies=("per_node",),
     dtypes=(torch.bfloat16, torch.float16, torch.float32),

@@ -9,11 +9,12 @@ import torch
 from tokenloom.backends.base import CombineOptions
 from tokenloom.backends.gin.dispatch import FOR_COMBINE
 from tokenloom.backends.gin.launcher import NodesLauncher
-from tokenloom.backends.handshake import CallKind, combine_fields
+from tokenloom.backends.handshake import CallKind, Fields, combine_fields, gradient_fields
 from tokenloom.backends.nvlink.buffers import aligned, require_aligned, require_bulk
 from tokenloom.backends.nvlink.combine import point, point_once
 from tokenloom.backends.nvlink.handle import NvlinkHandle
 from tokenloom.backends.nvlink.launcher import HALVES, Half
+from tokenloom.errors import InvalidArgument
 from tokenloom.kernels.combine.launch import CALL_FIELDS
 from tokenloom.kernels.combine.launch_network import CombineNetworkVariant
 from tokenloom.kernels.common import TURNS
@@ -31,6 +32,8 @@ class NodesCombine:
         number: of the dispatch that the first of them belongs to.
         layout: of the dispatch. y_dtype: of the rows.
         options: of the combine. split: it is made in halves.
+        width: values of a row, where they are not those of a token.
+        fields: what the call means to all ranks, where it is no combine of a user's.
 
     Attributes:
         is_stale, out_dtype: as usual combines have them.
@@ -47,22 +50,29 @@ class NodesCombine:
         y_dtype: torch.dtype,
         options: CombineOptions,
         split: bool = False,
+        width: int | None = None,
+        fields: Fields | None = None,
     ) -> None:
         plan, memory = launcher.plan, launcher.memory
+        if not options.per_node:
+            raise InvalidArgument(f"sums between nodes are per node here, not {options.mode}; use backend='network'")
+        self._width = plan.hidden if width is None else width
         for dtype in (y_dtype, options.wire_dtype, options.out_dtype):
-            require_bulk(plan.hidden, dtype)
-        memory.require_room(options.wire_dtype)
+            require_bulk(self._width, dtype)
+        if width is None:
+            memory.require_room(options.wire_dtype)
         self._launcher, self._options, self.out_dtype = launcher, options, options.out_dtype
         self._like = torch.empty(0, dtype=self.out_dtype, device=launcher.ranks.device)
-        fields = combine_fields(number, options)
+        fields = combine_fields(number, options) if fields is None else fields
         self._kind = CallKind({**fields, **HALVES} if split else fields)
         variant = CombineNetworkVariant(
             plan,
             memory.ranks_per_node,
-            layout="rank" if layout == "rank" else "expert",
+            layout="expert" if layout == "slots" else layout,
             y_dtype=y_dtype,
             wire_dtype=options.wire_dtype,
             out_dtype=options.out_dtype,
+            hidden=width,
             weights="received" if options.weighted else "none",
             part="send" if split else "whole",
             carrier=memory.carrier,
@@ -84,21 +94,23 @@ class NodesCombine:
         weights: torch.Tensor | None,
         out: torch.Tensor | None,
         stream: int | None = None,
+        capacity: int | None = None,
     ) -> tuple[torch.Tensor, Half | None]:
         """Put the kernel on the current stream: (result [T, H], what the second half will need).
 
         Args:
             out: tensor for the result, or None for a new one.
             stream: what :meth:`Launcher.ready` has just given, or None.
+            capacity: places of the rows, where they are not those of the dispatch.
         """
         launcher = self._launcher
         if out is None:
-            out = self._like.new_empty(handle.num_tokens, launcher.plan.hidden)
+            out = self._like.new_empty(handle.num_tokens, self._width)
         require_aligned(out, "out")
         rows, factors = aligned(rows), 0
         if self._options.weighted:
             factors = handle.weights_address if weights is None else weights.data_ptr()
-        point(self.kernel, handle, rows, out, handle.capacity, handle.given_ids, factors)
+        point(self.kernel, handle, rows, out, capacity or handle.capacity, handle.given_ids, factors)
         for name in FOR_COMBINE:
             setattr(self.kernel.args, name, handle.address(name))
         if stream is not None:
@@ -111,6 +123,13 @@ class NodesCombine:
             half = Half((epoch, handle, out), epoch.data_ptr(), self.receiving_kernel)
         launcher.launch(self.kernel, self._kind, handle.number, begins=half)
         return out, half
+
+
+def gradient_of_weights(launcher: NodesLauncher, layout: str, width: int, split: bool) -> NodesCombine:
+    """What brings gradients of weights home, as rows of so many float32."""
+    fp32, number = torch.float32, launcher.num_calls
+    options, fields = CombineOptions(False, fp32, fp32, False, "per_node"), gradient_fields(number, "gradient of weights")
+    return NodesCombine(launcher, number, layout, fp32, options, split, width, fields)
 
 
 def empty_combine(launcher: NodesLauncher, split: bool) -> NodesCombine:

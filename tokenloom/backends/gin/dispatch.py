@@ -20,13 +20,20 @@ class NodesDispatch(StagedDispatch):
 
     Args:
         shared: of the communicator; the launcher is a :class:`NodesLauncher`.
-        options, inputs: of any call of the kind.
+        options, inputs, repeats, meant: as of every prepared dispatch.
     """
 
     launcher: NodesLauncher
 
-    def __init__(self, shared: Shared, options: DispatchOptions, inputs: DispatchInputs) -> None:
-        super().__init__(shared, options, inputs)
+    def __init__(
+        self,
+        shared: Shared,
+        options: DispatchOptions,
+        inputs: DispatchInputs,
+        repeats: bool = False,
+        meant: DispatchOptions | None = None,
+    ) -> None:
+        super().__init__(shared, options, inputs, repeats, meant)
         self.launcher.memory.tell(self.kernel.args.rail, DISPATCHES)
 
     def variant(self, inputs: DispatchInputs, part: str, *, staged: bool = False, eager: bool = False) -> Variant:

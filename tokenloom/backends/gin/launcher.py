@@ -11,6 +11,10 @@ from tokenloom.plan import Plan
 from tokenloom.runtime.rank_group import RankGroup
 
 
+COMBINES = ("combine", "gradient of dispatch", "gradient of weights")
+"""Names of the calls that bring rows home. All others are dispatches."""
+
+
 class Empty(Protocol):
     """Calls without tokens, whose arguments never change.
 
@@ -33,7 +37,7 @@ class NodesLauncher(Launcher):
         memory: of the communicator.
 
     Attributes:
-        empty: calls without tokens, by the name of the call; other calls open as a dispatch does.
+        empty: calls without tokens: a "dispatch" and a "combine".
     """
 
     def __init__(self, plan: Plan, ranks: RankGroup, memory: NodeBuffers, num_sms: int) -> None:
@@ -47,4 +51,4 @@ class NodesLauncher(Launcher):
 
     def empty_of(self, fields: Fields) -> Empty:
         """What opens such a call."""
-        return self.empty.get(str(fields["call"]), self.empty["dispatch"])
+        return self.empty["combine" if fields["call"] in COMBINES else "dispatch"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenloom.backends.handshake import Fields
-from tokenloom.backends.nvlink.buffers import control_layout, staged_layout
+from tokenloom.backends.nvlink.buffers import control_layout, staged_layout, weight_gradient_values
 from tokenloom.errors import InvalidArgument, TokenloomError
 from tokenloom.jit.compiler import KernelSpec, Prelude
 from tokenloom.jit.kernel import Kernel
@@ -37,6 +37,7 @@ class NodeBuffers:
     Attributes:
         carrier: what carries regions to other nodes, as variants name it. most_chunks: of a region.
         fused: as backend "nvlink" has it.
+        turns: regions that calls take turns in.
         ranks_per_node: G. num_nodes: N.
         control: flags and headers of the ranks of this node.
         partials: where partial sums of this node meet, [TURNS][N] parts of ``partials_bytes``.
@@ -51,24 +52,26 @@ class NodeBuffers:
         topology = ranks.topology
         self.num_nodes = topology.num_nodes
         self.ranks_per_node = plan.num_ranks // self.num_nodes
+        self.turns = TURNS
         self._widest = dtype if dtype is not None and dtype.itemsize > 2 else torch.bfloat16
         value_bytes = self._widest.itemsize
         dispatches = DispatchNetworkVariant(plan, self.ranks_per_node, x_dtype=self._widest)
         combines = CombineNetworkVariant(
             plan, self.ranks_per_node, y_dtype=self._widest, wire_dtype=self._widest, out_dtype=self._widest
         )
+        sum_bytes = max(combines.record_bytes, 4 * weight_gradient_values(plan))
         region = max(
             region_bytes(plan, dispatches.header_bytes, dispatches.record_bytes),
-            region_bytes(plan, HEADER_BYTES, combines.record_bytes),
+            region_bytes(plan, HEADER_BYTES, sum_bytes),
         )
         chunks = min(-(-plan.max_tokens_per_rank // CHUNK_ROWS), self.most_chunks)
         self.regions = Regions(self.num_nodes, region, chunks, chunk_rows(plan, chunks))
-        self.partials_bytes = align_up(combines.partials_rows * combines.record_bytes, 128)
+        self.partials_bytes = align_up(combines.partials_rows * sum_bytes, 128)
         partials = BufferLayout.of([("partials", TURNS * self.num_nodes * self.partials_bytes)])
         self.reach_nodes(ranks)  # first what a machine may lack
         try:
             self.control = SymmetricBuffer(control_layout(plan), ranks)
-            self._staging = SymmetricBuffer(staged_layout(plan, value_bytes, 0), ranks)
+            self._staging = SymmetricBuffer(staged_layout(plan, value_bytes, 0, TURNS), ranks)
             self.partials = SymmetricBuffer(partials, ranks)
         except Exception:
             self.close()

@@ -22,6 +22,7 @@ from tokenloom.backends.nvlink.fused import FusedLayerCalls
 from tokenloom.backends.nvlink.late_ranks import PHASE, CallsUntilDone, LateRanks
 from tokenloom.backends.nvlink.launcher import Launcher
 from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT
+from tokenloom.backends.nvlink.row_weights import RowWeights
 from tokenloom.errors import InvalidArgument
 from tokenloom.plan import Plan
 from tokenloom.runtime.devices import usable_sms
@@ -108,7 +109,8 @@ class NvlinkBackend:
         dispatcher, combiner = self._dispatcher, self._combiner
         self.usual_dispatch, self.usual_combine = dispatcher.usual, combiner.usual
         self.usual_again = dispatcher.usual_again
-        self.row_weights, self.route_gradients = combiner.row_weights, combiner.route_gradients
+        row_weights = RowWeights(self._plan, self._ranks.device)
+        self.row_weights, self.route_gradients = row_weights.of_rows, row_weights.of_routes
         self.send_dispatch: Any = dispatcher.send
         self.send_combine: Any = combiner.send
         self.send_again: Any = dispatcher.send_again

@@ -78,10 +78,10 @@ def num_turns(plan: Plan) -> int:
     return TURNS if is_eager(plan) else 2
 
 
-def staged_layout(plan: Plan, value_bytes: int, rows: int) -> BufferLayout:
-    """Where rows of a staged dispatch arrive, by source, with what comes with them."""
+def staged_layout(plan: Plan, value_bytes: int, rows: int, turns: int | None = None) -> BufferLayout:
+    """Where rows of a staged dispatch arrive, by source, with what comes with them; in as many regions as turns."""
     places = []
-    for turn in range(num_turns(plan)):
+    for turn in range(num_turns(plan) if turns is None else turns):
         places += _receive_places(plan, turn, plan.worst_case_rows("rank"), value_bytes)
     return BufferLayout.of(places)
 
@@ -183,6 +183,7 @@ class Buffers:
     Attributes:
         fused: one receive buffer for FP8 rows in layout "token", as a MegaMoE wants it, which every dispatch reuses.
         num_dispatches: to receive buffers so far, which take turns by it.
+        turns: regions that staged calls take turns in.
         when_grown: functions to call when a buffer is replaced, or will be: addresses are not what they were.
     """
 
@@ -197,7 +198,7 @@ class Buffers:
         self._loans: dict[tuple[int, int], Loan] = {}
         self._data_layout: MakeLayout = data_layout
         self._least_rows = receive_rows(plan)
-        self._is_eager = is_eager(plan)
+        self._is_eager, self.turns = is_eager(plan), num_turns(plan)
 
     def serve_fused_layer(self, num_shared_experts: int) -> None:
         """From the first dispatch on: one receive buffer, with room for this rank's own tokens behind its rows."""

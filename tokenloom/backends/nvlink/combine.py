@@ -31,7 +31,6 @@ from tokenloom.backends.nvlink.launcher import (
     require_no_host_read,
 )
 from tokenloom.errors import InvalidArgument
-from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.combine.launch import (
     CALL_FIELDS,
     PRE_REDUCE_BLOCKS,
@@ -39,7 +38,6 @@ from tokenloom.kernels.combine.launch import (
     PreReduceVariant,
     max_chunks,
 )
-from tokenloom.kernels.row_weights.launch import BLOCKS, RowWeightsVariant
 from tokenloom.plan import Plan
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer
 
@@ -184,17 +182,14 @@ class Combiner:
         """A combine of short rows, [T, K]: of a token's K gradients each rank has some, and zeros for the others."""
         self.launcher.require_known(handle.number)
         plan, fp32 = self.plan, torch.float32
-        layout = "rank" if handle.options.layout == "rank" else "token"
-        grad = grad[: len(handle.local_ids)]
-        rows = torch.where(handle.local_ids[: len(grad)] >= 0, grad, 0)
-        width = weight_gradient_values(plan)
-        rows = torch.nn.functional.pad(rows, (0, width - plan.top_k))
+        short = ShortRows(plan, handle, grad)
         kernel = self.launcher.kernel(
-            CombineVariant(plan=plan, layout=layout, y_dtype=fp32, wire_dtype=fp32, out_dtype=fp32, hidden=width)
+            CombineVariant(
+                plan=plan, layout=short.layout, y_dtype=fp32, wire_dtype=fp32, out_dtype=fp32, hidden=short.width
+            )
         )
-        out = rows.new_empty(handle.num_tokens, width)
-        capacity = handle.capacity if handle.options.layout == "token" else plan.worst_case_rows("token")
-        point(kernel, handle, rows, out, capacity, handle.given_ids)
+        out = short.rows.new_empty(handle.num_tokens, short.width)
+        point(kernel, handle, short.rows, out, short.capacity, handle.given_ids)
         control = self.launcher.control
         kind = CallKind(gradient_fields(handle.number, "gradient of weights"))
         self._launch(kernel, control, control.layout.offset("combine_recv_weights"), kind)
@@ -205,31 +200,27 @@ class Combiner:
         kernel.args.peers, kernel.args.combine_recv = buffer.peers.data_ptr(), combine_recv
         self.launcher.launch(kernel, kind, kind.number)
 
-    # -- weights of rows, on this rank ----------------------------------------------------------------------
 
-    def row_weights(self, handle: NvlinkHandle, weights: torch.Tensor, num_places: int) -> torch.Tensor:
-        """Received weights [R, K] -> [num_places] of their rows."""
-        rows = weights.new_zeros(num_places)
-        self._move_weights(handle, weights, rows, num_places, weights.numel(), to_rows=True)
-        return rows
+class ShortRows:
+    """Gradients of received weights as rows that a combine brings home: of a token's K gradients each rank has some,
+    and zeros for the others.
 
-    def route_gradients(self, handle: NvlinkHandle, grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """The gradient of that: [num_places] -> [R, K]."""
-        routes = torch.empty_like(like)
-        self._move_weights(handle, grad, routes, len(grad), routes.numel(), to_rows=False)
-        return routes
+    Args:
+        grad: float32 [>= R, K].
 
-    def _move_weights(
-        self, handle: NvlinkHandle, source: torch.Tensor, target: torch.Tensor, places: int, routes: int, to_rows: bool
-    ) -> None:
-        # One of its own for each call: forward and backward may run in several threads.
-        device = self.launcher.ranks.device
-        kernel = Kernel(RowWeightsVariant(plan=self.plan, to_rows=to_rows).spec(), device.index)
-        args = kernel.args
-        args.row_places, args.source_counts = handle.row_places.data_ptr(), handle.counts.source_counts.data_ptr()
-        args.source, args.target = source.data_ptr(), target.data_ptr()
-        args.routes, args.places = routes, min(places, handle.capacity)
-        kernel.launch(BLOCKS, torch.cuda.current_stream(device).cuda_stream)
+    Attributes:
+        rows: float32 [R, width]. width: top_k, rounded up to what travels.
+        layout, capacity: of a dispatch with such rows.
+    """
+
+    def __init__(self, plan: Plan, handle: NvlinkHandle, grad: torch.Tensor) -> None:
+        grad = grad[: len(handle.local_ids)]
+        rows = torch.where(handle.local_ids[: len(grad)] >= 0, grad, 0)
+        self.width = weight_gradient_values(plan)
+        self.rows = torch.nn.functional.pad(rows, (0, self.width - plan.top_k))
+        layout = handle.options.layout
+        self.layout = "rank" if layout == "rank" else "token"
+        self.capacity = handle.capacity if layout == "token" else plan.worst_case_rows("token")
 
 
 def point_once(launcher: Launcher, kernel: OpeningKernel) -> None:

@@ -14,6 +14,7 @@ from tokenloom.backends.nvlink import places
 from tokenloom.backends.nvlink.again import UsualAgain
 from tokenloom.backends.nvlink.buffers import Buffers, ReceiveBuffer
 from tokenloom.backends.nvlink.copies import Copies
+from tokenloom.backends.nvlink.exact import ExactHalves, spread_by_expert
 from tokenloom.backends.nvlink.handle import NvlinkHandle
 from tokenloom.backends.nvlink.launcher import Half, Launched, Launcher
 from tokenloom.backends.nvlink.prepared import DirectDispatch, PreparedDispatch, SharedByDirect, check
@@ -22,7 +23,7 @@ from tokenloom.backends.nvlink.staged import StagedDispatch
 from tokenloom.errors import CapacityOverflow, InvalidArgument, TokenloomError, is_known_to_all
 from tokenloom.kernels.dispatch.launch import block_count_words
 from tokenloom.ops import routing
-from tokenloom.plan import Plan, align_up
+from tokenloom.plan import Plan
 from tokenloom.runtime.kernel_reports import HostCounts
 from tokenloom.runtime.leftovers import keep_until_idle
 
@@ -126,7 +127,7 @@ class Dispatcher:
         found = self._prepared.get(key)
         if found is None:
             if capacity is None and self._buffers.is_staged(options):
-                found = StagedDispatch(self._shared, options, inputs, meant)
+                found = StagedDispatch(self._shared, options, inputs, repeats, meant)
             else:
                 found = DirectDispatch(self._shared, options, inputs, capacity, repeats, meant)
             self._prepared[key] = found
@@ -314,22 +315,7 @@ class Dispatcher:
                 fault.known_to_all = True  # type: ignore[attr-defined]
             raise
         self.launcher.settle(0)
-        return self.spread_by_expert(options, handle, handle.cut_to_size(handle.all_sizes(), rows))
-
-    def spread_by_expert(
-        self, options: DispatchOptions, handle: NvlinkHandle, rows: torch.Tensor
-    ) -> tuple[NvlinkHandle, torch.Tensor]:
-        """Layout "expert" from rows of layout "token", of their exact size."""
-        counts = handle.counts
-        placement = places.by_expert(counts.source_counts, counts.expert_counts, options.alignment, handle.local_ids)
-
-        def spread(rows: torch.Tensor) -> torch.Tensor:
-            return routing.scatter_rows(rows, placement.positions, placement.num_places)
-
-        handle.spread(options, placement)
-        if handle.scales is not None:
-            handle.scales = spread(handle.scales)
-        return handle, spread(rows)
+        return spread_by_expert(options, handle, handle.cut_to_size(handle.all_sizes(), rows))
 
 
 class UsualWithFinish:
@@ -387,35 +373,6 @@ class PendingDispatch:
         return self.dispatcher.receive(self)
 
 
-class ExactHalves:
-    """A dispatch with exact sizes in two halves: rows arrive where there is room for all, one per (token, rank), and
-    the host reads their counts when it receives them."""
-
-    def __init__(self, dispatcher: Dispatcher, options: DispatchOptions, inputs: DispatchInputs) -> None:
-        self._dispatcher, self._options = dispatcher, options
-        plan = dispatcher.plan
-        layout = "token" if options.layout == "expert" else options.layout
-        capacity = plan.worst_case_rows("token") if layout == "token" else None
-        plain = replace(options, layout=layout, alignment=1, sizes="bounded", capacity=capacity, strategy="dedup")
-        self._pending = dispatcher.send(plain, inputs, meant=options)
-
-    def receive(self) -> tuple[NvlinkHandle, torch.Tensor]:
-        handle, rows = self._pending.receive()
-        dispatcher, options = self._dispatcher, self._options
-        dispatcher.launcher.outcomes.settle_before(handle.number + 1)
-        needed = _most_rows(dispatcher.plan, options, handle.all_counts.tolist())
-        if options.capacity is not None and needed > options.capacity:
-            raise CapacityOverflow(needed, options.capacity, sent=False)
-        rows = handle.cut_to_size(handle.all_sizes(), rows)
-        if handle.reused_after is not None:
-            handle.own()
-            rows = rows.clone()
-        if options.layout == "expert":
-            return dispatcher.spread_by_expert(options, handle, rows)
-        handle.options = options
-        return handle, rows
-
-
 def given(
     inputs: DispatchInputs,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None, int]:
@@ -444,12 +401,3 @@ def _each(function: Callable[[torch.Tensor], torch.Tensor], values: Rows) -> Row
 def _view(rows: torch.Tensor) -> torch.Tensor:
     return rows
 
-
-def _most_rows(plan: Plan, options: DispatchOptions, all_counts: list[list[int]]) -> int:
-    """Rows that the fullest rank has in its output."""
-    if options.layout != "expert":
-        return max(map(sum, zip(*(each[: plan.num_ranks] for each in all_counts), strict=True)))
-    routes = [sum(each) for each in zip(*(each[plan.num_ranks :] for each in all_counts), strict=True)]
-    padded = [align_up(each, options.alignment) for each in routes]
-    local = plan.experts_per_rank
-    return max(sum(padded[rank * local : (rank + 1) * local]) for rank in range(plan.num_ranks))

@@ -91,7 +91,8 @@ class NvlinkHandle:
         if not self.results.with_scales:
             return None
         if self.buffer is None:
-            return self.results.scales(self._part("scales"))
+            found = self.results.scales(self._part("scales"))
+            return found if self.options.layout == "slots" else found[: self.num_places]
         return self.buffer.scales[: self.num_places]
 
     @cached_property

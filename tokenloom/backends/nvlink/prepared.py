@@ -28,7 +28,13 @@ FP8 = torch.float8_e4m3fn
 
 
 class StagingBuffers(Protocol):
-    """Where rows of staged dispatches arrive."""
+    """Where rows of staged dispatches arrive.
+
+    Attributes:
+        turns: regions that calls take turns in.
+    """
+
+    turns: int
 
     @property
     def fused(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from tokenloom.backends.base import DispatchInputs, DispatchOptions, DispatchOut
-from tokenloom.backends.nvlink.buffers import is_eager, num_turns, require_aligned
+from tokenloom.backends.nvlink.buffers import is_eager, require_aligned
 from tokenloom.backends.nvlink.handle import NvlinkHandle
 from tokenloom.backends.nvlink.launcher import Half
 from tokenloom.backends.nvlink.prepared import PreparedDispatch, Shared
@@ -38,9 +38,14 @@ class StagedDispatch(PreparedDispatch):
     takes_out = True
 
     def __init__(
-        self, shared: Shared, options: DispatchOptions, inputs: DispatchInputs, meant: DispatchOptions | None = None
+        self,
+        shared: Shared,
+        options: DispatchOptions,
+        inputs: DispatchInputs,
+        repeats: bool = False,
+        meant: DispatchOptions | None = None,
     ) -> None:
-        super().__init__(shared, options, inputs, meant=meant)
+        super().__init__(shared, options, inputs, repeats, meant)
         plan, layout, eager = shared.plan, options.layout, is_eager(shared.plan)
         rows = plan.worst_case_rows("token") if options.capacity is None else options.capacity
         self._places = plan.experts_per_rank * rows if layout == "slots" else rows
@@ -57,7 +62,7 @@ class StagedDispatch(PreparedDispatch):
         args.peers = self._buffer.peers.data_ptr()
         for name in PARTS_OF_A_ROW:
             setattr(args, name, regions.offset(f"{name}0"))
-        args.turns, args.turn_bytes = num_turns(plan), regions.offset("rows1") - regions.offset("rows0")
+        args.turns, args.turn_bytes = shared.buffers.turns, regions.offset("rows1") - regions.offset("rows0")
         args.stop_on_overflow, args.host_counts = False, 0
 
     def _layout_of_results(self, with_scales: bool) -> Results:
@@ -65,6 +70,8 @@ class StagedDispatch(PreparedDispatch):
         plan, options, rank = self.shared.plan, self.options, self.launcher.ranks.rank
         received = plan.worst_case_rows("rank")
         sizes = {"slot_ranges": 2 * plan.num_experts, "row_tokens": received}
+        if options.layout == "token":  # what belongs to a place may be handed out up to the caller's capacity
+            received = max(received, self._places)
         sizes |= {"local_ids": received * plan.top_k, "row_places": received * plan.top_k, **self._further}
         if self.with_weights:
             sizes["weights"] = received * plan.top_k
@@ -140,9 +147,9 @@ class StagedDispatch(PreparedDispatch):
         call, half = launcher.num_calls, None
         if stream is None:
             half = self.half(memory, (rows, out))
-            launcher.launch(self.kernel, self.kind, call, begins=half)
+            launcher.launch(self.kernel, self.kind, call, repeats=self.repeats, begins=half)
         else:
-            launcher.launch_ready(self.kernel, self.kind, call, stream)
+            launcher.launch_ready(self.kernel, self.kind, call, stream, repeats=self.repeats)
         handle = NvlinkHandle(self.options, call, num_tokens, places, topk_ids, memory, results, None, None)
         row_places, row_tokens = base + self._outputs[3], base + self._outputs[4]
         slots, all_counts = results.told[:2]

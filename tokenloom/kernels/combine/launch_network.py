@@ -34,8 +34,9 @@ class CombineNetworkVariant:
     Attributes:
         plan: sizes of the group.
         ranks_per_node: rank n * ranks_per_node + g is on node n.
-        layout: "expert", also for rows in slots, or "rank".
+        layout: "expert", also for rows in slots, "token" or "rank".
         y_dtype, wire_dtype, out_dtype: dtypes of the rows given, of all sums on their way, and of the result.
+        hidden: values of a row; None means the plan's.
         weights: what rows are multiplied by: "none", or "received" (layout "expert" only).
         part: "whole", or the half of a call that "send" or "receive" is.
         carrier: what carries rows between nodes, of :data:`CARRIERS`. "collective" has halves only.
@@ -48,6 +49,7 @@ class CombineNetworkVariant:
     y_dtype: torch.dtype
     wire_dtype: torch.dtype
     out_dtype: torch.dtype
+    hidden: int | None = None
     weights: str = "none"
     part: str = "whole"
     carrier: str = "gin"
@@ -55,7 +57,7 @@ class CombineNetworkVariant:
     @property
     def record_bytes(self) -> int:
         """A sum on its way between nodes."""
-        return self.plan.hidden * self.wire_dtype.itemsize
+        return (self.hidden or self.plan.hidden) * self.wire_dtype.itemsize
 
     @property
     def partials_rows(self) -> int:
@@ -72,6 +74,7 @@ class CombineNetworkVariant:
             f"{self.weights} weights",
             self.part,
             self.carrier,
+            *([f"rows of {self.hidden}"] if self.hidden is not None else []),
         ]
         return f"combine_network, {', '.join(words)}"
 
@@ -83,6 +86,7 @@ class CombineNetworkVariant:
             y_dtype=self.y_dtype,
             wire_dtype=self.wire_dtype,
             out_dtype=self.out_dtype,
+            hidden=self.hidden,
             weights=self.weights,
             eager=True,
             part=self.part,

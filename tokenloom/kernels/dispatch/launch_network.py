@@ -26,7 +26,7 @@ class DispatchNetworkVariant:
     Attributes:
         plan: sizes of the group.
         ranks_per_node: rank n * ranks_per_node + g is on node n.
-        layout: "slots" or "rank".
+        layout: any.
         x_dtype, quantize, scale_layout, part: as in :class:`DispatchVariant`.
         carrier: what carries rows between nodes, of :data:`CARRIERS`. "collective" has halves only.
     """

@@ -52,7 +52,7 @@ __device__ __forceinline__ void send_metadata(const DispatchArgs& args, const Di
     const bool leads = routes.rank >= 0 && (routes.same_rank & ((1u << lane) - 1)) == 0;
     for (uint32 rest = __ballot_sync(~0u, leads); rest != 0; rest &= rest - 1) {
         const int32 rank = of_lane(routes.rank, rest), row = of_lane(routes.row, rest);
-        if (Shape::layout == kLayoutToken && row >= args.capacity) continue;
+        if (Shape::layout == kLayoutToken && !Places<Shape>::kStaged && row >= args.capacity) continue;
         if (lane >= Shape::top_k) continue;
         const bool here = routes.rank == rank;
         const int64 to = static_cast<int64>(row) * Shape::top_k + lane;

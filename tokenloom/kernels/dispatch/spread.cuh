@@ -31,6 +31,24 @@ __device__ void find_source_bases(const DispatchArgs& args, SpreadShared<Shape>&
     __syncthreads();
 }
 
+// Received rows, in the order of their sources and of their numbers there. A thread asks for them in ascending order.
+template <class Shape>
+struct ReceivedRows {
+    const RouteShared<Shape>& route;
+    int32 total = 0;
+    int source = 0;  // of the last row
+
+    __device__ __forceinline__ explicit ReceivedRows(const RouteShared<Shape>& route_) : route(route_) {
+        for (int s = 0; s < Shape::num_ranks; ++s) total += route.received[s];
+    }
+
+    // Where a row has arrived.
+    __device__ __forceinline__ int64 place_of(const DispatchArgs& args, int32 row) {
+        while (row >= route.received_base[source] + route.received[source]) ++source;
+        return static_cast<int64>(source) * args.max_tokens + (row - route.received_base[source]);
+    }
+};
+
 // The scales of one row, for the place of each lane in the mask.
 template <class Shape>
 __device__ __forceinline__ void spread_scales(const DispatchArgs& args, const float* from, int32 place, uint32 places,
@@ -58,30 +76,32 @@ __device__ __forceinline__ void spread_scales(const DispatchArgs& args, const fl
     }
 }
 
-// All warps of all blocks, layout rank: every received row, with all that came with it, to its place, which has the number
-// that it arrived with.
+// All warps of all blocks, layouts rank and token: every received row, with all that came with it, to its place, which in
+// layout rank has the number that it arrived with.
 template <class Shape>
 __device__ void spread_places(const DispatchArgs& args, const RouteShared<Shape>& route, uint64 staging, int warp,
                               int lane) {
     const auto staged = [&](uint64 offset) { return reinterpret_cast<const unsigned char*>(staging + offset); };
     const auto* ids = reinterpret_cast<const int32*>(staged(args.row_ids));
     const auto* weights = reinterpret_cast<const float*>(staged(args.row_weights));
+    const auto* tokens = reinterpret_cast<const int32*>(staged(args.row_tokens));
     const auto* scales = reinterpret_cast<const float*>(staged(args.row_scales));
     const uint64 out = reinterpret_cast<uint64>(args.out_rows);
-    for (int32 item = warp * gridDim.x + blockIdx.x; item < Shape::num_ranks * args.max_tokens;
-         item += gridDim.x * (Shape::threads / 32)) {
-        if (item % args.max_tokens >= route.received[item / args.max_tokens]) continue;
-        const int64 place = item;
+    ReceivedRows<Shape> rows(route);
+    for (int32 row = warp * gridDim.x + blockIdx.x; row < rows.total; row += gridDim.x * (Shape::threads / 32)) {
+        const int64 from = rows.place_of(args, row), place = Shape::layout == kLayoutRank ? from : row;
+        if (place >= args.capacity) break;  // layout token: behind this one, too
         if (lane < Shape::top_k) {
-            const int64 at = place * Shape::top_k + lane;
-            args.out_ids[at] = ids[at];
-            if (args.out_weights != nullptr) args.out_weights[at] = weights[at];
+            const int64 route_from = from * Shape::top_k + lane, route_to = place * Shape::top_k + lane;
+            args.out_ids[route_to] = ids[route_from];
+            if (args.out_weights != nullptr) args.out_weights[route_to] = weights[route_from];
         }
-        copy_row<Shape::row_bytes>(staged(args.rows) + place * Shape::row_bytes, out + place * Shape::row_bytes, 1,
+        if (Shape::layout != kLayoutRank && lane == 0) args.out_tokens[place] = tokens[from];
+        copy_row<Shape::row_bytes>(staged(args.rows) + from * Shape::row_bytes, out + place * Shape::row_bytes, 1,
                                    lane);
         for (int i = lane; i < Shape::scales_per_row; i += 32)
             static_cast<float*>(args.out_scales)[place * Shape::scales_per_row + i] =
-                scales[place * Shape::scales_per_row + i];
+                scales[from * Shape::scales_per_row + i];
     }
 }
 
@@ -97,12 +117,9 @@ __device__ void spread_rows(const DispatchArgs& args, const RouteShared<Shape>& 
     const auto* tokens = reinterpret_cast<const int32*>(staged(args.row_tokens));
     const auto* scales = reinterpret_cast<const float*>(staged(args.row_scales));
     const uint64 out = reinterpret_cast<uint64>(args.out_rows);
-    int source = 0;
-    int32 total = 0;
-    for (int s = 0; s < Shape::num_ranks; ++s) total += route.received[s];
-    for (int32 row = warp * gridDim.x + blockIdx.x; row < total; row += gridDim.x * (Shape::threads / 32)) {
-        while (row >= route.received_base[source] + route.received[source]) ++source;
-        const int64 from = static_cast<int64>(source) * args.max_tokens + (row - route.received_base[source]);
+    ReceivedRows<Shape> rows(route);
+    for (int32 row = warp * gridDim.x + blockIdx.x; row < rows.total; row += gridDim.x * (Shape::threads / 32)) {
+        const int64 from = rows.place_of(args, row);
         int32 place = -1;
         if (lane < Shape::top_k) {
             const int64 route_from = from * Shape::top_k + lane, route_to = static_cast<int64>(row) * Shape::top_k + lane;
@@ -110,7 +127,7 @@ __device__ void spread_rows(const DispatchArgs& args, const RouteShared<Shape>& 
             args.out_ids[route_to] = expert;
             if (args.out_weights != nullptr) args.out_weights[route_to] = weights[route_from];
             if (expert >= 0) {
-                const int32 number = spread.source_base[source][expert] + numbers[route_from];
+                const int32 number = spread.source_base[rows.source][expert] + numbers[route_from];
                 if constexpr (Shape::layout == kLayoutSlots)
                     place = number < args.capacity ? expert * args.capacity + number : To::kDropped;
                 else place = route.own_start[expert] + number;
