@@ -12,7 +12,7 @@ import torch
 
 import tokenloom as tl
 from tests.support import emulator
-from tests.support.cases import BF16, FP8, FP32, Case, expert_rows, make_problem, same_bits, same_routed
+from tests.support.cases import BF16, FP8, FP32, Case, expert_rows, make_problem, order_of, same_bits, same_routed
 from tokenloom import reference
 from tokenloom.backends.gin import availability, backend, memory, registration
 from tokenloom.backends.registration import Request
@@ -40,6 +40,15 @@ def comm_of(context: RankContext, plan: Plan, way: str = "gin", **options: Any) 
     sizes = {name: value for name, value in vars(plan).items() if name != "num_ranks"}
     return tl.Communicator(
         context.group, **{"transport" if way == "gin" else "backend": way, "ranks_per_node": 2, **sizes, **options}
+    )
+
+
+def ranks_on(num_ranks: int, ranks_per_node: int) -> Any:
+    """Ranks that agree with each other."""
+    agreed = mock.Mock(side_effect=lambda value, phase: [value] * num_ranks)
+    topology = pretended(num_ranks, ranks_per_node)
+    return mock.Mock(
+        topology=topology, device=torch.device("cpu"), rank=1, num_ranks=num_ranks, all_gather_object=agreed
     )
 
 
@@ -97,8 +106,9 @@ def test_window_of_a_plan() -> None:
         mock.patch.object(memory, "GinMemory") as gin,
         mock.patch.object(memory.NodeMemory, "_reset_signals"),
         mock.patch.object(memory, "SymmetricBuffer"),
+        mock.patch.object(memory, "free_bytes", return_value=2**40),
     ):
-        made = memory.NodeMemory(plan, mock.Mock(topology=pretended(4, 2), device=torch.device("cpu")), torch.bfloat16)
+        made = memory.NodeMemory(plan, ranks_on(4, 2), torch.bfloat16)
     header, row = 4 * (4 + 4 + 256) + 16, 2 * 7168 + 4 * (3 * 8 + 2 + 1)
     assert made.regions.region_bytes == align_up(header + 128 * align_up(row, 16), 128)
     assert gin.call_args.args[1] == 2 * 2 * 4 * 2 * made.regions.region_bytes
@@ -310,12 +320,24 @@ def test_too_many_rows_are_told_on_all_ranks() -> None:
 
 def check_overflow(context: RankContext, way: str = "gin") -> None:
     problem = make_problem(CASE, context.num_ranks)
-    needed = problem.rows_needed("slots")
     with comm_of(context, problem.plan, way) as comm:
-        comm.dispatch(*problem.arguments(context), layout="slots", capacity=needed - 1)
-        with pytest.raises(tl.CapacityOverflow) as overflow:
-            comm.check()
-        assert overflow.value.needed == needed
+        for layout in ("slots", "token", "expert"):
+            needed = problem.rows_needed(layout)
+            options: dict[str, Any] = {"layout": layout, "capacity": needed - 1}
+            bounded = options | ({} if layout == "slots" else {"sizes": "bounded"})
+            routed = comm.dispatch(*problem.arguments(context), **bounded)
+            with pytest.raises(tl.CapacityOverflow) as overflow:
+                comm.check()
+            assert overflow.value.needed == needed
+            want = problem.dispatched(**options, bounded=True)
+            same_routed(routed, want[context.rank], problem.plan, bounded=True)
+            ys = expert_rows(problem, want, BF16)
+            weights = None if layout == "token" else problem.topk_weights
+            lost = reference.combine(problem.plan, ys, want, problem.topk_ids, weights, **order_of(comm))
+            same_bits(comm.combine(ys[context.rank], routed), lost[context.rank], "sums of tokens that lost a row")
+            if layout != "slots":
+                with pytest.raises(tl.CapacityOverflow):
+                    comm.dispatch(*problem.arguments(context), **options)
         there_and_back(context, comm, problem, "slots")
 
 
@@ -350,13 +372,10 @@ def test_layers_say_at_once_that_they_need_more() -> None:
 
 def check_layers(context: RankContext) -> None:
     sizes = {"num_experts": 8, "hidden": 128, "intermediate": 128, "top_k": 2, "max_tokens_per_rank": 8}
-    text = "the layer needs layout 'expert', this backend has rank, slots; leave out backend= and transport="
-    with pytest.raises(tl.InvalidArgument, match=text):
+    with pytest.raises(tl.InvalidArgument, match="needs combine by 'all_to_all', this backend has per_node"):
         tl.ExpertParallelMoE(
-            context.group, transport="gin", ranks_per_node=2, strategy=tl.Strategy(combine="per_node"), **sizes
+            context.group, transport="gin", ranks_per_node=2, strategy=tl.Strategy(combine="all_to_all"), **sizes
         )
-    with pytest.raises(tl.InvalidArgument, match=text):
-        tl.MegaMoE(context.group, transport="gin", ranks_per_node=2, backend="composed", **sizes)
 
 
 def test_what_it_has_not() -> None:
@@ -370,10 +389,11 @@ def check_refusals(context: RankContext) -> None:
     with comm_of(context, problem.plan) as comm:
         routed = comm.dispatch(x, ids, weights, layout="slots", capacity=capacity)
         for text, call in {
-            "layout is 'expert', expected one of rank, slots": lambda: comm.dispatch(x, ids, weights),
-            "mode is 'per_rank', this backend has per_node": lambda: comm.combine(routed.tokens, routed),
-            "no gradients": lambda: comm.dispatch(
-                x.float().bfloat16().requires_grad_(), ids, weights, layout="rank", sizes="bounded"
+            "strategy is 'all_gather', this backend has dedup": lambda: comm.dispatch(
+                x, ids, weights, strategy="all_gather"
+            ),
+            "mode is 'per_rank', this backend has per_node": lambda: comm.combine(
+                routed.tokens, routed, mode="per_rank"
             ),
             "made for torch.bfloat16; make it with dtype=torch.float32": lambda: comm.dispatch(
                 x.float(), ids, weights, layout="slots", capacity=capacity
@@ -419,12 +439,12 @@ def check_unread(context: RankContext) -> None:
 
 
 def test_what_cannot_be_made_gives_the_window_back() -> None:
-    ranks: Any = mock.Mock(topology=pretended(4, 2), device=torch.device("cpu"))
-    plan = Plan(4, 8, 16, 2, 8)
+    ranks, plan = ranks_on(4, 2), Plan(4, 8, 16, 2, 8)
     with (
         mock.patch.object(memory, "GinMemory") as gin,
         mock.patch.object(memory.NodeMemory, "_reset_signals"),
         mock.patch.object(memory, "SymmetricBuffer", side_effect=RuntimeError("no room")),
+        mock.patch.object(memory, "free_bytes", return_value=2**40),
         pytest.raises(RuntimeError, match="no room"),
     ):
         memory.NodeMemory(plan, ranks, None)
@@ -441,10 +461,10 @@ def test_what_cannot_be_made_gives_the_window_back() -> None:
 def test_sizes_that_the_probe_takes() -> None:
     """Most tokens of two ranks fit the queue, rows of one byte are narrower than those the memory is for, and records
     of many nodes leave room for rings."""
-    ranks: Any = mock.Mock(topology=pretended(2, 1), device=torch.device("cpu"))
+    ranks = ranks_on(2, 1)
     with (
         mock.patch.object(memory.NodeMemory, "_reset_signals"),
-        mock.patch.multiple(memory, GinMemory=mock.DEFAULT, SymmetricBuffer=mock.DEFAULT),
+        mock.patch.multiple(memory, GinMemory=mock.DEFAULT, SymmetricBuffer=mock.DEFAULT, free_bytes=lambda _: 2**40),
     ):
         made = memory.NodeMemory(Plan(2, 8, 16, 2, 1024), ranks, FP8)
     assert made.regions.chunks == MOST_CHUNKS == 7

@@ -31,7 +31,7 @@ from tests.support.cases import (
 )
 from tests.support.layer_cases import LayerCase, make_inputs, make_layer
 from tokenloom import reference
-from tokenloom.backends.gin import availability, registration
+from tokenloom.backends.gin import availability, memory, registration
 from tokenloom.backends.network import backend as network_backend
 from tokenloom.backends.network.exchange import NodeExchange
 from tokenloom.backends.network.inside import SentRows
@@ -272,7 +272,7 @@ def train(
 ) -> list[torch.Tensor]:
     case = LayerCase(dtype=dtype)
     group = {"hidden": 16, "num_experts": 8, "top_k": 3, "max_tokens_per_rank": sum(case.tokens)}
-    comm = Communicator(context.group, **group, **options)
+    comm = Communicator(context.group, dtype=dtype, **group, **options)
     layer = make_layer(case, None, comm=comm, strategy=strategy, max_tokens_per_rank=None)
     xs, factors = make_inputs(case, context.num_ranks)
     x = xs[context.rank].to(context.device).requires_grad_()
@@ -438,11 +438,15 @@ def check_gin(context: RankContext) -> None:
     ):
         tl.ExpertParallelMoE(context.group, intermediate=8, transport="gin", ranks_per_node=2, **sizes)
     assert str(error.value) == text.format("rank 2: no RDMA card")
+    free = 10_000 if context.rank == 2 else 10**9
     with (
+        mock.patch.object(availability, "examine", return_value=Availability("gin", True, "")),
         mock.patch.object(registration, "why_no_kernels", return_value=None),
-        pytest.raises(tl.BackendUnavailable, match="max_tokens_per_rank is 4096, and 4 ranks may have 512 each"),
+        mock.patch.object(registration, "require_sms"),
+        mock.patch.object(memory, "free_bytes", return_value=free),
+        pytest.raises(tl.InvalidArgument, match=r"rank 2 has 0.0 GB free; pass max_tokens_per_rank=\d"),
     ):
-        Communicator(context.group, transport="gin", ranks_per_node=2, **(SIZES | {"max_tokens_per_rank": 4096}))
+        Communicator(context.group, transport="gin", ranks_per_node=2, **sizes)
 
 
 def test_a_rank_that_fails_takes_all_to_the_next(four: Ranks) -> None:

@@ -1,15 +1,23 @@
-"""What comes with dispatch and combine between nodes by kernels alone, on the emulator: gradients, other rows, weights."""
+"""What comes with calls between nodes by kernels alone, on the emulator: gradients, other rows, weights, layers."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+import tokenloom as tl
+from tests.backends import test_gin, test_network
 from tests.comm import test_beside, test_gradients
+from tests.conftest import Ranks
 from tests.support import emulator
-from tests.support.cases import BETWEEN_NODES, FP32, case_params
+from tests.support.cases import BETWEEN_NODES, FP32, Case, case_params, make_comm, make_problem
 from tokenloom.plan import LAYOUTS
+from tokenloom.runtime.processes import RankContext
 
 pytestmark = pytest.mark.skipif(emulator.CXX is None, reason="no g++")
 each_way = pytest.mark.parametrize("way", BETWEEN_NODES)
@@ -39,6 +47,90 @@ def test_equals_dense(way: str, layout: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("layout", ["token", "slots"])
 def test_any_tokens(way: str, layout: str) -> None:
     emulator.ranks(4).run(test_gradients.check_any_tokens, way, layout)
+
+
+@each_way
+def test_many_tokens(way: str) -> None:
+    """More than blocks count by themselves, in as many chunks as there may be."""
+    emulator.ranks(2).run(check_many, way)
+
+
+def check_many(context: RankContext, way: str) -> None:
+    case = Case("many", "", tokens=(1100, 300), hidden=8, top_k=2, dtype=FP32)
+    problem = make_problem(case, context.num_ranks)
+    with make_comm(context, way, problem.plan, ranks_per_node=1) as comm:
+        for layout in ("token", "expert"):
+            test_gin.there_and_back(context, comm, problem, layout)
+
+
+@each_way
+@pytest.mark.parametrize("leaf", ["x", "weights", "y"])
+def test_a_fault_in_backward(way: str, leaf: str) -> None:
+    """Rank 3 has no gradient to send. Ranks of both nodes are told, and go on."""
+    emulator.ranks(4).run(check_fault, way, leaf)
+
+
+def check_fault(context: RankContext, way: str, leaf: str) -> None:
+    problem = make_problem(replace(test_beside.CASE, dtype=FP32), context.num_ranks)
+    x, ids, weights = problem.arguments(context)
+    assert weights is not None
+    leaves = {"x": x.requires_grad_(leaf == "x"), "weights": weights.requires_grad_(leaf == "weights")}
+    with make_comm(context, way, problem.plan) as comm:
+        routed = comm.dispatch(leaves["x"], ids, leaves["weights"], layout="token")
+        y = torch.ones_like(routed.tokens, requires_grad=leaf == "y")
+        out = {"x": routed.tokens, "weights": routed.topk_weights, "y": comm.combine(y, routed)}[leaf]
+        broken: Any = comm.engine._backend
+        names = {"x": "send_combine", "weights": "send_weight_gradients", "y": "send_again"}
+        failing = mock.patch.object(broken, names[leaf], side_effect=RuntimeError("no gradient"))
+        with failing if context.rank == 3 else nullcontext():
+            error, text = (
+                (RuntimeError, "no gradient") if context.rank == 3 else (tl.PeerError, r"rank 3.*no gradient")
+            )
+            with pytest.raises(error, match=text):
+                out.sum().backward()
+        test_gin.there_and_back(context, comm, problem, "slots")
+
+
+# -- layers -------------------------------------------------------------------------------------------------------
+
+
+@each_way
+def test_layers(four: Ranks, way: str) -> None:
+    """Outputs and all gradients of a layer that is told no strategy: the bits of collectives, with sums per node."""
+    kernels = emulator.ranks(4).run(train, way, None)
+    for ours, theirs in zip(kernels, four.run(train, "network", tl.Strategy(combine="per_node")), strict=True):
+        assert len(ours) == len(theirs)
+        assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+
+
+def train(context: RankContext, way: str, strategy: tl.Strategy | None) -> list[torch.Tensor]:
+    torch.set_num_threads(1)
+    return test_network.train(context, strategy, FP32, backend=way, ranks_per_node=2)
+
+
+def test_mega_moe(four: Ranks) -> None:
+    """Sums per node differ from those per route in the last bits alone."""
+    wanted = four.run(infer, "reference", "auto")
+    assert all(
+        torch.equal(*pair) for pair in zip(emulator.ranks(4).run(infer, "reference", "gin"), wanted, strict=True)
+    )
+    for ours, theirs in zip(emulator.ranks(4).run(infer, "composed", "gin"), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 * float(theirs.abs().max()))
+
+
+def infer(context: RankContext, backend: str, transport: str) -> torch.Tensor:
+    sizes = {"num_experts": 8, "hidden": 128, "intermediate": 128, "top_k": 3, "max_tokens_per_rank": 8}
+    generator = torch.Generator().manual_seed(context.rank)
+    w1, w2 = (torch.randn(2, rows, 128, generator=generator).bfloat16() for rows in (256, 128))
+    x, ids = torch.randn(5, 128, generator=generator).bfloat16(), torch.rand(5, 8, generator=generator).topk(3).indices
+    layer = tl.MegaMoE(context.group, backend=backend, transport=transport, ranks_per_node=2, **sizes)
+    layer.load_weights(w1, w2)
+    out = layer(x, ids, torch.rand(5, 3, generator=generator)).clone()
+    layer.comm.close()
+    return out
+
+
+# -- other rows, and what comes with them -----------------------------------------------------------------------------
 
 
 @each_way

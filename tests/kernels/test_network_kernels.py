@@ -28,6 +28,7 @@ from tokenloom.plan import Plan
 
 needs_cxx = pytest.mark.skipif(CXX is None, reason="no g++")
 LARGE = Plan(32, 256, 7168, 8, 64)
+MANY = Plan(16, 256, 7168, 8, 4096)
 PATIENCE_NS = 400_000
 """Of waits for ranks that make all calls."""
 
@@ -227,6 +228,9 @@ VARIANTS: dict[str, Variant] = {
         CombineNetworkVariant(LARGE, 8, y_dtype=BF16, wire_dtype=BF16, out_dtype=BF16, weights="received"),
         CombineNetworkVariant(LARGE, 4, layout="rank", y_dtype=BF16, wire_dtype=FP32, out_dtype=BF16),
         *(DispatchNetworkVariant(LARGE, 8, x_dtype=BF16, part=part) for part in ("send", "receive")),
+        *(DispatchNetworkVariant(MANY, 8, layout=layout, x_dtype=BF16) for layout in ("token", "expert")),
+        CombineNetworkVariant(MANY, 8, layout="token", y_dtype=BF16, wire_dtype=BF16, out_dtype=BF16),
+        CombineNetworkVariant(MANY, 8, layout="token", y_dtype=FP32, wire_dtype=FP32, out_dtype=FP32, hidden=8),
         *(
             CombineNetworkVariant(
                 LARGE, 8, y_dtype=BF16, wire_dtype=BF16, out_dtype=BF16, weights="received", part=part
@@ -246,6 +250,7 @@ WITHOUT_NCCL: dict[str, Variant] = {
         DispatchNetworkVariant(
             LARGE, 4, layout="rank", x_dtype=BF16, quantize="any scale", part=part, carrier="collective"
         ),
+        DispatchNetworkVariant(MANY, 8, layout="token", x_dtype=BF16, part=part, carrier="collective"),
         CombineNetworkVariant(
             LARGE,
             8,

@@ -37,7 +37,7 @@ class Communicator(CallsBeside):
         top_k: K, experts per token, at most 32.
         max_tokens_per_rank: M, the most tokens of one dispatch on one rank.
         backend: "auto" picks the best that works on all ranks (``describe()`` says why), or a name. "padded" is for
-            few tokens on several nodes, and is taken only by its name; it has not run on GPUs yet.
+            several nodes, and is taken only by its name; it has not run on GPUs yet.
         device: where the tensors are. None means the current GPU for NCCL groups, else the CPU.
         timeout_s: longest wait for another rank inside a call, in seconds (over NCCL the group's own timeout applies).
         open_timeout_s: longest wait for another rank to open the same call, in seconds. A rank that writes a
@@ -52,8 +52,8 @@ class Communicator(CallsBeside):
             within ``timeout_s``, which counts from the opening of a call as well, or whose process ends, is masked by
             all others alike. The call goes on without it and loses just the routes to it.
         transport: what carries rows between nodes. "auto" picks the best that works on all ranks, "collective" is
-            torch.distributed. "gin" is NCCL's network that GPUs start transfers of by themselves, for few tokens; it
-            has not run on GPUs yet, so "auto" does not take it. ``backend`` says what carries rows within a node.
+            torch.distributed. "gin" is NCCL's network that GPUs start transfers of by themselves; it has run on
+            no network yet, so "auto" does not take it. ``backend`` says what carries rows within a node.
         ranks_per_node: ranks of each node, which are then taken to be on nodes one after the other, wherever they are:
             to try what runs between nodes on one machine, or where nodes cannot be found out. None finds nodes by
             host and by the access of GPUs to each other's memory.

@@ -24,7 +24,7 @@ STRATEGY_OF_MODE = {"per_rank": "dedup", "per_route": "all_to_all", "per_node": 
 
 
 def default_mode(able: Capabilities) -> str:
-    """The order of a combine's sums where the caller names none: that of one node, or per node if there is no other."""
+    """The order of a combine's sums where the caller names none: that of one node, else per node."""
     return "per_rank" if "dedup" in able.combine_strategies else "per_node"
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from tokenloom.backends.base import Upcoming
+from tokenloom.comm.calls import Mode
 from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.routed import Routed
 from tokenloom.errors import InvalidArgument
@@ -44,7 +45,8 @@ class ComposedExperts(CalledExperts):
         request.passed("dispatch")
         with comm.engine.sequence(Upcoming("combine")):
             rows = self._routed_experts(routed, request.passed)
-        total = comm.combine(rows, routed, weighted=False, mode="per_route", out_dtype=torch.float32)
+        mode: Mode | None = "per_route" if "all_to_all" in comm.engine.capabilities.combine_strategies else None
+        total = comm.combine(rows, routed, weighted=False, mode=mode, out_dtype=torch.float32)
         request.passed("sum")
         if self._num_shared and len(total):
             for of_expert in self._shared_experts(request.x):

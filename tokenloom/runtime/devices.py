@@ -39,3 +39,8 @@ def usable_sms(device_index: int) -> int:
             )
         )
     return int(resource.sm.smCount)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of a GPU that nobody has allocated."""
+    return torch.cuda.mem_get_info(device)[0]

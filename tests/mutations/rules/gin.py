@@ -7,6 +7,7 @@ from tests.mutations.mutation import Mutation
 GIN = "tests/backends/test_gin.py"
 HALVES = "tests/backends/test_nodes_halves.py"
 PADDED = "tests/backends/test_padded.py"
+BESIDE = "tests/backends/test_nodes_beside.py"
 
 MUTATIONS = (
     Mutation(
@@ -18,10 +19,10 @@ MUTATIONS = (
         tests=(f"{GIN}::test_nobody_else_looks_for_nccl",),
     ),
     Mutation(
-        name="many-tokens-by-gin",
-        rule="plans of many tokens take kernels for few",
-        target="tokenloom.backends.gin.registration:why_not_few_tokens",
-        old="is_eager(plan)",
+        name="more-memory-than-there-is",
+        rule="a plan that needs more memory than some GPU has fails where it is made, after others have made theirs",
+        target="tokenloom.backends.gin.memory:require_memory",
+        old="num_bytes <= free",
         new="True",
         tests=("tests/backends/test_network.py::test_gin_is_refused",),
     ),
@@ -42,12 +43,20 @@ MUTATIONS = (
         tests=(f"{GIN}::test_who_is_missing_is_named",),
     ),
     Mutation(
-        name="gradients-are-forgotten",
-        rule="rows that want a gradient are sent without one",
-        target="tokenloom.backends.gin.backend:NodesBackend.send_dispatch",
-        old="inputs.x_needs_grad or inputs.weights_need_grad",
-        new="False",
-        tests=(f"{GIN}::test_what_it_has_not",),
+        name="gradients-in-unused-places",
+        rule="gradients of places without a row are what lay in memory",
+        target="tokenloom.backends.gin.backend:NodesBackend._zeros",
+        old="torch.zeros(num_places, x.shape[1] * x.element_size(), dtype=torch.uint8, device=x.device)",
+        new="torch.full((num_places, x.shape[1] * x.element_size()), 255, dtype=torch.uint8)",
+        tests=(f"{BESIDE}::test_backward_is_the_other_operation",),
+    ),
+    Mutation(
+        name="gradients-of-another-kind",
+        rule="a rank with a fault opens a gradient that comes home as a dispatch, which the others do not wait for",
+        target="tokenloom.backends.gin.launcher:NodesLauncher.empty_of",
+        old='"combine" if fields["call"] in COMBINES else "dispatch"',
+        new='"combine" if fields["call"] == "combine" else "dispatch"',
+        tests=(f"{BESIDE}::test_a_fault_in_backward",),
     ),
     Mutation(
         name="other-nodes-are-mapped",

@@ -472,6 +472,7 @@ def _stand_ins(group: Group) -> Iterator[None]:
             (buffers, "SymmetricBuffer", FakeBuffer),
             (gin_memory, "SymmetricBuffer", FakeBuffer),
             (gin_memory, "GinMemory", FakeGin),
+            (gin_memory, "free_bytes", lambda device: 2**40),
             (backend_module, "usable_sms", lambda index: 132),
             (launcher, "close_together", lambda buffers: None),
             (launcher, "current_handle", lambda device: here.rank + 1),

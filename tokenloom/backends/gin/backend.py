@@ -1,4 +1,4 @@
-"""Backend "gin": dispatch and combine of few tokens between nodes, one kernel each, without the host.
+"""Backend "gin": dispatch and combine between nodes, one kernel each, without the host.
 
 The kernels write the memory of ranks of their node, and put rows to other nodes by NCCL's GIN: one for each (token,
 node). docs/explanation/between-nodes.md is the protocol. The host's side is that of backend "nvlink": how calls open
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -247,7 +247,8 @@ class NodesBackend:
         if handle.by_token:
             where = handle.positions(), handle.num_places
             return _Each(self._send_rows(handle, values), lambda rows: routing.scatter_rows(rows, *where))
-        capacity, out = handle.capacity, None
+        capacity: int | None = handle.capacity
+        out = None
         if options.layout == "slots":  # places without a row are zeros
             capacity, out = options.capacity, self._zeros(handle.num_places, values)
         capacity = None if options.layout == "rank" else capacity

@@ -128,7 +128,10 @@ class NodesCombine:
 def gradient_of_weights(launcher: NodesLauncher, layout: str, width: int, split: bool) -> NodesCombine:
     """What brings gradients of weights home, as rows of so many float32."""
     fp32, number = torch.float32, launcher.num_calls
-    options, fields = CombineOptions(False, fp32, fp32, False, "per_node"), gradient_fields(number, "gradient of weights")
+    options, fields = (
+        CombineOptions(False, fp32, fp32, False, "per_node"),
+        gradient_fields(number, "gradient of weights"),
+    )
     return NodesCombine(launcher, number, layout, fp32, options, split, width, fields)
 
 

@@ -10,7 +10,6 @@ from tokenloom.backends.nvlink.launcher import Launcher, OpeningKernel
 from tokenloom.plan import Plan
 from tokenloom.runtime.rank_group import RankGroup
 
-
 COMBINES = ("combine", "gradient of dispatch", "gradient of weights")
 """Names of the calls that bring rows home. All others are dispatches."""
 

@@ -18,6 +18,7 @@ from tokenloom.kernels.common.rail import MOST_CHUNKS, STATE_BYTES, TRAFFICS, Ra
 from tokenloom.kernels.dispatch.launch_network import DispatchNetworkVariant
 from tokenloom.kernels.signals.launch import SignalsVariant
 from tokenloom.plan import Plan, align_up
+from tokenloom.runtime.devices import free_bytes
 from tokenloom.runtime.gin import GinMemory
 from tokenloom.runtime.leftovers import wait_for
 from tokenloom.runtime.rank_group import RankGroup
@@ -68,14 +69,21 @@ class NodeBuffers:
         self.regions = Regions(self.num_nodes, region, chunks, chunk_rows(plan, chunks))
         self.partials_bytes = align_up(combines.partials_rows * sum_bytes, 128)
         partials = BufferLayout.of([("partials", TURNS * self.num_nodes * self.partials_bytes)])
+        control, staging = control_layout(plan), staged_layout(plan, value_bytes, 0, TURNS)
+        on_node = sum(layout.total_bytes for layout in (control, staging, partials))
+        require_memory(ranks, on_node + self.region_bytes, plan.max_tokens_per_rank)
         self.reach_nodes(ranks)  # first what a machine may lack
         try:
-            self.control = SymmetricBuffer(control_layout(plan), ranks)
-            self._staging = SymmetricBuffer(staged_layout(plan, value_bytes, 0, TURNS), ranks)
+            self.control, self._staging = SymmetricBuffer(control, ranks), SymmetricBuffer(staging, ranks)
             self.partials = SymmetricBuffer(partials, ranks)
         except Exception:
             self.close()
             raise
+
+    @property
+    def region_bytes(self) -> int:
+        """Of all regions that may be in use at once."""
+        raise NotImplementedError
 
     def reach_nodes(self, ranks: RankGroup) -> None:
         """Make what regions are carried with."""
@@ -127,6 +135,10 @@ class NodeMemory(NodeBuffers):
 
     carrier, most_chunks = "gin", MOST_CHUNKS
 
+    @property
+    def region_bytes(self) -> int:
+        return self.regions.window_bytes
+
     def reach_nodes(self, ranks: RankGroup) -> None:
         """Make the window. No rank has buffers before all have reset their signals."""
         self.gin = GinMemory(
@@ -167,6 +179,22 @@ class NodeMemory(NodeBuffers):
         """Lines for people."""
         window = f"{self.gin.num_bytes / 1e6:.1f} MB, of {self._widest} at most"
         return [f"window for {self.num_nodes} nodes: {window}", *super().describe()]
+
+
+def require_memory(ranks: RankGroup, num_bytes: int, max_tokens: int) -> None:
+    """Raise InvalidArgument on all ranks where some GPU has not so much memory free. Collective.
+
+    Args:
+        max_tokens: of a rank, which the memory is for; it grows in proportion.
+    """
+    free = free_bytes(ranks.device)
+    lacking = ranks.all_gather_object(None if num_bytes <= free else free, "asking for memory")
+    for rank, has in enumerate(lacking):
+        if has is not None:
+            raise InvalidArgument(
+                f"calls between nodes by kernels need {num_bytes / 1e9:.1f} GB, rank {rank} has {has / 1e9:.1f} GB "
+                f"free; pass max_tokens_per_rank={max_tokens * has // num_bytes}, or take backend='network'"
+            )
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tokenloom.backends.base import Backend
 from tokenloom.backends.gin.capabilities import CAPABILITIES
-from tokenloom.backends.nvlink.buffers import EAGER_ROWS, is_eager
 from tokenloom.backends.nvlink.registration import require_sms, why_no_kernels
 from tokenloom.backends.registration import Availability, Registration, Request
 from tokenloom.runtime.rank_group import RankGroup
@@ -19,25 +18,13 @@ def probe(request: Request) -> Availability:
     """
     if "gin" not in (request.name, request.between_nodes):
         return Availability("gin", False, "only transport='gin' takes it")
-    why_not = why_not_few_tokens(request)
+    why_not = why_no_kernels(request)
     if why_not is not None:
         return Availability("gin", False, why_not)
     require_sms(request)
     from tokenloom.backends.gin.availability import examine
 
     return examine(request.device)
-
-
-def why_not_few_tokens(request: Request) -> str | None:
-    """Why kernels for few tokens do not run on this rank, or None."""
-    plan, why_not = request.plan, why_no_kernels(request)
-    if why_not is not None or plan is None or is_eager(plan):
-        return why_not
-    most = EAGER_ROWS // plan.num_ranks
-    return (
-        f"it is for few tokens: max_tokens_per_rank is {plan.max_tokens_per_rank}, and {plan.num_ranks} ranks may "
-        f"have {most} each"
-    )
 
 
 def why_not_on(topology: Topology) -> str | None:

@@ -400,4 +400,3 @@ def _each(function: Callable[[torch.Tensor], torch.Tensor], values: Rows) -> Row
 
 def _view(rows: torch.Tensor) -> torch.Tensor:
     return rows
-

@@ -1,4 +1,4 @@
-"""Dispatches with exact sizes by kernels of bounded ones: the host reads how many rows came, and cuts outputs to it."""
+"""Dispatches with exact sizes by kernels of bounded ones: the host reads how many rows came, and cuts to it."""
 
 from __future__ import annotations
 
@@ -40,9 +40,7 @@ class ExactHalves:
         plan = dispatcher.plan
         layout = "token" if options.layout == "expert" else options.layout
         capacity = plan.worst_case_rows("token") if layout == "token" else None
-        plain = replace(
-            options, layout=layout, alignment=1, sizes="bounded", capacity=capacity, strategy="dedup"
-        )
+        plain = replace(options, layout=layout, alignment=1, sizes="bounded", capacity=capacity, strategy="dedup")
         self._pending = dispatcher.send(plain, inputs, meant=options)
 
     def receive(self) -> tuple[NvlinkHandle, torch.Tensor]:
@@ -69,7 +67,9 @@ class ExactHalves:
         return handle, rows
 
 
-def spread_by_expert(options: DispatchOptions, handle: NvlinkHandle, rows: torch.Tensor) -> tuple[NvlinkHandle, torch.Tensor]:
+def spread_by_expert(
+    options: DispatchOptions, handle: NvlinkHandle, rows: torch.Tensor
+) -> tuple[NvlinkHandle, torch.Tensor]:
     """Layout "expert" from rows of layout "token", of their exact size: (handle, rows)."""
     counts = handle.counts
     placement = places.by_expert(counts.source_counts, counts.expert_counts, options.alignment, handle.local_ids)

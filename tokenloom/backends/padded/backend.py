@@ -1,4 +1,4 @@
-"""Backend "padded": dispatch and combine of few tokens between nodes over any network of NCCL, without the host.
+"""Backend "padded": dispatch and combine between nodes over any network of NCCL, without the host.
 
 A call is two kernels, and between them an all-to-all of the ranks of a rail. The first kernel packs a region for each
 node, as large as all of a rank's tokens could need. So the sizes of the all-to-all are known before the call: the host

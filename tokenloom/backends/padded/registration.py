@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tokenloom.backends.base import Backend
-from tokenloom.backends.gin.registration import why_not_few_tokens, why_not_on
-from tokenloom.backends.nvlink.registration import require_sms
+from tokenloom.backends.gin.registration import why_not_on
+from tokenloom.backends.nvlink.registration import require_sms, why_no_kernels
 from tokenloom.backends.padded.capabilities import CAPABILITIES
 from tokenloom.backends.registration import Availability, Registration, Request
 from tokenloom.runtime.rank_group import RankGroup
@@ -18,7 +18,7 @@ def probe(request: Request) -> Availability:
     """
     if request.name != "padded":
         return Availability("padded", False, "only backend='padded' takes it")
-    why_not = why_not_few_tokens(request)
+    why_not = why_no_kernels(request)
     if why_not is None and request.transport != "nccl":
         why_not = f"it needs a process group over nccl, this one is over {request.transport}"
     if why_not is not None:

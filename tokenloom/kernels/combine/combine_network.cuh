@@ -1,4 +1,4 @@
-// Combine between nodes, low latency, in the order of mode per_node. The protocol is docs/explanation/between-nodes.md.
+// Combine between nodes in the order of mode per_node. The protocol is docs/explanation/between-nodes.md.
 //
 //   all blocks      the last one announces the call to neighbours; all push partial sums, of whichever home, to the rank
 //                   of this node on the home's rail, as eager calls do, and say so to all neighbours       (push.cuh)

@@ -1,4 +1,4 @@
-// Dispatch between nodes, low latency: a staged dispatch whose rows for other nodes pass through one rank there. The
+// Dispatch between nodes: a staged dispatch whose rows for other nodes pass through one rank there. The
 // protocol is docs/explanation/between-nodes.md.
 //
 //   all blocks      count, and number rows for each rank and each node; the last block announces the call to neighbours,

@@ -38,7 +38,7 @@ struct NodesShared {
 };
 
 // node_rows of this block's chunk, and in shared memory the rows for each node up to its end. Tokens before it are
-// counted again by every block: they are few.
+// counted again by every block, as many at once as it has threads.
 template <class Shape>
 __device__ void find_node_rows(const DispatchNetworkArgs& args, NodesShared<Shape>& nodes, Chunk chunk, Turn turn) {
     constexpr int kNodes = Packed<Shape>::kNodes;
