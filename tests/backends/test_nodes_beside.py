@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -24,32 +25,45 @@ each_way = pytest.mark.parametrize("way", BETWEEN_NODES)
 EXACT = [case for case in test_gradients.EXACT if case not in ("hidden7", "fp64")]
 
 
-@each_way
-@pytest.mark.parametrize("case", case_params(EXACT))
+def pairs(values: Sequence[Any], *fast: tuple[str, str]) -> list[Any]:
+    """Each value, or each param, with each way: slow tests, but for some by the names of both."""
+    params = [value if isinstance(value, type(pytest.param())) else pytest.param(value, id=value) for value in values]
+
+    def pair(each: Any, way: str) -> Any:
+        return pytest.param(
+            *each.values, way, id=f"{each.id}-{way}", marks=() if (each.id, way) in fast else pytest.mark.slow
+        )
+
+    return [pair(each, way) for each in params for way in BETWEEN_NODES]
+
+
+@pytest.mark.parametrize(("case", "way"), pairs(case_params(EXACT), ("plain", "gin"), ("unused", "padded")))
 def test_backward_is_the_other_operation(way: str, case: Any) -> None:
     emulator.ranks(4).run(test_gradients.check_exact, way, case)
 
 
-@each_way
+@pytest.mark.parametrize("way", [pytest.param("gin", marks=pytest.mark.slow), "padded"])
 def test_gradient_of_received_weights(way: str) -> None:
     emulator.ranks(4).run(test_gradients.check_received_weights, way)
 
 
-@each_way
+WITHOUT_MODE = [each for each in test_gradients.VARIANTS if "mode" not in each.values[1]]
+
+
 @pytest.mark.parametrize(
-    ("layout", "options"), [each for each in test_gradients.VARIANTS if "mode" not in each.values[1]]
+    ("layout", "options", "way"),
+    pairs(WITHOUT_MODE, ("token", "gin"), ("expert4-bounded", "padded"), ("slots", "gin")),
 )
 def test_equals_dense(way: str, layout: str, options: dict[str, Any]) -> None:
     emulator.ranks(4).run(test_gradients.check_dense, way, layout, options, FP32)
 
 
-@each_way
-@pytest.mark.parametrize("layout", ["token", "slots"])
+@pytest.mark.parametrize(("layout", "way"), pairs(["token", "slots"]))
 def test_any_tokens(way: str, layout: str) -> None:
     emulator.ranks(4).run(test_gradients.check_any_tokens, way, layout)
 
 
-@each_way
+@pytest.mark.parametrize("way", ["gin", pytest.param("padded", marks=pytest.mark.slow)])
 def test_many_tokens(way: str) -> None:
     """More than blocks count by themselves, in as many chunks as there may be."""
     emulator.ranks(2).run(check_many, way)
@@ -63,8 +77,7 @@ def check_many(context: RankContext, way: str) -> None:
             test_gin.there_and_back(context, comm, problem, layout)
 
 
-@each_way
-@pytest.mark.parametrize("leaf", ["x", "weights", "y"])
+@pytest.mark.parametrize(("leaf", "way"), pairs(["x", "weights", "y"], ("weights", "gin"), ("y", "padded")))
 def test_a_fault_in_backward(way: str, leaf: str) -> None:
     """Rank 3 has no gradient to send. Ranks of both nodes are told, and go on."""
     emulator.ranks(4).run(check_fault, way, leaf)
@@ -133,8 +146,7 @@ def infer(context: RankContext, backend: str, transport: str) -> torch.Tensor:
 # -- other rows, and what comes with them -----------------------------------------------------------------------------
 
 
-@each_way
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "way"), pairs(LAYOUTS, ("expert", "gin"), ("slots", "padded")))
 def test_dispatch_again(way: str, layout: str) -> None:
     """The rows of exact sizes and of bounded ones lie where those of the dispatch do."""
     for sizes in ("exact", "bounded"):
@@ -144,8 +156,7 @@ def test_dispatch_again(way: str, layout: str) -> None:
         emulator.ranks(4).run(test_beside.check_dispatch_again, way, layout, options)
 
 
-@each_way
-@pytest.mark.parametrize("layout", ["expert", "slots"])
+@pytest.mark.parametrize(("layout", "way"), pairs(["expert", "slots"], ("expert", "gin")))
 def test_weights_of_routes_come_home(way: str, layout: str) -> None:
     emulator.ranks(4).run(test_beside.check_combine_weights, way, layout, {})
 
@@ -160,20 +171,17 @@ def test_other_weights_of_tokens(layout: str) -> None:
     emulator.ranks(4).run(test_beside.check_other_weights, "padded", layout, "exact")
 
 
-@each_way
-@pytest.mark.parametrize("layout", ["token", "expert"])
+@pytest.mark.parametrize(("layout", "way"), pairs(["token", "expert"]))
 def test_bias(way: str, layout: str) -> None:
     emulator.ranks(4).run(test_beside.check_bias, way, layout, 2)
 
 
-@each_way
-@pytest.mark.parametrize("layout", ["token", "expert"])
+@pytest.mark.parametrize(("layout", "way"), pairs(["token", "expert"], ("token", "gin")))
 def test_packed_scales(way: str, layout: str) -> None:
     emulator.ranks(4).run(test_beside.check_packed, way, layout, 2)
 
 
-@each_way
-@pytest.mark.parametrize("layout", ["expert", "slots"])
+@pytest.mark.parametrize(("layout", "way"), pairs(["expert", "slots"], ("expert", "gin")))
 def test_source_tokens(way: str, layout: str) -> None:
     emulator.ranks(4).run(test_beside.check_source_tokens, way, layout)
 

@@ -14,6 +14,7 @@ from tokenloom.backends.network.registration import make_inside
 from tokenloom.backends.registration import Availability, Registration
 from tokenloom.bench.network.on_rank import Options, check_on_rank
 from tokenloom.bench.network.problems import PAYLOADS
+from tokenloom.plan import LAYOUTS
 from tokenloom.runtime.processes import RankContext
 
 
@@ -21,9 +22,7 @@ class LikeGin(NetworkBackend):
     """What "gin" can do, on CPUs."""
 
     name = "gin"
-    capabilities = replace(
-        NetworkBackend.capabilities, layouts=("rank", "slots"), combine_strategies=("per_node",), other_nodes="gin"
-    )
+    capabilities = replace(NetworkBackend.capabilities, combine_strategies=("per_node",), other_nodes="gin")
 
 
 def with_gin(context: RankContext) -> Any:
@@ -47,7 +46,7 @@ def test_gin_is_checked_where_it_works(four: Ranks) -> None:
     found = four.run(with_gin)[0]
     gin = [each for each in found.findings if each.group.startswith("gin: ")]
     assert all(each.passed for each in gin), gin
-    layouts = {f"{layout} {payload.upper()}" for layout in ("rank", "slots") for payload in PAYLOADS}
+    layouts = {f"{layout} {payload.upper()}" for layout in LAYOUTS for payload in PAYLOADS}
     for call in ("dispatch", "combine per_node"):
         assert {each.what for each in gin if each.group == f"gin: {call}"} == layouts
     assert [each.part for each in gin if each.group == "gin: two calls open at once"] == ["order"]

@@ -48,7 +48,7 @@ MUTATIONS = (
         target="tokenloom.backends.gin.backend:NodesBackend._zeros",
         old="torch.zeros(num_places, x.shape[1] * x.element_size(), dtype=torch.uint8, device=x.device)",
         new="torch.full((num_places, x.shape[1] * x.element_size()), 255, dtype=torch.uint8)",
-        tests=(f"{BESIDE}::test_backward_is_the_other_operation",),
+        tests=(f"{BESIDE}::test_backward_is_the_other_operation[unused-padded]",),
     ),
     Mutation(
         name="gradients-of-another-kind",
@@ -56,7 +56,7 @@ MUTATIONS = (
         target="tokenloom.backends.gin.launcher:NodesLauncher.empty_of",
         old='"combine" if fields["call"] in COMBINES else "dispatch"',
         new='"combine" if fields["call"] == "combine" else "dispatch"',
-        tests=(f"{BESIDE}::test_a_fault_in_backward",),
+        tests=(f"{BESIDE}::test_a_fault_in_backward[weights-gin]",),
     ),
     Mutation(
         name="other-nodes-are-mapped",
