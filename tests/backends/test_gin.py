@@ -290,7 +290,8 @@ def check_late_weights(context: RankContext) -> None:
             comm.combine(routed.tokens, routed, mode="per_node", weighted=False)
             with pytest.raises(tl.PeerError, match=r"rank 3.*travel with rows only"):
                 comm.check()
-        for call in (lambda: comm.reweighted(routed, weights), lambda: comm.combine_weights(weights, routed)):
+        by_token = comm.dispatch(x, ids, layout="token")
+        for call in (lambda: comm.reweighted(routed, weights), lambda: comm.combine_weights(weights, by_token)):
             with pytest.raises(tl.InvalidArgument, match="weights travel with rows only"):
                 call()
         there_and_back(context, comm, problem, "slots")

@@ -88,7 +88,7 @@ def check_fault(context: RankContext, way: str, leaf: str) -> None:
     x, ids, weights = problem.arguments(context)
     assert weights is not None
     leaves = {"x": x.requires_grad_(leaf == "x"), "weights": weights.requires_grad_(leaf == "weights")}
-    with make_comm(context, way, problem.plan) as comm:
+    with make_comm(context, way, problem.plan, timeout_s=0.0015) as comm:  # some seconds of the emulator
         routed = comm.dispatch(leaves["x"], ids, leaves["weights"], layout="token")
         y = torch.ones_like(routed.tokens, requires_grad=leaf == "y")
         out = {"x": routed.tokens, "weights": routed.topk_weights, "y": comm.combine(y, routed)}[leaf]

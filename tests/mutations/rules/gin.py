@@ -43,12 +43,12 @@ MUTATIONS = (
         tests=(f"{GIN}::test_who_is_missing_is_named",),
     ),
     Mutation(
-        name="gradients-in-unused-places",
-        rule="gradients of places without a row are what lay in memory",
-        target="tokenloom.backends.gin.backend:NodesBackend._zeros",
-        old="torch.zeros(num_places, x.shape[1] * x.element_size(), dtype=torch.uint8, device=x.device)",
-        new="torch.full((num_places, x.shape[1] * x.element_size()), 255, dtype=torch.uint8)",
-        tests=(f"{BESIDE}::test_backward_is_the_other_operation[unused-padded]",),
+        name="gradients-of-weights-of-others",
+        rule="gradients of weights bring home what lies in places of routes to other ranks",
+        target="tokenloom.backends.nvlink.combine:ShortRows.__init__",
+        old="torch.where(handle.local_ids[: len(grad)] >= 0, grad, 0)",
+        new="grad",
+        tests=(f"{BESIDE}::test_gradient_of_received_weights[padded]",),
     ),
     Mutation(
         name="gradients-of-another-kind",

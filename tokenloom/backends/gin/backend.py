@@ -247,14 +247,10 @@ class NodesBackend:
         if handle.by_token:
             where = handle.positions(), handle.num_places
             return _Each(self._send_rows(handle, values), lambda rows: routing.scatter_rows(rows, *where))
-        capacity: int | None = handle.capacity
-        out = None
-        if options.layout == "slots":  # places without a row are zeros
-            capacity, out = options.capacity, self._zeros(handle.num_places, values)
-        capacity = None if options.layout == "rank" else capacity
+        capacity = {"rank": None, "slots": options.capacity}.get(options.layout, handle.capacity)
         again = DispatchOptions(options.layout, options.alignment, "bounded", capacity)
         num_places = handle.num_places
-        return _Each(self._repeat(again, handle, values, out), lambda rows: rows[:num_places])
+        return _Each(self._repeat(again, handle, values), lambda rows: rows[:num_places])
 
     def send_rows(self, handle: NvlinkHandle, values: torch.Tensor, strategy: str = "dedup") -> Pending[torch.Tensor]:
         return _Each(self._send_rows(handle, values), lambda rows: rows)
@@ -265,18 +261,12 @@ class NodesBackend:
         return self._repeat(DispatchOptions("token", 1, "bounded", most), handle, values)
 
     def _repeat(
-        self, options: DispatchOptions, handle: NvlinkHandle, values: Rows, out: DispatchOut | None = None
+        self, options: DispatchOptions, handle: NvlinkHandle, values: Rows
     ) -> Pending[tuple[NvlinkHandle, torch.Tensor]]:
         x, scales = values if isinstance(values, tuple) else (values, None)
-        inputs = DispatchInputs(x, scales, handle.ids(), None, False, False, False, out=out)
+        inputs = DispatchInputs(x, scales, handle.ids(), None, False, False, False)
         check(self._shared, options, inputs)
         return self.send(options, inputs, repeats=True)
-
-    def _zeros(self, num_places: int, values: Rows) -> DispatchOut:
-        """Rows of zeros, and scales if there are some, for such values."""
-        x, scales = values if isinstance(values, tuple) else (values, None)
-        rows = torch.zeros(num_places, x.shape[1] * x.element_size(), dtype=torch.uint8, device=x.device).view(x.dtype)
-        return DispatchOut(rows, None if scales is None else scales.new_zeros(num_places, scales.shape[1]))
 
     def send_weight_gradients(self, handle: NvlinkHandle, grad: torch.Tensor) -> Pending[torch.Tensor]:
         """A combine of short rows: each gradient comes from one rank, and the others have zeros, so sums are exact."""
