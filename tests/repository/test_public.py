@@ -75,11 +75,21 @@ PUBLIC = {
     ],
     "tokenloom.integrations.transformers": ["describe", "register"],
     "tokenloom.compat.deep_gemm": [
+        "SM90SymmBuffer",
         "SymmBuffer",
         "fp8_mega_moe",
+        "get_num_sms",
         "get_symm_buffer_for_mega_moe",
         "get_symm_buffer_for_sm90_mega_moe",
+        "mega_moe_pre_dispatch_sm90",
+        "per_block_cast_to_fp8",
+        "per_token_cast_to_fp8",
+        "set_num_sms",
+        "set_pdl",
+        "testing",
+        "transform_sf_into_required_layout",
         "transform_weights_for_mega_moe_sm90",
+        "utils",
     ],
 }
 """Public modules, as the docstring of the package lists them, and their public names."""

@@ -27,6 +27,11 @@ from tokenloom.ops.gemm import swiglu_epilogue, tell_activation
 from tokenloom.plan import SWIGLU, Activation
 
 
+def sms_for_gemms(device: torch.device) -> int:
+    """SMs that a kernel takes on a GPU: all that make whole clusters."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) // CLUSTER * CLUSTER
+
+
 class ExpertGemms:
     """Both GEMMs of the experts of a rank.
 
@@ -48,7 +53,7 @@ class ExpertGemms:
         self._memory, self._device = memory, device
         self._hidden, self._intermediate, self._num_local = hidden, intermediate, memory.num_local
         self._power_of_two_scales = power_of_two_scales
-        self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count // CLUSTER * CLUSTER
+        self.num_sms = sms_for_gemms(device)
         self._side = torch.cuda.Stream(device)
         self.weights: tuple[torch.Tensor, ...] = ()
         self._traces: tuple[torch.Tensor, torch.Tensor] | None = None

@@ -13,7 +13,8 @@ from tokenloom.bench.mega.clock import Clock, StagedGraph, try_capture
 from tokenloom.bench.mega.rows import Measured, Samples
 from tokenloom.bench.mega.trace import TracedCall
 from tokenloom.bench.mega.work import MegaShape
-from tokenloom.bench.rivals.deep_gemm import DeepGemm, difference
+from tokenloom.bench.rivals.deep_gemm import DeepGemm
+from tokenloom.compat.deep_gemm.testing import calc_diff
 from tokenloom.inference.mega_moe import MegaMoE
 from tokenloom.inference.schedules import schedule_for
 from tokenloom.ops.gemm import interleave_gate_and_up
@@ -155,7 +156,7 @@ def _measure(
     take_turns(clock, contestants, staged, iterations)
     found = Measured(ours.samples)
     if theirs is not None:
-        found = Measured(ours.samples, theirs.samples, difference(ours.output(clock), theirs.output(clock)))
+        found = Measured(ours.samples, theirs.samples, calc_diff(ours.output(clock), theirs.output(clock)))
     if traced:
         found = replace(found, traced=_traced_call(clock, mega, num_tokens, call))
     mega.check()

@@ -52,7 +52,7 @@ class Measured:
     Attributes:
         ours: our samples.
         rival: the rival's samples; None where none was asked for.
-        difference: distance of the two outputs, by :func:`tokenloom.bench.rivals.deep_gemm.difference`.
+        difference: distance of the two outputs, by :func:`tokenloom.compat.deep_gemm.testing.calc_diff`.
         traced: a call by itself, if it was asked for.
     """
 

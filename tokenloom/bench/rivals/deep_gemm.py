@@ -18,7 +18,7 @@ BUFFERS = ("get_symm_buffer_for_sm90_mega_moe", "get_symm_buffer_for_mega_moe")
 """Makers of its buffer. In builds that have both, the second is for other GPUs."""
 NEEDED = ("transform_weights_for_mega_moe_sm90", "fp8_mega_moe")
 MOST_DIFFERENCE = 0.01
-"""Limit for :func:`difference` of its output and ours: that of its own tests against float32."""
+"""Limit for ``calc_diff`` of its output and ours: that of its own tests against float32."""
 
 Weights = tuple[torch.Tensor, torch.Tensor]
 
@@ -99,10 +99,3 @@ class DeepGemm:
         """Release its buffer, which peers write: behind everything on the current streams. Collective."""
         dist.barrier(self._group)
         self._buffer.destroy()
-
-
-def difference(x: torch.Tensor, y: torch.Tensor) -> float:
-    """``1 - 2 * sum(x * y) / sum(x^2 + y^2)`` in float64: 0 for equal tensors, NaN if one of them has NaN."""
-    x, y = x.double(), y.double()
-    size = (x * x + y * y).sum()
-    return 1.0 - float(2 * (x * y).sum() / size) if size != 0 else 0.0

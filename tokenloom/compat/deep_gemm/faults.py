@@ -1,0 +1,7 @@
+"""What is raised for a name that is not here."""
+
+from tokenloom.errors import InvalidArgument
+
+
+class NotServed(InvalidArgument, AttributeError):
+    """A name of DeepGEMM that tokenloom has not. ``hasattr`` takes it for a missing name."""

@@ -1,0 +1,274 @@
+"""The layer: its inputs, its weights and its call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tokenloom.errors import InvalidArgument, ShapeMismatch
+from tokenloom.inference.mega_moe import MegaMoE
+from tokenloom.ops.gemm import check_tensor, check_weights, interleave_gate_and_up
+from tokenloom.plan import FP8_BLOCK, align_up
+from tokenloom.runtime.devices import pick_device
+
+RECIPE = (128, 128, 128)
+"""Recipe of DeepGEMM that this layer has, and the only one."""
+TOKEN_ALIGNMENT = 128
+"""Mmax is rounded up to a multiple of it, as DeepGEMM does."""
+SERVED: dict[str, tuple[Any, ...]] = {
+    "activation": ("swiglu",),
+    "use_fp8_dispatch": (True, None),
+    "mma_type": ("fp8xfp8", "fp8xfp4"),
+    "num_shared_experts": (0,),
+    "fused": (False, True),
+    "num_experts_per_wave": (None,),
+    "l2_act_sf_gran_k": (None, FP8_BLOCK),
+}
+"""Values of DeepGEMM's options that this layer has."""
+Weights = tuple[torch.Tensor, torch.Tensor]
+"""FP8 values and their float32 scales."""
+
+
+class SM90SymmBuffer:
+    """Inputs of a call, which the caller fills, and the layer behind them. Making one is collective.
+
+    Args:
+        group: the R ranks: one Hopper GPU each for NCCL, processes on CPUs for gloo.
+        num_experts: E, divisible by R.
+        num_max_tokens_per_rank: the most tokens of one call on one rank. Mmax is the next multiple of 128.
+        num_topk: K, at most 32.
+        hidden: H, a multiple of 128.
+        intermediate_hidden: I, a multiple of 128.
+        use_fp8_dispatch: True.
+        activation: "swiglu".
+
+    Attributes:
+        group, num_experts, num_topk, hidden, intermediate_hidden, activation: as given.
+        num_max_tokens_per_rank: Mmax.
+        buffer: int8, the memory of the next four.
+        x: float8_e4m3fn [Mmax, H], tokens.
+        x_sf: float32 [Mmax, H / 128], their scales.
+        topk_idx: int64 [Mmax, K], expert ids; -1 marks an unused place.
+        topk_weights: float32 [Mmax, K].
+        mega: the layer.
+
+    Raises:
+        InvalidArgument: an option or a value that this layer does not have.
+        BackendUnavailable: the kernels do not run here.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_experts: int,
+        num_max_tokens_per_rank: int,
+        num_topk: int,
+        hidden: int,
+        intermediate_hidden: int,
+        use_fp8_dispatch: bool = True,
+        activation: str = "swiglu",
+    ) -> None:
+        _check_options(use_fp8_dispatch=use_fp8_dispatch, activation=activation)
+        rows, device = align_up(num_max_tokens_per_rank, TOKEN_ALIGNMENT), pick_device(None, group)
+        self.mega = MegaMoE(
+            group,
+            num_experts=num_experts,
+            hidden=hidden,
+            intermediate=intermediate_hidden,
+            top_k=num_topk,
+            max_tokens_per_rank=rows,
+            backend="composed" if device.type == "cpu" else "nvlink",
+            device=device,
+        )
+        self.group, self.num_experts, self.num_max_tokens_per_rank = group, num_experts, rows
+        self.num_topk, self.hidden, self.intermediate_hidden = num_topk, hidden, intermediate_hidden
+        self.activation = activation
+        parts = [(torch.float8_e4m3fn, hidden), (torch.float32, hidden // FP8_BLOCK)]
+        parts += [(torch.int64, num_topk), (torch.float32, num_topk)]
+        sizes = [rows * width * dtype.itemsize for dtype, width in parts]
+        self.buffer = torch.zeros(sum(sizes), dtype=torch.int8, device=device)
+        views = zip(self.buffer.split(sizes), parts, strict=True)
+        self.x, self.x_sf, self.topk_idx, self.topk_weights = (
+            memory.view(dtype).view(rows, width) for memory, (dtype, width) in views
+        )
+        self.topk_idx.fill_(-1)
+
+    def destroy(self) -> None:
+        """Release the memory that other ranks can write to. Calling it twice is fine."""
+        self.mega.close()
+
+
+SymmBuffer = SM90SymmBuffer
+"""DeepGEMM's class for other GPUs, by which programs name the type."""
+
+
+def get_symm_buffer_for_sm90_mega_moe(
+    group: dist.ProcessGroup,
+    num_experts: int,
+    num_max_tokens_per_rank: int,
+    num_topk: int,
+    hidden: int,
+    intermediate_hidden: int,
+    use_fp8_dispatch: bool = True,
+    activation: str = "swiglu",
+    *,
+    fused: bool = False,
+    num_experts_per_wave: int | None = None,
+    l2_act_sf_gran_k: int | None = None,
+) -> SM90SymmBuffer:
+    """Make the inputs of a layer, and the layer. Collective.
+
+    Args:
+        group, num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden, use_fp8_dispatch,
+            activation: as in :class:`SM90SymmBuffer`.
+        fused: True or False, which of DeepGEMM's kernels is meant. There is one layer here.
+        num_experts_per_wave: None. Its schedule chooses by the tokens of each call.
+        l2_act_sf_gran_k: 128 or None, activations that share a scale before the second GEMM.
+
+    Raises:
+        InvalidArgument, BackendUnavailable: as in :class:`SM90SymmBuffer`.
+    """
+    _check_options(fused=fused, num_experts_per_wave=num_experts_per_wave, l2_act_sf_gran_k=l2_act_sf_gran_k)
+    sizes = (num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden)
+    return SM90SymmBuffer(group, *sizes, use_fp8_dispatch, activation)
+
+
+def get_symm_buffer_for_mega_moe(
+    group: dist.ProcessGroup,
+    num_experts: int,
+    num_max_tokens_per_rank: int,
+    num_topk: int,
+    hidden: int,
+    intermediate_hidden: int,
+    num_shared_experts: int = 0,
+    use_fp8_dispatch: bool | None = None,
+    mma_type: str = "fp8xfp4",
+    activation: str = "swiglu",
+) -> SM90SymmBuffer:
+    """Make the inputs of a layer, and the layer, for programs that ask so on any GPU. Collective.
+
+    Args:
+        group, num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden, activation: as in
+            :class:`SM90SymmBuffer`.
+        num_shared_experts: 0. ``tokenloom.MegaMoE`` has shared experts.
+        use_fp8_dispatch: True or None.
+        mma_type: "fp8xfp8", or "fp8xfp4", which programs leave as it is. Tokens are the same for both; the call takes
+            FP8 weights.
+
+    Raises:
+        InvalidArgument, BackendUnavailable: as in :class:`SM90SymmBuffer`.
+    """
+    _check_options(num_shared_experts=num_shared_experts, use_fp8_dispatch=use_fp8_dispatch, mma_type=mma_type)
+    sizes = (num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden)
+    return SM90SymmBuffer(group, *sizes, activation=activation)
+
+
+def transform_sf_into_required_layout(
+    sf: torch.Tensor,
+    mn: int,
+    k: int,
+    recipe: tuple[int, ...],
+    num_groups: int | None = None,
+    is_sfa: bool | None = None,
+    disable_ue8m0_cast: bool = False,
+) -> torch.Tensor:
+    """Check scales of weights and return them: the layer takes them as checkpoints have them.
+
+    Args:
+        sf: float32 [E, N / 128, K / 128], contiguous; without E where ``num_groups`` is None.
+        mn: N, rows of a weight.
+        k: K, columns of a weight.
+        recipe: (128, 128), rows and columns of a block.
+        num_groups: E.
+        is_sfa, disable_ue8m0_cast: unused; scales stay float32.
+
+    Raises:
+        InvalidArgument: another recipe, such as that of tokens for DeepGEMM's own GEMMs.
+        ShapeMismatch, DtypeMismatch: ``sf`` is not as above.
+    """
+    if tuple(recipe) != RECIPE[1:]:
+        raise InvalidArgument(f"recipe is {recipe}; this layer has scales of {RECIPE[1:]} weights")
+    groups = [] if num_groups is None else [num_groups]
+    check_tensor("sf", sf, torch.float32, [*groups, mn // FP8_BLOCK, k // FP8_BLOCK], sf.device)
+    return sf
+
+
+def transform_weights_for_mega_moe_sm90(l1_weights: Weights, l2_weights: Weights) -> tuple[Weights, Weights]:
+    """Put weights into the order that ``fp8_mega_moe`` takes: gates and ups of w1 in turn, 8 rows of each.
+
+    Args:
+        l1_weights: w1, float8_e4m3fn [E / R, 2I, H], gates first, and scales, float32 [E / R, 2I / 128, H / 128].
+        l2_weights: w2, float8_e4m3fn [E / R, H, I], and scales, float32 [E / R, H / 128, I / 128].
+
+    Returns:
+        ((w1, its scales), (w2, its scales)). Only w1 is a copy.
+
+    Raises:
+        ShapeMismatch, DtypeMismatch, DeviceMismatch: a tensor is not as above.
+    """
+    (w1, w1_scales), (w2, w2_scales) = l1_weights, l2_weights
+    if w2.dim() != 3:
+        raise ShapeMismatch(f"w2 is {list(w2.shape)}, expected [E / R, H, I]")
+    local, hidden, width = w2.shape
+    check_weights("w1", w1, w1_scales, [local, 2 * width, hidden], w2.device)
+    check_weights("w2", w2, w2_scales, [local, hidden, width], w2.device)
+    return (interleave_gate_and_up(w1), w1_scales), (w2, w2_scales)
+
+
+def fp8_mega_moe(
+    y: torch.Tensor,
+    l1_weights: Weights,
+    l2_weights: Weights,
+    sym_buffer: SM90SymmBuffer,
+    cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+    recipe: tuple[int, int, int] = RECIPE,
+    activation: str = "swiglu",
+    activation_clamp: float | None = None,
+    fast_math: bool = True,
+    num_tokens_bound: int | None = None,
+) -> None:
+    """Write the layer's output for the first M rows of the buffer to ``y``.
+
+    Args:
+        y: bfloat16 [M, H], M at most Mmax. M may differ per rank and may be 0.
+        l1_weights: w1 and its scales, from ``transform_weights_for_mega_moe_sm90``.
+        l2_weights: w2 and its scales, from the same function.
+        sym_buffer: inputs of the call.
+        cumulative_local_expert_recv_stats: int32 [E / R], to which each local expert's number of routes is added, or
+            None.
+        recipe: (128, 128, 128).
+        activation: "swiglu".
+        activation_clamp: as in ``MegaMoE``.
+        fast_math: as in ``MegaMoE``.
+        num_tokens_bound: the most rows of this call on any rank, M to Mmax, or None. It is checked and otherwise
+            unused.
+
+    Raises:
+        InvalidArgument: a recipe, an activation or a bound that this layer does not have.
+        ShapeMismatch, DtypeMismatch, DeviceMismatch: a tensor is not as above.
+        TokenloomError: as in ``MegaMoE.forward``.
+    """
+    if tuple(recipe) != RECIPE or activation != "swiglu":
+        raise InvalidArgument(f"recipe is {recipe}, activation is {activation!r}; there are {RECIPE} and 'swiglu'")
+    buffer, mega = sym_buffer, sym_buffer.mega
+    rows, room = len(y), sym_buffer.num_max_tokens_per_rank
+    if rows > room:
+        raise ShapeMismatch(f"y has {rows} rows, the buffer has room for {room}")
+    if num_tokens_bound is not None and not rows <= num_tokens_bound <= room:
+        raise InvalidArgument(f"num_tokens_bound is {num_tokens_bound}, expected {rows} (rows of y) to {room}")
+    given = (*l1_weights, *l2_weights)
+    if any(ours is not theirs for ours, theirs in zip(mega.weights or (None,) * 4, given, strict=True)):
+        mega.use_weights(*given)
+    mega.set_activation(activation_clamp, fast_math)
+    inputs = (buffer.x[:rows], buffer.x_sf[:rows]), buffer.topk_idx[:rows], buffer.topk_weights[:rows]
+    mega(*inputs, expert_stats=cumulative_local_expert_recv_stats, out=y)
+
+
+def _check_options(**options: Any) -> None:
+    """Raise InvalidArgument for a value that is not among those of ``SERVED``."""
+    for name, value in options.items():
+        if value not in SERVED[name]:
+            there = " or ".join(map(repr, SERVED[name]))
+            raise InvalidArgument(f"{name} is {value!r}; tokenloom's layer has {there}")

@@ -1,0 +1,6 @@
+"""``deep_gemm.utils``: what tests of the layer import."""
+
+from tokenloom.compat.deep_gemm.utils import dist, math
+from tokenloom.compat.deep_gemm.utils.math import per_block_cast_to_fp8, per_token_cast_to_fp8
+
+__all__ = ["dist", "math", "per_block_cast_to_fp8", "per_token_cast_to_fp8"]
