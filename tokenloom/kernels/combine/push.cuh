@@ -267,8 +267,10 @@ __device__ void push_sums(const CombineArgs& args, CombineShared<Shape>& shared,
     shared.progress.close(warp, lane);
 }
 
-// Eager: the rows that a warp takes of its block's, which are every so many of all that travel, home after home. Where
-// they are few, warps share rows, so that all of them have work: a row may have many terms or one.
+// Eager: the rows that a warp takes of its block's, which are every so many of all that travel, home after home from the
+// one behind this rank on. Between nodes, where rows go to the ranks of this node by the rails of their homes, node comes
+// after node, this one last; in each the first rail is the one behind this rank's. So no two neighbours send to the same
+// rank at a time. Where rows are few, warps share them, so that all of them have work: a row may have many terms or one.
 template <class Shape>
 struct BlockRows {
     static constexpr int kSlices = CombineRows<Shape>::Push::Row::kCount;
@@ -283,13 +285,25 @@ struct BlockRows {
     int32 home, first = 0;  // the home rank of the last row, and the rows for those before it
 
     __device__ BlockRows(const CombineArgs& args, const CombineShared<Shape>& shared_, int warp)
-        : shared(shared_), next_part(warp), home(after(args.call.rank)) {
+        : shared(shared_), next_part(warp), home(first_home(args.call.rank)) {
         for (int s = 0; s < Shape::num_ranks; ++s) total += shared.received[s];
         const int32 num_blocks = gridDim.x, rows_of_block = (total + num_blocks - 1) / num_blocks;
         parts = min(max(2 * Shape::push_warps / max(rows_of_block, 1), 1), kSlices);
     }
 
-    static __device__ __forceinline__ int32 after(int32 rank) { return rank + 1 == Shape::num_ranks ? 0 : rank + 1; }
+    static constexpr int kNodeRanks = Shape::node_ranks;
+    static constexpr bool kOneNode = kNodeRanks == Shape::num_ranks;
+
+    static __device__ __forceinline__ int32 first_home(int32 rank) {
+        if constexpr (kOneNode) return after(rank, rank);
+        return (rank / kNodeRanks + 1) * kNodeRanks % Shape::num_ranks + (rank + 1) % kNodeRanks;
+    }
+
+    static __device__ __forceinline__ int32 after(int32 home, int32 own) {
+        if constexpr (kOneNode) return home + 1 == Shape::num_ranks ? 0 : home + 1;
+        const int32 node = home - home % kNodeRanks, rail = (home + 1) % kNodeRanks;
+        return (rail == (own + 1) % kNodeRanks ? (node + kNodeRanks) % Shape::num_ranks : node) + rail;
+    }
 
     __device__ __forceinline__ bool next(const CombineArgs& args, Row& row, int lane) {
         const int32 item = next_part / parts * gridDim.x + blockIdx.x, part = next_part % parts;
@@ -297,7 +311,7 @@ struct BlockRows {
         next_part += Shape::push_warps;
         while (item >= first + shared.received[home]) {
             first += shared.received[home];
-            home = after(home);
+            home = after(home, args.call.rank);
         }
         row.routes = routes_for<Shape>(args, shared, home, first_row<Shape>(args, shared, home) + item - first, lane);
         row.routes.begin = part * kSlices / parts;
