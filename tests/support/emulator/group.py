@@ -23,6 +23,7 @@ import tokenloom as tl
 from tests.support.emulator import Emulator
 from tests.support.emulator.graphs import FakeReferences, is_capturing, launch_or_keep
 from tests.support.emulator.network import AllToAll, device_comm, signals_of
+from tokenloom.backends import registry
 from tokenloom.backends.gin import memory as gin_memory
 from tokenloom.backends.gin.backend import GinBackend
 from tokenloom.backends.network.backend import NetworkBackend
@@ -46,7 +47,7 @@ from tokenloom.runtime.symmetric_memory import BufferLayout
 from tokenloom.runtime.topology import pretended
 
 CPU = torch.device("cpu")
-NUM_SMS = 2
+NUM_SMS, MAX_SMS = 2, 4
 STUCK_S = 60.0
 """A host that waits longer finds the group stuck."""
 LATE_S = 1.0
@@ -474,6 +475,11 @@ def _stand_ins(group: Group) -> Iterator[None]:
             (gin_memory, "GinMemory", FakeGin),
             (gin_memory, "free_bytes", lambda device: 2**40),
             (backend_module, "usable_sms", lambda index: 132),
+            (
+                registry,
+                "MAX_SMS",
+                MAX_SMS,
+            ),  # what deep_ep's buffers take: more blocks find nothing else, and take long
             (launcher, "close_together", lambda buffers: None),
             (launcher, "current_handle", lambda device: here.rank + 1),
             (outcomes, "on_stream", lambda stream: nullcontext()),
