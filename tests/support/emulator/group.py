@@ -475,11 +475,7 @@ def _stand_ins(group: Group) -> Iterator[None]:
             (gin_memory, "GinMemory", FakeGin),
             (gin_memory, "free_bytes", lambda device: 2**40),
             (backend_module, "usable_sms", lambda index: 132),
-            (
-                registry,
-                "MAX_SMS",
-                MAX_SMS,
-            ),  # what deep_ep's buffers take: more blocks find nothing else, and take long
+            (registry, "MAX_SMS", MAX_SMS),  # which deep_ep's buffers take; more blocks find nothing else
             (launcher, "close_together", lambda buffers: None),
             (launcher, "current_handle", lambda device: here.rank + 1),
             (outcomes, "on_stream", lambda stream: nullcontext()),
