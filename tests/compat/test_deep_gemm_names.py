@@ -60,7 +60,7 @@ SIGNATURES: dict[str, dict[str, Any]] = {
 }
 """Parameters in order, with their defaults, as DeepGEMM's tests and SGLang pass them."""
 SUBMODULES = {
-    "utils": ["dist", "math", "per_block_cast_to_fp8", "per_token_cast_to_fp8"],
+    "utils": ["dist", "init_dist", "math", "per_block_cast_to_fp8", "per_token_cast_to_fp8", "uneven_all_gather"],
     "utils.math": ["per_block_cast_to_fp8", "per_token_cast_to_fp8"],
     "utils.dist": ["dist_print", "init_dist", "uneven_all_gather"],
     "testing": ["bench_kineto", "calc_diff", "get_arch_major"],
