@@ -169,7 +169,7 @@ class CapacityOverflow(TokenloomError, RuntimeError):
     def __init__(self, needed: int, capacity: int, *, sent: bool) -> None:
         self.needed = needed
         self.capacity = capacity
-        what = "an earlier dispatch dropped rows: the tokens concerned are NaN" if sent else "nothing was sent"
+        what = "an earlier dispatch dropped rows: the tokens concerned are NaN" if sent else "nothing is handed out"
         cure = f"pass capacity={needed}" + (f", or to a layer pool_rows={needed}" if sent else "")
         super().__init__(f"dispatch needs {needed} rows, the capacity is {capacity}; {what}; {cure}")
 

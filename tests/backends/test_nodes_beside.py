@@ -24,6 +24,9 @@ pytestmark = pytest.mark.skipif(emulator.CXX is None, reason="no g++")
 each_way = pytest.mark.parametrize("way", BETWEEN_NODES)
 EXACT = [case for case in test_gradients.EXACT if case not in ("hidden7", "fp64")]
 
+OF_PADDED = ("unused-padded", "top8-padded")
+"""It runs the kernels of gin."""
+
 
 def pairs(values: Sequence[Any], *fast: tuple[str, str]) -> list[Any]:
     """Each value, or each param, with each way: slow tests, but for some by the names of both."""
@@ -37,7 +40,14 @@ def pairs(values: Sequence[Any], *fast: tuple[str, str]) -> list[Any]:
     return [pair(each, way) for each in params for way in BETWEEN_NODES]
 
 
-@pytest.mark.parametrize(("case", "way"), pairs(case_params(EXACT), ("plain", "gin"), ("unused", "padded")))
+@pytest.mark.parametrize(
+    ("case", "way"),
+    [
+        each
+        for each in pairs(case_params(EXACT), ("plain", "gin"), ("unused", "padded"))
+        if each.values[1] == "gin" or each.id in OF_PADDED
+    ],
+)
 def test_backward_is_the_other_operation(way: str, case: Any) -> None:
     emulator.ranks(4).run(test_gradients.check_exact, way, case)
 
@@ -102,6 +112,60 @@ def check_fault(context: RankContext, way: str, leaf: str) -> None:
             with pytest.raises(error, match=text):
                 out.sum().backward()
         test_gin.there_and_back(context, comm, problem, "slots")
+
+
+@each_way
+def test_an_overflow_is_told_once(way: str) -> None:
+    """Other rows by the same routes say nothing of it."""
+    emulator.ranks(4).run(check_told_once, way)
+
+
+def check_told_once(context: RankContext, way: str) -> None:
+    problem = make_problem(replace(test_beside.CASE, dtype=FP32), context.num_ranks)
+    x, ids, weights = problem.arguments(context)
+    with make_comm(context, way, problem.plan, checked=False) as comm, torch.no_grad():
+        capacity = problem.rows_needed("token") - 1
+        routed = comm.dispatch(x, ids, weights, layout="token", sizes="bounded", capacity=capacity)
+        with pytest.raises(tl.CapacityOverflow):
+            comm.check()
+        comm.dispatch_again(x, routed)
+        comm.check()
+
+
+@each_way
+def test_gradients_that_need_wider_rows(way: str) -> None:
+    """A result in float32 has gradients in float32, for which memory of 2-byte rows has no room: told in forward."""
+    emulator.ranks(4).run(check_wider, way)
+
+
+def check_wider(context: RankContext, way: str) -> None:
+    problem = make_problem(test_beside.CASE, context.num_ranks)
+    with make_comm(context, way, problem.plan, dtype=None) as comm:
+        routed = comm.dispatch(*problem.arguments(context), layout="token")
+        y = routed.tokens.detach().clone().requires_grad_()
+        with pytest.raises(tl.InvalidArgument, match=r"make it with dtype=torch.float32"):
+            comm.combine(y, routed, out_dtype=FP32)
+        comm.combine(y, routed).sum().backward()
+        assert y.grad is not None
+
+
+def test_a_fault_in_weights_on_their_way_home() -> None:
+    """Whether the routes are known to what carries weights, or a dispatch comes first."""
+    emulator.ranks(4).run(check_fault_of_weights)
+
+
+def check_fault_of_weights(context: RankContext) -> None:
+    problem = make_problem(test_beside.CASE, context.num_ranks)
+    with make_comm(context, "padded", problem.plan, timeout_s=0.0015) as comm, torch.no_grad():
+        routed = comm.dispatch(*problem.arguments(context), layout="token")
+        values = torch.ones_like(routed.topk_weights)
+        wrong = values[:, :1] if context.rank == 3 else values
+        for _ in range(2):
+            error, text = (tl.ShapeMismatch, "values") if context.rank == 3 else (tl.PeerError, "rank 3.*values")
+            with pytest.raises(error, match=text):
+                comm.combine_weights(wrong, routed)
+            home = comm.combine_weights(values, routed)
+            assert home.shape == problem.topk_ids[context.rank].shape
 
 
 # -- layers -------------------------------------------------------------------------------------------------------

@@ -186,7 +186,7 @@ def check_more_rows(context: RankContext, alignment: int, dtype: torch.dtype) ->
         with new_comm(context, problem.plan, checked=False) as comm:
             for capacity in (None, needed):
                 round_trip(context, comm, problem, "expert", alignment=alignment, capacity=capacity)
-            with pytest.raises(tl.CapacityOverflow, match="nothing was sent") as overflow:
+            with pytest.raises(tl.CapacityOverflow, match="nothing is handed out") as overflow:
                 round_trip(context, comm, problem, "expert", alignment=alignment, capacity=needed - 1)
             assert (overflow.value.needed, overflow.value.capacity) == (needed, needed - 1)
             with torch.no_grad():  # views before and after it

@@ -433,7 +433,7 @@ def check_exact_overflow(context: RankContext, backend: str, layout: str, alignm
     needed = problem.rows_needed(layout, alignment)
     arguments = problem.arguments(context)
     for capacity in (1, needed - 1):
-        with count_wire() as wire, pytest.raises(tl.CapacityOverflow, match="nothing was sent") as overflow:
+        with count_wire() as wire, pytest.raises(tl.CapacityOverflow, match="nothing is handed out") as overflow:
             comm.dispatch(*arguments, layout=layout, alignment=alignment, capacity=capacity)
         assert (overflow.value.needed, overflow.value.capacity) == (needed, capacity)
         assert f"pass capacity={needed}" in str(overflow.value)

@@ -115,10 +115,11 @@ class CallsBeside(Calls):
         if not by_route:
             self._require_weights_apart("combine")
         engine = self.engine if by_route else self.engine_beside()
-        with (
-            profiler_range(COMBINE_RANGE),
-            engine.sequence(Upcoming("gradient of weights" if by_route else "combine")),
-        ):
+        upcoming = [Upcoming("gradient of weights" if by_route else "combine")]
+        if not by_route and not self._has_way(routed, engine):
+            exact = isinstance(routed, Routed) and routed._handle.options.sizes == "exact"
+            upcoming.insert(0, Upcoming("dispatch", awaited=exact))
+        with profiler_range(COMBINE_RANGE), engine.sequence(*upcoming):
             validation.require_routed(routed, self)
             _require_no_grad("values", values)
             shape = routed._shape[:-1] if by_route else (*routed._shape[:-1], engine.plan.top_k)
@@ -140,9 +141,9 @@ class CallsBeside(Calls):
         """[places, K] of rows that are tokens -> [T, K]."""
         top_k, more = engine.plan.top_k, engine.plan.hidden - engine.plan.top_k
         sums = None, default_mode(engine.capabilities), None, None  # weighted, mode, wire_dtype, out_dtype
-        found = vars(routed).get("_narrow")
-        if found is None or found[0] is not engine:
-            vars(routed)["_narrow"] = found = engine, self._route_again(routed, engine, None)
+        if not self._has_way(routed, engine):
+            vars(routed)["_narrow"] = engine, self._route_again(routed, engine, None)
+        found = vars(routed)["_narrow"]
         rows = torch.nn.functional.pad(values, (0, more)) if more else values
         usual = self._usual_of(engine)
         with torch.no_grad():
@@ -153,6 +154,12 @@ class CallsBeside(Calls):
                 if usual is not None:
                     usual.learn_combine(rows, found[1], sums, call.options)
         return out[:, :top_k].contiguous() if more else out
+
+    @staticmethod
+    def _has_way(routed: object, engine: Engine) -> bool:
+        """Whether the engine knows the routes already, by a dispatch of its own."""
+        found = vars(routed).get("_narrow") if isinstance(routed, Routed) else None
+        return found is not None and found[0] is engine
 
     def _usual_sums(self, values: Any, routed: Any) -> torch.Tensor | None:
         """Sums of rows that are tokens, if such weights came home before and these are right at a glance."""

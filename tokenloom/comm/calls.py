@@ -165,7 +165,7 @@ class Calls:
                 input on this rank; nothing was sent.
             PeerError: bad input on another rank; nothing was sent.
             PlanMismatch: the ranks passed different options; nothing was sent.
-            CapacityOverflow: more rows than ``capacity``. Exact sizes: nothing was sent. Bounded sizes: raised by a
+            CapacityOverflow: more rows than ``capacity``. Exact sizes: nothing is handed out. Bounded sizes: raised by a
                 later call or ``check``; meanwhile combine gives NaN for the tokens concerned.
             PeerTimeout, CommunicatorBroken: another rank is missing, or was at an earlier call.
         """

@@ -39,7 +39,7 @@ class Shape(NamedTuple):
     Attributes:
         num_experts, hidden: E and H.
         top_k: K; None where the client does not say it, so that it grows as the tokens do.
-        wide: rows are float64, which not every backend moves.
+        wide: dtype of rows that not every backend moves, or has memory for; None: any others.
         num_sms: of its kernels, or as many as every rank may use, if those are fewer; None: as the options of all
             communicators say.
     """
@@ -47,8 +47,13 @@ class Shape(NamedTuple):
     num_experts: int
     hidden: int
     top_k: int | None
-    wide: bool = False
+    wide: torch.dtype | None = None
     num_sms: int | None = None
+
+
+def wide_rows(dtype: torch.dtype) -> torch.dtype | None:
+    """Give float64, which not every backend moves, as :attr:`Shape.wide` has it."""
+    return dtype if dtype == torch.float64 else None
 
 
 class Communicators:
@@ -162,7 +167,7 @@ class Communicators:
             top_k=shape.top_k or routes,
             max_tokens_per_rank=1 << (most - 1).bit_length(),
             device=device,
-            dtype=torch.float64 if shape.wide else None,
+            dtype=shape.wide,
             **options,
         )  # the one before lives as long as handles of its dispatches
         self._use(shape, made)

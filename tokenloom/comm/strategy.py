@@ -61,6 +61,11 @@ class Strategy:
             if value not in known:
                 raise InvalidArgument(f"strategy of {name} is {value!r}, expected one of {', '.join(known)}")
 
+    @classmethod
+    def usual(cls, able: Capabilities) -> Strategy:
+        """Give the strategy of a layer that is told none: "dedup" both ways, else sums per node."""
+        return cls(combine=STRATEGY_OF_MODE[default_mode(able)])
+
     @property
     def gradient_of_dispatch(self) -> str:
         """What carries the gradient of a dispatch, a combine: it sums per node where combines do."""

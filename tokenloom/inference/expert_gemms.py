@@ -165,7 +165,8 @@ class ExpertGemms:
         """
         local, all_sms = self._num_local, self.num_sms
         waves = min(waves, local)
-        third = all_sms // 3 // CLUSTER * CLUSTER
+        third = max(all_sms // 3 // CLUSTER * CLUSTER, CLUSTER)
+        rest = max(all_sms - third, CLUSTER)
         main = torch.cuda.current_stream(self._device) if waves > 1 else None
         side = stream if main is None else self._side.cuda_stream
         if self._second.early != (main is None):  # behind an event there is no kernel to begin early after
@@ -177,7 +178,7 @@ class ExpertGemms:
                 for gemm in (self._first, self._second):
                     gemm.args.first_expert, gemm.args.end_expert = experts
                 self._experts_told = experts
-            self._first.launch(all_sms if first else all_sms - third, stream)
+            self._first.launch(all_sms if first else rest, stream)
             if last:
                 passed("gemm1")
             if main is not None:

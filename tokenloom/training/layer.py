@@ -14,7 +14,7 @@ from torch.nn import functional
 from tokenloom.backends.registry import MAX_SMS
 from tokenloom.comm import validation
 from tokenloom.comm.communicator import Communicator
-from tokenloom.comm.strategy import STRATEGY_OF_MODE, Strategy, default_mode
+from tokenloom.comm.strategy import Strategy
 from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch
 from tokenloom.ops.activation import apply_activation
 from tokenloom.ops.autocast import autocast_dtype
@@ -68,7 +68,8 @@ class ExpertParallelMoE(nn.Module):
             reduces them (DDP does). "sum" lets backward sum them over the ranks of the group.
         expert_grad_scale: factor of the gradients of expert weights; 1/W beside a trainer that averages.
         strategy: strategies of dispatch and combine in forward; backward swaps them. None takes what ``tokenloom
-            tune`` chose for this hardware, software and shape if rank 0 has it on its disk, else ``Strategy()``.
+            tune`` chose for this hardware, software and shape if rank 0 has it on its disk, else "dedup" both ways; on
+            backends that only sum per node, "per_node" brings rows home.
         overlap: on GPUs, let transfers run beside GEMMs. False gives the same bits.
         redispatch_in_backward: keep x and send it again in backward, instead of keeping the rows that a rank
             receives, which are about ``top_k`` times as many.
@@ -163,7 +164,7 @@ class ExpertParallelMoE(nn.Module):
             )
         self.comm = comm
 
-        usual = Strategy(combine=STRATEGY_OF_MODE[default_mode(comm.engine.capabilities)])
+        usual = Strategy.usual(comm.engine.capabilities)
 
         def prepare() -> tuple[dict[str, Any], tuple[Router, ExpertForm, Strategy | None]]:
             if group_and_comm:

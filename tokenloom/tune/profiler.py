@@ -174,6 +174,10 @@ def profile(
 
         def prepare() -> tuple[dict[str, Any], Setting]:
             Router(num_experts, top_k)
+            if "dedup" not in comm.engine.capabilities.combine_strategies:
+                raise InvalidArgument(
+                    f"backend {comm.backend!r} has one way for layers only, there is nothing to choose"
+                )
             for name, value in (("intermediate", intermediate), ("iterations", iterations)):
                 if not isinstance(value, int) or value < 1:
                     raise InvalidArgument(f"{name} is {value!r}, expected an integer of at least 1")

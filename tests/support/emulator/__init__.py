@@ -1,8 +1,9 @@
-"""Runs tokenloom's kernels for moving rows without a GPU, for tests: several ranks, in one process, on fibers.
+"""Runs tokenloom's kernels without a GPU, for tests: several ranks, in one process, on fibers.
 
 The sources of the kernels compile unchanged, but for the instructions in ``device/ptx/`` (``include/`` has stand-ins),
 asm statements and shared memory. Fibers of all blocks of all ranks run in a random order, and bulk copies happen some
-time; every seed is another history. It cannot show missing fences, since all see a write at once, nor speed.
+time; every seed is another history. It cannot show missing fences, since all see a write at once, nor speed. What
+tensor cores multiply is added in float32, at once.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ class Emulator:
                 ctypes.c_size_t(ctypes.sizeof(args)),
                 blocks,
                 spec.threads,
+                spec.cluster,
                 ctypes.c_size_t(spec.shared_bytes),
             )
 
@@ -106,7 +108,7 @@ class Emulator:
         size = ctypes.c_size_t(ctypes.sizeof(args))
         with self.lock:
             self._core.emulator_launch(
-                rank, self._core.emulated_all_to_all, ctypes.byref(args), size, 1, 32, ctypes.c_size_t(0)
+                rank, self._core.emulated_all_to_all, ctypes.byref(args), size, 1, 32, 1, ctypes.c_size_t(0)
             )
 
     def run(self, turns: int = TURNS) -> int:

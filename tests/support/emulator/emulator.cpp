@@ -17,13 +17,18 @@ namespace {
 
 constexpr size_t kStackBytes = 128 << 10;
 
+constexpr size_t kSharedBytes = 256 << 10;  // of a block: matrix descriptors hold the lower 18 bits of addresses
+
 struct Copy {
-    void* to;
-    const void* from;
-    std::vector<unsigned char> bytes;
-    size_t size;
+    std::vector<Piece> pieces;
     uint64_t* barrier;  // of a load
-    int left = 2;       // steps: read, write
+    std::vector<unsigned char> bytes = {};
+    int left = 2;  // steps: read, write
+    size_t size() const {
+        size_t sum = 0;
+        for (const Piece& piece : pieces) sum += piece.size;
+        return sum;
+    }
 };
 
 // A put over the network, until its signal is raised.
@@ -58,8 +63,12 @@ struct Warp {
 struct Kernel {
     void (*run)(const void*);
     std::vector<unsigned char> args;
-    unsigned blocks, threads;
+    unsigned blocks, threads, cluster;
     size_t shared_bytes;
+};
+
+struct Meeting {
+    unsigned arrived = 0, turn = 0;
 };
 
 struct Launch;
@@ -69,8 +78,8 @@ struct Block {
     unsigned index;
     std::vector<Fiber> fibers;
     std::vector<Warp> warps;
-    std::vector<unsigned char> memory;
-    unsigned char* shared;
+    unsigned char* shared;  // kSharedBytes
+    std::map<int, Meeting> named;
     std::unordered_map<int, std::vector<unsigned char>> statics;
     unsigned arrived = 0, alive, count = 0;
     int threads_then[2] = {}, count_then[2] = {};
@@ -80,6 +89,7 @@ struct Block {
 struct Launch {
     Kernel kernel;
     std::vector<std::unique_ptr<Block>> blocks;
+    std::map<unsigned, Meeting> clusters;
     size_t fibers_left;
 };
 
@@ -95,6 +105,7 @@ std::vector<std::shared_ptr<Copy>> copies;
 std::vector<Put> on_their_way;  // in the order in which they were issued
 std::map<std::pair<uint64_t, uint32_t>, std::vector<unsigned char>> posted;  // to all-to-alls, by number and rank
 std::vector<void*> stacks;
+std::vector<unsigned char*> free_shared;
 std::mt19937_64 chance(1);
 Fiber* current = nullptr;
 jmp_buf scheduler;
@@ -144,6 +155,36 @@ void body(unsigned low, unsigned high) {
     _longjmp(scheduler, 1);
 }
 
+// Shared memory of a block, at an address of 32 bits and a multiple of its size, as its addresses are on GPUs.
+unsigned char* take_shared() {
+    if (free_shared.empty()) {
+        constexpr size_t kTogether = 64;
+        void* found = mmap(nullptr, (kTogether + 1) * kSharedBytes, PROT_READ | PROT_WRITE,
+                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_32BIT, -1, 0);
+        if (found == MAP_FAILED) std::abort();
+        auto first = (reinterpret_cast<uintptr_t>(found) + kSharedBytes - 1) / kSharedBytes * kSharedBytes;
+        for (size_t i = 0; i < kTogether; ++i)
+            free_shared.push_back(reinterpret_cast<unsigned char*>(first + i * kSharedBytes));
+    }
+    unsigned char* shared = free_shared.back();
+    free_shared.pop_back();
+    return shared;
+}
+
+void end(Stream& stream) {
+    for (const auto& block : stream.running->blocks) free_shared.push_back(block->shared);
+    stream.running.reset();
+}
+
+void meet(Meeting& meeting, unsigned threads) {
+    const unsigned turn = meeting.turn;
+    if (++meeting.arrived == threads) {
+        meeting.arrived = 0;
+        ++meeting.turn;
+    }
+    while (meeting.turn == turn) emulated_yield();
+}
+
 void begin(Stream& stream) {
     stream.running = std::make_unique<Launch>();
     Launch& launch = *stream.running;
@@ -158,9 +199,8 @@ void begin(Stream& stream) {
         block->fibers = std::vector<Fiber>(kernel.threads);
         block->warps = std::vector<Warp>((kernel.threads + 31) / 32);
         block->alive = kernel.threads;
-        block->memory.assign(kernel.shared_bytes + 256, 0xcd);  // what lay there before is nobody's
-        block->shared = reinterpret_cast<unsigned char*>(
-            (reinterpret_cast<uintptr_t>(block->memory.data()) + 127) / 128 * 128);
+        block->shared = take_shared();
+        std::memset(block->shared, 0xcd, kernel.shared_bytes);  // what lay there before is nobody's
         for (unsigned thread = 0; thread < kernel.threads; ++thread) {
             Fiber& fiber = block->fibers[thread];
             fiber.block = block.get();
@@ -204,11 +244,17 @@ void complete(uint64_t* barrier, uint32_t bytes);
 
 void step(Copy& copy) {
     if (copy.left == 2) {
-        copy.bytes.assign(static_cast<const unsigned char*>(copy.from),
-                          static_cast<const unsigned char*>(copy.from) + copy.size);
+        for (const Piece& piece : copy.pieces) {
+            const auto* from = static_cast<const unsigned char*>(piece.from);
+            copy.bytes.insert(copy.bytes.end(), from, from + piece.size);
+        }
     } else if (copy.left == 1) {
-        std::memcpy(copy.to, copy.bytes.data(), copy.size);
-        if (copy.barrier != nullptr) complete(copy.barrier, static_cast<uint32_t>(copy.size));
+        const unsigned char* from = copy.bytes.data();
+        for (const Piece& piece : copy.pieces) {
+            std::memcpy(piece.to, from, piece.size);
+            from += piece.size;
+        }
+        if (copy.barrier != nullptr) complete(copy.barrier, static_cast<uint32_t>(copy.size()));
     }
     --copy.left;
 }
@@ -315,17 +361,38 @@ void emulated_block_barrier(int predicate, int* threads, int* count) {
 }
 
 void emulated_bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
-    copies.push_back(std::make_shared<Copy>(Copy{to, from, {}, bytes, barrier}));
+    copies.push_back(std::make_shared<Copy>(Copy{{{to, from, bytes}}, barrier}));
+}
+
+void emulated_load_pieces(const Piece* pieces, size_t count, uint64_t* barrier) {
+    copies.push_back(std::make_shared<Copy>(Copy{{pieces, pieces + count}, barrier}));
+}
+
+unsigned emulated_cluster_rank() { return current->block->index % current->block->launch->kernel.cluster; }
+
+unsigned char* emulated_shared_of(unsigned rank) {
+    const Block& own = *current->block;
+    return own.launch->blocks[own.index - emulated_cluster_rank() + rank]->shared;
+}
+
+void emulated_cluster_barrier() {
+    Launch& launch = *current->block->launch;
+    const Kernel& kernel = launch.kernel;
+    meet(launch.clusters[current->block->index / kernel.cluster], kernel.cluster * kernel.threads);
+}
+
+void emulated_named_barrier(int barrier, int threads) {
+    meet(current->block->named[barrier], static_cast<unsigned>(threads));
 }
 
 void emulated_bulk_store(void* to, const void* from, uint32_t bytes) {
-    auto copy = std::make_shared<Copy>(Copy{to, from, {}, bytes, nullptr});
+    auto copy = std::make_shared<Copy>(Copy{{{to, from, bytes}}, nullptr});
     copies.push_back(copy);
     current->groups[0].back().push_back(copy);
 }
 
 void emulated_copy(void* to, const void* from, uint32_t bytes) {
-    auto copy = std::make_shared<Copy>(Copy{to, from, {}, bytes, nullptr});
+    auto copy = std::make_shared<Copy>(Copy{{{to, from, bytes}}, nullptr});
     copies.push_back(copy);
     current->groups[1].back().push_back(copy);
 }
@@ -376,6 +443,8 @@ int emulated_barrier_try_wait(uint64_t* barrier, uint32_t parity) {
 // -- for emulator.py ----------------------------------------------------------------------------------------------
 
 void emulator_reset(unsigned num_streams, uint64_t seed) {
+    for (Stream& stream : streams)
+        if (stream.running) end(stream);
     streams = std::vector<Stream>(num_streams);
     ready.clear();
     copies.clear();
@@ -385,9 +454,9 @@ void emulator_reset(unsigned num_streams, uint64_t seed) {
 }
 
 void emulator_launch(unsigned stream, void (*run)(const void*), const void* args, size_t args_bytes, unsigned blocks,
-                     unsigned threads, size_t shared_bytes) {
+                     unsigned threads, unsigned cluster, size_t shared_bytes) {
     const auto* first = static_cast<const unsigned char*>(args);
-    streams[stream].waiting.push_back({run, {first, first + args_bytes}, blocks, threads, shared_bytes});
+    streams[stream].waiting.push_back({run, {first, first + args_bytes}, blocks, threads, cluster, shared_bytes});
 }
 
 // An all-to-all of the host's, as a kernel of a stream: parts of equal size, of ranks in a mask, by rank.
@@ -421,7 +490,7 @@ size_t emulator_run(uint64_t turns) {
         if (turn % 64 == 0 || ready.empty()) {
             for (Stream& stream : streams) {
                 if (stream.running && stream.running->fibers_left == 0) {
-                    stream.running.reset();
+                    end(stream);
                     ++stream.finished;
                 }
                 if (!stream.running && !stream.waiting.empty()) begin(stream);
@@ -454,17 +523,16 @@ void emulator_kill(unsigned index) {
         if (ready[i]->block->launch == launch) ready.erase(ready.begin() + static_cast<std::ptrdiff_t>(i));
     const auto is_of_it = [&](const void* address) {
         for (const auto& block : launch->blocks) {
-            const auto* first = block->memory.data();
-            if (address >= first && address < first + block->memory.size()) return true;
+            if (address >= block->shared && address < block->shared + kSharedBytes) return true;
         }
         return false;
     };
     for (size_t i = copies.size(); i-- > 0;)
-        if (is_of_it(copies[i]->to) || is_of_it(copies[i]->from)) copies.erase(copies.begin() + static_cast<std::ptrdiff_t>(i));
+        if (is_of_it(copies[i]->pieces[0].to) || is_of_it(copies[i]->pieces[0].from)) copies.erase(copies.begin() + static_cast<std::ptrdiff_t>(i));
     for (const auto& block : launch->blocks)
         for (Fiber& fiber : block->fibers)
             if (fiber.begun && !fiber.done) stacks.push_back(fiber.stack);
-    stream.running.reset();
+    end(stream);
 }
 
 uint64_t emulator_finished(unsigned stream) { return streams[stream].finished; }

@@ -1,4 +1,4 @@
-// CUDA as far as tokenloom's kernels for moving rows use it, for the host's compiler. Every thread of every block is a
+// CUDA as far as tokenloom's kernels use it, for the host's compiler. Every thread of every block is a
 // fiber; emulator.cpp runs them in a random order. Names are CUDA's, so sources of kernels compile unchanged.
 #pragma once
 #include <algorithm>
@@ -9,6 +9,7 @@
 
 using std::max;
 using std::min;
+inline unsigned min(unsigned a, int b) { return std::min(a, static_cast<unsigned>(b)); }
 
 #define __device__
 #define __forceinline__ inline
@@ -33,6 +34,19 @@ void emulated_block_barrier(int predicate, int* threads, int* count);
 // Asynchronous copies. They happen some time, in any order; `read_only_source` none: loads complete a barrier.
 void emulated_bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier);
 void emulated_bulk_store(void* to, const void* from, uint32_t bytes);
+// A load of many pieces, which completes a barrier once.
+struct Piece {
+    void* to;
+    const void* from;
+    size_t size;
+};
+void emulated_load_pieces(const Piece* pieces, size_t count, uint64_t* barrier);
+// Clusters: this block's number in its own, the dynamic shared memory of its blocks, and a meeting of all their threads.
+unsigned emulated_cluster_rank();
+unsigned char* emulated_shared_of(unsigned rank);
+void emulated_cluster_barrier();
+// A barrier of some threads of the block, by its number.
+void emulated_named_barrier(int barrier, int threads);
 void emulated_copy(void* to, const void* from, uint32_t bytes);
 // Groups of this thread: 0 of bulk stores, 1 of its own copies.
 void emulated_commit(int kind);

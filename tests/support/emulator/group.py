@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tokenloom as tl
-from tests.support.emulator import Emulator
+from tests.support.emulator import Emulator, gemm
 from tests.support.emulator.graphs import FakeReferences, is_capturing, launch_or_keep
 from tests.support.emulator.network import AllToAll, device_comm, signals_of
 from tokenloom.backends import registry
@@ -469,6 +469,7 @@ def _stand_ins(group: Group) -> Iterator[None]:
         for owner, name, value in (
             (kernel.Kernel, "__init__", FakeKernel.__init__),
             (kernel.Kernel, "launch", FakeKernel.launch),
+            (kernel.Kernel, "early", False),
             (backend_module, "SymmetricBuffer", FakeBuffer),
             (buffers, "SymmetricBuffer", FakeBuffer),
             (gin_memory, "SymmetricBuffer", FakeBuffer),
@@ -491,6 +492,7 @@ def _stand_ins(group: Group) -> Iterator[None]:
             (torch.cuda, "current_stream", lambda device=None: FakeStream(here.rank)),
             (torch.distributed, "barrier", lambda **options: group.meeting.wait()),
             (torch.cuda, "synchronize", lambda device=None: here.group.drain(here.rank)),
+            *gemm.stand_ins(),
             *((torch.Tensor, name, _behind_kernels(getattr(torch.Tensor, name))) for name in READS),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))

@@ -198,6 +198,8 @@ class NodesBackend:
         split: bool = False,
     ) -> Pending[torch.Tensor]:
         require_no_host_read(self._checked, "checked=True")
+        if options.needs_grad:  # which has the dtype of the result
+            self._memory.require_room(options.out_dtype)
         split = split or self.always_two
         prepared = self._prepared_combine(handle.number, handle.options.layout, rows.dtype, options, split)
         return self._sent(*prepared.launch(handle, rows, weights, out))

@@ -75,7 +75,7 @@ class Half:
 
     Attributes:
         number: of the call. args: of the sending kernel. kind, dispatch: what the call means to all ranks. status: not
-            0 where this rank opens it for a fault of its own.
+            0 where this rank opens it for a fault of its own. repeats: as of :meth:`Launcher.launch`.
         captured: it was sent into a CUDA graph. is_finished: the receiving kernel was launched.
     """
 
@@ -85,7 +85,7 @@ class Half:
         self.args: ctypes.Structure | None = None
         self.kind: CallKind | None = None
         self.dispatch, self.status = -1, 0
-        self.captured = self.is_finished = False
+        self.captured = self.is_finished = self.repeats = False
 
 
 class Launcher:
@@ -194,7 +194,7 @@ class Launcher:
         if begins is not None:
             kernel.opening.half_epoch = begins.epoch
             begins.number, begins.kind, begins.dispatch, begins.captured = self.num_calls, kind, dispatch, captured
-            begins.status = status
+            begins.status, begins.repeats = status, repeats
             begins.args = type(kernel.args).from_buffer_copy(kernel.args)
         if not captured:
             number = self.num_calls if finishes is None else finishes.number
@@ -275,7 +275,15 @@ class Launcher:
         assert args is not None, "the sending half was launched"
         assert kind is not None
         ctypes.memmove(ctypes.addressof(kernel.args), ctypes.addressof(args), ctypes.sizeof(args))
-        self.launch(kernel, kind, half.dispatch, status=half.status, blocks=half.blocks, finishes=half)
+        self.launch(
+            kernel,
+            kind,
+            half.dispatch,
+            status=half.status,
+            blocks=half.blocks,
+            repeats=half.repeats,
+            finishes=half,
+        )
 
     def _finish_older_halves(self) -> None:
         """Keep the rule that call n opens when call n - 2 is received, which memory that takes turns relies on. Users

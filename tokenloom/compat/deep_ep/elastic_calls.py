@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tokenloom.comm.growing import Shape
+from tokenloom.comm.growing import Shape, wide_rows
 from tokenloom.comm.routed import Routed
 from tokenloom.compat.deep_ep import checks
 from tokenloom.compat.deep_ep.buffer_base import BufferBase
@@ -138,7 +138,7 @@ class ElasticCalls(BufferBase):
             options |= {"sizes": "bounded", "capacity": capacity}
         own_weights = None if topk_weights is None else topk_weights.detach()
         most_sms = self.get_theoretical_num_sms(num_experts, top_k)
-        shape = Shape(num_experts, tokens.shape[1], top_k, tokens.dtype == torch.float64, most_sms)
+        shape = Shape(num_experts, tokens.shape[1], top_k, wide_rows(tokens.dtype), most_sms)
 
         def send(comm: Communicator) -> tuple[Communicator, Routed]:
             return comm, comm.dispatch(payload, topk_idx, own_weights, **options)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tokenloom import DispatchOut
-from tokenloom.comm.growing import Shape
+from tokenloom.comm.growing import Shape, wide_rows
 from tokenloom.comm.routed import Routed
 from tokenloom.compat.deep_ep import checks
 from tokenloom.compat.deep_ep.buffer_base import BufferBase
@@ -126,7 +126,7 @@ class LowLatencyMode(BufferBase):
         if use_fp8:
             scale_layout = "packed" if use_ue8m0 else "columns"
             keywords |= {"to_fp8": True, "power_of_two_scales": round_scale, "scale_layout": scale_layout}
-        shape = Shape(num_experts, hidden, top_k, x.dtype == torch.float64, most_sms())
+        shape = Shape(num_experts, hidden, top_k, wide_rows(x.dtype), most_sms())
         room = _Room(local, places, hidden, x.dtype, use_fp8, use_ue8m0)
         if not return_recv_hook:
             found = self._dispatch_whole(shape, most, keywords, room, x, topk_idx, stats, async_finish)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from tokenloom.comm.growing import Shape
+from tokenloom.comm.growing import Shape, wide_rows
 from tokenloom.comm.routed import Routed
 from tokenloom.compat.deep_ep import checks
 from tokenloom.compat.deep_ep.buffer_base import BufferBase
@@ -190,7 +190,7 @@ class NormalMode(BufferBase):
                 if top_k > MAX_TOP_K:
                     raise NotServed(f"a dispatch without topk_idx is served for at most {MAX_TOP_K} ranks")
                 ids = ids_of_ranks(is_token_in_rank, num_experts // self.group_size)
-        shape = Shape(num_experts, tokens.shape[1], top_k, tokens.dtype == torch.float64)
+        shape = Shape(num_experts, tokens.shape[1], top_k, wide_rows(tokens.dtype))
         most = -(-num_worst_tokens // self.group_size)
         options: dict[str, Any] = {"layout": "token", "copy": checks.copies(async_finish)}
         if num_worst_tokens:

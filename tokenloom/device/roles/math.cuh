@@ -110,6 +110,7 @@ __device__ __forceinline__ void skip_tile(Ring& ring, const MathThread& self, co
     for (int k = 0; k < Weights::kBlocks; ++k) {
         const RingUse<Ring::kStages> use(at.blocks + k);
         mbarrier_wait(&ring.full[use.stage], use.parity);
+        __syncwarp();  // or a lane that is late could miss two phases
         if (self.lane < 2) mbarrier_arrive_there(self.empty + use.stage * 8);
     }
 }

@@ -113,7 +113,7 @@ class TokenloomExperts(EPImplementation):
         """Compute the experts of this rank's tokens, of which no rank has more than ``most``, where that is known."""
         if self.fused is not None:
             return self.fused.run(self.experts, x, ids, weights)
-        shape = Shape(self.num_experts, x.shape[1], ids.shape[1], wide=x.dtype == torch.float64)
+        shape = Shape(self.num_experts, x.shape[1], ids.shape[1], wide=x.dtype if x.dtype.itemsize > 2 else None)
         # Where nobody waits for the counts of others, nobody would hear of a rank that needs more room.
         known = self.options.max_tokens_per_rank or 1
         tokens = max(len(x), most or 1, known) if self.options.pool_rows is None else known
@@ -160,7 +160,9 @@ class TokenloomExperts(EPImplementation):
         if pool_rows is None and most and not torch.is_grad_enabled():
             rows = 1 << (plan.num_ranks * most * plan.top_k - 1).bit_length()
             pool_rows = rows if rows * plan.hidden * itemsize <= POOL_BYTES else None
-        run = RunOptions(Strategy(), given.overlap, given.redispatch_in_backward, pool_rows)
+        run = RunOptions(
+            Strategy.usual(comm.engine.capabilities), given.overlap, given.redispatch_in_backward, pool_rows
+        )
         # One piece without a backward has nothing to run beside. How many there are depends on the plan.
         alone = not torch.is_grad_enabled() and len(cut(comm.engine, run, 0)) == 1
         return replace(run, overlap=False) if alone else run

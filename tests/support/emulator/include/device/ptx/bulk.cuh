@@ -2,6 +2,15 @@
 #pragma once
 #include "device/ptx/types.cuh"
 
+// Shared memory lies at addresses of 32 bits (emulator.cpp).
+inline uint32 shared_address(const void* pointer) {
+    return static_cast<uint32>(reinterpret_cast<uintptr_t>(pointer));
+}
+template <class T>
+inline T* at_shared(uint32 address) {
+    return reinterpret_cast<T*>(static_cast<uintptr_t>(address));
+}
+
 inline void mbarrier_init(uint64* barrier, uint32 arrivals) {
     emulated_barrier_init(reinterpret_cast<uint64_t*>(barrier), arrivals);
 }
@@ -27,7 +36,14 @@ inline void bulk_wait_written() {
     emulated_wait(0, Pending, 1);
 }
 inline void copy_16_async(void* shared, const void* global) { emulated_copy(shared, global, 16); }
+inline void copy_4_async(void* shared, const void* global) { emulated_copy(shared, global, 4); }
 inline void copies_commit() { emulated_commit(1); }
+// Waits for what a GPU does not wait for.
+inline void mbarrier_arrive_after_copies(uint64* barrier) {
+    emulated_commit(1);
+    emulated_wait(1, 0, 1);
+    mbarrier_arrive(barrier);
+}
 template <int Pending>
 inline void copies_wait() {
     emulated_wait(1, Pending, 1);

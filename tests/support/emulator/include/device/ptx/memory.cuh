@@ -32,6 +32,14 @@ inline uint32 compare_and_swap_gpu(uint32* address, uint32 expected, uint32 valu
 inline Vec16 load_16_once(const void* address) { return *static_cast<const Vec16*>(address); }
 inline Vec16 load_shared_16(const void* shared) { return *static_cast<const Vec16*>(shared); }
 inline void store_16(void* address, Vec16 v) { *static_cast<Vec16*>(address) = v; }
-inline void sync_threads(int, int) { __syncthreads(); }  // kernels here have no other threads
+inline void add_release_gpu(uint32* address, uint32 value) {
+    emulated_yield();
+    atomicAdd(address, value);
+}
+inline void sync_threads(int barrier, int threads) { emulated_named_barrier(barrier, threads); }
+template <int kRegisters>
+inline void keep_registers() {}
+template <int kRegisters>
+inline void take_registers() {}
 inline uint64 global_timer_ns() { return emulated_clock(); }
 inline void sleep_ns(uint32) { emulated_yield(); }
