@@ -165,8 +165,8 @@ class Calls:
                 input on this rank; nothing was sent.
             PeerError: bad input on another rank; nothing was sent.
             PlanMismatch: the ranks passed different options; nothing was sent.
-            CapacityOverflow: more rows than ``capacity``. Exact sizes: nothing is handed out. Bounded sizes: raised by a
-                later call or ``check``; meanwhile combine gives NaN for the tokens concerned.
+            CapacityOverflow: more rows than ``capacity``. Exact sizes: nothing is handed out. Bounded sizes: raised by
+                a later call or ``check``; meanwhile combine gives NaN for the tokens concerned.
             PeerTimeout, CommunicatorBroken: another rank is missing, or was at an earlier call.
         """
         values = (layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy, scale_layout)

@@ -8,6 +8,10 @@ GIN = "tests/backends/test_gin.py"
 HALVES = "tests/backends/test_nodes_halves.py"
 PADDED = "tests/backends/test_padded.py"
 BESIDE = "tests/backends/test_nodes_beside.py"
+FINISHED = (
+    "self.launch(kernel, kind, half.dispatch, status=half.status, blocks=half.blocks, "
+    "repeats=half.repeats, finishes=half)"
+)
 
 MUTATIONS = (
     Mutation(
@@ -54,9 +58,17 @@ MUTATIONS = (
         name="overflows-are-told-again",
         rule="rows again, of a dispatch whose overflow was told, raise it once more",
         target="tokenloom.backends.nvlink.launcher:Launcher.finish",
-        old="repeats=half.repeats",
-        new="repeats=False",
+        old=FINISHED,
+        new=FINISHED.replace("half.repeats", "False"),
         tests=(f"{BESIDE}::test_an_overflow_is_told_once[padded]",),
+    ),
+    Mutation(
+        name="weights-home-by-another-kind",
+        rule="a rank with a fault opens a combine where the others open a dispatch first",
+        target="tokenloom.comm.beside:CallsBeside.combine_weights",
+        old="not by_route and not self._has_way(routed, engine)",
+        new="False",
+        tests=(f"{BESIDE}::test_a_fault_in_weights_on_their_way_home",),
     ),
     Mutation(
         name="gradients-of-another-kind",
@@ -197,8 +209,8 @@ MUTATIONS = (
         name="faults-are-forgotten-between-kernels",
         rule="the receiving kernel of a rank with a fault waits as if it had none",
         target="tokenloom.backends.nvlink.launcher:Launcher.finish",
-        old="status=half.status",
-        new="status=0",
+        old=FINISHED,
+        new=FINISHED.replace("half.status", "0"),
         tests=(f"{HALVES}::test_a_fault_while_a_call_is_open",),
         num_ranks=4,
     ),

@@ -6,6 +6,8 @@ from tests.mutations.mutation import Mutation
 
 MEGA_TEST = "tests/inference/test_mega_moe.py::test_"
 
+EMULATED = "tests/inference/test_emulated_mega.py"
+
 MUTATIONS = (
     Mutation(
         name="up-clamped-above-only",
@@ -95,5 +97,29 @@ MUTATIONS = (
         old="self._calls.keep(memory, self._gemms)",
         new="pass",
         tests=("tests/inference/test_mega_launches.py::test_graphs_keep_the_memory_between_kernels",),
+    ),
+    Mutation(
+        name="waves-without-sms",
+        rule="on a GPU of a few SMs, waves leave none to GEMM2",
+        target="tokenloom.inference.expert_gemms:ExpertGemms.run",
+        old="max(all_sms // 3 // CLUSTER * CLUSTER, CLUSTER)",
+        new="all_sms // 3 // CLUSTER * CLUSTER",
+        tests=(f"{EMULATED}::test_mega[one block]",),
+    ),
+    Mutation(
+        name="gathered-rows-unswizzled",
+        rule="rows that are gathered lie where wgmma does not look for them",
+        target="device/roles/gathered_rows.cuh:GatheredRows::gather_values",
+        old="(unit ^ row % 8) * 16",
+        new="unit * 16",
+        tests=(f"{EMULATED}::test_mega[one block]",),
+    ),
+    Mutation(
+        name="scales-of-another-half",
+        rule="both halves of a tile's columns take the scales of the first",
+        target="device/roles/math.cuh:add_scaled",
+        old="half == 0 ? scales.low[0] : scales.low[1]",
+        new="half >= 0 ? scales.low[0] : scales.low[1]",
+        tests=("tests/kernels/test_emulated_gemm.py::test_gemm[tails and empty experts]",),
     ),
 )
