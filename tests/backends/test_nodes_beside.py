@@ -168,6 +168,28 @@ def check_fault_of_weights(context: RankContext) -> None:
             assert home.shape == problem.topk_ids[context.rank].shape
 
 
+@pytest.mark.parametrize("way", ["nvlink", "padded"])
+def test_a_check_hears_of_weights(way: str) -> None:
+    """Calls that carry weights leave what they find too, where the host does not wait for them."""
+    emulator.ranks(4).run(check_unread_weights, way)
+
+
+def check_unread_weights(context: RankContext, way: str) -> None:
+    problem = make_problem(test_beside.CASE, context.num_ranks)
+    with make_comm(context, way, problem.plan, checked=False) as comm, torch.no_grad():
+        routed = comm.dispatch(*problem.arguments(context), layout="token")
+        values = torch.ones_like(routed.topk_weights)
+        comm.combine_weights(values, routed)
+        if context.rank == 3:
+            with pytest.raises(tl.ShapeMismatch):
+                comm.combine_weights(values[:, :1], routed)
+        else:
+            comm.combine_weights(values, routed)
+            with pytest.raises(tl.PeerError, match=r"rank 3.*values"):
+                comm.check()
+        comm.check()
+
+
 # -- layers -------------------------------------------------------------------------------------------------------
 
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+import threading
+import time
 
-from tests.inference.test_mega_moe import check_case, check_many_calls
+import pytest
+import torch
+
+import tokenloom as tl
+from tests.inference.test_mega_moe import FAULTS, check_case, check_faults, check_many_calls
 from tests.support import emulator
+from tests.support.mega_cases import CASES, inputs, make_layer, make_mega
+from tokenloom.runtime.processes import RankContext
 
 pytestmark = pytest.mark.skipif(emulator.CXX is None, reason="no g++")
 
@@ -26,3 +33,48 @@ def test_four_ranks() -> None:
 @pytest.mark.slow
 def test_many_calls_on_one_buffer() -> None:
     emulator.ranks(2).run(check_many_calls, 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_on_one_rank(fault: str) -> None:
+    emulator.ranks(2).run(check_faults, fault)
+
+
+@pytest.mark.parametrize(
+    "turns", [10_000, *(pytest.param(turns, marks=pytest.mark.slow) for turns in (0, 3_000, 25_000, 60_000, 150_000))]
+)
+def test_a_killed_rank(turns: int) -> None:
+    """Whatever its kernels do then, the other rank names it, and waits no longer than the deadline."""
+    emulator.ranks(2).run(check_killed, turns)
+
+
+def check_killed(context: RankContext, turns: int) -> None:
+    from tests.support.emulator import group as emulated
+
+    case, shared = CASES["one block"], emulated.here.group
+    layer = make_layer(case, context.num_ranks, context.device)
+
+    def kill() -> None:
+        until = shared.emulator.now() + turns
+        while shared.emulator.now() < until:
+            time.sleep(0)
+        shared.kill(1)
+
+    with make_mega(context, case, layer, timeout_s=0.0015) as mega:  # some seconds of the emulator
+        given = inputs(case, layer, context.rank)
+
+        def call(times: int) -> None:
+            for _ in range(times):
+                mega(*given)
+
+        call(10)
+        mega.check()  # until here nobody is late
+        torch.distributed.barrier()
+        if context.rank == 1:
+            threading.Thread(target=kill).start()
+        with pytest.raises(tl.PeerTimeout) as timeout:
+            call(100)
+        assert timeout.value.peers == (1,)
+        with pytest.raises(tl.CommunicatorBroken):
+            mega(*given)

@@ -268,6 +268,8 @@ class Communicator(CallsBeside):
             CommunicatorBroken: closed, or an earlier call timed out.
         """
         self.engine.check("everything")
+        if self._narrow is not None:
+            self._narrow.check("everything")
 
     def close(self) -> None:
         """Release everything; later calls raise CommunicatorBroken. The process group stays yours."""

@@ -63,6 +63,14 @@ MUTATIONS = (
         tests=(f"{BESIDE}::test_an_overflow_is_told_once[padded]",),
     ),
     Mutation(
+        name="deaf-to-calls-of-weights",
+        rule="a check hears nothing of calls that carry weights",
+        target="tokenloom.comm.communicator:Communicator.check",
+        old='self._narrow.check("everything")',
+        new="pass",
+        tests=(f"{BESIDE}::test_a_check_hears_of_weights[nvlink]",),
+    ),
+    Mutation(
         name="weights-home-by-another-kind",
         rule="a rank with a fault opens a combine where the others open a dispatch first",
         target="tokenloom.comm.beside:CallsBeside.combine_weights",

@@ -44,6 +44,8 @@ class PaddedLauncher(NodesLauncher):
             regions, transfer = self._under_way.pop(finishes)
             transfer.wait()
         super().launch(kernel, kind, dispatch, begins=begins, finishes=finishes, **others)
+        if finishes is not None and regions is not None and regions.is_cuda:  # made on the stream that sent
+            regions.record_stream(torch.cuda.current_stream(regions.device))
         if begins is not None and regions is not None:
             self._under_way[begins] = regions, self._padded.exchange(regions)
 
