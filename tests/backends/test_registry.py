@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -218,6 +219,27 @@ def test_the_two_receive_buffers_are_alike(plan: Plan, value_bytes: int) -> None
         offset = data_layout(plan, value_bytes, rows).offset
         names = ("rows", "row_scales", "row_ids", "row_weights", "row_places", "row_tokens")
         assert {offset(f"{name}1") - offset(f"{name}0") for name in names} == {offset("rows1") - offset("rows0")}
+
+
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_a_rank_that_fails_between_two_steps(four: Ranks, step: int) -> None:
+    """The others are at the next one, and hear of it there. All take the next backend, with that rank's reason."""
+    four.run(check_failing_step, step)
+
+
+def check_failing_step(context: RankContext, step: int) -> None:
+    def make_in_steps(request: Request, ranks: RankGroup) -> Any:
+        for number in range(2):
+            if (context.rank, number) == (2, step):
+                raise RuntimeError("no room")
+            agree(ranks, lambda: ({}, None), f"step {number}")
+        if (context.rank, step) == (2, 2):
+            raise RuntimeError("no room")
+        return make(request, ranks)
+
+    with registered(replace(toy(), make=make_in_steps)), tl.Communicator(context.group, **SIZES) as comm:
+        assert comm.backend == "collective"
+        assert "toy does not work on rank 2: it failed when it was made: no room" in comm.describe()
 
 
 # -- one more -------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from tokenloom.errors import BackendUnavailable, CommunicatorBroken, InvalidArgu
 from tokenloom.plan import Plan
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.topology import Topology, pretended
+from tokenloom.runtime.verdict import Verdict
 
 __all__ = [
     "DEFAULT_SMS",
@@ -235,18 +236,23 @@ def _try(registration: Registration, request: Request, ranks: RankGroup) -> Back
         raise
     except Exception as failure:
         error = failure
-    told = None if error is None else (_is_fatal(error), isinstance(error, PeerError), str(error))
-    votes = ranks.all_gather_object(told, "making a backend")
-    failed = [(rank, vote) for rank, vote in enumerate(votes) if vote is not None]
+    own = Verdict(False)
+    if error is not None:
+        own = Verdict(True, _is_fatal(error), isinstance(error, PeerError), str(error))
+    while True:  # others may have been at an earlier step, which has failed for them now
+        verdicts = ranks.all_gather_object(own, "making a backend")
+        if all(each is None or isinstance(each, Verdict) for each in verdicts):
+            break
+    failed = [(rank, each) for rank, each in enumerate(verdicts) if each is not None and each.failed]
     if backend is not None and not failed:
         return backend
     if backend is not None:
         backend.close()
-    for rank, (fatal, _, text) in failed:
-        if fatal:
-            raise error if error is not None and _is_fatal(error) else PeerError(rank, text)
-    of_itself = [(rank, text) for rank, (_, because_of_another, text) in failed if not because_of_another]
-    return _Failure(*(of_itself or [(rank, vote[2]) for rank, vote in failed])[0])
+    for rank, each in failed:
+        if each.fatal:
+            raise error if error is not None and _is_fatal(error) else PeerError(rank, each.text)
+    rank, each = next((pair for pair in failed if not pair[1].of_another), failed[0])
+    return _Failure(rank, each.text)
 
 
 def _is_fatal(error: Exception) -> bool:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tokenloom.errors import InvalidArgument, PeerTimeout
+from tokenloom.errors import InvalidArgument, PeerError, PeerTimeout
 from tokenloom.runtime import rejoin
 from tokenloom.runtime.devices import pick_device
 from tokenloom.runtime.leftovers import release_dropped, undo_when_dropped
@@ -30,6 +30,7 @@ from tokenloom.runtime.membership import Membership
 from tokenloom.runtime.noteboard import Noteboard, store_of
 from tokenloom.runtime.rejoin import Meeting
 from tokenloom.runtime.topology import Topology
+from tokenloom.runtime.verdict import Verdict
 from tokenloom.runtime.waiting import Awaited, Collective, Watch, checked_seconds, timeout_of
 
 OPEN_TIMEOUT_S = 600.0
@@ -408,9 +409,21 @@ class RankGroup:
         """The picklable value of every rank, None of masked ones.
 
         This is a call by itself: ranks have ``open_timeout_s`` to come.
+
+        Raises:
+            PeerError: another rank has a :class:`Verdict` where this one has none: it came to the end of what this one
+                is still doing.
         """
         if self.num_ranks == 1:
             return [value]
+        found = self._gather_objects(value, phase)
+        if not isinstance(value, Verdict):
+            for rank, each in enumerate(found):
+                if isinstance(each, Verdict):
+                    raise PeerError(rank, each.text)
+        return found
+
+    def _gather_objects(self, value: Any, phase: str) -> list[Any]:
         device = torch.device("cpu") if "gloo" in self.transport else self.device  # gloo needs no GPU for this
         encoded = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
         size = torch.tensor([encoded.numel()], dtype=torch.int64, device=device)
