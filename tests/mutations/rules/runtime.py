@@ -41,6 +41,15 @@ RANKS = (
         tests=LATE_TESTS,
         num_ranks=4,
     ),
+    Mutation(
+        name="verdicts-among-steps",
+        rule="a rank that failed is taken for one that makes the next step",
+        target="tokenloom.runtime.rank_group:RankGroup.all_gather_object",
+        old="not isinstance(value, Verdict)",
+        new="False",
+        tests=("tests/backends/test_registry.py::test_a_rank_that_fails_between_two_steps[1]",),
+        num_ranks=4,
+    ),
 )
 
 LAUNCH = (
