@@ -268,12 +268,17 @@ def check_gradients_per_node(context: RankContext, backend: str) -> None:
 
 
 def train(
-    context: RankContext, strategy: tl.Strategy, dtype: torch.dtype = torch.float64, **options: Any
+    context: RankContext,
+    strategy: tl.Strategy | None,
+    dtype: torch.dtype = torch.float64,
+    *,
+    layer_options: dict[str, Any] | None = None,
+    **options: Any,
 ) -> list[torch.Tensor]:
     case = LayerCase(dtype=dtype)
     group = {"hidden": 16, "num_experts": 8, "top_k": 3, "max_tokens_per_rank": sum(case.tokens)}
     comm = Communicator(context.group, dtype=dtype, **group, **options)
-    layer = make_layer(case, None, comm=comm, strategy=strategy, max_tokens_per_rank=None)
+    layer = make_layer(case, None, comm=comm, strategy=strategy, max_tokens_per_rank=None, **(layer_options or {}))
     xs, factors = make_inputs(case, context.num_ranks)
     x = xs[context.rank].to(context.device).requires_grad_()
     out, aux_loss = layer(x)

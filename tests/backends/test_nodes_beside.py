@@ -17,6 +17,7 @@ from tests.comm import test_beside, test_gradients
 from tests.conftest import Ranks
 from tests.support import emulator
 from tests.support.cases import BETWEEN_NODES, FP32, Case, case_params, make_comm, make_problem
+from tokenloom.backends import registry
 from tokenloom.plan import LAYOUTS
 from tokenloom.runtime.processes import RankContext
 
@@ -193,18 +194,41 @@ def check_unread_weights(context: RankContext, way: str) -> None:
 # -- layers -------------------------------------------------------------------------------------------------------
 
 
-@each_way
-def test_layers(four: Ranks, way: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "way"),
+    pairs(
+        [
+            pytest.param({}, id="usual"),
+            pytest.param({"pool_rows": 64}, id="pool"),
+            pytest.param({"pool_rows": 64, "redispatch_in_backward": True}, id="pool, sent again"),
+            pytest.param({"redispatch_in_backward": True}, id="sent again"),
+        ],
+        ("usual", "gin"),
+        ("pool, sent again", "padded"),
+    ),
+)
+def test_layers(four: Ranks, way: str, options: dict[str, Any]) -> None:
     """Outputs and all gradients of a layer that is told no strategy: the bits of collectives, with sums per node."""
-    kernels = emulator.ranks(4).run(train, way, None)
+    kernels = emulator.ranks(4).run(train, way, None, options)
     for ours, theirs in zip(kernels, four.run(train, "network", tl.Strategy(combine="per_node")), strict=True):
         assert len(ours) == len(theirs)
         assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
 
 
-def train(context: RankContext, way: str, strategy: tl.Strategy | None) -> list[torch.Tensor]:
+def train(
+    context: RankContext, way: str, strategy: tl.Strategy | None, options: dict[str, Any] | None = None
+) -> list[torch.Tensor]:
     torch.set_num_threads(1)
-    return test_network.train(context, strategy, FP32, backend=way, ranks_per_node=2)
+    where = {"backend": way, "ranks_per_node": 2}
+    return test_network.train(context, strategy, FP32, layer_options=options, **where)
+
+
+@each_way
+def test_models_of_transformers_take_what_there_is(way: str) -> None:
+    """They are told no strategy either, and no dtype of a communicator."""
+    able = registry.capabilities(way)
+    assert tl.Strategy.usual(able) == tl.Strategy(combine="per_node")
+    assert tl.Strategy.usual(registry.capabilities("nvlink")) == tl.Strategy()
 
 
 def test_mega_moe(four: Ranks) -> None:

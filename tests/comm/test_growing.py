@@ -89,3 +89,17 @@ def check_layers(context: RankContext) -> None:
 def test_a_layer_whose_batches_grow(ranks: Ranks) -> None:
     """All ranks make one larger communicator, also where this rank has room; nobody makes one twice."""
     ranks.run(check_layers)
+
+
+def check_wide_rows(context: RankContext) -> None:
+    shape, made = Shape(EXPERTS, HIDDEN, TOP_K), []
+    communicators = Communicators(context.group, dict)
+    for wide in (None, torch.float32, torch.float64):
+        communicators.run(shape._replace(wide=wide), 4, context.device, made.append)
+    assert [comm._request.dtype for comm in made] == [None, torch.float32, torch.float64]
+    communicators.close()
+
+
+def test_rows_of_a_width_have_a_communicator(four: Ranks) -> None:
+    """Whose backend may have made its memory for them."""
+    four.run(check_wide_rows)
