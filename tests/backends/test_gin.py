@@ -52,7 +52,12 @@ def ranks_on(num_ranks: int, ranks_per_node: int) -> Any:
     )
 
 
-@pytest.mark.parametrize("name", CASES)
+def names(*fast: str) -> list[Any]:
+    """Those of the cases; each takes kernels of its own, so most are slow."""
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in CASES]
+
+
+@pytest.mark.parametrize("name", names("unequal", "fp8"))
 def test_bits(name: str) -> None:
     """All layouts there and back, twice each, so that regions take turns."""
     emulator.ranks(4).run(check_bits, CASES[name])

@@ -43,11 +43,7 @@ def pairs(values: Sequence[Any], *fast: tuple[str, str]) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("case", "way"),
-    [
-        each
-        for each in pairs(case_params(EXACT), ("plain", "gin"), ("unused", "padded"))
-        if each.values[1] == "gin" or each.id in OF_PADDED
-    ],
+    [each for each in pairs(case_params(EXACT), ("plain", "gin")) if each.values[1] == "gin" or each.id in OF_PADDED],
 )
 def test_backward_is_the_other_operation(way: str, case: Any) -> None:
     emulator.ranks(4).run(test_gradients.check_exact, way, case)
@@ -63,7 +59,7 @@ WITHOUT_MODE = [each for each in test_gradients.VARIANTS if "mode" not in each.v
 
 @pytest.mark.parametrize(
     ("layout", "options", "way"),
-    pairs(WITHOUT_MODE, ("token", "gin"), ("expert4-bounded", "padded"), ("slots", "gin")),
+    pairs(WITHOUT_MODE, ("expert4-bounded", "gin")),
 )
 def test_equals_dense(way: str, layout: str, options: dict[str, Any]) -> None:
     emulator.ranks(4).run(test_gradients.check_dense, way, layout, options, FP32)
@@ -74,7 +70,8 @@ def test_any_tokens(way: str, layout: str) -> None:
     emulator.ranks(4).run(test_gradients.check_any_tokens, way, layout)
 
 
-@pytest.mark.parametrize("way", ["gin", pytest.param("padded", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@each_way
 def test_many_tokens(way: str) -> None:
     """More than blocks count by themselves, in as many chunks as there may be."""
     emulator.ranks(2).run(check_many, way)
@@ -256,7 +253,7 @@ def infer(context: RankContext, backend: str, transport: str) -> torch.Tensor:
 # -- other rows, and what comes with them -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("layout", "way"), pairs(LAYOUTS, ("expert", "gin"), ("slots", "padded")))
+@pytest.mark.parametrize(("layout", "way"), pairs(LAYOUTS, ("expert", "gin")))
 def test_dispatch_again(way: str, layout: str) -> None:
     """The rows of exact sizes and of bounded ones lie where those of the dispatch do."""
     for sizes in ("exact", "bounded"):
@@ -286,7 +283,7 @@ def test_bias(way: str, layout: str) -> None:
     emulator.ranks(4).run(test_beside.check_bias, way, layout, 2)
 
 
-@pytest.mark.parametrize(("layout", "way"), pairs(["token", "expert"], ("token", "gin")))
+@pytest.mark.parametrize(("layout", "way"), pairs(["token", "expert"]))
 def test_packed_scales(way: str, layout: str) -> None:
     emulator.ranks(4).run(test_beside.check_packed, way, layout, 2)
 
