@@ -27,13 +27,25 @@ def tensor_map(tensor: torch.Tensor, box: tuple[int, ...], swizzle: bool = False
     return found
 
 
+class SideStream:
+    """A stream beside that of a rank. What goes to either runs in the order in which it comes."""
+
+    cuda_stream = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def wait_stream(self, other: object) -> None:
+        """Nothing: see above."""
+
+
 def stand_ins() -> list[tuple[Any, str, Any]]:
     """What launches of GEMMs ask for: (owner, name, value)."""
     gpu = SimpleNamespace(multi_processor_count=SMS)
     return [
         (launch, "tensor_map", tensor_map),
         (torch.cuda, "get_device_properties", lambda device: gpu),
-        (torch.cuda, "Stream", mock.Mock()),
+        (torch.cuda, "Stream", SideStream),
         (nvlink_experts, "current_handle", lambda device: 0),
     ]
 
