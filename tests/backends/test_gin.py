@@ -57,7 +57,7 @@ def names(*fast: str) -> list[Any]:
     return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in CASES]
 
 
-@pytest.mark.parametrize("name", names("unequal", "fp8"))
+@pytest.mark.parametrize("name", names("unequal"))
 def test_bits(name: str) -> None:
     """All layouts there and back, twice each, so that regions take turns."""
     emulator.ranks(4).run(check_bits, CASES[name])

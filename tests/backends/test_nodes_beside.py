@@ -23,6 +23,7 @@ from tokenloom.runtime.processes import RankContext
 
 pytestmark = pytest.mark.skipif(emulator.CXX is None, reason="no g++")
 each_way = pytest.mark.parametrize("way", BETWEEN_NODES)
+# Most take kernels of their own, which have to be compiled: they are slow tests.
 EXACT = [case for case in test_gradients.EXACT if case not in ("hidden7", "fp64")]
 
 OF_PADDED = ("unused-padded", "top8-padded")
@@ -49,7 +50,8 @@ def test_backward_is_the_other_operation(way: str, case: Any) -> None:
     emulator.ranks(4).run(test_gradients.check_exact, way, case)
 
 
-@pytest.mark.parametrize("way", [pytest.param("gin", marks=pytest.mark.slow), "padded"])
+@pytest.mark.slow
+@each_way
 def test_gradient_of_received_weights(way: str) -> None:
     emulator.ranks(4).run(test_gradients.check_received_weights, way)
 
@@ -57,6 +59,7 @@ def test_gradient_of_received_weights(way: str) -> None:
 WITHOUT_MODE = [each for each in test_gradients.VARIANTS if "mode" not in each.values[1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "options", "way"),
     pairs(WITHOUT_MODE, ("expert4-bounded", "gin")),
@@ -85,7 +88,7 @@ def check_many(context: RankContext, way: str) -> None:
             test_gin.there_and_back(context, comm, problem, layout)
 
 
-@pytest.mark.parametrize(("leaf", "way"), pairs(["x", "weights", "y"], ("weights", "gin"), ("y", "padded")))
+@pytest.mark.parametrize(("leaf", "way"), pairs(["x", "weights", "y"], ("weights", "gin")))
 def test_a_fault_in_backward(way: str, leaf: str) -> None:
     """Rank 3 has no gradient to send. Ranks of both nodes are told, and go on."""
     emulator.ranks(4).run(check_fault, way, leaf)
@@ -112,7 +115,7 @@ def check_fault(context: RankContext, way: str, leaf: str) -> None:
         test_gin.there_and_back(context, comm, problem, "slots")
 
 
-@each_way
+@pytest.mark.parametrize("way", [pytest.param("gin", marks=pytest.mark.slow), "padded"])
 def test_an_overflow_is_told_once(way: str) -> None:
     """Other rows by the same routes say nothing of it."""
     emulator.ranks(4).run(check_told_once, way)
@@ -130,6 +133,7 @@ def check_told_once(context: RankContext, way: str) -> None:
         comm.check()
 
 
+@pytest.mark.slow
 @each_way
 def test_gradients_that_need_wider_rows(way: str) -> None:
     """A result in float32 has gradients in float32, for which memory of 2-byte rows has no room: told in forward."""
@@ -166,7 +170,7 @@ def check_fault_of_weights(context: RankContext) -> None:
             assert home.shape == problem.topk_ids[context.rank].shape
 
 
-@pytest.mark.parametrize("way", ["nvlink", "padded"])
+@pytest.mark.parametrize("way", ["nvlink", pytest.param("padded", marks=pytest.mark.slow)])
 def test_a_check_hears_of_weights(way: str) -> None:
     """Calls that carry weights leave what they find too, where the host does not wait for them."""
     emulator.ranks(4).run(check_unread_weights, way)
@@ -201,7 +205,6 @@ def check_unread_weights(context: RankContext, way: str) -> None:
             pytest.param({"redispatch_in_backward": True}, id="sent again"),
         ],
         ("usual", "gin"),
-        ("pool, sent again", "padded"),
     ),
 )
 def test_layers(four: Ranks, way: str, options: dict[str, Any]) -> None:
@@ -228,6 +231,7 @@ def test_models_of_transformers_take_what_there_is(way: str) -> None:
     assert tl.Strategy.usual(registry.capabilities("nvlink")) == tl.Strategy()
 
 
+@pytest.mark.slow
 def test_mega_moe(four: Ranks) -> None:
     """Sums per node differ from those per route in the last bits alone."""
     wanted = four.run(infer, "reference", "auto")
@@ -253,6 +257,7 @@ def infer(context: RankContext, backend: str, transport: str) -> torch.Tensor:
 # -- other rows, and what comes with them -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "way"), pairs(LAYOUTS, ("expert", "gin")))
 def test_dispatch_again(way: str, layout: str) -> None:
     """The rows of exact sizes and of bounded ones lie where those of the dispatch do."""
@@ -263,21 +268,25 @@ def test_dispatch_again(way: str, layout: str) -> None:
         emulator.ranks(4).run(test_beside.check_dispatch_again, way, layout, options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "way"), pairs(["expert", "slots"], ("expert", "gin")))
 def test_weights_of_routes_come_home(way: str, layout: str) -> None:
     emulator.ranks(4).run(test_beside.check_combine_weights, way, layout, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["expert", "slots"])
 def test_weights_that_come_later(layout: str) -> None:
     emulator.ranks(4).run(test_beside.check_reweighted, "padded", layout, "absent")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["token", "rank"])
 def test_other_weights_of_tokens(layout: str) -> None:
     emulator.ranks(4).run(test_beside.check_other_weights, "padded", layout, "exact")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "way"), pairs(["token", "expert"]))
 def test_bias(way: str, layout: str) -> None:
     emulator.ranks(4).run(test_beside.check_bias, way, layout, 2)
@@ -288,11 +297,13 @@ def test_packed_scales(way: str, layout: str) -> None:
     emulator.ranks(4).run(test_beside.check_packed, way, layout, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "way"), pairs(["expert", "slots"], ("expert", "gin")))
 def test_source_tokens(way: str, layout: str) -> None:
     emulator.ranks(4).run(test_beside.check_source_tokens, way, layout)
 
 
+@pytest.mark.slow
 @each_way
 def test_unused_ids_marked(way: str) -> None:
     emulator.ranks(4).run(test_beside.check_unused_ids, way)

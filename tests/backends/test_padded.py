@@ -32,7 +32,8 @@ def test_bits(name: str) -> None:
     emulator.ranks(4).run(gin.check_bits, CASES[name], "padded")
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), pytest.param((6, 2), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 1), (6, 2)], ids=str)
 def test_bits_on_other_nodes(sizes: tuple[int, int]) -> None:
     emulator.ranks(sizes[0]).run(check_nodes, sizes[1])
 

@@ -20,13 +20,14 @@ constexpr size_t kStackBytes = 128 << 10;
 constexpr size_t kSharedBytes = 256 << 10;  // of a block: matrix descriptors hold the lower 18 bits of addresses
 
 struct Copy {
-    std::vector<Piece> pieces;
+    Piece first;
     uint64_t* barrier;  // of a load
+    std::vector<Piece> rest = {};
     std::vector<unsigned char> bytes = {};
     int left = 2;  // steps: read, write
     size_t size() const {
-        size_t sum = 0;
-        for (const Piece& piece : pieces) sum += piece.size;
+        size_t sum = first.size;
+        for (const Piece& piece : rest) sum += piece.size;
         return sum;
     }
 };
@@ -244,16 +245,20 @@ void complete(uint64_t* barrier, uint32_t bytes);
 
 void step(Copy& copy) {
     if (copy.left == 2) {
-        for (const Piece& piece : copy.pieces) {
+        const auto read = [&](const Piece& piece) {
             const auto* from = static_cast<const unsigned char*>(piece.from);
             copy.bytes.insert(copy.bytes.end(), from, from + piece.size);
-        }
+        };
+        read(copy.first);
+        for (const Piece& piece : copy.rest) read(piece);
     } else if (copy.left == 1) {
         const unsigned char* from = copy.bytes.data();
-        for (const Piece& piece : copy.pieces) {
+        const auto write = [&](const Piece& piece) {
             std::memcpy(piece.to, from, piece.size);
             from += piece.size;
-        }
+        };
+        write(copy.first);
+        for (const Piece& piece : copy.rest) write(piece);
         if (copy.barrier != nullptr) complete(copy.barrier, static_cast<uint32_t>(copy.size()));
     }
     --copy.left;
@@ -361,11 +366,11 @@ void emulated_block_barrier(int predicate, int* threads, int* count) {
 }
 
 void emulated_bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
-    copies.push_back(std::make_shared<Copy>(Copy{{{to, from, bytes}}, barrier}));
+    copies.push_back(std::make_shared<Copy>(Copy{{to, from, bytes}, barrier}));
 }
 
 void emulated_load_pieces(const Piece* pieces, size_t count, uint64_t* barrier) {
-    copies.push_back(std::make_shared<Copy>(Copy{{pieces, pieces + count}, barrier}));
+    copies.push_back(std::make_shared<Copy>(Copy{pieces[0], barrier, {pieces + 1, pieces + count}}));
 }
 
 unsigned emulated_cluster_rank() { return current->block->index % current->block->launch->kernel.cluster; }
@@ -386,13 +391,13 @@ void emulated_named_barrier(int barrier, int threads) {
 }
 
 void emulated_bulk_store(void* to, const void* from, uint32_t bytes) {
-    auto copy = std::make_shared<Copy>(Copy{{{to, from, bytes}}, nullptr});
+    auto copy = std::make_shared<Copy>(Copy{{to, from, bytes}, nullptr});
     copies.push_back(copy);
     current->groups[0].back().push_back(copy);
 }
 
 void emulated_copy(void* to, const void* from, uint32_t bytes) {
-    auto copy = std::make_shared<Copy>(Copy{{{to, from, bytes}}, nullptr});
+    auto copy = std::make_shared<Copy>(Copy{{to, from, bytes}, nullptr});
     copies.push_back(copy);
     current->groups[1].back().push_back(copy);
 }
@@ -528,7 +533,7 @@ void emulator_kill(unsigned index) {
         return false;
     };
     for (size_t i = copies.size(); i-- > 0;)
-        if (is_of_it(copies[i]->pieces[0].to) || is_of_it(copies[i]->pieces[0].from)) copies.erase(copies.begin() + static_cast<std::ptrdiff_t>(i));
+        if (is_of_it(copies[i]->first.to) || is_of_it(copies[i]->first.from)) copies.erase(copies.begin() + static_cast<std::ptrdiff_t>(i));
     for (const auto& block : launch->blocks)
         for (Fiber& fiber : block->fibers)
             if (fiber.begun && !fiber.done) stacks.push_back(fiber.stack);
