@@ -12,7 +12,6 @@ from tokenloom.comm.calls import Calls, Copies
 from tokenloom.comm.engine import COMBINE_RANGE, DISPATCH_RANGE, Engine, profiler_range
 from tokenloom.comm.halves import CombineCall, DispatchCall
 from tokenloom.comm.routed import Routed
-from tokenloom.comm.strategy import default_mode
 from tokenloom.comm.usual import UsualCalls
 from tokenloom.errors import InvalidArgument, NotDifferentiable
 from tokenloom.plan import ROUTE_LAYOUTS, align_up
@@ -140,7 +139,7 @@ class CallsBeside(Calls):
     def _sum_values(self, values: torch.Tensor, routed: Routed, engine: Engine) -> torch.Tensor:
         """[places, K] of rows that are tokens -> [T, K]."""
         top_k, more = engine.plan.top_k, engine.plan.hidden - engine.plan.top_k
-        sums = None, default_mode(engine.capabilities), None, None  # weighted, mode, wire_dtype, out_dtype
+        sums = None, self._default_mode, None, None  # weighted, mode, wire_dtype, out_dtype
         if not self._has_way(routed, engine):
             vars(routed)["_narrow"] = engine, self._route_again(routed, engine, None)
         found = vars(routed)["_narrow"]

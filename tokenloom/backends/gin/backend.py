@@ -134,9 +134,9 @@ class NodesBackend:
     ) -> Pending[tuple[NvlinkHandle, torch.Tensor]]:
         exact = options.sizes == "exact"
         require_no_host_read(exact or self._checked, "sizes='exact'" if exact else "checked=True")
-        check(self._shared, options, inputs)
         if not exact:
             return self.send(options, inputs)
+        check(self._shared, options, inputs)
         if not (inputs.split or inputs.ahead):  # whoever waits hears first of what earlier calls left
             self._launcher.settle(0)
         return ExactHalves(self, options, inputs)
@@ -265,9 +265,9 @@ class NodesBackend:
     def _repeat(
         self, options: DispatchOptions, handle: NvlinkHandle, values: Rows
     ) -> Pending[tuple[NvlinkHandle, torch.Tensor]]:
+        require_no_host_read(self._checked, "checked=True")
         x, scales = values if isinstance(values, tuple) else (values, None)
         inputs = DispatchInputs(x, scales, handle.ids(), None, False, False, False)
-        check(self._shared, options, inputs)
         return self.send(options, inputs, repeats=True)
 
     def send_weight_gradients(self, handle: NvlinkHandle, grad: torch.Tensor) -> Pending[torch.Tensor]:
