@@ -16,6 +16,8 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,13 +28,18 @@ ON = False
 """Whether groups of tests are emulated; plugin.py sets it."""
 SEED = 1
 HERE = Path(__file__).parent
+PRELUDE = HERE / "prelude.h"
 CXX = shutil.which("g++")
-FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-fno-gnu-unique")
+FLAGS = ("-std=c++17", "-O1", "-fPIC", "-w", "-ffp-contract=off", "-fno-gnu-unique")
+OF_KERNELS = (*FLAGS, "-Og", "-fvisibility=hidden")
+"""Every kernel has a Shape of its own, and all have functions of the same names. It runs for a moment: what counts is
+how soon it is compiled."""
 TURNS = 200_000
 """Turns of fibers between two looks of a host."""
 _ASM = re.compile(r'asm(?: volatile)?\(\s*"([A-Za-z0-9.]+) [^"]*"\s*:\s*"=\w+"\((\w+)\)\s*:\s*((?:"\w+"\([^;]*)+)\);')
 _DYNAMIC = re.compile(r"extern __shared__ __align__\(\d+\) unsigned char (\w+)\[\];")
 _STATIC = re.compile(r"__shared__ (?:alignas\(\d+\) )?(\w+) (\w+)((?:\[[^\]]+\])?);")
+_INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 _OPERAND = re.compile(r'"\w+"\(((?:[^()]|\([^()]*\))*)\)')
 
 
@@ -49,28 +56,64 @@ def translated(source: str) -> str:
 
 
 @lru_cache
-def _headers(folder: Path) -> Path:
-    """The package's headers, translated, in a folder of their own."""
-    target = folder / "headers"
-    for path in [*PACKAGE.glob("device/**/*.cuh"), *PACKAGE.glob("kernels/**/*.cuh")]:
-        name = path.relative_to(PACKAGE)
-        if name.parts[:2] == ("device", "ptx"):
-            continue
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        (target / name).write_text(translated(path.read_text()))
+def _text(name: str) -> str:
+    """What an include of a source means, translated where it is a header of the package."""
+    for folder in (HERE, HERE / "include"):
+        if (folder / name).exists():
+            return (folder / name).read_text()
+    return translated((PACKAGE / name).read_text())
+
+
+def _key(text: str, flags: Sequence[str]) -> str:
+    """Of all that a source is compiled from: trees that differ elsewhere share what is compiled."""
+    digest, seen, waiting = hashlib.sha256(" ".join(flags).encode()), set[str](), [text]
+    while waiting:
+        text = waiting.pop()
+        digest.update(text.encode())
+        names = [name for name in dict.fromkeys(_INCLUDE.findall(text)) if name not in seen]
+        seen.update(names)
+        waiting += [_text(name) for name in names]
+    return digest.hexdigest()[:16]
+
+
+def _make(target: Path, make: Callable[[Path], None]) -> Path:
+    """A file or folder that appears whole: other processes may make the same one."""
+    if not target.exists():
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            made = Path(folder, target.name)
+            make(made)
+            with suppress(OSError):  # another was faster
+                made.rename(target)
     return target
 
 
-def _compile(folder: Path, name: str, source: Path, *flags: str) -> Path:
-    assert CXX is not None
-    library = folder / f"{name}.so"
-    if library.exists():
-        return library
-    folders = [f"-I{each}" for each in (HERE, HERE / "include", _headers(folder))]
-    command = [CXX, *FLAGS, *flags, *folders, str(source), "-o", str(library)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[:4000]
-    return library
+@lru_cache
+def _headers(folder: Path) -> Path:
+    """The package's headers, translated, in a folder of their own."""
+    names = [path.relative_to(PACKAGE) for kind in ("device", "kernels") for path in PACKAGE.glob(f"{kind}/**/*.cuh")]
+    texts = {name: translated((PACKAGE / name).read_text()) for name in names if name.parts[:2] != ("device", "ptx")}
+
+    def write(target: Path) -> None:
+        for name, text in texts.items():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            (target / name).write_text(text)
+
+    digest = hashlib.sha256("".join(f"{name}\n{text}" for name, text in sorted(texts.items())).encode())
+    return _make(folder / f"headers-{digest.hexdigest()[:16]}", write)
+
+
+def _compile(folder: Path, source: str, text: str, ending: str, flags: Sequence[str], *folders: Path) -> Path:
+    """What the compiler makes of the text of a source, in a file of that ending."""
+
+    def make(target: Path) -> None:
+        (target.parent / source).write_text(text)
+        files = (str(target.parent / source), "-o", str(target))
+        command = [str(CXX), *flags, *(f"-I{each}" for each in folders), *files]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[:4000]
+
+    name, _, _ = source.partition(".")
+    return _make(folder / f"{name}_{_key(text, flags)}{ending}", make)
 
 
 class Emulator:
@@ -132,10 +175,24 @@ class Emulator:
 
 @lru_cache
 def _core(folder: Path) -> Any:
-    core = ctypes.CDLL(str(_compile(folder, "emulator", HERE / "emulator.cpp")), mode=ctypes.RTLD_GLOBAL)
+    source = HERE / "emulator.cpp"
+    library = _compile(folder, source.name, source.read_text(), ".so", (*FLAGS, "-shared"), HERE)
+    core = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     core.emulator_run.restype = ctypes.c_size_t
     core.emulator_finished.restype = core.emulated_clock.restype = ctypes.c_uint64
     return core
+
+
+@lru_cache
+def _prelude(folder: Path) -> Path:
+    """Where the compiler finds what every kernel begins with, compiled."""
+    compiled = _compile(folder, PRELUDE.name, PRELUDE.read_text(), ".gch", (*OF_KERNELS, "-x", "c++-header"), HERE)
+
+    def link(target: Path) -> None:
+        target.mkdir()
+        (target / f"{PRELUDE.name}.gch").symlink_to(compiled)
+
+    return _make(compiled.with_suffix(""), link)
 
 
 _compiling = threading.Lock()
@@ -149,21 +206,18 @@ def _kernel(folder: Path, spec: KernelSpec) -> Any:
 @lru_cache
 def _compiled(folder: Path, spec: KernelSpec) -> Any:
     shape = (*spec.shape, ("shared_bytes", spec.shared_bytes))
-    lines = ['#include "emulator.h"', '#include "gin.h"', "struct Shape {"]
+    lines = [f'#include "{PRELUDE.name}"', "struct Shape {"]
     lines += [f"    static constexpr int {key} = {value};" for key, value in shape]
     lines += ["};", f'#include "{spec.path}"', 'extern "C" __attribute__((visibility("default")))']
     lines += ["void emulated_run(const void* args) {"]
     lines += [f"    {spec.name}<Shape>(*static_cast<const {spec.args.__name__}*>(args));", "}"]
-    text = "\n".join(lines)
-    name = f"{spec.name}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    source = folder / f"{name}.cpp"
-    source.write_text(text)
-    # Every kernel has a Shape of its own, and all have functions of the same names.
-    return ctypes.CDLL(str(_compile(folder, name, source, "-fvisibility=hidden")), mode=ctypes.RTLD_LOCAL)
+    folders = (_prelude(folder), HERE, HERE / "include", _headers(folder))
+    library = _compile(folder, f"{spec.name}.cpp", "\n".join(lines), ".so", (*OF_KERNELS, "-shared"), *folders)
+    return ctypes.CDLL(str(library), mode=ctypes.RTLD_LOCAL)
 
 
 def ranks(num_ranks: int) -> Any:
-    """A group for tests. What is compiled stays in a temporary folder, for as long as no source changes."""
+    """A group for tests. What is compiled stays in a temporary folder, for as long as its sources do not change."""
     from tests.support.emulator.group import EmulatedRanks
 
     return EmulatedRanks(_shared_folder(), num_ranks, SEED)
@@ -171,8 +225,6 @@ def ranks(num_ranks: int) -> Any:
 
 @lru_cache
 def _shared_folder() -> Path:
-    sources = [*HERE.rglob("*.*"), *PACKAGE.glob("device/**/*.cuh"), *PACKAGE.glob("kernels/**/*.cuh")]
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources) if path.suffix != ".pyc"))
-    folder = Path(tempfile.gettempdir()) / f"tokenloom-emulated-{os.getuid()}-{digest.hexdigest()[:12]}"
+    folder = Path(tempfile.gettempdir()) / f"tokenloom-emulated-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder

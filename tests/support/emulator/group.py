@@ -17,12 +17,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import tokenloom as tl
+from tests.support import cases
 from tests.support.emulator import Emulator, gemm
 from tests.support.emulator.graphs import FakeReferences, is_capturing, launch_or_keep
 from tests.support.emulator.network import AllToAll, device_comm, signals_of
+from tokenloom import reference
 from tokenloom.backends import registry
 from tokenloom.backends.gin import memory as gin_memory
 from tokenloom.backends.gin.backend import GinBackend
@@ -428,6 +430,23 @@ def _behind_kernels(method: Callable[..., Any]) -> Callable[..., Any]:
     return read
 
 
+def _as_a_whole(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that launches nothing, behind all kernels of the rank: its operations need not be looked at each."""
+
+    def run(*args: Any, **options: Any) -> Any:
+        if not hasattr(here, "group") or here.draining:
+            return function(*args, **options)
+        here.group.drain(here.rank)
+        here.draining = True
+        try:
+            with _disable_current_modes():
+                return function(*args, **options)
+        finally:
+            here.draining = False
+
+    return run
+
+
 def _give_up(self: kernel_reports.FaultFlag, peers: list[int], cause: str) -> None:
     """What FaultFlag does with a copy beside the kernels."""
     if self._given_up is None:
@@ -451,6 +470,10 @@ NOT_BEHIND_KERNELS = (
     "unsqueeze",
 )
 """Operations that touch no values."""
+
+
+WHOLE = ((reference, "dispatch"), (reference, "combine"), (cases, "_make_x"), (cases, "_make_ids"))
+"""What tests expect, and what they give."""
 
 
 class StreamOrder(TorchDispatchMode):
@@ -493,6 +516,7 @@ def _stand_ins(group: Group) -> Iterator[None]:
             (torch.distributed, "barrier", lambda **options: group.meeting.wait()),
             (torch.cuda, "synchronize", lambda device=None: here.group.drain(here.rank)),
             *gemm.stand_ins(),
+            *((owner, name, _as_a_whole(getattr(owner, name))) for owner, name in WHOLE),
             *((torch.Tensor, name, _behind_kernels(getattr(torch.Tensor, name))) for name in READS),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
