@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ COLLECTED = pytest.StashKey[set[str]]()
 """Ids of all tests of the collected files, also of those that the command line leaves out."""
 LIMIT_S = 120.0
 """A test that takes longer on its ranks hangs: it is killed and reported with the stacks of all ranks."""
+
+gc.freeze()  # in all ranks too: torch alone has so many objects that each gc.collect() of a test takes 0.1 s
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -110,6 +113,10 @@ def hoppers(request: pytest.FixtureRequest, pools: Callable[[str], RankPool]) ->
     if emulator.ON:
         return emulator.ranks(request.param)
     return Ranks(pools("cuda"), request.param)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
