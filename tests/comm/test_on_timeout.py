@@ -89,7 +89,7 @@ def check_late_for_dispatch(context: RankContext, layout: str) -> None:
 
 
 @each_layout
-@pytest.mark.parametrize("part", ["metadata", "payload"])
+@pytest.mark.parametrize("part", mostly_slow(["metadata", "payload"], ["payload"]))
 def test_late_within_a_dispatch(group: Ranks, layout: str, part: str) -> None:
     """The others know its counts already: they drop its rows, whether its metadata had come or not. Their own routes
     to it are lost in the combine."""
@@ -126,7 +126,7 @@ def check_late_within_dispatch(context: RankContext, layout: str, part: str) -> 
 
 
 @each_layout
-@pytest.mark.parametrize("mode", ["per_rank", "per_route"])
+@pytest.mark.parametrize("mode", mostly_slow(["per_rank", "per_route"], ["per_rank"]))
 def test_late_within_a_combine(group: Ranks, layout: str, mode: str) -> None:
     """The sums leave out what it did not send home."""
     if mode == "per_route" and layout not in ROUTE_LAYOUTS:

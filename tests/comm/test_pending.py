@@ -25,6 +25,7 @@ from tests.support.cases import (
     same_bytes,
     same_routed,
 )
+from tests.support.slow import mostly_slow
 from tokenloom.runtime.processes import RankContext
 
 pytestmark = pytest.mark.slow_on(4)
@@ -96,7 +97,7 @@ def check_combine(context: RankContext, backend: str, mode: Any, weighted: bool)
 
 
 @each_backend
-@pytest.mark.parametrize("layout", ["token", "expert", "slots"])
+@pytest.mark.parametrize("layout", mostly_slow(["token", "expert", "slots"], ["expert"]))
 def test_a_dispatch_that_is_let_go_between_the_halves(ranks: Ranks, backend: str, layout: str) -> None:
     """What the second half of a combine reads of the dispatch stays, though other tensors want its memory."""
     ranks.run(check_let_go, backend, layout)

@@ -25,6 +25,7 @@ from tests.runtime.test_rank_group import (
     run,
     send_rows,
 )
+from tests.support.slow import mostly_slow
 from tokenloom.runtime import membership, waiting
 from tokenloom.runtime.links import Links
 from tokenloom.runtime.processes import RankContext, RankFailed, RankPool
@@ -34,7 +35,7 @@ MASKED_S = TIMEOUT_S + membership.ROLL_CALL_S + waiting.LOOK_EVERY_S + 2.0
 """A rank that does not come is masked within its deadline, a roll call, a look, and what a busy machine needs."""
 
 
-@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize("late", mostly_slow([0, 2], [0]))
 def test_late(pools: Pools, late: int) -> None:
     """The others mask it and go on, all with the same; it is told so when it comes."""
     run(pools, ALL, quickly, check_late, late)

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import tokenloom as tl
 from tests.conftest import CPU_RANKS
+from tests.support.slow import mostly_slow
 from tokenloom.errors import InvalidArgument
 from tokenloom.runtime import rank_group, waiting
 from tokenloom.runtime.processes import RankContext, RankFailed, RankPool
@@ -86,18 +87,19 @@ def with_group(
 # -- two deadlines ----------------------------------------------------------------------------------------------
 
 
-def test_pause_between_calls(pools: Pools) -> None:
+@pytest.mark.parametrize("meet", mostly_slow(["call", "sum_up", "rendezvous"], ["call"]))
+def test_pause_between_calls(pools: Pools, meet: str) -> None:
     """A rank that writes a checkpoint, evaluates or compiles comes later than ``timeout_s`` to a call, to a sum
-    and to a rendezvous, and nothing breaks."""
-    run(pools, ALL, check_pause)
+    or to a rendezvous, and nothing breaks."""
+    run(pools, ALL, check_pause, meet)
 
 
-def check_pause(ranks: RankGroup) -> None:
+def check_pause(ranks: RankGroup, meet: str) -> None:
     call(ranks)
-    for late, meet in enumerate((call, sum_up, rendezvous)):
-        if ranks.rank == late:
-            time.sleep(1.5 * TIMEOUT_S)
-        meet(ranks)
+    if ranks.rank == ("call", "sum_up", "rendezvous").index(meet):
+        time.sleep(1.5 * TIMEOUT_S)
+    {"call": call, "sum_up": sum_up, "rendezvous": rendezvous}[meet](ranks)
+    call(ranks)
 
 
 def sum_up(ranks: RankGroup) -> None:

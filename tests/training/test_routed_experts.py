@@ -119,6 +119,7 @@ def compare_switch(
         assert torch.equal(switched[key], value), key
 
 
+@pytest.mark.slow_on(1, 4)
 @pytest.mark.parametrize("pieces", [False, True], ids=["whole", "pieces"])
 @pytest.mark.parametrize("name", SWITCHES)
 def test_same_bits(ranks: Ranks, name: str, pieces: bool) -> None:
