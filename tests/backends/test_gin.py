@@ -25,6 +25,8 @@ from tokenloom.runtime.topology import pretended
 
 pytestmark = pytest.mark.skipif(emulator.CXX is None, reason="no g++")
 
+SOON_S = 0.0008
+"""Of the emulator, where it is a second or two."""
 CASE = Case("nodes", "", tokens=(7, 0, 5, 6), hidden=128, top_k=4, unused=0.2)
 CASES = {
     "unequal": CASE,
@@ -357,7 +359,7 @@ def test_who_is_missing_is_named() -> None:
 def check_missing(context: RankContext) -> Any:
     problem = make_problem(CASE, context.num_ranks)
     x, ids, weights = problem.arguments(context)
-    comm = comm_of(context, problem.plan, timeout_s=0.0015)  # some seconds of the emulator
+    comm = comm_of(context, problem.plan, timeout_s=SOON_S)
     made: Any = comm.engine._backend
     torch.distributed.barrier()
     comm.dispatch(x, ids, weights, layout="rank", sizes="bounded")
@@ -436,7 +438,7 @@ def test_a_close_hears_of_a_wait_that_has_expired() -> None:
 
 def check_unread(context: RankContext) -> None:
     problem = make_problem(CASE, context.num_ranks)
-    comm = comm_of(context, problem.plan, timeout_s=0.0015)
+    comm = comm_of(context, problem.plan, timeout_s=SOON_S)
     made: Any = comm.engine._backend
     if context.rank != 3:
         comm.dispatch(*problem.arguments(context), layout="rank", sizes="bounded")

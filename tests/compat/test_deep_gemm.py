@@ -294,6 +294,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_imports_deep_gemm(tmp_path: Path) -> None:
     """The module of the documentation, in processes that the program starts."""
     page = (Path(__file__).parents[2] / "docs/how-to/serve.md").read_text()

@@ -157,8 +157,10 @@ def train_here(context: RankContext, folder: Path, steps: int, ranks_per_node: i
 def test_first_steps_do_not_depend_on_the_number_of_ranks(pools: Callable[[str], RankPool], tmp_path: Path) -> None:
     """Without torchrun, whose start takes longer than all steps: one rank by itself, and those of the pool."""
     steps, pool = 4, pools("cpu")
-    Ranks(pool, pool.num_ranks).run(train_here, tmp_path, steps)
-    one = run_script(tmp_path, 1, "--steps", steps)
+    with ThreadPoolExecutor(1) as beside:
+        alone = beside.submit(run_script, tmp_path, 1, "--steps", steps)
+        Ranks(pool, pool.num_ranks).run(train_here, tmp_path, steps)
+        one = alone.result()
     many = json.loads((tmp_path / "4.json").read_text())
     assert (many["ranks"], len(many["losses"])) == (4, steps)
     assert furthest(many["losses"], one.losses) < EARLY_TOLERANCE

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -30,13 +31,17 @@ def test_names_are_unique() -> None:
     assert len(names) == len(set(names))
 
 
+@lru_cache
+def names_in(file: str) -> set[str]:
+    return {each.name for each in ast.walk(ast.parse((ROOT / file).read_text())) if hasattr(each, "name")}
+
+
 def test_every_test_that_should_notice_exists(request: pytest.FixtureRequest) -> None:
     """Their functions; and cases as pytest collects them, except those that exist on GPUs only."""
     tests = {(mutation.gpu, test) for mutation in MUTATIONS for test in mutation.tests}
     for _, test in tests:
         file, _, name = test.partition("::")
-        functions = {each.name for each in ast.walk(ast.parse((ROOT / file).read_text())) if hasattr(each, "name")}
-        assert not name or name.partition("[")[0] in functions, test
+        assert not name or name.partition("[")[0] in names_in(file), test
     known = request.config.stash[COLLECTED]
     files = {test.partition("::")[0] for test in known}
     cases = {test for gpu, test in tests if "[" in test and not gpu}

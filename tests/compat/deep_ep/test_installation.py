@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from os import environ
 from pathlib import Path
 
@@ -30,19 +32,30 @@ assert Buffer is tokenloom.compat.deep_ep.Buffer
 """
 
 
-def python(code: str, *path: Path | str, warnings: str = "error") -> subprocess.CompletedProcess[str]:
+Program = subprocess.CompletedProcess[str]
+
+
+def python(code: str, *path: Path | str, warnings: str = "error") -> Program:
     variables = {**environ, "PYTHONPATH": ":".join(map(str, [*path, ROOT]))}
     command = [sys.executable, "-W", warnings, "-W", "ignore::DeprecationWarning", "-c", code]
     return subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=100)
 
 
-def test_by_a_path() -> None:
-    done = python(DETECTIONS, installation.PATH)
-    assert done.returncode == 0, done.stderr
+@pytest.fixture(scope="module")
+def programs() -> Iterator[tuple[Future[Program], Future[Program]]]:
+    """One that finds the module by a path, and one by a call; both import torch meanwhile."""
+    with ThreadPoolExecutor(2) as pool:
+        by_a_call = f"import tokenloom.compat as c\nc.install()\nc.install()\n{DETECTIONS}"
+        yield pool.submit(python, DETECTIONS, installation.PATH), pool.submit(python, by_a_call)
+
+
+def test_by_a_path(programs: tuple[Future[Program], Future[Program]]) -> None:
     printed = subprocess.run(
         [sys.executable, "-m", "tokenloom", "deep-ep-path"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert printed.stdout.strip() == str(installation.PATH)
+    done = programs[0].result()
+    assert done.returncode == 0, done.stderr
     assert [each.name for each in installation.PATH.iterdir()] == ["deep_ep"]
 
 
@@ -53,8 +66,8 @@ def test_children_find_it_too() -> None:
     assert python(code, installation.PATH).returncode == 0
 
 
-def test_by_a_call() -> None:
-    done = python(f"import tokenloom.compat as c\nc.install()\nc.install()\n{DETECTIONS}")
+def test_by_a_call(programs: tuple[Future[Program], Future[Program]]) -> None:
+    done = programs[1].result()
     assert done.returncode == 0, done.stderr
 
 

@@ -18,6 +18,7 @@ from tests.compat.deep_ep.cases import (
     skip_where_kernels_tell,
 )
 from tests.conftest import Ranks
+from tests.runtime.test_masked_ranks import quickly
 from tests.support import emulator
 from tests.support.cases import FP32, Case, Problem, same_bits, same_bytes
 from tokenloom import reference
@@ -468,7 +469,7 @@ def test_a_rank_that_does_not_come(ranks: Ranks) -> None:
     """It is masked by who waits for it, and its rows are absent; the call of the others goes on."""
     if ranks.num_ranks < 2 or ranks.device != "cpu" or emulator.ON:
         pytest.skip("needs two ranks over gloo")
-    ranks.run(check_late)
+    ranks.run(quickly, check_late)
 
 
 def check_late(context: RankContext) -> None:
