@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tokenloom as tl
-from tests.conftest import HOPPER, NETWORK_RANKS, NUM_GPUS, Ranks
+from tests.conftest import GPU_RANKS, HOPPER, NETWORK_RANKS, Ranks
 from tests.support import emulator
 from tests.support.cases import (
     BF16,
@@ -41,7 +41,7 @@ REPEATS = replace(CASE, pick="repeats")
 
 
 EMULATED = True
-SIZES = [size for size in (2, 4, 8) if size <= NUM_GPUS and HOPPER]
+SIZES = [size for size in (2, 4, 8) if size <= GPU_RANKS and HOPPER]
 
 
 def _groups() -> list[Any]:

@@ -1,4 +1,4 @@
-"""One rank of several nodes on a GPU of its own. ``test_network_on_gpus.py`` starts a process of this for each.
+"""One rank of several nodes, on a GPU. ``test_network_on_gpus.py`` starts a process of this for each.
 
 The network is the card of host memory (tests/support/gin_loopback), which wants some care while any kernel waits: no
 memory is freed, nobody waits for a whole device, and all modules are loaded at the start.
@@ -104,7 +104,7 @@ class Member:
     """A rank in the groups of all."""
 
     def __init__(self, options: Options) -> None:
-        self.options, self.device = options, torch.device("cuda", options.rank)
+        self.options, self.device = options, torch.device("cuda", options.rank % torch.cuda.device_count())
         torch.cuda.set_device(self.device)
         limit = timedelta(seconds=LIMIT_S)
         dist.init_process_group(

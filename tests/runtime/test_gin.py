@@ -136,6 +136,27 @@ def test_it_is_made_and_given_back(nccl: StandIn) -> None:
     assert nccl.calls == [("destroy", COMM), ("deregister", COMM, WINDOW), ("free", ADDRESS)]
 
 
+def test_nobody_asks_for_errors_meanwhile(nccl: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collective calls end before connections are made. Those that do not end are told."""
+    monkeypatch.setattr(gin, "settle", lambda ranks: nccl.calls.append(("settle",)))
+    make()
+    assert [name for name, *_ in nccl.calls] == ["allocate", "register", "settle", "create"]
+
+
+def test_collective_calls_that_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the limit they are waited for. Beyond it GIN is not to be had."""
+    ended, has_ended = threading.Event(), []
+    group = SimpleNamespace(_wait_for_pending_works=lambda: has_ended.append(ended.wait(30)))
+    ranks: Any = SimpleNamespace(process_group=group)
+    monkeypatch.setattr(gin, "SETTLE_S", 0.05)
+    with pytest.raises(BackendUnavailable, match="have not ended within 0.05 s"):
+        gin.settle(ranks)
+    ended.set()
+    gin.settle(ranks)
+    assert has_ended[-1]
+    gin.settle(RankGroup(None, device="cpu"))
+
+
 def test_names_of_later_versions(nccl: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """From 2.29 on connections are asked for by kind, and types have another name."""
     monkeypatch.setattr(gin, "read_layout", lambda headers: NEW)

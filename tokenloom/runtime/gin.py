@@ -25,6 +25,8 @@ from tokenloom.runtime.streams import on_device
 
 CLOSE_S = 10.0
 """Longest wait of a close for the other ranks, and then for NCCL."""
+SETTLE_S = 10.0
+"""Longest wait for collective calls that the program has begun."""
 PROXY = 2
 """ncclNetDeviceType of the one kind of GIN that kernels are compiled for."""
 _FULL = 1
@@ -97,6 +99,7 @@ class GinMemory:
 
     def _make(self, contexts: int, signals: int, state_bytes: int) -> tuple[dict[str, object], None]:
         device = self._ranks.device
+        settle(self._ranks)
         with on_device(device):
             asked = requirements_of(self._layout, contexts, signals)
             self._device_comm = self._nccl.create_device_comm(self._comm, asked, self._layout.types[DEVICE_COMM][0])
@@ -201,6 +204,22 @@ class GinMemory:
         return True
 
 
+def settle(ranks: RankGroup) -> None:
+    """Wait until torch has seen the end of all collective calls of a group over NCCL.
+
+    Until then its watchdog asks the communicator for errors, and NCCL 2.28 crashes if it is asked while it makes GIN's
+    connections.
+
+    Raises:
+        BackendUnavailable: they take longer than SETTLE_S.
+    """
+    if ranks.process_group is not None and not _ends_in(SETTLE_S, ranks.process_group._wait_for_pending_works):
+        raise BackendUnavailable(
+            f"collective calls of the process group have not ended within {SETTLE_S:g} s; make the communicator when "
+            "all ranks have made them"
+        )
+
+
 def communicator_of(ranks: RankGroup) -> int:
     """The ncclComm_t of a group's process group, as torch made it.
 
@@ -234,7 +253,7 @@ def requirements_of(layout: Layout, contexts: int, signals: int) -> bytes:
 
 
 def _ends_in(limit_s: float, work: Callable[[], None]) -> bool:
-    """Whether some work has ended within a limit; it goes on in a thread if not. Raises what the work raises."""
+    """Whether some work of NCCL has ended within a limit; it goes on in a thread if not. Raises what it raises."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -243,7 +262,7 @@ def _ends_in(limit_s: float, work: Callable[[], None]) -> bool:
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run, daemon=True, name="tokenloom: NCCL gives memory back")
+    thread = threading.Thread(target=run, daemon=True, name="tokenloom: a call of NCCL with a limit")
     thread.start()
     thread.join(limit_s)
     if errors:

@@ -74,7 +74,8 @@ class RankPool:
 
     Args:
         num_ranks: number of processes.
-        device: "cpu" (gloo, one thread each) or "cuda" (NCCL, one GPU each).
+        device: "cpu" (gloo, one thread each) or "cuda" (NCCL, one GPU each). More ranks than GPUs share them in turns:
+            results are the same, and a call takes milliseconds.
         timeout_s: timeout of their process groups, in seconds.
     """
 
@@ -237,10 +238,13 @@ def _rank_main(rank: int, num_ranks: int, device: str, folder: str, timeout_s: f
     with open(Path(folder, f"stack{rank}"), "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
         try:
-            own_device = torch.device(device, rank) if device == "cuda" else torch.device(device)
             if device == "cuda":
+                own_device = torch.device(device, rank % torch.cuda.device_count())
                 torch.cuda.set_device(own_device)
+                if num_ranks > torch.cuda.device_count():
+                    os.environ["NCCL_HOSTID"] = f"rank {rank}"  # NCCL refuses two ranks of one host on one GPU
             else:
+                own_device = torch.device(device)
                 torch.set_num_threads(1)
             dist.init_process_group(
                 "nccl" if device == "cuda" else "gloo",

@@ -43,21 +43,19 @@ class Loopback:
             command, env=variables, capture_output=True, text=True, check=False, timeout=limit_s, errors="replace"
         )
 
-    def environment(self, rank: int, ranks_per_node: int) -> dict[str, str]:
-        """What a rank sets before its first call of NCCL, so that NCCL uses the plugin and believes in nodes.
+    def environment(self) -> dict[str, str]:
+        """What a rank sets before its first call of NCCL, so that NCCL uses the plugin.
 
-        NCCL_NET must not be set.
+        NCCL believes in nodes where ranks differ in NCCL_HOSTID. NCCL_NET must not be set.
         """
         return {
             "NCCL_NET_PLUGIN": str(self.plugin),
             "NCCL_NET_PLUGIN_REF_COUNT": "1",
             "NCCL_GIN_TYPE": "2",
-            "NCCL_HOSTID": f"node-{rank // ranks_per_node}",
             "NCCL_MNNVL_ENABLE": "0",
             "NCCL_CUMEM_ENABLE": "1",
             "NCCL_NVLS_ENABLE": "0",
             "NCCL_IB_DISABLE": "1",
-            "NCCL_SOCKET_IFNAME": "lo",
             "CUDA_DEVICE_MAX_CONNECTIONS": "32",
         }
 
