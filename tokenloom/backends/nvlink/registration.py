@@ -37,9 +37,14 @@ def probe(request: Request) -> Availability:
     facts = {"host": host_identity()}
     if why_not is not None:
         return Availability("nvlink", False, why_not, facts)
-    facts["gpu"] = str(torch.cuda.get_device_properties(device).uuid)
+    facts["gpu"] = gpu_identity(device)
     require_sms(request)
     return Availability("nvlink", True, f"own kernels on {torch.cuda.get_device_name(device)}", facts)
+
+
+def gpu_identity(device: torch.device) -> str:
+    """What tells its GPU from all others."""
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def objections(by_rank: Sequence[Availability]) -> list[tuple[int, str]]:
