@@ -51,6 +51,11 @@ def rendezvous() -> tuple[str, int, int]:
     return f"tcp://{address}:{port}", int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
 
 
+def appear_as_a_host(name: str) -> None:
+    """Make NCCL take this process for one on another host than those of other names."""
+    os.environ["NCCL_HOSTID"] = name
+
+
 def nccl_plugin() -> str:
     """Return the network plugin that NCCL is told to load, by NCCL_GIN_PLUGIN or NCCL_NET_PLUGIN, or ""."""
     return os.environ.get("NCCL_GIN_PLUGIN") or os.environ.get("NCCL_NET_PLUGIN", "")

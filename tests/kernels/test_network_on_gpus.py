@@ -1,8 +1,8 @@
 """Kernels between nodes on GPUs: NCCL's GIN carries puts and signals, over a card of host memory.
 
-Nodes are pretended, by NCCL's variables. Where there are fewer GPUs than ranks, ranks share them: each is a host of its
-own to NCCL then, and the kernels of a node reach each other's memory as always. That shows bits and protocols, no times.
-One command runs all of it, about a minute for each group of ranks::
+Nodes are pretended, by NCCL's variables. Where there are fewer GPUs than ranks, ranks share them: each is a host of
+its own to NCCL then, and the kernels of a node reach each other's memory as always. That shows bits and protocols,
+and no times. One command runs all of it, about a minute for each group of ranks::
 
     .venv/bin/python -m pytest -m '' -s tests/kernels/test_network_on_gpus.py
 """

@@ -149,7 +149,7 @@ def test_collective_calls_that_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     group = SimpleNamespace(_wait_for_pending_works=lambda: has_ended.append(ended.wait(30)))
     ranks: Any = SimpleNamespace(process_group=group)
     monkeypatch.setattr(gin, "SETTLE_S", 0.05)
-    with pytest.raises(BackendUnavailable, match="have not ended within 0.05 s"):
+    with pytest.raises(BackendUnavailable, match=r"have not ended within 0\.05 s"):
         gin.settle(ranks)
     ended.set()
     gin.settle(ranks)

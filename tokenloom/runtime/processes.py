@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tokenloom import env
 from tokenloom.errors import PeerError, PeerTimeout, TokenloomError
 
 CPU_RANKS = 4
@@ -242,7 +243,7 @@ def _rank_main(rank: int, num_ranks: int, device: str, folder: str, timeout_s: f
                 own_device = torch.device(device, rank % torch.cuda.device_count())
                 torch.cuda.set_device(own_device)
                 if num_ranks > torch.cuda.device_count():
-                    os.environ["NCCL_HOSTID"] = f"rank {rank}"  # NCCL refuses two ranks of one host on one GPU
+                    env.appear_as_a_host(f"rank {rank}")  # NCCL refuses two ranks of one host on one GPU
             else:
                 own_device = torch.device(device)
                 torch.set_num_threads(1)

@@ -15,6 +15,14 @@ FINISHED = (
 
 MUTATIONS = (
     Mutation(
+        name="connections-while-asked",
+        rule="connections of GIN are made while torch's watchdog asks for errors, which crashes NCCL",
+        target="tokenloom.runtime.gin:GinMemory._make",
+        old="settle(self._ranks)",
+        new="pass",
+        tests=("tests/runtime/test_gin.py::test_nobody_asks_for_errors_meanwhile",),
+    ),
+    Mutation(
         name="everybody-looks-for-nccl",
         rule="NCCL's headers are looked for where nobody has asked for GIN",
         target="tokenloom.backends.gin.registration:probe",
