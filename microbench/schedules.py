@@ -27,7 +27,11 @@ from tokenloom.runtime.processes import RankContext, RankPool
 ROUNDS = 7
 TOKENS = "8,32,64,128,256,512,1024,2048,4096,8192"
 LOCAL_EXPERTS = 32
-SCHEDULES = {"gathers": MegaSchedule(copies_rows=False), "copies": MegaSchedule(copies_rows=True)}
+SCHEDULES = {
+    "gathers": MegaSchedule(copies_rows=False),
+    "copies": MegaSchedule(copies_rows=True),
+    "copies, claims": MegaSchedule(copies_rows=True, claims_tiles=True),
+}
 
 
 @torch.no_grad()

@@ -50,7 +50,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 
 def make_layer(**options: Any) -> tl.MegaMoE:
     sizes = {"num_experts": NUM_RANKS * LOCAL, "hidden": HIDDEN, "intermediate": INTERMEDIATE, "top_k": TOP_K}
-    return tl.MegaMoE(None, **sizes, max_tokens_per_rank=600, device="cpu", **options)
+    return tl.MegaMoE(None, **{**sizes, "max_tokens_per_rank": 600, "device": "cpu", **options})
 
 
 def new_weights() -> tuple[torch.Tensor, ...]:
@@ -118,6 +118,37 @@ def test_each_call_tells_its_own_tensors(launches: Launches) -> None:
         assert (lists.copy_room > 0) == (num_tokens > 128), "small calls copy no rows"
     call(layer)
     assert launches["route_lists"].stats == 0
+
+
+def test_schedules_that_claim_tiles(launches: Launches) -> None:
+    """Kernels are others, and are told the same. Each GEMM has a count of its own: both may run at a time."""
+    layer, told = make_layer(), []
+    layer.use_weights(*new_weights())
+    for num_tokens, schedule in ((5, None), (300, None), (7, MegaSchedule(True, claims_tiles=True)), (8, None)):
+        layer.schedule = schedule
+        call(layer, num_tokens)
+        same_call(launches)
+        told.append([launches[name].shape["claims"] for name in ("gemm1", "gemm2")])
+        assert abs(launches["gemm1"].claimed - launches["gemm2"].claimed) >= 128
+    assert told == [[0, 0], [1, 1], [1, 1], [0, 0]]
+
+
+def test_a_schedule_that_no_call_has_by_itself(launches: Launches) -> None:
+    """Its kernels are made when they are asked for, and again for other biases."""
+    layer = make_layer(max_tokens_per_rank=64)
+    first, second = new_weights(), new_weights()
+    layer.use_weights(*first)
+    call(layer)
+    layer.schedule = MegaSchedule(copies_rows=False, claims_tiles=True)
+    call(layer)
+    assert launches["gemm1"].shape["claims"]
+    layer.use_weights(*second, w1_bias=torch.ones(LOCAL, 2 * INTERMEDIATE))
+    call(layer)
+    assert launches["gemm1"].shape["claims"] == launches["gemm1"].shape["biased"] == 1
+    assert launches["gemm1"].b_scales == second[1].data_ptr()
+    layer.schedule = None
+    call(layer)
+    assert (launches["gemm1"].shape["claims"], launches["gemm1"].b_scales) == (0, second[1].data_ptr())
 
 
 def test_kernels_begin_early_behind_one_another(launches: Launches) -> None:

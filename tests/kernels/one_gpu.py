@@ -21,7 +21,7 @@ EMULATED = emulator.ON
 DEVICE = "cpu" if EMULATED else "cuda:0"
 SHORT_S, LONG_S = (0.02, 20.0) if EMULATED else (0.3, 30.0)
 """A deadline that shall expire, and one that shall not. To the emulator a turn of a fiber is a nanosecond."""
-STUCK_S = 100.0
+STUCK_S = 40.0
 
 needs_one_gpu = [
     pytest.mark.gpu,

@@ -20,18 +20,40 @@ CASES = {
     "one tile": ([128], 256, 128),
     "tails and empty experts": ([0, 70, 0, 1, 130, 0], 256, 384),
     "N is no multiple of the tile": ([70, 20], 384, 512),
+    "no rows": ([0, 0], 256, 128),
+    "many short tiles": ([300, 0, 129, 500], 512, 128),
 }
 FAST = "tails and empty experts"
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != FAST)) for name in CASES])
+mostly_slow = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != FAST)) for name in CASES]
+)
+
+
+@mostly_slow
 def test_gemm(name: str) -> None:
+    check_gemm(name, claims=False)
+
+
+@mostly_slow
+def test_tiles_that_are_claimed(name: str) -> None:
+    """Each tile once, also in the next launch: the count is 0 again."""
+    check_gemm(name, claims=True, launches=3)
+
+
+def check_gemm(name: str, claims: bool, launches: int = 1) -> None:
     counts, n, k = CASES[name]
     a, a_scales, b, b_scales, offsets = operands(counts, n, k, "cpu")
-    out = torch.full((sum(counts), n), torch.nan, dtype=torch.bfloat16)
-    kernel: Any = EmulatedKernel(GroupedGemmVariant(*b.shape).spec(), 0)
-    with one_gpu():
-        gemm._launch(kernel, a, a_scales, b, b_scales, offsets, None, out)
-    for e, (begin, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
-        want = expected(a[begin:end], a_scales[begin:end], b, b_scales, e)
-        assert_close(out[begin:end], want, f"expert {e}")
+    out = torch.empty(sum(counts), n, dtype=torch.bfloat16)
+    kernel: Any = EmulatedKernel(GroupedGemmVariant(*b.shape, claims=claims).spec(), 0)
+    claimed = torch.zeros(1, dtype=torch.int32)
+    kernel.args.claimed = claimed.data_ptr()
+    for _ in range(launches):
+        out.fill_(torch.nan)
+        with one_gpu():
+            gemm._launch(kernel, a, a_scales, b, b_scales, offsets, None, out)
+        assert claimed == 0
+        for e, (begin, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
+            want = expected(a[begin:end], a_scales[begin:end], b, b_scales, e)
+            assert_close(out[begin:end], want, f"expert {e}")

@@ -37,7 +37,7 @@ template <int kN, class Bounds>
 void print_tiles(const ExpertTable<Bounds>& table, unsigned clusters) {
     gridDim.x = clusters * kClusterBlocks;
     for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
-        for (ExpertTiles<kN, Bounds> tiles(table); tiles.next();) {
+        for (ExpertTiles<kN, Bounds> tiles(table); tiles.next(0);) {
             const Tile tile = tiles.tile(blockIdx.x % kClusterBlocks);
             std::printf("%u %d %d %d %d %d\\n", blockIdx.x, tile.expert, tile.row, tile.rows, tile.column,
                         int(tile.halves));

@@ -69,7 +69,7 @@ struct ListedTiles {
     int32 at;
 
     __device__ explicit ListedTiles(const TwoGemmsArgs& of) : args(of), at(blockIdx.x / 2 - gridDim.x / 2) {}
-    __device__ bool next() {
+    __device__ bool next(uint32) {
         at += gridDim.x / 2;
         if (at >= args.num_tiles) return false;
         if (kWaits)
@@ -82,6 +82,7 @@ struct ListedTiles {
         const int32* found = args.order + at * 4;
         return {found[0], found[1], found[2], (found[3] & ~1) + block * kTileColumns, found[2] <= kGroupRows};
     }
+    __device__ void before_block(int, int) const {}
     __device__ void forget() { asm volatile("" : "+r"(at)); }
 };
 
@@ -136,19 +137,19 @@ __device__ void two_gemms(const TwoGemmsArgs& args) {
     if (group == kGroups) {
         keep_registers<72>();
         if (thread == 0) {
-            for (ListedTiles<true> tiles(args); tiles.next();) {
+            for (ListedTiles<true> tiles(args); tiles.next(at.number);) {
                 if (tiles.second()) {
-                    load_tile(shared.ring, rows2, rows2.on_tma(), weights2, tiles.tile(block), at, block);
+                    load_tile(shared.ring, rows2, rows2.on_tma(), weights2, tiles, at, block);
                     at.advance(Weights2::kBlocks);
                 } else {
-                    load_tile(shared.ring, rows1, rows1.on_tma(), weights1, tiles.tile(block), at, block);
+                    load_tile(shared.ring, rows1, rows1.on_tma(), weights1, tiles, at, block);
                     at.advance(Weights1::kBlocks);
                 }
             }
         } else if (thread >= 64) {
             const RowsInOrder<Swiglu::kRowBytes> to_h{args.h_values};
             const RowsByAddress home{args.row_targets};
-            for (ListedTiles<false> tiles(args); tiles.next(); ++at.number) {
+            for (ListedTiles<false> tiles(args); tiles.next(at.number); ++at.number) {
                 if (tiles.second()) store_tile<Plain>(shared.staging, home, tiles.tile(block), at.number, thread - 64);
                 else store_tile<Swiglu>(shared.staging, to_h, tiles.tile(block), at.number, thread - 64);
             }
@@ -157,7 +158,7 @@ __device__ void two_gemms(const TwoGemmsArgs& args) {
     } else {
         take_registers<216>();
         const MathThread self = math_thread(shared.ring, block, group, thread);
-        for (ListedTiles<false> tiles(args); tiles.next();) {
+        for (ListedTiles<false> tiles(args); tiles.next(at.number);) {
             if (tiles.second()) {
                 compute_tile<Rows2, Weights2>(shared.ring, plain, shared.staging, shared.plain, tiles, at, trace,
                                               block, self);

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from tokenloom.backends.nvlink.buffers import ReceiveBuffer
 from tokenloom.inference.expert_memory import ExpertMemory
 from tokenloom.inference.request import Biases
+from tokenloom.inference.schedules import MegaSchedule, schedule_for
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.gemm.launch import (
     A_BOX_ROWS,
@@ -24,7 +26,10 @@ from tokenloom.kernels.gemm.launch import (
     wide_scales,
 )
 from tokenloom.ops.gemm import swiglu_epilogue, tell_activation
-from tokenloom.plan import SWIGLU, Activation
+from tokenloom.plan import SWIGLU, Activation, Plan
+
+LINE = 32
+"""Words from one count to the next, so that each has a line of the cache to itself."""
 
 
 def sms_for_gemms(device: torch.device) -> int:
@@ -32,12 +37,22 @@ def sms_for_gemms(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) // CLUSTER * CLUSTER
 
 
+@dataclass(eq=False)
+class Pair:
+    """The kernels of both GEMMs, and the experts that they have been told: the first, and the end."""
+
+    first: Kernel
+    second: Kernel
+    experts: tuple[int, int] = (0, 0)
+
+
 class ExpertGemms:
     """Both GEMMs of the experts of a rank.
 
     Args:
         memory: between them.
-        hidden, intermediate: H and I.
+        plan: sizes of the communicator.
+        intermediate: I.
         power_of_two_scales: of the activations between them.
         device: the GPU.
 
@@ -48,27 +63,30 @@ class ExpertGemms:
     """
 
     def __init__(
-        self, memory: ExpertMemory, hidden: int, intermediate: int, power_of_two_scales: bool, device: torch.device
+        self, memory: ExpertMemory, plan: Plan, intermediate: int, power_of_two_scales: bool, device: torch.device
     ) -> None:
         self._memory, self._device = memory, device
-        self._hidden, self._intermediate, self._num_local = hidden, intermediate, memory.num_local
+        self._hidden, self._intermediate, self._num_local = plan.hidden, intermediate, memory.num_local
+        # Whether calls claim tiles: those with no tokens, and those with as many as there may be.
+        self._ways = {schedule_for(num, plan.num_ranks).claims_tiles for num in (0, plan.max_tokens_per_rank)}
         self._power_of_two_scales = power_of_two_scales
         self.num_sms = sms_for_gemms(device)
         self._side = torch.cuda.Stream(device)
         self.weights: tuple[torch.Tensor, ...] = ()
         self._traces: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._first_of: dict[SwigluFp8Epilogue, Kernel] = {}
-        self._second_of: dict[bool, Kernel] = {}
+        self._first_of: dict[tuple[SwigluFp8Epilogue, bool], Kernel] = {}
+        self._second_of: dict[tuple[bool, bool], Kernel] = {}
+        self._pairs: dict[bool, Pair] = {}  # by whether they claim tiles
+        self._told: tuple[ReceiveBuffer, torch.Tensor] | None = None
         self._activation: tuple[Activation, bool] = (SWIGLU, False)
         self._biases: Biases = (None, None)
-        self._experts_told = (0, 0)  # first and end, of both GEMMs; reset with what follows
         self.is_stale = True
 
     # -- what they compute ----------------------------------------------------------------------------------
 
     def set_activation(self, form: Activation, fast_math: bool) -> None:
         """Do what ``MegaMoE.set_activation`` says."""
-        if (form, fast_math) == self._activation and self._first_of:
+        if (form, fast_math) == self._activation and self._pairs:
             return
         self._choose((form, fast_math), self._biases)
 
@@ -90,23 +108,29 @@ class ExpertGemms:
 
     def _choose(self, activation: tuple[Activation, bool], biases: Biases) -> None:
         """Take the kernels that have this activation and these biases. Nothing changes where one cannot be had now."""
+        pairs = {claims: self._pair(activation, biases, claims) for claims in self._ways}
+        self._activation, self._biases, self._pairs, self.is_stale = activation, biases, pairs, True
+
+    def _pair(self, activation: tuple[Activation, bool], biases: Biases, claims: bool) -> Pair:
         (form, fast_math), (w1_bias, w2_bias) = activation, biases
-        traced, biased = self._traces is not None, w2_bias is not None
-        key = swiglu_epilogue(form, self._power_of_two_scales, fast_math, biased=w1_bias is not None)
-        if key not in self._first_of:
+        options: dict[str, bool] = {"claims": claims, "traced": self._traces is not None}
+        swiglu = swiglu_epilogue(form, self._power_of_two_scales, fast_math, biased=w1_bias is not None)
+        if (swiglu, claims) not in self._first_of:
             sizes = (self._num_local, 2 * self._intermediate, self._hidden)
-            self._first_of[key] = self._kernel(GroupedGemmVariant(*sizes, epilogue=key, gathers=True, traced=traced))
-        if biased not in self._second_of:
+            variant = GroupedGemmVariant(*sizes, epilogue=swiglu, gathers=True, **options)
+            self._first_of[swiglu, claims] = self._kernel(variant)
+        biased = w2_bias is not None
+        if (biased, claims) not in self._second_of:
             sizes, epilogue = (self._num_local, self._hidden, self._intermediate), Bf16Epilogue(biased=biased)
-            variant = GroupedGemmVariant(*sizes, epilogue=epilogue, scatters=True, traced=traced)
-            self._second_of[biased] = self._kernel(variant)
-        self._activation, self._biases = activation, biases
-        self._first, self._second, self.is_stale = self._first_of[key], self._second_of[biased], True
+            variant = GroupedGemmVariant(*sizes, epilogue=epilogue, scatters=True, **options)
+            self._second_of[biased, claims] = self._kernel(variant)
+        pair = Pair(self._first_of[swiglu, claims], self._second_of[biased, claims])
         if self._traces is not None:
-            self._first.args.trace, self._second.args.trace = (times.data_ptr() for times in self._traces)
-        tell_activation(self._first.args, form)
-        for gemm, bias in ((self._first, w1_bias), (self._second, w2_bias)):
+            pair.first.args.trace, pair.second.args.trace = (times.data_ptr() for times in self._traces)
+        tell_activation(pair.first.args, form)
+        for gemm, bias in ((pair.first, w1_bias), (pair.second, w2_bias)):
             gemm.args.bias = 0 if bias is None else bias.data_ptr()
+        return pair
 
     def _kernel(self, variant: GroupedGemmVariant) -> Kernel:
         return Kernel(variant.spec(), self._device.index)
@@ -116,6 +140,7 @@ class ExpertGemms:
     def find_memory(self) -> None:
         """Take the memory's addresses, once it is allocated."""
         memory = self._memory
+        self._claimed = torch.zeros(2, LINE, dtype=torch.int32, device=self._device)
         self._activations_map = operand_map(memory.activations, A_BOX_ROWS)
         self._copies_map = operand_map(memory.copies, A_BOX_ROWS)
         if wide_scales(self._intermediate):
@@ -127,23 +152,37 @@ class ExpertGemms:
         Args:
             received: where dispatches leave what comes with rows. rows: the rows there.
         """
-        memory, args = self._memory, self._first.args
+        for pair in self._pairs.values():
+            self._point(pair, received, rows)
+        self._told, self.is_stale = (received, rows), False
+
+    def _point(self, pair: Pair, received: ReceiveBuffer, rows: torch.Tensor) -> None:
+        memory, args = self._memory, pair.first.args
         args.a, args.copied = self._copies_map, memory.copied.data_ptr()
         args.a_rows, args.a_scales = rows.data_ptr(), received.scales.data_ptr()
         args.row_index, args.row_weights = memory.rows.data_ptr(), memory.row_weights.data_ptr()
         args.offsets, args.stored = memory.offsets.data_ptr(), memory.stored.data_ptr()
+        args.claimed = self._claimed[0].data_ptr()
         args.out, args.out_scales = memory.activations.data_ptr(), memory.activation_scales.data_ptr()
         args.b, args.b_scales = self._first_weights
-        args = self._second.args
+        args = pair.second.args
         if wide_scales(self._intermediate):
             args.a_scale_map = self._scales_map
         args.a, args.a_scales = self._activations_map, memory.activation_scales.data_ptr()
         args.offsets, args.row_targets = memory.offsets.data_ptr(), memory.targets.data_ptr()
-        args.row_weights = memory.row_weights.data_ptr()
+        args.row_weights, args.claimed = memory.row_weights.data_ptr(), self._claimed[1].data_ptr()
         args.stored, args.stored_by = memory.stored.data_ptr(), warps_that_store(2 * self._intermediate)
         args.b, args.b_scales = self._second_weights
-        self._first.early = self._second.early = False
-        self.is_stale, self._experts_told = False, (0, 0)
+        pair.first.early = pair.second.early = False
+
+    def _pair_for(self, schedule: MegaSchedule) -> Pair:
+        """The kernels of a schedule. Those that only a given schedule asks for are made at their first call."""
+        if schedule.claims_tiles not in self._pairs:
+            assert self._told is not None, "the others have been told"
+            pair = self._pair(self._activation, self._biases, schedule.claims_tiles)
+            self._point(pair, *self._told)
+            self._pairs[schedule.claims_tiles] = pair
+        return self._pairs[schedule.claims_tiles]
 
     # -- calls ----------------------------------------------------------------------------------------------
 
@@ -151,7 +190,7 @@ class ExpertGemms:
         """Make a stream wait for all that runs on the other one."""
         main.wait_stream(self._side)
 
-    def run(self, waves: int, stream: int, passed: Callable[[str], None]) -> bool:
+    def run(self, schedule: MegaSchedule, stream: int, passed: Callable[[str], None]) -> bool:
         """Run them in waves of experts: GEMM2 of each beside GEMM1 of the next, so that links have work earlier.
 
         Meanwhile GEMM2, which has half of GEMM1's arithmetic, gets a third of the SMs.
@@ -163,27 +202,27 @@ class ExpertGemms:
         Returns:
             Whether the last kernel lets the next one on the stream begin early.
         """
-        local, all_sms = self._num_local, self.num_sms
-        waves = min(waves, local)
+        local, all_sms, pair = self._num_local, self.num_sms, self._pair_for(schedule)
+        waves = min(schedule.waves, local)
         third = max(all_sms // 3 // CLUSTER * CLUSTER, CLUSTER)
         rest = max(all_sms - third, CLUSTER)
         main = torch.cuda.current_stream(self._device) if waves > 1 else None
         side = stream if main is None else self._side.cuda_stream
-        if self._second.early != (main is None):  # behind an event there is no kernel to begin early after
-            self._first.early = self._second.early = main is None
+        if pair.second.early != (main is None):  # behind an event there is no kernel to begin early after
+            pair.first.early = pair.second.early = main is None
         for wave in range(waves):
             first, last = wave == 0, wave == waves - 1
             experts = wave * local // waves, (wave + 1) * local // waves
-            if experts != self._experts_told:  # or both GEMMs know
-                for gemm in (self._first, self._second):
+            if experts != pair.experts:
+                for gemm in (pair.first, pair.second):
                     gemm.args.first_expert, gemm.args.end_expert = experts
-                self._experts_told = experts
-            self._first.launch(all_sms if first else rest, stream)
+                pair.experts = experts
+            pair.first.launch(all_sms if first else rest, stream)
             if last:
                 passed("gemm1")
             if main is not None:
                 self._side.wait_stream(main)
-            self._second.launch(all_sms if last else third, side)
+            pair.second.launch(all_sms if last else third, side)
         if main is not None:
             self.join(main)
         passed("gemm2")

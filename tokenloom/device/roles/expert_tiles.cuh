@@ -45,9 +45,25 @@ struct ExpertTable {
     int32 first_expert, end_expert;
 };
 
-template <int kN, class Bounds>  // kN: columns of the output before the epilogue
+template <int kN>  // columns of the output before the epilogue
+constexpr int kStripPairs = (kN + 2 * kTileColumns - 1) / (2 * kTileColumns);
+
+template <class Bounds>
+__device__ __forceinline__ int32 row_tiles_of(const Bounds& bounds, int32 expert) {
+    return (bounds.end(expert) - bounds.begin(expert) + kTileRows - 1) / kTileRows;
+}
+
+// A block's tile of a pair, which is counted among those of its expert.
+template <int kN, class Bounds>
+__device__ __forceinline__ Tile tile_of(const Bounds& bounds, int32 expert, int32 pair, int32 block) {
+    const int32 begin = bounds.begin(expert), end = bounds.end(expert), tiles = row_tiles_of(bounds, expert);
+    const int32 row = begin + pair % tiles * kTileRows;
+    return {expert, row, min(end - row, kTileRows), (pair / tiles * kClusterBlocks + block) * kTileColumns,
+            end - begin <= kGroupRows};
+}
+
+template <int kN, class Bounds>
 struct ExpertTiles {
-    static constexpr int kStripPairs = (kN + 2 * kTileColumns - 1) / (2 * kTileColumns);
     const Bounds& bounds;
     int32 pair;  // of tiles, among those of its expert
     int32 expert, end_expert;
@@ -58,25 +74,17 @@ struct ExpertTiles {
           expert(table.first_expert),
           end_expert(table.end_expert) {}
 
-    __device__ int32 row_tiles() const {
-        return (bounds.end(expert) - bounds.begin(expert) + kTileRows - 1) / kTileRows;
-    }
-
-    __device__ bool next() {
+    __device__ bool next(uint32) {
         for (pair += gridDim.x / kClusterBlocks; expert < end_expert; ++expert) {
-            const int32 pairs = row_tiles() * kStripPairs;
+            const int32 pairs = row_tiles_of(bounds, expert) * kStripPairs<kN>;
             if (pair < pairs) return true;
             pair -= pairs;
         }
         return false;
     }
 
-    __device__ Tile tile(int32 block) const {
-        const int32 begin = bounds.begin(expert), end = bounds.end(expert), tiles = row_tiles();
-        const int32 row = begin + pair % tiles * kTileRows;
-        return {expert, row, min(end - row, kTileRows), (pair / tiles * kClusterBlocks + block) * kTileColumns,
-                end - begin <= kGroupRows};
-    }
+    __device__ Tile tile(int32 block) const { return tile_of<kN>(bounds, expert, pair, block); }
 
+    __device__ __forceinline__ void before_block(int, int) {}
     __device__ __forceinline__ void forget() { asm volatile("" : "+r"(pair)); }
 };

@@ -37,7 +37,7 @@ struct GatheredRows {
     __device__ __forceinline__ void load_beside(Ring& ring, Shared& shared, const Weights& weights, Tiles tiles,
                                                 const Trace& trace, int32 block, int lane, const AlwaysOpen&) const {
         const OnTma on_tma = this->on_tma();
-        for (Position<kBlocks> at{0}; tiles.next(); at.advance()) {
+        for (Position<kBlocks> at{0}; tiles.next(at.tiles()); at.advance()) {
             const Tile tile = tiles.tile(block);
             const int rows = on_tma.have(tile) ? 0 : tile.rows;  // whose values TMA does not find
             __syncwarp();

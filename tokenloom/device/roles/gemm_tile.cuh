@@ -3,12 +3,13 @@
 // Blocks work in clusters of two, which take the same rows and neighbouring columns. A role gets its tiles from a *tile
 // source*, an object that each thread of the role holds for itself:
 //
-//   bool next()              goes to the cluster's next tile; false after the last
-//   Tile tile(int32 block)   the tile of one block of the cluster
-//   void forget()            makes the compiler find the tile again, so that it holds no registers in between
+//   bool next(uint32 number)   goes to the cluster's next tile, before which there were `number`; false after the last
+//   Tile tile(int32 block)     the tile of one block of the cluster
+//   void forget()              makes the compiler find the tile again, so that it holds no registers in between
+//   void before_block(k, blocks)   the loader is at block k of K of a tile
 //
 // All roles of both blocks must see the same tiles in the same order. `next` may wait, say for rows that a tile needs.
-// expert_tiles.cuh has one.
+// expert_tiles.cuh and claimed_tiles.cuh have some.
 //
 // Objects that roles are given (rows, weights, epilogue, destination) refer to the kernel's arguments instead of
 // copying them. Arguments are constant memory: a value is read where it is used, and takes no register meanwhile.

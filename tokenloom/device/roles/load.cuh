@@ -49,17 +49,22 @@ __device__ __forceinline__ void load_rows(Ring& ring, const RingUse<Ring::kStage
 }
 
 // One tile. Weights of as many stages as there are do not wait for its rows.
-template <class Ring, class Rows, class OnTma, class Weights, class At, class Gate = AlwaysOpen>
+template <class Ring, class Rows, class OnTma, class Weights, class Tiles, class At, class Gate = AlwaysOpen>
 __device__ __forceinline__ void load_tile(Ring& ring, const Rows& rows, const OnTma& on_tma, const Weights& weights,
-                                          const Tile& tile, const At& at, int32 block, const Gate& gate = {}) {
+                                          Tiles& tiles, const At& at, int32 block, const Gate& gate = {}) {
     using Use = RingUse<Ring::kStages>;
     static_assert(Rows::kBlocks == Weights::kBlocks, "rows and weights have the same K");
+    const Tile tile = tiles.tile(block);
     const int groups = on_tma.have(tile) ? tile.groups() : 0;
     const int ahead = gate.is_open(tile) ? 0 : min(Ring::kStages, Weights::kBlocks);
     for (int k = 0; k < ahead; ++k) load_weights<Rows>(ring, Use(at.blocks + k), weights, tile, groups, at, k);
     gate.wait(tile);
-    for (int k = 0; k < ahead; ++k) load_rows(ring, Use(at.blocks + k), rows, on_tma, tile, groups, at, block, k);
+    for (int k = 0; k < ahead; ++k) {
+        tiles.before_block(k, Weights::kBlocks);
+        load_rows(ring, Use(at.blocks + k), rows, on_tma, tile, groups, at, block, k);
+    }
     for (int k = ahead; k < Weights::kBlocks; ++k) {
+        tiles.before_block(k, Weights::kBlocks);
         const Use use(at.blocks + k);
         load_weights<Rows>(ring, use, weights, tile, groups, at, k);
         load_rows(ring, use, rows, on_tma, tile, groups, at, block, k);
@@ -70,10 +75,9 @@ template <class Ring, class Rows, class Weights, class Tiles, class Trace, class
 __device__ __forceinline__ void load_tiles(Ring& ring, const Rows& rows, const Weights& weights, Tiles tiles,
                                            const Trace& trace, int32 block, const Gate& gate = {}) {
     const auto on_tma = rows.on_tma();
-    for (Position<Weights::kBlocks> at{0}; tiles.next(); at.advance()) {
-        const Tile tile = tiles.tile(block);
+    for (Position<Weights::kBlocks> at{0}; tiles.next(at.tiles()); at.advance()) {
         trace.mark(kLoads, at.tiles(), kBegins);
-        load_tile(ring, rows, on_tma, weights, tile, at, block, gate);
+        load_tile(ring, rows, on_tma, weights, tiles, at, block, gate);
         trace.mark(kLoads, at.tiles(), kEnds);
     }
 }

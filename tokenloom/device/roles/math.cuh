@@ -159,6 +159,6 @@ __device__ __forceinline__ void multiply_tiles(Ring& ring, const Epilogue& epilo
                                                typename Epilogue::Shared& shared, Tiles tiles, const Trace& trace,
                                                int32 block, int group, int thread) {
     const MathThread self = math_thread(ring, block, group, thread);
-    for (Position<Weights::kBlocks> at{0}; tiles.next(); at.advance())
+    for (Position<Weights::kBlocks> at{0}; tiles.next(at.tiles()); at.advance())
         compute_tile<Rows, Weights>(ring, epilogue, staging, shared, tiles, at, trace, block, self);
 }

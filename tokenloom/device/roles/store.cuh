@@ -64,7 +64,7 @@ __device__ __forceinline__ void store_tile(Staging& staging, const Destination& 
 template <class Epilogue, class Staging, class Destination, class Tiles, class Trace, class Report = NoReport>
 __device__ __forceinline__ void store_tiles(Staging& staging, const Destination& to, Tiles tiles, const Trace& trace,
                                             int32 block, int thread, const Report& report = {}) {
-    for (uint32 number = 0; tiles.next(); ++number) {
+    for (uint32 number = 0; tiles.next(number); ++number) {
         if (thread == 0) trace.mark(kStores, number, kBegins);
         const Tile tile = tiles.tile(block);
         store_tile<Epilogue>(staging, to, tile, number, thread);

@@ -43,7 +43,7 @@ struct TiledRows {
     __device__ __forceinline__ void load_beside(Ring& ring, Shared&, const Weights& weights, Tiles tiles, const Trace&,
                                                 int32 block, int lane, const Gate& gate = {}) const {
         constexpr int kLaneRows = kTileRows / 32;
-        for (Position<kBlocks> at{0}; tiles.next(); at.advance()) {
+        for (Position<kBlocks> at{0}; tiles.next(at.tiles()); at.advance()) {
             const Tile tile = tiles.tile(block);
             gate.wait(tile);
             const float* rows = scales + static_cast<int64>(tile.row) * kBlocks;

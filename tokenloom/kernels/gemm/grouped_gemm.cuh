@@ -8,6 +8,7 @@
 #pragma once
 #include "device/ptx/grid.cuh"
 #include "device/roles/biased_bf16_epilogue.cuh"
+#include "device/roles/claimed_tiles.cuh"
 #include "device/roles/expert_tiles.cuh"
 #include "device/roles/gathered_rows.cuh"
 #include "device/roles/load.cuh"
@@ -39,8 +40,9 @@ struct GroupedGemmArgs {
     float alpha;                  // SwiGLU of another form: as in Activation
     float up_offset;
     uint32* stored;               // gathered, scattered: counts of stored tiles, see device/roles/gate.cuh
+    uint32* claimed;              // [1] count of claimed tiles, 0 before and after
     uint32 stored_by;             // scattered: warps that store a tile of rows
-    uint32 padding[13];           // tensor maps are aligned to 64 bytes, and so is this
+    uint32 padding[11];           // tensor maps are aligned to 64 bytes, and so is this
 };
 
 // The choices of a variant. Each is made once, here: what becomes of sums, where rows come from, where they go, and
@@ -100,7 +102,16 @@ struct GemmShared {
     typename Epilogue::Shared epilogue;
     typename Rows::Shared rows;
     ExpertTable<Bounds> experts;
+    TileBoard board;
 };
+
+// As all roles but the loader see them.
+template <class Shape, class Shared>
+__device__ __forceinline__ auto tiles_of(Shared& shared) {
+    using Bounds = decltype(bounds_of<Shape>());
+    if constexpr (Shape::claims != 0) return ToldTiles<Shape::n, Bounds>{shared.board, shared.experts.bounds};
+    else return ExpertTiles<Shape::n, Bounds>(shared.experts);
+}
 
 template <class Shape>
 __device__ void grouped_gemm(const GroupedGemmArgs& args) {
@@ -108,7 +119,6 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
     using Rows = decltype(rows_of<Shape>(args));
     using Weights = Fp8Weights<Shape::n, Shape::k, typename Epilogue::Columns>;
     using Bounds = decltype(bounds_of<Shape>());
-    using Tiles = ExpertTiles<Shape::n, Bounds>;
     using Shared = GemmShared<Rows, Epilogue, Bounds, Shape::stages>;
     const Epilogue epilogue = epilogue_of<Shape>(args);
     const Rows rows = rows_of<Shape>(args);
@@ -137,6 +147,7 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
         shared.experts.end_expert = args.end_expert;
         shared.ring.init(kLoaderArrivals + (Rows::kSecondWarp ? kSecondWarpArrivals : 0), kMathArrivals);
         shared.staging.init(kStagingArrivals, kStoreArrivals);
+        shared.board.init(1 + kClusterBlocks * (Rows::kSecondWarp + kGroups * kGroupWarps + kStoreWarps));
         mbarrier_init_fence();
         rows.prefetch();
         tensor_prefetch(&weights.map);
@@ -146,19 +157,25 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
     if (group == kGroups) {
         keep_registers<kOtherRegisters>();
         const int warp = threadIdx.x % kGroupThreads / 32, lane = threadIdx.x % 32;
-        if (warp == 0 && lane == 0) 
-            load_tiles(shared.ring, rows, weights, Tiles(shared.experts), trace, block, gate_of<Shape>(args));
+        if (warp == 0 && lane == 0) {
+            const auto gate = gate_of<Shape>(args);
+            if constexpr (Shape::claims != 0)
+                load_tiles(shared.ring, rows, weights,
+                           ClaimingTiles<Shape::n, Bounds>(shared.board, shared.experts, args.claimed, block), trace,
+                           block, gate);
+            else load_tiles(shared.ring, rows, weights, tiles_of<Shape>(shared), trace, block, gate);
+        }
         if constexpr (Rows::kSecondWarp)
             if (warp == 1)
-                rows.load_beside(shared.ring, shared.rows, weights, Tiles(shared.experts), trace, block, lane,
+                rows.load_beside(shared.ring, shared.rows, weights, tiles_of<Shape>(shared), trace, block, lane,
                                  gate_of<Shape>(args));
         if (warp >= kGroupWarps - kStoreWarps)
-            store_tiles<Epilogue>(shared.staging, destination, Tiles(shared.experts), trace, block,
+            store_tiles<Epilogue>(shared.staging, destination, tiles_of<Shape>(shared), trace, block,
                                   threadIdx.x % (32 * kStoreWarps), report_of<Shape>(args));
         __syncwarp();
     } else {
         take_registers<kMathRegisters>();
-        multiply_tiles<Rows, Weights>(shared.ring, epilogue, shared.staging, shared.epilogue, Tiles(shared.experts),
+        multiply_tiles<Rows, Weights>(shared.ring, epilogue, shared.staging, shared.epilogue, tiles_of<Shape>(shared),
                                       trace, block, group, threadIdx.x % kGroupThreads);
     }
     if constexpr (Shape::scatters != 0) wait_for_earlier_kernels();  // whoever waits for this one waits for both

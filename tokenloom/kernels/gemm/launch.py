@@ -113,9 +113,9 @@ class GroupedGemmArgs(ctypes.Structure):
         *uint64_fields("counts", "bias"),
         ("alpha", ctypes.c_float),
         ("up_offset", ctypes.c_float),
-        *uint64_fields("stored"),
+        *uint64_fields("stored", "claimed"),
         ("stored_by", ctypes.c_uint32),
-        ("padding", ctypes.c_uint32 * 13),
+        ("padding", ctypes.c_uint32 * 11),
     ]
 
 
@@ -132,6 +132,7 @@ class GroupedGemmVariant:
         scatters: each row of the output has an address of its own. This is the second GEMM, which takes rows as they
             are stored, and so may be launched early.
         slots: each expert has places of its own for rows, and a count. Otherwise offsets say which rows are whose.
+        claims: clusters claim tiles one by one, instead of taking every so many; see ``GroupedGemmArgs.claimed``.
         traced: roles write when they work on which tile, see :func:`trace_times`.
     """
 
@@ -143,10 +144,11 @@ class GroupedGemmVariant:
     gathers: bool = False
     scatters: bool = False
     slots: bool = False
+    claims: bool = False
     traced: bool = False
 
     def __str__(self) -> str:
-        choices = ("gathers", "scatters", "slots", "traced")
+        choices = ("gathers", "scatters", "slots", "claims", "traced")
         parts = [f"e{self.num_experts} n{self.n} k{self.k}", str(self.epilogue)]
         return ", ".join(["grouped_gemm", *parts, *(name for name in choices if getattr(self, name))])
 
@@ -172,6 +174,7 @@ class GroupedGemmVariant:
             "traced": int(self.traced),
             **self.epilogue.shape(),
             "stages": stages,
+            "claims": int(self.claims),
         }
         return KernelSpec(
             "grouped_gemm",
@@ -192,7 +195,8 @@ class GroupedGemmVariant:
         epilogue = align_up(self.epilogue.shared_bytes, 4)
         rows = 4 * TILE_ROWS if self.gathers else 4
         experts = 4 * (self.num_experts + 3)
-        return align_up(align_up(ring, 128) + staging + epilogue + rows + experts, 1024)
+        board = 4 * (2 * 4 + 2 * 8) + 4
+        return align_up(align_up(ring, 128) + staging + epilogue + rows + experts + board, 1024)
 
 
 def tile_places(rows: int, num_experts: int) -> int:
