@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import torch
@@ -37,7 +38,7 @@ def around_gemms(
     return [(f"route_lists, {what}", lists), (f"sum_routes, {what}", sums)]
 
 
-COMPUTE_VARIANTS: list[tuple[str, Variant]] = [
+_VARIANTS: list[tuple[str, Variant]] = [
     # GEMMs of a large layer have the longest main loops and use the most registers; MegaMoE gathers and scatters.
     ("gemm, large", GroupedGemmVariant(32, 4096, 7168)),
     ("gemm, large, K 2048", GroupedGemmVariant(32, 7168, 2048)),
@@ -115,4 +116,11 @@ COMPUTE_VARIANTS: list[tuple[str, Variant]] = [
     *around_gemms("shared fp32", Plan(2, 8, 384, 30, 9), 256, 2, FP32),
     *around_gemms("shared fp8", Plan(2, 8, 384, 30, 9), 256, 2),
 ]
+# In calls of many tokens MegaMoE claims tiles.
+_CLAIMING: list[tuple[str, Variant]] = [
+    (f"{name}, claims", replace(variant, claims=True))
+    for name, variant in _VARIANTS
+    if isinstance(variant, GroupedGemmVariant) and (variant.gathers or variant.scatters)
+]
+COMPUTE_VARIANTS = _VARIANTS + _CLAIMING
 """Name and form of each."""
