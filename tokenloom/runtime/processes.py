@@ -78,12 +78,17 @@ class RankPool:
         device: "cpu" (gloo, one thread each) or "cuda" (NCCL, one GPU each). More ranks than GPUs share them in turns:
             results are the same, and a call takes milliseconds.
         timeout_s: timeout of their process groups, in seconds.
+        ranks_per_node: NCCL takes so many ranks for those of one host, and carries rows to others as between hosts.
+            None: all are on one.
     """
 
-    def __init__(self, num_ranks: int, device: str = "cpu", timeout_s: float = 120.0) -> None:
+    def __init__(
+        self, num_ranks: int, device: str = "cpu", timeout_s: float = 120.0, ranks_per_node: int | None = None
+    ) -> None:
         self.num_ranks = num_ranks
         self.device = device
         self._timeout_s = timeout_s
+        self._ranks_per_node = ranks_per_node
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
@@ -102,7 +107,8 @@ class RankPool:
         context = mp.get_context("spawn")
         for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()
-            arguments = (rank, self.num_ranks, self.device, self._folder.name, self._timeout_s, theirs)
+            host = None if self._ranks_per_node is None else rank // self._ranks_per_node
+            arguments = (rank, self.num_ranks, self.device, host, self._folder.name, self._timeout_s, theirs)
             process = context.Process(target=_rank_main, args=arguments, daemon=True, name=f"tokenloom rank {rank}")
             with _ignored_interrupts():  # until _rank_main is imported, Ctrl-C would end the rank with a traceback
                 process.start()
@@ -234,7 +240,9 @@ def _ignored_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _rank_main(rank: int, num_ranks: int, device: str, folder: str, timeout_s: float, pipe: Connection) -> None:
+def _rank_main(
+    rank: int, num_ranks: int, device: str, host: int | None, folder: str, timeout_s: float, pipe: Connection
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends them
     with open(Path(folder, f"stack{rank}"), "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
@@ -243,7 +251,9 @@ def _rank_main(rank: int, num_ranks: int, device: str, folder: str, timeout_s: f
                 own_device = torch.device(device, rank % torch.cuda.device_count())
                 torch.cuda.set_device(own_device)
                 if num_ranks > torch.cuda.device_count():
-                    env.appear_as_a_host(f"rank {rank}")  # NCCL refuses two ranks of one host on one GPU
+                    host = rank  # NCCL refuses two ranks of one host on one GPU
+                if host is not None:
+                    env.appear_as_a_host(f"host {host}")
             else:
                 own_device = torch.device(device)
                 torch.set_num_threads(1)
