@@ -151,6 +151,23 @@ def test_a_schedule_that_no_call_has_by_itself(launches: Launches) -> None:
     assert (launches["gemm1"].shape["claims"], launches["gemm1"].b_scales) == (0, second[1].data_ptr())
 
 
+def test_kernels_of_a_schedule_are_made_before_the_call(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks' deadlines do not wait for a compiler, and a capture is refused before it holds half a call."""
+    layer = make_layer(max_tokens_per_rank=64, schedule=MegaSchedule(copies_rows=False, claims_tiles=True))
+    layer.use_weights(*new_weights())
+
+    def fail(gemms: ExpertGemms, variant: object) -> Kernel:
+        raise InvalidArgument("no kernel can be made now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ExpertGemms, "_kernel", fail)
+        with pytest.raises(InvalidArgument, match="no kernel"):
+            call(layer)
+    assert not {"route_lists", "gemm1"} & set(launches)
+    call(layer)
+    assert launches["gemm1"].shape["claims"]
+
+
 def test_kernels_begin_early_behind_one_another(launches: Launches) -> None:
     """Not where a GEMM runs in waves beside the other, and not the sum: waiting for other ranks takes one SM."""
     layer = make_layer()

@@ -27,6 +27,7 @@ from tokenloom.kernels.gemm.launch import (
 )
 from tokenloom.ops.gemm import swiglu_epilogue, tell_activation
 from tokenloom.plan import SWIGLU, Activation, Plan
+from tokenloom.runtime.leftovers import keep_until_idle
 
 LINE = 32
 """Words from one count to the next, so that each has a line of the cache to itself."""
@@ -77,7 +78,6 @@ class ExpertGemms:
         self._first_of: dict[tuple[SwigluFp8Epilogue, bool], Kernel] = {}
         self._second_of: dict[tuple[bool, bool], Kernel] = {}
         self._pairs: dict[bool, Pair] = {}  # by whether they claim tiles
-        self._told: tuple[ReceiveBuffer, torch.Tensor] | None = None
         self._activation: tuple[Activation, bool] = (SWIGLU, False)
         self._biases: Biases = (None, None)
         self.is_stale = True
@@ -105,6 +105,13 @@ class ExpertGemms:
         self._second_of.clear()
         self._choose(self._activation, self._biases)
         return self._traces
+
+    def prepare(self, schedule: MegaSchedule) -> None:
+        """Make the kernels of a schedule that no call has by itself, before a call that has it."""
+        claims = schedule.claims_tiles
+        if claims not in self._pairs:
+            self._pairs[claims], self.is_stale = self._pair(self._activation, self._biases, claims), True
+            self._ways.add(claims)
 
     def _choose(self, activation: tuple[Activation, bool], biases: Biases) -> None:
         """Take the kernels that have this activation and these biases. Nothing changes where one cannot be had now."""
@@ -141,6 +148,7 @@ class ExpertGemms:
         """Take the memory's addresses, once it is allocated."""
         memory = self._memory
         self._claimed = torch.zeros(2, LINE, dtype=torch.int32, device=self._device)
+        keep_until_idle(self, self._device, self._claimed)
         self._activations_map = operand_map(memory.activations, A_BOX_ROWS)
         self._copies_map = operand_map(memory.copies, A_BOX_ROWS)
         if wide_scales(self._intermediate):
@@ -154,7 +162,7 @@ class ExpertGemms:
         """
         for pair in self._pairs.values():
             self._point(pair, received, rows)
-        self._told, self.is_stale = (received, rows), False
+        self.is_stale = False
 
     def _point(self, pair: Pair, received: ReceiveBuffer, rows: torch.Tensor) -> None:
         memory, args = self._memory, pair.first.args
@@ -175,15 +183,6 @@ class ExpertGemms:
         args.b, args.b_scales = self._second_weights
         pair.first.early = pair.second.early = False
 
-    def _pair_for(self, schedule: MegaSchedule) -> Pair:
-        """The kernels of a schedule. Those that only a given schedule asks for are made at their first call."""
-        if schedule.claims_tiles not in self._pairs:
-            assert self._told is not None, "the others have been told"
-            pair = self._pair(self._activation, self._biases, schedule.claims_tiles)
-            self._point(pair, *self._told)
-            self._pairs[schedule.claims_tiles] = pair
-        return self._pairs[schedule.claims_tiles]
-
     # -- calls ----------------------------------------------------------------------------------------------
 
     def join(self, main: torch.cuda.Stream) -> None:
@@ -202,7 +201,7 @@ class ExpertGemms:
         Returns:
             Whether the last kernel lets the next one on the stream begin early.
         """
-        local, all_sms, pair = self._num_local, self.num_sms, self._pair_for(schedule)
+        local, all_sms, pair = self._num_local, self.num_sms, self._pairs[schedule.claims_tiles]
         waves = min(schedule.waves, local)
         third = max(all_sms // 3 // CLUSTER * CLUSTER, CLUSTER)
         rest = max(all_sms - third, CLUSTER)

@@ -178,6 +178,8 @@ class NvlinkExperts:
         if not isinstance(values, torch.Tensor):
             raise InvalidArgument(f"x is a {type(values).__name__}, expected a tensor, or (FP8, scales)")
         lists = self._lists_of_dtype(values.dtype)
+        if request.schedule is not None:
+            self._gemms.prepare(request.schedule)
         if self._num_shared and values.data_ptr() % BULK_BYTES:
             values = values.clone()
         result = request.checked()

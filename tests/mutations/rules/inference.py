@@ -126,8 +126,8 @@ MUTATIONS = (
         name="claims-go-on",
         rule="the count of claimed tiles is not set to 0 for the next launch",
         target="device/roles/claimed_tiles.cuh:ClaimingTiles::end",
-        old="if (earlier == found + clusters() - 1) *claimed = 0;",
-        new="if (earlier == found + clusters() + 1) *claimed = 0;",
+        old="earlier == found + clusters() - 1",
+        new="earlier == found + clusters() + 1",
         tests=("tests/kernels/test_emulated_gemm.py::test_tiles_that_are_claimed[tails and empty experts]",),
     ),
     Mutation(

@@ -9,7 +9,7 @@
 #include "device/roles/expert_tiles.cuh"
 
 struct TileBoard {
-    static constexpr uint32 kSlots = 4;  // the loader is at most two tiles ahead of the storing warps
+    static constexpr uint32 kSlots = 4;  // a tile is told when the one four before it is done
     int32 expert[kSlots];                // -1: there are no more tiles
     int32 pair[kSlots];                  // of tiles, among those of the expert
     alignas(8) uint64 full[kSlots];
@@ -36,7 +36,11 @@ struct ToldTiles {
 
     __device__ __forceinline__ bool next(uint32 earlier) {
         if (earlier > 0) release((earlier - 1) % TileBoard::kSlots);
-        number = earlier;
+        return read(earlier);
+    }
+
+    __device__ __forceinline__ bool read(uint32 number_) {
+        number = number_;
         mbarrier_wait_cluster(&board.full[slot()], parity());
         return board.expert[slot()] >= 0;
     }
@@ -79,8 +83,7 @@ struct ClaimingTiles {
             claim();
             end();
         }
-        told.number = number;
-        return told.board.expert[told.slot()] >= 0;
+        return told.read(number);
     }
 
     // Before block k of K of this tile.
@@ -95,7 +98,7 @@ struct ClaimingTiles {
     // Each cluster claims one pair that is not there. The last of these claims is the last of all.
     __device__ __forceinline__ void end() {
         const uint32 pairs = passed, found = pairs > clusters() ? pairs - clusters() : 0;
-        if (earlier == found + clusters() - 1) *claimed = 0;
+        if (earlier == found + clusters() - 1) store_relaxed_sys(claimed, 0);
     }
 
     // Whether there is a pair of this place among all.
