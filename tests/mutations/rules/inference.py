@@ -142,7 +142,7 @@ MUTATIONS = (
         name="tiles-told-too-early",
         rule="a tile is told on a place of the board whose readers are not done",
         target="device/roles/claimed_tiles.cuh:ClaimingTiles::tell",
-        old="if (turn > 0) mbarrier_wait_cluster(&board.empty[slot], (turn - 1) & 1);",
+        old="if (turn > 0) mbarrier_wait(&board.empty[slot], (turn - 1) & 1);",
         new="",
         tests=("tests/kernels/test_emulated_gemm.py::test_tiles_that_are_claimed[many short tiles]",),
     ),

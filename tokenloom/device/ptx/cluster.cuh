@@ -1,6 +1,6 @@
 // Blocks of one cluster: each can arrive on the others' barriers, and one load can fill the shared memory of all.
 #pragma once
-#include "device/ptx/bulk.cuh"
+#include "device/ptx/types.cuh"
 
 __device__ __forceinline__ uint32 cluster_rank() {
     uint32 rank;
@@ -24,25 +24,9 @@ __device__ __forceinline__ void mbarrier_arrive_there(uint32 mapped_address) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapped_address) : "memory");
 }
 
-// Everything that this thread has done before is there for whoever waits for the barrier with mbarrier_wait_cluster.
-__device__ __forceinline__ void arrive_release(uint32 mapped_address) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(mapped_address) : "memory");
-}
-
-__device__ __forceinline__ void mbarrier_wait_cluster(uint64* barrier, uint32 parity) {
-    uint32 done = 0;
-    while (done == 0)
-        asm volatile(
-            "{\n"
-            ".reg .pred done;\n"
-            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, done;\n"
-            "}\n"
-            : "=r"(done)
-            : "r"(shared_address(barrier)), "r"(parity)
-            : "memory");
-}
-
 __device__ __forceinline__ void store_there(uint32 mapped_address, int32 value) {
     asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(mapped_address), "r"(value) : "memory");
 }
+
+// Between stores to other blocks and the arrivals that announce them.
+__device__ __forceinline__ void fence_acq_rel_cluster() { asm volatile("fence.acq_rel.cluster;" ::: "memory"); }

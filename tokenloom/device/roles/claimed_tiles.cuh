@@ -3,6 +3,9 @@
 //
 // The loading thread of a cluster's first block claims the next pair while it loads a tile, and tells the other roles
 // of both blocks on a board in shared memory. A cluster's first pair is its own number.
+//
+// It alone fences, where it has time: shared memory has no cache, so whoever waits for a barrier of its own block reads
+// what lies behind it.
 #pragma once
 #include "device/ptx/cluster.cuh"
 #include "device/ptx/memory.cuh"
@@ -41,13 +44,15 @@ struct ToldTiles {
 
     __device__ __forceinline__ bool read(uint32 number_) {
         number = number_;
-        mbarrier_wait_cluster(&board.full[slot()], parity());
+        mbarrier_wait(&board.full[slot()], parity());
         return board.expert[slot()] >= 0;
     }
 
-    __device__ __forceinline__ void release(uint32 read) {
+    // As on an empty stage of the ring: what was read is in registers, and a fence would hold math warps up.
+    __device__ __forceinline__ void release(uint32 slot_) {
         if (!kOneThread) __syncwarp();
-        if (kOneThread || threadIdx.x % 32 == 0) arrive_release(map_to_block(shared_address(&board.empty[read]), 0));
+        if (kOneThread || threadIdx.x % 32 == 0)
+            mbarrier_arrive_there(map_to_block(shared_address(&board.empty[slot_]), 0));
     }
 
     __device__ __forceinline__ Tile tile(int32 block) const {
@@ -112,12 +117,14 @@ struct ClaimingTiles {
         }
         const bool found = expert < end_expert;
         const uint32 slot = number % TileBoard::kSlots, turn = number / TileBoard::kSlots;
-        if (turn > 0) mbarrier_wait_cluster(&board.empty[slot], (turn - 1) & 1);
+        if (turn > 0) mbarrier_wait(&board.empty[slot], (turn - 1) & 1);
         for (int32 each = 0; each < kClusterBlocks; ++each) {
             store_there(map_to_block(shared_address(&board.expert[slot]), each), found ? expert : -1);
             store_there(map_to_block(shared_address(&board.pair[slot]), each), static_cast<int32>(place) - passed);
-            arrive_release(map_to_block(shared_address(&board.full[slot]), each));
         }
+        fence_acq_rel_cluster();
+        for (int32 each = 0; each < kClusterBlocks; ++each)
+            mbarrier_arrive_there(map_to_block(shared_address(&board.full[slot]), each));
         return found;
     }
 

@@ -8,6 +8,5 @@ inline uint32 map_to_block(uint32 address, uint32 rank) {
     return address - shared_address(emulated_shared()) + shared_address(emulated_shared_of(rank));
 }
 inline void mbarrier_arrive_there(uint32 mapped_address) { mbarrier_arrive(at_shared<uint64>(mapped_address)); }
-inline void arrive_release(uint32 mapped_address) { mbarrier_arrive_there(mapped_address); }
-inline void mbarrier_wait_cluster(uint64* barrier, uint32 parity) { mbarrier_wait(barrier, parity); }
+inline void fence_acq_rel_cluster() { emulated_yield(); }
 inline void store_there(uint32 mapped_address, int32 value) { *at_shared<int32>(mapped_address) = value; }
