@@ -7,6 +7,7 @@
 // It alone fences, where it has time: shared memory has no cache, so whoever waits for a barrier of its own block reads
 // what lies behind it.
 #pragma once
+#include "device/ptx/bulk.cuh"
 #include "device/ptx/cluster.cuh"
 #include "device/ptx/memory.cuh"
 #include "device/roles/expert_tiles.cuh"
