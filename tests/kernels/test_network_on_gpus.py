@@ -1,8 +1,8 @@
 """Kernels between nodes on GPUs: NCCL's GIN carries puts and signals, over a card of host memory.
 
-Nodes are pretended, by NCCL's variables. Where there are fewer GPUs than ranks, ranks share them: each is a host of
-its own to NCCL then, and the kernels of a node reach each other's memory as always. That shows bits and protocols,
-and no times. One command runs all of it, about a minute for each group of ranks::
+Nodes are pretended, by NCCL's variables. With TOKENLOOM_TEST_RANKS=4 ranks share GPUs where there are fewer: each is a
+host of its own to NCCL then, and the kernels of a node reach each other's memory as always. That shows bits and
+protocols, and no times. One command runs all of it, about a minute for each group of ranks::
 
     .venv/bin/python -m pytest -m '' -s tests/kernels/test_network_on_gpus.py
 """
@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import NUM_GPUS, WHY_NO_HOPPER
+from tests.conftest import GPU_RANKS, NUM_GPUS, WHY_NO_HOPPER
 from tests.kernels.gpu_nodes import LIMIT_S, Options, specs_for
 from tests.support import gin_loopback
 from tests.support.gin_loopback import Loopback
@@ -39,9 +39,10 @@ LAST_LINES = 40
 
 
 def ranks(num_ranks: int, ranks_per_node: int) -> Any:
-    gpus = min(num_ranks, max(NUM_GPUS, 1))
+    few = pytest.mark.skipif(num_ranks > GPU_RANKS, reason=f"needs {num_ranks} NVIDIA GPUs")
+    gpu = pytest.mark.gpu(min(num_ranks, max(NUM_GPUS, 1)) if GPU_RANKS else num_ranks)
     name = f"{num_ranks // ranks_per_node}x{ranks_per_node}"
-    return pytest.param((num_ranks, ranks_per_node), id=name, marks=pytest.mark.gpu(gpus))
+    return pytest.param((num_ranks, ranks_per_node), id=name, marks=[gpu, few])
 
 
 SIZES = pytest.mark.parametrize("sizes", [ranks(2, 1), ranks(4, 2), ranks(4, 1)])
@@ -70,7 +71,12 @@ def loopback(headers: Headers, tmp_path_factory: pytest.TempPathFactory) -> Loop
 
 
 def run(
-    scenario: str, sizes: tuple[int, int], headers: Headers | None, loopback: Loopback | None, folder: Path
+    scenario: str,
+    sizes: tuple[int, int],
+    headers: Headers | None,
+    loopback: Loopback | None,
+    folder: Path,
+    delay_us: int = 0,
 ) -> list[Any]:
     """The scenario in a process for each rank: what they report, by rank. Without a card NCCL finds its own way."""
     num_ranks, ranks_per_node = sizes
@@ -86,7 +92,7 @@ def run(
         for rank, log in enumerate(logs):
             options = json.dumps(asdict(Options(scenario, rank, num_ranks, ranks_per_node, str(folder))))
             command = [sys.executable, "-m", "tests.kernels.gpu_nodes", options]
-            variables = inherited if loopback is None else inherited | loopback.environment()
+            variables = inherited if loopback is None else inherited | loopback.environment(delay_us)
             # NCCL refuses two ranks of one host on one GPU.
             host = rank if num_ranks > NUM_GPUS else rank // ranks_per_node
             variables |= {"NCCL_HOSTID": f"host-{host}", "NCCL_SOCKET_IFNAME": "lo"}
@@ -119,9 +125,15 @@ def test_all_calls(sizes: tuple[int, int], headers: Headers, loopback: Loopback,
             assert value > 0
 
 
-def test_a_communicator(sizes: tuple[int, int], headers: Headers, loopback: Loopback, tmp_path: Path) -> None:
-    """Calls of a program, eager and in a graph, in both layouts, against the reference. It prints mean times."""
-    for rank, report in enumerate(run("communicator", sizes, headers, loopback, tmp_path)):
+@pytest.mark.parametrize("delay_us", [0, 500], ids=["in order", "delayed"])
+def test_a_communicator(
+    sizes: tuple[int, int], delay_us: int, headers: Headers, loopback: Loopback, tmp_path: Path
+) -> None:
+    """Calls of a program, eager and in a graph, in both layouts, against the reference. It prints mean times.
+
+    A card that holds connections back brings signals of one context before those of another that were raised earlier.
+    """
+    for rank, report in enumerate(run("communicator", sizes, headers, loopback, tmp_path, delay_us)):
         for what, value in report.items():
             print(f"\nrank {rank} of {sizes[0]}, nodes of {sizes[1]}, {what} {value:.1f}", end="")
             assert value > 0

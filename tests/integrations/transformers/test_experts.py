@@ -14,6 +14,7 @@ import torch
 
 from tests.conftest import Ranks
 from tests.integrations.transformers import models
+from tests.support import emulator
 from tokenloom.runtime.processes import RankContext
 
 EMULATED = True
@@ -93,16 +94,31 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+BETWEEN_NODES: dict[str, dict[str, Any]] = {
+    "gin": {"transport": "gin", "max_tokens_per_rank": 32},
+    "padded": {"backend": "padded", "max_tokens_per_rank": 32},
+}
+
+
+@pytest.mark.skipif(not emulator.ON, reason="it needs Hopper GPUs and a network; the emulator plays both")
+@pytest.mark.parametrize("sizes", [(2, 1), (4, 2)], ids=["emulated2", "emulated4"])
+@pytest.mark.parametrize("how", BETWEEN_NODES)
+def test_experts_between_nodes(how: str, sizes: tuple[int, int]) -> None:
+    """Rows cross nodes by kernels that send, or between two kernels, there and back and for gradients."""
+    num_ranks, ranks_per_node = sizes
+    emulator.ranks(num_ranks).run(in_place, "mixtral", {**BETWEEN_NODES[how], "ranks_per_node": ranks_per_node})
+
+
 @pytest.mark.slow_on(1, 4)
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "nemotron_h"])
 @pytest.mark.parametrize("how", OPTIONS)
 def test_experts(ranks: Ranks, family: str, how: str) -> None:
     """Batches that grow on some ranks, ranks without tokens: outputs and gradients of all experts on all tokens."""
-    ranks.run(in_place, family, how)
+    ranks.run(in_place, family, OPTIONS[how])
 
 
-def in_place(context: RankContext, family: str, how: str) -> None:
+def in_place(context: RankContext, family: str, options: dict[str, Any]) -> None:
     """transformers asks whether the meshes are of the same ranks, which here are none of a torch mesh."""
     parallel = import_module("transformers.distributed.expert_parallel")
     parallel.get_process_group_ranks = lambda group: [0]
-    compare(context, family, OPTIONS[how])
+    compare(context, family, options)

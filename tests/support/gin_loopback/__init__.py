@@ -43,12 +43,16 @@ class Loopback:
             command, env=variables, capture_output=True, text=True, check=False, timeout=limit_s, errors="replace"
         )
 
-    def environment(self) -> dict[str, str]:
+    def environment(self, delay_us: int = 0) -> dict[str, str]:
         """What a rank sets before its first call of NCCL, so that NCCL uses the plugin.
 
         NCCL believes in nodes where ranks differ in NCCL_HOSTID. NCCL_NET must not be set.
+
+        Args:
+            delay_us: holds connections back, so that contexts overtake one another.
         """
         return {
+            "GINLOOP_DELAY_US": str(delay_us),
             "NCCL_NET_PLUGIN": str(self.plugin),
             "NCCL_NET_PLUGIN_REF_COUNT": "1",
             "NCCL_GIN_TYPE": "2",
