@@ -30,7 +30,6 @@ LOCAL_EXPERTS = 32
 SCHEDULES = {
     "gathers": MegaSchedule(copies_rows=False),
     "copies": MegaSchedule(copies_rows=True),
-    "copies, claims": MegaSchedule(copies_rows=True, claims_tiles=True),
 }
 
 

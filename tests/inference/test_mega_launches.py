@@ -120,52 +120,14 @@ def test_each_call_tells_its_own_tensors(launches: Launches) -> None:
     assert launches["route_lists"].stats == 0
 
 
-def test_schedules_that_claim_tiles(launches: Launches) -> None:
-    """Kernels are others, and are told the same. Each GEMM has a count of its own: both may run at a time."""
-    layer, told = make_layer(), []
+def test_each_gemm_counts_its_own_claims(launches: Launches) -> None:
+    """Both may run at a time."""
+    layer = make_layer()
     layer.use_weights(*new_weights())
-    for num_tokens, schedule in ((5, None), (300, None), (7, MegaSchedule(True, claims_tiles=True)), (8, None)):
-        layer.schedule = schedule
+    for num_tokens in (5, 300):
         call(layer, num_tokens)
-        same_call(launches)
-        told.append([launches[name].shape["claims"] for name in ("gemm1", "gemm2")])
+        assert [launches[name].shape["claims"] for name in ("gemm1", "gemm2")] == [1, 1]
         assert abs(launches["gemm1"].claimed - launches["gemm2"].claimed) >= 128
-    assert told == [[0, 0], [1, 1], [1, 1], [0, 0]]
-
-
-def test_a_schedule_that_no_call_has_by_itself(launches: Launches) -> None:
-    """Its kernels are made when they are asked for, and again for other biases."""
-    layer = make_layer(max_tokens_per_rank=64)
-    first, second = new_weights(), new_weights()
-    layer.use_weights(*first)
-    call(layer)
-    layer.schedule = MegaSchedule(copies_rows=False, claims_tiles=True)
-    call(layer)
-    assert launches["gemm1"].shape["claims"]
-    layer.use_weights(*second, w1_bias=torch.ones(LOCAL, 2 * INTERMEDIATE))
-    call(layer)
-    assert launches["gemm1"].shape["claims"] == launches["gemm1"].shape["biased"] == 1
-    assert launches["gemm1"].b_scales == second[1].data_ptr()
-    layer.schedule = None
-    call(layer)
-    assert (launches["gemm1"].shape["claims"], launches["gemm1"].b_scales) == (0, second[1].data_ptr())
-
-
-def test_kernels_of_a_schedule_are_made_before_the_call(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other ranks' deadlines do not wait for a compiler, and a capture is refused before it holds half a call."""
-    layer = make_layer(max_tokens_per_rank=64, schedule=MegaSchedule(copies_rows=False, claims_tiles=True))
-    layer.use_weights(*new_weights())
-
-    def fail(gemms: ExpertGemms, variant: object) -> Kernel:
-        raise InvalidArgument("no kernel can be made now")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ExpertGemms, "_kernel", fail)
-        with pytest.raises(InvalidArgument, match="no kernel"):
-            call(layer)
-    assert not {"route_lists", "gemm1"} & set(launches)
-    call(layer)
-    assert launches["gemm1"].shape["claims"]
 
 
 def test_kernels_begin_early_behind_one_another(launches: Launches) -> None:

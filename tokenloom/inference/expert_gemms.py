@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from tokenloom.backends.nvlink.buffers import ReceiveBuffer
 from tokenloom.inference.expert_memory import ExpertMemory
 from tokenloom.inference.request import Biases
-from tokenloom.inference.schedules import MegaSchedule, schedule_for
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.gemm.launch import (
     A_BOX_ROWS,
@@ -26,8 +24,9 @@ from tokenloom.kernels.gemm.launch import (
     wide_scales,
 )
 from tokenloom.ops.gemm import swiglu_epilogue, tell_activation
-from tokenloom.plan import SWIGLU, Activation, Plan
+from tokenloom.plan import SWIGLU, Activation
 from tokenloom.runtime.leftovers import keep_until_idle
+
 
 LINE = 32
 """Words from one count to the next, so that each has a line of the cache to itself."""
@@ -38,22 +37,12 @@ def sms_for_gemms(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) // CLUSTER * CLUSTER
 
 
-@dataclass(eq=False)
-class Pair:
-    """The kernels of both GEMMs, and the experts that they have been told: the first, and the end."""
-
-    first: Kernel
-    second: Kernel
-    experts: tuple[int, int] = (0, 0)
-
-
 class ExpertGemms:
     """Both GEMMs of the experts of a rank.
 
     Args:
         memory: between them.
-        plan: sizes of the communicator.
-        intermediate: I.
+        hidden, intermediate: H and I.
         power_of_two_scales: of the activations between them.
         device: the GPU.
 
@@ -64,29 +53,27 @@ class ExpertGemms:
     """
 
     def __init__(
-        self, memory: ExpertMemory, plan: Plan, intermediate: int, power_of_two_scales: bool, device: torch.device
+        self, memory: ExpertMemory, hidden: int, intermediate: int, power_of_two_scales: bool, device: torch.device
     ) -> None:
         self._memory, self._device = memory, device
-        self._hidden, self._intermediate, self._num_local = plan.hidden, intermediate, memory.num_local
-        # Whether calls claim tiles: those with no tokens, and those with as many as there may be.
-        self._ways = {schedule_for(num, plan.num_ranks).claims_tiles for num in (0, plan.max_tokens_per_rank)}
+        self._hidden, self._intermediate, self._num_local = hidden, intermediate, memory.num_local
         self._power_of_two_scales = power_of_two_scales
         self.num_sms = sms_for_gemms(device)
         self._side = torch.cuda.Stream(device)
         self.weights: tuple[torch.Tensor, ...] = ()
         self._traces: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._first_of: dict[tuple[SwigluFp8Epilogue, bool], Kernel] = {}
-        self._second_of: dict[tuple[bool, bool], Kernel] = {}
-        self._pairs: dict[bool, Pair] = {}  # by whether they claim tiles
+        self._first_of: dict[SwigluFp8Epilogue, Kernel] = {}
+        self._second_of: dict[bool, Kernel] = {}
         self._activation: tuple[Activation, bool] = (SWIGLU, False)
         self._biases: Biases = (None, None)
+        self._experts_told = (0, 0)  # first and end, of both GEMMs; reset with what follows
         self.is_stale = True
 
     # -- what they compute ----------------------------------------------------------------------------------
 
     def set_activation(self, form: Activation, fast_math: bool) -> None:
         """Do what ``MegaMoE.set_activation`` says."""
-        if (form, fast_math) == self._activation and self._pairs:
+        if (form, fast_math) == self._activation and self._first_of:
             return
         self._choose((form, fast_math), self._biases)
 
@@ -106,38 +93,26 @@ class ExpertGemms:
         self._choose(self._activation, self._biases)
         return self._traces
 
-    def prepare(self, schedule: MegaSchedule) -> None:
-        """Make the kernels of a schedule that no call has by itself, before a call that has it."""
-        claims = schedule.claims_tiles
-        if claims not in self._pairs:
-            self._pairs[claims], self.is_stale = self._pair(self._activation, self._biases, claims), True
-            self._ways.add(claims)
-
     def _choose(self, activation: tuple[Activation, bool], biases: Biases) -> None:
         """Take the kernels that have this activation and these biases. Nothing changes where one cannot be had now."""
-        pairs = {claims: self._pair(activation, biases, claims) for claims in self._ways}
-        self._activation, self._biases, self._pairs, self.is_stale = activation, biases, pairs, True
-
-    def _pair(self, activation: tuple[Activation, bool], biases: Biases, claims: bool) -> Pair:
         (form, fast_math), (w1_bias, w2_bias) = activation, biases
-        options: dict[str, bool] = {"claims": claims, "traced": self._traces is not None}
-        swiglu = swiglu_epilogue(form, self._power_of_two_scales, fast_math, biased=w1_bias is not None)
-        if (swiglu, claims) not in self._first_of:
+        traced, biased = self._traces is not None, w2_bias is not None
+        key = swiglu_epilogue(form, self._power_of_two_scales, fast_math, biased=w1_bias is not None)
+        if key not in self._first_of:
             sizes = (self._num_local, 2 * self._intermediate, self._hidden)
-            variant = GroupedGemmVariant(*sizes, epilogue=swiglu, gathers=True, **options)
-            self._first_of[swiglu, claims] = self._kernel(variant)
-        biased = w2_bias is not None
-        if (biased, claims) not in self._second_of:
+            variant = GroupedGemmVariant(*sizes, epilogue=key, gathers=True, claims=True, traced=traced)
+            self._first_of[key] = self._kernel(variant)
+        if biased not in self._second_of:
             sizes, epilogue = (self._num_local, self._hidden, self._intermediate), Bf16Epilogue(biased=biased)
-            variant = GroupedGemmVariant(*sizes, epilogue=epilogue, scatters=True, **options)
-            self._second_of[biased, claims] = self._kernel(variant)
-        pair = Pair(self._first_of[swiglu, claims], self._second_of[biased, claims])
+            variant = GroupedGemmVariant(*sizes, epilogue=epilogue, scatters=True, claims=True, traced=traced)
+            self._second_of[biased] = self._kernel(variant)
+        self._activation, self._biases = activation, biases
+        self._first, self._second, self.is_stale = self._first_of[key], self._second_of[biased], True
         if self._traces is not None:
-            pair.first.args.trace, pair.second.args.trace = (times.data_ptr() for times in self._traces)
-        tell_activation(pair.first.args, form)
-        for gemm, bias in ((pair.first, w1_bias), (pair.second, w2_bias)):
+            self._first.args.trace, self._second.args.trace = (times.data_ptr() for times in self._traces)
+        tell_activation(self._first.args, form)
+        for gemm, bias in ((self._first, w1_bias), (self._second, w2_bias)):
             gemm.args.bias = 0 if bias is None else bias.data_ptr()
-        return pair
 
     def _kernel(self, variant: GroupedGemmVariant) -> Kernel:
         return Kernel(variant.spec(), self._device.index)
@@ -160,12 +135,7 @@ class ExpertGemms:
         Args:
             received: where dispatches leave what comes with rows. rows: the rows there.
         """
-        for pair in self._pairs.values():
-            self._point(pair, received, rows)
-        self.is_stale = False
-
-    def _point(self, pair: Pair, received: ReceiveBuffer, rows: torch.Tensor) -> None:
-        memory, args = self._memory, pair.first.args
+        memory, args = self._memory, self._first.args
         args.a, args.copied = self._copies_map, memory.copied.data_ptr()
         args.a_rows, args.a_scales = rows.data_ptr(), received.scales.data_ptr()
         args.row_index, args.row_weights = memory.rows.data_ptr(), memory.row_weights.data_ptr()
@@ -173,7 +143,7 @@ class ExpertGemms:
         args.claimed = self._claimed[0].data_ptr()
         args.out, args.out_scales = memory.activations.data_ptr(), memory.activation_scales.data_ptr()
         args.b, args.b_scales = self._first_weights
-        args = pair.second.args
+        args = self._second.args
         if wide_scales(self._intermediate):
             args.a_scale_map = self._scales_map
         args.a, args.a_scales = self._activations_map, memory.activation_scales.data_ptr()
@@ -181,7 +151,8 @@ class ExpertGemms:
         args.row_weights, args.claimed = memory.row_weights.data_ptr(), self._claimed[1].data_ptr()
         args.stored, args.stored_by = memory.stored.data_ptr(), warps_that_store(2 * self._intermediate)
         args.b, args.b_scales = self._second_weights
-        pair.first.early = pair.second.early = False
+        self._first.early = self._second.early = False
+        self.is_stale, self._experts_told = False, (0, 0)
 
     # -- calls ----------------------------------------------------------------------------------------------
 
@@ -189,7 +160,7 @@ class ExpertGemms:
         """Make a stream wait for all that runs on the other one."""
         main.wait_stream(self._side)
 
-    def run(self, schedule: MegaSchedule, stream: int, passed: Callable[[str], None]) -> bool:
+    def run(self, waves: int, stream: int, passed: Callable[[str], None]) -> bool:
         """Run them in waves of experts: GEMM2 of each beside GEMM1 of the next, so that links have work earlier.
 
         Meanwhile GEMM2, which has half of GEMM1's arithmetic, gets a third of the SMs.
@@ -201,27 +172,27 @@ class ExpertGemms:
         Returns:
             Whether the last kernel lets the next one on the stream begin early.
         """
-        local, all_sms, pair = self._num_local, self.num_sms, self._pairs[schedule.claims_tiles]
-        waves = min(schedule.waves, local)
+        local, all_sms = self._num_local, self.num_sms
+        waves = min(waves, local)
         third = max(all_sms // 3 // CLUSTER * CLUSTER, CLUSTER)
         rest = max(all_sms - third, CLUSTER)
         main = torch.cuda.current_stream(self._device) if waves > 1 else None
         side = stream if main is None else self._side.cuda_stream
-        if pair.second.early != (main is None):  # behind an event there is no kernel to begin early after
-            pair.first.early = pair.second.early = main is None
+        if self._second.early != (main is None):  # behind an event there is no kernel to begin early after
+            self._first.early = self._second.early = main is None
         for wave in range(waves):
             first, last = wave == 0, wave == waves - 1
             experts = wave * local // waves, (wave + 1) * local // waves
-            if experts != pair.experts:
-                for gemm in (pair.first, pair.second):
+            if experts != self._experts_told:  # or both GEMMs know
+                for gemm in (self._first, self._second):
                     gemm.args.first_expert, gemm.args.end_expert = experts
-                pair.experts = experts
-            pair.first.launch(all_sms if first else rest, stream)
+                self._experts_told = experts
+            self._first.launch(all_sms if first else rest, stream)
             if last:
                 passed("gemm1")
             if main is not None:
                 self._side.wait_stream(main)
-            pair.second.launch(all_sms if last else third, side)
+            self._second.launch(all_sms if last else third, side)
         if main is not None:
             self.join(main)
         passed("gemm2")

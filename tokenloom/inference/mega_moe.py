@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from tokenloom.backends.registry import MAX_SMS
 from tokenloom.comm.communicator import Communicator
 from tokenloom.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, TokenloomError
 from tokenloom.inference.composed_experts import ComposedExperts
@@ -116,6 +117,7 @@ class MegaMoE:
             top_k=top_k,
             max_tokens_per_rank=max_tokens_per_rank,
             backend=EXPERTS[backend].communicator_backend,
+            num_sms=MAX_SMS,  # nothing else runs meanwhile
             device=device,
             timeout_s=timeout_s,
             open_timeout_s=open_timeout_s,

@@ -62,11 +62,12 @@ class NvlinkExperts:
         self._memory = ExpertMemory(plan, intermediate, num_shared_experts)
         if self._memory.num_local > MOST_LOCAL_EXPERTS:
             raise InvalidArgument(f"{self._memory.num_local} experts on a rank, expected at most {MOST_LOCAL_EXPERTS}")
-        self._gemms = ExpertGemms(self._memory, plan, intermediate, power_of_two_scales, comm.device)
+        self._gemms = ExpertGemms(self._memory, plan.hidden, intermediate, power_of_two_scales, comm.device)
         self._calls: FusedLayerCalls = comm.engine.fused_layer(num_shared_experts)
         self._is_allocated = False
         self._shared: SymmetricBuffer | None = None
         self._sums = self._kernel(SumRoutesVariant(plan, num_shared_experts=num_shared_experts))
+        self._sums.early = True
         backend = comm.engine.makes_usual_calls
         assert backend is not None, "backend nvlink makes them"
         self._usual = UsualCalls(comm.engine, backend)
@@ -170,7 +171,7 @@ class NvlinkExperts:
         )
         lists.launch(LIST_BLOCKS_PER_SM * self._gemms.num_sms, stream)
         request.passed("lists")
-        return self._gemms.run(schedule, stream, request.passed)
+        return self._gemms.run(schedule.waves, stream, request.passed)
 
     def _prepared(self, request: ForwardRequest) -> tuple[torch.Tensor, Kernel, torch.Tensor]:
         """Return the output's tensor, the kernel that makes route lists, and the values of x. There is memory then."""
@@ -178,8 +179,6 @@ class NvlinkExperts:
         if not isinstance(values, torch.Tensor):
             raise InvalidArgument(f"x is a {type(values).__name__}, expected a tensor, or (FP8, scales)")
         lists = self._lists_of_dtype(values.dtype)
-        if request.schedule is not None:
-            self._gemms.prepare(request.schedule)
         if self._num_shared and values.data_ptr() % BULK_BYTES:
             values = values.clone()
         result = request.checked()

@@ -15,19 +15,16 @@ class MegaSchedule:
             so that GEMM1 loads them by TMA. GEMM1 gathers all other rows.
         waves: number of groups of experts. GEMM2 of one group, which sends results home, runs beside GEMM1 of the
             next.
-        claims_tiles: SMs claim tiles of the GEMMs one by one, instead of taking every so many. It evens out what they
-            do, and costs some time for each tile.
     """
 
     copies_rows: bool
     waves: int = 1
-    claims_tiles: bool = False
 
 
 SCHEDULES: tuple[tuple[int, MegaSchedule], ...] = (
     (128, MegaSchedule(copies_rows=False)),
-    (2048, MegaSchedule(copies_rows=True, claims_tiles=True)),
-    (1 << 30, MegaSchedule(copies_rows=True, waves=4, claims_tiles=True)),
+    (2048, MegaSchedule(copies_rows=True)),
+    (1 << 30, MegaSchedule(copies_rows=True, waves=4)),
 )
 """Pairs (most tokens of this rank, schedule), measured on H200 (docs/performance/notebook.md)."""
 

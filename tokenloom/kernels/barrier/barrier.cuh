@@ -30,6 +30,7 @@ __device__ void barrier(const BarrierArgs& args) {
         announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, turn, 0, header);
         opened = await_call<Shape::num_ranks, kCounts>(args.call, turn);
     }
+    let_next_kernel_begin();  // not before: it takes SMs from whoever computes while ranks wait for each other
     if (threadIdx.x == 0) *args.opened = opened == Opened::kGo;
     close_call(args.call, turn, true, [] {});
 }

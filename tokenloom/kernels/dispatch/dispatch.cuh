@@ -17,6 +17,7 @@
 //
 // README.md has the protocol and why it is safe to reuse the region.
 #pragma once
+#include "device/ptx/grid.cuh"
 #include "kernels/dispatch/fill.cuh"
 #include "kernels/dispatch/padding.cuh"
 #include "kernels/dispatch/results.cuh"
@@ -142,5 +143,6 @@ __device__ void dispatch(const DispatchArgs& args) {
     bool done;
     if constexpr (Shape::part == kReceive) done = receive_rows<Shape>(args, turn);
     else done = dispatch_rows<Shape>(args, turn);
+    let_next_kernel_begin();
     close_call<Shape::part>(args.call, turn, done, [&] { publish_nothing<Shape>(args); });
 }

@@ -4,6 +4,7 @@
 // NaN takes the place of a sum that must not be trusted: of all tokens if the ranks have not met, and of tokens whose
 // dispatch did not take place. Routes to masked ranks are none.
 #pragma once
+#include "device/ptx/grid.cuh"
 #include "device/tile/routes.cuh"
 #include "device/tile/rows.cuh"
 
@@ -22,6 +23,7 @@ template <class Shape>
 __device__ void sum_routes(const SumRoutesArgs& args) {
     constexpr int kRowBytes = Shape::hidden * 2, kWarps = Shape::threads / 32;
     constexpr int kTerms = Shape::top_k + Shape::shared_experts;
+    wait_for_earlier_kernels();
     using Sum = RowSum<kBfloat16, kBfloat16, Shape::hidden, 8, Shape::terms>;
     if (args.num_tokens == 0) return;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 * gridDim.x + blockIdx.x;
