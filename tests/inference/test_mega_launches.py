@@ -131,7 +131,7 @@ def test_each_gemm_counts_its_own_claims(launches: Launches) -> None:
 
 
 def test_kernels_begin_early_behind_one_another(launches: Launches) -> None:
-    """Not where a GEMM runs in waves beside the other, and not the sum: waiting for other ranks takes one SM."""
+    """Not where a GEMM runs in waves beside the other."""
     layer = make_layer()
     layer.use_weights(*new_weights())
     for waves in (1, 2, 1):
@@ -145,7 +145,7 @@ def test_kernels_begin_early_behind_one_another(launches: Launches) -> None:
             "gemm1": chained,
             "gemm2": chained,
             "barrier": chained,
-            "sum_routes": False,
+            "sum_routes": True,
         }
 
 

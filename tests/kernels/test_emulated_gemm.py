@@ -11,6 +11,7 @@ from tests.kernels.one_gpu import EmulatedKernel
 from tests.ops.grouped_operands import assert_close, expected, operands
 from tests.support import emulator
 from tests.support.emulator.gemm import one_gpu
+from tokenloom.kernels.gemm import launch
 from tokenloom.kernels.gemm.launch import GroupedGemmVariant
 from tokenloom.ops import gemm
 
@@ -40,6 +41,29 @@ def test_gemm(name: str) -> None:
 def test_tiles_that_are_claimed(name: str) -> None:
     """Each tile once, also in the next launch: the count is 0 again."""
     check_gemm(name, claims=True, launches=3)
+
+
+def test_windows() -> None:
+    """Window w of map n - 1 begins at row w of the matrix, and ends behind n rows. None reaches past the matrix."""
+    rows = torch.zeros(100, 256, dtype=torch.float8_e4m3fn)
+    with one_gpu():
+        maps = launch.row_windows(rows)
+    assert maps.shape == (launch.TILE_ROWS, 128)
+    for n, words in enumerate(maps.view(torch.int64).tolist(), start=1):
+        windows = min(n, len(rows))
+        expected_words = (
+            rows.data_ptr(),
+            1,
+            256,
+            windows,
+            101 - windows,
+            launch.BLOCK,
+            launch.A_BOX_ROWS,
+            1,
+            256,
+            256,
+        )
+        assert tuple(words[:10]) == expected_words, n
 
 
 def check_gemm(name: str, claims: bool, launches: int = 1) -> None:

@@ -117,8 +117,8 @@ __device__ void two_gemms(const TwoGemmsArgs& args) {
     extern __shared__ __align__(1024) unsigned char memory[];
     static_assert(sizeof(TwoGemmsShared) <= Shape::shared_bytes, "the test asks for what this needs");
     auto& shared = *reinterpret_cast<TwoGemmsShared*>(memory);
-    const Rows1 rows1{args.a, args.a_scale_map, args.a_scales};
-    const Rows2 rows2{args.h, args.h_scale_map, args.a_scales};
+    const Rows1 rows1{{args.a}, args.a_scale_map, args.a_scales};
+    const Rows2 rows2{{args.h}, args.h_scale_map, args.a_scales};
     const Weights1 weights1{args.w1, args.w1_scales};
     const Weights2 weights2{args.w2, args.w2_scales};
     const Swiglu swiglu{args.h_scales, args.row_weights, args.clamp};

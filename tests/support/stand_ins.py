@@ -118,6 +118,7 @@ class StandIns:
         self._patch(kernel, "_function", lambda spec, index: 1)
         self._patch(kernel, "launch_function", lambda: self._launch)
         self._patch(expert_gemms, "operand_map", lambda *shape: kernel.TensorMap())
+        self._patch(expert_gemms, "row_windows", lambda rows: torch.empty(1))
         self._patch(expert_gemms, "scale_map", lambda *shape: kernel.TensorMap())
         self._patch(backend, "usable_sms", lambda index: NUM_SMS)
         self._patch(backend, "SymmetricBuffer", Memory)

@@ -11,13 +11,13 @@ from tokenloom.inference.expert_memory import ExpertMemory
 from tokenloom.inference.request import Biases
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.gemm.launch import (
-    A_BOX_ROWS,
     B_BOX_ROWS,
     CLUSTER,
     Bf16Epilogue,
     GroupedGemmVariant,
     SwigluFp8Epilogue,
     operand_map,
+    row_windows,
     scale_map,
     trace_times,
     warps_that_store,
@@ -26,7 +26,6 @@ from tokenloom.kernels.gemm.launch import (
 from tokenloom.ops.gemm import swiglu_epilogue, tell_activation
 from tokenloom.plan import SWIGLU, Activation
 from tokenloom.runtime.leftovers import keep_until_idle
-
 
 LINE = 32
 """Words from one count to the next, so that each has a line of the cache to itself."""
@@ -123,9 +122,8 @@ class ExpertGemms:
         """Take the memory's addresses, once it is allocated."""
         memory = self._memory
         self._claimed = torch.zeros(2, LINE, dtype=torch.int32, device=self._device)
-        keep_until_idle(self, self._device, self._claimed)
-        self._activations_map = operand_map(memory.activations, A_BOX_ROWS)
-        self._copies_map = operand_map(memory.copies, A_BOX_ROWS)
+        self._activations, self._copies = row_windows(memory.activations), row_windows(memory.copies)
+        keep_until_idle(self, self._device, self._claimed, self._activations, self._copies)
         if wide_scales(self._intermediate):
             self._scales_map = scale_map(memory.activation_scales)
 
@@ -136,7 +134,7 @@ class ExpertGemms:
             received: where dispatches leave what comes with rows. rows: the rows there.
         """
         memory, args = self._memory, self._first.args
-        args.a, args.copied = self._copies_map, memory.copied.data_ptr()
+        args.a_windows, args.copied = self._copies.data_ptr(), memory.copied.data_ptr()
         args.a_rows, args.a_scales = rows.data_ptr(), received.scales.data_ptr()
         args.row_index, args.row_weights = memory.rows.data_ptr(), memory.row_weights.data_ptr()
         args.offsets, args.stored = memory.offsets.data_ptr(), memory.stored.data_ptr()
@@ -146,7 +144,7 @@ class ExpertGemms:
         args = self._second.args
         if wide_scales(self._intermediate):
             args.a_scale_map = self._scales_map
-        args.a, args.a_scales = self._activations_map, memory.activation_scales.data_ptr()
+        args.a_windows, args.a_scales = self._activations.data_ptr(), memory.activation_scales.data_ptr()
         args.offsets, args.row_targets = memory.offsets.data_ptr(), memory.targets.data_ptr()
         args.row_weights, args.claimed = memory.row_weights.data_ptr(), self._claimed[1].data_ptr()
         args.stored, args.stored_by = memory.stored.data_ptr(), warps_that_store(2 * self._intermediate)

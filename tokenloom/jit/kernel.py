@@ -125,7 +125,7 @@ class TensorMap(ctypes.Structure):
 
 
 def tensor_map(tensor: torch.Tensor, box: tuple[int, ...], swizzle: bool = False) -> TensorMap:
-    """How TMA finds boxes of a contiguous tensor of 1-byte or float32 values.
+    """How TMA finds boxes of a tensor of 1-byte or float32 values, the innermost of which follow each other.
 
     Args:
         box: its sizes, innermost dimension first.
@@ -137,8 +137,10 @@ def tensor_map(tensor: torch.Tensor, box: tuple[int, ...], swizzle: bool = False
     driver = load_driver()
     make_current(tensor.device.index)
     sizes = list(reversed(tensor.shape))
-    # Of sizes: where a dimension is 1, torch may have any stride.
-    strides = [size * tensor.element_size() for size in accumulate(sizes[:-1], mul)]
+    # Where a dimension is 1, torch may have any stride.
+    packed = accumulate(sizes[:-1], mul)
+    given = zip(sizes[1:], reversed(tensor.stride()[:-1]), packed, strict=True)
+    strides = [(stride if size > 1 else own) * tensor.element_size() for size, stride, own in given]
     encoded = checked(
         driver.cuTensorMapEncodeTiled(
             kind,

@@ -21,8 +21,10 @@ SMS = 4
 def tensor_map(tensor: torch.Tensor, box: tuple[int, ...], swizzle: bool = False) -> TensorMap:
     """Write down what tensor.cuh of the emulator asks of a map; see :func:`tokenloom.jit.kernel.tensor_map`."""
     depth, height, width = (1, *tensor.shape)[-3:]
+    strides = (0, *tensor.stride())[-3:-1]
     found = TensorMap()
     words = (tensor.data_ptr(), tensor.element_size(), width, height, depth, box[0], box[1], int(swizzle))
+    words += tuple(stride * tensor.element_size() for stride in strides)
     found.word[: len(words)] = words
     return found
 

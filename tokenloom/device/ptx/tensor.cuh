@@ -30,12 +30,21 @@ __device__ __forceinline__ void tensor_load(void* shared, const TensorMap* map, 
         : "memory");
 }
 
-// The same of a matrix, to the same place in all blocks of the cluster whose bits are set; it counts on each block's own barrier.
+// The same, to the same place in all blocks of the cluster whose bits are set; it counts on each block's own barrier.
 __device__ __forceinline__ void tensor_load_to_all(void* shared, const TensorMap* map, int32 x, int32 y,
                                                    uint64* barrier, uint16 blocks) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
         " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(shared)),
         "l"(map), "r"(x), "r"(y), "r"(shared_address(barrier)), "h"(blocks)
+        : "memory");
+}
+
+__device__ __forceinline__ void tensor_load_to_all(void* shared, const TensorMap* map, int32 x, int32 y, int32 z,
+                                                   uint64* barrier, uint16 blocks) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(shared)),
+        "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier)), "h"(blocks)
         : "memory");
 }

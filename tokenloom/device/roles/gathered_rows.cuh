@@ -15,12 +15,12 @@ struct GatheredRows {
         int32 first = 0, rows = 0;
         __device__ __forceinline__ bool have(const Tile& tile) const { return tile.row + tile.rows <= rows; }
     };
-    const TensorMap& map;                // [any, K] E4M3: copied rows
+    const WindowRows maps;               // of [any, K] E4M3: copied rows
     const TensorMap& scale_map;          // unused
     const unsigned char* const& values;  // [any, K] E4M3
     const float* const& scales;          // [any, K / 128]
     const int32* const& index;           // [rows]: which of `values` each row is
-    const int32* const& copied;          // null, or [2] (first, n): rows 0..n-1 are also the map's, from `first` on
+    const int32* const& copied;          // null, or [2] (first, n): rows 0..n-1 are also the maps', from `first` on
 
     __device__ __forceinline__ void prefetch() const {}
 

@@ -17,6 +17,7 @@
 #include "device/ptx/types.cuh"
 
 constexpr int kClusterBlocks = 2;
+constexpr uint16 kBothBlocks = 3;  // a bit for each
 constexpr int kGroups = 2;      // math warpgroups of a block
 constexpr int kGroupRows = 64;  // rows of a tile that one warpgroup multiplies
 constexpr int kTileRows = kGroups * kGroupRows;

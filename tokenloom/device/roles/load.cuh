@@ -35,7 +35,6 @@ template <class Ring, class Rows, class OnTma, class At>
 __device__ __forceinline__ void load_rows(Ring& ring, const RingUse<Ring::kStages>& use, const Rows& rows,
                                           const OnTma& on_tma, const Tile& tile, int groups, const At& at, int32 block,
                                           int k) {
-    constexpr uint16 kBoth = 3;
     uint64* full = &ring.full[use.stage];
     if constexpr (Rows::kScalesByTma)
         if (k % kScaleBlocks == 0)
@@ -43,8 +42,8 @@ __device__ __forceinline__ void load_rows(Ring& ring, const RingUse<Ring::kStage
                         tile.row, full);
     for (int group = 0; group < groups; ++group) {
         const int row = group * kGroupRows + block * RowOperand::kBoxRows;
-        tensor_load_to_all(ring.a[use.stage] + row * RowOperand::kRowBytes, &rows.map, k * kBlock,
-                           on_tma.first + tile.row + row, full, kBoth);
+        rows.maps.load(ring.a[use.stage] + row * RowOperand::kRowBytes, k * kBlock, on_tma.first + tile.row, row,
+                       tile.rows, full);
     }
 }
 

@@ -6,7 +6,7 @@
 //   kScalesByTma        the loader (load.cuh) brings the scales of rows
 //   kSecondWarp         there is a second loading warp, for what the loader does not bring
 //   kWrittenByThreads   that warp writes operands as threads do, and math warps must fence before wgmma reads them
-//   map, scale_map      tensor maps: of values, and with kScalesByTma of scales
+//   maps, scale_map     how TMA finds values, see below, and with kScalesByTma the tensor map of scales
 //   prefetch()          fetches the tensor maps ahead
 //   on_tma()            which rows TMA finds: `have(tile)`, and `first`, the map's row of row 0
 //   Shared              what the second warp keeps in shared memory
@@ -18,7 +18,33 @@
 
 constexpr int kSecondWarpArrivals = 32;  // on a full stage
 
-template <int kK>
+// *Maps* say how TMA finds a box of a tile's values, for both blocks of a cluster:
+//
+//   prefetch()                                fetches tensor maps ahead
+//   load(to, x, first, row, rows, barrier)    the box at column `x` and row `row` of a tile, which has `rows` rows of a
+//                                             matrix from its row `first` on
+//
+// Here what lies behind a tile's last row comes too. Nobody stores its products.
+struct MatrixRows {
+    const TensorMap& map;  // [any, K] E4M3
+
+    __device__ __forceinline__ void prefetch() const { tensor_prefetch(&map); }
+    __device__ __forceinline__ void load(void* to, int32 x, int32 first, int32 row, int32, uint64* barrier) const {
+        tensor_load_to_all(to, &map, x, first + row, barrier, kBothBlocks);
+    }
+};
+
+// Here a box has zeros behind the tile's last row, which need not be read, and take less power to multiply.
+struct WindowRows {
+    const TensorMap* const& maps;  // [kTileRows]: row r of window w of map n - 1, [any, n, K], is row w + r of a matrix
+
+    __device__ __forceinline__ void prefetch() const { tensor_prefetch(maps + kTileRows - 1); }
+    __device__ __forceinline__ void load(void* to, int32 x, int32 first, int32 row, int32 rows, uint64* barrier) const {
+        tensor_load_to_all(to, maps + (rows - 1), x, row, first, barrier, kBothBlocks);
+    }
+};
+
+template <int kK, class Maps = MatrixRows>
 struct TiledRows {
     static constexpr int kBlocks = kK / kBlock;
     static constexpr bool kScalesByTma = kWideScales<kBlocks>, kSecondWarp = !kScalesByTma, kWrittenByThreads = false;
@@ -27,12 +53,12 @@ struct TiledRows {
         static constexpr int32 first = 0;
         __device__ __forceinline__ bool have(const Tile&) const { return true; }
     };
-    const TensorMap& map;        // [rows, K] E4M3
+    const Maps maps;             // of [rows, K] E4M3
     const TensorMap& scale_map;  // [rows, K / 128]
     const float* const& scales;  // the same, for the second warp
 
     __device__ __forceinline__ void prefetch() const {
-        tensor_prefetch(&map);
+        maps.prefetch();
         if (kScalesByTma) tensor_prefetch(&scale_map);
     }
 

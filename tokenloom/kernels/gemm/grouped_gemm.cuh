@@ -17,7 +17,7 @@
 #include "device/roles/swiglu_fp8_epilogue.cuh"
 
 struct GroupedGemmArgs {
-    TensorMap a;                  // [rows, K] E4M3, boxes of 128 values x 32 rows, swizzled; if gathered: copied rows
+    TensorMap a;                  // [rows, K] E4M3, boxes of 128 values x 32 rows, swizzled; unless a_windows is used
     TensorMap b;                  // [E, N, K] E4M3, boxes of 128 values x 128 rows
     TensorMap a_scale_map;        // [rows, K / 128], boxes of 8 values x 128 rows; if K % 512 == 0 and not gathered
     const unsigned char* a_rows;  // gathered: [any, K] E4M3
@@ -40,9 +40,10 @@ struct GroupedGemmArgs {
     float alpha;                  // SwiGLU of another form: as in Activation
     float up_offset;
     uint32* stored;               // gathered, scattered: counts of stored tiles, see device/roles/gate.cuh
+    const TensorMap* a_windows;   // gathered, scattered: maps of copied rows, of [rows, K], see WindowRows
     uint32* claimed;              // [1] count of claimed tiles, 0 before and after
     uint32 stored_by;             // scattered: warps that store a tile of rows
-    uint32 padding[11];           // tensor maps are aligned to 64 bytes, and so is this
+    uint32 padding[9];            // tensor maps are aligned to 64 bytes, and so is this
 };
 
 // The choices of a variant. Each is made once, here: what becomes of sums, where rows come from, where they go, and
@@ -65,9 +66,11 @@ __device__ __forceinline__ auto epilogue_of(const GroupedGemmArgs& args) {
 template <class Shape>
 __device__ __forceinline__ auto rows_of(const GroupedGemmArgs& args) {
     if constexpr (Shape::gathers != 0)
-        return GatheredRows<Shape::k>{args.a,        args.a_scale_map, args.a_rows,
-                                      args.a_scales, args.row_index,   args.copied};
-    else return TiledRows<Shape::k>{args.a, args.a_scale_map, args.a_scales};
+        return GatheredRows<Shape::k>{{args.a_windows}, args.a_scale_map, args.a_rows,
+                                      args.a_scales,    args.row_index,   args.copied};
+    else if constexpr (Shape::scatters != 0)
+        return TiledRows<Shape::k, WindowRows>{{args.a_windows}, args.a_scale_map, args.a_scales};
+    else return TiledRows<Shape::k>{{args.a}, args.a_scale_map, args.a_scales};
 }
 
 template <class Shape, int64 kRowBytes>

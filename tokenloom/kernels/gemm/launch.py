@@ -113,9 +113,9 @@ class GroupedGemmArgs(ctypes.Structure):
         *uint64_fields("counts", "bias"),
         ("alpha", ctypes.c_float),
         ("up_offset", ctypes.c_float),
-        *uint64_fields("stored", "claimed"),
+        *uint64_fields("stored", "a_windows", "claimed"),
         ("stored_by", ctypes.c_uint32),
-        ("padding", ctypes.c_uint32 * 11),
+        ("padding", ctypes.c_uint32 * 9),
     ]
 
 
@@ -225,6 +225,21 @@ def operand_map(tensor: torch.Tensor, box_rows: int) -> TensorMap:
 def wide_scales(k: int) -> bool:
     """Whether TMA can load the scales of rows of ``k`` values, which it takes 16 bytes at a time."""
     return k % (4 * BLOCK) == 0
+
+
+def row_windows(rows: torch.Tensor) -> torch.Tensor:
+    """Describe windows of 1 to TILE_ROWS rows of a contiguous E4M3 matrix, as boxes of 128 values x A_BOX_ROWS rows.
+
+    Returns:
+        uint8 [TILE_ROWS, 128], tensor maps on the device of ``rows``.
+    """
+    num_rows, width = rows.shape
+    maps = bytearray()
+    for window in range(1, TILE_ROWS + 1):
+        fits = min(window, num_rows)
+        windows = rows.as_strided((num_rows - fits + 1, fits, width), (width, width, 1))
+        maps += bytes(tensor_map(windows, (BLOCK, A_BOX_ROWS, 1), swizzle=True))
+    return torch.frombuffer(maps, dtype=torch.uint8).view(TILE_ROWS, -1).to(rows.device)
 
 
 def scale_map(scales: torch.Tensor) -> TensorMap:

@@ -25,7 +25,7 @@ inline void emulated_tensor_load(uint32 to, const TensorMap* map, int32 x, int32
             const uint32 place = to + static_cast<uint32>(row * box_bytes + byte);
             const int64 column = x * value_bytes + byte;
             const bool inside = y + row < height && column < width * value_bytes && z < depth;
-            const auto* from = inside ? base + ((z * height + y + row) * width * value_bytes + column) : zeros;
+            const auto* from = inside ? base + z * map->word[8] + (y + row) * map->word[9] + column : zeros;
             pieces.push_back({at_shared<void>(map->word[7] != 0 ? swizzled(place) : place), from,
                               static_cast<size_t>(unit)});
         }
@@ -38,9 +38,13 @@ inline void tensor_load(void* shared, const TensorMap* map, int32 x, int32 y, ui
 inline void tensor_load(void* shared, const TensorMap* map, int32 x, int32 y, int32 z, uint64* barrier) {
     emulated_tensor_load(shared_address(shared), map, x, y, z, barrier);
 }
-inline void tensor_load_to_all(void* shared, const TensorMap* map, int32 x, int32 y, uint64* barrier, uint16 blocks) {
+inline void tensor_load_to_all(void* shared, const TensorMap* map, int32 x, int32 y, int32 z, uint64* barrier,
+                               uint16 blocks) {
     for (uint32 rank = 0; rank < 16; ++rank)
         if (blocks >> rank & 1)
-            emulated_tensor_load(map_to_block(shared_address(shared), rank), map, x, y, 0,
+            emulated_tensor_load(map_to_block(shared_address(shared), rank), map, x, y, z,
                                  at_shared<uint64>(map_to_block(shared_address(barrier), rank)));
+}
+inline void tensor_load_to_all(void* shared, const TensorMap* map, int32 x, int32 y, uint64* barrier, uint16 blocks) {
+    tensor_load_to_all(shared, map, x, y, 0, barrier, blocks);
 }
