@@ -102,7 +102,7 @@ MUTATIONS = (
         rule="an activation that is set anew is taken for the one before",
         target="tokenloom.inference.expert_gemms:ExpertGemms.set_activation",
         old="(form, fast_math) == self._activation and self._first_of",
-        new="self._pairs",
+        new="self._first_of",
         tests=("tests/inference/test_mega_launches.py::test_weights_and_activations_change",),
     ),
     Mutation(

@@ -11,6 +11,12 @@ __device__ __forceinline__ void tensor_prefetch(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// What the host has copied to this map's place in device memory is what this thread's next copies go by. Maps that are
+// kernel arguments need no fence.
+__device__ __forceinline__ void tensor_map_fence(const TensorMap* map) {
+    asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
+}
+
 // The box at column `x`, row `y` of a matrix. What lies outside of it is zero, and counts as arrived too.
 __device__ __forceinline__ void tensor_load(void* shared, const TensorMap* map, int32 x, int32 y, uint64* barrier) {
     asm volatile(

@@ -58,6 +58,7 @@ __device__ __forceinline__ void load_tile(Ring& ring, const Rows& rows, const On
     const int ahead = gate.is_open(tile) ? 0 : min(Ring::kStages, Weights::kBlocks);
     for (int k = 0; k < ahead; ++k) load_weights<Rows>(ring, Use(at.blocks + k), weights, tile, groups, at, k);
     gate.wait(tile);
+    rows.maps.begin_tile(tile.rows);
     for (int k = 0; k < ahead; ++k) {
         tiles.before_block(k, Weights::kBlocks);
         load_rows(ring, Use(at.blocks + k), rows, on_tma, tile, groups, at, block, k);

@@ -21,6 +21,7 @@ constexpr int kSecondWarpArrivals = 32;  // on a full stage
 // *Maps* say how TMA finds a box of a tile's values, for both blocks of a cluster:
 //
 //   prefetch()                                fetches tensor maps ahead
+//   begin_tile(rows)                          by the loading thread, before it loads a tile of so many rows
 //   load(to, x, first, row, rows, barrier)    the box at column `x` and row `row` of a tile, which has `rows` rows of a
 //                                             matrix from its row `first` on
 //
@@ -29,6 +30,7 @@ struct MatrixRows {
     const TensorMap& map;  // [any, K] E4M3
 
     __device__ __forceinline__ void prefetch() const { tensor_prefetch(&map); }
+    __device__ __forceinline__ void begin_tile(int32) const {}
     __device__ __forceinline__ void load(void* to, int32 x, int32 first, int32 row, int32, uint64* barrier) const {
         tensor_load_to_all(to, &map, x, first + row, barrier, kBothBlocks);
     }
@@ -38,7 +40,9 @@ struct MatrixRows {
 struct WindowRows {
     const TensorMap* const& maps;  // [kTileRows]: row r of window w of map n - 1, [any, n, K], is row w + r of a matrix
 
-    __device__ __forceinline__ void prefetch() const { tensor_prefetch(maps + kTileRows - 1); }
+    __device__ __forceinline__ void prefetch() const {}
+    // The place of a map may have had another one, of a layer that is gone, which SMs still keep.
+    __device__ __forceinline__ void begin_tile(int32 rows) const { tensor_map_fence(maps + (rows - 1)); }
     __device__ __forceinline__ void load(void* to, int32 x, int32 first, int32 row, int32 rows, uint64* barrier) const {
         tensor_load_to_all(to, maps + (rows - 1), x, row, first, barrier, kBothBlocks);
     }

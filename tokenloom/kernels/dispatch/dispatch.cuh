@@ -143,6 +143,6 @@ __device__ void dispatch(const DispatchArgs& args) {
     bool done;
     if constexpr (Shape::part == kReceive) done = receive_rows<Shape>(args, turn);
     else done = dispatch_rows<Shape>(args, turn);
-    let_next_kernel_begin();
+    if constexpr (Shape::layout != kLayoutExpert) let_next_kernel_begin();  // behind all waits for other ranks
     close_call<Shape::part>(args.call, turn, done, [&] { publish_nothing<Shape>(args); });
 }

@@ -9,6 +9,7 @@ struct alignas(64) TensorMap {
 };
 
 inline void tensor_prefetch(const TensorMap*) {}
+inline void tensor_map_fence(const TensorMap*) {}
 
 // 128-byte swizzle: of 16-byte units in rows of 128 bytes, whose number is in the address.
 inline uint32 swizzled(uint32 address) { return address ^ (address >> 7 & 7) << 4; }
