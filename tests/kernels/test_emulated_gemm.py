@@ -51,19 +51,8 @@ def test_windows() -> None:
     assert maps.shape == (launch.TILE_ROWS, 128)
     for n, words in enumerate(maps.view(torch.int64).tolist(), start=1):
         windows = min(n, len(rows))
-        expected_words = (
-            rows.data_ptr(),
-            1,
-            256,
-            windows,
-            101 - windows,
-            launch.BLOCK,
-            launch.A_BOX_ROWS,
-            1,
-            256,
-            256,
-        )
-        assert tuple(words[:10]) == expected_words, n
+        sizes, box, strides = [256, windows, 101 - windows], [launch.BLOCK, launch.A_BOX_ROWS], [256, 256]
+        assert words[:10] == [rows.data_ptr(), 1, *sizes, *box, 1, *strides], n
 
 
 def check_gemm(name: str, claims: bool, launches: int = 1) -> None:
