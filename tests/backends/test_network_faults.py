@@ -19,6 +19,7 @@ import torch.distributed as dist
 import tokenloom as tl
 from tests.conftest import Ranks
 from tests.support.cases import FP32, Case, make_comm, make_problem
+from tests.support.patience import only_late
 from tests.support.slow import mostly_slow
 from tokenloom.backends.network.inside import CollectivesInside
 from tokenloom.runtime.processes import RankContext
@@ -71,7 +72,7 @@ def check_missing(context: RankContext, dead: list[int], phase: str) -> tuple[st
         with stopping(phase), suppress(Stop):
             calls()
         return None
-    with pytest.raises(tl.PeerTimeout) as timeout:
+    with only_late(dead), pytest.raises(tl.PeerTimeout) as timeout:
         calls()
     error = timeout.value
     assert (error.rank, error.peers, error.nodes) == (context.rank, tuple(dead), (1,))

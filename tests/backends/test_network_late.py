@@ -15,11 +15,11 @@ import torch
 
 import tokenloom as tl
 from tests.comm.test_masks import LAYOUTS, options_of, pair, without
-from tests.comm.test_on_timeout import CASE, LONG_S, TIMEOUT_S, Death, dying, quickly
+from tests.comm.test_on_timeout import CASE, LONG_S, TIMEOUT_S, Death, dying
 from tests.conftest import Ranks
-from tests.runtime.test_masked_ranks import done, when_done
 from tests.support.cases import Problem, expert_rows, make_comm, make_problem, same_bits, same_routed
 from tests.support.layer_cases import LayerCase, make_layer
+from tests.support.patience import done, when_done, with_late
 from tests.support.slow import mostly_slow
 from tokenloom import reference
 from tokenloom.backends.network.exchange import NodeExchange
@@ -139,7 +139,7 @@ def check_backward(context: RankContext, strategy: tl.Strategy) -> None:
 @pytest.mark.parametrize("place", mostly_slow(["call", "hop"], ["hop"]))
 def test_late(four: Ranks, place: str) -> None:
     """For a call, or with rows of others in its hands: they go another way, and nobody else is masked."""
-    four.run(quickly, check_late, place)
+    four.run(with_late, 2, check_late, place)
 
 
 def check_late(context: RankContext, place: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -13,7 +13,6 @@ import torch
 import tokenloom as tl
 from tests.runtime.test_rank_group import (
     ALL,
-    LATE_S,
     NOTICE_S,
     PAIR,
     TIMEOUT_S,
@@ -23,28 +22,13 @@ from tests.runtime.test_rank_group import (
     run,
     send_rows,
 )
+from tests.support.patience import done, when_done
 from tokenloom.errors import InvalidArgument
-from tokenloom.runtime import membership, waiting
+from tokenloom.runtime import waiting
 from tokenloom.runtime.rank_group import RankGroup
 
 LONG_S = 30.0
 """A deadline that must not pass."""
-
-
-def quickly(ranks: RankGroup, check: Callable[..., Any], *args: Any) -> Any:
-    """``check(ranks, *args)`` with a short roll call, where nobody who is there has to answer one."""
-    with mock.patch.object(membership, "ROLL_CALL_S", 0.2):
-        return check(ranks, *args)
-
-
-def done(ranks: RankGroup) -> None:
-    """Tell ranks that are masked, and wait to come late, that all is over."""
-    ranks.notes.say("done", True)
-
-
-def when_done(ranks: RankGroup, others: Sequence[int]) -> None:
-    """Wait until others say so."""
-    assert membership.Notes(ranks.notes, "done", others).wait(30.0)
 
 
 def together(ranks: RankGroup, there: Sequence[int]) -> None:
@@ -222,43 +206,48 @@ def check_slow_rank_is_in_step(ranks: RankGroup) -> None:
 @pytest.mark.slow
 def test_a_rank_that_does_not_ask(pools: Pools) -> None:
     """Where nobody is masked for being late, that is an error as in any collective."""
-    run(pools, ALL, check_does_not_ask, open_timeout_s=TIMEOUT_S)
+    run(pools, ALL, check_does_not_ask, open_timeout_s=TIMEOUT_S, late=[2])
 
 
 def check_does_not_ask(ranks: RankGroup) -> None:
     if ranks.rank == 2:
-        time.sleep(LATE_S)
+        when_done(ranks, [0, 1])
     elif ranks.rank != 3:
         with pytest.raises(tl.PeerTimeout, match="mask_ranks") as timeout:
             ranks.mask([3])
         assert timeout.value.peers == (2,)
         with pytest.raises(tl.CommunicatorBroken):
             open_call(ranks)
+        done(ranks)
 
 
 @pytest.mark.slow
 def test_missing_while_others_are_masked(pools: Pools) -> None:
     """A rank that does not come is named, and no masked one, whatever those say on their way out."""
-    run(pools, ALL, check_missing)
+    run(pools, ALL, check_missing, late=[2])
 
 
 def check_missing(ranks: RankGroup) -> None:
     if ranks.rank == 3:
+        when_done(ranks, [0, 1, 2], "masked")
         ranks.notes.give_up("the test")
         ranks.notes.fail("the test")
+        done(ranks, "on the way out")
         ranks.close()
         return
-    time.sleep(0.5)
     ranks.mask([3])
+    done(ranks, "masked")
+    when_done(ranks, [3], "on the way out")
     together(ranks, [0, 1, 2])
     if ranks.rank == 2:
-        time.sleep(LATE_S)
+        when_done(ranks, [0, 1])
         return
     began = time.monotonic()
     with pytest.raises(tl.PeerTimeout, match=rf"no answer within {TIMEOUT_S:g} s|rank \d gave up") as timeout:
         send_rows(ranks)
     assert timeout.value.peers == (2,)
     assert time.monotonic() - began < TIMEOUT_S + NOTICE_S
+    done(ranks)
 
 
 def test_alone() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 import tokenloom as tl
 from tests.runtime.fake_driver import fake_driver
-from tests.runtime.test_masked_ranks import done, when_done
 from tests.runtime.test_symmetric_memory import LAYOUT, PATIENCE_S
+from tests.support.patience import done, when_done
 from tokenloom.runtime import symmetric_memory
 from tokenloom.runtime.leftovers import release_dropped
 from tokenloom.runtime.processes import RankContext, RankPool

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import tokenloom as tl
 from tests.conftest import CPU_RANKS
+from tests.support.patience import done, only_late, when_done
 from tests.support.slow import mostly_slow
 from tokenloom.errors import InvalidArgument
 from tokenloom.runtime import rank_group, waiting
@@ -27,10 +30,8 @@ Pools = Callable[[str], RankPool]
 
 TIMEOUT_S = 1.0
 OPEN_TIMEOUT_S = 20.0
-NOTICE_S = waiting.ROLL_CALL_S + waiting.LOOK_EVERY_S + 1.5
+NOTICE_S = waiting.ROLL_CALL_S + waiting.LOOK_EVERY_S + 12.0
 """After the deadline everybody raises within the roll call, one look at the notes, and what a busy machine needs."""
-LATE_S = TIMEOUT_S + waiting.ROLL_CALL_S + 1.0
-"""When all others are gone."""
 ALL = list(range(CPU_RANKS))
 PAIR = [1, 2]
 """A group of two ranks in the middle: ranks of a group are not those of the world."""
@@ -63,17 +64,19 @@ def run(
     *args: Any,
     timeout_s: float = TIMEOUT_S,
     open_timeout_s: float = OPEN_TIMEOUT_S,
+    late: Collection[int] = (),
 ) -> list[Any]:
-    """``function(ranks, *args)`` on the ranks of the group; results in the order of the group."""
-    results = pools("cpu").run(with_group, members, timeout_s, open_timeout_s, function, *args, limit_s=60.0)
+    """``function(ranks, *args)`` on the ranks of the group, of which these are late; results in the group's order."""
+    limits = {"timeout_s": timeout_s, "open_timeout_s": open_timeout_s}
+    results = pools("cpu").run(with_group, members, late, limits, function, *args, limit_s=60.0)
     return [results[member] for member in members]
 
 
 def with_group(
     context: RankContext,
     members: list[int],
-    timeout_s: float,
-    open_timeout_s: float,
+    late: Collection[int],
+    limits: dict[str, float],
     function: Callable[..., Any],
     *args: Any,
 ) -> Any:
@@ -81,7 +84,11 @@ def with_group(
     own = dist.new_group(members)
     if context.rank not in members:
         return None
-    return function(RankGroup(own, timeout_s=timeout_s, open_timeout_s=open_timeout_s), *args)
+    ranks = RankGroup(own, **limits)
+    with ExitStack() as stack:
+        if late and ranks.rank not in late:
+            stack.enter_context(only_late(late))
+        return function(ranks, *args)
 
 
 # -- two deadlines ----------------------------------------------------------------------------------------------
@@ -113,21 +120,22 @@ def rendezvous(ranks: RankGroup) -> None:
 @pytest.mark.slow
 def test_pause_within_a_call(pools: Pools) -> None:
     """Once a call has opened, all hosts are there: a rank that is then silent for ``timeout_s`` is missing."""
-    for rank, (peers, waited_s) in enumerate(run(pools, ALL, check_pause_within)):
-        if rank != 2:
-            assert peers == (2,)
-            assert 0.9 * TIMEOUT_S < waited_s < TIMEOUT_S + NOTICE_S
+    seen = run(pools, ALL, check_pause_within, late=[2])
+    assert [peers for peers, _ in seen] == [(2,), (2,), (), (2,)]
+    assert 0.9 * TIMEOUT_S < max(waited_s for _, waited_s in seen) < TIMEOUT_S + NOTICE_S
 
 
 def check_pause_within(ranks: RankGroup) -> tuple[tuple[int, ...], float]:
     open_call(ranks)
     if ranks.rank == 2:
-        time.sleep(LATE_S)
+        when_done(ranks, [0, 1, 3])
         return (), 0.0
     began = time.monotonic()
     with pytest.raises(tl.PeerTimeout, match=rf"no answer within {TIMEOUT_S:g} s|rank \d gave up") as timeout:
         send_rows(ranks)
-    return timeout.value.peers, time.monotonic() - began
+    waited_s = time.monotonic() - began
+    done(ranks)
+    return timeout.value.peers, waited_s
 
 
 def test_the_groups_own_timeout_opens_calls(pools: Pools) -> None:
@@ -162,7 +170,7 @@ def test_a_deadline_is_a_number_of_seconds(name: str, value: Any) -> None:
 
 def test_two_transfers_at_once(pools: Pools) -> None:
     """Each brings its own rows, whoever starts and waits first, and leaves the host free in between."""
-    run(pools, ALL, check_two_transfers)
+    run(pools, ALL, check_two_transfers, timeout_s=OPEN_TIMEOUT_S)
 
 
 def check_two_transfers(ranks: RankGroup) -> None:
@@ -172,9 +180,8 @@ def check_two_transfers(ranks: RankGroup) -> None:
     for number in range(2):
         time.sleep(0.1 * (ranks.rank + number) % 0.3)
         rows = torch.full((ranks.num_ranks, 2), float(10 * ranks.rank + number))
-        began = time.monotonic()
-        started.append(ranks.start_all_to_all(rows, ones, ones, ROWS))
-        assert time.monotonic() - began < 0.5 * TIMEOUT_S
+        with mock.patch.object(waiting.Watch, "wait", side_effect=AssertionError("a start waits")):
+            started.append(ranks.start_all_to_all(rows, ones, ones, ROWS))
     for number, transfer in enumerate(started):
         want = torch.arange(ranks.num_ranks)[:, None] * 10.0 + number
         assert torch.equal(transfer.wait(), want.expand(-1, 2))
@@ -186,7 +193,7 @@ def check_two_transfers(ranks: RankGroup) -> None:
 def test_late_second_half(pools: Pools) -> None:
     """The deadline counts from the wait on, not from the start: the experts between the halves may take long. Who is
     missing in the first of two transfers is named with its step, and the second says that all is over."""
-    seen = run(pools, ALL, check_late_second_half)
+    seen = run(pools, ALL, check_late_second_half, late=[0])
     assert [peers for peers, _ in seen[1:]] == [(0,)] * (CPU_RANKS - 1)
     assert {step for _, step in seen[1:]} == {3}
 
@@ -202,7 +209,7 @@ def check_late_second_half(ranks: RankGroup) -> tuple[tuple[int, ...], int]:
     time.sleep(1.5 * TIMEOUT_S)
     transfer.wait()
     if ranks.rank == 0:
-        time.sleep(LATE_S)
+        when_done(ranks, range(1, ranks.num_ranks))
         return (), 0
     first, second = start(), start()
     with pytest.raises(tl.PeerTimeout) as timeout:
@@ -210,6 +217,7 @@ def check_late_second_half(ranks: RankGroup) -> tuple[tuple[int, ...], int]:
     for transfer in (second, first):
         with pytest.raises(tl.CommunicatorBroken):
             transfer.wait()
+    done(ranks)
     return timeout.value.peers, timeout.value.epoch
 
 
@@ -232,7 +240,7 @@ def check_slow(ranks: RankGroup) -> None:
 @pytest.mark.slow
 def test_late_rank(pools: Pools, members: list[int], late: int) -> None:
     """The others name it and nobody else; each group is broken from then on, and closing it works."""
-    seen = run(pools, members, check_late, {late: LATE_S}, open_timeout_s=TIMEOUT_S)
+    seen = run(pools, members, check_late, [late], {}, open_timeout_s=TIMEOUT_S, late=[late])
     for rank, (peers, phase, _) in enumerate(seen):
         if rank != late:
             assert (peers, phase) == ((late,), OPENING)
@@ -242,8 +250,10 @@ def test_late_rank(pools: Pools, members: list[int], late: int) -> None:
     assert {step for rank, (_, _, step) in enumerate(seen) if rank != late} == {seen[late][2] - 1}
 
 
-def check_late(ranks: RankGroup, delays: dict[int, float]) -> tuple[tuple[int, ...], str, int]:
+def check_late(ranks: RankGroup, late: list[int], delays: dict[int, float]) -> tuple[tuple[int, ...], str, int]:
     call(ranks)
+    if ranks.rank in late:
+        when_done(ranks, [rank for rank in range(ranks.num_ranks) if rank not in late])
     time.sleep(delays.get(ranks.rank, 0.0))
     began = time.monotonic()
     with pytest.raises(tl.PeerTimeout) as timeout:
@@ -253,10 +263,13 @@ def check_late(ranks: RankGroup, delays: dict[int, float]) -> tuple[tuple[int, .
     assert "look there first" in str(timeout.value)
     assert f"rank(s) {', '.join(map(str, timeout.value.peers))}:" in str(timeout.value)
     for use in (open_call, send_rows, sum_up, rendezvous):
-        began = time.monotonic()
-        with pytest.raises(tl.CommunicatorBroken, match=r"an earlier call failed.*make a new communicator"):
+        with (
+            mock.patch.object(waiting.Watch, "_wait_or_break", side_effect=AssertionError("a broken group waits")),
+            pytest.raises(tl.CommunicatorBroken, match=r"an earlier call failed.*make a new communicator"),
+        ):
             use(ranks)
-        assert time.monotonic() - began < 0.5, "nobody waits on a broken group"
+    done(ranks)
+    when_done(ranks, range(ranks.num_ranks))  # the last to close deletes what tells late ones that all is over
     ranks.close()
     ranks.close()
     with pytest.raises(tl.CommunicatorBroken):
@@ -317,8 +330,7 @@ def check_fails_within(ranks: RankGroup) -> None:
 @pytest.mark.slow
 def test_different_skews(pools: Pools) -> None:
     """Two ranks are late and both are named; one that comes just before the deadline of rank 1 is not."""
-    delays = {0: LATE_S, 3: LATE_S, 2: 0.9 * TIMEOUT_S}
-    seen = run(pools, ALL, check_late, delays, open_timeout_s=TIMEOUT_S)
+    seen = run(pools, ALL, check_late, [0, 3], {2: 0.9 * TIMEOUT_S}, open_timeout_s=TIMEOUT_S, late=[0, 3])
     assert [seen[rank][0] for rank in (1, 2)] == [(0, 3), (0, 3)]
 
 
@@ -345,9 +357,10 @@ def check_late_at_construction(context: RankContext) -> None:
     own, again = dist.new_group(ALL), dist.new_group(ALL)
     ranks = RankGroup(own, timeout_s=60.0, open_timeout_s=TIMEOUT_S)
     if context.rank == 2:
-        time.sleep(LATE_S)
-    with pytest.raises(tl.PeerTimeout) as timeout:
+        when_done(ranks, [0, 1, 3])
+    with only_late([2]) if context.rank != 2 else nullcontext(), pytest.raises(tl.PeerTimeout) as timeout:
         rendezvous(ranks)
+    done(ranks)
     if context.rank != 2:
         assert (timeout.value.peers, timeout.value.phase) == ((2,), "rendezvous")
     call(RankGroup(again))

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import tokenloom as tl
-from tests.runtime.test_masked_ranks import done, quickly, together, when_done
+from tests.runtime.test_masked_ranks import together
 from tests.runtime.test_rank_group import ALL, PAIR, TIMEOUT_S, Pools, open_call, run
+from tests.support.patience import done, when_done
 from tokenloom.errors import InvalidArgument
 from tokenloom.runtime.links import Links
 from tokenloom.runtime.rank_group import RankGroup
@@ -56,7 +57,7 @@ def check_back_again(ranks: RankGroup, late: bool) -> None:
 @pytest.mark.slow
 def test_back_one_by_one(pools: Pools) -> None:
     """Some come back while others stay away; a late rank comes back as well."""
-    run(pools, ALL, quickly, check_one_by_one, timeout_s=2.0)
+    run(pools, ALL, check_one_by_one, timeout_s=2.0, late=[3])
 
 
 def check_one_by_one(ranks: RankGroup) -> None:

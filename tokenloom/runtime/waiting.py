@@ -192,17 +192,23 @@ class Watch:
 
     def _missing_ranks(self, awaited: Awaited, step: int) -> list[int]:
         """Who has not come to wait in this step or a later one; nobody, if the store is gone."""
+        ranks = awaited.pending or set(self._members.others)
+        there = self._signed_in(ranks, step)
+        return [] if there is None else sorted(ranks - there)
+
+    def _signed_in(self, ranks: Collection[int], step: int) -> set[int] | None:
+        """Those of some ranks that wait in this step or a later one, or soon will; None if the store is gone."""
         deadline = time.monotonic() + ROLL_CALL_S
-        missing = sorted(awaited.pending) or self._members.others
+        there: set[int] = set()
         while True:
-            for rank in list(missing):
+            for rank in set(ranks) - there:
                 waits = self._notes.waits_in(step, rank)
                 if waits is None:
-                    return []
+                    return None
                 if waits:
-                    missing.remove(rank)
-            if not missing or time.monotonic() >= deadline:
-                return missing
+                    there.add(rank)
+            if there == set(ranks) or time.monotonic() >= deadline:
+                return there
             time.sleep(0.05)
 
     # -- a rank that does not come is masked ----------------------------------------------------------------

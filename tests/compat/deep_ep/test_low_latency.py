@@ -18,9 +18,9 @@ from tests.compat.deep_ep.cases import (
     skip_where_kernels_tell,
 )
 from tests.conftest import Ranks
-from tests.runtime.test_masked_ranks import quickly
 from tests.support import emulator
 from tests.support.cases import FP32, Case, Problem, same_bits, same_bytes
+from tests.support.patience import with_late
 from tokenloom import reference
 from tokenloom.compat import deep_ep
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed
@@ -469,7 +469,7 @@ def test_a_rank_that_does_not_come(ranks: Ranks) -> None:
     """It is masked by who waits for it, and its rows are absent; the call of the others goes on."""
     if ranks.num_ranks < 2 or ranks.device != "cpu" or emulator.ON:
         pytest.skip("needs two ranks over gloo")
-    ranks.run(quickly, check_late)
+    ranks.run(with_late, -1, check_late)
 
 
 def check_late(context: RankContext) -> None:
