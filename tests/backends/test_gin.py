@@ -207,7 +207,7 @@ def check_exact(context: RankContext) -> None:
         routed = comm.dispatch(*problem.arguments(context), layout="rank")
         assert type(routed.num_rows) is int
         assert comm.transports == {"own node": "nvlink", "other nodes": "gin"}
-        assert "window for 2 nodes" in comm.describe()
+        assert "GIN of type none: emulated, window for 2 nodes" in comm.describe()
 
 
 # -- errors ---------------------------------------------------------------------------------------------------------

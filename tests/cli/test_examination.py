@@ -75,8 +75,8 @@ def test_a_machine_with_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report["software"]["NVIDIA driver"] == "none found"
     assert report["software"]["NVRTC"] == "NVRTC is missing; pip install it"
     assert report["software"]["IPC namespace"] == "unknown"
-    assert report["software"]["gloo"] == report["software"]["NCCL"] == "not part of this torch"
-    assert report["software"]["GIN"] == "no: NCCL is not part of this torch"
+    assert report["software"]["gloo"] == report["between_nodes"]["NCCL library"] == "not part of this torch"
+    assert report["between_nodes"]["GIN"] == "no: NCCL is not part of this torch"
     assert (report["gpus"], report["peer_access"], report["groups"]) == ([], [], [])
     assert "only a Communicator of one rank works here" in shown(report)
 
@@ -96,7 +96,7 @@ def test_a_driver_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("library", "cards", "headers_say", "gin_says"),
     [
-        ((2, 28, 9), ("mlx5_1", "mlx5_0"), "2.28.9 in /nccl", "possible with type PROXY, over mlx5_0, mlx5_1; "),
+        ((2, 28, 9), ("mlx5_1", "mlx5_0"), "2.28.9 in /nccl", "possible over mlx5_0, mlx5_1; NCCL tells"),
         ((2, 28, 9), (), "2.28.9 in /nccl", "no: no RDMA card in "),
         ((2, 30, 7), ("mlx5_0",), "not usable: NCCL's library is 2.30.7, but", "no: NCCL's headers cannot be used"),
     ],
@@ -115,6 +115,8 @@ def test_nccl_for_kernels(
     headers = nccl_headers.Headers(Path("/nccl"), Path("/cuda"), Path("/cccl"), (2, 28, 9))
     loaded = types.SimpleNamespace(version=lambda: library)
     monkeypatch.setattr(availability, "RDMA_CARDS", tmp_path)
+    monkeypatch.delenv("NCCL_GIN_PLUGIN", raising=False)
+    monkeypatch.delenv("NCCL_NET_PLUGIN", raising=False)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(nccl, "loaded_library", lambda: Path("libnccl.so.2"))
     monkeypatch.setattr(nccl, "Nccl", lambda path: loaded)
@@ -122,9 +124,9 @@ def test_nccl_for_kernels(
     monkeypatch.setattr(nccl_headers.Headers, "in_memory", lambda self: {})
     monkeypatch.setattr(compiler, "load_nvrtc", lambda: None)
     monkeypatch.setattr(compiler, "nvrtc_version", lambda: "13.0")
-    software = examination.examine()["software"]
-    assert software["NCCL headers"].startswith(headers_say)
-    assert software["GIN"].startswith(gin_says)
+    found = examination.examine()["between_nodes"]
+    assert found["NCCL headers"].startswith(headers_say)
+    assert found["GIN"].startswith(gin_says)
 
 
 class FakeDriver:
@@ -208,9 +210,9 @@ def test_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch, nvml_installed: bo
     monkeypatch.setattr(nccl, "loaded_library", no_library)
     report = examination.examine()
     assert report["software"]["NVIDIA driver"] == ("580.1" if nvml_installed else "570.2")
-    assert report["software"]["NCCL"] == "2.30.4"
+    assert report["between_nodes"]["NCCL library"] == "2.30.4"
     assert [gpu["nvlinks"] for gpu in report["gpus"]] == ([5, 5] if nvml_installed else [None, None])
-    assert report["software"]["NCCL headers"] == "not usable: no libnccl is loaded"
+    assert report["between_nodes"]["NCCL headers"] == "not usable: no libnccl is loaded"
     assert report["gpus"][1]["memory_gib"] == 140.0
     assert report["peer_access"] == [[True, True], [False, True]]
     shares = [gpu["shares_memory"] for gpu in report["gpus"]]

@@ -128,6 +128,7 @@ def test_it_is_made_and_given_back(nccl: StandIn) -> None:
         ("create", COMM, asked, 16),
     ]
     assert (memory.address, memory.window, memory.num_bytes, memory.prelude) == (ADDRESS, WINDOW, 8192, "prelude")
+    assert memory.type_name == "PROXY"
     assert read(memory.comm, 16) == nccl.device_comm
     assert read(memory.state, 24) == bytes(24)
     del nccl.calls[:]
@@ -180,7 +181,8 @@ def test_a_call_that_fails(nccl: StandIn, failing: str, left: list[str]) -> None
     ("made", "words"),
     [
         ((0, 1, 1, 2), "made 1 contexts of GIN, expected 2"),
-        ((0, 1, 2, 3), "type 3, expected 2, PROXY"),
+        ((0, 1, 2, 3), "type 3, GDAKI, expected 2, PROXY"),
+        ((0, 1, 2, 9), "type 9, unknown to tokenloom, expected 2, PROXY"),
         ((1, 2, 2, 2), "rank 1 of 2, the group as 0 of 1"),
     ],
 )

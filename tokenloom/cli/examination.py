@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from tokenloom._version import __version__
 from tokenloom.backends import registry
-from tokenloom.backends.gin.availability import examine as examine_gin
 from tokenloom.bench.common.setup import driver
+from tokenloom.cli import between_nodes
 from tokenloom.errors import BackendUnavailable
 from tokenloom.jit import compiler
 from tokenloom.jit.kernel import checked, load_driver
@@ -43,14 +44,17 @@ def examine() -> dict[str, Any]:
         - ``gpus``: a dict for each GPU: index, name, memory_gib, compute_capability, nvlinks (active ones; None where
           they cannot be read), shares_memory ("yes", or why other processes cannot map its memory).
         - ``peer_access``: [i][j] is whether GPU i can read and write the memory of GPU j.
+        - ``between_nodes``: see :func:`tokenloom.cli.between_nodes.examine`.
         - ``groups``: a dict for every kind of ranks that is possible here: ranks, transport, device, auto (what "auto"
           picks), not_picked (why better backends are not), and backends, each with name, works, why, own_node and
           other_nodes: what carries rows to ranks of the own node and of others, None for ranks that are not reached.
     """
-    gin_here = examine_gin(torch.device("cuda"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about a driver that torch cannot use; _gpus_missing reports it
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    peer_access = [
+        [i == j or torch.cuda.can_device_access_peer(i, j) for j in range(num_gpus)] for i in range(num_gpus)
+    ]
     return {
         "software": {
             "tokenloom": __version__,
@@ -61,17 +65,13 @@ def examine() -> dict[str, Any]:
             "CUDA of torch": torch.version.cuda or "none: a CPU build of torch",
             "NVIDIA driver": _driver_version(),
             "GPUs": str(num_gpus) if num_gpus else _gpus_missing(),
-            "NCCL": _nccl_version(),
-            "NCCL headers": gin_here.facts["headers"],
-            "GIN": f"possible with {gin_here.why}; GDAKI is off" if gin_here.works else f"no: {gin_here.why}",
             "gloo": "yes" if dist.is_available() and dist.is_gloo_available() else "not part of this torch",
             "NVRTC": _nvrtc_version(),
             "IPC namespace": _ipc_namespace(),
         },
         "gpus": [_gpu(index) for index in range(num_gpus)],
-        "peer_access": [
-            [i == j or torch.cuda.can_device_access_peer(i, j) for j in range(num_gpus)] for i in range(num_gpus)
-        ],
+        "peer_access": peer_access,
+        "between_nodes": between_nodes.examine(_nccl_version(), peer_access),
         "groups": _groups(num_gpus),
     }
 
@@ -226,19 +226,24 @@ def _first_line(error: Exception) -> str:
 
 def show(console: Console, report: dict[str, Any]) -> None:
     """Print what :func:`examine` found."""
-    machine = Table("this machine", "", title="Machine", title_justify="left", show_header=False)
-    for name, value in report["software"].items():
-        machine.add_row(name, value)
-    console.print(machine)
+    console.print(_facts("Machine", report["software"]))
     if report["gpus"]:
         console.print(_gpu_table(report))
         console.print(SHARING_NOTE, markup=False)
+    console.print(_facts("Between nodes", report["between_nodes"]))
     for group in report["groups"]:
         console.print(_backend_table(group))
         for reason in group["not_picked"]:
             console.print(f"not picked: {reason}", markup=False, highlight=False)
     if not report["groups"]:
         console.print("This torch has neither NCCL nor gloo: only a Communicator of one rank works here.")
+
+
+def _facts(title: str, facts: dict[str, str]) -> Table:
+    table = Table("what", "", title=title, title_justify="left", show_header=False)
+    for name, value in facts.items():
+        table.add_row(name, Text(value))
+    return table
 
 
 def _gpu_table(report: dict[str, Any]) -> Table:

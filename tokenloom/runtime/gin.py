@@ -27,8 +27,10 @@ CLOSE_S = 10.0
 """Longest wait of a close for the other ranks, and then for NCCL."""
 SETTLE_S = 10.0
 """Longest wait for collective calls that the program has begun."""
+TYPES = {2: "PROXY", 3: "GDAKI", 4: "GPI", 5: "EFA_GDA"}
+"""Names of GIN's types, by NCCL's ncclNetDeviceType."""
 PROXY = 2
-"""ncclNetDeviceType of the one kind of GIN that kernels are compiled for."""
+"""The one that kernels are compiled for."""
 _FULL = 1
 """ncclGinConnectionType_t: every rank reaches every rank. Before NCCL 2.29 there was no other kind."""
 
@@ -52,6 +54,7 @@ class GinMemory:
         address: of this rank's part of it.
         num_bytes: of that part.
         state: address of ``state_bytes``.
+        type_name: GIN's type, as NCCL has made it.
 
     Raises:
         BackendUnavailable: NCCL, its headers or its communicator lack something, which is named.
@@ -129,8 +132,11 @@ class GinMemory:
             )
         types = "ginTypes" if f"{DEVICE_COMM}.ginTypes" in self._layout.fields else "ginNetDeviceTypes"
         kind = value(types) & 0xFF  # of the first; the others are like it
+        self.type_name = TYPES.get(kind, "unknown to tokenloom")
         if kind != PROXY:
-            raise BackendUnavailable(f"GIN is of type {kind}, expected {PROXY}, PROXY; set NCCL_GIN_TYPE={PROXY}")
+            raise BackendUnavailable(
+                f"GIN is of type {kind}, {self.type_name}, expected {PROXY}, PROXY; set NCCL_GIN_TYPE={PROXY}"
+            )
 
     # -- giving it back -------------------------------------------------------------------------------------
 

@@ -15,6 +15,22 @@ FINISHED = (
 
 MUTATIONS = (
     Mutation(
+        name="gin-is-always-proxy",
+        rule="GIN's type is stated, not asked for",
+        target="tokenloom.runtime.gin:GinMemory._check_device_comm",
+        old='TYPES.get(kind, "unknown to tokenloom")',
+        new="TYPES[PROXY]",
+        tests=("tests/runtime/test_gin.py::test_a_device_communicator_of_another_kind",),
+    ),
+    Mutation(
+        name="doctor-sees-one-node",
+        rule="GPUs of a host that do not reach each other are one node to doctor",
+        target="tokenloom.cli.between_nodes:_nodes",
+        old="not reached",
+        new="False",
+        tests=("tests/cli/test_between_nodes.py::test_gpus_of_a_host",),
+    ),
+    Mutation(
         name="connections-while-asked",
         rule="connections of GIN are made while torch's watchdog asks for errors, which crashes NCCL",
         target="tokenloom.runtime.gin:GinMemory._make",

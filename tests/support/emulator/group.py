@@ -233,7 +233,7 @@ class FakeBuffer:
 class FakeGin:
     """Stands for GinMemory. What one gives back is the next one's, with all that lies in it, as NCCL has it."""
 
-    prelude = NO_PRELUDE
+    prelude, type_name = NO_PRELUDE, "none: emulated"
 
     def __init__(self, ranks: Any, num_bytes: int, *, contexts: int, signals: int, state_bytes: int) -> None:
         group = here.group

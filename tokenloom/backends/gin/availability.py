@@ -20,8 +20,8 @@ def examine(device: torch.device) -> Availability:
     """Whether GIN can carry rows of tensors on this device.
 
     Returns:
-        ``why`` says over which cards, or what is missing. ``facts["headers"]`` are NCCL's headers, or why there are
-        none that kernels could be compiled from.
+        ``why`` says over which cards, or what is missing; of which type GIN is, NCCL tells only a communicator.
+        ``facts["headers"]`` are NCCL's headers, or why there are none that kernels could be compiled from.
     """
     if device.type != "cuda":
         return _missing(f"it needs a GPU, the tensors are on {device.type}", "not looked for: there is no GPU")
@@ -35,11 +35,16 @@ def examine(device: torch.device) -> Availability:
     except (TokenloomError, OSError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return _missing(f"NCCL's headers cannot be used, or NVRTC is missing: {reason}", f"not usable: {reason}")
-    cards = sorted(each.name for each in RDMA_CARDS.iterdir()) if RDMA_CARDS.is_dir() else []
-    over = ", ".join(cards) or nccl_plugin()
+    plugin = nccl_plugin()
+    over = [*cards(), *([f"plugin {plugin}"] if plugin else [])]
     if not over:
         return _missing(f"no RDMA card in {RDMA_CARDS}, and no plugin of NCCL's is named", found)
-    return Availability("gin", True, f"type PROXY, over {over}", {"headers": found})
+    return Availability("gin", True, f"over {', '.join(over)}", {"headers": found})
+
+
+def cards() -> list[str]:
+    """The names of this host's RDMA cards."""
+    return sorted(each.name for each in RDMA_CARDS.iterdir()) if RDMA_CARDS.is_dir() else []
 
 
 def _missing(why: str, headers: str) -> Availability:

@@ -178,7 +178,7 @@ class NodeMemory(NodeBuffers):
     def describe(self) -> list[str]:
         """Lines for people."""
         window = f"{self.gin.num_bytes / 1e6:.1f} MB, of {self._widest} at most"
-        return [f"window for {self.num_nodes} nodes: {window}", *super().describe()]
+        return [f"GIN of type {self.gin.type_name}, window for {self.num_nodes} nodes: {window}", *super().describe()]
 
 
 def require_memory(ranks: RankGroup, num_bytes: int, max_tokens: int) -> None:

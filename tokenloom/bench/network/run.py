@@ -118,7 +118,7 @@ def show(console: Console, found: Report, num_ranks: int, device: str, files: Fi
         f"{num_ranks} ranks on {setup['device_name']}, {found.transport}; {found.nodes}",
         *found.about,
         f"  on rank 0: {over}, headers {gin_here.facts['headers']}; "
-        f"GIN {'possible with' if gin_here.works else 'not possible:'} {gin_here.why}",
+        f"GIN {'possible' if gin_here.works else 'not possible:'} {gin_here.why}",
     ]
     notes = list(report.notes(found.findings, found.points is not None))
     passed = report.passed(found.findings)
