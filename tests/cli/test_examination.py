@@ -25,6 +25,8 @@ from tokenloom.errors import BackendUnavailable
 from tokenloom.jit import compiler, nccl_headers
 from tokenloom.runtime import nccl
 
+UNCHECKED = "NCCL 2.29.7 is not among the checked versions 2.28.9, 2.30.7, 2.32.3"
+
 
 def shown(report: dict[str, Any]) -> str:
     console = Console(file=io.StringIO(), width=160)
@@ -94,25 +96,34 @@ def test_a_driver_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("library", "cards", "headers_say", "gin_says"),
+    ("library", "version", "cards", "headers_say", "gin_says"),
     [
-        ((2, 28, 9), ("mlx5_1", "mlx5_0"), "2.28.9 in /nccl", "possible over mlx5_0, mlx5_1; NCCL tells"),
-        ((2, 28, 9), (), "2.28.9 in /nccl", "no: no RDMA card in "),
-        ((2, 30, 7), ("mlx5_0",), "not usable: NCCL's library is 2.30.7, but", "no: NCCL's headers cannot be used"),
+        ((2, 28, 9), (2, 28, 9), ("mlx5_1", "mlx5_0"), "2.28.9 in /nccl", "possible over mlx5_0, mlx5_1; NCCL tells"),
+        ((2, 28, 9), (2, 28, 9), (), "2.28.9 in /nccl", "no: no RDMA card in "),
+        ((2, 29, 7), (2, 29, 7), ("mlx5_0",), f"2.29.7 in /nccl; {UNCHECKED}", f"possible over mlx5_0; {UNCHECKED}; "),
+        ((2, 29, 7), (2, 29, 7), (), f"2.29.7 in /nccl; {UNCHECKED}", "no: no RDMA card in "),
+        (
+            (2, 30, 7),
+            (2, 28, 9),
+            ("mlx5_0",),
+            "not usable: NCCL's library is 2.30.7, but",
+            "no: NCCL's headers cannot be used",
+        ),
     ],
 )
 def test_nccl_for_kernels(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     library: tuple[int, int, int],
+    version: tuple[int, int, int],
     cards: tuple[str, ...],
     headers_say: str,
     gin_says: str,
 ) -> None:
-    """Headers as the library, with a network card and without, and headers of another version."""
+    """With a card and without; headers of another version than the library's; a version that nobody has checked."""
     for card in cards:
         (tmp_path / card).mkdir()
-    headers = nccl_headers.Headers(Path("/nccl"), Path("/cuda"), Path("/cccl"), (2, 28, 9))
+    headers = nccl_headers.Headers(Path("/nccl"), Path("/cuda"), Path("/cccl"), version)
     loaded = types.SimpleNamespace(version=lambda: library)
     monkeypatch.setattr(availability, "RDMA_CARDS", tmp_path)
     monkeypatch.delenv("NCCL_GIN_PLUGIN", raising=False)

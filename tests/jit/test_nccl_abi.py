@@ -16,10 +16,10 @@ from tests.support.nccl_constants import CONTEXT, DESCRIPTOR, by_cxx, by_nvrtc
 from tests.support.nccl_wheels import headers_of
 from tests.support.small_kernels import needs_nvrtc
 from tokenloom.jit.compiler import Resources, compile_source
-from tokenloom.jit.nccl_headers import PRELUDE, Headers
+from tokenloom.jit.nccl_headers import CHECKED, PRELUDE, Headers, dotted
 from tokenloom.jit.nccl_layout import DEVICE_COMM, REQUIREMENTS, read_layout
 
-VERSIONS = ("2.28.9", "2.30.7", "2.32.3")
+VERSIONS = tuple(map(dotted, CHECKED))
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "nccl_constants.json").read_text())
 CXX = shutil.which("g++")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 import types
@@ -14,7 +15,7 @@ from tests.support.small_kernels import needs_nvrtc, scale_spec, write_package
 from tokenloom.errors import BackendUnavailable, InvalidArgument, KernelCompileError
 from tokenloom.jit import cache, compiler, nccl_headers, nccl_layout
 from tokenloom.jit.cubin import constant_bytes
-from tokenloom.jit.nccl_headers import check_versions, find_headers, version_of
+from tokenloom.jit.nccl_headers import CHECKED, check_versions, dotted, find_headers, version_of, why_unchecked
 from tokenloom.jit.nccl_layout import DEVICE_COMM, REQUIREMENTS, read_layout
 
 DESCRIPTOR = """#ifndef GIN_PROXY_DEFS_H
@@ -139,6 +140,17 @@ def test_an_old_nccl_is_refused(nvidia: Path, minor: int, patch: int) -> None:
     edit(nvidia / "nccl/include/nccl.h", "PATCH 9", f"PATCH {patch}")
     with pytest.raises(BackendUnavailable, match=rf"NCCL 2\.{minor}\.{patch} is too old.*2\.28\.9"):
         find_headers(None)
+
+
+def test_checked_versions_are_those_recorded() -> None:
+    """Nobody is told that a version was checked whose structs no test compares, or the other way round."""
+    recorded = json.loads((Path(__file__).parent / "nccl_constants.json").read_text())["constants"]
+    assert set(recorded) == set(map(dotted, CHECKED))
+    for version in CHECKED:
+        major, minor, patch = version
+        assert recorded[dotted(version)]["version"] == [10000 * major + 100 * minor + patch]
+        assert why_unchecked(version) == ""
+    assert why_unchecked((2, 31, 1)) == "NCCL 2.31.1 is not among the checked versions 2.28.9, 2.30.7, 2.32.3"
 
 
 def test_a_header_without_a_version(nvidia: Path) -> None:

@@ -17,6 +17,8 @@ from tokenloom.jit.compiler import Prelude
 
 OLDEST = (2, 28, 9)
 """The first version whose communicator the kernels have run with."""
+CHECKED = ((2, 28, 9), (2, 30, 7), (2, 32, 3))
+"""The versions in which tests have compared NVRTC's structs with those of the compiler of NCCL's host side."""
 INSTALL = 'pip install "tokenloom[network]"'
 
 _DESCRIPTOR = "nccl_device/gin/proxy/gin_proxy_device_host_common.h"
@@ -164,6 +166,13 @@ def check_versions(headers: Headers, library_version: tuple[int, int, int]) -> N
             f"NCCL's library is {dotted(library_version)}, but its headers in {headers.nccl} are "
             f"{dotted(headers.version)}; install headers and library of one version"
         )
+
+
+def why_unchecked(version: tuple[int, int, int]) -> str:
+    """That nobody has compared the structs of a version, or ""."""
+    if version in CHECKED:
+        return ""
+    return f"NCCL {dotted(version)} is not among the checked versions {', '.join(map(dotted, CHECKED))}"
 
 
 def version_of(folder: Path) -> tuple[int, int, int]:

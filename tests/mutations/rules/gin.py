@@ -23,6 +23,14 @@ MUTATIONS = (
         tests=("tests/runtime/test_gin.py::test_a_device_communicator_of_another_kind",),
     ),
     Mutation(
+        name="every-nccl-is-checked",
+        rule="a version of NCCL that no test has compared passes for a checked one",
+        target="tokenloom.jit.nccl_headers:why_unchecked",
+        old="version in CHECKED",
+        new="True",
+        tests=("tests/cli/test_examination.py::test_nccl_for_kernels",),
+    ),
+    Mutation(
         name="doctor-sees-one-node",
         rule="GPUs of a host that do not reach each other are one node to doctor",
         target="tokenloom.cli.between_nodes:_nodes",

@@ -20,8 +20,9 @@ def examine(device: torch.device) -> Availability:
     """Whether GIN can carry rows of tensors on this device.
 
     Returns:
-        ``why`` says over which cards, or what is missing; of which type GIN is, NCCL tells only a communicator.
-        ``facts["headers"]`` are NCCL's headers, or why there are none that kernels could be compiled from.
+        ``why`` says over which cards, or what is missing, and names a version of NCCL's that nobody has checked. Of
+        which type GIN is, NCCL tells only a communicator. ``facts["headers"]`` are NCCL's headers, or why there are
+        none that kernels could be compiled from.
     """
     if device.type != "cuda":
         return _missing(f"it needs a GPU, the tensors are on {device.type}", "not looked for: there is no GPU")
@@ -29,7 +30,9 @@ def examine(device: torch.device) -> Availability:
         return _missing("NCCL is not part of this torch", "not looked for: NCCL is not part of this torch")
     try:
         _, headers = nccl.library_with_headers()
-        found = f"{nccl_headers.dotted(headers.version)} in {headers.nccl}"
+        unchecked = nccl_headers.why_unchecked(headers.version)
+        note = f"; {unchecked}" if unchecked else ""
+        found = f"{nccl_headers.dotted(headers.version)} in {headers.nccl}{note}"
         headers.in_memory()
         compiler.load_nvrtc()
     except (TokenloomError, OSError) as error:
@@ -39,7 +42,7 @@ def examine(device: torch.device) -> Availability:
     over = [*cards(), *([f"plugin {plugin}"] if plugin else [])]
     if not over:
         return _missing(f"no RDMA card in {RDMA_CARDS}, and no plugin of NCCL's is named", found)
-    return Availability("gin", True, f"over {', '.join(over)}", {"headers": found})
+    return Availability("gin", True, f"over {', '.join(over)}{note}", {"headers": found})
 
 
 def cards() -> list[str]:
