@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+import tokenloom as tl
 from tests.backends import test_gin as gin
 from tests.backends.test_gin import CASE, CASES, comm_of, there_and_back
 from tests.support import emulator
@@ -71,6 +72,48 @@ def test_faults_behind_an_overflow_that_nobody_has_read() -> None:
 
 def test_too_many_rows_are_told_on_all_ranks() -> None:
     emulator.ranks(4).run(gin.check_overflow, "padded")
+
+
+def test_a_half_that_expires_sends_no_old_rows() -> None:
+    """The all-to-all carries its regions all the same, and their memory may have had rows of such a call before."""
+    emulator.ranks(4).run(check_expired)
+
+
+def check_expired(context: RankContext) -> None:
+    problem = make_problem(CASE, context.num_ranks)
+    comm = comm_of(context, problem.plan, "padded", timeout_s=gin.SOON_S)
+    made: Any = comm.engine._backend
+    routed = comm.dispatch(*problem.arguments(context), layout="rank", sizes="bounded")
+    regions: list[torch.Tensor] = []
+    new = memory.PaddedMemory.new_regions
+
+    def same_again(self: memory.PaddedMemory, rail: Rail) -> torch.Tensor:
+        if not regions:
+            regions.append(new(self, rail))
+        rail.put_from, rail.put_to = regions[0][0].data_ptr(), regions[0][1].data_ptr()
+        return regions[0]
+
+    made._memory.new_regions = same_again.__get__(made._memory)
+    comm.combine(routed.tokens, routed)
+    comm.check()
+    torch.distributed.barrier()
+    if context.rank == 1:  # makes no call, but does not hold up its rail
+        regions[0].zero_()
+        made._memory.exchange(regions[0])
+        return
+
+    def call() -> None:
+        comm.combine(routed.tokens, routed)
+        comm.check()
+
+    with pytest.raises(tl.TokenloomError) as error:
+        call()
+    if context.rank == 0:
+        assert isinstance(error.value, tl.PeerTimeout)
+        assert error.value.peers == (1,)
+    if context.rank == 2:
+        assert isinstance(error.value, tl.PeerError)
+        assert error.value.rank == 0
 
 
 def test_what_it_says_of_itself() -> None:

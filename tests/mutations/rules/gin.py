@@ -186,6 +186,14 @@ MUTATIONS = (
         num_ranks=4,
     ),
     Mutation(
+        name="expired-halves-send-what-lies-there",
+        rule="a half of a combine that has expired lets the collective carry old rows",
+        target="kernels/combine/combine_network.cuh:combine_network",
+        old="transport_of<Shape>(args.rail).give_up(args.call, SumsOfNodes<Shape>::kNodes, threadIdx.x);",
+        new="",
+        tests=("tests/backends/test_padded.py::test_a_half_that_expires_sends_no_old_rows",),
+    ),
+    Mutation(
         name="a-fault-waits-for-receivers",
         rule="a rank with a fault waits until others receive the call",
         target="kernels/dispatch/dispatch_network.cuh:receive_from_nodes",

@@ -21,4 +21,15 @@ struct RailTransport<kByCollective> {
     __device__ __forceinline__ bool wait(Traffic, uint32, uint64, const Deadline&, uint32, uint32, uint32) const {
         return true;
     }
+
+    // One warp of a kernel that sends, where a wait has expired: the collective carries its regions all the same, with
+    // whatever lies in them. So each begins as that of a rank with a fault, and means another call.
+    __device__ __forceinline__ void give_up(const Call& call, int nodes, int lane) const {
+        if (lane >= nodes) return;
+        auto* header = reinterpret_cast<int32*>(rail.region(rail.put_from, 0, lane));
+        header[0] = kOwnFault;
+        header[1] = call.rank + 1;
+        header[kHashWord] = ~static_cast<int32>(call.options_hash);
+        header[kHashWord + 1] = ~static_cast<int32>(call.options_hash >> 32);
+    }
 };

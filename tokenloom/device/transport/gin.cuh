@@ -36,6 +36,9 @@ struct RailTransport<kByGin> {
         count.sent += rail.chunks;
     }
 
+    // Where a wait has expired nothing was put, and others wait in vain.
+    __device__ __forceinline__ void give_up(const Call&, int, int) const {}
+
     // Puts bytes of this rank's window to a peer's, and adds 1 to a signal there behind them. It releases at the scope of
     // the device, which the network needs and other GPUs do not see. What other threads have written is released with
     // it if this thread has acquired it.

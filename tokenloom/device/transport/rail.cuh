@@ -6,6 +6,7 @@
 //   before<part>(traffic, epoch)      how often each node has signalled in calls before this one
 //   count_call(traffic, epoch)        one thread of a kernel that sends: this call's puts are counted
 //   put(traffic, peer, to, from, ...) one thread for each peer: bytes of a region, and behind them a signal
+//   give_up(call, nodes, lane)        one warp of a kernel that sends, where a wait has expired
 //   wait(traffic, signal, wanted, ..) one thread: a signal was raised so often, and what was put ahead of it is here
 //
 // docs/explanation/between-nodes.md is the protocol, with the reason for each rule.

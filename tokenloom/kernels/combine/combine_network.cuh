@@ -305,6 +305,8 @@ __device__ void combine_network(const CombineNetworkArgs& args) {
             auto* out = static_cast<unsigned char*>(args.out);
             for (int64 token = 0; token < args.num_tokens; ++token)
                 fill_row<kRowBytes>(out + token * kRowBytes, kNanWord<Shape::out_dtype>, threadIdx.x);
+        } else {
+            transport_of<Shape>(args.rail).give_up(args.call, SumsOfNodes<Shape>::kNodes, threadIdx.x);
         }
     });
 }

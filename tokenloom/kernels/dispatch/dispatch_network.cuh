@@ -126,6 +126,8 @@ __device__ void dispatch_network(const DispatchNetworkArgs& args) {
         if constexpr (Shape::part != kSend) {
             publish_nothing<Shape>(args);
             publish_no_nodes<Shape>(args);
+        } else {
+            transport_of<Shape>(args.rail).give_up(args.call, Packed<Shape>::kNodes, threadIdx.x);
         }
     });
 }
