@@ -15,6 +15,7 @@ from tests.support import emulator
 from tests.support.cases import BF16, FP8, FP32, Case, expert_rows, make_problem, order_of, same_bits, same_routed
 from tokenloom import reference
 from tokenloom.backends.gin import availability, backend, memory, registration
+from tokenloom.backends.gin.sizes import NodeSizes
 from tokenloom.backends.registration import Request
 from tokenloom.kernels.common import MAX_SHARED_BYTES
 from tokenloom.kernels.common.rail import MOST_CHUNKS
@@ -124,6 +125,16 @@ def test_window_of_a_plan() -> None:
         made.require_room(dtype)
     with pytest.raises(tl.InvalidArgument, match=r"made for torch.bfloat16; make it with dtype=torch.float32"):
         made.require_room(torch.float32)
+
+
+@pytest.mark.parametrize("carrier", ["gin", "collective"])
+def test_most_tokens_of_some_memory(carrier: str) -> None:
+    """The largest number whose memory fits; more tokens take more."""
+    sizes = NodeSizes(Plan(4, 256, 7168, 8, 512), 2, carrier)
+    of_300 = replace(sizes, plan=replace(sizes.plan, max_tokens_per_rank=300)).total_bytes
+    assert (sizes.most_tokens(of_300), sizes.most_tokens(of_300 - 1)) == (300, 299)
+    assert (sizes.most_tokens(sizes.total_bytes), sizes.most_tokens(1000)) == (512, 0)
+    assert sizes.total_bytes == sizes.node_bytes + sizes.carried_bytes
 
 
 # -- what callers may give ------------------------------------------------------------------------------------------

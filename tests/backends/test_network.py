@@ -32,6 +32,7 @@ from tests.support.cases import (
 from tests.support.layer_cases import LayerCase, make_inputs, make_layer
 from tokenloom import reference
 from tokenloom.backends.gin import availability, memory, registration
+from tokenloom.backends.gin.sizes import NodeSizes
 from tokenloom.backends.network import backend as network_backend
 from tokenloom.backends.network.exchange import NodeExchange
 from tokenloom.backends.network.inside import SentRows
@@ -443,13 +444,14 @@ def check_gin(context: RankContext) -> None:
     ):
         tl.ExpertParallelMoE(context.group, intermediate=8, transport="gin", ranks_per_node=2, **sizes)
     assert str(error.value) == text.format("rank 2: no RDMA card")
-    free = 10_000 if context.rank == 2 else 10**9
+    three = NodeSizes(Plan(4, 8, 128, 2, 3), 2, "gin").total_bytes
+    free = three if context.rank == 2 else 10**9
     with (
         mock.patch.object(availability, "examine", return_value=Availability("gin", True, "")),
         mock.patch.object(registration, "why_no_kernels", return_value=None),
         mock.patch.object(registration, "require_sms"),
         mock.patch.object(memory, "free_bytes", return_value=free),
-        pytest.raises(tl.InvalidArgument, match=r"rank 2 has 0.0 GB free; pass max_tokens_per_rank=\d"),
+        pytest.raises(tl.InvalidArgument, match=r"rank 2 has 0.0 GB free; pass max_tokens_per_rank=3, or take"),
     ):
         Communicator(context.group, transport="gin", ranks_per_node=2, **sizes)
 

@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
+from tokenloom.backends.gin.sizes import NodeSizes
 from tokenloom.cli import app
 from tokenloom.cli.terminal import FAILED
+from tokenloom.plan import Plan
 from tokenloom.tune.network.constants import FITTED, with_rates, write_constants
+from tokenloom.tune.network.cost import MIB
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -139,6 +142,21 @@ def test_a_budget_that_is_exceeded_ends_the_command() -> None:
     assert "4096 tokens a rank on 8 nodes need 1,188.2 MiB" in done.stderr
     assert "the budget is 1,000.0 MiB; these fit: --tokens 3447, or --nodes 6, or --budget 1189" in done.stderr
     assert plan("--nodes", 8, "--budget", 1000, "--tokens", 3447).exit_code == 0
+
+
+def test_memory_that_backends_hold() -> None:
+    """In all, from the sizes that they make their memory by, and the most tokens that fit the budget."""
+    shown = plan("--nodes", 2, "--tokens", 128, "--budget", 1000).stdout
+    sizes = NodeSizes(Plan(16, 256, 7168, 8, 128), 2, "gin")
+    row = re.search(r"gin +([\d,.]+) +([\d,.]+) +([\d,.]+) +([\d,]+)", shown)
+    assert row is not None
+    carried, own, total, most = (float(each.replace(",", "")) for each in row.groups())
+    assert carried == pytest.approx(sizes.carried_bytes / MIB, abs=0.5)
+    assert own == pytest.approx(sizes.node_bytes / MIB, abs=0.5)
+    assert total == pytest.approx(sizes.total_bytes / MIB, abs=0.5)
+    assert most == sizes.most_tokens(1000 * MIB)
+    assert "padded " in shown
+    assert "max_tokens_per_rank" not in plan("--nodes", 1, "--tokens", 128, "--budget", 1000).stdout
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,8 @@ class NodesCombine:
         args = self.kernel.args
         args.combine_turns = TURNS
         args.peers, args.combine_recv = memory.partials.peers.data_ptr(), memory.partials.layout.offset("partials")
-        args.partials_bytes, args.turn_bytes = memory.partials_bytes, memory.num_nodes * memory.partials_bytes
+        args.partials_bytes = memory.sizes.partials_bytes
+        args.turn_bytes = memory.num_nodes * args.partials_bytes
         memory.tell(args.rail, COMBINES)
 
     def launch(

@@ -7,25 +7,20 @@ from dataclasses import dataclass
 
 import torch
 
+from tokenloom.backends.gin.sizes import NodeSizes
 from tokenloom.backends.handshake import Fields
-from tokenloom.backends.nvlink.buffers import control_layout, staged_layout, weight_gradient_values
 from tokenloom.errors import InvalidArgument, TokenloomError
 from tokenloom.jit.compiler import KernelSpec, Prelude
 from tokenloom.jit.kernel import Kernel
-from tokenloom.kernels.combine.launch_network import HEADER_BYTES, CombineNetworkVariant
 from tokenloom.kernels.common import TURNS, Variant
-from tokenloom.kernels.common.rail import MOST_CHUNKS, STATE_BYTES, TRAFFICS, Rail, Regions, chunk_rows, region_bytes
-from tokenloom.kernels.dispatch.launch_network import DispatchNetworkVariant
+from tokenloom.kernels.common.rail import STATE_BYTES, TRAFFICS, Rail
 from tokenloom.kernels.signals.launch import SignalsVariant
-from tokenloom.plan import Plan, align_up
+from tokenloom.plan import Plan
 from tokenloom.runtime.devices import free_bytes
 from tokenloom.runtime.gin import GinMemory
 from tokenloom.runtime.leftovers import wait_for
 from tokenloom.runtime.rank_group import RankGroup
-from tokenloom.runtime.symmetric_memory import BufferLayout, SymmetricBuffer
-
-CHUNK_ROWS = 64
-"""Rows that are put at once: forwarding begins when the first of them are there."""
+from tokenloom.runtime.symmetric_memory import SymmetricBuffer
 
 
 class NodeBuffers:
@@ -36,54 +31,31 @@ class NodeBuffers:
         dtype: of the tokens; None: of 2 bytes. FP8 rows have room wherever others have.
 
     Attributes:
-        carrier: what carries regions to other nodes, as variants name it. most_chunks: of a region.
+        carrier: what carries regions to other nodes, as variants name it.
+        sizes: how large each part is. regions: what crosses the network, its.
         fused: as backend "nvlink" has it.
         turns: regions that calls take turns in.
         ranks_per_node: G. num_nodes: N.
         control: flags and headers of the ranks of this node.
-        partials: where partial sums of this node meet, [TURNS][N] parts of ``partials_bytes``.
-        regions: what crosses the network.
+        partials: where partial sums of this node meet, [TURNS][N] parts of ``sizes.partials_bytes``.
     """
 
     carrier: str
-    most_chunks: int
     fused = False
 
     def __init__(self, plan: Plan, ranks: RankGroup, dtype: torch.dtype | None) -> None:
-        topology = ranks.topology
-        self.num_nodes = topology.num_nodes
-        self.ranks_per_node = plan.num_ranks // self.num_nodes
-        self.turns = TURNS
-        self._widest = dtype if dtype is not None and dtype.itemsize > 2 else torch.bfloat16
-        value_bytes = self._widest.itemsize
-        dispatches = DispatchNetworkVariant(plan, self.ranks_per_node, x_dtype=self._widest)
-        combines = CombineNetworkVariant(
-            plan, self.ranks_per_node, y_dtype=self._widest, wire_dtype=self._widest, out_dtype=self._widest
-        )
-        sum_bytes = max(combines.record_bytes, 4 * weight_gradient_values(plan))
-        region = max(
-            region_bytes(plan, dispatches.header_bytes, dispatches.record_bytes),
-            region_bytes(plan, HEADER_BYTES, sum_bytes),
-        )
-        chunks = min(-(-plan.max_tokens_per_rank // CHUNK_ROWS), self.most_chunks)
-        self.regions = Regions(self.num_nodes, region, chunks, chunk_rows(plan, chunks))
-        self.partials_bytes = align_up(combines.partials_rows * sum_bytes, 128)
-        partials = BufferLayout.of([("partials", TURNS * self.num_nodes * self.partials_bytes)])
-        control, staging = control_layout(plan), staged_layout(plan, value_bytes, 0, TURNS)
-        on_node = sum(layout.total_bytes for layout in (control, staging, partials))
-        require_memory(ranks, on_node + self.region_bytes, plan.max_tokens_per_rank)
+        widest = dtype if dtype is not None and dtype.itemsize > 2 else torch.bfloat16
+        self.sizes = sizes = NodeSizes(plan, ranks.topology.num_nodes, self.carrier, widest)
+        self.num_nodes, self.ranks_per_node, self.turns = sizes.num_nodes, sizes.ranks_per_node, TURNS
+        self.regions = sizes.regions
+        require_memory(ranks, sizes)
         self.reach_nodes(ranks)  # first what a machine may lack
         try:
-            self.control, self._staging = SymmetricBuffer(control, ranks), SymmetricBuffer(staging, ranks)
-            self.partials = SymmetricBuffer(partials, ranks)
+            self.control, self._staging = SymmetricBuffer(sizes.control, ranks), SymmetricBuffer(sizes.staging, ranks)
+            self.partials = SymmetricBuffer(sizes.partials, ranks)
         except Exception:
             self.close()
             raise
-
-    @property
-    def region_bytes(self) -> int:
-        """Of all regions that may be in use at once."""
-        raise NotImplementedError
 
     def reach_nodes(self, ranks: RankGroup) -> None:
         """Make what regions are carried with."""
@@ -110,10 +82,10 @@ class NodeBuffers:
 
     def require_room(self, dtype: torch.dtype) -> None:
         """Raise InvalidArgument for rows that are wider than those the memory was made for."""
-        if dtype.itemsize > self._widest.itemsize:
+        if dtype.itemsize > self.sizes.widest.itemsize:
             raise InvalidArgument(
-                f"rows of {dtype} need more memory than the communicator has, which was made for {self._widest}; make "
-                f"it with dtype={dtype}"
+                f"rows of {dtype} need more memory than the communicator has, which was made for {self.sizes.widest}; "
+                f"make it with dtype={dtype}"
             )
 
     def shared(self) -> list[SymmetricBuffer]:
@@ -133,11 +105,7 @@ class NodeMemory(NodeBuffers):
         gin: the window, with a device communicator. ``regions`` says what lies where in it.
     """
 
-    carrier, most_chunks = "gin", MOST_CHUNKS
-
-    @property
-    def region_bytes(self) -> int:
-        return self.regions.window_bytes
+    carrier = "gin"
 
     def reach_nodes(self, ranks: RankGroup) -> None:
         """Make the window. No rank has buffers before all have reset their signals."""
@@ -177,23 +145,21 @@ class NodeMemory(NodeBuffers):
 
     def describe(self) -> list[str]:
         """Lines for people."""
-        window = f"{self.gin.num_bytes / 1e6:.1f} MB, of {self._widest} at most"
+        window = f"{self.gin.num_bytes / 1e6:.1f} MB, of {self.sizes.widest} at most"
         return [f"GIN of type {self.gin.type_name}, window for {self.num_nodes} nodes: {window}", *super().describe()]
 
 
-def require_memory(ranks: RankGroup, num_bytes: int, max_tokens: int) -> None:
-    """Raise InvalidArgument on all ranks where some GPU has not so much memory free. Collective.
-
-    Args:
-        max_tokens: of a rank, which the memory is for; it grows in proportion.
-    """
-    free = free_bytes(ranks.device)
-    lacking = ranks.all_gather_object(None if num_bytes <= free else free, "asking for memory")
+def require_memory(ranks: RankGroup, sizes: NodeSizes) -> None:
+    """Raise InvalidArgument on all ranks where some GPU has not so much memory free. Collective."""
+    free, needed = free_bytes(ranks.device), sizes.total_bytes
+    lacking = ranks.all_gather_object(None if needed <= free else free, "asking for memory")
     for rank, has in enumerate(lacking):
         if has is not None:
+            most = sizes.most_tokens(min(each for each in lacking if each is not None))
+            ways = [*([f"pass max_tokens_per_rank={most}"] if most else []), "take backend='network'"]
             raise InvalidArgument(
-                f"calls between nodes by kernels need {num_bytes / 1e9:.1f} GB, rank {rank} has {has / 1e9:.1f} GB "
-                f"free; pass max_tokens_per_rank={max_tokens * has // num_bytes}, or take backend='network'"
+                f"calls between nodes by kernels need {needed / 1e9:.1f} GB, rank {rank} has {has / 1e9:.1f} GB free; "
+                + ", or ".join(ways)
             )
 
 

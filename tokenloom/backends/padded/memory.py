@@ -10,23 +10,11 @@ from tokenloom.kernels.common.rail import Rail
 from tokenloom.runtime.leftovers import keep_until_idle
 from tokenloom.runtime.rank_group import RankGroup, Transfer
 
-OPEN_CALLS = 2
-"""Calls in halves that may be open, each with regions of its own."""
-
 
 class PaddedMemory(NodeBuffers):
     """What the ranks of a node share. Regions that cross the network are tensors of a call, so none is overwritten."""
 
-    carrier, most_chunks = "collective", 1
-
-    @property
-    def region_bytes(self) -> int:
-        """Of the calls that may be open at once."""
-        return OPEN_CALLS * self._call_bytes
-
-    @property
-    def _call_bytes(self) -> int:
-        return 2 * self.num_nodes * self.regions.region_bytes
+    carrier = "collective"
 
     def reach_nodes(self, ranks: RankGroup) -> None:
         """Find the ranks of this rail."""
@@ -57,4 +45,5 @@ class PaddedMemory(NodeBuffers):
 
     def describe(self) -> list[str]:
         """Lines for people."""
-        return [f"regions of a call: {self._call_bytes / 1e6:.1f} MB, of {self._widest} at most", *super().describe()]
+        sizes = self.sizes
+        return [f"regions of a call: {sizes.call_bytes / 1e6:.1f} MB, of {sizes.widest} at most", *super().describe()]

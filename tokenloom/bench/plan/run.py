@@ -40,7 +40,8 @@ def run_plan(
         tokens: T of every rank, a plan for each. Not used with a routing, which has its tokens.
         num_nodes: N of the cluster to show in detail; None for none, or with a routing.
         routing: topk_ids [T, K] of each rank, or None.
-        budget_mib: memory of a GPU for rows from other nodes, for the cluster in detail; None for any.
+        budget_mib: memory of a GPU for rows from other nodes, for the cluster in detail, and for a table of what
+            backends hold; None for any, and for no table.
         command: the arguments of ``tokenloom``, for the record.
 
     Raises:
@@ -71,6 +72,10 @@ def run_plan(
         console.print(tables.detail_table(rows, "an even routing"), markup=False)
         if figures := [each for name in OPERATIONS for each in published(problem, chosen, name, num_tokens)]:
             console.print(tables.published_table(figures), markup=False)
+        if budget_mib is not None and chosen.num_nodes > 1:
+            from tokenloom.bench.plan.memory import memory_table  # with torch, which takes seconds
+
+            console.print(memory_table(chosen, problem.hidden, num_tokens, budget_mib * MIB), markup=False)
     for by_cluster in by_tokens.values():
         console.print(tables.sweep_table(by_cluster), markup=False)
         made += [row for rows in by_cluster for row in rows if row.num_nodes != num_nodes]

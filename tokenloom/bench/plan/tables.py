@@ -17,7 +17,7 @@ LEGEND = (
     "node, rank, route: a row for each node, rank or route of a token on other nodes. Times are of the busiest rank: "
     "start + the longest of NIC, NVLink and puts + a share of the shorter of NIC and NVLink. binds: the largest of "
     "the four, where sizes are compared that of node. others' best: the fastest published figure. staging: memory of "
-    "a GPU for rows from other nodes, of two calls in turn."
+    "a GPU for rows from other nodes, of two calls in turn; --budget shows all that backends hold."
 )
 EXTRAPOLATED = "* beyond the published figures: low latency 16 to 256 ranks, high throughput 16 to 64 ranks."
 PREDICTED = (
@@ -37,7 +37,7 @@ def detail_table(rows: Sequence[PlanRow], routing: str) -> Table:
     counted = rows[0].imbalance is not None
     headers = ["a row\nper", "rows a\ntoken", "NIC\nMB", "NIC\nµs", "NVLink\nµs", "puts", "puts\nµs", "time\nµs"]
     headers += ["binds", "staging\nMiB", *(["busiest / mean\nNIC  rail  NVLink"] if counted else []), "extrapolated"]
-    table = _table(title, "operation", *headers)
+    table = new_table(title, "operation", *headers)
     for row in rows:
         cells = [
             f"{row.operation} {row.dtype}",
@@ -46,13 +46,13 @@ def detail_table(rows: Sequence[PlanRow], routing: str) -> Table:
             f"{row.nic_bytes / 1e6:,.2f}",
         ]
         cells += [
-            _digits(row.nic_us),
-            _digits(row.nvlink_us),
+            digits(row.nic_us),
+            digits(row.nvlink_us),
             f"{row.puts:,.0f}",
-            _digits(row.puts_us),
-            _digits(row.time_us),
+            digits(row.puts_us),
+            digits(row.time_us),
         ]
-        cells += [row.binds, _digits(row.staging_bytes / MIB)]
+        cells += [row.binds, digits(row.staging_bytes / MIB)]
         if row.imbalance is not None:
             cells.append("  ".join(f"{row.imbalance[name]:.2f}" for name in ("nic", "rail", "nvlink")))
         table.add_row(*cells, ", ".join(row.extrapolated) or "-")
@@ -62,15 +62,15 @@ def detail_table(rows: Sequence[PlanRow], routing: str) -> Table:
 def published_table(figures: Iterable[Figure]) -> Table:
     """What other systems publish for the same calls, beside what the model gives for their protocols."""
     headers = ("operation", "a row\nper", "published\nµs", "model of\nit, µs", "model /\npublished", "fitted\nto it")
-    table = _table("published", "system", *headers)
+    table = new_table("published", "system", *headers)
     for figure in figures:
         of, model = figure.series, figure.model
         table.add_row(
             of.system,
             f"{of.operation} {of.dtype}",
             of.row_per,
-            _digits(figure.time_us),
-            _digits(model.time_us),
+            digits(figure.time_us),
+            digits(model.time_us),
             f"{model.time_us / figure.time_us:.2f}",
             "yes" if figure.fitted else "no",
         )
@@ -95,16 +95,16 @@ def sweep_table(by_cluster: Sequence[Sequence[PlanRow]]) -> Table:
     for operation in OPERATIONS:
         dtype = next(row.dtype for row in first if row.operation == operation)
         headers += [f"{operation}\n{dtype}, node", "rank", "route", "others'\nbest"]
-    table = _table(title, "ranks", *headers, "binds", "staging\nMiB")
+    table = new_table(title, "ranks", *headers, "binds", "staging\nMiB")
     for rows in by_cluster:
         dispatches = [row for row in rows if row.operation == "dispatch"]
         cells = [f"{rows[0].num_ranks:,}", *(f"{row.rows_per_token:.2f}" for row in dispatches)]
         for operation in OPERATIONS:
             ours = [row for row in rows if row.operation == operation]
-            cells += [f"{_digits(row.time_us)}{_star(row)}" for row in ours]
+            cells += [f"{digits(row.time_us)}{_star(row)}" for row in ours]
             cells.append(_best(ours[0]))
         nodes = [row.binds for row in rows if row.row_per == "node"]
-        table.add_row(*cells, "/".join(dict.fromkeys(nodes)), _digits(dispatches[0].staging_bytes / MIB))
+        table.add_row(*cells, "/".join(dict.fromkeys(nodes)), digits(dispatches[0].staging_bytes / MIB))
     return table
 
 
@@ -114,14 +114,16 @@ def _star(row: PlanRow) -> str:
 
 def _best(row: PlanRow) -> str:
     best = next(iter(row.published_us.values()), None)
-    return "-" if best is None else _digits(best)
+    return "-" if best is None else digits(best)
 
 
-def _digits(value: float) -> str:
+def digits(value: float) -> str:
+    """A number for people."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def _table(title: str, first: str, *headers: str) -> Table:
+def new_table(title: str, first: str, *headers: str) -> Table:
+    """An empty table, whose numbers stand on the right."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column(first)
     for header in headers:

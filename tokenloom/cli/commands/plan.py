@@ -72,7 +72,11 @@ def plan(
     ] = None,
     budget: Annotated[
         Optional[float],  # noqa: UP045
-        typer.Option("--budget", min=0, help="MiB of a GPU for rows from other nodes; exceeding them is an error."),
+        typer.Option(
+            "--budget",
+            min=0,
+            help="MiB of a GPU for rows from other nodes; shows what backends hold.",
+        ),
     ] = None,
     plot_file: PlotFile = None,
     json_file: JsonFile = None,
