@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
 from dataclasses import replace
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from tests.conftest import Ranks
 from tests.support.cases import FP32, Case, make_comm, make_problem
 from tests.support.patience import only_late
 from tests.support.slow import mostly_slow
+from tokenloom.backends.handshake import handshake
 from tokenloom.backends.network.inside import CollectivesInside
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.rank_group import RankGroup
@@ -56,9 +58,10 @@ def test_who_is_missing(four: Ranks, dead: str, phase: str) -> None:
     assert all(step == first + PHASES.index(each) - PHASES.index(phase) for each, step in said)
 
 
-def check_missing(context: RankContext, dead: list[int], phase: str) -> tuple[str, int] | None:
+def check_missing(context: RankContext, dead: list[int], phase: str, streams: bool = False) -> tuple[str, int] | None:
     problem = make_problem(CASE, context.num_ranks)
     comm = make_comm(in_a_group_of_their_own(context), "network", problem.plan, timeout_s=0.5, open_timeout_s=0.5)
+    comm._ranks._deadline_is_ours = not streams
     x, ids, weights = problem.arguments(context)
     assert weights is not None
     weights.requires_grad_()
@@ -81,6 +84,31 @@ def check_missing(context: RankContext, dead: list[int], phase: str) -> tuple[st
     with pytest.raises(tl.CommunicatorBroken):
         comm.dispatch(*problem.arguments(context))
     return error.phase, error.epoch
+
+
+@pytest.mark.parametrize("phase", ["the handshake of dispatch", "the handshake of combine"])
+def test_who_is_missing_where_streams_wait(four: Ranks, phase: str) -> None:
+    """As over NCCL: hosts ask whether what opens a call has ended, keep its deadline, and name the ranks."""
+    said = [each for each in four.run(check_missing, [2, 3], phase, True) if each is not None]
+    assert {each for each, _ in said} == {phase}
+
+
+def test_a_fault_where_streams_wait(four: Ranks) -> None:
+    """As over NCCL: a rank that fails in the middle of a call ends the others' wait, long before the deadline."""
+    four.run(check_fault_on_streams)
+
+
+def check_fault_on_streams(context: RankContext) -> None:
+    group = dist.new_group(list(range(context.num_ranks)), timeout=timedelta(seconds=8))
+    ranks = RankGroup(group, device=context.device, open_timeout_s=60)
+    ranks._deadline_is_ours = False
+    assert handshake(ranks, {"call": "dispatch"}, None, 0, None)[1] == frozenset()
+    if context.rank == 2:
+        ranks.abort(MemoryError("no room for rows"))
+        return
+    with pytest.raises(tl.PeerError, match="MemoryError: no room for rows") as error:
+        handshake(ranks, {"call": "combine"}, None, 0, None)
+    assert error.value.rank == 2
 
 
 class Stop(BaseException):

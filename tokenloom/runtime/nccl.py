@@ -16,7 +16,7 @@ from tokenloom.jit.nccl_headers import Headers, check_versions, find_headers
 WINDOW_ALIGNMENT = 4096
 """Bytes. Windows begin and end at multiples of it."""
 
-_SUCCESS, _IN_PROGRESS = 0, 7
+_SUCCESS = 0
 _MAPS = Path("/proc/self/maps")
 
 _POINTER = ctypes.c_void_p
@@ -30,7 +30,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ncclCommWindowDeregister": (_POINTER, _POINTER),
     "ncclDevCommCreate": (_POINTER, _POINTER, _POINTER),
     "ncclDevCommDestroy": (_POINTER, _POINTER),
-    "ncclCommGetAsyncError": (_POINTER, _INT_OUT),
     "ncclCommAbort": (_POINTER,),
 }
 
@@ -145,14 +144,6 @@ class Nccl:
     def destroy_device_comm(self, comm: int, device_comm: bytes) -> None:
         """Give back what :meth:`create_device_comm` made. Collective."""
         self._call("ncclDevCommDestroy", comm, ctypes.create_string_buffer(device_comm, len(device_comm)))
-
-    def async_error(self, comm: int) -> NcclError | None:
-        """What has gone wrong in the background, if anything has. Before NCCL 2.30 errors of GIN are not among it."""
-        code = ctypes.c_int()
-        self._call("ncclCommGetAsyncError", comm, ctypes.byref(code))
-        if code.value in (_SUCCESS, _IN_PROGRESS):
-            return None
-        return NcclError("a call in the background", code.value, *self._words(code.value))
 
     def abort(self, comm: int) -> None:
         """End a communicator whose ranks may be gone; it waits for none of them."""

@@ -43,7 +43,13 @@ class NodeRanks(RankGroup):
         return [by_rank[rank] for rank in self.members]
 
     def _start(
-        self, start: Callable[[], dist.Work], result: torch.Tensor, phase: str, opens: bool = False
+        self,
+        start: Callable[[], dist.Work],
+        result: torch.Tensor,
+        phase: str,
+        opens: bool = False,
+        *,
+        host_waits: bool = False,
     ) -> NoReturn:
         raise NotImplementedError(f"ranks of a node have no collectives of tensors, which {phase} asks for")
 

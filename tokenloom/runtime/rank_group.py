@@ -31,7 +31,7 @@ from tokenloom.runtime.noteboard import Noteboard, store_of
 from tokenloom.runtime.rejoin import Meeting
 from tokenloom.runtime.topology import Topology
 from tokenloom.runtime.verdict import Verdict
-from tokenloom.runtime.waiting import Awaited, Collective, Watch, checked_seconds, timeout_of
+from tokenloom.runtime.waiting import Awaited, Collective, CollectiveOnStream, Watch, checked_seconds, timeout_of
 
 OPEN_TIMEOUT_S = 600.0
 """Least default for the opening of a call: another rank's host may write a checkpoint, evaluate or compile."""
@@ -55,10 +55,11 @@ class Transfer:
         self._lost: frozenset[int] = frozenset()
 
     def wait(self) -> torch.Tensor:
-        """The result. Over gloo the host waits for it, over NCCL the current stream.
+        """The result. Over gloo the host waits for it. Over NCCL the current stream does, and the host too for what
+        opens a call.
 
         Raises:
-            PeerTimeout: over gloo, ranks are missing. CommunicatorBroken: they were in an earlier wait.
+            PeerTimeout: where the host waits, ranks are missing. CommunicatorBroken: they were in an earlier wait.
         """
         if self._wait is not None:
             self._lost, self._wait = self._wait(), None
@@ -81,7 +82,7 @@ class RankGroup:
             is initialised, else a group of this rank alone.
         device: where tensors lie; None picks the current GPU for NCCL groups and the CPU otherwise.
         timeout_s: longest wait for other ranks within a call, in seconds. Over gloo this class keeps it and raises
-            PeerTimeout; over NCCL the process group's own timeout applies.
+            PeerTimeout; over NCCL the process group's own timeout applies within a call.
         open_timeout_s: longest wait for other ranks to open the same call, in seconds. None: the process group's own
             timeout, at least OPEN_TIMEOUT_S and at least ``timeout_s``. Over gloo no wait outlasts the process
             group's own timeout.
@@ -193,8 +194,8 @@ class RankGroup:
     def abort(self, fault: Exception) -> None:
         """End the group for all ranks: this one failed in the middle of a call, and sends no more of it.
 
-        Over gloo, ranks that wait for it raise PeerError within a second, or mask it where they mask late ranks. Over
-        NCCL they wait for the group's timeout.
+        Ranks that wait for it raise PeerError within a second, or mask it where they mask late ranks. Over NCCL
+        they do so in the handshake of their next call.
         """
         self._watch.broken = f"an earlier call failed: {fault}"
         self.notes.fail(f"{type(fault).__name__}: {fault}")
@@ -438,7 +439,8 @@ class RankGroup:
         """[n] on every rank -> [W, n] on every rank: the same on all, zeros for masked ranks.
 
         Args:
-            opens: this is the first collective of a call, for which ranks have ``open_timeout_s``.
+            opens: this is the first collective of a call, for which ranks have ``open_timeout_s``. The host waits
+                for it.
         """
         transfer = self.start_all_gather(row, phase, opens=opens)
         out = transfer.wait()
@@ -467,7 +469,7 @@ class RankGroup:
         def start() -> dist.Work:
             return _all_gather(out.flatten(), row, group=self.process_group, async_op=True)
 
-        return self._start(start, out, phase, opens)
+        return self._start(start, out, phase, opens, host_waits=opens)
 
     def start_all_to_all(
         self,
@@ -515,14 +517,24 @@ class RankGroup:
         ).wait()
 
     def _start(
-        self, start: Callable[[], dist.Work], result: torch.Tensor, phase: str, opens: bool = False
+        self,
+        start: Callable[[], dist.Work],
+        result: torch.Tensor,
+        phase: str,
+        opens: bool = False,
+        *,
+        host_waits: bool = False,
     ) -> Transfer:
-        """Start a collective of the process group."""
+        """Start a collective of the process group.
+
+        Args:
+            host_waits: over NCCL too, with our deadline.
+        """
         self.notes.step += 1
         if self.process_group is None:
             return Transfer(result, None)
         self.require_alive()
-        if not self._deadline_is_ours:
+        if not (self._deadline_is_ours or host_waits):
             work = start()
 
             def wait() -> frozenset[int]:
@@ -531,10 +543,11 @@ class RankGroup:
                 return frozenset()
 
             return Transfer(result, wait)
+        kind = Collective if self._deadline_is_ours else CollectiveOnStream
         try:
-            collective = Collective(start())
+            collective = kind(start())
         except RuntimeError as error:  # as if it had failed a moment later
-            collective = Collective(error)
+            collective = kind(error)
         return self._awaited(collective, result, phase, opens, frozenset)
 
     def _exchange(

@@ -24,6 +24,8 @@ ROLL_CALL_S = 1.0
 """How long a rank that gives up waits for those to sign in that came at the last moment."""
 MAX_TIMEOUT_S = 1e9
 """31 years. In nanoseconds, and added to the time of day as GPUs count it, it still fits an int64."""
+SPIN_S, PAUSE_S = 1e-3, 1e-4
+"""A host that waits for NCCL asks all the time for so long, and with pauses then."""
 SHORTEST_S = 0.01
 """torch takes less than 1 ms as no limit at all."""
 
@@ -72,10 +74,12 @@ class Collective:
             self._work.wait(timedelta(seconds=max(seconds, SHORTEST_S)))
             return True
         except RuntimeError:
-            if not self._work.is_completed():
-                return False
+            return self._work.is_completed() and self._ended_well(self._work)
+
+    def _ended_well(self, work: dist.Work) -> bool:
+        """Whether a collective that has ended did its work; waiting again tells."""
         try:
-            self._work.wait()  # it failed, or came to its end just now; waiting again tells which
+            work.wait()
             return True
         except RuntimeError as error:
             self.broken[-1] = str(error)
@@ -83,6 +87,23 @@ class Collective:
 
     def give_up(self, ranks: Collection[int]) -> None:
         raise AssertionError("a collective of torch waits for all ranks")
+
+
+class CollectiveOnStream(Collective):
+    """A collective of NCCL. The host asks whether it has ended: torch's wait with a limit would abort NCCL's
+    communicator, and with it those collectives that only come late."""
+
+    def wait(self, seconds: float) -> bool:
+        if self._work is None:
+            return not self.broken
+        began = time.monotonic()
+        while not self._work.is_completed():
+            waited_s = time.monotonic() - began
+            if waited_s >= seconds:
+                return False
+            if waited_s > SPIN_S:
+                time.sleep(PAUSE_S)
+        return self._ended_well(self._work)
 
 
 class Watch:

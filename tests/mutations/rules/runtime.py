@@ -24,6 +24,15 @@ RANKS = (
         tests=("tests/comm/test_errors.py::test_closed",),
     ),
     Mutation(
+        name="nccl-keeps-the-deadlines",
+        rule="over NCCL hosts leave deadlines of handshakes to torch, which names nobody",
+        target="tokenloom.runtime.rank_group:RankGroup.start_all_gather",
+        old="self._start(start, out, phase, opens, host_waits=opens)",
+        new="self._start(start, out, phase, opens)",
+        tests=("tests/backends/test_network_faults.py::test_a_fault_where_streams_wait",),
+        num_ranks=4,
+    ),
+    Mutation(
         name="timeout-names-everybody",
         rule="PeerTimeout names ranks that are there too",
         target="tokenloom.runtime.waiting:Watch._missing_ranks",
