@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from tests.kernels.gpu_communicator import communicator
+from tests.kernels.gpu_lost_rank import loses_a_rank
 from tests.kernels.network_calls import (
     CALL_WORDS,
     NOWHERE,
@@ -70,8 +71,8 @@ class Options:
     """What a process is told.
 
     Attributes:
-        scenario: "bits", "communicator" (by GIN), "padded" (by collectives), or the call that the last rank does not
-            make: "dispatch" or "combine".
+        scenario: "bits", "communicator" (by GIN), "padded" (by collectives), the call that the last rank does not
+            make, "dispatch" or "combine", or what becomes of that rank, "late" or "gone" (backend "network").
         rank, num_ranks, ranks_per_node: which rank it is.
         folder: where ranks meet and leave results.
     """
@@ -84,7 +85,9 @@ class Options:
 
 
 def specs_for(num_ranks: int, ranks_per_node: int, scenario: str) -> list[KernelSpec]:
-    """All kernels that ranks launch, without NCCL's headers."""
+    """All kernels that ranks launch, without NCCL's headers. Backend "network" makes its own."""
+    if scenario in ("late", "gone"):
+        return []
     problems = [(form, make_problem(form.case, num_ranks)) for form in FORMS.values()]
     variants = [each for form, problem in problems for each in form.variants(problem, ranks_per_node)]
     empty = Form(Case("empty", "what ranks with a fault open", weights="absent"))  # of communicators
@@ -358,6 +361,9 @@ def main() -> None:
     if options.scenario in ("communicator", "padded"):
         rank = Member(options)
         communicator(rank, {name: (FORMS[name].case, FORMS[name].layout) for name in ("slots", "fp8", "rank")})
+    elif options.scenario in ("late", "gone"):
+        rank = Member(options)
+        loses_a_rank(rank)
     else:
         rank = own = Rank(options)
         (bits if options.scenario == "bits" else one_is_missing)(own)
