@@ -417,9 +417,25 @@ def check_transports(context: RankContext) -> None:
     with pytest.raises(tl.PlanMismatch, match=r"rank 3 has transport=auto, rank 0 has transport=collective"):
         Communicator(context.group, transport="auto" if context.rank == 3 else "collective", **SIZES)
     with pytest.raises(
-        tl.InvalidArgument, match="transport is 'nvlink', expected auto, collective, gin: what carries"
+        tl.InvalidArgument, match="transport is 'tcp', expected auto, collective, gin, nvlink: what carries"
     ):
+        Communicator(context.group, transport="tcp", **SIZES)
+
+
+def test_nvlink_between_nodes_is_refused(four: Ranks) -> None:
+    """On all ranks, with who lies where; and where nothing crosses, but not by NVLink."""
+    four.run(check_nvlink)
+
+
+def check_nvlink(context: RankContext) -> None:
+    where = r"there are 2 nodes: ranks? 0, 1 on node 0, ranks? 2, 3 on node 1; use transport='auto'"
+    for backend in ("auto", "network", "nvlink"):
+        with pytest.raises(tl.BackendUnavailable, match=where):
+            Communicator(context.group, backend=backend, transport="nvlink", ranks_per_node=2, **SIZES)
+    with pytest.raises(tl.BackendUnavailable, match=r"nvlink does not work on every rank: it needs .* on cpu"):
         Communicator(context.group, transport="nvlink", **SIZES)
+    with pytest.raises(tl.BackendUnavailable, match="it does not send by NVLink alone, transport is 'nvlink'"):
+        Communicator(context.group, backend="collective", transport="nvlink", **SIZES)
 
 
 def test_gin_is_refused(four: Ranks) -> None:

@@ -16,8 +16,9 @@ from tokenloom.plan import COMBINE_STRATEGIES, DISPATCH_STRATEGIES, LAYOUTS
 
 T_co = TypeVar("T_co", covariant=True)
 
-TRANSPORTS = ("collective", "gin")
-"""What may carry rows between nodes: torch.distributed, or NCCL's network for transfers that GPUs start (GIN)."""
+TRANSPORTS = ("collective", "gin", "nvlink")
+"""What may carry rows between nodes: torch.distributed, or NCCL's network for transfers that GPUs start (GIN). With
+"nvlink" nothing may: all ranks reach each other by NVLink."""
 
 Wait = Literal["nothing", "calls", "everything"]
 """What :meth:`Backend.check` waits for first: nothing, the outcomes of all calls, or the device as well."""

@@ -152,11 +152,18 @@ def choose(
     """
     reasons: dict[str, str] = {}
     nodes = topology or Topology.together(len(by_rank))
+    if between_nodes == "nvlink" and nodes.num_nodes > 1:
+        raise BackendUnavailable(
+            f"transport is 'nvlink', which reaches the ranks of one node, but there are {nodes.num_nodes} nodes: "
+            f"{nodes.who_is_where}; use transport='auto'"
+        )
     for index, candidate in enumerate(_registered):
         why_not = None if topology is None and name == candidate.name else candidate.why_not_on(nodes)
         other_nodes = candidate.capabilities.other_nodes
         if why_not is None and nodes.num_nodes > 1 and between_nodes not in ("auto", other_nodes):
             why_not = f"it reaches other nodes by {other_nodes}, transport is {between_nodes!r}"
+        if why_not is None and between_nodes == "nvlink" != candidate.capabilities.own_node:
+            why_not = "it does not send by NVLink alone, transport is 'nvlink'"
         if why_not is not None:
             reason = f"{candidate.name} does not work here: {why_not}"
             if name == candidate.name:

@@ -53,7 +53,8 @@ class Communicator(CallsBeside):
             all others alike. The call goes on without it and loses just the routes to it.
         transport: what carries rows between nodes. "auto" picks the best that works on all ranks, "collective" is
             torch.distributed. "gin" is NCCL's network that GPUs start transfers of by themselves; it has run on
-            no network yet, so "auto" does not take it. ``backend`` says what carries rows within a node.
+            no network yet, so "auto" does not take it. "nvlink" wants all ranks on one node, within reach of each
+            other's NVLink. ``backend`` says what carries rows within a node.
         ranks_per_node: ranks of each node, which are then taken to be on nodes one after the other, wherever they are:
             to try what runs between nodes on one machine, or where nodes cannot be found out. None finds nodes by
             host and by the access of GPUs to each other's memory.

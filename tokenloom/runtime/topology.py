@@ -121,6 +121,11 @@ class Topology:
         """The nodes of some ranks, ascending; none where all ranks of the group are on one."""
         return sorted({self.node_of[rank] for rank in ranks}) if self.num_nodes > 1 else []
 
+    @property
+    def who_is_where(self) -> str:
+        """The ranks of each node, for people."""
+        return ", ".join(f"{_listed(ranks)} on node {node}" for node, ranks in enumerate(self.nodes))
+
     def describe(self) -> str:
         """The nodes in a few words, for people."""
         if self.num_nodes == 1:

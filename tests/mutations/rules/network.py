@@ -9,6 +9,15 @@ COST_TESTS = ("tests/tune/network/test_cost.py",)
 
 MUTATIONS = (
     Mutation(
+        name="nvlink-between-nodes",
+        rule="who asks for NVLink alone gets something else between nodes",
+        target="tokenloom.backends.registry:choose",
+        old='between_nodes == "nvlink" and nodes.num_nodes > 1',
+        new="False",
+        tests=("tests/backends/test_network.py::test_nvlink_between_nodes_is_refused",),
+        num_ranks=4,
+    ),
+    Mutation(
         name="own-node-over-the-network",
         rule="rows for the sender's own node count as crossing the network",
         target="tokenloom.tune.network.traffic:_by_rail",
