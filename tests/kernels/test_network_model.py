@@ -47,6 +47,12 @@ def test_many_histories() -> None:
     assert totals.words > 50 * totals.histories
 
 
+@pytest.mark.soak
+def test_100000_histories() -> None:
+    """The same, of ten thousand problems: about two minutes."""
+    assert explore(range(10_000)).histories == 100_000
+
+
 @pytest.mark.parametrize("halves", [False, True], ids=["whole", "halves"])
 def test_puts_under_way(halves: bool) -> None:
     """Turns times chunks are the credit, without a word for it: no fewer are enough, and no more are ever used."""
