@@ -20,6 +20,7 @@ import gc
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -32,11 +33,13 @@ import torch
 import torch.distributed as dist
 
 import tokenloom as tl
-from tests.support import gin_loopback
 from tokenloom.errors import BackendUnavailable
 from tokenloom.jit.nccl_headers import find_headers
 from tokenloom.runtime.nccl import loaded_library
 from tokenloom.runtime.processes import RankContext, RankPool
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a script finds its own folder only
+from tests.support import gin_loopback
 
 NUM_EXPERTS, TOP_K = 256, 8
 BOTH, RAIL, INSIDE, PLAIN = "dispatch + combine", "rail alone", "inside alone", "all-to-all of routes"
@@ -265,6 +268,17 @@ def card_here(folder: Path) -> bool:
     return True
 
 
+def why_not(ranks: int, ranks_per_node: int) -> str | None:
+    """Why there is nothing to measure on these ranks, None if there is. Backend "network" refuses the same ones."""
+    if ranks_per_node < 2:
+        return f"--ranks-per-node is {ranks_per_node}, expected 2 or more: ranks of a node share what it receives"
+    if ranks % ranks_per_node or ranks < 2 * ranks_per_node:
+        return f"{ranks} rank(s) do not make two or more nodes of {ranks_per_node}; choose other --ranks"
+    if NUM_EXPERTS % ranks:
+        return f"{ranks} ranks cannot have equally many of {NUM_EXPERTS} experts; choose other --ranks"
+    return None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, help="default: all GPUs, or 4 on the CPU")
@@ -276,7 +290,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     gpus = torch.cuda.device_count()
-    ranks = arguments.ranks or gpus or 4
+    ranks = (gpus or 4) if arguments.ranks is None else arguments.ranks
+    if why := why_not(ranks, arguments.ranks_per_node):
+        parser.error(why)
     with tempfile.TemporaryDirectory() as folder:
         card = bool(gpus) and card_here(Path(folder))
         sizes = (arguments.tokens, arguments.few_tokens, arguments.hidden, arguments.iterations, card)
