@@ -347,6 +347,27 @@ def check_further_on(ranks: RankGroup) -> None:
     assert [notes.waits_in(step, other) for step in (4, 5, 6)] == [True, True, False]
 
 
+@pytest.mark.parametrize("missed", [[2], []], ids=["it says whom", "it asks who is there"])
+def test_a_rank_that_gives_up_is_not_missing(pools: Pools, missed: list[int]) -> None:
+    """Rank 2 may have reached rank 0 and not rank 1, which waits for it in an earlier step. Whoever gives up because
+    rank 0 did not come is missing to that one: rank 3."""
+    assert run(pools, ALL, check_gives_up, missed)[0] == (2, 3)
+
+
+def check_gives_up(ranks: RankGroup, missed: list[int]) -> tuple[int, ...] | None:
+    if ranks.rank == 0:
+        when_done(ranks, [1, 3], "said so")
+        with pytest.raises(tl.PeerTimeout) as timeout:
+            open_call(ranks)
+        done(ranks)
+        return timeout.value.peers
+    if ranks.rank != 2:
+        ranks.notes.give_up("the test", missed if ranks.rank == 1 else [0])
+        done(ranks, "said so")
+    when_done(ranks, [0])
+    return None
+
+
 @pytest.mark.slow
 def test_late_at_construction(pools: Pools) -> None:
     """A rendezvous has the deadline of an opening; once all ranks are back, a new group works."""

@@ -151,9 +151,19 @@ class Noteboard:
         signed = self.call("check", [self.key("waits", rank)])
         return (self.hear("waits", rank) or 0) >= step if signed else signed
 
-    def give_up(self, why: str) -> None:
-        """Tell ranks that wait that this one will not answer any more."""
+    def give_up(self, why: str, missing: Sequence[int] = ()) -> None:
+        """Tell ranks that wait that this one will not answer any more.
+
+        Args:
+            missing: whom it has missed, as far as it knows.
+        """
+        self.say("gave up", list(missing))
         self.say("gave up", [self.rank, why], everybody=True)
+
+    def missed_by(self, rank: int) -> list[int] | None:
+        """Whom a rank has missed that has given up, empty if it does not know yet; None if it has not given up."""
+        missing = self.hear("gave up", rank)
+        return None if missing is None else list(missing)
 
     def who_gave_up(self) -> tuple[int, str] | None:
         """The rank that gave up, the latest if several did, and where."""
@@ -176,7 +186,8 @@ class Noteboard:
         self.say("left", self.step)
         self._left = True
         if (self.call("add", self.key("num left"), 1) or 0) >= self.num_ranks - len(self.gone):
-            names = {("notes", False), ("waits", False), ("gave up", True), ("failed", True), ("num left", True)}
+            names = {("notes", False), ("waits", False), ("gave up", False)}
+            names |= {("gave up", True), ("failed", True), ("num left", True)}
             for name, everybody in sorted(names | self._names):
                 if not (self.gone and name.startswith(TELLS_WHO_IS_MASKED)):
                     self.delete([self.key(name, rank) for rank in ([None] if everybody else range(self.num_ranks))])

@@ -188,7 +188,7 @@ class RankGroup:
     def mark_broken(self, timeout: PeerTimeout) -> None:
         """Make every later call raise CommunicatorBroken, and tell ranks that wait: one on the GPU has expired."""
         if self._watch.broken is None:
-            self.notes.give_up(f"rank {self.rank} gave up in {timeout.phase}, step {timeout.epoch}")
+            self.notes.give_up(f"rank {self.rank} gave up in {timeout.phase}, step {timeout.epoch}", timeout.peers)
         self._watch.broken = f"an earlier call failed: {timeout}"
 
     def abort(self, fault: Exception) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -167,10 +167,13 @@ class Watch:
 
     def fail(self, phase: str, step: int, missing: Collection[int], cause: str) -> PeerTimeout:
         """Break the group, and tell the others; the error to raise."""
-        self._notes.give_up(f"rank {self._notes.rank} gave up in step {step}")
+        self._give_up(step, sorted(missing))
         timeout = PeerTimeout(self._notes.rank, sorted(missing), phase, step, cause, self.topology.which(missing))
         self.broken = f"an earlier call failed: {timeout}"
         return timeout
+
+    def _give_up(self, step: int, missing: Sequence[int] = ()) -> None:
+        self._notes.give_up(f"rank {self._notes.rank} gave up in step {step}", missing)
 
     # -- a rank that does not come breaks the group ---------------------------------------------------------
 
@@ -192,6 +195,7 @@ class Watch:
             if cause is None and left_s <= 0:
                 cause = f"no answer within {limit_s:g} s"
             if cause is not None:
+                self._give_up(step)  # before it asks who is there, since those that wait further on ask now too
                 missing = [rank for rank in awaited.broken if rank >= 0] or self._missing_ranks(awaited, step)
                 raise self.fail(phase, step, missing, cause)
             wait_s = min(LOOK_EVERY_S, left_s)
@@ -212,24 +216,33 @@ class Watch:
         return said[1] if said and said[0] not in self._members.masked else None
 
     def _missing_ranks(self, awaited: Awaited, step: int) -> list[int]:
-        """Who has not come to wait in this step or a later one; nobody, if the store is gone."""
+        """Who has not come to wait in this step or a later one, nor in vain; nobody, if the store is gone."""
         ranks = awaited.pending or set(self._members.others)
         there = self._signed_in(ranks, step)
         return [] if there is None else sorted(ranks - there)
 
     def _signed_in(self, ranks: Collection[int], step: int) -> set[int] | None:
-        """Those of some ranks that wait in this step or a later one, or soon will; None if the store is gone."""
+        """Those of some ranks that wait in this step or a later one, or soon will; None if the store is gone.
+
+        A rank that gives up in an earlier step is there too, unless it is this one that it has missed: whoever is lost
+        may have reached this rank and not that one.
+        """
         deadline = time.monotonic() + ROLL_CALL_S
-        there: set[int] = set()
+        me, there, perhaps = self._notes.rank, set[int](), set[int]()
         while True:
             for rank in set(ranks) - there:
                 waits = self._notes.waits_in(step, rank)
                 if waits is None:
                     return None
-                if waits:
+                missing = self._notes.missed_by(rank)
+                if waits or (missing and me not in missing):
                     there.add(rank)
+                elif missing == []:  # it asks who is there
+                    perhaps.add(rank)
+                else:
+                    perhaps.discard(rank)
             if there == set(ranks) or time.monotonic() >= deadline:
-                return there
+                return there | perhaps
             time.sleep(0.05)
 
     # -- a rank that does not come is masked ----------------------------------------------------------------
@@ -324,7 +337,7 @@ class Watch:
         try:
             self._members.require_same_mask(step)
         except PlanMismatch as mismatch:
-            self._notes.give_up(f"rank {self._notes.rank} gave up in step {step}")
+            self._give_up(step)
             self.broken = f"an earlier call failed: {mismatch}"
             raise
 
