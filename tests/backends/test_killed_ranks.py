@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
 import time
-import traceback
-from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
-from typing import Any
+from multiprocessing.connection import Connection
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from tests.backends.test_nvlink_late_ranks import serve
 from tests.backends.test_nvlink_masks import same_step
 from tests.conftest import Ranks
 from tests.support.cases import make_comm
 from tests.support.graph_cases import EXPERT, ROUNDS, Captured, Step, plan_of
+from tests.support.server import Server
 from tokenloom.runtime.processes import RankContext
 
 pytestmark = [pytest.mark.alone, pytest.mark.gpu]
@@ -35,55 +30,6 @@ def group(hoppers: Ranks) -> Ranks:
     if hoppers.num_ranks == 1:
         pytest.skip("a rank alone has nobody to lose")
     return hoppers
-
-
-def rank_main(body: Callable[..., Any], rank: int, num_ranks: int, port: int, pipe: Connection, args: Any) -> None:
-    """Run ``body(context, pipe, *args)`` on a GPU, and say what it returns, or how it failed."""
-    try:
-        torch.cuda.set_device(rank)
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=num_ranks)
-        context = RankContext(rank, num_ranks, dist.group.WORLD, torch.device("cuda", rank), None)  # type: ignore[arg-type]
-        pipe.send(("returned", body(context, pipe, *args)))
-    except BaseException:
-        pipe.send(("failed", traceback.format_exc()))
-    os._exit(0)  # NCCL may wait for the dead rank
-
-
-class Server:
-    """Processes, one on each GPU. The store is this process's."""
-
-    def __init__(self, num_ranks: int, body: Callable[..., Any], *args: Any) -> None:
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        spawn = multiprocessing.get_context("spawn")
-        self.pipes: list[Connection] = []
-        self.processes: list[Any] = []
-        for rank in range(num_ranks):
-            ours, theirs = spawn.Pipe()
-            main_args = (body, rank, num_ranks, self._store.port, theirs, args)
-            process = spawn.Process(target=rank_main, args=main_args, daemon=True)
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
-
-    def hear(self, rank: int, word: str, limit_s: float) -> Any:
-        """What the rank says with this word, or a later call's number."""
-        deadline = time.monotonic() + limit_s
-        while wait([self.pipes[rank]], max(0.0, deadline - time.monotonic())):
-            said, value = self.pipes[rank].recv()
-            assert said != "failed", f"rank {rank}: {value}"
-            if said == word:
-                return value
-        raise AssertionError(f"rank {rank} has not said {word!r} within {limit_s:g} s")
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
