@@ -28,8 +28,11 @@ ROUNDS = 7
 TOKENS = "8,32,64,128,256,512,1024,2048,4096,8192"
 LOCAL_EXPERTS = 32
 SCHEDULES = {
-    "gathers": MegaSchedule(copies_rows=False),
-    "copies": MegaSchedule(copies_rows=True),
+    "8 SMs send": MegaSchedule(send_sms=8),
+    "16": MegaSchedule(send_sms=16),
+    "24": MegaSchedule(send_sms=24),
+    "32": MegaSchedule(send_sms=32),
+    "16, 2 waves": MegaSchedule(send_sms=16, waves=2),
 }
 
 

@@ -16,7 +16,7 @@ from tests.support.stand_ins import StandIns
 from tokenloom.backends.nvlink.fused import FusedLayerCalls
 from tokenloom.errors import InvalidArgument
 from tokenloom.inference.expert_gemms import ExpertGemms
-from tokenloom.inference.expert_memory import ExpertMemory
+from tokenloom.inference.expert_memory import LINE, ExpertMemory
 from tokenloom.inference.schedules import MegaSchedule
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.gemm.launch import TILE_ROWS, tile_places
@@ -77,47 +77,46 @@ def call(layer: tl.MegaMoE, num_tokens: int = 5, dtype: torch.dtype = BF16, **op
 
 def same_call(launches: Launches) -> None:
     """The kernels of a call agree on where its results and the memory between them are."""
-    sent, lists, gemm1, gemm2, summed = (
-        launches[name] for name in ("dispatch", "route_lists", "gemm1", "gemm2", "sum_routes")
+    packed, sent, gemm1, gemm2, summed, barrier = (
+        launches[name] for name in ("pack_tokens", "send_routes", "gemm1", "gemm2", "sum_routes", "barrier")
     )
-    for name in ("num_rows", "source_counts", "expert_counts"):
-        assert getattr(lists, name) == getattr(sent, name)
-    assert lists.num_tokens == sent.num_tokens == summed.num_tokens
-    assert (summed.slots, summed.topk_ids) == (sent.slots, sent.topk_ids)
-    assert gemm1.row_index == lists.rows
-    assert gemm1.row_weights == lists.row_weights
-    assert gemm1.offsets == gemm2.offsets == lists.offsets
-    assert gemm1.copied == lists.copied
-    assert (gemm1.a_rows, gemm1.a_scales) == (lists.values, lists.scales)
+    assert packed.num_tokens == sent.num_tokens == summed.num_tokens
+    assert packed.packed == sent.packed
+    assert summed.topk_ids == sent.topk_ids
+    assert (summed.took_place, summed.met) == (sent.took_place, barrier.opened)
+    assert gemm1.offsets == gemm2.offsets == sent.offsets
+    assert gemm1.expected == sent.expected
+    mine = summed.combine_recv - gemm2.results  # where this rank's part of what all ranks write to begins
+    assert gemm1.a_scales == mine + sent.row_scales
+    assert gemm1.row_weights == gemm2.row_weights == mine + sent.row_weights
+    assert (gemm1.arrived, gemm2.row_homes) == (mine + sent.arrived, mine + sent.row_homes)
+    assert gemm2.peers == sent.peers
     assert gemm2.a_scales == gemm1.out_scales
-    assert gemm2.row_targets == lists.targets
-    barrier = launches["barrier"]
-    assert barrier.cleared == lists.taken
-    assert gemm1.stored == gemm2.stored == lists.taken + 4 * LOCAL, "and what is counted there, from 0 too"
-    assert barrier.num_cleared == LOCAL + tile_places(NUM_RANKS * 600 * TOP_K, LOCAL)
+    deadlines = [(each.fault, each.fault_claimed, each.timeout_ns) for each in (gemm1.deadline, gemm2.deadline)]
+    assert deadlines == [(sent.call.fault, sent.call.fault_claimed, sent.call.timeout_ns)] * 2
+    assert barrier.cleared == gemm1.begun == gemm2.begun == sent.begun, "it is 0 at first"
+    assert gemm1.stored == gemm2.stored == sent.begun + 4 * LINE, "and what is counted there, from 0 too"
+    assert barrier.num_cleared == LINE + tile_places(NUM_RANKS * 600 * TOP_K, LOCAL)
     assert gemm2.stored_by == 2 * 2 * (2 * INTERMEDIATE // 512), "two warps of two blocks for each pair of strips"
-    assert launches["barrier"].opened == summed.met
 
 
 def test_each_call_tells_its_own_tensors(launches: Launches) -> None:
-    """Also where x has another dtype than before, whose lists another kernel makes."""
+    """Also where x has another dtype than before, which another kernel packs."""
     layer = make_layer()
     layer.use_weights(*new_weights())
     for num_tokens, dtype, gives_out in ((5, BF16, False), (9, FP8, True), (300, BF16, True), (0, FP8, False)):
         stats = torch.zeros(LOCAL, dtype=torch.int32)
         out = torch.zeros(num_tokens, HIDDEN, dtype=BF16) if gives_out else None
-        x, *scales, ids, _, result = call(layer, num_tokens, dtype, expert_stats=stats, out=out)
+        x, *scales, ids, weights, result = call(layer, num_tokens, dtype, expert_stats=stats, out=out)
         same_call(launches)
-        lists = launches["route_lists"]
-        assert lists.stats == stats.data_ptr()
-        assert lists.x == launches["dispatch"].x == x.data_ptr()
-        assert lists.x_scales == (scales[0].data_ptr() if scales else 0)
+        sent, packed = launches["send_routes"], launches["pack_tokens"]
+        assert (sent.stats, sent.topk_weights) == (stats.data_ptr(), weights.data_ptr())
+        assert (packed.x, packed.scales) == (x.data_ptr(), scales[0].data_ptr() if scales else 0)
         assert launches["sum_routes"].topk_ids == ids.data_ptr()
         assert launches["sum_routes"].out == result.data_ptr()
         assert result is out or not gives_out
-        assert (lists.copy_room > 0) == (num_tokens > 128), "small calls copy no rows"
     call(layer)
-    assert launches["route_lists"].stats == 0
+    assert launches["send_routes"].stats == 0
 
 
 def test_each_gemm_counts_its_own_claims(launches: Launches) -> None:
@@ -135,13 +134,13 @@ def test_kernels_begin_early_behind_one_another(launches: Launches) -> None:
     layer = make_layer()
     layer.use_weights(*new_weights())
     for waves in (1, 2, 1):
-        layer.schedule = MegaSchedule(copies_rows=True, waves=waves)
+        layer.schedule = MegaSchedule(waves=waves)
         call(layer)
         early = {name: launches[name].early for name in launches}
         chained = waves == 1
         assert early == {
-            "dispatch": False,
-            "route_lists": True,
+            "pack_tokens": False,
+            "send_routes": True,
             "gemm1": chained,
             "gemm2": chained,
             "barrier": chained,
@@ -154,7 +153,9 @@ def test_a_refused_first_call_allocates_nothing(launches: Launches, monkeypatch:
     layer = make_layer()
     layer.use_weights(*new_weights())
     with monkeypatch.context() as refusing:
-        refusing.setattr(FusedLayerCalls, "buffer", lambda *arguments: (_ for _ in ()).throw(InvalidArgument("no")))
+        refusing.setattr(
+            FusedLayerCalls, "make_memory", lambda *arguments: (_ for _ in ()).throw(InvalidArgument("no"))
+        )
         refusing.setattr(ExpertMemory, "allocate", lambda *arguments: pytest.fail("allocated"))
         with pytest.raises(InvalidArgument):
             call(layer)

@@ -11,7 +11,7 @@ from tokenloom.kernels.activation.launch import ActivationVariant
 from tokenloom.kernels.bias.launch import BiasVariant
 from tokenloom.kernels.common import Variant, short_name
 from tokenloom.kernels.gemm.launch import Bf16Epilogue, GroupedGemmVariant, SwigluFp8Epilogue
-from tokenloom.kernels.moe.launch import OwnTokens, RouteListsVariant, SumRoutesVariant
+from tokenloom.kernels.moe.launch import PackTokensVariant, SendRoutesVariant, SumRoutesVariant
 from tokenloom.plan import FUNCTIONS, Plan
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -28,37 +28,34 @@ OTHER_FORMS = [
 REAL_PLAN = Plan(8, 256, 7168, 8, 8192)
 
 
-def around_gemms(
-    what: str, plan: Plan, intermediate: int, shared: int = 0, x_dtype: torch.dtype = FP8, power_of_two: bool = False
-) -> list[tuple[str, Variant]]:
-    """What runs before and after the GEMMs of a layer."""
-    own_tokens = OwnTokens(x_dtype, power_of_two)
-    lists = RouteListsVariant(plan, intermediate=intermediate, num_shared_experts=shared, own_tokens=own_tokens)
+def around_gemms(what: str, plan: Plan, shared: int = 0) -> list[tuple[str, Variant]]:
+    """What sends rows before the GEMMs of a layer, and adds them behind."""
+    sends = SendRoutesVariant(plan, num_shared_experts=shared)
     sums = SumRoutesVariant(plan, num_shared_experts=shared)
-    return [(f"route_lists, {what}", lists), (f"sum_routes, {what}", sums)]
+    return [(f"send_routes, {what}", sends), (f"sum_routes, {what}", sums)]
 
 
 _VARIANTS: list[tuple[str, Variant]] = [
-    # GEMMs of a large layer have the longest main loops and use the most registers; MegaMoE gathers and scatters.
+    # GEMMs of a large layer have the longest main loops and use the most registers; MegaMoE awaits and scatters.
     ("gemm, large", GroupedGemmVariant(32, 4096, 7168)),
     ("gemm, large, K 2048", GroupedGemmVariant(32, 7168, 2048)),
-    ("gemm, large, scatters", GroupedGemmVariant(32, 7168, 2048, scatters=True)),
+    ("gemm, large, scatters", GroupedGemmVariant(32, 7168, 2048, scatters=8)),
     ("gemm, large, swiglu", GroupedGemmVariant(32, 4096, 7168, epilogue=FAST)),
     ("gemm, large, swiglu exact", GroupedGemmVariant(32, 4096, 7168, epilogue=EXACT)),
     *(
-        (f"gemm, large, {epilogue}, gathers", GroupedGemmVariant(32, 4096, 7168, epilogue=epilogue, gathers=True))
+        (f"gemm, large, {epilogue}, awaits", GroupedGemmVariant(32, 4096, 7168, epilogue=epilogue, awaits=8))
         for epilogue in (FAST, CLAMPED, EXACT)
     ),
     # Other activations and biases hold more registers; a bias of GEMM2 is times the row's weight.
     *(
-        (f"gemm, large, {epilogue}, gathers", GroupedGemmVariant(32, 4096, 7168, epilogue=epilogue, gathers=True))
+        (f"gemm, large, {epilogue}, awaits", GroupedGemmVariant(32, 4096, 7168, epilogue=epilogue, awaits=8))
         for epilogue in OTHER_FORMS
     ),
-    ("gemm, gpt_oss, gathers", GroupedGemmVariant(32, 5888, 2944, epilogue=GPT_OSS, gathers=True)),
+    ("gemm, gpt_oss, awaits", GroupedGemmVariant(32, 5888, 2944, epilogue=GPT_OSS, awaits=8)),
     ("gemm, gpt_oss, slots", GroupedGemmVariant(32, 5888, 2944, epilogue=GPT_OSS, slots=True)),
-    ("gemm, gpt_oss, traced", GroupedGemmVariant(32, 5888, 2944, epilogue=GPT_OSS, gathers=True, traced=True)),
+    ("gemm, gpt_oss, traced", GroupedGemmVariant(32, 5888, 2944, epilogue=GPT_OSS, awaits=8, traced=True)),
     ("gemm, biased", GroupedGemmVariant(32, 4096, 7168, epilogue=Bf16Epilogue(biased=True))),
-    ("gemm, biased, scatters", GroupedGemmVariant(32, 7168, 2048, epilogue=Bf16Epilogue(biased=True), scatters=True)),
+    ("gemm, biased, scatters", GroupedGemmVariant(32, 7168, 2048, epilogue=Bf16Epilogue(biased=True), scatters=8)),
     ("gemm, biased, odd strips", GroupedGemmVariant(3, 384, 256, epilogue=Bf16Epilogue(biased=True), slots=True)),
     # Slots find a tile's rows in another way, in every role; the second loading warp is a role of its own.
     ("gemm, large, slots", GroupedGemmVariant(32, 4096, 7168, slots=True)),
@@ -71,12 +68,12 @@ _VARIANTS: list[tuple[str, Variant]] = [
     ("gemm, K 384, swiglu, slots", GroupedGemmVariant(7, 512, 384, epilogue=FAST, slots=True)),
     ("gemm, many experts, slots", GroupedGemmVariant(300, 384, 256, slots=True)),
     # Roles that write when they work hold more registers.
-    ("gemm, traced, gathers", GroupedGemmVariant(32, 4096, 7168, epilogue=EXACT, gathers=True, traced=True)),
-    ("gemm, traced, scatters", GroupedGemmVariant(32, 7168, 2048, scatters=True, traced=True)),
+    ("gemm, traced, awaits", GroupedGemmVariant(32, 4096, 7168, epilogue=EXACT, awaits=8, traced=True)),
+    ("gemm, traced, scatters", GroupedGemmVariant(32, 7168, 2048, scatters=8, traced=True)),
     # One block of K: a loop that is optimised away leaves wgmma unordered. Scales of such a K are copied by threads.
     ("gemm, smallest", GroupedGemmVariant(1, 128, 128)),
     ("gemm, smallest, swiglu", GroupedGemmVariant(1, 256, 128, epilogue=CLAMPED)),
-    ("gemm, smallest, swiglu, gathers", GroupedGemmVariant(1, 256, 128, epilogue=CLAMPED, gathers=True)),
+    ("gemm, smallest, swiglu, awaits", GroupedGemmVariant(1, 256, 128, epilogue=CLAMPED, awaits=8)),
     # The last scales of a row are 4 blocks instead of 8.
     ("gemm, K 512", GroupedGemmVariant(3, 2048, 512)),
     ("gemm, many experts", GroupedGemmVariant(300, 384, 256)),
@@ -106,21 +103,30 @@ _VARIANTS: list[tuple[str, Variant]] = [
         for name, dtype, width in product(("add_bias", "dot_bias"), (BF16, FP16, FP32), (8, 264, 2880, 7168))
         for variant in [BiasVariant(name, dtype, width)]
     ),
+    # One flag for each rank: of one, and of as many as a warp has lanes.
+    ("gemm, one rank", GroupedGemmVariant(3, 256, 128, epilogue=FAST, awaits=1)),
+    ("gemm, 32 ranks", GroupedGemmVariant(32, 4096, 7168, epilogue=EXACT, awaits=32)),
     # What the layer is measured with; the fewest of everything; as many ranks and routes as a warp has lanes.
-    *around_gemms("large", REAL_PLAN, 2048),
-    *around_gemms("one expert", Plan(1, 3, 128, 1, 1), 128),
-    *around_gemms("32 ranks", Plan(32, 64, 384, 32, 9), 256),
-    # Own tokens of each kind have code of their own; 30 routes and 2 shared experts fill a warp.
-    *around_gemms("large, shared", REAL_PLAN, 2048, 1, BF16),
-    *around_gemms("shared, powers of two", REAL_PLAN, 2048, 1, BF16, power_of_two=True),
-    *around_gemms("shared fp32", Plan(2, 8, 384, 30, 9), 256, 2, FP32),
-    *around_gemms("shared fp8", Plan(2, 8, 384, 30, 9), 256, 2),
+    *around_gemms("large", REAL_PLAN),
+    *around_gemms("one expert", Plan(1, 3, 128, 1, 1)),
+    *around_gemms("32 ranks", Plan(32, 64, 384, 32, 9)),
+    # 30 routes and 2 shared experts fill a warp; rows of 96 KB leave room for two of one warp.
+    *around_gemms("large, shared", REAL_PLAN, 1),
+    *around_gemms("two shared", Plan(2, 8, 384, 30, 9), 2),
+    *around_gemms("wide rows", Plan(2, 8, 98304, 2, 9)),
+    # Tokens of each kind are read in a way of their own, in one tile of a row or many.
+    *(
+        (str(variant), variant)
+        for dtype, hidden, powers in product((BF16, FP16, FP32, FP8), (128, 7168), (False, True))
+        if dtype != FP8 or not powers
+        for variant in [PackTokensVariant(hidden, dtype, powers)]
+    ),
 ]
 # In calls of many tokens MegaMoE claims tiles.
 _CLAIMING: list[tuple[str, Variant]] = [
     (f"{name}, claims", replace(variant, claims=True))
     for name, variant in _VARIANTS
-    if isinstance(variant, GroupedGemmVariant) and (variant.gathers or variant.scatters)
+    if isinstance(variant, GroupedGemmVariant) and (variant.awaits or variant.scatters)
 ]
 COMPUTE_VARIANTS = _VARIANTS + _CLAIMING
 """Name and form of each."""

@@ -57,13 +57,14 @@ QUICK = {
     "pre_reduce, reduce_scatter, bf16",
     "row_weights, to rows, 8 ranks",
     "barrier, 8 ranks",
-    "gemm, smallest, swiglu, gathers",
+    "gemm, smallest, swiglu, awaits",
     "activate_forward, bf16, 8",
     "activate_backward, bf16, 8",
     "activate_backward, i2048 bf16, silu, interleaved, adjusted, biased",
     "add_bias, h264 bf16",
     "dot_bias, h264 bf16",
-    "route_lists, large, shared",
+    "send_routes, large, shared",
+    "pack_tokens, h7168 bf16",
     "sum_routes, large",
 }
 """One of each kernel, and of the ways through it."""

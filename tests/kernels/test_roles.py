@@ -26,7 +26,7 @@ class TwoGemmsArgs(ctypes.Structure):
         ("h", TensorMap),
         ("h_scale_map", TensorMap),
         ("w2", TensorMap),
-        *uint64_fields("a_scales", "w1_scales", "h_values", "h_scales", "w2_scales", "row_targets", "order", "ready"),
+        *uint64_fields("a_scales", "w1_scales", "h_values", "h_scales", "w2_scales", "out", "order", "ready"),
         *int32_fields("num_tiles", "padding"),
         *uint64_fields("row_weights"),
         ("clamp", ctypes.c_float),
@@ -49,7 +49,7 @@ struct TwoGemmsArgs {
     void* h_values;
     float* h_scales;
     const float* w2_scales;
-    const uint64* row_targets;
+    void* out;
     const int32* order;   // [num_tiles][4]: expert, row, rows, column; the column has bit 0 set for GEMM2
     const uint32* ready;  // [num_tiles]: not 0 when the rows of a tile are there
     int32 num_tiles, padding;
@@ -139,16 +139,16 @@ __device__ void two_gemms(const TwoGemmsArgs& args) {
         if (thread == 0) {
             for (ListedTiles<true> tiles(args); tiles.next(at.number);) {
                 if (tiles.second()) {
-                    load_tile(shared.ring, rows2, rows2.on_tma(), weights2, tiles, at, block);
+                    load_tile(shared.ring, rows2, weights2, tiles, at, block);
                     at.advance(Weights2::kBlocks);
                 } else {
-                    load_tile(shared.ring, rows1, rows1.on_tma(), weights1, tiles, at, block);
+                    load_tile(shared.ring, rows1, weights1, tiles, at, block);
                     at.advance(Weights1::kBlocks);
                 }
             }
         } else if (thread >= 64) {
             const RowsInOrder<Swiglu::kRowBytes> to_h{args.h_values};
-            const RowsByAddress home{args.row_targets};
+            const RowsInOrder<Plain::kRowBytes> home{args.out};
             for (ListedTiles<false> tiles(args); tiles.next(at.number); ++at.number) {
                 if (tiles.second()) store_tile<Plain>(shared.staging, home, tiles.tile(block), at.number, thread - 64);
                 else store_tile<Swiglu>(shared.staging, to_h, tiles.tile(block), at.number, thread - 64);

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from tokenloom.backends.nvlink.buffers import ReceiveBuffer
-from tokenloom.inference.expert_memory import ExpertMemory
+from tokenloom.backends.nvlink.fused import FusedLayerCalls
+from tokenloom.inference.expert_memory import LINE, ExpertMemory
 from tokenloom.inference.request import Biases
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.gemm.launch import (
@@ -24,11 +24,8 @@ from tokenloom.kernels.gemm.launch import (
     wide_scales,
 )
 from tokenloom.ops.gemm import swiglu_epilogue, tell_activation
-from tokenloom.plan import SWIGLU, Activation
+from tokenloom.plan import SWIGLU, Activation, Plan
 from tokenloom.runtime.leftovers import keep_until_idle
-
-LINE = 32
-"""Words from one count to the next, so that each has a line of the cache to itself."""
 
 
 def sms_for_gemms(device: torch.device) -> int:
@@ -41,7 +38,7 @@ class ExpertGemms:
 
     Args:
         memory: between them.
-        hidden, intermediate: H and I.
+        plan: of the communicator. intermediate: I.
         power_of_two_scales: of the activations between them.
         device: the GPU.
 
@@ -52,10 +49,10 @@ class ExpertGemms:
     """
 
     def __init__(
-        self, memory: ExpertMemory, hidden: int, intermediate: int, power_of_two_scales: bool, device: torch.device
+        self, memory: ExpertMemory, plan: Plan, intermediate: int, power_of_two_scales: bool, device: torch.device
     ) -> None:
-        self._memory, self._device = memory, device
-        self._hidden, self._intermediate, self._num_local = hidden, intermediate, memory.num_local
+        self._memory, self._device, self._num_ranks = memory, device, plan.num_ranks
+        self._hidden, self._intermediate, self._num_local = plan.hidden, intermediate, memory.num_local
         self._power_of_two_scales = power_of_two_scales
         self.num_sms = sms_for_gemms(device)
         self._side = torch.cuda.Stream(device)
@@ -99,11 +96,13 @@ class ExpertGemms:
         key = swiglu_epilogue(form, self._power_of_two_scales, fast_math, biased=w1_bias is not None)
         if key not in self._first_of:
             sizes = (self._num_local, 2 * self._intermediate, self._hidden)
-            variant = GroupedGemmVariant(*sizes, epilogue=key, gathers=True, claims=True, traced=traced)
+            variant = GroupedGemmVariant(*sizes, epilogue=key, awaits=self._num_ranks, claims=True, traced=traced)
             self._first_of[key] = self._kernel(variant)
         if biased not in self._second_of:
             sizes, epilogue = (self._num_local, self._hidden, self._intermediate), Bf16Epilogue(biased=biased)
-            variant = GroupedGemmVariant(*sizes, epilogue=epilogue, scatters=True, claims=True, traced=traced)
+            variant = GroupedGemmVariant(
+                *sizes, epilogue=epilogue, scatters=self._num_ranks, claims=True, traced=traced
+            )
             self._second_of[biased] = self._kernel(variant)
         self._activation, self._biases = activation, biases
         self._first, self._second, self.is_stale = self._first_of[key], self._second_of[biased], True
@@ -118,38 +117,42 @@ class ExpertGemms:
 
     # -- where it is ----------------------------------------------------------------------------------------
 
-    def find_memory(self) -> None:
-        """Take the memory's addresses, once it is allocated."""
-        memory = self._memory
-        self._claimed = torch.zeros(2, LINE, dtype=torch.int32, device=self._device)
-        self._activations, self._copies = row_windows(memory.activations), row_windows(memory.copies)
-        keep_until_idle(self, self._device, self._claimed, self._activations, self._copies)
-        if wide_scales(self._intermediate):
-            self._scales_map = scale_map(memory.activation_scales)
-
-    def point(self, received: ReceiveBuffer, rows: torch.Tensor) -> None:
-        """Tell kernels what is the same in all calls: where the memory between them is, and the weights.
+    def find_memory(self, calls: FusedLayerCalls) -> None:
+        """Take the addresses of all memory, once it is allocated.
 
         Args:
-            received: where dispatches leave what comes with rows. rows: the rows there.
+            calls: of the layer; they know where rows arrive.
         """
-        memory, args = self._memory, self._first.args
-        args.a_windows, args.copied = self._copies.data_ptr(), memory.copied.data_ptr()
-        args.a_rows, args.a_scales = rows.data_ptr(), received.scales.data_ptr()
-        args.row_index, args.row_weights = memory.rows.data_ptr(), memory.row_weights.data_ptr()
-        args.offsets, args.stored = memory.offsets.data_ptr(), memory.stored.data_ptr()
-        args.claimed = self._claimed[0].data_ptr()
+        memory, self._calls = self._memory, calls
+        self._claimed = torch.zeros(2, LINE, dtype=torch.int32, device=self._device)
+        self._arriving, self._activations = row_windows(calls.rows), row_windows(memory.activations)
+        keep_until_idle(self, self._device, self._claimed, self._arriving, self._activations)
+        if wide_scales(self._hidden):
+            self._arriving_scales = scale_map(calls.row_scales)
+        if wide_scales(self._intermediate):
+            self._activation_scales = scale_map(memory.activation_scales)
+
+    def point(self) -> None:
+        """Tell kernels what is the same in all calls: where memory is, and the weights."""
+        memory, calls, args = self._memory, self._calls, self._first.args
+        if wide_scales(self._hidden):
+            args.a_scale_map = self._arriving_scales
+        args.a_windows, args.a_scales = self._arriving.data_ptr(), calls.row_scales.data_ptr()
+        args.arrived, args.expected = calls.arrived.data_ptr(), memory.expected.data_ptr()
+        args.row_weights, args.claimed = calls.row_weights.data_ptr(), self._claimed[0].data_ptr()
         args.out, args.out_scales = memory.activations.data_ptr(), memory.activation_scales.data_ptr()
         args.b, args.b_scales = self._first_weights
         args = self._second.args
         if wide_scales(self._intermediate):
-            args.a_scale_map = self._scales_map
+            args.a_scale_map = self._activation_scales
         args.a_windows, args.a_scales = self._activations.data_ptr(), memory.activation_scales.data_ptr()
-        args.offsets, args.row_targets = memory.offsets.data_ptr(), memory.targets.data_ptr()
-        args.row_weights, args.claimed = memory.row_weights.data_ptr(), self._claimed[1].data_ptr()
-        args.stored, args.stored_by = memory.stored.data_ptr(), warps_that_store(2 * self._intermediate)
+        args.row_homes, args.peers, args.results = calls.row_homes.data_ptr(), calls.peers, calls.results_offset
+        args.row_weights, args.claimed = calls.row_weights.data_ptr(), self._claimed[1].data_ptr()
+        args.stored_by = warps_that_store(2 * self._intermediate)
         args.b, args.b_scales = self._second_weights
-        self._first.early = self._second.early = False
+        for gemm in (self._first, self._second):
+            gemm.args.offsets, gemm.args.stored = memory.offsets.data_ptr(), memory.stored.data_ptr()
+            gemm.args.begun, gemm.args.deadline = memory.begun.data_ptr(), calls.deadline
         self.is_stale, self._experts_told = False, (0, 0)
 
     # -- calls ----------------------------------------------------------------------------------------------
@@ -164,7 +167,7 @@ class ExpertGemms:
         Meanwhile GEMM2, which has half of GEMM1's arithmetic, gets a third of the SMs.
 
         Args:
-            stream: the current stream's handle, behind the route lists.
+            stream: the current stream's handle, behind the kernel that sends rows. GEMM1 begins while that runs.
             passed: is told when a GEMM has been launched.
 
         Returns:
@@ -176,8 +179,7 @@ class ExpertGemms:
         rest = max(all_sms - third, CLUSTER)
         main = torch.cuda.current_stream(self._device) if waves > 1 else None
         side = stream if main is None else self._side.cuda_stream
-        if self._second.early != (main is None):  # behind an event there is no kernel to begin early after
-            self._first.early = self._second.early = main is None
+        self._second.early = main is None  # behind an event there is no kernel to begin early after
         for wave in range(waves):
             first, last = wave == 0, wave == waves - 1
             experts = wave * local // waves, (wave + 1) * local // waves
@@ -185,6 +187,7 @@ class ExpertGemms:
                 for gemm in (self._first, self._second):
                     gemm.args.first_expert, gemm.args.end_expert = experts
                 self._experts_told = experts
+            self._first.early = first
             self._first.launch(all_sms if first else rest, stream)
             if last:
                 passed("gemm1")

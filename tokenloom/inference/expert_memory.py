@@ -1,4 +1,4 @@
-"""The memory of a MegaMoE between the kernels of a call, which only its rank writes."""
+"""The memory of a MegaMoE that only its rank's kernels write."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import math
 
 import torch
 
+from tokenloom.kernels.common import MAX_BLOCKS
 from tokenloom.kernels.gemm.launch import BLOCK, tile_places
+from tokenloom.kernels.moe.launch import block_count_words, packed_bytes
 from tokenloom.plan import Plan
 from tokenloom.runtime.leftovers import keep_until_idle
 
 FP8 = torch.float8_e4m3fn
-COPY_ROOM = 1.25
-"""Room for copies of rows, relative to the routes that a rank has when routing is even."""
+LINE = 32
+"""Words from one count to the next, so that each has a line of the cache to itself."""
 
 
 class ExpertMemory:
-    """Route lists, and activations of the worst routing. route_lists.cuh and grouped_gemm.cuh say what each part is.
+    """What kernels leave for each other. send_routes.cuh and grouped_gemm.cuh say what each part is.
 
-    Almost any other routing leaves enough room of the activations' for copies of its rows. Nothing is allocated before
-    :meth:`allocate`.
+    Nothing can overflow: there is room for the worst routing. Nothing is allocated before :meth:`allocate`.
 
     Args:
         plan: of the communicator.
@@ -27,47 +28,44 @@ class ExpertMemory:
 
     Attributes:
         num_local: experts on this rank, shared ones included.
+        num_places: most rows that they can have.
         sizes: shape and dtype of each part.
-        counted: what kernels count from 0 in each call: ``taken``, and ``stored`` tiles of rows.
-        activations: [routes, I], in the order of the route lists.
-        copy_room: rows of ``copies``.
-        copies: the same memory as rows of H. The part behind a call's last activation has room for received rows.
+        counted: what is 0 before each call: ``begun``, and ``stored`` tiles of rows. The meeting sets it back.
+        packed: own tokens as they are sent.
+        activations: [places, I].
     """
 
     offsets: torch.Tensor
-    rows: torch.Tensor
-    row_weights: torch.Tensor
-    targets: torch.Tensor
+    expected: torch.Tensor
     counted: torch.Tensor
-    copied: torch.Tensor
-    met: torch.Tensor
-    activation_scales: torch.Tensor
-    activation_values: torch.Tensor
-    taken: torch.Tensor
+    begun: torch.Tensor
     stored: torch.Tensor
+    took_place: torch.Tensor
+    met: torch.Tensor
+    block_counts: torch.Tensor
+    order: torch.Tensor
+    sent: torch.Tensor
+    packed: torch.Tensor
     activations: torch.Tensor
-    copies: torch.Tensor
-    copy_room: int
+    activation_scales: torch.Tensor
 
     def __init__(self, plan: Plan, intermediate: int, num_shared_experts: int) -> None:
         self.num_local = plan.experts_per_rank + num_shared_experts
-        self._hidden, self._intermediate = plan.hidden, intermediate
-        # Most routes of this rank's experts under any routing.
-        self._most_routes = most = plan.worst_case_rows("expert") + num_shared_experts * plan.max_tokens_per_rank
-        even_routes = plan.max_tokens_per_rank * (plan.top_k + num_shared_experts)
-        copied = min(int(even_routes * COPY_ROOM), most)
-        activations = max(most * intermediate, copied * (intermediate + plan.hidden))
+        tokens = plan.max_tokens_per_rank
+        self.num_places = places = plan.worst_case_rows("expert") + num_shared_experts * tokens
         int32, float32 = torch.int32, torch.float32
         self.sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "offsets": ((self.num_local + 1,), int32),
-            "rows": ((most,), int32),
-            "row_weights": ((most,), float32),
-            "targets": ((most,), torch.int64),
-            "counted": ((self.num_local + tile_places(most, self.num_local),), int32),
-            "copied": ((2,), int32),
+            "expected": ((self.num_local,), int32),
+            "counted": ((LINE + tile_places(places, self.num_local),), int32),
+            "took_place": ((1,), int32),
             "met": ((1,), int32),
-            "activation_values": ((max(activations, plan.hidden),), FP8),
-            "activation_scales": ((most, intermediate // BLOCK), float32),
+            "block_counts": ((block_count_words(plan, MAX_BLOCKS),), int32),
+            "order": ((tokens * plan.top_k, 4), int32),
+            "sent": ((plan.num_experts + num_shared_experts,), int32),
+            "packed": ((tokens, packed_bytes(plan.hidden)), torch.uint8),
+            "activations": ((places, intermediate), FP8),
+            "activation_scales": ((places, intermediate // BLOCK), float32),
         }
 
     @property
@@ -78,10 +76,7 @@ class ExpertMemory:
     def allocate(self, device: torch.device) -> None:
         """Make all parts, filled with zeros."""
         for name, (shape, dtype) in self.sizes.items():
-            setattr(self, name, torch.zeros(shape, dtype=torch.uint8 if dtype == FP8 else dtype, device=device))
-        values: torch.Tensor = self.activation_values.view(FP8)
-        self.activations = values[: self._most_routes * self._intermediate].view(-1, self._intermediate)
-        self.copies = values[: len(values) // self._hidden * self._hidden].view(-1, self._hidden)
-        self.copy_room = len(self.copies)
-        self.taken, self.stored = self.counted.split([self.num_local, len(self.counted) - self.num_local])
+            made = torch.zeros(shape, dtype=torch.uint8 if dtype == FP8 else dtype, device=device)
+            setattr(self, name, made.view(dtype))
+        self.begun, self.stored = self.counted[:1], self.counted[LINE:]
         keep_until_idle(self, device, *(getattr(self, name) for name in self.sizes))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from tokenloom.backends.base import DispatchInputs, DispatchOptions
+from tokenloom.backends.base import DispatchInputs
 from tokenloom.comm import validation
 from tokenloom.comm.engine import Engine
 from tokenloom.inference.schedules import MegaSchedule
@@ -44,22 +43,9 @@ class ForwardRequest:
         """True where x comes in FP8 with scales."""
         return isinstance(self.x, tuple)
 
-    def tensors(self) -> tuple[Any, Any, torch.Tensor, torch.Tensor]:
-        """What dispatch is given: x, its scales or None, ids, weights."""
-        x, scales = self.x if isinstance(self.x, tuple) and len(self.x) == 2 else (self.x, None)
-        return x, scales, self.topk_ids, self.topk_weights
-
-    def options(self, power_of_two_scales: bool) -> tuple[Any, ...]:
-        """Options of its dispatch, as validation takes them: FP8 rows in layout "token", of bounded size."""
-        to_fp8 = not self.is_quantised
-        return "token", 1, "bounded", None, to_fp8, power_of_two_scales and to_fp8, "dedup", "rows"
-
-    def checked_dispatch(self, engine: Engine, options: tuple[Any, ...]) -> tuple[DispatchOptions, DispatchInputs]:
-        """Check and describe the dispatch of this call."""
+    def checked_dispatch(self, engine: Engine) -> DispatchInputs:
+        """Check and describe what the dispatch of this call is given."""
         able, device = engine.capabilities, engine.ranks.device
-        checked = engine.dispatch_options(*options)
+        reads_ids, to_fp8 = validation.reads_ids(able, device), not self.is_quantised
         tensors = (self.x, self.topk_ids, self.topk_weights)
-        reads_ids = validation.reads_ids(able, device)
-        return checked, validation.dispatch_inputs(
-            engine.plan, able, device, *tensors, False, reads_ids, checked.to_fp8
-        )
+        return validation.dispatch_inputs(engine.plan, able, device, *tensors, False, reads_ids, to_fp8)

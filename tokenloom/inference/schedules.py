@@ -5,28 +5,38 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from tokenloom.errors import InvalidArgument
+from tokenloom.kernels.common import MAX_BLOCKS
+
 
 @dataclass(frozen=True)
 class MegaSchedule:
     """Choices of one call that change its time but not its result. Ranks may differ.
 
     Attributes:
-        copies_rows: copy received rows into the order of the experts, as far as there is room beside the activations,
-            so that GEMM1 loads them by TMA. GEMM1 gathers all other rows.
+        send_sms: SMs that send rows to the experts, an even number up to 32, while GEMM1 runs on the others.
         waves: number of groups of experts. GEMM2 of one group, which sends results home, runs beside GEMM1 of the
             next.
+
+    Raises:
+        InvalidArgument: a number is not as above.
     """
 
-    copies_rows: bool
+    send_sms: int = MAX_BLOCKS
     waves: int = 1
+
+    def __post_init__(self) -> None:
+        if self.send_sms not in range(2, MAX_BLOCKS + 1, 2):
+            raise InvalidArgument(f"send_sms is {self.send_sms!r}, expected an even number up to {MAX_BLOCKS}")
+        if self.waves < 1:
+            raise InvalidArgument(f"waves is {self.waves!r}, expected 1 or more")
 
 
 SCHEDULES: tuple[tuple[int, MegaSchedule], ...] = (
-    (128, MegaSchedule(copies_rows=False)),
-    (2048, MegaSchedule(copies_rows=True)),
-    (1 << 30, MegaSchedule(copies_rows=True, waves=4)),
+    (256, MegaSchedule(send_sms=32)),
+    (1 << 30, MegaSchedule(send_sms=16)),
 )
-"""Pairs (most tokens of this rank, schedule), measured on H200 (docs/performance/notebook.md)."""
+"""Pairs (most tokens of this rank, schedule), measured (docs/performance/notebook.md)."""
 
 
 @lru_cache(maxsize=1024)

@@ -40,6 +40,11 @@ class Links:
             limit = timedelta(seconds=limit_s)
             self._group = dist.ProcessGroupGloo(store, self._index[rank], len(self._index), limit)
 
+    @staticmethod
+    def keys(place: str, num_members: int) -> list[str]:
+        """What torch leaves in a store with this prefix, for members that find each other there. It deletes none."""
+        return [f"{place}/0/{index}" for index in range(num_members)]
+
     def start(
         self,
         waiter: Waiter,

@@ -39,6 +39,7 @@ class Noteboard:
         self._process = os.getpid()
         self._posted: dict[str, str] = {}
         self._names: set[tuple[str, bool]] = set()
+        self._others_keys: set[str] = set()
         self._left = joins
         self._named: Counter[str] = Counter()
         self._series = 0
@@ -58,6 +59,7 @@ class Noteboard:
         self.leave()
         self._prefix, self.step, self._left = prefix, step, False
         self._posted, self._names, self._named, self._series = {}, set(), Counter(), 0
+        self._others_keys = set()
 
     def skip_to(self, step: int) -> None:
         """Count collectives, and things with names, from a step on that no rank has come to: ranks that differ in
@@ -191,6 +193,7 @@ class Noteboard:
             for name, everybody in sorted(names | self._names):
                 if not (self.gone and name.startswith(TELLS_WHO_IS_MASKED)):
                     self.delete([self.key(name, rank) for rank in ([None] if everybody else range(self.num_ranks))])
+            self.delete(sorted(self._others_keys))
 
     def who_left_before(self, step: int) -> list[int]:
         """Ranks that have left and never started this step: nobody needs to wait for them."""
@@ -198,6 +201,10 @@ class Noteboard:
             return []
         last = {rank: self.hear("left", rank) for rank in range(self.num_ranks)}
         return [rank for rank, value in last.items() if value is not None and value < step]
+
+    def delete_with_notes(self, keys: Sequence[str]) -> None:
+        """Delete these keys of somebody else's too when the last rank leaves. All ranks know them."""
+        self._others_keys.update(keys)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove keys, which may not be there."""

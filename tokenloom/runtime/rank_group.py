@@ -380,6 +380,7 @@ class RankGroup:
     def _meet(self, meeting: Meeting) -> None:
         self._links = rejoin.connect(self.notes, meeting, self.timeout_s)
         self.notes.move(meeting.notes, meeting.step)
+        self.notes.delete_with_notes(Links.keys(meeting.links, self.num_ranks - len(meeting.masked)))
         self.met_at = meeting.step
         self.topology = meeting.nodes
         self._members.begin_anew(frozenset(meeting.masked))
@@ -393,6 +394,7 @@ class RankGroup:
             self._links = Links(store, self.rank, members, self.timeout_s)
         except RuntimeError as error:
             raise self._watch.fail(phase, self.step, [], f"not all ranks could connect ({error})") from error
+        self.notes.delete_with_notes(Links.keys(place, len(members)))
 
     # -- notes ----------------------------------------------------------------------------------------------
 

@@ -325,7 +325,7 @@ KERNELS = (
     Mutation(
         name="kernels-route-to-masked-ranks",
         rule="a kernel counts routes to masked ranks",
-        target="kernels/dispatch/route.cuh:count_routes_of",
+        target="device/roles/count_routes.cuh:count_routes_of",
         old="expert < 0 || turn.leaves_out(expert / Shape::experts_per_rank)",
         new="expert < 0",
         tests=(f"{MASKS}::test_bounded_overflow",),
@@ -334,7 +334,7 @@ KERNELS = (
     Mutation(
         name="old-counts-of-masked-ranks",
         rule="a kernel takes what lies in the header of a masked rank for counts",
-        target="kernels/dispatch/route.cuh:AllCounts::count",
+        target="device/roles/count_routes.cuh:AllCounts::count",
         old="turn.leaves_out(source) ? 0 : first[source * kStride + index]",
         new="first[source * kStride + index]",
         tests=("tests/backends/test_nvlink_masks.py::test_memory_of_masked_ranks",),

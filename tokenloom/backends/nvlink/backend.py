@@ -151,7 +151,7 @@ class NvlinkBackend:
         if self._late is not None:
             raise InvalidArgument("a MegaMoE cannot mask late ranks; use on_timeout='raise' and mask_ranks")
         self._buffers.serve_fused_layer(num_shared_experts)
-        return FusedLayerCalls(self._launcher, self._buffers)
+        return FusedLayerCalls(self._launcher, self._buffers, num_shared_experts)
 
     # -- state ----------------------------------------------------------------------------------------------
 
@@ -171,6 +171,8 @@ class NvlinkBackend:
 
     def _has_buffers(self, call: Upcoming) -> bool:
         options = call.options
+        if self._buffers.fused:
+            return self._buffers.has_for_fused_layer()
         if isinstance(options, CombineOptions):
             return self._buffers.has_for_combine(options, call.split)
         if isinstance(options, DispatchOptions):

@@ -56,10 +56,19 @@ def data_layout(plan: Plan, value_bytes: int, rows: int) -> BufferLayout:
 
 
 def fused_layout(plan: Plan, value_bytes: int, rows: int, *, num_shared_experts: int) -> BufferLayout:
-    """For a MegaMoE: one receive buffer of FP8 rows, and a bfloat16 row for each result that comes home."""
-    receive = _receive_places(plan, 0, rows, value_bytes)
+    """For a MegaMoE: FP8 rows in the order of the experts, what comes with them, flags that say that they are there,
+    and a bfloat16 row for each result that comes home."""
     results = plan.max_tokens_per_rank * (plan.top_k + num_shared_experts)
-    return BufferLayout.of([*receive, ("combine_recv", results * plan.hidden * 2)])
+    return BufferLayout.of(
+        [
+            ("rows", rows * plan.hidden * value_bytes),
+            ("row_scales", rows * (plan.hidden // FP8_BLOCK) * 4),
+            ("row_homes", rows * 4),
+            ("row_weights", rows * 4),
+            ("arrived", (plan.experts_per_rank + num_shared_experts) * plan.num_ranks * 4),
+            ("combine_recv", results * plan.hidden * 2),
+        ]
+    )
 
 
 def route_layout(plan: Plan, value_bytes: int, rows: int) -> BufferLayout:
@@ -181,7 +190,7 @@ class Buffers:
     """The symmetric buffers of one communicator, each made at the first call that needs it, on all ranks alike.
 
     Attributes:
-        fused: one receive buffer for FP8 rows in layout "token", as a MegaMoE wants it, which every dispatch reuses.
+        fused: they serve a MegaMoE, and no other call.
         num_dispatches: to receive buffers so far, which take turns by it.
         turns: regions that staged calls take turns in.
         when_grown: functions to call when a buffer is replaced, or will be: addresses are not what they were.
@@ -201,16 +210,11 @@ class Buffers:
         self._is_eager, self.turns = is_eager(plan), num_turns(plan)
 
     def serve_fused_layer(self, num_shared_experts: int) -> None:
-        """From the first dispatch on: one receive buffer, with room for this rank's own tokens behind its rows."""
-        own = self._plan.max_tokens_per_rank if num_shared_experts else 0
+        """From now on: one buffer, with room for the rows of the worst routing."""
+        own = num_shared_experts * self._plan.max_tokens_per_rank
         self._data_layout = partial(fused_layout, num_shared_experts=num_shared_experts)
-        self._least_rows = self._plan.worst_case_rows("token") + own
+        self._least_rows = self._plan.worst_case_rows("expert") + own
         self.fused = True
-
-    @property
-    def num_receive(self) -> int:
-        """Receive buffers that dispatches take turns in."""
-        return 1 if self.fused else RECEIVE_BUFFERS
 
     def rows_for(self, dtype: torch.dtype) -> int:
         """Rows that a receive buffer for ``dtype`` has, or will have."""
@@ -218,14 +222,14 @@ class Buffers:
 
     def receive(self, dtype: torch.dtype, number: int, rows: int, fields: Fields) -> ReceiveBuffer:
         """Where the ``number``-th dispatch puts its rows: a buffer of at least ``rows`` rows of ``dtype``."""
-        number %= self.num_receive
+        number %= RECEIVE_BUFFERS
         value_bytes = self._value_bytes(dtype)
         if rows > self.rows_for(dtype):  # all ranks have agreed on that capacity
             self._grow(value_bytes, rows, fields)
         found = self._receive.get((number, dtype))
         if found is None:
             buffer = self.get(self._data_layout, value_bytes, fields)
-            sizes = (self.num_receive - 1, dtype, self.rows_for(dtype))
+            sizes = (RECEIVE_BUFFERS - 1, dtype, self.rows_for(dtype))
             loan = self._loans.setdefault((value_bytes, number), Loan())
             found = self._receive[number, dtype] = ReceiveBuffer(self._plan, buffer, number, *sizes, loan)
         return found
@@ -241,14 +245,14 @@ class Buffers:
         Args:
             reused_after: of its dispatch, which must be the last. The rows of a later one would be overwritten early.
         """
-        if reused_after is None or self.num_dispatches + self.num_receive > reused_after + 1:
+        if reused_after is None or self.num_dispatches + RECEIVE_BUFFERS > reused_after + 1:
             return False
         others = (loan for loan in self._loans.values() if loan is not buffer.loan)
-        return self.num_receive > 1 and not self._launcher.has_graphs and not any(loan.is_held for loan in others)
+        return not self._launcher.has_graphs and not any(loan.is_held for loan in others)
 
     def _value_bytes(self, dtype: torch.dtype) -> int:
-        """FP8 and 2-byte values share buffers, but for a MegaMoE's."""
-        return dtype.itemsize if self.fused else max(dtype.itemsize, 2)
+        """FP8 and 2-byte values share buffers."""
+        return max(dtype.itemsize, 2)
 
     def _grow(self, value_bytes: int, rows: int, fields: Fields) -> None:
         """Make room for more rows. Rows handed out stay where they are, as long as somebody looks at them."""
@@ -287,7 +291,7 @@ class Buffers:
             return True
         of_routes = options.layout == "expert"  # elsewhere the copy takes longer than waiting for counts
         bounded = options.sizes == "bounded" and options.strategy == "dedup"
-        return of_routes and bounded and self._is_eager and not self.fused
+        return of_routes and bounded and self._is_eager
 
     def gather(self, value_bytes: int, fields: Fields) -> SymmetricBuffer:
         """Where copy engines bring rows."""
@@ -315,7 +319,7 @@ class Buffers:
 
     def has_for_dispatch(self, options: DispatchOptions, value_bytes: int) -> bool:
         """Whether a dispatch would make no buffer, and none larger."""
-        value_bytes = value_bytes if self.fused else max(value_bytes, 2)
+        value_bytes = max(value_bytes, 2)
         if self.is_staged(options):
             return self._has((staged_layout, value_bytes))
         needed = [(self._data_layout, value_bytes)]
@@ -323,6 +327,10 @@ class Buffers:
             needed.append((gather_layout, value_bytes))
         rows = self.bounded_rows(options)
         return rows <= self._rows.get(value_bytes, self._least_rows) and all(map(self._has, needed))
+
+    def has_for_fused_layer(self) -> bool:
+        """Whether a MegaMoE would make no buffer."""
+        return self._has((self._data_layout, 1))
 
     def bounded_rows(self, options: DispatchOptions) -> int:
         """Rows that a receive buffer must have for the capacity of a bounded dispatch in layout "expert", else 0."""

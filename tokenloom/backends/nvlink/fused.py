@@ -1,4 +1,4 @@
-"""What a fused layer needs of this backend beside dispatch: memory for results, and a meeting of all ranks."""
+"""Calls of a fused layer: a dispatch of its own, memory for rows and results, and a meeting of all ranks."""
 
 from __future__ import annotations
 
@@ -8,17 +8,49 @@ from tokenloom.backends.handshake import NUMBER, CallKind, Fields
 from tokenloom.backends.nvlink.buffers import Buffers
 from tokenloom.backends.nvlink.launcher import Launcher
 from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT
+from tokenloom.errors import InvalidArgument
 from tokenloom.kernels.barrier.launch import BarrierVariant
-from tokenloom.runtime.symmetric_memory import SymmetricBuffer
+from tokenloom.kernels.common import Deadline
+from tokenloom.kernels.moe.launch import HOME_ROW_BITS, SendRoutesVariant
+from tokenloom.plan import FP8_BLOCK
+
+FP8 = torch.float8_e4m3fn
 
 
 class FusedLayerCalls:
-    """Calls of one MegaMoE. Its ranks all meet after the last use of a dispatch's rows, before the next dispatch."""
+    """Calls of one MegaMoE. Its ranks all meet after the last use of a dispatch's rows, before the next dispatch.
 
-    def __init__(self, launcher: Launcher, buffers: Buffers) -> None:
-        self._launcher, self._buffers = launcher, buffers
-        self._barrier = launcher.new_kernel(BarrierVariant(plan=launcher.plan))
-        self._kind = CallKind({"call": "MegaMoE", NUMBER: 0})
+    Attributes:
+        send_args: arguments of the kernel that sends rows, SendRoutesArgs of send_routes.cuh.
+        rows, row_scales, row_homes, row_weights, arrived: where rows arrive, once there is memory.
+        peers: address of every rank's address of that memory. results_offset: where results come home in it.
+        deadline: for kernels that wait for rows.
+    """
+
+    rows: torch.Tensor
+    row_scales: torch.Tensor
+    row_homes: torch.Tensor
+    row_weights: torch.Tensor
+    arrived: torch.Tensor
+    results: torch.Tensor
+
+    def __init__(self, launcher: Launcher, buffers: Buffers, num_shared_experts: int) -> None:
+        plan = launcher.plan
+        results = plan.max_tokens_per_rank * (plan.top_k + num_shared_experts)
+        if results > 1 << HOME_ROW_BITS:
+            raise InvalidArgument(
+                f"max_tokens_per_rank is {plan.max_tokens_per_rank}: that is {results} results of a rank, expected at "
+                f"most {1 << HOME_ROW_BITS}"
+            )
+        self._launcher, self._buffers, self._num_shared = launcher, buffers, num_shared_experts
+        self._sender = launcher.new_kernel(SendRoutesVariant(plan, num_shared_experts=num_shared_experts))
+        self._barrier = launcher.new_kernel(BarrierVariant(plan=plan))
+        self._dispatch = CallKind({"call": "dispatch", NUMBER: 0})
+        self._meeting = CallKind({"call": "MegaMoE", NUMBER: 0})
+        self._sender.early = True
+        self.send_args = self._sender.args
+        opening = self._sender.opening
+        self.deadline = Deadline(opening.fault, opening.fault_claimed, opening.timeout_ns)
 
     def make_room(self) -> int | None:
         """Settle so many calls that until the meeting nothing old is raised.
@@ -31,9 +63,21 @@ class FusedLayerCalls:
             self._launcher.settle(CALLS_IN_FLIGHT - 1)
         return stream
 
-    def buffer(self, fields: Fields) -> SymmetricBuffer:
-        """Received rows, and where results come home. Made at the first call, which all ranks make."""
-        return self._buffers.data(1, fields)
+    def make_memory(self, fields: Fields) -> None:
+        """Make where rows and results arrive. All ranks make the call, which is the layer's first."""
+        plan, shared = self._launcher.plan, self._buffers.data(1, fields)
+        own = self._num_shared * plan.max_tokens_per_rank
+        places = plan.worst_case_rows("expert") + own
+        self.rows = shared.view("rows", FP8, (places, plan.hidden))
+        self.row_scales = shared.view("row_scales", torch.float32, (places, plan.hidden // FP8_BLOCK))
+        self.row_homes = shared.view("row_homes", torch.int32, (places,))
+        self.row_weights = shared.view("row_weights", torch.float32, (places,))
+        self.arrived = shared.view("arrived", torch.int32, (plan.experts_per_rank + self._num_shared, plan.num_ranks))
+        self.results = shared.view("combine_recv", torch.uint8, (1,))
+        self.peers, self.results_offset = shared.peers.data_ptr(), shared.layout.offset("combine_recv")
+        self.send_args.peers = self.peers
+        for name in ("rows", "row_scales", "row_homes", "row_weights", "arrived"):
+            setattr(self.send_args, name, shared.layout.offset(name))
 
     def prepare_meetings(self, opened: torch.Tensor, cleared: torch.Tensor) -> None:
         """Say what meetings write from now on.
@@ -49,6 +93,29 @@ class FusedLayerCalls:
         """Let graphs that capture calls keep these alive, which the calls use."""
         self._launcher.keep_with_graphs.extend(used)
 
+    def follow(self) -> None:
+        """Let the current stream wait for that of the call before: then kernels may come before the dispatch."""
+        self._launcher.follow()
+
+    def send(self, stream: int | None, blocks: int) -> int:
+        """Put the kernel that sends rows on the stream. It begins while the kernel before it runs.
+
+        :meth:`follow` was called, or ``stream`` is given.
+
+        Args:
+            stream: what :meth:`make_room` has given, if nothing else was called since.
+            blocks: SMs that it takes.
+
+        Returns:
+            Number of the dispatch, for the meeting.
+        """
+        number = self._launcher.num_calls
+        if stream is None:
+            self._launcher.launch(self._sender, self._dispatch, number, blocks=blocks, follows=False)
+        else:
+            self._launcher.launch_ready(self._sender, self._dispatch, number, stream, blocks=blocks)
+        return number
+
     def meet(self, dispatch: int, stream: int | None, early: bool) -> None:
         """Put a meeting of all ranks on the stream. Who has met sees all that the others have sent before.
 
@@ -59,16 +126,11 @@ class FusedLayerCalls:
         """
         self._barrier.early = early
         if stream is None:
-            self._launcher.launch(self._barrier, self._kind, dispatch, blocks=1)
+            self._launcher.launch(self._barrier, self._meeting, dispatch, blocks=1)
         else:
-            self._launcher.launch_ready(self._barrier, self._kind, dispatch, stream, blocks=1)
+            self._launcher.launch_ready(self._barrier, self._meeting, dispatch, stream, blocks=1)
 
     @property
     def masked(self) -> int:
         """Address of a word in device memory: bit r is set if rank r takes no part."""
         return self._launcher.masked_address
-
-    @property
-    def fault_claimed(self) -> int:
-        """Address of a word in device memory: not 0 once a wait of this rank has expired."""
-        return self._launcher.fault_claimed

@@ -174,6 +174,7 @@ class Launcher:
         repeats: bool = False,
         begins: Half | None = None,
         finishes: Half | None = None,
+        follows: bool = True,
     ) -> None:
         """Put the kernel on the current stream; remember where its outcome will be.
 
@@ -184,13 +185,15 @@ class Launcher:
             blocks: None: ``num_sms``. They wait for each other, so all of them have to fit on the GPU at once.
             begins: the kernel is the sending half of a call, of which this remembers what the other half needs.
             finishes: the kernel is the receiving half.
+            follows: the stream waits for that of the call before. If not, :meth:`follow` made it wait already.
         """
         stream, captured = self.current()
         if not captured and finishes is None:
             if self._open_halves:
                 self._finish_older_halves()
             self.outcomes.settle_before(self.num_calls - CALLS_IN_FLIGHT)
-        self._follow(stream, captured)
+        if follows:
+            self._follow(stream, captured)
         if begins is not None:
             kernel.opening.half_epoch = begins.epoch
             begins.number, begins.kind, begins.dispatch, begins.captured = self.num_calls, kind, dispatch, captured

@@ -12,7 +12,14 @@ import torch
 
 from tokenloom.backends.base import DispatchInputs, DispatchOptions, DispatchOut
 from tokenloom.backends.handshake import CallKind, Fields, dispatch_fields
-from tokenloom.backends.nvlink.buffers import BULK_BYTES, Buffers, ReceiveBuffer, aligned, require_bulk
+from tokenloom.backends.nvlink.buffers import (
+    BULK_BYTES,
+    RECEIVE_BUFFERS,
+    Buffers,
+    ReceiveBuffer,
+    aligned,
+    require_bulk,
+)
 from tokenloom.backends.nvlink.copies import Copies
 from tokenloom.backends.nvlink.handle import NvlinkHandle
 from tokenloom.backends.nvlink.launcher import HALVES, Half, Launcher, require_layout, require_no_host_read
@@ -268,7 +275,7 @@ class DirectDispatch(PreparedDispatch):
         meant: DispatchOptions | None = None,
     ) -> None:
         super().__init__(shared, options, inputs, repeats, meant)
-        plan, buffers = shared.plan, shared.buffers
+        plan = shared.plan
         self.capacity = self._most_rows() if capacity is None else capacity
         self.num_places = plan.worst_case_rows("rank") if options.layout == "rank" else self.capacity
         self._buffer_rows = self.capacity if options.layout == "expert" else 0
@@ -276,7 +283,7 @@ class DirectDispatch(PreparedDispatch):
         rank = self.launcher.ranks.rank
         results = Results(plan, rank, options, self.num_places, {}, **weights_and_scales)
         # One for each of those that dispatches take turns in, with its rows; made when first used.
-        self._received: list[tuple[ReceiveBuffer, torch.Tensor] | None] = [None] * buffers.num_receive
+        self._received: list[tuple[ReceiveBuffer, torch.Tensor] | None] = [None] * RECEIVE_BUFFERS
         self.prepare_kernels(inputs, results, self.num_places)
         self._exact = options.sizes == "exact"
         self.kernel.args.stop_on_overflow = self._exact
@@ -368,7 +375,7 @@ def check(shared: Shared, options: DispatchOptions, inputs: DispatchInputs) -> N
         raise InvalidArgument("strategy 'all_gather' moves no FP8 on backend nvlink; use 'dedup'")
     require_no_host_read(exact or shared.checked, "sizes='exact'" if exact else "checked=True")
     require_bulk(plan.hidden, x.dtype)
-    if shared.buffers.fused and (options.layout != "token" or not is_fp8):
-        raise InvalidArgument("this communicator is a MegaMoE's, which receives FP8 in layout 'token' only")
+    if shared.buffers.fused:
+        raise InvalidArgument("this communicator is a MegaMoE's, which has its own calls; make another Communicator")
     if options.alignment > 1 and plan.worst_case_rows("expert", options.alignment) + options.alignment > 2**31:
         raise InvalidArgument(f"alignment is {options.alignment}: places of rows would not fit 32 bits")

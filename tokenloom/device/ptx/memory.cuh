@@ -45,6 +45,10 @@ __device__ __forceinline__ void store_release_cta(uint32* shared, uint32 value) 
     asm volatile("atom.exch.release.cta.b32 _, [%0], %1;" ::"l"(shared), "r"(value) : "memory");
 }
 
+// Behind relaxed loads: what was released before the values that they found is visible. Unlike the fence below it does not
+// wait for what this SM has written.
+__device__ __forceinline__ void fence_acquire_sys() { asm volatile("fence.acquire.sys;" ::: "memory"); }
+
 __device__ __forceinline__ void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 __device__ __forceinline__ uint32 add_relaxed_gpu(uint32* address, uint32 value) {

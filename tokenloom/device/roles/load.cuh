@@ -31,10 +31,9 @@ __device__ __forceinline__ void load_weights(Ring& ring, const RingUse<Ring::kSt
 
 // Behind load_weights: the rows of the same stage. Both blocks of the cluster need the same ones, so each loads half of
 // them for both: a stage is empty when the math warps of both blocks have read it.
-template <class Ring, class Rows, class OnTma, class At>
+template <class Ring, class Rows, class At>
 __device__ __forceinline__ void load_rows(Ring& ring, const RingUse<Ring::kStages>& use, const Rows& rows,
-                                          const OnTma& on_tma, const Tile& tile, int groups, const At& at, int32 block,
-                                          int k) {
+                                          const Tile& tile, int groups, const At& at, int32 block, int k) {
     uint64* full = &ring.full[use.stage];
     if constexpr (Rows::kScalesByTma)
         if (k % kScaleBlocks == 0)
@@ -42,42 +41,40 @@ __device__ __forceinline__ void load_rows(Ring& ring, const RingUse<Ring::kStage
                         tile.row, full);
     for (int group = 0; group < groups; ++group) {
         const int row = group * kGroupRows + block * RowOperand::kBoxRows;
-        rows.maps.load(ring.a[use.stage] + row * RowOperand::kRowBytes, k * kBlock, on_tma.first + tile.row, row,
-                       tile.rows, full);
+        rows.maps.load(ring.a[use.stage] + row * RowOperand::kRowBytes, k * kBlock, tile.row, row, tile.rows, full);
     }
 }
 
 // One tile. Weights of as many stages as there are do not wait for its rows.
-template <class Ring, class Rows, class OnTma, class Weights, class Tiles, class At, class Gate = AlwaysOpen>
-__device__ __forceinline__ void load_tile(Ring& ring, const Rows& rows, const OnTma& on_tma, const Weights& weights,
-                                          Tiles& tiles, const At& at, int32 block, const Gate& gate = {}) {
+template <class Ring, class Rows, class Weights, class Tiles, class At, class Gate = AlwaysOpen>
+__device__ __forceinline__ void load_tile(Ring& ring, const Rows& rows, const Weights& weights, Tiles& tiles,
+                                          const At& at, int32 block, const Gate& gate = {}) {
     using Use = RingUse<Ring::kStages>;
     static_assert(Rows::kBlocks == Weights::kBlocks, "rows and weights have the same K");
     const Tile tile = tiles.tile(block);
-    const int groups = on_tma.have(tile) ? tile.groups() : 0;
+    const int groups = tile.groups();
     const int ahead = gate.is_open(tile) ? 0 : min(Ring::kStages, Weights::kBlocks);
     for (int k = 0; k < ahead; ++k) load_weights<Rows>(ring, Use(at.blocks + k), weights, tile, groups, at, k);
     gate.wait(tile);
     rows.maps.begin_tile(tile.rows);
     for (int k = 0; k < ahead; ++k) {
         tiles.before_block(k, Weights::kBlocks);
-        load_rows(ring, Use(at.blocks + k), rows, on_tma, tile, groups, at, block, k);
+        load_rows(ring, Use(at.blocks + k), rows, tile, groups, at, block, k);
     }
     for (int k = ahead; k < Weights::kBlocks; ++k) {
         tiles.before_block(k, Weights::kBlocks);
         const Use use(at.blocks + k);
         load_weights<Rows>(ring, use, weights, tile, groups, at, k);
-        load_rows(ring, use, rows, on_tma, tile, groups, at, block, k);
+        load_rows(ring, use, rows, tile, groups, at, block, k);
     }
 }
 
 template <class Ring, class Rows, class Weights, class Tiles, class Trace, class Gate = AlwaysOpen>
 __device__ __forceinline__ void load_tiles(Ring& ring, const Rows& rows, const Weights& weights, Tiles tiles,
                                            const Trace& trace, int32 block, const Gate& gate = {}) {
-    const auto on_tma = rows.on_tma();
     for (Position<Weights::kBlocks> at{0}; tiles.next(at.tiles()); at.advance()) {
         trace.mark(kLoads, at.tiles(), kBegins);
-        load_tile(ring, rows, on_tma, weights, tiles, at, block, gate);
+        load_tile(ring, rows, weights, tiles, at, block, gate);
         trace.mark(kLoads, at.tiles(), kEnds);
     }
 }

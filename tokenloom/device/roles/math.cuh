@@ -88,7 +88,6 @@ __device__ __forceinline__ void multiply_tile(Ring& ring, const MathThread& self
     for (int k = 0; k < blocks; ++k) {
         const RingUse<Ring::kStages> use(at.blocks + k);
         mbarrier_wait(&ring.full[use.stage], use.parity);
-        if constexpr (Rows::kWrittenByThreads) fence_shared_to_bulk();
         Scales scales;
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) {

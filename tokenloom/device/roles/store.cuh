@@ -10,21 +10,29 @@ constexpr int kStoreArrivals = kStoreWarps;  // on an empty buffer of the stagin
 
 // A *destination* says where rows of the output go:
 //
-//   unsigned char* row(int64 row)   the address of a row
+//   bool is_safe()                             whether rows can be stored now; what cannot is left out
+//   rows<kStep>(begin, first, count, lane)     for rows begin.. of the output, `count` of them, of which the warp stores
+//                                              first, first + kStep, ...: an object that knows where they go
+//   unsigned char* row<kStep>(number)          of that object: the address of one of these; all lanes ask for the same
 //
-// Rows follow each other, or each has an address of its own, which may be another GPU's.
+// Rows follow each other, or go where the tokens are (arrivals.cuh).
 template <int64 kRowBytes>
 struct RowsInOrder {
     void* const& out;
-    __device__ __forceinline__ unsigned char* row(int64 row) const {
-        return static_cast<unsigned char*>(out) + row * kRowBytes;
-    }
-};
+    __device__ __forceinline__ bool is_safe() const { return true; }
 
-struct RowsByAddress {
-    const uint64* const& addresses;
-    __device__ __forceinline__ unsigned char* row(int64 row) const {
-        return reinterpret_cast<unsigned char*>(addresses[row]);
+    struct Rows {
+        unsigned char* begin;
+
+        template <int>
+        __device__ __forceinline__ unsigned char* row(int number) const {
+            return begin + number * kRowBytes;
+        }
+    };
+
+    template <int>
+    __device__ __forceinline__ Rows rows(int64 begin, int, int, int) const {
+        return {static_cast<unsigned char*>(out) + begin * kRowBytes};
     }
 };
 
@@ -35,6 +43,7 @@ __device__ __forceinline__ void store_tile(Staging& staging, const Destination& 
     constexpr int kPitch = kStagingPitch<Epilogue::kTileRowBytes>, kUnits = Epilogue::kTileRowBytes / 16;
     constexpr int kRowsAtOnce = 32 * kStoreWarps / kUnits, kBatch = 4;
     const int unit = thread % kUnits;
+    const bool is_safe = to.is_safe();  // asked for before the tile is there
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
         const int first = tile.halves ? 0 : group * kGroupRows;
@@ -42,9 +51,10 @@ __device__ __forceinline__ void store_tile(Staging& staging, const Destination& 
         mbarrier_wait(&staging.full[group], number & 1);
         const unsigned char* from = staging.rows[group] + unit * 16;
         const int64 in_row = static_cast<int64>(tile.column / kTileColumns) * Epilogue::kTileRowBytes + unit * 16;
-        const int64 first_row = tile.row + first;
         const bool ours = !tile.halves || unit / (kUnits / kHalves) == group;
-        const int stored = ours && in_row < Epilogue::kRowBytes ? rows : 0;  // a pair of strips may reach past N
+        const bool exists = ours && in_row < Epilogue::kRowBytes;  // a pair of strips may reach past N
+        const int stored = is_safe ? rows : 0;
+        const auto places = to.template rows<kRowsAtOnce>(tile.row + first, thread / kUnits, stored, thread % 32);
         for (int row = thread / kUnits; row < stored; row += kBatch * kRowsAtOnce) {
             Vec16 values[kBatch];
 #pragma unroll
@@ -53,8 +63,10 @@ __device__ __forceinline__ void store_tile(Staging& staging, const Destination& 
                     from + min(row + i * kRowsAtOnce, kGroupRows - 1) * kPitch);
 #pragma unroll
             for (int i = 0; i < kBatch; ++i)
-                if (row + i * kRowsAtOnce < stored)
-                    store_16(to.row(first_row + row + i * kRowsAtOnce) + in_row, values[i]);
+                if (row + i * kRowsAtOnce < stored) {
+                    unsigned char* place = places.template row<kRowsAtOnce>(row + i * kRowsAtOnce);
+                    if (exists) store_16(place + in_row, values[i]);
+                }
         }
         __syncwarp();
         if (thread % 32 == 0) mbarrier_arrive(&staging.empty[group]);

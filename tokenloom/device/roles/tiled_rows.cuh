@@ -1,15 +1,12 @@
 // Rows that lie in the order of the tiles, where TMA finds them; and a second loading warp, which some of them need.
 //
-// *Rows* say where the activations of a GEMM are. tiled_rows.cuh and gathered_rows.cuh are such types:
+// *Rows* say where the activations of a GEMM are:
 //
 //   kBlocks             blocks of K
 //   kScalesByTma        the loader (load.cuh) brings the scales of rows
 //   kSecondWarp         there is a second loading warp, for what the loader does not bring
-//   kWrittenByThreads   that warp writes operands as threads do, and math warps must fence before wgmma reads them
 //   maps, scale_map     how TMA finds values, see below, and with kScalesByTma the tensor map of scales
 //   prefetch()          fetches the tensor maps ahead
-//   on_tma()            which rows TMA finds: `have(tile)`, and `first`, the map's row of row 0
-//   Shared              what the second warp keeps in shared memory
 //   load_beside(...)    the role of the second warp; each lane arrives once on a stage
 #pragma once
 #include "device/roles/gate.cuh"
@@ -51,12 +48,7 @@ struct WindowRows {
 template <int kK, class Maps = MatrixRows>
 struct TiledRows {
     static constexpr int kBlocks = kK / kBlock;
-    static constexpr bool kScalesByTma = kWideScales<kBlocks>, kSecondWarp = !kScalesByTma, kWrittenByThreads = false;
-    struct Shared {};
-    struct OnTma {
-        static constexpr int32 first = 0;
-        __device__ __forceinline__ bool have(const Tile&) const { return true; }
-    };
+    static constexpr bool kScalesByTma = kWideScales<kBlocks>, kSecondWarp = !kScalesByTma;
     const Maps maps;             // of [rows, K] E4M3
     const TensorMap& scale_map;  // [rows, K / 128]
     const float* const& scales;  // the same, for the second warp
@@ -66,11 +58,9 @@ struct TiledRows {
         if (kScalesByTma) tensor_prefetch(&scale_map);
     }
 
-    __device__ __forceinline__ OnTma on_tma() const { return {}; }
-
     // Scales of a K that TMA cannot take, one value of each row at a time.
     template <class Ring, class Weights, class Tiles, class Trace, class Gate = AlwaysOpen>
-    __device__ __forceinline__ void load_beside(Ring& ring, Shared&, const Weights& weights, Tiles tiles, const Trace&,
+    __device__ __forceinline__ void load_beside(Ring& ring, const Weights& weights, Tiles tiles, const Trace&,
                                                 int32 block, int lane, const Gate& gate = {}) const {
         constexpr int kLaneRows = kTileRows / 32;
         for (Position<kBlocks> at{0}; tiles.next(at.tiles()); at.advance()) {

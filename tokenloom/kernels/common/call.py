@@ -24,6 +24,12 @@ def int32_fields(*names: str) -> list[tuple[str, Any]]:
     return [(name, ctypes.c_int32) for name in names]
 
 
+class Deadline(ctypes.Structure):
+    """Mirror of Deadline in device/sync/wait.cuh, which says what each value is."""
+
+    _fields_ = uint64_fields("fault", "fault_claimed", "timeout_ns")
+
+
 class Call(ctypes.Structure):
     """Mirror of Call in device/transport/call.cuh, which says what each value is."""
 

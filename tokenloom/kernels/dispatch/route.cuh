@@ -1,15 +1,14 @@
 // Routing inside the dispatch kernel: which place, at its destination, every row of this block goes to.
 //
-// Tokens are split into one contiguous chunk per block. Each block counts its chunk, and adds the counts of the blocks
-// before it (or counts their tokens itself, where they are few); the last block, which thereby knows the totals, sends
-// them to all ranks. From all ranks' counts every block computes the same prefix sums, and so the place of each row.
+// Blocks count the routes of their chunks (device/roles/count_routes.cuh). From all ranks' counts every block computes
+// the same prefix sums, and so the place of each row.
 #pragma once
-#include "device/tile/routes.cuh"
+#include "device/roles/count_routes.cuh"
 #include "kernels/dispatch/args.cuh"
 
 template <class Shape>
 struct RouteShared {
-    static constexpr int kCounts = Shape::num_ranks + Shape::num_experts;
+    static constexpr int kCounts = kRouteCounts<Shape>;
     alignas(16) int32 header[header_words<kCounts>];  // what the last block announces
     int32 before[kCounts];                   // rows per rank, then routes per expert, of the tokens before this chunk
     int32 chunk[kCounts];                    // the same of this chunk
@@ -32,116 +31,6 @@ struct RunningCounts {
     int32 routes[kPlaceWarps][Places<Shape>::kOfRoutes ? Shape::num_experts : 1];
 };
 
-struct Chunk {
-    int32 begin, end;
-};
-
-__device__ __forceinline__ int32 chunk_size(int32 num_tokens) { return (num_tokens + gridDim.x - 1) / gridDim.x; }
-
-__device__ __forceinline__ Chunk chunk_of(int32 num_tokens, int32 block) {
-    const int32 size = chunk_size(num_tokens), begin = min(block * size, num_tokens);
-    return {begin, min(begin + size, num_tokens)};
-}
-
-// Expert of route token * K + k, or -1.
-template <class Shape>
-__device__ __forceinline__ int32 expert_of(const DispatchArgs& args, int64 index) {
-    return expert_of<Shape::num_experts>(args.topk_ids, args.ids_are_int64, index);
-}
-
-// The ids of one token, in 16-byte loads where rows of ids allow them.
-template <class Shape, class Id>
-struct TokenIds {
-    static constexpr int kBytes = Shape::top_k * sizeof(Id);
-    static constexpr bool kVectors = kBytes % 16 == 0;
-    union {
-        Id id[Shape::top_k];
-        Vec16 part[kVectors ? kBytes / 16 : 1];
-    };
-
-    __device__ __forceinline__ void load(const DispatchArgs& args, int32 token) {
-        const auto* ids = static_cast<const Id*>(args.topk_ids) + static_cast<int64>(token) * Shape::top_k;
-        if constexpr (kVectors) {
-#pragma unroll
-            for (int i = 0; i < kBytes / 16; ++i) part[i] = reinterpret_cast<const Vec16*>(ids)[i];
-        } else {
-#pragma unroll
-            for (int k = 0; k < Shape::top_k; ++k) id[k] = ids[k];
-        }
-    }
-
-    __device__ __forceinline__ void clear() {
-#pragma unroll
-        for (int k = 0; k < Shape::top_k; ++k) id[k] = -1;
-    }
-};
-
-// Adds the counts of a chunk to counts[W + E] in shared memory.
-template <class Shape, class Id>
-__device__ void count_routes_of(const DispatchArgs& args, Chunk chunk, Turn turn, int32* counts) {
-    const int lane = threadIdx.x % 32;
-    int32 rows_of_lane = 0;  // lane r counts the rows for rank r
-    for (int32 first = chunk.begin + (threadIdx.x - lane); first < chunk.end; first += Shape::threads) {
-        TokenIds<Shape, Id> ids;
-        if (first + lane < chunk.end) ids.load(args, first + lane);
-        else ids.clear();
-        uint32 ranks = 0;
-#pragma unroll
-        for (int k = 0; k < Shape::top_k; ++k) {
-            const int32 expert = expert_of_id<Shape::num_experts>(ids.id[k]);
-            if (expert < 0 || turn.leaves_out(expert / Shape::experts_per_rank)) continue;
-            ranks |= 1u << (expert / Shape::experts_per_rank);
-            atomicAdd(&counts[Shape::num_ranks + expert], 1);
-        }
-#pragma unroll
-        for (int r = 0; r < Shape::num_ranks; ++r) {
-            const int32 rows = __popc(__ballot_sync(~0u, (ranks >> r) & 1));
-            if (lane == r) rows_of_lane += rows;
-        }
-    }
-    if (lane < Shape::num_ranks && rows_of_lane != 0) atomicAdd(&counts[lane], rows_of_lane);
-}
-
-template <class Shape>
-__device__ void count_routes(const DispatchArgs& args, Chunk chunk, Turn turn, int32* counts) {
-    if (args.ids_are_int64) count_routes_of<Shape, int64>(args, chunk, turn, counts);
-    else count_routes_of<Shape, int32>(args, chunk, turn, counts);
-}
-
-// shared.before and shared.chunk. Blocks wait for the counts of those before them, which run: a grid is no larger than
-// what fits on the GPU at once. False: one of them has left, since a wait expired.
-template <class Shape>
-__device__ bool count_all_routes(const DispatchArgs& args, RouteShared<Shape>& shared, Chunk chunk, Turn turn) {
-    constexpr int kCounts = RouteShared<Shape>::kCounts;
-    for (int i = threadIdx.x; i < kCounts; i += Shape::threads) shared.before[i] = shared.chunk[i] = 0;
-    __syncthreads();
-    count_routes<Shape>(args, chunk, turn, shared.chunk);
-    if (args.num_tokens <= 2 * Shape::threads) {  // faster than waiting for other blocks
-        count_routes<Shape>(args, {0, chunk.begin}, turn, shared.before);
-        __syncthreads();
-        return true;
-    }
-    __syncthreads();
-    int32* counts_of_block = args.block_counts + Shape::max_blocks;
-    for (int i = threadIdx.x; i < kCounts; i += Shape::threads)
-        counts_of_block[blockIdx.x * kCounts + i] = shared.chunk[i];
-    __syncthreads();
-    auto* flags = reinterpret_cast<uint32*>(args.block_counts);
-    if (threadIdx.x == 0) store_release_gpu(flags + blockIdx.x, turn.epoch);
-    const bool here =
-        threadIdx.x >= blockIdx.x ||
-        wait_for_block(flags + threadIdx.x, turn.epoch, deadline_of(args.call), args.call.rank);
-    if (!__syncthreads_and(here)) return false;
-    for (int i = threadIdx.x; i < kCounts; i += Shape::threads) {
-        int32 sum = 0;
-#pragma unroll 16
-        for (int b = 0; b < blockIdx.x; ++b) sum += counts_of_block[b * kCounts + i];
-        shared.before[i] = sum;
-    }
-    __syncthreads();
-    return true;
-}
-
 template <class Shape>
 __device__ __forceinline__ uint32 ranks_of(const DispatchArgs& args, Turn turn, int32 token) {
     uint32 ranks = 0;
@@ -152,21 +41,6 @@ __device__ __forceinline__ uint32 ranks_of(const DispatchArgs& args, Turn turn, 
     }
     return ranks & ~turn.masked;
 }
-
-// Counts of all ranks, as they lie in this rank's control buffer. Masked ranks have no tokens.
-template <class Shape>
-struct AllCounts {
-    static constexpr int kStride = header_words<RouteShared<Shape>::kCounts>;
-    const int32* first;
-    Turn turn;
-    // Number `index` of what a source has counted: rows for each rank, then routes of each expert.
-    __device__ int32 count(int source, int index) const {
-        return turn.leaves_out(source) ? 0 : first[source * kStride + index];
-    }
-    __device__ int32 rows(int source, int rank) const { return count(source, rank); }
-    __device__ int32 region(int rank) const { return first[rank * kStride + kRegionWord - kHeaderWords]; }
-    __device__ int32 routes(int source, int expert) const { return count(source, Shape::num_ranks + expert); }
-};
 
 // One warp: where each expert's places begin on a rank, and how many it needs.
 template <class Shape>

@@ -7,44 +7,53 @@
 // Persistent, in clusters of two blocks. The roles are in device/roles; here they get their types and their threads.
 #pragma once
 #include "device/ptx/grid.cuh"
+#include "device/roles/arrivals.cuh"
 #include "device/roles/biased_bf16_epilogue.cuh"
 #include "device/roles/claimed_tiles.cuh"
 #include "device/roles/expert_tiles.cuh"
-#include "device/roles/gathered_rows.cuh"
 #include "device/roles/load.cuh"
 #include "device/roles/math.cuh"
 #include "device/roles/store.cuh"
 #include "device/roles/swiglu_fp8_epilogue.cuh"
 
 struct GroupedGemmArgs {
-    TensorMap a;                  // [rows, K] E4M3, boxes of 128 values x 32 rows, swizzled; unless a_windows is used
-    TensorMap b;                  // [E, N, K] E4M3, boxes of 128 values x 128 rows
-    TensorMap a_scale_map;        // [rows, K / 128], boxes of 8 values x 128 rows; if K % 512 == 0 and not gathered
-    const unsigned char* a_rows;  // gathered: [any, K] E4M3
-    const float* a_scales;        // [rows, K / 128]; gathered: in the order of a_rows
-    const int32* row_index;       // gathered: [rows], which of a_rows each row is
-    const int32* copied;          // gathered: null, or [2] (first, n): rows 0..n-1 are also a's, from `first` on
-    const float* b_scales;        // [E, N / 128, K / 128]
-    const int32* offsets;         // [E + 1] first row of each expert; device memory; unused with slots
-    void* out;                    // [rows, N] bfloat16; SwiGLU: [rows, N / 2] E4M3
-    const uint64* row_targets;    // scattered: [rows], addresses of output rows, which may be other GPUs'
-    float* out_scales;            // SwiGLU: [rows, N / 256]
-    const float* row_weights;     // SwiGLU, biased: [rows], or null for ones
-    float clamp;                  // SwiGLU, clamped: the most of a gate, and the largest magnitude of an up
-    int32 capacity;               // slots: S, the places of each expert; expert e has rows e * S and on
-    uint64* trace;                // traced: [blocks][kTraceRoles][kTracedTiles][2] nanoseconds
-    int32 first_expert;           // the range of experts whose rows this launch multiplies
+    TensorMap a;                 // [rows, K] E4M3, boxes of 128 values x 32 rows, swizzled; unless a_windows is used
+    TensorMap b;                 // [E, N, K] E4M3, boxes of 128 values x 128 rows
+    TensorMap a_scale_map;       // [rows, K / 128], boxes of 8 values x 128 rows; if K % 512 == 0
+    const float* a_scales;       // [rows, K / 128]
+    const float* b_scales;       // [E, N / 128, K / 128]
+    const int32* offsets;        // [E + 1] first row of each expert; device memory; unused with slots
+    void* out;                   // [rows, N] bfloat16; SwiGLU: [rows, N / 2] E4M3; unused if scattered
+    float* out_scales;           // SwiGLU: [rows, N / 256]
+    const float* row_weights;    // SwiGLU, biased: [rows], or null for ones
+    float clamp;                 // SwiGLU, clamped: the most of a gate, and the largest magnitude of an up
+    int32 capacity;              // slots: S, the places of each expert; expert e has rows e * S and on
+    uint64* trace;               // traced: [blocks][kTraceRoles][kTracedTiles][2] nanoseconds
+    int32 first_expert;          // the range of experts whose rows this launch multiplies
     int32 end_expert;
-    const int32* counts;          // slots: [E] rows of each expert; device memory
-    const float* bias;            // biased: [E, N], in the order of b's rows
-    float alpha;                  // SwiGLU of another form: as in Activation
+    const int32* counts;         // slots: [E] rows of each expert; device memory
+    const float* bias;           // biased: [E, N], in the order of b's rows
+    float alpha;                 // SwiGLU of another form: as in Activation
     float up_offset;
-    uint32* stored;               // gathered, scattered: counts of stored tiles, see device/roles/gate.cuh
-    const TensorMap* a_windows;   // gathered, scattered: maps of copied rows, of [rows, K], see WindowRows
-    uint32* claimed;              // [1] count of claimed tiles, 0 before and after
-    uint32 stored_by;             // scattered: warps that store a tile of rows
-    uint32 padding[9];            // tensor maps are aligned to 64 bytes, and so is this
+    // Of two GEMMs in turn, the first of which awaits its rows, and the second scatters its results:
+    const TensorMap* a_windows;  // maps of rows, of [rows, K], see WindowRows
+    const uint32* begun;         // [1] see device/roles/arrivals.cuh
+    uint32* stored;              // counts of stored tiles, see device/roles/gate.cuh
+    uint32 stored_by;            // scattered: warps that store a tile of rows
+    uint32 unused;
+    const uint32* arrived;       // awaited: [E][ranks] flags, and
+    const uint32* expected;      // [E] who raises them; see OpenWhenArrived
+    Deadline deadline;           // of that wait; scattered: its word says whether a wait has expired
+    const uint32* row_homes;     // scattered: [rows], see RowsToHomes, and
+    const uint64* peers;         // [ranks] every rank's buffer,
+    uint64 results;              // offset in it of rows of bfloat16
+    uint32* claimed;             // claims: [1] count of claimed tiles, 0 before and after
+    uint64 padding[7];           // tensor maps are aligned to 64 bytes, and so is this
 };
+
+// One of two GEMMs in turn.
+template <class Shape>
+constexpr bool kInTurn = Shape::awaits != 0 || Shape::scatters != 0;
 
 // The choices of a variant. Each is made once, here: what becomes of sums, where rows come from, where they go, and
 // which rows are which expert's.
@@ -65,30 +74,31 @@ __device__ __forceinline__ auto epilogue_of(const GroupedGemmArgs& args) {
 
 template <class Shape>
 __device__ __forceinline__ auto rows_of(const GroupedGemmArgs& args) {
-    if constexpr (Shape::gathers != 0)
-        return GatheredRows<Shape::k>{{args.a_windows}, args.a_scale_map, args.a_rows,
-                                      args.a_scales,    args.row_index,   args.copied};
-    else if constexpr (Shape::scatters != 0)
+    if constexpr (kInTurn<Shape>)
         return TiledRows<Shape::k, WindowRows>{{args.a_windows}, args.a_scale_map, args.a_scales};
     else return TiledRows<Shape::k>{{args.a}, args.a_scale_map, args.a_scales};
 }
 
-template <class Shape, int64 kRowBytes>
-__device__ __forceinline__ auto destination_of(const GroupedGemmArgs& args) {
-    if constexpr (Shape::scatters != 0) return RowsByAddress{args.row_targets};
+template <class Shape, int64 kRowBytes, class Shared>
+__device__ __forceinline__ auto destination_of(const GroupedGemmArgs& args, const Shared& shared) {
+    if constexpr (Shape::scatters != 0)
+        return RowsToHomes<Shape::num_ranks>{args.row_homes, shared.peers, args.results, args.deadline.fault_claimed,
+                                             kRowBytes};
     else return RowsInOrder<kRowBytes>{args.out};
 }
 
-// Of two GEMMs in turn the first gathers, and reports what it has stored. The second waits for that, and scatters.
+// Of two GEMMs in turn the first takes rows as they arrive, and reports what it has stored. The second waits for that.
 template <class Shape>
-__device__ __forceinline__ auto gate_of(const GroupedGemmArgs& args) {
-    if constexpr (Shape::scatters != 0) return OpenWhenStored{args.stored, args.stored_by};
+__device__ __forceinline__ auto gate_of(const GroupedGemmArgs& args, uint32 epoch) {
+    if constexpr (Shape::awaits != 0)
+        return OpenWhenArrived<Shape::num_ranks>{args.arrived, args.expected, args.deadline, epoch};
+    else if constexpr (Shape::scatters != 0) return OpenWhenStored{args.stored, args.stored_by};
     else return AlwaysOpen{};
 }
 
 template <class Shape>
 __device__ __forceinline__ auto report_of(const GroupedGemmArgs& args) {
-    if constexpr (Shape::gathers != 0) return ReportTiles{args.stored};
+    if constexpr (Shape::awaits != 0) return ReportTiles{args.stored};
     else return NoReport{};
 }
 
@@ -98,14 +108,15 @@ __device__ __forceinline__ auto bounds_of() {
     else return BoundsByOffset<Shape::num_experts>{};
 }
 
-template <class Rows, class Epilogue, class Bounds, int kStages>
+template <class Epilogue, class Bounds, int kStages, int kRanks>
 struct GemmShared {
     alignas(1024) OperandRing<kStages> ring;
     Staging<Epilogue::kTileRowBytes> staging;
     typename Epilogue::Shared epilogue;
-    typename Rows::Shared rows;
     ExpertTable<Bounds> experts;
     TileBoard board;
+    uint32 epoch;                        // of the call whose rows arrive
+    uint64 peers[kRanks > 0 ? kRanks : 1];  // args.peers, if results are scattered
 };
 
 // As all roles but the loader see them.
@@ -122,15 +133,15 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
     using Rows = decltype(rows_of<Shape>(args));
     using Weights = Fp8Weights<Shape::n, Shape::k, typename Epilogue::Columns>;
     using Bounds = decltype(bounds_of<Shape>());
-    using Shared = GemmShared<Rows, Epilogue, Bounds, Shape::stages>;
+    using Shared = GemmShared<Epilogue, Bounds, Shape::stages, Shape::num_ranks>;
     const Epilogue epilogue = epilogue_of<Shape>(args);
     const Rows rows = rows_of<Shape>(args);
     const Weights weights{args.b, args.b_scales};
-    const auto destination = destination_of<Shape, Epilogue::kRowBytes>(args);
     const Trace<Shape::traced != 0> trace{args.trace};
     extern __shared__ __align__(1024) unsigned char memory[];
     static_assert(sizeof(Shared) <= Shape::shared_bytes, "launch.py asks for what this needs");
     auto& shared = *reinterpret_cast<Shared*>(memory);
+    const auto destination = destination_of<Shape, Epilogue::kRowBytes>(args, shared);
 
     // Warpgroups 0 and 1 multiply. Of the last one, warp 0 loads, warp 1 loads beside it, warps 2 and 3 store.
     constexpr int kThreads = kGroupThreads * (kGroups + 1);
@@ -138,11 +149,14 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
     static_assert(kGroups * kMathRegisters + kOtherRegisters <= 504, "what the launch gives three warpgroups");
     const int32 block = cluster_rank();
 
-    // What the kernel before it has read is there for the second of two GEMMs: that one began behind it.
-    if constexpr (Shape::gathers != 0) {
-        wait_for_earlier_kernels();
+    // Rows still arrive when the first of two GEMMs begins, and that one still runs when the second does.
+    uint32 epoch = 0;
+    if constexpr (kInTurn<Shape>) {
+        epoch = wait_for_bounds(args.begun, shared.epoch);
         let_next_kernel_begin();
-    } else if constexpr (Shape::scatters != 0) let_next_kernel_begin();
+    }
+    if constexpr (Shape::scatters != 0)
+        if (threadIdx.x < Shape::num_ranks) shared.peers[threadIdx.x] = args.peers[threadIdx.x];
     if constexpr (Shape::slots != 0) shared.experts.bounds.fill(args.counts, args.capacity, kThreads);
     else shared.experts.bounds.fill(args.offsets, kThreads);
     if (threadIdx.x == 0) {
@@ -161,7 +175,7 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
         keep_registers<kOtherRegisters>();
         const int warp = threadIdx.x % kGroupThreads / 32, lane = threadIdx.x % 32;
         if (warp == 0 && lane == 0) {
-            const auto gate = gate_of<Shape>(args);
+            const auto gate = gate_of<Shape>(args, epoch);
             if constexpr (Shape::claims != 0)
                 load_tiles(shared.ring, rows, weights,
                            ClaimingTiles<Shape::n, Bounds>(shared.board, shared.experts, args.claimed, block), trace,
@@ -170,8 +184,8 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
         }
         if constexpr (Rows::kSecondWarp)
             if (warp == 1)
-                rows.load_beside(shared.ring, shared.rows, weights, tiles_of<Shape>(shared), trace, block, lane,
-                                 gate_of<Shape>(args));
+                rows.load_beside(shared.ring, weights, tiles_of<Shape>(shared), trace, block, lane,
+                                 gate_of<Shape>(args, epoch));
         if (warp >= kGroupWarps - kStoreWarps)
             store_tiles<Epilogue>(shared.staging, destination, tiles_of<Shape>(shared), trace, block,
                                   threadIdx.x % (32 * kStoreWarps), report_of<Shape>(args));
@@ -181,6 +195,6 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
         multiply_tiles<Rows, Weights>(shared.ring, epilogue, shared.staging, shared.epilogue, tiles_of<Shape>(shared),
                                       trace, block, group, threadIdx.x % kGroupThreads);
     }
-    if constexpr (Shape::scatters != 0) wait_for_earlier_kernels();  // whoever waits for this one waits for both
+    if constexpr (kInTurn<Shape>) wait_for_earlier_kernels();  // whoever waits for this one waits for those before it
     cluster_sync();  // no block leaves while the other arrives on its barriers
 }

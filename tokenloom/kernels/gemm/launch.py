@@ -11,7 +11,7 @@ import torch
 from tokenloom.errors import InvalidArgument
 from tokenloom.jit.compiler import KernelSpec
 from tokenloom.jit.kernel import TensorMap, tensor_map
-from tokenloom.kernels.common import MAX_SHARED_BYTES, int32_fields, uint64_fields
+from tokenloom.kernels.common import MAX_SHARED_BYTES, Deadline, int32_fields, uint64_fields
 from tokenloom.plan import FUNCTIONS, align_up
 
 THREADS = 384
@@ -104,8 +104,7 @@ class GroupedGemmArgs(ctypes.Structure):
         ("a", TensorMap),
         ("b", TensorMap),
         ("a_scale_map", TensorMap),
-        *uint64_fields("a_rows", "a_scales", "row_index", "copied", "b_scales", "offsets", "out", "row_targets"),
-        *uint64_fields("out_scales", "row_weights"),
+        *uint64_fields("a_scales", "b_scales", "offsets", "out", "out_scales", "row_weights"),
         ("clamp", ctypes.c_float),
         *int32_fields("capacity"),
         *uint64_fields("trace"),
@@ -113,9 +112,13 @@ class GroupedGemmArgs(ctypes.Structure):
         *uint64_fields("counts", "bias"),
         ("alpha", ctypes.c_float),
         ("up_offset", ctypes.c_float),
-        *uint64_fields("stored", "a_windows", "claimed"),
+        *uint64_fields("a_windows", "begun", "stored"),
         ("stored_by", ctypes.c_uint32),
-        ("padding", ctypes.c_uint32 * 9),
+        ("unused", ctypes.c_uint32),
+        *uint64_fields("arrived", "expected"),
+        ("deadline", Deadline),
+        *uint64_fields("row_homes", "peers", "results", "claimed"),
+        ("padding", ctypes.c_uint64 * 7),
     ]
 
 
@@ -127,10 +130,10 @@ class GroupedGemmVariant:
         num_experts: weights are [num_experts, n, k].
         n, k: multiples of 128; n of 256 beside SwigluFp8Epilogue.
         epilogue: what becomes of the sums.
-        gathers: an index says where each row of a is. This is the first of two GEMMs in turn: it counts the tiles of
-            rows that it has stored.
-        scatters: each row of the output has an address of its own. This is the second GEMM, which takes rows as they
-            are stored, and so may be launched early.
+        awaits: the number of ranks whose rows arrive while it runs, or 0. This is the first of two GEMMs in turn: it
+            counts the tiles of rows that it has stored. Both may be launched early.
+        scatters: the number of ranks to which rows of the output go, each to the one where its token is, or 0. This is
+            the second GEMM, which takes rows as they are stored.
         slots: each expert has places of its own for rows, and a count. Otherwise offsets say which rows are whose.
         claims: clusters claim tiles one by one, instead of taking every so many; see ``GroupedGemmArgs.claimed``.
         traced: roles write when they work on which tile, see :func:`trace_times`.
@@ -141,15 +144,17 @@ class GroupedGemmVariant:
     k: int
     _: KW_ONLY
     epilogue: Bf16Epilogue | SwigluFp8Epilogue = Bf16Epilogue()
-    gathers: bool = False
-    scatters: bool = False
+    awaits: int = 0
+    scatters: int = 0
     slots: bool = False
     claims: bool = False
     traced: bool = False
 
     def __str__(self) -> str:
-        choices = ("gathers", "scatters", "slots", "claims", "traced")
+        choices = ("slots", "claims", "traced")
         parts = [f"e{self.num_experts} n{self.n} k{self.k}", str(self.epilogue)]
+        parts += [f"awaits rows of {self.awaits} ranks"] if self.awaits else []
+        parts += [f"scatters to {self.scatters} ranks"] if self.scatters else []
         return ", ".join(["grouped_gemm", *parts, *(name for name in choices if getattr(self, name))])
 
     def spec(self) -> KernelSpec:
@@ -168,8 +173,9 @@ class GroupedGemmVariant:
             "num_experts": self.num_experts,
             "n": self.n,
             "k": self.k,
-            "gathers": int(self.gathers),
-            "scatters": int(self.scatters),
+            "awaits": int(self.awaits > 0),
+            "num_ranks": self.awaits or self.scatters,
+            "scatters": int(self.scatters > 0),
             "slots": int(self.slots),
             "traced": int(self.traced),
             **self.epilogue.shape(),
@@ -193,10 +199,10 @@ class GroupedGemmVariant:
         ring += 2 * 4 * SCALE_BLOCKS * (TILE_ROWS + TILE_COLUMNS // BLOCK)
         staging = TILE_ROWS * (self.epilogue.tile_row_bytes + 16) + 2 * barriers
         epilogue = align_up(self.epilogue.shared_bytes, 4)
-        rows = 4 * TILE_ROWS if self.gathers else 4
         experts = 4 * (self.num_experts + 3)
         board = 4 * (2 * 4 + 2 * 8) + 4
-        return align_up(align_up(ring, 128) + staging + epilogue + rows + experts + board, 1024)
+        calls = 8 + 8 * max(self.awaits, self.scatters, 1)
+        return align_up(align_up(ring, 128) + staging + epilogue + experts + board + calls, 1024)
 
 
 def tile_places(rows: int, num_experts: int) -> int:

@@ -1,8 +1,8 @@
 // The end of a MegaMoE call. Each token's rows have come home; they are added in ascending k, shared experts' rows
 // last, in float32, and rounded once.
 //
-// NaN takes the place of a sum that must not be trusted: of all tokens if the ranks have not met, and of tokens whose
-// dispatch did not take place. Routes to masked ranks are none.
+// NaN takes the place of all sums if they must not be trusted: if rows were not sent, or the ranks have not met. Routes to
+// masked ranks are none.
 #pragma once
 #include "device/ptx/grid.cuh"
 #include "device/tile/routes.cuh"
@@ -10,10 +10,10 @@
 
 struct SumRoutesArgs {
     const void* topk_ids;      // [T][K] as given to the dispatch
-    const int32* slots;        // [T][W], from the dispatch: which of the rows that went to rank r, or -1
     void* out;                 // [T] rows of bfloat16
     int32 num_tokens;
     int32 ids_are_int64;
+    const int32* took_place;   // [1] of the dispatch
     const int32* met;          // [1] of the barrier after the GEMMs: whether all ranks came
     const uint32* masked;      // [1] bit r: rank r takes no part
     const void* combine_recv;  // [M][K + S] rows of bfloat16, S of shared experts
@@ -31,7 +31,7 @@ __device__ void sum_routes(const SumRoutesArgs& args) {
     const int32 parts = Sum::parts(args.num_tokens, num_warps);
     const auto rows = reinterpret_cast<uint64>(args.combine_recv);
     auto* out = static_cast<unsigned char*>(args.out);
-    const bool met = *args.met != 0;
+    const bool trusted = *args.took_place != 0 && *args.met != 0;
     const uint32 masked = *args.masked;
     for (int32 item = warp; item < args.num_tokens * parts; item += num_warps) {
         const int64 token = item / parts;
@@ -39,9 +39,7 @@ __device__ void sum_routes(const SumRoutesArgs& args) {
         if (lane < Shape::top_k)
             expert = expert_of<Shape::num_experts>(args.topk_ids, args.ids_are_int64, token * Shape::top_k + lane);
         if (expert >= 0 && (masked >> (expert / (Shape::num_experts / Shape::num_ranks)) & 1) != 0) expert = -1;
-        const bool sent =
-            expert < 0 || args.slots[token * Shape::num_ranks + expert / (Shape::num_experts / Shape::num_ranks)] >= 0;
-        if (!__all_sync(~0u, met && sent)) fill_row<kRowBytes>(out + token * kRowBytes, kNanWord<kBfloat16>, lane);
+        if (!trusted) fill_row<kRowBytes>(out + token * kRowBytes, kNanWord<kBfloat16>, lane);
         else
             Sum::add(out + token * kRowBytes, rows + (token * kTerms + lane) * kRowBytes,
                      __ballot_sync(~0u, expert >= 0 || (lane >= Shape::top_k && lane < kTerms)), item % parts, parts,

@@ -18,6 +18,7 @@ inline void store_release_sys(uint32* address, uint32 value) { emulated_store(ad
 inline void store_relaxed_sys(uint32* address, uint32 value) { emulated_store(address, value); }
 inline void store_release_gpu(uint32* address, uint32 value) { emulated_store(address, value); }
 inline void store_release_cta(uint32* shared, uint32 value) { emulated_store(shared, value); }
+inline void fence_acquire_sys() { emulated_yield(); }
 inline void fence_acq_rel_sys() { emulated_yield(); }
 inline uint32 add_relaxed_gpu(uint32* address, uint32 value) { return atomicAdd(address, value); }
 inline uint32 add_acq_rel_gpu(uint32* address, uint32 value) {

@@ -1,0 +1,116 @@
+// Rows that other ranks send while the GEMM that takes them runs already.
+//
+// A kernel beside it receives counts from all ranks, writes down where each expert's rows begin and which ranks send
+// some, and then says so. Each of these ranks raises a flag for each expert, once all rows that it sends are there.
+#pragma once
+#include "device/roles/gate.cuh"
+#include "device/sync/wait.cuh"
+
+// Where the result of a row goes: the rank, and which row of that rank's results.
+constexpr int kHomeRowBits = 26;
+
+__device__ __forceinline__ uint32 home_of(int rank, int32 row) {
+    return static_cast<uint32>(rank) << kHomeRowBits | static_cast<uint32>(row);
+}
+
+// What is said of a call. By all threads of a block: the epoch of the call, once the bounds of its experts can be read.
+// No deadline: the kernel that says it runs already, and has deadlines of its own.
+__device__ __forceinline__ uint32 wait_for_bounds(const uint32* begun, uint32& shared_epoch) {
+    if (threadIdx.x == 0) {
+        uint32 epoch;
+        while ((epoch = load_acquire_gpu(begun)) == 0) {
+        }
+        shared_epoch = epoch;
+    }
+    __syncthreads();
+    return shared_epoch;
+}
+
+// A gate as in gate.cuh: all ranks that send rows of the tile's expert have raised their flags. Behind a wait that has
+// expired the gate is open too, so that all roles come to their end. Nobody trusts the results then.
+//
+// Tiles come in the order of experts. What was found of an expert holds for all of its tiles.
+template <int kRanks>
+struct OpenWhenArrived {
+    const uint32* const& arrived;   // [experts][kRanks]
+    const uint32* const& expected;  // [experts] bit r: rank r sends rows
+    const Deadline& deadline;
+    uint32 epoch;
+    mutable int32 found = -1;  // the last expert whose rows are all here
+
+    // Ranks whose rows are not here yet.
+    __device__ __forceinline__ uint32 missing(int32 expert) const {
+        const uint32* flags = arrived + expert * kRanks;
+        uint32 seen[kRanks];  // all loads are on their way together
+#pragma unroll
+        for (int r = 0; r < kRanks; ++r) seen[r] = load_relaxed_sys(flags + r);
+        uint32 ranks = expected[expert];
+#pragma unroll
+        for (int r = 0; r < kRanks; ++r)
+            if (has_reached<Flag::kSomeCalls>(seen[r], epoch)) ranks &= ~(1u << r);
+        return ranks;
+    }
+
+    __device__ __forceinline__ bool is_open(const Tile& tile) const {
+        if (tile.expert == found) return true;
+        if (missing(tile.expert) != 0) return false;
+        enter(tile.expert);
+        return true;
+    }
+
+    __device__ __forceinline__ void wait(const Tile& tile) const {
+        if (tile.expert == found) return;
+        constexpr uint32 kPollsOfClock = 256;
+        uint64 began = 0;
+        uint32 ranks;
+        for (uint32 polls = 1; (ranks = missing(tile.expert)) != 0; ++polls) {
+            if (polls % kPollsOfClock != 0) continue;
+            if (has_expired(deadline)) break;
+            const uint64 now = global_timer_ns();
+            if (began == 0) began = now;
+            if (now - began <= deadline.timeout_ns) continue;
+            const uint32 rank = __ffs(ranks) - 1;
+            record_fault(deadline.fault, deadline.fault_claimed, rank, kPhaseRows, epoch, epoch,
+                         load_relaxed_sys(arrived + tile.expert * kRanks + rank));
+            break;
+        }
+        enter(tile.expert);
+    }
+
+    __device__ __forceinline__ void enter(int32 expert) const {
+        fence_acquire_sys();
+        fence_global_to_bulk();
+        found = expert;
+    }
+};
+
+// A destination as in store.cuh: each row of the output goes to the rank where its token is.
+template <int kRanks>
+struct RowsToHomes {
+    const uint32* const& homes;     // [rows], see home_of
+    const uint64 (&peers)[kRanks];  // every rank's buffer; in shared memory
+    const uint64& offset;           // in it, of the results
+    const uint32* const& fault_claimed;
+    const int64 row_bytes;
+
+    // Each lane finds one of the rows that its warp stores.
+    struct Rows {
+        uint64 own;
+
+        template <int kStep>
+        __device__ __forceinline__ unsigned char* row(int number) const {
+            return reinterpret_cast<unsigned char*>(__shfl_sync(~0u, own, number / kStep));
+        }
+    };
+
+    // After a wait of this rank has expired, homes may be of other calls.
+    __device__ __forceinline__ bool is_safe() const { return load_relaxed_sys(fault_claimed) == 0; }
+
+    template <int kStep>
+    __device__ __forceinline__ Rows rows(int64 begin, int first, int count, int lane) const {
+        const int number = first + lane * kStep;
+        if (number >= count) return {0};
+        const uint32 home = homes[begin + number], row = home & ((1u << kHomeRowBits) - 1);
+        return {peers[home >> kHomeRowBits] + offset + row * row_bytes};
+    }
+};
