@@ -380,7 +380,7 @@ class RankGroup:
     def _meet(self, meeting: Meeting) -> None:
         self._links = rejoin.connect(self.notes, meeting, self.timeout_s)
         self.notes.move(meeting.notes, meeting.step)
-        self.notes.delete_with_notes(Links.keys(meeting.links, self.num_ranks - len(meeting.masked)))
+        self.notes.delete_with_notes(meeting.keys(self.num_ranks))
         self.met_at = meeting.step
         self.topology = meeting.nodes
         self._members.begin_anew(frozenset(meeting.masked))

@@ -56,6 +56,17 @@ class Meeting:
         """The topology, which has travelled as text."""
         return Topology(**self.topology | {"node_of": tuple(self.topology["node_of"])})
 
+    @property
+    def links(self) -> str:
+        """Where ranks find each other to connect."""
+        return f"{self.place}/links"
+
+    def keys(self, num_ranks: int) -> list[str]:
+        """What ranks leave at the place while they connect, of a group of so many."""
+        members = [rank for rank in range(num_ranks) if rank not in self.masked]
+        said = [f"{self.place}/connected/{rank}" for rank in members]
+        return [*Links.keys(self.links, len(members)), *said, f"{self.place}/failed"]
+
 
 def take_back(
     notes: Noteboard,
@@ -150,7 +161,7 @@ def connect(notes: Noteboard, meeting: Meeting, limit_s: float) -> Links:
     links: Links | None = None
     said = ""
     try:
-        store = dist.PrefixStore(f"{meeting.place}/links", notes.store)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(meeting.links, notes.store)  # type: ignore[attr-defined]
         links = Links(store, notes.rank, members, limit_s)
     except RuntimeError as error:
         said = str(error)
