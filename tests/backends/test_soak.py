@@ -1,17 +1,29 @@
-"""100,000 calls in a row, every value of every result checked, for what goes wrong once in ten thousand times."""
+"""Many calls in a row, every value of every result checked, for what goes wrong once in ten thousand times.
+
+On "nvlink" they are 100,000. Between nodes, over gloo, they also show that nothing piles up, which takes minutes::
+
+    .venv/bin/python -m pytest -s -m soak tests/backends/test_soak.py
+"""
 
 from __future__ import annotations
 
+import gc
+import os
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import tokenloom as tl
+from tests.backends.test_network_faults import CASE, allocated_bytes
 from tests.conftest import Ranks
-from tests.support.cases import BF16, FP32, make_comm
+from tests.support.cases import BF16, FP32, make_comm, make_problem
 from tests.support.graph_cases import Captured, experts
 from tokenloom.plan import LAYOUTS, ROUTE_LAYOUTS, Plan
+from tokenloom.runtime.noteboard import store_of
 from tokenloom.runtime.processes import RankContext
 
 BACKEND = "nvlink"
@@ -158,3 +170,143 @@ def test_what_the_soak_expects(layout: str) -> None:
     by_hand = dict.fromkeys(ROUTE_LAYOUTS, 6 + 2 / 32 + 11 + 2 / 16) | dict.fromkeys(("token", "rank"), 3 + 2 / 64)
     assert got.item() == torch.tensor(by_hand[layout]).to(BF16).item()
     assert expected(layout, -x, torch.full_like(ids, -1), weights, 2).view(torch.int16).item() == 0, "not +0"
+
+
+# -- between nodes ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process holds after a block of calls.
+
+    Attributes:
+        resident_bytes: of its memory. allocated_bytes: what it has allocated and not freed.
+        files, threads, tensors: how many are open, run, and live.
+        keys: in the store of its process group, of all ranks.
+    """
+
+    resident_bytes: int
+    allocated_bytes: int
+    files: int
+    threads: int
+    tensors: int
+    keys: int
+
+    @staticmethod
+    def now(context: RankContext) -> Held:
+        gc.collect()
+        return Held(
+            int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+            allocated_bytes(),
+            len(os.listdir("/proc/self/fd")),
+            len(os.listdir("/proc/self/task")),
+            sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()),
+            len(store_of(context.group).list_keys()),
+        )
+
+
+def require_steady(held: list[Held], resident_bytes: int, allocated_bytes: int) -> None:
+    """What piles up does so in every block. Numbers may not exceed those after the first block.
+
+    Args:
+        held: after each block, the first of which fills what is kept.
+        resident_bytes, allocated_bytes: a block less than any other may add so many.
+    """
+    for name, most in (("resident_bytes", resident_bytes), ("allocated_bytes", allocated_bytes)):
+        values = [getattr(each, name) for each in held]
+        least = min(after - before for before, after in pairwise(values))
+        assert least <= most, f"{name} grew in each block, by {least} at least: {values}"
+    for name in ("files", "threads", "tensors", "keys"):
+        values = [getattr(each, name) for each in held]
+        assert max(values) <= values[0], f"{name} grew: {values}"
+
+
+STEADY = Held(10**8, 10**7, 20, 5, 100, 30)
+
+
+@pytest.mark.parametrize("name", asdict(STEADY))
+def test_what_grows_is_noticed(name: str) -> None:
+    """Each by itself, by the least that a soak would have to see: 16 bytes a call, a page for every few, one thing."""
+    step = {"resident_bytes": PAGES_A_BLOCK + 1, "allocated_bytes": 16 * CALLS_A_BLOCK + 1}.get(name, 1)
+    growing = [replace(STEADY, **{name: getattr(STEADY, name) + i * step}) for i in range(3)]
+    require_steady([STEADY] * 3, PAGES_A_BLOCK, 16 * CALLS_A_BLOCK)
+    with pytest.raises(AssertionError, match=f"{name} grew"):
+        require_steady(growing, PAGES_A_BLOCK, 16 * CALLS_A_BLOCK)
+
+
+CALLS_A_BLOCK, BLOCKS = 1000, 10
+COMMUNICATORS_A_BLOCK = 50
+PAGES_A_BLOCK = 16 * 4096
+"""Bytes of resident memory. What is allocated moves among pages that an allocator keeps."""
+SOAK_S = 3000.0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("on_timeout", ["raise", "mask"])
+def test_10000_calls_between_nodes(four: Ranks, on_timeout: str) -> None:
+    """Dispatches and combines in all layouts and orders of sums, whole and in halves, some with gradients: neither
+    memory nor anything else that a process has grows, and results have the same bits every time."""
+    for rank, held in enumerate(four.run(check_calls, on_timeout, limit_s=SOAK_S)):
+        show(f"{CALLS_A_BLOCK} calls, on_timeout={on_timeout}", rank, held)
+        require_steady(held, PAGES_A_BLOCK, 16 * CALLS_A_BLOCK)
+
+
+def check_calls(context: RankContext, on_timeout: str) -> list[Held]:
+    problem = make_problem(CASE, context.num_ranks)
+    held: list[Held] = []
+    first: dict[int, list[torch.Tensor]] = {}
+    with make_comm(context, "network", problem.plan, on_timeout=on_timeout) as comm:
+        for _ in range(BLOCKS):
+            for call in range(CALLS_A_BLOCK):
+                kind = call % (4 * len(LAYOUTS))
+                found = one_pair(comm, problem.arguments(context), kind)
+                for ours, before in zip(found, first.setdefault(kind, found), strict=True):
+                    assert torch.equal(ours, before), f"call {call} of kind {kind}"
+            del found, ours, before
+            held.append(Held.now(context))
+    return held
+
+
+def one_pair(comm: tl.Communicator, given: tuple[Any, ...], kind: int) -> list[torch.Tensor]:
+    """A dispatch and a combine: what comes home, and in every fourth kind the gradient of tokens."""
+    layout, way = LAYOUTS[kind % len(LAYOUTS)], kind // len(LAYOUTS)
+    x, ids, weights = given
+    mode: Any = "per_rank" if way == 0 else "per_node"
+    if way == 1:
+        routed = comm.send_dispatch(x, ids, weights, layout=layout).receive()
+        return [comm.send_combine(routed.tokens, routed, mode=mode).receive()]
+    x = x.detach().requires_grad_(way == 3 and layout != "rank")
+    routed = comm.dispatch(x, ids, weights, layout=layout)
+    out = comm.combine(routed.tokens, routed, mode=mode)
+    if not out.requires_grad:
+        return [out]
+    out.sum().backward()
+    assert x.grad is not None
+    return [out.detach(), x.grad]
+
+
+@pytest.mark.soak
+def test_300_communicators_between_nodes(four: Ranks) -> None:
+    """Made, used and closed, or only dropped, with connections of their own and without."""
+    for rank, held in enumerate(four.run(check_communicators, limit_s=SOAK_S)):
+        show(f"{COMMUNICATORS_A_BLOCK} communicators", rank, held)
+        require_steady(held, PAGES_A_BLOCK, 16 * COMMUNICATORS_A_BLOCK)
+
+
+def check_communicators(context: RankContext) -> list[Held]:
+    problem = make_problem(CASE, context.num_ranks)
+    held: list[Held] = []
+    for _ in range(6):
+        for number in range(COMMUNICATORS_A_BLOCK):
+            comm = make_comm(context, "network", problem.plan, on_timeout=("raise", "mask")[number % 2])
+            one_pair(comm, problem.arguments(context), number % 4)
+            if number % 5:  # also the last of a block
+                comm.close()
+            del comm
+        held.append(Held.now(context))
+    return held
+
+
+def show(what: str, rank: int, held: list[Held]) -> None:
+    for name in asdict(held[0]):
+        print(f"\nrank {rank}, after each {what}, {name}: {[getattr(each, name) for each in held]}", end="")
