@@ -83,7 +83,7 @@ def same_call(launches: Launches) -> None:
     assert packed.num_tokens == sent.num_tokens == summed.num_tokens
     assert packed.packed == sent.packed
     assert summed.topk_ids == sent.topk_ids
-    assert (summed.took_place, summed.met) == (sent.took_place, barrier.opened)
+    assert summed.met == barrier.opened
     assert gemm1.offsets == gemm2.offsets == sent.offsets
     assert gemm1.expected == sent.expected
     mine = summed.combine_recv - gemm2.results  # where this rank's part of what all ranks write to begins

@@ -40,7 +40,6 @@ class ExpertMemory:
     counted: torch.Tensor
     begun: torch.Tensor
     stored: torch.Tensor
-    took_place: torch.Tensor
     met: torch.Tensor
     block_counts: torch.Tensor
     order: torch.Tensor
@@ -58,7 +57,6 @@ class ExpertMemory:
             "offsets": ((self.num_local + 1,), int32),
             "expected": ((self.num_local,), int32),
             "counted": ((LINE + tile_places(places, self.num_local),), int32),
-            "took_place": ((1,), int32),
             "met": ((1,), int32),
             "block_counts": ((block_count_words(plan, MAX_BLOCKS),), int32),
             "order": ((tokens * plan.top_k, 4), int32),

@@ -84,8 +84,13 @@ class NvlinkExperts:
     def forward(self, request: ForwardRequest) -> torch.Tensor:
         """Compute what ``MegaMoE.forward`` returns."""
         engine = self._comm.engine
-        engine.begin()
-        ready = self._calls.make_room()
+        nothing_around = engine.is_plain() and not engine.open_calls.any_open()
+        if nothing_around:
+            engine.ranks.require_alive()
+        else:
+            engine.begin()
+        settled = self._calls.make_room()
+        ready = settled if nothing_around else None
         with engine.sequence(*CALLS) as calls:
             inputs = request.checked_dispatch(engine)
             result = request.checked()
@@ -178,10 +183,10 @@ class NvlinkExperts:
         memory.allocate(self._comm.device)
         calls.prepare_meetings(memory.met, memory.counted)
         calls.keep(memory, self._gemms)
-        for name in ("offsets", "expected", "begun", "took_place", "packed", "block_counts", "order", "sent"):
+        for name in ("offsets", "expected", "begun", "packed", "block_counts", "order", "sent"):
             setattr(calls.send_args, name, getattr(memory, name).data_ptr())
         sums = self._sums.args
-        sums.took_place, sums.met, sums.masked = memory.took_place.data_ptr(), memory.met.data_ptr(), calls.masked
+        sums.met, sums.masked = memory.met.data_ptr(), calls.masked
         sums.combine_recv = calls.results.data_ptr()
         self._gemms.find_memory(calls)
         self._has_memory = True

@@ -112,7 +112,7 @@ MUTATIONS = (
         target="device/roles/arrivals.cuh:OpenWhenArrived::missing",
         old="uint32 ranks = expected[expert];",
         new="uint32 ranks = 0;",
-        tests=(f"{EMULATED}::test_mega[one block]",),
+        tests=(f"{EMULATED}::test_rows_that_arrive_late",),
     ),
     Mutation(
         name="flags-of-calls-before",
@@ -120,7 +120,7 @@ MUTATIONS = (
         target="device/roles/arrivals.cuh:OpenWhenArrived::missing",
         old="has_reached<Flag::kSomeCalls>(seen[r], epoch)",
         new="seen[r] != 0",
-        tests=(f"{EMULATED}::test_mega[one block]",),
+        tests=(f"{EMULATED}::test_rows_that_arrive_late",),
     ),
     Mutation(
         name="told-before-all-rows-are-sent",
@@ -128,7 +128,7 @@ MUTATIONS = (
         target="kernels/moe/send_routes.cuh:notify_row",
         old="add_relaxed_gpu(args.sent + expert, 1) + 1 != shared.total[expert]",
         new="add_relaxed_gpu(args.sent + expert, 1) + 1 != 1",
-        tests=(f"{EMULATED}::test_mega[one block]",),
+        tests=(f"{EMULATED}::test_rows_that_arrive_late",),
     ),
     Mutation(
         name="places-of-one-source",
@@ -153,14 +153,6 @@ MUTATIONS = (
         old="home_of(self, what.result)",
         new="home_of(rank, what.result)",
         tests=(f"{EMULATED}::test_mega[one block]",),
-    ),
-    Mutation(
-        name="sums-of-a-refused-call",
-        rule="tokens of a call that was refused get sums of what lies there",
-        target="kernels/moe/sum_routes.cuh:sum_routes",
-        old="*args.took_place != 0 && *args.met != 0",
-        new="*args.met != 0",
-        tests=(f"{EMULATED}::test_a_fault_on_one_rank[x]",),
     ),
     Mutation(
         name="windows-too-short",

@@ -159,6 +159,11 @@ class Emulator:
         with self.lock:
             return self._core.emulator_run(ctypes.c_uint64(turns))
 
+    def slow_down(self, rank: int, slowness: int) -> None:
+        """Let threads of a rank run only every so many times that they could, from now on."""
+        with self.lock:
+            self._core.emulator_slow_down(rank, ctypes.c_uint64(slowness))
+
     def kill(self, rank: int) -> None:
         """End all kernels of a rank in the middle of what they do."""
         with self.lock:

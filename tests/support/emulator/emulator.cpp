@@ -87,8 +87,11 @@ struct Block {
     unsigned turn = 0;
 };
 
+struct Stream;
+
 struct Launch {
     Kernel kernel;
+    const Stream* stream;
     std::vector<std::unique_ptr<Block>> blocks;
     std::map<unsigned, Meeting> clusters;
     size_t fibers_left;
@@ -98,6 +101,7 @@ struct Stream {
     std::deque<Kernel> waiting;
     std::unique_ptr<Launch> running;
     uint64_t finished = 0;
+    uint64_t slowness = 1;  // its fibers run every so many turns that they could have
 };
 
 std::vector<Stream> streams;
@@ -190,6 +194,7 @@ void begin(Stream& stream) {
     stream.running = std::make_unique<Launch>();
     Launch& launch = *stream.running;
     launch.kernel = std::move(stream.waiting.front());
+    launch.stream = &stream;
     stream.waiting.pop_front();
     const Kernel& kernel = launch.kernel;
     launch.fibers_left = static_cast<size_t>(kernel.blocks) * kernel.threads;
@@ -458,6 +463,8 @@ void emulator_reset(unsigned num_streams, uint64_t seed) {
     chance.seed(seed);
 }
 
+void emulator_slow_down(unsigned stream, uint64_t slowness) { streams[stream].slowness = slowness; }
+
 void emulator_launch(unsigned stream, void (*run)(const void*), const void* args, size_t args_bytes, unsigned blocks,
                      unsigned threads, unsigned cluster, size_t shared_bytes) {
     const auto* first = static_cast<const unsigned char*>(args);
@@ -510,7 +517,9 @@ size_t emulator_run(uint64_t turns) {
         if (chance() % 4 == 0) std::swap(ready.front(), ready[chance() % ready.size()]);
         Fiber* fiber = ready.front();
         ready.pop_front();
-        run_fiber(*fiber);
+        const uint64_t slowness = fiber->block->launch->stream->slowness;
+        if (slowness > 1 && chance() % slowness != 0) ready.push_back(fiber);
+        else run_fiber(*fiber);
     }
     size_t unfinished = 0;
     for (Stream& stream : streams) unfinished += stream.waiting.size() + (stream.running ? 1 : 0);

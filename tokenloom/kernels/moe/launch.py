@@ -59,7 +59,7 @@ class SendRoutesArgs(ctypes.Structure):
         *uint64_fields("topk_ids", "topk_weights", "stats"),
         *int32_fields("num_tokens", "ids_are_int64"),
         *uint64_fields("peers", "rows", "row_scales", "row_homes", "row_weights", "arrived"),
-        *uint64_fields("offsets", "expected", "begun", "took_place"),
+        *uint64_fields("offsets", "expected", "begun"),
         *uint64_fields("packed", "block_counts", "order", "sent"),
     ]
 
@@ -74,7 +74,7 @@ class SumRoutesArgs(ctypes.Structure):
     _fields_ = [
         *uint64_fields("topk_ids", "out"),
         *int32_fields("num_tokens", "ids_are_int64"),
-        *uint64_fields("took_place", "met", "masked", "combine_recv"),
+        *uint64_fields("met", "masked", "combine_recv"),
     ]
 
 

@@ -43,10 +43,9 @@ struct SendRoutesArgs {
     uint64 row_weights;   // float [places]
     uint64 arrived;       // uint32 [L + S][W]: the epoch, once all rows of an expert from a rank are here
     // What this rank's GEMMs are told; see arrivals.cuh.
-    int32* offsets;     // [L + S + 1] first place of each expert
-    uint32* expected;   // [L + S] bit r: rank r sends rows
-    uint32* begun;      // [1] the epoch once both are there; 0 before the call
-    int32* took_place;  // [1] whether rows were sent
+    int32* offsets;    // [L + S + 1] first place of each expert
+    uint32* expected;  // [L + S] bit r: rank r sends rows
+    uint32* begun;     // [1] the epoch once both are there; 0 before the call
     // Of this kernel alone, but for the first.
     const unsigned char* packed;  // [T] this rank's tokens, see pack_tokens.cuh
     int32* block_counts;          // see count_routes.cuh
@@ -161,7 +160,6 @@ __device__ void publish_bounds(const SendRoutesArgs& args, const SendRoutesShare
         args.expected[e] = ranks;
         if (e < kLocal && args.stats != nullptr) args.stats[e] += shared.offsets[e + 1] - shared.offsets[e];
     }
-    if (threadIdx.x == 0) *args.took_place = 1;
     __syncthreads();
     if (threadIdx.x == 0) store_release_gpu(args.begun, epoch);
 }
@@ -360,7 +358,6 @@ __device__ void send_routes(const SendRoutesArgs& args) {
     const bool done = send_all_routes<Shape>(args, turn);
     close_call(args.call, turn, done, [&] {  // GEMM1 waits for bounds, unless it has some
         const int lane = threadIdx.x;
-        if (lane == 0) *args.took_place = 0;
         if (load_acquire_gpu(args.begun) == turn.epoch) return;
         for (int e = lane; e <= Shape::experts_per_rank + Shape::shared_experts; e += 32) args.offsets[e] = 0;
         __syncwarp();

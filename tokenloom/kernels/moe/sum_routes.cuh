@@ -1,8 +1,8 @@
 // The end of a MegaMoE call. Each token's rows have come home; they are added in ascending k, shared experts' rows
 // last, in float32, and rounded once.
 //
-// NaN takes the place of all sums if they must not be trusted: if rows were not sent, or the ranks have not met. Routes to
-// masked ranks are none.
+// NaN takes the place of all sums if the ranks have not met. They meet only where the dispatch took place: whoever refuses
+// it, or waits for it in vain, does not come. Routes to masked ranks are none.
 #pragma once
 #include "device/ptx/grid.cuh"
 #include "device/tile/routes.cuh"
@@ -13,7 +13,6 @@ struct SumRoutesArgs {
     void* out;                 // [T] rows of bfloat16
     int32 num_tokens;
     int32 ids_are_int64;
-    const int32* took_place;   // [1] of the dispatch
     const int32* met;          // [1] of the barrier after the GEMMs: whether all ranks came
     const uint32* masked;      // [1] bit r: rank r takes no part
     const void* combine_recv;  // [M][K + S] rows of bfloat16, S of shared experts
@@ -31,7 +30,7 @@ __device__ void sum_routes(const SumRoutesArgs& args) {
     const int32 parts = Sum::parts(args.num_tokens, num_warps);
     const auto rows = reinterpret_cast<uint64>(args.combine_recv);
     auto* out = static_cast<unsigned char*>(args.out);
-    const bool trusted = *args.took_place != 0 && *args.met != 0;
+    const bool trusted = *args.met != 0;
     const uint32 masked = *args.masked;
     for (int32 item = warp; item < args.num_tokens * parts; item += num_warps) {
         const int64 token = item / parts;
