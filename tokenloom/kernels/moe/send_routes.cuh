@@ -9,8 +9,8 @@
 //   notify warp     counts the rows of each expert; whoever has counted the last tells its rank              (notify_row)
 //   last block out  advances the epoch; if the call was refused or a wait has expired, there are no rows
 //
-// The order in which rows leave is by number of the local expert, then by rank. Each block begins with another rank, its
-// own ones too, so that links and memory have work at the same time.
+// The order in which rows leave is by number of the local expert, then by rank, from the next one on: all ranks begin
+// with their first experts, and no two with the same one.
 //
 // What shared experts take stays here: each of this rank's tokens, behind all routes.
 #pragma once
@@ -78,11 +78,11 @@ struct SendRoutesShared {
     int32 taken;   // rows of this chunk that warps have claimed
 };
 
-// The experts in the order in which this block's rows leave.
+// The experts in the order in which rows leave.
 template <class Shape>
 __device__ __forceinline__ int32 expert_in_turn(int rank, int32 turn) {
     const int32 local = turn / Shape::num_ranks, step = turn % Shape::num_ranks;
-    return (rank + 1 + blockIdx.x + step) % Shape::num_ranks * Shape::experts_per_rank + local;
+    return (rank + 1 + step) % Shape::num_ranks * Shape::experts_per_rank + local;
 }
 
 // One warp: put(i, sum of of(j) for all j < i) for each i < count. Returns the sum of all.
