@@ -215,8 +215,8 @@ def test_a_trace_is_what_was_measured(tmp_path: Path) -> None:
     """A process for each rank; the stages one after the other, and roles of blocks from where their GEMM begins."""
     tiles = torch.zeros(2, len(TRACE_ROLES), 3, 2, dtype=torch.int64)
     tiles[0, 0, 0] = torch.tensor([7_001_000, 7_003_500])
-    tiles[1, 2, 1] = torch.tensor([7_002_000, 7_002_250])
-    tiles[1, 3, 1, 0] = 7_009_000  # has begun, and no more: left out
+    tiles[1, TRACE_ROLES.index("multiply 0"), 1] = torch.tensor([7_002_000, 7_002_250])
+    tiles[1, TRACE_ROLES.index("multiply 1"), 1, 0] = 7_009_000  # has begun, and no more: left out
     calls = [
         TracedCall({"dispatch": 2.0, "gemm1": 4.5}, {"gemm1": tiles}),
         TracedCall({"dispatch": 3.0, "gemm1": 4.0}),

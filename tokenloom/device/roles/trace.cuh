@@ -3,7 +3,7 @@
 #include "device/ptx/memory.cuh"
 
 // A math warpgroup has the number given here plus its own.
-enum TraceRole : int { kLoads = 0, kGathers = 1, kMultiplies = 2, kStages = 4, kStores = 6, kTraceRoles = 7 };
+enum TraceRole : int { kLoads = 0, kMultiplies = 1, kStages = 3, kStores = 5, kTraceRoles = 6 };
 enum TraceEnd : int { kBegins = 0, kEnds = 1 };
 constexpr uint32 kTracedTiles = 128;  // of a block; later ones are left out
 
