@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import tokenloom as tl
 from tests.runtime.test_rank_group import (
@@ -65,6 +66,50 @@ def check_masked(ranks: RankGroup, masked: list[int]) -> None:
         assert ranks.why_masked() == dict.fromkeys(sorted(masked[:number]), "mask_ranks")
         together(ranks, [rank for rank in ALL if rank not in masked[:number]])
     ranks.close()
+
+
+def test_who_leaves_has_seen_all_others_connect(pools: Pools) -> None:
+    """A rank that closes at once, while another one still connects, does not fail it."""
+    run(pools, ALL, check_leaving_at_once)
+
+
+def check_leaving_at_once(ranks: RankGroup) -> None:
+    for slow in ALL:  # gloo picks who connects to whom: all others wait for some rank, but hardly for each
+        with mock.patch.object(SlowStore, "seconds", 0.2 if ranks.rank == slow else 0.0):
+            each = RankGroup(ranks.process_group, timeout_s=LONG_S)
+            each.notes._store = SlowStore(each.notes.store)
+            each.mask_late()
+            each.close()
+
+
+class SlowStore(dist.Store):
+    """A store that takes its time before it says where another rank is."""
+
+    seconds = 0.0
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def get(self, key: str) -> bytes:
+        if "/links/" in key:
+            time.sleep(self.seconds)
+        return self._store.get(key)
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        self._store.wait(keys, *timeout)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def add(self, key: str, value: int) -> int:
+        return self._store.add(key, value)
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(key)
 
 
 def test_masking_again_changes_nothing(pools: Pools) -> None:

@@ -395,6 +395,12 @@ class RankGroup:
         except RuntimeError as error:
             raise self._watch.fail(phase, self.step, [], f"not all ranks could connect ({error})") from error
         self.notes.delete_with_notes(Links.keys(place, len(members)))
+        self._meet_connected(phase)
+
+    def _meet_connected(self, phase: str) -> None:
+        """Wait until all ranks are connected: one that leaves earlier fails those that still connect."""
+        said, heard = torch.zeros(2, self.num_ranks, 1, dtype=torch.uint8)
+        self._exchange(list(said), list(heard), heard, phase).wait()
 
     # -- notes ----------------------------------------------------------------------------------------------
 
