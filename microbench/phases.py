@@ -22,15 +22,9 @@ import torch.distributed as dist
 import tokenloom as tl
 from tokenloom.bench.common.inputs import expert_outputs, make_inputs
 from tokenloom.bench.common.shape import Shape
+from tokenloom.kernels.common import MARK_WORDS, MARKS, MAX_BLOCKS
 from tokenloom.runtime.processes import RankContext, RankPool
 
-MARKS = ("begun", "counted", "heard", "placed", "sent", "notified", "filled", "summed", "done")
-"""What a block has done, by Mark of tokenloom/device/transport/call.cuh.
-
-It has begun; its counts are known; all ranks' counts are here; places are known; its own rows are sent; the others are
-notified; further places are filled (layout expert); its own tokens are summed (combine); it is about to leave."""
-MARK_WORDS = 16
-MAX_BLOCKS = 32
 CALLS = 5
 
 

@@ -19,11 +19,12 @@ from tests.conftest import NUM_GPUS, WHY_NO_HOPPER
 from tokenloom.bench.common import timing
 from tokenloom.bench.mega import measure, run, trace, work
 from tokenloom.bench.mega import rows as mega_rows
-from tokenloom.bench.mega.rows import Measured, MegaRow, Samples
-from tokenloom.bench.mega.trace import TracedCall
+from tokenloom.bench.mega.rows import Beside, Measured, MegaRow, Samples
 from tokenloom.bench.mega.work import MegaShape
 from tokenloom.cli import app
 from tokenloom.cli.terminal import FAILED
+from tokenloom.inference.trace import MegaTimes
+from tokenloom.kernels.common import MARKS
 from tokenloom.kernels.gemm.launch import TRACE_ROLES
 from tokenloom.runtime.processes import RankPool
 
@@ -99,7 +100,7 @@ def made_up(rank: int, num_tokens: int = 1, rival: bool = True, graph: bool = Tr
         return Measured(ours)
     why_not = "" if graph else "a call waits for the host"
     theirs = Samples([2 * us for us in ours.graph] if graph else [], [3 * us for us in ours.events], {}, why_not)
-    return Measured(ours, theirs, 0.0005 + rank * 1e-4)
+    return Measured(ours, {"deep_gemm": Beside(theirs, 0.0005 + rank * 1e-4)})
 
 
 def test_numbers_of_a_row(two_ranks: list[torch.Tensor]) -> None:
@@ -117,18 +118,18 @@ def test_numbers_of_a_row(two_ranks: list[torch.Tensor]) -> None:
     assert row.tflops == pytest.approx(5 / 2 * 2 * EXPERT_BYTES / 14.0 / 1e6)
     assert row.floor_us == pytest.approx(2 * EXPERT_BYTES / work.HBM_GBYTES_PER_S / 1e3)
     assert row.times_floor == pytest.approx(14.0 / row.floor_us)
-    assert (row.cold, row.rival, row.rival_ratio, row.rival_difference) == (False, None, None, None)
+    assert (row.cold, row.times_ours, row.difference) == (False, None, None)
     assert (row.setup["calls_per_sample"], row.setup["num_tokens"]) == (timing.GRAPH_CALLS, 2)
 
 
-def test_a_rival_has_a_row_of_its_own() -> None:
-    """Named after it; ours holds the ratio of the two and the largest difference of the outputs."""
+def test_another_layer_has_a_row_of_its_own() -> None:
+    """Named after it, with the ratio of the two and the largest difference of the outputs."""
     ours, theirs = mega_rows.make_rows(SHAPE, 2, 1, 3, True, [made_up(0), made_up(1)])
     assert ours.name == "mega/ep2/t1/h256/i128/e4/k2/graph/cold"
     assert theirs.name == "mega/deep_gemm/ep2/t1/h256/i128/e4/k2/graph/cold"
-    assert (ours.rival, ours.rival_ratio) == ("deep_gemm", theirs.p50_us / ours.p50_us) == ("deep_gemm", 2.0)
-    assert ours.rival_difference == pytest.approx(0.0006)
-    assert (theirs.rival, theirs.rival_ratio, theirs.stages_us) == (None, None, {})
+    assert theirs.times_ours == theirs.p50_us / ours.p50_us == 2.0
+    assert theirs.difference == pytest.approx(0.0006)
+    assert (ours.times_ours, ours.difference, theirs.stages_us) == (None, None, {})
     assert theirs.floor_us == ours.floor_us
     assert theirs.events_us == 3 * ours.events_us
     assert ours.cold
@@ -143,7 +144,7 @@ def test_without_a_graph_events_are_compared() -> None:
     assert ours.name.endswith("/graph")
     assert theirs.name == "mega/deep_gemm/ep2/t1/h256/i128/e4/k2/events"
     assert theirs.p50_us == theirs.events_us == 3 * ours.events_us
-    assert ours.rival_ratio == 3.0
+    assert theirs.times_ours == 3.0
     assert theirs.setup["calls_per_sample"] == 1
     note, outputs = mega_rows.notes([ours, theirs, ours, theirs])
     assert "deep_gemm: its calls could not be captured (a call waits for the host)" in note
@@ -153,19 +154,29 @@ def test_without_a_graph_events_are_compared() -> None:
 
 @pytest.mark.parametrize(("differences", "said"), [((0.001, 0.009), "agree"), ((0.001, 0.02), "DO NOT")])
 def test_outputs_that_differ_are_told(differences: tuple[float, float], said: str) -> None:
-    rows = [
-        mega_rows.make_rows(SHAPE, 1, 1, 3, False, [Measured(made.ours, made.rival, difference)])[0]
-        for made, difference in zip([made_up(0), made_up(0)], differences, strict=True)
-    ]
+    rows = [mega_rows.make_rows(SHAPE, 1, 1, 3, False, [differing(difference)])[1] for difference in differences]
     (note,) = mega_rows.notes(rows)
     assert said in note
 
 
+def differing(difference: float, who: str = "deep_gemm") -> Measured:
+    """Outputs that are so far apart."""
+    made = made_up(0)
+    return Measured(made.ours, {who: Beside(made.beside["deep_gemm"].samples, difference)})
+
+
+def test_every_layer_has_a_limit_of_its_own() -> None:
+    """The same layer in three calls is nearer than somebody else's."""
+    for who, said in (("deep_gemm", "so they agree"), ("composed", "DO NOT AGREE")):
+        (note,) = mega_rows.notes(mega_rows.make_rows(SHAPE, 1, 1, 3, False, [differing(0.005, who)]))
+        assert said in note
+        assert f"ours and {who}'s" in note
+
+
 def test_not_a_number_is_the_largest_difference() -> None:
     """On any rank, first or last: a maximum that loses NaN would call broken outputs equal."""
-    made = made_up(0)
     for differences in ((float("nan"), 0.0), (0.0, float("nan"))):
-        by_rank = [Measured(made.ours, made.rival, each) for each in differences]
+        by_rank = [differing(each) for each in differences]
         (note,) = mega_rows.notes(mega_rows.make_rows(SHAPE, 2, 1, 3, False, by_rank))
         assert "DO NOT AGREE" in note
 
@@ -187,60 +198,78 @@ def shown(rows: list[MegaRow], width: int = 120) -> str:
 
 
 def test_the_table_has_everybody_and_fits() -> None:
-    """Both layers, the ratio, and every number in full on 120 columns, at the size of the slowest rows there are."""
+    """All layers, the ratios, and every number in full on 120 columns, at the size of the slowest rows there are."""
     times = [12345.0] * 3
     stages = {stage: [6789.0] * 3 for stage in STAGES}
-    by_rank = [Measured(Samples(times, times, stages), Samples(times, times), 0.001)]
+    beside = {
+        "deep_gemm": Beside(Samples(times, times), 0.001),
+        "composed": Beside(Samples([], times, {}, "why"), 0.0),
+    }
+    by_rank = [Measured(Samples(times, times, stages), beside)]
     rows = mega_rows.make_rows(MegaShape(7168, 2048, 256, 8), 1, 8192, 3, False, by_rank)
     text = shown(rows)
-    assert text.count("12,345") == 6
-    assert text.count("6,789") == 5
+    assert text.count("12,345") == 9
+    assert text.count("6,789") == 4
     assert "…" not in text
-    assert all(
-        word in text for word in ("tokenloom", "deep_gemm", "rival", "/ ours", "NVLink", "floor", "1.00", *STAGES)
-    )
+    words = ("tokenloom", "deep_gemm", "composed, events", "ours", "NVLink", "floor", "1.00", *STAGES)
+    assert all(word in text for word in words)
     alone = shown(rows[:1])
-    assert "rival" not in alone
+    assert "ours" not in alone
     assert "tokenloom" not in alone
-    events = [Measured(by_rank[0].ours, Samples([], times, {}, "why"), 0.001)]
-    clocked = shown(mega_rows.make_rows(MegaShape(7168, 2048, 256, 8), 1, 8192, 3, False, events))
-    assert clocked.count("12,345") == 6
-    assert "deep_gemm, events" in clocked
 
 
 # -- files ----------------------------------------------------------------------------------------------------------
 
 
+def made_up_times(start: int) -> MegaTimes:
+    """Two SMs: a block packs, one sends, both GEMMs have tiles, of which one has not ended, and one block adds."""
+    times = MegaTimes.allocate(2, torch.device("cpu"))
+    times.pack[1] = torch.tensor([start, start + 1_000])
+    for mark, at in (("begun", 500), ("counted", 700), ("heard", 1_700), ("placed", 1_900), ("sent", 6_000)):
+        times.send[3, MARKS.index(mark)] = start + at
+    times.gemm1[0, TRACE_ROLES.index("load"), 0] = torch.tensor([start + 2_000, start + 4_500])
+    times.gemm1[1, TRACE_ROLES.index("multiply 0"), 1] = torch.tensor([start + 3_000, start + 3_250])
+    times.gemm1[1, TRACE_ROLES.index("multiply 1"), 1, 0] = start + 9_000
+    times.gemm2[1, TRACE_ROLES.index("store"), 2] = torch.tensor([start + 5_000, start + 5_500])
+    times.sum[0] = torch.tensor([start + 7_000, start + 7_100])
+    return times
+
+
 def test_a_trace_is_what_was_measured(tmp_path: Path) -> None:
-    """A process for each rank; the stages one after the other, and roles of blocks from where their GEMM begins."""
-    tiles = torch.zeros(2, len(TRACE_ROLES), 3, 2, dtype=torch.int64)
-    tiles[0, 0, 0] = torch.tensor([7_001_000, 7_003_500])
-    tiles[1, TRACE_ROLES.index("multiply 0"), 1] = torch.tensor([7_002_000, 7_002_250])
-    tiles[1, TRACE_ROLES.index("multiply 1"), 1, 0] = 7_009_000  # has begun, and no more: left out
-    calls = [
-        TracedCall({"dispatch": 2.0, "gemm1": 4.5}, {"gemm1": tiles}),
-        TracedCall({"dispatch": 3.0, "gemm1": 4.0}),
-    ]
+    """A process for each rank, whose first block begins at 0; kernels as wholes, and all that their blocks did."""
+    nothing = MegaTimes.allocate(2, torch.device("cpu"))
     file = tmp_path / "trace.json"
-    trace.write_trace(file, {"commit": "abc"}, "mega/a/row", 40, calls)
+    trace.write_trace(
+        file, {"commit": "abc"}, "mega/a/row", 40, [made_up_times(7_000_000), made_up_times(10), nothing]
+    )
     found = json.loads(file.read_text())
     threads = {e["tid"]: e["args"]["name"] for e in found["traceEvents"] if e["name"] == "thread_name"}
-    assert len(threads) == 2 * 1 + 2 * len(TRACE_ROLES), "every thread has a number of its own"
-    assert 0 not in threads
     complete = [event for event in found["traceEvents"] if event["ph"] == "X"]
-    assert [(e["pid"], threads[e["tid"]], e["name"], e["ts"], e["dur"]) for e in complete] == [
-        (0, "stages", "dispatch", 0.0, 2.0),
-        (0, "stages", "gemm1", 2.0, 4.5),
-        (0, "block   0 load", "gemm1 tile 0", 2.0, 2.5),
-        (0, "block   1 multiply 0", "gemm1 tile 1", 3.0, 0.25),
-        (1, "stages", "dispatch", 0.0, 3.0),
-        (1, "stages", "gemm1", 3.0, 4.0),
-    ]
+    assert 0 not in threads
+    assert len(threads) == 2 * (5 + 6), "every thread has a number of its own"
+    for rank in (0, 1):
+        told = [(threads[e["tid"]], e["name"], e["ts"], e["dur"]) for e in complete if e["pid"] == rank]
+        assert told == [
+            ("kernel pack", "pack", 0.0, 1.0),
+            ("kernel send", "send", 0.5, 5.5),
+            ("kernel GEMM1", "GEMM1", 2.0, 2.5),
+            ("kernel GEMM2", "GEMM2", 5.0, 0.5),
+            ("kernel sum", "sum", 7.0, 0.1),
+            ("pack, block   1", "pack", 0.0, 1.0),
+            ("send, block   3", "count routes", 0.5, 0.2),
+            ("send, block   3", "wait for all ranks' counts", 0.7, 1.0),
+            ("send, block   3", "order routes", 1.7, 0.2),
+            ("send, block   3", "send rows", 1.9, 4.1),
+            ("GEMM1, block   0, load", "tile 0", 2.0, 2.5),
+            ("GEMM1, block   1, multiply 0", "tile 1", 3.0, 0.25),
+            ("GEMM2, block   1, store", "tile 2", 5.0, 0.5),
+            ("sum, block   0", "sum", 7.0, 0.1),
+        ]
     names = {e["pid"]: e["args"]["name"] for e in found["traceEvents"] if e["name"] == "process_name"}
-    assert names == {0: "rank 0", 1: "rank 1"}
+    assert names == {0: "rank 0", 1: "rank 1", 2: "rank 2"}
     about = found["otherData"]
     assert (about["row"], about["num_tokens"], about["commit"]) == ("mega/a/row", 40, "abc")
-    assert "its own first event" in about["starts"]
+    assert "its own first block" in about["starts"]
 
 
 class FakePool:
@@ -259,10 +288,11 @@ class FakePool:
     def run(self, function: Any, shape: Any, tokens: list[int], *rest: Any, **options: Any) -> list[list[Measured]]:
         assert function is measure.measure_on_rank
         against, traced = rest[-2:]
-        found = [[made_up(rank, each, rival=against) for each in tokens] for rank in range(self.num_ranks)]
+        assert against in ([], ["deep_gemm"])
+        found = [[made_up(rank, each, rival=bool(against)) for each in tokens] for rank in range(self.num_ranks)]
         if traced:
             for each in found:
-                each[-1] = replace(each[-1], traced=TracedCall(dict.fromkeys(STAGES, 1.0)))
+                each[-1] = replace(each[-1], traced=made_up_times(1))
         return found
 
 
@@ -271,8 +301,8 @@ def fake_setup(device: str, num_ranks: int, command: Any) -> dict[str, Any]:
     return known | {"device": device, "num_ranks": num_ranks, "command": " ".join(command)}
 
 
-@pytest.mark.parametrize("against", [True, False])
-def test_every_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, against: bool) -> None:
+@pytest.mark.parametrize("against", [["deep_gemm"], []])
+def test_every_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, against: list[str]) -> None:
     """Rows with everything, curves of everybody and the floor, the stages of the last number of tokens; from made-up
     samples of two ranks."""
     figures = pytest.importorskip("matplotlib.figure")
@@ -306,8 +336,8 @@ def test_every_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert set(rows[0]) == set(MegaRow.__dataclass_fields__)
     assert found["setup"].get("deep_gemm") == ("9.9" if against else None)
     assert all(note in text for note in found["notes"])
-    assert len(found["notes"]) == int(against)
-    assert ("its time over ours" in text) == against
+    assert len(found["notes"]) == len(against)
+    assert ("a layer's time over ours" in text) == ("takes x in FP8" in text) == bool(against)
     assert "L2 was overwritten before each sample" in text
     assert "graph of one call;" in text
 
@@ -324,8 +354,8 @@ def test_every_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
     written = json.loads(trace_file.read_text())
     complete = [event for event in written["traceEvents"] if event["ph"] == "X"]
-    assert [(event["pid"], event["name"]) for event in complete] == [(r, stage) for r in (0, 1) for stage in STAGES]
-    assert {event["args"]["tokens"] for event in complete} == {8}
+    assert {event["pid"] for event in complete} == {0, 1}
+    assert written["otherData"]["num_tokens"] == 8
     assert written["otherData"]["row"] == "mega/ep2/t8/h256/i128/e4/k2/graph/cold"
 
 
@@ -407,13 +437,9 @@ def test_it_runs_cold_and_writes_a_trace(tmp_path: Path) -> None:
     assert all(row["cold"] and row["name"].endswith("/k2/s1/graph/cold") for row in found["rows"])
     assert all(row["p50_us"] > 0 for row in found["rows"])
     events = [event for event in json.loads(file.read_text())["traceEvents"] if event["ph"] == "X"]
-    stages = [event for event in events if event["args"]]
-    assert [(event["pid"], event["name"]) for event in stages] == [(r, s) for r in range(NUM_GPUS) for s in STAGES]
-    assert all(event["dur"] > 0 and event["args"]["tokens"] == 40 for event in stages)
-    for gemm in ("gemm1", "gemm2"):
-        tiles = [event for event in events if event["name"].startswith(f"{gemm} tile")]
-        assert {event["pid"] for event in tiles} == set(range(NUM_GPUS))
-        assert all(0 <= event["dur"] < 1e6 for event in tiles)
+    for name in ("pack", "send", "GEMM1", "GEMM2", "sum", "send rows", "tile 0"):
+        assert {event["pid"] for event in events if event["name"] == name} == set(range(NUM_GPUS)), name
+    assert all(0 <= event["ts"] < 1e6 and 0 <= event["dur"] < 1e6 for event in events)
 
 
 @pytest.mark.gpu
@@ -421,15 +447,17 @@ def test_it_runs_cold_and_writes_a_trace(tmp_path: Path) -> None:
 @pytest.mark.skipif(WHY_NO_HOPPER is not None, reason=str(WHY_NO_HOPPER))
 def test_it_runs_against_a_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Our own module with deep_gemm's names takes its place, in the ranks too, which inherit the path: everything but
-    deep_gemm itself runs, and both outputs are the same bits."""
+    deep_gemm itself runs, and its outputs are the same bits. The host reads counts of the composed layer."""
     (tmp_path / "deep_gemm.py").write_text("from tokenloom.compat.deep_gemm import *\n__version__ = 'ours'\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)
-    found, text = run_tiny(tmp_path, MegaShape(512, 256, 4 * NUM_GPUS, 2, masked_ratio=0.1), against=True)
+    shape = MegaShape(512, 256, 4 * NUM_GPUS, 2, masked_ratio=0.1)
+    found, text = run_tiny(tmp_path, shape, against=["deep_gemm", "composed"])
     assert found["setup"]["deep_gemm"] == "ours"
-    assert [row["who"] for row in found["rows"]] == ["tokenloom", "deep_gemm"] * 2
-    for ours, theirs in zip(found["rows"][::2], found["rows"][1::2], strict=True):
-        assert theirs["setup"]["clock"] == "graph", theirs["setup"]["why_no_graph"]
-        assert ours["rival_ratio"] > 0
-        assert abs(ours["rival_difference"]) < 1e-9
-    assert "so they agree" in " ".join(text.split())
+    assert [row["who"] for row in found["rows"]] == ["tokenloom", "deep_gemm", "composed"] * 2
+    for row in found["rows"][1::3]:
+        assert row["setup"]["clock"] == "graph", row["setup"]["why_no_graph"]
+        assert abs(row["difference"]) < 1e-9
+    assert all(row["setup"]["clock"] == "events" for row in found["rows"][2::3])
+    assert all(row["times_ours"] > 0 for row in (*found["rows"][1::3], *found["rows"][2::3]))
+    assert " ".join(text.split()).count("so they agree") == 2

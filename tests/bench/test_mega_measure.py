@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from tests.conftest import Ranks
 from tokenloom.bench.common import timing
-from tokenloom.bench.mega import clock, measure
+from tokenloom.bench.mega import clock, measure, others
 from tokenloom.bench.mega.clock import Clock
 from tokenloom.bench.mega.measure import Contestant
 from tokenloom.bench.mega.rows import Measured, Samples
@@ -26,7 +27,7 @@ from tokenloom.ops import quant
 from tokenloom.runtime.processes import RankContext
 
 SHAPE = MegaShape(hidden=256, intermediate=128, num_experts=4, top_k=2)
-STAGES = ["dispatch", "lists", "gemm1", "gemm2", "sum"]
+STAGES = ["dispatch", "gemm1", "gemm2", "sum"]
 FP8 = torch.float8_e4m3fn
 
 
@@ -235,7 +236,9 @@ def test_deep_gemm_is_called_as_it_wants(cpu_ranks: Ranks) -> None:
 class FakeMega:
     """The layer as far as a benchmark uses it, on the CPU; what it computes is what the rival's stand-in does."""
 
-    def __init__(self, group: Any, *, num_shared_experts: int, device: torch.device, **sizes: int) -> None:
+    def __init__(
+        self, group: Any, *, num_shared_experts: int, device: torch.device, backend: str = "auto", **sizes: int
+    ) -> None:
         expected = {"num_experts": 4, "hidden": 256, "intermediate": 128, "top_k": 2, "max_tokens_per_rank": 40}
         assert sizes == expected
         self.local = 4 // group.size() + num_shared_experts
@@ -262,6 +265,9 @@ class FakeMega:
 
     def check(self) -> None:
         self.checked += 1
+
+    def close(self) -> None:
+        self.checked += 1  # no call may follow
 
 
 class FakeEvent:
@@ -292,24 +298,25 @@ def fake_replay(context: RankContext, graph: Any, calls: int) -> float:
     return 7.0
 
 
-def measure_with_stand_ins(context: RankContext, against: bool) -> list[Measured]:
+def measure_with_stand_ins(context: RankContext, against: Sequence[str]) -> list[Measured]:
     patches = [
         mock.patch.object(measure, "MegaMoE", FakeMega),
+        mock.patch.object(others, "MegaMoE", FakeMega),
         mock.patch.object(timing, "capture", fake_capture),
         mock.patch.object(timing, "one_replay", fake_replay),
         mock.patch.object(torch.cuda, "synchronize", return_value=None),
         mock.patch.object(torch.cuda, "Event", FakeEvent),
         fake_deep_gemm(),
     ]
-    shape = MegaShape(256, 128, 4, 2, masked_ratio=0.3, num_shared_experts=0 if against else 1)
+    shape = MegaShape(256, 128, 4, 2, masked_ratio=0.3, num_shared_experts=0 if "deep_gemm" in against else 1)
     with ExitStack() as stack:
         for each in patches:
             stack.enter_context(each)
         return measure.measure_on_rank(context, shape, [3, 40], 4, False, against)
 
 
-@pytest.mark.parametrize("against", [True, False])
-def test_a_whole_run_on_stand_ins(cpu_ranks: Ranks, against: bool) -> None:
+@pytest.mark.parametrize("against", [["deep_gemm", "composed"], ["composed"], []])
+def test_a_whole_run_on_stand_ins(cpu_ranks: Ranks, against: list[str]) -> None:
     """For each number of tokens as many samples of everything as asked for, and the difference of outputs that were
     wiped and written again; GPUs, graphs and layers are stand-ins."""
     for found in cpu_ranks.run(measure_with_stand_ins, against):
@@ -319,14 +326,15 @@ def test_a_whole_run_on_stand_ins(cpu_ranks: Ranks, against: bool) -> None:
             assert len(each.ours.events) == 4
             assert list(each.ours.stages) == STAGES
             assert all(us == pytest.approx([1.0] * 4) for us in each.ours.stages.values())
-            if not against:
-                assert (each.rival, each.difference) == (None, None)
-                continue
-            assert each.rival is not None
-            assert (each.rival.graph, each.rival.why_no_graph, each.rival.stages) == ([7.0] * 4, "", {})
-            assert len(each.rival.events) == 4
-            assert each.difference is not None
-            assert 0 < each.difference < 1e-3  # the rounding to FP8 of the rival's x
+            assert list(each.beside) == against
+            for name, other in each.beside.items():
+                samples = other.samples
+                assert (samples.graph, samples.why_no_graph, samples.stages) == ([7.0] * 4, "", {})
+                assert len(samples.events) == 4
+                if name == "deep_gemm":
+                    assert 0 < other.difference < 1e-3  # the rounding to FP8 of its x
+                else:
+                    assert abs(other.difference) < 1e-9
 
 
 @pytest.mark.parametrize(
@@ -343,9 +351,14 @@ def test_a_whole_run_on_stand_ins(cpu_ranks: Ranks, against: bool) -> None:
 )
 def test_a_build_that_cannot_is_refused(shape: MegaShape, changes: dict[str, Any], said: str) -> None:
     with fake_deep_gemm(**changes), pytest.raises(InvalidArgument, match=said):
-        deep_gemm.load(shape)
+        others.load(["composed", "deep_gemm"], shape)
 
 
 def test_either_name_of_its_buffer_will_do() -> None:
     with fake_deep_gemm(get_symm_buffer_for_sm90_mega_moe="missing", get_symm_buffer_for_mega_moe=FakeBuffer):
-        assert deep_gemm.load(SHAPE).__name__ == "deep_gemm"
+        assert others.load(["composed", "deep_gemm"], SHAPE) == {"composed": None, "deep_gemm": "9.9"}
+
+
+def test_an_unknown_layer_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="against is 'somebody', expected one of deep_gemm, composed"):
+        others.load(["somebody"], SHAPE)

@@ -13,6 +13,7 @@ import tokenloom as tl
 from tests.inference.test_mega_moe import FAULTS, check_case, check_faults, check_many_calls
 from tests.support import emulator
 from tests.support.mega_cases import CASES, Case, assert_near, expected, inputs, make_layer, make_mega
+from tokenloom.bench.mega.trace import UNTIL, spans_of
 from tokenloom.runtime.processes import RankContext
 
 pytestmark = pytest.mark.skipif(emulator.CXX is None, reason="no g++")
@@ -43,6 +44,30 @@ def check_late_rows(context: RankContext) -> None:
             given = replace(layers[0], xs=layer.xs, ids=layer.ids, weights=layer.weights)
             assert_near(mega(*inputs(case, given, context.rank)), expected(case, given, context.rank))
         mega.check()
+
+
+def test_times_of_kernels() -> None:
+    """Each kernel of a call writes its times, in the order in which kernels wait for each other."""
+    emulator.ranks(2).run(check_times)
+
+
+def check_times(context: RankContext) -> None:
+    case = CASES["one block"]
+    layer = make_layer(case, context.num_ranks, context.device)
+    with make_mega(context, case, layer) as mega:
+        mega(*inputs(case, layer, context.rank))
+        times = mega.trace()
+        assert_near(mega(*inputs(case, layer, context.rank)), expected(case, layer, context.rank))
+        mega.check()
+        spans = list(spans_of(times.cpu()))
+        times.zero_()
+    began = {span.name: span.begin for span in spans if span.thread.startswith("kernel")}
+    ended = {span.name: span.end for span in spans if span.thread.startswith("kernel")}
+    assert list(began) == ["pack", "send", "GEMM1", "GEMM2", "sum"]
+    assert began["pack"] < began["send"] < began["GEMM1"] < began["GEMM2"] < ended["GEMM2"] < began["sum"]
+    assert {span.name for span in spans if span.thread.startswith("send")} == set(UNTIL.values())
+    assert all(span.begin <= span.end for span in spans)
+    assert not times.send.any()
 
 
 @pytest.mark.slow

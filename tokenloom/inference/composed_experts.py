@@ -13,6 +13,7 @@ from tokenloom.comm.routed import Routed
 from tokenloom.errors import InvalidArgument
 from tokenloom.inference.called_experts import CalledExperts
 from tokenloom.inference.request import ForwardRequest
+from tokenloom.inference.trace import MegaTimes
 from tokenloom.ops.gemm import check_device, grouped_gemm_fp8, grouped_swiglu_fp8
 
 
@@ -37,7 +38,7 @@ class ComposedExperts(CalledExperts):
     def describe(self) -> str:
         return "dispatch, grouped GEMMs and combine, one after the other"
 
-    def trace_gemms(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def trace(self) -> MegaTimes:
         raise InvalidArgument("only the kernels of backend 'nvlink' can be traced")
 
     def _add_up(self, request: ForwardRequest, routed: Routed) -> torch.Tensor:

@@ -19,7 +19,6 @@ from tokenloom.kernels.gemm.launch import (
     operand_map,
     row_windows,
     scale_map,
-    trace_times,
     warps_that_store,
     wide_scales,
 )
@@ -55,7 +54,7 @@ class ExpertGemms:
         self._hidden, self._intermediate, self._num_local = plan.hidden, intermediate, memory.num_local
         self._power_of_two_scales = power_of_two_scales
         self.num_sms = sms_for_gemms(device)
-        self._side = torch.cuda.Stream(device)
+        self._side, self._has_forked = torch.cuda.Stream(device), False
         self.weights: tuple[torch.Tensor, ...] = ()
         self._traces: tuple[torch.Tensor, torch.Tensor] | None = None
         self._first_of: dict[SwigluFp8Epilogue, Kernel] = {}
@@ -81,13 +80,12 @@ class ExpertGemms:
         self._choose(self._activation, biases)
         self.weights, self._first_weights, self._second_weights = weights, first_weights, second_weights
 
-    def trace(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Do what ``MegaMoE.trace_gemms`` says."""
-        self._traces = (trace_times(self.num_sms, self._device), trace_times(self.num_sms, self._device))
+    def trace(self, first: torch.Tensor, second: torch.Tensor) -> None:
+        """Take kernels that write when their roles work, as ``MegaTimes.gemm1`` and ``gemm2`` say."""
+        self._traces = first, second
         self._first_of.clear()
         self._second_of.clear()
         self._choose(self._activation, self._biases)
-        return self._traces
 
     def _choose(self, activation: tuple[Activation, bool], biases: Biases) -> None:
         """Take the kernels that have this activation and these biases. Nothing changes where one cannot be had now."""
@@ -157,9 +155,11 @@ class ExpertGemms:
 
     # -- calls ----------------------------------------------------------------------------------------------
 
-    def join(self, main: torch.cuda.Stream) -> None:
-        """Make a stream wait for all that runs on the other one."""
-        main.wait_stream(self._side)
+    def join(self) -> None:
+        """Make the current stream wait for what this call has put on the other one, if anything."""
+        if self._has_forked:
+            torch.cuda.current_stream(self._device).wait_stream(self._side)
+            self._has_forked = False
 
     def run(self, waves: int, stream: int, passed: Callable[[str], None]) -> bool:
         """Run them in waves of experts: GEMM2 of each beside GEMM1 of the next, so that links have work earlier.
@@ -193,8 +193,8 @@ class ExpertGemms:
                 passed("gemm1")
             if main is not None:
                 self._side.wait_stream(main)
+                self._has_forked = True
             self._second.launch(all_sms if last else third, side)
-        if main is not None:
-            self.join(main)
+        self.join()
         passed("gemm2")
         return main is None

@@ -17,6 +17,7 @@ from tokenloom.inference.nvlink_experts import NvlinkExperts
 from tokenloom.inference.reference_experts import ReferenceExperts
 from tokenloom.inference.request import Biases, ForwardRequest
 from tokenloom.inference.schedules import MegaSchedule
+from tokenloom.inference.trace import MegaTimes
 from tokenloom.kernels.common import DTYPES
 from tokenloom.kernels.gemm.launch import BLOCK
 from tokenloom.ops.gemm import check_aligned, check_tensor, check_weights, gated_activation, interleave_gate_and_up
@@ -338,18 +339,16 @@ class MegaMoE:
         """Say what the layer runs on and how much memory its buffers take. The first call makes them."""
         return f"{self.comm.describe()}\n    {self._experts.describe()}"
 
-    def trace_gemms(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make the GEMMs of later calls, a little slower, record when each role of each block works on each tile.
+    def trace(self) -> MegaTimes:
+        """Let kernels of later calls write when they work, which makes GEMMs a little slower.
 
         Returns:
-            One tensor for GEMM1 and one for GEMM2: int64 [blocks, role, tile, 2], nanoseconds at the beginning and
-            the end, 0 where a role has no such tile. Roles are ``tokenloom.kernels.gemm.launch.TRACE_ROLES``. With
-            several waves, the times of the last one remain.
+            What each call, and each replay of a graph captured from now on, overwrites.
 
         Raises:
-            InvalidArgument: backend "reference" has no kernels.
+            InvalidArgument: only backend "nvlink" has kernels that write times.
         """
-        return self._experts.trace_gemms()
+        return self._experts.trace()
 
     def check(self) -> None:
         """Wait for all calls and graph replays, and raise the errors that they left behind."""

@@ -14,6 +14,7 @@ from tokenloom.inference.expert_gemms import ExpertGemms
 from tokenloom.inference.expert_memory import ExpertMemory
 from tokenloom.inference.request import Biases, ForwardRequest
 from tokenloom.inference.schedules import MegaSchedule, schedule_for
+from tokenloom.inference.trace import MegaTimes
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.moe.launch import (
     PACK_FIELDS,
@@ -62,6 +63,7 @@ class NvlinkExperts:
         self._sums = Kernel(SumRoutesVariant(plan, num_shared_experts=num_shared_experts).spec(), comm.device.index)
         self._sums.early = True
         self._pack_of: dict[torch.dtype, Kernel] = {}
+        self._times: MegaTimes | None = None
 
     def describe(self) -> str:
         """Say how much memory the layer takes from the first call on."""
@@ -75,9 +77,16 @@ class NvlinkExperts:
         """Use the checked ``MegaMoE.weights`` and ``MegaMoE.biases`` from the next call on."""
         self._gemms.use_weights(weights, biases)
 
-    def trace_gemms(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Do what ``MegaMoE.trace_gemms`` says."""
-        return self._gemms.trace()
+    def trace(self) -> MegaTimes:
+        """Do what ``MegaMoE.trace`` says."""
+        times = MegaTimes.allocate(self._gemms.num_sms, self._comm.device)
+        self._times = times
+        for pack in self._pack_of.values():
+            pack.args.trace = times.pack.data_ptr()
+        self._calls.trace(times.send)
+        self._gemms.trace(times.gemm1, times.gemm2)
+        self._sums.args.trace = times.sum.data_ptr()
+        return times
 
     # -- calls ----------------------------------------------------------------------------------------------
 
@@ -110,7 +119,7 @@ class NvlinkExperts:
                 self._calls.meet(number, ready, early)
             except BaseException:
                 # What sends results home on the other stream is done before the others hear of the fault.
-                self._gemms.join(torch.cuda.current_stream(self._comm.device))
+                self._gemms.join()
                 self._memory.counted.zero_()  # the next call expects zeros
                 raise
             calls.opened()
@@ -156,6 +165,7 @@ class NvlinkExperts:
         if found is None:
             variant = PackTokensVariant(self._comm.plan.hidden, dtype, self._power_of_two_scales)
             found = self._pack_of[dtype] = Kernel(variant.spec(), self._comm.device.index)
+            found.args.trace = 0 if self._times is None else self._times.pack.data_ptr()
         return found
 
     def _sum(self, ids: torch.Tensor, out: torch.Tensor, stream: int) -> None:

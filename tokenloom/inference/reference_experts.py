@@ -8,6 +8,7 @@ from tokenloom.comm.routed import Routed
 from tokenloom.errors import InvalidArgument
 from tokenloom.inference.called_experts import CalledExperts
 from tokenloom.inference.request import ForwardRequest
+from tokenloom.inference.trace import MegaTimes
 from tokenloom.ops.activation import apply_activation
 from tokenloom.ops.gemm import separate_gate_and_up
 from tokenloom.ops.quant import dequantize_fp8
@@ -21,7 +22,7 @@ class ReferenceExperts(CalledExperts):
     def describe(self) -> str:
         return "experts in plain torch, slowly"
 
-    def trace_gemms(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def trace(self) -> MegaTimes:
         raise InvalidArgument("backend 'reference' has no kernels to trace")
 
     def _add_up(self, request: ForwardRequest, routed: Routed) -> torch.Tensor:

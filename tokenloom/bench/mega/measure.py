@@ -1,8 +1,8 @@
-"""Takes the samples of ``tokenloom bench mega`` on one rank: ours and a rival, in turns."""
+"""Takes the samples of ``tokenloom bench mega`` on one rank: of our layer and others, in turns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,13 +10,12 @@ import torch
 
 from tokenloom.bench.common import timing
 from tokenloom.bench.mega.clock import Clock, StagedGraph, try_capture
-from tokenloom.bench.mega.rows import Measured, Samples
-from tokenloom.bench.mega.trace import TracedCall
+from tokenloom.bench.mega.others import OTHERS, Other
+from tokenloom.bench.mega.rows import Beside, Measured, Samples
 from tokenloom.bench.mega.work import MegaShape
-from tokenloom.bench.rivals.deep_gemm import DeepGemm
 from tokenloom.compat.deep_gemm.testing import calc_diff
 from tokenloom.inference.mega_moe import MegaMoE
-from tokenloom.inference.schedules import schedule_for
+from tokenloom.inference.trace import MegaTimes
 from tokenloom.ops.gemm import interleave_gate_and_up
 from tokenloom.runtime.processes import RankContext
 
@@ -31,14 +30,14 @@ def measure_on_rank(
     tokens: Sequence[int],
     iterations: int,
     cold: bool,
-    against: bool,
+    against: Sequence[str],
     traced: bool = False,
 ) -> list[Measured]:
     """What this rank finds for each number of tokens. Collective.
 
     Args:
         cold: overwrite L2 before each sample, and let a sample be one call.
-        against: measure deep_gemm too.
+        against: names of OTHERS, which are measured too.
         traced: trace a call of the last number of tokens.
     """
     clock = Clock(context, cold)
@@ -54,17 +53,18 @@ def measure_on_rank(
         device=context.device,
     ) as mega:
         w1, w1_scales, w2, w2_scales = make_weights(shape, context)
-        rival = DeepGemm(context.group, shape, max(tokens), (w1, w1_scales), (w2, w2_scales)) if against else None
+        weights = ((w1, w1_scales), (w2, w2_scales))
+        others = {name: OTHERS[name](context.group, shape, max(tokens), *weights) for name in against}
         w1 = interleave_gate_and_up(w1)
         mega.use_weights(w1, w1_scales, w2, w2_scales)
         for i, num_tokens in enumerate(tokens):
             if context.rank == 0:
                 context.report(f"{num_tokens} tokens on every rank")
             last = i == len(tokens) - 1
-            found.append(_measure(clock, mega, rival, shape, num_tokens, iterations, traced and last))
+            found.append(_measure(clock, mega, others, shape, num_tokens, iterations, traced and last))
         # Only now: after a failure the others may never reach a collective.
-        if rival is not None:
-            rival.close()
+        for other in others.values():
+            other.close()
     return found
 
 
@@ -127,7 +127,7 @@ class Contestant:
 def _measure(
     clock: Clock,
     mega: MegaMoE,
-    rival: DeepGemm | None,
+    others: Mapping[str, Other],
     shape: MegaShape,
     num_tokens: int,
     iterations: int,
@@ -148,41 +148,34 @@ def _measure(
     timing.warm_up(call)
     ours = Contestant(call, out, clock.capture(call), Samples())
     staged = StagedGraph(clock, mega, call)
-    contestants = [ours]
-    theirs = None
-    if rival is not None:
-        theirs = _rival_contestant(clock, rival, x, ids, weights)
-        contestants.append(theirs)
-    take_turns(clock, contestants, staged, iterations)
-    found = Measured(ours.samples)
-    if theirs is not None:
-        found = Measured(ours.samples, theirs.samples, calc_diff(ours.output(clock), theirs.output(clock)))
+    theirs = {name: _contestant(clock, other, x, ids, weights) for name, other in others.items()}
+    take_turns(clock, [ours, *theirs.values()], staged, iterations)
+    beside = {}
+    for name, each in theirs.items():
+        beside[name] = Beside(each.samples, calc_diff(ours.output(clock), each.output(clock)))
+    found = Measured(ours.samples, beside)
     if traced:
-        found = replace(found, traced=_traced_call(clock, mega, num_tokens, call))
+        found = replace(found, traced=_traced_call(clock, mega, call))
     mega.check()
     return found
 
 
-def _rival_contestant(
-    clock: Clock, rival: DeepGemm, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-) -> Contestant:
+def _contestant(clock: Clock, other: Other, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Contestant:
     out = torch.empty_like(x)
-    call = rival.prepared_call(x, ids, weights, out)
+    call = other.prepared_call(x, ids, weights, out)
     timing.warm_up(call)
     graph, why_not = try_capture(clock, call, out)
     return Contestant(call, out, graph, Samples(why_no_graph=why_not))
 
 
-def _traced_call(clock: Clock, mega: MegaMoE, num_tokens: int, call: Callable[[], Any]) -> TracedCall:
-    gemm1, gemm2 = mega.trace_gemms()
-    mega.schedule = replace(schedule_for(num_tokens, clock.context.num_ranks), waves=1)  # or stages would overlap
+def _traced_call(clock: Clock, mega: MegaMoE, call: Callable[[], Any]) -> MegaTimes:
+    times = mega.trace()
     timing.warm_up(call)
-    staged = StagedGraph(clock, mega, call)
-    staged.sample()
-    for times in (gemm1, gemm2):
-        times.zero_()
-    stages = staged.sample()
-    return TracedCall(stages, {"gemm1": gemm1.cpu(), "gemm2": gemm2.cpu()})
+    graph = timing.capture(call, calls=1)
+    clock.replay_us(graph)
+    times.zero_()
+    clock.replay_us(graph)
+    return times.cpu()
 
 
 def take_turns(clock: Clock, contestants: Sequence[Contestant], staged: StagedGraph, iterations: int) -> None:

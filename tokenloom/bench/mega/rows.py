@@ -12,9 +12,9 @@ from rich.table import Table
 
 from tokenloom.bench.common import timing
 from tokenloom.bench.common.rows import of_the_slowest
-from tokenloom.bench.mega.trace import TracedCall
+from tokenloom.bench.mega.others import INPUT, OTHERS
 from tokenloom.bench.mega.work import MegaShape, Work, work
-from tokenloom.bench.rivals import deep_gemm
+from tokenloom.inference.trace import MegaTimes
 
 OURS = "tokenloom"
 NAMED_SIZES = (
@@ -36,7 +36,7 @@ class Samples:
     Attributes:
         graph: a call in a replay; empty where calls could not be captured, which ``why_no_graph`` explains.
         events: an eager call.
-        stages: each stage of a call, in the order they run; empty for a rival.
+        stages: each stage of a call, in the order they run; empty for other layers than ours.
     """
 
     graph: list[float] = field(default_factory=list)
@@ -46,20 +46,31 @@ class Samples:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """What one rank found of a layer beside ours.
+
+    Attributes:
+        samples: its samples.
+        difference: distance of its output to ours, by :func:`tokenloom.compat.deep_gemm.testing.calc_diff`.
+    """
+
+    samples: Samples
+    difference: float
+
+
+@dataclass(frozen=True)
 class Measured:
     """What one rank found for one number of tokens.
 
     Attributes:
         ours: our samples.
-        rival: the rival's samples; None where none was asked for.
-        difference: distance of the two outputs, by :func:`tokenloom.compat.deep_gemm.testing.calc_diff`.
-        traced: a call by itself, if it was asked for.
+        beside: the other layers', by name.
+        traced: times of a call by itself, if it was asked for.
     """
 
     ours: Samples
-    rival: Samples | None = None
-    difference: float | None = None
-    traced: TracedCall | None = None
+    beside: dict[str, Beside] = field(default_factory=dict)
+    traced: MegaTimes | None = None
 
 
 @dataclass(frozen=True)
@@ -67,8 +78,8 @@ class MegaRow:
     """Numbers of one layer for one number of tokens.
 
     Attributes:
-        name: mega[/rival]/ranks/tokens/hidden/intermediate/experts/top-k[/shared experts]/clock[/cold].
-        who: "tokenloom", or the rival's name.
+        name: mega[/other layer]/ranks/tokens/hidden/intermediate/experts/top-k[/shared experts]/clock[/cold].
+        who: "tokenloom", or the other layer's name.
         p50_us, p99_us, slowest_rank: time of a call, by the clock in the name.
         events_us: p50 around one eager call.
         tflops: rate per rank, per p50.
@@ -76,11 +87,10 @@ class MegaRow:
         nvlink_gbytes_per_s: what leaves the busiest rank when ours runs, per p50.
         floor_us: least time; the legend of the table says what it is.
         times_floor: p50 over floor_us; None where that is 0.
-        stages_us: p50 of each stage; empty for a rival.
+        stages_us: p50 of each stage; empty for other layers.
         cold: whether L2 was overwritten before each sample.
-        rival: in our row, who was measured beside it; else None.
-        rival_ratio: the rival's time over ours, both by graph, or both by events where the rival has no graph.
-        rival_difference: distance of the outputs, on the rank where it is largest.
+        times_ours: in another layer's row, its time over ours, both by graph, or both by events where it has no graph.
+        difference: there, distance of the outputs, on the rank where it is largest.
         setup: everything needed to repeat the row, besides what all rows of a run share.
     """
 
@@ -97,16 +107,15 @@ class MegaRow:
     times_floor: float | None
     stages_us: dict[str, float]
     cold: bool
-    rival: str | None
-    rival_ratio: float | None
-    rival_difference: float | None
+    times_ours: float | None
+    difference: float | None
     setup: dict[str, Any]
 
 
 def make_rows(
     shape: MegaShape, num_ranks: int, num_tokens: int, iterations: int, cold: bool, by_rank: Sequence[Measured]
 ) -> list[MegaRow]:
-    """Make our row, and the rival's if there is one, from what all ranks found."""
+    """Make our row, and one of each other layer, from what all ranks found."""
     common = asdict(shape) | {
         "num_tokens": num_tokens,
         "num_ranks": num_ranks,
@@ -114,22 +123,16 @@ def make_rows(
         "rounds": timing.ROUNDS,
     }
     needed = work(shape, num_ranks, num_tokens)
-    ours = [each.ours for each in by_rank]
-    own_row = _make_row(OURS, needed, cold, common | {"x": "bfloat16"}, ours)
-    rival = [each.rival for each in by_rank if each.rival is not None]
-    if not rival:
-        return [own_row]
-    x = "float8_e4m3fn with scales, quantised before"
-    rival_row = _make_row(deep_gemm.NAME, needed, cold, common | {"x": x}, rival)
-    same_clock = own_row.p50_us if rival_row.setup["clock"] == "graph" else own_row.events_us
-    own_row = replace(
-        own_row,
-        rival=rival_row.who,
-        rival_ratio=rival_row.p50_us / same_clock,
+    ours = _make_row(OURS, needed, cold, common | {"x": INPUT}, [each.ours for each in by_rank])
+    rows = [ours]
+    for who in by_rank[0].beside:
+        theirs = [each.beside[who] for each in by_rank]
+        row = _make_row(who, needed, cold, common | {"x": OTHERS[who].input}, [each.samples for each in theirs])
+        same_clock = ours.p50_us if row.setup["clock"] == "graph" else ours.events_us
         # numpy's maximum keeps NaN, which is the largest difference of all.
-        rival_difference=float(np.max([each.difference for each in by_rank if each.difference is not None])),
-    )
-    return [own_row, rival_row]
+        most = float(np.max([each.difference for each in theirs]))
+        rows.append(replace(row, times_ours=row.p50_us / same_clock, difference=most))
+    return rows
 
 
 def _make_row(who: str, needed: Work, cold: bool, common: dict[str, Any], by_rank: Sequence[Samples]) -> MegaRow:
@@ -152,9 +155,8 @@ def _make_row(who: str, needed: Work, cold: bool, common: dict[str, Any], by_ran
         times_floor=p50 / needed.floor_us if needed.floor_us else None,
         stages_us={stage: of_the_slowest(times)[0] for stage, times in stages.items()},
         cold=cold,
-        rival=None,
-        rival_ratio=None,
-        rival_difference=None,
+        times_ours=None,
+        difference=None,
         setup=common
         | {
             "clock": clock,
@@ -165,45 +167,48 @@ def _make_row(who: str, needed: Work, cold: bool, common: dict[str, Any], by_ran
 
 
 def notes(rows: Sequence[MegaRow]) -> list[str]:
-    """Lines that make a rival's numbers credible: how it was timed, and whether both computed the same."""
+    """Lines that make another layer's numbers credible: how it was timed, and whether both computed the same."""
     said = [
         f"{row.who}: its calls could not be captured ({row.setup['why_no_graph']}); its p50 and p99 are of events, "
         "and compared with ours of events"
         for row in rows
         if row.setup["why_no_graph"]
     ]
-    differences = [row.rival_difference for row in rows if row.rival_difference is not None]
-    if differences:
-        worst = float(np.max(differences))
-        agree = "so they agree" if worst < deep_gemm.MOST_DIFFERENCE else "SO THEY DO NOT AGREE: believe no row"
+    differences: dict[str, list[float]] = {}
+    for row in rows:
+        if row.difference is not None:
+            differences.setdefault(row.who, []).append(row.difference)
+    for who, found in differences.items():
+        worst, limit = float(np.max(found)), OTHERS[who].most_difference
+        agree = "so they agree" if worst < limit else "SO THEY DO NOT AGREE: believe no row"
         said.append(
-            f"outputs: 1 - 2 sum(xy) / sum(x^2 + y^2) of ours and {deep_gemm.NAME}'s is {worst:.2g} at most; "
-            f"the limit is {deep_gemm.MOST_DIFFERENCE}, {agree}"
+            f"outputs: 1 - 2 sum(xy) / sum(x^2 + y^2) of ours and {who}'s is {worst:.2g} at most; the limit is "
+            f"{limit}, {agree}"
         )
     return list(dict.fromkeys(said))
 
 
 def table(rows: Sequence[MegaRow]) -> Table:
-    """All rows, for people. Names of layers and a comparison appear only beside a rival."""
-    rivals = any(row.who != OURS for row in rows)
+    """All rows, for people. Names of layers and a comparison appear only where there are others than ours."""
+    others = any(row.who != OURS for row in rows)
     stages = list(rows[0].stages_us) if rows else []
-    headers = ["tokens", *(["layer"] if rivals else []), "p50\nµs", "p99\nµs", "events\nµs", "TFLOP\n/s"]
-    headers += ["HBM\nGB/s", "NVLink\nGB/s", "floor\nµs", "times\nfloor", *(["rival\n/ ours"] if rivals else [])]
+    headers = ["tokens", *(["layer"] if others else []), "p50\nµs", "p99\nµs", "events\nµs", "TFLOP\n/s"]
+    headers += ["HBM\nGB/s", "NVLink\nGB/s", "floor\nµs", "times\nfloor", *(["times\nours"] if others else [])]
     headers += [f"{stage}\nµs" for stage in stages]
-    # With a rival's columns it takes all of a console 120 wide.
-    result = Table(*headers, box=box.SIMPLE_HEAD, padding=(0, 0 if rivals else 1, 0, 0))
+    # With two more columns it takes all of a console 120 wide.
+    result = Table(*headers, box=box.SIMPLE_HEAD, padding=(0, 0 if others else 1, 0, 0))
     for column in result.columns:
         column.justify = "right"
         column.overflow = "fold"
     for row in rows:
         numbers = (row.p50_us, row.p99_us, row.events_us, row.tflops, row.hbm_gbytes_per_s, row.nvlink_gbytes_per_s)
         cells = [str(row.setup["num_tokens"])]
-        if rivals:
+        if others:
             cells.append(row.who if row.setup["clock"] == "graph" else f"{row.who}, events")
         cells += [f"{value:,.0f}" for value in (*numbers, row.floor_us)]
         cells.append("-" if row.times_floor is None else f"{row.times_floor:.2f}")
-        if rivals:
-            cells.append("" if row.rival_ratio is None else f"{row.rival_ratio:.2f}")
+        if others:
+            cells.append("" if row.times_ours is None else f"{row.times_ours:.2f}")
         cells += [f"{row.stages_us[stage]:,.0f}" if stage in row.stages_us else "" for stage in stages]
         result.add_row(*cells)
     return result

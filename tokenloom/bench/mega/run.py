@@ -14,9 +14,9 @@ from tokenloom.bench.common.rows import write_json
 from tokenloom.bench.common.setup import run_setup
 from tokenloom.bench.mega import rows as mega_rows
 from tokenloom.bench.mega.measure import measure_on_rank
+from tokenloom.bench.mega.others import OTHERS, load
 from tokenloom.bench.mega.trace import write_trace
 from tokenloom.bench.mega.work import FP8_TFLOPS, HBM_GBYTES_PER_S, MegaShape
-from tokenloom.bench.rivals import deep_gemm
 from tokenloom.runtime.processes import RankPool
 
 LIMIT_S = 500.0
@@ -30,9 +30,8 @@ LEGEND = (
     "of one call."
 )
 COLD_LEGEND = "Cold: L2 was overwritten before each sample, so weights come from HBM."
-RIVAL_LEGEND = (
-    "{rival} takes x in FP8 with scales, which were made before; ours takes x in bfloat16 and quantises it on its "
-    "way. GB/s count for both what ours moves. rival / ours: its time over ours, above 1 where ours is faster."
+OTHERS_LEGEND = (
+    "GB/s count for all what ours moves. Times ours: a layer's time over ours, above 1 where ours is faster."
 )
 
 
@@ -45,7 +44,7 @@ def run_mega(
     command: Sequence[str],
     iterations: int,
     cold: bool = False,
-    against: bool = False,
+    against: Sequence[str] = (),
     plot_file: Path | None = None,
     trace_file: Path | None = None,
     json_file: Path | None = None,
@@ -60,24 +59,23 @@ def run_mega(
         command: the arguments of ``tokenloom``, for the record.
         iterations: samples of each row, at least timing.ROUNDS.
         cold: overwrite L2 before each sample, which then is one call.
-        against: measure deep_gemm beside ours.
+        against: names of OTHERS, measured in turns with ours.
         plot_file: PNG for curves.
-        trace_file: file for the stages of the last number of tokens, for Perfetto.
+        trace_file: file for a call of the last number of tokens, for Perfetto.
         json_file: file for the rows with their setup.
 
     Raises:
-        InvalidArgument: a plot without matplotlib; a rival that is not there.
+        InvalidArgument: a plot without matplotlib; a layer that is not there.
         RankFailed: a rank failed.
     """
     if plot_file is not None:
         load_matplotlib()
-    rival = deep_gemm.load(shape) if against else None
+    versions = load(against, shape)
     setup = run_setup("cuda", num_ranks, command)
-    if rival is not None:
-        setup |= {deep_gemm.NAME: str(getattr(rival, "__version__", None))}
-    limit_s = LIMIT_S * len(tokens) * (1 if rival is None else 2)
+    setup |= {name: version for name, version in versions.items() if version is not None}
+    limit_s = LIMIT_S * len(tokens) * (1 + len(against))
     with RankPool(num_ranks, "cuda") as pool, console.status(f"starting {num_ranks} ranks") as status:
-        arguments = (shape, list(tokens), iterations, cold, against, trace_file is not None)
+        arguments = (shape, list(tokens), iterations, cold, list(against), trace_file is not None)
         results = pool.run(measure_on_rank, *arguments, limit_s=limit_s, on_event=status.update)
     rows = [
         row
@@ -104,15 +102,16 @@ def run_mega(
         console.print(f"chart written to {plot_file}", markup=False)
     if trace_file is not None:
         name = [row.name for row in rows if row.who == mega_rows.OURS][-1]
-        traced = [call for each in results if (call := each[-1].traced) is not None]
+        traced = [times for each in results if (times := each[-1].traced) is not None]
         write_trace(trace_file, setup, name, tokens[-1], traced)
         console.print(f"a call of {tokens[-1]} tokens written to {trace_file}; open it in Perfetto", markup=False)
 
 
-def legend(cold: bool, against: bool) -> str:
+def legend(cold: bool, against: Sequence[str]) -> str:
     """Explain the table's columns."""
     calls = "one call" if cold else f"{timing.GRAPH_CALLS} calls"
     parts = [LEGEND.format(calls=calls, hbm=HBM_GBYTES_PER_S, tflops=FP8_TFLOPS, link=LINK_GBYTES_PER_S)]
     parts += [COLD_LEGEND] if cold else []
-    parts += [RIVAL_LEGEND.format(rival=deep_gemm.NAME)] if against else []
+    parts += [f"{OTHERS[name].about}." for name in against]
+    parts += [OTHERS_LEGEND] if against else []
     return " ".join(parts)

@@ -1,4 +1,4 @@
-"""A file of one call on every rank, for Perfetto and chrome://tracing: its stages, and what the GEMMs' roles do.
+"""A file of one call on every rank, for Perfetto and chrome://tracing: what the blocks and roles of its kernels do.
 
 Format: Chrome's "Trace Event Format", JSON object form; complete events ("X"), in microseconds.
 """
@@ -7,87 +7,107 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from tokenloom.inference.trace import MegaTimes
+from tokenloom.kernels.common import MARKS
 from tokenloom.kernels.gemm.launch import TRACE_ROLES
 
 STARTS = (
-    "The clocks of GPUs are not compared: times of each rank count from its own first event, in front of the call; "
-    "ranks meet in a collective right before that. A GEMM's roles are put so that the first begins with its stage. "
-    "GEMMs that write times are a little slower, and the experts are one wave."
+    "The clocks of GPUs are not compared: times of each rank count from its own first block; ranks meet in a "
+    "collective right before that. GEMMs that write times are a little slower."
 )
-FIRST_THREAD = 1
-"""Number of the first thread: to Perfetto thread 0 is the system's idle thread. Numbers are unique over all ranks."""
+UNTIL = {
+    "counted": "count routes",
+    "heard": "wait for all ranks' counts",
+    "placed": "order routes",
+    "sent": "send rows",
+}
+"""What a block of the kernel that sends rows does until it passes a mark."""
 
 
-@dataclass(frozen=True)
-class TracedCall:
-    """One call on one rank.
+class Span(NamedTuple):
+    """Something that one thread of the chart does: from one time to another, in nanoseconds."""
 
-    Attributes:
-        stages: microseconds of each stage, in the order they run.
-        tiles: for each stage that is a GEMM, int64 [blocks, role, tile, 2] on the CPU, from MegaMoE.trace_gemms.
-    """
-
-    stages: Mapping[str, float]
-    tiles: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    thread: str
+    name: str
+    begin: int
+    end: int
 
 
 def write_trace(
-    file: Path, setup: Mapping[str, Any], name: str, num_tokens: int, by_rank: Sequence[TracedCall]
+    file: Path, setup: Mapping[str, Any], name: str, num_tokens: int, by_rank: Sequence[MegaTimes]
 ) -> None:
-    """Write a process for each rank, with a thread of stages and one for each role of each block of the GEMMs.
+    """Write a process for each rank, with a thread for each kernel, each block, and each role of each block of GEMMs.
 
     Args:
         file: JSON.
         setup: from :func:`tokenloom.bench.common.setup.run_setup`, for the record.
         name: name of the row.
         num_tokens: tokens of every rank.
+        by_rank: times of one call, on the CPU.
     """
     events: list[dict[str, Any]] = []
-    first = FIRST_THREAD
-    for rank, call in enumerate(by_rank):
-        events += _events(rank, call, num_tokens, first)
-        first += 1 + _blocks(call) * len(TRACE_ROLES)
+    threads = 0  # thread 0 is the system's idle thread to Perfetto, and numbers are unique over all ranks
+    for rank, times in enumerate(by_rank):
+        events += [
+            {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}},
+            {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}},
+        ]
+        spans = list(spans_of(times))
+        first = min((span.begin for span in spans), default=0)
+        numbers = {name: threads + 1 + i for i, name in enumerate(dict.fromkeys(span.thread for span in spans))}
+        threads += len(numbers)
+        for thread, number in numbers.items():
+            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": thread}})
+            events.append(
+                {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": number, "args": {"sort_index": number}}
+            )
+        for span in spans:
+            since, duration = (span.begin - first) / 1e3, (span.end - span.begin) / 1e3
+            number = numbers[span.thread]
+            events.append({"ph": "X", "name": span.name, "pid": rank, "tid": number, "ts": since, "dur": duration})
     about = {"row": name, "num_tokens": num_tokens, "starts": STARTS, **setup}
     content = {"traceEvents": events, "displayTimeUnit": "ns", "otherData": about}
     file.write_text(json.dumps(content, separators=(",", ":")) + "\n")
 
 
-def _blocks(call: TracedCall) -> int:
-    return max((len(tiles) for tiles in call.tiles.values()), default=0)
+def spans_of(times: MegaTimes) -> Iterator[Span]:
+    """Give all that has begun and ended: kernels as wholes, then their blocks and roles."""
+    parts = {
+        "pack": list(_blocks("pack", times.pack)),
+        "send": list(_sends(times.send)),
+        "GEMM1": list(_tiles("GEMM1", times.gemm1)),
+        "GEMM2": list(_tiles("GEMM2", times.gemm2)),
+        "sum": list(_blocks("sum", times.sum)),
+    }
+    for kernel, spans in parts.items():
+        if spans:
+            yield Span(f"kernel {kernel}", kernel, min(s.begin for s in spans), max(s.end for s in spans))
+    for spans in parts.values():
+        yield from sorted(spans, key=lambda span: (span.thread, span.begin))
 
 
-def _events(rank: int, call: TracedCall, num_tokens: int, first: int) -> Iterator[dict[str, Any]]:
-    yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
-    yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
-    yield _thread(rank, first, "stages")
-    for block in range(_blocks(call)):
-        for role, role_name in enumerate(TRACE_ROLES):
-            yield _thread(rank, first + 1 + block * len(TRACE_ROLES) + role, f"block {block:3} {role_name}")
-    start = 0.0
-    for stage, us in call.stages.items():
-        yield _complete(rank, first, stage, start, us, {"tokens": num_tokens})
-        tiles = call.tiles.get(stage)
-        if tiles is not None and tiles.any():
-            begin = int(tiles[tiles > 0].min())
-            for block, role, tile in (tiles[..., 1] > 0).nonzero().tolist():
-                times = tiles[block, role, tile].tolist()
-                thread = first + 1 + block * len(TRACE_ROLES) + role
-                since, duration = (times[0] - begin) / 1e3, (times[1] - times[0]) / 1e3
-                yield _complete(rank, thread, f"{stage} tile {tile}", start + since, duration, {})
-        start += us
+def _blocks(kernel: str, times: torch.Tensor) -> Iterator[Span]:
+    for block, (begin, end) in enumerate(times.tolist()):
+        if begin and end:
+            yield Span(f"{kernel}, block {block:3}", kernel, begin, end)
 
 
-def _thread(rank: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": name}}
+def _sends(times: torch.Tensor) -> Iterator[Span]:
+    for block, marks in enumerate(times.tolist()):
+        begin = marks[MARKS.index("begun")]
+        for mark, doing in UNTIL.items():
+            end = marks[MARKS.index(mark)]
+            if begin and end:
+                yield Span(f"send, block {block:3}", doing, begin, end)
+            begin = end
 
 
-def _complete(
-    rank: int, thread: int, name: str, start_us: float, us: float, arguments: dict[str, Any]
-) -> dict[str, Any]:
-    return {"ph": "X", "name": name, "pid": rank, "tid": thread, "ts": start_us, "dur": us, "args": arguments}
+def _tiles(kernel: str, times: torch.Tensor) -> Iterator[Span]:
+    for block, role, tile in (times[..., 1] > 0).nonzero().tolist():
+        begin, end = times[block, role, tile].tolist()
+        yield Span(f"{kernel}, block {block:3}, {TRACE_ROLES[role]}", f"tile {tile}", begin, end)

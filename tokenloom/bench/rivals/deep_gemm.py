@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from types import ModuleType
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -17,13 +18,10 @@ NAME = "deep_gemm"
 BUFFERS = ("get_symm_buffer_for_sm90_mega_moe", "get_symm_buffer_for_mega_moe")
 """Makers of its buffer. In builds that have both, the second is for other GPUs."""
 NEEDED = ("transform_weights_for_mega_moe_sm90", "fp8_mega_moe")
-MOST_DIFFERENCE = 0.01
-"""Limit for ``calc_diff`` of its output and ours: that of its own tests against float32."""
-
 Weights = tuple[torch.Tensor, torch.Tensor]
 
 
-def load(shape: MegaShape) -> ModuleType:
+def find_module(shape: MegaShape) -> ModuleType:
     """The module deep_gemm, if it has this layer for Hopper GPUs.
 
     Raises:
@@ -64,10 +62,22 @@ class DeepGemm:
         l2_weights: float8_e4m3fn [E / W, H, I] and float32 [E / W, H / 128, I / 128].
     """
 
+    about: ClassVar[str] = (
+        f"{NAME} takes x in FP8 with scales, which were made before; ours takes x in bfloat16 and quantises it on its "
+        "way"
+    )
+    input: ClassVar[str] = "float8_e4m3fn with scales, quantised before"
+    most_difference: ClassVar[float] = 0.01  # that of its own tests against float32
+
+    @staticmethod
+    def load(shape: MegaShape) -> str | None:
+        """Return its version. It raises what find_module does."""
+        return str(getattr(find_module(shape), "__version__", None))
+
     def __init__(
         self, group: dist.ProcessGroup, shape: MegaShape, max_tokens: int, l1_weights: Weights, l2_weights: Weights
     ) -> None:
-        self._module = module = load(shape)
+        self._module = module = find_module(shape)
         self._group = group
         self._weights = module.transform_weights_for_mega_moe_sm90(l1_weights, l2_weights)
         make = getattr(module, next(name for name in BUFFERS if hasattr(module, name)))

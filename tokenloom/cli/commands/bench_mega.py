@@ -29,10 +29,11 @@ from tokenloom.cli.terminal import console
 DEFAULT_TOKENS = "8,16,32,64,128,256,512,1024,2048,4096,8192"
 
 
-class Rival(str, Enum):
-    """Whose layer is measured beside ours."""
+class Other(str, Enum):
+    """A layer that is measured beside ours."""
 
     deep_gemm = "deep_gemm"
+    composed = "composed"
 
 
 def mega(
@@ -46,8 +47,8 @@ def mega(
     skew: Skew = 0.0,
     ranks: Ranks = None,
     against: Annotated[
-        Optional[Rival],  # noqa: UP045
-        typer.Option(help="Also measure this library's layer, in turns with ours."),
+        Optional[list[Other]],  # noqa: UP045
+        typer.Option(help="Also measure this layer, in turns with ours. Can be given twice."),
     ] = None,
     cold: Annotated[bool, typer.Option("--cold", help="Overwrite L2 before each sample, which is one call.")] = False,
     iterations: Annotated[int, typer.Option(min=3, help="Samples of each row.")] = 30,
@@ -57,7 +58,7 @@ def mega(
         typer.Option(
             "--trace",
             dir_okay=False,
-            help="Also write a call, its stages and roles on every SM, to this file, for Perfetto.",
+            help="Also write what blocks and roles do in a call to this file, for Perfetto.",
         ),
     ] = None,
     json_file: JsonFile = None,
@@ -67,12 +68,12 @@ def mega(
     require_writable("--trace", trace_file)
     require_writable("--json", json_file)
     counts = numbers("--tokens", tokens)
+    from tokenloom.bench.mega.others import load
     from tokenloom.bench.mega.work import MegaShape
-    from tokenloom.bench.rivals import deep_gemm
 
     shape = MegaShape(hidden, intermediate, num_experts, top_k, masked_ratio, skew, shared_experts)
-    if against is not None:
-        deep_gemm.load(shape)  # a missing rival is said before missing GPUs, because it was asked for
+    names = [each.value for each in dict.fromkeys(against or ())]
+    load(names, shape)  # one that is missing is said before missing GPUs, because it was asked for
     num_ranks, _ = pick_ranks(ranks, Device.cuda, least=1)
     from tokenloom.bench.mega.run import run_mega
 
@@ -84,7 +85,7 @@ def mega(
         command=sys.argv[1:],
         iterations=iterations,
         cold=cold,
-        against=against is not None,
+        against=names,
         plot_file=plot_file,
         trace_file=trace_file,
         json_file=json_file,

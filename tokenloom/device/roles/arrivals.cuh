@@ -103,8 +103,10 @@ struct RowsToHomes {
         }
     };
 
-    // After a wait of this rank has expired, homes may be of other calls.
-    __device__ __forceinline__ bool is_safe() const { return load_relaxed_sys(fault_claimed) == 0; }
+    // After a wait of this rank has expired, homes may be of other calls. All lanes hear the same.
+    __device__ __forceinline__ bool is_safe() const {
+        return __shfl_sync(~0u, load_relaxed_sys(fault_claimed), 0) == 0;
+    }
 
     template <int kStep>
     __device__ __forceinline__ Rows rows(int64 begin, int first, int count, int lane) const {

@@ -18,3 +18,9 @@ struct Trace {
                 times[((blockIdx.x * kTraceRoles + role) * kTracedTiles + tile) * 2 + end] = global_timer_ns();
     }
 };
+
+// When a block of another kernel works: null, or [blocks][2] nanoseconds. One thread of each warp calls it: of several
+// warps the last one counts.
+__device__ __forceinline__ void mark_block(uint64* times, TraceEnd end) {
+    if (times != nullptr) times[blockIdx.x * 2 + end] = global_timer_ns();
+}

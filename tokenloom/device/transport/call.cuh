@@ -79,7 +79,7 @@ __device__ __forceinline__ Turn near(Turn turn, int rank) {
     return {turn.epoch, turn.masked | ~neighbours};
 }
 
-// What a block has done, for measurements (microbench/phases.py has the words).
+// What a block has done, for measurements (kernels/common/call.py has the words).
 enum Mark { kBegun, kCounted, kHeard, kPlaced, kSent, kNotified, kFilled, kSummed, kDone };
 constexpr int kMarks = 16;
 

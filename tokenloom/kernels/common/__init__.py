@@ -2,6 +2,8 @@
 
 from tokenloom.kernels.common.call import (
     HEADER_WORDS,
+    MARK_WORDS,
+    MARKS,
     OPENING_FIELDS,
     PARTS,
     TURNS,
@@ -31,6 +33,8 @@ __all__ = [
     "HEADER_WORDS",
     "HOPPER",
     "LAYOUTS",
+    "MARKS",
+    "MARK_WORDS",
     "MAX_BLOCKS",
     "MAX_RANKS",
     "MAX_SHARED_BYTES",

@@ -44,7 +44,11 @@ HOME_ROW_BITS = 26
 class PackTokensArgs(ctypes.Structure):
     """Mirror of PackTokensArgs in pack_tokens.cuh, which says what each value is."""
 
-    _fields_ = [*uint64_fields("x", "scales", "packed"), *int32_fields("num_tokens", "padding")]
+    _fields_ = [
+        *uint64_fields("x", "scales", "packed"),
+        *int32_fields("num_tokens", "padding"),
+        *uint64_fields("trace"),
+    ]
 
 
 PACK_FIELDS = FieldsAtOnce(PackTokensArgs, "x", "scales", "packed", "num_tokens")
@@ -74,7 +78,7 @@ class SumRoutesArgs(ctypes.Structure):
     _fields_ = [
         *uint64_fields("topk_ids", "out"),
         *int32_fields("num_tokens", "ids_are_int64"),
-        *uint64_fields("met", "masked", "combine_recv"),
+        *uint64_fields("met", "masked", "combine_recv", "trace"),
     ]
 
 

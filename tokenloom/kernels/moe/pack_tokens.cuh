@@ -2,6 +2,7 @@
 // them is launched early: it counts routes and hears of all ranks' meanwhile.
 #pragma once
 #include "device/ptx/grid.cuh"
+#include "device/roles/trace.cuh"
 #include "device/tile/fp8.cuh"
 
 struct PackTokensArgs {
@@ -10,6 +11,7 @@ struct PackTokensArgs {
     unsigned char* packed;   // [T][Shape::packed_bytes]
     int32 num_tokens;
     int32 padding;
+    uint64* trace;  // see mark_block
 };
 
 template <class Shape>
@@ -17,6 +19,7 @@ __device__ void pack_tokens(const PackTokensArgs& args) {
     constexpr int kWarps = Shape::threads / 32, kScales = Shape::hidden / kFp8Block;
     let_next_kernel_begin();
     const int lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) mark_block(args.trace, kBegins);
     for (int64 token = blockIdx.x * kWarps + threadIdx.x / 32; token < args.num_tokens; token += gridDim.x * kWarps) {
         unsigned char* to = args.packed + token * Shape::packed_bytes;
         auto* scales = reinterpret_cast<float*>(to + Shape::hidden);
@@ -29,4 +32,5 @@ __device__ void pack_tokens(const PackTokensArgs& args) {
             for (int i = lane; i < kScales; i += 32) scales[i] = args.scales[token * kScales + i];
         }
     }
+    if (lane == 0) mark_block(args.trace, kEnds);
 }

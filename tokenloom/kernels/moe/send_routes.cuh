@@ -356,6 +356,7 @@ template <class Shape>
 __device__ void send_routes(const SendRoutesArgs& args) {
     const Turn turn = turn_of(args.call);
     const bool done = send_all_routes<Shape>(args, turn);
+    wait_for_earlier_kernels();  // in any case: whoever waits for this kernel waits for those before it
     close_call(args.call, turn, done, [&] {  // GEMM1 waits for bounds, unless it has some
         const int lane = threadIdx.x;
         if (load_acquire_gpu(args.begun) == turn.epoch) return;

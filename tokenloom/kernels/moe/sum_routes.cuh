@@ -5,6 +5,7 @@
 // it, or waits for it in vain, does not come. Routes to masked ranks are none.
 #pragma once
 #include "device/ptx/grid.cuh"
+#include "device/roles/trace.cuh"
 #include "device/tile/routes.cuh"
 #include "device/tile/rows.cuh"
 
@@ -16,6 +17,7 @@ struct SumRoutesArgs {
     const int32* met;          // [1] of the barrier after the GEMMs: whether all ranks came
     const uint32* masked;      // [1] bit r: rank r takes no part
     const void* combine_recv;  // [M][K + S] rows of bfloat16, S of shared experts
+    uint64* trace;             // see mark_block
 };
 
 template <class Shape>
@@ -25,6 +27,7 @@ __device__ void sum_routes(const SumRoutesArgs& args) {
     wait_for_earlier_kernels();
     using Sum = RowSum<kBfloat16, kBfloat16, Shape::hidden, 8, Shape::terms>;
     if (args.num_tokens == 0) return;
+    if (threadIdx.x == 0) mark_block(args.trace, kBegins);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 * gridDim.x + blockIdx.x;
     const int32 num_warps = kWarps * gridDim.x;
     const int32 parts = Sum::parts(args.num_tokens, num_warps);
@@ -44,4 +47,5 @@ __device__ void sum_routes(const SumRoutesArgs& args) {
                      __ballot_sync(~0u, expert >= 0 || (lane >= Shape::top_k && lane < kTerms)), item % parts, parts,
                      lane);
     }
+    if (lane == 0) mark_block(args.trace, kEnds);
 }
