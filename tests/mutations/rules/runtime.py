@@ -60,6 +60,15 @@ RANKS = (
         num_ranks=4,
     ),
     Mutation(
+        name="leaves-while-others-connect",
+        rule="a rank that closes at once breaks the mesh of ranks that still connect",
+        target="tokenloom.runtime.rank_group:RankGroup._connect",
+        old="self._meet_connected(phase)",
+        new="pass",
+        tests=("tests/runtime/test_masked_ranks.py::test_who_leaves_has_seen_all_others_connect",),
+        num_ranks=4,
+    ),
+    Mutation(
         name="alive-after-timeout",
         rule="a communicator goes on after a timeout, with whatever the late rank sends",
         target="tokenloom.runtime.waiting:Watch.fail",
