@@ -8,20 +8,19 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import tokenloom as tl
 from tests.comm.test_masks import LAYOUTS, combine_all_modes, options_of, pair, without
 from tests.conftest import Ranks
 from tests.support.cases import FP32, Case, Problem, make_comm, make_problem, same_bits, same_routed
 from tests.support.patience import done, when_done, with_late
+from tests.support.server import Server
 from tests.support.slow import mostly_slow
 from tokenloom import reference
 from tokenloom.backends.collective import CollectiveBackend
@@ -367,19 +366,16 @@ def check_back_with_others(context: RankContext, others: dict[str, Any], text: s
 # -- processes that die -----------------------------------------------------------------------------------------
 
 
-def serve(rank: int, num_ranks: int, port: int, num_calls: int, report: Connection) -> None:
-    """Pairs of calls whose results tell which routes counted. Reports (number of the pair, masked ranks) now and then,
-    and what went wrong."""
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+def serve(context: RankContext, pipe: Connection, num_calls: int) -> None:
+    """Pairs of calls whose results tell which routes counted. Says "pair" at times: its number, and who is masked."""
+    rank, num_ranks = context.rank, context.num_ranks
     comm = tl.Communicator(
         num_experts=2 * num_ranks, hidden=8, top_k=3, max_tokens_per_rank=6, on_timeout="mask", timeout_s=3.0
     )
     masked: list[int] = []
     for number in range(num_calls):
         if number % 20 == 0:
-            report.send((number, masked))
+            pipe.send(("pair", (number, masked)))
         generator = torch.Generator().manual_seed(number * num_ranks + rank)
         ids = torch.randint(-1, 2 * num_ranks, (number % 7, 3), generator=generator)
         x = torch.randint(1, 9, (number % 7, 8), generator=generator).float()
@@ -393,47 +389,23 @@ def serve(rank: int, num_ranks: int, port: int, num_calls: int, report: Connecti
         for gone in (masked, comm.masked_ranks()):
             counts = ((ids >= 0) & ~torch.isin(ids // 2, torch.tensor(gone, dtype=torch.int64))).sum(1)
             expected.append(x * counts[:, None])
-        if not any(torch.equal(out, each) for each in expected):
-            report.send((number, f"rank {rank}: {out} is neither of {expected}"))
-            return
+        assert any(torch.equal(out, each) for each in expected), f"pair {number}: {out} is neither of {expected}"
         masked = comm.masked_ranks()
-    report.send((num_calls, masked))
+    pipe.send(("pair", (num_calls, masked)))
     comm.close()
 
 
-class Server:
-    """Processes that :func:`serve`; the store is this process's."""
+def server(num_calls: int) -> Server:
+    """Four processes of it."""
+    return Server(4, serve, num_calls, device="cpu", start="forkserver")
 
-    def __init__(self, num_calls: int) -> None:
-        self.num_calls = num_calls
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        spawn = mp.get_context("spawn")
-        self.pipes, self.processes = [], []
-        for rank in range(4):
-            ours, theirs = spawn.Pipe(duplex=False)
-            process = spawn.Process(target=serve, args=(rank, 4, self._store.port, num_calls, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
 
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
-
-    def run_until(self, rank: int, number: int, limit_s: float) -> Any:
-        """What this rank reports at the pair of this number, or later."""
-        deadline = time.monotonic() + limit_s
-        while wait([self.pipes[rank]], max(0.0, deadline - time.monotonic())):
-            at, what = self.pipes[rank].recv()
-            assert not isinstance(what, str), what
-            if at >= number:
-                return what
-        raise AssertionError(f"rank {rank} has not come to pair {number}")
+def masked_at(server: Server, rank: int, number: int) -> list[int]:
+    """Who is masked at the first pair that this rank tells of, from this one on."""
+    at, masked = -1, []
+    while at < number:
+        at, masked = server.hear(rank, "pair", SERVER_S)
+    return masked
 
 
 @pytest.mark.slow
@@ -448,19 +420,19 @@ class Server:
 )
 def test_death_in_the_middle(how: signal.Signals, num_calls: int) -> None:
     """A process ends, or stops, at some moment; the others lose the routes to it and no other, and make all calls."""
-    with Server(num_calls) as server:
-        server.run_until(2, num_calls // 4, limit_s=SERVER_S)
+    with server(num_calls) as ranks:
+        masked_at(ranks, 2, num_calls // 4)
         time.sleep(random.random() * 0.05)
-        os.kill(server.processes[2].pid or 0, how)
+        os.kill(ranks.processes[2].pid, how)
         for rank in (0, 1, 3):
-            assert server.run_until(rank, num_calls, limit_s=SERVER_S) == [2]
+            assert masked_at(ranks, rank, num_calls) == [2]
 
 
 @pytest.mark.slow
 def test_deaths_one_after_the_other() -> None:
     """Until one process is left."""
-    with Server(1000) as server:
+    with server(1000) as ranks:
         for number, rank in ((200, 0), (400, 3), (600, 1)):
-            server.run_until(2, number, limit_s=SERVER_S)
-            os.kill(server.processes[rank].pid or 0, signal.SIGKILL)
-        assert server.run_until(2, 1000, limit_s=SERVER_S) == [0, 1, 3]
+            masked_at(ranks, 2, number)
+            os.kill(ranks.processes[rank].pid, signal.SIGKILL)
+        assert masked_at(ranks, 2, 1000) == [0, 1, 3]
