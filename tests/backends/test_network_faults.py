@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
@@ -171,6 +172,27 @@ def check_fault(context: RankContext, call: str) -> None:
 def test_memory_does_not_grow(four: Ranks, on_timeout: str) -> None:
     """What a call leaves behind would be there once for each step: an object, or rows of 16 KiB."""
     four.run(check_memory, on_timeout)
+
+
+@pytest.mark.parametrize("on_timeout", ["raise", "mask"])
+def test_a_closed_communicator_lets_go_of_its_group(four: Ranks, on_timeout: str) -> None:
+    """Threads of gloo end with the last reference to their process group. One that is still at work while Python ends
+    aborts the process, though it has called destroy_process_group."""
+    four.run(check_reference, on_timeout)
+
+
+def check_reference(context: RankContext, on_timeout: str) -> None:
+    problem = make_problem(CASE, context.num_ranks)
+    own = in_a_group_of_their_own(context)
+    comm = make_comm(own, "network", problem.plan, on_timeout=on_timeout)
+    routed = comm.dispatch(*problem.arguments(context))
+    comm.combine(routed.tokens, routed)
+    comm.close()
+    dist.destroy_process_group(own.group)
+    group, own.group = weakref.ref(own.group), None
+    assert group() is None
+    with pytest.raises(tl.CommunicatorBroken):
+        comm.combine(routed.tokens, routed)
 
 
 class AllocatorState(ctypes.Structure):

@@ -194,7 +194,7 @@ class Communicator(CallsBeside):
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The torch.distributed group, None for a process alone."""
+        """The torch.distributed group; None for a process alone, and once the communicator was closed."""
         return self._ranks.process_group
 
     def describe(self) -> str:

@@ -183,6 +183,7 @@ class RankGroup:
         self._watch.broken = self._watch.broken or "this communicator was closed"
         self.notes.leave()
         self._disconnect()
+        self.process_group = None  # whose threads, which end with its last reference, may abort Python as it ends
         release_dropped()
 
     def mark_broken(self, timeout: PeerTimeout) -> None:
@@ -494,6 +495,7 @@ class RankGroup:
         Args:
             out: contiguous, where the rows arrive; None: a new tensor.
         """
+        self.require_alive()
         if out is None:
             out = rows.new_empty((sum(recv_counts), *rows.shape[1:]))
         sent, received = rows.view(torch.uint8), out.view(torch.uint8)
@@ -538,10 +540,10 @@ class RankGroup:
         Args:
             host_waits: over NCCL too, with our deadline.
         """
+        self.require_alive()
         self.notes.step += 1
         if self.process_group is None:
             return Transfer(result, None)
-        self.require_alive()
         if not (self._deadline_is_ours or host_waits):
             work = start()
 
