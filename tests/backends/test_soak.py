@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,12 +20,13 @@ import torch
 
 import tokenloom as tl
 from tests.backends.test_network_faults import CASE, allocated_bytes
-from tests.conftest import Ranks
+from tests.conftest import NETWORK_RANKS, Ranks
 from tests.support.cases import BF16, FP32, make_comm, make_problem
 from tests.support.graph_cases import Captured, experts
 from tokenloom.plan import LAYOUTS, ROUTE_LAYOUTS, Plan
+from tokenloom.runtime.leftovers import release_dropped
 from tokenloom.runtime.noteboard import store_of
-from tokenloom.runtime.processes import RankContext
+from tokenloom.runtime.processes import RankContext, RankPool
 
 BACKEND = "nvlink"
 HIDDEN = 256
@@ -194,8 +196,11 @@ class Held:
 
     @staticmethod
     def now(context: RankContext) -> Held:
+        """Of all ranks at the same time: none of them has begun with more, or closed what others still use."""
         gc.collect()
-        return Held(
+        release_dropped()
+        torch.distributed.barrier(context.group)
+        held = Held(
             int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
             allocated_bytes(),
             len(os.listdir("/proc/self/fd")),
@@ -203,6 +208,8 @@ class Held:
             sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()),
             len(store_of(context.group).list_keys()),
         )
+        torch.distributed.barrier(context.group)
+        return held
 
 
 def require_steady(held: list[Held], resident_bytes: int, allocated_bytes: int) -> None:
@@ -234,19 +241,33 @@ def test_what_grows_is_noticed(name: str) -> None:
         require_steady(growing, PAGES_A_BLOCK, 16 * CALLS_A_BLOCK)
 
 
+@pytest.fixture
+def unrecorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    """Four ranks whose memory is that of calls alone. Torch records the last 2000 collectives, with their stacks, and
+    each process group there has been; and the C library counts what its threads keep to allocate again as allocated.
+    """
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.tcache_count=0")
+    with RankPool(NETWORK_RANKS, "cpu") as pool:
+        yield Ranks(pool, NETWORK_RANKS)
+
+
 CALLS_A_BLOCK, BLOCKS = 1000, 10
 COMMUNICATORS_A_BLOCK = 50
 PAGES_A_BLOCK = 16 * 4096
 """Bytes of resident memory. What is allocated moves among pages that an allocator keeps."""
+BYTES_A_COMMUNICATOR = 256
+"""torch keeps 128 for each thread that has waited in it, and half of the communicators have one. The addresses that
+gloo leaves in the store, which were there for ever once, take 1300."""
 SOAK_S = 3000.0
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("on_timeout", ["raise", "mask"])
-def test_10000_calls_between_nodes(four: Ranks, on_timeout: str) -> None:
+def test_10000_calls_between_nodes(unrecorded: Ranks, on_timeout: str) -> None:
     """Dispatches and combines in all layouts and orders of sums, whole and in halves, some with gradients: neither
     memory nor anything else that a process has grows, and results have the same bits every time."""
-    for rank, held in enumerate(four.run(check_calls, on_timeout, limit_s=SOAK_S)):
+    for rank, held in enumerate(unrecorded.run(check_calls, on_timeout, limit_s=SOAK_S)):
         show(f"{CALLS_A_BLOCK} calls, on_timeout={on_timeout}", rank, held)
         require_steady(held, PAGES_A_BLOCK, 16 * CALLS_A_BLOCK)
 
@@ -291,11 +312,11 @@ def one_pair(comm: tl.Communicator, given: tuple[Any, ...], kind: int) -> list[t
 
 
 @pytest.mark.soak
-def test_300_communicators_between_nodes(four: Ranks) -> None:
+def test_300_communicators_between_nodes(unrecorded: Ranks) -> None:
     """Made, used and closed, or only dropped, with connections of their own and without."""
-    for rank, held in enumerate(four.run(check_communicators, limit_s=SOAK_S)):
+    for rank, held in enumerate(unrecorded.run(check_communicators, limit_s=SOAK_S)):
         show(f"{COMMUNICATORS_A_BLOCK} communicators", rank, held)
-        require_steady(held, PAGES_A_BLOCK, 16 * COMMUNICATORS_A_BLOCK)
+        require_steady(held, PAGES_A_BLOCK, BYTES_A_COMMUNICATOR * COMMUNICATORS_A_BLOCK)
 
 
 def check_communicators(context: RankContext) -> list[Held]:
