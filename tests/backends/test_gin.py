@@ -175,6 +175,7 @@ def check_out(context: RankContext, way: str = "gin") -> None:
     same_bits(home, wanted[context.rank], "sums")
 
 
+@pytest.mark.slow
 def test_calls_of_a_serving_loop() -> None:
     """From the second on they are launched with nothing around them, and results stay those of the reference."""
     emulator.ranks(4).run(check_loop)

@@ -74,6 +74,7 @@ def test_too_many_rows_are_told_on_all_ranks() -> None:
     emulator.ranks(4).run(gin.check_overflow, "padded")
 
 
+@pytest.mark.slow
 def test_a_half_that_expires_sends_no_old_rows() -> None:
     """The all-to-all carries its regions all the same, and their memory may have had rows of such a call before."""
     emulator.ranks(4).run(check_expired)

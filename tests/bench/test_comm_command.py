@@ -132,6 +132,7 @@ def run_command(pools: Callable[[str], RankPool], monkeypatch: pytest.MonkeyPatc
     return done.stdout
 
 
+@pytest.mark.slow
 def test_command(pools: Callable[[str], RankPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On two ranks and other sizes than the case's, with all of its files."""
     json_file, png_file = tmp_path / "rows.json", tmp_path / "chart.png"

@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from tests.bench.test_network import on_rank_check
 from tests.conftest import Ranks
 from tokenloom.backends import registry
@@ -41,6 +43,7 @@ def with_gin(context: RankContext) -> Any:
         return check_on_rank(context, Options(ranks_per_node=2, rounds=3))
 
 
+@pytest.mark.slow
 def test_gin_is_checked_where_it_works(four: Ranks) -> None:
     """Its layouts and its order of sums, against the reference, and order under random waits."""
     found = four.run(with_gin)[0]

@@ -14,11 +14,15 @@ from tests.conftest import HOPPER, Ranks
 from tests.support.mega_cases import CASES, Case, Layer, assert_near, expected, inputs, make_layer, make_mega
 from tokenloom.backends.nvlink.buffers import control_layout, fused_layout
 from tokenloom.inference.expert_memory import ExpertMemory
-from tokenloom.inference.schedules import SCHEDULES
+from tokenloom.inference.schedules import SCHEDULES as MEASURED
+from tokenloom.inference.schedules import MegaSchedule
 from tokenloom.plan import Plan
 from tokenloom.runtime.processes import RankContext, RankPool
 
 pytestmark = pytest.mark.slow_on(4)
+
+SCHEDULES = (*(schedule for _, schedule in MEASURED), MegaSchedule(send_sms=2, waves=3))
+"""Those that calls take, and one that users may ask for."""
 
 
 def check_case(context: RankContext, name: str, backend: str = "nvlink") -> None:
@@ -35,8 +39,8 @@ def check_case(context: RankContext, name: str, backend: str = "nvlink") -> None
         counts = [int((routes == first + e).sum()) + 1 for e in range(case.experts_per_rank)]
         assert stats.tolist() == counts
         x, ids, weights = given
-        for _, schedule in SCHEDULES:
-            mega.schedule = SCHEDULES[0][1]
+        for schedule in SCHEDULES:
+            mega.schedule = SCHEDULES[0]
             mega(x, ids, -weights)  # what it leaves behind is not what comes next
             mega.schedule = schedule
             for _ in range(2):
@@ -136,7 +140,7 @@ def check_many_calls(context: RankContext, calls: int = 1000) -> None:
         given = inputs(case, layer, context.rank)
         want = mega(*given)
         for i, tokens in enumerate(sizes):
-            mega.schedule = SCHEDULES[i // 3 % len(SCHEDULES)][1]
+            mega.schedule = SCHEDULES[i // 3 % len(SCHEDULES)]
             x = torch.randn(tokens, case.hidden, generator=generator, device=context.device).to(torch.bfloat16)
             ids = torch.randint(-1, 8 * context.num_ranks, (tokens, 4), generator=generator, device=context.device)
             mega(x, ids, torch.rand(tokens, 4, generator=generator, device=context.device))

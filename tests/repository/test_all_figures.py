@@ -81,6 +81,7 @@ def test_it_goes_on_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert json.loads((tmp_path / "rows.json").read_text()) == {}
 
 
+@pytest.mark.slow
 def test_without_a_gpu() -> None:
     """It lists its commands, and refuses to measure."""
     command = [sys.executable, "microbench/all_figures.py", "unused"]

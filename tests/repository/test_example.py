@@ -154,6 +154,7 @@ def train_here(context: RankContext, folder: Path, steps: int, ranks_per_node: i
     load_script().train(argparse.Namespace(**options, **files), context.device)
 
 
+@pytest.mark.slow
 def test_first_steps_do_not_depend_on_the_number_of_ranks(pools: Callable[[str], RankPool], tmp_path: Path) -> None:
     """Without torchrun, whose start takes longer than all steps: one rank by itself, and those of the pool."""
     steps, pool = 4, pools("cpu")

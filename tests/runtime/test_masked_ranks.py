@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import tokenloom as tl
 from tests.runtime.test_rank_group import (
@@ -26,6 +26,7 @@ from tests.runtime.test_rank_group import (
 from tests.support.patience import done, when_done
 from tokenloom.errors import InvalidArgument
 from tokenloom.runtime import waiting
+from tokenloom.runtime.links import Links
 from tokenloom.runtime.rank_group import RankGroup
 
 LONG_S = 30.0
@@ -68,48 +69,29 @@ def check_masked(ranks: RankGroup, masked: list[int]) -> None:
     ranks.close()
 
 
-def test_who_leaves_has_seen_all_others_connect(pools: Pools) -> None:
-    """A rank that closes at once, while another one still connects, does not fail it."""
-    run(pools, ALL, check_leaving_at_once)
+@pytest.mark.parametrize("late", [False, True], ids=["masked", "for being late"])
+def test_nobody_goes_on_before_all_are_connected(pools: Pools, late: bool) -> None:
+    """In gloo a rank that closes its connections at once fails those that still connect to others."""
+    run(pools, ALL, check_all_connected, late)
 
 
-def check_leaving_at_once(ranks: RankGroup) -> None:
-    for slow in ALL:  # gloo picks who connects to whom: all others wait for some rank, but hardly for each
-        with mock.patch.object(SlowStore, "seconds", 0.2 if ranks.rank == slow else 0.0):
-            each = RankGroup(ranks.process_group, timeout_s=LONG_S)
-            each.notes._store = SlowStore(each.notes.store)
-            each.mask_late()
-            each.close()
+def check_all_connected(ranks: RankGroup, late: bool) -> None:
+    connect = Links.__init__
 
+    def connect_slowly(links: Links, *arguments: Any) -> None:
+        connect(links, *arguments)
+        time.sleep(0.3)
+        ranks.post_note("connected", "yes")
 
-class SlowStore(dist.Store):
-    """A store that takes its time before it says where another rank is."""
-
-    seconds = 0.0
-
-    def __init__(self, store: dist.Store) -> None:
-        super().__init__()
-        self._store = store
-
-    def get(self, key: str) -> bytes:
-        if "/links/" in key:
-            time.sleep(self.seconds)
-        return self._store.get(key)
-
-    def set(self, key: str, value: Any) -> None:
-        self._store.set(key, value)
-
-    def wait(self, keys: list[str], *timeout: Any) -> None:
-        self._store.wait(keys, *timeout)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._store.check(keys)
-
-    def add(self, key: str, value: int) -> int:
-        return self._store.add(key, value)
-
-    def delete_key(self, key: str) -> bool:
-        return self._store.delete_key(key)
+    if ranks.rank == 3 and not late:
+        return
+    with mock.patch.object(Links, "__init__", connect_slowly) if ranks.rank == 2 else nullcontext():
+        if late:
+            ranks.mask_late()
+        else:
+            ranks.mask([3])
+    assert ranks.read_note("connected", 2) == "yes"
+    ranks.close()
 
 
 def test_masking_again_changes_nothing(pools: Pools) -> None:

@@ -65,7 +65,16 @@ RANKS = (
         target="tokenloom.runtime.rank_group:RankGroup._connect",
         old="self._meet_connected(phase)",
         new="pass",
-        tests=("tests/runtime/test_masked_ranks.py::test_who_leaves_has_seen_all_others_connect",),
+        tests=("tests/runtime/test_masked_ranks.py::test_nobody_goes_on_before_all_are_connected",),
+        num_ranks=4,
+    ),
+    Mutation(
+        name="closed-but-held",
+        rule="a closed communicator keeps its process group, whose threads may abort Python as it ends",
+        target="tokenloom.runtime.rank_group:RankGroup.close",
+        old="self.process_group = None",
+        new="pass",
+        tests=("tests/backends/test_network_faults.py::test_a_closed_communicator_lets_go_of_its_group",),
         num_ranks=4,
     ),
     Mutation(
