@@ -80,6 +80,7 @@ def test_ranks_with_nothing_to_measure(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_as_a_script(tmp_path: Path) -> None:
     """As its own text and all_figures.py start it: no other folder is on the path than that of the script."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -130,6 +130,7 @@ def run(folder: Path, suite: dict[str, str], *options: str, stop_after_s: float 
     return Done(done.returncode, done.stdout + done.stderr, [json.loads(line) for line in lines])
 
 
+@pytest.mark.slow
 def test_parts(tmp_path: Path) -> None:
     """Groups see as many GPUs as they need, small ones run side by side, and nothing beside what runs alone."""
     done = run(tmp_path, GOOD, "--jobs", "1")

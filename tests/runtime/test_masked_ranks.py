@@ -209,6 +209,7 @@ def check_asks_for_none(ranks: RankGroup, late: bool) -> None:
     assert time.monotonic() - began < waiting.SIGN_IN_AFTER_S + NOTICE_S
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_slow_is_not_out_of_step(pools: Pools) -> None:
     """It may still wait in an earlier collective, for one that is slow itself, when others ask for a mask."""
     run(pools, ALL, check_slow_rank_is_in_step, timeout_s=LONG_S)

@@ -348,6 +348,7 @@ def check_fork(ranks: RankGroup, driver: FakeDriver) -> None:
     close_together(buffers)
 
 
+@pytest.mark.slow
 def test_at_exit_nothing_is_done() -> None:
     """The driver takes everything back when the process ends, and may be gone before the last finalizer runs."""
     program = """

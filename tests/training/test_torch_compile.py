@@ -163,7 +163,7 @@ def compare_with_eager(
 @pytest.mark.parametrize(
     ("checkpointed", "sizes"),
     [
-        pytest.param((), SIZES[:3], id="kept, several tokens"),
+        pytest.param((), SIZES[:3], id="kept, several tokens", marks=pytest.mark.slow),
         pytest.param((), SIZES, id="kept", marks=pytest.mark.slow),
         pytest.param(("first", "second"), SIZES, id="checkpointed", marks=pytest.mark.slow),
     ],

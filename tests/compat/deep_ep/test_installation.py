@@ -49,6 +49,7 @@ def programs() -> Iterator[tuple[Future[Program], Future[Program]]]:
         yield pool.submit(python, DETECTIONS, installation.PATH), pool.submit(python, by_a_call)
 
 
+@pytest.mark.slow
 def test_by_a_path(programs: tuple[Future[Program], Future[Program]]) -> None:
     printed = subprocess.run(
         [sys.executable, "-m", "tokenloom", "deep-ep-path"], cwd=ROOT, capture_output=True, text=True, check=True

@@ -27,6 +27,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_init_dist() -> None:
     """Two processes meet at the address that the environment names, and rank 0 alone prints."""
     with socket.socket() as found:
