@@ -155,6 +155,14 @@ MUTATIONS = (
         tests=(f"{EMULATED}::test_mega[one block]",),
     ),
     Mutation(
+        name="sums-of-a-refused-call",
+        rule="tokens of a call that was refused get sums of what lies there",
+        target="kernels/moe/sum_routes.cuh:sum_routes",
+        old="*args.met != 0",
+        new="true",
+        tests=(f"{EMULATED}::test_a_fault_on_one_rank[x]",),
+    ),
+    Mutation(
         name="windows-too-short",
         rule="a tile's last row lies behind the window that it is loaded from, and is zero",
         target="device/roles/tiled_rows.cuh:WindowRows::load",
