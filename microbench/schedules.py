@@ -1,9 +1,12 @@
 """Measure every schedule of MegaMoE at several numbers of tokens, for the table in tokenloom/inference/schedules.py.
 
-    python microbench/schedules.py [--tokens 8,64,512] [--json FILE]
+    python microbench/schedules.py [--tokens 8,64,512] [--links-of 4] [--json FILE]
 
 Uses all Hopper GPUs, with one rank of 32 experts each: as much arithmetic as each of 8 ranks with 256 experts. Times
 are microseconds of a call in a replayed graph on the slowest rank, as medians over rounds in which all take turns.
+
+With --links-of N, as large a share of the routes leaves each GPU as on N ranks, where (N - 1) / N of them do. So two
+GPUs carry over their links what each of four or eight would. Only what N ranks cost by their number is missing.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +37,25 @@ SCHEDULES = {
     "24": MegaSchedule(send_sms=24),
     "32": MegaSchedule(send_sms=32),
     "16, 2 waves": MegaSchedule(send_sms=16, waves=2),
+    "16, 4 waves": MegaSchedule(send_sms=16, waves=4),
 }
 
 
+def topk_ids(shape: MegaShape, context: RankContext, num_tokens: int, links_of: int) -> torch.Tensor:
+    """Routing of a rank: int32 [T, K] on the CPU, drawn among ``links_of`` ranks: others do for missing ones.
+
+    A token may then have an expert twice.
+    """
+    ranks, rank = context.num_ranks, context.rank
+    among = replace(shape, num_experts=LOCAL_EXPERTS * links_of)
+    ids = among.topk_ids(rank, num_tokens)
+    step = (ids // LOCAL_EXPERTS - rank) % links_of  # 0 stays here
+    owner = torch.where(step == 0, rank, (rank + 1 + (step - 1) % max(ranks - 1, 1)) % ranks)
+    return (owner * LOCAL_EXPERTS + ids % LOCAL_EXPERTS).int()
+
+
 @torch.no_grad()
-def measure(context: RankContext, tokens: list[int]) -> list[dict[str, float]]:
+def measure(context: RankContext, tokens: list[int], links_of: int) -> list[dict[str, float]]:
     """Return the median of each schedule on this rank, for each number of tokens. Collective."""
     shape = MegaShape(hidden=7168, intermediate=2048, num_experts=LOCAL_EXPERTS * context.num_ranks, top_k=8)
     sizes: dict[str, Any] = {
@@ -54,7 +72,7 @@ def measure(context: RankContext, tokens: list[int]) -> list[dict[str, float]]:
         mega.use_weights(interleave_gate_and_up(w1), w1_scales, w2, w2_scales)
         for num_tokens in tokens:
             x = torch.randn(num_tokens, shape.hidden, device=context.device).bfloat16()
-            ids = shape.topk_ids(context.rank, num_tokens).to(context.device)
+            ids = topk_ids(shape, context, num_tokens, links_of or context.num_ranks).to(context.device)
             weights = torch.rand(num_tokens, shape.top_k, device=context.device)
 
             def call(given: Any = (x, ids, weights)) -> None:
@@ -77,11 +95,12 @@ def measure(context: RankContext, tokens: list[int]) -> list[dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", default=TOKENS)
+    parser.add_argument("--links-of", type=int, default=0, help="ranks whose links are imitated; 0: those there are")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     tokens = [int(each) for each in arguments.tokens.split(",")]
     with RankPool(torch.cuda.device_count(), "cuda") as pool:
-        ranks = pool.run(measure, tokens, limit_s=300)
+        ranks = pool.run(measure, tokens, arguments.links_of, limit_s=300)
     rows = [
         {"tokens": count} | {name: max(rank[i][name] for rank in ranks) for name in SCHEDULES}
         for i, count in enumerate(tokens)
@@ -89,7 +108,8 @@ def main() -> None:
     for row in rows:
         print("  ".join(f"{name} {value:,.0f}" for name, value in row.items()))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"num_ranks": len(ranks), "rows": rows}, indent=1) + "\n")
+        about = {"num_ranks": len(ranks), "links_of": arguments.links_of or len(ranks)}
+        arguments.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
