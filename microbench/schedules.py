@@ -36,8 +36,6 @@ SCHEDULES = {
     "16": MegaSchedule(send_sms=16),
     "24": MegaSchedule(send_sms=24),
     "32": MegaSchedule(send_sms=32),
-    "16, 2 waves": MegaSchedule(send_sms=16, waves=2),
-    "16, 4 waves": MegaSchedule(send_sms=16, waves=4),
 }
 
 

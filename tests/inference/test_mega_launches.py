@@ -40,7 +40,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         if name == "grouped_gemm":
             name = "gemm1" if shape["swiglu"] else "gemm2"
         seen[name] = type(kernel.args).from_buffer_copy(kernel.args)
-        seen[name].shape, seen[name].early = shape, kernel.early
+        seen[name].shape, seen[name].early, seen[name].blocks = shape, kernel.early, blocks
         launch(kernel, blocks, stream)
 
     monkeypatch.setattr(Kernel, "launch", record)
@@ -77,13 +77,12 @@ def call(layer: tl.MegaMoE, num_tokens: int = 5, dtype: torch.dtype = BF16, **op
 
 def same_call(launches: Launches) -> None:
     """The kernels of a call agree on where its results and the memory between them are."""
-    packed, sent, gemm1, gemm2, summed, barrier = (
-        launches[name] for name in ("pack_tokens", "send_routes", "gemm1", "gemm2", "sum_routes", "barrier")
+    packed, sent, gemm1, gemm2, summed = (
+        launches[name] for name in ("pack_tokens", "send_routes", "gemm1", "gemm2", "sum_routes")
     )
     assert packed.num_tokens == sent.num_tokens == summed.num_tokens
     assert packed.packed == sent.packed
     assert summed.topk_ids == sent.topk_ids
-    assert summed.met == barrier.opened
     assert gemm1.offsets == gemm2.offsets == sent.offsets
     assert gemm1.expected == sent.expected
     mine = summed.combine_recv - gemm2.results  # where this rank's part of what all ranks write to begins
@@ -94,9 +93,9 @@ def same_call(launches: Launches) -> None:
     assert gemm2.a_scales == gemm1.out_scales
     deadlines = [(each.fault, each.fault_claimed, each.timeout_ns) for each in (gemm1.deadline, gemm2.deadline)]
     assert deadlines == [(sent.call.fault, sent.call.fault_claimed, sent.call.timeout_ns)] * 2
-    assert barrier.cleared == gemm1.begun == gemm2.begun == sent.begun, "it is 0 at first"
+    assert summed.counted == gemm1.begun == gemm2.begun == sent.begun, "it is 0 at first"
     assert gemm1.stored == gemm2.stored == sent.begun + 4 * LINE, "and what is counted there, from 0 too"
-    assert barrier.num_cleared == LINE + tile_places(NUM_RANKS * 600 * TOP_K, LOCAL)
+    assert summed.num_counted == LINE + tile_places(NUM_RANKS * 600 * TOP_K, LOCAL)
     assert gemm2.stored_by == 2 * 2 * (2 * INTERMEDIATE // 512), "two warps of two blocks for each pair of strips"
 
 
@@ -130,22 +129,27 @@ def test_each_gemm_counts_its_own_claims(launches: Launches) -> None:
 
 
 def test_kernels_begin_early_behind_one_another(launches: Launches) -> None:
-    """Not where a GEMM runs in waves beside the other."""
+    """All but the first, and no others run in a call."""
     layer = make_layer()
     layer.use_weights(*new_weights())
-    for waves in (1, 2, 1):
-        layer.schedule = MegaSchedule(waves=waves)
-        call(layer)
-        early = {name: launches[name].early for name in launches}
-        chained = waves == 1
-        assert early == {
-            "pack_tokens": False,
-            "send_routes": True,
-            "gemm1": chained,
-            "gemm2": chained,
-            "barrier": chained,
-            "sum_routes": True,
-        }
+    call(layer)  # the first makes memory
+    launches.clear()
+    call(layer)
+    early = {name: launches[name].early for name in launches}
+    assert early == {"pack_tokens": False, "send_routes": True, "gemm1": True, "gemm2": True, "sum_routes": True}
+
+
+def test_what_packs_leaves_sms_to_what_sends(launches: Launches) -> None:
+    """By pairs: both run in clusters of two."""
+    layer = make_layer(max_tokens_per_rank=8192)
+    layer.use_weights(*new_weights())
+    sms = layer._experts._gemms.num_sms  # type: ignore[union-attr]
+    for num_tokens, send_sms in ((0, 32), (5, 32), (8192, 32), (8192, 6)):
+        layer.schedule = MegaSchedule(send_sms=send_sms)
+        call(layer, num_tokens)
+        wanted = min(-(-num_tokens // 16), sms - send_sms)
+        assert launches["pack_tokens"].blocks == max(wanted + wanted % 2, 2)
+        assert launches["send_routes"].blocks == send_sms
 
 
 def test_a_refused_first_call_allocates_nothing(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,10 +34,10 @@ constexpr int kExperts = NUM_EXPERTS;
 
 // As all roles of all blocks see them.
 template <int kN, class Bounds>
-void print_tiles(const ExpertTable<Bounds>& table, unsigned clusters) {
+void print_tiles(const Bounds& bounds, unsigned clusters) {
     gridDim.x = clusters * kClusterBlocks;
     for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
-        for (ExpertTiles<kN, Bounds> tiles(table); tiles.next(0);) {
+        for (ExpertTiles<kN, Bounds> tiles(bounds); tiles.next(0);) {
             const Tile tile = tiles.tile(blockIdx.x % kClusterBlocks);
             std::printf("%u %d %d %d %d %d\\n", blockIdx.x, tile.expert, tile.row, tile.rows, tile.column,
                         int(tile.halves));
@@ -46,29 +46,26 @@ void print_tiles(const ExpertTable<Bounds>& table, unsigned clusters) {
 }
 
 template <class Bounds>
-int print_tiles(ExpertTable<Bounds>& table, int n, unsigned clusters, int first, int end) {
-    table.first_expert = first;
-    table.end_expert = end;
+int print_tiles(const Bounds& bounds, int n, unsigned clusters) {
     switch (n) {
 WIDTH_CASES
     }
     return 1;
 }
 
-// clusters, N, first expert, end, and either S and counts or -1 and offsets.
+// clusters, N, and either S and counts or -1 and offsets.
 int main(int argc, char** argv) {
     int numbers[kExperts + 1];
-    for (int i = 6; i < argc; ++i) numbers[i - 6] = std::atoi(argv[i]);
-    const int clusters = std::atoi(argv[1]), n = std::atoi(argv[2]), first = std::atoi(argv[3]);
-    const int end = std::atoi(argv[4]), capacity = std::atoi(argv[5]);
-    ExpertTable<BoundsInSlots<kExperts>> slots;
-    ExpertTable<BoundsByOffset<kExperts>> rows;
+    for (int i = 4; i < argc; ++i) numbers[i - 4] = std::atoi(argv[i]);
+    const int clusters = std::atoi(argv[1]), n = std::atoi(argv[2]), capacity = std::atoi(argv[3]);
+    BoundsInSlots<kExperts> slots;
+    BoundsByOffset<kExperts> rows;
     const int threads = 3;  // fewer than there are experts
     for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) {
-        if (capacity >= 0) slots.bounds.fill(numbers, capacity, threads);
-        else rows.bounds.fill(numbers, threads);
+        if (capacity >= 0) slots.fill(numbers, capacity, threads);
+        else rows.fill(numbers, threads);
     }
-    return capacity >= 0 ? print_tiles(slots, n, clusters, first, end) : print_tiles(rows, n, clusters, first, end);
+    return capacity >= 0 ? print_tiles(slots, n, clusters) : print_tiles(rows, n, clusters);
 }
 """
 
@@ -77,7 +74,7 @@ int main(int argc, char** argv) {
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if CXX is None:
         pytest.skip("no C++ compiler on this machine")
-    cases = "\n".join(f"        case {n}: print_tiles<{n}>(table, clusters); return 0;" for n in WIDTHS)
+    cases = "\n".join(f"        case {n}: print_tiles<{n}>(bounds, clusters); return 0;" for n in WIDTHS)
     folder = tmp_path_factory.mktemp("tiles")
     text = SOURCE.replace("NUM_EXPERTS", str(NUM_EXPERTS)).replace("WIDTH_CASES", cases)
     (folder / "tiles.cpp").write_text(text)
@@ -98,10 +95,9 @@ ROUTINGS = {
 """Rows of each expert, and places."""
 
 
-def tiles_of(program: Path, clusters: int, n: int, experts: range, *bounds: int) -> dict[int, list[tuple[int, ...]]]:
+def tiles_of(program: Path, clusters: int, n: int, *bounds: int) -> dict[int, list[tuple[int, ...]]]:
     """For each block, (expert, row, rows, column, halves) of its tiles in order."""
-    numbers = (clusters, n, experts.start, experts.stop, *bounds)
-    done = subprocess.run([program, *map(str, numbers)], stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run([program, *map(str, (clusters, n, *bounds))], stdout=subprocess.PIPE, text=True, check=True)
     found: dict[int, list[tuple[int, ...]]] = {block: [] for block in range(clusters * CLUSTER)}
     for line in done.stdout.splitlines():
         block, *tile = map(int, line.split())
@@ -109,16 +105,13 @@ def tiles_of(program: Path, clusters: int, n: int, experts: range, *bounds: int)
     return found
 
 
-def check(
-    program: Path, clusters: int, n: int, experts: range, counts: list[int], begins: list[int], bounds: list[int]
-) -> None:
-    found = tiles_of(program, clusters, n, experts, *bounds)
+def check(program: Path, clusters: int, n: int, counts: list[int], begins: list[int], bounds: list[int]) -> None:
+    found = tiles_of(program, clusters, n, *bounds)
     covered = set()
     for block, tiles in found.items():
         neighbour = found[block ^ 1]
         assert [tile[:3] for tile in tiles] == [tile[:3] for tile in neighbour], "both blocks take the same rows"
         for expert, row, rows, column, halves in tiles:
-            assert expert in experts
             assert 0 < rows <= TILE_ROWS
             assert begins[expert] <= row <= row + rows <= begins[expert] + counts[expert], "no rows but the expert's"
             assert halves == (counts[expert] <= TILE_ROWS // 2)
@@ -127,7 +120,7 @@ def check(
                 assert (expert, each, column) not in covered, "twice"
                 covered.add((expert, each, column))
     columns = range(0, -(-n // (CLUSTER * TILE_COLUMNS)) * CLUSTER * TILE_COLUMNS, TILE_COLUMNS)
-    rows_of = {expert: range(begins[expert], begins[expert] + counts[expert]) for expert in experts}
+    rows_of = {expert: range(begins[expert], begins[expert] + counts[expert]) for expert in range(NUM_EXPERTS)}
     assert covered == {(e, row, column) for e, rows in rows_of.items() for row in rows for column in columns}
 
 
@@ -138,20 +131,13 @@ def test_tiles_cover_each_row_once(program: Path, name: str, clusters: int, n: i
     are loaded for tiles only, so nobody reads its weights."""
     counts, capacity = ROUTINGS[name]
     everyone = range(NUM_EXPERTS)
-    check(program, clusters, n, everyone, counts, [e * capacity for e in everyone], [capacity, *counts])
+    check(program, clusters, n, counts, [e * capacity for e in everyone], [capacity, *counts])
     offsets = [7 + sum(counts[:e]) for e in range(NUM_EXPERTS + 1)]
-    check(program, clusters, n, everyone, counts, offsets, [-1, *offsets])
-
-
-def test_a_launch_may_take_a_range_of_experts(program: Path) -> None:
-    counts, capacity = ROUTINGS["around tiles and halves"]
-    begins = [e * capacity for e in range(NUM_EXPERTS)]
-    for experts in (range(0, 2), range(2, 5), range(3, 3)):
-        check(program, 3, 640, experts, counts, begins, [capacity, *counts])
+    check(program, clusters, n, counts, offsets, [-1, *offsets])
 
 
 def test_a_count_above_the_places_stands_for_all_of_them(program: Path) -> None:
     """Otherwise rows of the next expert would be written twice, and memory behind the last one's places."""
     counts, capacity = [100, 64, 0, 100, 100], 100
     begins = [e * capacity for e in range(NUM_EXPERTS)]
-    check(program, 3, 256, range(NUM_EXPERTS), counts, begins, [capacity, 101, 64, 0, 1 << 30, 4096])
+    check(program, 3, 256, counts, begins, [capacity, 101, 64, 0, 1 << 30, 4096])

@@ -54,14 +54,12 @@ class ExpertGemms:
         self._hidden, self._intermediate, self._num_local = plan.hidden, intermediate, memory.num_local
         self._power_of_two_scales = power_of_two_scales
         self.num_sms = sms_for_gemms(device)
-        self._side, self._has_forked = torch.cuda.Stream(device), False
         self.weights: tuple[torch.Tensor, ...] = ()
         self._traces: tuple[torch.Tensor, torch.Tensor] | None = None
         self._first_of: dict[SwigluFp8Epilogue, Kernel] = {}
         self._second_of: dict[bool, Kernel] = {}
         self._activation: tuple[Activation, bool] = (SWIGLU, False)
         self._biases: Biases = (None, None)
-        self._experts_told = (0, 0)  # first and end, of both GEMMs; reset with what follows
         self.is_stale = True
 
     # -- what they compute ----------------------------------------------------------------------------------
@@ -151,50 +149,19 @@ class ExpertGemms:
         for gemm in (self._first, self._second):
             gemm.args.offsets, gemm.args.stored = memory.offsets.data_ptr(), memory.stored.data_ptr()
             gemm.args.begun, gemm.args.deadline = memory.begun.data_ptr(), calls.deadline
-        self.is_stale, self._experts_told = False, (0, 0)
+            gemm.early = True
+        self.is_stale = False
 
     # -- calls ----------------------------------------------------------------------------------------------
 
-    def join(self) -> None:
-        """Make the current stream wait for what this call has put on the other one, if anything."""
-        if self._has_forked:
-            torch.cuda.current_stream(self._device).wait_stream(self._side)
-            self._has_forked = False
-
-    def run(self, waves: int, stream: int, passed: Callable[[str], None]) -> bool:
-        """Run them in waves of experts: GEMM2 of each beside GEMM1 of the next, so that links have work earlier.
-
-        Meanwhile GEMM2, which has half of GEMM1's arithmetic, gets a third of the SMs.
+    def run(self, stream: int, passed: Callable[[str], None]) -> None:
+        """Launch both. GEMM1 begins while the kernel before it sends rows, and GEMM2 while GEMM1 has its last tiles.
 
         Args:
-            stream: the current stream's handle, behind the kernel that sends rows. GEMM1 begins while that runs.
+            stream: handle of the current stream.
             passed: is told when a GEMM has been launched.
-
-        Returns:
-            Whether the last kernel lets the next one on the stream begin early.
         """
-        local, all_sms = self._num_local, self.num_sms
-        waves = min(waves, local)
-        third = max(all_sms // 3 // CLUSTER * CLUSTER, CLUSTER)
-        rest = max(all_sms - third, CLUSTER)
-        main = torch.cuda.current_stream(self._device) if waves > 1 else None
-        side = stream if main is None else self._side.cuda_stream
-        self._second.early = main is None  # behind an event there is no kernel to begin early after
-        for wave in range(waves):
-            first, last = wave == 0, wave == waves - 1
-            experts = wave * local // waves, (wave + 1) * local // waves
-            if experts != self._experts_told:  # or both GEMMs know
-                for gemm in (self._first, self._second):
-                    gemm.args.first_expert, gemm.args.end_expert = experts
-                self._experts_told = experts
-            self._first.early = first
-            self._first.launch(all_sms if first else rest, stream)
-            if last:
-                passed("gemm1")
-            if main is not None:
-                self._side.wait_stream(main)
-                self._has_forked = True
-            self._second.launch(all_sms if last else third, side)
-        self.join()
+        self._first.launch(self.num_sms, stream)
+        passed("gemm1")
+        self._second.launch(self.num_sms, stream)
         passed("gemm2")
-        return main is None

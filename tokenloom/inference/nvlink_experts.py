@@ -16,19 +16,12 @@ from tokenloom.inference.request import Biases, ForwardRequest
 from tokenloom.inference.schedules import MegaSchedule, schedule_for
 from tokenloom.inference.trace import MegaTimes
 from tokenloom.jit.kernel import Kernel
-from tokenloom.kernels.moe.launch import (
-    PACK_FIELDS,
-    PACK_THREADS,
-    SEND_FIELDS,
-    SUM_FIELDS,
-    PackTokensVariant,
-    SumRoutesVariant,
-)
-from tokenloom.plan import Activation
+from tokenloom.kernels.moe.launch import CLUSTER, PACK_FIELDS, PACK_THREADS, SEND_FIELDS, SUM_FIELDS, PackTokensVariant
+from tokenloom.plan import Activation, align_up
 from tokenloom.runtime.streams import current_handle
 
 CALLS = (Upcoming("dispatch"), Upcoming("MegaMoE"))
-"""Calls that each forward opens: FP8 rows travel, then all ranks meet."""
+"""Calls that each forward opens: FP8 rows travel, then results come home."""
 MOST_LOCAL_EXPERTS = 4096
 """Most experts on a rank, because kernels have counts of all of them in shared memory."""
 
@@ -60,8 +53,6 @@ class NvlinkExperts:
         self._gemms = ExpertGemms(self._memory, plan, intermediate, power_of_two_scales, comm.device)
         self._calls: FusedLayerCalls = comm.engine.fused_layer(num_shared_experts)
         self._has_memory = False
-        self._sums = Kernel(SumRoutesVariant(plan, num_shared_experts=num_shared_experts).spec(), comm.device.index)
-        self._sums.early = True
         self._pack_of: dict[torch.dtype, Kernel] = {}
         self._times: MegaTimes | None = None
 
@@ -83,9 +74,8 @@ class NvlinkExperts:
         self._times = times
         for pack in self._pack_of.values():
             pack.args.trace = times.pack.data_ptr()
-        self._calls.trace(times.send)
+        self._calls.trace(times.send, times.sum)
         self._gemms.trace(times.gemm1, times.gemm2)
-        self._sums.args.trace = times.sum.data_ptr()
         return times
 
     # -- calls ----------------------------------------------------------------------------------------------
@@ -109,21 +99,18 @@ class NvlinkExperts:
                 self._gemms.point()
             engine.open_calls.require_room()
             stream = current_handle(self._comm.device) if ready is None else ready
-            schedule = request.schedule or schedule_for(len(inputs.topk_ids), self._comm.num_ranks)
+            schedule = request.schedule or schedule_for(len(inputs.topk_ids))
             ids, number = self._send(request, inputs, schedule, ready, stream)
             engine.open_calls.opened()
             calls.opened()
             try:
                 request.passed("dispatch")
-                early = self._gemms.run(schedule.waves, stream, request.passed)
-                self._calls.meet(number, ready, early)
+                self._gemms.run(stream, request.passed)
+                self._sum(ids, result, number, ready)
             except BaseException:
-                # What sends results home on the other stream is done before the others hear of the fault.
-                self._gemms.join()
                 self._memory.counted.zero_()  # the next call expects zeros
                 raise
             calls.opened()
-            self._sum(ids, result, stream)
             request.passed("sum")
         return result
 
@@ -135,8 +122,8 @@ class NvlinkExperts:
         ready: int | None,
         stream: int,
     ) -> tuple[torch.Tensor, int]:
-        """Pack tokens, and send each route's row to its place: the ids that kernels read, and the
-        number of the dispatch."""
+        """Pack tokens, and send each route's row to its place: the ids that kernels read, and the number of the
+        dispatch. What packs leaves SMs to what sends, which counts routes meanwhile."""
         x, ids, scales = aligned(inputs.x), aligned(inputs.topk_ids), inputs.scales
         num_tokens, stats, weights = x.shape[0], request.expert_stats, inputs.topk_weights
         assert weights is not None, "checked"
@@ -147,7 +134,8 @@ class NvlinkExperts:
         packed = self._memory.packed.data_ptr()
         PACK_FIELDS.write(pack.args, PACK_FIELDS.offset, x.data_ptr(), scales_at, packed, num_tokens)
         # A warp for each token, as far as there is room on the SMs.
-        pack.launch(max(1, min(-(-num_tokens * 32 // PACK_THREADS), 2 * self._gemms.num_sms)), stream)
+        blocks = min(-(-num_tokens * 32 // PACK_THREADS), self._gemms.num_sms - schedule.send_sms)
+        pack.launch(max(align_up(blocks, CLUSTER), CLUSTER), stream)
         SEND_FIELDS.write(
             self._calls.send_args,
             SEND_FIELDS.offset,
@@ -168,16 +156,16 @@ class NvlinkExperts:
             found.args.trace = 0 if self._times is None else self._times.pack.data_ptr()
         return found
 
-    def _sum(self, ids: torch.Tensor, out: torch.Tensor, stream: int) -> None:
+    def _sum(self, ids: torch.Tensor, out: torch.Tensor, dispatch: int, ready: int | None) -> None:
         SUM_FIELDS.write(
-            self._sums.args,
+            self._calls.sum_args,
             SUM_FIELDS.offset,
             ids.data_ptr(),
             out.data_ptr(),
             ids.shape[0],
             ids.dtype == torch.int64,
         )
-        self._sums.launch(self._gemms.num_sms, stream)
+        self._calls.sum(dispatch, ready, self._gemms.num_sms)
 
     # -- memory ---------------------------------------------------------------------------------------------
 
@@ -191,12 +179,10 @@ class NvlinkExperts:
         memory, calls = self._memory, self._calls
         calls.make_memory(fields)
         memory.allocate(self._comm.device)
-        calls.prepare_meetings(memory.met, memory.counted)
         calls.keep(memory, self._gemms)
         for name in ("offsets", "expected", "begun", "packed", "block_counts", "order", "sent"):
             setattr(calls.send_args, name, getattr(memory, name).data_ptr())
-        sums = self._sums.args
-        sums.met, sums.masked = memory.met.data_ptr(), calls.masked
-        sums.combine_recv = calls.results.data_ptr()
+        sums = calls.sum_args
+        sums.counted, sums.num_counted = memory.counted.data_ptr(), memory.counted.numel()
         self._gemms.find_memory(calls)
         self._has_memory = True

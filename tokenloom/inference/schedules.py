@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 
 from tokenloom.errors import InvalidArgument
 from tokenloom.kernels.common import MAX_BLOCKS
@@ -15,21 +14,16 @@ class MegaSchedule:
 
     Attributes:
         send_sms: SMs that send rows to the experts, an even number up to 32, while GEMM1 runs on the others.
-        waves: number of groups of experts. GEMM2 of one group, which sends results home, runs beside GEMM1 of the
-            next.
 
     Raises:
-        InvalidArgument: a number is not as above.
+        InvalidArgument: the number is not as above.
     """
 
     send_sms: int = MAX_BLOCKS
-    waves: int = 1
 
     def __post_init__(self) -> None:
         if self.send_sms not in range(2, MAX_BLOCKS + 1, 2):
             raise InvalidArgument(f"send_sms is {self.send_sms!r}, expected an even number up to {MAX_BLOCKS}")
-        if self.waves < 1:
-            raise InvalidArgument(f"waves is {self.waves!r}, expected 1 or more")
 
 
 SCHEDULES: tuple[tuple[int, MegaSchedule], ...] = (
@@ -39,8 +33,6 @@ SCHEDULES: tuple[tuple[int, MegaSchedule], ...] = (
 """Pairs (most tokens of this rank, schedule), measured (docs/performance/notebook.md)."""
 
 
-@lru_cache(maxsize=1024)
-def schedule_for(num_tokens: int, num_ranks: int) -> MegaSchedule:
-    """Return the schedule for a number of tokens. A single rank sends nothing home, so it needs no waves."""
-    found = next(schedule for most, schedule in SCHEDULES if num_tokens <= most)
-    return found if num_ranks > 1 else replace(found, waves=1)
+def schedule_for(num_tokens: int) -> MegaSchedule:
+    """Return the schedule for a number of tokens."""
+    return next(schedule for most, schedule in SCHEDULES if num_tokens <= most)

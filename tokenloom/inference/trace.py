@@ -19,7 +19,7 @@ class MegaTimes:
         send: int64 [blocks, marks], when each block of the kernel that sends rows has passed each of
             ``tokenloom.kernels.common.MARKS``.
         gemm1, gemm2: int64 [blocks, role, tile, 2], when each role of each block works on each of its tiles. Roles are
-            ``tokenloom.kernels.gemm.launch.TRACE_ROLES``. With several waves, the times of the last one remain.
+            ``tokenloom.kernels.gemm.launch.TRACE_ROLES``.
         sum: int64 [blocks, 2], when each block adds rows.
     """
 

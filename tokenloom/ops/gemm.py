@@ -225,7 +225,6 @@ def _launch(
     if wide_scales(a.shape[-1]):
         args.a_scale_map = scale_map(a_scales.flatten(0, -2))
     args.a_scales, args.b_scales = a_scales.data_ptr(), b_scales.data_ptr()
-    args.first_expert, args.end_expert = 0, b.shape[0]
     if expert_offsets is not None:
         args.offsets = expert_offsets.data_ptr()
     if expert_counts is not None:

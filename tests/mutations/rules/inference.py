@@ -62,17 +62,9 @@ MUTATIONS = (
         name="counts-of-tiles-go-on",
         rule="counts of stored tiles are not set to 0 between calls",
         target="tokenloom.inference.nvlink_experts:NvlinkExperts._make_memory",
-        old="calls.prepare_meetings(memory.met, memory.counted)",
-        new="calls.prepare_meetings(memory.met, memory.begun)",
+        old="memory.counted.numel()",
+        new="1",
         tests=("tests/inference/test_mega_launches.py::test_each_call_tells_its_own_tensors",),
-    ),
-    Mutation(
-        name="waves-begin-early",
-        rule="GEMMs in waves are launched early, too",
-        target="tokenloom.inference.expert_gemms:ExpertGemms.run",
-        old="self._first.early = first",
-        new="self._first.early = True",
-        tests=("tests/inference/test_mega_launches.py::test_kernels_begin_early_behind_one_another",),
     ),
     Mutation(
         name="one-shared-expert",
@@ -97,14 +89,6 @@ MUTATIONS = (
         old="calls.keep(memory, self._gemms)",
         new="pass",
         tests=("tests/inference/test_mega_launches.py::test_graphs_keep_the_memory_between_kernels",),
-    ),
-    Mutation(
-        name="waves-without-sms",
-        rule="on a GPU of a few SMs, waves leave none to GEMM2",
-        target="tokenloom.inference.expert_gemms:ExpertGemms.run",
-        old="max(all_sms // 3 // CLUSTER * CLUSTER, CLUSTER)",
-        new="all_sms // 3 // CLUSTER * CLUSTER",
-        tests=(f"{EMULATED}::test_mega[one block]",),
     ),
     Mutation(
         name="rows-before-they-arrive",
@@ -157,9 +141,9 @@ MUTATIONS = (
     Mutation(
         name="sums-of-a-refused-call",
         rule="tokens of a call that was refused get sums of what lies there",
-        target="kernels/moe/sum_routes.cuh:sum_routes",
-        old="*args.met != 0",
-        new="true",
+        target="kernels/moe/sum_routes.cuh:sum_all_routes",
+        old="!= Opened::kGo",
+        new="== Opened::kExpired",
         tests=(f"{EMULATED}::test_a_fault_on_one_rank[x]",),
     ),
     Mutation(

@@ -69,17 +69,12 @@ struct ClaimingTiles {
     static constexpr int kClaims = 6, kTells = 2;  // so many blocks of K before a tile's end, if it has as many
     ToldTiles<kN, Bounds, true> told;
     uint32* claimed;  // claims of all clusters; 0 before the launch, and behind it
-    int32 block, expert, end_expert;
+    int32 block, expert = 0;
     int32 passed = 0;    // pairs of the experts before
     uint32 earlier = 0;  // claims before this cluster's last one
 
-    __device__ __forceinline__ ClaimingTiles(TileBoard& board, const ExpertTable<Bounds>& table, uint32* claimed_,
-                                             int32 block_)
-        : told{board, table.bounds},
-          claimed(claimed_),
-          block(block_),
-          expert(table.first_expert),
-          end_expert(table.end_expert) {}
+    __device__ __forceinline__ ClaimingTiles(TileBoard& board, const Bounds& bounds, uint32* claimed_, int32 block_)
+        : told{board, bounds}, claimed(claimed_), block(block_) {}
 
     __device__ __forceinline__ static uint32 clusters() { return gridDim.x / kClusterBlocks; }
 
@@ -110,13 +105,12 @@ struct ClaimingTiles {
     // Whether there is a pair of this place among all.
     __device__ __forceinline__ bool tell(uint32 number, uint32 place) {
         TileBoard& board = told.board;
-        while (expert < end_expert) {
+        for (; expert < Bounds::kExperts; ++expert) {
             const int32 pairs = row_tiles_of(told.bounds, expert) * kStripPairs<kN>;
             if (place < static_cast<uint32>(passed + pairs)) break;
             passed += pairs;
-            ++expert;
         }
-        const bool found = expert < end_expert;
+        const bool found = expert < Bounds::kExperts;
         const uint32 slot = number % TileBoard::kSlots, turn = number / TileBoard::kSlots;
         if (turn > 0) mbarrier_wait(&board.empty[slot], (turn - 1) & 1);
         for (int32 each = 0; each < kClusterBlocks; ++each) {

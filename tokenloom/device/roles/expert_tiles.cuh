@@ -6,15 +6,16 @@
 #pragma once
 #include "device/roles/gemm_tile.cuh"
 
-// *Bounds* say which rows are which expert's, in shared memory:
+// *Bounds* say which rows are which of kExperts experts', in shared memory:
 //
 //   fill(..., int threads)     by all threads of the block; complete after a barrier
 //   int32 begin(int32 expert)  its first row
 //   int32 end(int32 expert)    the row after its last
 //
 // Here each expert's rows follow those of the one before.
-template <int kExperts>
+template <int kNumExperts>
 struct BoundsByOffset {
+    static constexpr int32 kExperts = kNumExperts;
     int32 offsets[kExperts + 1];  // first row of each expert
 
     __device__ __forceinline__ void fill(const int32* from, int threads) {
@@ -25,8 +26,9 @@ struct BoundsByOffset {
 };
 
 // Here each expert has as many places as the others, and its rows fill the first of them.
-template <int kExperts>
+template <int kNumExperts>
 struct BoundsInSlots {
+    static constexpr int32 kExperts = kNumExperts;
     int32 counts[kExperts];
     int32 capacity;  // places of each expert
 
@@ -36,13 +38,6 @@ struct BoundsInSlots {
     }
     __device__ __forceinline__ int32 begin(int32 expert) const { return expert * capacity; }
     __device__ __forceinline__ int32 end(int32 expert) const { return begin(expert) + counts[expert]; }
-};
-
-// What the source reads, in shared memory. A launch may take a range of the experts.
-template <class Bounds>
-struct ExpertTable {
-    Bounds bounds;
-    int32 first_expert, end_expert;
 };
 
 template <int kN>  // columns of the output before the epilogue
@@ -66,16 +61,14 @@ template <int kN, class Bounds>
 struct ExpertTiles {
     const Bounds& bounds;
     int32 pair;  // of tiles, among those of its expert
-    int32 expert, end_expert;
+    int32 expert = 0;
 
-    __device__ explicit ExpertTiles(const ExpertTable<Bounds>& table)
-        : bounds(table.bounds),
-          pair(static_cast<int32>(blockIdx.x / kClusterBlocks) - static_cast<int32>(gridDim.x / kClusterBlocks)),
-          expert(table.first_expert),
-          end_expert(table.end_expert) {}
+    __device__ explicit ExpertTiles(const Bounds& bounds_)
+        : bounds(bounds_),
+          pair(static_cast<int32>(blockIdx.x / kClusterBlocks) - static_cast<int32>(gridDim.x / kClusterBlocks)) {}
 
     __device__ bool next(uint32) {
-        for (pair += gridDim.x / kClusterBlocks; expert < end_expert; ++expert) {
+        for (pair += gridDim.x / kClusterBlocks; expert < Bounds::kExperts; ++expert) {
             const int32 pairs = row_tiles_of(bounds, expert) * kStripPairs<kN>;
             if (pair < pairs) return true;
             pair -= pairs;

@@ -29,8 +29,6 @@ struct GroupedGemmArgs {
     float clamp;                 // SwiGLU, clamped: the most of a gate, and the largest magnitude of an up
     int32 capacity;              // slots: S, the places of each expert; expert e has rows e * S and on
     uint64* trace;               // traced: [blocks][kTraceRoles][kTracedTiles][2] nanoseconds
-    int32 first_expert;          // the range of experts whose rows this launch multiplies
-    int32 end_expert;
     const int32* counts;         // slots: [E] rows of each expert; device memory
     const float* bias;           // biased: [E, N], in the order of b's rows
     float alpha;                 // SwiGLU of another form: as in Activation
@@ -48,7 +46,6 @@ struct GroupedGemmArgs {
     const uint64* peers;         // [ranks] every rank's buffer,
     uint64 results;              // offset in it of rows of bfloat16
     uint32* claimed;             // claims: [1] count of claimed tiles, 0 before and after
-    uint64 padding[7];           // tensor maps are aligned to 64 bytes, and so is this
 };
 
 // One of two GEMMs in turn.
@@ -113,7 +110,7 @@ struct GemmShared {
     alignas(1024) OperandRing<kStages> ring;
     Staging<Epilogue::kTileRowBytes> staging;
     typename Epilogue::Shared epilogue;
-    ExpertTable<Bounds> experts;
+    Bounds bounds;
     TileBoard board;
     uint32 epoch;                        // of the call whose rows arrive
     uint64 peers[kRanks > 0 ? kRanks : 1];  // args.peers, if results are scattered
@@ -123,8 +120,8 @@ struct GemmShared {
 template <class Shape, class Shared>
 __device__ __forceinline__ auto tiles_of(Shared& shared) {
     using Bounds = decltype(bounds_of<Shape>());
-    if constexpr (Shape::claims != 0) return ToldTiles<Shape::n, Bounds>{shared.board, shared.experts.bounds};
-    else return ExpertTiles<Shape::n, Bounds>(shared.experts);
+    if constexpr (Shape::claims != 0) return ToldTiles<Shape::n, Bounds>{shared.board, shared.bounds};
+    else return ExpertTiles<Shape::n, Bounds>(shared.bounds);
 }
 
 template <class Shape>
@@ -157,11 +154,9 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
     }
     if constexpr (Shape::scatters != 0)
         if (threadIdx.x < Shape::num_ranks) shared.peers[threadIdx.x] = args.peers[threadIdx.x];
-    if constexpr (Shape::slots != 0) shared.experts.bounds.fill(args.counts, args.capacity, kThreads);
-    else shared.experts.bounds.fill(args.offsets, kThreads);
+    if constexpr (Shape::slots != 0) shared.bounds.fill(args.counts, args.capacity, kThreads);
+    else shared.bounds.fill(args.offsets, kThreads);
     if (threadIdx.x == 0) {
-        shared.experts.first_expert = args.first_expert;
-        shared.experts.end_expert = args.end_expert;
         shared.ring.init(kLoaderArrivals + (Rows::kSecondWarp ? kSecondWarpArrivals : 0), kMathArrivals);
         shared.staging.init(kStagingArrivals, kStoreArrivals);
         shared.board.init(1 + kClusterBlocks * (Rows::kSecondWarp + kGroups * kGroupWarps + kStoreWarps));
@@ -178,7 +173,7 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
             const auto gate = gate_of<Shape>(args, epoch);
             if constexpr (Shape::claims != 0)
                 load_tiles(shared.ring, rows, weights,
-                           ClaimingTiles<Shape::n, Bounds>(shared.board, shared.experts, args.claimed, block), trace,
+                           ClaimingTiles<Shape::n, Bounds>(shared.board, shared.bounds, args.claimed, block), trace,
                            block, gate);
             else load_tiles(shared.ring, rows, weights, tiles_of<Shape>(shared), trace, block, gate);
         }

@@ -108,7 +108,6 @@ class GroupedGemmArgs(ctypes.Structure):
         ("clamp", ctypes.c_float),
         *int32_fields("capacity"),
         *uint64_fields("trace"),
-        *int32_fields("first_expert", "end_expert"),
         *uint64_fields("counts", "bias"),
         ("alpha", ctypes.c_float),
         ("up_offset", ctypes.c_float),
@@ -118,7 +117,6 @@ class GroupedGemmArgs(ctypes.Structure):
         *uint64_fields("arrived", "expected"),
         ("deadline", Deadline),
         *uint64_fields("row_homes", "peers", "results", "claimed"),
-        ("padding", ctypes.c_uint64 * 7),
     ]
 
 
@@ -199,7 +197,7 @@ class GroupedGemmVariant:
         ring += 2 * 4 * SCALE_BLOCKS * (TILE_ROWS + TILE_COLUMNS // BLOCK)
         staging = TILE_ROWS * (self.epilogue.tile_row_bytes + 16) + 2 * barriers
         epilogue = align_up(self.epilogue.shared_bytes, 4)
-        experts = 4 * (self.num_experts + 3)
+        experts = 4 * (self.num_experts + 1)
         board = 4 * (2 * 4 + 2 * 8) + 4
         calls = 8 + 8 * max(self.awaits, self.scatters, 1)
         return align_up(align_up(ring, 128) + staging + epilogue + experts + board + calls, 1024)

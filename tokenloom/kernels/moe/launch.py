@@ -36,7 +36,7 @@ PACK_THREADS = SUM_THREADS = 512
 TERMS_AT_ONCE = 8
 """Most rows of a token that are loaded together to be added."""
 CLUSTER = 2
-"""Blocks of a cluster, as those of GEMM1."""
+"""Blocks of a cluster, as those of GEMM1, so that kernels leave whole pairs of SMs to each other."""
 HOME_ROW_BITS = 26
 """kHomeRowBits of device/roles/arrivals.cuh."""
 
@@ -76,9 +76,12 @@ class SumRoutesArgs(ctypes.Structure):
     """Mirror of SumRoutesArgs in sum_routes.cuh, which says what each value is."""
 
     _fields_ = [
+        ("call", Call),
         *uint64_fields("topk_ids", "out"),
         *int32_fields("num_tokens", "ids_are_int64"),
-        *uint64_fields("met", "masked", "combine_recv", "trace"),
+        *uint64_fields("combine_recv", "counted"),
+        *int32_fields("num_counted", "padding"),
+        *uint64_fields("trace"),
     ]
 
 
@@ -115,7 +118,7 @@ class PackTokensVariant:
         return f"pack_tokens, h{self.hidden} {short_name(self.dtype)}{scales}"
 
     def spec(self) -> KernelSpec:
-        """What to compile and how to launch it: with any number of blocks."""
+        """What to compile and how to launch it: with an even number of blocks."""
         quantize = self.dtype in DTYPES
         shape = {
             "hidden": self.hidden,
@@ -126,7 +129,8 @@ class PackTokensVariant:
             "threads": PACK_THREADS,
         }
         path = "kernels/moe/pack_tokens.cuh"
-        return KernelSpec("pack_tokens", path, tuple(shape.items()), PackTokensArgs, PACK_THREADS)
+        shape_items = tuple(shape.items())
+        return KernelSpec("pack_tokens", path, shape_items, PackTokensArgs, PACK_THREADS, cluster=CLUSTER)
 
 
 @dataclass(frozen=True)
@@ -181,7 +185,7 @@ class SendRoutesVariant:
             tuple(shape.items()),
             SendRoutesArgs,
             SEND_THREADS,
-            cluster=CLUSTER,  # so that it leaves whole pairs of SMs to GEMM1
+            cluster=CLUSTER,
             shared_bytes=shared_bytes,
         )
 
