@@ -77,12 +77,13 @@ def call(layer: tl.MegaMoE, num_tokens: int = 5, dtype: torch.dtype = BF16, **op
 
 def same_call(launches: Launches) -> None:
     """The kernels of a call agree on where its results and the memory between them are."""
-    packed, sent, gemm1, gemm2, summed = (
-        launches[name] for name in ("pack_tokens", "send_routes", "gemm1", "gemm2", "sum_routes")
+    packed, sent, gemm1, gemm2, summed, barrier = (
+        launches[name] for name in ("pack_tokens", "send_routes", "gemm1", "gemm2", "sum_routes", "barrier")
     )
     assert packed.num_tokens == sent.num_tokens == summed.num_tokens
     assert packed.packed == sent.packed
     assert summed.topk_ids == sent.topk_ids
+    assert summed.met == barrier.opened
     assert gemm1.offsets == gemm2.offsets == sent.offsets
     assert gemm1.expected == sent.expected
     mine = summed.combine_recv - gemm2.results  # where this rank's part of what all ranks write to begins
@@ -93,9 +94,9 @@ def same_call(launches: Launches) -> None:
     assert gemm2.a_scales == gemm1.out_scales
     deadlines = [(each.fault, each.fault_claimed, each.timeout_ns) for each in (gemm1.deadline, gemm2.deadline)]
     assert deadlines == [(sent.call.fault, sent.call.fault_claimed, sent.call.timeout_ns)] * 2
-    assert summed.counted == gemm1.begun == gemm2.begun == sent.begun, "it is 0 at first"
+    assert barrier.cleared == gemm1.begun == gemm2.begun == sent.begun, "it is 0 at first"
     assert gemm1.stored == gemm2.stored == sent.begun + 4 * LINE, "and what is counted there, from 0 too"
-    assert summed.num_counted == LINE + tile_places(NUM_RANKS * 600 * TOP_K, LOCAL)
+    assert barrier.num_cleared == LINE + tile_places(NUM_RANKS * 600 * TOP_K, LOCAL)
     assert gemm2.stored_by == 2 * 2 * (2 * INTERMEDIATE // 512), "two warps of two blocks for each pair of strips"
 
 
@@ -129,14 +130,14 @@ def test_each_gemm_counts_its_own_claims(launches: Launches) -> None:
 
 
 def test_kernels_begin_early_behind_one_another(launches: Launches) -> None:
-    """All but the first, and no others run in a call."""
+    """All but the first. One block waits for other ranks: two layers on two streams could else wait for each other."""
     layer = make_layer()
     layer.use_weights(*new_weights())
-    call(layer)  # the first makes memory
-    launches.clear()
     call(layer)
     early = {name: launches[name].early for name in launches}
-    assert early == {"pack_tokens": False, "send_routes": True, "gemm1": True, "gemm2": True, "sum_routes": True}
+    names = ("pack_tokens", "send_routes", "gemm1", "gemm2", "barrier", "sum_routes")
+    assert early == {name: name != "pack_tokens" for name in names}
+    assert launches["barrier"].blocks == 1
 
 
 def test_what_packs_leaves_sms_to_what_sends(launches: Launches) -> None:

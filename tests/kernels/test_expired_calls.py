@@ -12,10 +12,10 @@ import torch
 
 from tests.kernels.one_gpu import DEVICE, LONG_S, SHORT_S, needs_one_gpu
 from tests.kernels.silent_peer import BLOCKS, OPTIONS_HASH, Rank0, error_of, int32
+from tokenloom.kernels.barrier.launch import BarrierVariant
 from tokenloom.kernels.combine.launch import CombineVariant, max_chunks
 from tokenloom.kernels.common import MAX_BLOCKS
 from tokenloom.kernels.dispatch.launch import DispatchVariant, block_count_words
-from tokenloom.kernels.moe.launch import SumRoutesVariant
 from tokenloom.plan import Plan
 from tokenloom.runtime.kernel_reports import PHASES, CallOutcome
 
@@ -256,23 +256,15 @@ def test_a_dispatch_in_halves_that_is_refused(layout: str) -> None:
 
 
 @pytest.mark.parametrize("opens", [True, False])
-def test_a_layer_adds_what_all_ranks_have_sent(opens: bool) -> None:
-    """NaN where one of them does not come; the counts of the call are cleared in either case."""
+def test_a_barrier_says_whether_it_opened(opens: bool) -> None:
+    """And clears what it is asked to, in either case."""
     rank0 = Rank0(PLAN, "open")
-    counted = int32([99, 99, 99, 99])
-    ids = torch.tensor([[0, 3], [-1, 2], [-1, -1]], device=DEVICE)
-    rows = torch.full((len(ids), PLAN.top_k, PLAN.hidden), 2.0, dtype=torch.bfloat16, device=DEVICE)
-    out = torch.full((len(ids), PLAN.hidden), OLD, dtype=torch.bfloat16, device=DEVICE)
-    kernel = rank0.kernel(SumRoutesVariant(PLAN))
-    args = kernel.args
-    args.topk_ids, args.out, args.num_tokens, args.ids_are_int64 = ids.data_ptr(), out.data_ptr(), len(ids), 1
-    args.combine_recv, args.counted, args.num_counted = rows.data_ptr(), counted.data_ptr(), 3
+    opened, cleared = int32([99]), int32([99, 99, 99, 99])
+    kernel = rank0.kernel(BarrierVariant(PLAN))
+    kernel.args.opened, kernel.args.cleared, kernel.args.num_cleared = opened.data_ptr(), cleared.data_ptr(), 3
     if opens:
         rank0.open_by_rank_1([])
-    rank0.run(kernel)
-    if opens:
-        assert out.tolist() == [[sum_of_token] * PLAN.hidden for sum_of_token in (4.0, 2.0, 0.0)]
-    else:
-        assert out.isnan().all()
-    assert counted.tolist() == [0, 0, 0, 99]
+    rank0.run(kernel, blocks=1)
+    assert opened.tolist() == [int(opens)]
+    assert cleared.tolist() == [0, 0, 0, 99]
     assert error_of(rank0) == (None if opens else ((1,), PHASES[1]))

@@ -30,7 +30,7 @@ class ExpertMemory:
         num_local: experts on this rank, shared ones included.
         num_places: most rows that they can have.
         sizes: shape and dtype of each part.
-        counted: what is 0 before each call: ``begun``, and ``stored`` tiles of rows. The sum sets it back.
+        counted: what is 0 before each call: ``begun``, and ``stored`` tiles of rows. The meeting sets it back.
         packed: own tokens as they are sent.
         activations: [places, I].
     """
@@ -40,6 +40,7 @@ class ExpertMemory:
     counted: torch.Tensor
     begun: torch.Tensor
     stored: torch.Tensor
+    met: torch.Tensor
     block_counts: torch.Tensor
     order: torch.Tensor
     sent: torch.Tensor
@@ -56,6 +57,7 @@ class ExpertMemory:
             "offsets": ((self.num_local + 1,), int32),
             "expected": ((self.num_local,), int32),
             "counted": ((LINE + tile_places(places, self.num_local),), int32),
+            "met": ((1,), int32),
             "block_counts": ((block_count_words(plan, MAX_BLOCKS),), int32),
             "order": ((tokens * plan.top_k, 4), int32),
             "sent": ((plan.num_experts + num_shared_experts,), int32),

@@ -16,12 +16,20 @@ from tokenloom.inference.request import Biases, ForwardRequest
 from tokenloom.inference.schedules import MegaSchedule, schedule_for
 from tokenloom.inference.trace import MegaTimes
 from tokenloom.jit.kernel import Kernel
-from tokenloom.kernels.moe.launch import CLUSTER, PACK_FIELDS, PACK_THREADS, SEND_FIELDS, SUM_FIELDS, PackTokensVariant
+from tokenloom.kernels.moe.launch import (
+    CLUSTER,
+    PACK_FIELDS,
+    PACK_THREADS,
+    SEND_FIELDS,
+    SUM_FIELDS,
+    PackTokensVariant,
+    SumRoutesVariant,
+)
 from tokenloom.plan import Activation, align_up
 from tokenloom.runtime.streams import current_handle
 
 CALLS = (Upcoming("dispatch"), Upcoming("MegaMoE"))
-"""Calls that each forward opens: FP8 rows travel, then results come home."""
+"""Calls that each forward opens: FP8 rows travel, then all ranks meet."""
 MOST_LOCAL_EXPERTS = 4096
 """Most experts on a rank, because kernels have counts of all of them in shared memory."""
 
@@ -53,6 +61,8 @@ class NvlinkExperts:
         self._gemms = ExpertGemms(self._memory, plan, intermediate, power_of_two_scales, comm.device)
         self._calls: FusedLayerCalls = comm.engine.fused_layer(num_shared_experts)
         self._has_memory = False
+        self._sums = Kernel(SumRoutesVariant(plan, num_shared_experts=num_shared_experts).spec(), comm.device.index)
+        self._sums.early = True
         self._pack_of: dict[torch.dtype, Kernel] = {}
         self._times: MegaTimes | None = None
 
@@ -74,8 +84,9 @@ class NvlinkExperts:
         self._times = times
         for pack in self._pack_of.values():
             pack.args.trace = times.pack.data_ptr()
-        self._calls.trace(times.send, times.sum)
+        self._calls.trace(times.send)
         self._gemms.trace(times.gemm1, times.gemm2)
+        self._sums.args.trace = times.sum.data_ptr()
         return times
 
     # -- calls ----------------------------------------------------------------------------------------------
@@ -106,11 +117,12 @@ class NvlinkExperts:
             try:
                 request.passed("dispatch")
                 self._gemms.run(stream, request.passed)
-                self._sum(ids, result, number, ready)
+                self._calls.meet(number, ready)
             except BaseException:
                 self._memory.counted.zero_()  # the next call expects zeros
                 raise
             calls.opened()
+            self._sum(ids, result, stream)
             request.passed("sum")
         return result
 
@@ -156,16 +168,16 @@ class NvlinkExperts:
             found.args.trace = 0 if self._times is None else self._times.pack.data_ptr()
         return found
 
-    def _sum(self, ids: torch.Tensor, out: torch.Tensor, dispatch: int, ready: int | None) -> None:
+    def _sum(self, ids: torch.Tensor, out: torch.Tensor, stream: int) -> None:
         SUM_FIELDS.write(
-            self._calls.sum_args,
+            self._sums.args,
             SUM_FIELDS.offset,
             ids.data_ptr(),
             out.data_ptr(),
             ids.shape[0],
             ids.dtype == torch.int64,
         )
-        self._calls.sum(dispatch, ready, self._gemms.num_sms)
+        self._sums.launch(self._gemms.num_sms, stream)
 
     # -- memory ---------------------------------------------------------------------------------------------
 
@@ -179,10 +191,12 @@ class NvlinkExperts:
         memory, calls = self._memory, self._calls
         calls.make_memory(fields)
         memory.allocate(self._comm.device)
+        calls.prepare_meetings(memory.met, memory.counted)
         calls.keep(memory, self._gemms)
         for name in ("offsets", "expected", "begun", "packed", "block_counts", "order", "sent"):
             setattr(calls.send_args, name, getattr(memory, name).data_ptr())
-        sums = calls.sum_args
-        sums.counted, sums.num_counted = memory.counted.data_ptr(), memory.counted.numel()
+        sums = self._sums.args
+        sums.met, sums.masked = memory.met.data_ptr(), calls.masked
+        sums.combine_recv = calls.results.data_ptr()
         self._gemms.find_memory(calls)
         self._has_memory = True

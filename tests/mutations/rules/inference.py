@@ -62,8 +62,8 @@ MUTATIONS = (
         name="counts-of-tiles-go-on",
         rule="counts of stored tiles are not set to 0 between calls",
         target="tokenloom.inference.nvlink_experts:NvlinkExperts._make_memory",
-        old="memory.counted.numel()",
-        new="1",
+        old="calls.prepare_meetings(memory.met, memory.counted)",
+        new="calls.prepare_meetings(memory.met, memory.begun)",
         tests=("tests/inference/test_mega_launches.py::test_each_call_tells_its_own_tensors",),
     ),
     Mutation(
@@ -141,9 +141,9 @@ MUTATIONS = (
     Mutation(
         name="sums-of-a-refused-call",
         rule="tokens of a call that was refused get sums of what lies there",
-        target="kernels/moe/sum_routes.cuh:sum_all_routes",
-        old="!= Opened::kGo",
-        new="== Opened::kExpired",
+        target="kernels/moe/sum_routes.cuh:sum_routes",
+        old="*args.met != 0",
+        new="true",
         tests=(f"{EMULATED}::test_a_fault_on_one_rank[x]",),
     ),
     Mutation(

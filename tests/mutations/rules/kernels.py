@@ -100,12 +100,12 @@ EXPIRED_CALLS = (
         gpu=True,
     ),
     Mutation(
-        name="sums-without-a-rank",
-        rule="a layer gives sums though a rank did not come",
-        target="kernels/moe/sum_routes.cuh:sum_all_routes",
-        old="!= Opened::kGo",
-        new="== Opened::kRefused",
-        tests=(f"{EXPIRED}::test_a_layer_adds_what_all_ranks_have_sent",),
+        name="barrier-always-opened",
+        rule="a barrier says that it opened when a rank did not come",
+        target="kernels/barrier/barrier.cuh:barrier",
+        old="*args.opened = opened == Opened::kGo",
+        new="*args.opened = 1",
+        tests=(f"{EXPIRED}::test_a_barrier_says_whether_it_opened",),
         gpu=True,
     ),
 )

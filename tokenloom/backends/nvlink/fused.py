@@ -9,19 +9,19 @@ from tokenloom.backends.nvlink.buffers import Buffers
 from tokenloom.backends.nvlink.launcher import Launcher
 from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT
 from tokenloom.errors import InvalidArgument
+from tokenloom.kernels.barrier.launch import BarrierVariant
 from tokenloom.kernels.common import Deadline
-from tokenloom.kernels.moe.launch import HOME_ROW_BITS, SendRoutesVariant, SumRoutesVariant
+from tokenloom.kernels.moe.launch import HOME_ROW_BITS, SendRoutesVariant
 from tokenloom.plan import FP8_BLOCK
 
 FP8 = torch.float8_e4m3fn
 
 
 class FusedLayerCalls:
-    """Calls of one MegaMoE: its dispatch, and the sum of what comes home, a call of its own.
+    """Calls of one MegaMoE. Its ranks all meet after the last use of a dispatch's rows, before the next dispatch.
 
     Attributes:
         send_args: arguments of the kernel that sends rows, SendRoutesArgs of send_routes.cuh.
-        sum_args: arguments of the kernel that adds results, SumRoutesArgs of sum_routes.cuh.
         rows, row_scales, row_homes, row_weights, arrived: where rows arrive, once there is memory.
         peers: address of every rank's address of that memory. results_offset: where results come home in it.
         deadline: for kernels that wait for rows.
@@ -32,6 +32,7 @@ class FusedLayerCalls:
     row_homes: torch.Tensor
     row_weights: torch.Tensor
     arrived: torch.Tensor
+    results: torch.Tensor
 
     def __init__(self, launcher: Launcher, buffers: Buffers, num_shared_experts: int) -> None:
         plan = launcher.plan
@@ -43,19 +44,19 @@ class FusedLayerCalls:
             )
         self._launcher, self._buffers, self._num_shared = launcher, buffers, num_shared_experts
         self._sender = launcher.new_kernel(SendRoutesVariant(plan, num_shared_experts=num_shared_experts))
-        self._summer = launcher.new_kernel(SumRoutesVariant(plan, num_shared_experts=num_shared_experts))
+        self._barrier = launcher.new_kernel(BarrierVariant(plan=plan))
         self._dispatch = CallKind({"call": "dispatch", NUMBER: 0})
-        self._sum = CallKind({"call": "MegaMoE", NUMBER: 0})
-        self._sender.early = self._summer.early = True
-        self.send_args, self.sum_args = self._sender.args, self._summer.args
+        self._meeting = CallKind({"call": "MegaMoE", NUMBER: 0})
+        self._sender.early = self._barrier.early = True
+        self.send_args = self._sender.args
         opening = self._sender.opening
         self.deadline = Deadline(opening.fault, opening.fault_claimed, opening.timeout_ns)
 
     def make_room(self) -> int | None:
-        """Settle so many calls that until the sum nothing old is raised.
+        """Settle so many calls that until the meeting nothing old is raised.
 
         Returns:
-            What :meth:`Launcher.ready` gives, for the dispatch and the sum.
+            What :meth:`Launcher.ready` gives, for the dispatch and the meeting.
         """
         stream = self._launcher.ready(CALLS_IN_FLIGHT - 1)
         if stream is None and not torch.cuda.is_current_stream_capturing():
@@ -72,19 +73,29 @@ class FusedLayerCalls:
         self.row_homes = shared.view("row_homes", torch.int32, (places,))
         self.row_weights = shared.view("row_weights", torch.float32, (places,))
         self.arrived = shared.view("arrived", torch.int32, (plan.experts_per_rank + self._num_shared, plan.num_ranks))
+        self.results = shared.view("combine_recv", torch.uint8, (1,))
         self.peers, self.results_offset = shared.peers.data_ptr(), shared.layout.offset("combine_recv")
         self.send_args.peers = self.peers
-        self.sum_args.combine_recv = shared.view("combine_recv", torch.uint8, (1,)).data_ptr()
         for name in ("rows", "row_scales", "row_homes", "row_weights", "arrived"):
             setattr(self.send_args, name, shared.layout.offset(name))
+
+    def prepare_meetings(self, opened: torch.Tensor, cleared: torch.Tensor) -> None:
+        """Say what meetings write from now on.
+
+        Args:
+            opened: int32 [1], becomes 1 if all ranks came and none has a fault, else 0.
+            cleared: int32, becomes zeros.
+        """
+        args = self._barrier.args
+        args.opened, args.cleared, args.num_cleared = opened.data_ptr(), cleared.data_ptr(), cleared.numel()
 
     def keep(self, *used: object) -> None:
         """Let graphs that capture calls keep these alive, which the calls use."""
         self._launcher.keep_with_graphs.extend(used)
 
-    def trace(self, send: torch.Tensor, sums: torch.Tensor) -> None:
-        """From now on kernels write when their blocks work, as in ``MegaTimes.send`` and ``MegaTimes.sum``."""
-        self._sender.opening.trace, self.sum_args.trace = send.data_ptr(), sums.data_ptr()
+    def trace(self, times: torch.Tensor) -> None:
+        """From now on the kernel that sends rows writes when its blocks pass each phase, as in ``MegaTimes.send``."""
+        self._sender.opening.trace = times.data_ptr()
 
     def follow(self) -> None:
         """Let the current stream wait for that of the call before: then kernels may come before the dispatch."""
@@ -100,7 +111,7 @@ class FusedLayerCalls:
             blocks: SMs that it takes.
 
         Returns:
-            Number of the dispatch, for the sum.
+            Number of the dispatch, for the meeting.
         """
         number = self._launcher.num_calls
         if stream is None:
@@ -109,18 +120,17 @@ class FusedLayerCalls:
             self._launcher.launch_ready(self._sender, self._dispatch, number, stream, blocks=blocks)
         return number
 
-    def sum(self, dispatch: int, stream: int | None, blocks: int) -> None:
-        """Put the kernel that adds results on the stream. Whoever adds has heard of all ranks, whose results are here.
+    def meet(self, dispatch: int, stream: int | None) -> None:
+        """Put a meeting of all ranks on the stream. Who has met sees all that the others have sent before.
 
         Args:
             dispatch: number of the dispatch that it belongs to.
             stream: what :meth:`make_room` has given before that, if nothing else was called since.
-            blocks: most SMs that it takes.
         """
         if stream is None:
-            self._launcher.launch(self._summer, self._sum, dispatch, blocks=blocks)
+            self._launcher.launch(self._barrier, self._meeting, dispatch, blocks=1)
         else:
-            self._launcher.launch_ready(self._summer, self._sum, dispatch, stream, blocks=blocks)
+            self._launcher.launch_ready(self._barrier, self._meeting, dispatch, stream, blocks=1)
 
     @property
     def masked(self) -> int:

@@ -118,7 +118,8 @@ class Launcher:
         self._all_kernels: weakref.WeakSet[OpeningKernel] = weakref.WeakSet()
         # Epoch, masked ranks, blocks out, two kinds of claims.
         self._state = torch.zeros(5, dtype=torch.int32, device=ranks.device)
-        keep_until_idle(self, ranks.device, self._state)
+        self._opened = torch.zeros(1, dtype=torch.int32, device=ranks.device)
+        keep_until_idle(self, ranks.device, self._state, self._opened)
         self.outcomes = Outcomes(ranks, control)
         self._last: torch.cuda.Stream | None = None  # where the last eager call is
         self._last_handle = -1  # of it
@@ -384,7 +385,9 @@ class Launcher:
 
     def empty_call(self, fields: Fields) -> tuple[OpeningKernel, int | None]:
         """The kernel that opens such a call and does nothing else, and the blocks that it takes."""
-        return self.kernel(BarrierVariant(plan=self.plan)), 1
+        kernel = self.kernel(BarrierVariant(plan=self.plan))
+        kernel.args.opened, kernel.args.num_cleared = self._opened.data_ptr(), 0
+        return kernel, 1
 
     def agree_before_memory(self, fields: Fields) -> None:
         """Agree that this call comes next: or some ranks would wait in making memory for others that do not.

@@ -6,7 +6,7 @@ import ctypes
 from dataclasses import dataclass
 
 from tokenloom.jit.compiler import KernelSpec
-from tokenloom.kernels.common import Call, describe
+from tokenloom.kernels.common import Call, describe, int32_fields, uint64_fields
 from tokenloom.plan import Plan
 
 THREADS = 128
@@ -15,7 +15,7 @@ THREADS = 128
 class BarrierArgs(ctypes.Structure):
     """Mirror of BarrierArgs in barrier.cuh, which says what each value is."""
 
-    _fields_ = [("call", Call)]
+    _fields_ = [("call", Call), *uint64_fields("opened", "cleared"), *int32_fields("num_cleared", "padding")]
 
 
 @dataclass(frozen=True)

@@ -76,12 +76,9 @@ class SumRoutesArgs(ctypes.Structure):
     """Mirror of SumRoutesArgs in sum_routes.cuh, which says what each value is."""
 
     _fields_ = [
-        ("call", Call),
         *uint64_fields("topk_ids", "out"),
         *int32_fields("num_tokens", "ids_are_int64"),
-        *uint64_fields("combine_recv", "counted"),
-        *int32_fields("num_counted", "padding"),
-        *uint64_fields("trace"),
+        *uint64_fields("met", "masked", "combine_recv", "trace"),
     ]
 
 
