@@ -361,6 +361,7 @@ def check_overflow(context: RankContext, way: str = "gin") -> None:
         there_and_back(context, comm, problem, "slots")
 
 
+@pytest.mark.slow
 def test_who_is_missing_is_named() -> None:
     """Rank 3 makes no second call. Its neighbour and the rank on its rail name it, and nobody waits for ever."""
     said = emulator.ranks(4).run(check_missing)
@@ -443,6 +444,7 @@ def check_second(context: RankContext) -> None:
         torch.distributed.barrier()
 
 
+@pytest.mark.slow
 def test_a_close_hears_of_a_wait_that_has_expired() -> None:
     """Also if nobody has asked for it: the rank that is late may still put to the window."""
     emulator.ranks(4).run(check_unread)

@@ -30,6 +30,7 @@ from tests.support.cases import (
     same_routed,
 )
 from tests.support.layer_cases import LayerCase, make_inputs, make_layer
+from tests.support.slow import mostly_slow
 from tokenloom import reference
 from tokenloom.backends.gin import availability, memory, registration
 from tokenloom.backends.gin.sizes import NodeSizes
@@ -94,7 +95,7 @@ def test_never_more_than_nodes_or_routes(data: st.DataObject) -> None:
     assert bool((found <= (ids >= 0).sum(1).clamp_max(num_nodes - 1)).all())
 
 
-@pytest.mark.parametrize("pick", ["distinct", "repeats", "one rank"])
+@pytest.mark.parametrize("pick", mostly_slow(["distinct", "repeats", "one rank"], ["one rank"]))
 def test_rows_on_the_wire(four: Ranks, pick: str) -> None:
     """Per (token, node) to other nodes in a dispatch and in a combine per node; per (token, rank) in the default."""
     four.run(check_rows, replace(CASE, pick=pick))

@@ -136,7 +136,8 @@ def check_backward(context: RankContext, strategy: tl.Strategy) -> None:
 # -- ranks that come late ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", mostly_slow(["call", "hop"], ["hop"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["call", "hop"])
 def test_late(four: Ranks, place: str) -> None:
     """For a call, or with rows of others in its hands: they go another way, and nobody else is masked."""
     four.run(with_late, 2, check_late, place)

@@ -163,7 +163,8 @@ def check_interleaved(context: RankContext, ranks_per_node: int, seed: int, over
             each.check()
 
 
-@pytest.mark.parametrize("way", mostly_slow(["gin", "padded"], ["padded"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["gin", "padded"])
 def test_in_graphs(way: str) -> None:
     """Halves of two batches in turns, captured once and replayed with other routings between eager ones."""
     emulator.ranks(4).run(check_graphs, way)

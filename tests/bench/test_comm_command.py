@@ -155,6 +155,7 @@ def test_command_on_nodes(pools: Callable[[str], RankPool], tmp_path: Path, monk
     assert "nvlink is not measured: it runs on one node, the ranks are on 2" in " ".join(shown.split())
 
 
+@pytest.mark.slow
 def test_command_of_halves(pools: Callable[[str], RankPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Halves instead of calls, around a GEMM of the length given, with what of them is exposed."""
     json_file = tmp_path / "rows.json"
@@ -217,6 +218,7 @@ def test_a_plot_without_matplotlib_starts_nothing(tmp_path: Path) -> None:
     assert "pip install" in done.output
 
 
+@pytest.mark.slow
 def test_a_chart_shows_every_row(tmp_path: Path) -> None:
     """A chart for each shape, a bar of the right length for each row, and a title that says where it was measured."""
     figures = pytest.importorskip("matplotlib.figure")

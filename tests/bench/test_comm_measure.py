@@ -143,6 +143,7 @@ def assert_plausible(planned: list[Series], by_rank: list[list[list[samplers.Sam
                 assert all(0 < us < 1e6 for us in sample.values()), each
 
 
+@pytest.mark.slow
 @pytest.mark.slow_on(4)
 def test_halves_of_every_operation(ranks: Ranks) -> None:
     """Dispatches, combines, and both at once as of two micro-batches, in every layout, with real calls."""

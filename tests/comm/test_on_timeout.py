@@ -77,8 +77,9 @@ def check_late_for_dispatch(context: RankContext, layout: str) -> None:
     done(comm.engine.ranks)
 
 
+@pytest.mark.slow
 @each_layout
-@pytest.mark.parametrize("part", mostly_slow(["metadata", "payload"], ["payload"]))
+@pytest.mark.parametrize("part", ["metadata", "payload"])
 def test_late_within_a_dispatch(group: Ranks, layout: str, part: str) -> None:
     """The others know its counts already: they drop its rows, whether its metadata had come or not. Their own routes
     to it are lost in the combine."""
@@ -114,8 +115,9 @@ def check_late_within_dispatch(context: RankContext, layout: str, part: str) -> 
     done(comm.engine.ranks)
 
 
+@pytest.mark.slow
 @each_layout
-@pytest.mark.parametrize("mode", mostly_slow(["per_rank", "per_route"], ["per_rank"]))
+@pytest.mark.parametrize("mode", ["per_rank", "per_route"])
 def test_late_within_a_combine(group: Ranks, layout: str, mode: str) -> None:
     """The sums leave out what it did not send home."""
     if mode == "per_route" and layout not in ROUTE_LAYOUTS:
@@ -146,6 +148,7 @@ def check_late_within_combine(context: RankContext, layout: str, mode: Any) -> N
     done(comm.engine.ranks)
 
 
+@pytest.mark.slow
 def test_late_for_a_backward(group: Ranks) -> None:
     """Gradients of the routes to it are lost."""
     group.run(with_late, 0, check_late_for_backward)

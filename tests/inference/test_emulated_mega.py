@@ -27,6 +27,7 @@ def test_mega(name: str) -> None:
     emulator.ranks(2).run(check_case, name)
 
 
+@pytest.mark.slow
 def test_rows_that_arrive_late() -> None:
     """The GPU of a rank that has many is slow, so the other's GEMM1 begins before. Both calls use the same places."""
     emulator.ranks(2).run(check_late_rows)

@@ -178,6 +178,22 @@ def test_graphs_keep_the_memory_between_kernels(launches: Launches) -> None:
     assert {ExpertMemory, ExpertGemms} <= set(kept)
 
 
+def test_graphs_keep_the_times_that_they_write(launches: Launches) -> None:
+    """Also where the layer is traced anew behind them."""
+    layer = make_layer()
+    layer.use_weights(*new_weights())
+    backend: Any = layer.comm.engine._backend
+    first = layer.trace()
+    captured = list(backend._launcher.keep_with_graphs)
+    call(layer)
+    assert launches["gemm1"].trace == first.gemm1.data_ptr()
+    second = layer.trace()
+    call(layer)
+    assert any(each is first for each in captured)
+    assert any(each is second for each in backend._launcher.keep_with_graphs)
+    assert launches["sum_routes"].trace == second.sum.data_ptr()
+
+
 def test_places_of_tiles() -> None:
     """Tiles of rows of any experts have places of their own, as device/roles/gate.cuh gives them."""
     counts = [0, 1, 128, 129, 300, 0, 127, 1]

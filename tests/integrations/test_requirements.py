@@ -19,6 +19,7 @@ def run(code: str, path: Path = ROOT) -> str:
     return (found.stdout or found.stderr).strip().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_nothing_imports_them_unasked() -> None:
     code = "import sys, tokenloom as tl; [getattr(tl, each) for each in tl.__all__]; print(*sys.modules)"
     names = run(code).split()

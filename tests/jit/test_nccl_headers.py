@@ -286,6 +286,7 @@ def test_constants_of_a_cubin() -> None:
             constant_bytes(damaged, "some")
 
 
+@pytest.mark.slow
 def test_one_node_pays_nothing() -> None:
     """Importing the package and every backend loads none of this: a group without a network never needs it."""
     names = "[each for each in sys.modules if each.startswith('tokenloom') and 'nccl' in each]"

@@ -64,6 +64,7 @@ def compare(ours: Path, theirs: Path, *options: str) -> subprocess.CompletedProc
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
+@pytest.mark.slow
 @needs_nvrtc
 def test_a_renamed_kernel_is_the_same(trees: Any) -> None:
     """Names are no part of the code; variants are paired by names that one says are alike."""

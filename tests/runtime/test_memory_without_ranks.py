@@ -58,9 +58,8 @@ def check_without_ranks(context: RankContext, gone: list[int]) -> None:
     ranks.close()
 
 
-@pytest.mark.parametrize(
-    "begin", [pytest.param([0], marks=pytest.mark.slow, id="one"), pytest.param([0, 2], id="two")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("begin", [[0], [0, 2]], ids=["one", "two"])
 def test_memory_that_not_all_begin(pools: Callable[[str], RankPool], begin: list[int]) -> None:
     """Some ranks begin to make memory; the others have lost somebody before, and will not. What was begun is given
     back, and behind it all mean the same collectives and the same memory."""

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 import tokenloom as tl
 from tests.conftest import CPU_RANKS
 from tests.support.patience import done, only_late, when_done
-from tests.support.slow import mostly_slow
 from tokenloom.errors import InvalidArgument
 from tokenloom.runtime import rank_group, waiting
 from tokenloom.runtime.processes import RankContext, RankFailed, RankPool
@@ -94,7 +93,8 @@ def with_group(
 # -- two deadlines ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("meet", mostly_slow(["call", "sum_up", "rendezvous"], ["call"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("meet", ["call", "sum_up", "rendezvous"])
 def test_pause_between_calls(pools: Pools, meet: str) -> None:
     """A rank that writes a checkpoint, evaluates or compiles comes later than ``timeout_s`` to a call, to a sum
     or to a rendezvous, and nothing breaks."""
@@ -347,6 +347,7 @@ def check_further_on(ranks: RankGroup) -> None:
     assert [notes.waits_in(step, other) for step in (4, 5, 6)] == [True, True, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missed", [[2], []], ids=["it says whom", "it asks who is there"])
 def test_a_rank_that_gives_up_is_not_missing(pools: Pools, missed: list[int]) -> None:
     """Rank 2 may have reached rank 0 and not rank 1, which waits for it in an earlier step. Whoever gives up because

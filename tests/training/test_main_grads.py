@@ -39,7 +39,9 @@ def largest_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got - want).abs().max() / want.abs().max()).item()
 
 
-@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "is_compiled", [pytest.param(False, id="eager"), pytest.param(True, id="compiled", marks=pytest.mark.slow)]
+)
 def test_sums_over_micro_batches_lose_nothing(is_compiled: bool, device: str) -> None:
     layer, plain = make_layer(CASE, None, main_grads=True, device=device), make_layer(CASE, None, device=device)
     run = torch.compile(layer, fullgraph=True, backend="aot_eager") if is_compiled else layer

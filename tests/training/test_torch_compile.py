@@ -236,6 +236,7 @@ def train_data_parallel(context: RankContext, inside: bool) -> None:
     assert_same_bits(trained[1], trained[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [True, False], ids=["layer_in_ddp", "ddp_compiled"])
 @on_groups_of(2)
 def test_data_parallel(ranks: Ranks, inside: bool) -> None:

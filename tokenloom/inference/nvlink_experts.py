@@ -82,6 +82,7 @@ class NvlinkExperts:
         """Do what ``MegaMoE.trace`` says."""
         times = MegaTimes.allocate(self._gemms.num_sms, self._comm.device)
         self._times = times
+        self._calls.keep(times)  # graphs that are captured from now on write there, also once others take its place
         for pack in self._pack_of.values():
             pack.args.trace = times.pack.data_ptr()
         self._calls.trace(times.send)

@@ -67,6 +67,7 @@ def test_children_find_it_too() -> None:
     assert python(code, installation.PATH).returncode == 0
 
 
+@pytest.mark.slow
 def test_by_a_call(programs: tuple[Future[Program], Future[Program]]) -> None:
     done = programs[1].result()
     assert done.returncode == 0, done.stderr
@@ -84,6 +85,7 @@ def test_a_call_respects_another(tmp_path: Path) -> None:
     assert forced.returncode == 0, forced.stderr
 
 
+@pytest.mark.slow
 def test_importing_starts_nothing() -> None:
     """No CUDA, no NCCL, no process group, and under 100 ms of work beyond torch."""
     code = (
