@@ -83,6 +83,22 @@ MUTATIONS = (
         tests=(f"{MEGA_TEST}buffers_of_the_reference_layer",),
     ),
     Mutation(
+        name="graphs-without-times",
+        rule="a graph does not keep the times that its kernels write, once the layer is traced anew",
+        target="tokenloom.inference.nvlink_experts:NvlinkExperts.trace",
+        old="self._calls.keep(times)",
+        new="pass",
+        tests=("tests/inference/test_mega_launches.py::test_graphs_keep_the_times_that_they_write",),
+    ),
+    Mutation(
+        name="tokens-packed-on-all-sms",
+        rule="routes are counted only once all tokens are packed",
+        target="tokenloom.inference.nvlink_experts:NvlinkExperts._send",
+        old="self._gemms.num_sms - schedule.send_sms",
+        new="self._gemms.num_sms",
+        tests=("tests/inference/test_mega_launches.py::test_what_packs_leaves_sms_to_what_sends",),
+    ),
+    Mutation(
         name="graphs-without-counts",
         rule="a graph does not keep the memory between the kernels of a MegaMoE",
         target="tokenloom.inference.nvlink_experts:NvlinkExperts._make_memory",
