@@ -43,7 +43,6 @@ class ExpertMemory:
     met: torch.Tensor
     block_counts: torch.Tensor
     order: torch.Tensor
-    sent: torch.Tensor
     packed: torch.Tensor
     activations: torch.Tensor
     activation_scales: torch.Tensor
@@ -55,12 +54,11 @@ class ExpertMemory:
         int32, float32 = torch.int32, torch.float32
         self.sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "offsets": ((self.num_local + 1,), int32),
-            "expected": ((self.num_local,), int32),
+            "expected": ((self.num_local, plan.num_ranks), int32),
             "counted": ((LINE + tile_places(places, self.num_local),), int32),
             "met": ((1,), int32),
             "block_counts": ((block_count_words(plan, MAX_BLOCKS),), int32),
             "order": ((tokens * plan.top_k, 4), int32),
-            "sent": ((plan.num_experts + num_shared_experts,), int32),
             "packed": ((tokens, packed_bytes(plan.hidden)), torch.uint8),
             "activations": ((places, intermediate), FP8),
             "activation_scales": ((places, intermediate // BLOCK), float32),

@@ -194,7 +194,7 @@ class NvlinkExperts:
         memory.allocate(self._comm.device)
         calls.prepare_meetings(memory.met, memory.counted)
         calls.keep(memory, self._gemms)
-        for name in ("offsets", "expected", "begun", "packed", "block_counts", "order", "sent"):
+        for name in ("offsets", "expected", "begun", "packed", "block_counts", "order"):
             setattr(calls.send_args, name, getattr(memory, name).data_ptr())
         sums = self._sums.args
         sums.met, sums.masked = memory.met.data_ptr(), calls.masked

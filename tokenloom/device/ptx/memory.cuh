@@ -67,6 +67,10 @@ __device__ __forceinline__ void add_release_gpu(uint32* address, uint32 value) {
     asm volatile("red.add.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void add_relaxed_sys(uint32* address, uint32 value) {
+    asm volatile("red.add.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
 __device__ __forceinline__ uint32 compare_and_swap_gpu(uint32* address, uint32 expected, uint32 value) {
     uint32 before;
     asm volatile("atom.cas.acq_rel.gpu.global.b32 %0, [%1], %2, %3;"

@@ -1,7 +1,7 @@
 // Rows that other ranks send while the GEMM that takes them runs already.
 //
 // A kernel beside it receives counts from all ranks, writes down where each expert's rows begin and which ranks send
-// some, and then says so. Each of these ranks raises a flag for each expert, once all rows that it sends are there.
+// each, and then says so. Each rank counts, for each expert, the rows that it has sent and that are there.
 #pragma once
 #include "device/roles/gate.cuh"
 #include "device/sync/wait.cuh"
@@ -26,28 +26,29 @@ __device__ __forceinline__ uint32 wait_for_bounds(const uint32* begun, uint32& s
     return shared_epoch;
 }
 
-// A gate as in gate.cuh: all ranks that send rows of the tile's expert have raised their flags. Behind a wait that has
-// expired the gate is open too, so that all roles come to their end. Nobody trusts the results then.
+// A gate as in gate.cuh: all rows of the tile's expert are here, from all ranks. Behind a wait that has expired the gate
+// is open too, so that all roles come to their end. Nobody trusts the results then.
+//
+// Counts only grow, over all calls, and wrap. Nobody sends rows of the next call while this rank is in this one.
 //
 // Tiles come in the order of experts. What was found of an expert holds for all of its tiles.
 template <int kRanks>
 struct OpenWhenArrived {
-    const uint32* const& arrived;   // [experts][kRanks]
-    const uint32* const& expected;  // [experts] bit r: rank r sends rows
+    const uint32* const& arrived;   // [experts][kRanks] rows, written by that rank
+    const uint32* const& expected;  // [experts][kRanks] how many there are to be
     const Deadline& deadline;
     uint32 epoch;
     mutable int32 found = -1;  // the last expert whose rows are all here
 
     // Ranks whose rows are not here yet.
     __device__ __forceinline__ uint32 missing(int32 expert) const {
-        const uint32* flags = arrived + expert * kRanks;
-        uint32 seen[kRanks];  // all loads are on their way together
+        const uint32 *counts = arrived + expert * kRanks, *wanted = expected + expert * kRanks;
+        uint32 seen[kRanks], ranks = 0;  // all loads are on their way together
 #pragma unroll
-        for (int r = 0; r < kRanks; ++r) seen[r] = load_relaxed_sys(flags + r);
-        uint32 ranks = expected[expert];
+        for (int r = 0; r < kRanks; ++r) seen[r] = load_relaxed_sys(counts + r);
 #pragma unroll
         for (int r = 0; r < kRanks; ++r)
-            if (has_reached<Flag::kSomeCalls>(seen[r], epoch)) ranks &= ~(1u << r);
+            if (static_cast<int32>(seen[r] - wanted[r]) < 0) ranks |= 1u << r;
         return ranks;
     }
 
@@ -69,9 +70,9 @@ struct OpenWhenArrived {
             const uint64 now = global_timer_ns();
             if (began == 0) began = now;
             if (now - began <= deadline.timeout_ns) continue;
-            const uint32 rank = __ffs(ranks) - 1;
-            record_fault(deadline.fault, deadline.fault_claimed, rank, kPhaseRows, epoch, epoch,
-                         load_relaxed_sys(arrived + tile.expert * kRanks + rank));
+            const uint32 rank = __ffs(ranks) - 1, place = tile.expert * kRanks + rank;
+            record_fault(deadline.fault, deadline.fault_claimed, rank, kPhaseRows, epoch, expected[place],
+                         load_relaxed_sys(arrived + place));
             break;
         }
         enter(tile.expert);

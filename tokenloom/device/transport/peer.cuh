@@ -31,6 +31,12 @@ struct PeerSignals {
         store_relaxed_sys(first + index, value);
     }
 
+    // As raise_relaxed, of a signal that counts: it only grows, over all calls, and whoever waits knows how far.
+    template <class Index>
+    __device__ __forceinline__ void add_relaxed(Index index, uint32 value) const {
+        add_relaxed_sys(first + index, value);
+    }
+
     // One thread of the owner waits until a signal reaches `wanted`, and acquires at system scope: what its sender
     // ordered before it is visible to this thread then, and behind a barrier to its block. False: a wait has expired.
     template <Flag kKind = Flag::kSomeCalls, class Index>

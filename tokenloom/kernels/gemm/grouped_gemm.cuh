@@ -39,8 +39,8 @@ struct GroupedGemmArgs {
     uint32* stored;              // counts of stored tiles, see device/roles/gate.cuh
     uint32 stored_by;            // scattered: warps that store a tile of rows
     uint32 unused;
-    const uint32* arrived;       // awaited: [E][ranks] flags, and
-    const uint32* expected;      // [E] who raises them; see OpenWhenArrived
+    const uint32* arrived;       // awaited: [E][ranks] counts of rows, and
+    const uint32* expected;      // what they are to become; see OpenWhenArrived
     Deadline deadline;           // of that wait; scattered: its word says whether a wait has expired
     const uint32* row_homes;     // scattered: [rows], see RowsToHomes, and
     const uint64* peers;         // [ranks] every rank's buffer,

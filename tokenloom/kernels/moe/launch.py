@@ -64,7 +64,7 @@ class SendRoutesArgs(ctypes.Structure):
         *int32_fields("num_tokens", "ids_are_int64"),
         *uint64_fields("peers", "rows", "row_scales", "row_homes", "row_weights", "arrived"),
         *uint64_fields("offsets", "expected", "begun"),
-        *uint64_fields("packed", "block_counts", "order", "sent"),
+        *uint64_fields("packed", "block_counts", "order"),
     ]
 
 
@@ -153,8 +153,8 @@ class SendRoutesVariant:
             InvalidArgument: counts of so many experts leave no shared memory for rows.
         """
         plan, shared, row = self.plan, self.num_shared_experts, packed_bytes(self.plan.hidden)
-        counts, experts = plan.num_ranks + plan.num_experts, plan.num_experts + shared
-        other = 4 * (3 * counts + 16 + 2 * experts + plan.num_experts + plan.experts_per_rank + shared + 1)
+        counts = plan.num_ranks + plan.num_experts
+        other = 4 * (3 * counts + 16 + 3 * plan.num_experts + plan.experts_per_rank + shared + 1)
         other += 4 * 19 * SEND_WARPS + 8 * plan.num_ranks + 512
         stage = row + ROW_BESIDE_BYTES
         room = MAX_SHARED_BYTES - other

@@ -3,10 +3,10 @@
 //
 //   all blocks      count the routes of their chunk; the last block tells all ranks the totals   (roles/count_routes.cuh)
 //   all blocks      wait for all ranks' counts; go on only if all ranks mean the same call           (transport/call.cuh)
-//   block 0         says where each expert's rows begin and which ranks send some: GEMM1 may begin        (publish_bounds)
+//   block 0         says where each expert's rows begin and how many come from whom: GEMM1 may begin      (publish_bounds)
 //   all blocks      put their routes into the order in which they leave                                    (order_routes)
 //   sending warps   take one after the other: values by bulk copies, with scales, home and weight             (send_rows)
-//   notify warp     counts the rows of each expert; whoever has counted the last tells its rank              (notify_row)
+//   notify warp     counts rows that have arrived where they arrive, by expert                               (notify_row)
 //   last block out  advances the epoch; if the call was refused or a wait has expired, there are no rows
 //
 // The order in which rows leave is by number of the local expert, then by rank, from the next one on: all ranks begin
@@ -41,16 +41,15 @@ struct SendRoutesArgs {
     uint64 row_scales;    // float [places][H / 128]
     uint64 row_homes;     // uint32 [places]: where the result goes, see arrivals.cuh
     uint64 row_weights;   // float [places]
-    uint64 arrived;       // uint32 [L + S][W]: the epoch, once all rows of an expert from a rank are here
+    uint64 arrived;       // uint32 [L + S][W]: rows of an expert from a rank that are here, of all calls
     // What this rank's GEMMs are told; see arrivals.cuh.
     int32* offsets;    // [L + S + 1] first place of each expert
-    uint32* expected;  // [L + S] bit r: rank r sends rows
+    uint32* expected;  // [L + S][W] what `arrived` is to become
     uint32* begun;     // [1] the epoch once both are there; 0 before the call
     // Of this kernel alone, but for the first.
     const unsigned char* packed;  // [T] this rank's tokens, see pack_tokens.cuh
     int32* block_counts;          // see count_routes.cuh
     RowToSend* order;             // [M * K] routes, of each block in the order in which they leave
-    uint32* sent;                 // [E + S] rows of each expert that have been sent; 0 before the call, and behind it
 };
 
 // A sending warp's rows between load and store.
@@ -63,15 +62,15 @@ struct RowRing {
 
 template <class Shape>
 struct SendRoutesShared {
-    static constexpr int kCounts = kRouteCounts<Shape>, kExperts = Shape::num_experts + Shape::shared_experts;
+    static constexpr int kCounts = kRouteCounts<Shape>;
     RowRing<Shape> ring[Shape::send_warps];
     PeerWindow<Shape::num_ranks> data;  // all ranks' buffers: here they are read fast
     Progress<Shape::send_warps> progress;
     alignas(16) int32 header[header_words<kCounts>];  // what the last block announces
     int32 before[kCounts];  // of the tokens before this chunk
     int32 chunk[kCounts];
-    int32 total[kExperts];  // routes of all ranks; later of this one
-    int32 place[kExperts];  // of this chunk's first route; later less its number among those that leave here
+    int32 total[Shape::num_experts];  // routes of all ranks
+    int32 place[Shape::num_experts];  // of this chunk's first route; later less its number among those that leave here
     int32 next[Shape::num_experts];  // number, in this block, of the next route that is put in order
     int32 offsets[Shape::experts_per_rank + Shape::shared_experts + 1];
     int32 routes;  // of this chunk
@@ -103,7 +102,7 @@ __device__ __forceinline__ int32 sum_before(int32 count, int lane, Of of, Put pu
     return before;
 }
 
-// shared.place, shared.next and shared.offsets, from all ranks' counts. shared.total is this rank's afterwards.
+// shared.place, shared.next and shared.offsets, from all ranks' counts.
 template <class Shape>
 __device__ void find_places(const SendRoutesArgs& args, SendRoutesShared<Shape>& shared,
                             const AllCounts<Shape>& counts) {
@@ -137,12 +136,7 @@ __device__ void find_places(const SendRoutesArgs& args, SendRoutesShared<Shape>&
         if (lane == 0) shared.routes = routes, shared.taken = 0;
     }
     __syncthreads();
-    for (int e = threadIdx.x; e < Shape::num_experts; e += Shape::threads) {
-        shared.place[e] -= shared.next[e];
-        shared.total[e] = counts.routes(self, e);
-    }
-    for (int s = threadIdx.x; s < Shape::shared_experts; s += Shape::threads)
-        shared.total[Shape::num_experts + s] = args.num_tokens;
+    for (int e = threadIdx.x; e < Shape::num_experts; e += Shape::threads) shared.place[e] -= shared.next[e];
 }
 
 // Block 0, with all its threads: what GEMM1 has to know before it can begin.
@@ -153,12 +147,12 @@ __device__ void publish_bounds(const SendRoutesArgs& args, const SendRoutesShare
     const int self = args.call.rank;
     for (int e = threadIdx.x; e <= kAll; e += Shape::threads) {
         args.offsets[e] = shared.offsets[e];
-        if (e == kAll) continue;
-        uint32 ranks = e < kLocal ? 0 : (args.num_tokens > 0 ? 1u << self : 0);
-        for (int s = 0; e < kLocal && s < Shape::num_ranks; ++s)
-            if (counts.routes(s, self * kLocal + e) > 0) ranks |= 1u << s;
-        args.expected[e] = ranks;
         if (e < kLocal && args.stats != nullptr) args.stats[e] += shared.offsets[e + 1] - shared.offsets[e];
+    }
+    for (int i = threadIdx.x; i < kAll * Shape::num_ranks; i += Shape::threads) {
+        const int e = i / Shape::num_ranks, source = i % Shape::num_ranks;
+        if (e < kLocal) args.expected[i] += counts.routes(source, self * kLocal + e);
+        else if (source == self) args.expected[i] += args.num_tokens;
     }
     __syncthreads();
     if (threadIdx.x == 0) store_release_gpu(args.begun, epoch);
@@ -294,14 +288,11 @@ __device__ void send_rows(const SendRoutesArgs& args, SendRoutesShared<Shape>& s
 // A row of an expert is where it goes, and a fence at system scope lies behind it. One lane of the notify warp calls it.
 template <class Shape>
 __device__ __forceinline__ void notify_row(const SendRoutesArgs& args, const SendRoutesShared<Shape>& shared,
-                                           uint32 epoch, int32 expert) {
+                                           int32 expert) {
     const bool routed = expert < Shape::num_experts;
-    if (add_relaxed_gpu(args.sent + expert, 1) + 1 != shared.total[expert]) return;
-    args.sent[expert] = 0;
-    fence_acq_rel_sys();  // behind the fences of all blocks whose rows were counted
     const int self = args.call.rank, rank = routed ? expert / Shape::experts_per_rank : self;
     const int local = routed ? expert % Shape::experts_per_rank : Shape::experts_per_rank + expert - Shape::num_experts;
-    shared.data.signals(rank, args.arrived).from(local * Shape::num_ranks).raise_relaxed(self, epoch);
+    shared.data.signals(rank, args.arrived).from(local * Shape::num_ranks).add_relaxed(self, 1);
 }
 
 // All that a block does before it leaves. False, in any thread: the dispatch does not take place, or not all of it.
@@ -346,7 +337,7 @@ __device__ bool send_all_routes(const SendRoutesArgs& args, Turn turn) {
         send_rows<Shape>(args, shared, chunk, warp, lane);
         if (lane == 0) mark(args.call, kSent);
     } else if (warp == Shape::send_warps) {
-        shared.progress.watch(lane, [&](int32 expert) { notify_row<Shape>(args, shared, turn.epoch, expert); });
+        shared.progress.watch(lane, [&](int32 expert) { notify_row<Shape>(args, shared, expert); });
     }
     if (threadIdx.x == 0) mark(args.call, kDone);
     return true;
