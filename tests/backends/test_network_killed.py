@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -160,8 +161,24 @@ def those_left(loss: Loss) -> list[Told]:
 
 
 def signal_all(server: Server, ranks: Sequence[int], how: signal.Signals) -> None:
+    """Return once the ranks do nothing more: on a busy machine threads of a process go on for a while."""
     for rank in ranks:
-        os.kill(server.processes[rank].pid, how)
+        pid = server.processes[rank].pid
+        assert pid is not None
+        os.kill(pid, how)
+        gone = time.monotonic() + PATIENCE_S
+        while how == signal.SIGSTOP and not all(state_of(thread) == "T" for thread in threads_of(pid)):
+            assert time.monotonic() < gone, "it does not stop"
+            time.sleep(0.001)
+
+
+def threads_of(pid: int) -> list[Path]:
+    return list(Path(f"/proc/{pid}/task").iterdir())
+
+
+def state_of(thread: Path) -> str:
+    """One letter, as of proc(5): T is stopped."""
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 def lose(context: RankContext, pipe: Connection, loss: Loss) -> Told:
