@@ -56,7 +56,7 @@ def data_layout(plan: Plan, value_bytes: int, rows: int) -> BufferLayout:
 
 
 def fused_layout(plan: Plan, value_bytes: int, rows: int, *, num_shared_experts: int) -> BufferLayout:
-    """For a MegaMoE: FP8 rows in the order of the experts, what comes with them, flags that say that they are there,
+    """For a MegaMoE: FP8 rows in the order of the experts, what comes with them, counts of those that are there,
     and a bfloat16 row for each result that comes home."""
     results = plan.max_tokens_per_rank * (plan.top_k + num_shared_experts)
     return BufferLayout.of(

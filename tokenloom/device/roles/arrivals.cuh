@@ -29,7 +29,7 @@ __device__ __forceinline__ uint32 wait_for_bounds(const uint32* begun, uint32& s
 // A gate as in gate.cuh: all rows of the tile's expert are here, from all ranks. Behind a wait that has expired the gate
 // is open too, so that all roles come to their end. Nobody trusts the results then.
 //
-// Counts only grow, over all calls, and wrap. Nobody sends rows of the next call while this rank is in this one.
+// Counts grow over all calls, and wrap. Nobody sends rows of the next call while this rank is in this one.
 //
 // Tiles come in the order of experts. What was found of an expert holds for all of its tiles.
 template <int kRanks>

@@ -126,8 +126,7 @@ class PackTokensVariant:
             "threads": PACK_THREADS,
         }
         path = "kernels/moe/pack_tokens.cuh"
-        shape_items = tuple(shape.items())
-        return KernelSpec("pack_tokens", path, shape_items, PackTokensArgs, PACK_THREADS, cluster=CLUSTER)
+        return KernelSpec("pack_tokens", path, tuple(shape.items()), PackTokensArgs, PACK_THREADS, cluster=CLUSTER)
 
 
 @dataclass(frozen=True)

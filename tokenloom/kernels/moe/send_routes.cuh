@@ -6,7 +6,7 @@
 //   block 0         says where each expert's rows begin and how many come from whom: GEMM1 may begin      (publish_bounds)
 //   all blocks      put their routes into the order in which they leave                                    (order_routes)
 //   sending warps   take one after the other: values by bulk copies, with scales, home and weight             (send_rows)
-//   notify warp     counts rows that have arrived where they arrive, by expert                               (notify_row)
+//   notify warp     adds 1 for each row that has arrived, to a count at the rank of its expert               (notify_row)
 //   last block out  advances the epoch; if the call was refused or a wait has expired, there are no rows
 //
 // The order in which rows leave is by number of the local expert, then by rank, from the next one on: all ranks begin
