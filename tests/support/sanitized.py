@@ -1,4 +1,4 @@
-"""A small case on one GPU for compute-sanitizer: ``python -m tests.support.sanitized``, see test_sanitizer.py.
+"""Small cases on one GPU for compute-sanitizer: ``python -m tests.support.sanitized mega_moe``, see test_sanitizer.py.
 
 One rank alone, so that one process shows everything: every layout, BF16, FP8 with scales and quantised on the way,
 exact and bounded sizes, more rows than fit, sums per rank and per route. Results are compared with the reference.
@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import tokenloom as tl
+from tests.support import mega_cases
 from tests.support.cases import BF16, FP8, Case, Problem, expert_rows, make_comm, make_problem, same_bits, same_routed
 from tests.support.small_kernels import scale_spec, write_package
 from tokenloom import reference
@@ -25,8 +26,8 @@ from tokenloom.runtime.processes import RankContext
 DONE = "all results are as in the reference"
 
 
-def main(backend: str = "nvlink", device: str = "cuda:0") -> None:
-    """All calls; raises where a result differs."""
+def communicator(backend: str = "nvlink", device: str = "cuda:0") -> None:
+    """Calls of a communicator; raises where a result differs."""
     context = RankContext(0, 1, None, torch.device(device), None)  # type: ignore[arg-type]
     for dtype, to_fp8 in ((BF16, False), (FP8, False), (BF16, True)):
         case = Case(
@@ -48,6 +49,20 @@ def main(backend: str = "nvlink", device: str = "cuda:0") -> None:
             for layout, alignment in (("token", 1), ("expert", 8), ("rank", 1)):
                 options = {"layout": layout, "alignment": alignment, "to_fp8": to_fp8}
                 check_layout(context, comm, problem, options)
+    print(DONE)
+
+
+def mega_moe(device: str = "cuda:0") -> None:
+    """Calls of MegaMoE; raises where a result is not near the reference."""
+    context = RankContext(0, 1, None, torch.device(device), None)  # type: ignore[arg-type]
+    for name in ("no wide scales", "repeats", "shared and tiles", "gpt_oss"):
+        case = mega_cases.CASES[name]
+        layer = mega_cases.make_layer(case, 1, context.device)
+        with mega_cases.make_mega(context, case, layer, timeout_s=60.0) as layer_of_kernels:
+            for _ in range(2):
+                out = layer_of_kernels(*mega_cases.inputs(case, layer, 0))
+                mega_cases.assert_near(out, mega_cases.expected(case, layer, 0))
+            layer_of_kernels.check()
     print(DONE)
 
 
@@ -99,4 +114,4 @@ def overrun() -> None:
 
 
 if __name__ == "__main__":
-    overrun() if sys.argv[1:] == ["overrun"] else main()
+    {"communicator": communicator, "mega_moe": mega_moe, "overrun": overrun}[sys.argv[1]]()
