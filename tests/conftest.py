@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -137,7 +138,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if marker is not None and parameters.get("ranks") in [("cpu", size) for size in marker.args]:
             item.add_marker("slow")
     leave_out_what_cannot_be(config, items)
+    mark_all_but_samples(items)
     config.stash[COLLECTED] = {item.nodeid for item in items}
+
+
+def mark_all_but_samples(items: list[pytest.Item]) -> None:
+    """The first of a ``sampled`` test's parameters stays as it is, and every so many; on each kind of group."""
+    seen: Counter[tuple[Any, ...]] = Counter()
+    for item in items:
+        marker = item.get_closest_marker("sampled")
+        if marker is None or item.get_closest_marker("slow") is not None:
+            continue
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        test = (item.path, getattr(item, "originalname", ""), parameters.get("ranks"), parameters.get("backend"))
+        if seen[test] % marker.args[0]:
+            item.add_marker("slow")
+        seen[test] += 1
 
 
 def leave_out_what_cannot_be(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -138,6 +138,7 @@ def play(steps: list[tuple[str, str, int]], batches: Any, overwrites: bool = Fal
     return list(made.values())
 
 
+@pytest.mark.sampled(3)
 @EACH_WAY
 @pytest.mark.parametrize("overwrites", [False, True], ids=["", "overwritten"])
 @pytest.mark.parametrize("sizes", mostly_slow([(4, 2), (2, 1), (6, 2)], [(2, 1)]), ids=str)
@@ -212,6 +213,7 @@ def check_graphs(context: RankContext, way: str) -> None:
 # -- between halves -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @EACH_WAY
 @pytest.mark.parametrize("first", mostly_slow(["sent first", "sent last"], ["sent first"]))
 @pytest.mark.parametrize("receives", [True, False], ids=["receives", "drops"])
@@ -258,6 +260,7 @@ def check_fault(context: RankContext, call: str, receives: bool, first: str, way
         there_and_back(context, comm, make_problem(CASE, context.num_ranks), "slots")
 
 
+@pytest.mark.sampled(3)
 @EACH_WAY
 @pytest.mark.parametrize("call", ["dispatch", "combine"])
 def test_a_pending_that_is_dropped(call: str, way: str) -> None:
@@ -307,6 +310,7 @@ def check_exact(context: RankContext, way: str) -> None:
             same_routed(each.receive(), want[context.rank], problem.plan)
 
 
+@pytest.mark.sampled(2)
 @EACH_WAY
 def test_a_forwarder_that_receives_late(way: str) -> None:
     """Nobody takes rows before they are here, though a later call was received first."""

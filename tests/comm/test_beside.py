@@ -154,6 +154,7 @@ def check_reweighted(context: RankContext, backend: str, layout: str, first: str
         same_bits(comm.combine(y, routed, weighted=weighted), plain[context.rank], "the first weights")
 
 
+@pytest.mark.sampled(3)
 @each_backend
 @pytest.mark.parametrize("layout", ["expert", "slots"])
 @pytest.mark.parametrize("first", ["given", "absent"])
@@ -369,6 +370,7 @@ def call(name: str, comm: tl.Communicator, routed: dict[str, tl.Routed], given: 
     return comm.combine(routed["token"].tokens, routed["token"], bias=given["b"])
 
 
+@pytest.mark.sampled(3)
 @each_backend
 @pytest.mark.parametrize(("name", "field", "change", "error", "text"), FAULTS)
 def test_fault(

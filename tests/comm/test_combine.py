@@ -37,6 +37,7 @@ Dtypes = tuple[torch.dtype, torch.dtype | None, torch.dtype | None]
 # -- against the reference --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow_on(1, 4)
 @each_backend
 @pytest.mark.parametrize("case", case_params())
@@ -121,6 +122,7 @@ def check_bounded(context: RankContext, comm: tl.Communicator, problem: Problem)
         check_combine(context, comm, problem, routed, problem.dispatched(**options, bounded=True), (BF16, None, None))
 
 
+@pytest.mark.sampled(3)
 @each_backend
 @pytest.mark.parametrize("mode", ["per_rank", "per_route", "per_node"])
 def test_sums_by_hand(ranks: Ranks, backend: str, mode: str) -> None:

@@ -134,6 +134,7 @@ def arguments(problem: Any, context: RankContext) -> tuple[torch.Tensor, torch.T
     return x, ids, weights
 
 
+@pytest.mark.sampled(3)
 @each_default
 @pytest.mark.parametrize("router", ["softmax_topk", "deepseek_v3"])
 def test_layer(ranks: Ranks, router: str, device: str, dtype: torch.dtype) -> None:
@@ -187,6 +188,7 @@ def test_a_layer_has_the_default_dtype() -> None:
     assert (out.dtype, aux_loss.dtype) == (BF16, FP32)
 
 
+@pytest.mark.sampled(3)
 @each_default
 def test_tune(ranks: Ranks, tmp_path: Any, device: str, dtype: torch.dtype) -> None:
     """The profile draws routes and makes its samples by itself."""

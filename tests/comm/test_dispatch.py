@@ -42,6 +42,7 @@ ALIGNMENTS = (1, 4, 128)
 # -- against the reference --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow_on(1, 4)
 @each_backend
 @pytest.mark.parametrize("case", case_params())
@@ -168,6 +169,7 @@ def problem_to_fp8(case: Case, num_ranks: int) -> Problem:
     return replace(problem, topk_weights=[weights.float() for weights in problem.topk_weights])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow_on(1, 4)
 @each_backend
 @scales_of
@@ -442,6 +444,7 @@ def check_exact_overflow(context: RankContext, backend: str, layout: str, alignm
     same_routed(routed, problem.dispatched(layout, alignment=alignment)[context.rank], problem.plan)
 
 
+@pytest.mark.sampled(3)
 @each_backend
 @pytest.mark.parametrize(("layout", "alignment"), BOUNDED_OVERFLOWS)
 def test_bounded_overflow(ranks: Ranks, backend: str, layout: str, alignment: int) -> None:

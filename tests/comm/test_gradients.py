@@ -47,6 +47,7 @@ EXACT = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @each_backend
 @pytest.mark.parametrize("case", case_params(EXACT))
 def test_backward_is_the_other_operation(ranks: Ranks, backend: str, case: Case) -> None:
@@ -417,6 +418,7 @@ def check_no_grad(context: RankContext, backend: str, layout: str) -> None:
     assert torch.equal(with_grad, detached)
 
 
+@pytest.mark.sampled(3)
 @each_backend
 @each_layout
 @pytest.mark.parametrize("use_reentrant", [True, False])

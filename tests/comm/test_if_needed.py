@@ -46,6 +46,7 @@ def views_of(comm: tl.Communicator) -> bool:
     return comm.engine.capabilities.returns_views
 
 
+@pytest.mark.sampled(5)
 @each_backend
 @pytest.mark.parametrize(("layout", "options", "dtype"), KINDS)
 def test_results_that_are_held(

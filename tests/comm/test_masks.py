@@ -145,6 +145,7 @@ def pair(context: RankContext, comm: tl.Communicator, problem: Problem, masked: 
 # -- before a call ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @each_mask
 @pytest.mark.parametrize(
     "case", case_params(["plain", "top8", "nan-weights", "no-weights", "to-one-rank", "fp8-unused"])
@@ -243,6 +244,7 @@ def check_nothing_is_sent(context: RankContext) -> None:
 # -- between and during calls -----------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @each_mask
 @each_layout
 def test_between(group: Ranks, layout: str, which: str) -> None:

@@ -188,6 +188,7 @@ class Death(BaseException):
     """Ends a rank in the middle of a transfer; nobody catches it and tells the others."""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", mostly_slow(["before", "partly", "after"], ["partly"]))
 @pytest.mark.parametrize("exchange", [1, 2, 3, 4, 5])
 def test_death_in_every_transfer(pools: Callable[[str], RankPool], exchange: int, how: str) -> None:
@@ -308,6 +309,7 @@ def check_wrong_option(context: RankContext, value: Any) -> None:
 # -- ranks that come back ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("on_timeout", ["raise", "mask"])
 def test_back_again(group: Ranks, on_timeout: str) -> None:
     """A rank makes its communicator again while the others take it back: all calls are as before the mask."""

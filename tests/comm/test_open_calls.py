@@ -127,6 +127,7 @@ def check_received_twice(context: RankContext, backend: str) -> None:
         works(context, comm, problem)
 
 
+@pytest.mark.sampled(3)
 @each_backend
 @each_fault
 @pytest.mark.parametrize("lost", ["dispatch", "combine", "both", "async"])

@@ -61,6 +61,7 @@ def options_of(layout: str, others: dict[str, Any]) -> dict[str, Any]:
 # -- results ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @each_backend
 @pytest.mark.parametrize(("layout", "others"), DISPATCHES)
 def test_dispatch(ranks: Ranks, backend: str, layout: str, others: dict[str, Any]) -> None:

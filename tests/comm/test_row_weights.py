@@ -49,6 +49,7 @@ def check(context: RankContext, alignment: int, sizes: str, unused: float) -> No
     comm.close()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("unused", [0.0, 0.5])
 @pytest.mark.parametrize("sizes", ["exact", "bounded", "slots"])
 @pytest.mark.parametrize("alignment", [1, 8])

@@ -74,6 +74,7 @@ def same(
         assert ours is None or torch.equal(ours, theirs)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("to_fp8", [False, True])
 @pytest.mark.parametrize(
     ("layout", "dispatch", "combine"),
@@ -170,6 +171,7 @@ def of_a_layer(context: RankContext, strategy: tl.Strategy) -> None:
             assert torch.equal(ours, theirs)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("combine", ["dedup", "reduce_scatter", "all_to_all", "per_node"])
 @pytest.mark.parametrize("dispatch", ["dedup", "all_gather", "all_to_all"])
 def test_layers(ranks: Ranks, dispatch: str, combine: str) -> None:

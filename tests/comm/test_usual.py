@@ -31,6 +31,7 @@ KINDS: list[Any] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @each_backend
 @pytest.mark.parametrize(("layout", "others"), KINDS)
 def test_calls_like_those_before(ranks: Ranks, backend: str, layout: str, others: dict[str, Any]) -> None:
@@ -80,6 +81,7 @@ def finish(context: RankContext, comm: Any, routed: Any, want: Any, problem: Any
     same_bits(out, outs[context.rank], f"combine to a tensor, {routed.layout}")
 
 
+@pytest.mark.sampled(3)
 @each_backend
 @pytest.mark.parametrize("call", ["dispatch", "combine"])
 def test_a_fault_among_usual_calls(ranks: Ranks, backend: str, call: str) -> None:

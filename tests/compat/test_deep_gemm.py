@@ -253,6 +253,7 @@ def check_server(context: RankContext) -> None:
     buffer.destroy()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("check", [check_program, check_server])
 def test_a_program_for_deep_gemm(ranks: Ranks, check: Any) -> None:
     if ranks.device == "cuda" and not HOPPER:

@@ -47,6 +47,7 @@ def check_late_rows(context: RankContext) -> None:
         mega.check()
 
 
+@pytest.mark.slow
 def test_times_of_kernels() -> None:
     """Each kernel of a call writes its times, in the order in which kernels wait for each other."""
     emulator.ranks(2).run(check_times)
@@ -78,7 +79,7 @@ def test_four_ranks() -> None:
 
 @pytest.mark.slow
 def test_many_calls_on_one_buffer() -> None:
-    emulator.ranks(2).run(check_many_calls, 60)
+    emulator.ranks(2).run(check_many_calls, 20)
 
 
 @pytest.mark.slow
@@ -88,7 +89,7 @@ def test_a_fault_on_one_rank(fault: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("turns", [0, 3_000, 10_000, 25_000, 60_000, 150_000])
+@pytest.mark.parametrize("turns", [0, 10_000, 60_000])
 def test_a_killed_rank(turns: int) -> None:
     """Whatever its kernels do then, the other rank names it, and waits no longer than the deadline."""
     emulator.ranks(2).run(check_killed, turns)

@@ -160,6 +160,7 @@ def headers() -> list[str]:
     return sorted(str(path.relative_to(compiler.PACKAGE)) for path in compiler.PACKAGE.rglob("*.cuh"))
 
 
+@pytest.mark.sampled(4)
 @needs_nvrtc
 @pytest.mark.parametrize("header", headers())
 def test_a_header_includes_what_it_needs(header: str) -> None:

@@ -121,6 +121,7 @@ def check(given: Given) -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=limit, msg=lambda text, n=name: f"{n}: {text}")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_by_finite_differences(form: str) -> None:
     """Of everything that has one. Values are far from the corners of relu and of limits."""
@@ -130,6 +131,7 @@ def test_gradients_by_finite_differences(form: str) -> None:
     assert torch.autograd.gradcheck(function, tuple(given.leaves.values()), atol=1e-6)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("path", ["_GroupedGemms", "_ExpertByExpert"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", FORMS)

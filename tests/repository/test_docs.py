@@ -72,6 +72,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("page", pages_of("one process"))
 def test_examples_run_in_one_process(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Inductor compiles C++ for a minute, and the layer's own tests have it. Whether the graph breaks shows without.
@@ -79,6 +80,7 @@ def test_examples_run_in_one_process(page: str, folder: Path, monkeypatch: pytes
     run_examples(page)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("page", pages_of("four ranks"))
 def test_examples_run_on_four_ranks(page: str, folder: Path, pools: Callable[[str], RankPool]) -> None:
     pool = pools("cpu")

@@ -176,12 +176,14 @@ def check_place(context: RankContext, groups: list[Any], name: str, backward: bo
     layer.comm.close()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FORWARD)
 def test_forward(ranks: Ranks, name: str) -> None:
     """What fails before or between transfers leaves the layer as it was. In the middle of one the group ends."""
     run(ranks, name, backward=False)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", BACKWARD)
 def test_backward(ranks: Ranks, name: str) -> None:
     """The same of gradients."""

@@ -119,6 +119,7 @@ def compare_switch(
         assert torch.equal(switched[key], value), key
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow_on(1, 4)
 @pytest.mark.parametrize("pieces", [False, True], ids=["whole", "pieces"])
 @pytest.mark.parametrize("name", SWITCHES)
@@ -126,6 +127,7 @@ def test_same_bits(ranks: Ranks, name: str, pieces: bool) -> None:
     ranks.run(compare_switch, name, pieces, expert_gemms.FEW_ROWS)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pieces", [False, True], ids=["whole", "pieces"])
 @pytest.mark.parametrize("name", ["redispatch beside GEMMs", "pool, redispatch, overlap"])
 def test_same_bits_of_other_forms(ranks: Ranks, name: str, pieces: bool) -> None:
@@ -150,6 +152,7 @@ def compare_pieces(context: RankContext, options: dict[str, Any]) -> None:
         torch.testing.assert_close(pieces[key], value, rtol=0, atol=limit, msg=lambda text, k=key: f"{k}: {text}")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("redispatch", [False, True], ids=["keeps rows", "keeps x"])
 @pytest.mark.parametrize("form", [{}, GPT_OSS], ids=["plain", "gpt_oss"])
 def test_pieces_are_the_whole(ranks: Ranks, form: dict[str, Any], redispatch: bool) -> None:
@@ -285,6 +288,7 @@ def fail_in_piece(context: RankContext, number: int, combine: str) -> str:
     return type(caught.value).__name__
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("combine", ["dedup", "all_to_all"])
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
 def test_a_fault_in_a_piece(ranks: Ranks, number: int, combine: str) -> None:
@@ -349,6 +353,7 @@ def fail_before_a_pool(context: RankContext, options: dict[str, Any], runs_befor
     return type(caught.value).__name__
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("runs_before", [True, False])
 @pytest.mark.parametrize(
     "options",

@@ -98,6 +98,7 @@ def by_token(outs: list[bytes], case: LayerCase) -> torch.Tensor:
     return torch.cat([parts[i] for i in range(8)])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float64, FP32, BF16], ids=str)
 def test_a_checkpoint_of_any_number_of_ranks_loads_on_any_other(ranks: Ranks, dtype: torch.dtype) -> None:
     """Written on W, read on 1, 2, 4 (8), and read again on W: the same weights, and there the same outputs.

@@ -185,6 +185,7 @@ def test_inductor(ranks: Ranks) -> None:
     ranks.run(compare_with_eager, "inductor", ("first",), ((5, 3, 6), (0, 4, 2)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "case",
     [

@@ -168,6 +168,7 @@ def train_beside_ddp(context: RankContext, name: str, case: LayerCase) -> None:
     train_two_steps(context, data_parallel(model, context.group), model, full, case)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_ddp_around_the_dense_part(ranks: Ranks, name: str) -> None:
     """Ranks differ in their tokens and the second has none."""

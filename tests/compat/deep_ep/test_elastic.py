@@ -64,6 +64,7 @@ def row_weights(problem: Problem, wants: list[reference.Routed]) -> list[torch.T
     return found
 
 
+@pytest.mark.sampled(5)
 @each_case
 @each_form
 @each_sync

@@ -106,6 +106,7 @@ def check_maps(context: RankContext) -> None:
         indices_to_map(ids, weights, len(ids) + 1, problem.plan.num_experts)
 
 
+@pytest.mark.sampled(4)
 @each_case
 @pytest.mark.parametrize("by_map", [True, False], ids=["maps", "ids"])
 @pytest.mark.parametrize("alignment", [None, ALIGNMENT])

@@ -79,6 +79,7 @@ def same_places(got: torch.Tensor, want: torch.Tensor, counts: list[int], what: 
         same_bytes(packed(got[expert, :count]), packed(want[expert, :count]), what)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("options", "wanted"), FORMATS)
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
 def test_dispatch_and_combine(ranks: Ranks, case: Case, options: dict[str, Any], wanted: dict[str, Any]) -> None:
