@@ -223,6 +223,7 @@ def test_numbers_are_the_same_on_both_sides() -> None:
         "kPhaseBlocks": "own kernel",
         "kPhaseForward": "forwarding",
         "kPhaseHome": "sums of nodes",
+        "kPhaseArrivals": "rows of an expert",
     }
     for number, words in kernel_reports.PHASES.items():
         (name,) = [name for name, part in phases.items() if part in words]

@@ -69,6 +69,17 @@ def test_a_fault_names_rank_peer_and_phase(memory: list[torch.Tensor]) -> None:
     assert "its flag shows 39, 41 was wanted" in str(error)
 
 
+@pytest.mark.parametrize(("wanted", "seen"), [(12, 5), (3, -4)])
+def test_rows_that_do_not_arrive_are_counted(memory: list[torch.Tensor], wanted: int, seen: int) -> None:
+    """Counts of all calls say nothing to anybody; their difference does, also once they have wrapped."""
+    flag = FaultFlag(CPU, 0)
+    memory[0][:] = torch.tensor([1, 1, kernel_reports.ARRIVALS, 40, wanted, seen])
+    error = flag.error()
+    assert error is not None
+    assert (error.peers, error.phase) == ((1,), "MegaMoE, rows of an expert")
+    assert "7 of its rows are missing" in str(error)
+
+
 def test_blocks_that_do_not_run_are_nobody_elses_fault(memory: list[torch.Tensor]) -> None:
     """A kernel whose blocks wait for each other, and for SMs, names its own rank and says what it lacks."""
     flag = FaultFlag(CPU, 3)

@@ -18,7 +18,7 @@ from tokenloom.errors import PeerTimeout
 from tokenloom.runtime.leftovers import keep_until_idle
 from tokenloom.runtime.topology import Topology
 
-OWN_BLOCKS = 4
+OWN_BLOCKS, ARRIVALS = 4, 7
 SOME_CALL = "a call"
 """The phase of a wait that the host ended: it does not know how far the kernel had come."""
 PHASES = {
@@ -28,6 +28,7 @@ PHASES = {
     OWN_BLOCKS: "blocks of its own kernel",
     5: "dispatch, forwarding between nodes",
     6: "combine, sums of nodes",
+    ARRIVALS: "MegaMoE, rows of an expert",
 }
 """What device/sync/wait.cuh calls Phase, in words."""
 FAULT_WORDS = 6
@@ -96,7 +97,9 @@ class FaultFlag:
         order_reads()
         _, peer, phase, epoch, wanted, seen = self._words.tolist()
         cause = f"its flag shows {seen}, {wanted} was wanted"
-        if phase == OWN_BLOCKS:
+        if phase == ARRIVALS:
+            cause = f"{(wanted - seen) % (1 << 32)} of its rows are missing"  # counts wrap
+        elif phase == OWN_BLOCKS:
             cause = "they do not all run at once, since other kernels or limits leave them too few SMs"
         return PeerTimeout(self._rank, [peer], PHASES.get(phase, f"phase {phase}"), epoch, cause, self._nodes([peer]))
 

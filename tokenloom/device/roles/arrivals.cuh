@@ -71,7 +71,7 @@ struct OpenWhenArrived {
             if (began == 0) began = now;
             if (now - began <= deadline.timeout_ns) continue;
             const uint32 rank = __ffs(ranks) - 1, place = tile.expert * kRanks + rank;
-            record_fault(deadline.fault, deadline.fault_claimed, rank, kPhaseRows, epoch, expected[place],
+            record_fault(deadline.fault, deadline.fault_claimed, rank, kPhaseArrivals, epoch, expected[place],
                          load_relaxed_sys(arrived + place));
             break;
         }

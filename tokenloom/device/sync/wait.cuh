@@ -20,7 +20,8 @@ struct Deadline {
 
 // What a wait is for, by number; kernel_reports.py has the words.
 enum Phase : uint32 {
-    kPhaseOpen = 1, kPhaseRows = 2, kPhasePartials = 3, kPhaseBlocks = 4, kPhaseForward = 5, kPhaseHome = 6
+    kPhaseOpen = 1, kPhaseRows = 2, kPhasePartials = 3, kPhaseBlocks = 4, kPhaseForward = 5, kPhaseHome = 6,
+    kPhaseArrivals = 7,
 };
 
 // Calls whose traces are apart: a rank may be three calls ahead of one that waits (device/transport/call.cuh). Epochs
