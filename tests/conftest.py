@@ -120,6 +120,14 @@ def hoppers(request: pytest.FixtureRequest, pools: Callable[[str], RankPool]) ->
     return Ranks(pools("cuda"), request.param)
 
 
+@pytest.fixture(scope="session")
+def several(hoppers: Ranks) -> Ranks:
+    """Those of two ranks or more, of which one can be missing, late, or of another opinion."""
+    if hoppers.num_ranks == 1:
+        pytest.skip("a rank alone has no others")
+    return hoppers
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
 

@@ -24,23 +24,15 @@ BACKEND = "nvlink"
 START_S, END_S = 180.0, 240.0
 
 
-@pytest.fixture
-def group(hoppers: Ranks) -> Ranks:
-    """Groups in which somebody can be missing. Their processes have nothing to do here, but wait."""
-    if hoppers.num_ranks == 1:
-        pytest.skip("a rank alone has nobody to lose")
-    return hoppers
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_in_the_middle_of_10000_calls(group: Ranks, how: signal.Signals) -> None:
+def test_in_the_middle_of_10000_calls(several: Ranks, how: signal.Signals) -> None:
     """At some moment, whatever its kernels and its host do: the others all lose it in the same call."""
-    num_pairs, victim = 5000, group.num_ranks - 1
-    with Server(group.num_ranks, serve_calls, num_pairs) as server:
+    num_pairs, victim = 5000, several.num_ranks - 1
+    with Server(several.num_ranks, serve_calls, num_pairs) as server:
         server.hear(victim, "half", START_S)
         time.sleep(random.random() * 0.05)
         os.kill(server.processes[victim].pid, how)
-        histories = [server.hear(rank, "returned", END_S) for rank in range(group.num_ranks) if rank != victim]
+        histories = [server.hear(rank, "returned", END_S) for rank in range(several.num_ranks) if rank != victim]
         os.kill(server.processes[victim].pid, signal.SIGKILL)
     assert all(history == histories[0] for history in histories)
     assert histories[0][0] == []
@@ -56,15 +48,15 @@ def serve_calls(context: RankContext, pipe: Connection, num_pairs: int) -> list[
     return serve(context, num_pairs, report, timeout_s=5.0)
 
 
-def test_graphs_go_on(group: Ranks) -> None:
+def test_graphs_go_on(several: Ranks) -> None:
     """Between replays: all that are left mask the dead rank, and replay the graphs that they captured with it."""
     victim = 0
-    with Server(group.num_ranks, replay, victim) as server:
-        for rank in range(group.num_ranks):
+    with Server(several.num_ranks, replay, victim) as server:
+        for rank in range(several.num_ranks):
             server.hear(rank, "ready", START_S)
         os.kill(server.processes[victim].pid, signal.SIGKILL)
         server.processes[victim].join()
-        left = [rank for rank in range(group.num_ranks) if rank != victim]
+        left = [rank for rank in range(several.num_ranks) if rank != victim]
         for rank in left:
             server.pipes[rank].send("it is gone")
         for rank in left:

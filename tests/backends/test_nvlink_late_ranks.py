@@ -36,14 +36,6 @@ ONLY_EMULATED = pytest.mark.skipif(not emulator.ON, reason="ranks of a pool of p
 LONG_S = 30.0
 
 
-@pytest.fixture
-def group(hoppers: Ranks) -> Ranks:
-    """Groups in which somebody can be late."""
-    if hoppers.num_ranks == 1:
-        pytest.skip("a rank alone waits for nobody")
-    return hoppers
-
-
 def make(context: RankContext, timeout_s: float = LONG_S, **options: Any) -> tuple[tl.Communicator, Problem]:
     problem = make_problem(PROBLEM, context.num_ranks)
     return make_comm(context, BACKEND, problem.plan, timeout_s=timeout_s, on_timeout="mask", **options), problem
@@ -60,9 +52,9 @@ def end(context: RankContext) -> None:
 
 
 @each_layout
-def test_nobody_is_late(group: Ranks, layout: str) -> None:
+def test_nobody_is_late(several: Ranks, layout: str) -> None:
     """Calls return what they do elsewhere, in one piece and in halves, and errors are the same."""
-    group.run(check_nobody, layout)
+    several.run(check_nobody, layout)
 
 
 def check_nobody(context: RankContext, layout: str) -> None:
@@ -85,7 +77,7 @@ def check_nobody(context: RankContext, layout: str) -> None:
 
 
 @ONLY_EMULATED
-def test_a_fault_behind_a_call(group: Ranks) -> None:
+def test_a_fault_behind_a_call(several: Ranks) -> None:
     """A rank that fails when its rows are there, for lack of memory say, tells the others before they return."""
     from tests.support.emulator import group as emulated
 
@@ -98,7 +90,7 @@ def test_a_fault_behind_a_call(group: Ranks) -> None:
         real(self, *args, **options)
 
     with mock.patch.object(NvlinkHandle, "own", own):
-        group.run(check_fault_behind)
+        several.run(check_fault_behind)
 
 
 def check_fault_behind(context: RankContext) -> None:
@@ -108,9 +100,9 @@ def check_fault_behind(context: RankContext) -> None:
     pair(context, comm, problem, [], "expert")
 
 
-def test_overflow(group: Ranks) -> None:
+def test_overflow(several: Ranks) -> None:
     """Told once, at the call behind it, as with ``checked``."""
-    group.run(check_overflow)
+    several.run(check_overflow)
 
 
 def check_overflow(context: RankContext) -> None:
@@ -130,9 +122,9 @@ def check_overflow(context: RankContext) -> None:
 
 @ONLY_EMULATED
 @each_layout
-def test_death_between_calls(group: Ranks, layout: str) -> None:
+def test_death_between_calls(several: Ranks, layout: str) -> None:
     """The next call goes on as if the rank had been masked before, and so do those after it; until one is left."""
-    group.run(check_between_calls, layout)
+    several.run(check_between_calls, layout)
 
 
 def check_between_calls(context: RankContext, layout: str) -> None:
@@ -146,10 +138,10 @@ def check_between_calls(context: RankContext, layout: str) -> None:
 @ONLY_EMULATED
 @pytest.mark.parametrize("launch", range(6))
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_death_at_every_launch(group: Ranks, launch: int, when: str) -> None:
+def test_death_at_every_launch(several: Ranks, launch: int, when: str) -> None:
     """Of a dispatch, a combine, and what ends each of them: the call that is hit takes place with the rank on all
     others, or without it on all of them."""
-    counted = group.run(check_at_launch, launch, when)
+    counted = several.run(check_at_launch, launch, when)
     assert len({found for found in counted if found is not None}) == 1
 
 
@@ -181,19 +173,19 @@ def check_at_launch(context: RankContext, launch: int, when: str) -> bool | None
 
 
 @ONLY_EMULATED
-def test_death_in_a_meeting(group: Ranks) -> None:
+def test_death_in_a_meeting(several: Ranks) -> None:
     """Some have met with the rank and have gone on, another one waits for it: it has the same result."""
-    if group.num_ranks == 2:
+    if several.num_ranks == 2:
         pytest.skip("nobody else could have met")
     real = RankGroup.settle
 
     def settle(self: RankGroup, name: str, *args: Any) -> Any:
-        if self.rank != group.num_ranks - 1:
+        if self.rank != several.num_ranks - 1:
             time.sleep(0.5)  # the one that waits is the first to say what it thinks
         return real(self, name, *args)
 
     with mock.patch.object(RankGroup, "settle", settle):
-        group.run(check_in_meeting)
+        several.run(check_in_meeting)
 
 
 def check_in_meeting(context: RankContext) -> None:
@@ -220,9 +212,9 @@ def check_in_meeting(context: RankContext) -> None:
 
 @ONLY_EMULATED
 @pytest.mark.parametrize("layout", ["token", "expert"])
-def test_death_before_a_backward(group: Ranks, layout: str) -> None:
+def test_death_before_a_backward(several: Ranks, layout: str) -> None:
     """Gradients of the routes to it are lost, in a transfer of its own and in one to the places of the forward."""
-    group.run(check_before_backward, layout)
+    several.run(check_before_backward, layout)
 
 
 def check_before_backward(context: RankContext, layout: str) -> None:
@@ -292,13 +284,13 @@ def serve(
 
 @ONLY_EMULATED
 @pytest.mark.parametrize("seed", range(6))
-def test_death_anywhere(group: Ranks, seed: int) -> None:
+def test_death_anywhere(several: Ranks, seed: int) -> None:
     """A rank is killed in the middle of whatever its kernels and its host do; all others make all calls. Then another
     one is, as long as two are left."""
     from tests.support.emulator import group as emulated
 
     draw = random.Random(seed + 100 * emulator.SEED)
-    num_ranks, num_calls = group.num_ranks, 24
+    num_ranks, num_calls = several.num_ranks, 24
     at = [
         (draw.randrange(1, num_calls // 2), draw.randrange(num_ranks)),
         (draw.randrange(num_calls // 2, num_calls), 0),
@@ -326,7 +318,7 @@ def test_death_anywhere(group: Ranks, seed: int) -> None:
                 killed.append(victim)
                 threading.Thread(target=kill).start()
 
-    results = group.run(serve, num_calls, report)
+    results = several.run(serve, num_calls, report)
     left = [history for history in results if history is not None]
     assert len(left) == num_ranks - len(killed)
     assert all(history == left[0] for history in left), "ranks differ in the call that was hit"
@@ -338,13 +330,13 @@ def test_death_anywhere(group: Ranks, seed: int) -> None:
 
 @ONLY_EMULATED
 @pytest.mark.parametrize("comes", ["between calls", "never"])
-def test_late(group: Ranks, comes: str) -> None:
+def test_late(several: Ranks, comes: str) -> None:
     """A rank that lives and is late is masked; it hears of that when it comes."""
     over = threading.Event()
     from tests.support.emulator import group as emulated
 
     with mock.patch.object(membership, "ROLL_CALL_S", 1.0), mock.patch.object(emulated, "TURNS_PER_NS", 1e-3):
-        group.run(check_late, comes, over)
+        several.run(check_late, comes, over)
 
 
 def check_late(context: RankContext, comes: str, over: threading.Event) -> None:
@@ -368,7 +360,7 @@ def check_late(context: RankContext, comes: str, over: threading.Event) -> None:
 
 @ONLY_EMULATED
 @each_layout
-def test_memory_that_not_all_make(group: Ranks, layout: str) -> None:
+def test_memory_that_not_all_make(several: Ranks, layout: str) -> None:
     """All agree to make memory, but for one rank that came in vain: nobody is lost, and the others do not take what it
     tells them then for its part in making that memory."""
     from tests.support.emulator import group as emulated
@@ -377,14 +369,14 @@ def test_memory_that_not_all_make(group: Ranks, layout: str) -> None:
 
     def agree(self: Launcher, fields: Any) -> None:
         real(self, fields)
-        if emulated.here.rank == group.num_ranks - 1:
+        if emulated.here.rank == several.num_ranks - 1:
             turns[0] += 1
             if turns[0] % 2:  # else it would be so whenever the call is made again
                 self.outcomes.fault.give_up([0], "the test")
                 self.outcomes.raise_timeout()
 
     with mock.patch.object(Launcher, "agree_before_memory", agree):
-        group.run(check_not_all_make, layout)
+        several.run(check_not_all_make, layout)
     assert turns[0] >= 2
 
 
@@ -395,11 +387,11 @@ def check_not_all_make(context: RankContext, layout: str) -> None:
 
 
 @ONLY_EMULATED
-def test_death_when_some_make_memory(group: Ranks) -> None:
+def test_death_when_some_make_memory(several: Ranks) -> None:
     """A rank ends when it has agreed with some to make memory, and not with another one."""
-    if group.num_ranks == 2:
+    if several.num_ranks == 2:
         pytest.skip("nobody else could have agreed")
-    group.run(check_some_make)
+    several.run(check_some_make)
 
 
 def check_some_make(context: RankContext) -> None:
@@ -421,9 +413,9 @@ def check_some_make(context: RankContext) -> None:
 # -- what goes with it ------------------------------------------------------------------------------------------
 
 
-def test_back_again(group: Ranks) -> None:
+def test_back_again(several: Ranks) -> None:
     """A rank that was masked makes its communicator again, and may be lost once more."""
-    group.run(check_back_again)
+    several.run(check_back_again)
 
 
 def check_back_again(context: RankContext) -> None:
@@ -444,9 +436,9 @@ def check_back_again(context: RankContext) -> None:
         pair(context, comm, problem, [0], "expert")
 
 
-def test_what_it_has_not(group: Ranks) -> None:
+def test_what_it_has_not(several: Ranks) -> None:
     """Calls that could not be made again are refused by name, on all ranks alike."""
-    group.run(check_refused)
+    several.run(check_refused)
 
 
 def check_refused(context: RankContext) -> None:

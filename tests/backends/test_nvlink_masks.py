@@ -30,18 +30,10 @@ BACKEND = "nvlink"
 PROBLEM = replace(CASE, dtype=BF16)
 
 
-@pytest.fixture
-def group(hoppers: Ranks) -> Ranks:
-    """Groups in which somebody can be left out."""
-    if hoppers.num_ranks == 1:
-        pytest.skip("a rank alone has nobody to leave out")
-    return hoppers
-
-
 @each_layout
-def test_memory_of_masked_ranks(group: Ranks, layout: str) -> None:
+def test_memory_of_masked_ranks(several: Ranks, layout: str) -> None:
     """Nothing is stored there, not by an earlier dispatch's combine either; nothing they left here is read."""
-    group.run(check_memory, layout)
+    several.run(check_memory, layout)
 
 
 def check_memory(context: RankContext, layout: str) -> None:
@@ -109,10 +101,10 @@ def same_step(context: RankContext, step: Step, result: Any, round_: Round, mask
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, id=kind.name) for kind in KINDS])
-def test_bounded_calls(group: Ranks, kind: Kind) -> None:
+def test_bounded_calls(several: Ranks, kind: Kind) -> None:
     """Of every kind: in halves, per route, quantised, to tensors of the caller's. Then as CUDA graphs, which were
     captured before the mask and are replayed after it."""
-    group.run(check_bounded, kind)
+    several.run(check_bounded, kind)
 
 
 def check_bounded(context: RankContext, kind: Kind) -> None:
@@ -136,11 +128,11 @@ def check_bounded(context: RankContext, kind: Kind) -> None:
 
 
 @pytest.mark.gpu
-def test_no_mask_in_a_capture(group: Ranks) -> None:
+def test_no_mask_in_a_capture(several: Ranks) -> None:
     """It would be a part of the graph."""
     if emulator.ON:
         pytest.skip("no graphs there")
-    group.run(check_capture)
+    several.run(check_capture)
 
 
 def check_capture(context: RankContext) -> None:
@@ -162,10 +154,10 @@ def check_capture(context: RankContext) -> None:
 # -- ranks that come back ---------------------------------------------------------------------------------------
 
 
-def test_back_again(group: Ranks) -> None:
+def test_back_again(several: Ranks) -> None:
     """A rank makes its communicator again while the others take it back: all calls are as before the mask, on new
     memory. What was dispatched before is of no use, since the rank knows nothing of it."""
-    group.run(check_back_again)
+    several.run(check_back_again)
 
 
 def check_back_again(context: RankContext) -> None:
@@ -192,9 +184,9 @@ def check_back_again(context: RankContext) -> None:
         pair(context, comm, problem, [], layout)
 
 
-def test_rows_again(group: Ranks) -> None:
+def test_rows_again(several: Ranks) -> None:
     """Other rows of a dispatch from before the mask come to the places of that dispatch, zeros from masked ranks."""
-    group.run(check_rows_again)
+    several.run(check_rows_again)
 
 
 def check_rows_again(context: RankContext) -> None:
@@ -221,11 +213,11 @@ def check_rows_again(context: RankContext) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["plain", "shared expert"])
-def test_mega(group: Ranks, name: str) -> None:
+def test_mega(several: Ranks, name: str) -> None:
     """A MegaMoE goes on as if routes to masked ranks were -1. It takes nobody back, which it says."""
     if emulator.ON:
         pytest.skip("GEMMs need a GPU")
-    group.run(check_mega, mega_cases.CASES[name])
+    several.run(check_mega, mega_cases.CASES[name])
 
 
 def check_mega(context: RankContext, case: mega_cases.Case) -> None:

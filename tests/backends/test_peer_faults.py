@@ -134,20 +134,12 @@ def stays_broken(step: Step, routed: tl.Routed) -> None:
 # -- slow and late ranks ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def peers(hoppers: Ranks) -> Ranks:
-    """Groups in which somebody can be missing."""
-    if hoppers.num_ranks == 1:
-        pytest.skip("a rank alone waits for nobody")
-    return hoppers
-
-
 @pytest.mark.parametrize("sizes", ["exact", "bounded"])
 @pytest.mark.parametrize("where", ["host", "device"])
-def test_slow_rank(peers: Ranks, where: str, sizes: str) -> None:
+def test_slow_rank(several: Ranks, where: str, sizes: str) -> None:
     """A second is less than the timeout of five: nothing but a wait, whether the host of a rank comes late to both
     calls or its GPU is busy with something else."""
-    peers.run(check_slow, where, sizes)
+    several.run(check_slow, where, sizes)
 
 
 def check_slow(context: RankContext, where: str, sizes: str) -> None:
@@ -178,10 +170,10 @@ def check_slow(context: RankContext, where: str, sizes: str) -> None:
 
 
 @pytest.mark.parametrize("sizes", ["exact", "bounded"])
-def test_pause_between_calls(peers: Ranks, sizes: str) -> None:
+def test_pause_between_calls(several: Ranks, sizes: str) -> None:
     """A rank that writes a checkpoint, evaluates or compiles opens its next call much later than ``timeout_s``: the
     others wait for it as long as the process group would."""
-    peers.run(check_pause, sizes)
+    several.run(check_pause, sizes)
 
 
 def check_pause(context: RankContext, sizes: str) -> None:
@@ -199,13 +191,13 @@ def check_pause(context: RankContext, sizes: str) -> None:
 
 
 @pytest.mark.parametrize("call", ["dispatch", "combine", "eager combine"])
-def test_late_rank(peers: Ranks, call: str) -> None:
+def test_late_rank(several: Ranks, call: str) -> None:
     """The others name it, and where they waited for it. It finds their announcements of the call, but nobody who would
     answer: its host hears before the next deadline that they have given up. All can make a new communicator then.
 
     Of an eager call it finds all there is, and hears of it at the next."""
-    seen = peers.run(check_late, call)
-    late = peers.num_ranks - 1
+    seen = several.run(check_late, call)
+    late = several.num_ranks - 1
     for rank, each in enumerate(seen):
         assert each.rank == rank
         if rank != late:
@@ -242,10 +234,10 @@ LARGE = Case("large", "", tokens=(8, 5, 0, 6), spare=1016, hidden=4096, experts_
 """Few tokens in buffers for many, so that they are worth counting."""
 
 
-def test_memory_after_a_timeout(peers: Ranks) -> None:
+def test_memory_after_a_timeout(several: Ranks) -> None:
     """A late rank may still write to the memory of the others, until it has closed its communicator too. Then all of
     them free it: a server that makes a new communicator after each timeout does not grow."""
-    peers.run(check_memory)
+    several.run(check_memory)
 
 
 def check_memory(context: RankContext) -> None:
@@ -294,9 +286,9 @@ def settle_memory(context: RankContext) -> None:
 
 
 @pytest.fixture(scope="module")
-def after_death(peers: Ranks) -> dict[str, list[Seen]]:
+def after_death(several: Ranks) -> dict[str, list[Seen]]:
     """What the survivors saw, by communicator."""
-    return kill_one(peers.num_ranks, victim=0 if peers.num_ranks == 2 else peers.num_ranks - 1)
+    return kill_one(several.num_ranks, victim=0 if several.num_ranks == 2 else several.num_ranks - 1)
 
 
 def one_is_named(seen: list[Seen], phase: str, calls_before: int) -> None:

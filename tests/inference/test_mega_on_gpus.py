@@ -30,14 +30,6 @@ LATE_CYCLES = 180_000_000
 """About 100 ms."""
 
 
-@pytest.fixture
-def group(hoppers: Ranks) -> Ranks:
-    """Groups in which somebody can be missing."""
-    if hoppers.num_ranks == 1:
-        pytest.skip("a rank alone has nobody to wait for")
-    return hoppers
-
-
 def test_100000_calls_in_graphs(hoppers: Ranks) -> None:
     """Routing, tokens and weights are drawn anew before every replay, by each rank for itself. Whatever is reused too
     early, or awaited too little, makes the second of two calls with the same input differ from the first."""
@@ -85,9 +77,9 @@ def check_calls_in_graphs(context: RankContext) -> None:
 
 
 @pytest.mark.parametrize("stage", ["", "dispatch", "gemm1", "gemm2"])
-def test_a_late_rank(group: Ranks, stage: str) -> None:
+def test_a_late_rank(several: Ranks, stage: str) -> None:
     """By 100 ms, before the call or before its next kernel: the others wait, and nothing differs."""
-    group.run(check_a_late_rank, stage)
+    several.run(check_a_late_rank, stage)
 
 
 def check_a_late_rank(context: RankContext, stage: str) -> None:
@@ -108,12 +100,12 @@ def check_a_late_rank(context: RankContext, stage: str) -> None:
 
 
 @pytest.mark.parametrize("stage", ["", "dispatch", "gemm1", "gemm2"])
-def test_a_killed_rank(group: Ranks, stage: str) -> None:
+def test_a_killed_rank(several: Ranks, stage: str) -> None:
     """Between two calls, or as soon as one of its kernels is launched: all others name it within the deadline.
 
     Their GPUs work on."""
-    victim = group.num_ranks - 1
-    with Server(group.num_ranks, call_until_lost, victim, stage) as server:
+    victim = several.num_ranks - 1
+    with Server(several.num_ranks, call_until_lost, victim, stage) as server:
         server.hear(victim, "dies", START_S)
         for rank in range(victim):
             assert server.hear(rank, "returned", END_S) == [victim]
