@@ -231,6 +231,9 @@ def made_up_times(start: int) -> MegaTimes:
     times.gemm1[1, TRACE_ROLES.index("multiply 0"), 1] = torch.tensor([start + 3_000, start + 3_250])
     times.gemm1[1, TRACE_ROLES.index("multiply 1"), 1, 0] = start + 9_000
     times.gemm2[1, TRACE_ROLES.index("store"), 2] = torch.tensor([start + 5_000, start + 5_500])
+    times.gemm2[0, TRACE_ROLES.index("start"), 0] = torch.tensor([start + 4_000, start + 4_400])
+    for mark, at in (("begun", 5_600), ("sent", 5_800), ("heard", 6_400)):
+        times.barrier[0, MARKS.index(mark)] = start + at
     times.sum[0] = torch.tensor([start + 7_000, start + 7_100])
     return times
 
@@ -246,14 +249,15 @@ def test_a_trace_is_what_was_measured(tmp_path: Path) -> None:
     threads = {e["tid"]: e["args"]["name"] for e in found["traceEvents"] if e["name"] == "thread_name"}
     complete = [event for event in found["traceEvents"] if event["ph"] == "X"]
     assert 0 not in threads
-    assert len(threads) == 2 * (5 + 6), "every thread has a number of its own"
+    assert len(threads) == 2 * (6 + 8), "every thread has a number of its own"
     for rank in (0, 1):
         told = [(threads[e["tid"]], e["name"], e["ts"], e["dur"]) for e in complete if e["pid"] == rank]
         assert told == [
             ("kernel pack", "pack", 0.0, 1.0),
             ("kernel send", "send", 0.5, 5.5),
             ("kernel GEMM1", "GEMM1", 2.0, 2.5),
-            ("kernel GEMM2", "GEMM2", 5.0, 0.5),
+            ("kernel GEMM2", "GEMM2", 4.0, 1.5),
+            ("kernel barrier", "barrier", 5.6, 0.8),
             ("kernel sum", "sum", 7.0, 0.1),
             ("pack, block   1", "pack", 0.0, 1.0),
             ("send, block   3", "count routes", 0.5, 0.2),
@@ -262,7 +266,10 @@ def test_a_trace_is_what_was_measured(tmp_path: Path) -> None:
             ("send, block   3", "send rows", 1.9, 4.1),
             ("GEMM1, block   0, load", "tile 0", 2.0, 2.5),
             ("GEMM1, block   1, multiply 0", "tile 1", 3.0, 0.25),
+            ("GEMM2, block   0, start", "start", 4.0, 0.4),
             ("GEMM2, block   1, store", "tile 2", 5.0, 0.5),
+            ("barrier, block   0", "tell all ranks", 5.6, 0.2),
+            ("barrier, block   0", "wait for all ranks", 5.8, 0.6),
             ("sum, block   0", "sum", 7.0, 0.1),
         ]
     names = {e["pid"]: e["args"]["name"] for e in found["traceEvents"] if e["name"] == "process_name"}

@@ -65,9 +65,17 @@ def check_times(context: RankContext) -> None:
         times.zero_()
     began = {span.name: span.begin for span in spans if span.thread.startswith("kernel")}
     ended = {span.name: span.end for span in spans if span.thread.startswith("kernel")}
-    assert list(began) == ["pack", "send", "GEMM1", "GEMM2", "sum"]
-    assert began["pack"] < began["send"] < began["GEMM1"] < began["GEMM2"] < ended["GEMM2"] < began["sum"]
-    assert {span.name for span in spans if span.thread.startswith("send")} == set(UNTIL.values())
+    assert list(began) == ["pack", "send", "GEMM1", "GEMM2", "barrier", "sum"]
+    assert (
+        began["pack"]
+        < began["send"]
+        < began["GEMM1"]
+        < began["GEMM2"]
+        < ended["GEMM2"]
+        < began["barrier"]
+        < began["sum"]
+    )
+    assert {span.name for span in spans if span.thread.startswith("send")} == set(UNTIL["send"].values())
     assert all(span.begin <= span.end for span in spans)
     assert not times.send.any()
 

@@ -200,8 +200,8 @@ def test_numbers_are_the_same_on_both_sides() -> None:
         "Bf16Epilogue<256>::kTileRowBytes": launch.Bf16Epilogue.tile_row_bytes,
         "SwigluFp8Epilogue<256, 0, 0, 1>::kTileRowBytes": launch.SwigluFp8Epilogue.tile_row_bytes,
     }
-    roles = [launch.TRACE_ROLES.index(name) for name in ("load", "multiply 0", "epilogue 0", "store")]
-    numbers |= dict(zip(("kLoads", "kMultiplies", "kStages", "kStores"), roles, strict=True))
+    roles = [launch.TRACE_ROLES.index(name) for name in ("load", "multiply 0", "epilogue 0", "store", "start")]
+    numbers |= dict(zip(("kLoads", "kMultiplies", "kStages", "kStores", "kStarts"), roles, strict=True))
     check(
         "kernels/gemm/grouped_gemm.cuh",
         *(f'static_assert({name} == {number}, "{name}");' for name, number in numbers.items()),

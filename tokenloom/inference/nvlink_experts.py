@@ -85,7 +85,7 @@ class NvlinkExperts:
         self._calls.keep(times)  # graphs that are captured from now on write there, also once others take its place
         for pack in self._pack_of.values():
             pack.args.trace = times.pack.data_ptr()
-        self._calls.trace(times.send)
+        self._calls.trace(times.send, times.barrier)
         self._gemms.trace(times.gemm1, times.gemm2)
         self._sums.args.trace = times.sum.data_ptr()
         return times

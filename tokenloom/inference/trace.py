@@ -20,6 +20,7 @@ class MegaTimes:
             ``tokenloom.kernels.common.MARKS``.
         gemm1, gemm2: int64 [blocks, role, tile, 2], when each role of each block works on each of its tiles. Roles are
             ``tokenloom.kernels.gemm.launch.TRACE_ROLES``.
+        barrier: int64 [1, marks], when the block that meets all ranks has begun, told ("sent") and heard them.
         sum: int64 [blocks, 2], when each block adds rows.
     """
 
@@ -27,6 +28,7 @@ class MegaTimes:
     send: torch.Tensor
     gemm1: torch.Tensor
     gemm2: torch.Tensor
+    barrier: torch.Tensor
     sum: torch.Tensor
 
     @classmethod
@@ -41,6 +43,7 @@ class MegaTimes:
             send=zeros(MAX_BLOCKS, MARK_WORDS),
             gemm1=trace_times(num_sms, device),
             gemm2=trace_times(num_sms, device),
+            barrier=zeros(1, MARK_WORDS),
             sum=zeros(num_sms, 2),
         )
 

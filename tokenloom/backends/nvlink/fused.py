@@ -93,9 +93,9 @@ class FusedLayerCalls:
         """Let graphs that capture calls keep these alive, which the calls use."""
         self._launcher.keep_with_graphs.extend(used)
 
-    def trace(self, times: torch.Tensor) -> None:
-        """From now on the kernel that sends rows writes when its blocks pass each phase, as in ``MegaTimes.send``."""
-        self._sender.opening.trace = times.data_ptr()
+    def trace(self, send: torch.Tensor, barrier: torch.Tensor) -> None:
+        """From now on both kernels write when they pass each phase, as ``MegaTimes`` says."""
+        self._sender.opening.trace, self._barrier.opening.trace = send.data_ptr(), barrier.data_ptr()
 
     def follow(self) -> None:
         """Let the current stream wait for that of the call before: then kernels may come before the dispatch."""

@@ -21,12 +21,15 @@ STARTS = (
     "collective right before that. GEMMs that write times are a little slower."
 )
 UNTIL = {
-    "counted": "count routes",
-    "heard": "wait for all ranks' counts",
-    "placed": "order routes",
-    "sent": "send rows",
+    "send": {
+        "counted": "count routes",
+        "heard": "wait for all ranks' counts",
+        "placed": "order routes",
+        "sent": "send rows",
+    },
+    "barrier": {"sent": "tell all ranks", "heard": "wait for all ranks"},
 }
-"""What a block of the kernel that sends rows does until it passes a mark."""
+"""What a block of a kernel that opens a call does until it passes a mark."""
 
 
 class Span(NamedTuple):
@@ -79,9 +82,10 @@ def spans_of(times: MegaTimes) -> Iterator[Span]:
     """Give all that has begun and ended: kernels as wholes, then their blocks and roles."""
     parts = {
         "pack": list(_blocks("pack", times.pack)),
-        "send": list(_sends(times.send)),
+        "send": list(_marked("send", times.send)),
         "GEMM1": list(_tiles("GEMM1", times.gemm1)),
         "GEMM2": list(_tiles("GEMM2", times.gemm2)),
+        "barrier": list(_marked("barrier", times.barrier)),
         "sum": list(_blocks("sum", times.sum)),
     }
     for kernel, spans in parts.items():
@@ -97,17 +101,18 @@ def _blocks(kernel: str, times: torch.Tensor) -> Iterator[Span]:
             yield Span(f"{kernel}, block {block:3}", kernel, begin, end)
 
 
-def _sends(times: torch.Tensor) -> Iterator[Span]:
+def _marked(kernel: str, times: torch.Tensor) -> Iterator[Span]:
     for block, marks in enumerate(times.tolist()):
         begin = marks[MARKS.index("begun")]
-        for mark, doing in UNTIL.items():
+        for mark, doing in UNTIL[kernel].items():
             end = marks[MARKS.index(mark)]
             if begin and end:
-                yield Span(f"send, block {block:3}", doing, begin, end)
+                yield Span(f"{kernel}, block {block:3}", doing, begin, end)
             begin = end
 
 
 def _tiles(kernel: str, times: torch.Tensor) -> Iterator[Span]:
     for block, role, tile in (times[..., 1] > 0).nonzero().tolist():
         begin, end = times[block, role, tile].tolist()
-        yield Span(f"{kernel}, block {block:3}, {TRACE_ROLES[role]}", f"tile {tile}", begin, end)
+        name = TRACE_ROLES[role]
+        yield Span(f"{kernel}, block {block:3}, {name}", name if name == "start" else f"tile {tile}", begin, end)

@@ -2,8 +2,8 @@
 #pragma once
 #include "device/ptx/memory.cuh"
 
-// A math warpgroup has the number given here plus its own.
-enum TraceRole : int { kLoads = 0, kMultiplies = 1, kStages = 3, kStores = 5, kTraceRoles = 6 };
+// A math warpgroup has the number given here plus its own. A block starts once, which counts as its tile 0.
+enum TraceRole : int { kLoads = 0, kMultiplies = 1, kStages = 3, kStores = 5, kStarts = 6, kTraceRoles = 7 };
 enum TraceEnd : int { kBegins = 0, kEnds = 1 };
 constexpr uint32 kTracedTiles = 128;  // of a block; later ones are left out
 

@@ -23,13 +23,16 @@ __device__ void barrier(const BarrierArgs& args) {
     __shared__ alignas(16) int32 header[kHeaderWords];
     constexpr int kCounts = Shape::num_ranks + Shape::num_experts;
     wait_for_earlier_kernels();
+    if (threadIdx.x == 0) mark(args.call, kBegun);
     for (int i = threadIdx.x; i < args.num_cleared; i += Shape::threads) args.cleared[i] = 0;
     const Turn turn = turn_of(args.call);
     Opened opened = Opened::kExpired;
     if (!__syncthreads_or(has_expired(deadline_of(args.call)))) {
         announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, turn, 0, header);
+        if (threadIdx.x == 0) mark(args.call, kSent);
         opened = await_call<Shape::num_ranks, kCounts>(args.call, turn);
     }
+    if (threadIdx.x == 0) mark(args.call, kHeard);
     let_next_kernel_begin();  // not before: it takes SMs from whoever computes while ranks wait for each other
     if (threadIdx.x == 0) *args.opened = opened == Opened::kGo;
     close_call(args.call, turn, true, [] {});

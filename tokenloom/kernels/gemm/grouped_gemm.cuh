@@ -135,6 +135,7 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
     const Rows rows = rows_of<Shape>(args);
     const Weights weights{args.b, args.b_scales};
     const Trace<Shape::traced != 0> trace{args.trace};
+    if (threadIdx.x == 0) trace.mark(kStarts, 0, kBegins);
     extern __shared__ __align__(1024) unsigned char memory[];
     static_assert(sizeof(Shared) <= Shape::shared_bytes, "launch.py asks for what this needs");
     auto& shared = *reinterpret_cast<Shared*>(memory);
@@ -165,6 +166,7 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
         tensor_prefetch(&weights.map);
     }
     cluster_sync();
+    if (threadIdx.x == 0) trace.mark(kStarts, 0, kEnds);
     const int group = __shfl_sync(~0u, threadIdx.x / kGroupThreads, 0);  // the compiler then knows that it is uniform
     if (group == kGroups) {
         keep_registers<kOtherRegisters>();

@@ -25,7 +25,7 @@ SCALE_BLOCKS = 8
 MOST_STAGES = 4
 STORE_WARPS = 2
 """kStoreWarps of device/roles/store.cuh."""
-TRACE_ROLES = ("load", "multiply 0", "multiply 1", "epilogue 0", "epilogue 1", "store")
+TRACE_ROLES = ("load", "multiply 0", "multiply 1", "epilogue 0", "epilogue 1", "store", "start")
 TRACED_TILES = 128
 """TraceRole and kTracedTiles of device/roles/trace.cuh."""
 
