@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import re
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -33,15 +30,6 @@ REGISTER_UNIT = 8
 """Registers of a thread are handed out in such units."""
 DEVICE_FOLDERS = ("ptx", "sync", "tile", "pipe", "transport", "roles")
 """Headers include from their own folder and those before it."""
-
-
-@pytest.fixture(scope="module")
-def compiling(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[tuple[bytes, str]]]]:
-    """The variants whose tests were asked for, on as many cores as there are."""
-    ours: list[Any] = [item for item in request.session.items if getattr(item, "module", None) is request.module]
-    asked = [item.callspec.params["form"] for item in ours if "compiling" in item.fixturenames]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield {form: pool.submit(compiler.compile_kernel, VARIANTS[form].spec()) for form in asked}
 
 
 QUICK = {
@@ -72,11 +60,11 @@ QUICK = {
 
 @needs_nvrtc
 @pytest.mark.parametrize("form", mostly_slow(VARIANTS, QUICK))
-def test_it_compiles_within_limits(form: str, compiling: dict[str, Future[tuple[bytes, str]]]) -> None:
+def test_it_compiles_within_limits(form: str) -> None:
     """No spill, no stack frame (local arrays indexed at run time), no warning, no wgmma that was serialised (C75xx),
     and as many registers and as much shared memory as one block can have."""
     spec = VARIANTS[form].spec()
-    cubin, log = compiling[form].result()
+    cubin, log = compiler.compile_kernel(spec)
     assert cubin
     assert "warning" not in log.lower(), log
     assert not re.search(r"C75\d\d", log), log
