@@ -112,10 +112,10 @@ class NvlinkExperts:
             engine.open_calls.require_room()
             stream = current_handle(self._comm.device) if ready is None else ready
             schedule = request.schedule or schedule_for(len(inputs.topk_ids))
-            ids, number = self._send(request, inputs, schedule, ready, stream)
-            engine.open_calls.opened()
-            calls.opened()
             try:
+                ids, number = self._send(request, inputs, schedule, ready, stream)
+                engine.open_calls.opened()
+                calls.opened()
                 request.passed("dispatch")
                 self._gemms.run(stream, request.passed)
                 self._calls.meet(number, ready)
