@@ -52,9 +52,9 @@ def communicator(backend: str = "nvlink", device: str = "cuda:0") -> None:
     print(DONE)
 
 
-def mega_moe(device: str = "cuda:0") -> None:
+def mega_moe() -> None:
     """Calls of MegaMoE; raises where a result is not near the reference."""
-    context = RankContext(0, 1, None, torch.device(device), None)  # type: ignore[arg-type]
+    context = RankContext(0, 1, None, torch.device("cuda:0"), None)  # type: ignore[arg-type]
     for name in ("no wide scales", "repeats", "shared and tiles", "gpt_oss"):
         case = mega_cases.CASES[name]
         layer = mega_cases.make_layer(case, 1, context.device)
