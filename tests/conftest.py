@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +21,8 @@ CPU_RANKS = NETWORK_RANKS = 4
 GROUP_SIZES = (1, 2, 4, 8)
 COLLECTED = pytest.StashKey[set[str]]()
 """Ids of all tests of the collected files, also of those that the command line leaves out."""
+FORKED = ["torch.distributed", "pytest", "hypothesis", "tests.conftest", "tests.support.cases"]
+"""What ranks on CPUs have imported when they start."""
 LIMIT_S = 120.0
 """A test that takes longer on its ranks hangs: it is killed and reported with the stacks of all ranks."""
 
@@ -59,6 +63,25 @@ def _group_params() -> list[Any]:
     return cpu + [
         pytest.param(("cuda", n), id=f"cuda{n}", marks=pytest.mark.gpu) for n in GROUP_SIZES if n <= GPU_RANKS
     ]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_ranks() -> Iterator[None]:
+    """Ranks on CPUs are forks of one process, which has imported what they need: that takes longer than most tests.
+
+    ``tests/runtime/test_processes.py`` starts them as users do. A process that has used a GPU cannot be forked.
+    """
+    if NUM_GPUS:
+        yield
+        return
+    multiprocessing.set_forkserver_preload(FORKED)
+    real = torch.multiprocessing.get_context
+
+    def get_context(method: str | None = None) -> Any:
+        return real("forkserver" if method == "spawn" else method)
+
+    with mock.patch.object(torch.multiprocessing, "get_context", get_context):
+        yield
 
 
 @pytest.fixture(scope="session")

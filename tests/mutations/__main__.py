@@ -2,8 +2,9 @@
 
     python -m tests.mutations [names ...] [--gpu] [--jobs 2] [--list]
 
-Each mutation replaces one piece of one symbol and runs the tests that should notice. Those tests must pass on the
-unchanged tree first. A mutant that survives, or one that only breaks the collection of tests, makes the exit status 1.
+Each mutation replaces one piece of one symbol and runs the tests that should notice, until one fails. Each test that
+failed must pass on the unchanged tree afterwards. A mutant that survives, or one that only breaks the collection of
+tests, makes the exit status 1.
 """
 
 from __future__ import annotations
@@ -47,40 +48,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     began = time.monotonic()
     copies.preload()
-    print(f"unchanged tree: tests of {len(chosen)} mutations", flush=True)
-    failing = [(trial, outcome) for trial, outcome in copies.run(unchanged(chosen), options.jobs) if outcome.code != 0]
-    for trial, outcome in failing:
-        print(f"{outcome.tail}\nthese tests must pass on the unchanged tree: {' '.join(trial.tests)}\n")
-    if failing:
-        return 1
     trials = [Trial(each, each.tests, each.num_ranks, each.gpu, LIMIT_S) for each in chosen]
-    survived = sum(not report(trial.mutation, outcome) for trial, outcome in copies.run(trials, options.jobs))
-    print(f"mutations: {len(chosen)} rules broken, {len(chosen) - survived} noticed, {survived} survived; "
-          f"{time.monotonic() - began:.0f} s")  # fmt: skip
-    return 1 if survived else 0
+    outcomes: list[tuple[Trial, Outcome]] = []
+    with copies.shared_folder() as folder:
+        for trial, outcome in copies.run(trials, options.jobs, folder):
+            report(trial.mutation, outcome)
+            outcomes.append((trial, outcome))
+        noticed = [(trial, outcome) for trial, outcome in outcomes if was_noticed(outcome)]
+        print(f"unchanged tree: the tests that noticed {len(noticed)} mutations", flush=True)
+        on_unchanged, passing = unchanged(noticed), 0
+        for trial, outcome in copies.run(on_unchanged, options.jobs, folder):
+            if outcome.code == 0:
+                passing += len(trial.tests)
+            else:
+                print(f"{outcome.tail}\nthese tests must pass on the unchanged tree: {' '.join(trial.tests)}\n")
+    survived, tests = len(chosen) - len(noticed), sum(len(trial.tests) for trial in on_unchanged)
+    print(f"mutations: {len(chosen)} rules broken, {len(noticed)} noticed, {survived} survived; "
+          f"{passing} of {tests} tests pass on the unchanged tree; {time.monotonic() - began:.0f} s")  # fmt: skip
+    return 1 if survived or passing < tests else 0
 
 
-def unchanged(mutations: Sequence[Mutation]) -> list[Trial]:
-    """Trials of the unchanged tree: all tests of these mutations, those of a file together."""
+def unchanged(noticed: Sequence[tuple[Trial, Outcome]]) -> list[Trial]:
+    """Trials of the unchanged tree: each test that failed on a changed one, those of a file together."""
     tests: dict[tuple[int, bool, str], set[str]] = {}
-    for mutation in mutations:
-        for test in mutation.tests:
-            key = (mutation.num_ranks, mutation.gpu, test.partition("::")[0])
-            tests.setdefault(key, set()).add(test)
+    for trial, outcome in noticed:
+        key = (trial.num_ranks, trial.gpu, outcome.failed.partition("::")[0])
+        tests.setdefault(key, set()).add(outcome.failed)
     return [
-        Trial(None, (file,) if file in names else tuple(sorted(names)), num_ranks, gpu, 2 * LIMIT_S)
-        for (num_ranks, gpu, file), names in sorted(tests.items())
+        Trial(None, tuple(sorted(names)), num_ranks, gpu, 2 * LIMIT_S)
+        for (num_ranks, gpu, _), names in sorted(tests.items())
     ]
 
 
-def report(mutation: Mutation | None, outcome: Outcome) -> bool:
-    """Print a line of one mutation; whether a test failed because of it."""
+def was_noticed(outcome: Outcome) -> bool:
+    return outcome.code == 1 and bool(outcome.failed)
+
+
+def report(mutation: Mutation | None, outcome: Outcome) -> None:
+    """Print a line of one mutation."""
     assert mutation is not None
-    killed = outcome.code == 1 and bool(outcome.failed)
+    killed = was_noticed(outcome)
     verdict = f"noticed by {outcome.failed}" if killed else f"SURVIVED (pytest ended with {outcome.code})"
     line = f"{mutation.name:32} {outcome.wall_s:5.1f} s  {verdict}"
     print(line if killed else f"{line}\n    {mutation.rule}\n{outcome.tail}", flush=True)
-    return killed
 
 
 if __name__ == "__main__":

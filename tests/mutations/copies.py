@@ -6,9 +6,9 @@ Importing takes three times as long as most of these tests.
 
 from __future__ import annotations
 
+import compileall
 import importlib
 import os
-import re
 import shutil
 import signal
 import sys
@@ -17,9 +17,10 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.mutations.mutation import PACKAGE, Mutation
 
@@ -56,8 +57,8 @@ class Trial:
         sizes = [f"not {kind}{n}" for n in (1, 2, 4, 8) if n != self.num_ranks]
         expression = " and ".join([f"not {others}", *sizes])
         markers = ["-m", "gpu" if self.gpu else "not gpu"]
-        filters = ["-W", "ignore:This process:DeprecationWarning", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
-        return ["-x", "-q", "-p", "no:cacheprovider", *filters, *markers, "-k", expression, *self.tests]
+        quick = ["-W", "ignore:This process:DeprecationWarning", "--assert=plain", "--tb=native"]
+        return ["-x", "-q", "-p", "no:cacheprovider", *quick, *markers, "-k", expression, *self.tests]
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Outcome:
 
     Attributes:
         code: Its exit status; None if it ran out of time or died.
-        failed: The first test that failed, "" if none did.
+        failed: Node id of the first test that failed, "" if none did.
         tail: Its last lines.
         wall_s: Its duration, in seconds.
     """
@@ -83,14 +84,28 @@ def preload() -> None:
         importlib.import_module(name)
 
 
-def run(trials: Iterable[Trial], jobs: int) -> Iterator[tuple[Trial, Outcome]]:
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A folder for :func:`run`, with a copy of the tree, compiled: that takes longer than most tests of a mutation."""
+    with tempfile.TemporaryDirectory(prefix="tokenloom-mutants-") as name:
+        copy = Path(name, "tree")
+        copy.mkdir()
+        for each in COPIED:
+            if (ROOT / each).is_dir():
+                shutil.copytree(ROOT / each, copy / each)
+            else:
+                shutil.copy2(ROOT / each, copy / each)
+        compileall.compile_dir(copy, quiet=2)
+        yield Path(name)
+
+
+def run(trials: Iterable[Trial], jobs: int, shared: Path) -> Iterator[tuple[Trial, Outcome]]:
     """Outcomes as they come, ``jobs`` trials at a time."""
     waiting, running = list(reversed(list(trials))), list[_Fork]()
-    kernels = tempfile.TemporaryDirectory(prefix="tokenloom-mutant-kernels-")
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
-                running.append(_Fork(waiting.pop(), kernels.name))
+                running.append(_Fork(waiting.pop(), shared))
             done = [fork for fork in running if fork.ended()]
             running = [fork for fork in running if fork not in done]
             yield from ((fork.trial, fork.outcome()) for fork in done)
@@ -99,26 +114,25 @@ def run(trials: Iterable[Trial], jobs: int) -> Iterator[tuple[Trial, Outcome]]:
     finally:
         for fork in running:
             fork.end()
-        kernels.cleanup()
 
 
 class _Fork:
-    """A process that runs pytest on a copy of its own. Compiled kernels go to ``kernels``, not to the user's cache."""
+    """A process that runs pytest on a copy of its own. Compiled kernels are shared, and not in the user's cache."""
 
-    def __init__(self, trial: Trial, kernels: str) -> None:
+    def __init__(self, trial: Trial, shared: Path) -> None:
         self.trial = trial
         self._folder = tempfile.TemporaryDirectory(prefix="tokenloom-mutant-")
-        self._output = Path(self._folder.name, "output.txt")
+        self._output, self._failed = (Path(self._folder.name, name) for name in ("output.txt", "failed.txt"))
         self._began = time.monotonic()
         self._code: int | None = None
         copy = Path(self._folder.name, "tree")
-        _copy_tree(copy, trial.mutation)
+        _link_tree(shared / "tree", copy, trial.mutation)
         sys.stdout.flush()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # no thread runs here
             self._pid = os.fork()
         if self._pid == 0:
-            _run_pytest(copy, self._output, trial, kernels)
+            _run_pytest(copy, self._output, self._failed, trial, shared / "kernels")
 
     def ended(self) -> bool:
         """Whether pytest is done, or out of time."""
@@ -131,11 +145,10 @@ class _Fork:
     def outcome(self) -> Outcome:
         wall_s = time.monotonic() - self._began
         self.end()
-        output = self._output.read_text() if self._output.exists() else ""
+        output, failed = (file.read_text() if file.exists() else "" for file in (self._output, self._failed))
         self._folder.cleanup()
-        failed = re.search(r"^FAILED (.+?)(?: - |$)", output, re.MULTILINE)
         tail = "\n".join(output.rstrip().splitlines()[-12:])
-        return Outcome(self._code, failed.group(1) if failed else "", tail, wall_s)
+        return Outcome(self._code, failed, tail, wall_s)
 
     def end(self) -> None:
         """End the process and its ranks."""
@@ -145,19 +158,18 @@ class _Fork:
             os.waitpid(self._pid, 0)
 
 
-def _copy_tree(copy: Path, mutation: Mutation | None) -> None:
-    """Copy the tree, bytecode included, which stays valid for the files that are not broken."""
-    copy.mkdir()
-    for name in COPIED:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, copy / name)
-        else:
-            shutil.copy2(ROOT / name, copy / name)
+def _link_tree(whole: Path, copy: Path, mutation: Mutation | None) -> None:
+    """Make a copy of the tree out of the same files, but for the one that is broken."""
+    shutil.copytree(whole, copy, copy_function=os.link)
     if mutation is not None:
-        mutation.file(copy).write_text(mutation.broken(copy))
+        file = mutation.file(copy)
+        text = mutation.broken(copy)
+        for stale in (file, *file.parent.glob(f"__pycache__/{file.stem}.*.pyc")):
+            stale.unlink()
+        file.write_text(text)
 
 
-def _run_pytest(copy: Path, output: Path, trial: Trial, kernels: str) -> None:
+def _run_pytest(copy: Path, output: Path, failed: Path, trial: Trial, kernels: Path) -> None:
     """Turn this fork into a pytest process of the copy, and end it with pytest's status."""
     code = 70
     try:
@@ -166,7 +178,7 @@ def _run_pytest(copy: Path, output: Path, trial: Trial, kernels: str) -> None:
         for standard in (1, 2):
             os.dup2(file, standard)
         os.chdir(copy)
-        os.environ.update(PYTHONPATH=str(copy), PYTHONDONTWRITEBYTECODE="1", TOKENLOOM_CACHE_DIR=kernels)
+        os.environ.update(PYTHONPATH=str(copy), PYTHONDONTWRITEBYTECODE="1", TOKENLOOM_CACHE_DIR=str(kernels))
         sys.dont_write_bytecode = True
         sys.path[:] = [str(copy), *(each for each in sys.path if Path(each).resolve() != ROOT)]
         for name in [name for name in sys.modules if name.partition(".")[0] in COPIED_MODULES]:
@@ -174,7 +186,7 @@ def _run_pytest(copy: Path, output: Path, trial: Trial, kernels: str) -> None:
         importlib.invalidate_caches()
         if not trial.gpu:  # CUDA does not survive a fork
             _fork_ranks()
-        code = int(sys.modules["pytest"].main(trial.arguments(), plugins=[_Hurry()]))
+        code = int(sys.modules["pytest"].main(trial.arguments(), plugins=[_Plugin(failed)]))
     except BaseException:
         traceback.print_exc()
     finally:
@@ -183,15 +195,31 @@ def _run_pytest(copy: Path, output: Path, trial: Trial, kernels: str) -> None:
         os._exit(code)
 
 
-class _Hurry:
-    """A plugin: once a rank has failed, nobody reads what the others say of it."""
+class _Plugin:
+    """Notes the test that failed. Once a rank has, nobody reads what the others say of it, nor waits for their end."""
+
+    def __init__(self, failed: Path) -> None:
+        self._failed = failed
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed and report.when == "call":
+            self._failed.write_text(report.nodeid)
 
     def pytest_collection_finish(self) -> None:
-        importlib.import_module(f"{PACKAGE}.runtime.processes").GRACE_S = 0.2  # type: ignore[attr-defined]
+        processes: Any = importlib.import_module(f"{PACKAGE}.runtime.processes")
+        processes.GRACE_S = 0.2
+        close = processes.RankPool.close
+
+        def kill(pool: Any) -> None:
+            for each in pool._processes:
+                each.kill()
+            close(pool)
+
+        processes.RankPool.close = kill
 
 
 def _fork_ranks() -> None:
     """Make pools of ranks fork their processes, where they ask for new ones."""
     mp = importlib.import_module("torch.multiprocessing")
     get_context = mp.get_context
-    mp.get_context = lambda method=None: get_context("fork" if method == "spawn" else method)  # type: ignore[attr-defined]
+    mp.get_context = lambda method=None: get_context("fork" if method in ("spawn", "forkserver") else method)  # type: ignore[attr-defined]

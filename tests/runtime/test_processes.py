@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import signal
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,8 +23,8 @@ from tokenloom.runtime.processes import RankContext, RankFailed, RankPool
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    """Two ranks; a test that makes one fail costs a start of both."""
-    with RankPool(2) as made:
+    """Two ranks, started as users start them; a test that makes one fail costs a start of both."""
+    with mock.patch.object(processes.mp, "get_context", multiprocessing.get_context), RankPool(2) as made:
         yield made
 
 
