@@ -15,12 +15,15 @@ import pytest
 import torch
 
 from tests.support import emulator
+from tests.support.slow import left_out
 from tokenloom.runtime.processes import RankPool
 
 CPU_RANKS = NETWORK_RANKS = 4
 GROUP_SIZES = (1, 2, 4, 8)
 COLLECTED = pytest.StashKey[set[str]]()
 """Ids of all tests of the collected files, also of those that the command line leaves out."""
+TIMES = 2
+"""How often, at least, each value of each parameter of a test occurs in CI, where it can."""
 FORKED = ["torch.distributed", "pytest", "hypothesis", "tests.conftest", "tests.support.cases"]
 """What ranks on CPUs have imported when they start."""
 LIMIT_S = 120.0
@@ -170,6 +173,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("slow")
     leave_out_what_cannot_be(config, items)
     mark_all_but_samples(items)
+    mark_what_shows_nothing_new(items)
     config.stash[COLLECTED] = {item.nodeid for item in items}
 
 
@@ -185,6 +189,28 @@ def mark_all_but_samples(items: list[pytest.Item]) -> None:
         if seen[test] % marker.args[0]:
             item.add_marker("slow")
         seen[test] += 1
+
+
+def mark_what_shows_nothing_new(items: list[pytest.Item]) -> None:
+    """Slow parameters of a test on CPUs are ``full`` too, but for those that show each value of each parameter TIMES.
+
+    What runs by default counts. A test that gives its parameters the marker itself knows better.
+    """
+    tests: dict[tuple[Any, ...], list[pytest.Item]] = {}
+    for item in items:
+        left = item.get_closest_marker("gpu") is not None or item.get_closest_marker("soak") is not None
+        if hasattr(item, "callspec") and not left:
+            tests.setdefault((item.path, item.cls, item.originalname), []).append(item)  # type: ignore[attr-defined]
+
+    def values(item: pytest.Item) -> list[tuple[str, str]]:
+        return [(name, repr(value)) for name, value in item.callspec.params.items()]  # type: ignore[attr-defined]
+
+    for own in tests.values():
+        if any(item.get_closest_marker("full") is not None for item in own):
+            continue
+        quick = [item for item in own if item.get_closest_marker("slow") is None]
+        for item in left_out(own, values, quick, TIMES):
+            item.add_marker("full")
 
 
 def leave_out_what_cannot_be(config: pytest.Config, items: list[pytest.Item]) -> None:

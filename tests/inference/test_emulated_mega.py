@@ -86,6 +86,7 @@ def test_four_ranks() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full  # minutes
 def test_many_calls_on_one_buffer() -> None:
     emulator.ranks(2).run(check_many_calls, 20)
 

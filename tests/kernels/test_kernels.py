@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from tests.kernels import variants
 from tests.kernels.variants import BF16, FP16, FP32, VARIANTS
-from tests.support.slow import mostly_slow
+from tests.support.slow import left_out, mostly_slow
 from tests.support.small_kernels import needs_nvrtc
 from tokenloom.backends.nvlink import buffers
 from tokenloom.cli import kernel_cache
@@ -58,8 +59,14 @@ QUICK = {
 """One of each kernel, and of the ways through it."""
 
 
+def shape_of(form: str) -> Iterator[tuple[str, str, int]]:
+    """Every number that the form is compiled with."""
+    spec = VARIANTS[form].spec()
+    return ((spec.name, key, value) for key, value in spec.shape)
+
+
 @needs_nvrtc
-@pytest.mark.parametrize("form", mostly_slow(VARIANTS, QUICK))
+@pytest.mark.parametrize("form", mostly_slow(VARIANTS, QUICK, left_out(VARIANTS, shape_of, QUICK)))
 def test_it_compiles_within_limits(form: str) -> None:
     """No spill, no stack frame (local arrays indexed at run time), no warning, no wgmma that was serialised (C75xx),
     and as many registers and as much shared memory as one block can have."""
