@@ -27,7 +27,7 @@ from tokenloom.errors import (
     ShapeMismatch,
     TokenloomError,
 )
-from tokenloom.kernels.gemm.launch import GroupedGemmVariant
+from tokenloom.kernels.gemm.launch import GroupedGemmVariant, SwigluFp8Epilogue
 from tokenloom.ops import quant
 from tokenloom.ops.gemm import grouped_gemm_fp8, grouped_swiglu_fp8, interleave_gate_and_up
 
@@ -264,3 +264,15 @@ def test_too_many_experts_for_the_stages() -> None:
     """One stage leaves nothing to load while it is read."""
     with pytest.raises(InvalidArgument, match=r"^25000 experts on a rank leave 1 stages"):
         GroupedGemmVariant(25000, 256, 512).spec()
+
+
+def test_weights_that_leave_the_cache_first() -> None:
+    """Those of a MegaMoE that has few of them. Other GEMMs may be of many rows, whose tiles read them again."""
+    fast = SwigluFp8Epilogue()
+    once = {
+        GroupedGemmVariant(16, 1536, 2048, epilogue=fast, awaits=8): 1,
+        GroupedGemmVariant(16, 2048, 768, scatters=8): 1,
+        GroupedGemmVariant(16, 1536, 2048, epilogue=fast): 0,
+        GroupedGemmVariant(32, 4096, 7168, epilogue=fast, awaits=8): 0,
+    }
+    assert {variant: dict(variant.spec().shape)["weights_once"] for variant in once} == once

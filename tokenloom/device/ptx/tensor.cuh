@@ -36,6 +36,18 @@ __device__ __forceinline__ void tensor_load(void* shared, const TensorMap* map, 
         : "memory");
 }
 
+// The same of what nobody reads again soon: the second-level cache drops it before anything else.
+__device__ __forceinline__ void tensor_load_once(void* shared, const TensorMap* map, int32 x, int32 y, int32 z,
+                                                 uint64* barrier) {
+    uint64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(shared)),
+        "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier)), "l"(policy)
+        : "memory");
+}
+
 // The same, to the same place in all blocks of the cluster whose bits are set; it counts on each block's own barrier.
 __device__ __forceinline__ void tensor_load_to_all(void* shared, const TensorMap* map, int32 x, int32 y,
                                                    uint64* barrier, uint16 blocks) {

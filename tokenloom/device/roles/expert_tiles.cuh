@@ -43,6 +43,8 @@ struct BoundsInSlots {
 template <int kN>  // columns of the output before the epilogue
 constexpr int kStripPairs = (kN + 2 * kTileColumns - 1) / (2 * kTileColumns);
 
+constexpr int32 kTilesAtOnce = 2;  // tiles of the same columns, which two clusters take at nearly the same time
+
 template <class Bounds>
 __device__ __forceinline__ int32 row_tiles_of(const Bounds& bounds, int32 expert) {
     return (bounds.end(expert) - bounds.begin(expert) + kTileRows - 1) / kTileRows;
@@ -54,7 +56,7 @@ __device__ __forceinline__ Tile tile_of(const Bounds& bounds, int32 expert, int3
     const int32 begin = bounds.begin(expert), end = bounds.end(expert), tiles = row_tiles_of(bounds, expert);
     const int32 row = begin + pair % tiles * kTileRows;
     return {expert, row, min(end - row, kTileRows), (pair / tiles * kClusterBlocks + block) * kTileColumns,
-            end - begin <= kGroupRows};
+            end - begin <= kGroupRows, tiles > kTilesAtOnce};
 }
 
 template <int kN, class Bounds>

@@ -30,6 +30,7 @@ constexpr int kScaleBlocks = 8;  // blocks of K whose scales are loaded together
 struct Tile {
     int32 expert, row, rows, column;  // 1..128 rows
     bool halves;  // each warpgroup takes half of the columns instead of half of the rows: the expert has few rows
+    bool rereads;  // other tiles of the expert read the same weights later
 
     // Warpgroups that have rows to multiply.
     __device__ __forceinline__ int groups() const { return (rows + kGroupRows - 1) / kGroupRows; }

@@ -24,9 +24,12 @@ __device__ __forceinline__ void load_weights(Ring& ring, const RingUse<Ring::kSt
         for (int half = 0; half < kHalves; ++half)
             bulk_load(ring.b_scales[buffer][half], weights.column_scales(tile, half) + k, column_scale_bytes, full);
     }
-    for (int half = 0; half < kHalves; ++half)
-        tensor_load(ring.b[use.stage] + half * kBlock * WeightOperand::kRowBytes, &weights.map, k * kBlock,
-                    tile.column + half * kBlock, tile.expert, full);
+    for (int half = 0; half < kHalves; ++half) {
+        void* to = ring.b[use.stage] + half * kBlock * WeightOperand::kRowBytes;
+        const int32 column = tile.column + half * kBlock;
+        if (Weights::kOnce && !tile.rereads) tensor_load_once(to, &weights.map, k * kBlock, column, tile.expert, full);
+        else tensor_load(to, &weights.map, k * kBlock, column, tile.expert, full);
+    }
 }
 
 // Behind load_weights: the rows of the same stage. Both blocks of the cluster need the same ones, so each loads half of

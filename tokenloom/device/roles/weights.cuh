@@ -24,11 +24,13 @@ struct GatesAndUpsInTurns {
     }
 };
 
-template <int kN, int kK, class ColumnOrder>
+// kReadOnce: all of them are so few that a call is faster if they leave the second-level cache to what else it reads.
+template <int kN, int kK, class ColumnOrder, bool kReadOnce = false>
 struct Fp8Weights {
     static_assert(kK % kBlock == 0 && kN % kBlock == 0, "whole scale blocks");
     static constexpr int kBlocks = kK / kBlock, kColumnBlocks = kN / kBlock;
     using Columns = ColumnOrder;
+    static constexpr bool kOnce = kReadOnce;
     const TensorMap& map;        // [E, N, K] E4M3
     const float* const& scales;  // [E, N / 128, K / 128]
 

@@ -128,7 +128,7 @@ template <class Shape>
 __device__ void grouped_gemm(const GroupedGemmArgs& args) {
     using Epilogue = decltype(epilogue_of<Shape>(args));
     using Rows = decltype(rows_of<Shape>(args));
-    using Weights = Fp8Weights<Shape::n, Shape::k, typename Epilogue::Columns>;
+    using Weights = Fp8Weights<Shape::n, Shape::k, typename Epilogue::Columns, Shape::weights_once != 0>;
     using Bounds = decltype(bounds_of<Shape>());
     using Shared = GemmShared<Epilogue, Bounds, Shape::stages, Shape::num_ranks>;
     const Epilogue epilogue = epilogue_of<Shape>(args);

@@ -23,6 +23,8 @@ A_BOX_ROWS, B_BOX_ROWS = 32, 128
 SCALE_BLOCKS = 8
 """kScaleBlocks of device/roles/gemm_tile.cuh."""
 MOST_STAGES = 4
+MOST_BYTES_ONCE = 512 << 20
+"""Bytes of all weights up to which a MegaMoE gains when the second-level cache drops them first (docs/performance)."""
 STORE_WARPS = 2
 """kStoreWarps of device/roles/store.cuh."""
 TRACE_ROLES = ("load", "multiply 0", "multiply 1", "epilogue 0", "epilogue 1", "store", "start")
@@ -167,6 +169,7 @@ class GroupedGemmVariant:
                 f"{self.num_experts} experts on a rank leave {stages} stages of shared memory for operands, "
                 "expected 2; use more ranks or fewer experts"
             )
+        in_turn = self.awaits > 0 or self.scatters > 0
         shape = {
             "num_experts": self.num_experts,
             "n": self.n,
@@ -179,6 +182,7 @@ class GroupedGemmVariant:
             **self.epilogue.shape(),
             "stages": stages,
             "claims": int(self.claims),
+            "weights_once": int(in_turn and self.num_experts * self.n * self.k <= MOST_BYTES_ONCE),
         }
         return KernelSpec(
             "grouped_gemm",

@@ -39,6 +39,9 @@ inline void tensor_load(void* shared, const TensorMap* map, int32 x, int32 y, ui
 inline void tensor_load(void* shared, const TensorMap* map, int32 x, int32 y, int32 z, uint64* barrier) {
     emulated_tensor_load(shared_address(shared), map, x, y, z, barrier);
 }
+inline void tensor_load_once(void* shared, const TensorMap* map, int32 x, int32 y, int32 z, uint64* barrier) {
+    tensor_load(shared, map, x, y, z, barrier);
+}
 inline void tensor_load_to_all(void* shared, const TensorMap* map, int32 x, int32 y, int32 z, uint64* barrier,
                                uint16 blocks) {
     for (uint32 rank = 0; rank < 16; ++rank)
