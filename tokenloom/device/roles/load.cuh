@@ -48,7 +48,8 @@ __device__ __forceinline__ void load_rows(Ring& ring, const RingUse<Ring::kStage
     }
 }
 
-// One tile. Weights of as many stages as there are do not wait for its rows.
+// One tile. Weights of as many stages as there are do not wait for its rows. Those of the last block of K do: with this
+// thread's arrival there, math warps too come behind the gate, for what they read of the rows by themselves.
 template <class Ring, class Rows, class Weights, class Tiles, class At, class Gate = AlwaysOpen>
 __device__ __forceinline__ void load_tile(Ring& ring, const Rows& rows, const Weights& weights, Tiles& tiles,
                                           const At& at, int32 block, const Gate& gate = {}) {
@@ -56,7 +57,7 @@ __device__ __forceinline__ void load_tile(Ring& ring, const Rows& rows, const We
     static_assert(Rows::kBlocks == Weights::kBlocks, "rows and weights have the same K");
     const Tile tile = tiles.tile(block);
     const int groups = tile.groups();
-    const int ahead = gate.is_open(tile) ? 0 : min(Ring::kStages, Weights::kBlocks);
+    const int ahead = gate.is_open(tile) ? 0 : min(Ring::kStages, Weights::kBlocks - 1);
     for (int k = 0; k < ahead; ++k) load_weights<Rows>(ring, Use(at.blocks + k), weights, tile, groups, at, k);
     gate.wait(tile);
     rows.maps.begin_tile(tile.rows);
