@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Run the tests that need GPUs, in parts side by side, in one command.
 
-    python tools/run_gpu_tests.py [--gpus N] [--jobs N] [--out FOLDER] [-k EXPRESSION] [tests ...]
+    python tools/run_gpu_tests.py [--gpus N] [--jobs N] [--out FOLDER] [--resume] [-k EXPRESSION] [tests ...]
 
 A part is the tests of one file on groups of one size, in a pytest of its own that sees as many GPUs as it needs.
 Parts share GPUs. Those with the marker ``alone``, which measure, kill or fill a GPU, come last and share with nobody.
 A test without a group sees one GPU, or as many as ``gpu(2)`` says, or all of them if it runs alone.
 Prints a line for each part with its failures, then totals. The exit status is 1 if a test failed or did not run to
-its end. SIGTERM, as of timeout(1), ends the run with the totals so far.
+its end. SIGTERM, as of timeout(1), ends the run with the totals so far; --resume goes on with what was left.
 
 Run it from the root of the repository. Standard library only; this file is also the plugin by which each pytest tells
 what it does, so that a part that dies or hangs is known up to the test that did it.
@@ -178,6 +178,7 @@ class Runner:
 
     def _start(self, part: Part, gpus: tuple[int, ...]) -> None:
         part.gpus, part.began = gpus, time.monotonic()
+        (self._out / f"{part.name}.jsonl").unlink(missing_ok=True)  # of a run that was stopped
         command = [*test_command(), "-rN", "-m", "", *part.tests]
         visible = ",".join(self._visible[gpu] for gpu in gpus)
         environment = plugin_environment(self._out / f"{part.name}.jsonl")
@@ -202,7 +203,17 @@ class Runner:
             part.result.ended = f"ended after {self._limit_s:g} s{part.result.ended}"
         elif code not in (0, 1) or part.result.ended:
             part.result.ended = f"ended with exit code {code}{part.result.ended}"
+        if not failures_of(part):
+            (self._out / f"{part.name}.done").touch()
         return True
+
+
+def take_results(out: Path, parts: Sequence[Part]) -> None:
+    """Take the results of parts that an earlier run with the same folder has ended without a failure."""
+    for part in parts:
+        result = read_result(out / f"{part.name}.jsonl", part.tests)
+        if (out / f"{part.name}.done").exists() and not result.ended:
+            part.result = result
 
 
 def read_result(file: Path, tests: Sequence[str]) -> Result:
@@ -328,27 +339,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, help="GPUs to use (default: all)")
     parser.add_argument("--jobs", type=int, help="parts that share a GPU (default: one for each 2 cores of a GPU)")
     parser.add_argument("--out", type=Path, help="folder for logs and compiled kernels (default: a new one in /tmp)")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep the parts that have passed in a run before, of the same commit and with the same --out",
+    )
     parser.add_argument("-k", dest="expression", help="as of pytest")
     parser.add_argument("--marker", default="gpu", help="as -m of pytest (default: gpu)")
     parser.add_argument(
         "--limit-s", type=float, default=LIMIT_S, help=f"longest time of a part (default: {LIMIT_S:g})"
     )
     options = parser.parse_args(arguments)
+    if options.resume and options.out is None:
+        parser.error("--resume needs the --out of the run that it goes on with")
     out = options.out or Path(tempfile.mkdtemp(prefix="tokenloom-gpu-tests-"))
     out.mkdir(parents=True, exist_ok=True)
-    for old in out.glob("*.jsonl"):
-        old.unlink()
+    for old in [out / "collected.jsonl"] if options.resume else [*out.glob("*.jsonl"), *out.glob("*.done")]:
+        old.unlink(missing_ok=True)
 
     began = time.monotonic()
     visible, collected = collect(out, options)
     num_gpus = len(visible)
     jobs = options.jobs or max(1, (os.cpu_count() or 1) // num_gpus // 2)
     parts = make_parts(collected, num_gpus)
-    print(f"{len(collected)} tests in {len(parts)} parts on {num_gpus} GPUs, {jobs} parts to a GPU; logs in {out}\n")
+    if options.resume:
+        take_results(out, parts)
+    left = [part for part in parts if part.result is None]
+    print(f"{len(collected)} tests in {len(parts)} parts on {num_gpus} GPUs, {jobs} parts to a GPU; logs in {out}")
+    print(f"{len(parts) - len(left)} parts have passed before\n" if options.resume else "")
     print(f"{'part':44} {'GPUs':>8}{'passed':>7}{'failed':>7}{'skipped':>8}{'seconds':>9}", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with suppress(SystemExit):
-        for part in Runner(out, visible, jobs, options.limit_s).run(parts):
+        for part in Runner(out, visible, jobs, options.limit_s).run(left):
             print("\n".join([line_of(part), *failures_of(part)]), flush=True)
     return 1 if report(parts, time.monotonic() - began) else 0
 

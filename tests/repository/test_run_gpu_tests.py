@@ -185,9 +185,28 @@ def test_nothing_to_run_is_no_success(tmp_path: Path, suite: dict[str, str], sai
 
 
 @pytest.mark.slow
+def test_resumed(tmp_path: Path) -> None:
+    """What has passed is not run again and counts; what has failed is."""
+    assert run(tmp_path, BAD, "-k", "not hangs").code == 1
+    mended = dict(BAD)
+    for wrong, right in (("== 3", "== 2"), ('raise OSError("teardown")', "")):
+        mended["test_bad.py"] = mended["test_bad.py"].replace(wrong, right)
+    first = run(tmp_path, mended, "-k", "not hangs and not dies", "--resume")
+    assert first.code == 0, first.text
+    ran = len(first.notes)
+    again = run(tmp_path, mended, "-k", "not hangs and not dies", "--resume")
+    assert again.code == 0
+    assert len(again.notes) == ran, "nothing is run again"
+    assert "1 parts have passed before" in again.text
+    assert "3 passed, 0 failed, 1 skipped" in again.text
+    alone = run(tmp_path, mended, "-k", "not hangs", "--resume")
+    assert len(alone.notes) == ran + 1, "of the part that dies, the test before"
+
+
+@pytest.mark.slow
 def test_stopped(tmp_path: Path) -> None:
     """SIGTERM ends a run in which a test hangs: what has ended is counted, and what has not is named."""
-    done = run(tmp_path, BAD, "--jobs", "3", stop_after_s=15)
+    done = run(tmp_path, BAD, "--jobs", "3", stop_after_s=40)
     assert done.code == 124
     assert "2 passed, 2 failed, 1 skipped" in done.text
     assert "stopped: 1 tests in 1 parts have no result: test_hangs-1" in done.text
