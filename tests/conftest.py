@@ -22,8 +22,8 @@ CPU_RANKS = NETWORK_RANKS = 4
 GROUP_SIZES = (1, 2, 4, 8)
 COLLECTED = pytest.StashKey[set[str]]()
 """Ids of all tests of the collected files, also of those that the command line leaves out."""
-TIMES = 2
-"""How often, at least, each value of each parameter of a test occurs in CI, where it can."""
+TIMES = 1
+"""How often, at least, each value of each parameter of a test occurs in CI."""
 FORKED = ["torch.distributed", "pytest", "hypothesis", "tests.conftest", "tests.support.cases"]
 """What ranks on CPUs have imported when they start."""
 LIMIT_S = 120.0

@@ -13,6 +13,7 @@ import tokenloom as tl
 from tests.inference.test_mega_moe import FAULTS, check_case, check_faults, check_many_calls
 from tests.support import emulator
 from tests.support.mega_cases import CASES, Case, assert_near, expected, inputs, make_layer, make_mega
+from tests.support.slow import mostly_slow
 from tokenloom.bench.mega.trace import UNTIL, spans_of
 from tokenloom.runtime.processes import RankContext
 
@@ -20,9 +21,11 @@ pytestmark = pytest.mark.skipif(emulator.CXX is None, reason="no g++")
 
 FAST = "one block"
 SLOW = ("plain", "fp8", "repeats", "top8", "masked", "gpt_oss", "biases", "two shared experts")
+FULL = ("plain", "fp8", "masked")
+"""Others have their sizes, FP8 as they are sent, and -1."""
 
 
-@pytest.mark.parametrize("name", [FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize("name", mostly_slow([FAST, *SLOW], [FAST], FULL))
 def test_mega(name: str) -> None:
     emulator.ranks(2).run(check_case, name)
 
@@ -97,8 +100,7 @@ def test_a_fault_on_one_rank(fault: str) -> None:
     emulator.ranks(2).run(check_faults, fault)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("turns", [0, 10_000, 60_000])
+@pytest.mark.parametrize("turns", mostly_slow([0, 10_000, 60_000], (), [0, 60_000]))
 def test_a_killed_rank(turns: int) -> None:
     """Whatever its kernels do then, the other rank names it, and waits no longer than the deadline."""
     emulator.ranks(2).run(check_killed, turns)
