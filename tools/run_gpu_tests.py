@@ -178,7 +178,8 @@ class Runner:
 
     def _start(self, part: Part, gpus: tuple[int, ...]) -> None:
         part.gpus, part.began = gpus, time.monotonic()
-        (self._out / f"{part.name}.jsonl").unlink(missing_ok=True)  # of a run that was stopped
+        for old in (f"{part.name}.jsonl", f"{part.name}.done"):  # of a run that was stopped, or had fewer tests
+            (self._out / old).unlink(missing_ok=True)
         command = [*test_command(), "-rN", "-m", "", *part.tests]
         visible = ",".join(self._visible[gpu] for gpu in gpus)
         environment = plugin_environment(self._out / f"{part.name}.jsonl")
@@ -211,9 +212,9 @@ class Runner:
 def take_results(out: Path, parts: Sequence[Part]) -> None:
     """Take the results of parts that an earlier run with the same folder has ended without a failure."""
     for part in parts:
-        result = read_result(out / f"{part.name}.jsonl", part.tests)
-        if (out / f"{part.name}.done").exists() and not result.ended:
-            part.result = result
+        if (out / f"{part.name}.done").exists():
+            result = read_result(out / f"{part.name}.jsonl", part.tests)
+            part.result = None if result.ended else result  # it may have more tests now
 
 
 def read_result(file: Path, tests: Sequence[str]) -> Result:

@@ -74,8 +74,8 @@ _VARIANTS: list[tuple[str, Variant]] = [
     ("gemm, smallest", GroupedGemmVariant(1, 128, 128)),
     ("gemm, smallest, swiglu", GroupedGemmVariant(1, 256, 128, epilogue=CLAMPED)),
     ("gemm, smallest, swiglu, awaits", GroupedGemmVariant(1, 256, 128, epilogue=CLAMPED, awaits=8)),
-    # The last scales of a row are 4 blocks instead of 8.
     ("gemm, small, scatters", GroupedGemmVariant(16, 2048, 768, scatters=8)),
+    # The last scales of a row are 4 blocks instead of 8.
     ("gemm, K 512", GroupedGemmVariant(3, 2048, 512)),
     ("gemm, many experts", GroupedGemmVariant(300, 384, 256)),
     # Every dtype is read and written in its own way. Rows shorter than a warp's loads, of tails, of one tile and many.

@@ -204,6 +204,17 @@ def test_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_resumed_with_more_tests(tmp_path: Path) -> None:
+    """A part that has passed with fewer tests is run again, and again if that fails."""
+    assert run(tmp_path, BAD, "-k", "passes").code == 0
+    for _ in range(2):
+        done = run(tmp_path, BAD, "-k", "not hangs and not dies", "--resume")
+        assert done.code == 1
+        assert "0 parts have passed before" in done.text
+        assert "FAILED test_bad.py::test_fails\n" in done.text
+
+
+@pytest.mark.slow
 def test_stopped(tmp_path: Path) -> None:
     """SIGTERM ends a run in which a test hangs: what has ended is counted, and what has not is named."""
     done = run(tmp_path, BAD, "--jobs", "3", stop_after_s=40)
