@@ -15,6 +15,7 @@ from tests.support import emulator
 from tests.support.mega_cases import CASES, Case, assert_near, expected, inputs, make_layer, make_mega
 from tests.support.slow import mostly_slow
 from tokenloom.bench.mega.trace import UNTIL, spans_of
+from tokenloom.inference.schedules import MegaSchedule
 from tokenloom.runtime.processes import RankContext
 
 pytestmark = pytest.mark.skipif(emulator.CXX is None, reason="no g++")
@@ -51,15 +52,18 @@ def check_late_rows(context: RankContext) -> None:
 
 
 @pytest.mark.slow
-def test_times_of_kernels() -> None:
-    """Each kernel of a call writes its times, in the order in which kernels wait for each other."""
-    emulator.ranks(2).run(check_times)
+@pytest.mark.parametrize("packs", [False, True])
+def test_times_of_kernels(packs: bool) -> None:
+    """Each kernel of a call writes its times, in the order in which kernels wait for each other. With few tokens on
+    each SM that sends, none packs them beforehand."""
+    emulator.ranks(2).run(check_times, packs)
 
 
-def check_times(context: RankContext) -> None:
+def check_times(context: RankContext, packs: bool) -> None:
     case = CASES["one block"]
     layer = make_layer(case, context.num_ranks, context.device)
     with make_mega(context, case, layer) as mega:
+        mega.schedule = MegaSchedule(send_sms=2) if packs else None
         mega(*inputs(case, layer, context.rank))
         times = mega.trace()
         assert_near(mega(*inputs(case, layer, context.rank)), expected(case, layer, context.rank))
@@ -68,17 +72,11 @@ def check_times(context: RankContext) -> None:
         times.zero_()
     began = {span.name: span.begin for span in spans if span.thread.startswith("kernel")}
     ended = {span.name: span.end for span in spans if span.thread.startswith("kernel")}
-    assert list(began) == ["pack", "send", "GEMM1", "GEMM2", "barrier", "sum"]
-    assert (
-        began["pack"]
-        < began["send"]
-        < began["GEMM1"]
-        < began["GEMM2"]
-        < ended["GEMM2"]
-        < began["barrier"]
-        < began["sum"]
-    )
-    assert {span.name for span in spans if span.thread.startswith("send")} == set(UNTIL["send"].values())
+    assert list(began) == [*(["pack"] if packs else []), "send", "GEMM1", "GEMM2", "barrier", "sum"]
+    assert not packs or began["pack"] < began["send"]
+    assert began["send"] < began["GEMM1"] < began["GEMM2"] < ended["GEMM2"] < began["barrier"] < began["sum"]
+    doing = {span.name for span in spans if span.thread.startswith("send")}
+    assert doing == set(UNTIL["send"].values()) - ({"pack own tokens"} if packs else set())
     assert all(span.begin <= span.end for span in spans)
     assert not times.send.any()
 

@@ -20,6 +20,7 @@ from tokenloom.inference.expert_memory import LINE, ExpertMemory
 from tokenloom.inference.schedules import MegaSchedule
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.gemm.launch import TILE_ROWS, tile_places
+from tokenloom.kernels.moe.launch import MOST_KEPT, PACK_WARPS
 from tokenloom.plan import FUNCTIONS
 
 HIDDEN, INTERMEDIATE, NUM_RANKS, LOCAL, TOP_K = 256, 256, 4, 2, 2
@@ -77,11 +78,13 @@ def call(layer: tl.MegaMoE, num_tokens: int = 5, dtype: torch.dtype = BF16, **op
 
 def same_call(launches: Launches) -> None:
     """The kernels of a call agree on where its results and the memory between them are."""
-    packed, sent, gemm1, gemm2, summed, barrier = (
-        launches[name] for name in ("pack_tokens", "send_routes", "gemm1", "gemm2", "sum_routes", "barrier")
+    sent, gemm1, gemm2, summed, barrier = (
+        launches[name] for name in ("send_routes", "gemm1", "gemm2", "sum_routes", "barrier")
     )
-    assert packed.num_tokens == sent.num_tokens == summed.num_tokens
-    assert packed.packed == sent.packed
+    assert sent.num_tokens == summed.num_tokens
+    if not sent.shape["kept_tokens"]:
+        packed = launches["pack_tokens"]
+        assert (packed.num_tokens, packed.packed) == (sent.num_tokens, sent.packed)
     assert summed.topk_ids == sent.topk_ids
     assert summed.met == barrier.opened
     assert gemm1.offsets == gemm2.offsets == sent.offsets
@@ -101,7 +104,7 @@ def same_call(launches: Launches) -> None:
 
 
 def test_each_call_tells_its_own_tensors(launches: Launches) -> None:
-    """Also where x has another dtype than before, which another kernel packs."""
+    """Also where x has another dtype than before, or more tokens than senders keep: other kernels pack it."""
     layer = make_layer()
     layer.use_weights(*new_weights())
     for num_tokens, dtype, gives_out in ((5, BF16, False), (9, FP8, True), (300, BF16, True), (0, FP8, False)):
@@ -109,9 +112,11 @@ def test_each_call_tells_its_own_tensors(launches: Launches) -> None:
         out = torch.zeros(num_tokens, HIDDEN, dtype=BF16) if gives_out else None
         x, *scales, ids, weights, result = call(layer, num_tokens, dtype, expert_stats=stats, out=out)
         same_call(launches)
-        sent, packed = launches["send_routes"], launches["pack_tokens"]
+        sent = launches["send_routes"]
         assert (sent.stats, sent.topk_weights) == (stats.data_ptr(), weights.data_ptr())
+        packed = sent if num_tokens <= 128 else launches["pack_tokens"]
         assert (packed.x, packed.scales) == (x.data_ptr(), scales[0].data_ptr() if scales else 0)
+        assert packed.shape["quantize"] == (dtype != FP8)
         assert launches["sum_routes"].topk_ids == ids.data_ptr()
         assert launches["sum_routes"].out == result.data_ptr()
         assert result is out or not gives_out
@@ -129,28 +134,44 @@ def test_each_gemm_counts_its_own_claims(launches: Launches) -> None:
         assert abs(launches["gemm1"].claimed - launches["gemm2"].claimed) >= 128
 
 
-def test_kernels_begin_early_behind_one_another(launches: Launches) -> None:
+@pytest.mark.parametrize(("num_tokens", "first"), [(5, "send_routes"), (300, "pack_tokens")])
+def test_kernels_begin_early_behind_one_another(launches: Launches, num_tokens: int, first: str) -> None:
     """All but the first. One block waits for other ranks: two layers on two streams could else wait for each other."""
     layer = make_layer()
     layer.use_weights(*new_weights())
-    call(layer)
+    call(layer, num_tokens)
     early = {name: launches[name].early for name in launches}
     names = ("pack_tokens", "send_routes", "gemm1", "gemm2", "barrier", "sum_routes")
-    assert early == {name: name != "pack_tokens" for name in names}
+    assert early == {name: name != first for name in names[names.index(first) :]}
     assert launches["barrier"].blocks == 1
 
 
-def test_what_packs_leaves_sms_to_what_sends(launches: Launches) -> None:
-    """By pairs: both run in clusters of two."""
+@pytest.mark.parametrize(("num_tokens", "send_sms"), [(0, 32), (128, 32), (129, 32), (8, 2), (9, 2), (8192, 6)])
+def test_blocks_that_send_few_tokens_pack_them(launches: Launches, num_tokens: int, send_sms: int) -> None:
+    """Others leave that to a kernel that leaves SMs to them, by pairs: both run in clusters of two."""
     layer = make_layer(max_tokens_per_rank=8192)
     layer.use_weights(*new_weights())
     sms = layer._experts._gemms.num_sms  # type: ignore[union-attr]
-    for num_tokens, send_sms in ((0, 32), (5, 32), (8192, 32), (8192, 6)):
-        layer.schedule = MegaSchedule(send_sms=send_sms)
-        call(layer, num_tokens)
-        wanted = min(-(-num_tokens // 16), sms - send_sms)
-        assert launches["pack_tokens"].blocks == max(wanted + wanted % 2, 2)
-        assert launches["send_routes"].blocks == send_sms
+    layer.schedule = MegaSchedule(send_sms=send_sms)
+    call(layer, num_tokens)
+    keeps = num_tokens <= MOST_KEPT * send_sms
+    assert launches["send_routes"].blocks == send_sms
+    assert launches["send_routes"].shape["kept_tokens"] == (MOST_KEPT if keeps else 0)
+    assert ("pack_tokens" in launches) == (not keeps)
+    if not keeps:
+        wanted = min(-(-num_tokens * PACK_WARPS // 16), sms - send_sms)
+        assert launches["pack_tokens"].blocks == wanted + wanted % 2
+
+
+def test_a_capture_may_have_more_tokens_than_calls_before(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All kernels for a dtype are loaded by its first call, as a capture can load none."""
+    layer = make_layer()
+    layer.use_weights(*new_weights())
+    call(layer)
+    monkeypatch.setattr(FusedLayerCalls, "sender", lambda *arguments: pytest.fail("loaded"))
+    monkeypatch.setattr(Kernel, "__init__", lambda *arguments: pytest.fail("loaded"))
+    call(layer, 300)
+    same_call(launches)
 
 
 def test_a_refused_first_call_allocates_nothing(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:

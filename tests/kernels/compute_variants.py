@@ -11,7 +11,7 @@ from tokenloom.kernels.activation.launch import ActivationVariant
 from tokenloom.kernels.bias.launch import BiasVariant
 from tokenloom.kernels.common import Variant, short_name
 from tokenloom.kernels.gemm.launch import Bf16Epilogue, GroupedGemmVariant, SwigluFp8Epilogue
-from tokenloom.kernels.moe.launch import PackTokensVariant, SendRoutesVariant, SumRoutesVariant
+from tokenloom.kernels.moe.launch import Packing, PackTokensVariant, SendRoutesVariant, SumRoutesVariant
 from tokenloom.plan import FUNCTIONS, Plan
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -115,12 +115,23 @@ _VARIANTS: list[tuple[str, Variant]] = [
     *around_gemms("large, shared", REAL_PLAN, 1),
     *around_gemms("two shared", Plan(2, 8, 384, 30, 9), 2),
     *around_gemms("wide rows", Plan(2, 8, 98304, 2, 9)),
+    # Blocks that pack and keep their tokens, of each kind, whose rows are one part or several.
+    *(
+        (f"send_routes, {what}, {packing}", SendRoutesVariant(plan, num_shared_experts=shared, packing=packing))
+        for what, plan, shared, packing in (
+            *(("large", REAL_PLAN, 0, Packing(dtype)) for dtype in (BF16, FP16, FP32, FP8)),
+            ("large, shared", REAL_PLAN, 1, Packing(BF16, power_of_two_scales=True)),
+            ("one expert", Plan(1, 3, 128, 1, 1), 0, Packing(FP32)),
+            ("two shared", Plan(2, 8, 384, 30, 9), 2, Packing(FP8)),
+            ("wide rows", Plan(2, 8, 98304, 2, 9), 0, Packing(BF16)),
+        )
+    ),
     # Tokens of each kind are read in a way of their own, in one tile of a row or many.
     *(
         (str(variant), variant)
         for dtype, hidden, powers in product((BF16, FP16, FP32, FP8), (128, 7168), (False, True))
         if dtype != FP8 or not powers
-        for variant in [PackTokensVariant(hidden, dtype, powers)]
+        for variant in [PackTokensVariant(hidden, Packing(dtype, powers))]
     ),
 ]
 # In calls of many tokens MegaMoE claims tiles.

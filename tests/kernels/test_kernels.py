@@ -53,6 +53,7 @@ QUICK = {
     "add_bias, h264 bf16",
     "dot_bias, h264 bf16",
     "send_routes, large, shared",
+    "send_routes, large, bf16",
     "pack_tokens, h7168 bf16",
     "sum_routes, large",
 }

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from tokenloom.backends.base import DispatchInputs, Upcoming
 from tokenloom.backends.handshake import Field
 from tokenloom.backends.nvlink.buffers import aligned
 from tokenloom.backends.nvlink.fused import FusedLayerCalls
+from tokenloom.backends.nvlink.launcher import OpeningKernel
 from tokenloom.comm.communicator import Communicator
 from tokenloom.errors import InvalidArgument
 from tokenloom.inference.expert_gemms import ExpertGemms
@@ -20,9 +23,12 @@ from tokenloom.kernels.moe.launch import (
     CLUSTER,
     PACK_FIELDS,
     PACK_THREADS,
+    PACK_WARPS,
     SEND_FIELDS,
     SUM_FIELDS,
+    Packing,
     PackTokensVariant,
+    SendRoutesVariant,
     SumRoutesVariant,
 )
 from tokenloom.plan import Activation, align_up
@@ -32,6 +38,21 @@ CALLS = (Upcoming("dispatch"), Upcoming("MegaMoE"))
 """Calls that each forward opens: FP8 rows travel, then all ranks meet."""
 MOST_LOCAL_EXPERTS = 4096
 """Most experts on a rank, because kernels have counts of all of them in shared memory."""
+
+
+@dataclass(frozen=True)
+class Senders:
+    """What sends tokens of one dtype.
+
+    Attributes:
+        keeping: its blocks pack tokens themselves and keep them. most_kept: so many each, at most.
+        pack, loading: one kernel packs tokens, and blocks of another load them.
+    """
+
+    keeping: OpeningKernel
+    most_kept: int
+    pack: Kernel
+    loading: OpeningKernel
 
 
 class NvlinkExperts:
@@ -63,7 +84,7 @@ class NvlinkExperts:
         self._has_memory = False
         self._sums = Kernel(SumRoutesVariant(plan, num_shared_experts=num_shared_experts).spec(), comm.device.index)
         self._sums.early = True
-        self._pack_of: dict[torch.dtype, Kernel] = {}
+        self._senders_of: dict[torch.dtype, Senders] = {}
         self._times: MegaTimes | None = None
 
     def describe(self) -> str:
@@ -83,8 +104,8 @@ class NvlinkExperts:
         times = MegaTimes.allocate(self._gemms.num_sms, self._comm.device)
         self._times = times
         self._calls.keep(times)  # graphs that are captured from now on write there, also once others take its place
-        for pack in self._pack_of.values():
-            pack.args.trace = times.pack.data_ptr()
+        for senders in self._senders_of.values():
+            senders.pack.args.trace = times.pack.data_ptr()
         self._calls.trace(times.send, times.barrier)
         self._gemms.trace(times.gemm1, times.gemm2)
         self._sums.args.trace = times.sum.data_ptr()
@@ -136,37 +157,50 @@ class NvlinkExperts:
         stream: int,
     ) -> tuple[torch.Tensor, int]:
         """Pack tokens, and send each route's row to its place: the ids that kernels read, and the number of the
-        dispatch. What packs leaves SMs to what sends, which counts routes meanwhile."""
+        dispatch."""
         x, ids, scales = aligned(inputs.x), aligned(inputs.topk_ids), inputs.scales
         num_tokens, stats, weights = x.shape[0], request.expert_stats, inputs.topk_weights
         assert weights is not None, "checked"
         if ready is None:
             self._calls.follow()
-        pack = self._pack_of_dtype(x.dtype)
+        senders = self._senders(x.dtype)
         scales_at = 0 if scales is None else scales.data_ptr()
-        packed = self._memory.packed.data_ptr()
-        PACK_FIELDS.write(pack.args, PACK_FIELDS.offset, x.data_ptr(), scales_at, packed, num_tokens)
-        # A warp for each token, as far as there is room on the SMs.
-        blocks = min(-(-num_tokens * 32 // PACK_THREADS), self._gemms.num_sms - schedule.send_sms)
-        pack.launch(max(align_up(blocks, CLUSTER), CLUSTER), stream)
+        sender = senders.keeping
+        if num_tokens > schedule.send_sms * senders.most_kept:
+            sender = senders.loading
+            self._pack(senders.pack, x, scales_at, schedule, stream)
         SEND_FIELDS.write(
-            self._calls.send_args,
+            sender.args,
             SEND_FIELDS.offset,
+            x.data_ptr(),
+            scales_at,
             ids.data_ptr(),
             weights.data_ptr(),
             0 if stats is None else stats.data_ptr(),
             num_tokens,
             ids.dtype == torch.int64,
         )
-        return ids, self._calls.send(ready, schedule.send_sms)
+        return ids, self._calls.send(sender, ready, schedule.send_sms)
 
-    def _pack_of_dtype(self, dtype: torch.dtype) -> Kernel:
-        """Return the kernel that packs tokens of a dtype."""
-        found = self._pack_of.get(dtype)
+    def _pack(self, pack: Kernel, x: torch.Tensor, scales_at: int, schedule: MegaSchedule, stream: int) -> None:
+        """Pack tokens. SMs are left to what sends, which counts routes meanwhile."""
+        num_tokens, packed = x.shape[0], self._memory.packed.data_ptr()
+        PACK_FIELDS.write(pack.args, PACK_FIELDS.offset, x.data_ptr(), scales_at, packed, num_tokens)
+        blocks = min(-(-num_tokens * PACK_WARPS * 32 // PACK_THREADS), self._gemms.num_sms - schedule.send_sms)
+        pack.launch(max(align_up(blocks, CLUSTER), CLUSTER), stream)
+
+    def _senders(self, dtype: torch.dtype) -> Senders:
+        """Return what sends tokens of a dtype. All of it is loaded at once: graphs may have more tokens."""
+        found = self._senders_of.get(dtype)
         if found is None:
-            variant = PackTokensVariant(self._comm.plan.hidden, dtype, self._power_of_two_scales)
-            found = self._pack_of[dtype] = Kernel(variant.spec(), self._comm.device.index)
-            found.args.trace = 0 if self._times is None else self._times.pack.data_ptr()
+            packing = Packing(dtype, self._power_of_two_scales)
+            pack = Kernel(PackTokensVariant(self._comm.plan.hidden, packing).spec(), self._comm.device.index)
+            pack.args.trace = 0 if self._times is None else self._times.pack.data_ptr()
+            variant = SendRoutesVariant(self._comm.plan, num_shared_experts=self._num_shared, packing=packing)
+            loading = self._calls.sender(None)
+            most_kept = variant.kept_tokens
+            keeping = self._calls.sender(packing) if most_kept else loading
+            found = self._senders_of[dtype] = Senders(keeping, most_kept, pack, loading)
         return found
 
     def _sum(self, ids: torch.Tensor, out: torch.Tensor, stream: int) -> None:
@@ -194,8 +228,8 @@ class NvlinkExperts:
         memory.allocate(self._comm.device)
         calls.prepare_meetings(memory.met, memory.counted)
         calls.keep(memory, self._gemms)
-        for name in ("offsets", "expected", "begun", "packed", "block_counts", "order"):
-            setattr(calls.send_args, name, getattr(memory, name).data_ptr())
+        parts = ("offsets", "expected", "begun", "packed", "block_counts", "order")
+        calls.tell_senders(**{name: getattr(memory, name).data_ptr() for name in parts})
         sums = self._sums.args
         sums.met, sums.masked = memory.met.data_ptr(), calls.masked
         sums.combine_recv = calls.results.data_ptr()

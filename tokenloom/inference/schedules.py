@@ -27,7 +27,7 @@ class MegaSchedule:
 
 
 SCHEDULES: tuple[tuple[int, MegaSchedule], ...] = (
-    (256, MegaSchedule(send_sms=32)),
+    (128, MegaSchedule(send_sms=32)),
     (1 << 30, MegaSchedule(send_sms=16)),
 )
 """Pairs (most tokens of this rank, schedule), measured (docs/performance/notebook.md)."""

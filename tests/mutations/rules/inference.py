@@ -93,10 +93,10 @@ MUTATIONS = (
     Mutation(
         name="tokens-packed-on-all-sms",
         rule="routes are counted only once all tokens are packed",
-        target="tokenloom.inference.nvlink_experts:NvlinkExperts._send",
+        target="tokenloom.inference.nvlink_experts:NvlinkExperts._pack",
         old="self._gemms.num_sms - schedule.send_sms",
         new="self._gemms.num_sms",
-        tests=("tests/inference/test_mega_launches.py::test_what_packs_leaves_sms_to_what_sends",),
+        tests=("tests/inference/test_mega_launches.py::test_blocks_that_send_few_tokens_pack_them",),
     ),
     Mutation(
         name="graphs-without-counts",
@@ -149,7 +149,7 @@ MUTATIONS = (
     Mutation(
         name="home-of-another-rank",
         rule="results go to the rank that computed them",
-        target="kernels/moe/send_routes.cuh:send_row",
+        target="kernels/moe/send_rows.cuh:send_row",
         old="home_of(self, what.result)",
         new="home_of(rank, what.result)",
         tests=(f"{EMULATED}::test_mega[one block]",),

@@ -6,12 +6,12 @@ import torch
 
 from tokenloom.backends.handshake import NUMBER, CallKind, Fields
 from tokenloom.backends.nvlink.buffers import Buffers
-from tokenloom.backends.nvlink.launcher import Launcher
+from tokenloom.backends.nvlink.launcher import Launcher, OpeningKernel
 from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT
 from tokenloom.errors import InvalidArgument
 from tokenloom.kernels.barrier.launch import BarrierVariant
 from tokenloom.kernels.common import Deadline
-from tokenloom.kernels.moe.launch import HOME_ROW_BITS, SendRoutesVariant
+from tokenloom.kernels.moe.launch import HOME_ROW_BITS, Packing, SendRoutesVariant
 from tokenloom.plan import FP8_BLOCK
 
 FP8 = torch.float8_e4m3fn
@@ -21,7 +21,6 @@ class FusedLayerCalls:
     """Calls of one MegaMoE. Its ranks all meet after the last use of a dispatch's rows, before the next dispatch.
 
     Attributes:
-        send_args: arguments of the kernel that sends rows, SendRoutesArgs of send_routes.cuh.
         rows, row_scales, row_homes, row_weights, arrived: where rows arrive, once there is memory.
         peers: address of every rank's address of that memory. results_offset: where results come home in it.
         deadline: for kernels that wait for rows.
@@ -43,13 +42,14 @@ class FusedLayerCalls:
                 f"most {1 << HOME_ROW_BITS}"
             )
         self._launcher, self._buffers, self._num_shared = launcher, buffers, num_shared_experts
-        self._sender = launcher.new_kernel(SendRoutesVariant(plan, num_shared_experts=num_shared_experts))
+        self._senders: dict[Packing | None, OpeningKernel] = {}
+        self._told: dict[str, int] = {}
+        self._send_trace = 0
         self._barrier = launcher.new_kernel(BarrierVariant(plan=plan))
         self._dispatch = CallKind({"call": "dispatch", NUMBER: 0})
         self._meeting = CallKind({"call": "MegaMoE", NUMBER: 0})
-        self._sender.early = self._barrier.early = True
-        self.send_args = self._sender.args
-        opening = self._sender.opening
+        self._barrier.early = True
+        opening = self._barrier.opening
         self.deadline = Deadline(opening.fault, opening.fault_claimed, opening.timeout_ns)
 
     def make_room(self) -> int | None:
@@ -75,9 +75,33 @@ class FusedLayerCalls:
         self.arrived = shared.view("arrived", torch.int32, (plan.experts_per_rank + self._num_shared, plan.num_ranks))
         self.results = shared.view("combine_recv", torch.uint8, (1,))
         self.peers, self.results_offset = shared.peers.data_ptr(), shared.layout.offset("combine_recv")
-        self.send_args.peers = self.peers
-        for name in ("rows", "row_scales", "row_homes", "row_weights", "arrived"):
-            setattr(self.send_args, name, shared.layout.offset(name))
+        parts = ("rows", "row_scales", "row_homes", "row_weights", "arrived")
+        self.tell_senders(peers=self.peers, **{name: shared.layout.offset(name) for name in parts})
+
+    def sender(self, packing: Packing | None) -> OpeningKernel:
+        """The kernel that sends rows (routes_to_send.cuh has its arguments): it packs tokens so, or they are packed.
+
+        Raises:
+            InvalidArgument: it was not used before, and a CUDA graph is captured.
+        """
+        found = self._senders.get(packing)
+        if found is None:
+            variant = SendRoutesVariant(self._launcher.plan, num_shared_experts=self._num_shared, packing=packing)
+            found = self._senders[packing] = self._launcher.new_kernel(variant)
+            found.early = packing is None  # it begins beside the kernel that packs
+            found.opening.trace = self._send_trace
+            self._tell(found, self._told)
+        return found
+
+    def tell_senders(self, **values: int) -> None:
+        """Set arguments of all kernels that send rows, also of those that come later."""
+        self._told |= values
+        for sender in self._senders.values():
+            self._tell(sender, values)
+
+    def _tell(self, sender: OpeningKernel, values: dict[str, int]) -> None:
+        for name, value in values.items():
+            setattr(sender.args, name, value)
 
     def prepare_meetings(self, opened: torch.Tensor, cleared: torch.Tensor) -> None:
         """Say what meetings write from now on.
@@ -95,18 +119,21 @@ class FusedLayerCalls:
 
     def trace(self, send: torch.Tensor, barrier: torch.Tensor) -> None:
         """From now on both kernels write when they pass each phase, as ``MegaTimes`` says."""
-        self._sender.opening.trace, self._barrier.opening.trace = send.data_ptr(), barrier.data_ptr()
+        self._send_trace, self._barrier.opening.trace = send.data_ptr(), barrier.data_ptr()
+        for sender in self._senders.values():
+            sender.opening.trace = self._send_trace
 
     def follow(self) -> None:
         """Let the current stream wait for that of the call before: then kernels may come before the dispatch."""
         self._launcher.follow()
 
-    def send(self, stream: int | None, blocks: int) -> int:
-        """Put the kernel that sends rows on the stream. It begins while the kernel before it runs.
+    def send(self, sender: OpeningKernel, stream: int | None, blocks: int) -> int:
+        """Put a kernel that sends rows on the stream. If another packs tokens, it begins while that one runs.
 
         :meth:`follow` was called, or ``stream`` is given.
 
         Args:
+            sender: of :meth:`sender`.
             stream: what :meth:`make_room` has given, if nothing else was called since.
             blocks: SMs that it takes.
 
@@ -115,9 +142,9 @@ class FusedLayerCalls:
         """
         number = self._launcher.num_calls
         if stream is None:
-            self._launcher.launch(self._sender, self._dispatch, number, blocks=blocks, follows=False)
+            self._launcher.launch(sender, self._dispatch, number, blocks=blocks, follows=False)
         else:
-            self._launcher.launch_ready(self._sender, self._dispatch, number, stream, blocks=blocks)
+            self._launcher.launch_ready(sender, self._dispatch, number, stream, blocks=blocks)
         return number
 
     def meet(self, dispatch: int, stream: int | None) -> None:

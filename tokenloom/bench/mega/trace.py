@@ -23,6 +23,7 @@ STARTS = (
 UNTIL = {
     "send": {
         "counted": "count routes",
+        "filled": "pack own tokens",
         "heard": "wait for all ranks' counts",
         "placed": "order routes",
         "sent": "send rows",
@@ -108,7 +109,7 @@ def _marked(kernel: str, times: torch.Tensor) -> Iterator[Span]:
             end = marks[MARKS.index(mark)]
             if begin and end:
                 yield Span(f"{kernel}, block {block:3}", doing, begin, end)
-            begin = end
+                begin = end
 
 
 def _tiles(kernel: str, times: torch.Tensor) -> Iterator[Span]:

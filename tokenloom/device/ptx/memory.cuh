@@ -80,6 +80,10 @@ __device__ __forceinline__ uint32 compare_and_swap_gpu(uint32* address, uint32 e
     return before;
 }
 
+__device__ __forceinline__ void add_release_sys(uint32* address, uint32 value) {
+    asm volatile("red.add.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
 // Data that is read once: the first-level cache has no use for it.
 __device__ __forceinline__ Vec16 load_16_once(const void* address) {
     Vec16 v;

@@ -45,15 +45,17 @@ __device__ __forceinline__ Fp8Scale fp8_scale(float amax) {
     }
 }
 
-// Quantises a row of kDtype to the targets of all lanes in the mask, its scales to their scale targets. A lane takes 16
-// values at a step, so 8 neighbours share a block. All lanes call it together.
-template <int kDtype, int kHidden, bool kPowerOfTwo>
-__device__ __forceinline__ void quantize_row(const unsigned char* from, uint64 target, uint64 scale_target,
-                                             uint32 targets, int lane) {
-    constexpr int kLaneValues = 16, kBlockLanes = kFp8Block / kLaneValues;
+// A row that a warp quantises, in tiles. A lane takes 16 values at a step, so 8 neighbours share a block.
+template <int kDtype, int kHidden>
+struct RowToQuantize {
+    static constexpr int kLaneValues = 16, kBlockLanes = kFp8Block / kLaneValues;
     using Row = Tiles<kHidden / kLaneValues, kDtype == kFloat32 ? 2 : 4>;
     static_assert(kHidden % kFp8Block == 0, "whole blocks: 8 lanes are inside the row together, or beyond it");
-    for (int tile = 0; tile < Row::kCount; ++tile) {
+
+    // All lanes call it together, and put(inside, index, codes, scale): 16 codes, number `index` of such units of the row
+    // if they are inside of it, and the scale that they share with the other units of their block.
+    template <bool kPowerOfTwo, class Put>
+    static __device__ __forceinline__ void tile(const unsigned char* from, int tile, int lane, Put put) {
         PackedGroup<kDtype, kLaneValues> packed[Row::kSteps];
         int index;
 #pragma unroll
@@ -77,12 +79,23 @@ __device__ __forceinline__ void quantize_row(const unsigned char* from, uint64 t
             for (int i = 0; i < 4; ++i)
                 codes.word[i] = pack_e4m3(group.value[4 * i], group.value[4 * i + 1], group.value[4 * i + 2],
                                           group.value[4 * i + 3]);
+            put(inside, index, codes, scale.scale);
+        }
+    }
+};
+
+// Quantises a row of kDtype to the targets of all lanes in the mask, its scales to their scale targets.
+template <int kDtype, int kHidden, bool kPowerOfTwo>
+__device__ __forceinline__ void quantize_row(const unsigned char* from, uint64 target, uint64 scale_target,
+                                             uint32 targets, int lane) {
+    using Row = RowToQuantize<kDtype, kHidden>;
+    for (int tile = 0; tile < Row::Row::kCount; ++tile)
+        Row::template tile<kPowerOfTwo>(from, tile, lane, [&](bool inside, int index, const Vec16& codes, float scale) {
             for (uint32 rest = targets; rest != 0; rest &= rest - 1) {
                 auto* to = reinterpret_cast<unsigned char*>(of_lane(target, rest));
                 auto* scales = reinterpret_cast<float*>(of_lane(scale_target, rest));
-                if (inside) store_16(to + index * kLaneValues, codes);
-                if (inside && lane % kBlockLanes == 0) scales[index / kBlockLanes] = scale.scale;
+                if (inside) store_16(to + index * Row::kLaneValues, codes);
+                if (inside && lane % Row::kBlockLanes == 0) scales[index / Row::kBlockLanes] = scale;
             }
-        }
-    }
+        });
 }

@@ -31,7 +31,13 @@ struct PeerSignals {
         store_relaxed_sys(first + index, value);
     }
 
-    // As raise_relaxed, of a signal that counts: it only grows, over all calls, and whoever waits knows how far.
+    // As raise, of a signal that counts: it only grows, over all calls, and whoever waits knows how far.
+    template <class Index>
+    __device__ __forceinline__ void add(Index index, uint32 value) const {
+        add_release_sys(first + index, value);
+    }
+
+    // As raise_relaxed, of a signal that counts.
     template <class Index>
     __device__ __forceinline__ void add_relaxed(Index index, uint32 value) const {
         add_relaxed_sys(first + index, value);

@@ -23,16 +23,22 @@ from tokenloom.kernels.common import (
 )
 from tokenloom.plan import FP8_BLOCK, Plan, align_up
 
-SEND_WARPS = 8
-"""Warps of a block that send rows. Their rings share the memory of an SM."""
 SEND_THREADS = 512
+LOADING_WARPS = 8
+"""Warps of a block that load rows and send them. Their rings share the memory of an SM."""
 MOST_STAGES = 4
-"""Rows of a warp between load and store. More are no faster."""
+"""Rows of such a warp between load and store. More are no faster."""
+KEEPING_WARPS = 12
+"""Warps of a block that send rows of tokens which the block keeps."""
+MOST_KEPT = 4
+"""Tokens of a block that keeps them. With more it is faster to pack them on all SMs."""
 ROW_BESIDE_BYTES = 16 + 8
 """Shared memory of such a row beside its bytes: RowToSend, and its barrier."""
 RING_UNIT = 128
 """Alignment of a warp's ring."""
 PACK_THREADS = SUM_THREADS = 512
+PACK_WARPS = 4
+"""Warps for each token, where there is room for them."""
 TERMS_AT_ONCE = 8
 """Most rows of a token that are loaded together to be added."""
 CLUSTER = 2
@@ -60,7 +66,7 @@ class SendRoutesArgs(ctypes.Structure):
 
     _fields_ = [
         ("call", Call),
-        *uint64_fields("topk_ids", "topk_weights", "stats"),
+        *uint64_fields("x", "scales", "topk_ids", "topk_weights", "stats"),
         *int32_fields("num_tokens", "ids_are_int64"),
         *uint64_fields("peers", "rows", "row_scales", "row_homes", "row_weights", "arrived"),
         *uint64_fields("offsets", "expected", "begun"),
@@ -68,7 +74,9 @@ class SendRoutesArgs(ctypes.Structure):
     ]
 
 
-SEND_FIELDS = FieldsAtOnce(SendRoutesArgs, "topk_ids", "topk_weights", "stats", "num_tokens", "ids_are_int64")
+SEND_FIELDS = FieldsAtOnce(
+    SendRoutesArgs, "x", "scales", "topk_ids", "topk_weights", "stats", "num_tokens", "ids_are_int64"
+)
 """What it is told anew in every call."""
 
 
@@ -97,32 +105,51 @@ def packed_bytes(hidden: int) -> int:
 
 
 @dataclass(frozen=True)
+class Packing:
+    """How a token becomes what is sent.
+
+    Attributes:
+        dtype: of the tokens; float8_e4m3fn comes with scales, others are quantised.
+        power_of_two_scales: for other dtypes, as in ``quantize_fp8``.
+    """
+
+    dtype: torch.dtype
+    power_of_two_scales: bool = False
+
+    def __str__(self) -> str:
+        return short_name(self.dtype) + (", powers of two" if self.power_of_two_scales else "")
+
+    def shape(self) -> dict[str, int]:
+        """What packed_token.cuh has to know."""
+        quantize = self.dtype in DTYPES
+        return {
+            "quantize": int(quantize),
+            "x_dtype": DTYPES[self.dtype] if quantize else 0,
+            "power_of_two": int(quantize and self.power_of_two_scales),
+        }
+
+
+@dataclass(frozen=True)
 class PackTokensVariant:
     """One compiled form of the kernel that packs a rank's tokens.
 
     Attributes:
         hidden: H.
-        dtype: of the tokens; float8_e4m3fn comes with scales, others are quantised.
-        power_of_two_scales: for other dtypes, as in ``quantize_fp8``.
+        packing: of each token.
     """
 
     hidden: int
-    dtype: torch.dtype
-    power_of_two_scales: bool = False
+    packing: Packing
 
     def __str__(self) -> str:
-        scales = ", powers of two" if self.power_of_two_scales else ""
-        return f"pack_tokens, h{self.hidden} {short_name(self.dtype)}{scales}"
+        return f"pack_tokens, h{self.hidden} {self.packing}"
 
     def spec(self) -> KernelSpec:
         """What to compile and how to launch it: with an even number of blocks."""
-        quantize = self.dtype in DTYPES
         shape = {
             "hidden": self.hidden,
             "packed_bytes": packed_bytes(self.hidden),
-            "quantize": int(quantize),
-            "x_dtype": DTYPES[self.dtype] if quantize else 0,
-            "power_of_two": int(quantize and self.power_of_two_scales),
+            **self.packing.shape(),
             "threads": PACK_THREADS,
         }
         path = "kernels/moe/pack_tokens.cuh"
@@ -136,14 +163,30 @@ class SendRoutesVariant:
     Attributes:
         plan: sizes of the group.
         num_shared_experts: experts that take all of this rank's tokens.
+        packing: blocks pack their own tokens so, and keep them, up to ``kept_tokens`` each. None: they load tokens
+            that another kernel has packed.
     """
 
     plan: Plan
     _: KW_ONLY
     num_shared_experts: int = 0
+    packing: Packing | None = None
 
     def __str__(self) -> str:
-        return f"send_routes, {describe(self.plan)}, {self.num_shared_experts} shared experts"
+        tokens = "packed" if self.packing is None else str(self.packing)
+        return f"send_routes, {describe(self.plan)}, {self.num_shared_experts} shared experts, {tokens}"
+
+    @property
+    def kept_tokens(self) -> int:
+        """Most tokens of a block that packs them itself; 0 if other kernels do, or there is no room."""
+        room = 0 if self.packing is None else MAX_SHARED_BYTES - self._beside_tokens()
+        return min(MOST_KEPT, max(room, 0) // packed_bytes(self.plan.hidden))
+
+    def _beside_tokens(self) -> int:
+        """Bytes of shared memory for everything but rows and what is said of them."""
+        plan, counts = self.plan, self.plan.num_ranks + self.plan.num_experts
+        words = 3 * counts + 16 + 3 * plan.num_experts + plan.experts_per_rank + self.num_shared_experts + 1
+        return 4 * words + 8 * plan.num_ranks + 512
 
     def spec(self) -> KernelSpec:
         """What to compile and how to launch it: with an even number of blocks, up to MAX_BLOCKS of kernels.common.
@@ -151,29 +194,32 @@ class SendRoutesVariant:
         Raises:
             InvalidArgument: counts of so many experts leave no shared memory for rows.
         """
-        plan, shared, row = self.plan, self.num_shared_experts, packed_bytes(self.plan.hidden)
-        counts = plan.num_ranks + plan.num_experts
-        other = 4 * (3 * counts + 16 + 3 * plan.num_experts + plan.experts_per_rank + shared + 1)
-        other += 4 * 19 * SEND_WARPS + 8 * plan.num_ranks + 512
-        stage = row + ROW_BESIDE_BYTES
-        room = MAX_SHARED_BYTES - other
-        warps = min(SEND_WARPS, room // (2 * (stage + RING_UNIT)))
-        require_shared(other + max(warps, 1) * 2 * (stage + RING_UNIT))
-        stages = min(MOST_STAGES, (room // warps - RING_UNIT) // stage)
+        plan, row = self.plan, packed_bytes(self.plan.hidden)
         shape = {
             "num_ranks": plan.num_ranks,
             "num_experts": plan.num_experts,
             "experts_per_rank": plan.experts_per_rank,
-            "shared_experts": shared,
+            "shared_experts": self.num_shared_experts,
             "top_k": plan.top_k,
             "hidden": plan.hidden,
             "packed_bytes": row,
             "threads": SEND_THREADS,
-            "send_warps": warps,
-            "stages": stages,
             "max_blocks": MAX_BLOCKS,
         }
-        shared_bytes = other + warps * (stages * stage + RING_UNIT)
+        other = self._beside_tokens()
+        if self.packing is not None:
+            tokens = self.kept_tokens
+            require_shared(other + row * max(tokens, 1))
+            shape |= {**self.packing.shape(), "kept_tokens": tokens, "send_warps": KEEPING_WARPS}
+            shared_bytes = other + tokens * row
+        else:
+            other += 4 * 19 * LOADING_WARPS
+            stage, room = row + ROW_BESIDE_BYTES, MAX_SHARED_BYTES - other
+            warps = min(LOADING_WARPS, room // (2 * (stage + RING_UNIT)))
+            require_shared(other + max(warps, 1) * 2 * (stage + RING_UNIT))
+            stages = min(MOST_STAGES, (room // warps - RING_UNIT) // stage)
+            shape |= {"kept_tokens": 0, "send_warps": warps, "stages": stages}
+            shared_bytes = other + warps * (stages * stage + RING_UNIT)
         path = "kernels/moe/send_routes.cuh"
         return KernelSpec(
             "send_routes",

@@ -41,6 +41,11 @@ inline void add_relaxed_sys(uint32* address, uint32 value) {
     emulated_yield();
     atomicAdd(address, value);
 }
+
+inline void add_release_sys(uint32* address, uint32 value) {
+    emulated_yield();
+    atomicAdd(address, value);
+}
 inline void sync_threads(int barrier, int threads) { emulated_named_barrier(barrier, threads); }
 template <int kRegisters>
 inline void keep_registers() {}
