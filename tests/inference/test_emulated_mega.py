@@ -32,16 +32,19 @@ def test_mega(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_rows_that_arrive_late() -> None:
+@pytest.mark.parametrize("slow", ["threads", "copies"])
+def test_rows_that_arrive_late(slow: str) -> None:
     """The GPU of a rank that has many is slow, so the other's GEMM1 begins before. Both calls use the same places."""
-    emulator.ranks(2).run(check_late_rows)
+    emulator.ranks(2).run(check_late_rows, slow)
 
 
-def check_late_rows(context: RankContext) -> None:
+def check_late_rows(context: RankContext, slow: str) -> None:
     from tests.support.emulator import group as emulated
 
-    if context.rank == 1:
+    if context.rank == 1 and slow == "threads":
         emulated.here.group.emulator.slow_down(1, 30)
+    elif context.rank == 1:
+        emulated.here.group.emulator.slow_copies(1000)
     case = Case("", tokens=(1, 70), hidden=128, intermediate=128, experts_per_rank=2)
     layers = [make_layer(case, context.num_ranks, context.device, seed) for seed in range(2)]
     with make_mega(context, case, layers[0]) as mega:

@@ -28,7 +28,6 @@ from tokenloom.kernels.moe.launch import (
     SUM_FIELDS,
     Packing,
     PackTokensVariant,
-    SendRoutesVariant,
     SumRoutesVariant,
 )
 from tokenloom.plan import Activation, align_up
@@ -126,6 +125,7 @@ class NvlinkExperts:
         with engine.sequence(*CALLS) as calls:
             inputs = request.checked_dispatch(engine)
             result = request.checked()
+            senders = self._senders(inputs.x.dtype)  # loaded before ranks agree on anything, as it takes seconds
             if not self._has_memory:  # behind what refuses a first call in a capture, whose zeros nobody would see
                 self._make_memory()
             if self._gemms.is_stale:
@@ -134,7 +134,7 @@ class NvlinkExperts:
             stream = current_handle(self._comm.device) if ready is None else ready
             schedule = request.schedule or schedule_for(len(inputs.topk_ids))
             try:
-                ids, number = self._send(request, inputs, schedule, ready, stream)
+                ids, number = self._send(request, inputs, senders, schedule, ready, stream)
                 engine.open_calls.opened()
                 calls.opened()
                 request.passed("dispatch")
@@ -152,6 +152,7 @@ class NvlinkExperts:
         self,
         request: ForwardRequest,
         inputs: DispatchInputs,
+        senders: Senders,
         schedule: MegaSchedule,
         ready: int | None,
         stream: int,
@@ -163,7 +164,6 @@ class NvlinkExperts:
         assert weights is not None, "checked"
         if ready is None:
             self._calls.follow()
-        senders = self._senders(x.dtype)
         scales_at = 0 if scales is None else scales.data_ptr()
         sender = senders.keeping
         if num_tokens > schedule.send_sms * senders.most_kept:
@@ -196,10 +196,8 @@ class NvlinkExperts:
             packing = Packing(dtype, self._power_of_two_scales)
             pack = Kernel(PackTokensVariant(self._comm.plan.hidden, packing).spec(), self._comm.device.index)
             pack.args.trace = 0 if self._times is None else self._times.pack.data_ptr()
-            variant = SendRoutesVariant(self._comm.plan, num_shared_experts=self._num_shared, packing=packing)
-            loading = self._calls.sender(None)
-            most_kept = variant.kept_tokens
-            keeping = self._calls.sender(packing) if most_kept else loading
+            keeping, loading = self._calls.sender(packing), self._calls.sender(None)
+            most_kept = dict(keeping.spec.shape)["kept_tokens"]
             found = self._senders_of[dtype] = Senders(keeping, most_kept, pack, loading)
         return found
 

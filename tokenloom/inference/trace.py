@@ -12,7 +12,8 @@ from tokenloom.kernels.gemm.launch import trace_times
 
 @dataclass(frozen=True)
 class MegaTimes:
-    """Times of the last call, in nanoseconds of the GPU's clock, which all kernels of a rank share. 0 means never.
+    """Times of the last call, in nanoseconds of the GPU's clock, which all kernels of a rank share. 0 means never;
+    what a call does not do keeps its times of a call before.
 
     Attributes:
         pack: int64 [blocks, 2], when each block packs own tokens: beginning and end.

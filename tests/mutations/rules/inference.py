@@ -99,6 +99,30 @@ MUTATIONS = (
         tests=("tests/inference/test_mega_launches.py::test_blocks_that_send_few_tokens_pack_them",),
     ),
     Mutation(
+        name="more-tokens-than-a-block-keeps",
+        rule="blocks keep twice as many tokens as they have room for",
+        target="tokenloom.inference.nvlink_experts:NvlinkExperts._send",
+        old="schedule.send_sms * senders.most_kept",
+        new="2 * schedule.send_sms * senders.most_kept",
+        tests=("tests/inference/test_mega_launches.py::test_blocks_that_send_few_tokens_pack_them",),
+    ),
+    Mutation(
+        name="senders-loaded-one-by-one",
+        rule="what sends many tokens is loaded when they come first, which may be in a capture",
+        target="tokenloom.inference.nvlink_experts:NvlinkExperts._senders",
+        old="self._calls.sender(packing), self._calls.sender(None)",
+        new="self._calls.sender(packing), self._calls.sender(packing)",
+        tests=("tests/inference/test_mega_launches.py::test_blocks_that_send_few_tokens_pack_them",),
+    ),
+    Mutation(
+        name="told-before-it-is-written",
+        rule="a warp tells of a row while it is on its way",
+        target="kernels/moe/send_rows.cuh:send_kept_rows",
+        old="bulk_wait_written<0>();",
+        new="",
+        tests=(f"{EMULATED}::test_rows_that_arrive_late[copies]",),
+    ),
+    Mutation(
         name="graphs-without-counts",
         rule="a graph does not keep the memory between the kernels of a MegaMoE",
         target="tokenloom.inference.nvlink_experts:NvlinkExperts._make_memory",
@@ -112,7 +136,7 @@ MUTATIONS = (
         target="device/roles/arrivals.cuh:OpenWhenArrived::missing",
         old="if (static_cast<int32>(seen[r] - wanted[r]) < 0) ranks |= 1u << r;",
         new="",
-        tests=(f"{EMULATED}::test_rows_that_arrive_late",),
+        tests=(f"{EMULATED}::test_rows_that_arrive_late[threads]",),
     ),
     Mutation(
         name="rows-of-calls-before",
@@ -120,7 +144,7 @@ MUTATIONS = (
         target="kernels/moe/send_routes.cuh:publish_bounds",
         old="args.expected[i] += counts.routes(source, self * kLocal + e);",
         new="args.expected[i] = counts.routes(source, self * kLocal + e);",
-        tests=(f"{EMULATED}::test_rows_that_arrive_late",),
+        tests=(f"{EMULATED}::test_rows_that_arrive_late[threads]",),
     ),
     Mutation(
         name="first-row-for-all",
@@ -128,7 +152,7 @@ MUTATIONS = (
         target="device/roles/arrivals.cuh:OpenWhenArrived::missing",
         old="static_cast<int32>(seen[r] - wanted[r]) < 0",
         new="seen[r] == 0 && wanted[r] != 0",
-        tests=(f"{EMULATED}::test_rows_that_arrive_late",),
+        tests=(f"{EMULATED}::test_rows_that_arrive_late[threads]",),
     ),
     Mutation(
         name="places-of-one-source",

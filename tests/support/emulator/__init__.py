@@ -164,6 +164,11 @@ class Emulator:
         with self.lock:
             self._core.emulator_slow_down(rank, ctypes.c_uint64(slowness))
 
+    def slow_copies(self, slowness: int) -> None:
+        """Let bulk copies of all ranks go on only every so many turns, from now on."""
+        with self.lock:
+            self._core.emulator_slow_copies(ctypes.c_uint64(slowness))
+
     def kill(self, rank: int) -> None:
         """End all kernels of a rank in the middle of what they do."""
         with self.lock:

@@ -107,6 +107,7 @@ struct Stream {
 std::vector<Stream> streams;
 std::deque<Fiber*> ready;
 std::vector<std::shared_ptr<Copy>> copies;
+uint64_t copy_slowness = 1;  // a copy makes a step every so many turns
 std::vector<Put> on_their_way;  // in the order in which they were issued
 std::map<std::pair<uint64_t, uint32_t>, std::vector<unsigned char>> posted;  // to all-to-alls, by number and rank
 std::vector<void*> stacks;
@@ -270,7 +271,7 @@ void step(Copy& copy) {
 }
 
 void step_copies() {
-    if (copies.empty()) return;
+    if (copies.empty() || (copy_slowness > 1 && chance() % copy_slowness != 0)) return;
     const size_t i = chance() % copies.size();
     step(*copies[i]);
     if (copies[i]->left == 0) {
@@ -458,12 +459,15 @@ void emulator_reset(unsigned num_streams, uint64_t seed) {
     streams = std::vector<Stream>(num_streams);
     ready.clear();
     copies.clear();
+    copy_slowness = 1;
     on_their_way.clear();
     posted.clear();
     chance.seed(seed);
 }
 
 void emulator_slow_down(unsigned stream, uint64_t slowness) { streams[stream].slowness = slowness; }
+
+void emulator_slow_copies(uint64_t slowness) { copy_slowness = slowness; }
 
 void emulator_launch(unsigned stream, void (*run)(const void*), const void* args, size_t args_bytes, unsigned blocks,
                      unsigned threads, unsigned cluster, size_t shared_bytes) {

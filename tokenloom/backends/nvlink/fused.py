@@ -42,6 +42,9 @@ class FusedLayerCalls:
                 f"most {1 << HOME_ROW_BITS}"
             )
         self._launcher, self._buffers, self._num_shared = launcher, buffers, num_shared_experts
+        SendRoutesVariant(
+            plan, num_shared_experts=num_shared_experts
+        ).spec()  # refuses too many experts, before any call
         self._senders: dict[Packing | None, OpeningKernel] = {}
         self._told: dict[str, int] = {}
         self._send_trace = 0

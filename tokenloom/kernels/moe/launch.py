@@ -178,9 +178,8 @@ class SendRoutesVariant:
 
     @property
     def kept_tokens(self) -> int:
-        """Most tokens of a block that packs them itself; 0 if other kernels do, or there is no room."""
-        room = 0 if self.packing is None else MAX_SHARED_BYTES - self._beside_tokens()
-        return min(MOST_KEPT, max(room, 0) // packed_bytes(self.plan.hidden))
+        """Most tokens of a block that packs them itself, as far as there is room."""
+        return min(MOST_KEPT, (MAX_SHARED_BYTES - self._beside_tokens()) // packed_bytes(self.plan.hidden))
 
     def _beside_tokens(self) -> int:
         """Bytes of shared memory for everything but rows and what is said of them."""
