@@ -113,7 +113,10 @@ def aims(num_ranks: int) -> dict[str, float]:
 def beside_aims(documents: Sequence[dict[str, Any]], num_gpus: int) -> list[str]:
     """Lines of the rows that have an aim: measured, aimed at, and their ratio. Those without a measurement say so."""
     measured = {
-        row["name"]: row.get("p50_us", row.get("p50_ms")) for document in documents for row in document.get("rows", ())
+        row["name"]: row.get("p50_us", row.get("p50_ms"))
+        for document in documents
+        if isinstance(document.get("rows"), list)  # between_nodes.py counts rows
+        for row in document["rows"]
     }
     lines = []
     for name, aim in aims(num_gpus).items():

@@ -64,7 +64,9 @@ def test_aims_have_rows(num_gpus: int) -> None:
 def test_the_table() -> None:
     """A row that was not measured says so."""
     first, second, *_ = all_figures.aims(4)
-    lines = all_figures.beside_aims([{"rows": [{"name": first, "p50_us": 670.0}, {"name": "other"}]}], 4)
+    lines = all_figures.beside_aims(
+        [{"rows": [{"name": first, "p50_us": 670.0}, {"name": "other"}]}, {"rows": {"both": 1.0}}], 4
+    )
     assert lines[0].split() == ["670.0", "/", "335.0", "=", "2.00", first]
     assert lines[1].split() == ["not", "measured", second]
 

@@ -400,7 +400,7 @@ class RankGroup:
 
     def _meet_connected(self, phase: str) -> None:
         """Wait until all ranks are connected: one that leaves earlier fails those that still connect."""
-        said, heard = torch.zeros(2, self.num_ranks, 1, dtype=torch.uint8)
+        said, heard = torch.zeros(2, self.num_ranks, 1, dtype=torch.uint8, device="cpu")
         self._exchange(list(said), list(heard), heard, phase).wait()
 
     # -- notes ----------------------------------------------------------------------------------------------

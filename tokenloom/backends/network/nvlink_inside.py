@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 
+import numpy as np
 import torch
 
 from tokenloom.backends import nvlink
@@ -91,7 +92,7 @@ class NvlinkInside:
 
     def hand_out(self, pieces: Sequence[Arriving], flags: slice, legs: Legs, paths: Paths) -> Arriving:
         assert not paths.absent, "no rank can be masked where kernels carry rows"
-        place, out = self._ranks.rank, torch.empty(0)
+        place, out = self._ranks.rank, torch.empty(0, device="cpu")
         nothing = torch.tensor(-1, device=self._ranks.device)
         places = torch.arange(self._ranks.num_ranks, device=self._ranks.device)
         counts = [sum(legs.into_node[source][place] for source in node) for node in self._nodes]
@@ -140,9 +141,8 @@ class NvlinkInside:
             counts = [legs.into_node[source] for source in sources]  # [rail, rank of this node]
             held = [sum(each[rank] for each in counts) for rank in ranks]
             begins = [sum(each[rank] for each in counts[:place]) for rank in ranks]  # of the rows for this rank
-            rails = torch.repeat_interleave(torch.tensor([each[place] for each in counts])).to(torch.int32)
-            ids = torch.full((len(own), len(ranks)), -1, dtype=torch.int32)
-            ids[:, 0] = rails
+            ids = torch.full((len(own), len(ranks)), -1, dtype=torch.int32, device="cpu")
+            ids[:, 0] = torch.from_numpy(np.repeat(np.arange(len(counts)), [each[place] for each in counts]))
             ids = ids.to(own.device)
             parts, came = [own[:0]], []
             # At least once, since ranks of other nodes may have rows, and make memory for them together with this one.

@@ -317,4 +317,4 @@ def _counts(comm: Communicator, routed: Routed, alignment: int) -> torch.Tensor:
     if not isinstance(routed.num_rows, int):
         return (routed.expert_counts.long() + (alignment - 1)) // alignment * alignment
     counts = [align_up(count, alignment) for count in routed.counts_on_host()]
-    return torch.tensor(counts, dtype=torch.int64, pin_memory=comm.device.type == "cuda")
+    return torch.tensor(counts, dtype=torch.int64, device="cpu", pin_memory=comm.device.type == "cuda")

@@ -361,7 +361,7 @@ class LowLatencyMode(BufferBase):
         self._require_shrink()
         checks.like("mask_status", mask_status, [self.group_size], torch.int32, mask_status.device)
         masked = self._masked()
-        mask_status.copy_(torch.tensor([rank in masked for rank in range(self.group_size)], dtype=torch.int32))
+        mask_status.copy_(torch.tensor([r in masked for r in range(self.group_size)], dtype=torch.int32, device="cpu"))
 
     @naming("Buffer.low_latency_clean_mask_buffer")
     def low_latency_clean_mask_buffer(self) -> None:
