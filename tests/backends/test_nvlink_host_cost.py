@@ -87,12 +87,13 @@ def test_tokens_in_fp8(stand_ins: StandIns, max_tokens: int) -> None:
     assert found == OPENED | {"launches": 1}
 
 
+@pytest.mark.parametrize(("num_tokens", "kernels"), [(TOKENS, 5), (150, 6)])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_mega_moe(stand_ins: StandIns, fp8: bool) -> None:
-    """Six kernels, and the result."""
+def test_mega_moe(stand_ins: StandIns, fp8: bool, num_tokens: int, kernels: int) -> None:
+    """Five kernels and the result; with many tokens, which have to be packed, six."""
     layer = tl.MegaMoE(
         None, num_experts=NUM_EXPERTS, hidden=HIDDEN, intermediate=INTERMEDIATE, top_k=TOP_K,
-        max_tokens_per_rank=SMALL, device="cpu",
+        max_tokens_per_rank=max(SMALL, num_tokens), device="cpu",
     )  # fmt: skip
     local = NUM_EXPERTS // NUM_RANKS
     layer.use_weights(
@@ -101,11 +102,11 @@ def test_mega_moe(stand_ins: StandIns, fp8: bool) -> None:
         torch.zeros(local, HIDDEN, INTERMEDIATE).to(FP8),
         torch.ones(local, HIDDEN // 128, INTERMEDIATE // 128),
     )
-    tokens = torch.zeros(TOKENS, HIDDEN, dtype=BF16)
-    x: Any = (tokens.to(FP8), torch.ones(TOKENS, HIDDEN // 128)) if fp8 else tokens
-    ids, weights = torch.zeros(TOKENS, TOP_K, dtype=torch.int64), torch.rand(TOKENS, TOP_K)
-    out = torch.empty(TOKENS, HIDDEN, dtype=BF16)
-    launches = {"launches": 6}
+    tokens = torch.zeros(num_tokens, HIDDEN, dtype=BF16)
+    x: Any = (tokens.to(FP8), torch.ones(num_tokens, HIDDEN // 128)) if fp8 else tokens
+    ids, weights = torch.zeros(num_tokens, TOP_K, dtype=torch.int64), torch.rand(num_tokens, TOP_K)
+    out = torch.empty(num_tokens, HIDDEN, dtype=BF16)
+    launches = {"launches": kernels}
     assert asked(stand_ins, lambda: layer(x, ids, weights)) == OPENED | launches | {"new_empty": 1}
     assert asked(stand_ins, lambda: layer(x, ids, weights, out=out)) == OPENED | launches
 
