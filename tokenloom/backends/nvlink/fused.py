@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from tokenloom.backends.handshake import NUMBER, CallKind, Fields
@@ -42,9 +44,8 @@ class FusedLayerCalls:
                 f"most {1 << HOME_ROW_BITS}"
             )
         self._launcher, self._buffers, self._num_shared = launcher, buffers, num_shared_experts
-        SendRoutesVariant(
-            plan, num_shared_experts=num_shared_experts
-        ).spec()  # refuses too many experts, before any call
+        self._loading = SendRoutesVariant(plan, num_shared_experts=num_shared_experts)
+        self._loading.spec()  # refuses too many experts, before any call
         self._senders: dict[Packing | None, OpeningKernel] = {}
         self._told: dict[str, int] = {}
         self._send_trace = 0
@@ -89,8 +90,7 @@ class FusedLayerCalls:
         """
         found = self._senders.get(packing)
         if found is None:
-            variant = SendRoutesVariant(self._launcher.plan, num_shared_experts=self._num_shared, packing=packing)
-            found = self._senders[packing] = self._launcher.new_kernel(variant)
+            found = self._senders[packing] = self._launcher.new_kernel(replace(self._loading, packing=packing))
             found.early = packing is None  # it begins beside the kernel that packs
             found.opening.trace = self._send_trace
             self._tell(found, self._told)

@@ -71,6 +71,10 @@ __device__ __forceinline__ void add_relaxed_sys(uint32* address, uint32 value) {
     asm volatile("red.add.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void add_release_sys(uint32* address, uint32 value) {
+    asm volatile("red.add.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
 __device__ __forceinline__ uint32 compare_and_swap_gpu(uint32* address, uint32 expected, uint32 value) {
     uint32 before;
     asm volatile("atom.cas.acq_rel.gpu.global.b32 %0, [%1], %2, %3;"
@@ -78,10 +82,6 @@ __device__ __forceinline__ uint32 compare_and_swap_gpu(uint32* address, uint32 e
                  : "l"(address), "r"(expected), "r"(value)
                  : "memory");
     return before;
-}
-
-__device__ __forceinline__ void add_release_sys(uint32* address, uint32 value) {
-    asm volatile("red.add.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
 // Data that is read once: the first-level cache has no use for it.

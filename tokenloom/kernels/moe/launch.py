@@ -28,14 +28,14 @@ LOADING_WARPS = 8
 """Warps of a block that load rows and send them. Their rings share the memory of an SM."""
 MOST_STAGES = 4
 """Rows of such a warp between load and store. More are no faster."""
-KEEPING_WARPS = 12
-"""Warps of a block that send rows of tokens which the block keeps."""
-MOST_KEPT = 4
-"""Tokens of a block that keeps them. With more it is faster to pack them on all SMs."""
 ROW_BESIDE_BYTES = 16 + 8
 """Shared memory of such a row beside its bytes: RowToSend, and its barrier."""
 RING_UNIT = 128
 """Alignment of a warp's ring."""
+KEEPING_WARPS = 12
+"""Warps of a block that send rows of tokens which the block keeps."""
+MOST_KEPT = 4
+"""Tokens of a block that keeps them. With more it is faster to pack them on all SMs."""
 PACK_THREADS = SUM_THREADS = 512
 PACK_WARPS = 4
 """Warps for each token, where there is room for them."""
