@@ -17,7 +17,7 @@ from tokenloom.backends.nvlink.fused import FusedLayerCalls
 from tokenloom.errors import InvalidArgument
 from tokenloom.inference.expert_gemms import ExpertGemms
 from tokenloom.inference.expert_memory import LINE, ExpertMemory
-from tokenloom.inference.schedules import MegaSchedule
+from tokenloom.inference.schedules import MegaSchedule, schedule_for
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.gemm.launch import TILE_ROWS, tile_places
 from tokenloom.kernels.moe.launch import MOST_KEPT, PACK_WARPS
@@ -161,6 +161,46 @@ def test_blocks_that_send_few_tokens_pack_them(launches: Launches, num_tokens: i
     if not keeps:
         wanted = min(-(-num_tokens * PACK_WARPS // 16), sms - send_sms)
         assert launches["pack_tokens"].blocks == wanted + wanted % 2
+
+
+@pytest.mark.parametrize(("left", "gemm2_sms"), [(0, 0), (16, 16), (64, 64)])
+def test_gemm1_leaves_sms_to_gemm2(launches: Launches, left: int, gemm2_sms: int) -> None:
+    """GEMM2 takes all: those that are left from the beginning, the others as GEMM1 ends there."""
+    layer = make_layer(schedule=MegaSchedule(gemm2_sms=gemm2_sms))
+    layer.use_weights(*new_weights())
+    call(layer)
+    sms = layer._experts._gemms.num_sms  # type: ignore[union-attr]
+    assert launches["gemm1"].blocks == sms - left
+    assert launches["gemm2"].blocks == sms
+
+
+def test_gemm1_keeps_half_of_a_small_gpu(launches: Launches) -> None:
+    layer = make_layer(schedule=MegaSchedule(gemm2_sms=64))
+    layer.use_weights(*new_weights())
+    gemms = layer._experts._gemms  # type: ignore[union-attr]
+    for sms, kept in ((46, 24), (2, 2)):
+        gemms.num_sms = sms
+        call(layer)
+        assert launches["gemm1"].blocks == kept
+
+
+@pytest.mark.parametrize("num_tokens", [0, 128, 129, 8192])
+def test_results_go_home_early_where_links_are_slow(num_tokens: int) -> None:
+    """Which means many tokens on more than two ranks."""
+    for num_ranks in (1, 2, 3, 4, 8):
+        schedule = schedule_for(num_tokens, num_ranks)
+        assert schedule.send_sms == (32 if num_tokens <= 128 else 16)
+        assert schedule.gemm2_sms == (16 if num_tokens > 128 and num_ranks > 2 else 0)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [{"send_sms": 0}, {"send_sms": 3}, {"send_sms": 34}, {"gemm2_sms": -2}, {"gemm2_sms": 1}, {"gemm2_sms": 66}],
+)
+def test_schedules_have_even_numbers(numbers: dict[str, int]) -> None:
+    ((name, value),) = numbers.items()
+    with pytest.raises(InvalidArgument, match=f"{name} is {value}, expected an even number up to"):
+        MegaSchedule(**numbers)
 
 
 def test_a_capture_may_have_more_tokens_than_calls_before(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from tokenloom.runtime.processes import RankContext, RankPool
 
 pytestmark = pytest.mark.slow_on(4)
 
-SCHEDULES = (*(schedule for _, schedule in MEASURED), MegaSchedule(send_sms=2))
+SCHEDULES = (*(schedule for *_, schedule in MEASURED), MegaSchedule(send_sms=2, gemm2_sms=64))
 """Those that calls take, and one that users may ask for."""
 
 

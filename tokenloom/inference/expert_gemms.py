@@ -23,7 +23,7 @@ from tokenloom.kernels.gemm.launch import (
     wide_scales,
 )
 from tokenloom.ops.gemm import swiglu_epilogue, tell_activation
-from tokenloom.plan import SWIGLU, Activation, Plan
+from tokenloom.plan import SWIGLU, Activation, Plan, align_up
 from tokenloom.runtime.leftovers import keep_until_idle
 
 
@@ -154,14 +154,16 @@ class ExpertGemms:
 
     # -- calls ----------------------------------------------------------------------------------------------
 
-    def run(self, stream: int, passed: Callable[[str], None]) -> None:
-        """Launch both. GEMM1 begins while the kernel before it sends rows, and GEMM2 while GEMM1 has its last tiles.
+    def run(self, stream: int, gemm2_sms: int, passed: Callable[[str], None]) -> None:
+        """Launch both. GEMM1 begins while the kernel before it sends rows, and GEMM2 wherever GEMM1 leaves an SM.
 
         Args:
             stream: handle of the current stream.
+            gemm2_sms: SMs on which GEMM1 does not run, but for half of all.
             passed: is told when a GEMM has been launched.
         """
-        self._first.launch(self.num_sms, stream)
+        half = align_up(self.num_sms // 2, CLUSTER)
+        self._first.launch(max(self.num_sms - gemm2_sms, half), stream)
         passed("gemm1")
         self._second.launch(self.num_sms, stream)
         passed("gemm2")

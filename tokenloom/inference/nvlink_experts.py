@@ -132,13 +132,13 @@ class NvlinkExperts:
                 self._gemms.point()
             engine.open_calls.require_room()
             stream = current_handle(self._comm.device) if ready is None else ready
-            schedule = request.schedule or schedule_for(len(inputs.topk_ids))
+            schedule = request.schedule or schedule_for(len(inputs.topk_ids), self._comm.plan.num_ranks)
             try:
                 ids, number = self._send(request, inputs, senders, schedule, ready, stream)
                 engine.open_calls.opened()
                 calls.opened()
                 request.passed("dispatch")
-                self._gemms.run(stream, request.passed)
+                self._gemms.run(stream, schedule.gemm2_sms, request.passed)
                 self._calls.meet(number, ready)
             except BaseException:
                 self._memory.counted.zero_()  # the next call expects zeros

@@ -1,4 +1,4 @@
-"""Schedules of MegaMoE calls, by their number of tokens."""
+"""Schedules of MegaMoE calls, by their number of tokens and the number of ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from tokenloom.errors import InvalidArgument
 from tokenloom.kernels.common import MAX_BLOCKS
 
+MOST_GEMM2_SMS = 64
+
 
 @dataclass(frozen=True)
 class MegaSchedule:
@@ -14,25 +16,34 @@ class MegaSchedule:
 
     Attributes:
         send_sms: SMs that send rows to the experts, an even number up to 32, while GEMM1 runs on the others.
+        gemm2_sms: SMs that GEMM1 leaves to GEMM2, an even number up to 64, and at most half of a GPU's. GEMM2 begins
+            there when rows are sent, and sends its first results home while GEMM1 runs.
 
     Raises:
-        InvalidArgument: the number is not as above.
+        InvalidArgument: a number is not as above.
     """
 
     send_sms: int = MAX_BLOCKS
+    gemm2_sms: int = 0
 
     def __post_init__(self) -> None:
         if self.send_sms not in range(2, MAX_BLOCKS + 1, 2):
             raise InvalidArgument(f"send_sms is {self.send_sms!r}, expected an even number up to {MAX_BLOCKS}")
+        if self.gemm2_sms not in range(0, MOST_GEMM2_SMS + 1, 2):
+            raise InvalidArgument(f"gemm2_sms is {self.gemm2_sms!r}, expected an even number up to {MOST_GEMM2_SMS}")
 
 
-SCHEDULES: tuple[tuple[int, MegaSchedule], ...] = (
-    (128, MegaSchedule(send_sms=32)),
-    (1 << 30, MegaSchedule(send_sms=16)),
+SCHEDULES: tuple[tuple[int, int, MegaSchedule], ...] = (
+    (128, 1, MegaSchedule(send_sms=32)),
+    (1 << 30, 3, MegaSchedule(send_sms=16, gemm2_sms=16)),
+    (1 << 30, 1, MegaSchedule(send_sms=16)),
 )
-"""Pairs (most tokens of this rank, schedule), measured (docs/performance/notebook.md)."""
+"""(most tokens of this rank, least ranks, schedule), measured (docs/performance/notebook.md).
+
+From three ranks on, GEMM2 of many tokens would wait for links if all its rows went home behind GEMM1.
+"""
 
 
-def schedule_for(num_tokens: int) -> MegaSchedule:
-    """Return the schedule for a number of tokens."""
-    return next(schedule for most, schedule in SCHEDULES if num_tokens <= most)
+def schedule_for(num_tokens: int, num_ranks: int) -> MegaSchedule:
+    """Return the schedule for a number of tokens of this rank, and a number of ranks."""
+    return next(schedule for most, least, schedule in SCHEDULES if num_tokens <= most and num_ranks >= least)

@@ -99,6 +99,22 @@ MUTATIONS = (
         tests=("tests/inference/test_mega_launches.py::test_blocks_that_send_few_tokens_pack_them",),
     ),
     Mutation(
+        name="rows-without-homes-stored",
+        rule="rows are stored whose wait has expired while the storing warps waited for their tile",
+        target="device/roles/store.cuh:store_tile",
+        old="to.is_safe() ? rows : 0",
+        new="rows",
+        tests=("tests/kernels/test_stored_tile.py::test_a_wait_that_expires_while_a_tile_is_awaited",),
+    ),
+    Mutation(
+        name="gemm1-on-all-sms",
+        rule="GEMM2 begins only when GEMM1 ends",
+        target="tokenloom.inference.expert_gemms:ExpertGemms.run",
+        old="self.num_sms - gemm2_sms",
+        new="self.num_sms",
+        tests=("tests/inference/test_mega_launches.py::test_gemm1_leaves_sms_to_gemm2",),
+    ),
+    Mutation(
         name="more-tokens-than-a-block-keeps",
         rule="blocks keep twice as many tokens as they have room for",
         target="tokenloom.inference.nvlink_experts:NvlinkExperts._send",

@@ -10,7 +10,7 @@ constexpr int kStoreArrivals = kStoreWarps;  // on an empty buffer of the stagin
 
 // A *destination* says where rows of the output go:
 //
-//   bool is_safe()                             whether rows can be stored now; what cannot is left out
+//   bool is_safe()                             asked once a tile is there: whether its rows can be stored
 //   rows<kStep>(begin, first, count, lane)     for rows begin.. of the output, `count` of them, of which the warp stores
 //                                              first, first + kStep, ...: an object that knows where they go
 //   unsigned char* row<kStep>(number)          of that object: the address of one of these; all lanes ask for the same
@@ -43,7 +43,6 @@ __device__ __forceinline__ void store_tile(Staging& staging, const Destination& 
     constexpr int kPitch = kStagingPitch<Epilogue::kTileRowBytes>, kUnits = Epilogue::kTileRowBytes / 16;
     constexpr int kRowsAtOnce = 32 * kStoreWarps / kUnits, kBatch = 4;
     const int unit = thread % kUnits;
-    const bool is_safe = to.is_safe();  // asked for before the tile is there
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
         const int first = tile.halves ? 0 : group * kGroupRows;
@@ -53,8 +52,8 @@ __device__ __forceinline__ void store_tile(Staging& staging, const Destination& 
         const int64 in_row = static_cast<int64>(tile.column / kTileColumns) * Epilogue::kTileRowBytes + unit * 16;
         const bool ours = !tile.halves || unit / (kUnits / kHalves) == group;
         const bool exists = ours && in_row < Epilogue::kRowBytes;  // a pair of strips may reach past N
-        const int stored = is_safe ? rows : 0;
-        const auto places = to.template rows<kRowsAtOnce>(tile.row + first, thread / kUnits, stored, thread % 32);
+        const auto places = to.template rows<kRowsAtOnce>(tile.row + first, thread / kUnits, rows, thread % 32);
+        const int stored = to.is_safe() ? rows : 0;
         for (int row = thread / kUnits; row < stored; row += kBatch * kRowsAtOnce) {
             Vec16 values[kBatch];
 #pragma unroll
