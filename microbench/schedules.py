@@ -36,6 +36,10 @@ SCHEDULES = {
     "16": MegaSchedule(send_sms=16),
     "24": MegaSchedule(send_sms=24),
     "32": MegaSchedule(send_sms=32),
+    "16, 8 for GEMM2": MegaSchedule(send_sms=16, gemm2_sms=8),
+    "16, 16 for GEMM2": MegaSchedule(send_sms=16, gemm2_sms=16),
+    "16, 24 for GEMM2": MegaSchedule(send_sms=16, gemm2_sms=24),
+    "16, 32 for GEMM2": MegaSchedule(send_sms=16, gemm2_sms=32),
 }
 
 

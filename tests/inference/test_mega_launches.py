@@ -184,13 +184,13 @@ def test_gemm1_keeps_half_of_a_small_gpu(launches: Launches) -> None:
         assert launches["gemm1"].blocks == kept
 
 
-@pytest.mark.parametrize("num_tokens", [0, 128, 129, 8192])
+@pytest.mark.parametrize("num_tokens", [0, 128, 129, 512, 513, 8192])
 def test_results_go_home_early_where_links_are_slow(num_tokens: int) -> None:
     """Which means many tokens on more than two ranks."""
     for num_ranks in (1, 2, 3, 4, 8):
         schedule = schedule_for(num_tokens, num_ranks)
         assert schedule.send_sms == (32 if num_tokens <= 128 else 16)
-        assert schedule.gemm2_sms == (16 if num_tokens > 128 and num_ranks > 2 else 0)
+        assert schedule.gemm2_sms == (32 if num_tokens > 512 and num_ranks > 2 else 0)
 
 
 @pytest.mark.parametrize(

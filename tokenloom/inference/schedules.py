@@ -35,7 +35,8 @@ class MegaSchedule:
 
 SCHEDULES: tuple[tuple[int, int, MegaSchedule], ...] = (
     (128, 1, MegaSchedule(send_sms=32)),
-    (1 << 30, 3, MegaSchedule(send_sms=16, gemm2_sms=16)),
+    (512, 1, MegaSchedule(send_sms=16)),
+    (1 << 30, 3, MegaSchedule(send_sms=16, gemm2_sms=32)),
     (1 << 30, 1, MegaSchedule(send_sms=16)),
 )
 """(most tokens of this rank, least ranks, schedule), measured (docs/performance/notebook.md).
