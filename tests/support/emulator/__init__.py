@@ -186,7 +186,7 @@ class Emulator:
 @lru_cache
 def _core(folder: Path) -> Any:
     source = HERE / "emulator.cpp"
-    library = _compile(folder, source.name, source.read_text(), ".so", (*FLAGS, "-shared"), HERE)
+    library = _compile(folder, source.name, source.read_text(), ".so", (*FLAGS, "-O3", "-shared"), HERE)
     core = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     core.emulator_run.restype = ctypes.c_size_t
     core.emulator_finished.restype = core.emulated_clock.restype = ctypes.c_uint64

@@ -3,7 +3,6 @@
 #include "emulator.h"
 
 #include <algorithm>
-#include <csetjmp>
 #include <deque>
 #include <map>
 #include <memory>
@@ -43,11 +42,14 @@ struct Put {
     bool landed = false;
 };
 
+// Of __builtin_setjmp, which takes a tenth of setjmp's time: there are millions of switches.
+using Jump = void* [5];
+
 struct Block;
 
 struct Fiber {
     ucontext_t context;
-    jmp_buf jump;
+    Jump jump;
     void* stack = nullptr;
     Block* block = nullptr;
     unsigned thread = 0;
@@ -69,7 +71,8 @@ struct Kernel {
 };
 
 struct Meeting {
-    unsigned arrived = 0, turn = 0;
+    unsigned arrived = 0;
+    std::vector<Fiber*> waiting = {};
 };
 
 struct Launch;
@@ -108,19 +111,23 @@ std::vector<Stream> streams;
 std::deque<Fiber*> ready;
 std::vector<std::shared_ptr<Copy>> copies;
 uint64_t copy_slowness = 1;  // a copy makes a step every so many turns
+std::unordered_map<const uint64_t*, std::vector<Fiber*>> at_barriers;  // who waits for its phase to end
 std::vector<Put> on_their_way;  // in the order in which they were issued
 std::map<std::pair<uint64_t, uint32_t>, std::vector<unsigned char>> posted;  // to all-to-alls, by number and rank
 std::vector<void*> stacks;
 std::vector<unsigned char*> free_shared;
 std::mt19937_64 chance(1);
 Fiber* current = nullptr;
-jmp_buf scheduler;
+Jump scheduler;
 uint64_t ticks = 0;
 
 Warp& warp_of(Fiber& fiber) { return fiber.block->warps[fiber.thread / 32]; }
 
+// Not the function of a setjmp, as the compiler wants it.
+[[noreturn, gnu::noinline]] void to_scheduler() { __builtin_longjmp(scheduler, 1); }
+
 void switch_out() {
-    if (_setjmp(current->jump) == 0) _longjmp(scheduler, 1);
+    if (__builtin_setjmp(current->jump) == 0) to_scheduler();
 }
 
 void make_ready(Fiber& fiber) {
@@ -158,7 +165,7 @@ void body(unsigned low, unsigned high) {
     if (warp.alive != 0 && warp.arrived == warp.alive) release_warp(block, fiber->thread / 32);
     if (block.alive != 0 && block.arrived == block.alive) release_block(block);
     --block.launch->fibers_left;
-    _longjmp(scheduler, 1);
+    to_scheduler();
 }
 
 // Shared memory of a block, at an address of 32 bits and a multiple of its size, as its addresses are on GPUs.
@@ -178,17 +185,33 @@ unsigned char* take_shared() {
 }
 
 void end(Stream& stream) {
-    for (const auto& block : stream.running->blocks) free_shared.push_back(block->shared);
+    for (const auto& block : stream.running->blocks) {
+        const auto* first = block->shared;
+        for (auto each = at_barriers.begin(); each != at_barriers.end();) {
+            const auto* barrier = reinterpret_cast<const unsigned char*>(each->first);
+            if (barrier >= first && barrier < first + kSharedBytes) each = at_barriers.erase(each);
+            else ++each;
+        }
+        free_shared.push_back(block->shared);
+    }
     stream.running.reset();
 }
 
+// Not among those that are ready, until somebody wakes it.
+void sleep_among(std::vector<Fiber*>& waiting) {
+    waiting.push_back(current);
+    switch_out();
+}
+
+void wake(std::vector<Fiber*>& waiting) {
+    ready.insert(ready.end(), waiting.begin(), waiting.end());
+    waiting.clear();
+}
+
 void meet(Meeting& meeting, unsigned threads) {
-    const unsigned turn = meeting.turn;
-    if (++meeting.arrived == threads) {
-        meeting.arrived = 0;
-        ++meeting.turn;
-    }
-    while (meeting.turn == turn) emulated_yield();
+    if (++meeting.arrived < threads) return sleep_among(meeting.waiting);
+    meeting.arrived = 0;
+    wake(meeting.waiting);
 }
 
 void begin(Stream& stream) {
@@ -230,8 +253,8 @@ void take_stack(Fiber& fiber) {
 
 void run_fiber(Fiber& fiber) {
     current = &fiber;
-    if (_setjmp(scheduler) == 0) {
-        if (fiber.begun) _longjmp(fiber.jump, 1);
+    if (__builtin_setjmp(scheduler) == 0) {
+        if (fiber.begun) __builtin_longjmp(fiber.jump, 1);
         fiber.begun = true;
         take_stack(fiber);
         getcontext(&fiber.context);
@@ -306,19 +329,23 @@ struct Barrier {
     int phase() const { return phase_and_bytes & 1; }
     int bytes() const { return phase_and_bytes >> 1; }
     void set(int bytes, int phase) { phase_and_bytes = bytes * 2 + phase; }
-    void settle() {
-        if (missing != 0 || bytes() != 0) return;
-        missing = needed;
-        set(0, phase() ^ 1);
-    }
 };
 
 Barrier& barrier_of(uint64_t* word) { return *reinterpret_cast<Barrier*>(word); }
 
-void complete(uint64_t* barrier, uint32_t bytes) {
-    Barrier& found = barrier_of(barrier);
-    found.set(found.bytes() - static_cast<int>(bytes), found.phase());
-    found.settle();
+void settle(uint64_t* word) {
+    Barrier& barrier = barrier_of(word);
+    if (barrier.missing != 0 || barrier.bytes() != 0) return;
+    barrier.missing = barrier.needed;
+    barrier.set(0, barrier.phase() ^ 1);
+    const auto found = at_barriers.find(word);
+    if (found != at_barriers.end()) wake(found->second);
+}
+
+void complete(uint64_t* word, uint32_t bytes) {
+    Barrier& barrier = barrier_of(word);
+    barrier.set(barrier.bytes() - static_cast<int>(bytes), barrier.phase());
+    settle(word);
 }
 
 }  // namespace
@@ -440,15 +467,55 @@ void emulated_barrier_init(uint64_t* barrier, uint32_t arrivals) {
     found.set(0, 0);
 }
 
-void emulated_barrier_expect(uint64_t* barrier, uint32_t bytes) {
-    Barrier& found = barrier_of(barrier);
-    found.set(found.bytes() + static_cast<int>(bytes), found.phase());
-    --found.missing;
-    found.settle();
+void emulated_barrier_expect(uint64_t* word, uint32_t bytes) {
+    Barrier& barrier = barrier_of(word);
+    barrier.set(barrier.bytes() + static_cast<int>(bytes), barrier.phase());
+    --barrier.missing;
+    settle(word);
 }
 
-int emulated_barrier_try_wait(uint64_t* barrier, uint32_t parity) {
-    return barrier_of(barrier).phase() != static_cast<int>(parity);
+void emulated_barrier_wait(uint64_t* word, uint32_t parity) {
+    while (barrier_of(word).phase() == static_cast<int>(parity)) sleep_among(at_barriers[word]);
+}
+
+// Values of 32 bytes of E4M3.
+static inline void decode(float* values, const unsigned char* codes) {
+    for (int i = 0; i < 32; ++i) {
+        const uint32_t code = codes[i], magnitude = code & 127;
+        const uint32_t bits = (code & 128) << 24 | (magnitude == 127 ? 0x7fc00000u : magnitude << 20);
+        float value;
+        std::memcpy(&value, &bits, sizeof(value));
+        values[i] = value * 0x1p120f;  // the exponents' biases differ by 120; that of subnormal values too
+    }
+}
+
+// Values of 32 columns, by k. Many threads ask for the same ones one after the other.
+struct Columns {
+    unsigned char codes[32][32] = {};
+    float of_k[32][32] = {};  // all 0, as are the codes
+};
+std::vector<Columns> decoded(256);
+
+// d[row][column] += sum over k of rows[row][k] * columns[column][k], in the order of k.
+void emulated_product(float (*d)[32], const unsigned char (*rows)[32], const unsigned char (*columns)[32],
+                      unsigned place) {
+    Columns& found = decoded[place % decoded.size()];
+    if (std::memcmp(found.codes, columns, sizeof(found.codes)) != 0) {
+        std::memcpy(found.codes, columns, sizeof(found.codes));
+        float column[32];
+        for (int c = 0; c < 32; ++c) {
+            decode(column, columns[c]);
+            for (int k = 0; k < 32; ++k) found.of_k[k][c] = column[k];
+        }
+    }
+    for (int r = 0; r < 2; ++r) {
+        float row[32], sums[32];
+        decode(row, rows[r]);
+        std::memcpy(sums, d[r], sizeof(sums));
+        for (int k = 0; k < 32; ++k)
+            for (int c = 0; c < 32; ++c) sums[c] += row[k] * found.of_k[k][c];
+        std::memcpy(d[r], sums, sizeof(sums));
+    }
 }
 
 // -- for emulator.py ----------------------------------------------------------------------------------------------
@@ -459,6 +526,7 @@ void emulator_reset(unsigned num_streams, uint64_t seed) {
     streams = std::vector<Stream>(num_streams);
     ready.clear();
     copies.clear();
+    at_barriers.clear();
     copy_slowness = 1;
     on_their_way.clear();
     posted.clear();

@@ -53,7 +53,10 @@ void emulated_commit(int kind);
 void emulated_wait(int kind, int pending, int written);
 void emulated_barrier_init(uint64_t* barrier, uint32_t arrivals);
 void emulated_barrier_expect(uint64_t* barrier, uint32_t bytes);
-int emulated_barrier_try_wait(uint64_t* barrier, uint32_t parity);
+void emulated_barrier_wait(uint64_t* barrier, uint32_t parity);
+// d[2][32] += rows[2][32 values] * columns[32][32 values]^T, of E4M3. Columns are kept by some number.
+void emulated_product(float (*d)[32], const unsigned char (*rows)[32], const unsigned char (*columns)[32],
+                      unsigned place);
 }
 
 #define threadIdx (emulated_thread())

@@ -20,7 +20,7 @@ inline void mbarrier_arrive_expect(uint64* barrier, uint32 bytes) {
     emulated_barrier_expect(reinterpret_cast<uint64_t*>(barrier), bytes);
 }
 inline void mbarrier_wait(uint64* barrier, uint32 parity) {
-    while (!emulated_barrier_try_wait(reinterpret_cast<uint64_t*>(barrier), parity)) emulated_yield();
+    emulated_barrier_wait(reinterpret_cast<uint64_t*>(barrier), parity);
 }
 inline void bulk_load(void* shared, const void* global, uint32 bytes, uint64* barrier) {
     emulated_bulk_load(shared, global, bytes, reinterpret_cast<uint64_t*>(barrier));

@@ -11,44 +11,23 @@ inline void wgmma_wait() {
 }
 inline uint32 wgmma_tile(uint32 address) { return (address & 0x3ffff) >> 4; }
 
-inline const float* emulated_e4m3_values() {
-    static float values[256];
-    static const bool filled = [] {
-        for (int code = 0; code < 256; ++code) {
-            const int exponent = code >> 3 & 15, fraction = code & 7;
-            const float magnitude = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -9)
-                                                  : std::ldexp(static_cast<float>(fraction | 8), exponent - 10);
-            values[code] = (code & 127) == 127 ? NAN : code & 128 ? -magnitude : magnitude;
-        }
-        return true;
-    }();
-    return filled ? values : nullptr;
-}
-
 // 32 values of a row of a tile.
-inline void emulated_row(float (&row)[32], uint32 tile, int number) {
-    const float* values = emulated_e4m3_values();
+inline void emulated_row(unsigned char (&row)[32], uint32 tile, int number) {
     const uint32 begin = shared_address(emulated_shared()) + (tile << 4) + number * 128;
-    for (uint32 k = 0; k < 32; k += 16) {
-        const auto* unit = at_shared<const unsigned char>(swizzled(begin + k));
-        for (int i = 0; i < 16; ++i) row[k + i] = values[unit[i]];
-    }
+    for (uint32 k = 0; k < 32; k += 16) std::memcpy(row + k, at_shared<const unsigned char>(swizzled(begin + k)), 16);
 }
 
 inline void wgmma_e4m3(float (&d)[64], uint32 a, uint32 b, int accumulate) {
     const int thread = emulated_thread().x % 128, lane = thread % 32, first = thread / 32 * 16 + lane / 4;
-    float rows[2][32], column[32];
-    emulated_row(rows[0], a, first);
-    emulated_row(rows[1], a, first + 8);
-    for (int j = 0; j < 16; ++j)
-        for (int side = 0; side < 2; ++side) {
-            emulated_row(column, b, 8 * j + 2 * (lane % 4) + side);
-            for (int half = 0; half < 2; ++half) {
-                float sum = accumulate != 0 ? d[4 * j + 2 * half + side] : 0.0f;
-                for (int k = 0; k < 32; ++k) sum += rows[half][k] * column[k];
-                d[4 * j + 2 * half + side] = sum;
-            }
-        }
+    unsigned char rows[2][32], columns[32][32];
+    float sums[2][32];
+    for (int half = 0; half < 2; ++half) emulated_row(rows[half], a, first + 8 * half);
+    for (int i = 0; i < 32; ++i) {
+        emulated_row(columns[i], b, i / 2 * 8 + 2 * (lane % 4) + i % 2);
+        for (int half = 0; half < 2; ++half) sums[half][i] = accumulate != 0 ? d[i / 2 * 4 + 2 * half + i % 2] : 0.0f;
+    }
+    emulated_product(sums, rows, columns, b * 4 + lane % 4);
+    for (int i = 0; i < 64; ++i) d[i] = sums[i / 2 % 2][i / 4 * 2 + i % 2];
 }
 
 inline void store_matrices(void* row, uint32 m0, uint32 m1, uint32 m2, uint32 m3) {
