@@ -17,7 +17,7 @@ class MegaSchedule:
     Attributes:
         send_sms: SMs that send rows to the experts, an even number up to 32, while GEMM1 runs on the others.
         gemm2_sms: SMs that GEMM1 leaves to GEMM2, an even number up to 64, and at most half of a GPU's. GEMM2 begins
-            there when rows are sent, and sends its first results home while GEMM1 runs.
+            there as soon as nothing else uses them, and sends its first results home while GEMM1 runs.
 
     Raises:
         InvalidArgument: a number is not as above.

@@ -26,7 +26,8 @@ struct OpenWhenStored {
     __device__ __forceinline__ bool is_open(const Tile& tile) const {
         return load_acquire_gpu(stored + place_among_tiles(tile)) >= wanted;
     }
-    // No deadline: the kernel that stores them runs already, and waits for nobody.
+    // No deadline: the kernel that stores them runs already, and its own waits have one. Once for each tile: what lies
+    // beside its rows, in the same cache lines, may still arrive, so nothing found for one tile holds for another.
     __device__ __forceinline__ void wait(const Tile& tile) const {
         while (!is_open(tile)) {
         }

@@ -147,7 +147,7 @@ __device__ bool send_all_routes(const SendRoutesArgs& args, Turn turn) {
         if (threadIdx.x == 0) mark(args.call, kFilled);
     }
     const Opened opened = await_call<Shape::num_ranks, kCounts>(args.call, turn);
-    let_next_kernel_begin();  // not before: other ranks' hosts may be busy, and GEMM1 takes all SMs that are left
+    let_next_kernel_begin();  // not before: other ranks' hosts may be busy, and the GEMMs take all SMs that are left
     if (threadIdx.x == 0) mark(args.call, kHeard);
     if (opened != Opened::kGo) return false;
 
