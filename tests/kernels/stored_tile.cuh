@@ -1,5 +1,5 @@
-// One tile that is stored by itself, on the emulator: the math warpgroups come late, and say then whether the tile's rows
-// can be trusted. Homes lie where such rows would have been written.
+// One tile that is stored by itself, on the emulator. The math warpgroups come late; only then does the wait for the tile's
+// rows expire, if it does.
 #pragma once
 #include "device/roles/arrivals.cuh"
 #include "device/roles/bf16_epilogue.cuh"
@@ -7,10 +7,10 @@
 
 struct StoredTileArgs {
     const uint64* peers;    // [1] the rank's buffer
-    const uint32* homes;    // [64]
+    const uint32* homes;    // [128] of the tile's rows
     uint32* fault_claimed;  // [1] 0 before
-    int32 expires;          // the wait for the tile's rows does
-    int32 turns;            // that the warpgroups are late
+    int32 expires;          // whether the wait for the tile's rows does
+    int32 turns;            // by which the warpgroups are late
 };
 
 template <class Epilogue>

@@ -25,9 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "train_moe_lm.py"
 LIMIT_S = 400.0
 NUMBERS_OF_RANKS = (1, 4)
-STEPS = 60
-LEARNT = 2.3
-"""Most nats of a loss after 40 steps. Measured: 2.1; a model that knows no more than single bytes has 2.9."""
+STEPS = 100
 
 EARLY_STEPS, EARLY_TOLERANCE = 20, 1e-4
 """Relative, of losses and gradients' norms. Sums over a batch are added in another order, which moves last bits:
@@ -104,10 +102,10 @@ def test_losses_do_not_depend_on_the_number_of_ranks(outcomes: dict[int, Outcome
 
 @pytest.mark.slow
 def test_it_learns_and_says_so(outcomes: dict[int, Outcome]) -> None:
-    """A uniform guess among 128 bytes costs 4.85 nats."""
+    """A uniform guess among 128 bytes costs 4.85 nats; a model that knows no more than single bytes, 2.9."""
     for outcome in outcomes.values():
         assert 4.7 < outcome.losses[0] < 5.3
-        assert max(outcome.losses[-20:]) < LEARNT
+        assert max(outcome.losses[-20:]) < 1.6
         lines = outcome.text.splitlines()
         assert [line.split()[:2] for line in lines] == [["step", str(step)] for step in range(20, STEPS + 1, 20)]
         assert all(f"loss {outcome.losses[step - 1]:.4f}" in lines[step // 20 - 1] for step in (20, STEPS))
@@ -123,7 +121,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(folder: Path, outcome
     assert full.keys() == torch.load(folder / "1.pt", weights_only=True).keys()
     resumed = [run_script(folder, n, "--steps", 3, "--resume", folder / "4.pt", "--seed", 1) for n in (1, 2)]
     assert furthest(resumed[1].losses, resumed[0].losses) < EARLY_TOLERANCE
-    assert all(loss < LEARNT for loss in resumed[0].losses), "the weights of the seed would start at 5"
+    assert all(loss < 1.6 for loss in resumed[0].losses), "the weights of the seed would start at 5"
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ from tokenloom.errors import InvalidArgument
 from tokenloom.kernels.common import MAX_BLOCKS
 
 MOST_GEMM2_SMS = 64
+"""About half of the SMs of a GPU."""
 
 
 @dataclass(frozen=True)
@@ -16,8 +17,8 @@ class MegaSchedule:
 
     Attributes:
         send_sms: SMs that send rows to the experts, an even number up to 32, while GEMM1 runs on the others.
-        gemm2_sms: SMs that GEMM1 leaves to GEMM2, an even number up to 64, and at most half of a GPU's. GEMM2 begins
-            there as soon as nothing else uses them, and sends its first results home while GEMM1 runs.
+        gemm2_sms: SMs that GEMM1 leaves to GEMM2, an even number up to 64. It keeps half of a GPU in any case. GEMM2
+            begins there as soon as nothing else uses them, and sends first results home while GEMM1 runs.
 
     Raises:
         InvalidArgument: a number is not as above.
@@ -34,12 +35,11 @@ class MegaSchedule:
 
 
 SCHEDULES: tuple[tuple[int, int, MegaSchedule], ...] = (
-    (128, 1, MegaSchedule(send_sms=32)),
-    (512, 1, MegaSchedule(send_sms=16)),
-    (1 << 30, 3, MegaSchedule(send_sms=16, gemm2_sms=32)),
-    (1 << 30, 1, MegaSchedule(send_sms=16)),
+    (513, 3, MegaSchedule(send_sms=16, gemm2_sms=32)),
+    (129, 1, MegaSchedule(send_sms=16)),
+    (0, 1, MegaSchedule(send_sms=32)),
 )
-"""(most tokens of this rank, least ranks, schedule), measured (docs/performance/notebook.md).
+"""(fewest tokens of this rank, fewest ranks, schedule). The first that fits is taken. Measured, see the notebook.
 
 From three ranks on, GEMM2 of many tokens would wait for links if all its rows went home behind GEMM1.
 """
@@ -47,4 +47,4 @@ From three ranks on, GEMM2 of many tokens would wait for links if all its rows w
 
 def schedule_for(num_tokens: int, num_ranks: int) -> MegaSchedule:
     """Return the schedule for a number of tokens of this rank, and a number of ranks."""
-    return next(schedule for most, least, schedule in SCHEDULES if num_tokens <= most and num_ranks >= least)
+    return next(schedule for tokens, ranks, schedule in SCHEDULES if num_tokens >= tokens and num_ranks >= ranks)

@@ -42,7 +42,7 @@ struct Put {
     bool landed = false;
 };
 
-// Of __builtin_setjmp, which takes a tenth of setjmp's time: there are millions of switches.
+// Of __builtin_setjmp, which saves less than setjmp: there are millions of switches.
 using Jump = void* [5];
 
 struct Block;
@@ -185,15 +185,7 @@ unsigned char* take_shared() {
 }
 
 void end(Stream& stream) {
-    for (const auto& block : stream.running->blocks) {
-        const auto* first = block->shared;
-        for (auto each = at_barriers.begin(); each != at_barriers.end();) {
-            const auto* barrier = reinterpret_cast<const unsigned char*>(each->first);
-            if (barrier >= first && barrier < first + kSharedBytes) each = at_barriers.erase(each);
-            else ++each;
-        }
-        free_shared.push_back(block->shared);
-    }
+    for (const auto& block : stream.running->blocks) free_shared.push_back(block->shared);
     stream.running.reset();
 }
 
@@ -615,6 +607,8 @@ void emulator_kill(unsigned index) {
     };
     for (size_t i = copies.size(); i-- > 0;)
         if (is_of_it(copies[i]->first.to) || is_of_it(copies[i]->first.from)) copies.erase(copies.begin() + static_cast<std::ptrdiff_t>(i));
+    for (auto each = at_barriers.begin(); each != at_barriers.end();)
+        each = is_of_it(each->first) ? at_barriers.erase(each) : std::next(each);
     for (const auto& block : launch->blocks)
         for (Fiber& fiber : block->fibers)
             if (fiber.begun && !fiber.done) stacks.push_back(fiber.stack);

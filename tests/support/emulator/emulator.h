@@ -54,7 +54,8 @@ void emulated_wait(int kind, int pending, int written);
 void emulated_barrier_init(uint64_t* barrier, uint32_t arrivals);
 void emulated_barrier_expect(uint64_t* barrier, uint32_t bytes);
 void emulated_barrier_wait(uint64_t* barrier, uint32_t parity);
-// d[2][32] += rows[2][32 values] * columns[32][32 values]^T, of E4M3. Columns are kept by some number.
+// d[2][32] += rows[2][32 values] * columns[32][32 values]^T, of E4M3. Decoded columns are kept at a place, for who
+// brings the same ones there next.
 void emulated_product(float (*d)[32], const unsigned char (*rows)[32], const unsigned char (*columns)[32],
                       unsigned place);
 }
