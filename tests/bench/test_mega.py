@@ -29,6 +29,8 @@ from tokenloom.kernels.gemm.launch import TRACE_ROLES
 from tokenloom.runtime.processes import RankPool
 
 EXPERT_BYTES = 3 * 256 * 128
+NUM_TOKENS = [1, 200]
+"""Numbers of tokens of runs on GPUs. Blocks that send keep one token; of 200 another kernel packs them beforehand."""
 
 
 # -- the work -------------------------------------------------------------------------------------------------------
@@ -417,7 +419,7 @@ def run_tiny(tmp_path: Path, shape: MegaShape, **options: Any) -> tuple[dict[str
     console = Console(width=120, highlight=False)
     with console.capture() as captured:
         arguments: dict[str, Any] = {"command": ["bench", "mega"], "iterations": 3, "json_file": file}
-        run.run_mega(console, NUM_GPUS, shape, [1, 40], **arguments | options)
+        run.run_mega(console, NUM_GPUS, shape, NUM_TOKENS, **arguments | options)
     return json.loads(file.read_text()), captured.get()
 
 
@@ -426,7 +428,7 @@ def run_tiny(tmp_path: Path, shape: MegaShape, **options: Any) -> tuple[dict[str
 @pytest.mark.skipif(WHY_NO_HOPPER is not None, reason=str(WHY_NO_HOPPER))
 def test_it_runs(tmp_path: Path) -> None:
     found, _ = run_tiny(tmp_path, MegaShape(512, 256, 4 * NUM_GPUS, 2, masked_ratio=0.1, skew=0.5))
-    assert [row["setup"]["num_tokens"] for row in found["rows"]] == [1, 40]
+    assert [row["setup"]["num_tokens"] for row in found["rows"]] == NUM_TOKENS
     for row in found["rows"]:
         assert row["p50_us"] > 0
         assert list(row["stages_us"]) == STAGES
