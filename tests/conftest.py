@@ -25,7 +25,7 @@ COLLECTED = pytest.StashKey[set[str]]()
 TIMES = 1
 """How often, at least, each value of each parameter of a test occurs in CI."""
 FORKED = ["torch.distributed", "pytest", "hypothesis", "tests.conftest", "tests.support.cases"]
-"""What ranks on CPUs have imported when they start."""
+"""What ranks on CPUs have imported when they start, beside what tests with the marker ``imports`` name."""
 LIMIT_S = 120.0
 """A test that takes longer on its ranks hangs: it is killed and reported with the stacks of all ranks."""
 
@@ -69,7 +69,7 @@ def _group_params() -> list[Any]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def forked_ranks() -> Iterator[None]:
+def forked_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Ranks on CPUs are forks of one process, which has imported what they need: that takes longer than most tests.
 
     ``tests/runtime/test_processes.py`` starts them as users do. A process that has used a GPU cannot be forked.
@@ -77,7 +77,8 @@ def forked_ranks() -> Iterator[None]:
     if NUM_GPUS:
         yield
         return
-    multiprocessing.set_forkserver_preload(FORKED)
+    markers = (marker for item in request.session.items for marker in item.iter_markers("imports"))
+    multiprocessing.set_forkserver_preload([*FORKED, *{name: None for marker in markers for name in marker.args}])
     real = torch.multiprocessing.get_context
 
     def get_context(method: str | None = None) -> Any:
@@ -172,9 +173,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if marker is not None and parameters.get("ranks") in [("cpu", size) for size in marker.args]:
             item.add_marker("slow")
     leave_out_what_cannot_be(config, items)
+    skip_without_gpus(items)
     mark_all_but_samples(items)
     mark_what_shows_nothing_new(items)
     config.stash[COLLECTED] = {item.nodeid for item in items}
+
+
+def skip_without_gpus(items: list[pytest.Item]) -> None:
+    """The number of a marker is also what tools/run_gpu_tests.py gives a test. With ``may_share`` it is of ranks."""
+    for item in items:
+        marker = item.get_closest_marker("gpu")
+        number = marker.args[0] if marker is not None and marker.args else 0
+        if marker is not None and number > (GPU_RANKS if marker.kwargs.get("may_share") else NUM_GPUS):
+            item.add_marker(pytest.mark.skip(reason=f"needs {number} NVIDIA GPUs"))
 
 
 def mark_all_but_samples(items: list[pytest.Item]) -> None:

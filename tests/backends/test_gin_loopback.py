@@ -65,7 +65,6 @@ def test_the_self_test_fails_on_a_broken_card(tmp_path: Path, file: str, old: st
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.skipif(NUM_GPUS < 2, reason="needs two NVIDIA GPUs")
 def test_on_gpus(loopback: Loopback) -> None:
     """The same with the driver's copies and real memory of GPUs, without NCCL."""
     done = loopback.run_selftest(min(NUM_GPUS, 4), gpus=True)

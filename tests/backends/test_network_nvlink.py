@@ -17,7 +17,7 @@ import torch
 import tokenloom as tl
 from tests.backends import test_network
 from tests.backends.test_network import CASE, check_rows, there_and_back
-from tests.conftest import GPU_RANKS, HOPPER, NETWORK_RANKS, Ranks
+from tests.conftest import NETWORK_RANKS, WHY_NO_HOPPER, Ranks
 from tests.support import emulator
 from tests.support.cases import BF16, FP8, FP16, FP32, FP64, Case, expert_rows, make_problem, same_bits, same_routed
 from tests.support.slow import mostly_slow
@@ -69,8 +69,8 @@ def test_bits(name: str) -> None:
     emulator.ranks(4).run(check_bits, CASES[name], 2)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER or GPU_RANKS < NETWORK_RANKS, reason="it needs four Hopper GPUs")
+@pytest.mark.gpu(NETWORK_RANKS, may_share=True)
+@pytest.mark.skipif(WHY_NO_HOPPER is not None, reason=str(WHY_NO_HOPPER))
 @pytest.mark.parametrize("name", CASES)
 def test_bits_on_gpus(pools: Callable[[str], RankPool], name: str) -> None:
     """The same on four GPUs, which are two nodes."""

@@ -50,7 +50,7 @@ def _groups() -> list[Any]:
     slow = {2: pytest.mark.slow, 4: ()}
     cpu = [pytest.param(("cpu", size), id=f"cpu{size}", marks=slow[size]) for size in (2, 4)]
     cpu.append(pytest.param(("nodes", NETWORK_RANKS), id="nodes4", marks=pytest.mark.slow))
-    return cpu + [pytest.param(("cuda", size), id=f"cuda{size}", marks=pytest.mark.gpu(size)) for size in SIZES]
+    return cpu + [pytest.param(("cuda", size), id=f"cuda{size}", marks=pytest.mark.gpu) for size in SIZES]
 
 
 class OnNodes(Ranks):

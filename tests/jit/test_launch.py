@@ -139,8 +139,7 @@ def expected(device: int) -> torch.Tensor:
     return torch.arange(7, 263, dtype=torch.int32, device=f"cuda:{device}")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(NUM_GPUS < 2, reason="needs two NVIDIA GPUs")
+@pytest.mark.gpu(2)
 def test_a_device_that_is_not_current(package: None) -> None:
     """Loaded and launched while another one is, with its own stream."""
     out = torch.zeros(256, dtype=torch.int32, device="cuda:1")

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import GPU_RANKS, NUM_GPUS, WHY_NO_HOPPER
+from tests.conftest import NUM_GPUS, WHY_NO_HOPPER
 from tests.kernels.gpu_nodes import LIMIT_S, Options, specs_for
 from tests.support import gin_loopback
 from tests.support.gin_loopback import Loopback
@@ -39,10 +39,8 @@ LAST_LINES = 40
 
 
 def ranks(num_ranks: int, ranks_per_node: int) -> Any:
-    few = pytest.mark.skipif(num_ranks > GPU_RANKS, reason=f"needs {num_ranks} NVIDIA GPUs")
-    gpu = pytest.mark.gpu(min(num_ranks, max(NUM_GPUS, 1)) if GPU_RANKS else num_ranks)
     name = f"{num_ranks // ranks_per_node}x{ranks_per_node}"
-    return pytest.param((num_ranks, ranks_per_node), id=name, marks=[gpu, few])
+    return pytest.param((num_ranks, ranks_per_node), id=name, marks=pytest.mark.gpu(num_ranks, may_share=True))
 
 
 SIZES = pytest.mark.parametrize("sizes", [ranks(2, 1), ranks(4, 2), ranks(4, 1)])

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.conftest import NUM_GPUS
 from tokenloom.runtime.streams import SideStream, on_device
 
-pytestmark = [pytest.mark.gpu(2), pytest.mark.skipif(NUM_GPUS < 2, reason="needs two NVIDIA GPUs")]
+pytestmark = pytest.mark.gpu(2)
 
 CYCLES = 200_000_000  # 0.1 s at 2 GHz
 
