@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tokenloom.runtime.processes import RankContext
 
@@ -132,9 +134,14 @@ def distributed(family: str, num_ranks: int, how: str, implementation: str = "to
     return config(fsdp_size=num_ranks, fsdp_plan=plan, ep_size=ep_size, ep_implementation=implementation)
 
 
+shared_mesh = cache(dist.init_device_mesh)
+"""Models share meshes: three threads wait for each group over gloo, and look a hundred times a second."""
+
+
 def prepare(context: RankContext) -> Any:
-    """The package transformers, once it knows of tokenloom, of this rank's GPU and of no network."""
-    os.environ |= {"HF_HUB_OFFLINE": "1", "LOCAL_RANK": str(context.rank if context.device.type == "cuda" else 0)}
+    """The package transformers, once it knows of tokenloom and of this rank's GPU."""
+    dist.init_device_mesh = shared_mesh
+    os.environ["LOCAL_RANK"] = str(context.rank if context.device.type == "cuda" else 0)
     transformers = import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
