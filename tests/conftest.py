@@ -13,12 +13,10 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from tests.support import emulator
 from tests.support.slow import left_out
-from tokenloom.runtime.processes import RankContext, RankPool
+from tokenloom.runtime.processes import RankPool
 
 CPU_RANKS = NETWORK_RANKS = 4
 GROUP_SIZES = (1, 2, 4, 8)
@@ -90,30 +88,6 @@ def forked_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-_left: list[Any] = []
-"""Process groups of this rank's last run."""
-
-
-class Pool(RankPool):
-    """Ranks that close the process groups which the run before has made, since nobody waits for them any more.
-
-    Three threads wait for each group over gloo, one of which wakes a hundred times a second."""
-
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        return super().run(in_place_of_others, function, *args, **kwargs)
-
-
-def in_place_of_others(context: RankContext, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    for group in _left:
-        dist.destroy_process_group(group)
-    groups = distributed_c10d._world.pg_map
-    before = set(groups)
-    try:
-        return function(context, *args, **kwargs)
-    finally:
-        _left[:] = groups.keys() - before
-
-
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Callable[[str], RankPool]]:
     """The pool of each device type, started when a test first asks for it."""
@@ -121,7 +95,7 @@ def pools() -> Iterator[Callable[[str], RankPool]]:
 
     def pool(device: str) -> RankPool:
         if device not in made:
-            made[device] = Pool(CPU_RANKS, device) if device == "cpu" else RankPool(GPU_RANKS, device)
+            made[device] = RankPool(CPU_RANKS if device == "cpu" else GPU_RANKS, device)
         return made[device]
 
     yield pool
