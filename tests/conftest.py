@@ -78,7 +78,7 @@ def forked_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     markers = (marker for item in request.session.items for marker in item.iter_markers("imports"))
-    multiprocessing.set_forkserver_preload([*FORKED, *{name: None for marker in markers for name in marker.args}])
+    multiprocessing.set_forkserver_preload([*FORKED, *sorted({name for marker in markers for name in marker.args})])
     real = torch.multiprocessing.get_context
 
     def get_context(method: str | None = None) -> Any:
@@ -180,11 +180,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def skip_without_gpus(items: list[pytest.Item]) -> None:
-    """The number of a marker is also what tools/run_gpu_tests.py gives a test. With ``may_share`` it is of ranks."""
+    """Skip tests whose marker asks for more GPUs than there are. ``may_share``: ranks may share them.
+
+    tools/run_gpu_tests.py gives a test as many as the same number says.
+    """
     for item in items:
         marker = item.get_closest_marker("gpu")
-        number = marker.args[0] if marker is not None and marker.args else 0
-        if marker is not None and number > (GPU_RANKS if marker.kwargs.get("may_share") else NUM_GPUS):
+        if marker is None or not marker.args:
+            continue
+        number = marker.args[0]
+        if number > (GPU_RANKS if marker.kwargs.get("may_share") else NUM_GPUS):
             item.add_marker(pytest.mark.skip(reason=f"needs {number} NVIDIA GPUs"))
 
 

@@ -119,14 +119,12 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(
     pools: Callable[[str], RankPool], folder: Path, outcomes: dict[int, Outcome], tmp_path: Path
 ) -> None:
     """The checkpoint holds the whole model: written by 2 ranks, read by 1 and by 4."""
-    steps, pool, checkpoint = 3, pools("cpu"), folder / "2.pt"
+    steps, checkpoint = 3, folder / "2.pt"
     full = torch.load(checkpoint, weights_only=True)
     assert full["blocks.1.moe.w1"].shape[0] == 8
     assert full.keys() == torch.load(folder / "1.pt", weights_only=True).keys()
     one = run_script(tmp_path, 1, "--steps", steps, "--resume", checkpoint, "--seed", 1)
-    Ranks(pool, pool.num_ranks).run(train_here, tmp_path, steps, resume=str(checkpoint), seed=1)
-    many = json.loads((tmp_path / "4.json").read_text())
-    assert (many["ranks"], len(many["losses"])) == (4, steps)
+    many = run_here(pools, tmp_path, steps, resume=str(checkpoint), seed=1)
     assert furthest(many["losses"], one.losses) < EARLY_TOLERANCE
     assert all(loss < 1.6 for loss in one.losses), "the weights of the seed would start at 5"
 
@@ -161,16 +159,23 @@ def train_here(context: RankContext, folder: Path, steps: int, **options: Any) -
     load_script().train(argparse.Namespace(steps=steps, **defaults | options, **files), context.device)
 
 
+def run_here(pools: Callable[[str], RankPool], folder: Path, steps: int, **options: Any) -> dict[str, Any]:
+    """What the script writes on the four ranks of the pool."""
+    pool = pools("cpu")
+    Ranks(pool, pool.num_ranks).run(train_here, folder, steps, **options)
+    found: dict[str, Any] = json.loads((folder / "4.json").read_text())
+    assert (found["ranks"], len(found["losses"])) == (4, steps)
+    return found
+
+
 @pytest.mark.slow
 def test_first_steps_do_not_depend_on_the_number_of_ranks(pools: Callable[[str], RankPool], tmp_path: Path) -> None:
     """Without torchrun, whose start takes longer than all steps: one rank by itself, and those of the pool."""
-    steps, pool = 4, pools("cpu")
+    steps = 4
     with ThreadPoolExecutor(1) as beside:
         alone = beside.submit(run_script, tmp_path, 1, "--steps", steps)
-        Ranks(pool, pool.num_ranks).run(train_here, tmp_path, steps)
+        many = run_here(pools, tmp_path, steps)
         one = alone.result()
-    many = json.loads((tmp_path / "4.json").read_text())
-    assert (many["ranks"], len(many["losses"])) == (4, steps)
     assert furthest(many["losses"], one.losses) < EARLY_TOLERANCE
     assert furthest(many["gradient_norms"], one.norms) < EARLY_TOLERANCE
     assert torch.load(tmp_path / "4.pt", weights_only=True)["blocks.1.moe.w1"].shape[0] == 8
@@ -179,10 +184,7 @@ def test_first_steps_do_not_depend_on_the_number_of_ranks(pools: Callable[[str],
 @pytest.mark.slow
 def test_nodes_change_nothing(pools: Callable[[str], RankPool], tmp_path: Path) -> None:
     """Four ranks as two nodes of two: sums come in the order of one node, so all losses are the same bits."""
-    pool, found = pools("cpu"), []
-    for ranks_per_node in (None, 2):
-        Ranks(pool, pool.num_ranks).run(train_here, tmp_path, 6, ranks_per_node=ranks_per_node)
-        found.append(json.loads((tmp_path / "4.json").read_text()))
+    found = [run_here(pools, tmp_path, 6, ranks_per_node=ranks_per_node) for ranks_per_node in (None, 2)]
     assert found[0]["losses"] == found[1]["losses"]
     assert found[0]["gradient_norms"] == found[1]["gradient_norms"]
 

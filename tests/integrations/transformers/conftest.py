@@ -18,7 +18,7 @@ from tokenloom.runtime.processes import RankPool
 IMPORTED = "transformers.modeling_utils"
 """By nearly all tests, which takes seconds."""
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # which is read when ranks import it
+os.environ["HF_HUB_OFFLINE"] = "1"  # for ranks and scripts, which read it as they import transformers
 
 
 def why_not() -> str | None:
