@@ -281,7 +281,7 @@ def test_build_without_nvrtc_says_what_to_install(
     done = say(tmp_path, "build")
     assert done.exit_code == 1
     assert "NVRTC is missing" in done.stderr
-    assert "pip install cuda-bindings nvidia-cuda-nvrtc" in done.stderr
+    assert "pip install 'cuda-bindings>=13,<14' 'nvidia-cuda-nvrtc>=13,<14'" in done.stderr
 
 
 def test_what_cannot_be_deleted_is_said(

@@ -13,6 +13,7 @@ import tokenloom as tl
 from tests.conftest import HOPPER, Ranks
 from tests.support.mega_cases import CASES, Case, Layer, assert_near, expected, inputs, make_layer, make_mega
 from tokenloom.backends.nvlink.buffers import control_layout, fused_layout
+from tokenloom.errors import BackendUnavailable
 from tokenloom.inference.expert_memory import ExpertMemory
 from tokenloom.inference.schedules import SCHEDULES as MEASURED
 from tokenloom.inference.schedules import MegaSchedule
@@ -330,6 +331,14 @@ def test_transposed_fp8() -> None:
         assert torch.equal(outputs(mega), wanted)
         with pytest.raises(tl.InvalidArgument, match="w1 is FP8 and interleaved: its scales are of gates and ups"):
             mega.load_weights(w1, w2, w1_scales, w2_scales, weight_layout=tl.WeightLayout(interleaved=True))
+
+
+def test_where_kernels_do_not_run() -> None:
+    """The error says what a MegaMoE can do about it. (No group means tensors on the CPU.)"""
+    with pytest.raises(
+        BackendUnavailable, match=r"needs a GPU.*; use device='cuda' .* or backend='composed'"
+    ):
+        tl.MegaMoE(None, num_experts=4, hidden=256, intermediate=128, top_k=2, max_tokens_per_rank=8)
 
 
 def test_activations_that_are_refused() -> None:

@@ -190,7 +190,9 @@ def test_without_nvrtc_the_reason_is_given(monkeypatch: pytest.MonkeyPatch, fold
     """A machine without the bindings, or whose bindings find no library: an error of ours, in one line."""
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     compiler.load_nvrtc.cache_clear()
-    with pytest.raises(BackendUnavailable, match=r"NVRTC is missing .*pip install cuda-bindings nvidia-cuda-nvrtc"):
+    with pytest.raises(
+        BackendUnavailable, match=r"NVRTC is missing .*pip install 'cuda-bindings>=13,<14' 'nvidia-cuda-nvrtc>=13,<14'"
+    ):
         cache.get(scale_spec(), folder)
 
     class Broken:

@@ -153,5 +153,13 @@ def test_every_result_file_is_in_the_index() -> None:
     assert [file for file in sorted(files) if f"`{file}`" not in index] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_tables_are_whole(page: Path) -> None:
+    """A blank line in a table makes text of the rows behind it."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for first, second in re.findall(r"\n\n(\|.*)\n(.*)", text):
+        assert re.fullmatch(r"[|: -]+", second), first
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150

@@ -36,8 +36,9 @@ class Communicator(CallsBeside):
         hidden: H, values in a token.
         top_k: K, experts per token, at most 32.
         max_tokens_per_rank: M, the most tokens of one dispatch on one rank.
-        backend: "auto" picks the best that works on all ranks (``describe()`` says why), or a name. "padded" is for
-            several nodes, and is taken only by its name; it has not run on GPUs yet.
+        backend: "auto" picks the best that works on all ranks (``describe()`` says why). Or one of "nvlink",
+            "network", "collective", "gin" and "padded". The last is for several nodes, and is taken only by its name:
+            it has run on GPUs of one host alone.
         device: where the tensors are. None means the current GPU for NCCL groups, else the CPU.
         timeout_s: longest wait for another rank inside a call, in seconds (over NCCL the group's own timeout applies).
         open_timeout_s: longest wait for another rank to open the same call, in seconds. A rank that writes a

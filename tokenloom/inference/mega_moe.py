@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tokenloom.backends.registry import MAX_SMS
 from tokenloom.comm.communicator import Communicator
-from tokenloom.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, TokenloomError
+from tokenloom.errors import BackendUnavailable, DtypeMismatch, InvalidArgument, ShapeMismatch, TokenloomError
 from tokenloom.inference.composed_experts import ComposedExperts
 from tokenloom.inference.expert_memory import FP8
 from tokenloom.inference.nvlink_experts import NvlinkExperts
@@ -111,20 +111,24 @@ class MegaMoE:
         if not isinstance(backend, str) or backend not in EXPERTS:
             raise InvalidArgument(f"backend is {backend!r}, expected one of {', '.join(EXPERTS)}")
         form = gated_activation(activation, activation_clamp, "activation_clamp")
-        self.comm = Communicator(
-            group,
-            num_experts=num_experts,
-            hidden=hidden,
-            top_k=top_k,
-            max_tokens_per_rank=max_tokens_per_rank,
-            backend=EXPERTS[backend].communicator_backend,
-            num_sms=MAX_SMS,  # nothing else runs meanwhile
-            device=device,
-            timeout_s=timeout_s,
-            open_timeout_s=open_timeout_s,
-            transport=transport,
-            ranks_per_node=ranks_per_node,
-        )
+        try:
+            self.comm = Communicator(
+                group,
+                num_experts=num_experts,
+                hidden=hidden,
+                top_k=top_k,
+                max_tokens_per_rank=max_tokens_per_rank,
+                backend=EXPERTS[backend].communicator_backend,
+                num_sms=MAX_SMS,  # nothing else runs meanwhile
+                device=device,
+                timeout_s=timeout_s,
+                open_timeout_s=open_timeout_s,
+                transport=transport,
+                ranks_per_node=ranks_per_node,
+            )
+        except BackendUnavailable as error:  # its advice is for a Communicator
+            advice = "use device='cuda' on a Hopper GPU, or backend='composed' or 'reference'"
+            raise BackendUnavailable(str(error).replace("use backend='auto'", advice)) from error
         self.intermediate, self.num_shared_experts, self.schedule = intermediate, num_shared_experts, schedule
         self._num_local = self.comm.plan.experts_per_rank + num_shared_experts
         self.weights: tuple[torch.Tensor, ...] = ()

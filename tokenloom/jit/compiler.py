@@ -12,6 +12,7 @@ from typing import Any
 
 from tokenloom.errors import BackendUnavailable, KernelCompileError
 
+INSTALL = "pip install 'cuda-bindings>=13,<14' 'nvidia-cuda-nvrtc>=13,<14'"
 PACKAGE = Path(__file__).parents[1]
 """Includes are written from here: ``#include "device/ptx/memory.cuh"``."""
 OPTIONS = (
@@ -192,7 +193,7 @@ def load_nvrtc() -> Any:
         _checked(nvrtc, nvrtc.nvrtcVersion())
     except Exception as error:  # the bindings raise errors of several types when the library is missing
         why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise BackendUnavailable(f"NVRTC is missing ({why}); pip install cuda-bindings nvidia-cuda-nvrtc") from error
+        raise BackendUnavailable(f"NVRTC is missing ({why}); {INSTALL}") from error
     return nvrtc
 
 

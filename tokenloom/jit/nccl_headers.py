@@ -19,7 +19,7 @@ OLDEST = (2, 28, 9)
 """The first version whose communicator the kernels have run with."""
 CHECKED = ((2, 28, 9), (2, 30, 7), (2, 32, 3))
 """The versions in which tests have compared NVRTC's structs with those of the compiler of NCCL's host side."""
-INSTALL = 'pip install "tokenloom[network]"'
+INSTALL = "pip install 'nvidia-cuda-cccl>=13,<14' 'nvidia-cuda-runtime>=13,<14'"
 
 _DESCRIPTOR = "nccl_device/gin/proxy/gin_proxy_device_host_common.h"
 _UTILITY = "nccl_device/utility.h"

@@ -25,7 +25,7 @@ def load_matplotlib() -> Any:
         return importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise InvalidArgument(
-            f"--plot needs matplotlib ({error}); pip install 'tokenloom[report]', or leave --plot out"
+            f"--plot needs matplotlib ({error}); pip install matplotlib, or leave --plot out"
         ) from error
 
 
