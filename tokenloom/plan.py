@@ -180,8 +180,8 @@ class WeightLayout:
 
     Attributes:
         transposed: w1 is [L, H, 2I] and w2 [L, I, H], instead of [L, 2I, H] and [L, H, I].
-        interleaved: the rows of w1 (its columns, if transposed) and the values of its bias are gate, up, gate, up and
-            so on, instead of all gates, then all ups.
+        interleaved: gates and ups take turns in the rows of w1 (its columns, if transposed) and in the values of its
+            bias, gate first. Otherwise all gates come before all ups.
     """
 
     transposed: bool = False

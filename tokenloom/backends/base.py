@@ -101,7 +101,7 @@ class DispatchOut:
     They need bounded sizes (layout "slots" always has them) and gradients disabled. A field that is None is left to
     the communicator. A given one has exactly the shape, dtype, device and strides that the dispatch would return, and
     ``routed`` then holds this very tensor. The memory stays yours: no later call writes to it unless you pass it
-    again, and the communicator may still be writing to it until the work of the call is done.
+    again. The communicator may still be writing to it until the work of the call is done.
 
     Attributes:
         tokens: [capacity, H]; layout "rank" [W, M, H], layout "slots" [L, S, H].
@@ -490,7 +490,7 @@ class Backend(Protocol):
     def mask(self, ranks: Collection[int]) -> None:
         """Leave out these ranks too, from the next call on. All ranks that take part then call it alike.
 
-        Nothing is sent to masked ranks or awaited from them, they have no tokens, and routes to their experts count
+        Nothing is sent to masked ranks or awaited from them, and they have no tokens. Routes to their experts count
         as -1, in gradients of earlier calls too. Some may be masked already.
 
         Raises:

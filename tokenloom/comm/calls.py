@@ -134,10 +134,10 @@ class Calls:
                 rows and counts stay on the device; rows beyond ``num_rows`` are unspecified. By default "exact",
                 except for layout "slots", which is always bounded.
             capacity: most rows; in layout "slots" S, the places of each expert. By default exact sizes have no limit
-                and bounded ones the worst case, but layout "expert" has no default there, and layout "slots" has
+                and bounded ones the worst case. But layout "expert" has no default there, and layout "slots" has
                 ``W * max_tokens_per_rank``: enough unless tokens name an expert twice.
             copy: make outputs ordinary tensors of your own, even where a backend hands out views of its buffers.
-                "if_needed": outputs are yours as long as you hold them, but rows and scales may lie in a buffer that
+                "if_needed": outputs are yours as long as you hold them. But rows and scales may lie in a buffer that
                 later calls then leave alone, which costs no copy. While you hold such rows, others are copied. Let go
                 of them on the stream that was current, as PyTorch wants it of all memory; ``record_stream`` does not
                 help. Not beside calls in halves, except those of layout "slots". With ``async_op`` they are copied.
@@ -147,9 +147,9 @@ class Calls:
             power_of_two_scales: with ``to_fp8``, round scales up to powers of two, as ``quantize_fp8`` does.
             scale_layout: how the scales of FP8 rows lie in layout "slots". "rows": float32 [L, S, H / 128],
                 contiguous. "columns": the same shape with strides (S * H / 128, 1, S), as masked grouped GEMMs take
-                it. "packed": int32 [L, S, n] with n = ceil(H / 512) and strides (S * n, 1, S), four exponents e to a
-                word for scales of 2 ** (e - 127), the first in the lowest byte, 0 behind the last; it needs
-                ``power_of_two_scales``, or given scales that are powers of two.
+                it. "packed": int32 [L, S, n] with n = ceil(H / 512) and strides (S * n, 1, S). A word has four
+                exponents e for scales of 2 ** (e - 127), the first in the lowest byte, 0 behind the last. "packed"
+                needs ``power_of_two_scales``, or given scales that are powers of two.
             strategy: what carries the payload, as ``tokenloom.Strategy`` says. Results do not depend on it. "nvlink"
                 has others than "dedup" in layout "expert" only, and "all_gather" neither for FP8 nor in a CUDA graph.
             out: tensors of your own to write results to, for bounded sizes with gradients disabled.
@@ -157,8 +157,8 @@ class Calls:
 
         Returns:
             The rows of this rank with their counts; with ``async_op`` also the event to wait for. On "nvlink" with
-            gradients disabled and without ``copy``, the tensors are views that last until the second next dispatch
-            of this communicator, except those given by ``out``.
+            gradients disabled and without ``copy``, the tensors are views, except those given by ``out``. Views last
+            until the second next dispatch of this communicator.
 
         Raises:
             ShapeMismatch, DtypeMismatch, DeviceMismatch, InvalidArgument, InvalidExpertId, NotDifferentiable: bad

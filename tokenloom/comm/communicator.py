@@ -50,8 +50,8 @@ class Communicator(CallsBeside):
             errors come at once. "collective" always does.
         on_timeout: what happens to a rank that another one waits for. "raise": the wait ends with PeerTimeout, and
             with it the communicator. "mask" ("nvlink", and the others over gloo): a rank that does not come
-            within ``timeout_s``, which counts from the opening of a call as well, or whose process ends, is masked by
-            all others alike. The call goes on without it and loses just the routes to it.
+            within ``timeout_s``, or whose process ends, is masked by all others alike. The call goes on without it and
+            loses just the routes to it. ``timeout_s`` then counts from the opening of a call as well.
         transport: what carries rows between nodes. "auto" picks the best that works on all ranks, "collective" is
             torch.distributed. "gin" is NCCL's network that GPUs start transfers of by themselves; it has run on
             no network yet, so "auto" does not take it. "nvlink" wants all ranks on one node, within reach of each

@@ -22,11 +22,12 @@ class Pending(Generic[T]):
     gradient needs y unchanged until backward, as ever. On backends "nvlink", "gin" and "padded" nothing of tokenloom
     runs on the GPU until ``receive``; on "padded" NCCL may carry rows meanwhile.
 
-    Halves are calls: all ranks make the same calls in the same order. When a call opens, in one piece or in halves,
-    in backward or in a layer, every call but the one before it must have been received. So two micro-batches can take
-    turns, and the two that are open may be received in either order, the same on all ranks. A call that raised an
-    error counts as well, and so does each call of a CUDA graph that is replayed: between the halves of a call outside
-    of graphs, replay none that calls this communicator. A pending must not be dropped unreceived.
+    Halves are calls: all ranks make the same calls in the same order. A call may open in one piece or in halves, in
+    backward or in a layer. When it does, every call but the one before it must have been received. So two
+    micro-batches can take turns, and the two that are open may be received in either order, the same on all ranks. A
+    call that raised an error counts as well, and so does each call of a CUDA graph that is replayed: between the
+    halves of a call outside of graphs, replay none that calls this communicator. A pending must not be dropped
+    unreceived.
     """
 
     def __init__(self, finish: Callable[[], T], calls: OpenCalls, name: str, discard: Callable[[], object]) -> None:

@@ -58,9 +58,9 @@ class MegaMoE:
         power_of_two_scales: round the scales of x and of activations up to powers of two.
         num_shared_experts: S, experts that every token goes to with weight 1, on its own rank. K + S is at most 32.
         schedule: schedule of all calls. None chooses by the number of tokens of each call.
-        backend: "nvlink"; "composed", which makes the same of dispatch, grouped GEMMs and combine, on Hopper GPUs of
-            any number of nodes, with the host waiting for counts, and slowly on CPUs; or "reference", which computes
-            it in plain torch, slowly, on any device.
+        backend: "nvlink", "composed" or "reference". "composed" makes the same of dispatch, grouped GEMMs and combine.
+            It runs on Hopper GPUs of any number of nodes, with the host waiting for counts, and slowly on CPUs.
+            "reference" computes it in plain torch, slowly, on any device.
         device: as in ``Communicator``.
         timeout_s: as in ``Communicator``.
         open_timeout_s: as in ``Communicator``.

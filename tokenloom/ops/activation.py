@@ -93,8 +93,9 @@ def activate_backward(
         between: as in ``activate``.
 
     Returns:
-        The result [R, I] again, the gradient of ``hidden`` [R, 2I] or [R, I], in the order of ``hidden``, and that of
-        ``row_weights`` [R], each with the dtype of its input. Rows from the last offset on are unspecified.
+        The result [R, I] again, the gradient of ``hidden`` [R, 2I] or [R, I], and that of ``row_weights`` [R]. Each
+        has the dtype of its input. The gradient of ``hidden`` is in the order of ``hidden``. Rows from the last offset
+        on are unspecified.
     """
     if _kernels_take(hidden, row_weights, between):
         return launch.activate_backward(hidden, row_weights, offsets, grad, *between)

@@ -54,8 +54,8 @@ def grouped_gemm_fp8(
     has S places, and its rows fill the first of them.
 
     Each partial sum over 128 values of K is scaled and added in float32; the total is rounded once. On a GPU the host
-    reads nothing, because only the device knows how many rows each expert has, and weights of experts without rows are
-    not read. On a CPU plain torch does the work, slowly.
+    reads nothing, because only the device knows how many rows each expert has. The GPU does not read weights of
+    experts without rows. On a CPU plain torch does the work, slowly.
 
     Rows outside the offsets and places beyond the counts may hold anything. They are not written in the result, so
     their values there are unspecified.

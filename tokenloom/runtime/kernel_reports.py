@@ -43,7 +43,7 @@ _LOADS_KEEP_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i386", "i
 def order_reads() -> None:
     """Let reads after this call see what was written before the word that the caller has just found set.
 
-    x86 performs loads in order. Arm, as beside a GH200, does not, but orders a load behind an earlier one that a
+    x86 performs loads in order. Arm, as beside a GH200, does not. But it orders a load behind an earlier one that a
     branch depends on if a context synchronization event lies between: entering the kernel and coming back is one.
     """
     if not _LOADS_KEEP_ORDER:

@@ -141,7 +141,7 @@ class Waiter:
     """A thread that waits in gloo, which cannot be asked whether a transfer has ended.
 
     It waits for one rank after the other. When nobody wants to hear of the rank that holds it up, another thread goes
-    on in its place, and the held one ends with the connection.
+    on in its place. The held one ends with the connection.
 
     Attributes:
         changed: guards what the thread and its users share; it is notified when an exchange has ended or failed.

@@ -4,9 +4,10 @@ Ranks are masked in two ways. Users mask them (:meth:`Membership.ask`): all livi
 what they asked for. Or ranks that wait for one that does not come lose it (:meth:`Membership.lose`): losses
 are numbered, the first to write a number decides it, and everybody adopts all of them in order.
 
-A rank that is lost in the middle of a gather may have reached some ranks and not others. So who adopts a loss first
-says which of its rows it holds from the last gather that it completed, and has none of a later gather. Nobody is more
-than one gather ahead. Ranks that still wait in that gather read there what the others hold, and all see the same rows.
+A rank that is lost in the middle of a gather may have reached some ranks and not others. So a rank that adopts
+a loss begins by saying which rows of lost ranks it holds from the last gather that it completed. It has none of a
+later gather. Nobody is more than one gather ahead. Ranks that still wait in that gather read there what the others
+hold, and all see the same rows.
 """
 
 from __future__ import annotations

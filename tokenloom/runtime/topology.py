@@ -91,8 +91,8 @@ class Topology:
     def why_no_rails(self) -> str | None:
         """Why ranks have no rails, or None.
 
-        Rank n * G + g is on node n, and on rail g with the ranks of that place on all other nodes, where all nodes
-        have G ranks, in the order of nodes.
+        All nodes must have G ranks, in the order of nodes. Then rank n * G + g is on node n, and on rail g. With it
+        are the ranks of that place on all other nodes.
         """
         if self.doubt:
             return self.doubt

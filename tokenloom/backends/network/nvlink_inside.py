@@ -118,9 +118,9 @@ class NvlinkInside:
         """Send rows uint8 [F, b] to the ranks of this node that int32 [F, G] names.
 
         Returns:
-            What remembers it; the received rows uint8 [G * M, at least b], a view until the second next dispatch, of
-            which those behind the last one in use are unspecified; and a scalar on the device, whether a wait has
-            expired.
+            What remembers it; the received rows uint8 [G * M, at least b]; and a scalar on the device, whether a wait
+            has expired. The rows are a view until the second next dispatch. Those behind the last one in use are
+            unspecified.
         """
         key = min((key for key in self._plans if self._width(key) >= rows.shape[1]), key=self._width)
         x = _padded(rows, self._width(key)).view(_unit(key))

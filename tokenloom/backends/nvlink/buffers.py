@@ -305,8 +305,8 @@ class Buffers:
         return found
 
     def _make(self, key: tuple[MakeLayout, int], rows: int, fields: Fields) -> SymmetricBuffer:
-        """Make a buffer; in small plans all that usual calls need. Later ones then have nothing to agree on, which a
-        rank with a fault would not know of, and which would raise early what calls before have found."""
+        """Make a buffer; in small plans all that usual calls need. Later calls then have nothing to agree on. A rank
+        with a fault would not know of such an agreement, which would raise early what calls before have found."""
         self._launcher.agree_before_memory(fields)
         layout, value_bytes = key
         usual = (self._data_layout, staged_layout, sums_in_turns_layout)

@@ -1,6 +1,6 @@
 """The opening of every call: what all ranks are told.
 
-A kernel opens by telling all ranks what it was asked for (device/transport/call.cuh), so that a fault on one rank is
+A kernel opens by telling all ranks what it was asked for (device/transport/call.cuh). So a fault on one rank is
 known to all of them. What the host learns of a call is in outcomes.py.
 """
 

@@ -2,7 +2,7 @@
 
 The reference computes expert by expert, in chunks of tokens, so it needs little memory. It shares nothing with the
 layer but the router's choice of experts. Each rank computes its own tokens with everybody's experts, for outputs and
-gradients of tokens and router, and its own experts with everybody's tokens, for the experts' gradients.
+gradients of tokens and router. It computes its own experts with everybody's tokens, for the experts' gradients.
 """
 
 from __future__ import annotations
