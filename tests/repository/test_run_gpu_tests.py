@@ -159,7 +159,7 @@ def test_parts(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_failures(tmp_path: Path) -> None:
     """Each is named, with its last lines; so is the test that ended or held up its part. The others run on."""
-    done = run(tmp_path, BAD, "--limit-s", "10")
+    done = run(tmp_path, BAD, "--limit-s", "25")
     assert done.code == 1
     assert "FAILED test_bad.py::test_fails\n" in done.text
     assert "AssertionError: arithmetic" in done.text
@@ -167,7 +167,7 @@ def test_failures(tmp_path: Path) -> None:
     assert "OSError: teardown" in done.text
     died = "ended with exit code 3, 2 tests have no result; the last to begin was test_dies.py::test_dies"
     assert f"PART test_dies-1 {died}\n" in done.text
-    hung = "ended after 10 s, 1 tests have no result; the last to begin was test_hangs.py::test_hangs"
+    hung = "ended after 25 s, 1 tests have no result; the last to begin was test_hangs.py::test_hangs"
     assert f"PART test_hangs-1 {hung}\n" in done.text
     assert "2 passed, 2 failed, 1 skipped" in done.text
     assert "skipped 1: no reason\n" in done.text

@@ -483,6 +483,13 @@ def test_alone() -> None:
         alone.require_alive()
 
 
+def test_alone_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who forgets to initialise torch.distributed would train each rank by itself."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.warns(UserWarning, match=r"is alone and has all experts; call torch.distributed.init_process_group"):
+        assert tl.Communicator(None, num_experts=2, hidden=8, top_k=1, max_tokens_per_rank=1).num_ranks == 1
+
+
 @pytest.mark.parametrize("members", [ALL, PAIR], ids=["all", "pair"])
 def test_collectives(pools: Pools, members: list[int]) -> None:
     """Any dtype, unequal and empty parts, objects of any size; ranks counted within the group."""

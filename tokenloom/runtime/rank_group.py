@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tokenloom.errors import InvalidArgument, PeerError, PeerTimeout
 from tokenloom.runtime import rejoin
 from tokenloom.runtime.devices import pick_device
+from tokenloom.runtime.groups import process_group_of
 from tokenloom.runtime.leftovers import release_dropped, undo_when_dropped
 from tokenloom.runtime.links import Links, Waiter
 from tokenloom.runtime.membership import Membership
@@ -108,16 +109,7 @@ class RankGroup:
         open_timeout_s: float | None = None,
         rejoins: bool = False,
     ) -> None:
-        if isinstance(group, DeviceMesh):
-            if group.ndim != 1:
-                raise InvalidArgument(
-                    f"group is a DeviceMesh of {group.ndim} dimensions; pass one of them: mesh['name']"
-                )
-            group = group.get_group()
-        if group is None and dist.is_available() and dist.is_initialized():
-            group = dist.group.WORLD
-        if group is not None and dist.get_rank(group) < 0:
-            raise InvalidArgument("this process is not a rank of the group; make the communicator on its ranks only")
+        group = process_group_of(group)
         self.timeout_s = checked_seconds("timeout_s", timeout_s)
         self.process_group = group
         self.rank = 0 if group is None else dist.get_rank(group)
