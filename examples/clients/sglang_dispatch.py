@@ -1,7 +1,7 @@
 """Drives SGLang's dispatchers for DeepEP on CPU ranks, as its MoE layers do: dispatch, experts, combine.
 
-    pip install tokenloom sglang==0.5.23      # docs/how-to/sglang.md says what is enough without a GPU
-    export PYTHONPATH=$(python -m tokenloom deep-ep-path)
+    pip install . sglang==0.5.23      # docs/how-to/sglang.md says what is enough without a GPU
+    deep_ep=$(python -m tokenloom deep-ep-path) && export PYTHONPATH=$deep_ep
     torchrun --nproc-per-node 2 examples/clients/sglang_dispatch.py
 
 One dispatcher has both modes, of prefill and of decode; the other is that of deepep_v2. Every rank compares outputs

@@ -1,6 +1,6 @@
 """Drives SGLang's MegaMoE path for FP8 experts on Hopper GPUs, on CPU ranks: weights, buffer, pre-dispatch, layer.
 
-    pip install tokenloom sglang==0.5.23      # docs/how-to/sglang.md says what is enough without a GPU
+    pip install . sglang==0.5.23      # docs/how-to/sglang.md says what is enough without a GPU
     torchrun --nproc-per-node 2 examples/clients/sglang_mega_moe.py
 
 Two layers share a buffer, as in a model, and rank 1 has no tokens in the second call. Every rank compares outputs with

@@ -1,7 +1,7 @@
 """Drives torchtitan's dispatcher for DeepEP on CPU ranks, as its MoE layer does in training and in generation.
 
-    pip install tokenloom tyro einops spmd_types==0.2.3 && pip install --no-deps torchtitan==0.3.0
-    export PYTHONPATH=$(python -m tokenloom deep-ep-path)
+    pip install . tyro einops spmd_types==0.2.3 && pip install --no-deps torchtitan==0.3.0
+    deep_ep=$(python -m tokenloom deep-ep-path) && export PYTHONPATH=$deep_ep
     torchrun --nproc-per-node 2 examples/clients/torchtitan_dispatch.py
 
 Every rank compares outputs and gradients with experts that it computes all by itself.

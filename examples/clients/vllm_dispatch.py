@@ -1,7 +1,7 @@
 """Drives vLLM's dispatchers for DeepEP on CPU ranks, as its MoE layer does: prepare, experts, finalize.
 
-    pip install tokenloom vllm==0.33.0        # docs/how-to/vllm.md says what is enough without a GPU
-    export PYTHONPATH=$(python -m tokenloom deep-ep-path)
+    pip install . vllm==0.33.0        # docs/how-to/vllm.md says what is enough without a GPU
+    deep_ep=$(python -m tokenloom deep-ep-path) && export PYTHONPATH=$deep_ep
     torchrun --nproc-per-node 2 examples/clients/vllm_dispatch.py
 
 vLLM's managers make the buffers. Every rank compares outputs with experts that it computes all by itself. It was run

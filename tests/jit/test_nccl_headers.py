@@ -107,12 +107,21 @@ def test_headers_lie_beside_the_library(nvidia: Path, tmp_path: Path) -> None:
     assert find_headers(system).nccl == tmp_path / "usr/include", "a distribution's library"
 
 
+PACKAGES = "pip install 'nvidia-cuda-cccl>=13,<14' 'nvidia-cuda-runtime>=13,<14'"
+
+
 @pytest.mark.parametrize(
     ("lost", "words"),
     [
         ("nccl/include/nccl_device.h", ["NCCL's headers", "install nvidia-nccl-cu13"]),
-        ("cu13/include/cuda_runtime.h", ["CUDA's runtime", "pip install"]),
-        ("cu13/include/cccl/cuda/atomic", ["CCCL", "pip install"]),
+        (
+            "cu13/include/cuda_runtime.h",
+            ["CUDA's runtime", PACKAGES],
+        ),
+        (
+            "cu13/include/cccl/cuda/atomic",
+            ["CCCL", PACKAGES],
+        ),
     ],
 )
 def test_missing_headers_are_named(nvidia: Path, monkeypatch: pytest.MonkeyPatch, lost: str, words: list[str]) -> None:

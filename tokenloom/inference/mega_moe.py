@@ -127,7 +127,8 @@ class MegaMoE:
                 ranks_per_node=ranks_per_node,
             )
         except BackendUnavailable as error:  # its advice is for a Communicator
-            advice = "use device='cuda' on a Hopper GPU, or backend='composed' or 'reference'"
+            others = " or ".join(repr(name) for name in EXPERTS if name != backend)
+            advice = f"use backend={others}, or device='cuda' if the tensors are to be on a GPU"
             raise BackendUnavailable(str(error).replace("use backend='auto'", advice)) from error
         self.intermediate, self.num_shared_experts, self.schedule = intermediate, num_shared_experts, schedule
         self._num_local = self.comm.plan.experts_per_rank + num_shared_experts
