@@ -11,7 +11,7 @@ import torch
 
 from tests.support.cases import FP8, Case, Problem, make_problem
 from tokenloom import reference
-from tokenloom.kernels.combine.launch import MOST_CHUNK_SHIFT
+from tokenloom.kernels.combine.launch import CHUNK_SHIFT, LONE_ROWS
 from tokenloom.plan import ROUTE_LAYOUTS
 
 DROPPED = 0x7FFFFFFF
@@ -222,10 +222,5 @@ def sent_home(
 
 
 def num_chunks(num_rows: int) -> int:
-    """Chunks that so many rows for one home rank are sent in: of twice as many rows from 128 rows on, and from each
-    doubling of them, up to a limit.
-    """
-    shift = 0
-    while shift < MOST_CHUNK_SHIFT and num_rows >= 128 << shift:
-        shift += 1
-    return -(-num_rows >> shift)
+    """Chunks that so many rows for one home rank are sent in: the last ones are one row each."""
+    return num_rows - (max(num_rows - LONE_ROWS, 0) >> CHUNK_SHIFT) * ((1 << CHUNK_SHIFT) - 1)

@@ -17,6 +17,7 @@ from tests.kernels.played_peer import problem_of_two
 from tests.kernels.silent_peer import Rank0, error_of, next_epoch
 from tests.kernels.test_staged_dispatch import BASE, each_case
 from tests.support.cases import BF16, FP16, FP32, Case, Problem
+from tokenloom.kernels.combine.launch import LONE_ROWS
 from tokenloom.plan import LAYOUTS, ROUTE_LAYOUTS
 
 pytestmark = needs_one_gpu
@@ -106,12 +107,18 @@ def test_rows_that_were_dropped(layout: str, mode: str, kind: str) -> None:
 @pytest.mark.parametrize("blocks", [1, 4, 32])
 @each_kind
 def test_chunks(kind: str, blocks: int) -> None:
-    """From 128 rows on a chunk has several, and each kind of pair of ranks its own number. More blocks than chunks
+    """Chunks have several rows but for the last ones, and each pair of ranks its own number. More blocks than chunks
     leave some with nothing to do.
     """
-    for tokens in ((300, 127), (128, 260)):
-        case = replace(BASE, tokens=tokens, spare=310 - max(tokens), hidden=8, unused=0.0)
+    for tokens in ((LONE_ROWS + 43, 127), (3, LONE_ROWS + 10)):
+        case = replace(BASE, tokens=tokens, spare=0, hidden=8, unused=0.0)
         run(problem_of_two(case), summed("slots", kind, blocks=blocks))
+
+
+@each_kind
+def test_chunks_of_copied_rows(kind: str) -> None:
+    case = replace(BASE, tokens=(LONE_ROWS + 43, LONE_ROWS + 4), spare=10, hidden=8, unused=0.0, pick="one rank")
+    run(problem_of_two(case, mirrored=True), summed("token", kind, blocks=4))
 
 
 @each_kind

@@ -283,35 +283,26 @@ def test_which_flags_count() -> None:
 # -- chunks of a combine -----------------------------------------------------------------------------------------
 
 
-def chunk_shift(num_rows: int) -> int:
-    """What the kernel does, in other words: two rows a chunk from 128 rows, twice as many when these are doubled."""
-    shift = 0
-    while shift < combine.MOST_CHUNK_SHIFT and num_rows >= 128 << shift:
-        shift += 1
-    return shift
-
-
 @needs_nvrtc
-def test_the_rule_of_chunks() -> None:
-    """The next test counts with it."""
-    counts = [*range(130), *(count + step for count in (256, 512, 1024, 4096, 1 << 20, 1 << 30) for step in (-1, 0))]
-    body = " ".join(f"if (chunk_shift<Rule>({count}) != {chunk_shift(count)}) differ();" for count in counts)
-    statements = (
-        f"struct Rule {{ static constexpr int most_chunk_shift = {combine.MOST_CHUNK_SHIFT}; }};",
-        DIFFER,
-    )
-    path = "kernels/combine/combine.cuh"
-    check(path, *statements, f'extern "C" __global__ void rule() {{ {body} }}')
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 10, 11, 12, 40, 41])
+def test_the_rule_of_chunks(count: int) -> None:
+    """Chunks of four rows, then at least seven of one row; with fewer than four rows more there are none of four."""
+    long_ones = max(count - 7, 0) // 4
+    sizes = [4] * long_ones + [1] * (count - 4 * long_ones)
+    wrong = [f"chunks.count() != {len(sizes)}", f"chunks.num_rows({len(sizes)}) != 0"]
+    row = 0
+    for chunk, size in enumerate(sizes):
+        wrong += [f"chunks.begin({chunk}) != {row}", f"chunks.num_rows({chunk}) != {size}"]
+        wrong += [f"chunks.of_row({row + step}) != {chunk}" for step in range(size)]
+        row += size
+    rule = ("struct Rule { static constexpr int chunk_shift = 2, lone_rows = 7; };", DIFFER)
+    path, begin = "kernels/combine/combine.cuh", f"Chunks<Rule> chunks({count});"
+    check(path, *rule, f'extern "C" __global__ void rule() {{ {begin} if ({" || ".join(wrong)}) differ(); }}')
     with pytest.raises(KernelCompileError, match="ptxas"):
-        check(path, *statements, 'extern "C" __global__ void rule() { if (chunk_shift<Rule>(128) != 0) differ(); }')
+        check(path, *rule, f'extern "C" __global__ void rule() {{ {begin} if (chunks.of_row(99) != {row}) differ(); }}')
 
 
 def test_every_chunk_has_a_flag() -> None:
-    """However many rows come: few rows are chunks by themselves, so that fewer of them can have more chunks. So has
-    every block of an eager call.
-    """
-    most = MAX_BLOCKS
-    for max_tokens in range(1, 5000):
-        most = max(most, -(-max_tokens >> chunk_shift(max_tokens)))
-        room = combine.max_chunks(Plan(8, 8, 8, 1, max_tokens))
-        assert most <= room <= most + 1, max_tokens
+    """All rows may be chunks by themselves; so has every block of an eager call."""
+    for max_tokens in (1, MAX_BLOCKS - 1, MAX_BLOCKS, MAX_BLOCKS + 1, 5000):
+        assert combine.max_chunks(Plan(8, 8, 8, 1, max_tokens)) == max(max_tokens, MAX_BLOCKS)

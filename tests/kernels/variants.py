@@ -143,6 +143,7 @@ _NAMED: list[Named] = [
     # One chunk only, and a number of tokens that no chunk divides.
     *both("1 token", "expert", max_tokens=1),
     *both("8191 tokens", "token", max_tokens=8191),
+    *both("one rank", "token", num_ranks=1),
     # Rows that become FP8 on their way: every dtype is read in its own way, each kind of scale is rounded in its own
     # way. One block of 128 values, which is a part of a warp's step; several steps.
     *(

@@ -99,11 +99,11 @@ RANKS = (
 
 LAUNCH = (
     Mutation(
-        name="too-few-flags-of-chunks",
-        rule="few rows, which are chunks by themselves, have no more flags than many",
+        name="too-few-flags-of-blocks",
+        rule="blocks of an eager combine have no fewer flags than there are blocks",
         target="tokenloom.kernels.combine.launch:max_chunks",
-        old="max(min(most, 128), -(-most >> MOST_CHUNK_SHIFT), MAX_BLOCKS)",
-        new="max(-(-most >> MOST_CHUNK_SHIFT), MAX_BLOCKS)",
+        old="max(plan.max_tokens_per_rank, MAX_BLOCKS)",
+        new="plan.max_tokens_per_rank",
         tests=("tests/kernels/test_kernels.py::test_every_chunk_has_a_flag",),
     ),
 )

@@ -52,11 +52,32 @@ struct CombineRoles {
     static constexpr int kSumWarps = kWarps - kFirstSumWarp;
 };
 
-// Rows of a chunk are a power of two, and few where few rows come, so that many warps share them. launch.py mirrors it.
+// How the rows of one rank for another are cut into chunks: 1 << chunk_shift rows each, and the last ones, lone_rows or a
+// few more, by themselves. launch.py has the reason.
 template <class Shape>
-__device__ __forceinline__ int chunk_shift(int32 num_rows) {
-    return num_rows < 128 ? 0 : min(25 - __clz(num_rows), Shape::most_chunk_shift);
-}
+struct Chunks {
+    int32 rows, long_ones, rows_of_long;
+
+    __device__ __forceinline__ explicit Chunks(int32 num_rows)
+        : rows(num_rows),
+          long_ones(max(num_rows - Shape::lone_rows, 0) >> Shape::chunk_shift),
+          rows_of_long(long_ones << Shape::chunk_shift) {}
+
+    __device__ __forceinline__ int32 count() const { return rows - rows_of_long + long_ones; }
+
+    __device__ __forceinline__ int32 of_row(int32 row) const {
+        return row < rows_of_long ? row >> Shape::chunk_shift : row - rows_of_long + long_ones;
+    }
+
+    __device__ __forceinline__ int32 begin(int32 chunk) const {
+        return chunk < long_ones ? chunk << Shape::chunk_shift : chunk - long_ones + rows_of_long;
+    }
+
+    // Beyond the last one there are chunks without rows.
+    __device__ __forceinline__ int32 num_rows(int32 chunk) const {
+        return chunk < long_ones ? 1 << Shape::chunk_shift : chunk < count() ? 1 : 0;
+    }
+};
 
 template <class Shape>
 struct CombineRows {

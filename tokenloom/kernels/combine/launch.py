@@ -27,8 +27,9 @@ from tokenloom.plan import Plan
 COPY_THREADS, SUM_THREADS = 512, 640
 """Threads of a block whose pushing warps send rows as they are, and of one where they make them. Eager calls have few
 rows, and need the registers more than the warps."""
-MOST_CHUNK_SHIFT = 2
-"""Chunks have up to 4 rows. With more, home ranks wait longer for the chunks that many warps send at once."""
+CHUNK_SHIFT, LONE_ROWS = 2, 512
+"""Chunks have 4 rows, and the last 512 rows for each home rank are chunks by themselves. Home can use a chunk when all of
+it is there, and at the end waits for what slow SMs have claimed. But each chunk has a claim and a flag."""
 COPY_WARPS = 3
 """Warps of a block that send rows as they are. Bulk copies need few threads; the other warps sum."""
 PUSH_WARPS = 16
@@ -72,11 +73,8 @@ CALL_FIELDS = FieldsAtOnce(
 
 
 def max_chunks(plan: Plan) -> int:
-    """Count the chunks that one rank can send another in a combine. Fewer than 128 rows are chunks by themselves, and
-    blocks of eager calls are no more than these.
-    """
-    most = plan.max_tokens_per_rank
-    return max(min(most, 128), -(-most >> MOST_CHUNK_SHIFT), MAX_BLOCKS)
+    """Count the chunks that one rank can send another in a combine: rows, or blocks of an eager call."""
+    return max(plan.max_tokens_per_rank, MAX_BLOCKS)
 
 
 @dataclass(frozen=True)
@@ -161,7 +159,8 @@ class CombineVariant:
             "sum_registers": SUM_REGISTERS[threads],
             "stage_bytes": stage_bytes,
             "stages": stages,
-            "most_chunk_shift": MOST_CHUNK_SHIFT,
+            "chunk_shift": CHUNK_SHIFT,
+            "lone_rows": LONE_ROWS,
         }
         return KernelSpec(
             "combine",

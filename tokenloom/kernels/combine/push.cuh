@@ -80,21 +80,27 @@ struct PushChunk {
     int64 home_row;  // where the first goes, in the order of the home buffer
 };
 
+// Home ranks that rows travel to.
+template <class Shape>
+constexpr int kHomes = Shape::num_ranks - (CombineRows<Shape>::kOwnStay && Shape::num_ranks > 1 ? 1 : 0);
+
+// As many for each home rank as the one has that receives most.
 template <class Shape>
 __device__ int32 num_chunks(const CombineShared<Shape>& shared) {
     int32 most = 0;
     for (int s = 0; s < Shape::num_ranks; ++s)
-        most = max(most, ((shared.received[s] - 1) >> chunk_shift<Shape>(shared.received[s])) + 1);
-    return most * Shape::num_ranks;
+        most = max(most, Chunks<Shape>(shared.received[s]).count());
+    return most * kHomes<Shape>;
 }
 
 // Home ranks take turns, so that all links are busy; this rank begins with its neighbour.
 template <class Shape>
 __device__ PushChunk chunk_of(const CombineArgs& args, const CombineShared<Shape>& shared, int32 item) {
-    const int32 index = item / Shape::num_ranks, home = (item + 1 + args.call.rank) % Shape::num_ranks;
-    const int shift = chunk_shift<Shape>(shared.received[home]);
-    const int32 begin = index << shift, end = min((index + 1) << shift, shared.received[home]);
-    return {home, index, first_row<Shape>(args, shared, home) + begin, max(0, end - begin),
+    const int32 index = item / kHomes<Shape>;
+    const int32 home = (item % kHomes<Shape> + 1 + args.call.rank) % Shape::num_ranks;
+    const Chunks<Shape> chunks(shared.received[home]);
+    const int32 begin = chunks.begin(index);
+    return {home, index, first_row<Shape>(args, shared, home) + begin, chunks.num_rows(index),
             shared.home_base[home] + begin};
 }
 
@@ -130,7 +136,7 @@ template <class Shape>
 __device__ void push_copies(const CombineArgs& args, CombineShared<Shape>& shared, uint32 epoch, int warp, int lane) {
     constexpr int64 kRowBytes = CombineRows<Shape>::kWireBytes;
     using Copy = typename CombineRows<Shape>::Copy;
-    static_assert(Copy::kAhead + 4 < Progress<Shape::push_warps>::kRecent, "chunks begun and not yet notified");
+    static_assert(Copy::kAhead + 2 < Progress<Shape::push_warps>::kRecent, "chunks begun and not yet reported");
     Copy stream(shared.push.ring[warp], shared.push.control[warp], lane);
     ChunkSource<Shape> chunks(args, shared, warp, lane);
     PushChunk chunk{};

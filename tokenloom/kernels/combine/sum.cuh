@@ -68,7 +68,7 @@ __device__ bool sum_rows(const CombineArgs& args, const CombineShared<Shape>& sh
             dropped = term.slot >= 0 && row >= args.capacity;
         } else if (term.slot >= 0) {
             if constexpr (Shape::eager == 0) {
-                const int32 chunk = term.slot >> chunk_shift<Shape>(shared.own[term.rank]);
+                const int32 chunk = Chunks<Shape>(shared.own[term.rank]).of_row(term.slot);
                 here = flags.from(term.rank * args.max_chunks)
                            .wait(chunk, turn.epoch, deadline, term.rank, kPhasePartials);
             }
