@@ -295,11 +295,15 @@ def test_the_rule_of_chunks(count: int) -> None:
         wrong += [f"chunks.begin({chunk}) != {row}", f"chunks.num_rows({chunk}) != {size}"]
         wrong += [f"chunks.of_row({row + step}) != {chunk}" for step in range(size)]
         row += size
-    rule = ("struct Rule { static constexpr int chunk_shift = 2, lone_rows = 7; };", DIFFER)
-    path, begin = "kernels/combine/combine.cuh", f"Chunks<Rule> chunks({count});"
-    check(path, *rule, f'extern "C" __global__ void rule() {{ {begin} if ({" || ".join(wrong)}) differ(); }}')
+
+    def compile_rule(wrong: str) -> None:
+        rule = "struct Rule { static constexpr int chunk_shift = 2, lone_rows = 7; };"
+        body = f"Chunks<Rule> chunks({count}); if ({wrong}) differ();"
+        check("kernels/combine/combine.cuh", rule, DIFFER, f'extern "C" __global__ void rule() {{ {body} }}')
+
+    compile_rule(" || ".join(wrong))
     with pytest.raises(KernelCompileError, match="ptxas"):
-        check(path, *rule, f'extern "C" __global__ void rule() {{ {begin} if (chunks.of_row(99) != {row}) differ(); }}')
+        compile_rule(f"chunks.of_row(99) != {row}")
 
 
 def test_every_chunk_has_a_flag() -> None:

@@ -53,23 +53,27 @@ __device__ __forceinline__ void fill_row(unsigned char* to, uint32 word, int lan
 
 // A sum of rows of one shape and dtype, in the order of lanes, from loads into registers: kTermsAtOnce terms are in
 // flight together. (device/pipe/term_stream.cuh adds rows that pass through shared memory, weighted or not.) A step
-// takes registers for the terms in flight and for the sum, kMostRegisters in all: with more, variants spill.
-template <int kTermDtype, int kOutDtype, int kHidden, int kGroupValues, int kTermsAtOnce, int kMostRegisters = 80>
+// takes registers for the terms in flight, and all take kMostRegisters: with more, variants spill. Where all kMostTerms
+// of a row are in flight together, one step is added after the other; else each needs registers for its sum.
+template <int kTermDtype, int kOutDtype, int kHidden, int kGroupValues, int kTermsAtOnce, int kMostTerms,
+          int kMostRegisters = 80>
 struct RowSum {
+    static constexpr bool kAllAtOnce = kMostTerms <= kTermsAtOnce;
     static constexpr int kGroups = kHidden / kGroupValues;
     static constexpr int kTermBytes = kGroupValues * kValueBytes<kTermDtype>;
     static constexpr int kOutBytes = kGroupValues * kValueBytes<kOutDtype>;
-    static constexpr int kStepRegisters = kTermsAtOnce * kTermBytes / 4 + kGroupValues;
-    static constexpr int kMostSteps = kStepRegisters > kMostRegisters ? 1 : kMostRegisters / kStepRegisters;
-    using Row = Tiles<kGroups, (kMostSteps < 4 ? kMostSteps : 4)>;
+    static constexpr int kStepRegisters = kTermsAtOnce * kTermBytes / 4 + (kAllAtOnce ? 0 : kGroupValues);
+    static constexpr int kMostSteps = (kMostRegisters - (kAllAtOnce ? kGroupValues : 0)) / kStepRegisters;
+    using Row = Tiles<kGroups, (kMostSteps > 1 ? kMostSteps : 1)>;
     using Packed = PackedGroup<kTermDtype, kGroupValues>;
+    using Sum = Group<kGroupValues>;
 
     // The next terms of the mask, up to kTermsAtOnce.
     struct Batch {
         Packed packed[kTermsAtOnce][Row::kSteps];
         int count = 0;
 
-        __device__ __forceinline__ void load(uint32& rest, uint64 term, int tile, int lane) {
+        __device__ __forceinline__ Batch(uint32& rest, uint64 term, int tile, int lane) {
             int index;
 #pragma unroll
             for (int t = 0; t < kTermsAtOnce; ++t) {
@@ -83,6 +87,12 @@ struct RowSum {
                         packed[t][step] = load_group_once<kTermDtype, kGroupValues>(from + index * kTermBytes);
             }
         }
+
+        __device__ __forceinline__ void add_to(Sum& sum, int step) const {
+#pragma unroll
+            for (int t = 0; t < kTermsAtOnce; ++t)
+                if (t < count) add_group(sum, unpack(packed[t][step]));
+        }
     };
 
     // Into how many parts each of `rows` sums is cut, so that `warps` warps have work where rows are few.
@@ -93,26 +103,33 @@ struct RowSum {
     // Adds part `part` of `parts` of the lanes' terms; +0 without terms.
     static __device__ __forceinline__ void add(unsigned char* to, uint64 term, uint32 terms, int part, int parts,
                                                int lane) {
-        int index;
+        const Sum begin = filled_group<kGroupValues>(terms ? -0.0f : 0.0f);  // x + -0 is x for every x
+        const auto store = [&](int tile, int step, const Sum& sum) {
+            int index;
+            if (Row::unit(tile, step, lane, index)) store_group<kOutDtype>(to + index * kOutBytes, sum);
+        };
         for (int tile = part; tile < Row::kCount; tile += parts) {
-            // x + -0 is x for every x, so the sum starts from its first term.
-            Group<kGroupValues> sum[Row::kSteps];
+            uint32 rest = terms;
+            if constexpr (kAllAtOnce) {
+                const Batch batch(rest, term, tile, lane);
 #pragma unroll
-            for (int step = 0; step < Row::kSteps; ++step) sum[step] = filled_group<kGroupValues>(terms ? -0.0f : 0.0f);
-            for (uint32 rest = terms; rest != 0;) {
-                Batch batch;
-                batch.load(rest, term, tile, lane);
-#pragma unroll
-                for (int t = 0; t < kTermsAtOnce; ++t) {
-                    if (t >= batch.count) continue;
-#pragma unroll
-                    for (int step = 0; step < Row::kSteps; ++step)
-                        if (Row::unit(tile, step, lane, index)) add_group(sum[step], unpack(batch.packed[t][step]));
+                for (int step = 0; step < Row::kSteps; ++step) {
+                    Sum sum = begin;
+                    batch.add_to(sum, step);
+                    store(tile, step, sum);
                 }
-            }
+            } else {
+                Sum sum[Row::kSteps];
 #pragma unroll
-            for (int step = 0; step < Row::kSteps; ++step)
-                if (Row::unit(tile, step, lane, index)) store_group<kOutDtype>(to + index * kOutBytes, sum[step]);
+                for (int step = 0; step < Row::kSteps; ++step) sum[step] = begin;
+                while (rest != 0) {
+                    const Batch batch(rest, term, tile, lane);
+#pragma unroll
+                    for (int step = 0; step < Row::kSteps; ++step) batch.add_to(sum[step], step);
+                }
+#pragma unroll
+                for (int step = 0; step < Row::kSteps; ++step) store(tile, step, sum[step]);
+            }
         }
     }
 };

@@ -41,7 +41,7 @@ struct SumsOfNodes {
     static constexpr int kNodes = Shape::num_ranks / Shape::node_ranks;
     using Rows = CombineRows<Shape>;
     using NodeSum = RowSum<Shape::wire_dtype, Shape::wire_dtype, Shape::hidden, Shape::group, Shape::sum_terms,
-                           Shape::sum_registers>;
+                           Rows::kMostTerms, Shape::sum_registers>;
 };
 
 template <class Shape>

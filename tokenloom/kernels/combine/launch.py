@@ -28,10 +28,11 @@ COPY_THREADS, SUM_THREADS = 512, 640
 """Threads of a block whose pushing warps send rows as they are, and of one where they make them. Eager calls have few
 rows, and need the registers more than the warps."""
 CHUNK_SHIFT, LONE_ROWS = 2, 512
-"""Chunks have 4 rows, and the last 512 rows for each home rank are chunks by themselves. Home can use a chunk when all of
-it is there, and at the end waits for what slow SMs have claimed. But each chunk has a claim and a flag."""
-COPY_WARPS = 3
-"""Warps of a block that send rows as they are. Bulk copies need few threads; the other warps sum."""
+"""Chunks have 4 rows, and the last 512 rows for each home rank are chunks by themselves: at the end home waits for
+what slow SMs have claimed. But each chunk has a claim and a flag."""
+COPY_WARPS = {12288: 3, 2048: 4, 0: 8}
+"""Warps of a block that send rows as they are, by the least bytes of a row. Bulk copies need few threads; the other
+warps sum."""
 PUSH_WARPS = 16
 """Warps of a block that send rows which are sums, or have to be converted. The other warps sum what arrives."""
 PUSH_STAGES = 4
@@ -126,14 +127,15 @@ class CombineVariant:
         """
         plan, hidden = self.plan, self.hidden or self.plan.hidden
         copies = self.layout != "expert" and self.y_dtype == self.wire_dtype and not (self.dense or self.eager)
+        row_bytes = hidden * self.wire_dtype.itemsize
         threads = COPY_THREADS if copies or self.dense or self.eager else SUM_THREADS
-        push_warps = threads // 32 if self.eager else COPY_WARPS if copies else PUSH_WARPS
+        push_warps = threads // 32 if self.eager else _copy_warps(row_bytes) if copies else PUSH_WARPS
         rings = 1 if self.dense or self.part == "receive" else push_warps
         ranks_of_token = plan.num_ranks * (1 - (1 - 1 / plan.num_ranks) ** plan.top_k)  # if routing is random
         terms_of_token = plan.top_k if self.mode == "per_route" else ranks_of_token
         other_bytes = 36 * plan.num_ranks + 4 * 19 * push_warps + 256 + reserved_bytes
         if copies:
-            stage_bytes, stages, shared_bytes = ring(hidden * self.wire_dtype.itemsize, rings, other_bytes, 0)
+            stage_bytes, stages, shared_bytes = ring(row_bytes, rings, other_bytes, 0)
         else:
             stage_bytes, stages, shared_bytes = _term_ring(hidden, self.y_dtype, rings)
             shared_bytes += other_bytes
@@ -227,6 +229,10 @@ def _term_ring(hidden: int, dtype: torch.dtype, warps: int) -> tuple[int, int, i
     stage_bytes = 32 * -(-all_steps // tiles) * group * dtype.itemsize
     stages = min(PUSH_STAGES, MAX_SHARED_BYTES * 9 // 10 // (warps * stage_bytes))
     return stage_bytes, stages, warps * stages * stage_bytes
+
+
+def _copy_warps(row_bytes: int) -> int:
+    return next(warps for least, warps in COPY_WARPS.items() if row_bytes >= least)
 
 
 def _terms_at_once(expected: float, most: int) -> int:

@@ -25,7 +25,7 @@ __device__ void sum_routes(const SumRoutesArgs& args) {
     constexpr int kRowBytes = Shape::hidden * 2, kWarps = Shape::threads / 32;
     constexpr int kTerms = Shape::top_k + Shape::shared_experts;
     wait_for_earlier_kernels();
-    using Sum = RowSum<kBfloat16, kBfloat16, Shape::hidden, 8, Shape::terms>;
+    using Sum = RowSum<kBfloat16, kBfloat16, Shape::hidden, 8, Shape::terms, kTerms>;
     if (args.num_tokens == 0) return;
     if (threadIdx.x == 0) mark_block(args.trace, kBegins);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 * gridDim.x + blockIdx.x;
