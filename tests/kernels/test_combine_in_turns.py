@@ -31,10 +31,11 @@ KINDS = {
 }
 """All that use buffers in turns."""
 each_kind = pytest.mark.parametrize("kind", KINDS)
+WHOLE = {"eager": False, "halves": False}
 
 
 def summed(layout: str, kind: str, **others: Any) -> Summed:
-    return Summed(layout, **{"weighted": layout in ROUTE_LAYOUTS, **KINDS[kind], **others})
+    return Summed(layout, **{"weighted": layout in ROUTE_LAYOUTS, **KINDS.get(kind, WHOLE), **others})
 
 
 def run(problem: Problem, options: Summed) -> None:
@@ -105,7 +106,7 @@ def test_rows_that_were_dropped(layout: str, mode: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("blocks", [1, 4, 32])
-@each_kind
+@pytest.mark.parametrize("kind", [*KINDS, "whole"])
 def test_chunks(kind: str, blocks: int) -> None:
     """Chunks have several rows but for the last ones, and each pair of ranks its own number. More blocks than chunks
     leave some with nothing to do.
@@ -115,10 +116,14 @@ def test_chunks(kind: str, blocks: int) -> None:
         run(problem_of_two(case), summed("slots", kind, blocks=blocks))
 
 
-@each_kind
+@pytest.mark.parametrize("kind", [*KINDS, "whole"])
 def test_chunks_of_copied_rows(kind: str) -> None:
+    """The dispatch has dropped none of them, the last ones, or also the last ones that share a chunk."""
     case = replace(BASE, tokens=(LONE_ROWS + 43, LONE_ROWS + 4), spare=10, hidden=8, unused=0.0, pick="one rank")
-    run(problem_of_two(case, mirrored=True), summed("token", kind, blocks=4))
+    problem = problem_of_two(case, mirrored=True)
+    needed = problem.rows_needed("token")
+    for capacity in (needed, needed - LONE_ROWS, needed - LONE_ROWS - 10):
+        run(problem, summed("token", kind, blocks=4, capacity=capacity))
 
 
 @each_kind
