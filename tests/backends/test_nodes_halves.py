@@ -138,7 +138,7 @@ def play(steps: list[tuple[str, str, int]], batches: Any, overwrites: bool = Fal
     return list(made.values())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @EACH_WAY
 @pytest.mark.parametrize("overwrites", [False, True], ids=["", "overwritten"])
 @pytest.mark.parametrize("sizes", mostly_slow([(4, 2), (2, 1), (6, 2)], [(2, 1)]), ids=str)

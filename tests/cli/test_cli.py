@@ -165,6 +165,7 @@ def test_the_demo_passes_and_learns(pools: Callable[[str], RankPool], capsys: py
     assert_passed_and_learned(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_the_demo_on_two_nodes(pools: Callable[[str], RankPool], capsys: pytest.CaptureFixture[str]) -> None:
     """Its four ranks are taken for two nodes of two; the one that is compared with them has none."""
     from tokenloom.cli.terminal import console

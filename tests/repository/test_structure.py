@@ -83,6 +83,7 @@ def write(root: Path, name: str, text: str) -> None:
         file.write(f"{text}\n")
 
 
+@pytest.mark.slow
 def test_this_tree_passes() -> None:
     """Run as CI runs it."""
     done = subprocess.run([sys.executable, str(CHECK)], capture_output=True, text=True, check=False)
