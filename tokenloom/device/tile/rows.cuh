@@ -52,9 +52,9 @@ __device__ __forceinline__ void fill_row(unsigned char* to, uint32 word, int lan
 }
 
 // A sum of rows of one shape and dtype, in the order of lanes, from loads into registers: kTermsAtOnce terms are in
-// flight together. (device/pipe/term_stream.cuh adds rows that pass through shared memory, weighted or not.) A step
-// takes registers for the terms in flight, and all take kMostRegisters: with more, variants spill. Where all kMostTerms
-// of a row are in flight together, one step is added after the other; else each needs registers for its sum.
+// flight together. (device/pipe/term_stream.cuh adds rows that pass through shared memory, weighted or not.) The steps
+// of a tile take up to kMostRegisters, since variants spill with more. Where all kMostTerms of a row are in flight
+// together, one step is added after the other; else each step needs registers for its sum too.
 template <int kTermDtype, int kOutDtype, int kHidden, int kGroupValues, int kTermsAtOnce, int kMostTerms,
           int kMostRegisters = 80>
 struct RowSum {
