@@ -53,7 +53,7 @@ ALL_DTYPES: list[Dtypes] = [
 ]
 
 
-@pytest.mark.slow_on(1, 4)
+@pytest.mark.slow
 @each_backend
 @pytest.mark.parametrize("case", case_params(["descending-ranks"]))
 def test_dtypes(ranks: Ranks, backend: str, case: Case) -> None:
