@@ -105,7 +105,6 @@ def test_build_compiles_once(first_build: tuple[Path, Result], filled: Path, say
 
 @needs_nvrtc
 @pytest.mark.slow
-@pytest.mark.full
 def test_build_of_every_variant_as_a_process(tmp_path: Path) -> None:
     """As a user runs it, for a shape of all dtypes: everything compiles, and is listed."""
     variables = os.environ | {"TOKENLOOM_CACHE_DIR": str(tmp_path / "cache")}

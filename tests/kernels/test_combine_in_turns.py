@@ -31,11 +31,11 @@ KINDS = {
 }
 """All that use buffers in turns."""
 each_kind = pytest.mark.parametrize("kind", KINDS)
-WHOLE = {"eager": False, "halves": False}
+ALL_KINDS = KINDS | {"whole": {"eager": False, "halves": False}}
 
 
 def summed(layout: str, kind: str, **others: Any) -> Summed:
-    return Summed(layout, **{"weighted": layout in ROUTE_LAYOUTS, **KINDS.get(kind, WHOLE), **others})
+    return Summed(layout, **{"weighted": layout in ROUTE_LAYOUTS, **ALL_KINDS[kind], **others})
 
 
 def run(problem: Problem, options: Summed) -> None:
@@ -106,7 +106,7 @@ def test_rows_that_were_dropped(layout: str, mode: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("blocks", [1, 4, 32])
-@pytest.mark.parametrize("kind", [*KINDS, "whole"])
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_chunks(kind: str, blocks: int) -> None:
     """Chunks have several rows but for the last ones, and each pair of ranks its own number. More blocks than chunks
     leave some with nothing to do.
@@ -116,7 +116,7 @@ def test_chunks(kind: str, blocks: int) -> None:
         run(problem_of_two(case), summed("slots", kind, blocks=blocks))
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "whole"])
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_chunks_of_copied_rows(kind: str) -> None:
     """The dispatch has dropped none of them, the last ones, or also the last ones that share a chunk."""
     case = replace(BASE, tokens=(LONE_ROWS + 43, LONE_ROWS + 4), spare=10, hidden=8, unused=0.0, pick="one rank")

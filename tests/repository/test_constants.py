@@ -8,19 +8,25 @@ from typing import Any
 import pytest
 
 from microbench import constants
-from microbench.constants import Task, measure, parse_call, parse_variant
+from microbench.constants import measure, parse_variant
 from tests.conftest import Ranks
+from tokenloom.bench.comm.cases import Operation
+from tokenloom.bench.comm.series import Contestant, Series
 from tokenloom.bench.common.shape import Shape
 from tokenloom.kernels.combine import launch
 from tokenloom.runtime.processes import RankContext
 
-LARGEST = Shape(num_tokens=20, hidden=128, top_k=2, num_experts=8)
-CALLS = (("combine", "token", 20), ("combine", "slots", 7), ("dispatch", "expert", 20))
+SHAPE = Shape(num_tokens=20, hidden=128, top_k=2, num_experts=8)
+OPERATIONS = (
+    Operation("combine", "bf16", "token"),
+    Operation("combine", "bf16", "slots"),
+    Operation("dispatch", "bf16", "expert"),
+)
+SERIES = [Series(SHAPE, each, Contestant("nvlink", "graph", num_sms=2)) for each in OPERATIONS]
 
 
 def test_what_varies() -> None:
     assert parse_variant("LONE_ROWS=0 COPY_WARPS={0:2}") == {"LONE_ROWS": 0, "COPY_WARPS": {0: 2}}
-    assert parse_call("combine/token/4096") == ("combine", "token", 4096)
 
 
 @pytest.mark.parametrize("text", ["LONELY_ROWS=1", "LONE_ROWS=1 LONELY_ROWS=1"])
@@ -29,19 +35,27 @@ def test_unknown_constants(text: str) -> None:
         parse_variant(text)
 
 
-def test_unknown_operations() -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="reduce"):
-        parse_call("reduce/token/1")
-
-
-def test_kernels_are_compiled_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One for each layout of a combine; afterwards constants are what they were."""
-    found: list[dict[str, Any]] = []
-    monkeypatch.setattr(constants.cache, "get", lambda spec: found.append(dict(spec.shape)))
+def test_kernels_have_them() -> None:
+    """One for each combine; afterwards constants are what they were."""
     before = launch.LONE_ROWS
-    constants.compile_combines(Task(CALLS, LARGEST, num_sms=2, rounds=1), 1, {"LONE_ROWS": before + 1})
+    found = [dict(spec.shape) for spec in constants.combines(SERIES, {"LONE_ROWS": before + 1}, 1)]
     assert [shape["lone_rows"] for shape in found] == [before + 1] * 2
     assert before == launch.LONE_ROWS
+
+
+def test_samples_are_of_the_right_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Constants count when a call is made; every series of the first variant comes before those of the next."""
+
+    def sampler(context: Any, maker: Any, series: Series) -> Any:
+        value = 1000.0 * launch.LONE_ROWS + SERIES.index(series)
+        return lambda: {"call": value}
+
+    monkeypatch.setattr(constants, "make_inputs", lambda context, shape: None)
+    monkeypatch.setattr(constants, "make_sampler", sampler)
+    context: Any = None
+    samples = measure(context, SERIES, [{"LONE_ROWS": 7}, {"LONE_ROWS": 9}], rounds=2)
+    number = 2 * constants.REPLAYS
+    assert samples == [[{"call": value}] * number for value in (7000.0, 7001.0, 7002.0, 9000.0, 9001.0, 9002.0)]
 
 
 def test_every_call_of_every_variant(hoppers: Ranks) -> None:
@@ -49,6 +63,6 @@ def test_every_call_of_every_variant(hoppers: Ranks) -> None:
 
 
 def check_measure(context: RankContext, variants: list[dict[str, Any]]) -> None:
-    times = measure(context, Task(CALLS, LARGEST, num_sms=2, rounds=2), variants)
-    assert [len(each) for each in times] == [2 * constants.REPLAYS] * len(CALLS) * len(variants)
-    assert all(time > 0 for each in times for time in each)
+    samples = measure(context, SERIES, variants, rounds=2)
+    assert [len(each) for each in samples] == [2 * constants.REPLAYS] * len(SERIES) * len(variants)
+    assert all(sample["call"] > 0 for each in samples for sample in each)

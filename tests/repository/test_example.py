@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "train_moe_lm.py"
 LIMIT_S = 400.0
 NUMBERS_OF_RANKS = (1, 2)
-STEPS = 60
+STEPS = 100
 
 EARLY_STEPS, EARLY_TOLERANCE = 20, 1e-4
 """Relative, of losses and gradients' norms. Sums over a batch are added in another order, which moves last bits:
@@ -106,7 +106,7 @@ def test_it_learns_and_says_so(outcomes: dict[int, Outcome]) -> None:
     """A uniform guess among 128 bytes costs 4.85 nats; a model that knows no more than single bytes, 2.9."""
     for outcome in outcomes.values():
         assert 4.7 < outcome.losses[0] < 5.3
-        assert max(outcome.losses[-20:]) < 2.5
+        assert max(outcome.losses[-20:]) < 1.6
         lines = outcome.text.splitlines()
         assert [line.split()[:2] for line in lines] == [["step", str(step)] for step in range(20, STEPS + 1, 20)]
         assert all(f"loss {outcome.losses[step - 1]:.4f}" in lines[step // 20 - 1] for step in (20, STEPS))
@@ -126,7 +126,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(
     one = run_script(tmp_path, 1, "--steps", steps, "--resume", checkpoint, "--seed", 1)
     many = run_here(pools, tmp_path, steps, resume=str(checkpoint), seed=1)
     assert furthest(many["losses"], one.losses) < EARLY_TOLERANCE
-    assert all(loss < 2.5 for loss in one.losses), "the weights of the seed would start at 5"
+    assert all(loss < 1.6 for loss in one.losses), "the weights of the seed would start at 5"
 
 
 @pytest.mark.gpu
