@@ -3,14 +3,14 @@
 
     python tools/run_gpu_tests.py [--gpus N] [--jobs N] [--out FOLDER] [--resume] [-k EXPRESSION] [tests ...]
 
-A part is the tests of one file on groups of one size, in a pytest of its own that sees as many GPUs as it needs.
-Parts share GPUs. Those with the marker ``alone``, which measure, kill or fill a GPU, come last and share with nobody.
+A part is tests on groups of one size, in a pytest of its own that sees as many GPUs as it needs. Parts share GPUs.
+Those with the marker ``alone``, which measure, kill or fill a GPU, come last and share with nobody.
 A test without a group sees one GPU, or as many as ``gpu(2)`` says, or all of them if it runs alone.
 Prints a line for each part with its failures, then totals. The exit status is 1 if a test failed or did not run to
-its end. SIGTERM, as of timeout(1), ends the run with the totals so far; --resume goes on with what was left.
+its end. SIGTERM, as of timeout(1), ends the run with the totals so far; --resume goes on with the tests that are left.
 
 Run it from the root of the repository. Standard library only; this file is also the plugin by which each pytest tells
-what it does, so that a part that dies or hangs is known up to the test that did it.
+what it does. So if a part dies or hangs, the test that did it is known, and those behind it run in a new part.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-MOST_TESTS = 30
-"""More tests of a file are more parts. A part starts in about ten seconds, and the longest decides."""
-LIMIT_S = 400.0
+MOST_TESTS, LEAST_TESTS = 40, 15
+"""Of a part. It starts in 10 to 30 seconds, as its ranks import torch, and the longest decides when all is done."""
+LIMIT_S = 600.0
 COLLECT_LIMIT_S = 120.0
 POLL_S = 0.05
 TELL_TO = "RUN_GPU_TESTS_TELL_TO"
 """Environment variable: the file that a pytest tells what it does, in lines of JSON."""
+COLLECTED, KEPT = "collected.jsonl", "before.jsonl"
+"""Files beside those of parts: the tests there are, and which of them have passed or been skipped in runs before."""
 LAST_LINES = 12
 
 
@@ -92,6 +94,9 @@ class Part:
         tests: Node ids.
         num_gpus: GPUs that it sees.
         alone: Whether no other part may use them meanwhile.
+        result: What came of it, None before it has ended.
+        stopped: Whether it was running when the run was told to end.
+        rest: Tests that had not begun when it ended.
     """
 
     name: str
@@ -102,6 +107,8 @@ class Part:
     gpus: tuple[int, ...] = ()
     began: float = 0.0
     result: Result | None = None
+    stopped: bool = False
+    rest: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -112,6 +119,7 @@ class Result:
         outcomes: "passed", "failed" or "skipped" by test; teardowns that failed count as failed tests.
         texts: Traceback of each failure, reason of each skip.
         seconds: Duration of each test.
+        begun: Tests that have begun.
         wall_s: Duration of the part.
         ended: How its process ended, if not by itself with all tests run; else "".
     """
@@ -119,24 +127,44 @@ class Result:
     outcomes: dict[str, str] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    begun: set[str] = field(default_factory=set)
     wall_s: float = 0.0
     ended: str = ""
 
 
-def make_parts(collected: Sequence[dict[str, Any]], num_gpus: int) -> list[Part]:
+def make_parts(collected: Sequence[dict[str, Any]], num_gpus: int, jobs: int) -> list[Part]:
     """Parts of the tests: largest groups first, those that run alone last."""
-    groups: dict[tuple[bool, int, str], list[str]] = {}
+    groups: dict[tuple[bool, int], dict[str, list[str]]] = {}
     for each in collected:
         size = min(each["ranks"] or num_gpus, num_gpus)  # a group that is too large says so and is skipped
-        groups.setdefault((each["alone"], -size, each["test"].partition("::")[0]), []).append(each["test"])
+        files = groups.setdefault((each["alone"], -size), {})
+        files.setdefault(each["test"].partition("::")[0], []).append(each["test"])
     parts = []
-    for (alone, size, file), tests in sorted(groups.items(), key=lambda group: (group[0][:2], -len(group[1]))):
-        count = -(-len(tests) // MOST_TESTS)
-        for i in range(count):
-            name = file.removeprefix("tests/").removesuffix(".py").replace("/", "-") + f"-{-size}"
-            name += (f"-{i + 1}" if count > 1 else "") + ("-alone" if alone else "")
-            parts.append(Part(name, tests[i * len(tests) // count : (i + 1) * len(tests) // count], -size, alone))
+    for (alone, size), files in sorted(groups.items()):
+        at_once = num_gpus // -size * (1 if alone else jobs)
+        most = min(max(-(-sum(map(len, files.values())) // at_once), 1 if alone else LEAST_TESTS), MOST_TESTS)
+        suffix = f"{size}" + ("-alone" if alone else "")
+        parts += [Part(name + suffix, tests, -size, alone) for name, tests in pack(files, most)]
     return parts
+
+
+def pack(files: dict[str, list[str]], most: int) -> list[tuple[str, list[str]]]:
+    """Names and tests of parts that have at most so many tests: pieces of a large file, or several small files."""
+    parts: list[tuple[str, list[str]]] = []
+    joined: list[tuple[list[str], list[str]]] = []
+    for file, tests in sorted(files.items(), key=lambda each: -len(each[1])):
+        name = file.removeprefix("tests/").removesuffix(".py").replace("/", "-")
+        count = -(-len(tests) // most)
+        if count > 1:
+            bounds = [i * len(tests) // count for i in range(count + 1)]
+            parts += [(f"{name}.{i + 1}", tests[bounds[i] : bounds[i + 1]]) for i in range(count)]
+            continue
+        names, room = next((each for each in joined if len(each[1]) + len(tests) <= most), ([], []))
+        if not names:
+            joined.append((names, room))
+        names.append(name)
+        room += tests
+    return parts + [(names[0] + (f"+{len(names) - 1}" if len(names) > 1 else ""), tests) for names, tests in joined]
 
 
 class Runner:
@@ -145,8 +173,8 @@ class Runner:
     def __init__(self, out: Path, visible: Sequence[str], jobs: int, limit_s: float) -> None:
         self._out, self._visible, self._jobs, self._limit_s = out, visible, jobs, limit_s
 
-    def run(self, parts: Sequence[Part]) -> Iterator[Part]:
-        """Parts as they end."""
+    def run(self, parts: list[Part]) -> Iterator[Part]:
+        """Parts as they end. Tests that one has left by dying become a part behind the others."""
         waiting, running = list(parts), list[Part]()
         try:
             while waiting or running:
@@ -160,12 +188,17 @@ class Runner:
                         self._start(part, gpus)
                 ended = [part for part in running if self._ended(part)]
                 running = [part for part in running if part not in ended]
+                left = [Part(f"{part.name}.rest", part.rest, part.num_gpus, part.alone) for part in ended if part.rest]
+                waiting += left
+                parts += left
                 yield from ended
                 if not ended:
                     time.sleep(POLL_S)
         finally:
             for part in running:
                 end(part)
+                part.result = read_result(self._out / f"{part.name}.jsonl")
+                part.stopped = True
 
     def _room_for(self, part: Part, running: Sequence[Part]) -> tuple[int, ...]:
         """The least busy GPUs that take the part; empty if too few do."""
@@ -178,8 +211,6 @@ class Runner:
 
     def _start(self, part: Part, gpus: tuple[int, ...]) -> None:
         part.gpus, part.began = gpus, time.monotonic()
-        for old in (f"{part.name}.jsonl", f"{part.name}.done"):  # of a run that was stopped, or had fewer tests
-            (self._out / old).unlink(missing_ok=True)
         command = [*test_command(), "-rN", "-m", "", *part.tests]
         visible = ",".join(self._visible[gpu] for gpu in gpus)
         environment = plugin_environment(self._out / f"{part.name}.jsonl")
@@ -197,42 +228,53 @@ class Runner:
         if part.process.poll() is None and not late:
             return False
         end(part)  # ranks too, whatever they do
-        code = part.process.returncode
-        part.result = read_result(self._out / f"{part.name}.jsonl", part.tests)
+        code, file = part.process.returncode, self._out / f"{part.name}.jsonl"
+        if begun := read_result(file).begun:
+            part.rest = [test for test in part.tests if test not in begun]
+            part.tests = [test for test in part.tests if test in begun]
+        part.result = read_result(file, part.tests)
         part.result.wall_s = wall_s
         if late:
             part.result.ended = f"ended after {self._limit_s:g} s{part.result.ended}"
         elif code not in (0, 1) or part.result.ended:
             part.result.ended = f"ended with exit code {code}{part.result.ended}"
-        if not failures_of(part):
-            (self._out / f"{part.name}.done").touch()
+        if part.result.ended and all(test in part.result.outcomes for test in part.tests):
+            file.rename(file.with_suffix(".cut"))  # it failed behind its last test, so all of it is to run again
         return True
 
 
-def take_results(out: Path, parts: Sequence[Part]) -> None:
-    """Take the results of parts that an earlier run with the same folder has ended without a failure."""
-    for part in parts:
-        if (out / f"{part.name}.done").exists():
-            result = read_result(out / f"{part.name}.jsonl", part.tests)
-            part.result = None if result.ended else result  # it may have more tests now
+def keep_results(out: Path) -> None:
+    """Keep in one file which tests have passed or been skipped in the runs before."""
+    for file in set(out.glob("*.jsonl")) - {out / COLLECTED, out / KEPT}:
+        result = read_result(file)
+        with open(out / KEPT, "a") as kept:
+            for test, outcome in result.outcomes.items():
+                if outcome != "failed":
+                    told = {"outcome": outcome, "wall_s": result.seconds[test], "text": result.texts.get(test, "")}
+                    print(json.dumps({"test": test, **told}), file=kept)
+        file.unlink()
 
 
-def read_result(file: Path, tests: Sequence[str]) -> Result:
-    """What a part told; ``ended`` says at which test it stopped, where tests are missing."""
+def read_result(file: Path, tests: Sequence[str] | None = None) -> Result:
+    """What a file says of these tests, or of all; ``ended`` says at which one it stopped, where some are missing."""
     result, last = Result(), ""
+    wanted = None if tests is None else set(tests)
     for line in file.read_text().splitlines() if file.exists() else []:
         with suppress(json.JSONDecodeError):  # the line that the end of the process cut
             told = json.loads(line)
             if "began" in told:
                 last = told["began"]
+                result.begun.add(last)
                 continue
             test = told["test"]
+            if wanted is not None and test not in wanted:
+                continue
             if result.outcomes.get(test) != "failed":
                 result.outcomes[test] = told["outcome"]
             result.seconds[test] = result.seconds.get(test, 0.0) + told["wall_s"]
             if told["text"]:
                 result.texts[test] = told["text"]
-    missing = [test for test in tests if test not in result.outcomes]
+    missing = [test for test in tests or () if test not in result.outcomes]
     if missing:
         result.ended = f", {len(missing)} tests have no result" + (f"; the last to begin was {last}" if last else "")
     return result
@@ -263,7 +305,7 @@ def collect(out: Path, options: argparse.Namespace) -> tuple[list[str], list[dic
     Raises:
         SystemExit: pytest could not collect them.
     """
-    file = out / "collected.jsonl"
+    file = out / COLLECTED
     environment = plugin_environment(file)
     if options.gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(options.gpus))))
@@ -304,20 +346,15 @@ def failures_of(part: Part) -> list[str]:
     return told
 
 
-def report(parts: Sequence[Part], wall_s: float) -> int:
-    """Print totals; how many failures there are. Parts without a result did not end."""
-    failures = 0
+def report(before: Result, parts: Sequence[Part], wall_s: float) -> int:
+    """Print totals, with those of runs before; how many parts and tests failed, or have not run to their end."""
     counts: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     slowest: list[tuple[float, str]] = []
-    without = [part for part in parts if part.result is None]
-    for part in parts:
-        if part.result is None:
-            continue
-        counts.update(part.result.outcomes.values())
-        slowest += [(seconds, test) for test, seconds in part.result.seconds.items()]
-        reasons.update(part.result.texts[test] for test, how in part.result.outcomes.items() if how == "skipped")
-        failures += len(failures_of(part))
+    for result in [before, *(part.result for part in parts if part.result is not None)]:
+        counts.update(result.outcomes.values())
+        slowest += [(seconds, test) for test, seconds in result.seconds.items()]
+        reasons.update(result.texts[test] for test, how in result.outcomes.items() if how == "skipped")
     for reason, number in reasons.most_common():
         print(f"\nskipped {number}: {reason}")
     print("\nslowest tests, seconds:")
@@ -326,12 +363,13 @@ def report(parts: Sequence[Part], wall_s: float) -> int:
     cut_short = sum(bool(part.result and part.result.ended) for part in parts)
     print(f"\n{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
     print(f"{len(parts)} parts in {wall_s:.0f} s, {cut_short} of them cut short")
+    without = [part for part in parts if part.result is None or part.stopped]
     if without:
-        tests = sum(len(part.tests) for part in without)
+        tests = sum(len(part.tests) - len(part.result.outcomes if part.result else ()) for part in without)
         print(
             f"stopped: {tests} tests in {len(without)} parts have no result: {' '.join(part.name for part in without)}"
         )
-    return failures + len(without)
+    return len(without) + sum(len(failures_of(part)) for part in parts if part.result is not None)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -343,7 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="keep the parts that have passed in a run before, of the same commit and with the same --out",
+        help="keep the tests that have passed in runs before, of the same commit and with the same --out",
     )
     parser.add_argument("-k", dest="expression", help="as of pytest")
     parser.add_argument("--marker", default="gpu", help="as -m of pytest (default: gpu)")
@@ -355,25 +393,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--resume needs the --out of the run that it goes on with")
     out = options.out or Path(tempfile.mkdtemp(prefix="tokenloom-gpu-tests-"))
     out.mkdir(parents=True, exist_ok=True)
-    for old in [out / "collected.jsonl"] if options.resume else [*out.glob("*.jsonl"), *out.glob("*.done")]:
-        old.unlink(missing_ok=True)
+    if options.resume:
+        keep_results(out)
+    for old in {*out.glob("*.jsonl")} - ({out / KEPT} if options.resume else set()):
+        old.unlink()
 
     began = time.monotonic()
     visible, collected = collect(out, options)
     num_gpus = len(visible)
     jobs = options.jobs or max(1, (os.cpu_count() or 1) // num_gpus // 2)
-    parts = make_parts(collected, num_gpus)
-    if options.resume:
-        take_results(out, parts)
-    left = [part for part in parts if part.result is None]
-    print(f"{len(collected)} tests in {len(parts)} parts on {num_gpus} GPUs, {jobs} parts to a GPU; logs in {out}")
-    print(f"{len(parts) - len(left)} parts have passed before\n" if options.resume else "")
+    before = read_result(out / KEPT, [each["test"] for each in collected])
+    left = [each for each in collected if each["test"] not in before.outcomes]
+    parts = make_parts(left, num_gpus, jobs)
+    print(f"{len(left)} tests in {len(parts)} parts on {num_gpus} GPUs, {jobs} parts to a GPU; logs in {out}")
+    print(f"{len(collected) - len(left)} tests were done before\n" if options.resume else "")
     print(f"{'part':44} {'GPUs':>8}{'passed':>7}{'failed':>7}{'skipped':>8}{'seconds':>9}", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with suppress(SystemExit):
-        for part in Runner(out, visible, jobs, options.limit_s).run(left):
+        for part in Runner(out, visible, jobs, options.limit_s).run(parts):
             print("\n".join([line_of(part), *failures_of(part)]), flush=True)
-    return 1 if report(parts, time.monotonic() - began) else 0
+    for part in parts:
+        if part.stopped:
+            print("\n".join([line_of(part), *failures_of(part)]))
+    return 1 if report(before, parts, time.monotonic() - began) else 0
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -92,6 +93,18 @@ pytestmark = pytest.mark.gpu
 def test_hangs(): time.sleep(100)
 """,
 }
+ENDS_BADLY = """
+import os
+import pytest
+
+@pytest.fixture(scope="session")
+def dies():
+    yield
+    os._exit(4)
+
+@pytest.mark.gpu
+def test_before(dies): pass
+"""
 
 
 @dataclass(frozen=True)
@@ -165,12 +178,13 @@ def test_failures(tmp_path: Path) -> None:
     assert "AssertionError: arithmetic" in done.text
     assert "FAILED test_bad.py::test_breaks_at_the_end\n" in done.text
     assert "OSError: teardown" in done.text
-    died = "ended with exit code 3, 2 tests have no result; the last to begin was test_dies.py::test_dies"
-    assert f"PART test_dies-1 {died}\n" in done.text
+    died = "ended with exit code 3, 1 tests have no result; the last to begin was test_dies.py::test_dies"
+    assert f"PART test_bad+2-1 {died}\n" in done.text
     hung = "ended after 25 s, 1 tests have no result; the last to begin was test_hangs.py::test_hangs"
-    assert f"PART test_hangs-1 {hung}\n" in done.text
-    assert "2 passed, 2 failed, 1 skipped" in done.text
+    assert f"PART test_bad+2-1.rest {hung}\n" in done.text
+    assert "3 passed, 2 failed, 1 skipped" in done.text
     assert "skipped 1: no reason\n" in done.text
+    assert "2 parts in" in done.text
     assert "2 of them cut short" in done.text
 
 
@@ -186,32 +200,51 @@ def test_nothing_to_run_is_no_success(tmp_path: Path, suite: dict[str, str], sai
 
 @pytest.mark.slow
 def test_resumed(tmp_path: Path) -> None:
-    """What has passed is not run again and counts; what has failed is."""
+    """What has passed is not run again and counts; what has failed or died is."""
     assert run(tmp_path, BAD, "-k", "not hangs").code == 1
     mended = dict(BAD)
     for wrong, right in (("== 3", "== 2"), ('raise OSError("teardown")', "")):
         mended["test_bad.py"] = mended["test_bad.py"].replace(wrong, right)
     first = run(tmp_path, mended, "-k", "not hangs and not dies", "--resume")
     assert first.code == 0, first.text
-    ran = len(first.notes)
+    assert "2 tests were done before" in first.text
+    ran = [note["test"] for note in first.notes]
+    assert ran[-2:] == ["test_fails", "test_breaks_at_the_end"]
     again = run(tmp_path, mended, "-k", "not hangs and not dies", "--resume")
     assert again.code == 0
-    assert len(again.notes) == ran, "nothing is run again"
-    assert "1 parts have passed before" in again.text
+    assert [note["test"] for note in again.notes] == ran, "nothing is run again"
+    assert "4 tests were done before" in again.text
     assert "3 passed, 0 failed, 1 skipped" in again.text
-    alone = run(tmp_path, mended, "-k", "not hangs", "--resume")
-    assert len(alone.notes) == ran + 1, "of the part that dies, the test before"
+    of_all = run(tmp_path, mended, "-k", "not hangs", "--resume")
+    assert "6 tests were done before" in of_all.text
+    assert "PART test_dies-1 ended with exit code 3, 1 tests have no result" in of_all.text
 
 
 @pytest.mark.slow
-def test_resumed_with_more_tests(tmp_path: Path) -> None:
-    """A part that has passed with fewer tests is run again, and again if that fails."""
-    assert run(tmp_path, BAD, "-k", "passes").code == 0
-    for _ in range(2):
-        done = run(tmp_path, BAD, "-k", "not hangs and not dies", "--resume")
+def test_a_part_that_fails_at_its_end(tmp_path: Path) -> None:
+    """Its tests have passed, and yet all of them run again."""
+    suite = BASE | {"test_end.py": ENDS_BADLY}
+    for number in (1, 2):
+        done = run(tmp_path, suite, "--resume")
         assert done.code == 1
-        assert "0 parts have passed before" in done.text
-        assert "FAILED test_bad.py::test_fails\n" in done.text
+        assert "PART test_end-1 ended with exit code 4\n" in done.text
+        assert "0 tests were done before" in done.text
+        assert len(done.notes) == number
+
+
+def test_pieces_and_joined_files() -> None:
+    """Parts have as many tests as may be, in files as few as may be, and names of their own."""
+    tool = runpy.run_path(str(SCRIPT))
+    sizes = {"tests/comm/test_large.py": 25, "tests/test_a.py": 6, "tests/test_b.py": 5, "tests/test_c.py": 4}
+    parts = tool["pack"]({file: [f"{file}::{i}" for i in range(number)] for file, number in sizes.items()}, 10)
+    assert [(name, len(tests)) for name, tests in parts] == [
+        ("comm-test_large.1", 8),
+        ("comm-test_large.2", 8),
+        ("comm-test_large.3", 9),
+        ("test_a+1", 10),
+        ("test_b", 5),
+    ]
+    assert len({test for _, tests in parts for test in tests}) == sum(sizes.values())
 
 
 @pytest.mark.slow
@@ -219,5 +252,8 @@ def test_stopped(tmp_path: Path) -> None:
     """SIGTERM ends a run in which a test hangs: what has ended is counted, and what has not is named."""
     done = run(tmp_path, BAD, "--jobs", "3", stop_after_s=40)
     assert done.code == 124
-    assert "2 passed, 2 failed, 1 skipped" in done.text
-    assert "stopped: 1 tests in 1 parts have no result: test_hangs-1" in done.text
+    assert "3 passed, 2 failed, 1 skipped" in done.text
+    assert "stopped: 1 tests in 1 parts have no result: test_bad+2-1.rest" in done.text
+    again = run(tmp_path, BAD, "-k", "test_after", "--resume")
+    assert "1 tests were done before" in again.text, "of a part that was stopped"
+    assert again.code == 0
