@@ -26,8 +26,10 @@ SCHEDULES = (*(schedule for *_, schedule in MEASURED), MegaSchedule(send_sms=2, 
 """Those that calls take, and one that users may ask for."""
 
 
-def check_case(context: RankContext, name: str, backend: str = "nvlink") -> None:
-    case = CASES[name]
+def check_case(
+    context: RankContext, name: str, backend: str = "nvlink", tokens: tuple[int, ...] | None = None
+) -> None:
+    case = CASES[name] if tokens is None else replace(CASES[name], tokens=tokens)
     layer = make_layer(case, context.num_ranks, context.device)
     with make_mega(context, case, layer, backend) as mega:
         given = inputs(case, layer, context.rank)
