@@ -30,8 +30,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-MOST_TESTS, LEAST_TESTS = 40, 15
-"""Of a part. It starts in 10 to 30 seconds, as its ranks import torch, and the longest decides when all is done."""
+MOST_TESTS, LEAST_TESTS, MOST_ALONE = 40, 15, 10
+"""Of a part. It starts in 10 to 30 seconds, as its ranks import torch, and the longest decides when all is done. Tests
+that run alone take long themselves."""
 LIMIT_S = 600.0
 COLLECT_LIMIT_S = 120.0
 POLL_S = 0.05
@@ -142,7 +143,8 @@ def make_parts(collected: Sequence[dict[str, Any]], num_gpus: int, jobs: int) ->
     parts = []
     for (alone, size), files in sorted(groups.items()):
         at_once = num_gpus // -size * (1 if alone else jobs)
-        most = min(max(-(-sum(map(len, files.values())) // at_once), 1 if alone else LEAST_TESTS), MOST_TESTS)
+        even = -(-sum(map(len, files.values())) // at_once)
+        most = min(even, MOST_ALONE) if alone else min(max(even, LEAST_TESTS), MOST_TESTS)
         suffix = f"{size}" + ("-alone" if alone else "")
         parts += [Part(name + suffix, tests, -size, alone) for name, tests in pack(files, most)]
     return parts
