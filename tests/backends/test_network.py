@@ -220,6 +220,7 @@ def test_layers(four: Ranks, dispatch: str, combine: str) -> None:
     four.run(check_layer, tl.Strategy(dispatch, combine))
 
 
+@pytest.mark.slow
 def test_layer_per_node(four: Ranks) -> None:
     """A layer that takes it sums in another order, and nothing else differs."""
     four.run(check_layer, tl.Strategy(combine="per_node"))

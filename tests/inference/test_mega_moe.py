@@ -85,7 +85,7 @@ OF_COMPOSED = ("fp8", "repeats", "all masked", "powers of two", "two shared expe
 OTHERS = [("reference", name) for name in OF_REFERENCE] + [("composed", name) for name in OF_COMPOSED]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.slow_on(1, 4)
 @pytest.mark.parametrize(("backend", "name"), OTHERS)
 def test_other_backends(ranks: Ranks, backend: str, name: str) -> None:

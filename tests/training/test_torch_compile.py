@@ -203,6 +203,7 @@ def test_inductor(ranks: Ranks) -> None:
     ],
     ids=["bias_and_sum", "bfloat16_without_losses", "frozen", "gpt_oss"],
 )
+@pytest.mark.slow
 def test_options_of_the_layer(case: LayerCase) -> None:
     model = make_layer(case, None)
     x = torch.randn(6, HIDDEN).to(case.dtype)
@@ -246,6 +247,7 @@ def test_data_parallel(ranks: Ranks, inside: bool) -> None:
 
 @pytest.mark.parametrize("x_dtype", [torch.float32, BF16], ids=str)
 @pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.slow
 def test_autocast(x_dtype: torch.dtype, where: str) -> None:
     """Of the compiled function, and around it; outputs and gradients have eager's dtypes."""
     layer = make_layer(CASE, None)
@@ -454,6 +456,7 @@ def test_a_forward_has_one_backward() -> None:
 @pytest.mark.parametrize(
     ("policy", "num_kept"), [(CheckpointPolicy.PREFER_RECOMPUTE, 0), (CheckpointPolicy.MUST_SAVE, 1)]
 )
+@pytest.mark.slow
 def test_a_checkpoint_keeps_nothing_unless_it_is_told_to(policy: CheckpointPolicy, num_kept: int) -> None:
     layer, x = make_layer(CASE, None), torch.randn(5, HIDDEN)
     contexts = partial(create_selective_checkpoint_contexts, lambda context, operator, *args, **kwargs: policy)

@@ -289,6 +289,7 @@ def train_on_a_mesh(context: RankContext) -> None:
 
 
 @pytest.mark.slow_on(1, 2)  # it takes all ranks
+@pytest.mark.slow
 def test_a_mesh_of_data_and_expert_parallelism(ranks: Ranks) -> None:
     if ranks.num_ranks != ranks.pool.num_ranks:
         pytest.skip("a mesh takes all processes of the pool")
