@@ -19,12 +19,9 @@ from pathlib import Path
 from typing import Any
 
 COMMANDS = {
-    "comm": ("bench", "comm", "--tokens", "128,4096", "--iterations", "12", "--backends", "nvlink"),
-    "mega": ("bench", "mega", "--num-experts", "128", "--tokens", "8,128,512,2048,8192", "--iterations", "5"),
-    "train": (
-        *("bench", "train", "--thiek", "65536,4096,1536,64,8", "--redispatch-in-backward"),
-        *("--no-check", "--iterations", "5"),
-    ),
+    "comm": "bench comm --tokens 128,4096 --iterations 12 --backends nvlink",
+    "mega": "bench mega --num-experts 128 --tokens 8,128,512,2048,8192 --iterations 5",
+    "train": "bench train --thiek 65536,4096,1536,64,8 --redispatch-in-backward --no-check --iterations 5",
 }
 """For 4 GPUs."""
 VALUES = ("p50_us", "p50_ms")
@@ -63,12 +60,12 @@ def main() -> int:
     return 0
 
 
-def measure(tree: Path, command: tuple[str, ...]) -> dict[str, float]:
+def measure(tree: Path, command: str) -> dict[str, float]:
     """The median of every row, in the unit of the benchmark."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "rows.json")
         done = subprocess.run(
-            [sys.executable, "-m", "tokenloom", *command, "--json", str(file)],
+            [sys.executable, "-m", "tokenloom", *command.split(), "--json", str(file)],
             cwd=tree,
             text=True,
             stdout=subprocess.PIPE,
@@ -77,7 +74,7 @@ def measure(tree: Path, command: tuple[str, ...]) -> dict[str, float]:
             check=False,
         )
         if not file.exists():
-            print(f"{tree}: {' '.join(command)} ended with {done.returncode}\n{done.stdout[-2000:]}", flush=True)
+            print(f"{tree}: {command} ended with {done.returncode}\n{done.stdout[-2000:]}", flush=True)
             return {}
         rows: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
     values = [(name_of(row), next((row[each] for each in VALUES if row.get(each)), None)) for row in rows]

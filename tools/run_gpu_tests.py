@@ -120,7 +120,7 @@ class Result:
         outcomes: "passed", "failed" or "skipped" by test; teardowns that failed count as failed tests.
         texts: Traceback of each failure, reason of each skip.
         seconds: Duration of each test.
-        begun: Tests that have begun.
+        begun: Tests that have begun, in order.
         wall_s: Duration of the part.
         ended: How its process ended, if not by itself with all tests run; else "".
     """
@@ -128,7 +128,7 @@ class Result:
     outcomes: dict[str, str] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-    begun: set[str] = field(default_factory=set)
+    begun: list[str] = field(default_factory=list)
     wall_s: float = 0.0
     ended: str = ""
 
@@ -231,16 +231,18 @@ class Runner:
             return False
         end(part)  # ranks too, whatever they do
         code, file = part.process.returncode, self._out / f"{part.name}.jsonl"
-        if begun := read_result(file).begun:
-            part.rest = [test for test in part.tests if test not in begun]
-            part.tests = [test for test in part.tests if test in begun]
-        part.result = read_result(file, part.tests)
-        part.result.wall_s = wall_s
-        if late:
-            part.result.ended = f"ended after {self._limit_s:g} s{part.result.ended}"
-        elif code not in (0, 1) or part.result.ended:
-            part.result.ended = f"ended with exit code {code}{part.result.ended}"
-        if part.result.ended and all(test in part.result.outcomes for test in part.tests):
+        part.result = result = read_result(file)
+        result.wall_s = wall_s
+        if result.begun:
+            part.rest = [test for test in part.tests if test not in result.begun]
+            part.tests = [test for test in part.tests if test in result.begun]
+        missing = [test for test in part.tests if test not in result.outcomes]
+        if late or code not in (0, 1) or missing:
+            result.ended = f"ended after {self._limit_s:g} s" if late else f"ended with exit code {code}"
+        if missing:
+            result.ended += f", {len(missing)} tests have no result"
+            result.ended += f"; the last to begin was {result.begun[-1]}" if result.begun else ""
+        elif result.ended:
             file.rename(file.with_suffix(".cut"))  # it failed behind its last test, so all of it is to run again
         return True
 
@@ -257,28 +259,21 @@ def keep_results(out: Path) -> None:
         file.unlink()
 
 
-def read_result(file: Path, tests: Sequence[str] | None = None) -> Result:
-    """What a file says of these tests, or of all; ``ended`` says at which one it stopped, where some are missing."""
-    result, last = Result(), ""
-    wanted = None if tests is None else set(tests)
+def read_result(file: Path) -> Result:
+    """What tests told."""
+    result = Result()
     for line in file.read_text().splitlines() if file.exists() else []:
         with suppress(json.JSONDecodeError):  # the line that the end of the process cut
             told = json.loads(line)
             if "began" in told:
-                last = told["began"]
-                result.begun.add(last)
+                result.begun.append(told["began"])
                 continue
             test = told["test"]
-            if wanted is not None and test not in wanted:
-                continue
             if result.outcomes.get(test) != "failed":
                 result.outcomes[test] = told["outcome"]
             result.seconds[test] = result.seconds.get(test, 0.0) + told["wall_s"]
             if told["text"]:
                 result.texts[test] = told["text"]
-    missing = [test for test in tests or () if test not in result.outcomes]
-    if missing:
-        result.ended = f", {len(missing)} tests have no result" + (f"; the last to begin was {last}" if last else "")
     return result
 
 
@@ -355,7 +350,7 @@ def report(before: Result, parts: Sequence[Part], wall_s: float) -> int:
     slowest: list[tuple[float, str]] = []
     for result in [before, *(part.result for part in parts if part.result is not None)]:
         counts.update(result.outcomes.values())
-        slowest += [(seconds, test) for test, seconds in result.seconds.items()]
+        slowest += [(result.seconds[test], test) for test in result.outcomes]
         reasons.update(result.texts[test] for test, how in result.outcomes.items() if how == "skipped")
     for reason, number in reasons.most_common():
         print(f"\nskipped {number}: {reason}")
@@ -404,7 +399,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     visible, collected = collect(out, options)
     num_gpus = len(visible)
     jobs = options.jobs or max(1, (os.cpu_count() or 1) // num_gpus // 2)
-    before = read_result(out / KEPT, [each["test"] for each in collected])
+    before, tests = read_result(out / KEPT), {each["test"] for each in collected}
+    before.outcomes = {test: outcome for test, outcome in before.outcomes.items() if test in tests}
     left = [each for each in collected if each["test"] not in before.outcomes]
     parts = make_parts(left, num_gpus, jobs)
     print(f"{len(left)} tests in {len(parts)} parts on {num_gpus} GPUs, {jobs} parts to a GPU; logs in {out}")

@@ -18,8 +18,8 @@ from tests.mutations.rules import MUTATIONS
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 @pytest.mark.slow
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_there_is_one_place_to_break(mutation: Mutation) -> None:
     broken = mutation.broken(ROOT)
     assert broken != mutation.file(ROOT).read_text()

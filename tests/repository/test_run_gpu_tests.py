@@ -221,6 +221,17 @@ def test_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_resumed_with_more_tests(tmp_path: Path) -> None:
+    """Those that were not there before run, and those that fail run each time."""
+    assert run(tmp_path, BAD, "-k", "passes").code == 0
+    for done_before in (1, 2):
+        done = run(tmp_path, BAD, "-k", "not hangs and not dies", "--resume")
+        assert done.code == 1
+        assert f"{done_before} tests were done before" in done.text
+        assert "FAILED test_bad.py::test_fails\n" in done.text
+
+
+@pytest.mark.slow
 def test_a_part_that_fails_at_its_end(tmp_path: Path) -> None:
     """Its tests have passed, and yet all of them run again."""
     suite = BASE | {"test_end.py": ENDS_BADLY}
@@ -233,7 +244,7 @@ def test_a_part_that_fails_at_its_end(tmp_path: Path) -> None:
 
 
 def test_pieces_and_joined_files() -> None:
-    """Parts have as many tests as may be, in files as few as may be, and names of their own."""
+    """Large files are cut evenly, small ones share a part, and no test is lost. Each part has a name of its own."""
     tool = runpy.run_path(str(SCRIPT))
     sizes = {"tests/comm/test_large.py": 25, "tests/test_a.py": 6, "tests/test_b.py": 5, "tests/test_c.py": 4}
     parts = tool["pack"]({file: [f"{file}::{i}" for i in range(number)] for file, number in sizes.items()}, 10)

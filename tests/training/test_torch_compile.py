@@ -185,6 +185,7 @@ def test_inductor(ranks: Ranks) -> None:
     ranks.run(compare_with_eager, "inductor", ("first",), ((5, 3, 6), (0, 4, 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "case",
@@ -203,7 +204,6 @@ def test_inductor(ranks: Ranks) -> None:
     ],
     ids=["bias_and_sum", "bfloat16_without_losses", "frozen", "gpt_oss"],
 )
-@pytest.mark.slow
 def test_options_of_the_layer(case: LayerCase) -> None:
     model = make_layer(case, None)
     x = torch.randn(6, HIDDEN).to(case.dtype)
@@ -245,9 +245,9 @@ def test_data_parallel(ranks: Ranks, inside: bool) -> None:
     ranks.run(train_data_parallel, inside)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("x_dtype", [torch.float32, BF16], ids=str)
 @pytest.mark.parametrize("where", ["inside", "outside"])
-@pytest.mark.slow
 def test_autocast(x_dtype: torch.dtype, where: str) -> None:
     """Of the compiled function, and around it; outputs and gradients have eager's dtypes."""
     layer = make_layer(CASE, None)
@@ -453,10 +453,10 @@ def test_a_forward_has_one_backward() -> None:
         grad.sum().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "num_kept"), [(CheckpointPolicy.PREFER_RECOMPUTE, 0), (CheckpointPolicy.MUST_SAVE, 1)]
 )
-@pytest.mark.slow
 def test_a_checkpoint_keeps_nothing_unless_it_is_told_to(policy: CheckpointPolicy, num_kept: int) -> None:
     layer, x = make_layer(CASE, None), torch.randn(5, HIDDEN)
     contexts = partial(create_selective_checkpoint_contexts, lambda context, operator, *args, **kwargs: policy)

@@ -288,7 +288,6 @@ def train_on_a_mesh(context: RankContext) -> None:
     assert_gradients(model, expected_gradients(CASE, full, xs, factors, mesh.mesh.tolist()))
 
 
-@pytest.mark.slow_on(1, 2)  # it takes all ranks
 @pytest.mark.slow
 def test_a_mesh_of_data_and_expert_parallelism(ranks: Ranks) -> None:
     if ranks.num_ranks != ranks.pool.num_ranks:

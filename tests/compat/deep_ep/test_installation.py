@@ -87,18 +87,17 @@ def test_a_call_respects_another(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_importing_starts_nothing() -> None:
-    """No CUDA, no NCCL, no process group, and little work beside that of importing torch, however slow the machine."""
+    """No CUDA, no NCCL, no process group, and under 100 ms of work beyond torch."""
     code = (
-        "import time\nnow = time.process_time\nbegan = now()\nimport torch\nmiddle = now()\nimport deep_ep\n"
-        "print((now() - middle) / (middle - began))\n"
+        "import time, torch\nbegan = time.process_time()\nimport deep_ep\nprint(time.process_time() - began)\n"
         "assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized()"
     )
     for _ in range(3):  # other programs may take the processor's caches meanwhile
         done = python(code, installation.PATH)
         assert done.returncode == 0, done.stderr
-        if float(done.stdout) < 1 / 15:
+        if float(done.stdout) < 0.1:
             return
-    pytest.fail(f"importing deep_ep takes {float(done.stdout):.3f} of the time of torch beyond it")
+    pytest.fail(f"importing deep_ep takes {float(done.stdout):.2f} s beyond torch")
 
 
 @pytest.fixture(scope="module")
