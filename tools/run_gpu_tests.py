@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 MOST_TESTS, LEAST_TESTS, MOST_ALONE = 40, 15, 10
 """Of a part. It starts in 10 to 30 seconds, as its ranks import torch, and the longest decides when all is done. Tests
@@ -277,6 +277,12 @@ def read_result(file: Path) -> Result:
     return result
 
 
+def stop(*_: Any) -> NoReturn:
+    """End the run at the first SIGTERM. timeout(1) sends two, and the second must not cut short what follows."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(1)
+
+
 def end(part: Part) -> None:
     """End a part's pytest and all ranks it has started."""
     assert part.process is not None
@@ -406,7 +412,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{len(left)} tests in {len(parts)} parts on {num_gpus} GPUs, {jobs} parts to a GPU; logs in {out}")
     print(f"{len(collected) - len(left)} tests were done before\n" if options.resume else "")
     print(f"{'part':44} {'GPUs':>8}{'passed':>7}{'failed':>7}{'skipped':>8}{'seconds':>9}", flush=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    signal.signal(signal.SIGTERM, stop)
     with suppress(SystemExit):
         for part in Runner(out, visible, jobs, options.limit_s).run(parts):
             print("\n".join([line_of(part), *failures_of(part)]), flush=True)
