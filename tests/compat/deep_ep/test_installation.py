@@ -36,7 +36,7 @@ Program = subprocess.CompletedProcess[str]
 
 
 def python(code: str, *path: Path | str, warnings: str = "error") -> Program:
-    # An empty string is as good as none: without bytecode, each import compiles, and that would be measured.
+    # Without bytecode each import compiles, and a test measures imports. The empty string lets Python write it.
     variables = {**environ, "PYTHONPATH": ":".join(map(str, [*path, ROOT])), "PYTHONDONTWRITEBYTECODE": ""}
     command = [sys.executable, "-W", warnings, "-W", "ignore::DeprecationWarning", "-c", code]
     return subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=100)
