@@ -24,8 +24,10 @@ COLLECTED = pytest.StashKey[set[str]]()
 """Ids of all tests of the collected files, also of those that the command line leaves out."""
 TIMES = 1
 """How often, at least, each value of each parameter of a test occurs in CI."""
-FORKED = ["torch.distributed", "pytest", "hypothesis", "tests.conftest", "tests.support.cases"]
-"""What ranks on CPUs have imported when they start, beside what tests with the marker ``imports`` name."""
+FORKED = ["torch.distributed", "pytest", "hypothesis", "tokenloom.runtime.processes"]
+"""What ranks have imported when they start."""
+FORKED_ON_CPUS = ["tests.conftest", "tests.support.cases"]
+"""The same where there is no GPU, beside what tests with the marker ``imports`` name."""
 LIMIT_S = 120.0
 """A test that takes longer on its ranks hangs: it is killed and reported with the stacks of all ranks."""
 
@@ -70,15 +72,16 @@ def _group_params() -> list[Any]:
 
 @pytest.fixture(scope="session", autouse=True)
 def forked_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Ranks on CPUs are forks of one process, which has imported what they need: that takes longer than most tests.
+    """Ranks are forks of one process, which has imported what they need: that takes longer than most tests.
 
-    ``tests/runtime/test_processes.py`` starts them as users do. A process that has used a GPU cannot be forked.
+    ``tests/runtime/test_processes.py`` starts them as users do. A process that has asked for GPUs cannot be forked, so
+    where there are some it has imported nothing that asks.
     """
-    if NUM_GPUS:
-        yield
-        return
-    markers = (marker for item in request.session.items for marker in item.iter_markers("imports"))
-    multiprocessing.set_forkserver_preload([*FORKED, *sorted({name for marker in markers for name in marker.args})])
+    forked = FORKED
+    if not NUM_GPUS:
+        markers = (marker for item in request.session.items for marker in item.iter_markers("imports"))
+        forked = [*FORKED, *FORKED_ON_CPUS, *sorted({name for marker in markers for name in marker.args})]
+    multiprocessing.set_forkserver_preload(forked)
     real = torch.multiprocessing.get_context
 
     def get_context(method: str | None = None) -> Any:

@@ -120,7 +120,7 @@ def test_one_hop_further(how: signal.Signals, transfer: int) -> None:
     name the rank that is lost, and none that waits for it too: nobody has to look at ranks that are there."""
     ranks = range(NUM_RANKS)
     dead, behind, *ahead = 3, 0, 1, 2
-    with Server(NUM_RANKS, lose, Loss((dead,), how, transfer), device="cpu", start="forkserver") as server:
+    with Server(NUM_RANKS, lose, Loss((dead,), how, transfer), device="cpu") as server:
         for rank in ranks:
             server.hear(rank, "there", START_S)
         for rank in (dead, *ahead):
@@ -138,7 +138,7 @@ def test_one_hop_further(how: signal.Signals, transfer: int) -> None:
 def those_left(loss: Loss) -> list[Told]:
     """What the ranks that are left are told. Those that were stopped go on afterwards, and are told too."""
     left = [rank for rank in range(NUM_RANKS) if rank not in loss.dead]
-    with Server(NUM_RANKS, lose, loss, device="cpu", start="forkserver") as server:
+    with Server(NUM_RANKS, lose, loss, device="cpu") as server:
         for rank in range(NUM_RANKS):
             server.hear(rank, "there", START_S)
         signal_all(server, loss.dead, loss.how)

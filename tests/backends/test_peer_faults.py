@@ -320,7 +320,7 @@ def test_replay_without_a_peer(after_death: dict[str, list[Seen]]) -> None:
 
 def kill_one(num_ranks: int, victim: int) -> dict[str, list[Seen]]:
     """Start ranks, kill one of them, and ask the others; they must exit by themselves afterwards."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # see forked_ranks in conftest.py
     processes: list[Any] = []
     pipes: list[Connection] = []
     with tempfile.TemporaryDirectory(prefix="tokenloom-faults-") as folder:

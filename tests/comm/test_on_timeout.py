@@ -402,7 +402,7 @@ def serve(context: RankContext, pipe: Connection, num_calls: int) -> None:
 
 def server(num_calls: int) -> Server:
     """Four processes of it."""
-    return Server(4, serve, num_calls, device="cpu", start="forkserver")
+    return Server(4, serve, num_calls, device="cpu")
 
 
 def masked_at(server: Server, rank: int, number: int) -> list[int]:

@@ -43,16 +43,11 @@ class Server:
         num_ranks: how many.
         body: ``body(context, pipe, *args)`` of each; what it sends are pairs of a word and a value.
         device: "cuda", one GPU each, or "cpu".
-        start: how processes start. "forkserver" imports torch once for all of a session, which is for CPUs alone.
     """
 
-    def __init__(
-        self, num_ranks: int, body: Callable[..., Any], *args: Any, device: str = "cuda", start: str = "spawn"
-    ) -> None:
+    def __init__(self, num_ranks: int, body: Callable[..., Any], *args: Any, device: str = "cuda") -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        processes = multiprocessing.get_context(start)
-        if start == "forkserver":
-            processes.set_forkserver_preload(["torch.distributed", "tokenloom"])
+        processes = multiprocessing.get_context("forkserver")  # see forked_ranks in conftest.py
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
         for rank in range(num_ranks):
