@@ -33,7 +33,7 @@ def test_in_the_middle_of_10000_calls(several: Ranks, how: signal.Signals) -> No
         time.sleep(random.random() * 0.05)
         os.kill(server.processes[victim].pid, how)
         histories = [server.hear(rank, "returned", END_S) for rank in range(several.num_ranks) if rank != victim]
-        os.kill(server.processes[victim].pid, signal.SIGKILL)
+        server.processes[victim].kill()  # a stopped one would not end; one that has ended may be gone
     assert all(history == histories[0] for history in histories)
     assert histories[0][0] == []
     assert histories[0][-1] == [victim]
