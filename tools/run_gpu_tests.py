@@ -384,7 +384,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="keep the tests that have passed in runs before, of the same commit and with the same --out",
+        help="keep the tests that have passed in runs before: same commit, number of GPUs and --out",
     )
     parser.add_argument("-k", dest="expression", help="as of pytest")
     parser.add_argument("--marker", default="gpu", help="as -m of pytest (default: gpu)")
