@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +44,8 @@ weights and without."""
 SMALL = ("--num-ranks", "2", "--num-experts", "4", "--hidden", "4", "--top-k", "1")
 """A shape whose rows only FP32 can have, so that it has few kernels."""
 NUM_SMALL = 14
+LARGER = ("--num-ranks", "2", "--num-experts", "4", "--hidden", "128", "--top-k", "2")
+"""That of PLAN."""
 BUILT = {"dispatch": 1, "combine": 2, "pre_reduce": 1}
 """Kernels of that shape that are really compiled here, by name."""
 NUM_BUILT = sum(BUILT.values())
@@ -105,8 +107,15 @@ def test_build_compiles_once(first_build: tuple[Path, Result], filled: Path, say
 
 @needs_nvrtc
 @pytest.mark.slow
-def test_build_of_every_variant_as_a_process(tmp_path: Path) -> None:
-    """As a user runs it, for a shape of all dtypes: everything compiles, and is listed."""
+@pytest.mark.parametrize(
+    ("sizes", "number"),
+    [
+        pytest.param(SMALL, NUM_SMALL, id="small"),
+        pytest.param(LARGER, NUM_VARIANTS, id="all dtypes", marks=pytest.mark.full),  # tests/kernels compiles the like
+    ],
+)
+def test_build_of_every_variant_as_a_process(sizes: Sequence[str], number: int, tmp_path: Path) -> None:
+    """As a user runs it: everything compiles, and is listed."""
     variables = os.environ | {"TOKENLOOM_CACHE_DIR": str(tmp_path / "cache")}
 
     def run(*arguments: str) -> str:
@@ -115,9 +124,8 @@ def test_build_of_every_variant_as_a_process(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (0, "")
         return done.stdout
 
-    sizes = ("--num-ranks", "2", "--num-experts", "4", "--hidden", "128", "--top-k", "2")
-    assert run("build", *sizes).startswith(f"{NUM_VARIANTS} compiled in ")
-    assert f"\n{NUM_VARIANTS} kernels, " in run("list")
+    assert run("build", *sizes).startswith(f"{number} compiled in ")
+    assert f"\n{number} kernels, " in run("list")
 
 
 def test_what_is_built_is_what_a_communicator_asks_for() -> None:
