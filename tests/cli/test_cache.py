@@ -19,14 +19,13 @@ from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner, Result
 
+import tokenloom as tl
 from tests.support.small_kernels import needs_nvrtc
-from tokenloom.backends.nvlink.buffers import weight_gradient_values
+from tests.support.stand_ins import StandIns
 from tokenloom.cli import app, kernel_cache
-from tokenloom.jit import cache, compiler
+from tokenloom.jit import cache, compiler, kernel
 from tokenloom.jit.cache import Entry
 from tokenloom.jit.compiler import KernelSpec
-from tokenloom.kernels.combine.launch import CombineVariant, PreReduceVariant
-from tokenloom.kernels.dispatch.launch import DispatchVariant
 from tokenloom.plan import Plan
 
 ROOT = Path(__file__).parents[2]
@@ -34,16 +33,17 @@ ALL_VARIANTS = kernel_cache.variants
 LIMIT_S = 300.0
 PLAN = Plan(2, 4, 128, 2, 16)
 """A shape whose rows every dtype can have."""
-NUM_VARIANTS = 22 + 23 + 6
+NUM_VARIANTS = 22 + 10 + 15 + 2 * 24 + 3 + 2 + 6 + 1
 """Kernels of that shape.
 
 Dispatches: 2-byte, 4-byte and FP8 rows, and rows that become FP8 with two kinds of scale, in three layouts and by
-all_to_all; 2-byte and 4-byte rows by all_gather. Combines: BF16, FP16 and FP32 in three layouts, per route, weighted,
-weighted per route, and dense; gradients of weights with layouts token and rank. Pre-reductions: three dtypes, with
-weights and without."""
+all_to_all; 2-byte and 4-byte rows by all_gather. Staged ones: the same rows and further orders of scales in layout
+slots, of large plans and of small ones, which have layout expert too. Combines, of both sizes: BF16, FP16 and FP32 in
+two layouts, and in a third by both modes with three kinds of weights; of either size dense ones of three dtypes, and
+gradients of weights with two layouts. Pre-reductions: three dtypes, with weights and without. The barrier."""
 SMALL = ("--num-ranks", "2", "--num-experts", "4", "--hidden", "4", "--top-k", "1")
 """A shape whose rows only FP32 can have, so that it has few kernels."""
-NUM_SMALL = 14
+NUM_SMALL = 28
 LARGER = ("--num-ranks", "2", "--num-experts", "4", "--hidden", "128", "--top-k", "2")
 """That of PLAN."""
 BUILT = {"dispatch": 1, "combine": 2, "pre_reduce": 1}
@@ -128,41 +128,74 @@ def test_build_of_every_variant_as_a_process(sizes: Sequence[str], number: int, 
     assert f"\n{number} kernels, " in run("list")
 
 
-def test_what_is_built_is_what_a_communicator_asks_for() -> None:
-    """A build would be useless if a first call compiled all the same; its number of tokens must not matter."""
-    built = kernel_cache.variants(Plan(2, 4, 128, 2, 1))
-    dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    asked: list[KernelSpec] = []
+def asked_for(num_tokens: int) -> set[KernelSpec]:
+    """What a communicator of so many tokens a rank loads, of all calls whose kernels are built ahead."""
+    asked: set[KernelSpec] = set()
+    ids, weights = torch.arange(8).view(4, 2) % 4, torch.rand(4, 2)
+    fp8 = torch.zeros(4, 128, dtype=torch.uint8).view(torch.float8_e4m3fn), torch.ones(4, 1)
 
-    def dispatch(layout: str, x_dtype: torch.dtype, **options: str) -> None:
-        asked.append(DispatchVariant(plan=PLAN, layout=layout, x_dtype=x_dtype, **options).spec())
+    def load(spec: KernelSpec, _: int) -> int:
+        asked.add(spec)
+        return 1
 
-    def combine(layout: str, dtype: torch.dtype, **options: Any) -> None:
-        same = {"y_dtype": dtype, "wire_dtype": dtype, "out_dtype": dtype}
-        asked.append(CombineVariant(plan=PLAN, layout=layout, **same, **options).spec())
+    with StandIns(PLAN.num_ranks) as stand_ins, mock.patch.object(kernel, "_function", load):
+        sizes = {"num_experts": PLAN.num_experts, "hidden": PLAN.hidden, "top_k": PLAN.top_k}
+        comm = tl.Communicator(None, **sizes, max_tokens_per_rank=num_tokens, backend="nvlink", device="cpu")
 
-    for layout in ("token", "expert", "rank"):
-        for dtype in dtypes:
-            dispatch(layout, dtype)
-            combine(layout, dtype)
-        dispatch(layout, torch.float8_e4m3fn)
-        for quantize in ("any scale", "power of two"):
-            dispatch(layout, torch.bfloat16, quantize=quantize)
-    for payload in ({}, {"quantize": "any scale"}, {"quantize": "power of two"}):
-        dispatch("expert", torch.bfloat16, strategy="all_to_all", **payload)
-    dispatch("expert", torch.float8_e4m3fn, strategy="all_to_all")
-    for dtype in dtypes:
-        dispatch("expert", dtype, strategy="all_to_all")
-        dispatch("expert", dtype, strategy="all_gather")
-        combine("token", dtype, dense=True)
-        for weighted in (False, True):
+        def call(x: Any, modes: Sequence[str], **options: Any) -> None:
+            """A dispatch, its combines, and backward of both where x has a gradient."""
+            grad = isinstance(x, torch.Tensor) and x.requires_grad
+            routed = comm.dispatch(x, ids, weights.clone().requires_grad_(grad), **options)
+            stand_ins.settle()
+            dtype = x.dtype if isinstance(x, torch.Tensor) else torch.bfloat16
+            for mode in modes:
+                for weighted in (False, True) if options["layout"] == "expert" else (None,):
+                    y = torch.zeros(routed.tokens.shape, dtype=dtype, requires_grad=grad)
+                    total = comm.combine(y, routed, mode=mode, weighted=weighted)
+                    stand_ins.settle()
+                    if grad:
+                        parts = (total, routed.tokens, routed.topk_weights)
+                        loss = sum(each.float().sum() for each in parts if each is not None and each.requires_grad)
+                        loss.backward(retain_graph=True)
+                        stand_ins.settle()
+
+        for layout in ("token", "expert", "rank", "slots"):
+            for exact in (False,) if layout == "slots" else (True, False):
+                room = {} if exact else {"sizes": "bounded", "capacity": None if layout == "rank" else 64}
+                room = {"capacity": 64} if layout == "slots" else room
+                modes = ("per_rank", "per_route") if layout in ("expert", "slots") else ("per_rank",)
+                for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                    call(torch.zeros(4, 128, dtype=dtype), modes, layout=layout, **room)
+                    if exact:
+                        call(torch.zeros(4, 128, dtype=dtype, requires_grad=True), modes, layout=layout)
+                call(fp8, (), layout=layout, **room)
+                for how in ({}, {"power_of_two_scales": True}):
+                    call(torch.zeros(4, 128, dtype=torch.bfloat16), (), layout=layout, to_fp8=True, **how, **room)
+
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            routed = comm.dispatch(torch.zeros(4, 128, dtype=dtype), ids)
             for mode in ("per_rank", "per_route"):
-                combine("expert", dtype, mode=mode, weights="received" if weighted else "none")
-            pre_reduce = PreReduceVariant(plan=PLAN, y_dtype=dtype, wire_dtype=dtype, weighted=weighted)
-            asked.append(pre_reduce.spec())
-    for layout in ("token", "rank"):
-        combine(layout, torch.float32, hidden=weight_gradient_values(PLAN))
-    assert set(asked) == set(built)
+                stand_ins.settle()
+                comm.combine(torch.zeros(routed.tokens.shape, dtype=dtype), routed, mode=mode, topk_weights=weights)
+            for strategy in ("all_to_all", "all_gather"):
+                x = torch.zeros(4, 128, dtype=dtype, requires_grad=True)
+                call(x, ("per_rank",), layout="expert", strategy=strategy)
+        for how in ({}, {"power_of_two_scales": True}):
+            x = torch.zeros(4, 128, dtype=torch.bfloat16)
+            call(x, (), layout="expert", strategy="all_to_all", to_fp8=True, **how)
+            for scale_layout in ("columns", "packed") if how else ("columns",):
+                call(x, (), layout="slots", capacity=64, scale_layout=scale_layout, to_fp8=True, **how)
+        call(fp8, (), layout="expert", strategy="all_to_all")
+        for scale_layout in ("columns", "packed"):
+            call(fp8, (), layout="slots", capacity=64, scale_layout=scale_layout)
+    return asked
+
+
+def test_what_is_built_is_what_communicators_ask_for() -> None:
+    """Of few tokens and of many. A build would be useless if a first call compiled all the same."""
+    built, asked = set(kernel_cache.variants(PLAN)), asked_for(16) | asked_for(4096)
+    of_layers = {spec for spec in built if spec.name == "pre_reduce" and dict(spec.shape)["weights"]}
+    assert asked == built - of_layers
     assert len(built) == NUM_VARIANTS
 
 

@@ -12,8 +12,8 @@ import torch
 
 from tests.kernels.compute_variants import COMPUTE_VARIANTS
 from tokenloom.kernels.barrier.launch import BarrierVariant
-from tokenloom.kernels.combine.launch import CombineVariant, PreReduceVariant
-from tokenloom.kernels.common import LAYOUTS, Variant
+from tokenloom.kernels.combine.launch import WEIGHTS, CombineVariant, PreReduceVariant
+from tokenloom.kernels.common import LAYOUTS, Variant, short_name
 from tokenloom.kernels.dispatch.launch import DispatchVariant
 from tokenloom.kernels.row_weights.launch import RowWeightsVariant
 from tokenloom.plan import ROUTE_LAYOUTS, Plan, align_up
@@ -214,6 +214,41 @@ _NAMED: list[Named] = [
     *in_parts("eager, 4 ranks", "expert", eager=True, max_tokens=128, num_ranks=4),
     combine("eager, per route", "expert", BF16, BF16, BF16, mode="per_route", eager=True, max_tokens=128),
     combine("eager, fp32", "expert", FP32, FP32, FP32, eager=True, max_tokens=128),
+    # What plans with few rows, and others, have of their own, as `tokenloom cache build` makes them.
+    *(
+        dispatch(
+            f"{layout} {short_name(dtype)}{how and ' to fp8, '}{how}, {scales}, {'eager' if eager else 'waiting'}",
+            layout,
+            dtype,
+            quantize=how,
+            staged=True,
+            eager=eager,
+            scale_layout=scales,
+        )
+        for layout, eager in (("slots", True), ("slots", False), ("expert", True))
+        for scales in (("rows", "columns", "packed") if layout == "slots" else ("rows",))
+        for dtype, how in ((BF16, ""), (FP32, ""), (FP8, ""), (BF16, "any scale"), (BF16, "power of two"))
+        if scales == "rows" or dtype == FP8 or how
+    ),
+    *(
+        combine(f"{layout} {short_name(dtype)}, eager", layout, dtype, dtype, dtype, eager=True)
+        for layout in ("token", "rank")
+        for dtype in (BF16, FP32)
+    ),
+    *(
+        combine(
+            f"{mode} {short_name(dtype)}, weights {weights}, {'eager' if eager else 'waiting'}",
+            "expert",
+            *(dtype, dtype, dtype),
+            mode=mode,
+            weights=weights,
+            eager=eager,
+        )
+        for mode in ("per_rank", "per_route")
+        for dtype in (BF16, FP32)
+        for weights in WEIGHTS
+        for eager in (False, True)
+    ),
     # What carries rows otherwise.
     *(
         carried(strategy, what, dtype, **sizes)

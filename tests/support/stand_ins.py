@@ -67,6 +67,9 @@ class Memory:
         size = dtype.itemsize * torch.Size(shape).numel()
         return self._memory[offset : offset + size].view(dtype).view(shape)
 
+    def copy_to(self, rank: int, offset: int, rows: torch.Tensor) -> None:
+        pass
+
     def ended_ranks(self) -> list[int]:
         return []
 

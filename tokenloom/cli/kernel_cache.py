@@ -7,7 +7,8 @@ import time
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,14 +18,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from tokenloom import env
-from tokenloom.backends.nvlink.buffers import weight_gradient_values
+from tokenloom.backends.nvlink.buffers import EAGER_ROWS, is_eager, weight_gradient_values
 from tokenloom.errors import InvalidArgument
 from tokenloom.jit import cache
 from tokenloom.jit.compiler import KernelSpec
 from tokenloom.jit.kernel import blocks_per_sm
-from tokenloom.kernels.combine.launch import CombineVariant, PreReduceVariant
+from tokenloom.kernels.barrier.launch import BarrierVariant
+from tokenloom.kernels.combine.launch import WEIGHTS, CombineVariant, PreReduceVariant
 from tokenloom.kernels.common import DTYPES, LAYOUTS, Variant
-from tokenloom.kernels.dispatch.launch import DispatchVariant
+from tokenloom.kernels.dispatch.launch import DISPATCH_LAYOUTS, SCALE_LAYOUTS, DispatchVariant
 from tokenloom.plan import DISPATCH_STRATEGIES, FP8_BLOCK, Plan
 
 KIB = 1024
@@ -32,7 +34,7 @@ COPIED_BYTES = 16
 """Unit in which rows are copied."""
 _SHORT_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _DTYPE_NAMES = {number: _SHORT_DTYPES[dtype] for dtype, number in DTYPES.items()}
-_LAYOUT_NAMES = {number: name for name, number in LAYOUTS.items()}
+_LAYOUT_NAMES = {number: name for name, number in DISPATCH_LAYOUTS.items()}
 _SHAPE_PARTS = {
     "num_ranks": "ep{}",
     "num_experts": "e{}",
@@ -42,9 +44,11 @@ _SHAPE_PARTS = {
     "scales_per_row": "{}scales",
     "per_route": "per_route",
     "dense": "dense",
-    "weights": "weighted",
+    "eager": "eager",
 }
 """Parts of a variant's name, by field of its shape, in their order."""
+_SCALE_ORDERS = {number: name for name, number in SCALE_LAYOUTS.items()}
+_WEIGHTS = {WEIGHTS["received"]: "weighted", WEIGHTS["home"]: "weighted_at_home"}
 _QUANTIZED = {1: "fp8", 2: "fp8_power_of_two"}
 
 
@@ -110,6 +114,10 @@ def variant_name(entry: cache.Entry) -> str:
     parts += [text.format(shape[key]) for key, text in _SHAPE_PARTS.items() if shape.get(key)]
     if shape.get("strategy"):
         parts.append(DISPATCH_STRATEGIES[shape["strategy"]])
+    if shape.get("weights"):
+        parts.append(_WEIGHTS[shape["weights"]])
+    if shape.get("scale_layout"):
+        parts.append(f"scales_in_{_SCALE_ORDERS[shape['scale_layout']]}")
     dtypes = [_DTYPE_NAMES.get(shape[key], "?") for key in ("y_dtype", "wire_dtype", "out_dtype") if key in shape]
     if shape.get("quantize"):
         dtypes = [_DTYPE_NAMES.get(shape.get("x_dtype", -1), "?"), _QUANTIZED.get(shape["quantize"], "?")]
@@ -132,13 +140,17 @@ def named(entries: Sequence[cache.Entry], name: str) -> list[cache.Entry]:
 
 
 def variants(plan: Plan) -> list[KernelSpec]:
-    """The kernels that a communicator asks for, forward and backward, as far as the hidden size allows them.
+    """The kernels that communicators ask for, forward and backward, as far as the hidden size allows them.
+
+    Those of plans with few rows and of others, so the number of tokens of ``plan`` does not matter.
 
     - Dispatches in every layout: BF16, FP16, FP32 and FP8 rows, and BF16 rows that become FP8 on their way, with
-      either kind of scale; in layout expert by every strategy.
-    - Combines of one dtype all the way: per rank in every layout, per route, and dense; in layout expert with weights
-      and without.
-    - Combines that bring the weights' gradients home.
+      either kind of scale; in layout expert by every strategy, in layout slots with scales of every order.
+    - Combines of one dtype all the way: per rank in every layout, per route, and dense; in layouts expert and slots
+      without weights, and with those that came with the tokens or are at home.
+    - Combines that bring the weights' gradients home, and the meeting of all ranks.
+
+    Halves of calls are not among them, nor is what only MegaMoE, GEMMs and calls between nodes ask for.
 
     Raises:
         InvalidArgument: there are no kernels for such rows.
@@ -149,30 +161,54 @@ def variants(plan: Plan) -> list[KernelSpec]:
             f"hidden is {plan.hidden}: no kernels for rows that are no multiple of {COPIED_BYTES} bytes; "
             "pass a multiple of 8"
         )
-    plain: list[dict[str, Any]] = [{"x_dtype": dtype} for dtype in dtypes]
-    fp8: list[dict[str, Any]] = []
-    if plan.hidden % FP8_BLOCK == 0:
-        fp8 = [{"x_dtype": torch.float8_e4m3fn}]
-        fp8 += [{"x_dtype": torch.bfloat16, "quantize": how} for how in ("any scale", "power of two")]
-    found: list[Variant] = [
-        DispatchVariant(plan=plan, layout=layout, **payload) for layout in LAYOUTS for payload in (*plain, *fp8)
-    ]
-    for payload in (*plain, *fp8):
-        found.append(DispatchVariant(plan=plan, layout="expert", strategy="all_to_all", **payload))
-    for payload in plain:
-        found.append(DispatchVariant(plan=plan, layout="expert", strategy="all_gather", **payload))
+    found = [*_dispatches(plan, dtypes), BarrierVariant(plan)]
     for dtype in dtypes:
-        found += [_combine(plan, layout, dtype) for layout in LAYOUTS]
-        found.append(_combine(plan, "expert", dtype, weights="received"))
-        for weights in ("none", "received"):
-            found.append(_combine(plan, "expert", dtype, mode="per_route", weights=weights))
-            weighted = weights != "none"
+        for weighted in (False, True):
             found.append(PreReduceVariant(plan=plan, y_dtype=dtype, wire_dtype=dtype, weighted=weighted))
         found.append(_combine(plan, "token", dtype, dense=True))
     width = weight_gradient_values(plan)
     found += [_combine(plan, layout, torch.float32, hidden=width) for layout in ("token", "rank")]
+    for tokens in (1, EAGER_ROWS // plan.num_ranks + 1):
+        found += _of_size(replace(plan, max_tokens_per_rank=tokens), dtypes)
     specs = [variant.spec() for variant in found]
     return list(dict.fromkeys(specs))  # the same kernel moves BF16 and FP16 rows
+
+
+def _payloads(plan: Plan, dtypes: Sequence[torch.dtype]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows of dispatches: those without scales, and those with."""
+    fp8: list[dict[str, Any]] = []
+    if plan.hidden % FP8_BLOCK == 0:
+        fp8 = [{"x_dtype": torch.float8_e4m3fn}]
+        fp8 += [{"x_dtype": torch.bfloat16, "quantize": how} for how in ("any scale", "power of two")]
+    return [{"x_dtype": dtype} for dtype in dtypes], fp8
+
+
+def _dispatches(plan: Plan, dtypes: Sequence[torch.dtype]) -> list[Variant]:
+    """Those that send rows straight to their places."""
+    plain, fp8 = _payloads(plan, dtypes)
+    found = [DispatchVariant(plan=plan, layout=layout, **payload) for layout in LAYOUTS for payload in (*plain, *fp8)]
+    for strategy, payloads in (("all_to_all", (*plain, *fp8)), ("all_gather", plain)):
+        found += [DispatchVariant(plan=plan, layout="expert", strategy=strategy, **payload) for payload in payloads]
+    return list[Variant](found)
+
+
+def _of_size(plan: Plan, dtypes: Sequence[torch.dtype]) -> list[Variant]:
+    """Staged dispatches, and combines: kernels that a plan with few rows has in another form."""
+    eager, (plain, fp8) = is_eager(plan), _payloads(plan, dtypes)
+    staged: list[tuple[str, str, dict[str, Any]]] = [("slots", "rows", payload) for payload in (*plain, *fp8)]
+    staged += [("slots", "columns", payload) for payload in fp8]
+    staged += [("slots", "packed", payload) for payload in fp8 if payload.get("quantize") != "any scale"]
+    if eager:
+        staged += [("expert", "rows", payload) for payload in (*plain, *fp8)]
+    found: list[Variant] = [
+        DispatchVariant(plan=plan, layout=layout, staged=True, eager=eager, scale_layout=scales, **payload)
+        for layout, scales, payload in staged
+    ]
+    for dtype in dtypes:
+        found += [_combine(plan, layout, dtype, eager=eager) for layout in LAYOUTS]
+        of_routes = product(("per_rank", "per_route"), ("none", "received", "home"))
+        found += [_combine(plan, "expert", dtype, eager=eager, mode=mode, weights=how) for mode, how in of_routes]
+    return found
 
 
 def _combine(plan: Plan, layout: str, dtype: torch.dtype, **options: Any) -> CombineVariant:

@@ -63,9 +63,9 @@ def build_kernels(
     hidden: Hidden = 7168,
     top_k: TopK = 8,
 ) -> None:
-    """Compile the kernels for one shape ahead of time, in all layouts and the usual dtypes. Needs no GPU.
+    """Compile the kernels that move tokens of one shape, in all layouts and the usual dtypes. Needs no GPU.
 
-    Kernels do not depend on the number of tokens.
+    Those of few tokens and of many: where all ranks together have at most 2,048 tokens, many have another form.
     """
     from tokenloom import env
     from tokenloom.cli import kernel_cache
