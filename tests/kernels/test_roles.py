@@ -160,11 +160,11 @@ __device__ void two_gemms(const TwoGemmsArgs& args) {
         const MathThread self = math_thread(shared.ring, block, group, thread);
         for (ListedTiles<false> tiles(args); tiles.next(at.number);) {
             if (tiles.second()) {
-                compute_tile<Rows2, Weights2>(shared.ring, plain, shared.staging, shared.plain, tiles, at, trace,
+                compute_tile<Weights2>(shared.ring, plain, shared.staging, shared.plain, tiles, at, trace,
                                               block, self);
                 at.advance(Weights2::kBlocks);
             } else {
-                compute_tile<Rows1, Weights1>(shared.ring, swiglu, shared.staging, shared.swiglu, tiles, at, trace,
+                compute_tile<Weights1>(shared.ring, swiglu, shared.staging, shared.swiglu, tiles, at, trace,
                                               block, self);
                 at.advance(Weights1::kBlocks);
             }

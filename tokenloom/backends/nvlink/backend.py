@@ -1,7 +1,7 @@
 """Backend "nvlink": dispatch and combine by kernels that write the peers' memory.
 
-A dispatch is one kernel, a combine is one kernel; neither asks the host anything. How a call opens, and how the host
-learns what went wrong, is in launcher.py; what lies where is in buffers.py.
+A dispatch is one kernel, a combine is one kernel; neither asks the host anything. How a call opens is in launcher.py,
+how the host learns what went wrong in outcomes.py, and what lies where in buffers.py.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ CAPABILITIES = Capabilities(
 class NvlinkBackend:
     """Dispatch and combine on one NVLink domain. Making one is collective.
 
-    Kernels send and receive in one launch, so the first half of a call puts all of it on the stream. The second half
-    of a dispatch with exact sizes waits until the counts are on the host.
+    Kernels send and receive in one launch. In a call of two halves each half is a kernel, and the second half of a
+    dispatch with exact sizes waits until the counts are on the host.
 
     Kernels leave masked ranks out (device/transport/call.cuh). Memory and graphs stay as they are.
 

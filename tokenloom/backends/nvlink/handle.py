@@ -42,7 +42,7 @@ class NvlinkHandle:
         all_counts: int32 [W, W + E]: rows per rank and routes per expert of every source.
         local_ids, row_places: int32 [>= R, K]: local expert, and place, of each route of a received row.
         weights: float32 [>= R, K] received weights, or None.
-        row_tokens: int32 [>= R]: the token at home that a received row is (layouts "expert" and "slots").
+        row_tokens: int32 [>= R]: the token at home that a received row is (all layouts but "rank").
     """
 
     holds_tensors = True

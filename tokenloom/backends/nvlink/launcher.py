@@ -496,7 +496,7 @@ def require_layout(strategy: str, layout: str) -> None:
 
 
 def require_no_capture() -> None:
-    """Raise for strategies in which a graph would use one half of a buffer in all of its replays."""
+    """Raise for strategies in which a graph would use one region of a buffer in all of its replays."""
     if torch.cuda.is_current_stream_capturing():
         raise InvalidArgument(
             "strategies 'all_gather' and 'reduce_scatter' cannot be captured into a CUDA graph; use 'dedup'"

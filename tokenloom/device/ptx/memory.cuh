@@ -1,5 +1,5 @@
 // Loads and stores with a scope and an order. `sys` is what another GPU can see; `gpu` is this GPU only.
-// Every wrapper clobbers memory: the compiler must not move ordinary accesses across them.
+// Every wrapper but those of registers clobbers memory: the compiler must not move ordinary accesses across them.
 #pragma once
 #include "device/ptx/types.cuh"
 
@@ -94,7 +94,7 @@ __device__ __forceinline__ Vec16 load_16_once(const void* address) {
     return v;
 }
 
-// From shared memory, behind a wait for what a bulk load brought there.
+// From shared memory, behind a wait for what asynchronous copies brought there.
 __device__ __forceinline__ Vec16 load_shared_16(const void* shared) {
     Vec16 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -73,7 +73,7 @@ struct MathPart {
 };
 
 // All blocks of K of a tile, kChunks times 128 of its columns.
-template <class Rows, class Weights, class Epilogue, class Ring, class At, int kChunks>
+template <class Weights, class Epilogue, class Ring, class At, int kChunks>
 __device__ __forceinline__ void multiply_tile(Ring& ring, const MathThread& self, const MathPart& part, const At& at,
                                               float (&sums)[kChunks][64]) {
     constexpr uint32 kStageA = RowOperand::kStageBytes >> 4;  // as descriptors count
@@ -128,7 +128,7 @@ __device__ __forceinline__ void stage_sums(const Epilogue& epilogue, Staging& st
 }
 
 // One tile of one warpgroup: multiplied, and staged by the epilogue.
-template <class Rows, class Weights, class Ring, class Epilogue, class Staging, class Tiles, class At, class Trace>
+template <class Weights, class Ring, class Epilogue, class Staging, class Tiles, class At, class Trace>
 __device__ __forceinline__ void compute_tile(Ring& ring, const Epilogue& epilogue, Staging& staging,
                                              typename Epilogue::Shared& shared, Tiles& tiles, const At& at,
                                              const Trace& trace, int32 block, const MathThread& self) {
@@ -142,22 +142,22 @@ __device__ __forceinline__ void compute_tile(Ring& ring, const Epilogue& epilogu
         float sums[kHalves][64];
         const uint32 own_a = wgmma_tile(self.a + self.group * kGroupRows * RowOperand::kRowBytes);
         const MathPart part{own_a, wgmma_tile(self.b), self.group * kGroupRows + self.row, 0};
-        multiply_tile<Rows, Weights, Epilogue>(ring, self, part, at, sums);
+        multiply_tile<Weights, Epilogue>(ring, self, part, at, sums);
         stage_sums(epilogue, staging, shared, sums, tiles, at, trace, block, self.group, self.thread);
     } else {
         float sums[1][64];
         const uint32 own_b = wgmma_tile(self.b + self.group * kBlock * WeightOperand::kRowBytes);
         const MathPart part{wgmma_tile(self.a), own_b, self.row, self.group};
-        multiply_tile<Rows, Weights, Epilogue>(ring, self, part, at, sums);
+        multiply_tile<Weights, Epilogue>(ring, self, part, at, sums);
         stage_sums(epilogue, staging, shared, sums, tiles, at, trace, block, self.group, self.thread);
     }
 }
 
-template <class Rows, class Weights, class Ring, class Epilogue, class Staging, class Tiles, class Trace>
+template <class Weights, class Ring, class Epilogue, class Staging, class Tiles, class Trace>
 __device__ __forceinline__ void multiply_tiles(Ring& ring, const Epilogue& epilogue, Staging& staging,
                                                typename Epilogue::Shared& shared, Tiles tiles, const Trace& trace,
                                                int32 block, int group, int thread) {
     const MathThread self = math_thread(ring, block, group, thread);
     for (Position<Weights::kBlocks> at{0}; tiles.next(at.tiles()); at.advance())
-        compute_tile<Rows, Weights>(ring, epilogue, staging, shared, tiles, at, trace, block, self);
+        compute_tile<Weights>(ring, epilogue, staging, shared, tiles, at, trace, block, self);
 }

@@ -59,9 +59,9 @@ struct TiledRows {
     }
 
     // Scales of a K that TMA cannot take, one value of each row at a time.
-    template <class Ring, class Weights, class Tiles, class Trace, class Gate = AlwaysOpen>
-    __device__ __forceinline__ void load_beside(Ring& ring, const Weights& weights, Tiles tiles, const Trace&,
-                                                int32 block, int lane, const Gate& gate = {}) const {
+    template <class Ring, class Weights, class Tiles, class Gate = AlwaysOpen>
+    __device__ __forceinline__ void load_beside(Ring& ring, const Weights& weights, Tiles tiles, int32 block, int lane,
+                                                const Gate& gate = {}) const {
         constexpr int kLaneRows = kTileRows / 32;
         for (Position<kBlocks> at{0}; tiles.next(at.tiles()); at.advance()) {
             const Tile tile = tiles.tile(block);

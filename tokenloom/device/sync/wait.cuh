@@ -14,7 +14,7 @@ struct FaultRecord {
 
 struct Deadline {
     FaultRecord* fault;    // pinned host memory
-    uint32* fault_claimed; // device memory: 0 until a wait of this rank expires, never reset
+    uint32* fault_claimed; // device memory: 0 until a wait of this rank expires or its host gives up, never reset
     uint64 timeout_ns;
 };
 
@@ -62,7 +62,7 @@ constexpr int kPollsPerClock = 1024;
 template <Flag kKind = Flag::kSomeCalls>
 __device__ __forceinline__ bool wait_for_flag(const uint32* flag, uint32 wanted, const Deadline& deadline,
                                               uint32 peer, uint32 phase) {
-    constexpr int kPollsBeforeSleep = 256;  // about a microsecond
+    constexpr int kPollsBeforeSleep = 256;  // each waits for the one before
     uint64 began = 0;
     for (uint32 polls = 0; !has_reached<kKind>(load_relaxed_sys(flag), wanted); ++polls) {
         if (polls < kPollsBeforeSleep) continue;

@@ -51,14 +51,15 @@ __device__ __forceinline__ void fill_row(unsigned char* to, uint32 word, int lan
     for (int i = lane; i < kRowBytes / 16; i += 32) store_16(to + i * 16, Vec16{{word, word, word, word}});
 }
 
-// A sum of rows of one shape and dtype, in the order of lanes, from loads into registers: kTermsAtOnce terms are in
-// flight together. (device/pipe/term_stream.cuh adds rows that pass through shared memory, weighted or not.) The steps
-// of a tile take up to kMostRegisters, since variants spill with more. Where all kMostTerms of a row are in flight
+// A sum of up to kMostTerms rows of one shape and dtype, in the order of lanes, from loads into registers: kMostAtOnce
+// terms are in flight together. (device/pipe/term_stream.cuh adds rows that pass through shared memory, weighted or not.)
+// The steps of a tile take up to kMostRegisters, since variants spill with more. Where all terms of a row are in flight
 // together, one step is added after the other; else each step needs registers for its sum too.
-template <int kTermDtype, int kOutDtype, int kHidden, int kGroupValues, int kTermsAtOnce, int kMostTerms,
+template <int kTermDtype, int kOutDtype, int kHidden, int kGroupValues, int kMostAtOnce, int kMostTerms,
           int kMostRegisters = 80>
 struct RowSum {
-    static constexpr bool kAllAtOnce = kMostTerms <= kTermsAtOnce;
+    static constexpr bool kAllAtOnce = kMostTerms <= kMostAtOnce;
+    static constexpr int kTermsAtOnce = kAllAtOnce ? kMostTerms : kMostAtOnce;
     static constexpr int kGroups = kHidden / kGroupValues;
     static constexpr int kTermBytes = kGroupValues * kValueBytes<kTermDtype>;
     static constexpr int kOutBytes = kGroupValues * kValueBytes<kOutDtype>;

@@ -36,7 +36,7 @@ __device__ __forceinline__ float2 unpack_pair(uint32 word) {
     else return {float16_to_float(word & 0xffff), float16_to_float(word >> 16)};
 }
 
-// Values that a lane handles at once: 8 or 16, or 4 of float32 where a row is not a multiple of 8 values.
+// Values that a lane handles at once: 8 or 16, or 4 of float32, as where a row is not a multiple of 8 values.
 template <int kValues>
 struct Group {
     float value[kValues];

@@ -1,7 +1,7 @@
 // How every call of several ranks opens and closes.
 //
 // A rank puts its header into every rank's control buffer and raises its flag there: it has begun the call, and this
-// is what the call means to it. Headers lie by parity of the epoch and by source; in a dispatch, counts follow each. A
+// is what the call means to it. Headers lie by the epoch's turn and by source; in a dispatch, counts follow each. A
 // flag that shows the epoch says that the header is here, and that its rank has let go of what it received before.
 //
 // A call is one kernel, or two: one that sends and one that receives, between which the next call may be opened. So up
@@ -16,12 +16,12 @@
 constexpr int kHeaderWords = 4;  // status, region, hash of the options
 constexpr int kRegionWord = 1;
 constexpr int kHashWord = 2;
-constexpr int32 kOwnFault = 1;  // status of a rank that cannot make the call; launcher.py has the others
+constexpr int32 kOwnFault = 1;  // status of a rank that cannot make the call; outcomes.py has the others
 
 // In pinned host memory. All but `sequence` is written only when something is wrong; each rank finds the same.
 // kernel_reports.py mirrors it.
 struct CallRecord {
-    uint32 needed_rows;     // rows that the fullest rank needs, if over the capacity
+    uint32 needed_rows;     // rows that the fullest rank (in layout slots: expert) needs, if over the capacity
     uint32 capacity;        // the capacity then
     uint32 faulty_rank;     // 1 + the lowest rank with a fault of its own, else with any status, or 0
     int32 status;           // its status

@@ -1,7 +1,7 @@
 // Regions carried by puts and signals of NCCL's GPU-initiated networking (GIN).
 //
 // Names of NCCL come before this header, from the headers beside the library that runs (jit/nccl_headers.py: PRELUDE).
-// Without them it declares nothing.
+// Without them it declares no transport.
 //
 // - A put and its signal are one request. A signal stands for its put and all earlier ones from this rank on the same
 //   context; so each kind of call has a context, and one thread puts the chunks of a node, in their order.

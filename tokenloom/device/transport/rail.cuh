@@ -1,7 +1,7 @@
 // Transport between nodes: to and from the other ranks of a rail, which have the same number in their nodes.
 //
 // Rows for a node are packed into a region, and arrive in one there. What carries regions over the network is a type of
-// its own, RailTransport<Shape::transport>, made of a Rail: gin.cuh, collective.cuh. Each has
+// its own, RailTransport<Shape::carrier>, made of a Rail: gin.cuh, collective.cuh. Each has
 //
 //   before<part>(traffic, epoch)      how often each node has signalled in calls before this one
 //   count_call(traffic, epoch)        one thread of a kernel that sends: this call's puts are counted

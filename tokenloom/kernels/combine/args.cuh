@@ -97,7 +97,9 @@ struct CombineRows {
     using Push = TermStream<Shape::y_dtype, Shape::wire_dtype, Shape::hidden, Shape::group, Shape::stages, kWeighted,
                             Shape::eager != 0>;
     using Copy = RowStream<kWireBytes, Shape::stage_bytes, Shape::stages>;
-    static constexpr int kMostTerms = Shape::per_route != 0 ? Shape::top_k : Shape::num_ranks;
+    // A token has rows on no more ranks than it has experts.
+    static constexpr int kMostTerms =
+        Shape::per_route != 0 || Shape::top_k < Shape::num_ranks ? Shape::top_k : Shape::num_ranks;
     using Sum = RowSum<Shape::wire_dtype, Shape::out_dtype, Shape::hidden, Shape::group, Shape::sum_terms, kMostTerms,
                        Shape::sum_registers>;
     static constexpr uint32 kNan = kNanWord<Shape::wire_dtype>;  // what comes home for dropped rows

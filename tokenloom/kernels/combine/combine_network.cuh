@@ -32,7 +32,7 @@ struct NodeHeader {
     int32 faulty_rank;     // 1 + the lowest rank that says so, or means another call than others there
     uint32 hash[2];        // of the options, the same on all ranks
 };
-constexpr int32 kDiffers = 3;  // behind the statuses of launcher.py: ranks of a node mean different calls
+constexpr int32 kDiffers = 3;  // behind the statuses of outcomes.py: ranks of a node mean different calls
 constexpr int kNodeHeaderBytes = sizeof(NodeHeader);
 static_assert(kNodeHeaderBytes == 16, "launch_network.py sizes regions by it, and rows begin at whole units");
 

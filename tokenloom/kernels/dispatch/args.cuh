@@ -41,14 +41,14 @@ struct DispatchArgs {
     uint64 row_ids;       // int32 [W * M][K] local experts of each received row, -1 elsewhere
     uint64 row_weights;   // float [W * M][K]
     uint64 row_places;    // int32 [W * M][K] place of each route (layout expert)
-    uint64 row_tokens;    // int32 [W * M] the token at home that a received row is (layouts expert, token)
+    uint64 row_tokens;    // int32 [W * M] the token at home that a received row is (all layouts but rank)
     uint64 region_bytes;  // from anything in the first region to the same in the second
     uint64 turn_bytes;    // staged: from one region to the next
     int32* block_counts;  // device memory: flags [Shape::max_blocks], then counts of each block's chunk [][W + E]
     int32* slots_found;   // device memory [Shape::max_blocks]: this block has written its chunk's slots and places
     int32* host_counts;   // null, or in pinned host memory: host_sequence, then these four, before rows are here
     int32 max_tokens;     // M
-    int32 capacity;       // rows of the output; what does not fit is dropped
+    int32 capacity;       // rows of the output, in layout slots of each expert; what does not fit is dropped
     int32 alignment;
     int32 ids_are_int64;
     int32 stop_on_overflow;  // exact sizes: send nothing if anything would be dropped

@@ -1,6 +1,6 @@
 // Dispatch: every row goes straight to its final place on the ranks that hold its experts.
 //
-//   all blocks      count the routes of their chunk; the last block sends the totals to all ranks          (route.cuh)
+//   all blocks      count the routes of their chunk; the last block sends the totals to all ranks   (count_routes.cuh)
 //   all blocks      wait for all ranks' counts; go on only if all ranks mean the same call       (transport/call.cuh)
 //   block 0         writes down the counts of this rank's output, for the host too if it waits           (results.cuh)
 //   sending warps   take token after token: stream its row, or quantise it, to all of its destinations,     (send.cuh)
@@ -17,7 +17,6 @@
 //
 // README.md has the protocol and why it is safe to reuse the region.
 #pragma once
-#include "device/ptx/grid.cuh"
 #include "kernels/dispatch/fill.cuh"
 #include "kernels/dispatch/padding.cuh"
 #include "kernels/dispatch/results.cuh"
@@ -143,6 +142,5 @@ __device__ void dispatch(const DispatchArgs& args) {
     bool done;
     if constexpr (Shape::part == kReceive) done = receive_rows<Shape>(args, turn);
     else done = dispatch_rows<Shape>(args, turn);
-    if constexpr (Shape::layout != kLayoutExpert) let_next_kernel_begin();  // behind all waits for other ranks
     close_call<Shape::part>(args.call, turn, done, [&] { publish_nothing<Shape>(args); });
 }

@@ -25,7 +25,6 @@ struct NetworkShared {
 template <class Shape>
 __device__ bool send_to_nodes(const DispatchNetworkArgs& args, NetworkShared<Shape>& memory, Turn turn) {
     constexpr int kCounts = RouteShared<Shape>::kCounts;
-    using Rows = Packed<Shape>;
     auto& shared = memory.staged.send;
     auto& route = shared.route;
     const Rail& rail = args.rail;
@@ -107,7 +106,7 @@ __device__ bool dispatch_network_rows(const DispatchNetworkArgs& args, Turn turn
     if (threadIdx.x == 0) mark(args.call, kBegun);
     if (threadIdx.x < Shape::num_ranks) {
         windows.control.bases[threadIdx.x] = args.call.peers[threadIdx.x];
-        windows.data.bases[threadIdx.x] = args.peers[threadIdx.x] + turn_offset<Shape>(args, turn.epoch);
+        windows.data.bases[threadIdx.x] = args.peers[threadIdx.x] + turn_offset(args, turn.epoch);
     }
     const uint64 before = transport_of<Shape>(args.rail).template before<Shape::part>(kDispatches, turn.epoch);
     if (__syncthreads_or(has_expired(deadline_of(args.call)))) return false;

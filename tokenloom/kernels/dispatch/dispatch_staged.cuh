@@ -24,7 +24,6 @@ struct StagedShared {
     SpreadShared<Shape> spread;
 };
 
-template <class Shape>
 __device__ __forceinline__ uint64 turn_offset(const DispatchArgs& args, uint32 epoch) {
     return (epoch & (args.turns - 1)) * args.turn_bytes;
 }
@@ -41,7 +40,7 @@ __device__ bool send_staged(const DispatchArgs& args, DispatchShared<Shape>& sha
     if (warp < shared.kRings) DispatchShared<Shape>::Stream::init(shared.control_of_stream[warp], lane);
     if (threadIdx.x < Shape::num_ranks) {
         shared.control.bases[threadIdx.x] = args.call.peers[threadIdx.x];
-        shared.data.bases[threadIdx.x] = args.peers[threadIdx.x] + turn_offset<Shape>(args, epoch);
+        shared.data.bases[threadIdx.x] = args.peers[threadIdx.x] + turn_offset(args, epoch);
         route.row_base[threadIdx.x] = args.call.rank * args.max_tokens;
     }
     mbarrier_init_fence();
@@ -97,7 +96,7 @@ __device__ bool receive_staged(const DispatchArgs& args, StagedShared<Shape>& sh
                              static_cast<float*>(args.out_scales), blockIdx.x * (Shape::threads / 32) + warp,
                              gridDim.x * (Shape::threads / 32), lane);
     if (!wait_for_sources<Shape>(args, turn, args.send_blocks)) return false;
-    const uint64 staging = args.peers[args.call.rank] + turn_offset<Shape>(args, epoch);
+    const uint64 staging = args.peers[args.call.rank] + turn_offset(args, epoch);
     if constexpr (Places<Shape>::kOfRoutes) spread_rows<Shape>(args, route, shared.spread, staging, warp, lane);
     else spread_places<Shape>(args, route, staging, warp, lane);
     if (lane == 0) mark(args.call, kFilled);

@@ -87,7 +87,7 @@ class DispatchVariant:
         strategy: what carries rows, of :data:`tokenloom.plan.DISPATCH_STRATEGIES`. Other than "dedup" for layout
             "expert" only; "all_gather" for rows without scales only.
         staged: rows arrive by source, and are copied to their places from there; layout "expert" with strategy
-            "dedup", and always layout "slots".
+            "dedup", always layout "slots", and between nodes any layout.
         eager: staged rows leave before all ranks have opened the call, to one of :data:`TURNS` regions.
         scale_layout: "rows"; in layout "slots" also "columns" or "packed".
         part: "whole", or the half of a call that "send" or "receive" is.

@@ -15,7 +15,7 @@ struct RouteShared {
     int32 row_base[Shape::num_ranks];        // first row of this source among the rows that rank r receives
     int32 received_base[Shape::num_ranks];   // first received row that comes from source s
     int32 received[Shape::num_ranks];        // how many do
-    int32 needed[Shape::num_ranks];          // rows that rank r needs
+    int32 needed[Shape::num_ranks];          // rows that rank r, or in layout slots its fullest expert, needs
     int32 expert_total[Shape::num_experts];  // routes of all ranks
     int32 place_base[Places<Shape>::kDirect ? Shape::num_experts : 1];  // first place of this source's routes
     // First place of each of this rank's experts, and where the last one's end (layout expert).

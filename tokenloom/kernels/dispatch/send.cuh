@@ -141,7 +141,7 @@ __device__ void notify_row(const DispatchArgs& args, const DispatchShared<Shape>
 }
 
 // Where the rows of a token go: straight to the ranks that hold its experts. Between nodes they also go elsewhere
-// (dispatch_network.cuh).
+// (nodes.cuh).
 template <class Shape>
 struct ToRanks {
     const DispatchArgs& args;

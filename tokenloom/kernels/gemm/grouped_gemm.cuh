@@ -181,7 +181,7 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
         }
         if constexpr (Rows::kSecondWarp)
             if (warp == 1)
-                rows.load_beside(shared.ring, weights, tiles_of<Shape>(shared), trace, block, lane,
+                rows.load_beside(shared.ring, weights, tiles_of<Shape>(shared), block, lane,
                                  gate_of<Shape>(args, epoch));
         if (warp >= kGroupWarps - kStoreWarps)
             store_tiles<Epilogue>(shared.staging, destination, tiles_of<Shape>(shared), trace, block,
@@ -189,7 +189,7 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
         __syncwarp();
     } else {
         take_registers<kMathRegisters>();
-        multiply_tiles<Rows, Weights>(shared.ring, epilogue, shared.staging, shared.epilogue, tiles_of<Shape>(shared),
+        multiply_tiles<Weights>(shared.ring, epilogue, shared.staging, shared.epilogue, tiles_of<Shape>(shared),
                                       trace, block, group, threadIdx.x % kGroupThreads);
     }
     if constexpr (kInTurn<Shape>) wait_for_earlier_kernels();  // whoever waits for this one waits for those before it

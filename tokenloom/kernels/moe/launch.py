@@ -35,7 +35,7 @@ RING_UNIT = 128
 KEEPING_WARPS = 12
 """Warps of a block that send rows of tokens which the block keeps."""
 MOST_KEPT = 4
-"""Tokens of a block that keeps them. With more it is faster to pack them on all SMs."""
+"""Tokens of a block that keeps them. With more it is faster to pack them on the SMs that send nothing."""
 PACK_THREADS = SUM_THREADS = 512
 PACK_WARPS = 4
 """Warps for each token, where there is room for them."""
@@ -62,7 +62,7 @@ PACK_FIELDS = FieldsAtOnce(PackTokensArgs, "x", "scales", "packed", "num_tokens"
 
 
 class SendRoutesArgs(ctypes.Structure):
-    """Mirror of SendRoutesArgs in send_routes.cuh, which says what each value is."""
+    """Mirror of SendRoutesArgs in routes_to_send.cuh, which says what each value is."""
 
     _fields_ = [
         ("call", Call),
