@@ -9,12 +9,14 @@ from typing import Any
 HEADER_WORDS = 4
 """Words of what ranks tell each other when a call opens, before counts; kHeaderWords of device/transport/call.cuh."""
 TURNS = 4
-"""Calls that take turns in headers, and in regions that ranks write before others have opened; kTurns of device/sync/wait.cuh."""
+"""Calls that take turns in headers, and in regions that ranks write before others have opened; kTurns of
+device/sync/wait.cuh."""
 MARKS = ("begun", "counted", "heard", "placed", "sent", "notified", "filled", "summed", "done")
 """What a block has done, by Mark of device/transport/call.cuh, when ``Call.trace`` asks.
 
 It has begun; its counts are known; all ranks' counts are here; places are known; its own rows are sent; the others are
-notified; further or staged places are filled, or own tokens packed (MegaMoE); its own tokens are summed (combine); it is about to leave."""
+notified; further or staged places are filled, or own tokens packed (MegaMoE); its own tokens are summed (combine); it
+is about to leave."""
 MARK_WORDS = 16
 """Words of a block's times; kMarks there."""
 PARTS = {"whole": 0, "send": 1, "receive": 2}
