@@ -160,9 +160,9 @@ def asked_for(num_tokens: int) -> set[KernelSpec]:
                         stand_ins.settle()
 
         for layout in ("token", "expert", "rank", "slots"):
+            bounded = {"capacity": None if layout == "rank" else 64}
             for exact in (False,) if layout == "slots" else (True, False):
-                room = {} if exact else {"sizes": "bounded", "capacity": None if layout == "rank" else 64}
-                room = {"capacity": 64} if layout == "slots" else room
+                room = {} if exact else bounded if layout == "slots" else {"sizes": "bounded", **bounded}
                 modes = ("per_rank", "per_route") if layout in ("expert", "slots") else ("per_rank",)
                 for dtype in (torch.bfloat16, torch.float16, torch.float32):
                     call(torch.zeros(4, 128, dtype=dtype), modes, layout=layout, **room)

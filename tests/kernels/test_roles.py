@@ -161,11 +161,11 @@ __device__ void two_gemms(const TwoGemmsArgs& args) {
         for (ListedTiles<false> tiles(args); tiles.next(at.number);) {
             if (tiles.second()) {
                 compute_tile<Weights2>(shared.ring, plain, shared.staging, shared.plain, tiles, at, trace,
-                                              block, self);
+                                       block, self);
                 at.advance(Weights2::kBlocks);
             } else {
                 compute_tile<Weights1>(shared.ring, swiglu, shared.staging, shared.swiglu, tiles, at, trace,
-                                              block, self);
+                                       block, self);
                 at.advance(Weights1::kBlocks);
             }
         }

@@ -195,25 +195,12 @@ _NAMED: list[Named] = [
     *(
         dispatch(f"{layout} staged, {part}", layout, FP8, staged=True, eager=True, max_tokens=128, part=part)
         for layout in ROUTE_LAYOUTS
-        for part in ("whole", "send", "receive")
-    ),
-    *(
-        dispatch(
-            f"{layout} staged, to fp8", layout, BF16, quantize="any scale", staged=True, eager=True, max_tokens=128
-        )
-        for layout in ROUTE_LAYOUTS
-    ),
-    *(
-        dispatch(f"slots, {scales} {what}", "slots", BF16, staged=True, eager=eager, quantize=how, scale_layout=scales)
-        for what, eager in (("eager", True), ("waiting", False))
-        for scales, how in (("rows", ""), ("columns", "any scale"), ("packed", "power of two"))
+        for part in ("send", "receive")
     ),
     dispatch("slots, 4096 experts", "slots", FP8, staged=True, eager=True, experts_per_rank=512),
     dispatch("slots, top-32 of 32 ranks", "slots", FP32, staged=True, top_k=32, num_ranks=32, experts_per_rank=8),
     dispatch("slots, hidden 8, one rank", "slots", FP32, staged=True, eager=True, hidden=8, num_ranks=1),
     *in_parts("eager, 4 ranks", "expert", eager=True, max_tokens=128, num_ranks=4),
-    combine("eager, per route", "expert", BF16, BF16, BF16, mode="per_route", eager=True, max_tokens=128),
-    combine("eager, fp32", "expert", FP32, FP32, FP32, eager=True, max_tokens=128),
     # What plans with few rows, and others, have of their own, as `tokenloom cache build` makes them.
     *(
         dispatch(
@@ -226,28 +213,32 @@ _NAMED: list[Named] = [
             scale_layout=scales,
         )
         for layout, eager in (("slots", True), ("slots", False), ("expert", True))
-        for scales in (("rows", "columns", "packed") if layout == "slots" else ("rows",))
-        for dtype, how in ((BF16, ""), (FP32, ""), (FP8, ""), (BF16, "any scale"), (BF16, "power of two"))
-        if scales == "rows" or dtype == FP8 or how
+        for dtype, how, orders in (
+            (BF16, "", ()),
+            (FP32, "", ()),
+            (FP8, "", ("columns", "packed")),
+            (BF16, "any scale", ("columns",)),
+            (BF16, "power of two", ("columns", "packed")),
+        )
+        for scales in ("rows", *(orders if layout == "slots" else ()))
     ),
-    *(
-        combine(f"{layout} {short_name(dtype)}, eager", layout, dtype, dtype, dtype, eager=True)
-        for layout in ("token", "rank")
-        for dtype in (BF16, FP32)
-    ),
+    combine("rank bf16, eager", "rank", BF16, BF16, BF16, eager=True),
+    *(combine(f"{layout} fp32, eager", layout, FP32, FP32, FP32, eager=True) for layout in ("token", "rank")),
     *(
         combine(
-            f"{mode} {short_name(dtype)}, weights {weights}, {'eager' if eager else 'waiting'}",
+            f"{mode}, {short_name(dtype)}, eager, weights {how}",
             "expert",
-            *(dtype, dtype, dtype),
+            *(dtype,) * 3,
             mode=mode,
-            weights=weights,
-            eager=eager,
+            weights=how,
+            eager=True,
         )
+        for mode, dtype, how in product(("per_rank", "per_route"), (BF16, FP32), WEIGHTS)
+        if (mode, dtype) != ("per_rank", BF16) or how == "none"  # in parts above
+    ),
+    *(
+        combine(f"{mode}, fp32, weights from home", "expert", FP32, FP32, FP32, mode=mode, weights="home")
         for mode in ("per_rank", "per_route")
-        for dtype in (BF16, FP32)
-        for weights in WEIGHTS
-        for eager in (False, True)
     ),
     # What carries rows otherwise.
     *(

@@ -142,7 +142,7 @@ def named(entries: Sequence[cache.Entry], name: str) -> list[cache.Entry]:
 def variants(plan: Plan) -> list[KernelSpec]:
     """The kernels that communicators ask for, forward and backward, as far as the hidden size allows them.
 
-    Those of plans with few rows and of others, so the number of tokens of ``plan`` does not matter.
+    Plans with few rows have forms of their own. Both are here, so the number of tokens of ``plan`` does not matter.
 
     - Dispatches in every layout: BF16, FP16, FP32 and FP8 rows, and BF16 rows that become FP8 on their way, with
       either kind of scale; in layout expert by every strategy, in layout slots with scales of every order.

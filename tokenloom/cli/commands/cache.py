@@ -65,7 +65,7 @@ def build_kernels(
 ) -> None:
     """Compile the kernels that move tokens of one shape, in all layouts and the usual dtypes. Needs no GPU.
 
-    Those of few tokens and of many: where all ranks together have at most 2,048 tokens, many have another form.
+    It makes both forms of kernels that have one for plans of at most 2,048 tokens on all ranks, and one for others.
     """
     from tokenloom import env
     from tokenloom.cli import kernel_cache

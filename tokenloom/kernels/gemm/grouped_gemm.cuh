@@ -189,8 +189,8 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
         __syncwarp();
     } else {
         take_registers<kMathRegisters>();
-        multiply_tiles<Weights>(shared.ring, epilogue, shared.staging, shared.epilogue, tiles_of<Shape>(shared),
-                                      trace, block, group, threadIdx.x % kGroupThreads);
+        multiply_tiles<Weights>(shared.ring, epilogue, shared.staging, shared.epilogue, tiles_of<Shape>(shared), trace,
+                                block, group, threadIdx.x % kGroupThreads);
     }
     if constexpr (kInTurn<Shape>) wait_for_earlier_kernels();  // whoever waits for this one waits for those before it
     cluster_sync();  // no block leaves while the other arrives on its barriers
