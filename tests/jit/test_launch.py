@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -114,6 +115,51 @@ def test_the_first_use_in_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) 
         InvalidArgument, match=r"^the first use of a kernel .* \(scale\); make the same call once before"
     ):
         Kernel(scale_spec(captured=1), 0)
+
+
+class Mapper:
+    """Writes down what tensor maps are asked of it, and makes each different."""
+
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+        self.asked: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._driver, name)
+
+    def cuTensorMapEncodeTiled(self, kind: Any, rank: int, address: int, *rest: Any) -> tuple[Any, Any]:
+        sizes, steps, box, _, _, swizzle, *_ = rest
+        assert len(sizes) == rank
+        given = (tuple(map(int, values)) for values in (sizes, steps, box))
+        self.asked.append((kind.name.rpartition("_")[2], address, *given, swizzle.name.rpartition("_")[2]))
+        words = [self._driver.cuuint64_t(len(self.asked))] * 16
+        return self._driver.CUresult.CUDA_SUCCESS, SimpleNamespace(opaque=words)
+
+
+def test_tensor_maps_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By all that makes one: address, sizes, strides, width of values, box and swizzle. Nothing else is asked for."""
+    mapper = Mapper(pytest.importorskip("cuda.bindings.driver"))
+    monkeypatch.setattr(kernel, "load_driver", lambda: mapper)
+    monkeypatch.setattr(kernel, "make_current", lambda index: None)
+    kernel._tensor_map.cache_clear()
+    whole = torch.zeros(8, 256, dtype=torch.uint8)
+    at, scales = whole.data_ptr(), whole.view(torch.float32)
+    asks: dict[tuple[Any, ...], tuple[torch.Tensor, tuple[int, ...], bool]] = {
+        ("UINT8", at, (256, 8), (256,), (128, 4), "128B"): (whole, (128, 4), True),
+        ("UINT8", at, (256, 8), (256,), (128, 4), "NONE"): (whole, (128, 4), False),
+        ("UINT8", at, (256, 8), (256,), (64, 4), "NONE"): (whole, (64, 4), False),
+        ("UINT8", at, (256, 4), (512,), (64, 4), "NONE"): (whole[::2], (64, 4), False),
+        ("UINT8", at, (256, 4), (256,), (64, 4), "NONE"): (whole[:4], (64, 4), False),
+        ("UINT8", at + 1024, (256, 4), (256,), (64, 4), "NONE"): (whole[4:], (64, 4), False),
+        ("FLOAT32", at, (64, 8), (256,), (64, 4), "NONE"): (scales, (64, 4), False),
+        ("UINT8", at, (256, 4, 2), (256, 1024), (64, 4, 1), "NONE"): (whole.view(2, 4, 256), (64, 4, 1), False),
+    }
+    made = [kernel.tensor_map(*ask) for ask in asks.values()]
+    assert mapper.asked == list(asks)
+    assert [each.word[0] for each in made] == [*range(1, len(asks) + 1)]
+    assert [kernel.tensor_map(*ask) for ask in asks.values()] == made, "the same objects"
+    assert len(mapper.asked) == len(asks)
+    kernel._tensor_map.cache_clear()  # what this driver made is no map
 
 
 # -- on GPUs -----------------------------------------------------------------------------------------------------

@@ -400,4 +400,7 @@ class Calls:
         if routed.layout not in ROUTE_LAYOUTS or routed._weights is None:
             raise InvalidArgument("row_weights is for layouts 'expert' and 'slots', dispatched with topk_weights")
         shape = routed.shape[:-1]
-        return autograd.row_weights(self.engine, routed._handle, routed._weights, prod(shape)).view(shape)
+        given = (routed._handle, routed._weights, prod(shape))
+        if torch.is_grad_enabled() and routed._weights.requires_grad:
+            return autograd.row_weights(self.engine, *given).view(shape)
+        return self.engine.row_weights(*given).view(shape)

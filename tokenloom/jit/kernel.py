@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from operator import mul
 from typing import Any
@@ -127,27 +127,41 @@ class TensorMap(ctypes.Structure):
 def tensor_map(tensor: torch.Tensor, box: tuple[int, ...], swizzle: bool = False) -> TensorMap:
     """How TMA finds boxes of a tensor of 1-byte or float32 values, the innermost of which follow each other.
 
+    Who gets it must not write it, only copy it: whoever asks for an equal one gets the same object.
+
     Args:
         box: its sizes, innermost dimension first.
         swizzle: 128-byte swizzle of the box in shared memory; its innermost dimension then has 128 bytes.
     """
-    kinds = load_driver().CUtensorMapDataType
-    kind = kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32 if tensor.itemsize == 4 else kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8
-    swizzles = load_driver().CUtensorMapSwizzle
+    where = tensor.device.index, tensor.data_ptr()
+    return _tensor_map(*where, tensor.itemsize, tuple(tensor.shape), tensor.stride(), box, swizzle)
+
+
+@lru_cache(maxsize=1024)  # to make one takes the host as long as the rest of a launch
+def _tensor_map(
+    device_index: int,
+    address: int,
+    itemsize: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: bool,
+) -> TensorMap:
     driver = load_driver()
-    make_current(tensor.device.index)
-    sizes = list(reversed(tensor.shape))
+    kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
+    make_current(device_index)
+    sizes = shape[::-1]
     # Where a dimension is 1, torch may have any stride.
     packed = accumulate(sizes[:-1], mul)
-    given = zip(sizes[1:], reversed(tensor.stride()[:-1]), packed, strict=True)
-    strides = [(stride if size > 1 else own) * tensor.element_size() for size, stride, own in given]
+    given = zip(sizes[1:], reversed(stride[:-1]), packed, strict=True)
+    steps = [(step if size > 1 else own) * itemsize for size, step, own in given]
     encoded = checked(
         driver.cuTensorMapEncodeTiled(
-            kind,
+            kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32 if itemsize == 4 else kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
             len(sizes),
-            tensor.data_ptr(),
+            address,
             [driver.cuuint64_t(size) for size in sizes],
-            [driver.cuuint64_t(stride) for stride in strides],
+            [driver.cuuint64_t(step) for step in steps],
             [driver.cuuint32_t(size) for size in box],
             [driver.cuuint32_t(1) for _ in box],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
