@@ -1,6 +1,7 @@
 """Compiled kernels on disk. Entries are whole or absent: written aside, then renamed; damage means recompiling.
 
-Ranks and machines that share a file system may race: all of them write the same bytes under the same key.
+Ranks start together and want the same kernels. One process of a host compiles each, and the others wait for it.
+Machines that share a file system may race: all of them write the same bytes under the same key.
 
 A kernel runs with the rights of its user. So a folder or a file that somebody else could have written is not used: it
 has to belong to this user or to root, and neither its group nor others may write it. That holds for what a symbolic
@@ -10,15 +11,18 @@ link leads to.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import stat
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from tokenloom import env
 from tokenloom._version import __version__
@@ -27,6 +31,8 @@ from tokenloom.jit.compiler import OPTIONS, KernelSpec, Resources, compile_kerne
 _FORMAT = 2
 _SUFFIX = ".kernel"
 _ASIDE = ".partial"
+_MOST_WAIT_S, _LOOK_EVERY_S = 60.0, 0.01
+"""Longest wait for another process that compiles, which may be stopped, and the time between two looks at it."""
 
 _warned: set[Path] = set()
 """Folders that this process has said it does not use."""
@@ -77,9 +83,12 @@ def get(spec: KernelSpec, folder: Path | None = None) -> Entry:
     key = key_of(spec)
     entry = _read(folder / (key + _SUFFIX))
     if entry is None:
-        cubin, log = compile_kernel(spec)
-        entry = Entry(key, spec.name, dict(spec.shape), spec.arch, spec.threads, spec.shared_bytes, cubin, log)
-        _write(folder, entry)
+        with _turn(folder, key):
+            entry = _read(folder / (key + _SUFFIX))  # another process may have made it meanwhile
+            if entry is None:
+                cubin, log = compile_kernel(spec)
+                entry = Entry(key, spec.name, dict(spec.shape), spec.arch, spec.threads, spec.shared_bytes, cubin, log)
+                _write(folder, entry)
     return entry
 
 
@@ -136,6 +145,38 @@ def _read(path: Path) -> Entry | None:
     except (OSError, ValueError, TypeError):
         return None
     return entry if path.name == entry.key + _SUFFIX else None
+
+
+@contextlib.contextmanager
+def _turn(folder: Path, key: str) -> Iterator[None]:
+    """Let processes of a host compile a kernel one by one, where the folder can be used and knows locks.
+
+    The file is locked as long as its process lives. Whoever is done deletes it: those who wait for it need no other.
+    """
+    path, file = folder / (key + _ASIDE), None
+    try:
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if _is_trusted(folder):
+                file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b")
+                _lock(file)
+        yield
+    finally:
+        if file is not None:
+            file.close()
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _lock(file: IO[bytes]) -> None:
+    """Wait for the lock of a file, but not for ever. OSError: it cannot be locked."""
+    deadline = time.monotonic() + _MOST_WAIT_S
+    while time.monotonic() < deadline:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(_LOOK_EVERY_S)
 
 
 def _write(folder: Path, entry: Entry) -> None:

@@ -6,6 +6,7 @@ from tests.mutations.mutation import Mutation
 
 EXPIRED = "tests/kernels/test_expired_calls.py"
 LAUNCH = "tests/jit/test_launch.py"
+TURNS = "tests/jit/test_cache_turns.py"
 
 LAUNCHES = (
     Mutation(
@@ -23,6 +24,25 @@ LAUNCHES = (
         old="status in (results.CUDA_ERROR_INVALID_CONTEXT, results.CUDA_ERROR_INVALID_HANDLE)",
         new="False",
         tests=(f"{LAUNCH}::test_another_device_may_be_current",),
+    ),
+    Mutation(
+        name="maps-of-other-strides",
+        rule="a tensor map is found again for rows that lie further apart",
+        target="tokenloom.jit.kernel:tensor_map",
+        old="tensor.stride()",
+        new="(256,)",
+        tests=(f"{LAUNCH}::test_tensor_maps_are_found_again",),
+    ),
+)
+
+COMPILED_ONCE = (
+    Mutation(
+        name="every-rank-compiles",
+        rule="processes that want the same kernel all compile it",
+        target="tokenloom.jit.cache:get",
+        old="_turn(folder, key)",
+        new="contextlib.nullcontext()",
+        tests=(f"{TURNS}::test_each_kernel_is_compiled_once",),
     ),
 )
 
@@ -110,4 +130,4 @@ EXPIRED_CALLS = (
     ),
 )
 
-MUTATIONS = LAUNCHES + EXPIRED_CALLS
+MUTATIONS = LAUNCHES + COMPILED_ONCE + EXPIRED_CALLS
