@@ -5,7 +5,8 @@
 With Hopper GPUs it uses all of them, one rank each, and times the real thing on rank 0. Without a GPU it times what
 Python does: the driver, torch.cuda and shared memory are stand-ins that do nothing, tensors lie on the CPU, and calls
 are over at once. Then it also prints which of the stand-ins one call asks how often, since those cost more on a GPU.
-Sizes are bounded, ids are int64, gradients are off, and nothing is checked by the host.
+Sizes are bounded, ids are int64, gradients are off, and nothing is checked by the host. GEMMs are timed on
+GPUs only.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 import tokenloom as tl
+from tokenloom.ops.gemm import grouped_gemm_fp8, grouped_swiglu_fp8
 from tokenloom.runtime.processes import RankContext, RankPool
 
 NUM_EXPERTS, HIDDEN, TOP_K, INTERMEDIATE = 256, 7168, 8, 256
@@ -99,6 +101,23 @@ def mega_calls(layer: tl.MegaMoE, tokens: int) -> Iterator[Calls]:
     yield {"MegaMoE, bf16, out=": lambda: layer(x, ids, weights, out=out)}
 
 
+def gemm_calls(device: torch.device, tokens: int) -> Iterator[Calls]:
+    """Both FP8 GEMMs of some experts, as who writes experts calls them."""
+    blocks = (HIDDEN // FP8_BLOCK, INTERMEDIATE // FP8_BLOCK)
+    offsets = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+    x = torch.zeros(tokens, HIDDEN, device=device).to(torch.float8_e4m3fn)
+    w1 = torch.zeros(1, 2 * INTERMEDIATE, HIDDEN, device=device).to(torch.float8_e4m3fn)
+    w2 = torch.zeros(1, HIDDEN, INTERMEDIATE, device=device).to(torch.float8_e4m3fn)
+    x_scales = torch.ones(tokens, blocks[0], device=device)
+    w1_scales = torch.ones(1, 2 * blocks[1], blocks[0], device=device)
+    w2_scales = torch.ones(1, *blocks, device=device)
+    activations = grouped_swiglu_fp8(x, x_scales, w1, w1_scales, offsets)
+    yield {
+        "grouped_swiglu_fp8": lambda: grouped_swiglu_fp8(x, x_scales, w1, w1_scales, offsets),
+        "grouped_gemm_fp8": lambda: grouped_gemm_fp8(*activations, w2, w2_scales, offsets),
+    }
+
+
 def costs_us(groups: Iterable[Calls], num_calls: int, settle: Callable[[], None]) -> dict[str, dict[str, Any]]:
     """Median and least cost of each call. Those of a group take turns, what has no name is not timed, and
     ``settle`` ends what is under way."""
@@ -131,7 +150,8 @@ def measure_on_gpus(context: RankContext, tokens: int, num_calls: int) -> dict[s
     with make_comm(context.group, context.device, tokens) as comm:
         found = costs_us(moving_calls(comm, tokens), num_calls, settle)
     with make_layer(context.group, context.device, tokens) as layer:
-        return {**found, **costs_us(mega_calls(layer, tokens), num_calls, settle)}
+        found |= costs_us(mega_calls(layer, tokens), num_calls, settle)
+    return found | costs_us(gemm_calls(context.device, tokens), num_calls, settle)
 
 
 def make_layer(group: dist.ProcessGroup | None, device: torch.device, tokens: int) -> tl.MegaMoE:
