@@ -98,8 +98,8 @@ class PlanMismatch(TokenloomError, ValueError):
 class PeerError(TokenloomError, RuntimeError):
     """Another rank failed, so this call failed here too.
 
-    Nothing was sent, and the communicator works on. There is one exception: over gloo, a rank that fails in the middle
-    of a call ends the communicator, and leaves its process group out of step.
+    No rank received anything, and the communicator works on. There is one exception: over gloo, a rank that fails in
+    the middle of a call ends the communicator, and leaves its process group out of step.
 
     Attributes:
         rank: rank that failed.
@@ -111,7 +111,7 @@ class PeerError(TokenloomError, RuntimeError):
     def __init__(self, rank: int, reason: str, *, sent: bool = False) -> None:
         self.rank = rank
         self.reason = reason
-        what = "in this call, nothing was sent"
+        what = "in this call, nothing was received"
         if sent:
             what = "in the middle of this call; make a new process group, and a communicator on it"
         super().__init__(f"rank {rank} failed {what}: {reason}")

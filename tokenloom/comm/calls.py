@@ -162,9 +162,9 @@ class Calls:
 
         Raises:
             ShapeMismatch, DtypeMismatch, DeviceMismatch, InvalidArgument, InvalidExpertId, NotDifferentiable: bad
-                input on this rank; nothing was sent.
-            PeerError: bad input on another rank; nothing was sent.
-            PlanMismatch: the ranks passed different options; nothing was sent.
+                input on this rank; nothing was received.
+            PeerError: bad input on another rank; nothing was received.
+            PlanMismatch: the ranks passed different options; nothing was received.
             CapacityOverflow: more rows than ``capacity``. Exact sizes: nothing is handed out. Bounded sizes: raised by
                 a later call or ``check``; meanwhile combine gives NaN for the tokens concerned.
             PeerTimeout, CommunicatorBroken: another rank is missing, or was at an earlier call.
