@@ -65,14 +65,14 @@ class CalledExperts(ABC):
             to_fp8=not quantised,
             power_of_two_scales=self._power_of_two_scales and not quantised,
         )
-        total = self._add_up(request, routed)
+        self._add_up(request, routed, out)
         if request.expert_stats is not None:
             request.expert_stats.add_(routed.expert_counts)
-        return out.copy_(total)
+        return out
 
     @abstractmethod
-    def _add_up(self, request: ForwardRequest, routed: Routed) -> torch.Tensor:
-        """Apply the experts to routed rows and own tokens: float32 [T, H], the sum of each token's results."""
+    def _add_up(self, request: ForwardRequest, routed: Routed, out: torch.Tensor) -> None:
+        """Apply the experts to routed rows and own tokens. Write the sum of each token's results, rounded once."""
 
     def _own_rows(self, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's tokens in FP8, and their scales."""

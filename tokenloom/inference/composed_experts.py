@@ -41,18 +41,15 @@ class ComposedExperts(CalledExperts):
     def trace(self) -> MegaTimes:
         raise InvalidArgument("only the kernels of backend 'nvlink' can be traced")
 
-    def _add_up(self, request: ForwardRequest, routed: Routed) -> torch.Tensor:
+    def _add_up(self, request: ForwardRequest, routed: Routed, out: torch.Tensor) -> None:
         comm = self._comm
         request.passed("dispatch")
         with comm.engine.sequence(Upcoming("combine")):
             rows = self._routed_experts(routed, request.passed)
+            shared = [*self._shared_experts(request.x)] if self._num_shared else None
         mode: Mode | None = "per_route" if "all_to_all" in comm.engine.capabilities.combine_strategies else None
-        total = comm.combine(rows, routed, weighted=False, mode=mode, out_dtype=torch.float32)
+        comm.combine(rows, routed, weighted=False, mode=mode, out=out, bias=shared)
         request.passed("sum")
-        if self._num_shared and len(total):
-            for of_expert in self._shared_experts(request.x):
-                total += of_expert
-        return total
 
     def _routed_experts(self, routed: Routed, passed: Callable[[str], None]) -> torch.Tensor:
         """[R, H], times the weights of the rows."""
