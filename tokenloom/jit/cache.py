@@ -127,7 +127,7 @@ def clear(folder: Path | None = None) -> int:
     with contextlib.suppress(OSError):
         for path in [*folder.glob("*" + _SUFFIX), *folder.glob("*" + _ASIDE)]:
             with contextlib.suppress(OSError):
-                path.unlink()
+                path.unlink(missing_ok=True)
                 deleted += path.suffix == _SUFFIX
     return deleted
 
@@ -163,9 +163,9 @@ def _turn(folder: Path, key: str) -> Iterator[None]:
         yield
     finally:
         if file is not None:
-            file.close()
-            with contextlib.suppress(OSError):
-                path.unlink()
+            with file, contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+                fcntl.flock(file, fcntl.LOCK_UN)  # to close it is not enough where a child has been forked meanwhile
 
 
 def _lock(file: IO[bytes]) -> None:
