@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 MOST_TESTS, LEAST_TESTS, MOST_ALONE = 80, 15, 10
 """Of a part. Its ranks start in 20 to 55 seconds where 13 parts share each GPU, and the longest part decides when all
 is done. Tests that run alone take long themselves."""
-LIMIT_S = 600.0
+LIMIT_S = 1200.0
 COLLECT_LIMIT_S = 120.0
 POLL_S = 0.05
 TELL_TO = "RUN_GPU_TESTS_TELL_TO"
