@@ -59,10 +59,9 @@ class BiasedCombineCall(CombineCall):
 
     def _receive(self) -> torch.Tensor:
         total = super()._receive()
-        for bias in self._bias:
-            total = total + bias.to(total.dtype)
-        total = total.to(self._out_dtype)
-        return total if self._own_out is None else self._own_out.copy_(total)
+        for bias in self._bias:  # the sum keeps its dtype, and narrower ones are widened on their way
+            total = total + (bias if bias.itemsize < total.itemsize else bias.to(total.dtype))
+        return total.to(self._out_dtype) if self._own_out is None else self._own_out.copy_(total)
 
 
 def biases(bias: object) -> tuple[torch.Tensor, ...]:
