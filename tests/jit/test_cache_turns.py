@@ -6,7 +6,9 @@ import fcntl
 import multiprocessing
 import os
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from tokenloom.jit.compiler import KernelSpec
 
 pytestmark = needs_nvrtc
 CONTEXT = multiprocessing.get_context("spawn")
-LIMIT_S, ENOUGH_TO_LOOK_S = 20.0, 0.2
+LIMIT_S, ENOUGH_TO_LOOK_S = 60.0, 0.2
 CODE, LOG = b"code", "log"
 
 
@@ -30,10 +32,15 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def get_one(package: Path, folder: Path, which: int, meeting: Any, said: Any) -> None:
+def get_one(package: Path, folder: Path, which: int, meeting: Any, said: Any, forks: bool) -> None:
     """One process. Its compiler says that it has begun, and ends when as many as are to have come to the meeting."""
 
     def compile_kernel(spec: KernelSpec) -> tuple[bytes, str]:
+        if forks and os.fork() == 0:  # a child that has the lock's file too, and lives as long as this process
+            parent = os.getppid()
+            while os.getppid() == parent:
+                time.sleep(ENOUGH_TO_LOOK_S)
+            os._exit(0)
         said.send("compiles")
         meeting.wait()
         return CODE + bytes([which]), LOG
@@ -41,21 +48,32 @@ def get_one(package: Path, folder: Path, which: int, meeting: Any, said: Any) ->
     compiler.PACKAGE, cache.compile_kernel = package, compile_kernel
     said.send("wants")
     said.send(cache.get(scale_spec(which=which), folder).cubin)
+    said.recv()
 
 
 class Racer:
     """A process that wants a kernel, and what it says of that."""
 
-    def __init__(self, package: Path, folder: Path, which: int, meeting: Any) -> None:
-        self._reader, writer = CONTEXT.Pipe(duplex=False)  # of its own: a killed process could leave a queue locked
-        self.process = CONTEXT.Process(target=get_one, args=(package, folder, which, meeting, writer), daemon=True)
+    def __init__(self, package: Path, folder: Path, which: int, meeting: Any, forks: bool = False) -> None:
+        self._pipe, its_end = CONTEXT.Pipe()  # of its own: a killed process could leave a queue locked
+        arguments = (package, folder, which, meeting, its_end, forks)
+        self.process = CONTEXT.Process(target=get_one, args=arguments, daemon=True)
         self.process.start()
-        writer.close()
+        its_end.close()
+
+    def has_said_more(self) -> bool:
+        """Whether there is something to hear at once."""
+        return self._pipe.poll(0)
 
     def says(self) -> Any:
         """What it says next."""
-        assert self._reader.poll(LIMIT_S)
-        return self._reader.recv()
+        assert self._pipe.poll(LIMIT_S)
+        return self._pipe.recv()
+
+    def end(self) -> None:
+        """Let it end, once it has its kernel."""
+        self._pipe.send("end")
+        self.process.join(LIMIT_S)
 
 
 def test_each_kernel_is_compiled_once(package: Path, tmp_path: Path) -> None:
@@ -65,7 +83,10 @@ def test_each_kernel_is_compiled_once(package: Path, tmp_path: Path) -> None:
     meeting = CONTEXT.Barrier(3, timeout=LIMIT_S)
     racers = [Racer(package, folder, which, meeting) for which in wanted]
     assert [racer.says() for racer in racers] == ["wants"] * len(wanted)
+    while sum(racer.has_said_more() for racer in racers) < 2:
+        time.sleep(ENOUGH_TO_LOOK_S)
     time.sleep(ENOUGH_TO_LOOK_S)
+    assert sum(racer.has_said_more() for racer in racers) == 2
     meeting.wait()
     compiling = []
     for racer, which in zip(racers, wanted, strict=True):
@@ -74,7 +95,7 @@ def test_each_kernel_is_compiled_once(package: Path, tmp_path: Path) -> None:
             compiling.append(which)
             said = racer.says()
         assert said == CODE + bytes([which])
-        racer.process.join(LIMIT_S)
+        racer.end()
     assert sorted(compiling) == [0, 1]
     assert [path.suffix for path in folder.iterdir()] == [".kernel"] * 2
 
@@ -88,8 +109,53 @@ def test_a_killed_compiler_is_replaced(package: Path, tmp_path: Path) -> None:
     assert victim.process.pid is not None
     os.kill(victim.process.pid, signal.SIGKILL)
     assert [heir.says() for _ in range(3)] == ["wants", "compiles", CODE + b"\0"]
-    heir.process.join(LIMIT_S)
+    heir.end()
     assert [path.suffix for path in folder.iterdir()] == [".kernel"]
+
+
+def test_children_of_a_compiler_hold_nobody_up(package: Path, tmp_path: Path) -> None:
+    """A process that is forked meanwhile, for loading data say, has the file of the lock too, and keeps it."""
+    folder, meeting = tmp_path / "cache", CONTEXT.Barrier(2, timeout=LIMIT_S)
+    parent = Racer(package, folder, 0, meeting, forks=True)
+    assert [parent.says(), parent.says()] == ["wants", "compiles"]
+    waiter = Racer(package, folder, 0, meeting)
+    assert waiter.says() == "wants"
+    time.sleep(ENOUGH_TO_LOOK_S)
+    meeting.wait()
+    began = time.monotonic()
+    assert waiter.says() == CODE + b"\0"
+    assert time.monotonic() - began < cache._MOST_WAIT_S / 2
+    assert parent.says() == CODE + b"\0"
+    waiter.end()
+    parent.end()
+
+
+def test_without_room_all_compile_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a full disk nobody finds what another one has made, and one after the other would take as long as all."""
+    first, others = threading.Event(), threading.Barrier(2, timeout=LIMIT_S)
+    compiles: list[int] = []
+
+    def compile_kernel(spec: KernelSpec) -> tuple[bytes, str]:
+        compiles.append(len(compiles))
+        if len(compiles) == 1:
+            assert first.wait(LIMIT_S)
+        else:
+            others.wait()  # neither ends before the other has begun
+        return CODE, LOG
+
+    def refuse(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(os, "replace", refuse)
+    with ThreadPoolExecutor(3) as threads:
+        gets = [threads.submit(cache.get, scale_spec(), tmp_path) for _ in range(3)]
+        while not compiles:
+            time.sleep(ENOUGH_TO_LOOK_S)
+        time.sleep(ENOUGH_TO_LOOK_S)
+        first.set()
+        assert [each.result(LIMIT_S).cubin for each in gets] == [CODE] * 3
+    assert len(compiles) == 3
 
 
 def test_a_stopped_compiler_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

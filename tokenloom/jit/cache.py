@@ -31,7 +31,7 @@ from tokenloom.jit.compiler import OPTIONS, KernelSpec, Resources, compile_kerne
 _FORMAT = 2
 _SUFFIX = ".kernel"
 _ASIDE = ".partial"
-_MOST_WAIT_S, _LOOK_EVERY_S = 60.0, 0.01
+_MOST_WAIT_S, _LOOK_EVERY_S = 20.0, 0.01
 """Longest wait for another process that compiles, which may be stopped, and the time between two looks at it."""
 
 _warned: set[Path] = set()
@@ -83,12 +83,16 @@ def get(spec: KernelSpec, folder: Path | None = None) -> Entry:
     key = key_of(spec)
     entry = _read(folder / (key + _SUFFIX))
     if entry is None:
-        with _turn(folder, key):
-            entry = _read(folder / (key + _SUFFIX))  # another process may have made it meanwhile
-            if entry is None:
-                cubin, log = compile_kernel(spec)
-                entry = Entry(key, spec.name, dict(spec.shape), spec.arch, spec.threads, spec.shared_bytes, cubin, log)
-                _write(folder, entry)
+        with _turn(folder, key) as has_waited:
+            entry = _read(folder / (key + _SUFFIX)) if has_waited else _make(spec, key, folder)
+    # Whoever has waited in vain goes on without a turn: if entries cannot be stored, all compile at the same time.
+    return entry or _make(spec, key, folder)
+
+
+def _make(spec: KernelSpec, key: str, folder: Path) -> Entry:
+    cubin, log = compile_kernel(spec)
+    entry = Entry(key, spec.name, dict(spec.shape), spec.arch, spec.threads, spec.shared_bytes, cubin, log)
+    _write(folder, entry)
     return entry
 
 
@@ -127,7 +131,7 @@ def clear(folder: Path | None = None) -> int:
     with contextlib.suppress(OSError):
         for path in [*folder.glob("*" + _SUFFIX), *folder.glob("*" + _ASIDE)]:
             with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
+                path.unlink()
                 deleted += path.suffix == _SUFFIX
     return deleted
 
@@ -148,35 +152,42 @@ def _read(path: Path) -> Entry | None:
 
 
 @contextlib.contextmanager
-def _turn(folder: Path, key: str) -> Iterator[None]:
-    """Let processes of a host compile a kernel one by one, where the folder can be used and knows locks.
+def _turn(folder: Path, key: str) -> Iterator[bool]:
+    """Let one process of a host compile a kernel, where the folder can be used and knows locks.
 
-    The file is locked as long as its process lives. Whoever is done deletes it: those who wait for it need no other.
+    A lock ends with the turn, or with the process and all that it has forked meanwhile. Whoever is done deletes the
+    file: those who wait for it need no other.
+
+    Yields:
+        Whether it has waited for another process.
     """
-    path, file = folder / (key + _ASIDE), None
+    path, file, has_waited = folder / (key + _ASIDE), None, False
     try:
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if _is_trusted(folder):
                 file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b")
-                _lock(file)
-        yield
+                has_waited = _lock(file)
+        yield has_waited
     finally:
         if file is not None:
+            with contextlib.suppress(OSError):
+                path.unlink()
             with file, contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
                 fcntl.flock(file, fcntl.LOCK_UN)  # to close it is not enough where a child has been forked meanwhile
 
 
-def _lock(file: IO[bytes]) -> None:
-    """Wait for the lock of a file, but not for ever. OSError: it cannot be locked."""
-    deadline = time.monotonic() + _MOST_WAIT_S
+def _lock(file: IO[bytes]) -> bool:
+    """Lock a file, or give up after a while. Return whether somebody else had it. OSError: it cannot be locked."""
+    deadline, has_waited = time.monotonic() + _MOST_WAIT_S, False
     while time.monotonic() < deadline:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
+            break
         except BlockingIOError:
+            has_waited = True
             time.sleep(_LOOK_EVERY_S)
+    return has_waited
 
 
 def _write(folder: Path, entry: Entry) -> None:
