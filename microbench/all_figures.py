@@ -17,12 +17,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPERTS_PER_RANK = 32
+END_S = 30.0
+"""Time that a step has to end by itself, once it is asked to."""
 MEGA_TOKENS = (8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 MEGA_AIMS = {
     4: (335, 354, 358, 364, 400, 540, 840, 1480, 2780, 5450),
@@ -71,7 +74,7 @@ def steps(num_gpus: int, gpu: str) -> list[Step]:
     train = (*bench, "train", "--redispatch-in-backward", "--iterations", "9", "--thiek")
     tokens = 16384 * num_gpus  # of all ranks
     found = [
-        Step("suite", ("tools/run_gpu_tests.py", "--marker", "gpu and not alone"), "", 900),
+        Step("suite", ("tools/run_gpu_tests.py", "--marker", "gpu and not alone"), "", 1500),
         Step("mega", (*mega, "--iterations", "9"), f"mega-{where}.json", 240),
         Step("comm", (*bench, "comm", "--tokens", "128,4096", "--iterations", "24"), f"comm-{where}.json", 300),
         Step("train a", (*train, f"{tokens},4096,1536,{16 * num_gpus},8"), f"train-a-{where}.json", 240),
@@ -96,7 +99,11 @@ def run(step: Step, folder: Path) -> str:
         try:
             status = process.wait(step.limit_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # and the ranks that it started
+            process.terminate()  # tools/run_gpu_tests.py ends the parts that it has started
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and the ranks of others
             process.wait()
             return f"ended after {step.limit_s:g} s"
     return f"{'done' if status == 0 else f'FAILED with {status}'} in {time.monotonic() - began:.0f} s"

@@ -57,27 +57,28 @@ def measure(context: RankContext, mega: tl.MegaMoE, num_tokens: int, num_calls: 
     weights = torch.rand(num_tokens, SHAPE.top_k, generator=generator, device=context.device)
     ids = SHAPE.topk_ids(context.rank, num_tokens).to(context.device)
 
-    def calls(number: int) -> float:
-        """Microseconds a call."""
-        torch.cuda.synchronize()
-        dist.barrier(context.group)
-        began = time.perf_counter()
+    def calls(number: int) -> None:
         for _ in range(number):
             mega(x, ids, weights)
         torch.cuda.synchronize()
-        return (time.perf_counter() - began) * 1e6 / number
 
     calls(WARM_CALLS)
-    call_us = calls(num_calls)
+    dist.barrier(context.group)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    calls(num_calls)
+    call_us = (time.perf_counter() - began) * 1e6 / num_calls
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        calls(num_calls)
-    kernels: dict[str, list[float]] = {}
-    for event in profiler.events() or ():
-        if event.device_type.name == "CUDA":
-            kernels.setdefault(event.name, []).append(event.time_range.elapsed_us())
-    sums = {name: sum(us) / num_calls for name, us in kernels.items()}
-    medians = {name: statistics.median(us) for name, us in kernels.items()}
-    return {"call_us": call_us, "kernel_us": medians, "kernels_us": sum(sums.values())}
+        calls(WARM_CALLS + num_calls)  # the first ones wait for ranks whose profiler starts late
+    events = [event for event in profiler.events() or () if event.device_type.name == "CUDA"]
+    events.sort(key=lambda event: event.time_range.start)
+    in_a_call, odd = divmod(len(events), WARM_CALLS + num_calls)
+    assert not odd, "every call launches the same kernels"
+    medians = {}
+    for place in range(in_a_call):
+        of_place = events[WARM_CALLS * in_a_call + place :: in_a_call]
+        medians[f"{place}: {of_place[0].name}"] = statistics.median(each.time_range.elapsed_us() for each in of_place)
+    return {"call_us": call_us, "kernel_us": medians, "kernels_us": sum(medians.values())}
 
 
 def main() -> None:

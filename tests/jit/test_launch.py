@@ -137,7 +137,7 @@ class Mapper:
 
 
 def test_tensor_maps_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By all that makes one: address, sizes, strides, width of values, box and swizzle. Nothing else is asked for."""
+    """By all that makes one: GPU, address, sizes, strides, width of values, box and swizzle."""
     mapper = Mapper(pytest.importorskip("cuda.bindings.driver"))
     monkeypatch.setattr(kernel, "load_driver", lambda: mapper)
     monkeypatch.setattr(kernel, "make_current", lambda index: None)
@@ -154,12 +154,16 @@ def test_tensor_maps_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
         ("FLOAT32", at, (64, 8), (256,), (64, 4), "NONE"): (scales, (64, 4), False),
         ("UINT8", at, (256, 4, 2), (256, 1024), (64, 4, 1), "NONE"): (whole.view(2, 4, 256), (64, 4, 1), False),
     }
-    made = [kernel.tensor_map(*ask) for ask in asks.values()]
-    assert mapper.asked == list(asks)
-    assert [each.word[0] for each in made] == [*range(1, len(asks) + 1)]
-    assert [kernel.tensor_map(*ask) for ask in asks.values()] == made, "the same objects"
-    assert len(mapper.asked) == len(asks)
-    kernel._tensor_map.cache_clear()  # what this driver made is no map
+    try:
+        made = [kernel.tensor_map(*ask) for ask in asks.values()]
+        assert mapper.asked == list(asks)
+        assert [each.word[0] for each in made] == [*range(1, len(asks) + 1)]
+        assert [kernel.tensor_map(*ask) for ask in asks.values()] == made, "the same objects"
+        assert len(mapper.asked) == len(asks)
+        of_gpus = [kernel._tensor_map(gpu, at, 1, (4, 256), (256, 1), (64, 4), False) for gpu in (0, 1, 0)]
+        assert of_gpus[0] is of_gpus[2] is not of_gpus[1]
+    finally:
+        kernel._tensor_map.cache_clear()  # what this driver made is no map
 
 
 # -- on GPUs -----------------------------------------------------------------------------------------------------

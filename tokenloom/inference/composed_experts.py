@@ -46,10 +46,16 @@ class ComposedExperts(CalledExperts):
         request.passed("dispatch")
         with comm.engine.sequence(Upcoming("combine")):
             rows = self._routed_experts(routed, request.passed)
-            shared = [*self._shared_experts(request.x)] if self._num_shared else None
         mode: Mode | None = "per_route" if "all_to_all" in comm.engine.capabilities.combine_strategies else None
-        comm.combine(rows, routed, weighted=False, mode=mode, out=out, bias=shared)
+        if not self._num_shared:
+            comm.combine(rows, routed, weighted=False, mode=mode, out=out.detach())
+            request.passed("sum")
+            return
+        total = comm.combine(rows, routed, weighted=False, mode=mode, out_dtype=torch.float32)
         request.passed("sum")
+        for of_expert in self._shared_experts(request.x) if len(total) else ():
+            total += of_expert
+        out.copy_(total)
 
     def _routed_experts(self, routed: Routed, passed: Callable[[str], None]) -> torch.Tensor:
         """[R, H], times the weights of the rows."""
