@@ -22,8 +22,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import tokenloom as tl
 from tokenloom.bench.mega.measure import make_weights
+from tokenloom.bench.mega.others import Composed
 from tokenloom.bench.mega.work import MegaShape
-from tokenloom.ops.gemm import interleave_gate_and_up
 from tokenloom.runtime.processes import RankContext, RankPool
 
 SHAPE = MegaShape(hidden=7168, intermediate=2048, num_experts=256, top_k=8)
@@ -32,34 +32,24 @@ WARM_CALLS = 5
 
 def measure_on_rank(context: RankContext, tokens: list[int], num_calls: int) -> list[dict[str, Any]]:
     """Wall clock and kernels of this rank, for each number of tokens. Collective."""
-    mega = tl.MegaMoE(
-        context.group,
-        num_experts=SHAPE.num_experts,
-        hidden=SHAPE.hidden,
-        intermediate=SHAPE.intermediate,
-        top_k=SHAPE.top_k,
-        max_tokens_per_rank=max(tokens),
-        device=context.device,
-        backend="composed",
-    )
     w1, w1_scales, w2, w2_scales = make_weights(SHAPE, context)
-    mega.use_weights(interleave_gate_and_up(w1), w1_scales, w2, w2_scales)
-    found = [measure(context, mega, num_tokens, num_calls) for num_tokens in tokens]
-    mega.check()
-    mega.close()
+    layer = Composed(context.group, SHAPE, max(tokens), (w1, w1_scales), (w2, w2_scales))
+    found = [measure(context, layer, num_tokens, num_calls) for num_tokens in tokens]
+    layer.close()
     return found
 
 
-def measure(context: RankContext, mega: tl.MegaMoE, num_tokens: int, num_calls: int) -> dict[str, Any]:
+def measure(context: RankContext, layer: Composed, num_tokens: int, num_calls: int) -> dict[str, Any]:
     """Calls in a row on fixed inputs, first by the clock, then under the profiler."""
     generator = torch.Generator(context.device).manual_seed(context.rank)
     x = torch.randn(num_tokens, SHAPE.hidden, generator=generator, device=context.device).bfloat16()
     weights = torch.rand(num_tokens, SHAPE.top_k, generator=generator, device=context.device)
     ids = SHAPE.topk_ids(context.rank, num_tokens).to(context.device)
+    call = layer.prepared_call(x, ids, weights, torch.empty_like(x))
 
     def calls(number: int) -> None:
         for _ in range(number):
-            mega(x, ids, weights)
+            call()
         torch.cuda.synchronize()
 
     calls(WARM_CALLS)

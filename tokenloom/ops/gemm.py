@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from itertools import pairwise
 
 import torch
 
 from tokenloom.errors import BackendUnavailable, DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch
-from tokenloom.jit.compiler import KernelSpec
 from tokenloom.jit.kernel import Kernel
-from tokenloom.kernels.common import HOPPER
+from tokenloom.kernels.common import HOPPER, spec_of
 from tokenloom.kernels.gemm.launch import (
     A_BOX_ROWS,
     B_BOX_ROWS,
@@ -99,7 +97,7 @@ def grouped_gemm_fp8(
         return out
     epilogue = Bf16Epilogue(biased=bias is not None)
     variant = GroupedGemmVariant(*b.shape, epilogue=epilogue, slots=expert_counts is not None)
-    kernel = Kernel(_spec(variant), a.device.index)
+    kernel = Kernel(spec_of(variant), a.device.index)
     kernel.args.bias = 0 if bias is None else bias.data_ptr()
     kernel.args.row_weights = 0 if row_weights is None else row_weights.data_ptr()
     _launch(kernel, a, a_scales, b, b_scales, expert_offsets, expert_counts, out)
@@ -176,7 +174,7 @@ def grouped_swiglu_fp8(
         return out, out_scales
     epilogue = swiglu_epilogue(form, power_of_two_scales, fast_math, biased=bias is not None)
     variant = GroupedGemmVariant(*w1.shape, epilogue=epilogue, slots=expert_counts is not None)
-    kernel = Kernel(_spec(variant), a.device.index)
+    kernel = Kernel(spec_of(variant), a.device.index)
     kernel.args.out_scales = out_scales.data_ptr()
     kernel.args.row_weights = 0 if row_weights is None else row_weights.data_ptr()
     kernel.args.bias = 0 if bias is None else bias.data_ptr()
@@ -208,12 +206,6 @@ def separate_gate_and_up(w1: torch.Tensor) -> torch.Tensor:
     turns = w1.view(torch.uint8) if w1.itemsize == 1 else w1
     turns = turns.reshape(experts, rows // (2 * INTERLEAVED_ROWS), 2, INTERLEAVED_ROWS, k)
     return turns.transpose(1, 2).reshape(experts, rows, k).view(w1.dtype)
-
-
-@cache
-def _spec(variant: GroupedGemmVariant) -> KernelSpec:
-    """What to compile, found again: the host is the slower part of a small call."""
-    return variant.spec()
 
 
 def _launch(

@@ -6,6 +6,7 @@ import torch
 
 from tokenloom.backends.nvlink.handle import NvlinkHandle
 from tokenloom.jit.kernel import Kernel
+from tokenloom.kernels.common import spec_of
 from tokenloom.kernels.row_weights.launch import BLOCKS, RowWeightsVariant
 from tokenloom.plan import Plan
 
@@ -18,8 +19,7 @@ class RowWeights:
     """
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
-        self._specs = {to_rows: RowWeightsVariant(plan=plan, to_rows=to_rows).spec() for to_rows in (False, True)}
-        self._device = device
+        self._plan, self._device = plan, device
 
     def of_rows(self, handle: NvlinkHandle, weights: torch.Tensor, num_places: int) -> torch.Tensor:
         """Received weights [R, K] -> [num_places] of their rows."""
@@ -37,7 +37,7 @@ class RowWeights:
         self, handle: NvlinkHandle, source: torch.Tensor, target: torch.Tensor, places: int, routes: int, to_rows: bool
     ) -> None:
         # One of its own for each call: forward and backward may run in several threads.
-        kernel = Kernel(self._specs[to_rows], self._device.index)
+        kernel = Kernel(spec_of(RowWeightsVariant(plan=self._plan, to_rows=to_rows)), self._device.index)
         args = kernel.args
         args.row_places, args.source_counts = handle.row_places.data_ptr(), handle.counts.source_counts.data_ptr()
         args.source, args.target = source.data_ptr(), target.data_ptr()

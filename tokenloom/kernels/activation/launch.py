@@ -10,7 +10,7 @@ import torch
 
 from tokenloom.jit.compiler import KernelSpec
 from tokenloom.jit.kernel import Kernel
-from tokenloom.kernels.common import DTYPES, UNIT_BYTES, int32_fields, short_name, uint64_fields
+from tokenloom.kernels.common import DTYPES, UNIT_BYTES, int32_fields, short_name, spec_of, uint64_fields
 from tokenloom.plan import FUNCTIONS, SWIGLU, Activation
 
 THREADS = 512
@@ -113,9 +113,8 @@ def activate_forward(
         [R, I] of hidden's dtype; other rows are unspecified.
     """
     activations = hidden.new_empty(len(hidden), hidden.shape[1] // activation.rows)
-    kernel = Kernel(
-        variant_for("forward", hidden, activation, interleaved, bias is not None).spec(), hidden.device.index
-    )
+    variant = variant_for("forward", hidden, activation, interleaved, bias is not None)
+    kernel = Kernel(spec_of(variant), hidden.device.index)
     point(kernel.args, hidden, weights, offsets, activation, bias, activations)
     _launch(kernel, hidden)
     return activations
@@ -142,9 +141,8 @@ def activate_backward(
     """
     activations, grad_hidden = torch.empty_like(grad), torch.empty_like(hidden)
     grad_weights = torch.zeros_like(weights)
-    kernel = Kernel(
-        variant_for("backward", hidden, activation, interleaved, bias is not None).spec(), hidden.device.index
-    )
+    variant = variant_for("backward", hidden, activation, interleaved, bias is not None)
+    kernel = Kernel(spec_of(variant), hidden.device.index)
     args = kernel.args
     point(args, hidden, weights, offsets, activation, bias, activations)
     args.grad, args.grad_hidden, args.grad_weights = grad.data_ptr(), grad_hidden.data_ptr(), grad_weights.data_ptr()

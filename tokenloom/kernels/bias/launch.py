@@ -9,7 +9,7 @@ import torch
 
 from tokenloom.jit.compiler import KernelSpec
 from tokenloom.jit.kernel import Kernel
-from tokenloom.kernels.common import DTYPES, UNIT_BYTES, short_name, uint64_fields
+from tokenloom.kernels.common import DTYPES, UNIT_BYTES, short_name, spec_of, uint64_fields
 
 THREADS = 512
 BLOCKS_PER_SM = 2
@@ -83,7 +83,7 @@ def point(
 def _launch(name: str, rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor) -> None:
     if not len(rows):
         return
-    kernel = Kernel(BiasVariant(name, rows.dtype, rows.shape[1]).spec(), rows.device.index)
+    kernel = Kernel(spec_of(BiasVariant(name, rows.dtype, rows.shape[1])), rows.device.index)
     point(kernel.args, rows, weights, offsets, bias)
     sms = torch.cuda.get_device_properties(rows.device).multi_processor_count
     kernel.launch(BLOCKS_PER_SM * sms, torch.cuda.current_stream(rows.device).cuda_stream)

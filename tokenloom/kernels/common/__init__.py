@@ -25,7 +25,7 @@ from tokenloom.kernels.common.numbers import (
     short_name,
 )
 from tokenloom.kernels.common.ring import CONTROL_BYTES, MAX_SHARED_BYTES, MOST_STAGES, require_shared, ring
-from tokenloom.kernels.common.variant import Variant
+from tokenloom.kernels.common.variant import Variant, spec_of
 
 __all__ = [
     "CONTROL_BYTES",
@@ -53,5 +53,6 @@ __all__ = [
     "require_shared",
     "ring",
     "short_name",
+    "spec_of",
     "uint64_fields",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Protocol
 
 from tokenloom.jit.compiler import KernelSpec
@@ -15,3 +16,9 @@ class Variant(Protocol):
     def spec(self) -> KernelSpec:
         """What to compile and how to launch it."""
         ...
+
+
+@cache
+def spec_of(variant: Variant) -> KernelSpec:
+    """What to compile, found again: calls that make a ``Kernel`` of their own each time do not write it down anew."""
+    return variant.spec()
