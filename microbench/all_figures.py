@@ -99,7 +99,7 @@ def run(step: Step, folder: Path) -> str:
         try:
             status = process.wait(step.limit_s)
         except subprocess.TimeoutExpired:
-            process.terminate()  # tools/run_gpu_tests.py ends the parts that it has started
+            process.terminate()  # tools/run_gpu_tests.py ends the workers that it has started
             with suppress(subprocess.TimeoutExpired):
                 process.wait(END_S)
             with suppress(ProcessLookupError):

@@ -1,21 +1,23 @@
 #!/usr/bin/env python3
-"""Run the tests that need GPUs, in parts side by side, in one command.
+"""Run the tests that need GPUs, many pytests side by side, in one command.
 
     python tools/run_gpu_tests.py [--gpus N] [--jobs N] [--out FOLDER] [--resume] [-k EXPRESSION] [tests ...]
 
-A part is tests on groups of one size, in a pytest of its own that sees as many GPUs as it needs. Parts share GPUs.
-Those with the marker ``alone``, which measure, kill or fill a GPU, come last and share with nobody.
+Tests on groups of one size wait in a queue. A worker is a pytest of its own that sees as many GPUs as such a group
+needs, and takes a few tests at a time. So all workers end at nearly the same time, however long a test takes.
+Workers share GPUs. Tests with the marker ``alone``, which measure, kill or fill a GPU, come last and share with none.
 A test without a group sees one GPU, or as many as ``gpu(2)`` says, or all of them if it runs alone.
-Prints a line for each part with its failures, then totals. The exit status is 1 if a test failed or did not run to
-its end. SIGTERM, as of timeout(1), ends the run with the totals so far; --resume goes on with the tests that are left.
+Prints failures when they happen, a line for each worker, then totals. The exit status is 1 if a test failed or did not
+run to its end. SIGTERM, as of timeout(1), ends the run with the totals so far; --resume goes on with what is left.
 
-Run it from the root of the repository. Standard library only; this file is also the plugin by which each pytest tells
-what it does. So if a part dies or hangs, the test that did it is known, and those behind it run in a new part.
+Run it from the root of the repository. Standard library only; this file is also the plugin by which each pytest takes
+tests and tells what it does. So if one dies or hangs, the test that did it is known, and others run on.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import signal
@@ -25,21 +27,26 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-MOST_TESTS, LEAST_TESTS, MOST_ALONE = 80, 15, 10
-"""Of a part. Its ranks start in 20 to 55 seconds where 13 parts share each GPU, and the longest part decides when all
-is done. Tests that run alone take long themselves."""
-LIMIT_S = 1200.0
+MOST_TAKEN, TAKEN_OF = 10, 40
+"""A worker takes up to so many tests at a time, and at most one of so many that are left. Neighbours use the same
+kernels, so they stay together until the end is near."""
+MOST_TESTS = 120
+"""Of a worker. The next one has fresh ranks; what a hundred tests have left behind is not its burden."""
+LEAST_TESTS, LEAST_ALONE = 15, 4
+"""Tests left for each worker; with fewer, no further one starts. To start its ranks takes 20 to 55 seconds where 13
+workers share each GPU."""
+LIMIT_S = 600.0
 COLLECT_LIMIT_S = 120.0
-POLL_S = 0.05
-TELL_TO = "RUN_GPU_TESTS_TELL_TO"
-"""Environment variable: the file that a pytest tells what it does, in lines of JSON."""
+POLL_S = 0.1
+TELL_TO, TAKE_FROM = "RUN_GPU_TESTS_TELL_TO", "RUN_GPU_TESTS_TAKE_FROM"
+"""Environment variables: the file that a pytest tells what it does, in lines of JSON, and that of its queue."""
 COLLECTED, KEPT = "collected.jsonl", "before.jsonl"
-"""Files beside those of parts: the tests there are, and which of them have passed or been skipped in runs before."""
+"""Files beside those of workers: the tests there are, and which of them have passed or been skipped in runs before."""
 LAST_LINES = 12
 
 
@@ -71,6 +78,36 @@ def ranks_of(item: Any) -> int | None:
     return given.get("hoppers", number)
 
 
+def pytest_runtestloop(session: Any) -> bool | None:
+    """Run what the queue has, where pytest would run all that it has collected."""
+    if TAKE_FROM not in os.environ or session.testsfailed:  # that are errors of collection, which pytest reports
+        return None
+    items = taken(Path(os.environ[TAKE_FROM]), {item.nodeid: item for item in session.items})
+    following = next(items, None)
+    while following is not None:
+        item, following = following, next(items, None)
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+    return True
+
+
+def taken(queue: Path, items: dict[str, Any]) -> Iterator[Any]:
+    """Tests of this worker, told as soon as no other gets them."""
+    number = 0
+    while number < MOST_TESTS:
+        with queued(queue) as left:
+            few = min(MOST_TAKEN, -(-len(left) // TAKEN_OF))
+            tests = [left.pop(0) for _ in range(few)]
+            _tell(taken=tests)
+        if not tests:
+            return
+        number += len(tests)
+        for test in tests:
+            if test in items:
+                yield items[test]
+            else:
+                _tell(test=test, outcome="failed", wall_s=0.0, text="a worker with so many GPUs does not collect it")
+
+
 def pytest_runtest_logstart(nodeid: str) -> None:
     _tell(began=nodeid)
 
@@ -83,168 +120,232 @@ def pytest_runtest_logreport(report: Any) -> None:
         _tell(test=report.nodeid, outcome=report.outcome, wall_s=report.duration, text=text)
 
 
-# -- parts ------------------------------------------------------------------------------------------------------
+# -- queues and workers -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def queued(file: Path) -> Iterator[list[str]]:
+    """The tests that no worker has taken yet, to look at and to change. Other processes wait meanwhile."""
+    with open(file, "r+") as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        tests = json.load(opened)
+        before = len(tests)
+        yield tests
+        if len(tests) != before:
+            opened.seek(0)
+            opened.truncate()
+            json.dump(tests, opened)
 
 
 @dataclass
-class Part:
-    """Tests that run in one pytest.
+class Queue:
+    """Tests of one kind, which workers take.
 
     Attributes:
-        name: Short name, which its files in the output folder bear.
-        tests: Node ids.
-        num_gpus: GPUs that it sees.
-        alone: Whether no other part may use them meanwhile.
-        result: What came of it, None before it has ended.
-        stopped: Whether it was running when the run was told to end.
-        rest: Tests that had not begun when it ended.
+        file: JSON, the tests that no worker has taken yet.
+        tests: All that were in it.
+        num_gpus: GPUs that a worker sees.
+        alone: Whether no other worker may use them meanwhile.
+        workers: How many have started.
+        closed: Whether no more may start, because one did not come to its first test.
     """
 
-    name: str
+    file: Path
     tests: list[str]
     num_gpus: int
     alone: bool
-    process: subprocess.Popen[bytes] | None = None
-    gpus: tuple[int, ...] = ()
-    began: float = 0.0
-    result: Result | None = None
-    stopped: bool = False
-    rest: list[str] = field(default_factory=list)
+    workers: int = 0
+    closed: bool = False
+
+    def left(self) -> int:
+        with queued(self.file) as tests:
+            return len(tests)
+
+    def wanted(self) -> int:
+        """How many workers the tests that are left are worth."""
+        return 0 if self.closed else -(-self.left() // (LEAST_ALONE if self.alone else LEAST_TESTS))
 
 
 @dataclass
 class Result:
-    """What came of a part.
+    """What tests told.
 
     Attributes:
+        taken: Tests that the worker had for itself.
+        begun: Those that have begun, in order.
         outcomes: "passed", "failed" or "skipped" by test; teardowns that failed count as failed tests.
         texts: Traceback of each failure, reason of each skip.
         seconds: Duration of each test.
-        begun: Tests that have begun, in order.
-        wall_s: Duration of the part.
-        ended: How its process ended, if not by itself with all tests run; else "".
     """
 
+    taken: list[str] = field(default_factory=list)
+    begun: list[str] = field(default_factory=list)
     outcomes: dict[str, str] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-    begun: list[str] = field(default_factory=list)
+
+    def hear(self, line: str) -> str | None:
+        """Note one line; the test that it says has failed."""
+        told = json.loads(line)
+        self.taken += told.get("taken", ())
+        if "began" in told:
+            self.begun.append(told["began"])
+        if "outcome" not in told:
+            return None
+        test, outcome = told["test"], told["outcome"]
+        if self.outcomes.get(test) != "failed":
+            self.outcomes[test] = outcome
+        self.seconds[test] = self.seconds.get(test, 0.0) + told["wall_s"]
+        if told["text"]:
+            self.texts[test] = told["text"]
+        return test if outcome == "failed" else None
+
+
+@dataclass
+class Worker:
+    """A pytest that takes tests of a queue.
+
+    Attributes:
+        name: Short name, which its files in the output folder bear.
+        file: What it tells.
+        read: Bytes of that which have been read.
+        heard: When it told something last, or when it began.
+        result: What it has told so far.
+        wall_s: Its duration.
+        ended: How it ended, if not by itself with all its tests run; else "".
+    """
+
+    name: str
+    queue: Queue
+    file: Path
+    gpus: tuple[int, ...]
+    process: subprocess.Popen[bytes]
+    began: float
+    heard: float
+    read: int = 0
+    result: Result = field(default_factory=Result)
     wall_s: float = 0.0
     ended: str = ""
 
+    def listen(self) -> list[str]:
+        """Read what it has told since; the tests that have failed."""
+        new = b""
+        with suppress(FileNotFoundError), open(self.file, "rb") as file:
+            file.seek(self.read)
+            new = file.read()
+        whole = new[: new.rfind(b"\n") + 1]  # its end may cut a line
+        self.read += len(whole)
+        self.heard = time.monotonic() if whole else self.heard
+        return [test for line in whole.splitlines() if (test := self.result.hear(line.decode()))]
 
-def make_parts(collected: Sequence[dict[str, Any]], num_gpus: int, jobs: int) -> list[Part]:
-    """Parts of the tests: largest groups first, those that run alone last."""
-    groups: dict[tuple[bool, int], dict[str, list[str]]] = {}
+    def end(self) -> None:
+        """End its pytest and all ranks it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.wall_s = time.monotonic() - self.began
+
+
+def make_queues(collected: Sequence[dict[str, Any]], num_gpus: int, out: Path) -> list[Queue]:
+    """Queues of the tests: largest groups first, those that run alone last."""
+    groups: dict[tuple[bool, int], list[str]] = {}
     for each in collected:
         size = min(each["ranks"] or num_gpus, num_gpus)  # a group that is too large says so and is skipped
-        files = groups.setdefault((each["alone"], -size), {})
-        files.setdefault(each["test"].partition("::")[0], []).append(each["test"])
-    parts = []
-    for (alone, size), files in sorted(groups.items()):
-        at_once = num_gpus // -size * (1 if alone else jobs)
-        even = -(-sum(map(len, files.values())) // at_once)
-        most = min(even, MOST_ALONE) if alone else min(max(even, LEAST_TESTS), MOST_TESTS)
-        suffix = f"{size}" + ("-alone" if alone else "")
-        parts += [Part(name + suffix, tests, -size, alone) for name, tests in pack(files, most)]
-    return parts
-
-
-def pack(files: dict[str, list[str]], most: int) -> list[tuple[str, list[str]]]:
-    """Names and tests of parts that have at most so many tests: pieces of a large file, or several small files."""
-    parts: list[tuple[str, list[str]]] = []
-    joined: list[tuple[list[str], list[str]]] = []
-    for file, tests in sorted(files.items(), key=lambda each: -len(each[1])):
-        name = file.removeprefix("tests/").removesuffix(".py").replace("/", "-")
-        count = -(-len(tests) // most)
-        if count > 1:
-            bounds = [i * len(tests) // count for i in range(count + 1)]
-            parts += [(f"{name}.{i + 1}", tests[bounds[i] : bounds[i + 1]]) for i in range(count)]
-            continue
-        names, room = next((each for each in joined if len(each[1]) + len(tests) <= most), ([], []))
-        if not names:
-            joined.append((names, room))
-        names.append(name)
-        room += tests
-    return parts + [(names[0] + (f"+{len(names) - 1}" if len(names) > 1 else ""), tests) for names, tests in joined]
+        groups.setdefault((each["alone"], -size), []).append(each["test"])
+    queues = []
+    for (alone, size), tests in sorted(groups.items()):
+        queues.append(Queue(out / f"{-size}{'-alone' * alone}.queue", tests, -size, alone))
+        queues[-1].file.write_text(json.dumps(tests))
+    return queues
 
 
 class Runner:
-    """Runs parts on GPUs, as many at a time as may share them."""
+    """Runs tests of queues on GPUs, with as many workers at a time as may share them."""
 
     def __init__(self, out: Path, visible: Sequence[str], jobs: int, limit_s: float) -> None:
         self._out, self._visible, self._jobs, self._limit_s = out, visible, jobs, limit_s
+        self.workers: list[Worker] = []
+        """All that have started."""
 
-    def run(self, parts: list[Part]) -> Iterator[Part]:
-        """Parts as they end. Tests that one has left by dying become a part behind the others."""
-        waiting, running = list(parts), list[Part]()
+    def run(self, queues: Sequence[Queue]) -> Iterator[str]:
+        """Run all tests; what happens, in lines to print."""
+        running: list[Worker] = []
         try:
-            while waiting or running:
-                for part in list(waiting):
-                    if part.alone and not all(each.alone for each in (*waiting, *running)):
-                        continue  # those that share come first
-                    gpus = self._room_for(part, running)
-                    if gpus:
-                        waiting.remove(part)
-                        running.append(part)
-                        self._start(part, gpus)
-                ended = [part for part in running if self._ended(part)]
-                running = [part for part in running if part not in ended]
-                left = [Part(f"{part.name}.rest", part.rest, part.num_gpus, part.alone) for part in ended if part.rest]
-                waiting += left
-                parts += left
-                yield from ended
-                if not ended:
-                    time.sleep(POLL_S)
+            while self._start_some(queues, running) or running:
+                time.sleep(POLL_S)
+                for worker in list(running):
+                    gone = worker.process.poll() is not None  # so there is no more to hear afterwards
+                    yield from (failure_of(worker.result, test) for test in worker.listen())
+                    if gone or time.monotonic() - worker.heard > self._limit_s:
+                        running.remove(worker)
+                        self._close(worker, late=not gone)
+                        yield line_of(worker)
         finally:
-            for part in running:
-                end(part)
-                part.result = read_result(self._out / f"{part.name}.jsonl")
-                part.stopped = True
+            for worker in running:
+                worker.end()
+                worker.listen()
 
-    def _room_for(self, part: Part, running: Sequence[Part]) -> tuple[int, ...]:
-        """The least busy GPUs that take the part; empty if too few do."""
+    def _start_some(self, queues: Sequence[Queue], running: list[Worker]) -> bool:
+        """Start the workers that there is work and room for; whether more are to start later."""
+        found = False
+        for queue in queues:
+            if queue.alone and (found or not all(each.queue.alone for each in running)):
+                return True  # those that share come first
+            gpus = self._room_for(queue, running)
+            while gpus and sum(each.queue is queue for each in running) < queue.wanted():
+                running.append(self._start(queue, gpus))
+                gpus = self._room_for(queue, running)
+            found = found or queue.wanted() > 0
+        return found
+
+    def _room_for(self, queue: Queue, running: Sequence[Worker]) -> tuple[int, ...]:
+        """The least busy GPUs that take a worker; empty if too few do."""
         load = Counter(dict.fromkeys(range(len(self._visible)), 0))
         for each in running:
-            load.update(dict.fromkeys(each.gpus, self._jobs if each.alone else 1))
-        most = 0 if part.alone else self._jobs - 1
+            load.update(dict.fromkeys(each.gpus, self._jobs if each.queue.alone else 1))
+        most = 0 if queue.alone else self._jobs - 1
         free = sorted((gpu for gpu in load if load[gpu] <= most), key=lambda gpu: (load[gpu], gpu))
-        return tuple(sorted(free[: part.num_gpus])) if len(free) >= part.num_gpus else ()
+        return tuple(sorted(free[: queue.num_gpus])) if len(free) >= queue.num_gpus else ()
 
-    def _start(self, part: Part, gpus: tuple[int, ...]) -> None:
-        part.gpus, part.began = gpus, time.monotonic()
-        command = [*test_command(), "-rN", "-m", "", *part.tests]
-        visible = ",".join(self._visible[gpu] for gpu in gpus)
-        environment = plugin_environment(self._out / f"{part.name}.jsonl")
-        environment |= {"CUDA_VISIBLE_DEVICES": visible, "TOKENLOOM_CACHE_DIR": str(self._out / "kernels")}
+    def _start(self, queue: Queue, gpus: tuple[int, ...]) -> Worker:
+        queue.workers += 1
+        name = f"{queue.file.stem}.{queue.workers}"
+        file = self._out / f"{name}.jsonl"
+        files = dict.fromkeys(test.partition("::")[0] for test in queue.tests)
+        environment = plugin_environment(file)
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._visible[gpu] for gpu in gpus)
+        environment |= {TAKE_FROM: str(queue.file), "TOKENLOOM_CACHE_DIR": str(self._out / "kernels")}
         environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // (self._jobs * len(self._visible))))
-        with open(self._out / f"{part.name}.log", "wb") as log:
-            part.process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        with open(self._out / f"{name}.log", "wb") as log:
+            process = subprocess.Popen(
+                [*test_command(), "-rN", "-m", "", *files],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
             )
+        now = time.monotonic()
+        self.workers.append(Worker(name, queue, file, gpus, process, began=now, heard=now))
+        return self.workers[-1]
 
-    def _ended(self, part: Part) -> bool:
-        assert part.process is not None
-        wall_s = time.monotonic() - part.began
-        late = part.process.poll() is None and wall_s > self._limit_s
-        if part.process.poll() is None and not late:
-            return False
-        end(part)  # ranks too, whatever they do
-        code, file = part.process.returncode, self._out / f"{part.name}.jsonl"
-        part.result = result = read_result(file)
-        result.wall_s = wall_s
-        if result.begun:
-            part.rest = [test for test in part.tests if test not in result.begun]
-            part.tests = [test for test in part.tests if test in result.begun]
-        missing = [test for test in part.tests if test not in result.outcomes]
-        if late or code not in (0, 1) or missing:
-            result.ended = f"ended after {self._limit_s:g} s" if late else f"ended with exit code {code}"
+    def _close(self, worker: Worker, late: bool) -> None:
+        """Note how a worker ended. Tests that it has taken and not begun are for others."""
+        worker.end()  # ranks too, whatever they do
+        worker.listen()
+        result, code = worker.result, worker.process.returncode
+        missing = [test for test in result.begun if test not in result.outcomes]
+        if not late and code in (0, 1) and not missing:
+            return
+        worker.ended = f"silent for {self._limit_s:g} s" if late else f"ended with exit code {code}"
+        with queued(worker.queue.file) as left:
+            left[:0] = [test for test in result.taken if test not in {*result.begun, *result.outcomes}]
         if missing:
-            result.ended += f", {len(missing)} tests have no result"
-            result.ended += f"; the last to begin was {result.begun[-1]}" if result.begun else ""
-        elif result.ended:
-            file.rename(file.with_suffix(".cut"))  # it failed behind its last test, so all of it is to run again
-        return True
+            worker.ended += f" in {missing[-1]}"
+        elif not result.begun:
+            worker.ended += f" before its first test; see {worker.name}.log"
+            worker.queue.closed = True  # the next one would end as it did
+        else:  # it failed behind its last test, so all of it is to run again
+            worker.file.rename(worker.file.with_suffix(".cut"))
 
 
 def keep_results(out: Path) -> None:
@@ -260,20 +361,11 @@ def keep_results(out: Path) -> None:
 
 
 def read_result(file: Path) -> Result:
-    """What tests told."""
+    """What a file says, but for the line that the end of its writer cut."""
     result = Result()
     for line in file.read_text().splitlines() if file.exists() else []:
-        with suppress(json.JSONDecodeError):  # the line that the end of the process cut
-            told = json.loads(line)
-            if "began" in told:
-                result.begun.append(told["began"])
-                continue
-            test = told["test"]
-            if result.outcomes.get(test) != "failed":
-                result.outcomes[test] = told["outcome"]
-            result.seconds[test] = result.seconds.get(test, 0.0) + told["wall_s"]
-            if told["text"]:
-                result.texts[test] = told["text"]
+        with suppress(json.JSONDecodeError):
+            result.hear(line)
     return result
 
 
@@ -281,14 +373,6 @@ def stop(*_: Any) -> NoReturn:
     """End the run at the first SIGTERM. timeout(1) sends two, and the second must not cut short what follows."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(1)
-
-
-def end(part: Part) -> None:
-    """End a part's pytest and all ranks it has started."""
-    assert part.process is not None
-    with suppress(ProcessLookupError):
-        os.killpg(part.process.pid, signal.SIGKILL)
-    part.process.wait()
 
 
 def test_command() -> list[str]:
@@ -328,58 +412,49 @@ def collect(out: Path, options: argparse.Namespace) -> tuple[list[str], list[dic
 # -- the report -------------------------------------------------------------------------------------------------
 
 
-def line_of(part: Part) -> str:
-    assert part.result is not None
-    counts = Counter(part.result.outcomes.values())
-    gpus = ",".join(map(str, part.gpus))
-    numbers = f"{counts['passed']:7}{counts['failed']:7}{counts['skipped']:8}{part.result.wall_s:9.1f}"
-    return f"{part.name:44.44} {gpus:>8}{numbers}  {part.result.ended}".rstrip()
+def line_of(worker: Worker) -> str:
+    counts = Counter(worker.result.outcomes.values())
+    gpus = ",".join(map(str, worker.gpus))
+    numbers = f"{counts['passed']:7}{counts['failed']:7}{counts['skipped']:8}{worker.wall_s:9.1f}"
+    line = f"{worker.name:16} {gpus:>8}{numbers}"
+    return f"{line}\n  WORKER {worker.name} {worker.ended}" if worker.ended else line
 
 
-def failures_of(part: Part) -> list[str]:
-    """What failed in a part, with the last lines of each."""
-    assert part.result is not None
-    told = []
-    for test, outcome in part.result.outcomes.items():
-        if outcome == "failed":
-            lines = part.result.texts.get(test, "").splitlines()[-LAST_LINES:]
-            told.append("\n".join([f"  FAILED {test}", *(f"      {line}" for line in lines)]))
-    if part.result.ended:
-        told.append(f"  PART {part.name} {part.result.ended}")
-    return told
+def failure_of(result: Result, test: str) -> str:
+    """A test that failed, with the last lines of its traceback."""
+    lines = result.texts.get(test, "").splitlines()[-LAST_LINES:]
+    return "\n".join([f"  FAILED {test}", *(f"      {line}" for line in lines)])
 
 
-def report(before: Result, parts: Sequence[Part], wall_s: float) -> int:
-    """Print totals, with those of runs before; how many parts and tests failed, or have not run to their end."""
-    counts: Counter[str] = Counter()
-    reasons: Counter[str] = Counter()
-    slowest: list[tuple[float, str]] = []
-    for result in [before, *(part.result for part in parts if part.result is not None)]:
-        counts.update(result.outcomes.values())
-        slowest += [(result.seconds[test], test) for test in result.outcomes]
-        reasons.update(result.texts[test] for test, how in result.outcomes.items() if how == "skipped")
+def report(before: Result, tests: Sequence[str], workers: Sequence[Worker], wall_s: float) -> bool:
+    """Print totals, with those of runs before; whether all tests have passed or been skipped."""
+    total = Result()
+    for result in [before, *(worker.result for worker in workers)]:
+        total.outcomes |= result.outcomes
+        total.texts |= result.texts
+        total.seconds |= result.seconds
+    counts = Counter(total.outcomes.values())
+    reasons = Counter(total.texts[test] for test, how in total.outcomes.items() if how == "skipped")
     for reason, number in reasons.most_common():
         print(f"\nskipped {number}: {reason}")
     print("\nslowest tests, seconds:")
-    for seconds, test in sorted(slowest, reverse=True)[:10]:
+    for test, seconds in sorted(total.seconds.items(), key=lambda each: -each[1])[:10]:
         print(f"{seconds:8.1f}  {test}")
-    cut_short = sum(bool(part.result and part.result.ended) for part in parts)
+    ended = sum(bool(worker.ended) for worker in workers)
     print(f"\n{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
-    print(f"{len(parts)} parts in {wall_s:.0f} s, {cut_short} of them cut short")
-    without = [part for part in parts if part.result is None or part.stopped]
+    print(f"{len(workers)} workers in {wall_s:.0f} s, {ended} of them cut short")
+    without = Counter(test.partition("::")[0] for test in tests if test not in total.outcomes)
     if without:
-        tests = sum(len(part.tests) - len(part.result.outcomes if part.result else ()) for part in without)
-        print(
-            f"stopped: {tests} tests in {len(without)} parts have no result: {' '.join(part.name for part in without)}"
-        )
-    return len(without) + sum(len(failures_of(part)) for part in parts if part.result is not None)
+        files = ", ".join(f"{number} of {file}" for file, number in without.items())
+        print(f"{without.total()} tests have no result: {files}")
+    return not (counts["failed"] or ended or without)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tests", nargs="*", help="files or tests (default: all)")
     parser.add_argument("--gpus", type=int, help="GPUs to use (default: all)")
-    parser.add_argument("--jobs", type=int, help="parts that share a GPU (default: one for each 2 cores of a GPU)")
+    parser.add_argument("--jobs", type=int, help="workers that share a GPU (default: one for each 2 cores of a GPU)")
     parser.add_argument("--out", type=Path, help="folder for logs and compiled kernels (default: a new one in /tmp)")
     parser.add_argument(
         "--resume",
@@ -389,7 +464,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-k", dest="expression", help="as of pytest")
     parser.add_argument("--marker", default="gpu", help="as -m of pytest (default: gpu)")
     parser.add_argument(
-        "--limit-s", type=float, default=LIMIT_S, help=f"longest time of a part (default: {LIMIT_S:g})"
+        "--limit-s", type=float, default=LIMIT_S, help=f"longest time of a test (default: {LIMIT_S:g})"
     )
     options = parser.parse_args(arguments)
     if options.resume and options.out is None:
@@ -408,18 +483,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     before, tests = read_result(out / KEPT), {each["test"] for each in collected}
     before.outcomes = {test: outcome for test, outcome in before.outcomes.items() if test in tests}
     left = [each for each in collected if each["test"] not in before.outcomes]
-    parts = make_parts(left, num_gpus, jobs)
-    print(f"{len(left)} tests in {len(parts)} parts on {num_gpus} GPUs, {jobs} parts to a GPU; logs in {out}")
+    queues, runner = make_queues(left, num_gpus, out), Runner(out, visible, jobs, options.limit_s)
+    print(f"{len(left)} tests on {num_gpus} GPUs, {jobs} workers to a GPU; logs in {out}")
     print(f"{len(collected) - len(left)} tests were done before\n" if options.resume else "")
-    print(f"{'part':44} {'GPUs':>8}{'passed':>7}{'failed':>7}{'skipped':>8}{'seconds':>9}", flush=True)
+    print(f"{'worker':16} {'GPUs':>8}{'passed':>7}{'failed':>7}{'skipped':>8}{'seconds':>9}", flush=True)
     signal.signal(signal.SIGTERM, stop)
     with suppress(SystemExit):
-        for part in Runner(out, visible, jobs, options.limit_s).run(parts):
-            print("\n".join([line_of(part), *failures_of(part)]), flush=True)
-    for part in parts:
-        if part.stopped:
-            print("\n".join([line_of(part), *failures_of(part)]))
-    return 1 if report(before, parts, time.monotonic() - began) else 0
+        for line in runner.run(queues):
+            print(line, flush=True)
+    all_well = report(before, [each["test"] for each in left], runner.workers, time.monotonic() - began)
+    return 0 if all_well else 1
 
 
 if __name__ == "__main__":

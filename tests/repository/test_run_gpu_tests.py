@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
-import runpy
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -27,7 +29,8 @@ def note(request):
     yield
     test, gpus = request.node.name, os.environ["CUDA_VISIBLE_DEVICES"]
     with open(os.environ["NOTES"], "a") as file:
-        print(json.dumps({"test": test, "began": began, "ended": time.monotonic(), "gpus": gpus}), file=file)
+        noted = {"test": test, "began": began, "ended": time.monotonic(), "gpus": gpus, "worker": os.getpid()}
+        print(json.dumps(noted), file=file)
 """
 
 BASE = {"conftest.py": CONFTEST, "pytest.ini": "[pytest]\nmarkers =\n    alone\n    gpu\n"}
@@ -96,6 +99,17 @@ def test_hangs():
     time.sleep(100)
 """,
 }
+UNEVEN = BASE | {
+    "test_uneven.py": """
+import time
+import pytest
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(60))
+def test_of_one_process(number):
+    time.sleep(6.0 if number == 0 else 0.1)
+""",
+}
 ENDS_BADLY = """
 import os
 import pytest
@@ -146,7 +160,7 @@ def run(folder: Path, suite: dict[str, str], *options: str, stop_at_file: str = 
 
 
 @pytest.mark.slow
-def test_parts(tmp_path: Path) -> None:
+def test_groups(tmp_path: Path) -> None:
     """Groups see as many GPUs as they need, small ones run side by side, and nothing beside what runs alone."""
     done = run(tmp_path, GOOD, "--jobs", "1")
     assert done.code == 0, done.text
@@ -166,28 +180,27 @@ def test_parts(tmp_path: Path) -> None:
         gpu for note in alone for gpu in str(note["gpus"]).split(",") if note["test"] != "test_measures_all_there_are"
     ]
     assert len(set(gpus)) == 3, "each on GPUs of its own"
-    for part in ("test_groups-4", "test_groups-2", "test_groups-1", "folder-test_alone-1-alone"):
-        assert f"\n{part} " in done.text
-        assert (tmp_path / "out" / f"{part}.log").is_file()
+    for worker in ("4.1", "2.1", "1.1", "4-alone.1", "2-alone.1", "1-alone.1"):
+        assert f"\n{worker} " in done.text
+        assert (tmp_path / "out" / f"{worker}.log").is_file()
 
 
 @pytest.mark.slow
 def test_failures(tmp_path: Path) -> None:
-    """Each is named, with its last lines; so is the test that ended or held up its part. The others run on."""
+    """Each is named, with its last lines; so is the test that ended or held up its worker. The others run on."""
     done = run(tmp_path, BAD, "--limit-s", "25")
     assert done.code == 1
     assert "FAILED test_bad.py::test_fails\n" in done.text
     assert "AssertionError: arithmetic" in done.text
     assert "FAILED test_bad.py::test_breaks_at_the_end\n" in done.text
     assert "OSError: teardown" in done.text
-    died = "ended with exit code 3, 1 tests have no result; the last to begin was test_dies.py::test_dies"
-    assert f"PART test_bad+2-1 {died}\n" in done.text
-    hung = "ended after 25 s, 1 tests have no result; the last to begin was test_hangs.py::test_hangs"
-    assert f"PART test_bad+2-1.rest {hung}\n" in done.text
+    assert "WORKER 1.1 ended with exit code 3 in test_dies.py::test_dies\n" in done.text
+    assert "WORKER 1.2 silent for 25 s in test_hangs.py::test_hangs\n" in done.text
     assert "3 passed, 2 failed, 1 skipped" in done.text
     assert "skipped 1: no reason\n" in done.text
-    assert "2 parts in" in done.text
+    assert "2 workers in" in done.text
     assert "2 of them cut short" in done.text
+    assert "2 tests have no result: 1 of test_dies.py, 1 of test_hangs.py\n" in done.text
 
 
 @pytest.mark.parametrize(
@@ -219,7 +232,7 @@ def test_resumed(tmp_path: Path) -> None:
     assert "3 passed, 0 failed, 1 skipped" in again.text
     of_all = run(tmp_path, mended, "-k", "not hangs", "--resume")
     assert "6 tests were done before" in of_all.text
-    assert "PART test_dies-1 ended with exit code 3, 1 tests have no result" in of_all.text
+    assert "WORKER 1.1 ended with exit code 3 in test_dies.py::test_dies\n" in of_all.text
 
 
 @pytest.mark.slow
@@ -234,30 +247,69 @@ def test_resumed_with_more_tests(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_part_that_fails_at_its_end(tmp_path: Path) -> None:
+def test_a_worker_that_fails_at_its_end(tmp_path: Path) -> None:
     """Its tests have passed, and yet all of them run again."""
     suite = BASE | {"test_end.py": ENDS_BADLY}
     for number in (1, 2):
         done = run(tmp_path, suite, "--resume")
         assert done.code == 1
-        assert "PART test_end-1 ended with exit code 4\n" in done.text
+        assert "WORKER 1.1 ended with exit code 4\n" in done.text
         assert "0 tests were done before" in done.text
         assert len(done.notes) == number
 
 
-def test_pieces_and_joined_files() -> None:
-    """Large files are cut evenly, small ones share a part, and no test is lost. Each part has a name of its own."""
-    tool = runpy.run_path(str(SCRIPT))
-    sizes = {"tests/comm/test_large.py": 25, "tests/test_a.py": 6, "tests/test_b.py": 5, "tests/test_c.py": 4}
-    parts = tool["pack"]({file: [f"{file}::{i}" for i in range(number)] for file, number in sizes.items()}, 10)
-    assert [(name, len(tests)) for name, tests in parts] == [
-        ("comm-test_large.1", 8),
-        ("comm-test_large.2", 8),
-        ("comm-test_large.3", 9),
-        ("test_a+1", 10),
-        ("test_b", 5),
-    ]
-    assert len({test for _, tests in parts for test in tests}) == sum(sizes.values())
+@pytest.mark.slow
+def test_a_worker_that_begins_nothing(tmp_path: Path) -> None:
+    """It fails where others would too, so no other starts, and all its tests are named."""
+    broken = 'import os\nif "RUN_GPU_TESTS_TAKE_FROM" in os.environ: raise OSError("not here")\n'
+    done = run(tmp_path, BASE | {"test_good.py": broken + "import pytest\n@pytest.mark.gpu\ndef test_it(): pass\n"})
+    assert done.code == 1
+    assert "WORKER 1.1 ended with exit code 2 before its first test; see 1.1.log\n" in done.text
+    assert "1 workers in" in done.text
+    assert "1 tests have no result: 1 of test_good.py\n" in done.text
+
+
+@pytest.mark.slow
+def test_all_end_at_nearly_the_same_time(tmp_path: Path) -> None:
+    """While one worker is in a long test, others run what is left. Each test runs once."""
+    done = run(tmp_path, UNEVEN)
+    assert done.code == 0, done.text
+    assert "60 passed, 0 failed, 0 skipped" in done.text
+    assert len({note["test"] for note in done.notes}) == len(done.notes) == 60
+    tests = Counter(note["worker"] for note in done.notes)
+    assert len(tests) == 4
+    slow = next(note["worker"] for note in done.notes if note["test"] == "test_of_one_process[0]")
+    assert tests[slow] < 12, "60 tests on 4 workers are 15 each"
+
+
+def test_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few tests at a time, fewer near the end, and no more than a worker may have. What others took is not there."""
+    tool = load_tool(monkeypatch)
+    queue, told = tmp_path / "queue", tmp_path / "told"
+    monkeypatch.setenv("RUN_GPU_TESTS_TELL_TO", str(told))
+    names = [f"test_{i}" for i in range(1000)]
+    queue.write_text(json.dumps(names))
+    items = {name: name.upper() for name in names if name != "test_3"}
+    first = list(tool.taken(queue, items))
+    assert first == [name.upper() for name in names[:120] if name != "test_3"]
+    heard = tool.read_result(told)
+    assert heard.taken == names[:120]
+    assert heard.outcomes == {"test_3": "failed"}
+    queue.write_text(json.dumps(names[920:]))
+    told.unlink()
+    assert list(tool.taken(queue, items)) == [name.upper() for name in names[920:]]
+    at_a_time = [len(json.loads(line)["taken"]) for line in told.read_text().splitlines()]
+    assert at_a_time == [2] * 20 + [1] * 40 + [0]
+
+
+def load_tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, tool)  # where its dataclasses look for it
+    spec.loader.exec_module(tool)
+    return tool
 
 
 @pytest.mark.slow
@@ -266,7 +318,7 @@ def test_stopped(tmp_path: Path) -> None:
     done = run(tmp_path, BAD, "--jobs", "3", stop_at_file="hangs")
     assert done.code == 1
     assert "3 passed, 2 failed, 1 skipped" in done.text
-    assert "stopped: 1 tests in 1 parts have no result: test_bad+2-1.rest" in done.text
+    assert "2 tests have no result: 1 of test_dies.py, 1 of test_hangs.py\n" in done.text
     again = run(tmp_path, BAD, "-k", "test_after", "--resume")
-    assert "1 tests were done before" in again.text, "of a part that was stopped"
+    assert "1 tests were done before" in again.text, "of a worker that was stopped"
     assert again.code == 0
