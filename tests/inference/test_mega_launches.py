@@ -313,3 +313,23 @@ def test_no_gradients(launches: Launches) -> None:
         assert torch.is_grad_enabled()
     assert not result.requires_grad
     same_call(launches)
+
+
+def test_a_failed_call_zeros_nothing_under_the_one_before(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another stream it first waits for the call before, whose kernels still read the counts that it zeros."""
+    layer = make_layer()
+    layer.use_weights(*new_weights())
+    call(layer)
+    done: list[str] = []
+    zero, follow = torch.Tensor.zero_, FusedLayerCalls.follow
+
+    def refuse(tensor: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory for a copy")
+
+    monkeypatch.setattr(FusedLayerCalls, "make_room", lambda calls: None)
+    monkeypatch.setattr(FusedLayerCalls, "follow", lambda calls: (done.append("follow"), follow(calls)))
+    monkeypatch.setattr(torch.Tensor, "zero_", lambda tensor: (done.append("zero"), zero(tensor))[1])
+    monkeypatch.setattr("tokenloom.inference.nvlink_experts.aligned", refuse)
+    with pytest.raises(torch.OutOfMemoryError):
+        call(layer)
+    assert done == ["follow", "zero"]

@@ -159,7 +159,7 @@ class ExpertGemms:
 
         Args:
             stream: handle of the current stream.
-            gemm2_sms: SMs on which GEMM1 does not run, but for half of all.
+            gemm2_sms: SMs that GEMM1 leaves free. It keeps at least half of all.
             passed: is told when a GEMM has been launched.
         """
         half = align_up(self.num_sms // 2, CLUSTER)

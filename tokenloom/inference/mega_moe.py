@@ -104,6 +104,8 @@ class MegaMoE:
         for name, width in (("hidden", hidden), ("intermediate", intermediate)):
             if not isinstance(width, int) or width <= 0 or width % BLOCK:
                 raise InvalidArgument(f"{name} is {width!r}, expected a multiple of {BLOCK}")
+        if not isinstance(top_k, int) or not 1 <= top_k <= MOST_TERMS:
+            raise InvalidArgument(f"top_k is {top_k!r}, expected 1 to {MOST_TERMS}")
         if not isinstance(num_shared_experts, int) or not 0 <= num_shared_experts <= MOST_TERMS - top_k:
             raise InvalidArgument(
                 f"num_shared_experts is {num_shared_experts!r}, expected 0 to {MOST_TERMS} - top_k (top_k is {top_k})"
@@ -119,7 +121,7 @@ class MegaMoE:
                 top_k=top_k,
                 max_tokens_per_rank=max_tokens_per_rank,
                 backend=EXPERTS[backend].communicator_backend,
-                num_sms=MAX_SMS,  # nothing else runs meanwhile
+                num_sms=MAX_SMS,  # of "composed"; the fused kernels take what the schedule says
                 device=device,
                 timeout_s=timeout_s,
                 open_timeout_s=open_timeout_s,

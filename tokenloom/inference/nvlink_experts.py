@@ -133,6 +133,8 @@ class NvlinkExperts:
             engine.open_calls.require_room()
             stream = current_handle(self._comm.device) if ready is None else ready
             schedule = request.schedule or schedule_for(len(inputs.topk_ids), self._comm.plan.num_ranks)
+            if ready is None:
+                self._calls.follow()  # a call that fails zeros what the one before it may still use
             try:
                 ids, number = self._send(request, inputs, senders, schedule, ready, stream)
                 engine.open_calls.opened()
@@ -162,8 +164,6 @@ class NvlinkExperts:
         x, ids, scales = aligned(inputs.x), aligned(inputs.topk_ids), inputs.scales
         num_tokens, stats, weights = x.shape[0], request.expert_stats, inputs.topk_weights
         assert weights is not None, "checked"
-        if ready is None:
-            self._calls.follow()
         scales_at = 0 if scales is None else scales.data_ptr()
         sender = senders.keeping
         if num_tokens > schedule.send_sms * senders.most_kept:

@@ -17,7 +17,7 @@ class MegaSchedule:
 
     Attributes:
         send_sms: SMs that send rows to the experts, an even number up to 32, while GEMM1 runs on the others.
-        gemm2_sms: SMs that GEMM1 leaves to GEMM2, an even number up to 64. It keeps half of a GPU in any case. GEMM2
+        gemm2_sms: SMs that GEMM1 leaves to GEMM2, an even number up to 64. GEMM1 keeps at least half of the SMs. GEMM2
             begins there as soon as nothing else uses them, and sends first results home while GEMM1 runs.
 
     Raises:

@@ -57,7 +57,7 @@ class FusedLayerCalls:
         self.deadline = Deadline(opening.fault, opening.fault_claimed, opening.timeout_ns)
 
     def make_room(self) -> int | None:
-        """Settle so many calls that until the meeting nothing old is raised.
+        """Raise what earlier calls left, so that neither the dispatch nor the meeting of this call raises it.
 
         Returns:
             What :meth:`Launcher.ready` gives, for the dispatch and the meeting.

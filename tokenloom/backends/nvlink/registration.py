@@ -115,6 +115,6 @@ def require_sms(request: Request) -> None:
     usable = usable_sms(torch.cuda.current_device() if request.device.index is None else request.device.index)
     if request.num_sms > usable:
         raise InvalidArgument(
-            f"num_sms is {request.num_sms}, but this process may use {usable} SMs of {request.device} "
-            f"(an MPS limit or a green context); pass num_sms={usable} or fewer"
+            f"num_sms is {request.num_sms}, more than the {usable} SMs of {request.device} that this process may use "
+            "(an MPS limit or a green context)"
         )

@@ -78,7 +78,8 @@ __device__ __forceinline__ void fence_shared_to_bulk() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Between a flag that was acquired and bulk loads of what it announced, in the thread that issues them.
+// Between an acquired flag, or another kernel's ordinary stores, and bulk loads or stores of this thread that depend on
+// them.
 __device__ __forceinline__ void fence_global_to_bulk() {
     asm volatile("fence.proxy.async.global;" ::: "memory");
 }

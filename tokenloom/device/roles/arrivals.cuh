@@ -1,7 +1,7 @@
 // Rows that other ranks send while the GEMM that takes them runs already.
 //
-// A kernel beside it receives counts from all ranks, writes down where each expert's rows begin and which ranks send
-// each, and then says so. Each rank counts, for each expert, the rows that it has sent and that are there.
+// A kernel beside it receives counts from all ranks, writes down where each expert's rows begin and how many every rank
+// sends, and then says so. Each rank counts, for each expert, the rows that it has sent and that are there.
 #pragma once
 #include "device/roles/gate.cuh"
 #include "device/sync/wait.cuh"

@@ -4,8 +4,8 @@
 // The loading thread of a cluster's first block claims the next pair while it loads a tile, and tells the other roles
 // of both blocks on a board in shared memory. A cluster's first pair is its own number.
 //
-// It alone fences, where it has time: shared memory has no cache, so whoever waits for a barrier of its own block reads
-// what lies behind it.
+// Only this thread fences. Shared memory has no cache, so whoever has waited for a barrier of its own block reads the new
+// values.
 #pragma once
 #include "device/ptx/bulk.cuh"
 #include "device/ptx/cluster.cuh"
@@ -71,7 +71,7 @@ struct ClaimingTiles {
     uint32* claimed;  // claims of all clusters; 0 before the launch, and behind it
     int32 block, expert = 0;
     int32 passed = 0;    // pairs of the experts before
-    uint32 earlier = 0;  // claims before this cluster's last one
+    uint32 place_in_claims = 0;  // how many claims came before this cluster's latest one
 
     __device__ __forceinline__ ClaimingTiles(TileBoard& board, const Bounds& bounds, uint32* claimed_, int32 block_)
         : told{board, bounds}, claimed(claimed_), block(block_) {}
@@ -91,15 +91,15 @@ struct ClaimingTiles {
     __device__ __forceinline__ void before_block(int k, int blocks) {
         if (block != 0) return;
         if (k == max(blocks - kClaims, 0)) claim();
-        if (k == max(blocks - kTells, 0) && !tell(told.number + 1, clusters() + earlier)) end();
+        if (k == max(blocks - kTells, 0) && !tell(told.number + 1, clusters() + place_in_claims)) end();
     }
 
-    __device__ __forceinline__ void claim() { earlier = add_relaxed_gpu(claimed, 1); }
+    __device__ __forceinline__ void claim() { place_in_claims = add_relaxed_gpu(claimed, 1); }
 
     // Each cluster claims one pair that is not there. The last of these claims is the last of all.
     __device__ __forceinline__ void end() {
         const uint32 pairs = passed, found = pairs > clusters() ? pairs - clusters() : 0;
-        if (earlier == found + clusters() - 1) store_relaxed_sys(claimed, 0);
+        if (place_in_claims == found + clusters() - 1) store_relaxed_sys(claimed, 0);
     }
 
     // Whether there is a pair of this place among all.
@@ -111,8 +111,8 @@ struct ClaimingTiles {
             passed += pairs;
         }
         const bool found = expert < Bounds::kExperts;
-        const uint32 slot = number % TileBoard::kSlots, turn = number / TileBoard::kSlots;
-        if (turn > 0) mbarrier_wait(&board.empty[slot], (turn - 1) & 1);
+        const uint32 slot = number % TileBoard::kSlots, round = number / TileBoard::kSlots;
+        if (round > 0) mbarrier_wait(&board.empty[slot], (round - 1) & 1);
         for (int32 each = 0; each < kClusterBlocks; ++each) {
             store_there(map_to_block(shared_address(&board.expert[slot]), each), found ? expert : -1);
             store_there(map_to_block(shared_address(&board.pair[slot]), each), static_cast<int32>(place) - passed);

@@ -21,7 +21,7 @@ struct AlwaysOpen {
 
 struct OpenWhenStored {
     uint32* const& stored;  // [places] of tiles
-    const uint32& wanted;   // by so many warps
+    const uint32& wanted;   // storing warps that report each tile of rows
 
     __device__ __forceinline__ bool is_open(const Tile& tile) const {
         return load_acquire_gpu(stored + place_among_tiles(tile)) >= wanted;

@@ -6,7 +6,7 @@
 
 constexpr int kLoaderArrivals = 1;  // on a full stage; TMA adds the bytes that the arrival expects
 
-// Block k of K of one tile, as soon as its stage is empty: what the stage will hold, and the weights of it.
+// Waits until the stage of block k is empty, announces all bytes that it will hold, and loads its weights and their scales.
 template <class Rows, class Ring, class Weights, class At>
 __device__ __forceinline__ void load_weights(Ring& ring, const RingUse<Ring::kStages>& use, const Weights& weights,
                                              const Tile& tile, int groups, const At& at, int k) {

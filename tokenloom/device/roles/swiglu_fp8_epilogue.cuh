@@ -10,6 +10,8 @@
 #include "device/tile/activation.cuh"
 #include "device/tile/fp8.cuh"
 
+constexpr int kMathBarrier = 1;  // where the math warpgroups meet; 0 is __syncthreads
+
 // A *form* of activation: what becomes of a gate and an up, and the biases that come before.
 template <bool kFastMath>
 struct PlainSwiglu {
@@ -114,10 +116,10 @@ struct SwigluFp8Epilogue {
             shared.largest[group][staged_row] = amax[0];
             shared.largest[group][staged_row + 8] = amax[1];
         }
-        sync_threads(1, kGroups * kGroupThreads);
+        sync_threads(kMathBarrier, kGroups * kGroupThreads);
         amax[0] = fmaxf(amax[0], shared.largest[group ^ 1][staged_row]);
         amax[1] = fmaxf(amax[1], shared.largest[group ^ 1][staged_row + 8]);
-        sync_threads(1, kGroups * kGroupThreads);  // before the next tile's are written
+        sync_threads(kMathBarrier, kGroups * kGroupThreads);  // before the next tile's are written
     }
 
     template <class Staging, int kChunks>

@@ -24,7 +24,7 @@ enum Phase : uint32 {
     kPhaseArrivals = 7,
 };
 
-// Calls whose traces are apart: a rank may be three calls ahead of one that waits (device/transport/call.cuh). Epochs
+// Calls in a row that use different headers and regions: a rank may be three calls ahead of one that waits (device/transport/call.cuh). Epochs
 // wrap, and then leave out those below kTurns.
 constexpr uint32 kTurns = 4;
 

@@ -27,6 +27,8 @@ MOST_BYTES_ONCE = 512 << 20
 """Bytes of all weights up to which a MegaMoE gains when the second-level cache drops them first (docs/performance)."""
 STORE_WARPS = 2
 """kStoreWarps of device/roles/store.cuh."""
+BOARD_BYTES = 4 * (2 * 4 + 2 * 8)
+"""TileBoard of device/roles/claimed_tiles.cuh: kSlots times two numbers and two barriers."""
 TRACE_ROLES = ("load", "multiply 0", "multiply 1", "epilogue 0", "epilogue 1", "store", "start")
 TRACED_TILES = 128
 """TraceRole and kTracedTiles of device/roles/trace.cuh."""
@@ -202,9 +204,8 @@ class GroupedGemmVariant:
         staging = TILE_ROWS * (self.epilogue.tile_row_bytes + 16) + 2 * barriers
         epilogue = align_up(self.epilogue.shared_bytes, 4)
         experts = 4 * (self.num_experts + 1)
-        board = 4 * (2 * 4 + 2 * 8) + 4
-        calls = 8 + 8 * max(self.awaits, self.scatters, 1)
-        return align_up(align_up(ring, 128) + staging + epilogue + experts + board + calls, 1024)
+        epoch_and_peers = 8 + 4 + 8 * max(self.awaits, self.scatters, 1)  # 8 for gaps
+        return align_up(align_up(ring, 128) + staging + epilogue + experts + BOARD_BYTES + epoch_and_peers, 1024)
 
 
 def tile_places(rows: int, num_experts: int) -> int:

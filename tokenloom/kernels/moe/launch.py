@@ -32,6 +32,8 @@ ROW_BESIDE_BYTES = 16 + 8
 """Shared memory of such a row beside its bytes: RowToSend, and its barrier."""
 RING_UNIT = 128
 """Alignment of a warp's ring."""
+PROGRESS_BYTES = 4 * (3 + 16)
+"""Of a warp, in Progress of device/sync/progress.cuh: three numbers, and kRecent items."""
 KEEPING_WARPS = 12
 """Warps of a block that send rows of tokens which the block keeps."""
 MOST_KEPT = 4
@@ -212,7 +214,7 @@ class SendRoutesVariant:
             shape |= {**self.packing.shape(), "kept_tokens": tokens, "send_warps": KEEPING_WARPS}
             shared_bytes = other + tokens * row
         else:
-            other += 4 * 19 * LOADING_WARPS
+            other += PROGRESS_BYTES * LOADING_WARPS
             stage, room = row + ROW_BESIDE_BYTES, MAX_SHARED_BYTES - other
             warps = min(LOADING_WARPS, room // (2 * (stage + RING_UNIT)))
             require_shared(other + max(warps, 1) * 2 * (stage + RING_UNIT))
@@ -256,7 +258,7 @@ class SumRoutesVariant:
             "top_k": plan.top_k,
             "shared_experts": self.num_shared_experts,
             "hidden": plan.hidden,
-            "terms": min(TERMS_AT_ONCE, 1 << (plan.top_k + self.num_shared_experts - 1).bit_length()),
+            "terms_at_once": min(TERMS_AT_ONCE, 1 << (plan.top_k + self.num_shared_experts - 1).bit_length()),
             "threads": SUM_THREADS,
         }
         path = "kernels/moe/sum_routes.cuh"

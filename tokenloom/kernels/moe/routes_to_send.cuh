@@ -33,7 +33,7 @@ struct SendRoutesArgs {
     int32* offsets;    // [L + S + 1] first place of each expert
     uint32* expected;  // [L + S][W] what `arrived` is to become
     uint32* begun;     // [1] the epoch once both are there; 0 before the call
-    // Of this kernel alone, but for the first.
+    // Memory of this kernel alone, except `packed`, which pack_tokens writes.
     const unsigned char* packed;  // [T] this rank's tokens if pack_tokens.cuh has packed them
     int32* block_counts;          // see count_routes.cuh
     RowToSend* order;             // [M * K] routes, of each block in the order in which they leave
@@ -70,7 +70,9 @@ struct SendRoutesShared {
     int32 before[kCounts];  // of the tokens before this chunk
     int32 chunk[kCounts];
     int32 total[Shape::num_experts];  // routes of all ranks
-    int32 place[Shape::num_experts];  // of this chunk's first route; later less its number among those that leave here
+    // Place of the chunk's first route of each expert. After find_places it is less by next[e], so a route's place is this
+    // plus its number in the block.
+    int32 place[Shape::num_experts];
     int32 next[Shape::num_experts];  // number, in this block, of the next route that is put in order
     int32 offsets[Shape::experts_per_rank + Shape::shared_experts + 1];
     int32 routes;  // of this chunk

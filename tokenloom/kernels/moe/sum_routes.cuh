@@ -1,8 +1,9 @@
 // The end of a MegaMoE call. Each token's rows have come home; they are added in ascending k, shared experts' rows
 // last, in float32, and rounded once.
 //
-// NaN takes the place of all sums if the ranks have not met. They meet only where the dispatch took place: whoever refuses
-// it, or waits for it in vain, does not come. Routes to masked ranks are none.
+// NaN takes the place of all sums if the ranks have not met. If the dispatch was refused, so is the barrier. A rank in
+// which a wait has expired does not announce the barrier, so the others' waits for it expire. Routes to masked ranks are
+// none.
 #pragma once
 #include "device/ptx/grid.cuh"
 #include "device/roles/trace.cuh"
@@ -25,7 +26,7 @@ __device__ void sum_routes(const SumRoutesArgs& args) {
     constexpr int kRowBytes = Shape::hidden * 2, kWarps = Shape::threads / 32;
     constexpr int kTerms = Shape::top_k + Shape::shared_experts;
     wait_for_earlier_kernels();
-    using Sum = RowSum<kBfloat16, kBfloat16, Shape::hidden, 8, Shape::terms, kTerms>;
+    using Sum = RowSum<kBfloat16, kBfloat16, Shape::hidden, 8, Shape::terms_at_once, kTerms>;
     if (args.num_tokens == 0) return;
     if (threadIdx.x == 0) mark_block(args.trace, kBegins);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 * gridDim.x + blockIdx.x;
