@@ -326,6 +326,19 @@ def test_a_closed_communicator(calls: Calls) -> None:
     assert len(calls.stand_ins.launched) == launched
 
 
+def test_backward_of_a_closed_communicator(calls: Calls) -> None:
+    """Its buffers are gone, so nothing is launched that would write to them."""
+    with torch.enable_grad():
+        x = calls.x.clone().requires_grad_()
+        routed = calls.dispatch(x=x)
+        loss = calls.comm.combine(routed.tokens, routed).sum()
+    calls.comm.engine.ranks.close()
+    launched = len(calls.stand_ins.launched)
+    with pytest.raises(CommunicatorBroken, match="was closed"):
+        loss.backward()
+    assert len(calls.stand_ins.launched) == launched
+
+
 def test_what_earlier_calls_left(calls: Calls) -> None:
     """A usual call raises it at the same point as any other: all ranks do, and none opens the call."""
     (launcher,) = calls.stand_ins.launchers

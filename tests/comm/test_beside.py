@@ -272,6 +272,8 @@ def check_bias(context: RankContext, backend: str, layout: str, number: int) -> 
             assert comm.combine(y, routed, bias=mine, out=home) is home
             same_bits(home, outs[context.rank], "biased, to a tensor of the caller's")
             same_bits(comm.send_combine(y, routed, bias=mine).receive(), outs[context.rank], "biased, in halves")
+        with pytest.raises(tl.InvalidArgument, match="out= has no gradient"):
+            comm.combine(y, routed, bias=mine, out=home)
 
 
 # -- packed scales ----------------------------------------------------------------------------------------------
@@ -293,7 +295,12 @@ def check_packed(context: RankContext, backend: str, layout: str, width: int) ->
     problem = replace(problem, scales=words)
     want = problem.dispatched(layout)[context.rank]
     with make_comm(context, backend, problem.plan) as comm, torch.no_grad():
-        same_routed(comm.dispatch(*problem.arguments(context), layout=layout), want, problem.plan)
+        routed = comm.dispatch(*problem.arguments(context), layout=layout)
+        same_routed(routed, want, problem.plan)
+        again = comm.reweighted(routed, problem.arguments(context)[2])
+        assert again.scales is not None
+        assert routed.scales is not None
+        same_bytes(again.scales, routed.scales.cpu(), "scales beside other weights")
 
 
 # -- what rows are, and what lies behind the last ---------------------------------------------------------------

@@ -548,3 +548,23 @@ def check_freed(context: RankContext, backend: str, layout: str) -> None:
             assert handle() is None, f"the dispatch outlives its results (backward ran: {backward})"
     finally:
         gc.enable()
+
+
+def check_who_needs_gradients(context: RankContext, backend: str) -> None:
+    problem = make_problem(Case("", "", dtype=FP32, hidden=256), context.num_ranks)
+    with make_comm(context, backend, problem.plan) as comm:
+        x, ids, weights = problem.arguments(context)
+        for of_x, of_weights in ((True, False), (False, True), (True, True)):
+            leaf, factors = x.clone().requires_grad_(of_x), weights.clone().requires_grad_(of_weights)
+            routed = comm.dispatch(leaf, ids, factors, layout="token")
+            assert routed.topk_weights is not None
+            assert (routed.tokens.requires_grad, routed.topk_weights.requires_grad) == (of_x, of_weights)
+            by_expert = comm.dispatch(leaf, ids, factors, layout="expert")
+            comm.combine(by_expert.tokens * 2, by_expert).sum().backward()
+            assert (leaf.grad is not None, factors.grad is not None) == (of_x, of_weights)
+
+
+@each_backend
+def test_results_need_the_gradients_that_inputs_need(ranks: Ranks, backend: str) -> None:
+    """Else combine would keep all rows for gradients of weights that nobody wants."""
+    ranks.run(check_who_needs_gradients, backend)

@@ -49,6 +49,14 @@ def test_combine(name: str, value: Any, said: str) -> None:
     assert str(raised.value).startswith(said)
 
 
+def test_a_cpu_with_a_number() -> None:
+    comm = tl.Communicator(None, num_experts=2, hidden=16, top_k=1, max_tokens_per_rank=2, device="cpu:0")
+    assert comm.device == torch.device("cpu")
+    routed = comm.dispatch(torch.zeros(2, 16), torch.zeros(2, 1, dtype=torch.int64))
+    assert routed.tokens.device == torch.device("cpu")
+    comm.close()
+
+
 def test_other_names() -> None:
     with pytest.raises(tl.InvalidArgument, match=r"^activation is \['silu'\], expected an Activation or one of"):
         tl.Activation.of(["silu"])  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tokenloom import ExpertParallelMoE, InvalidArgument, Router
-from tokenloom.ops.router import RouterSums, balance_loss, router_sums, z_loss
+from tokenloom.ops.router import RouterSums, balance_loss, router_logits, router_sums, z_loss
 
 # The routers that people use, at their published sizes, and the corners of each option.
 ROUTERS = {
@@ -139,6 +139,18 @@ def test_float32_logits_stay_float32() -> None:
     torch.testing.assert_close(ids, wanted_ids)
     # A handful of float32 operations, each within half an ulp.
     torch.testing.assert_close(weights.double(), wanted, rtol=1e-6, atol=0)
+
+
+def test_backward_under_autocast_has_the_same_bits() -> None:
+    """Losses are often scaled, and backward called, inside of the caller's autocast."""
+    torch.manual_seed(0)
+    tokens, weight = torch.randn(5, 64, requires_grad=True), torch.randn(8, 64, requires_grad=True)
+    logits = router_logits(tokens, weight, torch.float32)
+    grad = torch.randn_like(logits)
+    want = torch.autograd.grad(logits, (tokens, weight), grad, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = torch.autograd.grad(logits, (tokens, weight), grad)
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
 
 
 def test_deepseek_v3_worked_by_hand() -> None:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenloom.runtime.streams import SideStream, on_device
+from tokenloom.runtime.streams import SideStream, on_device, tensors_in
 
 pytestmark = pytest.mark.gpu(2)
 
 CYCLES = 200_000_000  # 0.1 s at 2 GHz
+
+
+def test_tensors_in_what_callers_give() -> None:
+    """x may be a list of values and scales as well as a tuple."""
+    one, two, three = torch.zeros(3, 1).unbind()
+    assert [id(each) for each in tensors_in(([one, two], None, (three,)))] == [id(one), id(two), id(three)]
 
 
 def test_events_are_those_of_the_work() -> None:

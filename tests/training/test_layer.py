@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -553,6 +554,22 @@ def under_autocast(context: RankContext) -> None:
         assert leaf.grad is not None
         assert all(weight.grad is not None and weight.grad.dtype == FP32 for weight in layer.parameters())
         layer.zero_grad()
+
+
+def copied(context: RankContext) -> None:
+    layer, (x, _) = make_layer(BASE, context.group), own_inputs(context, BASE)
+    twin = copy.deepcopy(layer)
+    assert twin.comm is layer.comm
+    want = layer(x)[0]
+    assert torch.equal(twin(x)[0], want)
+    with torch.no_grad():
+        layer.w2.zero_()
+    assert torch.equal(twin(x)[0], want)
+
+
+def test_a_copy_shares_the_communicator(ranks: Ranks) -> None:
+    """As averages of weights make it."""
+    ranks.run(copied)
 
 
 def test_autocast_is_what_mixed_dtypes_are_for(ranks: Ranks) -> None:

@@ -392,6 +392,30 @@ def test_an_overflow_is_raised_once(ranks: Ranks, redispatch: bool) -> None:
     assert ranks.run(overflow_in_training, redispatch) == [1] * ranks.num_ranks
 
 
+def overflow_without_a_layer(context: RankContext) -> int:
+    (layer,) = layers_of(context, 1)
+    options = piecewise.RunOptions(layer.strategy, pool_rows=16)
+    x = torch.ones(64, HIDDEN, device=context.device, dtype=torch.bfloat16)
+    ids = torch.zeros(64, TOP_K, dtype=torch.int64, device=context.device)
+    weights = torch.ones(64, TOP_K, device=context.device)
+    raised = 0
+    with torch.no_grad():
+        for _ in range(4):
+            try:
+                routed_experts.routed_experts(layer.comm, options, x, ids, weights, layer.w1, layer.w2)
+            except tl.CapacityOverflow:
+                raised += 1
+    layer.comm.close()
+    return raised
+
+
+def test_an_overflow_is_raised_without_a_layer(ranks: Ranks) -> None:
+    """By a later call, on all ranks alike, though nobody checks."""
+    found = ranks.run(overflow_without_a_layer)
+    assert found[0] > 0
+    assert found == found[:1] * ranks.num_ranks
+
+
 class NoRoom:
     """A dispatch that arrives and then finds no memory."""
 

@@ -19,6 +19,24 @@ CASE = LayerCase(router="deepseek_v3", balance_coef=0.0, z_coef=0.0, biases=True
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
+def gather_without_the_last(context: RankContext) -> None:
+    model = make_model(context, CASE, 1)
+    last = context.num_ranks - 1
+    if context.rank == last:
+        return
+    for block in model[1:]:
+        block.moe.comm.mask_ranks([last])
+    with pytest.raises(tl.InvalidArgument, match=rf"rank\(s\) {last} are masked"):
+        tl.gather_state_dict(model)
+
+
+def test_no_checkpoint_without_masked_ranks(ranks: Ranks) -> None:
+    """Their experts would be zeros in it."""
+    if ranks.num_ranks == 1:
+        pytest.skip("nobody else")
+    ranks.run(gather_without_the_last)
+
+
 class Block(nn.Module):
     """A layer inside a layer, beside replicated parameters and a buffer."""
 

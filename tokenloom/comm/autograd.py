@@ -76,8 +76,12 @@ class _Dispatch(torch.autograd.Function):
         received = handle.topk_weights
         if received is not None:
             received = received.detach()
-        if rows.element_size() == 1:  # FP8, which x need not be: the backend may have quantised it
-            ctx.mark_non_differentiable(rows)
+        no_gradient = []
+        if rows.element_size() == 1 or not ctx.needs_input_grad[3]:  # FP8: the backend may have quantised x
+            no_gradient.append(rows)
+        if received is not None and not ctx.needs_input_grad[4]:
+            no_gradient.append(received)
+        ctx.mark_non_differentiable(*no_gradient)
         return rows, received
 
     @staticmethod

@@ -212,7 +212,7 @@ class CallsBeside(Calls):
             )
         again = self._route_again(routed, engine, topk_weights.detach())
         made = Routed(self, self.engine.plan, routed._handle, routed._rows, None, True, routed._ids_dtype, routed._out)
-        vars(made)["_late_weights"] = again._received_weights
+        vars(made).update(_late_weights=again._received_weights, _scale_words=routed._scale_words)
         return made
 
     def _with_weights(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tokenloom.comm import validation, validation_beside
+from tokenloom.comm import outputs, validation, validation_beside
 from tokenloom.comm.engine import Engine
 from tokenloom.comm.halves import CombineCall
 from tokenloom.comm.routed import Routed
@@ -53,9 +53,15 @@ class BiasedCombineCall(CombineCall):
             validation_beside.bias_at_home(name, bias, shape, device)
         if self._own_out is not None:
             validation_beside.result_at_home(self._own_out, shape, self._out_dtype, device)
+            outputs.require_no_gradient(self._own_out, self._wants_grad())
         if self._out_dtype not in self.engine.capabilities.dtypes:
             raise DtypeMismatch(f"out_dtype is {self._out_dtype}, which this backend does not have")
         return super()._send(split)
+
+    def _wants_grad(self) -> bool:
+        weights = None if self._options[0] is False else self._routed._graph_weights
+        given = (self._y, weights, *self._bias)
+        return torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in given)
 
     def _receive(self) -> torch.Tensor:
         total = super()._receive()

@@ -352,6 +352,7 @@ class Calls:
 
         Both halves together do what :meth:`combine` does, bit for bit, errors and gradients included. It has the same
         arguments. y may be overwritten by later work on the same stream, unless backward wants its values.
+        A bias is read by ``receive``, and keeps its values until then.
 
         Returns:
             What gives the result. :class:`tokenloom.Pending` says how many may be open.

@@ -279,6 +279,10 @@ class Communicator(CallsBeside):
             self._narrow.close()
         self.engine.close()
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Communicator:
+        """Return itself: the copy of a layer, as for averages of its weights, shares the communicator."""
+        return self
+
     def __enter__(self) -> Communicator:
         return self
 

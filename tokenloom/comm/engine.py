@@ -182,6 +182,11 @@ class Engine:
             with suppress(PeerTimeout, CommunicatorBroken):  # later calls say so, this one has its own error
                 self._backend.report_fault(fault, sequence.upcoming)
 
+    def _require_open(self) -> None:
+        """A call may open. Backward gets here without :meth:`begin`, maybe after the communicator was closed."""
+        self.ranks.require_alive()
+        self.open_calls.require_room()
+
     def _opened(self, pending: Pending[T]) -> Pending[T]:
         self.open_calls.opened()
         if self._sequence is None:
@@ -193,7 +198,7 @@ class Engine:
 
     def send_dispatch(self, options: DispatchOptions, inputs: DispatchInputs) -> Pending[tuple[Handle, torch.Tensor]]:
         """Open a dispatch and send. ``receive`` gives (handle, rows [places, H]), without a graph."""
-        self.open_calls.require_room()
+        self._require_open()
         with profiler_range(DISPATCH_RANGE):
             return self._opened(self._backend.send_dispatch(options, inputs))
 
@@ -215,20 +220,20 @@ class Engine:
             alone: nothing is computed meanwhile, so the transfer may take more of the GPU.
             split: the caller may take long until ``receive``.
         """
-        self.open_calls.require_room()
+        self._require_open()
         with profiler_range(COMBINE_RANGE):
             return self._opened(self._backend.send_combine(handle, rows, weights, options, out, alone, split))
 
     def send_again(self, handle: Handle, values: Rows, strategy: str, own: OwnOutputs = False) -> Pending[Any]:
         """Send other values [T, H], with scales if they have some, to the places of a dispatch. ``receive`` gives
         [places, H], and scales; views, unless ``own`` says something else."""
-        self.open_calls.require_room()
+        self._require_open()
         with profiler_range(DISPATCH_RANGE):
             return self._opened(self._backend.send_again(handle, values, strategy, own))
 
     def send_weight_gradients(self, handle: Handle, grad: torch.Tensor) -> Pending[torch.Tensor]:
         """Send the gradient of the received weights home. ``receive`` gives [T, K]."""
-        self.open_calls.require_room()
+        self._require_open()
         with profiler_range(COMBINE_RANGE):
             return self._opened(self._backend.send_weight_gradients(handle, grad))
 
@@ -255,7 +260,7 @@ class Engine:
         fills_places = handle.options.sizes == "exact" and handle.options.layout != "rank"  # others must become zero
         if rows is None and weights is None and fills_places:
             return self.send_again(handle, grad, strategy).receive().to(dtype, copy=True), None
-        self.open_calls.require_room()
+        self._require_open()
         with profiler_range(DISPATCH_RANGE):
             received = self._opened(self._backend.send_rows(handle, grad, strategy)).receive()
         positions = handle.positions()

@@ -57,9 +57,18 @@ def of_combine(out: object, options: CombineOptions, routed: Routed, y: torch.Te
         InvalidArgument: a gradient is wanted.
         ShapeMismatch, DtypeMismatch, DeviceMismatch: it is not what the combine would return.
     """
-    if options.needs_grad or (isinstance(out, torch.Tensor) and out.requires_grad):
-        raise InvalidArgument("out= has no gradient; combine inside of torch.no_grad(), or detach what requires one")
+    require_no_gradient(out, options.needs_grad)
     _require_like("out", out, _like([routed._handle.num_tokens, y.shape[-1]], options.out_dtype), y.device)
+
+
+def require_no_gradient(out: object, wanted: bool) -> None:
+    """Check that a combine writes to a tensor where nobody wants a gradient.
+
+    Raises:
+        InvalidArgument: a gradient is wanted.
+    """
+    if wanted or (isinstance(out, torch.Tensor) and out.requires_grad):
+        raise InvalidArgument("out= has no gradient; combine inside of torch.no_grad(), or detach what requires one")
 
 
 @lru_cache(maxsize=64)

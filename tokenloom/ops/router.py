@@ -147,6 +147,11 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        with torch.autocast(grad.device.type, enabled=False):  # the caller's, if backward runs inside of it
+            return _Logits._gradients(ctx, grad)
+
+    @staticmethod
+    def _gradients(ctx: Any, grad: torch.Tensor) -> Any:
         tokens, weight = ctx.saved_tensors
         grad_tokens = grad_weight = None
         if _by_tensor_cores(tokens, weight, grad.dtype):

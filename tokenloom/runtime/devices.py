@@ -22,6 +22,8 @@ def pick_device(device: torch.device | str | None, group: dist.ProcessGroup | No
         picked = torch.device(device)
         if picked.type == "cuda" and picked.index is None:
             picked = torch.device("cuda", torch.cuda.current_device())
+        if picked.type == "cpu":
+            picked = torch.device("cpu")  # "cpu:0" is the same, but no GPU's index
     except (RuntimeError, TypeError, AssertionError) as error:  # what torch raises without CUDA differs by build
         reason = str(error).splitlines()[0]
         raise InvalidArgument(f"device is {device!r}, expected one that torch has here: {reason}") from error

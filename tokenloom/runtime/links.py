@@ -153,10 +153,6 @@ class Waiter:
         self._at: tuple[Exchange, int] | None = None
         self._thread: threading.Thread | None = None
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Waiter:
-        """A copy of a communicator, as of a layer that has one, waits for itself."""
-        return Waiter()
-
     def take(self, exchange: Exchange, ranks: Sequence[int]) -> None:
         """Wait for these parts of an exchange."""
         with self.changed:

@@ -46,7 +46,7 @@ class Event:
 
 
 def tensors_in(value: object) -> list[torch.Tensor]:
-    """List the tensors in a value: the value itself, or what tuples and dataclasses hold, at any depth.
+    """List the tensors in a value: the value itself, or what tuples, lists and dataclasses hold, at any depth.
 
     A class may have the attribute ``holds_tensors`` to be looked at as well.
     """
@@ -56,7 +56,7 @@ def tensors_in(value: object) -> list[torch.Tensor]:
         value = values.pop()
         if isinstance(value, torch.Tensor):
             found.append(value)
-        elif isinstance(value, tuple):
+        elif isinstance(value, (tuple, list)):
             values.extend(reversed(value))
         elif hasattr(type(value), "__dataclass_fields__") or hasattr(type(value), "holds_tensors"):
             values.extend(reversed(vars(value).values()))

@@ -74,6 +74,7 @@ def routed_experts(
         ShapeMismatch, DtypeMismatch, DeviceMismatch: a weight or a bias is not as above.
         TokenloomError: as in ``Communicator.dispatch``.
     """
+    comm.engine.begin()
     device, dtype = x.device.type, autocast_dtype(x.device)
     tensors: Tensors = (w1, w2, w1_bias, w2_bias)
     try:

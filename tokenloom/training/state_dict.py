@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from tokenloom.errors import ShapeMismatch
+from tokenloom.errors import InvalidArgument, ShapeMismatch
 from tokenloom.training.layer import EXPERT_WEIGHTS, ExpertParallelMoE
 
 __all__ = ["gather_state_dict", "shard_state_dict"]
@@ -24,12 +24,20 @@ def gather_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
 
     Returns:
         Tensors on the CPU, by name. The dict loads on any number of ranks through ``shard_state_dict``.
+
+    Raises:
+        InvalidArgument: ranks are masked, so nobody here has the weights of their experts.
     """
     sharded = _sharded_names(module)
     full = {}
     for name, value in module.state_dict().items():
         if name in sharded:
             comm = sharded[name].comm
+            if comm.engine.masked:
+                raise InvalidArgument(
+                    f"rank(s) {', '.join(map(str, sorted(comm.engine.masked)))} are masked, and the weights of their "
+                    "experts are with them; gather the state dict before ranks are masked, or once they are back"
+                )
             rows = comm.engine.ranks.all_gather(
                 value.contiguous().view(torch.uint8).flatten(), "gather_state_dict", opens=True
             )
