@@ -365,3 +365,32 @@ def test_biases_that_are_refused() -> None:
         mega.load_weights(given["w1"], given["w2"])
         with pytest.raises(tl.InvalidArgument, match="the weights loaded before had other biases"):
             mega.load_weights(**given)
+
+
+MADE_WRONGLY: dict[str, tuple[dict[str, Any], type[tl.TokenloomError], str]] = {
+    "backend": ({"backend": "fast"}, tl.PeerError, "backend is .fast., expected one of nvlink"),
+    "intermediate": ({"intermediate": 100}, tl.PeerError, "intermediate is 100, expected a multiple of 128"),
+    "another intermediate": ({"intermediate": 256}, tl.PlanMismatch, "intermediate"),
+    "shared experts": ({"num_shared_experts": 32}, tl.PeerError, "num_shared_experts is 32, expected 0 to 32 - top_k"),
+    "activation": ({"activation": "relu2"}, tl.PeerError, "which has no gates"),
+    "another activation": ({"activation": "geglu"}, tl.PlanMismatch, "activation"),
+    "top_k": ({"top_k": "1"}, tl.TokenloomError, "top_k"),
+}
+
+
+def make_wrongly(context: RankContext, wrong: dict[str, Any], others: type[tl.TokenloomError], said: str) -> None:
+    options: dict[str, Any] = {"hidden": 256, "intermediate": 128, "top_k": 1, "max_tokens_per_rank": 4}
+    options |= {"num_experts": 4, "backend": "reference", "device": context.device}
+    last = context.rank == context.num_ranks - 1
+    with pytest.raises(tl.TokenloomError if last else others, match=said):
+        tl.MegaMoE(context.group, **{**options, **(wrong if last else {})})
+    with tl.MegaMoE(context.group, **options) as mega:  # ranks are in step
+        assert mega.comm.num_ranks == context.num_ranks
+
+
+@pytest.mark.parametrize("what", MADE_WRONGLY)
+def test_a_wrong_option_on_one_rank_is_an_error_on_all(ranks: Ranks, what: str) -> None:
+    """At once: nobody waits for a layer that is not made."""
+    if ranks.num_ranks == 1:
+        pytest.skip("it has no others")
+    ranks.run(make_wrongly, *MADE_WRONGLY[what])

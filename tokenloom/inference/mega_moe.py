@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tokenloom.backends.registry import MAX_SMS
 from tokenloom.comm.communicator import Communicator
-from tokenloom.errors import BackendUnavailable, DtypeMismatch, InvalidArgument, ShapeMismatch, TokenloomError
+from tokenloom.errors import BackendUnavailable, DtypeMismatch, InvalidArgument, ShapeMismatch
 from tokenloom.inference.composed_experts import ComposedExperts
 from tokenloom.inference.expert_memory import FP8
 from tokenloom.inference.nvlink_experts import NvlinkExperts
@@ -23,6 +24,7 @@ from tokenloom.kernels.gemm.launch import BLOCK
 from tokenloom.ops.gemm import check_aligned, check_tensor, check_weights, gated_activation, interleave_gate_and_up
 from tokenloom.ops.quant import quantize_fp8_blocks
 from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout
+from tokenloom.runtime.rendezvous import agree
 
 MOST_TERMS = 32
 """Most results that are added up for one token."""
@@ -76,7 +78,8 @@ class MegaMoE:
     Raises:
         InvalidArgument: a size or an option is not as above.
         BackendUnavailable: the kernels do not run here.
-        TokenloomError: as in ``Communicator``.
+        PlanMismatch: another rank passed another size, activation or option that all must have.
+        TokenloomError: as in ``Communicator``; PeerError among them, where another rank raises one of these.
     """
 
     def __init__(
@@ -101,18 +104,7 @@ class MegaMoE:
         transport: str = "auto",
         ranks_per_node: int | None = None,
     ) -> None:
-        for name, width in (("hidden", hidden), ("intermediate", intermediate)):
-            if not isinstance(width, int) or width <= 0 or width % BLOCK:
-                raise InvalidArgument(f"{name} is {width!r}, expected a multiple of {BLOCK}")
-        if not isinstance(top_k, int) or not 1 <= top_k <= MOST_TERMS:
-            raise InvalidArgument(f"top_k is {top_k!r}, expected 1 to {MOST_TERMS}")
-        if not isinstance(num_shared_experts, int) or not 0 <= num_shared_experts <= MOST_TERMS - top_k:
-            raise InvalidArgument(
-                f"num_shared_experts is {num_shared_experts!r}, expected 0 to {MOST_TERMS} - top_k (top_k is {top_k})"
-            )
-        if not isinstance(backend, str) or backend not in EXPERTS:
-            raise InvalidArgument(f"backend is {backend!r}, expected one of {', '.join(EXPERTS)}")
-        form = gated_activation(activation, activation_clamp, "activation_clamp")
+        kind = EXPERTS.get(backend) if isinstance(backend, str) else None
         try:
             self.comm = Communicator(
                 group,
@@ -120,7 +112,7 @@ class MegaMoE:
                 hidden=hidden,
                 top_k=top_k,
                 max_tokens_per_rank=max_tokens_per_rank,
-                backend=EXPERTS[backend].communicator_backend,
+                backend="auto" if kind is None else kind.communicator_backend,
                 num_sms=MAX_SMS,  # of "composed"; the fused kernels take what the schedule says
                 device=device,
                 timeout_s=timeout_s,
@@ -132,6 +124,34 @@ class MegaMoE:
             others = " or ".join(repr(name) for name in EXPERTS if name != backend)
             advice = f"use backend={others}, or device='cuda' if the tensors are to be on a GPU"
             raise BackendUnavailable(str(error).replace("use backend='auto'", advice)) from error
+
+        def prepare() -> tuple[dict[str, Any], None]:
+            if kind is None:
+                raise InvalidArgument(f"backend is {backend!r}, expected one of {', '.join(EXPERTS)}")
+            for name, width in (("hidden", hidden), ("intermediate", intermediate)):
+                if not isinstance(width, int) or width <= 0 or width % BLOCK:
+                    raise InvalidArgument(f"{name} is {width!r}, expected a multiple of {BLOCK}")
+            shared = num_shared_experts
+            if not isinstance(shared, int) or not 0 <= shared <= MOST_TERMS - top_k:
+                raise InvalidArgument(
+                    f"num_shared_experts is {shared!r}, expected 0 to {MOST_TERMS} - top_k (top_k is {top_k})"
+                )
+            form = gated_activation(activation, activation_clamp, "activation_clamp")
+            self._experts = kind(self.comm, intermediate, shared, power_of_two_scales)
+            self._experts.set_activation(form, fast_math)
+            return {
+                "backend": backend,
+                "intermediate": intermediate,
+                "num_shared_experts": shared,
+                "activation": form,
+                "power_of_two_scales": bool(power_of_two_scales),
+            }, None
+
+        try:
+            agree(self.comm.engine.ranks, prepare, "making a MegaMoE")
+        except Exception:
+            self.comm.close()
+            raise
         self.intermediate, self.num_shared_experts, self.schedule = intermediate, num_shared_experts, schedule
         self._num_local = self.comm.plan.experts_per_rank + num_shared_experts
         self.weights: tuple[torch.Tensor, ...] = ()
@@ -139,12 +159,6 @@ class MegaMoE:
         self._weights_are_ours = False
         self._like = torch.empty(0, dtype=torch.bfloat16, device=self.comm.device)
         self.after_stage: Callable[[str], None] | None = None
-        try:
-            self._experts = EXPERTS[backend](self.comm, intermediate, num_shared_experts, power_of_two_scales)
-        except TokenloomError:
-            self.comm.close()
-            raise
-        self._experts.set_activation(form, fast_math)
 
     def set_activation(
         self, clamp: float | None = None, fast_math: bool = True, activation: Activation | str = SWIGLU
