@@ -24,9 +24,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.distributed import DistributedConfig
-from transformers.utils import logging
+
+try:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.distributed import DistributedConfig
+    from transformers.utils import logging
+except ImportError as error:
+    raise SystemExit(f"{error}; generate_moe.py needs transformers 5.23 or newer: pip install '.[clients]'") from None
 
 from tokenloom.integrations.transformers import describe, register
 

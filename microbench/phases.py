@@ -119,6 +119,8 @@ def main() -> None:
     parser.add_argument("--num-sms", type=int, default=16)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("phases.py needs Hopper GPUs; there is none")
     shape = Shape(num_tokens=arguments.tokens, hidden=7168, num_experts=256, top_k=8)
     with RankPool(torch.cuda.device_count(), "cuda") as pool:
         found = pool.run(measure, shape, arguments.num_sms, limit_s=300)[0]

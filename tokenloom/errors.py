@@ -26,6 +26,12 @@ __all__ = [
 ]
 
 
+_BROKE = "the connection broke"
+"""Begins a cause that ends with the text of gloo or NCCL, in parentheses."""
+_GONE = ("its process has ended", "the communicator was closed there", "the store of the process group is gone")
+"""How a cause ends that no longer wait removes."""
+
+
 class TokenloomError(Exception):
     """Base class of tokenloom's exceptions.
 
@@ -90,16 +96,19 @@ class PlanMismatch(TokenloomError, ValueError):
     def __init__(self, rank: int, field: str, theirs: object, expected: object, base: int = 0) -> None:
         self.rank = rank
         self.field = field
-        super().__init__(
-            f"rank {rank} has {field}={theirs}, rank {base} has {field}={expected}; give all ranks the same {field}"
-        )
+        cure = f"give all ranks the same {field}"
+        if field in ("wire_dtype", "out_dtype"):
+            cure += f" (the dtype of y unless you pass {field})"
+        elif field == "dispatch number":
+            cure = "combine the result of the same dispatch on all ranks"
+        super().__init__(f"rank {rank} has {field}={theirs}, rank {base} has {field}={expected}; {cure}")
 
 
 class PeerError(TokenloomError, RuntimeError):
     """Another rank failed, so this call failed here too.
 
-    No rank received anything, and the communicator works on. There is one exception: over gloo, a rank that fails in
-    the middle of a call ends the communicator, and leaves its process group out of step.
+    No rank received anything, and the communicator keeps working. There is one exception: over gloo, a rank that
+    fails in the middle of a call ends the communicator, and leaves its process group out of step.
 
     Attributes:
         rank: rank that failed.
@@ -143,10 +152,15 @@ class PeerTimeout(TokenloomError, TimeoutError):
         missing = ", ".join(map(str, self.peers)) if self.peers else "unknown"
         if self.nodes:
             missing += f" on node(s) {', '.join(map(str, self.nodes))}"
+        why, cure, text = f"{cause}; look there first", "", ""
+        if cause.startswith(_BROKE):
+            why = "the process ended or its connection broke; see that rank's log"
+            text = cause.removeprefix(_BROKE)
+        elif not cause.endswith(_GONE):
+            cure = "; a larger timeout_s, or open_timeout_s where a call opens, waits longer"
         super().__init__(
-            f"rank {rank} waited in {phase} (step {epoch}) for rank(s) {missing}: {cause}; look there first. "
-            "Close this communicator and make a new one once all ranks are back; "
-            "a larger timeout_s, or open_timeout_s where a call opens, waits longer"
+            f"rank {rank} waited in {phase} (step {epoch}) for rank(s) {missing}: {why}. "
+            f"Close this communicator and make a new one once all ranks are back{cure}{text}"
         )
 
 
@@ -160,8 +174,8 @@ class CapacityOverflow(TokenloomError, RuntimeError):
     """A dispatch needed more rows than its capacity.
 
     Attributes:
-        needed: capacity, in rows, that would have been enough on every rank.
-        capacity: capacity, in rows, that was given.
+        needed: capacity that would have been enough on every rank: rows, or in layout "slots" places for each expert.
+        capacity: capacity that was given.
     """
 
     known_to_all = True
@@ -169,9 +183,12 @@ class CapacityOverflow(TokenloomError, RuntimeError):
     def __init__(self, needed: int, capacity: int, *, sent: bool) -> None:
         self.needed = needed
         self.capacity = capacity
-        what = "an earlier dispatch dropped rows: the tokens concerned are NaN" if sent else "nothing is handed out"
-        cure = f"pass capacity={needed}" + (f", or to a layer pool_rows={needed}" if sent else "")
-        super().__init__(f"dispatch needs {needed} rows, the capacity is {capacity}; {what}; {cure}")
+        rows, what, cure = "rows", "nothing is handed out", f"pass capacity={needed}"
+        if sent:
+            rows = "rows (in layout 'slots', places for each expert)"
+            what = "an earlier dispatch dropped rows: combine gives NaN for their tokens"
+            cure += f", or pool_rows={needed} to a layer that has pool_rows"
+        super().__init__(f"dispatch needs {needed} {rows}, the capacity is {capacity}; {what}; {cure}")
 
 
 class BackendUnavailable(TokenloomError, RuntimeError):

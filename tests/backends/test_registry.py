@@ -136,6 +136,8 @@ def test_what_crosses_nodes_decides() -> None:
     [
         ("nvlink", TWO, "nvlink does not work here: it runs on one node, the ranks are on 2; use backend='auto'"),
         ("network", ONE, "network does not work here: all ranks are on one node; pass ranks_per_node"),
+        ("gin", ONE, "all ranks are on one node; on Hopper GPUs, pass ranks_per_node"),
+        ("padded", ONE, "all ranks are on one node; on Hopper GPUs, pass ranks_per_node"),
         (
             "network",
             Topology((0, 0), doubt="ranks see different nodes: rank 0 sees"),

@@ -461,7 +461,7 @@ def check_bounded_overflow(context: RankContext, backend: str, layout: str, alig
         options: dict[str, Any] = {"layout": layout, "alignment": alignment, "capacity": capacity}
         routed = comm.dispatch(*arguments, **options, sizes="bounded")
         want = problem.dispatched(**options, bounded=True)
-        with pytest.raises(tl.CapacityOverflow, match="tokens concerned are NaN") as overflow:
+        with pytest.raises(tl.CapacityOverflow, match="combine gives NaN for their tokens") as overflow:
             comm.check()
         assert (overflow.value.needed, overflow.value.capacity) == (needed, capacity)
         comm.check()  # once is enough

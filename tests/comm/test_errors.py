@@ -65,7 +65,7 @@ DISPATCH_FAULTS: list[Fault] = [
     ("x of another hidden size", lambda a: a | {"x": a["x"][:, :5].contiguous()}, tl.ShapeMismatch,
      ["x is [4, 5]", "[tokens, 16]", "pass hidden=5"]),
     ("x with three dimensions", lambda a: a | {"x": a["x"][None]}, tl.ShapeMismatch,
-     ["x is [1, 4, 16]", "[tokens, 16]"]),
+     ["x is [1, 4, 16]", "[tokens, 16]", "pass x.reshape(-1, 16): dispatch takes one row per token"]),
     ("x without dimensions", lambda a: a | {"x": a["x"].sum()}, tl.ShapeMismatch, ["x is []", "[tokens, 16]"]),
     ("too many tokens", lambda a: a | {"x": a["x"].repeat(2, 1)}, tl.ShapeMismatch,
      ["8 tokens", "at most 6", "max_tokens_per_rank=8"]),
@@ -455,7 +455,8 @@ def expect_mismatch(context: RankContext, call: Callable[[], object], name: str,
     assert raised.value.field == name
     assert f"rank {max(odd, 1)} has {name}=" in str(raised.value)
     assert f"rank 0 has {name}=" in str(raised.value)
-    assert f"give all ranks the same {name}" in str(raised.value)
+    same = "result of the same dispatch" if name == "dispatch number" else f"give all ranks the same {name}"
+    assert same in str(raised.value)
     assert wire.all_to_all == []
 
 

@@ -38,6 +38,15 @@ def test_send_map_of_nothing(dtype: torch.dtype) -> None:
         assert send.local_ids.shape == send.mask.shape == (0, 2)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ranks_of_ids(dtype: torch.dtype) -> None:
+    """Ids that no rank has are no routes, be they negative or too big."""
+    ids = torch.tensor([[0, 3], [-1, 4], [2, 1 << 30], [-7, 1]], dtype=dtype)
+    goes_to = [[True, True], [False, False], [False, True], [True, False]]
+    assert routing.ranks_of_ids(ids, 2, 2).tolist() == goes_to
+    assert routing.ranks_of_ids(ids[:0], 2, 2).shape == (0, 2)
+
+
 def test_home_positions() -> None:
     """Where what comes home lies: by (token, rank) and by (token, k), in the order that rows were sent."""
     assert routing.home_positions_per_rank(SEND, 3, 2).tolist() == [[0, 2], [1, -1], [-1, 3]]

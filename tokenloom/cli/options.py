@@ -128,7 +128,7 @@ def pick_ranks(ranks: int | None, device: Device | None, least: int) -> tuple[in
         least: fewest ranks that the command works with.
 
     Raises:
-        typer.BadParameter: too few ranks, or more than there are GPUs.
+        typer.BadParameter: too few ranks, or more than there are GPUs; naming ``--device`` where no number would do.
     """
     if ranks is not None and ranks < least:
         raise typer.BadParameter(f"{ranks} given, expected at least {least}", param_hint="--ranks")
@@ -136,9 +136,24 @@ def pick_ranks(ranks: int | None, device: Device | None, least: int) -> tuple[in
 
     default, where = default_ranks(device.value if device else None)
     count = default if ranks is None else ranks
-    if where == "cuda" and not least <= count <= default:
+    if where == "cuda" and default < least:
         raise typer.BadParameter(
-            f"{max(count, least)} ranks on cuda need as many GPUs, there are {default}; fewer ranks, or --device cpu",
+            f"cuda given, which needs {gpus(least)} or more; there {are(default)}; pass --device cpu",
+            param_hint="--device",
+        )
+    if where == "cuda" and count > default:
+        raise typer.BadParameter(
+            f"{count} ranks on cuda need as many GPUs, there {are(default)}; pass fewer ranks, or --device cpu",
             param_hint="--ranks",
         )
     return count, where
+
+
+def gpus(number: int) -> str:
+    """A number of GPUs in words."""
+    return f"{number} GPU{'' if number == 1 else 's'}"
+
+
+def are(number: int) -> str:
+    """How many there are, in words."""
+    return f"is {number}" if number == 1 else f"are {number or 'none'}"

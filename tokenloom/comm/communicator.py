@@ -252,7 +252,7 @@ class Communicator(CallsBeside):
             InvalidArgument: a rank that is not masked.
             PlanMismatch: another rank passed other ranks, or a communicator was made again with other arguments.
             PeerTimeout: a rank that stays does not call it. Or a rank does not come back, or cannot connect with all
-                others: then all ranks raise this, the ranks stay masked, and the communicator works on.
+                others: then all ranks raise this, the ranks stay masked, and the communicator keeps working.
         """
         self.engine.unmask(ranks)
         self._narrow = None  # ranks that came back have none either

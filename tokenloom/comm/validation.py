@@ -223,10 +223,10 @@ def _check_inputs(
     _require_tensor("x", x)
     num_tokens = x.shape[0] if x.ndim else 0
     if x.ndim != 2 or x.shape[1] != plan.hidden:
-        raise ShapeMismatch(
-            f"x is {list(x.shape)}, the communicator was made for [tokens, {plan.hidden}]; "
-            f"pass hidden={x.shape[-1] if x.ndim else '...'} to Communicator"
-        )
+        cure = f"pass hidden={x.shape[-1] if x.ndim else '...'} to Communicator"
+        if x.ndim and x.shape[-1] == plan.hidden:
+            cure = f"pass x.reshape(-1, {plan.hidden}): dispatch takes one row per token"
+        raise ShapeMismatch(f"x is {list(x.shape)}, the communicator was made for [tokens, {plan.hidden}]; {cure}")
     number_of_tokens(plan, num_tokens)
     _require_ready("x", x, device)
     _check_payload(plan, able, x, scales, device, to_fp8)
@@ -244,7 +244,7 @@ def number_of_tokens(plan: Plan, num_tokens: int) -> None:
     if num_tokens > plan.max_tokens_per_rank:
         raise ShapeMismatch(
             f"x has {num_tokens} tokens, the communicator was made for at most {plan.max_tokens_per_rank}; "
-            f"pass max_tokens_per_rank={num_tokens} to Communicator, or split the batch"
+            f"pass max_tokens_per_rank={num_tokens} to Communicator (or to the layer), or split the batch"
         )
 
 
@@ -331,8 +331,12 @@ def _combine_options(
     return CombineOptions(weighted, wire_dtype or y_dtype, out_dtype or y_dtype, needs_grad, strategy, from_home)
 
 
-def require_strategy(able: Capabilities, strategy: Strategy) -> None:
-    """Raise InvalidArgument unless the backend has what carries a layer's payloads and their gradients."""
+def require_strategy(able: Capabilities, strategy: object) -> None:
+    """Raise InvalidArgument unless the backend has what carries a layer's payloads and gradients by this Strategy."""
+    if not isinstance(strategy, Strategy):
+        raise InvalidArgument(
+            f"strategy is {strategy!r}, expected a tl.Strategy, such as tl.Strategy(dispatch='dedup')"
+        )
     has = {"dispatch": able.dispatch_strategies, "combine": able.combine_strategies}
     forward = [("dispatch", strategy.dispatch), ("combine", strategy.combine)]
     backward = [("dispatch", SWAPPED[strategy.combine]), ("combine", strategy.gradient_of_dispatch)]

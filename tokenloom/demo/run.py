@@ -79,9 +79,9 @@ def _show_check(console: Console, results: Sequence[tuple[str, list[Difference]]
     console.print(description, markup=False, highlight=False, soft_wrap=True)
     console.print()
     console.print(
-        "[bold]1. Against the reference.[/] Random routing: another number of tokens on every rank and none on the "
-        "last one, repeated experts, unused places (-1). The reference computes all ranks in one process by sorting "
-        "and looping, and shares no ordering code with the backend."
+        "[bold]1. Against the reference.[/] Random routing: a different number of tokens on every rank and none on "
+        "the last one, repeated experts, unused places (-1). The reference computes all ranks in one process by "
+        "sorting and looping, and shares no ordering code with the backend."
     )
     console.print(_table(differences))
     console.print(
@@ -109,7 +109,7 @@ def _train_and_compare(
         float(np.mean([getattr(trained, share) for trained in many])) for share in ("dispatch_share", "combine_share")
     )
     console.print(
-        f"Loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte in {steps} steps, "
+        f"Loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte in {steps} step{'s' if steps > 1 else ''}, "
         f"{many[0].tokens_per_s:,.0f} tokens/s. Dispatch took {dispatch:.0%} and combine {combine:.0%} of a step, "
         f"forward and backward, waiting for other ranks included (torch.profiler over {profiled_steps} more "
         "steps, mean over ranks).",
@@ -125,8 +125,8 @@ def _train_and_compare(
     console.print(_table(differences))
     console.print(
         f"Compared: every parameter's gradient of step 1 (as a share of the largest one of that parameter), and the "
-        f"loss of every step, on {num_ranks} ranks and on one. Sums over a batch are added up in another order on one "
-        "rank, which changes last bits; where two experts score almost alike, that can swap them for a token, and "
+        f"loss of every step, on {num_ranks} ranks and on one. Sums over a batch are added up in a different order on "
+        "one rank, which changes last bits; where two experts score almost alike, that can swap them for a token, and "
         "later steps then differ by more than a last bit. This is about equality, not speed: how fast the ranks are "
         "together depends on what they run on, and processes that share a few cores are no faster than one."
     )
@@ -182,10 +182,13 @@ def compare_runs(many: list[train.Trained], one: list[train.Trained]) -> list[Di
         pairs.append((mine, theirs))
     losses = [torch.tensor(trained[0].losses, dtype=torch.float64) for trained in (many, one)]
     early = [each[:EARLY_STEPS] for each in losses]
+    number = len(losses[1])
+    all_steps = f"all {number} steps" if number > 1 else "the only step"
+    early_steps = f"steps 1 to {len(early[1])}" if number > 1 else "step 1"
     return [
         compare("gradients of step 1", pairs, GRADIENT_TOLERANCE),
-        compare(f"losses of steps 1 to {len(early[1])}", [(early[0], early[1])], EARLY_TOLERANCE),
-        compare(f"losses of all {len(losses[1])} steps", [(losses[0], losses[1])], LOSS_TOLERANCE),
+        compare(f"losses of {early_steps}", [(early[0], early[1])], EARLY_TOLERANCE),
+        compare(f"losses of {all_steps}", [(losses[0], losses[1])], LOSS_TOLERANCE),
     ]
 
 

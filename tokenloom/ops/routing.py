@@ -80,9 +80,10 @@ def ids_of_ranks(goes_to: torch.Tensor, experts_per_rank: int) -> torch.Tensor:
 
 
 def ranks_of_ids(ids: torch.Tensor, experts_per_rank: int, num_ranks: int) -> torch.Tensor:
-    """Find where tokens go: bool [T, W], from ids [T, K] below W * L, of which negative ones are no routes."""
+    """Find where tokens go: bool [T, W], from ids [T, K], of which those not in 0 .. W * L - 1 are no routes."""
     goes_to = torch.zeros(len(ids), num_ranks + 1, dtype=torch.bool, device=ids.device)
-    goes_to.scatter_(1, torch.where(ids >= 0, ids // experts_per_rank, num_ranks).long(), True)  # the last: no route
+    ranks = (ids // experts_per_rank).clamp(-1, num_ranks).remainder(num_ranks + 1)  # the last: no route
+    goes_to.scatter_(1, ranks.long(), True)
     return goes_to[:, :num_ranks].contiguous()
 
 

@@ -133,7 +133,8 @@ class Topology:
         how = ", as ranks_per_node says" if self.pretended else ""
         if self.why_no_rails is not None:
             return f"{self.num_nodes} nodes{how}, no rails: {self.why_no_rails}"
-        return f"{self.num_nodes} nodes of {self.ranks_per_node}{how}; {self.ranks_per_node} rails of {self.num_nodes}"
+        rails = "1 rail" if self.ranks_per_node == 1 else f"{self.ranks_per_node} rails"
+        return f"{self.num_nodes} nodes of {self.ranks_per_node}{how}; {rails} of {self.num_nodes}"
 
 
 def checked_ranks_per_node(ranks_per_node: object, num_ranks: int) -> None:

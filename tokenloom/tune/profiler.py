@@ -99,8 +99,9 @@ class Profile:
 
     def __str__(self) -> str:
         where = self.setting
+        ranks = "1 rank" if where.num_ranks == 1 else f"{where.num_ranks} ranks"
         lines = [
-            f"{where.num_ranks} ranks on {where.device_name}, backend {where.backend}",
+            f"{ranks} on {where.device_name}, backend {where.backend}",
             f"{self.num_tokens} tokens a rank, hidden {where.hidden}, intermediate {where.intermediate}, "
             f"top-{where.top_k} of {where.num_experts}, {where.dtype}, skew {self.skew:g}",
             f"medians of {self.iterations} samples of the slowest rank",

@@ -23,7 +23,7 @@ from tests.support.cases import FP8, FP32, Case, Problem, same_bits, same_bytes
 from tokenloom import reference
 from tokenloom.compat import deep_ep
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed
-from tokenloom.compat.deep_ep.hybrid_ep_buffer import indices_to_map
+from tokenloom.compat.deep_ep.hybrid_ep_buffer import _weights, indices_to_map
 from tokenloom.errors import CapacityOverflow, DtypeMismatch, ShapeMismatch
 from tokenloom.runtime.processes import RankContext
 
@@ -102,8 +102,20 @@ def check_maps(context: RankContext) -> None:
     same_bytes(routing_map, want_map, "routing_map")
     same_bytes(probs, want_probs, "probs")
     assert indices_to_map(ids, None, len(ids), problem.plan.num_experts)[1] is None
+    num_experts = problem.plan.num_experts
+    found = indices_to_map(torch.where(ids < 0, num_experts + 7, ids), weights, len(ids), num_experts)
+    same_bytes(found[0], want_map, "routing_map, where ids that are too big are no routes")
+    same_bytes(found[1], want_probs, "probs")
     with pytest.raises(BadCall, match="indices_to_map: topk_idx is"):
         indices_to_map(ids, weights, len(ids) + 1, problem.plan.num_experts)
+
+
+def test_probs_of_ids_that_are_too_big() -> None:
+    """Kernels take them for no routes. Their probs, which nobody reads, are no fault of the GPU either."""
+    probs, ids = torch.tensor([[0.25, 0.75]]), torch.tensor([[1, 2, -1]])
+    found = _weights(ids, None, probs, 2, torch.device("cpu"))
+    assert found is not None
+    assert found[0, 0] == 0.75
 
 
 @pytest.mark.sampled(4)
@@ -199,6 +211,28 @@ def check_bounded(context: RankContext) -> None:
     assert len(comms) == 1
     with pytest.raises(CapacityOverflow, match="needs"):
         comms[0].check()
+
+
+def test_room_without_host_read(ranks: Ranks) -> None:
+    """Nobody waits to hear that a rank needs more room, so there is as much as the client said, from the first call
+    on."""
+    ranks.run(check_room)
+
+
+def check_room(context: RankContext) -> None:
+    few, many = (
+        sorted_routes(finite(problem_of(replace(CASE, tokens=tokens), context))) for tokens in ((2, 1), (1, 40))
+    )
+    local = few.plan.experts_per_rank
+    buffer = deep_ep.HybridEPBuffer(context.group, few.plan.hidden, 40, local)
+    options = {"num_permuted_tokens": 40 * CASE.top_k * context.num_ranks, "non_blocking": True}
+    used = []
+    for problem in (few, many):
+        rows = buffer.dispatch_with_permute(**routes(problem, context, True), **options)[0]
+        want = problem.dispatched("expert")[context.rank]
+        same_bytes(rows[: want.num_rows], want.tokens, "rows")
+        used += buffer.runtime.all()
+    assert len(set(used)) == 1, "no rank made another communicator"
 
 
 def test_maps_that_grow(ranks: Ranks) -> None:

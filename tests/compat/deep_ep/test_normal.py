@@ -25,7 +25,7 @@ from tests.support.cases import BF16, FP8, FP32, Case, same_bits, same_bytes
 from tokenloom import reference
 from tokenloom.compat import deep_ep
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed
-from tokenloom.errors import DtypeMismatch, ShapeMismatch
+from tokenloom.errors import DtypeMismatch, PeerError, ShapeMismatch
 from tokenloom.runtime.processes import RankContext
 
 pytestmark = pytest.mark.slow_on(4)
@@ -60,6 +60,24 @@ def check_layout(context: RankContext, case: Case) -> None:
     same_bytes(per_expert, torch.tensor(experts, dtype=torch.int32), "num_tokens_per_expert")
     assert per_rdma_rank is None
     assert event.event is None
+
+
+def test_layout_of_ids_that_are_too_big(ranks: Ranks) -> None:
+    """They are no routes, as for kernels: counting them would be a fault of the GPU, which ends the program."""
+    ranks.run(check_big_ids)
+
+
+def check_big_ids(context: RankContext) -> None:
+    num_experts = 3 * context.num_ranks
+    ids = torch.tensor([[num_experts, 0], [-1, 10**6], [num_experts - 1, -9]], device=context.device)
+    per_rank, _, per_expert, in_rank, _ = deep_ep.Buffer(context.group).get_dispatch_layout(ids, num_experts)
+    there = torch.zeros(3, context.num_ranks, dtype=torch.bool)
+    experts = torch.zeros(num_experts, dtype=torch.int32)
+    there[0, 0] = there[2, -1] = True
+    experts[[0, -1]] = 1
+    same_bytes(in_rank, there, "is_token_in_rank")
+    same_bytes(per_rank, there.sum(0).int(), "num_tokens_per_rank")
+    same_bytes(per_expert, experts, "num_tokens_per_expert")
 
 
 # -- dispatch and combine ---------------------------------------------------------------------------------------
@@ -202,6 +220,34 @@ def check_worst_case(context: RankContext) -> None:
     same_bits(out, reference.combine(problem.plan, rows, wanted, problem.topk_ids, None)[me], "combined_x")
     used = [each.topk_weights for each in wanted]
     same_bits(home, reference.combine_weights(problem.plan, used, wanted, problem.topk_ids)[me], "weights")
+
+
+def test_more_tokens_than_the_worst_case(ranks: Ranks) -> None:
+    """Where nobody waits for counts, a rank with more tokens than its share cannot ask for room: it raises, and the
+    others hear of it. Then all works on."""
+    ranks.run(check_more_than_worst)
+
+
+def check_more_than_worst(context: RankContext) -> None:
+    problem, more = (problem_of(replace(CASE, tokens=(first, 2, 3, 5)), context) for first in (8, 9))
+    buffer = deep_ep.Buffer(context.group)
+    good, bad = (laid_out(buffer, each, context) for each in (problem, more))
+    worst = {"num_worst_tokens": context.num_ranks * 8}
+    buffer.dispatch(**good, **worst)
+    if context.rank == 0:
+        with pytest.raises(ShapeMismatch, match=r"Buffer\.dispatch: x has 9 tokens, num_worst_tokens=.* room for 8"):
+            buffer.dispatch(**bad, **worst)
+    else:
+
+        def heard() -> None:
+            buffer.dispatch(**bad, **worst)
+            buffer.runtime.all()[0].check()  # where kernels tell it, and a later call raises
+
+        with pytest.raises(PeerError, match=r"rank 0 failed .*ShapeMismatch: x has 9 tokens"):
+            heard()
+    want = problem.dispatched("token")[context.rank]
+    same_bytes(buffer.dispatch(**good, **worst)[0][: want.num_rows], want.tokens, "recv_x")
+    assert len(buffer.runtime.all()) == 1
 
 
 def test_ranks_without_ids(ranks: Ranks) -> None:

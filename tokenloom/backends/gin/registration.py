@@ -32,7 +32,7 @@ def why_not_on(topology: Topology) -> str | None:
     if topology.doubt:
         return topology.doubt
     if topology.num_nodes == 1:
-        return "all ranks are on one node; pass ranks_per_node to take them for several"
+        return "all ranks are on one node; on Hopper GPUs, pass ranks_per_node to take them for several"
     return topology.why_no_rails
 
 

@@ -12,8 +12,8 @@ MOST_LINKS = 16
 """Links that a table shows. Of more, those that failed and the slowest; the file of --json has all."""
 LEGEND = (
     "Links: the shortest median round trip of 8 bytes, and the best rate each way (1 GB is 1e9 bytes), of {turns} "
-    "turns. A link fails below {slow:.0%} of the median rate of its kind, or with a ping above {late:g} times their "
-    "median and {late_us:,.0f} µs more than that."
+    "turns. A link fails below {slow:.0%} of the median rate of its kind. It also fails with a ping above both "
+    "{late:g} times the median of its kind and that median plus {late_us:,.0f} µs."
 )
 
 

@@ -16,7 +16,7 @@ REGIME_WORDS = {"low_latency": "low latency", "high_throughput": "high throughpu
 LEGEND = (
     "node, rank, route: a row for each node, rank or route of a token on other nodes. Times are of the busiest rank: "
     "start + the longest of NIC, NVLink and puts + a share of the shorter of NIC and NVLink. binds: the largest of "
-    "the four, where sizes are compared that of node. others' best: the fastest published figure. staging: memory of "
+    "the four; in tables that compare sizes, for node. others' best: the fastest published figure. staging: memory of "
     "a GPU for rows from other nodes, of two calls in turn; --budget shows all that backends hold."
 )
 EXTRAPOLATED = "* beyond the published figures: low latency 16 to 256 ranks, high throughput 16 to 64 ranks."

@@ -135,7 +135,7 @@ class Report:
         agree = "so they agree" if relative[worst] <= limit else "SO THEY DO NOT AGREE: believe no ratio"
         notes.append(
             f"{self.rival}'s outputs and gradients differ from ours by at most {relative[worst]:.2g} ({worst}, "
-            f"relative); each may differ from the exact ones by half of {limit:.2g}, {agree}"
+            f"relative); the limit is {limit:.2g}, as each may be off by half of that, {agree}"
         )
         return notes
 

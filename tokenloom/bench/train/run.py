@@ -18,13 +18,13 @@ from tokenloom.runtime.processes import RankPool
 DEFAULT_ITERATIONS = {"cpu": 6, "cuda": 30}
 LIMIT_S = 500.0
 TIMES_LEGEND = (
-    "p50 and p99 of the slowest rank of each sample; the router included. Inference: forward without gradients. "
-    "TFLOP/s: of the experts' GEMMs, per rank that works."
+    "p50 and p99 of the slowest rank of each sample; times include the router. Inference: forward without gradients. "
+    "TFLOP/s: of the experts' GEMMs, for each rank that computes."
 )
 BASELINES_LEGEND = (
-    "{rival} rival: torch alone (sort by expert, all_to_all_single of a row a route, grouped_mm, SwiGLU, and back). "
-    "Local: as many tokens and experts as a rank has, no network. One rank: all tokens, all experts, the other ranks "
-    "idle. Both: torch, with this layer's GEMMs and SwiGLU. All take turns with this layer."
+    "{rival} rival: torch alone (sort by expert, all_to_all_single of one row per route, grouped_mm, SwiGLU, and "
+    "back). Local: one rank's tokens and experts, without a network. One rank: all tokens and all experts, while the "
+    "other ranks are idle. Both use torch with this layer's GEMMs and SwiGLU. All take turns with this layer."
 )
 EXPOSED_LEGEND = "Exposed: this layer less the baseline, and in % of this layer. Scaling: one / W by this layer."
 CPU_NOTE = "ranks on CPUs share cores and memory: what is exposed here is not the network's time alone"

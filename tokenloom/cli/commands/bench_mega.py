@@ -10,18 +10,16 @@ from typing import Annotated, Optional
 import typer
 
 from tokenloom.cli.options import (
-    Device,
     Hidden,
     Intermediate,
     JsonFile,
     NumExperts,
     PlotFile,
-    Ranks,
     Skew,
     TokensList,
     TopK,
+    are,
     numbers,
-    pick_ranks,
     require_writable,
 )
 from tokenloom.cli.terminal import console
@@ -45,7 +43,10 @@ def mega(
     shared_experts: Annotated[int, typer.Option(min=0, help="Experts that every token goes to.")] = 0,
     masked_ratio: Annotated[float, typer.Option(min=0, max=1, help="Share of routes that are unused.")] = 0.0,
     skew: Skew = 0.0,
-    ranks: Ranks = None,
+    ranks: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option("--ranks", min=1, help="Number of ranks, one per GPU. Default: all GPUs."),
+    ] = None,
     against: Annotated[
         Optional[list[Other]],  # noqa: UP045
         typer.Option(help="Also measure this layer, in turns with ours. Can be given twice."),
@@ -74,12 +75,18 @@ def mega(
     shape = MegaShape(hidden, intermediate, num_experts, top_k, masked_ratio, skew, shared_experts)
     names = [each.value for each in dict.fromkeys(against or ())]
     load(names, shape)  # one that is missing is said before missing GPUs, because it was asked for
-    num_ranks, _ = pick_ranks(ranks, Device.cuda, least=1)
     from tokenloom.bench.mega.run import run_mega
+    from tokenloom.errors import BackendUnavailable
+    from tokenloom.runtime.processes import default_ranks
 
+    gpus, _ = default_ranks("cuda")
+    if not gpus:
+        raise BackendUnavailable("bench mega needs a Hopper GPU; there is none")
+    if ranks is not None and ranks > gpus:
+        raise typer.BadParameter(f"{ranks} ranks need as many GPUs, there {are(gpus)}", param_hint="--ranks")
     run_mega(
         console(),
-        num_ranks,
+        ranks or gpus,
         shape,
         counts,
         command=sys.argv[1:],

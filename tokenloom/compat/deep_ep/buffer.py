@@ -25,13 +25,16 @@ class Buffer(NormalMode, LowLatencyMode):
 
     Args:
         group: the process group, over gloo for CPU tensors, over NCCL or gloo for CUDA tensors.
-        num_nvl_bytes, num_rdma_bytes: kept for the client, and otherwise unused.
+        num_nvl_bytes: kept for the client, and otherwise unused.
+        num_rdma_bytes: the same.
         low_latency_mode: kept for the client; both modes work either way.
-        num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: of networks that upstream opens
-            itself; unused.
+        num_qps_per_rank: unused; upstream opens networks itself.
+        allow_nvlink_for_low_latency_mode: the same.
+        allow_mnnvl: the same.
         explicitly_destroy: ``destroy`` will be called.
         enable_shrink: ranks that do not come in time are masked, and ranks can be.
         comm: an MPI communicator; not served.
+        use_fabric: unused, as is ``allow_mnnvl``.
 
     Attributes:
         group, rank, group_size: the ranks.

@@ -41,7 +41,7 @@ def tokens_of(x: object, name: str = "x") -> torch.Tensor:
 
 
 def payload_of(x: object) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
-    """What tokenloom takes for x: without a graph, and scales as contiguous words.
+    """What tokenloom takes for x: without a graph, and scales as words, which :func:`by_row` makes contiguous.
 
     FP8 comes with 4-byte scales [N, n] of any strides: float32 or packed int32, n at most H / 128.
     """
@@ -62,10 +62,15 @@ def payload_of(x: object) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
         )
     if scales.ndim != 2 or len(scales) != len(tokens) or not 1 <= scales.shape[1] <= most:
         raise ShapeMismatch(f"scales of x are {list(scales.shape)}, expected [{len(tokens)}, 1 to {most}]")
-    scales = _plain(scales).contiguous()
+    scales = _plain(scales)
     if scales.dtype == torch.float32 and scales.shape[1] < most:
         scales = scales.view(torch.int32)
     return tokens if tokens.dtype is FP8 else tokens.view(FP8), scales
+
+
+def by_row(payload: Payload) -> Payload:
+    """The same with contiguous scales. It may copy on the current stream, which must be that of the call."""
+    return payload if isinstance(payload, torch.Tensor) else (payload[0], payload[1].contiguous())
 
 
 def scales_as_given(received: torch.Tensor, x: object) -> torch.Tensor:
@@ -168,20 +173,20 @@ def biases_of(bias: object, rows: torch.Tensor, num_tokens: int) -> tuple[torch.
 
 
 def rows_of(x: object, routed: Routed) -> torch.Tensor:
-    """The rows that a combine takes: one for each that was received.
+    """The rows of a combine: one for each that was received.
 
-    Where outputs have a fixed number of rows, a client may have cut off those behind the last; they are put back.
+    Where outputs have a fixed number of rows, a client may have cut off those behind the last. :func:`padded` puts
+    them back.
     """
     rows, wanted = _plain(tokens_of(x)), routed.shape
-    if rows.shape != wanted:
-        if isinstance(routed.num_rows, int) or rows.shape[1] != wanted[1] or len(rows) > wanted[0]:
-            raise ShapeMismatch(f"x is {list(rows.shape)}, expected {list(wanted)}, as was received")
-        return padded(rows, wanted[0])
+    may_be_fewer = not isinstance(routed.num_rows, int) and rows.shape[1] == wanted[1] and len(rows) <= wanted[0]
+    if rows.shape != wanted and not may_be_fewer:
+        raise ShapeMismatch(f"x is {list(rows.shape)}, expected {list(wanted)}, as was received")
     return rows
 
 
 def padded(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Rows with zeros behind them."""
+    """Rows with zeros behind them. It may copy on the current stream, which must be that of the call."""
     return rows if len(rows) == num_rows else torch.cat([rows, rows.new_zeros(num_rows - len(rows), *rows.shape[1:])])
 
 

@@ -26,8 +26,10 @@ class Config:
 
     Args:
         num_sms: SMs of a kernel; see ``Buffer.set_num_sms``.
-        num_max_nvl_chunked_send_tokens, num_max_nvl_chunked_recv_tokens: rows of a chunk within a node.
-        num_max_rdma_chunked_send_tokens, num_max_rdma_chunked_recv_tokens: rows of a chunk between nodes.
+        num_max_nvl_chunked_send_tokens: rows of a chunk to send within a node.
+        num_max_nvl_chunked_recv_tokens: room for rows to receive within a node.
+        num_max_rdma_chunked_send_tokens: rows of a chunk to send between nodes.
+        num_max_rdma_chunked_recv_tokens: room for rows to receive between nodes.
 
     Raises:
         BadCall: a number is not positive, or a chunk to send is not smaller than the room to receive it.

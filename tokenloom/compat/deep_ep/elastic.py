@@ -35,10 +35,15 @@ class ElasticBuffer(ElasticCalls):
         num_bytes: kept for the client, by default what ``get_buffer_size_hint`` says.
         num_cpu_bytes: not served; 0.
         num_max_tokens_per_rank: M, where calls do not say it.
-        hidden, num_topk, use_fp8_dispatch: for ``num_bytes`` alone; calls may have any.
+        hidden: for ``num_bytes`` alone; calls may have any.
+        num_topk: the same.
+        use_fp8_dispatch: the same.
         deterministic: results always are.
-        allow_hybrid_mode, allow_multiple_reduction, prefer_overlap_with_compute, sl_idx, num_allocated_qps: of
-            networks and kernels that upstream tunes itself; unused.
+        allow_hybrid_mode: unused; of networks and kernels that upstream tunes itself.
+        allow_multiple_reduction: the same.
+        prefer_overlap_with_compute: the same.
+        sl_idx: the same.
+        num_allocated_qps: the same.
         num_cpu_timeout_secs: longest wait for another rank to open a call, in seconds.
         num_gpu_timeout_secs: longest wait for another rank inside a call, in seconds.
         explicitly_destroy: ``destroy`` will be called.

@@ -75,7 +75,8 @@ class ElasticCalls(BufferBase):
             num_max_tokens_per_rank: M, at least N, the same on all ranks; None: as the buffer has it. 0 there: any N,
                 if the host reads counts.
             expert_alignment: rows of which each expert's group is a multiple, and to which counts are rounded.
-            num_sms, num_qps: kept in the handle, and otherwise unused.
+            num_sms: kept in the handle, and otherwise unused.
+            num_qps: unused.
             previous_event: to start after; None: the current stream's work so far.
             previous_event_before_epilogue: to start after as well.
             async_with_compute_stream: the current stream does not wait; the event says when it is done.
@@ -103,18 +104,22 @@ class ElasticCalls(BufferBase):
                 self._check_cached(handle, given, do_cpu_sync, do_expand, tokens)
                 local = handle.num_experts // self.num_ranks
                 _check_stats(cumulative_local_expert_recv_stats, local, device)
-        inputs = (x, topk_idx, topk_weights)
+        stats = cumulative_local_expert_recv_stats
+        inputs = (x, topk_idx, topk_weights, stats)
         events = (previous_event, previous_event_before_epilogue)
         copy = checks.copies(async_with_compute_stream)
         if handle is not None:
-            again, kept = handle, handle.dispatched
+            again = handle
 
             def call() -> tuple[Any, ...]:
-                return self._dispatch_again(again, payload, x, topk_weights, copy)
+                with self._calls.told(device, again.dispatched.comm):
+                    sent = checks.by_row(payload)
+                rows, ids, weights = self._dispatch_again(again, sent, x, topk_weights, copy)
+                _add(stats, again.dispatched.routed)
+                return _laid_out(rows, use_tma_aligned_col_major_sf), ids, weights
 
             (rows, ids, weights), event = self._run(call, inputs, device, events, async_with_compute_stream)
-            _add(cumulative_local_expert_recv_stats, kept.routed)
-            return _laid_out(rows, use_tma_aligned_col_major_sf), ids, weights, handle, event
+            return rows, ids, weights, handle, event
         with self._calls.told(device):
             top_k = checks.ids_of(topk_idx, len(tokens), device)
             assert topk_idx is not None
@@ -129,7 +134,6 @@ class ElasticCalls(BufferBase):
             if topk_weights is not None:
                 checks.like("topk_weights", topk_weights, topk_idx.shape, torch.float32, device)
             local = num_experts // self.num_ranks
-            stats = cumulative_local_expert_recv_stats
             _check_stats(stats, local, device)
         options: dict[str, Any] = {"layout": "expert" if do_expand else "token", "copy": copy}
         options |= {"alignment": alignment} if do_expand else {}
@@ -140,16 +144,19 @@ class ElasticCalls(BufferBase):
         most_sms = self.get_theoretical_num_sms(num_experts, top_k)
         shape = Shape(num_experts, tokens.shape[1], top_k, wide_rows(tokens.dtype), most_sms)
 
-        def send(comm: Communicator) -> tuple[Communicator, Routed]:
-            return comm, comm.dispatch(payload, topk_idx, own_weights, **options)
-
         def first() -> tuple[Any, ...]:
+            with self._calls.told(device):
+                sent = checks.by_row(payload)
+
+            def send(comm: Communicator) -> tuple[Communicator, Routed]:
+                return comm, comm.dispatch(sent, topk_idx, own_weights, **options)
+
             comm, routed = self._calls.run(shape, max(most, len(tokens)), device, send)
             counts = [align_up(count, alignment) for count in routed.counts_on_host()] if reads else []
             _add(stats, routed)
             ids = kept_ids(topk_idx, routed) if do_handle_copy else topk_idx
             return (
-                checks.received(routed, x),
+                _laid_out(checks.received(routed, x), use_tma_aligned_col_major_sf),
                 _ids(routed),
                 _weights(comm, routed, topk_weights),
                 counts,
@@ -160,7 +167,7 @@ class ElasticCalls(BufferBase):
         rows, recv_ids, recv_weights, counts, dispatched = found
         used_sms = num_sms or self.get_theoretical_num_sms(num_experts, top_k)
         made = EPHandle(dispatched, dispatched.ids, do_expand, alignment, most or len(tokens), used_sms, counts)
-        return _laid_out(rows, use_tma_aligned_col_major_sf), recv_ids, recv_weights, made, event
+        return rows, recv_ids, recv_weights, made, event
 
     @naming("ElasticBuffer.combine")
     def combine(
@@ -184,8 +191,12 @@ class ElasticCalls(BufferBase):
             handle: of the dispatch.
             topk_weights: float32, [rows, K], or [rows] where the dispatch was expanded; brought home as well.
             bias: [N, H] of x's dtype, or two, to add to the sum before it is rounded.
-            num_sms, num_qps, previous_event, previous_event_before_epilogue, async_with_compute_stream,
-                allocate_on_comm_stream: as in :meth:`dispatch`.
+            num_sms: as in :meth:`dispatch`.
+            num_qps: as in :meth:`dispatch`.
+            previous_event: as in :meth:`dispatch`.
+            previous_event_before_epilogue: as in :meth:`dispatch`.
+            async_with_compute_stream: as in :meth:`dispatch`.
+            allocate_on_comm_stream: as in :meth:`dispatch`.
 
         Returns:
             combined_x [N, H] of x's dtype, combined_topk_weights float32 [N, K] or None, event.
@@ -200,11 +211,13 @@ class ElasticCalls(BufferBase):
             if topk_weights is not None:
                 wanted = [len(x)] if handle.do_expand else [len(x), comm.plan.top_k]
                 topk_weights = checks.like("topk_weights", topk_weights, wanted, torch.float32, device)
-                topk_weights = checks.padded(topk_weights, len(rows))
 
         def call() -> tuple[torch.Tensor, torch.Tensor | None]:
-            out = comm.combine(rows, routed, bias=biases, weighted=False if handle.do_expand else None)
-            return out, None if topk_weights is None else comm.combine_weights(topk_weights, routed)
+            with self._calls.told(device, comm, "combine"):
+                whole = checks.padded(rows, routed.shape[0])
+                weights = None if topk_weights is None else checks.padded(topk_weights, len(whole))
+            out = comm.combine(whole, routed, bias=biases, weighted=False if handle.do_expand else None)
+            return out, None if weights is None else comm.combine_weights(weights, routed)
 
         inputs = (x, topk_weights, bias, routed)
         events = (previous_event, previous_event_before_epilogue)

@@ -37,12 +37,11 @@ class EPHandle:
         num_sms: int,
         counts: list[int],
     ) -> None:
-        """Made by ``ElasticBuffer.dispatch``.
+        """Made by ``ElasticBuffer.dispatch``. Other arguments are the attributes of their names.
 
         Args:
             dispatched: what combine needs.
             counts: ``num_recv_tokens_per_expert_list``.
-            others: the attributes of their names.
         """
         self.dispatched = dispatched
         self.topk_idx = topk_idx

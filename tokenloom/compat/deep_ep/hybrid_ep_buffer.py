@@ -43,10 +43,13 @@ class HybridEPBuffer(BufferBase):
 
     Args:
         group: the process group, over gloo for CPU tensors, over NCCL or gloo for CUDA tensors.
-        hidden_dim, max_num_of_tokens_per_rank: what clients read again; calls may have others.
+        hidden_dim: what clients read again; calls may have others.
+        max_num_of_tokens_per_rank: what clients read again. Calls may have more tokens: with ``non_blocking`` only on
+            all ranks at once, since nobody waits to hear of one rank that has more.
         num_local_experts: L.
         use_fp8: calls pass FP8 rows with scales.
-        num_sms_dispatch_api, num_sms_combine_api: SMs of a kernel, the larger of both, at most 32; None: 24.
+        num_sms_dispatch_api: SMs of a kernel, at most 32; None: 24. The larger of this and the next counts.
+        num_sms_combine_api: the same.
         **others: settings of upstream's kernels and buffers, which are unused.
 
     Attributes:
@@ -108,17 +111,22 @@ class HybridEPBuffer(BufferBase):
 
         Args:
             hidden: [N, H], rows of a multiple of 16 bytes; FP8 with ``scaling_factor``.
-            topk_idx, topk_weights: int64 and float32 [N, K]; or ``routing_map``, ``probs``.
-            num_of_experts_per_rank, num_of_experts: L and E, where the buffer's L is not meant.
+            topk_idx: int64 [N, K]; or ``routing_map``.
+            topk_weights: float32 [N, K]; or ``probs``.
+            num_of_experts_per_rank: L, where the buffer's is not meant.
+            num_of_experts: E, which is L times R; None: not checked.
             use_fp8: hidden is FP8; None: as the buffer has it.
-            routing_map, probs: bool and float32 [N, E].
+            routing_map: bool [N, E].
+            probs: float32 [N, E].
             scaling_factor: float32 [N, H / 128].
             num_permuted_tokens: with ``non_blocking``, the rows of the outputs, a multiple of ``pad_multiple``. With a
                 handle, as many as that has. Else unused.
             pad_multiple: rows of which each expert's group is a multiple; None: 1.
             handle: of an earlier dispatch, whose layout is used again; then no routes, but other weights may come.
             non_blocking: the host reads nothing.
-            fuse_permute_dispatch, num_dispatched_tokens, use_host_meta: hints for upstream's kernels; unused.
+            fuse_permute_dispatch: a hint for upstream's kernels; unused.
+            num_dispatched_tokens: the same.
+            use_host_meta: the same.
             **others: not served.
 
         Returns:
@@ -130,7 +138,7 @@ class HybridEPBuffer(BufferBase):
         with self._calls.told(device, handle.dispatched.comm if isinstance(handle, Parts) else None):
             refuse(**others)
             hidden = hidden.contiguous() if isinstance(hidden, torch.Tensor) else hidden
-            payload = checks.payload_of(hidden if scaling_factor is None else (hidden, scaling_factor))
+            payload = checks.by_row(checks.payload_of(hidden if scaling_factor is None else (hidden, scaling_factor)))
             fp8 = self.use_fp8 if use_fp8 is None else use_fp8
             require(fp8 == isinstance(payload, tuple), f"use_fp8 is {fp8}, hidden is {hidden.dtype}")
             alignment = 1 if pad_multiple is None else checks.number("pad_multiple", pad_multiple, 1)
@@ -143,9 +151,10 @@ class HybridEPBuffer(BufferBase):
             else:
                 num_experts = self._num_experts(num_of_experts_per_rank, num_of_experts, routing_map)
                 routes = Routes(topk_idx, topk_weights, routing_map, probs, num_experts, len(hidden), device)
-                top_k = routes.width(non_blocking)
+                top_k, most = routes.width(non_blocking), len(hidden)
                 capacity = None
-                if non_blocking:
+                if non_blocking:  # nobody hears then of a rank that needs more room than it said
+                    most = max(most, self.configurer.buffer_config.max_num_of_tokens_per_rank)
                     capacity = checks.number("num_permuted_tokens", num_permuted_tokens, 1)
                     require(capacity % alignment == 0, f"num_permuted_tokens {capacity} is no multiple of {alignment}")
         if handle is not None:
@@ -162,7 +171,7 @@ class HybridEPBuffer(BufferBase):
             return comm, comm.dispatch(payload, ids, weights, **options), ids
 
         def first() -> Permuted:
-            comm, routed, ids = self._calls.run(shape, len(hidden), device, send, top_k)
+            comm, routed, ids = self._calls.run(shape, most, device, send, top_k)
             if ids is topk_idx:
                 ids = kept_ids(ids, routed)
             self._note_sizes(comm)
@@ -190,7 +199,8 @@ class HybridEPBuffer(BufferBase):
             probs: float32 [rows], brought home as well, or None.
             handle: of the dispatch.
             pad_multiple: as of the dispatch, or None.
-            fuse_unpermute_combine, num_dispatched_tokens: hints for upstream's kernels; unused.
+            fuse_unpermute_combine: a hint for upstream's kernels; unused.
+            num_dispatched_tokens: the same.
             **others: not served.
 
         Returns:
@@ -290,7 +300,7 @@ def _weights(
     if probs is None:
         return None
     probs = checks.like("probs", probs.contiguous(), [len(ids), num_experts], torch.float32, device)
-    return probs.gather(1, ids.clamp_min(0))
+    return probs.gather(1, ids.clamp(0, num_experts - 1))
 
 
 def _again(handle: Parts, payload: Any, weights: torch.Tensor | None) -> Permuted:

@@ -258,7 +258,8 @@ class LowLatencyMode(BufferBase):
             handle: of the dispatch.
             use_logfmt: not served; False.
             zero_copy: x was written to what :meth:`get_next_low_latency_combine_buffer` gave, which is read instead.
-            async_finish, return_recv_hook: as in :meth:`low_latency_dispatch`.
+            async_finish: as in :meth:`low_latency_dispatch`.
+            return_recv_hook: as in :meth:`low_latency_dispatch`.
             out: [N, H] of x's dtype to write the result to, or None.
             combine_wait_recv_cost_stats: not served; None.
             **others: options of forks (``overlap``, ``comp_signal`` ...), which are not served.

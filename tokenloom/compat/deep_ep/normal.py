@@ -16,6 +16,7 @@ from tokenloom.compat.deep_ep.events import EventOverlap
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed, naming, require
 from tokenloom.compat.deep_ep.handles import Dispatched, Parts, kept_ids, normal_handle
 from tokenloom.compat.deep_ep.streams import without_graph
+from tokenloom.errors import ShapeMismatch
 from tokenloom.ops.routing import ids_of_ranks, ranks_of_ids
 from tokenloom.plan import MAX_TOP_K, align_up
 
@@ -63,9 +64,11 @@ class NormalMode(BufferBase):
         """Count where tokens go. Not collective.
 
         Args:
-            topk_idx: int64 [N, K], contiguous; -1 is no route.
+            topk_idx: int64 [N, K], contiguous; what is not in 0 .. E - 1 is no route.
             num_experts: E, divisible by the R ranks.
-            previous_event, async_finish, allocate_on_comm_stream: as in :meth:`dispatch`.
+            previous_event: as in :meth:`dispatch`.
+            async_finish: as in :meth:`dispatch`.
+            allocate_on_comm_stream: as in :meth:`dispatch`.
 
         Returns:
             num_tokens_per_rank int32 [R]; num_tokens_per_rdma_rank int32, one for each node, None on one node;
@@ -83,10 +86,9 @@ class NormalMode(BufferBase):
 
         def count() -> tuple[torch.Tensor, ...]:
             local = num_experts // self.group_size
-            valid = topk_idx >= 0
             in_rank = ranks_of_ids(topk_idx, local, self.group_size)
             experts = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
-            flat = torch.where(valid, topk_idx, num_experts).flatten()
+            flat = topk_idx.clamp(-1, num_experts).remainder(num_experts + 1).flatten()  # the last: no route
             experts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
             on_nodes = in_rank.unflatten(1, (self._num_nodes, -1)).any(2).sum(0, dtype=torch.int32)
             return in_rank.sum(0, dtype=torch.int32), on_nodes, experts[:num_experts], in_rank
@@ -120,13 +122,16 @@ class NormalMode(BufferBase):
             x: [N, H] contiguous, rows of a multiple of 16 bytes; or (1-byte [N, H], float32 or int32 scales [N, n]).
                 N may differ per rank and may be 0.
             handle: of an earlier dispatch, whose layout is used again; then neither ids nor weights.
-            num_tokens_per_rank, num_tokens_per_rdma_rank: from :meth:`get_dispatch_layout`; counted anew here.
-            is_token_in_rank, num_tokens_per_expert: from there too. Without ids they say where tokens go; with ids the
-                mask must be theirs, which is checked on CPUs.
-            topk_idx, topk_weights: int64 and float32 [N, K], contiguous; both or neither.
+            num_tokens_per_rank: from :meth:`get_dispatch_layout`; counted anew here.
+            num_tokens_per_rdma_rank: the same.
+            is_token_in_rank: from :meth:`get_dispatch_layout`. Without ids it says where tokens go. With ids it must
+                be theirs, which is checked on CPUs.
+            num_tokens_per_expert: from there too; its length is E. Without ids it has the counts that are returned.
+            topk_idx: int64 [N, K], contiguous; only together with ``topk_weights``.
+            topk_weights: float32 [N, K], contiguous; only together with ``topk_idx``.
             expert_alignment: the counts that are returned are rounded up to it; rows are not padded.
-            num_worst_tokens: rows of the outputs, the same on all ranks; the host then reads nothing. 0: as many as
-                arrive.
+            num_worst_tokens: rows of the outputs, the same on all ranks, at least R * N on each; the host then reads
+                nothing. 0: as many as arrive.
             config: a ``Config`` or None; otherwise unused.
             previous_event: to start after; None: the current stream's work so far.
             async_finish: the current stream does not wait; the event says when it is done.
@@ -161,7 +166,12 @@ class NormalMode(BufferBase):
                 )
                 payload = checks.payload_of(x)
             copy = checks.copies(async_finish)
-            again = lambda: _again(given, payload, x, copy)  # noqa: E731
+
+            def again() -> Payload:
+                with self._calls.told(device, given.comm):
+                    sent = checks.by_row(payload)
+                return checks.received_again(given.comm.dispatch_again(sent, given.routed, copy), x)
+
             rows, event = self._stream.run(again, (x, given.routed), device, *streams)
             return rows, None, None, None, None, event
         with self._calls.told(device):
@@ -174,33 +184,34 @@ class NormalMode(BufferBase):
                 wanted = [self._num_nodes]
                 checks.like("num_tokens_per_rdma_rank", num_tokens_per_rdma_rank, wanted, torch.int32, device)
             checks.number("expert_alignment", expert_alignment, 1)
-            checks.number("num_worst_tokens", num_worst_tokens, 0)
+            most = self._most(num_worst_tokens, len(tokens))
             require((topk_idx is None) == (topk_weights is None), "topk_idx and topk_weights: pass both or neither")
             assert is_token_in_rank is not None
             assert num_tokens_per_expert is not None
             if topk_idx is not None:
                 top_k = checks.ids_of(topk_idx, len(tokens), device)
                 weights = checks.like("topk_weights", topk_weights, topk_idx.shape, torch.float32, device)
-                ids = topk_idx
-                is_right = self._is_mask(is_token_in_rank, ids, num_experts)
+                is_right = self._is_mask(is_token_in_rank, topk_idx, num_experts)
                 require(is_right, "is_token_in_rank is not that of topk_idx")
             else:
                 require(num_worst_tokens == 0, "num_worst_tokens needs topk_idx and topk_weights")
                 top_k, weights = self.group_size, None
                 if top_k > MAX_TOP_K:
                     raise NotServed(f"a dispatch without topk_idx is served for at most {MAX_TOP_K} ranks")
-                ids = ids_of_ranks(is_token_in_rank, num_experts // self.group_size)
         shape = Shape(num_experts, tokens.shape[1], top_k, wide_rows(tokens.dtype))
-        most = -(-num_worst_tokens // self.group_size)
         options: dict[str, Any] = {"layout": "token", "copy": checks.copies(async_finish)}
         if num_worst_tokens:
             options |= {"sizes": "bounded", "capacity": num_worst_tokens}
 
-        def send(comm: Communicator) -> Routed:
-            return comm.dispatch(payload, ids, weights, **options)
-
         def call() -> tuple[Any, ...]:
-            routed, comm = self._calls.run(shape, max(len(tokens), most), device, lambda comm: (send(comm), comm))
+            with self._calls.told(device):
+                sent = checks.by_row(payload)
+                ids = ids_of_ranks(is_token_in_rank, num_experts // self.group_size) if topk_idx is None else topk_idx
+
+            def send(comm: Communicator) -> tuple[Routed, Communicator]:
+                return comm.dispatch(sent, ids, weights, **options), comm
+
+            routed, comm = self._calls.run(shape, most or len(tokens), device, send)
             counts: list[int] = []
             if not num_worst_tokens and topk_idx is not None:
                 counts = routed.counts_on_host()
@@ -209,10 +220,20 @@ class NormalMode(BufferBase):
             found = Dispatched(comm, routed, ids if topk_idx is None else kept_ids(ids, routed), topk_idx is not None)
             return *_received(found, x, counts, expert_alignment), found
 
-        inputs = (x, ids, topk_weights, is_token_in_rank, num_tokens_per_expert)
+        inputs = (x, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert)
         (rows, recv_ids, recv_weights, counts, found), event = self._stream.run(call, inputs, device, *streams)
         assert is_token_in_rank is not None
         return rows, recv_ids, recv_weights, counts, self._handle(found, is_token_in_rank), event
+
+    def _most(self, num_worst_tokens: int, num_tokens: int) -> int:
+        """Most tokens of a rank, or 0 where counts are read. Where they are not, nobody hears of a rank with more."""
+        most = -(-checks.number("num_worst_tokens", num_worst_tokens, 0) // self.group_size)
+        if most and num_tokens > most:
+            raise ShapeMismatch(
+                f"x has {num_tokens} tokens, num_worst_tokens={num_worst_tokens} has room for {most} of each rank; "
+                f"pass at least {num_tokens * self.group_size} on all ranks"
+            )
+        return most
 
     def _usual_dispatch(
         self, x: Any, layout: tuple[Any, ...], topk_idx: Any, topk_weights: Any, alignment: Any
@@ -380,7 +401,10 @@ class NormalMode(BufferBase):
             handle: of the dispatch.
             topk_weights: float32 [M, K], summed as the rows are; None: no weights.
             bias: [N, H] of x's dtype, or two, to add to the sum before it is rounded.
-            config, previous_event, async_finish, allocate_on_comm_stream: as in :meth:`dispatch`.
+            config: as in :meth:`dispatch`.
+            previous_event: as in :meth:`dispatch`.
+            async_finish: as in :meth:`dispatch`.
+            allocate_on_comm_stream: as in :meth:`dispatch`.
 
         Returns:
             combined_x [N, H] of x's dtype, combined_topk_weights float32 [N, K] or None, event.
@@ -403,11 +427,13 @@ class NormalMode(BufferBase):
                 assert routed.topk_ids is not None
                 wanted = [len(x), comm.plan.top_k]
                 topk_weights = checks.like("topk_weights", topk_weights, wanted, torch.float32, device)
-                topk_weights = checks.padded(topk_weights, len(rows))
 
         def call() -> tuple[torch.Tensor, torch.Tensor | None]:
-            out = comm.combine(rows, routed, bias=biases)
-            return out, None if topk_weights is None else comm.combine_weights(topk_weights, routed)
+            with self._calls.told(device, comm, "combine"):
+                whole = checks.padded(rows, routed.shape[0])
+                weights = None if topk_weights is None else checks.padded(topk_weights, len(whole))
+            out = comm.combine(whole, routed, bias=biases)
+            return out, None if weights is None else comm.combine_weights(weights, routed)
 
         (out, weights), event = self._stream.run(call, (x, routed, topk_weights, bias), device, *streams)
         return out, weights, event
@@ -450,8 +476,3 @@ def _dispatched(buffer: BufferBase, handle: object, device: torch.device, name: 
         if not isinstance(handle, Parts) or handle.dispatched.routed.layout != "token":
             raise BadCall(f"handle is a {type(handle).__name__}, expected what Buffer.dispatch returned")
         return handle.dispatched
-
-
-def _again(given: Dispatched, payload: Payload, x: object, copy: Any) -> Payload:
-    """Other rows to the places of a dispatch."""
-    return checks.received_again(given.comm.dispatch_again(payload, given.routed, copy), x)

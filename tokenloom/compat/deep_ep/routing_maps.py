@@ -33,8 +33,9 @@ def indices_to_map(
 
 def dense(values: torch.Tensor, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     """Values [N, K] of routes -> [N, E], 0 where there is none."""
-    out = values.new_zeros(len(ids), num_experts + 1)  # the last column takes what has no route
-    return out.scatter_add_(1, torch.where(ids >= 0, ids, num_experts).long(), values)[:, :num_experts].contiguous()
+    out = values.new_zeros(len(ids), num_experts + 1)  # the last column takes what is no route
+    columns = ids.clamp(-1, num_experts).remainder(num_experts + 1).long()
+    return out.scatter_add_(1, columns, values)[:, :num_experts].contiguous()
 
 
 def ids_of_map(routing_map: torch.Tensor, top_k: int) -> torch.Tensor:

@@ -121,8 +121,14 @@ def get_symm_buffer_for_sm90_mega_moe(
     """Make the inputs of a layer, and the layer. Collective.
 
     Args:
-        group, num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden, use_fp8_dispatch,
-            activation: as in :class:`SM90SymmBuffer`.
+        group: as in :class:`SM90SymmBuffer`.
+        num_experts: as in :class:`SM90SymmBuffer`.
+        num_max_tokens_per_rank: as in :class:`SM90SymmBuffer`.
+        num_topk: as in :class:`SM90SymmBuffer`.
+        hidden: as in :class:`SM90SymmBuffer`.
+        intermediate_hidden: as in :class:`SM90SymmBuffer`.
+        use_fp8_dispatch: as in :class:`SM90SymmBuffer`.
+        activation: as in :class:`SM90SymmBuffer`.
         fused: True or False, which of DeepGEMM's kernels is meant. There is one layer here.
         num_experts_per_wave: None. Its schedule chooses by the tokens of each call.
         l2_act_sf_gran_k: 128 or None, activations that share a scale before the second GEMM.
@@ -150,12 +156,17 @@ def get_symm_buffer_for_mega_moe(
     """Make the inputs of a layer, and the layer, for programs that ask so on any GPU. Collective.
 
     Args:
-        group, num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden, activation: as in
-            :class:`SM90SymmBuffer`.
+        group: as in :class:`SM90SymmBuffer`.
+        num_experts: as in :class:`SM90SymmBuffer`.
+        num_max_tokens_per_rank: as in :class:`SM90SymmBuffer`.
+        num_topk: as in :class:`SM90SymmBuffer`.
+        hidden: as in :class:`SM90SymmBuffer`.
+        intermediate_hidden: as in :class:`SM90SymmBuffer`.
         num_shared_experts: 0. ``tokenloom.MegaMoE`` has shared experts.
         use_fp8_dispatch: True or None.
         mma_type: "fp8xfp8", or "fp8xfp4", which programs leave as it is. Tokens are the same for both; the call takes
             FP8 weights.
+        activation: as in :class:`SM90SymmBuffer`.
 
     Raises:
         InvalidArgument, BackendUnavailable: as in :class:`SM90SymmBuffer`.
@@ -182,7 +193,8 @@ def transform_sf_into_required_layout(
         k: K, columns of a weight.
         recipe: (128, 128), rows and columns of a block.
         num_groups: E.
-        is_sfa, disable_ue8m0_cast: unused; scales stay float32.
+        is_sfa: unused.
+        disable_ue8m0_cast: unused; scales stay float32.
 
     Raises:
         InvalidArgument: another recipe, such as that of tokens for DeepGEMM's own GEMMs.

@@ -31,8 +31,10 @@ def mega_moe_pre_dispatch_sm90(
         x: bfloat16 [N, H], H a multiple of 128. float16 and float32 are taken too.
         topk_idx: int32 or int64 [N, K], expert ids; -1 is an unused place.
         topk_weights: float32 [N, K].
-        buf_x, buf_x_sf, buf_topk_idx, buf_topk_weights: ``x``, ``x_sf``, ``topk_idx`` and ``topk_weights`` of a
-            :class:`SM90SymmBuffer`, or tensors like them.
+        buf_x: ``x`` of a :class:`SM90SymmBuffer`, or a tensor like it.
+        buf_x_sf: its ``x_sf``, or the like.
+        buf_topk_idx: its ``topk_idx``, or the like.
+        buf_topk_weights: its ``topk_weights``, or the like.
         num_tokens: T, rows of x to take; at most N and Mmax.
         group_size: 128, values of a token that share a scale.
         routed_scaling_factor: factor of all weights.
