@@ -28,7 +28,7 @@ def test_a_host_without_gpus(cards: Path) -> None:
         "1 node: all processes of this host, on the CPU. One process sees no other"
     )
     assert found["ranks_per_node"].splitlines() == [
-        "1: 4 processes as 4 nodes of 1; 1 rails of 4",
+        "1: 4 processes as 4 nodes of 1; 1 rail of 4",
         "2: 4 processes as 2 nodes of 2; 2 rails of 2",
     ]
     assert found["network cards"] == f"none in {cards}"
