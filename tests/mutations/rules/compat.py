@@ -168,8 +168,8 @@ MUTATIONS = (
         name="dense-probs-lose-routes",
         rule="probs that come home overwrite each other where tokens have no route",
         target=f"{PACKAGE}.routing_maps:dense",
-        old="torch.where(ids >= 0, ids, num_experts)",
-        new="ids.clamp_min(0)",
+        old="ids.clamp(-1, num_experts)",
+        new="ids.clamp(0, num_experts)",
         tests=(f"{HYBRID}test_indices_to_map",),
     ),
     Mutation(
