@@ -65,7 +65,7 @@ def test_an_overflow() -> None:
 
 
 def test_a_strategy_that_is_a_name() -> None:
-    """It raised AttributeError."""
+    """As dispatch takes one; a layer takes a Strategy."""
     with pytest.raises(tl.InvalidArgument, match=r"strategy is 'dedup', expected a tl\.Strategy, such as") as error:
         tl.ExpertParallelMoE(
             None,

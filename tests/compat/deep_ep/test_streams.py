@@ -1,7 +1,6 @@
 """Calls read and write tensors on the stream where they run, and say what they read.
 
-Before, a call of a client would read what the current stream has not written yet, for which its stream does not wait.
-Behind it, results would not be covered by its event.
+What were made before a call, its stream would not wait for. What were made after it, its event would not cover.
 """
 
 from __future__ import annotations
