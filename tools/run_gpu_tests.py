@@ -80,7 +80,7 @@ def ranks_of(item: Any) -> int | None:
 
 def pytest_runtestloop(session: Any) -> bool | None:
     """Run what the queue has, where pytest would run all that it has collected."""
-    if TAKE_FROM not in os.environ or session.testsfailed:  # that are errors of collection, which pytest reports
+    if TAKE_FROM not in os.environ or session.testsfailed:  # errors of collection, which pytest reports
         return None
     items = taken(Path(os.environ[TAKE_FROM]), {item.nodeid: item for item in session.items})
     following = next(items, None)
@@ -157,13 +157,10 @@ class Queue:
     workers: int = 0
     closed: bool = False
 
-    def left(self) -> int:
-        with queued(self.file) as tests:
-            return len(tests)
-
     def wanted(self) -> int:
         """How many workers the tests that are left are worth."""
-        return 0 if self.closed else -(-self.left() // (LEAST_ALONE if self.alone else LEAST_TESTS))
+        with queued(self.file) as left:
+            return 0 if self.closed else -(-len(left) // (LEAST_ALONE if self.alone else LEAST_TESTS))
 
 
 @dataclass
