@@ -4,7 +4,8 @@
 
 Rows lie behind offsets, or the same rows in slots, which have twice the places that they need. cuBLAS is
 torch._scaled_mm with the same block scales, as one dense GEMM of the same total size. Times are events around replays
-of a graph of ten calls, as medians over rounds in which all take turns.
+of a graph of ten calls, as medians over rounds in which all take turns. A turn begins with replays that do not count,
+until the GPU has the clock that this kernel's power allows.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +23,11 @@ import torch
 
 from tokenloom.ops.gemm import grouped_gemm_fp8, grouped_swiglu_fp8
 
-ROUNDS, CALLS = 15, 10
+ROUNDS, SAMPLES, CALLS = 3, 5, 10
+"""SAMPLES: of each round. CALLS: in a graph."""
+WARM_S = 0.4
+"""Of replays that do not count, in each turn. Behind a kernel that draws less power, one at the power limit is up to
+16% faster for tens of milliseconds (docs/performance/notebook-gemm.md)."""
 SHAPES = ((32, 65536, 4096, 7168), (32, 65536, 7168, 2048), (32, 512, 4096, 7168), (32, 512, 7168, 2048))
 """Experts, rows, N, K."""
 ROOM = 2
@@ -87,6 +93,12 @@ def us_of(graph: torch.cuda.CUDAGraph) -> float:
     return begin.elapsed_time(end) * 1e3 / CALLS
 
 
+def warm_up(graph: torch.cuda.CUDAGraph) -> None:
+    began = time.monotonic()
+    while time.monotonic() - began < WARM_S:
+        us_of(graph)
+
+
 def deep_gemm(a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor) -> dict[str, Any]:
     """Its grouped GEMM with equally many rows for each expert, a multiple of 128. Empty where it is missing."""
     try:
@@ -128,7 +140,8 @@ def main() -> None:
         times: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(ROUNDS):
             for name, graph in graphs.items():
-                times[name].append(us_of(graph))
+                warm_up(graph)
+                times[name] += [us_of(graph) for _ in range(SAMPLES)]
         medians = {name: statistics.median(samples) for name, samples in times.items()}
         for name, us in medians.items():
             of_offsets = medians[name.removesuffix(", slots")] / us if name.endswith(", slots") else None
@@ -144,7 +157,8 @@ def main() -> None:
             speed = f", {of_offsets:.3f} of the speed behind offsets" if of_offsets else ""
             print(f"{row['name']:60} {us:9.1f} us {row['tflops']:8.0f} TFLOP/s {gbytes}{speed}")
     if arguments.json:
-        setup = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rounds": ROUNDS, "calls": CALLS}
+        turns = {"rounds": ROUNDS, "samples": SAMPLES, "calls": CALLS, "warm_s": WARM_S}
+        setup = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, **turns}
         arguments.json.write_text(json.dumps({"setup": setup, "rows": found}, indent=1) + "\n")
 
 

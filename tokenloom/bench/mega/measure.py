@@ -181,17 +181,20 @@ def _traced_call(clock: Clock, mega: MegaMoE, call: Callable[[], Any]) -> MegaTi
 def take_turns(clock: Clock, contestants: Sequence[Contestant], staged: StagedGraph, iterations: int) -> None:
     """Fill everybody's samples in timing.ROUNDS rounds, so that a drifting clock hits all alike. Collective.
 
+    Every second round goes the other way round: whoever comes behind calls that draw much power has lower clocks.
+
     Args:
         contestants: the first is the one whose stages ``staged`` measures.
         iterations: samples of each.
     """
-    for count in timing.shares(iterations):
+    for number, count in enumerate(timing.shares(iterations)):
+        order = contestants[::-1] if number % 2 else contestants
         # The first call after somebody else's, or by another clock, finds cold caches and cold code on the host.
-        for each in contestants:
+        for each in order:
             if each.graph is not None:
                 clock.replay_us(each.graph)
                 each.samples.graph.extend(clock.replay_us(each.graph) for _ in range(count))
-        for each in contestants:
+        for each in order:
             clock.call_us(each.call)
             each.samples.events.extend(clock.call_us(each.call) for _ in range(count))
         staged.sample()
