@@ -27,7 +27,7 @@ from tests.support import gin_loopback
 from tests.support.gin_loopback import Loopback
 from tokenloom.errors import BackendUnavailable
 from tokenloom.jit import cache
-from tokenloom.jit.compiler import NO_PRELUDE
+from tokenloom.jit.compiler import NO_PRELUDE, Resources
 from tokenloom.jit.nccl_headers import Headers, find_headers
 from tokenloom.jit.nccl_layout import read_layout
 from tokenloom.runtime.nccl import loaded_library
@@ -46,11 +46,11 @@ def ranks(num_ranks: int, ranks_per_node: int) -> Any:
 SIZES = pytest.mark.parametrize("sizes", [ranks(2, 1), ranks(4, 2), ranks(4, 1)])
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.alone,  # ranks that share a GPU wait for each other
     pytest.mark.skipif(WHY_NO_HOPPER is not None, reason=str(WHY_NO_HOPPER)),
     pytest.mark.skipif(gin_loopback.WHY_NOT is not None, reason=str(gin_loopback.WHY_NOT)),
     SIZES,
 ]
+alone = pytest.mark.alone  # ranks that share a GPU wait for each other
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +68,12 @@ def loopback(headers: Headers, tmp_path_factory: pytest.TempPathFactory) -> Loop
     return gin_loopback.build(tmp_path_factory.mktemp("gin_loopback"), headers.runtime)
 
 
+def compile_kernels(scenario: str, sizes: tuple[int, int], headers: Headers | None) -> list[cache.Entry]:
+    prelude = NO_PRELUDE if headers is None else headers.prelude()
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda spec: cache.get(spec.behind(prelude)), specs_for(*sizes, scenario)))
+
+
 def run(
     scenario: str,
     sizes: tuple[int, int],
@@ -78,10 +84,7 @@ def run(
 ) -> list[Any]:
     """The scenario in a process for each rank: what they report, by rank. Without a card NCCL finds its own way."""
     num_ranks, ranks_per_node = sizes
-    prelude = NO_PRELUDE if headers is None else headers.prelude()
-    with ThreadPoolExecutor() as pool:  # once, and not by each rank within its limit
-        specs = specs_for(num_ranks, ranks_per_node, scenario)
-        list(pool.map(lambda spec: cache.get(spec.behind(prelude)), specs))
+    compile_kernels(scenario, sizes, headers)  # once, and not by each rank within its limit
     inherited = {name: value for name, value in os.environ.items() if name != "NCCL_NET"}
     inherited |= {"CUDA_MODULE_LOADING": "EAGER", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
     logs = [folder / f"log{rank}" for rank in range(num_ranks)]
@@ -113,6 +116,14 @@ def run(
     return [json.loads((folder / f"result{rank}").read_text()) for rank in range(num_ranks)]
 
 
+def test_kernels_compile(sizes: tuple[int, int], headers: Headers) -> None:
+    """With the headers of this machine's NCCL: no spill, no stack. It takes a minute, in which other tests may run."""
+    for entry in compile_kernels("bits", sizes, headers):
+        needs = Resources.from_log(entry.log)
+        assert (needs.stack_bytes, needs.spill_bytes) == (0, 0), entry.log
+
+
+@alone
 def test_all_calls(sizes: tuple[int, int], headers: Headers, loopback: Loopback, tmp_path: Path) -> None:
     """Both layouts, with and without FP8, uneven and no tokens; twenty calls with no host between them; a graph that
     is replayed with other routings. All results have the reference's bits. It prints medians of times.
@@ -123,6 +134,7 @@ def test_all_calls(sizes: tuple[int, int], headers: Headers, loopback: Loopback,
             assert value > 0
 
 
+@alone
 @pytest.mark.parametrize("delay_us", [0, 500], ids=["in order", "delayed"])
 def test_a_communicator(
     sizes: tuple[int, int], delay_us: int, headers: Headers, loopback: Loopback, tmp_path: Path
@@ -137,6 +149,7 @@ def test_a_communicator(
             assert value > 0
 
 
+@alone
 @pytest.mark.parametrize("kind", ["dispatch", "combine"])
 def test_a_rank_that_makes_no_call(
     sizes: tuple[int, int], kind: str, headers: Headers, loopback: Loopback, tmp_path: Path

@@ -19,7 +19,7 @@ FOUND_SOMETHING = 9
 LIMIT_S = 240.0
 
 pytestmark = [
-    pytest.mark.gpu,
+    pytest.mark.gpu(1),
     pytest.mark.alone,
     pytest.mark.skipif(WHY_NO_HOPPER is not None, reason=str(WHY_NO_HOPPER)),
     pytest.mark.skipif(SANITIZER is None, reason="no compute-sanitizer on PATH"),
