@@ -4,9 +4,10 @@ Over torch.distributed it is one all-gather. Each rank contributes one row of in
 
     status | hash of the agreed fields | own error, UTF-8 (MESSAGE_WORDS) | counts
 
-All calls use rows of the same width, so ranks that call different things still find out. A fault that only one rank
-can see is thereby an error on all of them, before any payload moves. Where hashes differ, a second all-gather brings
-the fields themselves, so that the error can name what differs. The row of a masked rank is all zeros.
+All calls use rows of the same width (:func:`opening_words`), so ranks that call different things still find out. A
+fault that only one rank can see is thereby an error on all of them, before any payload moves. Where hashes differ, a
+second all-gather brings the fields themselves, so that the error can name what differs. The row of a masked rank is
+all zeros.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 
 from tokenloom.backends.base import CombineOptions, DispatchInputs, DispatchOptions
 from tokenloom.errors import PeerError, PlanMismatch
+from tokenloom.plan import Plan
 from tokenloom.runtime.rank_group import RankGroup
 
 MESSAGE_WORDS = 32
@@ -52,15 +54,18 @@ def handshake(
         ranks that take part get the same.
 
     Raises:
-        PeerError: another rank has a fault; PlanMismatch: fields differ. Nothing where this rank has a fault.
+        PeerError: another rank has a fault; PlanMismatch: fields differ, or another rank does something else than a
+            call of a backend. Nothing where this rank has a fault.
     """
     header = [_OK if fault is None else _FAULT, hash_of(fields)]
     header += _encode_message("" if fault is None else f"{type(fault).__name__}: {fault}")
-    row = torch.zeros(_HEADER_WORDS + num_counts, dtype=torch.int64, device=ranks.device)
+    ends = _HEADER_WORDS + num_counts
+    row = torch.zeros(max(ranks.opening_words, ends), dtype=torch.int64, device=ranks.device)
     row[:_HEADER_WORDS] = torch.tensor(header, dtype=torch.int64, device="cpu")
     if counts is not None:
-        row[_HEADER_WORDS:] = counts
-    phase = f"the handshake of {next(iter(fields.values()))}"
+        row[_HEADER_WORDS:ends] = counts
+    call = next(iter(fields.values()))
+    phase = f"the handshake of {call}"
     table = ranks.all_gather(row, phase, opens=True).cpu().numpy()
     there = table[:, 0] != _MASKED
     faulty = np.flatnonzero(table[:, 0] == _FAULT)
@@ -68,9 +73,16 @@ def handshake(
         rank = int(faulty[0])
         if fault is None:
             raise PeerError(rank, _decode_message(table[rank, 2:_HEADER_WORDS]))
+    elif (table[:, 0] < 0).any():  # see RankGroup.all_gather_object
+        raise PlanMismatch(int(np.argmax(table[:, 0] < 0)), "call", "another one", call, ranks.rank)
     elif len(set(table[there, 1].tolist())) > 1:
         raise_difference(ranks.all_gather_object(text_of(fields), phase))
-    return table[:, _HEADER_WORDS:], frozenset(np.flatnonzero(~there).tolist())
+    return table[:, _HEADER_WORDS:ends], frozenset(np.flatnonzero(~there).tolist())
+
+
+def opening_words(plan: Plan) -> int:
+    """Words of a row for any backend's counts: of ranks, of experts, and of nodes, which are no more than ranks."""
+    return _HEADER_WORDS + 2 * plan.num_ranks + plan.num_experts
 
 
 def dispatch_fields(number: int, options: DispatchOptions, inputs: DispatchInputs) -> dict[str, Field]:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tokenloom.errors import InvalidArgument, PeerError, PeerTimeout
+from tokenloom.errors import InvalidArgument, PeerError, PeerTimeout, PlanMismatch
 from tokenloom.runtime import rejoin
 from tokenloom.runtime.devices import pick_device
 from tokenloom.runtime.groups import process_group_of
@@ -95,6 +95,8 @@ class RankGroup:
         served: there is a backend that makes calls again without ranks that are lost meanwhile. It needs the notes.
         missed: ranks whose part of a transfer did not come. Whoever makes calls empties it.
         met_at: number of the collective before ranks last came back, the same on all ranks; 0 if none has.
+        opening_words: int64 words that each rank says first in a call. All kinds of calls have equally many, so ranks
+            that make different ones find out; messages of different lengths would end the process.
 
     Raises:
         InvalidArgument: an argument has a value that is never right, or this process is not in the group.
@@ -126,6 +128,7 @@ class RankGroup:
         self.terms: dict[str, str] = {}
         self.own_transport = self.served = False
         self.met_at = 0
+        self.opening_words = 1
         self.missed: frozenset[int] = frozenset()
         release_dropped()
         self.notes = notes
@@ -414,7 +417,7 @@ class RankGroup:
 
         Raises:
             PeerError: another rank has a :class:`Verdict` where this one has none: it came to the end of what this one
-                is still doing.
+                is still doing. PlanMismatch: another rank opened a call of another kind.
         """
         if self.num_ranks == 1:
             return [value]
@@ -428,8 +431,13 @@ class RankGroup:
     def _gather_objects(self, value: Any, phase: str) -> list[Any]:
         device = torch.device("cpu") if "gloo" in self.transport else self.device  # gloo needs no GPU for this
         encoded = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-        size = torch.tensor([encoded.numel()], dtype=torch.int64, device=device)
-        sizes = self.all_gather(size, phase, opens=True).flatten().tolist()
+        told = torch.zeros(self.opening_words, dtype=torch.int64, device=device)
+        told[0] = -encoded.numel()  # what opens a dispatch or a combine begins with a word above 0
+        first_words = self.all_gather(told, phase, opens=True)[:, 0].tolist()
+        for rank, word in enumerate(first_words):
+            if word > 0:
+                raise PlanMismatch(rank, "call", "another one", phase, self.rank)
+        sizes = [-word for word in first_words]
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
         padded[: encoded.numel()] = encoded
         rows = self.all_gather(padded, phase).cpu()

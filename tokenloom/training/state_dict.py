@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from tokenloom.errors import InvalidArgument, ShapeMismatch
+from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.runtime.rendezvous import agree
 from tokenloom.training.layer import EXPERT_WEIGHTS, ExpertParallelMoE
 
 __all__ = ["gather_state_dict", "shard_state_dict"]
@@ -26,7 +28,8 @@ def gather_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
         Tensors on the CPU, by name. The dict loads on any number of ranks through ``shard_state_dict``.
 
     Raises:
-        InvalidArgument: ranks are masked, so nobody here has the weights of their experts.
+        InvalidArgument: ranks are masked, so nobody here has the weights of their experts. PlanMismatch: another rank
+            gathers something else.
     """
     sharded = _sharded_names(module)
     full = {}
@@ -38,9 +41,7 @@ def gather_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
                     f"rank(s) {', '.join(map(str, sorted(comm.engine.masked)))} are masked, and the weights of their "
                     "experts are with them; gather the state dict before ranks are masked, or once they are back"
                 )
-            rows = comm.engine.ranks.all_gather(
-                value.contiguous().view(torch.uint8).flatten(), "gather_state_dict", opens=True
-            )
+            rows = _gather(comm.engine.ranks, name, value)
             value = rows.view(value.dtype).view(comm.plan.num_experts, *value.shape[1:])
         full[name] = value.detach().cpu().clone()
     return full
@@ -69,6 +70,13 @@ def shard_state_dict(module: nn.Module, full: Mapping[str, torch.Tensor]) -> dic
             raise ShapeMismatch(f"{name} has {full[name].shape[0]} experts, the layer has {num_experts}")
         part[name] = full[name][layer.local_experts.start : layer.local_experts.stop]
     return part
+
+
+def _gather(ranks: RankGroup, name: str, value: torch.Tensor) -> torch.Tensor:
+    """uint8 [W, bytes], the value of every rank."""
+    what = {"name": name, "shape": tuple(value.shape), "dtype": value.dtype}
+    agree(ranks, lambda: (what, None), "gather_state_dict")
+    return ranks.all_gather(value.contiguous().view(torch.uint8).flatten(), "gather_state_dict")
 
 
 def _sharded_names(module: nn.Module) -> dict[str, ExpertParallelMoE]:

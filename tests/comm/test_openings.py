@@ -1,0 +1,73 @@
+"""Ranks that make different calls hear of it, also where one of them is no call of a backend. Over gloo, messages of
+different lengths would end all processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tokenloom as tl
+from tests.conftest import Ranks
+from tests.support.layer_cases import HIDDEN, LayerCase, make_layer
+from tokenloom.runtime.processes import RankContext
+from tokenloom.runtime.rendezvous import agree
+
+CASE = LayerCase(balance_coef=0.0, z_coef=0.0)
+
+
+def small_comm(context: RankContext) -> tl.Communicator:
+    num_experts = 4 * context.num_ranks
+    return tl.Communicator(context.group, num_experts=num_experts, hidden=128, top_k=2, max_tokens_per_rank=8)
+
+
+def dispatch(comm: tl.Communicator) -> tl.Routed:
+    x, ids = torch.ones(8, 128), torch.arange(16).view(8, 2) % comm.plan.num_experts
+    return comm.dispatch(x, ids, torch.ones(8, 2), layout="token")
+
+
+def check_a_meeting_and_a_dispatch(context: RankContext) -> None:
+    """The last rank dispatches, all others meet. Then all dispatch."""
+    comm, last = small_comm(context), context.num_ranks - 1
+
+    def meet(_: tl.Communicator) -> None:
+        agree(comm.engine.ranks, lambda: ({}, None), "a meeting")
+
+    with pytest.raises(tl.PlanMismatch, match="has call=another one") as raised:
+        (dispatch if context.rank == last else meet)(comm)
+    assert raised.value.rank == (0 if context.rank == last else last)
+    assert int(dispatch(comm).tokens.sum()) > 0
+    comm.close()
+
+
+def test_a_meeting_and_a_dispatch(four: Ranks) -> None:
+    four.run(check_a_meeting_and_a_dispatch)
+
+
+def check_checkpoint_and_forward(context: RankContext) -> None:
+    layer = make_layer(CASE, context.group)
+
+    def gather(_: torch.Tensor) -> None:
+        tl.gather_state_dict(layer)
+
+    x = torch.ones(2, HIDDEN, dtype=CASE.dtype)
+    last = context.num_ranks - 1
+    with pytest.raises(tl.PlanMismatch, match="has call=another one"):
+        (layer if context.rank == last else gather)(x)
+    assert tl.gather_state_dict(layer).keys() == layer.state_dict().keys()
+    assert layer(x)[0].shape == x.shape
+
+
+def test_a_checkpoint_and_a_forward(four: Ranks) -> None:
+    four.run(check_checkpoint_and_forward)
+
+
+def check_other_checkpoints(context: RankContext) -> None:
+    layer = make_layer(CASE, context.group)
+    last = context.num_ranks - 1
+    model = torch.nn.Sequential(layer)
+    with pytest.raises(tl.PlanMismatch, match=r"has name=0\.w1, rank 0 has name=w1"):
+        tl.gather_state_dict(model if context.rank == last else layer)
+
+
+def test_checkpoints_of_different_models(four: Ranks) -> None:
+    four.run(check_other_checkpoints)
