@@ -18,6 +18,7 @@ import tokenloom as tl
 from tests.bench.test_train_report import OPTIONS, shown
 from tests.cli.borrowed import borrowed
 from tests.conftest import Ranks
+from tests.tune.test_tune import like_a_communicator
 from tokenloom.bench.common import timing
 from tokenloom.bench.rivals.torch_layer import torch_experts, torch_layer
 from tokenloom.bench.train import check, measure, run
@@ -60,7 +61,7 @@ def quickly(context: RankContext, *arguments: Any) -> Measured:
 def test_the_command(folder: Path, tmp_path: Path, pools: Callable[[str], RankPool]) -> None:
     """Every section is there, in order, and every number of it as a row of the file. The strategy is the one that was
     kept for this shape, and said to be."""
-    setting = choices.setting_of(SHAPE.plan(2), SHAPE.intermediate, torch.bfloat16, "collective", "cpu")
+    setting = choices.setting_of(like_a_communicator(SHAPE.plan(2), "cpu"), SHAPE.intermediate, torch.bfloat16)
     choices.keep(setting, tl.Strategy("all_gather", "dedup"))
     file = tmp_path / "rows.json"
     with borrowed(run, pools, quickly):

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -288,9 +289,14 @@ def make_layer(process_group: Any = None, **options: Any) -> tl.ExpertParallelMo
     return tl.ExpertParallelMoE(process_group, **(sizes | options))
 
 
-def own_setting(num_ranks: int = 1, tokens: int = TOKENS, device: Any = "cpu") -> choices.Setting:
+def like_a_communicator(plan: Plan, device: Any, num_nodes: int = 1) -> Any:
+    ranks = SimpleNamespace(topology=SimpleNamespace(num_nodes=num_nodes))
+    return SimpleNamespace(plan=plan, backend="collective", device=device, engine=SimpleNamespace(ranks=ranks))
+
+
+def own_setting(num_ranks: int = 1, tokens: int = TOKENS, device: Any = "cpu", num_nodes: int = 1) -> choices.Setting:
     plan = Plan(num_ranks, NUM_EXPERTS, HIDDEN, TOP_K, tokens)
-    return choices.setting_of(plan, INTERMEDIATE, BF16, "collective", device)
+    return choices.setting_of(like_a_communicator(plan, device, num_nodes), INTERMEDIATE, BF16)
 
 
 def strategies_of_layers(context: RankContext, folder: Path) -> list[tl.Strategy]:
@@ -412,6 +418,14 @@ def test_nowhere_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_tokens_are_rounded_up() -> None:
     """To powers of two, so that a batch that is a little smaller finds the choice."""
     assert [own_setting(tokens=tokens).tokens for tokens in (1, 2, 3, 8, 9, 4096)] == [1, 2, 4, 8, 16, 4096]
+
+
+def test_nodes_are_told_apart(folder: Path) -> None:
+    """What is best inside of a node may not be between two."""
+    choices.keep(own_setting(num_ranks=4), CHOSEN)
+    assert choices.find(own_setting(num_ranks=4)) == CHOSEN
+    with pytest.warns(UserWarning, match="num_nodes 1, here 2"):
+        assert choices.find(own_setting(num_ranks=4, num_nodes=2)) is None
 
 
 # -- the command and the documents ----------------------------------------------------------------------------------

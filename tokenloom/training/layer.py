@@ -178,7 +178,7 @@ class ExpertParallelMoE(nn.Module):
             validation.require_strategy(comm.engine.capabilities, strategy or usual)
             found = None
             if strategy is None and comm.rank == 0:  # ranks may see different disks
-                found = choices.find(choices.setting_of(comm.plan, intermediate, dtype, comm.backend, comm.device))
+                found = choices.find(choices.setting_of(comm, intermediate, dtype))
             return {
                 "intermediate": intermediate,
                 "activation": form.activation,

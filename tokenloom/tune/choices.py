@@ -14,13 +14,16 @@ import tempfile
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from tokenloom import env
 from tokenloom._version import __version__
 from tokenloom.comm.strategy import Strategy
-from tokenloom.plan import Plan
+
+if TYPE_CHECKING:
+    from tokenloom.comm.communicator import Communicator
 
 _SUFFIX = ".choice"
 _ASIDE = ".partial"
@@ -33,7 +36,7 @@ class Setting:
     Attributes:
         device_name: model of rank 0's GPU or CPU.
         num_ranks: W.
-        num_hosts: always 1. Groups over several hosts are not told apart yet.
+        num_nodes: nodes that the ranks are on.
         tokenloom: version of tokenloom.
         torch: version of torch.
         backend: name of the communicator's backend.
@@ -47,7 +50,7 @@ class Setting:
 
     device_name: str
     num_ranks: int
-    num_hosts: int
+    num_nodes: int
     tokenloom: str
     torch: str
     backend: str
@@ -71,15 +74,16 @@ class Setting:
         return f"{self.shape}-{digest}{_SUFFIX}"
 
 
-def setting_of(plan: Plan, intermediate: int, dtype: torch.dtype, backend: str, device: torch.device | str) -> Setting:
+def setting_of(comm: Communicator, intermediate: int, dtype: torch.dtype) -> Setting:
     """Describe a layer on this machine, with this software."""
+    plan = comm.plan
     return Setting(
-        device_name=device_name(device),
+        device_name=device_name(comm.device),
         num_ranks=plan.num_ranks,
-        num_hosts=1,
+        num_nodes=comm.engine.ranks.topology.num_nodes,
         tokenloom=__version__,
         torch=str(torch.__version__),
-        backend=backend,
+        backend=comm.backend,
         tokens=1 << (plan.max_tokens_per_rank - 1).bit_length(),
         hidden=plan.hidden,
         intermediate=intermediate,

@@ -184,7 +184,7 @@ def profile(
                     raise InvalidArgument(f"{name} is {value!r}, expected an integer of at least 1")
             if not isinstance(skew, int | float) or not 0 <= skew < float("inf"):
                 raise InvalidArgument(f"skew is {skew!r}, expected a number of at least 0")
-            setting = choices.setting_of(comm.plan, intermediate, dtype, comm.backend, comm.device)
+            setting = choices.setting_of(comm, intermediate, dtype)
             return {"intermediate": intermediate, "iterations": iterations, "skew": skew}, setting
 
         setting = agree(comm.engine.ranks, prepare, "profiling strategies")[0]

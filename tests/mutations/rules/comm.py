@@ -16,6 +16,22 @@ HANDSHAKE = (
         tests=FAULT_TESTS,
     ),
     Mutation(
+        name="a-meeting-is-taken-for-a-dispatch",
+        rule="a rank that dispatches does not see that another meets",
+        target="tokenloom.backends.handshake:handshake",
+        old="(table[:, 0] < 0).any()",
+        new="False",
+        tests=("tests/comm/test_openings.py::test_a_meeting_and_a_dispatch",),
+    ),
+    Mutation(
+        name="a-dispatch-is-taken-for-a-meeting",
+        rule="a rank that meets the others does not see that one of them dispatches",
+        target="tokenloom.runtime.rank_group:RankGroup._gather_objects",
+        old="word > 0",
+        new="False",
+        tests=("tests/comm/test_openings.py::test_a_checkpoint_and_a_forward",),
+    ),
+    Mutation(
         name="faults-of-plain-calls-stay-here",
         rule="a fault in a call with nothing around it is not told to the others",
         target="tokenloom.comm.halves:Call.run",

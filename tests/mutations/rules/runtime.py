@@ -133,6 +133,14 @@ TUNE = (
         new="return other[1]",
         tests=("tests/tune/test_tune.py::test_a_choice_made_elsewhere",),
     ),
+    Mutation(
+        name="nodes-are-not-told-apart",
+        rule="a choice that was made on one node is used on two",
+        target="tokenloom.tune.choices:setting_of",
+        old="comm.engine.ranks.topology.num_nodes",
+        new="1",
+        tests=("tests/tune/test_tune.py::test_nodes_are_told_apart",),
+    ),
 )
 
 MUTATIONS = RANKS + LAUNCH + TUNE

@@ -93,8 +93,7 @@ def _who_chose(layer: ExpertParallelMoE, options: TrainOptions, dtype: torch.dty
     """Who chose the strategy: "hand", "tune" or "default". Only rank 0's answer counts, because its disk decides."""
     if options.strategy is not None:
         return "hand"
-    comm = layer.comm
-    setting = choices.setting_of(comm.plan, layer.intermediate, dtype, comm.backend, comm.device)
+    setting = choices.setting_of(layer.comm, layer.intermediate, dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the layer has warned already
         return "default" if choices.find(setting) is None else "tune"
