@@ -49,6 +49,16 @@ def row_weights(engine: Engine, handle: Handle, weights: torch.Tensor, num_place
     return _RowWeights.apply(engine, handle, weights, num_places)
 
 
+def _save_a_mark(ctx: Any, like: torch.Tensor) -> None:
+    """Save a tensor without values, which backward asks for before it does anything.
+
+    A region under ``torch.utils.checkpoint`` runs again at the first saved tensor that is asked for. Without a mark
+    that could be one of the rank's own computations, of which a rank without rows may have none: ranks would call in
+    different orders.
+    """
+    ctx.save_for_backward(like.new_empty(0))
+
+
 class _Ticket(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -82,11 +92,13 @@ class _Dispatch(torch.autograd.Function):
         if received is not None and not ctx.needs_input_grad[4]:
             no_gradient.append(received)
         ctx.mark_non_differentiable(*no_gradient)
+        _save_a_mark(ctx, rows)
         return rows, received
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_rows: torch.Tensor, grad_received: torch.Tensor | None) -> Any:
+        _ = ctx.saved_tensors
         engine, handle, x_dtype = ctx.engine, ctx.handle, ctx.x_dtype
         wants_x, wants_weights = ctx.needs_input_grad[3], ctx.needs_input_grad[4] and grad_received is not None
         strategy = gradient_of_dispatch(engine.capabilities, handle.options.strategy)
@@ -117,10 +129,12 @@ class _Home:
 class _ReceiveCombine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ticket: torch.Tensor, out: list[torch.Tensor]) -> torch.Tensor:
+        _save_a_mark(ctx, out[0])
         return out[0]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        _ = ctx.saved_tensors
         return grad, None
 
 

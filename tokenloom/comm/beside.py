@@ -10,6 +10,7 @@ from tokenloom.backends.base import Upcoming
 from tokenloom.comm import validation, validation_beside
 from tokenloom.comm.calls import Calls, Copies
 from tokenloom.comm.engine import COMBINE_RANGE, DISPATCH_RANGE, Engine, profiler_range
+from tokenloom.comm.graph_breaks import breaks_graph
 from tokenloom.comm.halves import CombineCall, DispatchCall
 from tokenloom.comm.routed import Routed
 from tokenloom.comm.usual import UsualCalls
@@ -42,6 +43,7 @@ class CallsBeside(Calls):
         self, x: tuple[torch.Tensor, torch.Tensor], routed: Routed, copy: bool | Copies = ...
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
+    @breaks_graph
     def dispatch_again(
         self, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], routed: Routed, copy: bool | Copies = True
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -90,6 +92,7 @@ class CallsBeside(Calls):
                 scales = scales.view(torch.int32)[:, :words].contiguous()
             return routed._by_place(rows), routed._by_place(scales)
 
+    @breaks_graph
     def combine_weights(self, values: torch.Tensor, routed: Routed) -> torch.Tensor:
         """Bring home weights, or their gradients, that belong to the rows of a dispatch. Has no gradient.
 

@@ -56,6 +56,7 @@ class BiasedCombineCall(CombineCall):
             outputs.require_no_gradient(self._own_out, self._wants_grad())
         if self._out_dtype not in self.engine.capabilities.dtypes:
             raise DtypeMismatch(f"out_dtype is {self._out_dtype}, which this backend does not have")
+        self._has_graph = torch.is_grad_enabled()
         return super()._send(split)
 
     def _wants_grad(self) -> bool:
@@ -65,9 +66,10 @@ class BiasedCombineCall(CombineCall):
 
     def _receive(self) -> torch.Tensor:
         total = super()._receive()
-        for bias in self._bias:  # the sum keeps its dtype, and narrower ones are widened on their way
-            total = total + (bias if bias.itemsize < total.itemsize else bias.to(total.dtype))
-        return total.to(self._out_dtype) if self._own_out is None else self._own_out.copy_(total)
+        with torch.set_grad_enabled(self._has_graph):
+            for bias in self._bias:  # the sum keeps its dtype, and narrower ones are widened on their way
+                total = total + (bias if bias.itemsize < total.itemsize else bias.to(total.dtype))
+            return total.to(self._out_dtype) if self._own_out is None else self._own_out.copy_(total)
 
 
 def biases(bias: object) -> tuple[torch.Tensor, ...]:

@@ -13,6 +13,7 @@ from tokenloom.backends.base import DispatchOut
 from tokenloom.comm import autograd, validation
 from tokenloom.comm.bias import BiasedCombineCall, biases
 from tokenloom.comm.engine import Engine
+from tokenloom.comm.graph_breaks import breaks_graph
 from tokenloom.comm.halves import CombineCall, DispatchCall
 from tokenloom.comm.pending import Pending
 from tokenloom.comm.routed import Layout, Routed
@@ -99,6 +100,7 @@ class Calls:
         **options: Unpack[DispatchKeywords],
     ) -> tuple[Routed, Event]: ...
 
+    @breaks_graph
     def dispatch(
         self,
         x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -203,6 +205,7 @@ class Calls:
         **options: Unpack[DispatchKeywords],
     ) -> Pending[tuple[Routed, Event]]: ...
 
+    @breaks_graph
     def send_dispatch(
         self,
         x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -257,6 +260,7 @@ class Calls:
         **options: Unpack[CombineKeywords],
     ) -> tuple[torch.Tensor, Event]: ...
 
+    @breaks_graph
     def combine(
         self,
         y: torch.Tensor,
@@ -334,6 +338,7 @@ class Calls:
         **options: Unpack[CombineKeywords],
     ) -> Pending[tuple[torch.Tensor, Event]]: ...
 
+    @breaks_graph
     def send_combine(
         self,
         y: torch.Tensor,
@@ -383,6 +388,7 @@ class Calls:
         given = (self, self.engine, y, routed, options, out, async_op, topk_weights)
         return CombineCall(*given) if bias is None else BiasedCombineCall(*given, biases(bias))
 
+    @breaks_graph
     def row_weights(self, routed: Routed) -> torch.Tensor:
         """Give each row its weight, to apply before the last GEMM. Differentiable, not collective.
 

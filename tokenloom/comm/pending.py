@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from tokenloom.comm.graph_breaks import breaks_graph
 from tokenloom.errors import InvalidArgument
 
 __all__ = ["Pending"]
@@ -43,6 +44,7 @@ class Pending(Generic[T]):
         self._calls = calls
         self._number = calls.keep(self, name, discard)
 
+    @breaks_graph
     def receive(self) -> T:
         """Run the second half: wait for what the host has to know, and give what the call in one piece returns.
 

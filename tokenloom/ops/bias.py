@@ -6,11 +6,17 @@ On Hopper GPUs a bias takes one kernel each way, elsewhere torch.
 from __future__ import annotations
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tokenloom.kernels.bias import launch
 from tokenloom.kernels.common import HOPPER, is_dense
 from tokenloom.ops.expert_gemms import GROUPED_MM_ALIGNMENT_BYTES, ExpertGemms
 from tokenloom.ops.offsets import experts_of_rows
+
+
+def is_watched() -> bool:
+    """Whether a dispatch mode sees operations now, and may keep their results. They may not change then."""
+    return _get_current_dispatch_mode() is not None
 
 
 def add_bias(y: torch.Tensor, row_weights: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor) -> None:

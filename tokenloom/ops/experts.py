@@ -12,7 +12,7 @@ from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, Sha
 from tokenloom.kernels.common import is_dense
 from tokenloom.ops.activation import Between, activate, activate_backward
 from tokenloom.ops.autocast import autocast_dtype
-from tokenloom.ops.bias import add_bias, dot_bias, sum_rows
+from tokenloom.ops.bias import add_bias, dot_bias, is_watched, sum_rows
 from tokenloom.ops.expert_gemms import ExpertGemms, gemms_for
 from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout
 
@@ -28,6 +28,8 @@ class ExpertForm:
     layout: WeightLayout = PLAIN_WEIGHTS
 
     def __post_init__(self) -> None:
+        if not isinstance(self.layout, WeightLayout):
+            raise InvalidArgument(f"weight_layout is {self.layout!r}, expected a WeightLayout")
         if self.layout.interleaved and not self.activation.gated:
             raise InvalidArgument("interleaved weights have gates and ups, but the activation is not gated")
 
@@ -95,6 +97,8 @@ class Experts:
         hidden = gemms.multiply(rows, self.w1.transpose(1, 2))
         y = gemms.multiply(activate(hidden, row_weights, offsets, self._between()), self.w2.transpose(1, 2))
         if self.w2_bias is not None:
+            if is_watched():  # selective checkpointing may keep what a GEMM gave
+                y = y.clone()
             add_bias(y, row_weights, offsets, self.w2_bias)
         return hidden, y
 
@@ -205,6 +209,8 @@ def run_experts(
     if dtype is not None:
         rows, tensors = rows.to(dtype), cast(tensors, dtype)
     form.check(tensors, len(expert_offsets) - 1, rows.shape[1])
+    if rows.dtype != tensors[0].dtype:
+        raise DtypeMismatch(f"rows are {rows.dtype}, w1 is {w1.dtype}; cast one of them, or use autocast")
     if row_weights is not None:
         if row_weights.shape != rows.shape[:1]:
             raise ShapeMismatch(f"row_weights is {list(row_weights.shape)}, expected [{len(rows)}]: one for each row")

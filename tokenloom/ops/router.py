@@ -56,6 +56,12 @@ class Router:
     def __post_init__(self) -> None:
         if self.score not in SCORES:
             raise InvalidArgument(f"score is {self.score!r}, expected one of {', '.join(SCORES)}")
+        for name in ("num_experts", "top_k", "num_groups", "top_groups"):
+            if not isinstance(getattr(self, name), int):
+                raise InvalidArgument(f"{name} is {getattr(self, name)!r}, expected an integer")
+        for name in ("scale", "least_sum"):
+            if not isinstance(getattr(self, name), int | float) or not math.isfinite(getattr(self, name)):
+                raise InvalidArgument(f"{name} is {getattr(self, name)!r}, expected a finite number")
         if not 1 <= self.top_k <= min(MAX_TOP_K, self.num_experts):
             raise InvalidArgument(
                 f"top_k is {self.top_k}, expected 1..{min(MAX_TOP_K, self.num_experts)} "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -25,7 +26,7 @@ from tokenloom.runtime.rendezvous import agree
 from tokenloom.training import torch_compile
 from tokenloom.training.gradients import scale_grad, sum_grad_over_ranks, sum_over_ranks
 from tokenloom.training.main_grads import accumulate_main_grads
-from tokenloom.training.parameters import check_options, plain_view, seeded_uniform
+from tokenloom.training.parameters import check_options, check_pool_rows, plain_view, seeded_uniform
 from tokenloom.training.pieces import RunOptions, forward_calls
 from tokenloom.training.routed_experts import routed_experts
 from tokenloom.training.saved_activations import SavedTensor, saved_tensors
@@ -169,9 +170,12 @@ class ExpertParallelMoE(nn.Module):
         def prepare() -> tuple[dict[str, Any], tuple[Router, ExpertForm, Strategy | None]]:
             if group_and_comm:
                 raise InvalidArgument("group and comm are both given; the communicator already has a group")
+            if not dtype.is_floating_point or dtype.itemsize < 2:
+                raise InvalidArgument(f"dtype is {dtype}, expected bfloat16, float16, float32 or float64")
             rule = Router(num_experts, top_k, router) if isinstance(router, str) else router
             form = ExpertForm(Activation.of(activation), weight_layout)
             check_options(comm.plan, rule, hidden, intermediate, num_experts, top_k, shared_intermediate, router_grad)
+            check_pool_rows(pool_rows)
             if shared_gate and not shared_intermediate:
                 raise InvalidArgument("shared_gate is True, but there is no shared expert; give shared_intermediate")
             validation.require_layout(comm.engine.capabilities, "expert")
@@ -236,6 +240,14 @@ class ExpertParallelMoE(nn.Module):
         if self.main_grads:
             accumulate_main_grads(self.expert_parameters())
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ExpertParallelMoE:
+        before = self.correction_bias
+        super()._apply(fn, recurse)
+        after = self.correction_bias
+        if before is not None and after is not None and after.dtype != torch.float32:  # steps would be rounded away
+            self.correction_bias = before.to(after.device)
+        return self
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._set_up()
@@ -256,7 +268,7 @@ class ExpertParallelMoE(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Draw all weights uniformly in ±1/sqrt(fan-in), as nn.Linear does.
+        """Draw all weights uniformly in ±1/sqrt(fan-in), as nn.Linear does. Buffers become 0.
 
         Args:
             seed: draw the same full set of weights on every rank and for any number of ranks, and keep this rank's
@@ -277,6 +289,8 @@ class ExpertParallelMoE(nn.Module):
                 rows = self.local_experts if name in EXPERT_WEIGHTS else range(len(parameter))
                 for place, row in zip(values, rows, strict=True):
                     place.copy_(seeded_uniform(place, bound, seed, name, row))
+        for buffer in self.buffers(recurse=False):
+            buffer.zero_()
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Route, dispatch, compute, combine. Collective.
@@ -300,6 +314,8 @@ class ExpertParallelMoE(nn.Module):
     def _forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         engine = self.comm.engine
         engine.begin()
+        if self.main_grads:  # parameters may be new or thawed since the layer was made
+            accumulate_main_grads(self.expert_parameters())
         options = RunOptions(self.strategy, self.overlap, self.redispatch_in_backward, self.pool_rows)
         dtype = autocast_dtype(self.comm.device) or self.w1.dtype
         with engine.sequence(
@@ -311,6 +327,7 @@ class ExpertParallelMoE(nn.Module):
                 self._sum_over_ranks(None)  # the other ranks are about to sum
                 raise
         sums = self._sum_over_ranks(sums)
+        topk_weights = topk_weights.to(torch.promote_types(dtype, torch.float32))  # of float64 layers under autocast
         shared: list[torch.Tensor] = []
         w1, w2 = (scale_grad(weight, self.expert_grad_scale) for weight in (self.w1, self.w2))
         w1_bias, w2_bias = (

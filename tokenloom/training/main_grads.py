@@ -12,11 +12,14 @@ def accumulate_main_grads(parameters: Iterable[torch.nn.Parameter]) -> None:
 
     The name is Megatron-LM's. ``main_grad`` is float32 with the parameter's shape, made here as zeros unless it
     exists. Its owner resets it, or replaces it by another tensor, such as a part of a larger one.
+
+    Parameters that do so already stay as they are. Frozen ones get ``main_grad`` alone: torch has no hooks for them.
     """
     for parameter in parameters:
         if not hasattr(parameter, "main_grad"):
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
-        if parameter.requires_grad:
+        hooks = parameter._post_accumulate_grad_hooks or {}
+        if parameter.requires_grad and _add_to_main_grad not in hooks.values():
             parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
 
 

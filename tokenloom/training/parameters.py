@@ -22,6 +22,8 @@ def check_options(
     router_grad: str,
 ) -> None:
     """Raise InvalidArgument unless the options of a layer fit each other and the communicator's plan."""
+    if not isinstance(router, Router):
+        raise InvalidArgument(f"router is {router!r}, expected a Router or the name of a score")
     for name, wanted, got in (
         ("num_experts", plan.num_experts, num_experts),
         ("hidden", plan.hidden, hidden),
@@ -38,6 +40,13 @@ def check_options(
             raise InvalidArgument(f"{name} is {width!r}, expected an integer of at least {least}")
     if router_grad not in ("local", "sum"):
         raise InvalidArgument(f"router_grad is {router_grad!r}, expected 'local' or 'sum'")
+
+
+def check_pool_rows(pool_rows: object) -> None:
+    """Raise InvalidArgument unless ``pool_rows`` is None or a number of rows."""
+    is_number = isinstance(pool_rows, int) and not isinstance(pool_rows, bool)
+    if pool_rows is not None and not (is_number and pool_rows >= 1):  # type: ignore[operator]
+        raise InvalidArgument(f"pool_rows is {pool_rows!r}, expected None or an integer of at least 1")
 
 
 def seeded_uniform(like: torch.Tensor, bound: float, seed: int, name: str, row: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,15 +26,22 @@ def gather_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
         module: module that holds the layers.
 
     Returns:
-        Tensors on the CPU, by name. The dict loads on any number of ranks through ``shard_state_dict``.
+        Tensors on the CPU, by name, and what else modules keep (``get_extra_state``). The dict loads on any number of
+        ranks through ``shard_state_dict``.
 
     Raises:
-        InvalidArgument: ranks are masked, so nobody here has the weights of their experts. PlanMismatch: another rank
+        InvalidArgument: ranks are masked, so nobody here has the weights of their experts; or a layer's experts are
+            not in the state dict as they are, say because they are parametrized. PlanMismatch: another rank
             gathers something else.
     """
-    sharded = _sharded_names(module)
-    full = {}
-    for name, value in module.state_dict().items():
+    state = module.state_dict(keep_vars=True)
+    sharded = _sharded_names(module, state)
+    full: dict[str, Any] = {}
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):  # a module's extra state
+            full[name] = value
+            continue
+        kept = value.detach()
         if name in sharded:
             comm = sharded[name].comm
             if comm.engine.masked:
@@ -41,9 +49,9 @@ def gather_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
                     f"rank(s) {', '.join(map(str, sorted(comm.engine.masked)))} are masked, and the weights of their "
                     "experts are with them; gather the state dict before ranks are masked, or once they are back"
                 )
-            rows = _gather(comm.engine.ranks, name, value)
-            value = rows.view(value.dtype).view(comm.plan.num_experts, *value.shape[1:])
-        full[name] = value.detach().cpu().clone()
+            rows = _gather(comm.engine.ranks, name, kept)
+            kept = rows.view(kept.dtype).view(comm.plan.num_experts, *kept.shape[1:])
+        full[name] = kept.cpu().clone()
     return full
 
 
@@ -58,9 +66,9 @@ def shard_state_dict(module: nn.Module, full: Mapping[str, torch.Tensor]) -> dic
         Dict that ``module.load_state_dict`` takes on this rank.
 
     Raises:
-        ShapeMismatch: an expert weight has another number of experts than the layer.
+        ShapeMismatch: an expert weight has another number of experts than the layer. InvalidArgument: as above.
     """
-    sharded = _sharded_names(module)
+    sharded = _sharded_names(module, module.state_dict(keep_vars=True))
     part = dict(full)
     for name, layer in sharded.items():
         if name not in full:
@@ -79,11 +87,20 @@ def _gather(ranks: RankGroup, name: str, value: torch.Tensor) -> torch.Tensor:
     return ranks.all_gather(value.contiguous().view(torch.uint8).flatten(), "gather_state_dict")
 
 
-def _sharded_names(module: nn.Module) -> dict[str, ExpertParallelMoE]:
-    """Map the name of each sharded parameter to its layer."""
-    return {
-        f"{prefix}.{name}" if prefix else name: layer
-        for prefix, layer in module.named_modules(remove_duplicate=False)
-        if isinstance(layer, ExpertParallelMoE)
-        for name in EXPERT_WEIGHTS
-    }
+def _sharded_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, ExpertParallelMoE]:
+    """Map the name of each sharded parameter in a state dict to its layer. Wrappers may have changed the names.
+
+    Raises:
+        InvalidArgument: a layer's experts are not in it as they are, say because they are parametrized.
+    """
+    layers = [layer for layer in module.modules() if isinstance(layer, ExpertParallelMoE)]
+    weights = [(getattr(layer, name), layer) for layer in layers for name in EXPERT_WEIGHTS]
+    owners = {id(weight): layer for weight, layer in weights if weight is not None}  # some have no biases
+    found = {name: owners[id(value)] for name, value in state.items() if id(value) in owners}
+    missing = owners.keys() - {id(state[name]) for name in found}
+    if missing:
+        raise InvalidArgument(
+            f"{len(missing)} weights of experts are not in the state dict as their layers have them; gather it before "
+            "they are parametrized or wrapped by something that cuts or renames parameters"
+        )
+    return found

@@ -129,7 +129,7 @@ class TokenloomExperts(EPImplementation):
         if isinstance(self.form, Form):
             w1, w2, w1_bias, w2_bias = self.form.tensors(self.experts)
             if x.dtype == w1.dtype or torch.is_autocast_enabled(x.device.type):
-                return routed_experts(
+                out = routed_experts(
                     comm,
                     self.run_options(comm, most, x.element_size()),
                     x,
@@ -142,6 +142,7 @@ class TokenloomExperts(EPImplementation):
                     activation=self.form.activation,
                     weight_layout=self.form.layout,
                 )
+                return out.to(x.dtype)  # of autocast until here
         routed = comm.dispatch(x, ids, weights, layout="expert", sizes="exact")
         with comm.engine.sequence(Upcoming("combine")):  # the other ranks hear of experts that fail
             rows = self._own_experts(routed.tokens, routed.expert_counts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -27,7 +26,7 @@ def read_routing(file: Path, num_experts: int) -> list[np.ndarray]:
     Raises:
         InvalidArgument: the file cannot be read, or holds something else.
     """
-    by_rank = [np.asarray(each) for each in _load(file)]
+    by_rank = _load(file)
     shapes = sorted({each.shape for each in by_rank})
     if not by_rank or any(len(shape) != 2 or shape[1:] != shapes[0][1:] for shape in shapes) or not shapes[0][1]:
         raise InvalidArgument(f"{file} holds {len(by_rank)} times {', '.join(map(str, shapes))}, expected {_EXPECTED}")
@@ -42,7 +41,7 @@ def read_routing(file: Path, num_experts: int) -> list[np.ndarray]:
     return [ids.astype(np.int64) for ids in by_rank]
 
 
-def _load(file: Path) -> list[Any]:
+def _load(file: Path) -> list[np.ndarray]:
     try:
         if file.suffix == ".npy":
             return list(np.atleast_1d(np.load(file, allow_pickle=False)))
@@ -50,7 +49,8 @@ def _load(file: Path) -> list[Any]:
             import torch  # takes seconds, which .npy files need not wait for
 
             found = torch.load(file, map_location="cpu", weights_only=True)
-            return list(found) if isinstance(found, list | tuple | torch.Tensor) else [found]
+            tensors = list(found) if isinstance(found, list | tuple | torch.Tensor) else [found]
+            return [np.asarray(each) for each in tensors]
     except Exception as error:  # torch and numpy raise a dozen kinds for a damaged file
         raise InvalidArgument(f"{file} cannot be read ({error}); expected {_EXPECTED}") from error
     raise InvalidArgument(f"{file} ends in {file.suffix!r}, expected one of {', '.join(SUFFIXES)}")

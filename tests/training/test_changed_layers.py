@@ -1,0 +1,168 @@
+"""Layers that somebody has wrapped, cast, emptied, frozen or put under a policy of checkpointing."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import tokenloom as tl
+from tests.conftest import Ranks
+from tests.support.layer_cases import HIDDEN, LayerCase, make_layer
+from tokenloom.runtime.processes import RankContext
+
+FP32 = torch.float32
+CASE = LayerCase(router="deepseek_v3", balance_coef=0.0, z_coef=0.0, biases=True, dtype=FP32)
+KEPT = {torch.ops.aten.mm.default, torch.ops.aten._grouped_mm.default}
+
+
+class Counted(nn.Module):
+    """Keeps something beside tensors."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.steps = layer, 7
+
+    def get_extra_state(self) -> Any:
+        return {"steps": self.steps}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.steps = state["steps"]
+
+
+def check_names_that_a_wrapper_changes(context: RankContext) -> None:
+    layer = make_layer(CASE, context.group)
+    module = Counted(checkpoint_wrapper(layer))
+    full = tl.gather_state_dict(module)
+    assert full["layer.w1"].shape[0] == layer.comm.plan.num_experts
+    assert full["_extra_state"] == {"steps": 7}
+    assert full.keys() == tl.gather_state_dict(Counted(layer)).keys()
+    other = Counted(checkpoint_wrapper(make_layer(CASE, context.group)))
+    other.steps = 0
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    other.load_state_dict(tl.shard_state_dict(other, full))
+    assert other.steps == 7
+    for found, wanted in zip(other.parameters(), module.parameters(), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_names_that_a_wrapper_changes(four: Ranks) -> None:
+    """Experts are found by what they are. By their names they would be taken for replicated, and lost."""
+    four.run(check_names_that_a_wrapper_changes)
+
+
+class Cut(nn.Module):
+    """Puts half of a tensor into its state dict, as wrappers that shard parameters do."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.register_state_dict_post_hook(Cut.halve)
+
+    @staticmethod
+    def halve(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+        state["layer.w1"] = state["layer.w1"][:1]
+
+
+def test_experts_that_are_not_there() -> None:
+    """Whatever else is gathered would be no checkpoint."""
+    with pytest.raises(tl.InvalidArgument, match="1 weights of experts are not in the state dict"):
+        tl.gather_state_dict(Cut(make_layer(CASE, None)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_correction_bias_stays_float32(dtype: torch.dtype) -> None:
+    """In bfloat16 small steps would be rounded away."""
+    layer = make_layer(CASE, None)
+    before = layer.correction_bias.clone()
+    layer.to(dtype)
+    assert layer.w1.dtype == dtype
+    assert torch.equal(layer.correction_bias, before)
+    assert layer.correction_bias.dtype == FP32
+
+
+def test_a_layer_that_was_on_meta() -> None:
+    layer = make_layer(CASE, None, main_grads=True)
+    layer.to("meta").to_empty(device="cpu")
+    layer.reset_parameters(seed=3)
+    assert not layer.correction_bias.any()
+    assert not layer.expert_counts.any()
+    layer(torch.ones(2, HIDDEN))[0].sum().backward()
+    assert layer.w1.main_grad.any()
+    assert layer.w1.grad is None
+
+
+def test_experts_that_thaw() -> None:
+    """Those of a copy too, which had no hook to take along."""
+    layer = make_layer(CASE, None, main_grads=True)
+    layer.requires_grad_(False)
+    for each in (layer, copy.deepcopy(layer)):
+        each.requires_grad_(True)
+        each(torch.ones(2, HIDDEN))[0].sum().backward()
+        assert each.w1.main_grad.any()
+        assert each.w1.grad is None
+        once = each.w1.main_grad.clone()
+        each(torch.ones(2, HIDDEN))[0].sum().backward()
+        torch.testing.assert_close(each.w1.main_grad, 2 * once)  # and no hook adds twice
+
+
+def keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def test_a_policy_that_keeps_products() -> None:
+    """Biases are added to something else than what the policy has kept, or recomputation would add them again."""
+    layer = make_layer(CASE, None)
+    x = torch.ones(5, HIDDEN, requires_grad=True)
+    given = [x, *layer.parameters()]
+    wanted = torch.autograd.grad(layer(x)[0].square().sum(), given)
+    contexts = partial(create_selective_checkpoint_contexts, keep_products)
+    out, _ = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+    for found, want in zip(torch.autograd.grad(out.square().sum(), given), wanted, strict=True):
+        assert torch.equal(found, want)
+
+
+def test_float64_under_autocast() -> None:
+    """Its experts compute in what autocast says, so their weights do too."""
+    layer = make_layer(LayerCase(balance_coef=0.0, z_coef=0.0, shared=0), None)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, _ = layer(torch.ones(2, HIDDEN, dtype=torch.float64))
+    assert out.dtype == torch.bfloat16
+
+
+BAD_OPTIONS: dict[str, dict[str, Any]] = {
+    "router is None": {"router": None},
+    "weight_layout is 'x'": {"weight_layout": "x"},
+    "pool_rows is 0": {"pool_rows": 0},
+    "pool_rows is True": {"pool_rows": True},
+    "pool_rows is 1.5": {"pool_rows": 1.5},
+    "dtype is torch.int32": {"dtype": torch.int32},
+    "dtype is torch.float8_e4m3fn": {"dtype": torch.float8_e4m3fn},
+}
+
+
+@pytest.mark.parametrize("said", BAD_OPTIONS)
+def test_bad_options_are_named(said: str) -> None:
+    with pytest.raises(tl.InvalidArgument, match=said):
+        make_layer(CASE, None, **BAD_OPTIONS[said])
+
+
+BAD_ROUTERS: dict[str, dict[str, Any]] = {
+    "scale is nan": {"scale": float("nan")},
+    "scale is 'x'": {"scale": "x"},
+    "top_k is 2.0": {"top_k": 2.0},
+}
+
+
+@pytest.mark.parametrize("said", BAD_ROUTERS)
+def test_bad_routers_are_named(said: str) -> None:
+    with pytest.raises(tl.InvalidArgument, match=said):
+        tl.Router(**({"num_experts": 8, "top_k": 2} | BAD_ROUTERS[said]))
