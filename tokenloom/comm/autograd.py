@@ -50,13 +50,20 @@ def row_weights(engine: Engine, handle: Handle, weights: torch.Tensor, num_place
 
 
 def _save_a_mark(ctx: Any, like: torch.Tensor) -> None:
-    """Save a tensor without values, which backward asks for before it does anything.
+    """Save a tensor without values where saved tensors are hooked. Backward asks for it before it does anything.
 
     A region under ``torch.utils.checkpoint`` runs again at the first saved tensor that is asked for. Without a mark
     that could be one of the rank's own computations, of which a rank without rows may have none: ranks would call in
-    different orders.
+    different orders. Elsewhere nothing is saved, so nothing is freed behind the first backward.
     """
-    ctx.save_for_backward(like.new_empty(0))
+    ctx.marked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    if ctx.marked:
+        ctx.save_for_backward(like.new_empty(0))
+
+
+def _ask_for_the_mark(ctx: Any) -> None:
+    if ctx.marked:
+        _ = ctx.saved_tensors
 
 
 class _Ticket(torch.autograd.Function):
@@ -98,7 +105,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_rows: torch.Tensor, grad_received: torch.Tensor | None) -> Any:
-        _ = ctx.saved_tensors
+        _ask_for_the_mark(ctx)
         engine, handle, x_dtype = ctx.engine, ctx.handle, ctx.x_dtype
         wants_x, wants_weights = ctx.needs_input_grad[3], ctx.needs_input_grad[4] and grad_received is not None
         strategy = gradient_of_dispatch(engine.capabilities, handle.options.strategy)
@@ -134,7 +141,7 @@ class _ReceiveCombine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        _ = ctx.saved_tensors
+        _ask_for_the_mark(ctx)
         return grad, None
 
 
