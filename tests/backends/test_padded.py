@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ from tests.backends import test_gin as gin
 from tests.backends.test_gin import CASE, CASES, comm_of, there_and_back
 from tests.support import emulator
 from tests.support.cases import make_problem
+from tests.support.emulator.graphs import capture
 from tokenloom.backends import registry
 from tokenloom.backends.handshake import CallKind
 from tokenloom.backends.nvlink.launcher import Half
@@ -194,3 +196,28 @@ def test_where_it_works() -> None:
     assert registry.choose("auto", working, pretended(4, 2), "collective")[0] == "network"
     assert registry.choose("padded", working, pretended(4, 2), "collective")[0] == "padded"
     assert "all ranks are on one node" in str(registration.REGISTRATION.why_not_on(Topology.together(4)))
+
+
+def test_a_capture_that_is_given_up() -> None:
+    """Regions of a call whose second half nobody can launch any more go with its first half."""
+    emulator.ranks(4).run(check_given_up)
+
+
+def give_up(comm: tl.Communicator, arguments: tuple[Any, ...], **options: Any) -> None:
+    with capture():
+        _pending = comm.send_dispatch(*arguments, **options)
+        raise InterruptedError
+
+
+def check_given_up(context: RankContext) -> None:
+    problem = make_problem(CASE, context.num_ranks)
+    arguments, options = problem.arguments(context), {"layout": "slots", "capacity": problem.rows_needed("slots")}
+    with comm_of(context, problem.plan, "padded") as comm:
+        there_and_back(context, comm, problem, "slots")
+        with pytest.raises(InterruptedError):
+            give_up(comm, arguments, **options)
+        with pytest.raises(tl.InvalidArgument, match="dropped unreceived"):
+            comm.dispatch(*arguments, **options)
+        gc.collect()
+        assert not comm.engine._backend._launcher._under_way  # type: ignore[attr-defined]
+        there_and_back(context, comm, problem, "slots")

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from tests.cli.borrowed import borrowed
 from tokenloom import __version__
-from tokenloom.cli import app
+from tokenloom.cli import app, options
 from tokenloom.cli.terminal import FAILED, INTERRUPTED
 from tokenloom.demo import check, run
 from tokenloom.demo.model import ModelSize
@@ -260,3 +261,15 @@ def session_members(session: int) -> list[int]:
         if int(its_session) == session and state != "Z":
             members.append(int(stat.parent.name))
     return members
+
+
+def test_files_that_cannot_be_written(tmp_path: Path) -> None:
+    """They are refused before anything is measured, and nothing is left behind."""
+    options.require_writable("--json", tmp_path / "new.json")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "old.json").write_text("kept")
+    options.require_writable("--json", tmp_path / "old.json")
+    assert (tmp_path / "old.json").read_text() == "kept"
+    for file, said in ((tmp_path / "none" / "x.json", "there is no folder"), (tmp_path, "cannot be written")):
+        with pytest.raises(typer.BadParameter, match=said):
+            options.require_writable("--json", file)

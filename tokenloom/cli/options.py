@@ -89,7 +89,7 @@ def require_writable(option: str, file: Path | None, suffix: str = "") -> None:
     """Refuse a file that could not be written after minutes of measuring.
 
     Raises:
-        typer.BadParameter: its folder does not exist, or its name does not end in ``suffix``.
+        typer.BadParameter: its folder does not exist or cannot be written, or its name does not end in ``suffix``.
     """
     if file is None:
         return
@@ -97,6 +97,13 @@ def require_writable(option: str, file: Path | None, suffix: str = "") -> None:
         raise typer.BadParameter(f"there is no folder {file.absolute().parent}", param_hint=option)
     if suffix and file.suffix != suffix:
         raise typer.BadParameter(f"{file} given, expected a name that ends in {suffix}", param_hint=option)
+    existed = file.exists()
+    try:
+        file.open("a").close()
+    except OSError as error:
+        raise typer.BadParameter(f"{file} cannot be written ({error.strerror})", param_hint=option) from error
+    if not existed:
+        file.unlink()
 
 
 def numbers(option: str, text: str | None) -> list[int]:

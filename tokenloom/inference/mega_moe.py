@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -206,6 +206,9 @@ class MegaMoE:
             ShapeMismatch, DtypeMismatch, DeviceMismatch: a tensor is not as above.
         """
         local, hidden, width = self._num_local, self.comm.plan.hidden, self.intermediate
+        for name, weights in (("w1", w1), ("w2", w2)):
+            if not isinstance(weights, torch.Tensor):
+                raise InvalidArgument(f"{name} is a {type(weights).__name__}, expected a torch.Tensor")
         if weight_layout.interleaved and w1.dtype == FP8:
             raise InvalidArgument(
                 "w1 is FP8 and interleaved: its scales are of gates and ups together, but kernels take a scale for "
@@ -218,6 +221,10 @@ class MegaMoE:
         if w1.dtype != FP8:
             if w1.dtype not in DTYPES:
                 raise DtypeMismatch(f"w1 is {w1.dtype}, expected bfloat16, float16, float32 or float8_e4m3fn")
+            if w1_scales is not None or w2_scales is not None:
+                raise DtypeMismatch(
+                    f"w1 is {w1.dtype}, which has no scales; give weights in float8_e4m3fn, or no scales"
+                )
             check_tensor("w1", w1, w1.dtype, [local, 2 * width, hidden], self.comm.device)
             check_tensor("w2", w2, w1.dtype, [local, hidden, width], self.comm.device)
             (w1, w1_scales), (w2, w2_scales) = quantize_fp8_blocks(w1), quantize_fp8_blocks(w2)
@@ -334,6 +341,18 @@ class MegaMoE:
 
     __call__ = forward
 
+    def refuse(self, fault: Exception) -> NoReturn:
+        """Tell the other ranks, which make a call, that this one cannot: theirs raise PeerError. Raises ``fault``."""
+
+        def checked() -> torch.Tensor:
+            raise fault
+
+        plan, device = self.comm.plan, self.comm.device
+        ids = torch.empty(0, plan.top_k, dtype=torch.int64, device=device)
+        x, weights = self._like.new_empty(0, plan.hidden), ids.float()
+        self._experts.forward(ForwardRequest(x, ids, weights, None, checked, self.schedule, _ignore))
+        raise fault
+
     def _checked(
         self,
         topk_ids: torch.Tensor,
@@ -349,7 +368,9 @@ class MegaMoE:
             raise InvalidArgument("topk_weights is None, expected float32 [T, K]")
         if expert_stats is not None:
             check_tensor("expert_stats", expert_stats, torch.int32, [plan.experts_per_rank], device)
-        num_tokens = topk_ids.shape[0] if isinstance(topk_ids, torch.Tensor) else len(topk_ids)
+        if not isinstance(topk_ids, torch.Tensor):
+            raise InvalidArgument(f"topk_ids is a {type(topk_ids).__name__}, expected a torch.Tensor")
+        num_tokens = len(topk_ids)
         if out is None:
             return self._like.new_empty(num_tokens, plan.hidden)
         check_tensor("out", out, torch.bfloat16, [num_tokens, plan.hidden], device)

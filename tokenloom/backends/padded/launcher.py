@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -24,7 +25,8 @@ class PaddedLauncher(NodesLauncher):
     def __init__(self, plan: Plan, ranks: RankGroup, memory: PaddedMemory, num_sms: int) -> None:
         super().__init__(plan, ranks, memory, num_sms)
         self._padded = memory
-        self._under_way: dict[Half, tuple[torch.Tensor, Transfer]] = {}
+        # Weak: a half that was captured and given up is never received.
+        self._under_way: WeakKeyDictionary[Half, tuple[torch.Tensor, Transfer]] = WeakKeyDictionary()
 
     def launch(
         self,

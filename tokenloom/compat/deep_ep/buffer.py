@@ -89,9 +89,8 @@ class Buffer(NormalMode, LowLatencyMode):
         Raises:
             BadCall: the number is odd or not positive.
         """
-        require(
-            new_num_sms > 0 and new_num_sms % 2 == 0, f"Buffer.set_num_sms: {new_num_sms} is not even and positive"
-        )
+        is_even = isinstance(new_num_sms, int) and new_num_sms > 0 and new_num_sms % 2 == 0
+        require(is_even, f"Buffer.set_num_sms: {new_num_sms!r} is not even and positive")
         Buffer.num_sms = new_num_sms
 
     @staticmethod

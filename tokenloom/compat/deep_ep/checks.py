@@ -25,6 +25,13 @@ def device_of(x: object) -> torch.device:
     return tokens.device if isinstance(tokens, torch.Tensor) else torch.device("cpu")
 
 
+def tensor(name: str, value: object) -> torch.Tensor:
+    """The value, which must be a tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise BadCall(f"{name} is a {type(value).__name__}, expected a tensor")
+    return value
+
+
 def tokens_of(x: object, name: str = "x") -> torch.Tensor:
     """The rows of a payload, with or without scales, checked: [N, H] contiguous, rows of a multiple of 16 bytes."""
     tokens = x[0] if isinstance(x, (tuple, list)) and len(x) == 2 else x

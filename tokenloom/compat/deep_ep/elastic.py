@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tokenloom.compat.deep_ep.elastic_calls import ElasticCalls
 from tokenloom.compat.deep_ep.events import EventHandle
-from tokenloom.compat.deep_ep.faults import naming, refuse
+from tokenloom.compat.deep_ep.faults import naming, refuse, require
 from tokenloom.plan import align_up
 
 __all__ = ["ElasticBuffer", "get_logical_domain_size", "get_physical_domain_size"]
@@ -85,6 +85,10 @@ class ElasticBuffer(ElasticCalls):
         super().__init__(group, explicitly_destroy, options)
         self.num_ranks, self.rank_idx = group.size(), group.rank()
         self.num_scaleout_ranks, self.num_scaleup_ranks = get_physical_domain_size(group)
+        is_number = isinstance(num_max_tokens_per_rank, int) and num_max_tokens_per_rank >= 0
+        require(
+            is_number, f"num_max_tokens_per_rank is {num_max_tokens_per_rank!r}, expected an integer of at least 0"
+        )
         self.num_max_tokens_per_rank, self.num_allocated_qps = num_max_tokens_per_rank, num_allocated_qps
         if num_bytes is None:
             sizes = (num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch)

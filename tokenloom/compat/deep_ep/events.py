@@ -88,7 +88,15 @@ class EventOverlap:
 
 
 def recorded_in(event: object) -> torch.cuda.Event | None:
-    """The CUDA event in an EventOverlap, an EventHandle, or None."""
+    """The CUDA event in an EventOverlap, an EventHandle, or None.
+
+    Raises:
+        BadCall: it is none of these.
+    """
+    require(
+        event is None or isinstance(event, EventHandle | EventOverlap),
+        f"the event to wait for is a {type(event).__name__}, expected an EventOverlap, an EventHandle or None",
+    )
     handle = event.event if isinstance(event, EventOverlap) else event
     return handle.recorded if isinstance(handle, EventHandle) else None
 

@@ -213,13 +213,14 @@ class HybridEPBuffer(BufferBase):
         comm, routed = given.comm, given.routed
         with self._calls.told(device, comm, "combine"):
             refuse(**others)
-            rows = checks.tokens_of(hidden.contiguous(), "hidden").detach()
+            rows = checks.tokens_of(checks.tensor("hidden", hidden).contiguous(), "hidden").detach()
             if rows.shape != routed.tokens.shape:
                 raise ShapeMismatch(
                     f"hidden is {list(rows.shape)}, expected {list(routed.tokens.shape)}, as was received"
                 )
             if probs is not None:
-                probs = checks.like("probs", probs.contiguous(), [len(rows)], torch.float32, device)
+                probs = checks.tensor("probs", probs).contiguous()
+                probs = checks.like("probs", probs, [len(rows)], torch.float32, device)
 
         def call() -> tuple[torch.Tensor, torch.Tensor | None]:
             out = comm.combine(rows, routed, weighted=False)
@@ -299,7 +300,8 @@ def _weights(
         return checks.like("topk_weights", topk_weights, ids.shape, torch.float32, device)
     if probs is None:
         return None
-    probs = checks.like("probs", probs.contiguous(), [len(ids), num_experts], torch.float32, device)
+    probs = checks.tensor("probs", probs).contiguous()
+    probs = checks.like("probs", probs, [len(ids), num_experts], torch.float32, device)
     return probs.gather(1, ids.clamp(0, num_experts - 1))
 
 

@@ -282,6 +282,7 @@ class LowLatencyMode(BufferBase):
             require(not (async_finish and return_recv_hook), "async_finish and return_recv_hook exclude each other")
             if zero_copy:
                 x = vars(handle).get("room", x)
+            checks.tensor("x", x)
             shape = list(routed.tokens.shape)
             rows = checks.like("x", x, shape, x.dtype, device)
             routed.replace_ids(checks.like("topk_idx", topk_idx, ids.shape, ids.dtype, device))
@@ -341,10 +342,14 @@ class LowLatencyMode(BufferBase):
         """Go on without a rank from the next call on. All ranks that stay call it alike.
 
         Raises:
-            BadCall: the buffer was made without ``enable_shrink``.
+            BadCall: the buffer was made without ``enable_shrink``, there is no such rank, it is this one, or no call
+                was made yet.
             NotServed: ``mask`` is False and the rank is masked: make new buffers on all ranks to take one back.
         """
         self._require_shrink()
+        others = [rank for rank in range(self.group_size) if rank != self.rank]
+        require(rank_to_mask in others, f"rank_to_mask is {rank_to_mask!r}, expected one of {others}")
+        require(not mask or self._calls.all(), "no call was made yet; make one on all ranks before masking any")
         if not mask and rank_to_mask in self._masked():
             raise NotServed("a masked rank cannot be unmasked; make new buffers on a new process group of all ranks")
         if mask:

@@ -69,7 +69,7 @@ class Routes:
             shape = [num_tokens, num_experts]
             routing_map = checks.like("routing_map", routing_map, shape, torch.bool, device)
             if probs is not None:
-                probs = checks.like("probs", probs.contiguous(), shape, torch.float32, device)
+                probs = checks.like("probs", checks.tensor("probs", probs).contiguous(), shape, torch.float32, device)
         self._ids, self._weights, self._map, self._probs = topk_idx, topk_weights, routing_map, probs
         self.weighted = (topk_weights if topk_idx is not None else probs) is not None
 
@@ -77,17 +77,18 @@ class Routes:
         """K: of the ids, or the most routes of a token in the map. Where the host may not read it: all experts, or 32.
 
         Raises:
-            NotServed: a token has more than 32 routes.
+            NotServed: a token has more than 32 routes. Where the host may not read the map, calls report an id that is
+                none.
         """
         if self._ids is not None:
             return self._ids.shape[1]
         assert self._map is not None
-        if non_blocking:
+        if non_blocking and self._map.is_cuda:
             return min(self._map.shape[1], MAX_TOP_K)
         most = int(self._map.sum(1).max()) if len(self._map) else 1
         if most > MAX_TOP_K:
             raise NotServed(f"routing_map has a token with {most} experts, tokenloom serves at most {MAX_TOP_K}")
-        return max(1, most)
+        return min(self._map.shape[1], MAX_TOP_K) if non_blocking else max(1, most)
 
     def by_token(self, top_k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """int64 ids [N, K], the caller's own if it gave some, and float32 weights [N, K], or None without."""
@@ -95,4 +96,6 @@ class Routes:
             return self._ids, self._weights
         assert self._map is not None
         ids = ids_of_map(self._map, top_k)
+        if self._map.shape[1] > top_k:  # an id that is none: calls report it, where the host may not look
+            ids = torch.where((self._map.sum(1) > top_k)[:, None], self._map.shape[1], ids)
         return ids, None if self._probs is None else self._probs.gather(1, ids.clamp_min(0))

@@ -42,7 +42,8 @@ class CommStream:
 
     @staticmethod
     def check(previous_event: object, async_finish: bool, allocate_on_comm_stream: bool) -> None:
-        """Raise BadCall for options of streams that do not go together."""
+        """Raise BadCall for options of streams that do not go together, and for what is no event."""
+        recorded_in(previous_event)
         both = is_event(previous_event) and async_finish
         require(both or not allocate_on_comm_stream, "allocate_on_comm_stream needs previous_event and async_finish")
 
@@ -71,8 +72,10 @@ class CommStream:
         """
         before = recorded_in(previous_event)
         if not async_finish or device.type != "cuda":
-            if before is not None:
+            if before is not None and device.type == "cuda":
                 torch.cuda.current_stream(device).wait_event(before)
+            elif before is not None:
+                before.synchronize()
             self.order_behind(device)
             with without_graph():
                 result = call()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,8 @@ from tokenloom.inference.mega_moe import MegaMoE
 from tokenloom.ops.gemm import check_tensor, check_weights, interleave_gate_and_up
 from tokenloom.plan import FP8_BLOCK, align_up
 from tokenloom.runtime.devices import pick_device
+from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.runtime.rendezvous import agree
 
 RECIPE = (128, 128, 128)
 """Recipe of DeepGEMM that this layer has, and the only one."""
@@ -70,7 +72,7 @@ class SM90SymmBuffer:
         use_fp8_dispatch: bool = True,
         activation: str = "swiglu",
     ) -> None:
-        _check_options(use_fp8_dispatch=use_fp8_dispatch, activation=activation)
+        _check_options(group, use_fp8_dispatch=use_fp8_dispatch, activation=activation)
         rows, device = align_up(num_max_tokens_per_rank, TOKEN_ALIGNMENT), pick_device(None, group)
         self.mega = MegaMoE(
             group,
@@ -136,7 +138,7 @@ def get_symm_buffer_for_sm90_mega_moe(
     Raises:
         InvalidArgument, BackendUnavailable: as in :class:`SM90SymmBuffer`.
     """
-    _check_options(fused=fused, num_experts_per_wave=num_experts_per_wave, l2_act_sf_gran_k=l2_act_sf_gran_k)
+    _check_options(group, fused=fused, num_experts_per_wave=num_experts_per_wave, l2_act_sf_gran_k=l2_act_sf_gran_k)
     sizes = (num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden)
     return SM90SymmBuffer(group, *sizes, use_fp8_dispatch, activation)
 
@@ -171,7 +173,7 @@ def get_symm_buffer_for_mega_moe(
     Raises:
         InvalidArgument, BackendUnavailable: as in :class:`SM90SymmBuffer`.
     """
-    _check_options(num_shared_experts=num_shared_experts, use_fp8_dispatch=use_fp8_dispatch, mma_type=mma_type)
+    _check_options(group, num_shared_experts=num_shared_experts, use_fp8_dispatch=use_fp8_dispatch, mma_type=mma_type)
     sizes = (num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden)
     return SM90SymmBuffer(group, *sizes, activation=activation)
 
@@ -262,25 +264,39 @@ def fp8_mega_moe(
         ShapeMismatch, DtypeMismatch, DeviceMismatch: a tensor is not as above.
         TokenloomError: as in ``MegaMoE.forward``.
     """
-    if tuple(recipe) != RECIPE or activation != "swiglu":
-        raise InvalidArgument(f"recipe is {recipe}, activation is {activation!r}; there are {RECIPE} and 'swiglu'")
-    buffer, mega = sym_buffer, sym_buffer.mega
-    rows, room = len(y), sym_buffer.num_max_tokens_per_rank
-    if rows > room:
-        raise ShapeMismatch(f"y has {rows} rows, the buffer has room for {room}")
-    if num_tokens_bound is not None and not rows <= num_tokens_bound <= room:
-        raise InvalidArgument(f"num_tokens_bound is {num_tokens_bound}, expected {rows} (rows of y) to {room}")
-    given = (*l1_weights, *l2_weights)
-    if any(ours is not theirs for ours, theirs in zip(mega.weights or (None,) * 4, given, strict=True)):
-        mega.use_weights(*given)
-    mega.set_activation(activation_clamp, fast_math)
+    buffer, mega, rows = sym_buffer, sym_buffer.mega, len(y)
+    try:
+        _check_call(rows, buffer.num_max_tokens_per_rank, recipe, activation, num_tokens_bound)
+        given = (*l1_weights, *l2_weights)
+        if any(ours is not theirs for ours, theirs in zip(mega.weights or (None,) * 4, given, strict=True)):
+            mega.use_weights(*given)
+        mega.set_activation(activation_clamp, fast_math)
+    except Exception as fault:
+        mega.refuse(fault)
     inputs = (buffer.x[:rows], buffer.x_sf[:rows]), buffer.topk_idx[:rows], buffer.topk_weights[:rows]
     mega(*inputs, expert_stats=cumulative_local_expert_recv_stats, out=y)
 
 
-def _check_options(**options: Any) -> None:
-    """Raise InvalidArgument for a value that is not among those of ``SERVED``."""
+def _check_call(
+    rows: int, room: int, recipe: tuple[int, int, int], activation: str, num_tokens_bound: int | None
+) -> None:
+    if tuple(recipe) != RECIPE or activation != "swiglu":
+        raise InvalidArgument(f"recipe is {recipe}, activation is {activation!r}; there are {RECIPE} and 'swiglu'")
+    if rows > room:
+        raise ShapeMismatch(f"y has {rows} rows, the buffer has room for {room}")
+    if num_tokens_bound is not None and not rows <= num_tokens_bound <= room:
+        raise InvalidArgument(f"num_tokens_bound is {num_tokens_bound}, expected {rows} (rows of y) to {room}")
+
+
+def _check_options(group: dist.ProcessGroup, **options: Any) -> None:
+    """Raise InvalidArgument for a value that is not among those of ``SERVED``. The other ranks hear of it."""
     for name, value in options.items():
-        if value not in SERVED[name]:
-            there = " or ".join(map(repr, SERVED[name]))
-            raise InvalidArgument(f"{name} is {value!r}; tokenloom's layer has {there}")
+        if value in SERVED[name]:
+            continue
+        there = " or ".join(map(repr, SERVED[name]))
+        fault = InvalidArgument(f"{name} is {value!r}; tokenloom's layer has {there}")
+
+        def prepare(fault: Exception = fault) -> NoReturn:
+            raise fault
+
+        agree(RankGroup(group), prepare, "making a Communicator")

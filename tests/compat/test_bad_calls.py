@@ -1,0 +1,128 @@
+"""What clients get wrong: the error names it, all ranks hear of it where one alone fails, and the next call works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tokenloom as tl
+from tests.compat.test_deep_gemm import weights_for
+from tests.conftest import Ranks
+from tokenloom.compat import deep_ep, deep_gemm
+from tokenloom.compat.deep_ep.events import EventHandle
+from tokenloom.compat.deep_ep.faults import BadCall, NotServed
+from tokenloom.compat.deep_ep.routing_maps import Routes
+from tokenloom.runtime.processes import RankContext
+
+HIDDEN, WIDTH, ROOM = 128, 128, 8
+BF16 = torch.bfloat16
+CPU = torch.device("cpu")
+
+
+# -- deep_gemm --------------------------------------------------------------------------------------------------
+
+CALLS: dict[str, Callable[[torch.Tensor, Any, Any], tuple[tuple[Any, ...], dict[str, Any]]]] = {
+    "y has 200 rows": lambda y, w1, w2: ((y.new_empty(200, HIDDEN), w1, w2), {}),
+    "activation_clamp is -1": lambda y, w1, w2: ((y, w1, w2), {"activation_clamp": -1.0}),
+    "recipe is ": lambda y, w1, w2: ((y, w1, w2), {"recipe": (1, 1, 128)}),
+    "num_tokens_bound is 1": lambda y, w1, w2: ((y, w1, w2), {"num_tokens_bound": 1}),
+    "w1 is ": lambda y, w1, w2: ((y, (w1[0][:, :HIDDEN], w1[1]), w2), {}),
+}
+
+
+def check_call_of_a_layer(context: RankContext, said: str) -> None:
+    buffer = deep_gemm.get_symm_buffer_for_mega_moe(context.group, context.num_ranks, ROOM, 1, HIDDEN, WIDTH)
+    w1, w2 = deep_gemm.transform_weights_for_mega_moe_sm90(*weights_for(HIDDEN, WIDTH))
+    y = torch.empty(2, HIDDEN, dtype=BF16)
+    deep_gemm.fp8_mega_moe(y, w1, w2, buffer)
+    if context.rank == 1:
+        given, options = CALLS[said](y, w1, w2)
+        with pytest.raises(tl.TokenloomError, match=said):
+            deep_gemm.fp8_mega_moe(*given, buffer, **options)
+    else:
+        with pytest.raises(tl.PeerError, match=f"rank 1 failed.*{said}"):
+            deep_gemm.fp8_mega_moe(y, w1, w2, buffer)
+    deep_gemm.fp8_mega_moe(y, w1, w2, buffer)
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("said", CALLS)
+def test_a_call_of_a_layer(four: Ranks, said: str) -> None:
+    four.run(check_call_of_a_layer, said)
+
+
+def check_options_of_a_layer(context: RankContext) -> None:
+    sizes = (context.group, context.num_ranks, ROOM, 1, HIDDEN, WIDTH)
+    error, shared = (tl.InvalidArgument, 1) if context.rank == 1 else (tl.PeerError, 0)
+    with pytest.raises(error, match="num_shared_experts is 1"):
+        deep_gemm.get_symm_buffer_for_mega_moe(*sizes, num_shared_experts=shared)
+    deep_gemm.get_symm_buffer_for_mega_moe(*sizes).destroy()
+
+
+def test_options_of_a_layer(four: Ranks) -> None:
+    four.run(check_options_of_a_layer)
+
+
+def layer_of_one() -> tl.MegaMoE:
+    sizes = {"num_experts": 1, "hidden": HIDDEN, "intermediate": WIDTH, "top_k": 1, "max_tokens_per_rank": ROOM}
+    return tl.MegaMoE(None, backend="reference", device="cpu", **sizes)
+
+
+def test_weights_of_a_layer() -> None:
+    layer = layer_of_one()
+    w1, w2 = torch.zeros(1, 2 * WIDTH, HIDDEN, dtype=BF16), torch.zeros(1, HIDDEN, WIDTH, dtype=BF16)
+    with pytest.raises(tl.InvalidArgument, match="w2 is a NoneType"):
+        layer.load_weights(w1, None)  # type: ignore[arg-type]
+    with pytest.raises(tl.DtypeMismatch, match="which has no scales"):
+        layer.load_weights(w1, w2, torch.ones(1, 2, 1), torch.ones(1, 1, 1))
+    layer.load_weights(w1, w2)
+    with pytest.raises(tl.InvalidArgument, match="topk_ids is a NoneType"):
+        layer(torch.zeros(1, HIDDEN, dtype=BF16), None, torch.ones(1, 1))  # type: ignore[arg-type]
+
+
+# -- deep_ep ----------------------------------------------------------------------------------------------------
+
+
+def test_maps_with_more_routes_than_columns() -> None:
+    """Where the host may not look, an id that is none says that routes were left out."""
+    routing_map = torch.tensor([[True, False, True, False], [False, True, False, False]])
+    routing = Routes(None, None, routing_map, None, 4, 2, CPU)
+    assert routing.by_token(2)[0].tolist() == [[0, 2], [1, -1]]
+    assert routing.by_token(1)[0].tolist() == [[4], [1]]
+    wide = Routes(None, None, torch.ones(1, 40, dtype=torch.bool), None, 40, 1, CPU)
+    for non_blocking in (False, True):
+        with pytest.raises(NotServed, match="a token with 40 experts"):
+            wide.width(non_blocking)
+
+
+def check_deep_ep(context: RankContext) -> None:
+    buffer = deep_ep.Buffer(context.group, low_latency_mode=True, enable_shrink=True)
+    for rank, said in ((context.rank, "rank_to_mask is"), (context.num_ranks, "rank_to_mask is")):
+        with pytest.raises(BadCall, match=said):
+            buffer.low_latency_update_mask_buffer(rank, True)
+    with pytest.raises(BadCall, match="no call was made yet"):
+        buffer.low_latency_update_mask_buffer((context.rank + 1) % context.num_ranks, True)
+    x, ids = torch.ones(2, HIDDEN, dtype=BF16), torch.zeros(2, 1, dtype=torch.int64)
+    num_experts = context.num_ranks
+    _, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, 2, num_experts, use_fp8=False)
+    for rows in (None, (x, x)):
+        with pytest.raises(BadCall, match="x is a"):
+            buffer.low_latency_combine(rows, ids, torch.ones(2, 1), handle)  # type: ignore[arg-type]
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, num_experts)
+    counts = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
+    with pytest.raises(BadCall, match="the event to wait for is a int"):
+        buffer.dispatch(x, topk_idx=ids, topk_weights=torch.ones(2, 1), previous_event=7, **counts)
+    buffer.dispatch(x, topk_idx=ids, topk_weights=torch.ones(2, 1), previous_event=EventHandle(), **counts)
+
+
+def test_deep_ep(four: Ranks) -> None:
+    four.run(check_deep_ep)
+
+
+@pytest.mark.parametrize("number", [4.0, "4", 3, 0])
+def test_numbers_of_sms(number: Any) -> None:
+    with pytest.raises(BadCall, match="is not even and positive"):
+        deep_ep.Buffer.set_num_sms(number)
