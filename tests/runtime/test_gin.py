@@ -225,14 +225,19 @@ def test_a_close_is_bounded(nccl: StandIn) -> None:
 
 
 def test_a_rank_that_does_not_close(nccl: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernel may still put, so nothing is given back; when all come, everything is, and their notes go."""
-    store, ranks = dist.HashStore(), RankGroup(None, device="cpu")
-    ranks.num_ranks, ranks.notes._store = 2, store
+    """Its kernel may still put, so nothing is given back, also when it comes later: NCCL's calls are collective. When
+    all come, everything is, and their notes go."""
+    store, ranks, other = dist.HashStore(), RankGroup(None, device="cpu"), RankGroup(None, device="cpu")
+    for each in (ranks, other):
+        each.num_ranks, each.notes._store = 2, store
+    other.rank = 1
     monkeypatch.setattr(gin, "agree", lambda ranks, prepare, phase: prepare())
     nccl.device_comm = StandIn.made(0, 2, 2, 2)
-    alone, both = (GinMemory(ranks, 1, contexts=2, signals=2, state_bytes=8) for _ in range(2))
+    alone, both, late = (GinMemory(ranks, 1, contexts=2, signals=2, state_bytes=8) for _ in range(3))
+    late._name, late._ranks = alone._name, other
     del nccl.calls[:]
     assert not alone.close()
+    assert not late.close()
     assert nccl.calls == []
     name = ranks.notes.key("network memory/0/2")
     assert both._name == name

@@ -194,19 +194,20 @@ class GinMemory:
         return steps
 
     def _all_close(self, until: float) -> bool:
-        """Whether all ranks have come to this close. By the store, which has no part in what NCCL does."""
+        """Whether all ranks have come to this close, the same on all. By the store, which has no part in what NCCL
+        does. NCCL's calls are collective, so if one rank has waited in vain, nobody makes them."""
         notes, num_ranks = self._ranks.notes, self._ranks.num_ranks
         if num_ranks == 1:
             return True
         keys = [f"{self._name}/{rank}" for rank in range(num_ranks)]
+        verdict, passed = f"{self._name}/verdict", f"{self._name}/passed"
         notes.call("set", keys[self._ranks.rank], b"closes")
-        while not notes.call("check", keys):
-            if time.monotonic() > until:
-                return False
+        while not notes.call("check", keys) and time.monotonic() <= until:
             time.sleep(0.002)
-        passed = f"{self._name}/passed"
+        if not notes.decide_at(verdict, bool(notes.call("check", keys))):
+            return False
         if notes.call("add", passed, 1) == num_ranks:
-            notes.delete([*keys, passed])
+            notes.delete([*keys, verdict, passed])
         return True
 
 
