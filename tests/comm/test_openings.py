@@ -71,3 +71,19 @@ def check_other_checkpoints(context: RankContext) -> None:
 
 def test_checkpoints_of_different_models(four: Ranks) -> None:
     four.run(check_other_checkpoints)
+
+
+def check_numbers_that_differ(context: RankContext) -> None:
+    comm = small_comm(context)
+    dispatch(comm)
+    if context.rank == 1:  # a fault of this rank was told by another communicator of the same group
+        comm.engine.ranks.notes.step += 3
+    with pytest.raises(tl.PlanMismatch, match="rank 1 has dispatch number="):
+        dispatch(comm)
+    assert int(dispatch(comm).tokens.sum()) > 0
+    comm.close()
+
+
+def test_numbers_that_differ(four: Ranks) -> None:
+    """They are the same again behind the call that found out."""
+    four.run(check_numbers_that_differ)

@@ -122,6 +122,28 @@ def test_deep_ep(four: Ranks) -> None:
     four.run(check_deep_ep)
 
 
+def check_two_hidden_sizes(context: RankContext) -> None:
+    buffer = deep_ep.Buffer(context.group)
+
+    def dispatch(hidden: int, dtype: torch.dtype = torch.float32) -> None:
+        x, ids = torch.ones(2, hidden, dtype=BF16), torch.zeros(2, 1, dtype=torch.int64)
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, context.num_ranks)
+        counts = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
+        buffer.dispatch(x, topk_idx=ids, topk_weights=torch.ones(2, 1, dtype=dtype), **counts)
+
+    dispatch(128)
+    dispatch(256)
+    with pytest.raises(tl.TokenloomError, match="topk_weights"):
+        dispatch(128, torch.float64 if context.rank == 1 else torch.float32)
+    dispatch(128)
+    dispatch(256)
+
+
+def test_two_hidden_sizes(four: Ranks) -> None:
+    """A fault is told by the communicator that the others call, or later calls of both would have other numbers."""
+    four.run(check_two_hidden_sizes)
+
+
 @pytest.mark.parametrize("number", [4.0, "4", 3, 0])
 def test_numbers_of_sms(number: Any) -> None:
     with pytest.raises(BadCall, match="is not even and positive"):

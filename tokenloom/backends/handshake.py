@@ -76,7 +76,10 @@ def handshake(
     elif (table[:, 0] < 0).any():  # see RankGroup.all_gather_object
         raise PlanMismatch(int(np.argmax(table[:, 0] < 0)), "call", "another one", call, ranks.rank)
     elif len(set(table[there, 1].tolist())) > 1:
-        raise_difference(ranks.all_gather_object(text_of(fields), phase))
+        told = ranks.all_gather_object((ranks.step, text_of(fields)), phase)
+        there_told = [each for each in told if each is not None]
+        ranks.notes.skip_to(1 + max(step for step, _ in there_told))  # later calls have the same numbers again
+        raise_difference([None if each is None else each[1] for each in told])
     return table[:, _HEADER_WORDS:ends], frozenset(np.flatnonzero(~there).tolist())
 
 

@@ -71,7 +71,7 @@ class Communicators:
         self.group, self._options = group, options
         self._made: dict[Shape, Communicator] = {}
         self._last: Communicator | None = None
-        self._last_of: dict[int | None, Communicator] = {}  # by num_sms of their shapes
+        self._last_of: dict[tuple[int | None, int | None], Communicator] = {}  # by num_sms, and by hidden or None
         self._meeting: RankGroup | None = None
 
     def run(
@@ -125,7 +125,9 @@ class Communicators:
 
     def _use(self, shape: Shape, comm: Communicator) -> None:
         """Note what the call is made with, before it can fail: all ranks tell later faults by the same one."""
-        self._last = self._last_of[shape.num_sms] = comm
+        self._last = comm
+        for hidden in (shape.hidden, None):
+            self._last_of[shape.num_sms, hidden] = comm
 
     def _announce(self, comm: Communicator | None, tokens: int) -> None:
         """Tell ranks that open a call, for which they have room, that this one has none."""
@@ -194,6 +196,7 @@ class Communicators:
         awaited: bool = True,
         opened_on: Callable[[Communicator], tuple[str, Engine]] | None = None,
         num_sms: int | None = None,
+        hidden: int | None = None,
     ) -> Iterator[None]:
         """Inside, a call is checked. The other ranks, which make it, hear of a fault.
 
@@ -203,14 +206,16 @@ class Communicators:
             name: "dispatch" or "combine".
             awaited: a dispatch whose outcome the other ranks read. Elsewhere kernels tell it: at a later call.
             opened_on: gives the name of what the others open, and its engine, where it is not the communicator's own.
-            num_sms: of the call's shape. Of several communicators the others make the call with the last such one.
+            num_sms, hidden: of the call's shape, as far as it is known. Of several communicators the others make the
+                call with the last such one; told by another, ranks would count different calls of both.
         """
         try:
             yield
         except Exception as fault:
             if is_known_to_all(fault):
                 raise
-            known = comm or self._last_of.get(num_sms) or self._last
+            of_shape = self._last_of.get((num_sms, hidden)) or self._last_of.get((num_sms, None))
+            known = comm or of_shape or self._last
             self._tell(fault, device, known, Upcoming(name, awaited=awaited and name == "dispatch"), opened_on)
             raise
 

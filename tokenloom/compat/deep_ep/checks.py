@@ -25,6 +25,12 @@ def device_of(x: object) -> torch.device:
     return tokens.device if isinstance(tokens, torch.Tensor) else torch.device("cpu")
 
 
+def hidden_of(x: object) -> int | None:
+    """Values in a row of a payload, or None if it has no rows."""
+    tokens = x[0] if isinstance(x, (tuple, list)) and x else x
+    return tokens.shape[1] if isinstance(tokens, torch.Tensor) and tokens.ndim == 2 else None
+
+
 def tensor(name: str, value: object) -> torch.Tensor:
     """The value, which must be a tensor."""
     if not isinstance(value, torch.Tensor):

@@ -96,7 +96,8 @@ class ElasticCalls(BufferBase):
         """
         device = checks.device_of(x)
         given: tuple[Any, ...] = (topk_idx, topk_weights, num_experts, num_max_tokens_per_rank, expert_alignment)
-        with self._calls.told(device, handle.dispatched.comm if isinstance(handle, EPHandle) else None):
+        hidden = checks.hidden_of(x)
+        with self._calls.told(device, handle.dispatched.comm if isinstance(handle, EPHandle) else None, hidden=hidden):
             payload = checks.payload_of(x)
             tokens = payload[0] if isinstance(payload, tuple) else payload
             require(do_expand or not do_zero_padding, "do_zero_padding needs do_expand=True")
@@ -120,7 +121,7 @@ class ElasticCalls(BufferBase):
 
             (rows, ids, weights), event = self._run(call, inputs, device, events, async_with_compute_stream)
             return rows, ids, weights, handle, event
-        with self._calls.told(device):
+        with self._calls.told(device, hidden=hidden):
             top_k = checks.ids_of(topk_idx, len(tokens), device)
             assert topk_idx is not None
             most = self._most(num_max_tokens_per_rank, len(tokens))
@@ -145,7 +146,7 @@ class ElasticCalls(BufferBase):
         shape = Shape(num_experts, tokens.shape[1], top_k, wide_rows(tokens.dtype), most_sms)
 
         def first() -> tuple[Any, ...]:
-            with self._calls.told(device):
+            with self._calls.told(device, hidden=hidden):
                 sent = checks.by_row(payload)
 
             def send(comm: Communicator) -> tuple[Communicator, Routed]:
@@ -202,7 +203,7 @@ class ElasticCalls(BufferBase):
             combined_x [N, H] of x's dtype, combined_topk_weights float32 [N, K] or None, event.
         """
         device = checks.device_of(x)
-        with self._calls.told(device, None, "combine"):
+        with self._calls.told(device, None, "combine", hidden=checks.hidden_of(x)):
             _require_handle(handle)
         comm, routed = handle.dispatched.comm, handle.dispatched.routed
         with self._calls.told(device, comm, "combine"):

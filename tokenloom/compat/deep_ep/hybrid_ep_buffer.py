@@ -135,7 +135,8 @@ class HybridEPBuffer(BufferBase):
             without CUDA; on the device with ``non_blocking``); handle.
         """
         device = checks.device_of(hidden)
-        with self._calls.told(device, handle.dispatched.comm if isinstance(handle, Parts) else None):
+        known = handle.dispatched.comm if isinstance(handle, Parts) else None
+        with self._calls.told(device, known, hidden=checks.hidden_of(hidden)):
             refuse(**others)
             hidden = hidden.contiguous() if isinstance(hidden, torch.Tensor) else hidden
             payload = checks.by_row(checks.payload_of(hidden if scaling_factor is None else (hidden, scaling_factor)))
@@ -207,7 +208,7 @@ class HybridEPBuffer(BufferBase):
             [N, H] of hidden's dtype; probs float32 [N, E], 0 where there is no route, or None.
         """
         device = checks.device_of(hidden)
-        with self._calls.told(device, None, "combine"):
+        with self._calls.told(device, None, "combine", hidden=checks.hidden_of(hidden)):
             _check_handle(handle, pad_multiple)
         given: Dispatched = handle.dispatched
         comm, routed = given.comm, given.routed

@@ -174,7 +174,7 @@ class NormalMode(BufferBase):
 
             rows, event = self._stream.run(again, (x, given.routed), device, *streams)
             return rows, None, None, None, None, event
-        with self._calls.told(device):
+        with self._calls.told(device, hidden=checks.hidden_of(x)):
             self._stream.check(*streams)
             checks.config(config)
             payload = checks.payload_of(x)
