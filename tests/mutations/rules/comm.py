@@ -32,6 +32,22 @@ HANDSHAKE = (
         tests=("tests/comm/test_openings.py::test_a_checkpoint_and_a_forward",),
     ),
     Mutation(
+        name="numbers-stay-apart",
+        rule="ranks whose calls have different numbers fail for ever",
+        target="tokenloom.backends.handshake:handshake",
+        old="1 + max((step for step, _ in there_told))",
+        new="ranks.step",
+        tests=("tests/comm/test_openings.py::test_numbers_that_differ",),
+    ),
+    Mutation(
+        name="regions-run-again-anywhere",
+        rule="a checkpointed region runs again at different calls of different ranks",
+        target="tokenloom.comm.autograd:_save_a_mark",
+        old="torch._C._autograd._top_saved_tensors_default_hooks(True) is not None",
+        new="False",
+        tests=("tests/comm/test_regions.py::test_a_region_that_runs_again",),
+    ),
+    Mutation(
         name="faults-of-plain-calls-stay-here",
         rule="a fault in a call with nothing around it is not told to the others",
         target="tokenloom.comm.halves:Call.run",

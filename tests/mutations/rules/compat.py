@@ -184,9 +184,17 @@ MUTATIONS = (
         name="faults-told-anywhere",
         rule="a fault is told on the communicator that was used last, whatever the mode of the call",
         target="tokenloom.comm.growing:Communicators.told",
-        old="comm or self._last_of.get(num_sms) or self._last",
+        old="comm or of_shape or self._last",
         new="comm or self._last",
         tests=("tests/compat/deep_ep/test_sms.py::test_a_fault_is_told_where_the_others_make_the_call",),
+    ),
+    Mutation(
+        name="faults-told-by-another-width",
+        rule="a fault is told on the communicator that was used last, whatever the width of its rows",
+        target="tokenloom.comm.growing:Communicators.told",
+        old="self._last_of.get((num_sms, hidden)) or self._last_of.get((num_sms, None))",
+        new="self._last_of.get((num_sms, None))",
+        tests=("tests/compat/test_bad_calls.py::test_two_hidden_sizes",),
     ),
     Mutation(
         name="failed-usual-calls-are-forgotten",

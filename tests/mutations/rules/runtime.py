@@ -134,6 +134,14 @@ TUNE = (
         tests=("tests/tune/test_tune.py::test_a_choice_made_elsewhere",),
     ),
     Mutation(
+        name="some-ranks-give-memory-back",
+        rule="a rank gives memory of the network back that another one has kept",
+        target="tokenloom.runtime.gin:GinMemory._all_close",
+        old="notes.decide_at(verdict, bool(notes.call('check', keys)))",
+        new="notes.call('check', keys)",
+        tests=("tests/runtime/test_gin.py::test_a_rank_that_does_not_close",),
+    ),
+    Mutation(
         name="nodes-are-not-told-apart",
         rule="a choice that was made on one node is used on two",
         target="tokenloom.tune.choices:setting_of",
