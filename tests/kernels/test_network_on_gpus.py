@@ -117,7 +117,7 @@ def run(
 
 
 def test_kernels_compile(sizes: tuple[int, int], headers: Headers) -> None:
-    """With the headers of this machine's NCCL: no spill, no stack. It takes a minute, in which other tests may run."""
+    """With the headers of this machine's NCCL: no spill, no stack. Other tests may run meanwhile."""
     for entry in compile_kernels("bits", sizes, headers):
         needs = Resources.from_log(entry.log)
         assert (needs.stack_bytes, needs.spill_bytes) == (0, 0), entry.log

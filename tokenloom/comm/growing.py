@@ -227,11 +227,11 @@ class Communicators:
         upcoming: Upcoming,
         opened_on: Callable[[Communicator], tuple[str, Engine]] | None,
     ) -> None:
-        from tokenloom.runtime.rendezvous import agree
+        from tokenloom.runtime.rendezvous import agree, raising
 
         try:
             if comm is None:
-                agree(self.meeting(device), _raises(fault), "making a communicator")
+                agree(self.meeting(device), raising(fault), "making a communicator")
                 return
             engine = comm.engine
             if opened_on is not None:
@@ -273,10 +273,3 @@ def _usable_sms(device: torch.device) -> int:
 
 def _is_growth(error: PeerError) -> bool:
     return error.reason.startswith(NeedsRoom.__name__)
-
-
-def _raises(fault: Exception) -> Callable[[], tuple[dict[str, Any], Any]]:
-    def prepare() -> tuple[dict[str, Any], Any]:
-        raise fault
-
-    return prepare

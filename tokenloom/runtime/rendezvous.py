@@ -50,3 +50,12 @@ def agree(ranks: RankGroup, prepare: Callable[[], tuple[dict[str, Any], Extra]],
                 raise PlanMismatch(rank, name, values.get(name), value, base)
     members = ranks.members if isinstance(ranks, NodeRanks) else range(len(by_rank))
     return [there.get(rank, there[base])[2] for rank in members]
+
+
+def raising(fault: Exception) -> Callable[[], tuple[dict[str, Any], Any]]:
+    """What a rank passes to :func:`agree` that cannot take part: the other ranks hear of its fault."""
+
+    def prepare() -> tuple[dict[str, Any], Any]:
+        raise fault
+
+    return prepare

@@ -44,8 +44,9 @@ def check_options(
 
 def check_pool_rows(pool_rows: object) -> None:
     """Raise InvalidArgument unless ``pool_rows`` is None or a number of rows."""
-    is_number = isinstance(pool_rows, int) and not isinstance(pool_rows, bool)
-    if pool_rows is not None and not (is_number and pool_rows >= 1):  # type: ignore[operator]
+    if pool_rows is None:
+        return
+    if not isinstance(pool_rows, int) or isinstance(pool_rows, bool) or pool_rows < 1:
         raise InvalidArgument(f"pool_rows is {pool_rows!r}, expected None or an integer of at least 1")
 
 

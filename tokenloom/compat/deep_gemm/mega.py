@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from tokenloom.ops.gemm import check_tensor, check_weights, interleave_gate_and_
 from tokenloom.plan import FP8_BLOCK, align_up
 from tokenloom.runtime.devices import pick_device
 from tokenloom.runtime.rank_group import RankGroup
-from tokenloom.runtime.rendezvous import agree
+from tokenloom.runtime.rendezvous import agree, raising
 
 RECIPE = (128, 128, 128)
 """Recipe of DeepGEMM that this layer has, and the only one."""
@@ -291,12 +291,7 @@ def _check_call(
 def _check_options(group: dist.ProcessGroup, **options: Any) -> None:
     """Raise InvalidArgument for a value that is not among those of ``SERVED``. The other ranks hear of it."""
     for name, value in options.items():
-        if value in SERVED[name]:
-            continue
-        there = " or ".join(map(repr, SERVED[name]))
-        fault = InvalidArgument(f"{name} is {value!r}; tokenloom's layer has {there}")
-
-        def prepare(fault: Exception = fault) -> NoReturn:
-            raise fault
-
-        agree(RankGroup(group), prepare, "making a Communicator")
+        if value not in SERVED[name]:
+            there = " or ".join(map(repr, SERVED[name]))
+            fault = InvalidArgument(f"{name} is {value!r}; tokenloom's layer has {there}")
+            agree(RankGroup(group), raising(fault), "making a Communicator")
