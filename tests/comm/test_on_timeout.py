@@ -372,7 +372,7 @@ def check_back_with_others(context: RankContext, others: dict[str, Any], text: s
 
 
 def serve(context: RankContext, pipe: Connection, num_calls: int) -> None:
-    """Pairs of calls whose results tell which routes counted. Says "pair" at times: its number, and who is masked."""
+    """Pairs of calls whose results tell which routes counted. Says "pair" at times: its number, who is masked, why."""
     rank, num_ranks = context.rank, context.num_ranks
     comm = tl.Communicator(
         num_experts=2 * num_ranks, hidden=8, top_k=3, max_tokens_per_rank=6, on_timeout="mask", timeout_s=3.0
@@ -380,7 +380,7 @@ def serve(context: RankContext, pipe: Connection, num_calls: int) -> None:
     masked: list[int] = []
     for number in range(num_calls):
         if number % 20 == 0:
-            pipe.send(("pair", (number, masked)))
+            pipe.send(("pair", (number, masked, comm.engine.ranks.why_masked())))
         generator = torch.Generator().manual_seed(number * num_ranks + rank)
         ids = torch.randint(-1, 2 * num_ranks, (number % 7, 3), generator=generator)
         x = torch.randint(1, 9, (number % 7, 8), generator=generator).float()
@@ -396,7 +396,7 @@ def serve(context: RankContext, pipe: Connection, num_calls: int) -> None:
             expected.append(x * counts[:, None])
         assert any(torch.equal(out, each) for each in expected), f"pair {number}: {out} is neither of {expected}"
         masked = comm.masked_ranks()
-    pipe.send(("pair", (num_calls, masked)))
+    pipe.send(("pair", (num_calls, masked, comm.engine.ranks.why_masked())))
     comm.close()
 
 
@@ -405,12 +405,12 @@ def server(num_calls: int) -> Server:
     return Server(4, serve, num_calls, device="cpu")
 
 
-def masked_at(server: Server, rank: int, number: int) -> list[int]:
+def require_masked(server: Server, rank: int, number: int, expected: list[int]) -> None:
     """Who is masked at the first pair that this rank tells of, from this one on."""
-    at, masked = -1, []
+    at, masked, why = -1, [], {}
     while at < number:
-        at, masked = server.hear(rank, "pair", SERVER_S)
-    return masked
+        at, masked, why = server.hear(rank, "pair", SERVER_S)
+    assert masked == expected, f"pair {at} of rank {rank}: {why}"
 
 
 @pytest.mark.slow
@@ -426,18 +426,20 @@ def masked_at(server: Server, rank: int, number: int) -> list[int]:
 def test_death_in_the_middle(how: signal.Signals, num_calls: int) -> None:
     """A process ends, or stops, at some moment; the others lose the routes to it and no other, and make all calls."""
     with server(num_calls) as ranks:
-        masked_at(ranks, 2, num_calls // 4)
+        require_masked(ranks, 2, num_calls // 4, [])
         time.sleep(random.random() * 0.05)
         os.kill(ranks.processes[2].pid, how)
         for rank in (0, 1, 3):
-            assert masked_at(ranks, rank, num_calls) == [2]
+            require_masked(ranks, rank, num_calls, [2])
 
 
 @pytest.mark.slow
 def test_deaths_one_after_the_other() -> None:
     """Until one process is left."""
     with server(1000) as ranks:
+        gone: list[int] = []
         for number, rank in ((200, 0), (400, 3), (600, 1)):
-            masked_at(ranks, 2, number)
+            require_masked(ranks, 2, number, gone)
             os.kill(ranks.processes[rank].pid, signal.SIGKILL)
-        assert masked_at(ranks, 2, 1000) == [0, 1, 3]
+            gone = sorted([*gone, rank])
+        require_masked(ranks, 2, 1000, gone)

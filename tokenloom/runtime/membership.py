@@ -184,7 +184,7 @@ class Membership:
         while (loss := self._notes.hear(f"loss/{self._losses + 1}")) is not None:
             self._adopt(frozenset(loss[0]), loss[1])
         called = self._notes.hear("roll call") or 0
-        if called != self._answered:
+        if called > self._answered:
             self._answered = called
             self._notes.say("here", called)
 
@@ -196,11 +196,11 @@ class Membership:
 
     def roll_call(self, ranks: Collection[int]) -> set[int]:
         """Those of some ranks that wait for others themselves."""
-        number = (self._notes.hear("roll call") or 0) + 1
-        self._notes.say("roll call", number, everybody=True)
+        # A number of its own: one that others could overwrite with a lower one would never be answered.
+        number = self._notes.count("roll call")
         deadline = time.monotonic() + ROLL_CALL_S
         there: set[int] = set()
-        while there != set(ranks) and time.monotonic() < deadline:
+        while number is not None and there != set(ranks) and time.monotonic() < deadline:
             self.look()  # others may call as well
             there |= {rank for rank in ranks if (self._notes.hear("here", rank) or 0) >= number}
             time.sleep(POLL_S)

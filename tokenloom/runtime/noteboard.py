@@ -115,6 +115,14 @@ class Noteboard:
         self._names.add((name, True))
         return self.decide_at(self.key(name), value)
 
+    def count(self, name: str) -> int | None:
+        """Count something for everybody: one more than the last number, which no other rank gets; None if the store is
+        gone. :meth:`hear` gives the last.
+        """
+        self._names.add((name, True))
+        number: int | None = self.call("add", self.key(name), 1)
+        return number
+
     def say_at(self, key: str, value: Any) -> None:
         """Leave a value under a key of the store."""
         self.call("set", key, json.dumps(value).encode())
