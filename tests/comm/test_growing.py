@@ -5,9 +5,11 @@ The tests of ``tokenloom.compat.deep_ep`` have single calls. On the emulator and
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.nn import functional
 
+import tokenloom as tl
 from tests.conftest import Ranks
 from tokenloom.comm.growing import Communicators, Shape
 from tokenloom.comm.strategy import Strategy
@@ -103,3 +105,39 @@ def check_wide_rows(context: RankContext) -> None:
 def test_rows_of_a_width_have_a_communicator(four: Ranks) -> None:
     """Whose backend may have made its memory for them."""
     four.run(check_wide_rows)
+
+
+def check_a_fault_beside_growth(context: RankContext, needs_room: int, faulty: int) -> None:
+    needs_room, faulty = needs_room % context.num_ranks, faulty % context.num_ranks
+    communicators = Communicators(context.group, lambda: {"timeout_s": 20.0, "checked": True})
+
+    def step(tokens: int, expert_id: int) -> torch.Tensor:
+        x = torch.ones(tokens, HIDDEN, dtype=torch.bfloat16, device=context.device)
+        ids = torch.full((tokens, TOP_K), expert_id, device=context.device)
+
+        def call(comm: tl.Communicator) -> torch.Tensor:
+            routed = comm.dispatch(x, ids, layout="expert")
+            return comm.combine(routed.tokens, routed, weighted=False)
+
+        return communicators.run(Shape(EXPERTS, HIDDEN, TOP_K), tokens, context.device, call)
+
+    for most in (5, 40):
+        tokens = most if context.rank == needs_room else 3
+        assert (step(3, 1) == TOP_K).all()
+        (before,) = communicators.all()
+        with pytest.raises(tl.InvalidExpertId if context.rank == faulty else tl.PeerError) as told:
+            step(tokens, EXPERTS if context.rank == faulty else 0)
+        if isinstance(told.value, tl.PeerError):
+            assert told.value.rank == faulty
+        assert communicators.all() == [before], "nobody makes a larger one"
+        assert len(step(tokens, 0)) == tokens
+        assert communicators.all()[0].plan.max_tokens_per_rank >= most
+    communicators.close()
+
+
+@pytest.mark.parametrize(("needs_room", "faulty"), [(0, -1), (-1, 0)])
+def test_a_fault_comes_before_growth(ranks: Ranks, needs_room: int, faulty: int) -> None:
+    """All hear of the fault, so that nobody waits for the rank that has it to grow; the next call grows."""
+    if ranks.num_ranks == 1:
+        pytest.skip("one rank has one or the other")
+    ranks.run(check_a_fault_beside_growth, needs_room, faulty)

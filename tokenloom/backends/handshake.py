@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from tokenloom.backends.base import CombineOptions, DispatchInputs, DispatchOptions
-from tokenloom.errors import PeerError, PlanMismatch
+from tokenloom.errors import PeerError, PlanMismatch, ShapeMismatch
 from tokenloom.plan import Plan
 from tokenloom.runtime.rank_group import RankGroup
 
@@ -34,6 +34,18 @@ NUMBER = "dispatch number"
 Field = int | str | bool | torch.dtype | None
 Fields = Mapping[str, Field]
 """What all ranks must mean alike in a call, by name. First comes the call's name, then the number of its dispatch."""
+
+
+class NeedsRoom(ShapeMismatch):
+    """A rank has no room for a call that the others open: all of them make a larger communicator and call again.
+
+    Any other fault of the same call comes first, whose rank does not call again.
+    """
+
+
+def means_growth(reason: str) -> bool:
+    """Whether what a rank has told of its fault is :class:`NeedsRoom`."""
+    return reason.startswith(NeedsRoom.__name__)
 
 
 def handshake(
@@ -55,7 +67,7 @@ def handshake(
 
     Raises:
         PeerError: another rank has a fault; PlanMismatch: fields differ, or another rank does something else than a
-            call of a backend. Nothing where this rank has a fault.
+            call of a backend. Nothing where this rank has a fault, unless it needs room and another fault comes first.
     """
     header = [_OK if fault is None else _FAULT, hash_of(fields)]
     header += _encode_message("" if fault is None else f"{type(fault).__name__}: {fault}")
@@ -70,9 +82,11 @@ def handshake(
     there = table[:, 0] != _MASKED
     faulty = np.flatnonzero(table[:, 0] == _FAULT)
     if len(faulty):
-        rank = int(faulty[0])
-        if fault is None:
-            raise PeerError(rank, _decode_message(table[rank, 2:_HEADER_WORDS]))
+        reasons = {int(rank): _decode_message(table[rank, 2:_HEADER_WORDS]) for rank in faulty}
+        final = [rank for rank, reason in reasons.items() if not means_growth(reason)]
+        if fault is None or (final and isinstance(fault, NeedsRoom)):
+            rank = (final or list(reasons))[0]
+            raise PeerError(rank, reasons[rank])
     elif (table[:, 0] < 0).any():  # see RankGroup.all_gather_object
         raise PlanMismatch(int(np.argmax(table[:, 0] < 0)), "call", "another one", call, ranks.rank)
     elif len(set(table[there, 1].tolist())) > 1:

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from tokenloom.backends.base import Upcoming
-from tokenloom.errors import BackendUnavailable, PeerError, ShapeMismatch, is_known_to_all
+from tokenloom.backends.handshake import NeedsRoom, means_growth
+from tokenloom.errors import BackendUnavailable, PeerError, is_known_to_all
 
 if TYPE_CHECKING:
     from tokenloom.comm.communicator import Communicator
@@ -27,10 +28,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 MANY_SMS = 1 << 16
 """More than any GPU has."""
-
-
-class NeedsRoom(ShapeMismatch):
-    """No communicator of this shape has room for so many tokens."""
 
 
 class Shape(NamedTuple):
@@ -272,4 +269,4 @@ def _usable_sms(device: torch.device) -> int:
 
 
 def _is_growth(error: PeerError) -> bool:
-    return error.reason.startswith(NeedsRoom.__name__)
+    return means_growth(error.reason)

@@ -24,9 +24,17 @@ MUTATIONS = (
         name="nobody-hears-of-growth",
         rule="a rank that needs more room does not say so to those that have enough",
         target="tokenloom.comm.growing:_is_growth",
-        old="error.reason.startswith(NeedsRoom.__name__)",
+        old="means_growth(error.reason)",
         new="False",
         tests=(f"{NORMAL}test_batches_grow_and_shapes_change",),
+    ),
+    Mutation(
+        name="growth-comes-before-faults",
+        rule="the others hear that a rank needs room, and wait for one that has raised an error of its own",
+        target="tokenloom.backends.handshake:handshake",
+        old="not means_growth(reason)",
+        new="True",
+        tests=("tests/comm/test_growing.py::test_a_fault_comes_before_growth",),
     ),
     Mutation(
         name="faults-of-checks-stay-here",

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 import torch
 
 from tokenloom.backends.base import Wait
-from tokenloom.backends.handshake import CallKind, Fields
+from tokenloom.backends.handshake import CallKind, Fields, NeedsRoom
 from tokenloom.backends.nvlink.outcomes import (
     CALLS_IN_FLIGHT,
     CAPTURED_SLOT,
@@ -412,17 +412,21 @@ class Launcher:
 
         Raises:
             TokenloomError: what an earlier call left. The others raise it at the same point, and open no more either.
+            PeerError: this rank needs room, and another one has a fault that comes first.
         """
         if torch.cuda.is_current_stream_capturing():
             return
         if others_wait:
             self.settle(0)
-        self.ranks.post_note(f"fault/{self.num_calls}", f"{type(fault).__name__}: {fault}")
+        number = self.num_calls
+        self.ranks.post_note(f"fault/{number}", f"{type(fault).__name__}: {fault}")
         status = FAULT
         for name in names[: 1 + CALLS_IN_FLIGHT]:  # before they open another, the others read what the first found
             self._open({"call": name}, status)  # and nothing older is read in between, which would end this too early
             status = FOLLOWS_A_FAULT
         self.settle(0)
+        if isinstance(fault, NeedsRoom):
+            self.outcomes.raise_final_fault(number)
 
     def settle(self, in_flight: int, own_fault: bool = False) -> None:
         """Wait for all calls but the last ``in_flight``, and raise what they found, on all ranks alike.

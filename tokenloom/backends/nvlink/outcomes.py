@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tokenloom.backends.handshake import CallKind, raise_difference, text_of
+from tokenloom.backends.handshake import CallKind, means_growth, raise_difference, text_of
 from tokenloom.errors import CapacityOverflow, CommunicatorBroken, PeerError, PlanMismatch
 from tokenloom.runtime.kernel_reports import CallOutcome, CallRecords, FaultFlag, HostCounts
 from tokenloom.runtime.rank_group import RankGroup
@@ -205,13 +205,26 @@ class Outcomes:
         if outcome is None or outcome.status == FOLLOWS_A_FAULT:
             return
         if outcome.faulty_rank is not None:
-            note = self._ranks.read_note(f"fault/{call.number}", outcome.faulty_rank)
-            raise PeerError(outcome.faulty_rank, note or "see its own error")
+            note = self._ranks.read_note(f"fault/{call.number}", outcome.faulty_rank) or "see its own error"
+            if means_growth(note):
+                self.raise_final_fault(call.number)
+            raise PeerError(outcome.faulty_rank, note)
         if outcome.differing_rank is not None:
             self._raise_difference(call, outcome)
         if not call.repeats:
             sent = call.kind.fields_of(call.dispatch).get("sizes") != "exact"
             raise CapacityOverflow(outcome.needed_rows, outcome.capacity, sent=sent)
+
+    def raise_final_fault(self, number: int) -> None:
+        """Raise the fault of the lowest other rank that ends a call for good, if there is one; the call is over.
+
+        Args:
+            number: of the call. Whoever has a fault has posted it before its kernel opened the call.
+        """
+        for rank in range(self._ranks.num_ranks):
+            note = None if rank in self.masked else self._ranks.read_note(f"fault/{number}", rank)
+            if note is not None and not means_growth(note):
+                raise PeerError(rank, note)
 
     def _raise_difference(self, call: InFlight, outcome: CallOutcome) -> None:
         """All ranks know that their options differ: each posts its own, and reads those of the lowest rank that takes
