@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -468,6 +469,32 @@ def check_bounded_overflow(context: RankContext, backend: str, layout: str, alig
         same_routed(routed, want[context.rank], problem.plan, bounded=True)
         assert routed.tokens.shape[-2] == capacity
         check_bounded_combine(context, comm, problem, routed, want)
+    if layout == "token":
+        check_overflow_backward(context, comm, problem)
+
+
+def check_overflow_backward(context: RankContext, comm: tl.Communicator, problem: Problem) -> None:
+    """Gradients of what was lost are NaN, whatever came of the rest; those of other tokens are right."""
+    x, ids, weights = problem.arguments(context)
+    weights = weights.clone().requires_grad_()
+    needed = problem.rows_needed("token", 1)
+    for capacity in (1, needed - 1):
+        weights.grad = None
+        routed = comm.dispatch(x, ids, weights, layout="token", sizes="bounded", capacity=capacity)
+        with pytest.raises(tl.CapacityOverflow):
+            comm.check()
+        assert routed.topk_weights is not None
+        routed.topk_weights.backward((routed.topk_ids >= 0).float())
+        want = problem.dispatched(layout="token", bounded=True, capacity=capacity)
+        assert weights.grad is not None
+        for token, row in enumerate(ids.tolist()):
+            ranks = [expert // problem.plan.experts_per_rank for expert in row]
+            lost = [
+                e >= 0 and (context.rank, token) not in want[rank].rows for e, rank in zip(row, ranks, strict=True)
+            ]
+            grad = weights.grad[token].tolist()
+            assert any(lost) or grad == [float(e >= 0) for e in row]
+            assert all(math.isnan(value) for value, gone in zip(grad, lost, strict=True) if gone)
 
 
 def check_bounded_combine(

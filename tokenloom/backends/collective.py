@@ -373,7 +373,7 @@ class CollectiveBackend:
                 values = grad.clone()  # the caller may change it before the transfer ends
             else:
                 place = handle.placement.positions[:, 0]
-                values = torch.where((place >= 0)[:, None], grad[place.clamp_min(0)], 0)
+                values = torch.where((place >= 0)[:, None], grad[place.clamp_min(0)], torch.nan)  # as kernels
             arriving = self._exchange.bring_home(sizes, routing.packed(values), "dispatch, gradient of weights")
 
             def to_tokens(handle: CollectiveHandle, home: torch.Tensor) -> torch.Tensor:
