@@ -172,6 +172,21 @@ def check_before(context: RankContext, case: Case, masked: list[int]) -> None:
             combine_all_modes(context, comm, routed, rest, want, rest.topk_ids)
 
 
+def test_in_any_mode(group: Ranks) -> None:
+    """A server makes its communicator in inference mode; a thread of its own, which is in none, masks ranks."""
+    group.run(check_any_mode)
+
+
+def check_any_mode(context: RankContext) -> None:
+    problem, masked = make_problem(CASE, context.num_ranks), masked_of("last", context.num_ranks)
+    with torch.inference_mode():
+        comm = make_comm(context, backend_of(context), problem.plan)
+        pair(context, comm, problem, [], "token")
+    if context.rank not in masked:
+        comm.mask_ranks(masked)
+        pair(context, comm, problem, masked, "token")
+
+
 @pytest.mark.parametrize("strategy", DISPATCH_STRATEGIES)
 def test_strategies(group: Ranks, strategy: str) -> None:
     """What carries a payload leaves masked ranks out too, and so does what carries its gradient."""

@@ -195,7 +195,10 @@ def test_results_go_home_early_where_links_are_slow(num_tokens: int) -> None:
 
 @pytest.mark.parametrize(
     "numbers",
-    [{"send_sms": 0}, {"send_sms": 3}, {"send_sms": 34}, {"gemm2_sms": -2}, {"gemm2_sms": 1}, {"gemm2_sms": 66}],
+    [
+        *({"send_sms": value} for value in (0, 3, 34, 2.0)),
+        *({"gemm2_sms": value} for value in (-2, 1, 66, False)),
+    ],
 )
 def test_schedules_have_even_numbers(numbers: dict[str, int]) -> None:
     ((name, value),) = numbers.items()
@@ -333,3 +336,20 @@ def test_a_failed_call_zeros_nothing_under_the_one_before(launches: Launches, mo
     with pytest.raises(torch.OutOfMemoryError):
         call(layer)
     assert done == ["follow", "zero"]
+
+
+def test_a_first_call_in_inference_mode(launches: Launches) -> None:
+    """Its memory is written in any mode: a call that fails outside zeros its counts, and raises its own error."""
+    layer = make_layer()
+    layer.use_weights(*new_weights())
+    with torch.inference_mode():
+        call(layer)
+
+    def fail(stage: str) -> None:
+        layer._experts._memory.counted.fill_(1)  # type: ignore[union-attr]
+        raise ValueError(stage)
+
+    layer.after_stage = fail
+    with pytest.raises(ValueError, match="dispatch"):
+        call(layer)
+    assert not layer._experts._memory.counted.any()  # type: ignore[union-attr]

@@ -375,6 +375,8 @@ MADE_WRONGLY: dict[str, tuple[dict[str, Any], type[tl.TokenloomError], str]] = {
     "activation": ({"activation": "relu2"}, tl.PeerError, "which has no gates"),
     "another activation": ({"activation": "geglu"}, tl.PlanMismatch, "activation"),
     "top_k": ({"top_k": "1"}, tl.TokenloomError, "top_k"),
+    "clamp": ({"activation_clamp": "7"}, tl.PeerError, "activation_clamp is '7', expected a number above 0"),
+    "schedule": ({"schedule": 32}, tl.PeerError, "schedule is 32, expected a MegaSchedule, or None"),
 }
 
 

@@ -248,6 +248,19 @@ def test_bad_biases_are_named() -> None:
         grouped_gemm_fp8(*tensors, bias=torch.ones(2, 256), row_weights=torch.ones(6))
 
 
+def test_no_gradients_and_no_autocast_on_cpus() -> None:
+    """As on GPUs, where kernels know neither."""
+    a, a_scales, b, b_scales, offsets = operands([3, 4], 256, 256, device="cpu")
+    tensors = (a, a_scales.requires_grad_(), b, b_scales.requires_grad_(), offsets)
+    options = {"bias": torch.ones(2, 256, requires_grad=True), "row_weights": torch.rand(7, requires_grad=True)}
+    wanted = grouped_gemm_fp8(*tensors, **options), *grouped_swiglu_fp8(*tensors, **options)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = grouped_gemm_fp8(*tensors, **options), *grouped_swiglu_fp8(*tensors, **options)
+    for one, other in zip(wanted, found, strict=True):
+        assert not one.requires_grad
+        assert torch.equal(one.float(), other.float())
+
+
 def test_an_address_that_copies_cannot_take_is_named() -> None:
     a, a_scales, b, b_scales, offsets = operands([3, 4], 128, 512, device="cpu")
     odd = torch.empty(b_scales.numel() + 1)[1:].view_as(b_scales).copy_(b_scales)

@@ -195,6 +195,16 @@ def test_blocks_of_weights() -> None:
         quantize_fp8_blocks(torch.zeros(2, 100, 128))
 
 
+@pytest.mark.parametrize("quantize", [quantize_fp8, quantize_fp8_blocks])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_results_are_contiguous(quantize: Quantize, dtype: torch.dtype) -> None:
+    """Whatever the strides of what they are of: GEMMs and dispatch take nothing else."""
+    x = torch.randn(256, 128, generator=torch.Generator().manual_seed(0)).to(dtype).t()
+    for found, wanted in zip(quantize(x), quantize(x.contiguous()), strict=True):
+        assert found.is_contiguous()
+        assert torch.equal(found.float(), wanted.float())
+
+
 def test_bad_input() -> None:
     """Named errors with what was expected and what came."""
     with pytest.raises(ShapeMismatch, match="multiple of 128, got 100"):

@@ -65,7 +65,8 @@ class CalledExperts(ABC):
             to_fp8=not quantised,
             power_of_two_scales=self._power_of_two_scales and not quantised,
         )
-        self._add_up(request, routed, out)
+        with torch.autocast(comm.device.type, enabled=False):  # sums are float32
+            self._add_up(request, routed, out)
         if request.expert_stats is not None:
             request.expert_stats.add_(routed.expert_counts)
         return out
@@ -76,7 +77,7 @@ class CalledExperts(ABC):
 
     def _own_rows(self, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's tokens in FP8, and their scales."""
-        return x if isinstance(x, tuple) else self._quantize(x)
+        return self._quantize(x) if isinstance(x, torch.Tensor) else x
 
     def _quantize(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return quantize_fp8(rows, power_of_two_scales=self._power_of_two_scales)

@@ -71,8 +71,9 @@ class ExpertMemory:
 
     def allocate(self, device: torch.device) -> None:
         """Make all parts, filled with zeros."""
-        for name, (shape, dtype) in self.sizes.items():
-            made = torch.zeros(shape, dtype=torch.uint8 if dtype == FP8 else dtype, device=device)
-            setattr(self, name, made.view(dtype))
-        self.begun, self.stored = self.counted[:1], self.counted[LINE:]
+        with torch.inference_mode(False):  # calls write to them in any mode
+            for name, (shape, dtype) in self.sizes.items():
+                made = torch.zeros(shape, dtype=torch.uint8 if dtype == FP8 else dtype, device=device)
+                setattr(self, name, made.view(dtype))
+            self.begun, self.stored = self.counted[:1], self.counted[LINE:]
         keep_until_idle(self, device, *(getattr(self, name) for name in self.sizes))

@@ -21,7 +21,14 @@ from tokenloom.inference.schedules import MegaSchedule
 from tokenloom.inference.trace import MegaTimes
 from tokenloom.kernels.common import DTYPES
 from tokenloom.kernels.gemm.launch import BLOCK
-from tokenloom.ops.gemm import check_aligned, check_tensor, check_weights, gated_activation, interleave_gate_and_up
+from tokenloom.ops.gemm import (
+    ALIGNMENT_BYTES,
+    check_aligned,
+    check_tensor,
+    check_weights,
+    gated_activation,
+    interleave_gate_and_up,
+)
 from tokenloom.ops.quant import quantize_fp8_blocks
 from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout
 from tokenloom.runtime.rendezvous import agree
@@ -137,6 +144,8 @@ class MegaMoE:
                     f"num_shared_experts is {shared!r}, expected 0 to {MOST_TERMS} - top_k (top_k is {top_k})"
                 )
             form = gated_activation(activation, activation_clamp, "activation_clamp")
+            if schedule is not None and not isinstance(schedule, MegaSchedule):
+                raise InvalidArgument(f"schedule is {schedule!r}, expected a MegaSchedule, or None")
             self._experts = kind(self.comm, intermediate, shared, power_of_two_scales)
             self._experts.set_activation(form, fast_math)
             return {
@@ -175,6 +184,8 @@ class MegaMoE:
         """
         self._experts.set_activation(gated_activation(activation, clamp, "activation_clamp"), fast_math)
 
+    @torch.inference_mode(False)  # what is kept may be loaded over in any mode
+    @torch.no_grad()
     def load_weights(
         self,
         w1: torch.Tensor,
@@ -188,7 +199,8 @@ class MegaMoE:
     ) -> None:
         """Copy this rank's experts, with gates and ups of w1 in turn. Captured graphs use the new values too.
 
-        The L = E / W + S experts are this rank's own, then the shared ones, which are the same on all ranks.
+        The L = E / W + S experts are this rank's own, then the shared ones, which are the same on all ranks. Tensors
+        may have any strides.
 
         Args:
             w1: [L, 2I, H], gates first, then ups. bfloat16, float16 and float32 are quantised with a scale per
@@ -206,9 +218,12 @@ class MegaMoE:
             ShapeMismatch, DtypeMismatch, DeviceMismatch: a tensor is not as above.
         """
         local, hidden, width = self._num_local, self.comm.plan.hidden, self.intermediate
-        for name, weights in (("w1", w1), ("w2", w2)):
-            if not isinstance(weights, torch.Tensor):
-                raise InvalidArgument(f"{name} is a {type(weights).__name__}, expected a torch.Tensor")
+        if not isinstance(weight_layout, WeightLayout):
+            raise InvalidArgument(f"weight_layout is {weight_layout!r}, expected a WeightLayout")
+        optional = {"w1_scales": w1_scales, "w2_scales": w2_scales, "w1_bias": w1_bias, "w2_bias": w2_bias}
+        for name, tensor in {"w1": w1, "w2": w2, **optional}.items():
+            if not isinstance(tensor, torch.Tensor) and not (name in optional and tensor is None):
+                raise InvalidArgument(f"{name} is a {type(tensor).__name__}, expected a torch.Tensor")
         if weight_layout.interleaved and w1.dtype == FP8:
             raise InvalidArgument(
                 "w1 is FP8 and interleaved: its scales are of gates and ups together, but kernels take a scale for "
@@ -370,6 +385,8 @@ class MegaMoE:
             check_tensor("expert_stats", expert_stats, torch.int32, [plan.experts_per_rank], device)
         if not isinstance(topk_ids, torch.Tensor):
             raise InvalidArgument(f"topk_ids is a {type(topk_ids).__name__}, expected a torch.Tensor")
+        if not topk_ids.dim():
+            raise ShapeMismatch("topk_ids is [], expected [T, K]")
         num_tokens = len(topk_ids)
         if out is None:
             return self._like.new_empty(num_tokens, plan.hidden)
@@ -412,13 +429,15 @@ def _ignore(stage: str) -> None:
 
 
 def as_plain(tensor: torch.Tensor, layout: WeightLayout, interleaved: bool = False) -> torch.Tensor:
-    """Copy a weight, its scales or a bias to the default layout, if it lies in another.
+    """Copy a weight, its scales or a bias to the default layout, if it lies in another or not as kernels read it.
 
-    ``interleaved`` tells those that have gates and ups in turns.
+    ``interleaved`` tells those that have gates and ups in turns. What has a wrong shape keeps one.
     """
     if layout.transposed and tensor.dim() == 3:
         values = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
         tensor = values.transpose(1, 2).contiguous().view(tensor.dtype)
-    if interleaved:
+    if interleaved and tensor.dim() > 1 and tensor.shape[1] % 2 == 0:
         tensor = tensor.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
-    return tensor
+    if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT_BYTES == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)

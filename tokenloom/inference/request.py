@@ -41,7 +41,7 @@ class ForwardRequest:
     @property
     def is_quantised(self) -> bool:
         """True where x comes in FP8 with scales."""
-        return isinstance(self.x, tuple)
+        return isinstance(self.x, (tuple, list))
 
     def checked_dispatch(self, engine: Engine) -> DispatchInputs:
         """Check and describe what the dispatch of this call is given."""

@@ -28,10 +28,15 @@ class MegaSchedule:
     gemm2_sms: int = 0
 
     def __post_init__(self) -> None:
-        if self.send_sms not in range(2, MAX_BLOCKS + 1, 2):
+        if not _is_integer(self.send_sms) or self.send_sms not in range(2, MAX_BLOCKS + 1, 2):
             raise InvalidArgument(f"send_sms is {self.send_sms!r}, expected an even number up to {MAX_BLOCKS}")
-        if self.gemm2_sms not in range(0, MOST_GEMM2_SMS + 1, 2):
+        if not _is_integer(self.gemm2_sms) or self.gemm2_sms not in range(0, MOST_GEMM2_SMS + 1, 2):
             raise InvalidArgument(f"gemm2_sms is {self.gemm2_sms!r}, expected an even number up to {MOST_GEMM2_SMS}")
+
+
+def _is_integer(value: object) -> bool:
+    """False for 2.0 and False, which equal integers."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 SCHEDULES: tuple[tuple[int, int, MegaSchedule], ...] = (

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
+from numbers import Real
 
 import torch
 
@@ -89,11 +91,12 @@ def grouped_gemm_fp8(
         check_tensor("row_weights", row_weights, torch.float32, list(a.shape[:-1]), a.device)
     out = a.new_empty(*a.shape[:-1], b.shape[1], dtype=torch.bfloat16)
     if a.is_cpu:
-        for e, rows, sums in _sums_on_cpu(a, a_scales, b, b_scales, expert_offsets, expert_counts):
-            if bias is not None:
-                factors = 1.0 if row_weights is None else row_weights.flatten()[rows, None]
-                sums = sums + factors * bias[e]
-            out.flatten(0, -2)[rows] = sums.to(out.dtype)
+        with _as_kernels_compute():
+            for e, rows, sums in _sums_on_cpu(a, a_scales, b, b_scales, expert_offsets, expert_counts):
+                if bias is not None:
+                    factors = 1.0 if row_weights is None else row_weights.flatten()[rows, None]
+                    sums = sums + factors * bias[e]
+                out.flatten(0, -2)[rows] = sums.to(out.dtype)
         return out
     epilogue = Bf16Epilogue(biased=bias is not None)
     variant = GroupedGemmVariant(*b.shape, epilogue=epilogue, slots=expert_counts is not None)
@@ -165,12 +168,13 @@ def grouped_swiglu_fp8(
     if a.is_cpu:
         w1 = separate_gate_and_up(w1)
         plain_bias = None if bias is None else separate_gate_and_up(bias[..., None])[..., 0]
-        for e, rows, sums in _sums_on_cpu(a, a_scales, w1, w1_scales, expert_offsets, expert_counts):
-            activations = apply_activation(sums if plain_bias is None else sums + plain_bias[e], form)
-            if row_weights is not None:
-                activations = activations * row_weights.flatten()[rows, None]
-            q, scales = quantize_fp8(activations, power_of_two_scales=power_of_two_scales)
-            out.flatten(0, -2)[rows], out_scales.flatten(0, -2)[rows] = q, scales
+        with _as_kernels_compute():
+            for e, rows, sums in _sums_on_cpu(a, a_scales, w1, w1_scales, expert_offsets, expert_counts):
+                activations = apply_activation(sums if plain_bias is None else sums + plain_bias[e], form)
+                if row_weights is not None:
+                    activations = activations * row_weights.flatten()[rows, None]
+                q, scales = quantize_fp8(activations, power_of_two_scales=power_of_two_scales)
+                out.flatten(0, -2)[rows], out_scales.flatten(0, -2)[rows] = q, scales
         return out, out_scales
     epilogue = swiglu_epilogue(form, power_of_two_scales, fast_math, biased=bias is not None)
     variant = GroupedGemmVariant(*w1.shape, epilogue=epilogue, slots=expert_counts is not None)
@@ -232,6 +236,13 @@ def _launch(
     args.out = out.data_ptr()
     sms = torch.cuda.get_device_properties(a.device).multi_processor_count
     kernel.launch(sms // CLUSTER * CLUSTER, torch.cuda.current_stream(a.device).cuda_stream)
+
+
+@contextmanager
+def _as_kernels_compute() -> Iterator[None]:
+    """Torch in here knows no gradients and no autocast, as kernels do not."""
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        yield
 
 
 def _sums_on_cpu(
@@ -300,7 +311,9 @@ def check_device(device: torch.device) -> None:
 
 
 def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: list[int], device: torch.device) -> None:
-    """Raise an error unless the tensor has this dtype, shape and device, and is contiguous."""
+    """Raise an error unless it is a tensor of this dtype, shape and device, and contiguous."""
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidArgument(f"{name} is a {type(tensor).__name__}, expected a torch.Tensor")
     if tensor.dtype != dtype:
         raise DtypeMismatch(f"{name} is {tensor.dtype}, expected {dtype}")
     if list(tensor.shape) != shape or not tensor.is_contiguous():
@@ -339,8 +352,8 @@ def gated_activation(activation: Activation | str, clamp: float | None, name: st
         )
     if clamp is None:
         return form
-    if not clamp > 0:
-        raise InvalidArgument(f"{name} is {clamp}, expected a number above 0, or None")
+    if not isinstance(clamp, Real) or not clamp > 0:
+        raise InvalidArgument(f"{name} is {clamp!r}, expected a number above 0, or None")
     if form.limit is not None:
         raise InvalidArgument(
             f"{name} is {clamp}, but the activation has limit={form.limit} already; give one of them"

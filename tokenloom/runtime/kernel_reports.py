@@ -72,7 +72,8 @@ class FaultFlag:
         memory = _pinned(FAULT_WORDS)
         self._words = memoryview(memory.numpy())  # type: ignore[arg-type]  # items of it cost little
         self.record_address = memory.data_ptr()
-        self.claimed = torch.zeros(1, dtype=torch.int32, device=device)
+        with torch.inference_mode(False):  # the host gives up in any mode
+            self.claimed = torch.zeros(1, dtype=torch.int32, device=device)
         keep_until_idle(self, device, memory, self.claimed)
         if device.type == "cuda":  # for give_up, when it may be too late to make them
             self._one, self._stream = _pinned(1).fill_(1), torch.cuda.Stream(device)

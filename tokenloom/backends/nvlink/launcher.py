@@ -117,7 +117,8 @@ class Launcher:
         self._kernels: dict[Variant, OpeningKernel] = {}
         self._all_kernels: weakref.WeakSet[OpeningKernel] = weakref.WeakSet()
         # Epoch, masked ranks, blocks out, two kinds of claims.
-        self._state = torch.zeros(5, dtype=torch.int32, device=ranks.device)
+        with torch.inference_mode(False):  # ranks are masked in any mode
+            self._state = torch.zeros(5, dtype=torch.int32, device=ranks.device)
         self._opened = torch.zeros(1, dtype=torch.int32, device=ranks.device)
         keep_until_idle(self, ranks.device, self._state, self._opened)
         self.outcomes = Outcomes(ranks, control)

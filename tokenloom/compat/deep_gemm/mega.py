@@ -73,7 +73,9 @@ class SM90SymmBuffer:
         activation: str = "swiglu",
     ) -> None:
         _check_options(group, use_fp8_dispatch=use_fp8_dispatch, activation=activation)
-        rows, device = align_up(num_max_tokens_per_rank, TOKEN_ALIGNMENT), pick_device(None, group)
+        rows, device = num_max_tokens_per_rank, pick_device(None, group)
+        if isinstance(rows, int):  # the layer refuses others, on all ranks
+            rows = align_up(rows, TOKEN_ALIGNMENT)
         self.mega = MegaMoE(
             group,
             num_experts=num_experts,
@@ -87,14 +89,16 @@ class SM90SymmBuffer:
         self.group, self.num_experts, self.num_max_tokens_per_rank = group, num_experts, rows
         self.num_topk, self.hidden, self.intermediate_hidden = num_topk, hidden, intermediate_hidden
         self.activation = activation
+        self._weights_at: tuple[int, ...] = ()  # a parameter may have other memory in the next call
         parts = [(torch.float8_e4m3fn, hidden), (torch.float32, hidden // FP8_BLOCK)]
         parts += [(torch.int64, num_topk), (torch.float32, num_topk)]
         sizes = [rows * width * dtype.itemsize for dtype, width in parts]
-        self.buffer = torch.zeros(sum(sizes), dtype=torch.int8, device=device)
-        views = zip(self.buffer.split(sizes), parts, strict=True)
-        self.x, self.x_sf, self.topk_idx, self.topk_weights = (
-            memory.view(dtype).view(rows, width) for memory, (dtype, width) in views
-        )
+        with torch.inference_mode(False):  # callers fill them in any mode
+            self.buffer = torch.zeros(sum(sizes), dtype=torch.int8, device=device)
+            views = zip(self.buffer.split(sizes), parts, strict=True)
+            self.x, self.x_sf, self.topk_idx, self.topk_weights = (
+                memory.view(dtype).view(rows, width) for memory, (dtype, width) in views
+            )
         self.topk_idx.fill_(-1)
 
     def destroy(self) -> None:
@@ -264,12 +268,14 @@ def fp8_mega_moe(
         ShapeMismatch, DtypeMismatch, DeviceMismatch: a tensor is not as above.
         TokenloomError: as in ``MegaMoE.forward``.
     """
-    buffer, mega, rows = sym_buffer, sym_buffer.mega, len(y)
+    buffer, mega = sym_buffer, sym_buffer.mega
     try:
-        _check_call(rows, buffer.num_max_tokens_per_rank, recipe, activation, num_tokens_bound)
+        rows = _rows_of_call(y, buffer.num_max_tokens_per_rank, recipe, activation, num_tokens_bound)
         given = (*l1_weights, *l2_weights)
-        if any(ours is not theirs for ours, theirs in zip(mega.weights or (None,) * 4, given, strict=True)):
+        others = any(ours is not theirs for ours, theirs in zip(mega.weights or (None,) * 4, given, strict=True))
+        if others or buffer._weights_at != _addresses(given):
             mega.use_weights(*given)
+            buffer._weights_at = _addresses(given)
         mega.set_activation(activation_clamp, fast_math)
     except Exception as fault:
         mega.refuse(fault)
@@ -277,15 +283,25 @@ def fp8_mega_moe(
     mega(*inputs, expert_stats=cumulative_local_expert_recv_stats, out=y)
 
 
-def _check_call(
-    rows: int, room: int, recipe: tuple[int, int, int], activation: str, num_tokens_bound: int | None
-) -> None:
+def _addresses(tensors: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
+    return tuple(each.data_ptr() for each in tensors)
+
+
+def _rows_of_call(
+    y: torch.Tensor, room: int, recipe: tuple[int, int, int], activation: str, num_tokens_bound: int | None
+) -> int:
+    """Check the options of a call, and return M."""
+    if not isinstance(y, torch.Tensor) or y.dim() != 2:
+        given = list(y.shape) if isinstance(y, torch.Tensor) else f"a {type(y).__name__}"
+        raise ShapeMismatch(f"y is {given}, expected a tensor [M, H]")
+    rows = len(y)
     if tuple(recipe) != RECIPE or activation != "swiglu":
         raise InvalidArgument(f"recipe is {recipe}, activation is {activation!r}; there are {RECIPE} and 'swiglu'")
     if rows > room:
         raise ShapeMismatch(f"y has {rows} rows, the buffer has room for {room}")
     if num_tokens_bound is not None and not rows <= num_tokens_bound <= room:
         raise InvalidArgument(f"num_tokens_bound is {num_tokens_bound}, expected {rows} (rows of y) to {room}")
+    return rows
 
 
 def _check_options(group: dist.ProcessGroup, **options: Any) -> None:

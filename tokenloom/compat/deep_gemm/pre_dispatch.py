@@ -67,6 +67,6 @@ def mega_moe_pre_dispatch_sm90(
     buf_x[:num_tokens].copy_(values)
     buf_x_sf[:num_tokens].copy_(scales)
     buf_topk_idx[:num_tokens].copy_(topk_idx[:num_tokens])
-    torch.mul(topk_weights[:num_tokens], routed_scaling_factor, out=buf_topk_weights[:num_tokens])
+    torch.mul(topk_weights[:num_tokens].detach(), routed_scaling_factor, out=buf_topk_weights[:num_tokens])
     buf_topk_idx[num_tokens:].fill_(-1)
     buf_topk_weights[num_tokens:].zero_()

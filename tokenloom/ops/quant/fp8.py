@@ -24,7 +24,7 @@ def quantize_fp8(x: torch.Tensor, *, power_of_two_scales: bool = False) -> tuple
         power_of_two_scales: round each scale up to a power of two and divide x by it.
 
     Returns:
-        q: float8_e4m3fn [..., H]; scales: float32 [..., H / 128]. ``q * scale`` approximates x.
+        q: float8_e4m3fn [..., H]; scales: float32 [..., H / 128]. Both are contiguous. ``q * scale`` approximates x.
 
     Raises:
         ShapeMismatch: H is not a multiple of 128.
@@ -35,7 +35,7 @@ def quantize_fp8(x: torch.Tensor, *, power_of_two_scales: bool = False) -> tuple
     hidden = x.shape[-1]
     if hidden % FP8_BLOCK:
         raise ShapeMismatch(f"quantize_fp8 needs a last dimension that is a multiple of {FP8_BLOCK}, got {hidden}")
-    blocks = x.detach().float().unflatten(-1, (hidden // FP8_BLOCK, FP8_BLOCK))
+    blocks = _as_float32(x).unflatten(-1, (hidden // FP8_BLOCK, FP8_BLOCK))
     q, scale = _quantize(blocks, (-1,), power_of_two_scales)
     return q.flatten(-2), scale.squeeze(-1)
 
@@ -49,7 +49,7 @@ def quantize_fp8_blocks(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         w: floating point [..., N, K], N and K multiples of 128.
 
     Returns:
-        q: float8_e4m3fn [..., N, K]; scales: float32 [..., N / 128, K / 128].
+        q: float8_e4m3fn [..., N, K]; scales: float32 [..., N / 128, K / 128]. Both are contiguous.
 
     Raises:
         ShapeMismatch: N or K is not a multiple of 128.
@@ -57,7 +57,7 @@ def quantize_fp8_blocks(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if w.dim() < 2 or w.shape[-1] % FP8_BLOCK or w.shape[-2] % FP8_BLOCK:
         raise ShapeMismatch(f"w is {list(w.shape)}, expected [..., N, K] with multiples of {FP8_BLOCK}")
     down, across = w.shape[-2] // FP8_BLOCK, w.shape[-1] // FP8_BLOCK
-    blocks = w.detach().float().unflatten(-1, (across, FP8_BLOCK)).unflatten(-3, (down, FP8_BLOCK))
+    blocks = _as_float32(w).unflatten(-1, (across, FP8_BLOCK)).unflatten(-3, (down, FP8_BLOCK))
     q, scale = _quantize(blocks, (-3, -1), False)
     return q.flatten(-4, -3).flatten(-2), scale.squeeze(-1).squeeze(-2)
 
@@ -75,6 +75,11 @@ def dequantize_fp8(q: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = t
     """
     blocks = q.float().unflatten(-1, (scales.shape[-1], FP8_BLOCK))
     return (blocks * scales.unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def _as_float32(values: torch.Tensor) -> torch.Tensor:
+    """In the order of their dimensions, so that results are contiguous whatever the strides."""
+    return values.detach().float().contiguous()
 
 
 def _quantize(
