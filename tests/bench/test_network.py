@@ -1,12 +1,10 @@
-"""``tokenloom check-network``: what passes, what fails and who is named, the constants, and the command itself."""
+"""``tokenloom check-network``: what passes, what fails and who is named, and the constants."""
 
 from __future__ import annotations
 
 import io
 import json
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,14 +15,13 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.cli.borrowed import borrowed
 from tests.conftest import NETWORK_RANKS, Ranks
 from tokenloom import reference
-from tokenloom.bench.network import launched, links, order, parts, report, run
+from tokenloom.bench.network import links, order, parts, report, run
 from tokenloom.bench.network.bits import check_bits
 from tokenloom.bench.network.compare import compare_routed, compare_sums
 from tokenloom.bench.network.exchanges import Exchange, peers_of
@@ -32,7 +29,7 @@ from tokenloom.bench.network.findings import PARTS, Finding, Seen, merge
 from tokenloom.bench.network.fit import Points, fit_constants, fit_line
 from tokenloom.bench.network.judge import Measured, sum_up, verdicts
 from tokenloom.bench.network.links import BETWEEN, INSIDE, Link, Sample, matchings, rounds_of
-from tokenloom.bench.network.on_rank import Options, Report
+from tokenloom.bench.network.on_rank import Options, Report, check
 from tokenloom.bench.network.problems import PAYLOADS, ROUTINGS, make_problem, sizes
 from tokenloom.bench.network.wire import Wire, pattern
 from tokenloom.cli import app
@@ -45,7 +42,6 @@ from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.topology import Topology, pretended
 from tokenloom.tune.network.constants import FITTED, read_constants
 
-ROOT = Path(__file__).parents[2]
 TWO_BY_TWO = pretended(4, 2)
 UNEQUAL = Topology((0, 0, 0, 1, 1))
 CPU = torch.device("cpu")
@@ -224,15 +220,10 @@ def test_constants_are_read_back(tmp_path: Path) -> None:
 
 
 def test_constants_of_a_bad_network_are_not_written(tmp_path: Path) -> None:
-    """Nor of one node, which has none."""
     file, console = tmp_path / "constants.json", Console(file=io.StringIO(), width=120)
     points = Points([(1, 1.0), (2, 2.0)], [(1, 1.0), (2, 2.0)], [], 1.0, 1.0, 2, 1)
-    bad, good = (
-        Report([], "n", "gloo", [Finding("topology", "n", "n", verdict)], points) for verdict in (False, True)
-    )
+    bad = Report([], "n", "gloo", [Finding("topology", "n", "n", False)], points)
     assert not run.show(console, bad, 4, "cpu", run.Files(None, file), [])
-    with pytest.raises(InvalidArgument, match="there is one"):
-        run.show(console, replace(good, points=None), 4, "cpu", run.Files(None, file), [])
     assert not file.exists()
 
 
@@ -389,6 +380,21 @@ def speed_alone(finding: Any) -> bool:
     return "while the median" in finding["details"]
 
 
+def refusal(context: RankContext) -> tuple[list[str], str]:
+    """The parts that began on this rank, and what ended them."""
+    began: list[str] = []
+    with pytest.raises(InvalidArgument) as refused:
+        check(context.group, context.device, Options(fits_constants=True), began.append)
+    return began, str(refused.value)
+
+
+def test_constants_of_one_node_are_refused_at_once(four: Ranks) -> None:
+    """On all ranks, before anything is checked."""
+    for began, said in four.run(refusal):
+        assert began == ["topology"]
+        assert "--constants is for what is between nodes, and there is one" in said
+
+
 @pytest.mark.slow  # hundreds of calls between processes that share two cores
 def test_the_command_on_two_nodes(
     pools: Callable[[str], RankPool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -501,90 +507,3 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
     for text, seconds in (said[0], said[2]):
         assert re.search(r"for rank\(s\) [\d, ]*3: |rank 1 gave up", text)
         assert seconds < 10
-
-
-# -- the command line ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "option"),
-    [
-        (["--ranks", "1"], "--ranks"),
-        (["--ranks", "4", "--ranks-per-node", "3"], "--ranks-per-node"),
-        (["--timeout-s", "0"], "--timeout-s"),
-        (["--constants", "/no/such/folder/constants.json"], "--constants"),
-    ],
-)
-def test_bad_options_are_named(arguments: list[str], option: str) -> None:
-    """Before anything starts."""
-    done = CliRunner().invoke(app.app, ["check-network", "--device", "cpu", *arguments])
-    assert done.exit_code == 2
-    assert option in done.output
-
-
-@pytest.mark.parametrize("passed", [True, False])
-def test_the_exit_code_is_the_verdict(monkeypatch: pytest.MonkeyPatch, passed: bool) -> None:
-    """For scripts that start a job only on a good network."""
-    given: list[Any] = []
-
-    def run_on_own_ranks(console: Any, *arguments: Any) -> bool:
-        given.extend(arguments[:-1])
-        return passed
-
-    monkeypatch.setattr(run, "run_on_own_ranks", run_on_own_ranks)
-    arguments = ["--device", "cpu", "--ranks", "4", "--ranks-per-node", "2", "--timeout-s", "7", "--seed", "5"]
-    done = CliRunner().invoke(app.app, ["check-network", *arguments])
-    assert done.exit_code == (0 if passed else 1)
-    assert given == [4, "cpu", Options(2, 7.0, 30, 5), run.Files()]
-
-
-def test_torchrun_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And where a process is: one without a GPU of its own among those that have one cannot go on."""
-    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
-    done = CliRunner().invoke(app.app, ["check-network", "--ranks", "4"])
-    assert done.exit_code == 2
-    assert "torchrun says how many" in done.output
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    for place, device in ((0, torch.device("cuda", 0)), (1, torch.device("cuda", 1))):
-        monkeypatch.setenv("LOCAL_RANK", str(place))
-        assert launched.local_device(None) == device
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    assert launched.local_device("cpu") == CPU
-    with pytest.raises(InvalidArgument, match="process 2 of its host, which has 2 GPUs"):
-        launched.local_device(None)
-
-
-@pytest.mark.slow
-def test_under_torchrun(tmp_path: Path) -> None:
-    """As on a cluster: torchrun starts the ranks, rank 0 speaks, and plan takes the constants."""
-    found, constants = tmp_path / "found.json", tmp_path / "constants.json"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "4",
-        "-m",
-        "tokenloom",
-    ]
-    options = [
-        "--ranks-per-node",
-        "2",
-        "--rounds",
-        "3",
-        "--device",
-        "cpu",
-        "--json",
-        str(found),
-        "--constants",
-        str(constants),
-    ]
-    done = subprocess.run([*command, "check-network", *options], cwd=ROOT, capture_output=True, text=True, timeout=240)
-    content = json.loads(found.read_text())
-    assert all(row["passed"] or speed_alone(row) for row in content["rows"]), done.stdout
-    assert (done.returncode == 0) == content["setup"]["passed"] == constants.exists()
-    assert done.stdout.count("backend network:") == 1
-    if constants.exists():
-        assert read_constants(constants).where.startswith("tokenloom check-network: 2 nodes of 2")

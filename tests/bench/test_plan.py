@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -12,6 +13,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from tokenloom.backends.gin.sizes import NodeSizes
@@ -82,6 +84,16 @@ def test_rows_of_all_sizes(tmp_path: Path) -> None:
     assert row["time_us"] == pytest.approx(30 + row["nic_us"])
 
 
+def test_nothing_is_cut_off_in_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 columns are less than the tables need; cells are folded."""
+    narrow = Console(file=io.StringIO(), width=80)
+    monkeypatch.setattr("tokenloom.cli.commands.plan.console", lambda: narrow)
+    assert plan("--nodes", 4, "--budget", 2000).exit_code == 0
+    assert isinstance(narrow.file, io.StringIO)
+    assert "4096 tokens a rank on 4 nodes" in narrow.file.getvalue()
+    assert "…" not in narrow.file.getvalue()
+
+
 def test_nodes_are_planned_once(tmp_path: Path) -> None:
     """4 nodes are also in the table of all sizes; 6 are not, and take experts that no layer of 256 fills."""
     assert len(rows_of(tmp_path, "--nodes", 4, "--tokens", 128)) == 9 * 6
@@ -89,6 +101,7 @@ def test_nodes_are_planned_once(tmp_path: Path) -> None:
     assert len(found) == 10 * 6
     assert found["combine/node/ep48/t128/h7168/k8/bf16"]["num_experts"] == 288
     assert "48 ranks: padded to 288 experts" in plan("--nodes", 6).stdout
+    assert "128 tokens a rank on 1 node, 8 ranks" in plan("--nodes", 1).stdout
 
 
 def test_options_are_used(tmp_path: Path) -> None:
@@ -166,6 +179,7 @@ def test_memory_that_backends_hold() -> None:
         (["--tokens", "128,x"], "--tokens"),
         (["--dtype", "fp32"], "--dtype"),
         (["--budget", "100"], "give --nodes too"),
+        (["--budget", "inf", "--nodes", "8"], "--budget"),
         (["--constants", "/no/such/file"], "--constants"),
         (["--routing", "/no/such/file"], "--routing"),
         (["--routing", __file__, "--nodes", "4", "--tokens", "8"], "leave out --nodes, --tokens"),

@@ -85,8 +85,8 @@ def made_up(rank: int, rival_off: float = 0.0) -> Measured:
     return Measured("nvlink", tl.Strategy(), "default", 100 + rank, right, rival, saved, samples, {})
 
 
-def shown(*tables: Any) -> str:
-    console = Console(width=120, highlight=False)
+def shown(*tables: Any, width: int = 120) -> str:
+    console = Console(width=width, highlight=False)
     with console.capture() as captured:
         for table in tables:
             console.print(table)
@@ -132,8 +132,10 @@ def test_tables_fit() -> None:
     times = {what: [123_456_789.0] * 3 for what in PASSES}
     measured = [replace(made_up(0), samples=dict.fromkeys((OURS, "nccl", LOCAL, ONE), times))] * 8
     report = Report(TrainShape(131072, 7168, 2048, 256, 8), OPTIONS, measured)
-    text = shown(report.times_table([OURS, "nccl", LOCAL, ONE]), report.exposed_table(), report.check_table())
+    tables = (report.times_table([OURS, "nccl", LOCAL, ONE]), report.exposed_table(), report.check_table())
+    text = shown(*tables)
     assert "…" not in text
+    assert "…" not in shown(*tables, width=80), "cells are folded where the terminal is narrow, and nothing is cut off"
     assert text.count("1.235e+05") == 24 + 2 + 2
     assert all(word in text for word in ("this layer", "nccl rival", "local", "one rank, all tokens", "scaling"))
 

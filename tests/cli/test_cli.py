@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 
 from tests.cli.borrowed import borrowed
 from tokenloom import __version__
-from tokenloom.cli import app, options
+from tokenloom.cli import app, options, terminal
 from tokenloom.cli.terminal import FAILED, INTERRUPTED
 from tokenloom.demo import check, run
 from tokenloom.demo.model import ModelSize
@@ -116,6 +117,66 @@ def test_ctrl_c_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "run_demo", interrupted)
     done = CliRunner().invoke(app.app, ["demo", "--device", "cpu"])
     assert (done.exit_code, done.stderr) == (INTERRUPTED, "tokenloom: interrupted\n")
+
+
+SWALLOWING = """
+import signal
+try:
+    signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt:
+    pass
+"""
+IMPORTING = """
+from tokenloom.cli import app, examination
+def examine():
+    import swallowing
+    return {}
+examination.examine = examine
+app.main()
+"""
+
+
+def test_ctrl_c_ends_a_command_that_is_importing(tmp_path: Path) -> None:
+    """torch and numpy swallow exceptions while they are imported, and the command would go on."""
+    (tmp_path / "swallowing.py").write_text(SWALLOWING)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTING, "doctor", "--json"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (INTERRUPTED, "", "tokenloom: interrupted\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+def test_a_full_disk_is_a_message() -> None:
+    """What is printed comes first, so that measurements are not lost."""
+    done = CliRunner().invoke(app.app, ["plan", "--nodes", "2", "--tokens", "8", "--json", "/dev/full"])
+    assert done.exit_code == FAILED
+    assert "8 tokens a rank on 2 nodes" in done.stdout
+    assert done.stderr == "tokenloom: what was found cannot be written (No space left on device)\n"
+
+
+def test_output_in_ascii() -> None:
+    """Signs that the output has no place for become question marks."""
+    done = subprocess.run(
+        [*COMMAND, "plan", "--nodes", "2", "--tokens", "8"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "start 30 ?s" in done.stdout
+
+
+def test_no_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command whose output was closed, as by ``>&-``, still runs."""
+    monkeypatch.setattr(sys, "stdout", None)
+    terminal.console().print("nobody reads this")
 
 
 @pytest.mark.parametrize("passed", [True, False])
@@ -263,13 +324,20 @@ def session_members(session: int) -> list[int]:
     return members
 
 
-def test_files_that_cannot_be_written(tmp_path: Path) -> None:
+def test_files_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are refused before anything is measured, and nothing is left behind."""
     options.require_writable("--json", tmp_path / "new.json")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "old.json").write_text("kept")
     options.require_writable("--json", tmp_path / "old.json")
     assert (tmp_path / "old.json").read_text() == "kept"
+
+    def opened(file: Path, mode: str) -> io.StringIO:
+        return io.StringIO()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", opened)  # another rank has checked the file, and deleted it, at the same time
+        options.require_writable("--json", tmp_path / "new.json")
     for file, said in ((tmp_path / "none" / "x.json", "there is no folder"), (tmp_path, "cannot be written")):
         with pytest.raises(typer.BadParameter, match=said):
             options.require_writable("--json", file)

@@ -28,8 +28,8 @@ from tokenloom.runtime import nccl
 UNCHECKED = "NCCL 2.29.7 is not among the checked versions 2.28.9, 2.30.7, 2.32.3"
 
 
-def shown(report: dict[str, Any]) -> str:
-    console = Console(file=io.StringIO(), width=160)
+def shown(report: dict[str, Any], width: int = 160) -> str:
+    console = Console(file=io.StringIO(), width=width)
     examination.show(console, report)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -50,6 +50,7 @@ def test_this_machine() -> None:
     assert re.fullmatch(r"ipc:\[\d+\]|unknown", report["software"]["IPC namespace"])
     text = shown(report)
     assert all(name in text for name in registry.names())
+    assert "…" not in shown(report, width=80), "nothing is cut off in a terminal of the usual width"
     on_nodes = {each["name"]: (each["own_node"], each["other_nodes"]) for each in report["groups"][-1]["backends"]}
     by_kernels = {"nvlink": ("nvlink", None), "gin": ("nvlink", "gin"), "padded": ("nvlink", "collective")}
     assert on_nodes == by_kernels | dict.fromkeys(("network", "collective"), ("collective",) * 2)

@@ -8,6 +8,7 @@ import pickle
 import signal
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -218,6 +219,38 @@ def test_the_parent_gives_up(pool: RankPool) -> None:
 def report_and_hang(context: RankContext) -> None:
     context.report("here")
     time.sleep(100)
+
+
+@pytest.mark.slow  # ranks are started anew
+def test_the_parent_is_killed() -> None:
+    """A signal ends the process that started the ranks, and no more. They end with it, in the middle of a call."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    parent = context.Process(target=start_ranks_that_hang, args=(theirs,))
+    parent.start()
+    pids, folder = ours.recv()
+    parent.kill()
+    parent.join()
+    deadline = time.monotonic() + 30.0
+    while not all(map(has_ended, pids)) or Path(folder).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def start_ranks_that_hang(pipe: Connection) -> None:
+    with RankPool(2) as pool:
+        before = pids(pool)
+        assert pool._folder is not None
+        folder = pool._folder.name
+        pool.run(report_and_hang, on_event=lambda _: pipe.send((before, folder)))
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process that nobody waits for has ended; it may stay as a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
 
 
 @pytest.mark.slow  # ranks are started anew

@@ -456,6 +456,19 @@ def test_the_command(folder: Path, tmp_path: Path, pools: Callable[[str], RankPo
         assert re.search(rf"{row['operation']} +{row['strategy']} +{row['with_gemm_ms']:.3f} ", done.output)
 
 
+def test_a_choice_that_cannot_be_kept(
+    pools: Callable[[str], RankPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command shows what it found, and fails: layers would not find the choice."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TOKENLOOM_CACHE_DIR", str(tmp_path / "file"))
+    with borrowed(tune, pools):
+        done = tune_command("--iterations", "1")
+    assert done.exit_code == 1
+    assert "winner" in done.stdout
+    assert f"could not be kept: {tmp_path / 'file'} cannot be written" in done.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [

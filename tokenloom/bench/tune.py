@@ -39,7 +39,7 @@ def run_tune(
     command: Sequence[str],
     iterations: int,
     json_file: Path | None = None,
-) -> None:
+) -> bool:
     """Measure, print a table, keep the choice, and write the file that was asked for.
 
     Args:
@@ -50,6 +50,9 @@ def run_tune(
         dtype: one of DTYPES.
         command: the arguments of ``tokenloom``, for the record.
         json_file: file for the rows with their setup.
+
+    Returns:
+        Whether the choice was kept.
 
     Raises:
         InvalidArgument: the shape does not fit the ranks.
@@ -77,6 +80,7 @@ def run_tune(
             json_file, setup, [f"not on backend {found.setting.backend}: {each}" for each in missing], found.rows
         )
         console.print(f"rows written to {json_file}", markup=False)
+    return found.file is not None
 
 
 def profile_on_rank(context: RankContext, **options: Any) -> Profile:

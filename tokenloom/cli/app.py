@@ -5,7 +5,12 @@ Commands import what they need when they run, so nobody waits for what they do n
 
 from __future__ import annotations
 
+import errno
+import io
+import os
+import signal
 import sys
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -24,12 +29,14 @@ from tokenloom.cli.commands import (
     plan,
     tune,
 )
-from tokenloom.cli.terminal import FAILED, INTERRUPTED
+from tokenloom.cli.terminal import FAILED, INTERRUPTED, INTERRUPTED_TEXT
 from tokenloom.errors import TokenloomError
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
 class _Commands(TyperGroup):
-    """All commands. An error raised on purpose, or Ctrl-C, ends any of them with its message alone."""
+    """All commands. An error raised on purpose, Ctrl-C or a full disk ends any of them with its message alone."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -39,8 +46,13 @@ class _Commands(TyperGroup):
             print(f"tokenloom: {getattr(error, 'said', '') or error}", file=sys.stderr)
             raise typer.Exit(FAILED) from error
         except KeyboardInterrupt as error:
-            print("tokenloom: interrupted", file=sys.stderr)
+            print(INTERRUPTED_TEXT, file=sys.stderr)
             raise typer.Exit(INTERRUPTED) from error
+        except OSError as error:
+            if error.errno not in FULL_DISK:
+                raise
+            print(f"tokenloom: what was found cannot be written ({error.strerror})", file=sys.stderr)
+            raise typer.Exit(FAILED) from error
 
 
 app = typer.Typer(
@@ -83,4 +95,22 @@ def _tokenloom(
 
 def main() -> None:
     """Entry point of ``tokenloom`` and ``python -m tokenloom``."""
-    app()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # "µ" where the output is ASCII
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # else a shell wants it ignored
+        signal.signal(signal.SIGINT, _interrupt)
+    try:
+        app()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C. While a module is imported it ends the process at once: torch and numpy swallow exceptions there."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            print(INTERRUPTED_TEXT, file=sys.stderr, flush=True)
+            os._exit(INTERRUPTED)
+        frame = frame.f_back
+    raise KeyboardInterrupt

@@ -250,7 +250,7 @@ def _gpu_table(report: dict[str, Any]) -> Table:
     table = Table(title="GPUs, and which other GPU's memory each can reach", title_justify="left")
     headers = ("", "name", "memory GiB", "capability", "NVLinks", "shares memory")
     for name in (*headers, *(str(gpu["index"]) for gpu in report["gpus"])):
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     for gpu, reach in zip(report["gpus"], report["peer_access"], strict=True):
         links = "unknown (needs pynvml)" if gpu["nvlinks"] is None else str(gpu["nvlinks"])
         row = (str(gpu["index"]), gpu["name"], str(gpu["memory_gib"]), gpu["compute_capability"], links)
@@ -261,7 +261,9 @@ def _gpu_table(report: dict[str, Any]) -> Table:
 def _backend_table(group: dict[str, Any]) -> Table:
     title = f"Backends for {group['ranks']}, over {group['transport']}"
     names = ("backend", "works here", "picked by auto", "own node by", "other nodes by", "why")
-    table = Table(*names, title=title, title_justify="left")
+    table = Table(title=title, title_justify="left")
+    for name in names:
+        table.add_column(name, overflow="fold")
     for each in group["backends"]:
         picked = "yes" if each["name"] == group["auto"] else ""
         works = "[green]yes[/]" if each["works"] else "no"

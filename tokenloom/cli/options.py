@@ -103,7 +103,7 @@ def require_writable(option: str, file: Path | None, suffix: str = "") -> None:
     except OSError as error:
         raise typer.BadParameter(f"{file} cannot be written ({error.strerror})", param_hint=option) from error
     if not existed:
-        file.unlink()
+        file.unlink(missing_ok=True)  # another process may check the same file
 
 
 def numbers(option: str, text: str | None) -> list[int]:

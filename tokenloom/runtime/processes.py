@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import sys
 import tempfile
@@ -244,6 +246,7 @@ def _rank_main(
     rank: int, num_ranks: int, device: str, host: int | None, folder: str, timeout_s: float, pipe: Connection
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends them
+    threading.Thread(target=_end_with_parent, args=(folder,), name="end with parent", daemon=True).start()
     with open(Path(folder, f"stack{rank}"), "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
         try:
@@ -287,6 +290,15 @@ def _rank_main(
                 _send_failure(pipe, error)
     sys.stdout.flush()
     os._exit(0)  # a world that may be gone in part cannot tear down its process groups in order
+
+
+def _end_with_parent(folder: str) -> None:
+    """End this rank, whatever it does, when the process that started it was killed; that one leaves the folder too."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
 
 
 def _send_failure(pipe: Connection, error: BaseException) -> None:

@@ -33,6 +33,7 @@ class Options:
         rounds: of the stress of order.
         seed: of everything random.
         large_bytes: of a large message; None: the device's.
+        fits_constants: whether constants of the cost model were asked for, which one node does not have.
     """
 
     ranks_per_node: int | None = None
@@ -40,6 +41,7 @@ class Options:
     rounds: int = 30
     seed: int = 1
     large_bytes: int | None = None
+    fits_constants: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def check(
         say: called with what begins.
 
     Raises:
-        InvalidArgument: fewer than two ranks, or nodes that do not divide them.
+        InvalidArgument: fewer than two ranks, nodes that do not divide them, or one node where constants are wanted.
         PeerTimeout, PeerError: a rank is missing or failed.
     """
     wait_s = options.timeout_s
@@ -86,6 +88,10 @@ def check(
             raise InvalidArgument("there is one rank, so there is nothing between ranks to check; start two or more")
         say("topology")
         topology, about = find_topology(ranks, options.ranks_per_node)
+        if options.fits_constants and topology.num_nodes == 1:
+            raise InvalidArgument(
+                "--constants is for what is between nodes, and there is one; give --ranks-per-node, or leave it out"
+            )
         comms, lines = _make_comms(group, device, options, topology)
         for comm in comms:
             stack.enter_context(comm)

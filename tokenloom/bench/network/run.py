@@ -18,7 +18,7 @@ from tokenloom.bench.network.fit import fit_constants
 from tokenloom.bench.network.launched import joined, local_device
 from tokenloom.bench.network.on_rank import Options, Report, check, check_on_rank
 from tokenloom.bench.network.parts import LINK_TURNS
-from tokenloom.errors import InvalidArgument, TokenloomError
+from tokenloom.errors import TokenloomError
 from tokenloom.runtime.processes import RankContext, RankPool
 from tokenloom.tune.network.constants import REGIMES, Constants, write_constants
 
@@ -55,7 +55,7 @@ def run_on_own_ranks(
         Whether everything passed.
 
     Raises:
-        InvalidArgument: see :func:`tokenloom.bench.network.on_rank.check`; or constants without two nodes.
+        InvalidArgument: see :func:`tokenloom.bench.network.on_rank.check`.
         RankFailed: a rank failed, or another one did not answer it.
     """
     reached = ["starting the ranks"]
@@ -88,7 +88,7 @@ def run_launched(console: Console, device: str | None, options: Options, files: 
         Whether everything passed, on every rank.
 
     Raises:
-        InvalidArgument: see :func:`tokenloom.bench.network.on_rank.check`; or constants without two nodes.
+        InvalidArgument: see :func:`tokenloom.bench.network.on_rank.check`.
         PeerTimeout, PeerError: a rank is missing or failed.
     """
     where = local_device(device)
@@ -106,11 +106,7 @@ def run_launched(console: Console, device: str | None, options: Options, files: 
 
 
 def show(console: Console, found: Report, num_ranks: int, device: str, files: Files, command: Sequence[str]) -> bool:
-    """Print tables and write files; whether everything passed.
-
-    Raises:
-        InvalidArgument: constants were asked for, and there is one node.
-    """
+    """Print tables and write files; whether everything passed."""
     setup = run_setup(device, num_ranks, command)
     gin_here = examine(torch.device(device))
     over = f"NCCL {setup['nccl']}" if setup["nccl"] else found.transport
@@ -138,8 +134,7 @@ def show(console: Console, found: Report, num_ranks: int, device: str, files: Fi
         console.print(f"findings written to {files.json}", markup=False)
     console.print("[bold green]PASS[/]" if passed else "[bold red]FAIL[/]: see the tables above")
     if files.constants is not None:
-        if constants is None:
-            raise InvalidArgument("--constants is for what is between nodes, and there is one; give --ranks-per-node")
+        assert constants is not None, "check refuses one node where constants are wanted"
         if not passed:
             console.print(f"{files.constants} was not written, because checks failed", markup=False)
         else:

@@ -32,7 +32,8 @@ def detail_table(rows: Sequence[PlanRow], routing: str) -> Table:
     Args:
         routing: what the rows were counted from, or expected of.
     """
-    where = f"{rows[0].num_nodes} nodes, {rows[0].num_ranks} ranks"
+    nodes = "1 node" if rows[0].num_nodes == 1 else f"{rows[0].num_nodes} nodes"
+    where = f"{nodes}, {rows[0].num_ranks} ranks"
     title = f"{rows[0].num_tokens} tokens a rank on {where}, {REGIME_WORDS[rows[0].regime]}, {routing}"
     counted = rows[0].imbalance is not None
     headers = ["a row\nper", "rows a\ntoken", "NIC\nMB", "NIC\nµs", "NVLink\nµs", "puts", "puts\nµs", "time\nµs"]
@@ -125,7 +126,7 @@ def digits(value: float) -> str:
 def new_table(title: str, first: str, *headers: str) -> Table:
     """An empty table, whose numbers stand on the right."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column(first)
+    table.add_column(first, overflow="fold")
     for header in headers:
         table.add_column(header, justify="left" if header == "extrapolated" else "right", overflow="fold")
     return table

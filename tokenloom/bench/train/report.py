@@ -203,7 +203,7 @@ class Report:
         table = _table(
             "", "this\nlayer ms", "one / W\nms", "exposed\nms", "%", "scaling\n%", "local\nms", "exposed\nms", "%"
         )
-        table.add_column(f"{self.rival}\n/ ours", justify="right")
+        table.add_column(f"{self.rival}\n/ ours", justify="right", overflow="fold")
         for row in self.times:
             if row.who != OURS or row.what == "inference":
                 continue
@@ -233,7 +233,7 @@ def _saved_line(what: str, num_bytes: int) -> str:
 
 def _table(first: str, *numbers: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column(first)
+    table.add_column(first, overflow="fold")
     for header in numbers:
-        table.add_column(header, justify="right")
+        table.add_column(header, justify="right", overflow="fold")
     return table

@@ -19,6 +19,9 @@ from tokenloom.cli.options import (
 )
 from tokenloom.cli.terminal import FAILED, console
 
+MOST_SEED = 2**32 - 1
+"""Seeds of rounds are multiples of it, and have 64 bits."""
+
 
 def check_network(
     ranks: Ranks = None,
@@ -26,7 +29,7 @@ def check_network(
     ranks_per_node: RanksPerNode = None,
     timeout_s: Annotated[float, typer.Option(min=1, help="Longest wait for another rank, in seconds.")] = 30.0,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of calls whose ranks come at random times.")] = 30,
-    seed: Annotated[int, typer.Option(min=0, help="Of routing and of those times.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Of routing and of those times.")] = 1,
     constants_file: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
@@ -49,7 +52,7 @@ def check_network(
     from tokenloom.bench.network.on_rank import Options
     from tokenloom.bench.network.run import Files, run_launched, run_on_own_ranks
 
-    options = Options(ranks_per_node, timeout_s, rounds, seed)
+    options = Options(ranks_per_node, timeout_s, rounds, seed, fits_constants=constants_file is not None)
     files = Files(json_file, constants_file)
     if by_torchrun:
         passed = run_launched(console(), device.value if device else None, options, files, sys.argv[1:])

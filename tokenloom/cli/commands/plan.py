@@ -24,6 +24,8 @@ from tokenloom.cli.terminal import console
 
 DEFAULT_TOKENS = (128, 4096)
 DEFAULT_TOP_K = 8
+MOST_MIB = 2**30
+"""Far more than a GPU has."""
 
 
 class RowDtype(str, Enum):
@@ -75,6 +77,7 @@ def plan(
         typer.Option(
             "--budget",
             min=0,
+            max=MOST_MIB,
             help="MiB of a GPU for rows from other nodes; shows what backends hold.",
         ),
     ] = None,

@@ -22,7 +22,7 @@ from tokenloom.cli.options import (
     require_known,
     require_writable,
 )
-from tokenloom.cli.terminal import console
+from tokenloom.cli.terminal import FAILED, console
 
 
 def tune(
@@ -47,7 +47,7 @@ def tune(
     from tokenloom.bench.tune import run_tune
 
     require_known("--backend", [backend], ["auto", *registry.names()])
-    run_tune(
+    kept = run_tune(
         console(),
         num_ranks,
         where,
@@ -60,3 +60,5 @@ def tune(
         iterations=iterations,
         json_file=json_file,
     )
+    if not kept:
+        raise typer.Exit(FAILED)
