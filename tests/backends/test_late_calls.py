@@ -183,6 +183,29 @@ def test_a_loss_between_calls(others: Others, late: LateRanks) -> None:
     assert others.happened == ["give up", "ended/0", "remake", "make", "meet"]
 
 
+def test_no_room_for_new_memory(
+    others: Others, maker: Maker, late: LateRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks raise that, and may try again. They settle it anew: what they settled before would take them back to
+    numbers that they have had."""
+    others.num_losses = 1
+    with monkeypatch.context() as patch:
+        patch.setattr(maker, "remake", raising(tl.PeerError(0, "no room")))
+        with pytest.raises(tl.PeerError, match="no room"):
+            late.call(Call(others))
+    assert late.call(Call(others)) == RESULT
+    assert others.happened == ["give up", "ended/0", "give up", "ended/1", "remake", "make", "meet"]
+
+
+def test_names_after_ranks_came_back(others: Others, late: LateRanks) -> None:
+    """They are those of ranks that have settled nothing yet."""
+    for _ in range(2):
+        others.losses = [frozenset({0})]
+        late.call(Call(others, EXPIRED))
+        late.begin_anew()
+    assert [what for what in others.happened if what.startswith("ended")] == ["ended/0"] * 2
+
+
 def test_a_rank_that_is_masked(others: Others, late: LateRanks) -> None:
     """Says so at once: it meets nobody."""
     with pytest.raises(tl.CommunicatorBroken, match="the test"):

@@ -90,6 +90,78 @@ def check_late_in_the_middle(ranks: RankGroup) -> None:
     done(ranks)
 
 
+def test_what_comes_behind_the_end(pools: Pools) -> None:
+    """A rank is held up when it begins a collective, and the others go on without it. What it sends then still
+    arrives, but changes no result."""
+    run(pools, ALL, check_behind_the_end, late=[3])
+
+
+def check_behind_the_end(ranks: RankGroup) -> None:
+    ranks.mask_late()
+    open_call(ranks)
+    others = [0, 1, 2]
+    rows = torch.full((4, 2), float(ranks.rank))
+    if ranks.rank == 3:
+        real = Links.start
+
+        def start(*arguments: Any) -> Any:
+            when_done(ranks, others)
+            return real(*arguments)
+
+        with mock.patch.object(Links, "start", start):
+            sent = ranks.start_all_to_all(rows, [1] * 4, [1] * 4, "test")
+        time.sleep(0.5)  # what is on its way arrives
+        done(ranks, "sent")
+        when_done(ranks, others, "seen")
+        del sent
+        return
+    result = ranks.all_to_all(rows, [1] * 4, [1] * 4, "test")
+    done(ranks)
+    when_done(ranks, [3], "sent")
+    assert result[:, 0].tolist() == [0.0, 1.0, 2.0, 0.0]
+    done(ranks, "seen")
+
+
+@pytest.mark.parametrize("how", ["dropped", "in vain"])
+def test_transfers_that_nobody_waits_for(pools: Pools, how: str) -> None:
+    """What arrives for them does not stand in the way of later ones. One is in vain where ranks were lost before it:
+    the others that began it did not know of that yet."""
+    run(pools, [0, 1, 2], check_not_waited_for, how, timeout_s=LONG_S)
+
+
+def check_not_waited_for(ranks: RankGroup, how: str) -> None:
+    ranks.mask_late()
+    call(ranks)
+
+    def begin() -> None:
+        with ranks.in_vain_after(0), pytest.raises(tl.PeerTimeout, match="the others go on without a rank"):
+            open_call(ranks)
+
+    if how == "dropped":
+        if ranks.rank:
+            when_done(ranks, [0])
+        ranks.start_all_gather(torch.tensor([ranks.rank]), "test")
+        done(ranks)
+    elif ranks.rank == 0:
+        when_done(ranks, [1], "lost")
+        time.sleep(1.1 * waiting.LOOK_EVERY_S)  # it looks before it begins
+        begin()
+    elif ranks.rank == 1:
+        when_done(ranks, [2], "begins")
+        time.sleep(0.2)
+        with mock.patch.object(membership.Membership, "roll_call", lambda _, absent: set(absent)):
+            ranks.lose_absent("test", [])  # nobody is
+        done(ranks, "lost")
+    else:
+        done(ranks, "begins")
+        begin()
+    if how == "in vain":
+        ranks.settle_losses("test", "ended/0")
+    began = time.monotonic()
+    call(ranks)
+    assert time.monotonic() - began < NOTICE_S
+
+
 @pytest.mark.slow
 def test_who_is_held_up_is_not_late(pools: Pools) -> None:
     """A rank that waits for a late one itself is not masked with it, although others wait for both as long."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from unittest import mock
@@ -14,7 +15,7 @@ from tests.runtime.test_symmetric_memory import LAYOUT, PATIENCE_S
 from tests.support.patience import done, when_done
 from tokenloom.runtime import symmetric_memory
 from tokenloom.runtime.leftovers import release_dropped
-from tokenloom.runtime.processes import RankContext, RankPool
+from tokenloom.runtime.processes import RankContext, RankFailed, RankPool
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer, close_together
 
@@ -85,4 +86,43 @@ def check_not_all_begin(context: RankContext, begin: list[int]) -> None:
             with mock.patch.object(symmetric_memory, "CLOSE_TOGETHER_S", PATIENCE_S):
                 close_together([buffer])
             assert driver.is_clean, "of what was begun too"
+    ranks.close()
+
+
+@pytest.mark.slow
+def test_memory_that_a_process_ends_before() -> None:
+    """The others have begun to make it, and give it back: nobody writes to it whose process has ended."""
+    clean: list[bool] = []
+    with RankPool(3) as pool, pytest.raises(RankFailed, match="exit code 7"):
+        pool.run(check_ends_before, "process", on_event=clean.append)
+    assert clean == [True, True]
+
+
+def test_memory_that_a_rank_leaves_before(pools: Callable[[str], RankPool]) -> None:
+    """Nor does a rank that has closed its communicator before."""
+    clean: list[bool] = []
+    pools("cpu").run(check_ends_before, "communicator", ranks=3, on_event=clean.append)
+    assert clean == [True, True]
+
+
+def check_ends_before(context: RankContext, what: str) -> None:
+    ranks = RankGroup(context.group, timeout_s=5.0)
+    ranks.mask_late()
+    with fake_driver() as driver:
+        first = SymmetricBuffer(LAYOUT, ranks)
+        if ranks.rank == 2:
+            if what == "process":
+                os._exit(7)
+            first.close()
+            ranks.close()
+            return
+        with ranks.in_vain_after(0), pytest.raises(tl.PeerTimeout, match="the others go on without"):
+            SymmetricBuffer(LAYOUT, ranks)
+        ranks.settle_losses("test", "ended/0")
+        first.close()
+        deadline = time.monotonic() + PATIENCE_S
+        while not driver.is_clean and time.monotonic() < deadline:
+            release_dropped()
+            time.sleep(0.01)
+        context.report(driver.is_clean)
     ranks.close()

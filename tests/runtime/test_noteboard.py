@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from tests.conftest import CPU_RANKS
 from tests.runtime.test_rank_group import call, open_call, run, send_rows
 from tokenloom.runtime import noteboard
+from tokenloom.runtime.noteboard import Noteboard
 from tokenloom.runtime.processes import RankContext, RankPool
 from tokenloom.runtime.rank_group import RankGroup
 
@@ -79,6 +82,62 @@ def check_the_store_does_not_grow(ranks: RankGroup, end: str) -> None:
 
 def ours(store: Any) -> set[str]:
     return {key for key in store.list_keys() if "tokenloom/" in key}
+
+
+def test_notes_stay_until_the_last_rank_has_left() -> None:
+    """A rank that has left and then was masked is not counted for one of those that are left: the last of these still
+    hears who has left. It deletes the notes."""
+    store = dist.HashStore()
+    notes = boards(store, 3)
+    notes[0].leave()
+    for rank in (1, 2):
+        notes[rank].gone = frozenset([0])
+    notes[1].leave()
+    assert notes[2].who_left_before(1) == [0, 1]
+    notes[2].leave()
+    assert not {key for key in store.list_keys() if "/made/" not in key}
+
+
+@pytest.mark.parametrize(("say", "hear"), [("give_up", "who_gave_up"), ("fail", "who_failed")])
+def test_who_is_gone_hides_nobody(say: str, hear: str) -> None:
+    """A rank gives up, and behind it one that is masked, which the others do not care for."""
+    notes = boards(dist.HashStore(), 4)
+    for rank in (0, 1, 2):
+        notes[rank].gone = frozenset([3])
+    getattr(notes[3], say)("the test")
+    assert getattr(notes[0], hear)() is None
+    for rank in (1, 3):
+        getattr(notes[rank], say)(f"rank {rank}")
+        assert getattr(notes[0], hear)() == (1, "rank 1")
+
+
+class Deleting:
+    """A store in which another rank deletes a key at the moment when it is read."""
+
+    def __init__(self, store: dist.Store, key: str) -> None:
+        self._store, self._key = store, key
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("get", "compare_set"):
+            self._store.delete_key(self._key)
+        return getattr(self._store, name)
+
+
+def test_a_note_that_is_deleted_meanwhile() -> None:
+    """A masked rank that lives may read while the last of the others leaves. It does not wait for the note."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=10))
+    notes = Noteboard(store, 0, 2)
+    notes.say("roll call", 1, everybody=True)
+    notes._store = Deleting(store, notes.key("roll call"))
+    began = time.monotonic()
+    assert notes.hear("roll call") is None
+    assert time.monotonic() - began < 5.0
+
+
+def boards(store: dist.Store, num_ranks: int) -> list[Noteboard]:
+    """The notes of all ranks, in one process."""
+    return [Noteboard(store, rank, num_ranks) for rank in range(num_ranks)]
 
 
 def test_a_forked_child_leaves_the_store_alone(pools: Pools) -> None:

@@ -35,6 +35,8 @@ class Links:
     def __init__(self, store: Any, rank: int, members: Iterable[int], limit_s: float) -> None:
         self._rank = rank
         self._index = {member: index for index, member in enumerate(sorted(members))}
+        # Transfers that have not ended. Were one dropped, gloo would leave unread what arrives for it and behind it.
+        self._open: list[dict[int, list[dist.Work]]] = []
         self._group: Any = None
         if len(self._index) > 1:
             limit = timedelta(seconds=limit_s)
@@ -58,27 +60,31 @@ class Links:
         Args:
             waiter: the thread that waits for them.
             others: ranks that take part, but for this one.
-            parts, places: contiguous tensors by rank, of all ranks of the group. Empty ones do not travel. They may
-                not change before the exchange has ended.
+            parts, places: contiguous tensors by rank, of all ranks of the group. Empty ones do not travel. Parts may
+                not change before the exchange has ended; what is on a GPU goes through the host.
             number: number of the exchange, the same on all ranks.
         """
         works: dict[int, list[dist.Work]] = {}
         broken: dict[int, str] = {}
-        if places[self._rank].data_ptr() != parts[self._rank].data_ptr():
-            places[self._rank].copy_(parts[self._rank])
+        leaving = [part.cpu() for part in parts]
+        # Not at its place: what a rank sends that nobody waits for any more may arrive at any time.
+        arriving = [torch.empty(place.shape, dtype=place.dtype, device="cpu") for place in places]
+        arriving[self._rank] = leaving[self._rank]
         for peer in sorted(others):
             started: list[dist.Work] = []
             try:
-                if places[peer].numel():
-                    started.append(self._group.recv([places[peer]], self._index[peer], number))
-                if parts[peer].numel():
-                    started.append(self._group.send([parts[peer]], self._index[peer], number))
+                if arriving[peer].numel():
+                    started.append(self._group.recv([arriving[peer]], self._index[peer], number))
+                if leaving[peer].numel():
+                    started.append(self._group.send([leaving[peer]], self._index[peer], number))
             except RuntimeError as error:  # an earlier transfer broke the connection
                 broken[peer] = str(error)
             else:
-                works[peer] = started
+                if started:
+                    works[peer] = started
+        self._open = [*filter(None, self._open), works]
         absent = frozenset(range(len(places))) - {self._rank, *others}
-        return Exchange(waiter, works, broken, places, absent)
+        return Exchange(waiter, works, broken, list(zip(places, arriving, strict=True)), absent)
 
 
 class Exchange:
@@ -87,6 +93,13 @@ class Exchange:
     Attributes:
         pending: ranks whose part has not ended.
         broken: why the part of a rank failed.
+
+    Args:
+        waiter: the thread that waits for it.
+        works: the transfers with each rank. They are taken out when they have ended.
+        broken: ranks with which none could be started, and why.
+        places: where the part of each rank belongs, and where it arrives.
+        absent: ranks that take no part.
     """
 
     def __init__(
@@ -94,10 +107,11 @@ class Exchange:
         waiter: Waiter,
         works: dict[int, list[dist.Work]],
         broken: dict[int, str],
-        places: Sequence[torch.Tensor],
+        places: Sequence[tuple[torch.Tensor, torch.Tensor]],
         absent: frozenset[int],
     ) -> None:
-        self.pending = {rank for rank, started in works.items() if started}
+        # Both are replaced, not changed: users look at them while the thread goes on.
+        self.pending = set(works)
         self.broken = broken
         self._waiter, self._works, self._places, self._absent = waiter, works, places, absent
         self._handed_over = False
@@ -115,26 +129,30 @@ class Exchange:
         """Wait no longer for these ranks."""
         with self._waiter.changed:
             self._absent |= self.pending.union(self.broken).intersection(ranks)
-            for rank in ranks:
-                self.pending.discard(rank)
-                self.broken.pop(rank, None)
+            self.pending = self.pending.difference(ranks)
+            self.broken = {rank: why for rank, why in self.broken.items() if rank not in ranks}
         self._waiter.leave(self, ranks)
 
     def finish(self) -> frozenset[int]:
-        """Fill the places of ranks whose part did not come with zeros: these ranks."""
-        for rank in self._absent:
-            self._places[rank].zero_()
+        """Fill the places, with zeros where a part did not come: the ranks of these."""
+        for rank, (place, came) in enumerate(self._places):
+            if rank in self._absent:
+                place.zero_()
+            elif place.data_ptr() != came.data_ptr():
+                place.copy_(came)
         return self._absent
 
-    def take_works(self, rank: int) -> Sequence[dist.Work]:
-        """The transfers with a rank, for the waiter, which then drops them."""
-        return self._works.pop(rank)
+    def wait_for(self, rank: int) -> str | None:
+        """Wait for the transfers with a rank, without a deadline; why one failed, if so. For the waiter."""
+        error = _wait(self._works[rank])
+        del self._works[rank]
+        return error
 
     def ended(self, rank: int, error: str | None) -> None:
         """The waiter says that the part of a rank has ended."""
-        self.pending.discard(rank)
+        self.pending = self.pending - {rank}
         if error is not None:
-            self.broken[rank] = error
+            self.broken = self.broken | {rank: error}
 
 
 class Waiter:
@@ -188,7 +206,7 @@ class Waiter:
                 if self._thread is not me:
                     return
                 self._at = exchange, rank = self._tasks.popleft()
-            error = _wait(exchange.take_works(rank))
+            error = exchange.wait_for(rank)
             with self.changed:
                 if self._thread is not me:
                     return

@@ -17,6 +17,8 @@ KEPT_NOTES = 8
 """Named notes of a rank that can still be read: more than there are calls whose outcome a host may not have read."""
 TELLS_WHO_IS_MASKED = ("change/", "loss/")
 """Names of notes that begin so are never deleted once a rank is masked, which may come late to read them."""
+NO_NOTE = "no note"
+"""What no note says: it is no JSON."""
 
 
 class Noteboard:
@@ -65,9 +67,12 @@ class Noteboard:
         """Count collectives, and things with names, from a step on that no rank has come to: ranks that differ in
         what they have begun mean the same again.
         """
-        self.say(f"named/{self._series}", self._named)
+        self._say_named()
         self.step = self._series = step
         self._named = Counter()
+
+    def _say_named(self) -> None:
+        self.say(f"named/{self._series}", self._named)
 
     def key(self, name: str, rank: int | None = None) -> str:
         """The store's key for something of this communicator, or of one of its ranks."""
@@ -79,7 +84,7 @@ class Noteboard:
         return f"{kind}/{self._series}/{self._named[kind]}"
 
     def has_skipped(self, key: str, rank: int) -> bool:
-        """Whether a rank has skipped a thing that others have named, and never had it.
+        """Whether a rank has skipped a thing that others have named, or has left, and never had it.
 
         Args:
             key: of :meth:`new_name`, as :meth:`key` gave it when the thing was named.
@@ -129,9 +134,9 @@ class Noteboard:
 
     def hear_at(self, key: str) -> Any:
         """The value under a key of the store, None if there is none."""
-        # ``get`` alone would wait for a key that nobody sets. None is deleted as long as somebody may read it.
-        value = self.call("get", key) if self.call("check", [key]) else None
-        return None if value is None else json.loads(value)
+        # ``get`` would wait for a key that nobody sets, or that somebody deletes meanwhile. This swaps nothing.
+        value = self.call("compare_set", key, NO_NOTE, NO_NOTE)
+        return None if value is None or value == NO_NOTE.encode() else json.loads(value)
 
     def decide_at(self, key: str, value: Any) -> Any:
         """The value that came first under a key of the store; None if the store is gone."""
@@ -167,37 +172,53 @@ class Noteboard:
         Args:
             missing: whom it has missed, as far as it knows.
         """
-        self.say("gave up", list(missing))
-        self.say("gave up", [self.rank, why], everybody=True)
+        self._say_end("gave up", why, missing)
 
     def missed_by(self, rank: int) -> list[int] | None:
         """Whom a rank has missed that has given up, empty if it does not know yet; None if it has not given up."""
-        missing = self.hear("gave up", rank)
-        return None if missing is None else list(missing)
+        said = self.hear("gave up", rank)
+        return None if said is None else list(said[1])
 
     def who_gave_up(self) -> tuple[int, str] | None:
-        """The rank that gave up, the latest if several did, and where."""
-        said = self.hear("gave up")
-        return None if said is None else (said[0], said[1])
+        """A rank that gave up and is not gone, the latest if it is one, and where."""
+        return self._who_ended("gave up")
 
     def fail(self, why: str) -> None:
         """Tell ranks that wait in the middle of a call that this one failed in it."""
-        self.say("failed", [self.rank, why], everybody=True)
+        self._say_end("failed", why)
 
     def who_failed(self) -> tuple[int, str] | None:
-        """The rank that failed in the middle of a call, and its error."""
-        said = self.hear("failed")
-        return None if said is None else (said[0], said[1])
+        """A rank that failed in the middle of a call and is not gone, the latest if it is one, and its error."""
+        return self._who_ended("failed")
+
+    def _say_end(self, how: str, why: str, missing: Sequence[int] = ()) -> None:
+        self.say(how, [why, list(missing)])
+        self.say(how, self.rank, everybody=True)
+
+    def _who_ended(self, how: str) -> tuple[int, str] | None:
+        latest = self.hear(how)
+        if latest is None:
+            return None
+        # Behind a rank that ends, one that is gone may say the same. It does not hide the other.
+        for rank in (latest, *range(self.num_ranks)):
+            said = None if rank in self.gone else self.hear(how, rank)
+            if said is not None:
+                return rank, said[0]
+        return None
 
     def leave(self) -> None:
         """Write no more notes and read none. The last rank to leave deletes them."""
         if self._left:
             return
+        self._say_named()  # for things that others have begun, and still wait with
+        self.say("left", True, everybody=True)
         self.say("left", self.step)
         self._left = True
-        if (self.call("add", self.key("num left"), 1) or 0) >= self.num_ranks - len(self.gone):
-            names = {("notes", False), ("waits", False), ("gave up", False)}
-            names |= {("gave up", True), ("failed", True), ("num left", True)}
+        # Not their number: ranks that are gone may have left too.
+        there = [rank for rank in range(self.num_ranks) if rank not in self.gone]
+        if all(self.hear_at(self.key("left", rank)) is not None for rank in there):
+            names = {("notes", False), ("waits", False)}
+            names |= {(how, everybody) for how in ("gave up", "failed") for everybody in (False, True)}
             for name, everybody in sorted(names | self._names):
                 if not (self.gone and name.startswith(TELLS_WHO_IS_MASKED)):
                     self.delete([self.key(name, rank) for rank in ([None] if everybody else range(self.num_ranks))])
@@ -205,7 +226,7 @@ class Noteboard:
 
     def who_left_before(self, step: int) -> list[int]:
         """Ranks that have left and never started this step: nobody needs to wait for them."""
-        if not self.call("check", [self.key("num left")]):
+        if self.hear("left") is None:
             return []
         last = {rank: self.hear("left", rank) for rank in range(self.num_ranks)}
         return [rank for rank, value in last.items() if value is not None and value < step]

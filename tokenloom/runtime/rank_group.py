@@ -29,6 +29,7 @@ from tokenloom.runtime.leftovers import release_dropped, undo_when_dropped
 from tokenloom.runtime.links import Links, Waiter
 from tokenloom.runtime.membership import Membership
 from tokenloom.runtime.noteboard import Noteboard, store_of
+from tokenloom.runtime.process_identity import ProcessIdentity
 from tokenloom.runtime.rejoin import Meeting
 from tokenloom.runtime.topology import Topology
 from tokenloom.runtime.verdict import Verdict
@@ -94,6 +95,7 @@ class RankGroup:
         own_transport: calls go without collectives of the process group, so ranks can be left out of any group.
         served: there is a backend that makes calls again without ranks that are lost meanwhile. It needs the notes.
         missed: ranks whose part of a transfer did not come. Whoever makes calls empties it.
+        processes: of other ranks, as far as this one has shared memory with them since ranks last came back.
         met_at: number of the collective before ranks last came back, the same on all ranks; 0 if none has.
         opening_words: int64 words that each rank says first in a call. All kinds of calls have equally many, so ranks
             that make different ones find out; messages of different lengths would end the process.
@@ -127,6 +129,7 @@ class RankGroup:
         """Make what every group has, whatever carries its collectives."""
         self.terms: dict[str, str] = {}
         self.own_transport = self.served = False
+        self.processes: dict[int, ProcessIdentity] = {}
         self.met_at = 0
         self.opening_words = 1
         self.missed: frozenset[int] = frozenset()
@@ -377,7 +380,7 @@ class RankGroup:
         self._links = rejoin.connect(self.notes, meeting, self.timeout_s)
         self.notes.move(meeting.notes, meeting.step)
         self.notes.delete_with_notes(meeting.keys(self.num_ranks))
-        self.met_at = meeting.step
+        self.met_at, self.processes = meeting.step, {}
         self.topology = meeting.nodes
         self._members.begin_anew(frozenset(meeting.masked))
 
@@ -572,18 +575,8 @@ class RankGroup:
         self._watch.begin()
         assert self._links is not None
         self.notes.step += 1
-        arriving = [place.cpu() for place in places]  # gloo moves host memory; on the CPU these are the places
-        leaving = [part.cpu() for part in parts]
-        exchange = self._links.start(self._waiter, self._members.others, leaving, arriving, self.step)
-
-        def finish() -> frozenset[int]:
-            absent = exchange.finish()
-            if self.device.type != "cpu":
-                for place, came in zip(places, arriving, strict=True):
-                    place.copy_(came)
-            return absent
-
-        return self._awaited(exchange, result, phase, opens, finish)
+        exchange = self._links.start(self._waiter, self._members.others, parts, places, self.step)
+        return self._awaited(exchange, result, phase, opens, exchange.finish)
 
     def _awaited(
         self, awaited: Awaited, result: torch.Tensor, phase: str, opens: bool, finish: Callable[[], frozenset[int]]

@@ -186,6 +186,7 @@ class _Shared:
         self._address = self._num_bytes = 0
         self._opened: list[int] = []
         self.processes: dict[int, ProcessIdentity] = {}
+        self._known_processes = ranks.processes
         self._memory: weakref.ref[_Memory] | None = None
         self._has_let_go = False
 
@@ -208,6 +209,7 @@ class _Shared:
         driver = load_driver()
         self.others = frozenset(rank for rank in self._neighbours if offers[rank].rank == rank)
         self.processes = {rank: offer.process for rank, offer in enumerate(offers) if rank in self.others}
+        self._known_processes |= self.processes
         with _on(self._device):
             for rank, offer in enumerate(offers):
                 if rank not in self.others:
@@ -252,8 +254,9 @@ class _Shared:
         keys = {rank: self._note(rank) for rank in self.others}
         if not keys or self._notes.call("check", list(keys.values())):
             return False
+        processes = self.processes or self._known_processes
         for rank, key in keys.items():
-            ended = rank in self.processes and self.processes[rank].has_ended()
+            ended = rank in processes and processes[rank].has_ended()
             if not ended and not self._notes.call("check", [key]):
                 return True
         return False

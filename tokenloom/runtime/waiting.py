@@ -205,7 +205,7 @@ class Watch:
         if awaited.broken:
             return f"the connection broke ({next(iter(awaited.broken.values()))})"
         failed = self._notes.who_failed()
-        if failed and failed[0] not in self._members.masked:
+        if failed:
             peer_error = PeerError(*failed, sent=True)
             self.broken = f"an earlier call failed: {peer_error}"
             raise peer_error
@@ -213,7 +213,7 @@ class Watch:
             return "the communicator was closed there"
         self._require_same_mask(step)
         said = self._notes.who_gave_up()
-        return said[1] if said and said[0] not in self._members.masked else None
+        return said[1] if said else None
 
     def _missing_ranks(self, awaited: Awaited, step: int) -> list[int]:
         """Who has not come to wait in this step or a later one, nor in vain; nobody, if the store is gone."""

@@ -83,7 +83,7 @@ class LateRanks:
 
     def __init__(self, ranks: RankGroup, maker: Remakes) -> None:
         self._ranks, self._maker = ranks, maker
-        self._ended = 0
+        self._ended = self._settled = 0
 
     def call(self, make: Callable[[], T]) -> T:
         """Make a call; all ranks make the same one.
@@ -120,6 +120,7 @@ class LateRanks:
 
     def begin_anew(self) -> None:
         """Ranks came back, which have counted nothing."""
+        self._settled = 0
         self._has_ended(0)
 
     @property
@@ -162,7 +163,9 @@ class LateRanks:
         """Settle with the others what has ended, and make new memory."""
         outcomes = self._maker.launcher.outcomes
         outcomes.fault.give_up([], "the others go on without a rank")  # this rank's kernels may still wait
-        self._has_ended(self._ranks.settle_losses(PHASE, f"ended/{outcomes.known_losses}"))
+        name = f"ended/{self._settled}"  # not of the losses: it is settled again if there was no room for new memory
+        self._settled += 1
+        self._has_ended(self._ranks.settle_losses(PHASE, name))
         self._maker.remake()
 
 
