@@ -74,13 +74,9 @@ def group(request: pytest.FixtureRequest, pools: Callable[[str], RankPool]) -> A
     return emulator.ranks(size) if device == "emulated" else Ranks(pools(device), size)
 
 
-def is_emulated(context: RankContext) -> bool:
-    return context.group is None
-
-
 def backend_of(context: RankContext) -> str:
     """The backend that leaves ranks out on this rank's device."""
-    return "nvlink" if context.device.type == "cuda" or is_emulated(context) else "collective"
+    return "nvlink" if context.device.type == "cuda" or emulator.ON else "collective"
 
 
 def masked_of(which: str, num_ranks: int) -> list[int]:
