@@ -26,6 +26,7 @@ from tokenloom.backends.network import nvlink_inside, registration
 from tokenloom.backends.network.inside import CollectivesInside
 from tokenloom.backends.network.nvlink_inside import NvlinkInside, inner_plans, objection
 from tokenloom.backends.registration import Availability, Request
+from tokenloom.kernels.common import MAX_RANKS
 from tokenloom.plan import Plan
 from tokenloom.runtime.node_ranks import NodeRanks
 from tokenloom.runtime.processes import RankContext, RankPool
@@ -342,6 +343,18 @@ def test_one_node_without_kernels_is_enough() -> None:
     )
     shared = "nvlink does not work on rank 1 of the 2 of node 1: it shares its GPU with rank 0"
     assert objection([*good, found(), found()], pretended(4, 2)) == shared
+
+
+@pytest.mark.parametrize("ranks_per_node", [MAX_RANKS + 1, 64])
+def test_nodes_of_more_ranks_than_kernels_serve(ranks_per_node: int) -> None:
+    """Their plan, in which ranks stand for experts of a token, was refused, and with it the whole communicator."""
+    num_ranks = 2 * ranks_per_node
+    request = Request("nccl", torch.device("cuda"), plan=Plan(num_ranks, num_ranks, 16, 2, 8), num_sms=16)
+    ranks = mock.Mock(device=torch.device("cuda"), rank=0, topology=pretended(num_ranks, ranks_per_node))
+    made = registration.make_inside(request, ranks)
+    assert isinstance(made, CollectivesInside)
+    why = f"nvlink serves at most {MAX_RANKS} ranks, nodes have {ranks_per_node}"
+    assert made.memory() == [f"no kernels inside nodes: {why}"]
 
 
 @pytest.mark.parametrize("failing", ["probe", "memory", ""])

@@ -6,6 +6,7 @@ A kernel that was told where the tensors of an earlier call are would overwrite 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from tokenloom.backends.base import CombineOptions, DispatchInputs, DispatchOpti
 from tokenloom.backends.handshake import combine_fields, dispatch_fields, hash_of
 from tokenloom.backends.nvlink.dispatch import MOST_KINDS
 from tokenloom.backends.nvlink.loans import Loan
+from tokenloom.backends.nvlink.prepared import check
 from tokenloom.errors import InvalidArgument
+from tokenloom.plan import Plan
 from tokenloom.runtime.streams import tensors_in
 
 NUM_RANKS, HIDDEN, TOP_K, NUM_EXPERTS = 4, 256, 2, 8
@@ -287,3 +290,25 @@ def test_sums_for_copy_engines_have_no_weights_from_home(stand_ins: StandIns) ->
     options = CombineOptions(True, BF16, BF16, False, "reduce_scatter", weights_from_home=True)
     with pytest.raises(InvalidArgument, match="no weights from home"):
         comm.engine.send_combine(routed._handle, routed.tokens, given.weights, options)
+
+
+@pytest.mark.parametrize("layout", ["token", "expert", "rank", "slots"])
+@pytest.mark.parametrize(
+    ("max_tokens", "alignment", "refused"),
+    [(2**26 - 1, 1, ""), (2**26, 1, "max_tokens_per_rank is 67108864"), (2**20, 2**30 + 1, "alignment is 1073741825")],
+)
+def test_counts_of_routes_fit_32_bits(
+    stand_ins: StandIns, layout: str, max_tokens: int, alignment: int, refused: str
+) -> None:
+    """All routes of all ranks may name one expert, whose count a kernel keeps as an int32: one more came out below 0,
+    which is no overflow."""
+    plan, given = Plan(1, 1, 8, 32, max_tokens), Given(5)
+    shared: Any = SimpleNamespace(plan=plan, checked=False, buffers=SimpleNamespace(fused=False))
+    inputs = DispatchInputs(given.x, None, given.ids, None, False, False, False)
+    options = DispatchOptions(layout, alignment, "bounded", 1)
+    if not refused:
+        check(shared, options, inputs)
+        assert plan.worst_case_rows("expert", alignment) < 2**31
+        return
+    with pytest.raises(InvalidArgument, match=f"{refused}: places of rows would not fit 32 bits"):
+        check(shared, options, inputs)

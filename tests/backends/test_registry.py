@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -287,6 +287,20 @@ def test_names_are_unique_and_known() -> None:
         assert registry.names() == (*before[:place], "toy", *before[place:])
         take_back()
         assert registry.names() == before
+
+
+def test_ranks_have_registered_other_backends(four: Ranks) -> None:
+    """What each found was taken for what the others found of another one: ranks made different backends."""
+    assert four.run(check_others_registered) == ["collective"] * 4
+
+
+def check_others_registered(context: RankContext) -> str:
+    with (
+        registered(toy()) if context.rank == 2 else nullcontext(),
+        pytest.raises(tl.PlanMismatch, match=r"rank 2 has backends=toy, nvlink, .*, rank 0 has backends=nvlink, n"),
+    ):
+        tl.Communicator(context.group, **SIZES)
+    return without_toy(context)
 
 
 def test_a_backend_from_outside(ranks: Ranks) -> None:

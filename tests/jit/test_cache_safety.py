@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -51,13 +52,16 @@ def only_file(folder: Path) -> Path:
 
 def owned_by(monkeypatch: pytest.MonkeyPatch, owners: dict[Path, int]) -> None:
     """As if these files belonged to others, which only root could bring about."""
-    real = Path.stat
+    real_stat, real_fstat = Path.stat, os.fstat
 
-    def stat(path: Path, **options: Any) -> Any:
-        found = real(path, **options)
-        return SimpleNamespace(st_mode=found.st_mode, st_uid=owners.get(path, found.st_uid))
+    def owner_of(found: Any) -> Any:
+        for path, uid in owners.items():
+            if os.path.samestat(found, real_stat(path)):
+                return SimpleNamespace(st_mode=found.st_mode, st_uid=uid, st_size=found.st_size)
+        return found
 
-    monkeypatch.setattr(Path, "stat", stat)
+    monkeypatch.setattr(Path, "stat", lambda path, **options: owner_of(real_stat(path, **options)))
+    monkeypatch.setattr(os, "fstat", lambda file: owner_of(real_fstat(file)))
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
@@ -163,6 +167,31 @@ def test_a_file_that_others_can_write_is_compiled_again(
     assert file.read_bytes() == whole
     cache.get(scale_spec(), folder)
     assert len(compiled) == 2
+
+
+def test_a_link_that_leads_elsewhere_when_it_is_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever can rename what a link leads to may do so between the look at its owner and the reading."""
+    file, ours, theirs = only_file(folder), tmp_path / "ours", tmp_path / "theirs"
+    file.rename(ours)
+    file.symlink_to(ours)
+    whole = ours.read_bytes().split(b"\n", 1)[1].replace(b"code", b"evil")
+    theirs.write_bytes(hashlib.sha256(whole).hexdigest().encode() + b"\n" + whole)
+    theirs.chmod(0o666)
+    real_stat, real_fstat = Path.stat, os.fstat
+
+    def renamed_behind(found: Any) -> Any:
+        if os.path.samestat(found, os.stat(ours)) and os.path.lexists(theirs):
+            os.replace(theirs, ours)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", lambda path, **options: renamed_behind(real_stat(path, **options)))
+        patch.setattr(os, "fstat", lambda file: renamed_behind(real_fstat(file)))
+        assert cache.get(scale_spec(), folder).cubin == b"code"
+    assert b"evil" in file.read_bytes(), "it was renamed"
+    assert cache.get(scale_spec(), folder).cubin == b"code"
 
 
 def test_a_link_to_a_folder_of_ones_own(folder: Path, tmp_path: Path, compiled: list[KernelSpec]) -> None:

@@ -292,6 +292,31 @@ def test_a_changed_header_is_compiled(package: Path, folder: Path, compiled: lis
     assert {entry.key for entry in cache.entries(folder)} == {before.key, after.key}
 
 
+@needs_nvrtc
+@pytest.mark.parametrize("goes", [False, True], ids=["changes", "goes"])
+def test_a_header_that_changes_meanwhile(
+    goes: bool, package: Path, folder: Path, compiled: list[KernelSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update, or another branch, between the key and the compiler: the code of the new text was kept under the
+    name of the old one, and came back with it."""
+    header = package / "device" / "deep" / "seven.cuh"
+    text, compile_kernel = header.read_text(), cache.compile_kernel
+
+    def compile_another(spec: KernelSpec) -> tuple[bytes, str]:
+        header.write_text(text.replace("7;", "8;"))
+        made = compile_kernel(spec)
+        if goes:
+            header.unlink()
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "compile_kernel", compile_another)
+        other = cache.get(scale_spec(), folder)
+    header.write_text(text)
+    assert cache.get(scale_spec(), folder).cubin != other.cubin
+    assert len(compiled) == 2
+
+
 def sealed(about: Any, cubin: bytes = b"code") -> bytes:
     """A file whose hash is right, whatever it says."""
     rest = json.dumps(about).encode() + b"\n" + cubin
@@ -444,11 +469,15 @@ def test_an_unreadable_entry_is_replaced(
     good = cache.get(scale_spec(), folder)
     before = only_file(folder).stat().st_ino
 
-    def refuse(path: Path) -> bytes:
-        raise PermissionError(13, "Permission denied", str(path))
+    real = Path.open
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.suffix == ".kernel":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", refuse)
+        patch.setattr(Path, "open", refuse)
         assert cache.get(scale_spec(), folder) == good
     assert len(compiled) == 2
     assert only_file(folder).stat().st_ino != before

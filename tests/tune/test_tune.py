@@ -392,6 +392,16 @@ def test_a_damaged_file(damage: str, folder: Path) -> None:
     assert make_layer().strategy == CHOSEN
 
 
+def test_the_folder_serves_kernels_too(folder: Path) -> None:
+    """Whose cache uses none that others can write to."""
+    before = os.umask(0o002)
+    try:
+        choices.keep(own_setting(), CHOSEN)
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
 def test_files_are_whole_or_absent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where writing fails, what was there stays, and nothing half-written beside it."""
     choices.keep(own_setting(), CHOSEN)

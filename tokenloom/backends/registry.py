@@ -11,7 +11,14 @@ from tokenloom.backends import collective, gin, network, nvlink, padded
 from tokenloom.backends.base import TRANSPORTS, Backend, Capabilities
 from tokenloom.backends.nvlink import DEFAULT_SMS, MAX_SMS
 from tokenloom.backends.registration import Availability, Registration, Request
-from tokenloom.errors import BackendUnavailable, CommunicatorBroken, InvalidArgument, PeerError, PeerTimeout
+from tokenloom.errors import (
+    BackendUnavailable,
+    CommunicatorBroken,
+    InvalidArgument,
+    PeerError,
+    PeerTimeout,
+    PlanMismatch,
+)
 from tokenloom.plan import Plan
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.topology import Topology, pretended
@@ -149,7 +156,12 @@ def choose(
 
     Raises:
         BackendUnavailable: the one asked for does not work on some rank; the message says where and why.
+        PlanMismatch: the ranks have not registered the same backends.
     """
+    known = [", ".join(each.name for each in found) for found in by_rank]
+    for rank, theirs in enumerate(known):
+        if theirs != known[0]:
+            raise PlanMismatch(rank, "backends", theirs, known[0])
     reasons: dict[str, str] = {}
     nodes = topology or Topology.together(len(by_rank))
     if between_nodes == "nvlink" and nodes.num_nodes > 1:
@@ -198,7 +210,7 @@ def make(request: Request, ranks: RankGroup, by_rank: Sequence[Sequence[Availabi
         by_rank: what :func:`probe` found on every rank.
 
     Raises:
-        BackendUnavailable: the one asked for does not work, or none does.
+        BackendUnavailable, PlanMismatch: as :func:`choose`.
         InvalidArgument, torch.OutOfMemoryError: of this rank, whatever the backend. PeerError: of another.
     """
     left = [list(found) for found in by_rank]

@@ -26,6 +26,7 @@ from typing import IO
 
 from tokenloom import env
 from tokenloom._version import __version__
+from tokenloom.errors import KernelCompileError
 from tokenloom.jit.compiler import OPTIONS, KernelSpec, Resources, compile_kernel, included_files, nvrtc_version
 
 _FORMAT = 2
@@ -92,7 +93,9 @@ def get(spec: KernelSpec, folder: Path | None = None) -> Entry:
 def _make(spec: KernelSpec, key: str, folder: Path) -> Entry:
     cubin, log = compile_kernel(spec)
     entry = Entry(key, spec.name, dict(spec.shape), spec.arch, spec.threads, spec.shared_bytes, cubin, log)
-    _write(folder, entry)
+    with contextlib.suppress(KernelCompileError):  # headers that were there a moment ago
+        if key_of(spec) == key:  # else they have changed since it was found, and the code may be of other texts
+            _write(folder, entry)
     return entry
 
 
@@ -139,9 +142,12 @@ def clear(folder: Path | None = None) -> int:
 def _read(path: Path) -> Entry | None:
     """The entry in a file: a line with the hash of the rest, a line of JSON, the cubin. None if anything is off."""
     try:
-        if not _is_trusted(path.parent) or not _only_ours(path.stat()):
+        if not _is_trusted(path.parent):
             return None
-        said, whole = path.read_bytes().split(b"\n", 1)
+        with path.open("rb") as file:
+            if not _only_ours(os.fstat(file.fileno())):  # of what is read: a link may lead elsewhere a moment later
+                return None
+            said, whole = file.read().split(b"\n", 1)
         if said.decode() != hashlib.sha256(whole).hexdigest():
             return None
         about, cubin = whole.split(b"\n", 1)

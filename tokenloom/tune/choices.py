@@ -111,7 +111,7 @@ def keep(setting: Setting, strategy: Strategy) -> Path | None:
     folder = env.cache_folder()
     content = json.dumps({"setting": asdict(setting), "strategy": asdict(strategy)}, indent=1) + "\n"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # kernels of it are run, so others may not write
         handle, aside = tempfile.mkstemp(dir=folder, suffix=_ASIDE)
         try:
             with os.fdopen(handle, "w") as file:

@@ -45,6 +45,7 @@ from tokenloom.backends.nvlink.buffers import (
 from tokenloom.backends.nvlink.handle import NvlinkHandle
 from tokenloom.backends.registration import Availability, Request
 from tokenloom.errors import PeerTimeout
+from tokenloom.kernels.common import MAX_RANKS
 from tokenloom.plan import FP8_BLOCK, Plan, align_up
 from tokenloom.runtime.node_ranks import NodeRanks
 from tokenloom.runtime.rank_group import RankGroup
@@ -249,6 +250,8 @@ def inner_plans(plan: Plan, ranks_per_node: int) -> dict[int, Plan]:
 def why_not(request: Request, ranks: RankGroup) -> str:
     """Why kernels cannot carry rows inside every node, "" if they can: the same on all ranks. Collective."""
     assert request.plan is not None
+    if ranks.topology.ranks_per_node > MAX_RANKS:  # for which there are no plans either
+        return f"nvlink serves at most {MAX_RANKS} ranks, nodes have {ranks.topology.ranks_per_node}"
     inner = inner_plans(request.plan, ranks.topology.ranks_per_node)[2]
     wanted = replace(request, plan=inner, dtype=None)
     found = agree(ranks, lambda: ({}, nvlink.REGISTRATION.probe(wanted)), "looking for kernels inside nodes")

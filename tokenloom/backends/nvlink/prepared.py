@@ -377,5 +377,8 @@ def check(shared: Shared, options: DispatchOptions, inputs: DispatchInputs) -> N
     require_bulk(plan.hidden, x.dtype)
     if shared.buffers.fused:
         raise InvalidArgument("this communicator is a MegaMoE's, which has its own calls; make another Communicator")
-    if options.alignment > 1 and plan.worst_case_rows("expert", options.alignment) + options.alignment > 2**31:
-        raise InvalidArgument(f"alignment is {options.alignment}: places of rows would not fit 32 bits")
+    if plan.worst_case_rows("expert", options.alignment) + options.alignment > 2**31:
+        name, value = "max_tokens_per_rank", plan.max_tokens_per_rank
+        if options.alignment > 1:
+            name, value = "alignment", options.alignment
+        raise InvalidArgument(f"{name} is {value}: places of rows would not fit 32 bits; pass a smaller one")
