@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from tokenloom.backends.base import CombineOptions, Handle, Pending, Upcoming
 from tokenloom.comm.engine import Engine
 from tokenloom.comm.strategy import SWAPPED, gradient_of_dispatch
+from tokenloom.comm.torch_modes import settled
 
 
 def dispatched(
@@ -115,9 +116,9 @@ class _Dispatch(torch.autograd.Function):
         grad_x = grad_weights = None
         with engine.sequence(*upcoming):
             if wants_x:
-                grad_x = engine.send_combine(handle, grad_rows.contiguous(), None, options).receive()
+                grad_x = engine.send_combine(handle, settled(grad_rows).contiguous(), None, options).receive()
             if wants_weights and grad_received is not None:
-                grad_weights = engine.send_weight_gradients(handle, grad_received.contiguous()).receive()
+                grad_weights = engine.send_weight_gradients(handle, settled(grad_received).contiguous()).receive()
         return None, None, None, grad_x, grad_weights
 
 
@@ -172,7 +173,7 @@ class _SendCombine(torch.autograd.Function):
         with ctx.engine.sequence(upcoming):
             rows, weights = ctx.saved_tensors  # which raises on a rank that has changed them in place
             grad_rows, grad_weights = ctx.engine.combine_gradient(
-                ctx.handle, grad.contiguous(), rows, weights, ctx.rows_dtype, SWAPPED[ctx.options.strategy]
+                ctx.handle, settled(grad).contiguous(), rows, weights, ctx.rows_dtype, SWAPPED[ctx.options.strategy]
             )
         if grad_weights is not None:
             grad_weights = grad_weights.to(weights.dtype)
@@ -190,4 +191,4 @@ class _RowWeights(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (weights,) = ctx.saved_tensors
-        return None, None, ctx.engine.route_gradients(ctx.handle, grad.contiguous(), weights), None
+        return None, None, ctx.engine.route_gradients(ctx.handle, settled(grad).contiguous(), weights), None

@@ -13,6 +13,7 @@ from tokenloom.comm.engine import COMBINE_RANGE, DISPATCH_RANGE, Engine, profile
 from tokenloom.comm.graph_breaks import breaks_graph
 from tokenloom.comm.halves import CombineCall, DispatchCall
 from tokenloom.comm.routed import Routed
+from tokenloom.comm.torch_modes import require_no_tangent
 from tokenloom.comm.usual import UsualCalls
 from tokenloom.errors import InvalidArgument, NotDifferentiable
 from tokenloom.plan import ROUTE_LAYOUTS, align_up
@@ -283,6 +284,7 @@ def _learn_outcome(engine: Engine) -> None:
 
 
 def _require_no_grad(name: str, tensor: object) -> None:
+    require_no_tangent(**{name: tensor})
     if isinstance(tensor, torch.Tensor) and torch.is_grad_enabled() and tensor.requires_grad:
         raise NotDifferentiable(
             f"{name} requires grad, which this call has none for; detach it, or call under no_grad"

@@ -15,6 +15,7 @@ from tokenloom.backends import registry
 from tokenloom.backends.handshake import opening_words
 from tokenloom.comm.beside import CallsBeside
 from tokenloom.comm.engine import Engine
+from tokenloom.comm.torch_modes import require_eager
 from tokenloom.errors import InvalidArgument
 from tokenloom.plan import Plan
 from tokenloom.runtime import topology
@@ -95,6 +96,7 @@ class Communicator(CallsBeside):
         ranks_per_node: int | None = None,
         rejoin: bool = False,
     ) -> None:
+        require_eager()
         fault: InvalidArgument | None = None
         try:
             ranks = RankGroup(group, device=device, timeout_s=timeout_s, open_timeout_s=open_timeout_s, rejoins=rejoin)

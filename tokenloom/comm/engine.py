@@ -30,6 +30,7 @@ from tokenloom.backends.base import (
 )
 from tokenloom.comm import validation
 from tokenloom.comm.pending import OpenCalls
+from tokenloom.comm.torch_modes import require_eager
 from tokenloom.errors import BackendUnavailable, CommunicatorBroken, PeerTimeout, is_known_to_all
 from tokenloom.ops import routing
 from tokenloom.plan import Plan
@@ -141,6 +142,7 @@ class Engine:
         Args:
             plain: :meth:`is_plain` has just said so.
         """
+        require_eager()
         self.ranks.require_alive()
         if plain:
             self._backend.check("nothing")

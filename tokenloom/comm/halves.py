@@ -15,6 +15,7 @@ from tokenloom.comm.engine import COMBINE_RANGE, DISPATCH_RANGE, Engine, profile
 from tokenloom.comm.pending import Pending
 from tokenloom.comm.routed import Routed
 from tokenloom.comm.strategy import STRATEGY_OF_MODE
+from tokenloom.comm.torch_modes import as_in_first_half, require_no_tangent, settled
 from tokenloom.errors import NotDifferentiable
 from tokenloom.runtime.streams import tensors_in
 
@@ -58,13 +59,15 @@ class Call(ABC):
         """Make the first half."""
         engine = self.engine
         engine.begin()
+        self._modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         stream = engine.side_stream.run(self._given()) if self.async_op else nullcontext()
         with stream, profiler_range(self.range_name), engine.sequence(self._upcoming(split=True)):
             sent = self._send(split=True)
         self._forget()  # the pending may live for long
 
         def discard() -> None:
-            with engine.side_stream.resume() if self.async_op else nullcontext(), engine.sequence():
+            stream = engine.side_stream.resume() if self.async_op else nullcontext()
+            with as_in_first_half(*self._modes), stream, engine.sequence():
                 sent.receive()
 
         return Pending(self._second_half, engine.open_calls, self.name, discard)
@@ -73,7 +76,7 @@ class Call(ABC):
         engine = self.engine
         engine.ranks.require_alive()
         stream = engine.side_stream.resume() if self.async_op else nullcontext()
-        with stream, profiler_range(self.range_name), engine.sequence():
+        with as_in_first_half(*self._modes), stream, profiler_range(self.range_name), engine.sequence():
             return self._result()
 
     def _result(self) -> Any:
@@ -161,6 +164,7 @@ class DispatchCall(Call):
         options = self.options = engine.dispatch_options(*self._options)
         x, self._scale_words = validation_beside.unpacked(plan, x, options.scale_layout)
         reads_ids = validation.reads_ids(able, device)
+        require_no_tangent(x=x, topk_weights=weights)
         inputs = self.inputs = validation.dispatch_inputs(
             plan, able, device, x, ids, weights, self._copy, reads_ids, options.to_fp8, options.scale_layout, split
         )
@@ -240,9 +244,10 @@ class CombineCall(Call):
         del self._y, self._routed, self._out, self._home_weights
 
     def _send(self, split: bool) -> Sent[torch.Tensor]:
-        engine, y, routed, out, home = self.engine, self._y, self._routed, self._out, self._home_weights
+        engine, y, routed, out, home = self.engine, settled(self._y), self._routed, self._out, self._home_weights
         validation.require_routed(routed, self._owner)
         handle, weights, has_weights = routed._handle, routed._graph_weights, routed._weighted
+        require_no_tangent(y=y, topk_weights=home)
         options = self.options = validation.combine_options(
             engine.capabilities,
             engine.ranks.device,

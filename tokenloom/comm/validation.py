@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 
 from tokenloom.backends.base import Capabilities, CombineOptions, DispatchInputs, DispatchOptions, OwnOutputs
 from tokenloom.comm.routed import Routed
 from tokenloom.comm.strategy import STRATEGY_OF_MODE, SWAPPED, Strategy
+from tokenloom.comm.torch_modes import PLAIN, is_plain, settled
 from tokenloom.errors import (
     DeviceMismatch,
     DtypeMismatch,
@@ -138,21 +140,24 @@ def dispatch_inputs(
         split: the dispatch is made in halves.
     """
     own = _own_outputs(copy)
+    tokens: Any = x
     scales = None
     if isinstance(x, (tuple, list)):
         if len(x) != 2:
             raise InvalidArgument(f"x is a {type(x).__name__} of {len(x)}, expected a tensor or (fp8, scales)")
-        x, scales = x
+        tokens, scales = x
     plain = scales is None and scale_layout == "rows" and not check_ids
-    if not (plain and _are_usual(plan, able, device, x, topk_ids, topk_weights, to_fp8)):
-        _check_inputs(plan, able, device, x, scales, topk_ids, topk_weights, check_ids, to_fp8, scale_layout)
+    if not (plain and _are_usual(plan, able, device, tokens, topk_ids, topk_weights, to_fp8)):
+        tokens, scales = settled(tokens), settled(scales)
+        topk_ids, topk_weights = settled(topk_ids), settled(topk_weights)
+        _check_inputs(plan, able, device, tokens, scales, topk_ids, topk_weights, check_ids, to_fp8, scale_layout)
     grad = torch.is_grad_enabled()
     return DispatchInputs(
-        x,
+        tokens,
         scales,
         topk_ids,
         topk_weights,
-        grad and x.requires_grad,
+        grad and tokens.requires_grad,
         grad and topk_weights is not None and topk_weights.requires_grad,
         True if grad else own,
         False,
@@ -180,7 +185,7 @@ def _are_usual(
 
     What is not gets looked at again, thing by thing, by :func:`_check_inputs`, which says what is wrong if anything.
     """
-    if not (isinstance(x, torch.Tensor) and isinstance(ids, torch.Tensor)):
+    if x.__class__ not in PLAIN or ids.__class__ not in PLAIN or x.layout is not torch.strided:
         return False
     shape, ids_shape = x.shape, ids.shape
     return (
@@ -197,7 +202,7 @@ def _are_usual(
         and (
             weights is None
             or (
-                isinstance(weights, torch.Tensor)
+                weights.__class__ in PLAIN
                 and weights.shape == ids_shape
                 and weights.dtype == torch.float32
                 and weights.device == device
@@ -220,7 +225,7 @@ def _check_inputs(
     scale_layout: str,
 ) -> None:
     """Raise unless the tensors of a dispatch are right."""
-    _require_tensor("x", x)
+    require_tensor("x", x)
     num_tokens = x.shape[0] if x.ndim else 0
     if x.ndim != 2 or x.shape[1] != plan.hidden:
         cure = f"pass hidden={x.shape[-1] if x.ndim else '...'} to Communicator"
@@ -295,7 +300,7 @@ def combine_options(
         raise InvalidArgument(
             "weighted combine of a dispatch without topk_weights; pass them to dispatch, or weighted=False here"
         )
-    _require_tensor("y", y)
+    require_tensor("y", y)
     if y.shape != rows_shape:
         raise ShapeMismatch(f"y is {list(y.shape)}, expected {list(rows_shape)}: one row per row of routed.tokens")
     _require_ready("y", y, device)
@@ -396,7 +401,7 @@ def _check_payload(
 
 
 def _check_scales(plan: Plan, x: torch.Tensor, scales: torch.Tensor, device: torch.device) -> None:
-    _require_tensor("scales", scales)
+    require_tensor("scales", scales)
     expected = [x.shape[0], plan.scales_per_token]
     if list(scales.shape) != expected:
         raise ShapeMismatch(f"scales is {list(scales.shape)}, expected {expected}: one per {FP8_BLOCK} values")
@@ -424,7 +429,7 @@ def _check_laid_out(scale_layout: str, x: torch.Tensor, scales: torch.Tensor | N
 
 
 def _check_ids(plan: Plan, ids: torch.Tensor, num_tokens: int, device: torch.device) -> None:
-    _require_tensor("topk_ids", ids)
+    require_tensor("topk_ids", ids)
     expected = [num_tokens, plan.top_k]
     if list(ids.shape) != expected:
         raise ShapeMismatch(f"topk_ids is {list(ids.shape)}, expected {expected}: top_k ids for each token of x")
@@ -441,7 +446,7 @@ def _check_id_range(plan: Plan, ids: torch.Tensor) -> None:
 
 
 def _check_weights(plan: Plan, weights: torch.Tensor, x: torch.Tensor, device: torch.device, to_fp8: bool) -> None:
-    _require_tensor("topk_weights", weights)
+    require_tensor("topk_weights", weights)
     expected = [x.shape[0], plan.top_k]
     if list(weights.shape) != expected:
         raise ShapeMismatch(f"topk_weights is {list(weights.shape)}, expected {expected}: one for each id")
@@ -451,9 +456,14 @@ def _check_weights(plan: Plan, weights: torch.Tensor, x: torch.Tensor, device: t
     _require_ready("topk_weights", weights, device)
 
 
-def _require_tensor(name: str, value: object) -> None:
+def require_tensor(name: str, value: object) -> None:
     if not isinstance(value, torch.Tensor):
         raise InvalidArgument(f"{name} is a {type(value).__name__}, expected a torch.Tensor")
+    if not is_plain(value):
+        raise InvalidArgument(
+            f"{name} is a {type(value).__name__} of layout {value.layout}, expected strided memory of its own; pass "
+            "to_local() of a DTensor, or to_dense() of a sparse tensor"
+        )
 
 
 def _require_ready(name: str, tensor: torch.Tensor, device: torch.device) -> None:

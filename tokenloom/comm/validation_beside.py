@@ -20,7 +20,7 @@ def rows_again(plan: Plan, able: Capabilities, device: torch.device, x: Any, num
         if len(x) != 2:
             raise InvalidArgument(f"x is a {type(x).__name__} of {len(x)}, expected a tensor or (fp8, scales)")
     tokens, scales = x if isinstance(x, (tuple, list)) else (x, None)
-    validation._require_tensor("x", tokens)
+    validation.require_tensor("x", tokens)
     if list(tokens.shape) != [num_tokens, plan.hidden]:
         raise ShapeMismatch(f"x is {list(tokens.shape)}, expected {[num_tokens, plan.hidden]}, as it was dispatched")
     validation._require_ready("x", tokens, device)
@@ -39,7 +39,7 @@ def weights_at_home(plan: Plan, weights: torch.Tensor, num_tokens: int, device: 
 
 def bias_at_home(name: str, bias: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     """Raise unless it is a floating-point [T, H]."""
-    validation._require_tensor(name, bias)
+    validation.require_tensor(name, bias)
     if tuple(bias.shape) != shape:
         raise ShapeMismatch(f"{name} is {list(bias.shape)}, expected {list(shape)}: tokens at home, hidden")
     if bias.dtype not in Capabilities().dtypes:
@@ -56,7 +56,7 @@ def result_at_home(out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
 def _require_like(
     name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
-    validation._require_tensor(name, tensor)
+    validation.require_tensor(name, tensor)
     if tuple(tensor.shape) != tuple(shape):
         raise ShapeMismatch(f"{name} is {list(tensor.shape)}, expected {list(shape)}")
     if tensor.dtype != dtype:

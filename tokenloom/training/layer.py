@@ -12,10 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
+from tokenloom.backends.base import Capabilities
 from tokenloom.backends.registry import MAX_SMS
 from tokenloom.comm import validation
 from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.strategy import Strategy
+from tokenloom.comm.torch_modes import require_eager, settled
 from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch
 from tokenloom.ops.activation import apply_activation
 from tokenloom.ops.autocast import autocast_dtype
@@ -144,6 +146,7 @@ class ExpertParallelMoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        require_eager()
         dtype = dtype or torch.get_default_dtype()
         group_and_comm = group is not None and comm is not None
         if comm is None:
@@ -216,21 +219,21 @@ class ExpertParallelMoE(nn.Module):
         def parameter(wanted: object, *shape: int) -> nn.Parameter | None:
             return nn.Parameter(torch.empty(shape, **factory)) if wanted else None
 
-        self.router_weight = nn.Parameter(torch.empty(num_experts, hidden, **factory))
-        self.router_bias = parameter(self.router.bias, num_experts)
-        self.w1 = nn.Parameter(torch.empty(shapes["w1"], **factory))
-        self.w2 = nn.Parameter(torch.empty(shapes["w2"], **factory))
-        self.w1_bias, self.w2_bias = parameter(biases, *shapes["w1_bias"]), parameter(biases, *shapes["w2_bias"])
-        self.shared_w1 = parameter(shared_intermediate, self.form.activation.rows * shared_intermediate, hidden)
-        self.shared_w2 = parameter(shared_intermediate, hidden, shared_intermediate)
-        self.shared_gate_weight = parameter(shared_gate, 1, hidden)
-        bias = (
-            torch.zeros(num_experts, dtype=torch.float32, device=comm.device) if self.router.correction_bias else None
-        )
-        self.register_buffer("correction_bias", bias)
-        counts = torch.zeros(num_experts, dtype=torch.int64, device=comm.device)
-        self.register_buffer("expert_counts", counts, persistent=False)
-        self.reset_parameters()
+        def zeros(dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(num_experts, dtype=dtype, device=comm.device)
+
+        with torch.inference_mode(False):  # forward writes to buffers, and saves parameters, in any mode
+            self.router_weight = nn.Parameter(torch.empty(num_experts, hidden, **factory))
+            self.router_bias = parameter(self.router.bias, num_experts)
+            self.w1 = nn.Parameter(torch.empty(shapes["w1"], **factory))
+            self.w2 = nn.Parameter(torch.empty(shapes["w2"], **factory))
+            self.w1_bias, self.w2_bias = parameter(biases, *shapes["w1_bias"]), parameter(biases, *shapes["w2_bias"])
+            self.shared_w1 = parameter(shared_intermediate, self.form.activation.rows * shared_intermediate, hidden)
+            self.shared_w2 = parameter(shared_intermediate, hidden, shared_intermediate)
+            self.shared_gate_weight = parameter(shared_gate, 1, hidden)
+            self.register_buffer("correction_bias", zeros(torch.float32) if self.router.correction_bias else None)
+            self.register_buffer("expert_counts", zeros(torch.int64), persistent=False)
+            self.reset_parameters()
         self.main_grads = main_grads
         self._set_up()
 
@@ -260,15 +263,15 @@ class ExpertParallelMoE(nn.Module):
 
     def expert_parameters(self) -> list[nn.Parameter]:
         """Return the parameters of this rank's experts. They are sharded, and their gradients are complete."""
-        return [parameter for name, parameter in self.named_parameters() if name in EXPERT_WEIGHTS]
+        return [parameter for name, parameter in self.named_parameters() if _own_name(name) in EXPERT_WEIGHTS]
 
     def replicated_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that ``router_grad`` is about: router and shared expert, the same on every rank."""
-        return [parameter for name, parameter in self.named_parameters() if name not in EXPERT_WEIGHTS]
+        return [parameter for name, parameter in self.named_parameters() if _own_name(name) not in EXPERT_WEIGHTS]
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Draw all weights uniformly in ±1/sqrt(fan-in), as nn.Linear does. Buffers become 0.
+        """Draw all weights uniformly in ±1/sqrt(fan-in), as nn.Linear does. The layer's own buffers become 0.
 
         Args:
             seed: draw the same full set of weights on every rank and for any number of ranks, and keep this rank's
@@ -280,7 +283,8 @@ class ExpertParallelMoE(nn.Module):
         widths = {"w2": self.intermediate, "w2_bias": self.intermediate}
         if self.shared_w2 is not None:
             widths["shared_w2"] = self.shared_w2.shape[1]
-        for name, parameter in self.named_parameters():
+        for full_name, parameter in self.named_parameters():
+            name = _own_name(full_name)
             bound = 1 / math.sqrt(widths.get(name, self.hidden))
             if seed is None:
                 parameter.uniform_(-bound, bound)
@@ -289,8 +293,9 @@ class ExpertParallelMoE(nn.Module):
                 rows = self.local_experts if name in EXPERT_WEIGHTS else range(len(parameter))
                 for place, row in zip(values, rows, strict=True):
                     place.copy_(seeded_uniform(place, bound, seed, name, row))
-        for buffer in self.buffers(recurse=False):
-            buffer.zero_()
+        self.expert_counts.zero_()  # not the mask of somebody's pruning
+        if self.correction_bias is not None:
+            self.correction_bias.zero_()
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Route, dispatch, compute, combine. Collective.
@@ -349,7 +354,7 @@ class ExpertParallelMoE(nn.Module):
             weight_layout=self.form.layout,
         )
         for result in shared:
-            out = out + result
+            out = out + result.to(out.dtype)  # autocast leaves float64 as it is
         return out.view(x.shape), self._aux_loss(sums, topk_weights.dtype)
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, RouterSums | None]:
@@ -388,14 +393,17 @@ class ExpertParallelMoE(nn.Module):
         return sum_over_ranks(self.comm.engine.ranks, sums)
 
     def _tokens(self, x: torch.Tensor) -> torch.Tensor:
-        if not isinstance(x, torch.Tensor):
-            raise InvalidArgument(f"x is a {type(x).__name__}, expected a torch.Tensor")
+        x = settled(x)
+        validation.require_tensor("x", x)
         if x.ndim == 0 or x.shape[-1] != self.hidden:
             raise ShapeMismatch(f"x is {list(x.shape)}, the layer was made for [..., {self.hidden}]")
         if x.device != self.w1.device:
             raise DeviceMismatch(f"x is on {x.device}, the layer is on {self.w1.device}; move one of them")
-        if x.dtype != self.w1.dtype and not torch.is_autocast_enabled(x.device.type):
-            raise DtypeMismatch(f"x is {x.dtype}, the layer is {self.w1.dtype}; cast one of them, or use autocast")
+        if x.dtype != self.w1.dtype:
+            if not torch.is_autocast_enabled(x.device.type):
+                raise DtypeMismatch(f"x is {x.dtype}, the layer is {self.w1.dtype}; cast one of them, or use autocast")
+            if x.dtype not in Capabilities().dtypes:  # they would be cast, whatever they mean
+                raise DtypeMismatch(f"x is {x.dtype}, expected a dtype that autocast takes, such as {self.w1.dtype}")
         return x.reshape(-1, self.hidden).contiguous()
 
     def _aux_loss(self, sums: RouterSums | None, dtype: torch.dtype) -> torch.Tensor:
@@ -456,3 +464,11 @@ class ExpertParallelMoE(nn.Module):
             f"({plan.experts_per_rank} here), top_k={plan.top_k}, ranks={plan.num_ranks}, backend={self.comm.backend}"
             f"{'' if self.form == PLAIN else f', {self.form}'}{', biases' if self.w1_bias is not None else ''}"
         )
+
+
+def _own_name(name: str) -> str:
+    """Name of a parameter, or of what is computed from it: "w1" of "parametrizations.w1.original" and "w1_orig".
+
+    ``torch.nn.utils`` renames parameters so, for parametrizations and for pruning.
+    """
+    return name.removeprefix("parametrizations.").split(".")[0].removesuffix("_orig")

@@ -17,7 +17,8 @@ def accumulate_main_grads(parameters: Iterable[torch.nn.Parameter]) -> None:
     """
     for parameter in parameters:
         if not hasattr(parameter, "main_grad"):
-            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+            with torch.inference_mode(False):  # backward adds to it in any mode
+                parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
         hooks = parameter._post_accumulate_grad_hooks or {}
         if parameter.requires_grad and _add_to_main_grad not in hooks.values():
             parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
@@ -26,5 +27,5 @@ def accumulate_main_grads(parameters: Iterable[torch.nn.Parameter]) -> None:
 def _add_to_main_grad(parameter: torch.Tensor) -> None:
     if parameter.grad is None:  # a copy of the layer shares the parameter, and its hook was first
         return
-    parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+    parameter.main_grad.add_(parameter.grad.detach())  # type: ignore[attr-defined]  # create_graph=True gives it a graph
     parameter.grad = None

@@ -21,6 +21,7 @@ from tokenloom.backends.base import Handle, Upcoming
 from tokenloom.comm import validation
 from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.strategy import SWAPPED
+from tokenloom.comm.torch_modes import require_no_tangent, settled
 from tokenloom.ops.autocast import autocast_dtype
 from tokenloom.ops.experts import ExpertForm, Experts, Tensors, cast
 from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout
@@ -80,6 +81,8 @@ def routed_experts(
     try:
         form = ExpertForm(Activation.of(activation), weight_layout)
         form.check(tensors, comm.plan.experts_per_rank, comm.plan.hidden)
+        require_no_tangent(x=x, topk_weights=topk_weights, w1=w1, w2=w2, w1_bias=w1_bias, w2_bias=w2_bias)
+        x = settled(x)
         if dtype is not None:
             x, tensors = x.to(dtype), cast(tensors, dtype)  # there may be no room
     except Exception:
@@ -261,7 +264,7 @@ class _Backward:
     def _load(self) -> None:
         """Take what forward saved, and make room for the gradient of x."""
         self.pieces, x, self.experts = saved(self.ctx)
-        grad, strategy = self.given.contiguous(), self.options.strategy
+        grad, strategy = settled(self.given).contiguous(), self.options.strategy
         self.journeys.extend((piece, grad, SWAPPED[strategy.combine]) for piece in self.pieces)
         if x is not None:
             self.journeys.extend((piece, x, strategy.dispatch) for piece in self.pieces)

@@ -39,7 +39,8 @@ def number_layer(layer: nn.Module) -> torch.Tensor:
     """
     number = next(_numbers)
     _layers[number] = layer
-    return torch.tensor([number], dtype=torch.int64, device="cpu")
+    with torch.inference_mode(False):  # graphs save it
+        return torch.tensor([number], dtype=torch.int64, device="cpu")
 
 
 def forward(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

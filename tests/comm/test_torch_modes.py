@@ -1,0 +1,236 @@
+"""Calls under torch's modes and transforms, and tensors that are not plain memory: right, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+import tokenloom as tl
+from tests.conftest import Ranks
+from tests.support.cases import FP32, Case, each_backend, make_comm, make_problem, same_bits
+from tokenloom.runtime.processes import RankContext
+
+pytestmark = pytest.mark.slow_on(1, 4)
+
+CASE = Case("modes", "", tokens=(5, 0, 3), top_k=2, hidden=16, dtype=FP32, to_quantise=False)
+LAYOUTS = ("expert", "token", "rank", "slots")
+
+
+def arguments(context: RankContext) -> tuple[Any, Any, Any, Any]:
+    """plan, then finite x, ids and weights."""
+    problem = make_problem(CASE, context.num_ranks)
+    x, ids, weights = problem.arguments(context)
+    assert isinstance(x, torch.Tensor)
+    return problem.plan, x.nan_to_num(1, 1, 1), ids, weights
+
+
+# -- inference mode between the halves ------------------------------------------------------------------------
+
+
+def check_receive_in_inference_mode(context: RankContext, backend: str, layout: Any) -> None:
+    plan, x, ids, weights = arguments(context)
+    with make_comm(context, backend, plan) as comm:
+        grads = []
+        for receives_in in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            leaf = x.clone().requires_grad_()
+            pending = comm.send_dispatch(leaf, ids, weights, layout=layout)
+            with receives_in():
+                routed = pending.receive()
+            sent = comm.send_combine(routed.tokens * 2, routed)
+            with receives_in():
+                out = sent.receive()
+            assert not out.is_inference()
+            grads += torch.autograd.grad(out.sum(), leaf)
+        for grad in grads[1:]:
+            same_bits(grad, grads[0].cpu(), "gradient of x")
+
+
+@each_backend
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_graph_comes_in_whatever_mode_it_is_received(ranks: Ranks, backend: str, layout: str) -> None:
+    """What is made in inference mode never has a graph, so the second half leaves it."""
+    ranks.run(check_receive_in_inference_mode, backend, layout)
+
+
+def check_send_in_inference_mode(context: RankContext, backend: str) -> None:
+    plan, x, ids, weights = arguments(context)
+    with make_comm(context, backend, plan) as comm:
+        with torch.inference_mode():
+            sent = comm.send_dispatch(x, ids, weights)
+        routed = sent.receive()
+        with torch.inference_mode():
+            want = comm.combine(routed.tokens.clone(), routed)
+            out = torch.empty_like(want)
+            pending = comm.send_combine(routed.tokens.clone(), routed, out=out)
+        assert pending.receive() is out
+        same_bits(out, want.cpu(), "out")
+
+
+@each_backend
+def test_halves_that_begin_in_inference_mode(ranks: Ranks, backend: str) -> None:
+    """Tensors of inference mode cannot be written to outside, so the second half comes back to it."""
+    ranks.run(check_send_in_inference_mode, backend)
+
+
+# -- what calls refuse ----------------------------------------------------------------------------------------
+
+
+def check_tangents(context: RankContext, backend: str) -> None:
+    plan, x, ids, weights = arguments(context)
+    with make_comm(context, backend, plan) as comm:
+        with pytest.raises(tl.InvalidArgument, match=r"torch\.func"):
+            torch.func.jvp(lambda x: comm.dispatch(x, ids, weights).tokens, (x,), (torch.ones_like(x),))
+        with forward_ad.dual_level():
+            refuse_tangents(comm, x, ids, weights)
+
+
+def refuse_tangents(comm: tl.Communicator, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    routed = comm.dispatch(x, ids, weights)  # without tangents all is well
+    y = routed.tokens.clone()
+    comm.combine(y, routed)
+
+    def dual(tensor: torch.Tensor) -> torch.Tensor:
+        return forward_ad.make_dual(tensor, torch.ones_like(tensor))
+
+    for call in (
+        lambda: comm.dispatch(dual(x), ids, weights),
+        lambda: comm.dispatch(x, ids, dual(weights)),
+        lambda: comm.send_dispatch(dual(x), ids, weights),
+        lambda: comm.combine(dual(y), routed),
+        lambda: comm.dispatch_again(dual(x), routed),
+    ):
+        with pytest.raises(tl.NotDifferentiable, match="tangent"):
+            call()
+    again = comm.dispatch(x, ids, weights)
+    comm.combine(again.tokens.clone(), again)
+
+
+@pytest.mark.parametrize("backend", ["collective", "network"])
+def test_tangents_are_not_lost_in_silence(four: Ranks, backend: str) -> None:
+    """Rows arrived without their tangents, so forward-mode derivatives were zero."""
+    four.run(check_tangents, backend)
+
+
+def check_transforms(context: RankContext, backend: str) -> None:
+    plan, x, ids, weights = arguments(context)
+    with make_comm(context, backend, plan) as comm:
+
+        def there_and_back(x: torch.Tensor) -> torch.Tensor:
+            routed = comm.dispatch(x, ids, weights)
+            return comm.combine(routed.tokens * 2, routed)
+
+        want = there_and_back(x)
+        transforms: list[Callable[[], object]] = [
+            lambda: torch.func.grad(lambda x: there_and_back(x).sum())(x),
+            lambda: torch.func.vmap(there_and_back)(torch.stack([x, x])),
+            lambda: torch.jit.trace(there_and_back, (x,), check_trace=False),
+        ]
+        for transform in transforms:
+            with pytest.raises(tl.InvalidArgument, match="cannot run it"):
+                transform()
+        with pytest.raises(tl.InvalidArgument, match="FakeTensorMode"), FakeTensorMode(allow_non_fake_inputs=True):
+            there_and_back(x)
+        same_bits(there_and_back(x), want.cpu(), "out")
+
+
+@each_backend
+@pytest.mark.filterwarnings("ignore")
+def test_transforms_are_refused(ranks: Ranks, backend: str) -> None:
+    """They failed within calls, some so that the communicator broke. It works on."""
+    ranks.run(check_transforms, backend)
+
+
+def test_nothing_is_made_in_a_fake_mode() -> None:
+    sizes: dict[str, Any] = {"num_experts": 2, "hidden": 8, "top_k": 1, "max_tokens_per_rank": 4}
+    with FakeTensorMode():
+        with pytest.raises(tl.InvalidArgument, match="FakeTensorMode"):
+            tl.Communicator(**sizes)
+        with pytest.raises(tl.InvalidArgument, match="FakeTensorMode"):
+            tl.ExpertParallelMoE(**sizes, intermediate=8)
+
+
+class Wrapped(torch.Tensor):
+    """Like a DTensor: values that are somewhere else."""
+
+    @staticmethod
+    def __new__(cls, local: torch.Tensor) -> Wrapped:
+        return torch.Tensor._make_wrapper_subclass(cls, local.shape, dtype=local.dtype, device=local.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{function} of a wrapper")
+
+
+def check_not_plain(context: RankContext, backend: str) -> None:
+    plan, x, ids, weights = arguments(context)
+    with make_comm(context, backend, plan) as comm:
+        routed = comm.dispatch(x, ids, weights, copy=True)
+        y = routed.tokens.clone()
+        want = comm.combine(y, routed)
+        for made in (Wrapped, torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr):
+            for call in (
+                lambda made=made: comm.dispatch(made(x), ids, weights),
+                lambda made=made: comm.dispatch(x, made(ids), weights),
+                lambda made=made: comm.dispatch(x, ids, made(weights)),
+                lambda made=made: comm.dispatch_again(made(x), routed),
+                lambda made=made: comm.combine(made(y), routed),
+                lambda made=made: comm.combine(y, routed, bias=made(x)),
+                lambda made=made: comm.combine(y, routed, topk_weights=made(weights)),
+            ):
+                with pytest.raises(tl.InvalidArgument, match="strided memory of its own"):
+                    call()
+        same_bits(comm.combine(y, routed), want.cpu(), "out")
+
+
+@each_backend
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_tensors_without_memory_of_their_own(ranks: Ranks, backend: str) -> None:
+    """A DTensor, say, passed all checks, and failed where the communicator breaks, or gave kernels address 0."""
+    ranks.run(check_not_plain, backend)
+
+
+# -- results of functional collectives ------------------------------------------------------------------------
+
+
+class GradientUnderWay(torch.autograd.Function):
+    """Identity, whose gradient is still on its way, as that of ``DTensor.from_local`` may be."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return AsyncCollectiveTensor(grad.contiguous())
+
+
+def check_under_way(context: RankContext, backend: str) -> None:
+    plan, x, ids, weights = arguments(context)
+    with make_comm(context, backend, plan) as comm:
+        results = []
+        for under_way in (torch.clone, AsyncCollectiveTensor):
+            leaf, factors = x.clone().requires_grad_(), weights.clone().requires_grad_()
+            routed = comm.dispatch(leaf, under_way(ids), factors)
+            through = GradientUnderWay.apply if under_way is AsyncCollectiveTensor else torch.clone
+            out = through(comm.combine(through(routed.tokens), routed))
+            grads = torch.autograd.grad(out.square().sum(), [leaf, factors])
+            with torch.no_grad():
+                given = under_way(x), under_way(ids), under_way(weights)
+                bounded = comm.dispatch(*given, sizes="bounded", capacity=64)
+                home = comm.combine(under_way(bounded.tokens), bounded)
+            results.append([out.detach(), *grads, home])
+        for found, wanted in zip(results[1], results[0], strict=True):
+            assert type(found) is torch.Tensor
+            same_bits(found, wanted.cpu(), "result or gradient")
+
+
+@each_backend
+def test_tensors_that_are_under_way(ranks: Ranks, backend: str) -> None:
+    """``DTensor.to_local()`` may give such tensors. Kernels got address 0 for them."""
+    ranks.run(check_under_way, backend)

@@ -1,0 +1,84 @@
+"""What torch may do with code and tensors beside running them: calls refuse it, or take what kernels can read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from tokenloom.errors import InvalidArgument, NotDifferentiable
+
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+"""Classes whose tensors have memory of their own."""
+_transforms = torch._C._functorch.peek_interpreter_stack
+_trace = torch._C._get_tracing_state
+_mode = torch._C._get_dispatch_mode
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+
+def require_eager() -> None:
+    """Raise where torch transforms or traces what is called. A call moves real rows, and other ranks wait for it.
+
+    Raises:
+        InvalidArgument: a transform of torch.func, a trace of torch.jit or a FakeTensorMode is around it.
+    """
+    if _transforms() is not None:
+        around, cure = "a transform of torch.func", "call it outside, and take gradients by torch.autograd"
+    elif _trace() is not None:
+        around, cure = "torch.jit.trace", "use torch.compile"
+    elif _mode(_FAKE) is not None:
+        around, cure = "a FakeTensorMode", "call it outside; torch.device('meta') is fine"
+    else:
+        return
+    raise InvalidArgument(f"this is a call of all ranks, and {around} cannot run it; {cure}")
+
+
+def require_no_tangent(**tensors: Any) -> None:
+    """Raise where forward-mode differentiation wants a tangent, which would be lost on its way.
+
+    Raises:
+        NotDifferentiable: one of the tensors has a tangent.
+    """
+    if forward_ad._current_level < 0:
+        return
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotDifferentiable(
+                f"{name} has a tangent, and calls have no forward-mode derivative; take gradients by backward()"
+            )
+
+
+@contextmanager
+def as_in_first_half(inference: bool, grad: bool) -> Iterator[None]:
+    """Inside, inference mode is as the first half of a call found it, and so are the tensors that are made.
+
+    Args:
+        inference: the first half ran in inference mode.
+        grad: gradients were enabled there.
+    """
+    if torch.is_inference_mode_enabled() == inference:
+        yield
+        return
+    with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+        yield
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor lies in strided memory of its own. A DTensor, say, does not."""
+    dispatch = type(tensor).__torch_dispatch__
+    return tensor.layout is torch.strided and dispatch is torch.Tensor.__torch_dispatch__
+
+
+def settled(tensor: Any) -> Any:
+    """Give a tensor that a functional collective of torch still brings as a plain one. Differentiable.
+
+    ``DTensor.to_local()`` may return such a tensor. It has no memory that kernels could read. Others stay as they are.
+    """
+    if tensor.__class__ in PLAIN or not isinstance(tensor, torch.Tensor):
+        return tensor
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor  # by now somebody has
+
+    return tensor.clone() if isinstance(tensor, AsyncCollectiveTensor) else tensor
