@@ -59,8 +59,8 @@ HANDSHAKE = (
         name="peer-error-names-another",
         rule="PeerError names the rank after the one that failed",
         target="tokenloom.backends.handshake:handshake",
-        old="int(faulty[0])",
-        new="(int(faulty[0]) + 1) % len(table)",
+        old="PeerError(rank, reasons[rank])",
+        new="PeerError((rank + 1) % len(table), reasons[rank])",
         tests=FAULT_TESTS,
     ),
     Mutation(
