@@ -39,7 +39,7 @@ Fields = Mapping[str, Field]
 class NeedsRoom(ShapeMismatch):
     """A rank has no room for a call that the others open: all of them make a larger communicator and call again.
 
-    Any other fault of the same call comes first, whose rank does not call again.
+    Any other fault of the same call comes first, because the rank that has it does not call again.
     """
 
 

@@ -93,7 +93,7 @@ class Communicators:
                 try:
                     return call(found)
                 except PeerError as error:
-                    if not _is_growth(error):
+                    if not means_growth(error.reason):
                         raise
             else:
                 self._announce(found or self._last, tokens)
@@ -115,7 +115,7 @@ class Communicators:
         try:
             return call(found, found.usual)
         except PeerError as error:
-            if not _is_growth(error):
+            if not means_growth(error.reason):
                 raise
             self._make(shape, tokens, 1, device)
             return None
@@ -136,7 +136,7 @@ class Communicators:
         except NeedsRoom:
             pass
         except PeerError as error:
-            if not _is_growth(error):
+            if not means_growth(error.reason):
                 raise
 
     def _make(self, shape: Shape, tokens: int, top_k: int, device: torch.device) -> None:
@@ -266,7 +266,3 @@ def _usable_sms(device: torch.device) -> int:
         return usable_sms(torch.cuda.current_device() if device.index is None else device.index)
     except BackendUnavailable:  # without the driver's bindings
         return MANY_SMS
-
-
-def _is_growth(error: PeerError) -> bool:
-    return means_growth(error.reason)

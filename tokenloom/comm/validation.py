@@ -457,6 +457,7 @@ def _check_weights(plan: Plan, weights: torch.Tensor, x: torch.Tensor, device: t
 
 
 def require_tensor(name: str, value: object) -> None:
+    """Raise InvalidArgument unless it is a tensor that kernels can read."""
     if not isinstance(value, torch.Tensor):
         raise InvalidArgument(f"{name} is a {type(value).__name__}, expected a torch.Tensor")
     if not is_plain(value):

@@ -121,8 +121,9 @@ class Noteboard:
         return self.decide_at(self.key(name), value)
 
     def count(self, name: str) -> int | None:
-        """Count something for everybody: one more than the last number, which no other rank gets; None if the store is
-        gone. :meth:`hear` gives the last.
+        """Give the next number of a count that all ranks share, or None if the store is gone.
+
+        No two ranks get the same number. :meth:`hear` gives the latest one.
         """
         self._names.add((name, True))
         number: int | None = self.call("add", self.key(name), 1)

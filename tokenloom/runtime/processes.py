@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -293,8 +292,8 @@ def _rank_main(
 
 
 def _end_with_parent(folder: str) -> None:
-    """End this rank, whatever it does, when the process that started it was killed; that one leaves the folder too."""
-    parent = multiprocessing.parent_process()
+    """End this rank, whatever it does, when the process that started it was killed and left the folder behind."""
+    parent = mp.parent_process()
     assert parent is not None
     parent.join()
     shutil.rmtree(folder, ignore_errors=True)

@@ -177,7 +177,7 @@ class Outcomes:
             self._look_for_losses(self.known_losses)
             return
         said = self._ranks.notes.who_gave_up()
-        if said is not None and said == self._heard and said[0] not in self.masked:
+        if said is not None and said == self._heard:
             self.fault.give_up([said[0]], said[1])
         self._heard = said  # acted upon at the next look: kernels that wait for the same rank can name it by then
 
@@ -216,10 +216,10 @@ class Outcomes:
             raise CapacityOverflow(outcome.needed_rows, outcome.capacity, sent=sent)
 
     def raise_final_fault(self, number: int) -> None:
-        """Raise the fault of the lowest other rank that ends a call for good, if there is one; the call is over.
+        """Raise PeerError for the lowest rank whose fault ends a call for good, if there is one.
 
         Args:
-            number: of the call. Whoever has a fault has posted it before its kernel opened the call.
+            number: of the call, which must be over: ranks post their faults before they open it.
         """
         for rank in range(self._ranks.num_ranks):
             note = None if rank in self.masked else self._ranks.read_note(f"fault/{number}", rank)

@@ -21,14 +21,19 @@ Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 def device_of(x: object) -> torch.device:
     """Where a payload is, or the CPU if it is none."""
-    tokens = x[0] if isinstance(x, (tuple, list)) and x else x
+    tokens = _rows_in(x)
     return tokens.device if isinstance(tokens, torch.Tensor) else torch.device("cpu")
 
 
 def hidden_of(x: object) -> int | None:
     """Values in a row of a payload, or None if it has no rows."""
-    tokens = x[0] if isinstance(x, (tuple, list)) and x else x
+    tokens = _rows_in(x)
     return tokens.shape[1] if isinstance(tokens, torch.Tensor) and tokens.ndim == 2 else None
+
+
+def _rows_in(x: object) -> object:
+    """What would be the rows of a payload, with or without scales, not checked yet."""
+    return x[0] if isinstance(x, (tuple, list)) and x else x
 
 
 def tensor(name: str, value: object) -> torch.Tensor:
