@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -26,7 +27,7 @@ from tests.support.slow import mostly_slow
 from tokenloom.backends.handshake import handshake
 from tokenloom.backends.network.inside import CollectivesInside
 from tokenloom.runtime.processes import RankContext
-from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.runtime.rank_group import RankGroup, Transfer
 
 CASE = Case("nodes", "", tokens=(7, 0, 5, 6), experts_per_rank=2, hidden=16, top_k=4, unused=0.2, dtype=FP32)
 PHASES = [
@@ -110,6 +111,54 @@ def check_fault_on_streams(context: RankContext) -> None:
     with pytest.raises(tl.PeerError, match="MemoryError: no room for rows") as error:
         handshake(ranks, {"call": "combine"}, None, 0, None)
     assert error.value.rank == 2
+
+
+@pytest.mark.parametrize("call", ["dispatch", "object"])
+def test_answers_that_are_stale(four: Ranks, call: str) -> None:
+    """As over NCCL, where a rank that has given up and ends the group ends the collective of all: what they get is of
+    earlier collectives. They name who is missing, whatever the words say.
+    """
+    four.run(check_stale, call)
+
+
+def check_stale(context: RankContext, call: str) -> None:
+    group = dist.new_group(list(range(context.num_ranks)), timeout=timedelta(seconds=8))
+    communicators = [RankGroup(group, device=context.device, open_timeout_s=1.0) for _ in range(2)]
+    for ranks in communicators:
+        ranks._deadline_is_ours = False
+        for _ in range(2):
+            assert handshake(ranks, {"call": "dispatch"}, None, 0, None)[1] == frozenset()
+            assert ranks.all_gather_object(context.rank, "testing") == list(range(context.num_ranks))
+    ranks, other = communicators
+    if context.rank == 3:
+        return
+    former = torch.zeros(context.num_ranks, ranks.opening_words, dtype=torch.int64)
+    former[:, 0] = 1 if call == "dispatch" else -1
+    former[:, 1] = ranks.stamp() - 1
+
+    def start(*_: Any, **__: Any) -> Transfer:
+        ranks.notes.step += 1
+        return Transfer(former, wait)
+
+    def wait() -> frozenset[int]:
+        ranks.notes.sign_in(ranks.step)
+        time.sleep(1.5)  # until rank 0 has given up
+        return frozenset()
+
+    def open_call() -> None:
+        if call == "dispatch":
+            handshake(ranks, {"call": "dispatch"}, None, 0, None)
+        else:
+            ranks.all_gather_object(context.rank, "testing")
+
+    ended = ExitStack() if context.rank == 0 else mock.patch.object(ranks, "start_all_gather", start)
+    with ended, pytest.raises(tl.PeerTimeout) as error:
+        open_call()
+    assert error.value.peers == (3,)
+    assert ("without the answers of all ranks" in str(error.value)) == (context.rank != 0)
+    with pytest.raises(tl.CommunicatorBroken):
+        ranks.all_gather_object(context.rank, "testing")
+    assert not other.is_broken
 
 
 class Stop(BaseException):

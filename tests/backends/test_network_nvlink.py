@@ -436,9 +436,9 @@ def check_node_ranks(context: RankContext) -> None:
     assert nvlink_inside.agree(ranks, lambda: prepare(-1), "test") == [first, first + 1]
     with pytest.raises(tl.InvalidArgument if context.rank == 3 else tl.PeerError, match="no room"):
         nvlink_inside.agree(ranks, lambda: prepare(3), "test")
-    ranks.post_note("fault", str(context.rank))
+    ranks.notes.post("fault", str(context.rank))
     whole.all_gather_object(None, "test")
-    assert ranks.read_note("fault", 1) == str(first + 1)
+    assert ranks.notes.read("fault", 1) == str(first + 1)
     with pytest.raises(NotImplementedError):
         ranks.all_gather(torch.zeros(1), "test")
     timeout = ranks.in_whole(tl.PeerTimeout(ranks.rank, [1], "rows", 7, "late"))

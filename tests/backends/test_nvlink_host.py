@@ -146,7 +146,7 @@ def test_a_bad_call_behind_an_unread_overflow(name: str) -> None:
         comm = tl.Communicator(None, backend="nvlink", device="cpu", **sizes)
         calls.keeps = True
         (launcher,) = calls.launchers
-        launcher.ranks.post_note = lambda name, text: None  # type: ignore[method-assign]
+        launcher.ranks.notes.post = lambda name, text: None  # type: ignore[method-assign]
         routed = comm.dispatch(
             torch.zeros(2, 128, dtype=BF16), torch.zeros(2, 2, dtype=torch.int64), capacity=8, sizes="bounded"
         )
@@ -163,7 +163,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(outcomes, "NOTE_S", 0.0)
     with StandIns(PLAN.num_ranks) as stand_ins:
         ranks: Any = RankGroup(None, device="cpu")
-        monkeypatch.setattr(ranks, "read_note", lambda name, rank: None)
+        monkeypatch.setattr(ranks.notes, "read", lambda name, rank: None)
         control: Any = Memory(control_layout(PLAN), ranks)
         stand_ins.launchers.append(Launcher(PLAN, ranks, control, 1))
         stand_ins.keeps = True

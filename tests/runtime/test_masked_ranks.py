@@ -81,7 +81,7 @@ def check_all_connected(ranks: RankGroup, late: bool) -> None:
     def connect_slowly(links: Links, *arguments: Any) -> None:
         connect(links, *arguments)
         time.sleep(0.3)
-        ranks.post_note("connected", "yes")
+        ranks.notes.post("connected", "yes")
 
     if ranks.rank == 3 and not late:
         return
@@ -90,7 +90,7 @@ def check_all_connected(ranks: RankGroup, late: bool) -> None:
             ranks.mask_late()
         else:
             ranks.mask([3])
-    assert ranks.read_note("connected", 2) == "yes"
+    assert ranks.notes.read("connected", 2) == "yes"
     ranks.close()
 
 

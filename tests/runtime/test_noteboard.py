@@ -36,16 +36,16 @@ def check_notes(context: RankContext) -> None:
         RankGroup(alone[context.rank])
     ranks = RankGroup(own)
     for number in range(noteboard.KEPT_NOTES + 1):
-        ranks.post_note(f"fault/{number}", f"{number} of {context.rank}")
+        ranks.notes.post(f"fault/{number}", f"{number} of {context.rank}")
     open_call(ranks)
     other = (context.rank + 1) % context.num_ranks
-    assert ranks.read_note("fault/0", other) is None
+    assert ranks.notes.read("fault/0", other) is None
     for number in range(1, noteboard.KEPT_NOTES + 1):
-        assert ranks.read_note(f"fault/{number}", other) == f"{number} of {other}"
-    assert ranks.read_note("something else", other) is None
+        assert ranks.notes.read(f"fault/{number}", other) == f"{number} of {other}"
+    assert ranks.notes.read("something else", other) is None
     send_rows(ranks)
     ranks.close()
-    assert ranks.read_note("fault/1", other) is None, "what the others delete is not waited for"
+    assert ranks.notes.read("fault/1", other) is None, "what the others delete is not waited for"
 
 
 @pytest.mark.parametrize("end", ["close", "drop", "time out", "close with links"])
@@ -61,7 +61,7 @@ def check_the_store_does_not_grow(ranks: RankGroup, end: str) -> None:
     open_call(ranks)
     first: set[str] = set()
     for number in range(10):
-        ranks.post_note("fault/1", "something")
+        ranks.notes.post("fault/1", "something")
         ranks.notes.sign_in(1)
         open_call(ranks)
         if end == "time out":
@@ -147,15 +147,15 @@ def test_a_forked_child_leaves_the_store_alone(pools: Pools) -> None:
 
 
 def check_forked_child(ranks: RankGroup) -> None:
-    ranks.post_note("before", "the fork")
+    ranks.notes.post("before", "the fork")
     open_call(ranks)
     child = os.fork()
     if child == 0:
-        ranks.post_note("child", "was here")
+        ranks.notes.post("child", "was here")
         ranks.close()
-        os._exit(0 if ranks.read_note("before", 1 - ranks.rank) is None else 1)
+        os._exit(0 if ranks.notes.read("before", 1 - ranks.rank) is None else 1)
     assert os.waitpid(child, 0)[1] == 0
     open_call(ranks)
-    assert ranks.read_note("before", 1 - ranks.rank) == "the fork"
-    assert ranks.read_note("child", 1 - ranks.rank) is None
+    assert ranks.notes.read("before", 1 - ranks.rank) == "the fork"
+    assert ranks.notes.read("child", 1 - ranks.rank) is None
     call(ranks)

@@ -224,7 +224,7 @@ def check_no_growth(ranks: RankGroup, driver: FakeDriver) -> None:
         for turn in range(100):
             own = RankGroup(ranks.process_group, timeout_s=PATIENCE_S)
             buffer: Any = SymmetricBuffer(LAYOUT, own)
-            own.post_note("fault/1", "something")
+            own.notes.post("fault/1", "something")
             cycle: list[Any] = [buffer, own]
             cycle.append(cycle)
             if turn % 3 == 0:

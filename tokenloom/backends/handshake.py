@@ -2,7 +2,7 @@
 
 Over torch.distributed it is one all-gather. Each rank contributes one row of int64 words::
 
-    status | hash of the agreed fields | own error, UTF-8 (MESSAGE_WORDS) | counts
+    status | stamp | hash of the agreed fields | own error, UTF-8 (MESSAGE_WORDS) | counts
 
 All calls use rows of the same width (:func:`opening_words`), so ranks that call different things still find out. A
 fault that only one rank can see is thereby an error on all of them, before any payload moves. Where hashes differ, a
@@ -25,7 +25,7 @@ from tokenloom.plan import Plan
 from tokenloom.runtime.rank_group import RankGroup
 
 MESSAGE_WORDS = 32
-_HEADER_WORDS = 2 + MESSAGE_WORDS
+_HEADER_WORDS = 3 + MESSAGE_WORDS
 _MASKED, _OK, _FAULT = 0, 1, 2
 _HASH_BITS = 0x7FFF_FFFF_FFFF_FFFF
 NUMBER = "dispatch number"
@@ -67,9 +67,11 @@ def handshake(
 
     Raises:
         PeerError: another rank has a fault; PlanMismatch: fields differ, or another rank does something else than a
-            call of a backend. Nothing where this rank has a fault, unless it needs room and another fault comes first.
+            call of a backend. Nothing of these where this rank has a fault, unless it needs room and another fault
+            comes first. PeerTimeout: ranks are missing.
     """
-    header = [_OK if fault is None else _FAULT, hash_of(fields)]
+    stamp = ranks.stamp()
+    header = [_OK if fault is None else _FAULT, stamp, hash_of(fields)]
     header += _encode_message("" if fault is None else f"{type(fault).__name__}: {fault}")
     ends = _HEADER_WORDS + num_counts
     row = torch.zeros(max(ranks.opening_words, ends), dtype=torch.int64, device=ranks.device)
@@ -79,17 +81,18 @@ def handshake(
     call = next(iter(fields.values()))
     phase = f"the handshake of {call}"
     table = ranks.all_gather(row, phase, opens=True).cpu().numpy()
+    ranks.require_answers(table[:, 1].tolist(), stamp, phase)
     there = table[:, 0] != _MASKED
     faulty = np.flatnonzero(table[:, 0] == _FAULT)
     if len(faulty):
-        reasons = {int(rank): _decode_message(table[rank, 2:_HEADER_WORDS]) for rank in faulty}
+        reasons = {int(rank): _decode_message(table[rank, 3:_HEADER_WORDS]) for rank in faulty}
         final = [rank for rank, reason in reasons.items() if not means_growth(reason)]
         if fault is None or (final and isinstance(fault, NeedsRoom)):
             rank = (final or list(reasons))[0]
             raise PeerError(rank, reasons[rank])
     elif (table[:, 0] < 0).any():  # see RankGroup.all_gather_object
         raise PlanMismatch(int(np.argmax(table[:, 0] < 0)), "call", "another one", call, ranks.rank)
-    elif len(set(table[there, 1].tolist())) > 1:
+    elif len(set(table[there, 2].tolist())) > 1:
         told = ranks.all_gather_object((ranks.step, text_of(fields)), phase)
         there_told = [each for each in told if each is not None]
         ranks.notes.skip_to(1 + max(step for step, _ in there_told))  # later calls have the same numbers again

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tokenloom.errors import InvalidArgument, PeerError, PeerTimeout, PlanMismatch
-from tokenloom.runtime import rejoin
+from tokenloom.runtime import rejoin, stamps
 from tokenloom.runtime.devices import pick_device
 from tokenloom.runtime.groups import process_group_of
 from tokenloom.runtime.leftovers import release_dropped, undo_when_dropped
@@ -97,8 +97,9 @@ class RankGroup:
         missed: ranks whose part of a transfer did not come. Whoever makes calls empties it.
         processes: of other ranks, as far as this one has shared memory with them since ranks last came back.
         met_at: number of the collective before ranks last came back, the same on all ranks; 0 if none has.
-        opening_words: int64 words that each rank says first in a call. All kinds of calls have equally many, so ranks
-            that make different ones find out; messages of different lengths would end the process.
+        opening_words: int64 words that each rank says first in a call, the second of which is :meth:`stamp`. All kinds
+            of calls have equally many, so ranks that make different ones find out; messages of different lengths would
+            end the process.
 
     Raises:
         InvalidArgument: an argument has a value that is never right, or this process is not in the group.
@@ -131,7 +132,7 @@ class RankGroup:
         self.own_transport = self.served = False
         self.processes: dict[int, ProcessIdentity] = {}
         self.met_at = 0
-        self.opening_words = 1
+        self.opening_words = 2
         self.missed: frozenset[int] = frozenset()
         release_dropped()
         self.notes = notes
@@ -401,16 +402,6 @@ class RankGroup:
         said, heard = torch.zeros(2, self.num_ranks, 1, dtype=torch.uint8, device="cpu")
         self._exchange(list(said), list(heard), heard, phase).wait()
 
-    # -- notes ----------------------------------------------------------------------------------------------
-
-    def post_note(self, name: str, text: str) -> None:
-        """Leave a text for the other ranks, under this rank's name; nothing waits for it, and the latest 8 stay."""
-        self.notes.post(name, text)
-
-    def read_note(self, name: str, rank: int) -> str | None:
-        """The text that a rank left, or None."""
-        return self.notes.read(name, rank)
-
     # -- collectives ----------------------------------------------------------------------------------------
 
     def all_gather_object(self, value: Any, phase: str) -> list[Any]:
@@ -435,8 +426,11 @@ class RankGroup:
         device = torch.device("cpu") if "gloo" in self.transport else self.device  # gloo needs no GPU for this
         encoded = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
         told = torch.zeros(self.opening_words, dtype=torch.int64, device=device)
-        told[0] = -encoded.numel()  # what opens a dispatch or a combine begins with a word above 0
-        first_words = self.all_gather(told, phase, opens=True)[:, 0].tolist()
+        stamp = self.stamp()
+        # What opens a dispatch or a combine begins with a word above 0.
+        told[:2] = torch.tensor([-encoded.numel(), stamp], device="cpu")
+        first_words, came = self.all_gather(told, phase, opens=True)[:, :2].T.tolist()
+        self.require_answers(came, stamp, phase)
         for rank, word in enumerate(first_words):
             if word > 0:
                 raise PlanMismatch(rank, "call", "another one", phase, self.rank)
@@ -444,8 +438,19 @@ class RankGroup:
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
         padded[: encoded.numel()] = encoded
         rows = self.all_gather(padded, phase).cpu()
-        came = [row[:size].numpy().tobytes() for size, row in zip(sizes, rows, strict=True)]
-        return [pickle.loads(each) if any(each) else None for each in came]  # no pickle is all zeros
+        parts = [row[:size].numpy().tobytes() for size, row in zip(sizes, rows, strict=True)]
+        return [pickle.loads(each) if any(each) else None for each in parts]  # no pickle is all zeros
+
+    def stamp(self) -> int:
+        """The second word of what this rank says next to open a call; see :mod:`tokenloom.runtime.stamps`."""
+        if self.process_group is None or self._deadline_is_ours or self._links is not None:
+            return stamps.UNSTAMPED
+        return stamps.next_stamp(self.process_group)
+
+    def require_answers(self, came: Sequence[int], stamp: int, phase: str) -> None:
+        """Raise PeerTimeout unless all ranks have this stamp: what opened the call has ended without their answers."""
+        if any(each != stamp for each in came):
+            raise self._watch.fail_unanswered(phase, self.step)
 
     def all_gather(self, row: torch.Tensor, phase: str, *, opens: bool = False) -> torch.Tensor:
         """[n] on every rank -> [W, n] on every rank: the same on all, zeros for masked ranks.
@@ -559,6 +564,8 @@ class RankGroup:
         kind = Collective if self._deadline_is_ours else CollectiveOnStream
         try:
             collective = kind(start())
+            if not self._deadline_is_ours:
+                stamps.count(self.process_group)
         except RuntimeError as error:  # as if it had failed a moment later
             collective = kind(error)
         return self._awaited(collective, result, phase, opens, frozenset)

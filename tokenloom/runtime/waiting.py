@@ -28,6 +28,8 @@ SPIN_S, PAUSE_S = 1e-3, 1e-4
 """A host that waits for NCCL asks all the time for so long, and with pauses then."""
 SHORTEST_S = 0.01
 """torch takes less than 1 ms as no limit at all."""
+NO_ERROR = 0
+"""SUCCESS of torch's WorkResult."""
 
 
 class Awaited(Protocol):
@@ -90,8 +92,12 @@ class Collective:
 
 
 class CollectiveOnStream(Collective):
-    """A collective of NCCL. The host asks whether it has ended: torch's wait with a limit would abort NCCL's
-    communicator, and with it those collectives that only come late."""
+    """A collective of NCCL. The host asks whether it has ended, and whether NCCL reports an error.
+
+    torch's wait would abort NCCL's communicator, if it has a limit or if there is an error. Collectives that only come
+    late would end with it. Worse, kernels that are aborted send what is in their buffers, and other ranks take that
+    for the answers of all.
+    """
 
     def wait(self, seconds: float) -> bool:
         if self._work is None:
@@ -104,6 +110,16 @@ class CollectiveOnStream(Collective):
             if waited_s > SPIN_S:
                 time.sleep(PAUSE_S)
         return self._ended_well(self._work)
+
+    def _ended_well(self, work: dist.Work) -> bool:
+        try:
+            result = work.get_future_result()  # type: ignore[attr-defined]  # settled where torch finds an error
+            if result.done() and int(result.value()) != NO_ERROR:
+                self.broken[-1] = "NCCL reports an error, which torch has printed"
+                return False
+        except RuntimeError:  # what is not NCCL has none, and aborts nothing
+            pass
+        return super()._ended_well(work)
 
 
 class Watch:
@@ -172,6 +188,13 @@ class Watch:
         self.broken = f"an earlier call failed: {timeout}"
         return timeout
 
+    def fail_unanswered(self, phase: str, step: int) -> PeerTimeout:
+        """Break the group after a collective that has ended without the answers of all ranks; the error to raise."""
+        self._notes.sign_in(step)
+        self._give_up(step)
+        missing = self._missing_ranks(self._members.others, step)
+        return self.fail(phase, step, missing, "NCCL ended the collective without the answers of all ranks")
+
     def _give_up(self, step: int, missing: Sequence[int] = ()) -> None:
         self._notes.give_up(f"rank {self._notes.rank} gave up in step {step}", missing)
 
@@ -196,7 +219,8 @@ class Watch:
                 cause = f"no answer within {limit_s:g} s"
             if cause is not None:
                 self._give_up(step)  # before it asks who is there, since those that wait further on ask now too
-                missing = [rank for rank in awaited.broken if rank >= 0] or self._missing_ranks(awaited, step)
+                missing = [rank for rank in awaited.broken if rank >= 0]
+                missing = missing or self._missing_ranks(awaited.pending or self._members.others, step)
                 raise self.fail(phase, step, missing, cause)
             wait_s = min(LOOK_EVERY_S, left_s)
 
@@ -215,11 +239,12 @@ class Watch:
         said = self._notes.who_gave_up()
         return said[1] if said else None
 
-    def _missing_ranks(self, awaited: Awaited, step: int) -> list[int]:
-        """Who has not come to wait in this step or a later one, nor in vain; nobody, if the store is gone."""
-        ranks = awaited.pending or set(self._members.others)
+    def _missing_ranks(self, ranks: Collection[int], step: int) -> list[int]:
+        """Which of some ranks have not come to wait in this step or a later one, nor in vain; nobody, if the store is
+        gone.
+        """
         there = self._signed_in(ranks, step)
-        return [] if there is None else sorted(ranks - there)
+        return [] if there is None else sorted(set(ranks) - there)
 
     def _signed_in(self, ranks: Collection[int], step: int) -> set[int] | None:
         """Those of some ranks that wait in this step or a later one, or soon will; None if the store is gone.

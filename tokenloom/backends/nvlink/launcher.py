@@ -420,7 +420,7 @@ class Launcher:
         if others_wait:
             self.settle(0)
         number = self.num_calls
-        self.ranks.post_note(f"fault/{number}", f"{type(fault).__name__}: {fault}")
+        self.ranks.notes.post(f"fault/{number}", f"{type(fault).__name__}: {fault}")
         status = FAULT
         for name in names[: 1 + CALLS_IN_FLIGHT]:  # before they open another, the others read what the first found
             self._open({"call": name}, status)  # and nothing older is read in between, which would end this too early

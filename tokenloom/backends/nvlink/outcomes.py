@@ -205,7 +205,7 @@ class Outcomes:
         if outcome is None or outcome.status == FOLLOWS_A_FAULT:
             return
         if outcome.faulty_rank is not None:
-            note = self._ranks.read_note(f"fault/{call.number}", outcome.faulty_rank) or "see its own error"
+            note = self._ranks.notes.read(f"fault/{call.number}", outcome.faulty_rank) or "see its own error"
             if means_growth(note):
                 self.raise_final_fault(call.number)
             raise PeerError(outcome.faulty_rank, note)
@@ -222,7 +222,7 @@ class Outcomes:
             number: of the call, which must be over: ranks post their faults before they open it.
         """
         for rank in range(self._ranks.num_ranks):
-            note = None if rank in self.masked else self._ranks.read_note(f"fault/{number}", rank)
+            note = None if rank in self.masked else self._ranks.notes.read(f"fault/{number}", rank)
             if note is not None and not means_growth(note):
                 raise PeerError(rank, note)
 
@@ -231,16 +231,16 @@ class Outcomes:
         part, and of the other. Between nodes the two may mean the same; then it reads those of all ranks.
         """
         name = f"options/{call.number}"
-        self._ranks.post_note(name, json.dumps(text_of(call.kind.fields_of(call.dispatch))))
+        self._ranks.notes.post(name, json.dumps(text_of(call.kind.fields_of(call.dispatch))))
         deadline = time.monotonic() + NOTE_S
         assert outcome.differing_rank is not None
         base = next(rank for rank in count() if rank not in self.masked)
 
         def said_by(rank: int) -> dict[str, str]:
-            note = self._ranks.read_note(name, rank)
+            note = self._ranks.notes.read(name, rank)
             while note is None and time.monotonic() < deadline:
                 time.sleep(0.01)
-                note = self._ranks.read_note(name, rank)
+                note = self._ranks.notes.read(name, rank)
             return {"call": "unknown"} if note is None else json.loads(note)
 
         texts = [said_by(base), said_by(outcome.differing_rank)]
