@@ -224,6 +224,13 @@ def generate(options: argparse.Namespace, device: torch.device) -> dict[str, Any
     return {"ranks": dist.get_world_size(), "same_tokens": bool(same.min()), "implementations": results}
 
 
+def new_file(name: str) -> str:
+    """The name of a file to write, whose folder is there."""
+    if not Path(name).absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder for {name}")
+    return name
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--model", metavar="FOLDER", help="a model on disk; else one with random weights is made")
@@ -249,7 +256,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--pool-rows", type=int, metavar="N", help="room for N rows on a rank: no wait for counts")
     made.add_argument("--ranks-per-node", type=int, metavar="N", help="take the ranks for nodes of N")
     made.add_argument("--seed", type=int, default=0, help="of weights and prompts (default: 0)")
-    made.add_argument("--json", metavar="FILE", help="write the results")
+    made.add_argument("--json", type=new_file, metavar="FILE", help="write the results")
     return made
 
 

@@ -235,14 +235,21 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         Path(options.json).write_text(json.dumps(result) + "\n")
 
 
+def new_file(name: str) -> str:
+    """The name of a file to write. Without its folder, all that was trained would be lost in the end."""
+    if not Path(name).absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder for {name}")
+    return name
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--tokens-per-step", type=int, default=1024, help="over all ranks (default: 1024)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="take the ranks for nodes of N")
-    parser.add_argument("--json", metavar="FILE", help="write loss and norm of the gradient of each step")
-    parser.add_argument("--checkpoint", metavar="FILE", help="write the weights at the end")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="write loss and gradient norm of each step")
+    parser.add_argument("--checkpoint", type=new_file, metavar="FILE", help="write the weights at the end")
     parser.add_argument("--resume", metavar="FILE", help="start from the weights that any number of ranks wrote")
     options = parser.parse_args()
 

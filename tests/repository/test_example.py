@@ -152,6 +152,17 @@ def load_script() -> ModuleType:
     return module
 
 
+@pytest.mark.parametrize("option", ["--json", "--checkpoint"])
+def test_results_that_could_not_be_written(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says so before it trains."""
+    monkeypatch.setattr(sys, "argv", ["train_moe_lm.py", option, str(tmp_path / "missing" / "file")])
+    with pytest.raises(SystemExit):
+        load_script().main()
+    assert f"argument {option}: there is no folder for {tmp_path}" in capsys.readouterr().err
+
+
 def train_here(context: RankContext, folder: Path, steps: int, **options: Any) -> None:
     """What torchrun starts, on ranks that are there already."""
     defaults = {"tokens_per_step": 1024, "seed": 0, "resume": None, "ranks_per_node": None}
