@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import pickle
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from copy import copy
 from dataclasses import replace
 from datetime import timedelta
@@ -113,52 +114,85 @@ def check_fault_on_streams(context: RankContext) -> None:
     assert error.value.rank == 2
 
 
-@pytest.mark.parametrize("call", ["dispatch", "object"])
+@pytest.mark.parametrize("call", ["dispatch", "object", "bytes of an object"])
 def test_answers_that_are_stale(four: Ranks, call: str) -> None:
-    """As over NCCL, where a rank that has given up and ends the group ends the collective of all: what they get is of
-    earlier collectives. They name who is missing, whatever the words say.
+    """As over NCCL, where the abort of one rank ends the collective of all: what they get is of earlier collectives.
+    They name who is missing, whatever the words say.
     """
     four.run(check_stale, call)
 
 
 def check_stale(context: RankContext, call: str) -> None:
-    group = dist.new_group(list(range(context.num_ranks)), timeout=timedelta(seconds=8))
-    communicators = [RankGroup(group, device=context.device, open_timeout_s=1.0) for _ in range(2)]
-    for ranks in communicators:
-        ranks._deadline_is_ours = False
-        for _ in range(2):
-            assert handshake(ranks, {"call": "dispatch"}, None, 0, None)[1] == frozenset()
-            assert ranks.all_gather_object(context.rank, "testing") == list(range(context.num_ranks))
-    ranks, other = communicators
+    ranks, other = groups_over_streams(context)
     if context.rank == 3:
         return
-    former = torch.zeros(context.num_ranks, ranks.opening_words, dtype=torch.int64)
-    former[:, 0] = 1 if call == "dispatch" else -1
-    former[:, 1] = ranks.stamp() - 1
-
-    def start(*_: Any, **__: Any) -> Transfer:
-        ranks.notes.step += 1
-        return Transfer(former, wait)
-
-    def wait() -> frozenset[int]:
-        ranks.notes.sign_in(ranks.step)
-        time.sleep(1.5)  # until rank 0 has given up
-        return frozenset()
-
-    def open_call() -> None:
-        if call == "dispatch":
-            handshake(ranks, {"call": "dispatch"}, None, 0, None)
-        else:
-            ranks.all_gather_object(context.rank, "testing")
-
-    ended = ExitStack() if context.rank == 0 else mock.patch.object(ranks, "start_all_gather", start)
+    ended = nullcontext() if context.rank == 0 else stale(ranks, call)
     with ended, pytest.raises(tl.PeerTimeout) as error:
-        open_call()
+        open_call(ranks, call)
     assert error.value.peers == (3,)
     assert ("without the answers of all ranks" in str(error.value)) == (context.rank != 0)
     with pytest.raises(tl.CommunicatorBroken):
         ranks.all_gather_object(context.rank, "testing")
     assert not other.is_broken
+
+
+def test_stale_answers_behind_a_fault(four: Ranks) -> None:
+    """The rank that failed has said why."""
+    four.run(check_stale_fault)
+
+
+def check_stale_fault(context: RankContext) -> None:
+    ranks, _ = groups_over_streams(context)
+    if context.rank == 0:
+        ranks.abort(MemoryError("no room for rows"))
+        return
+    with stale(ranks, "dispatch"), pytest.raises(tl.PeerError, match="MemoryError: no room for rows") as error:
+        open_call(ranks, "dispatch")
+    assert error.value.rank == 0
+
+
+def groups_over_streams(context: RankContext) -> list[RankGroup]:
+    """Two communicators' on one process group, behind calls of each kind."""
+    group = dist.new_group(list(range(context.num_ranks)), timeout=timedelta(seconds=8))
+    found = [RankGroup(group, device=context.device, open_timeout_s=1.0) for _ in range(2)]
+    for ranks in found:
+        ranks._deadline_is_ours = False
+        for _ in range(2):
+            assert handshake(ranks, {"call": "dispatch"}, None, 0, None)[1] == frozenset()
+            assert ranks.all_gather_object(context.rank, "testing") == list(range(context.num_ranks))
+    return found
+
+
+def open_call(ranks: RankGroup, call: str) -> None:
+    if call == "dispatch":
+        handshake(ranks, {"call": "dispatch"}, None, 0, None)
+    else:
+        ranks.all_gather_object(ranks.rank, "testing")
+
+
+@contextmanager
+def stale(ranks: RankGroup, call: str) -> Iterator[None]:
+    """Gathers end, soon after ranks that wait have given up, with the words of the gather before."""
+
+    def start(row: torch.Tensor, phase: str, *, opens: bool = False, **_: Any) -> Transfer:
+        ranks.notes.step += 1
+        stamp = ranks.stamp()
+        if row.dtype == torch.int64:
+            former = torch.zeros(ranks.num_ranks, len(row), dtype=torch.int64)
+            former[:, 0] = 1 if call == "dispatch" else -len(pickle.dumps(ranks.rank))
+            former[:, 1] = stamp if call.startswith("bytes") else stamp - 1
+        else:
+            stamps = torch.tensor([stamp - 1]).view(torch.uint8)
+            former = torch.cat([stamps, row[len(stamps) :]]).expand(ranks.num_ranks, -1)
+        return Transfer(former, wait if not (opens and call.startswith("bytes")) else None)
+
+    def wait() -> frozenset[int]:
+        ranks.notes.sign_in(ranks.step)
+        time.sleep(1.5)
+        return frozenset()
+
+    with mock.patch.object(ranks, "start_all_gather", start):
+        yield
 
 
 class Stop(BaseException):

@@ -32,7 +32,7 @@ def count_wire() -> Iterator[Wire]:
     counted = Wire()
     names = [name for name in dir(dist) if name.startswith(("all_", "broadcast", "gather", "reduce", "send", "isend"))]
     patched = [(dist, name, getattr(dist, name)) for name in names if callable(getattr(dist, name))]
-    patched.append((rank_group, "_all_gather", rank_group._all_gather))
+    patched.append((rank_group, "gather_all", rank_group.gather_all))
 
     def counting(name: str, real: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:

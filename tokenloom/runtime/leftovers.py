@@ -14,6 +14,8 @@ from collections.abc import Callable
 
 import torch
 
+from tokenloom.runtime.collectives import all_have_ended
+
 Undo = Callable[[], bool]
 """Takes the next steps; returns whether it is done. If not, or if it raises, it is called again later."""
 
@@ -44,14 +46,23 @@ def keep_until_idle(owner: object, device: torch.device, *memory: torch.Tensor) 
 
 
 def wait_for(device: torch.device) -> bool:
-    """Wait for all work of a device. While its current stream is captured: False, and nothing is done."""
+    """Wait for all work of a device. While its current stream is captured: False, and nothing is done.
+
+    Also False while a collective of NCCL waits for a rank that may never come: only the current stream is waited for.
+    """
     if device.type != "cuda":
         return True
     with torch.cuda.device(device):
-        if torch.cuda.is_current_stream_capturing():
-            return False
+        return not torch.cuda.is_current_stream_capturing() and synchronize(device)
+
+
+def synchronize(device: torch.device) -> bool:
+    """The same as :func:`wait_for`, on a GPU whose current stream is not captured."""
+    if all_have_ended():
         torch.cuda.synchronize(device)
-    return True
+        return True
+    torch.cuda.current_stream(device).synchronize()
+    return False
 
 
 def release_dropped() -> None:

@@ -20,9 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
 
 from tokenloom.errors import InvalidArgument, PeerError, PeerTimeout, PlanMismatch
 from tokenloom.runtime import rejoin, stamps
+from tokenloom.runtime.collectives import Collective, CollectiveOnStream, gather_all
 from tokenloom.runtime.devices import pick_device
 from tokenloom.runtime.groups import process_group_of
 from tokenloom.runtime.leftovers import release_dropped, undo_when_dropped
@@ -33,15 +35,12 @@ from tokenloom.runtime.process_identity import ProcessIdentity
 from tokenloom.runtime.rejoin import Meeting
 from tokenloom.runtime.topology import Topology
 from tokenloom.runtime.verdict import Verdict
-from tokenloom.runtime.waiting import Awaited, Collective, CollectiveOnStream, Watch, checked_seconds, timeout_of
+from tokenloom.runtime.waiting import Awaited, Watch, checked_seconds, timeout_of
 
 OPEN_TIMEOUT_S = 600.0
 """Least default for the opening of a call: another rank's host may write a checkpoint, evaluate or compile."""
 MOST_STEPS_APART = 1 << 10
 """More collectives than a rank can begin in a call that others have not."""
-
-# Renamed in torch 2.13, which warns about the old name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Transfer:
@@ -97,9 +96,8 @@ class RankGroup:
         missed: ranks whose part of a transfer did not come. Whoever makes calls empties it.
         processes: of other ranks, as far as this one has shared memory with them since ranks last came back.
         met_at: number of the collective before ranks last came back, the same on all ranks; 0 if none has.
-        opening_words: int64 words that each rank says first in a call, the second of which is :meth:`stamp`. All kinds
-            of calls have equally many, so ranks that make different ones find out; messages of different lengths would
-            end the process.
+        opening_words: int64 words that each rank says first in a call; the second is :meth:`stamp`. All kinds of calls
+            have equally many: messages of different lengths would end the process.
 
     Raises:
         InvalidArgument: an argument has a value that is never right, or this process is not in the group.
@@ -435,9 +433,11 @@ class RankGroup:
             if word > 0:
                 raise PlanMismatch(rank, "call", "another one", phase, self.rank)
         sizes = [-word for word in first_words]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
-        padded[: encoded.numel()] = encoded
-        rows = self.all_gather(padded, phase).cpu()
+        stamp = self.stamp()
+        head = torch.tensor([stamp], device="cpu").view(torch.uint8).to(device)
+        said = functional.pad(torch.cat([head, encoded]), (0, max(sizes) - len(encoded)))
+        heads, rows = self.all_gather(said, phase).cpu().tensor_split([len(head)], dim=1)
+        self.require_answers(heads.contiguous().view(torch.int64).flatten().tolist(), stamp, phase)
         parts = [row[:size].numpy().tobytes() for size, row in zip(sizes, rows, strict=True)]
         return [pickle.loads(each) if any(each) else None for each in parts]  # no pickle is all zeros
 
@@ -448,18 +448,17 @@ class RankGroup:
         return stamps.next_stamp(self.process_group)
 
     def require_answers(self, came: Sequence[int], stamp: int, phase: str) -> None:
-        """Raise PeerTimeout unless all ranks have this stamp: what opened the call has ended without their answers."""
+        """Raise PeerTimeout unless all ranks have this stamp: else the gather has ended without their answers."""
         if any(each != stamp for each in came):
             raise self._watch.fail_unanswered(phase, self.step)
 
     def all_gather(self, row: torch.Tensor, phase: str, *, opens: bool = False) -> torch.Tensor:
-        """[n] on every rank -> [W, n] on every rank: the same on all, zeros for masked ranks.
+        """[n] on every rank -> [W, n] on every rank: the same on all, zeros for masked ranks. The host waits for it.
 
         Args:
-            opens: this is the first collective of a call, for which ranks have ``open_timeout_s``. The host waits
-                for it.
+            opens: this is the first collective of a call, for which ranks have ``open_timeout_s``.
         """
-        transfer = self.start_all_gather(row, phase, opens=opens)
+        transfer = self.start_all_gather(row, phase, opens=opens, host_waits=True)
         out = transfer.wait()
         if self._watch.masks_late:
             self._watch.settle(phase, self.step)
@@ -473,7 +472,9 @@ class RankGroup:
                     out[rank] = rows[rank].view(out.dtype)
         return out
 
-    def start_all_gather(self, row: torch.Tensor, phase: str, *, opens: bool = False) -> Transfer:
+    def start_all_gather(
+        self, row: torch.Tensor, phase: str, *, opens: bool = False, host_waits: bool = False
+    ) -> Transfer:
         """Start to gather [n] of every rank. Ranks that are masked meanwhile may be there on some ranks only."""
         out = torch.empty(self.num_ranks, row.numel(), dtype=row.dtype, device=row.device)
         if self._links is not None:
@@ -484,9 +485,9 @@ class RankGroup:
             out.copy_(row)
 
         def start() -> dist.Work:
-            return _all_gather(out.flatten(), row, group=self.process_group, async_op=True)
+            return gather_all(out.flatten(), row, group=self.process_group, async_op=True)
 
-        return self._start(start, out, phase, opens, host_waits=opens)
+        return self._start(start, out, phase, opens, host_waits=host_waits)
 
     def start_all_to_all(
         self,
@@ -561,13 +562,12 @@ class RankGroup:
                 return frozenset()
 
             return Transfer(result, wait)
-        kind = Collective if self._deadline_is_ours else CollectiveOnStream
-        try:
-            collective = kind(start())
-            if not self._deadline_is_ours:
-                stamps.count(self.process_group)
-        except RuntimeError as error:  # as if it had failed a moment later
-            collective = kind(error)
+        if self._deadline_is_ours:
+            return self._awaited(Collective(start), result, phase, opens, frozenset)
+        stamps.count(self.process_group)  # first: whatever comes between leaves a collective without its count
+        collective = CollectiveOnStream(start, self.process_group)
+        if not collective.has_started:
+            stamps.count(self.process_group, -1)
         return self._awaited(collective, result, phase, opens, frozenset)
 
     def _exchange(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -24,12 +23,6 @@ ROLL_CALL_S = 1.0
 """How long a rank that gives up waits for those to sign in that came at the last moment."""
 MAX_TIMEOUT_S = 1e9
 """31 years. In nanoseconds, and added to the time of day as GPUs count it, it still fits an int64."""
-SPIN_S, PAUSE_S = 1e-3, 1e-4
-"""A host that waits for NCCL asks all the time for so long, and with pauses then."""
-SHORTEST_S = 0.01
-"""torch takes less than 1 ms as no limit at all."""
-NO_ERROR = 0
-"""SUCCESS of torch's WorkResult."""
 
 
 class Awaited(Protocol):
@@ -51,75 +44,6 @@ class Awaited(Protocol):
 
     def give_up(self, ranks: Collection[int]) -> None:
         """Wait no longer for these ranks."""
-
-
-class Collective:
-    """A collective of torch.distributed, which waits for all ranks or none, and does not say for whom.
-
-    Args:
-        work: torch's handle, or the error that kept it from starting.
-    """
-
-    def __init__(self, work: dist.Work | RuntimeError) -> None:
-        self.pending: set[int] = set()
-        self.broken: dict[int, str] = {}
-        self._work: dist.Work | None = None
-        if isinstance(work, RuntimeError):
-            self.broken[-1] = str(work)
-        else:
-            self._work = work
-
-    def wait(self, seconds: float) -> bool:
-        if self._work is None:
-            return not self.broken
-        try:
-            self._work.wait(timedelta(seconds=max(seconds, SHORTEST_S)))
-            return True
-        except RuntimeError:
-            return self._work.is_completed() and self._ended_well(self._work)
-
-    def _ended_well(self, work: dist.Work) -> bool:
-        """Whether a collective that has ended did its work; waiting again tells."""
-        try:
-            work.wait()
-            return True
-        except RuntimeError as error:
-            self.broken[-1] = str(error)
-            return False
-
-    def give_up(self, ranks: Collection[int]) -> None:
-        raise AssertionError("a collective of torch waits for all ranks")
-
-
-class CollectiveOnStream(Collective):
-    """A collective of NCCL. The host asks whether it has ended, and whether NCCL reports an error.
-
-    torch's wait would abort NCCL's communicator, if it has a limit or if there is an error. Collectives that only come
-    late would end with it. Worse, kernels that are aborted send what is in their buffers, and other ranks take that
-    for the answers of all.
-    """
-
-    def wait(self, seconds: float) -> bool:
-        if self._work is None:
-            return not self.broken
-        began = time.monotonic()
-        while not self._work.is_completed():
-            waited_s = time.monotonic() - began
-            if waited_s >= seconds:
-                return False
-            if waited_s > SPIN_S:
-                time.sleep(PAUSE_S)
-        return self._ended_well(self._work)
-
-    def _ended_well(self, work: dist.Work) -> bool:
-        try:
-            result = work.get_future_result()  # type: ignore[attr-defined]  # settled where torch finds an error
-            if result.done() and int(result.value()) != NO_ERROR:
-                self.broken[-1] = "NCCL reports an error, which torch has printed"
-                return False
-        except RuntimeError:  # what is not NCCL has none, and aborts nothing
-            pass
-        return super()._ended_well(work)
 
 
 class Watch:
@@ -189,7 +113,12 @@ class Watch:
         return timeout
 
     def fail_unanswered(self, phase: str, step: int) -> PeerTimeout:
-        """Break the group after a collective that has ended without the answers of all ranks; the error to raise."""
+        """Break the group after a collective that has ended without the answers of all ranks; the error to raise.
+
+        Raises:
+            PeerError: a rank failed in the middle of a call.
+        """
+        self._require_none_failed()
         self._notes.sign_in(step)
         self._give_up(step)
         missing = self._missing_ranks(self._members.others, step)
@@ -228,16 +157,19 @@ class Watch:
         """Why what is awaited will not come, if it is known."""
         if awaited.broken:
             return f"the connection broke ({next(iter(awaited.broken.values()))})"
-        failed = self._notes.who_failed()
-        if failed:
-            peer_error = PeerError(*failed, sent=True)
-            self.broken = f"an earlier call failed: {peer_error}"
-            raise peer_error
+        self._require_none_failed()
         if set(self._notes.who_left_before(step)) - self._members.masked:
             return "the communicator was closed there"
         self._require_same_mask(step)
         said = self._notes.who_gave_up()
         return said[1] if said else None
+
+    def _require_none_failed(self) -> None:
+        failed = self._notes.who_failed()
+        if failed:
+            peer_error = PeerError(*failed, sent=True)
+            self.broken = f"an earlier call failed: {peer_error}"
+            raise peer_error
 
     def _missing_ranks(self, ranks: Collection[int], step: int) -> list[int]:
         """Which of some ranks have not come to wait in this step or a later one, nor in vain; nobody, if the store is

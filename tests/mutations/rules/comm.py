@@ -67,7 +67,7 @@ HANDSHAKE = (
         name="no-agreement-in-calls",
         rule="ranks that call with different options are not told",
         target="tokenloom.backends.handshake:handshake",
-        old="len(set(table[there, 1].tolist())) > 1",
+        old="len(set(table[there, 2].tolist())) > 1",
         new="False",
         tests=("tests/comm/test_errors.py::test_disagreement",),
     ),

@@ -202,8 +202,8 @@ TRANSFERS = (
         name="masked-ranks-disagree",
         rule="the empty row of a masked rank counts as another call",
         target="tokenloom.backends.handshake:handshake",
-        old="table[there, 1]",
-        new="table[:, 1]",
+        old="table[there, 2]",
+        new="table[:, 2]",
         tests=(f"{MASKS}::test_before",),
     ),
     Mutation(

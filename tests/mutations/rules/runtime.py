@@ -27,7 +27,7 @@ RANKS = (
         name="nccl-keeps-the-deadlines",
         rule="over NCCL hosts leave deadlines of handshakes to torch, which names nobody",
         target="tokenloom.runtime.rank_group:RankGroup.start_all_gather",
-        old="self._start(start, out, phase, opens, host_waits=opens)",
+        old="self._start(start, out, phase, opens, host_waits=host_waits)",
         new="self._start(start, out, phase, opens)",
         tests=("tests/backends/test_network_faults.py::test_a_fault_where_streams_wait",),
         num_ranks=4,
@@ -35,10 +35,10 @@ RANKS = (
     Mutation(
         name="nccl-errors-abort",
         rule="a rank over NCCL that finds an error aborts the communicator, whose kernels answer for lost ranks",
-        target="tokenloom.runtime.waiting:CollectiveOnStream._ended_well",
+        target="tokenloom.runtime.collectives:_is_error",
         old="int(result.value()) != NO_ERROR",
         new="False",
-        tests=("tests/runtime/test_waiting.py::test_an_error_aborts_nothing",),
+        tests=("tests/runtime/test_collectives.py::test_an_error_aborts_nothing",),
     ),
     Mutation(
         name="stale-answers-count",

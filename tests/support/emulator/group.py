@@ -280,7 +280,9 @@ class FakeRanks(RankGroup):
     def all_reduce_sum(self, values: torch.Tensor, phase: str) -> torch.Tensor:
         return Meeting().all_gather(values.detach(), phase).sum(0)
 
-    def start_all_gather(self, row: torch.Tensor, phase: str, *, opens: bool = False) -> Transfer:
+    def start_all_gather(
+        self, row: torch.Tensor, phase: str, *, opens: bool = False, host_waits: bool = False
+    ) -> Transfer:
         if self._links is not None:
             return super().start_all_gather(row, phase, opens=opens)
         self.notes.step += 1

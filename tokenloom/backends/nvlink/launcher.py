@@ -28,7 +28,7 @@ from tokenloom.kernels.barrier.launch import BarrierVariant
 from tokenloom.kernels.common import OPENING_FIELDS, Call, Variant
 from tokenloom.plan import Plan
 from tokenloom.runtime.graph_references import GraphReferences
-from tokenloom.runtime.leftovers import keep_until_idle, release_dropped, undo_later
+from tokenloom.runtime.leftovers import keep_until_idle, release_dropped, synchronize, undo_later
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.streams import current_handle, is_capturing, on_stream
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer, close_together
@@ -448,7 +448,7 @@ class Launcher:
             # A replay may wait for a rank whose process has ended. Other work does not, so it gets time to finish.
             stream = torch.cuda.current_stream(self.ranks.device)
             self.outcomes.wait_for(stream.record_event().query, stream, patience_s=self.ranks.timeout_s)
-        torch.cuda.synchronize(self.ranks.device)
+        synchronize(self.ranks.device)
         self.outcomes.raise_timeout()
         self.outcomes.raise_captured()
 
@@ -467,7 +467,7 @@ class Launcher:
             raise InvalidArgument("close() waits for the GPU; call it outside of the capture")
         stream = torch.cuda.current_stream(self.ranks.device)
         self.outcomes.wait_for(stream.record_event().query, stream)
-        torch.cuda.synchronize(self.ranks.device)
+        synchronize(self.ranks.device)
 
     def close(self, others: Sequence[SymmetricBuffer]) -> None:
         """Release the control buffer and the others, once no graph that was captured with them is left."""

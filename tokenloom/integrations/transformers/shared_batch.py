@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-# Renamed in torch 2.13, which warns about the old name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from tokenloom.runtime.collectives import gather_all
 
 
 class Share:
@@ -42,7 +41,7 @@ class Share:
         padded = part.new_zeros(self.num_rows, *part.shape[1:])
         padded[: len(part)] = part
         whole = part.new_empty(self.num_rows * self.group.size(), *part.shape[1:])
-        _all_gather(whole, padded, group=self.group)
+        gather_all(whole, padded, group=self.group)
         return whole[: self.num_tokens]
 
 

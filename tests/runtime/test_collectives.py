@@ -1,0 +1,129 @@
+"""Collectives of NCCL that hosts wait for, with stand-ins for torch's handles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tokenloom.runtime import collectives, leftovers
+from tokenloom.runtime.collectives import CollectiveOnStream, all_have_ended
+
+SUCCESS, TIMEOUT, COMM_ERROR = 0, 1, 2
+"""Of torch's WorkResult."""
+GROUP: Any = object()
+
+
+class Work:
+    """A collective of NCCL, as torch shows it.
+
+    Args:
+        result: what torch has settled, if anything.
+        is_over: whether its kernel has ended.
+    """
+
+    def __init__(self, result: int | None = None, is_over: bool = True) -> None:
+        self.result: torch.futures.Future[Any] = torch.futures.Future()
+        self.is_over, self.streams = is_over, 0
+        if result is not None:
+            self.result.set_result(result)
+
+    def is_completed(self) -> bool:
+        return self.is_over or (self.result.done() and self.result.value() != SUCCESS)
+
+    def get_future_result(self) -> torch.futures.Future[Any]:
+        return self.result
+
+    def synchronize(self) -> None:
+        """The stream waits."""
+        self.streams += 1
+
+    def wait(self) -> None:
+        raise AssertionError("where a rank is lost, this aborts the communicator, whose kernels answer for that rank")
+
+
+@pytest.fixture(autouse=True)
+def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, list[int]]]:
+    """Those that torch has. No collective is left open for other tests."""
+    registered = {GROUP: [0, 1]}
+    monkeypatch.setattr(dist, "get_process_group_ranks", registered.__getitem__)
+    yield registered
+    collectives._open.clear()
+
+
+def start(work: Work) -> CollectiveOnStream:
+    made: Any = work
+    return CollectiveOnStream(lambda: made, GROUP)
+
+
+@pytest.mark.parametrize("result", [None, SUCCESS])
+def test_a_collective_that_has_ended(result: int | None) -> None:
+    """The stream waits for it too, once."""
+    work = Work(result)
+    collective = start(work)
+    assert collective.wait(1.0)
+    assert work.streams == 1
+    assert not collective.broken
+    assert all_have_ended()
+
+
+@pytest.mark.parametrize("result", [TIMEOUT, COMM_ERROR])
+def test_an_error_aborts_nothing(result: int, groups: dict[Any, list[int]]) -> None:
+    """Its kernel goes on until somebody aborts the group. Nobody waits for the device before that."""
+    work = Work(result, is_over=False)
+    collective = start(work)
+    assert not collective.wait(1.0)
+    assert work.streams == 0
+    assert "NCCL reports an error" in collective.broken[-1]
+    assert not all_have_ended()
+    groups.clear()
+    assert all_have_ended()
+
+
+def test_a_collective_that_ends_late() -> None:
+    """Its memory is kept as long."""
+    work = Work(is_over=False)
+    memory = torch.zeros(1)
+    made: Any = work
+    collective = CollectiveOnStream(lambda: (memory, made)[1], GROUP)
+    assert not collective.wait(0.01)
+    del collective
+    assert not all_have_ended()
+    (kept,) = collectives._open
+    assert kept._start.__closure__ is not None
+    assert memory in [each.cell_contents for each in kept._start.__closure__ if each.cell_contents is memory]
+    work.is_over = True
+    assert all_have_ended()
+    assert not collectives._open
+
+
+def test_a_collective_that_does_not_start() -> None:
+    def fail() -> Any:
+        raise RuntimeError("no connection")
+
+    collective = CollectiveOnStream(fail, GROUP)
+    assert not collective.has_started
+    assert not collective.wait(1.0)
+    assert collective.broken == {-1: "no connection"}
+    assert all_have_ended()
+
+
+def test_a_device_with_a_collective_that_may_never_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever would wait for the whole device waits for the current stream, and hears that not all is done."""
+    waited = []
+
+    class Stream:
+        def synchronize(self) -> None:
+            waited.append("stream")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append("device"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    device, work = torch.device("cuda", 0), Work(is_over=False)
+    start(work)
+    assert not leftovers.synchronize(device)
+    work.is_over = True
+    assert leftovers.synchronize(device)
+    assert waited == ["stream", "device"]
