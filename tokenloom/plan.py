@@ -127,10 +127,10 @@ class Activation:
             raise InvalidArgument(f"function is {self.function!r}, expected one of {', '.join(FUNCTIONS)}")
         if not isinstance(self.gated, bool):
             raise InvalidArgument(f"gated is {self.gated!r}, expected True or False")
-        if self.limit is not None and not (_is_number(self.limit) and self.limit > 0):
+        if self.limit is not None and not (is_number(self.limit) and self.limit > 0):
             raise InvalidArgument(f"limit is {self.limit!r}, expected a number above 0, or None")
         for name, value in (("alpha", self.alpha), ("up_offset", self.up_offset)):
-            if not _is_number(value):
+            if not is_number(value):
                 raise InvalidArgument(f"{name} is {value!r}, expected a number")
         if self.alpha != 1.0 and self.function != "silu":
             raise InvalidArgument(f"alpha is {self.alpha}, which only 'silu' has; function is {self.function!r}")
@@ -158,7 +158,8 @@ class Activation:
         return ACTIVATIONS[given]
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Whether an option is a finite number, and no bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

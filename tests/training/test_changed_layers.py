@@ -78,6 +78,14 @@ def test_experts_that_are_not_there() -> None:
         tl.gather_state_dict(Cut(make_layer(CASE, None)))
 
 
+def test_the_correction_bias_of_a_narrow_checkpoint() -> None:
+    """load_state_dict(assign=True) brings the checkpoint's tensors; steps of a bias would be rounded away."""
+    layer = make_layer(CASE, None)
+    layer.load_state_dict({name: value.bfloat16() for name, value in layer.state_dict().items()}, assign=True)
+    assert layer.correction_bias.dtype == FP32
+    assert layer.w1.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_the_correction_bias_stays_float32(dtype: torch.dtype) -> None:
     """In bfloat16 small steps would be rounded away."""

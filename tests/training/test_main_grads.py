@@ -114,6 +114,20 @@ def test_copies_and_frozen_weights() -> None:
     assert torch.equal(layer.w1.main_grad, 2 * twin.w1.main_grad)
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_parameters_that_are_new(is_compiled: bool) -> None:
+    """Of a checkpoint that load_state_dict assigns. A forward makes their memory, once."""
+    layer, (x, *_) = make_layer(CASE, None, main_grads=True), batches()
+    layer.load_state_dict({name: value.clone() for name, value in layer.state_dict().items()}, assign=True)
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if is_compiled else layer
+    backward(run, x)
+    first = layer.w1.main_grad
+    assert first.any()
+    assert layer.w1.grad is None
+    backward(run, x)
+    assert layer.w1.main_grad is first
+
+
 def test_gradients_that_are_asked_for_are_given_out() -> None:
     """torch.autograd.grad accumulates nothing, here neither."""
     layer = make_layer(CASE, None, main_grads=True)

@@ -165,6 +165,7 @@ def look_at_shards(context: RankContext) -> None:
         sharded = name.endswith((".w1", ".w2", ".w1_bias", ".w2_bias"))
         assert value.shape[0:1] == ((NUM_EXPERTS,) if sharded else model.state_dict()[name].shape[0:1])
         assert torch.equal(part[name], value[own] if sharded else value)
+        assert part[name].untyped_storage().nbytes() == part[name].nbytes, "all ranks' experts stay in memory"
         assert torch.equal(part[name], model.state_dict()[name].cpu())
     # The canonical layouts: what other frameworks' checkpoints are converted to.
     assert full["1.moe.w1"].shape == (NUM_EXPERTS, 2 * CASE.intermediate, HIDDEN)

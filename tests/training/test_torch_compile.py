@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import tokenloom as tl
@@ -88,9 +89,9 @@ def record_calls(layer: Any, calls: list[Any], name: str = "") -> Any:
     """Put the name into ``calls`` whenever the layer really runs."""
     run = layer._forward
 
-    def recorded(x: torch.Tensor) -> Any:
+    def recorded(x: torch.Tensor, **options: Any) -> Any:
         calls.append(name)
-        return run(x)
+        return run(x, **options)
 
     layer._forward = recorded
     return layer
@@ -524,6 +525,15 @@ def test_hooks_of_a_layer_run_once() -> None:
     layer.register_forward_hook(lambda module, args, outputs: seen.add_(1))
     torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
     assert seen == 1
+
+
+def test_a_weight_that_is_computed_is_refused() -> None:
+    """The compiler does not see what a hook of torch.nn.utils.prune sets as an attribute."""
+    layer, x = make_layer(CASE, None), torch.randn(5, HIDDEN)
+    prune.random_unstructured(layer, "w1", 0.5)
+    assert layer(x)[0].shape == x.shape
+    with pytest.raises(tl.InvalidArgument, match="w1 is no parameter of the layer"):
+        torch.compile(layer, backend="aot_eager")(x)
 
 
 def test_wrong_input_has_its_named_error() -> None:

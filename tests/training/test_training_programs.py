@@ -228,6 +228,22 @@ def fully_sharded(context: RankContext, unit_per_layer: bool, **options: Any) ->
     return model
 
 
+def reset_beside_fsdp(context: RankContext) -> None:
+    model, whole = fully_sharded(context, True), Model(context.group, CASE)
+    for number, layers in enumerate(zip(model.layers, whole.layers, strict=True)):
+        for layer in layers:
+            layer.reset_parameters(seed=number)
+        sharded, want = (dict(layer.named_parameters()) for layer in layers)
+        for name, value in sharded.items():
+            got = value.full_tensor() if isinstance(value, DTensor) else value
+            assert torch.equal(got, want[name]), name
+
+
+def test_seeds_beside_fsdp(ranks: Ranks) -> None:
+    """Models on the meta device are sharded first, and then drawn."""
+    ranks.run(reset_beside_fsdp)
+
+
 def full_state_dict(model: Model) -> dict[str, torch.Tensor]:
     """Of a model that FSDP2 has sharded, on every rank; as in docs/how-to/train.md."""
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))

@@ -32,6 +32,23 @@ class _SumOverRanks(torch.autograd.Function):
         return ctx.ranks.all_reduce_sum(grad.contiguous(), "router losses, gradient"), None
 
 
+class _Tied(torch.autograd.Function):
+    """Two values of which a loss may leave one out: its gradient is zeros then."""
+
+    @staticmethod
+    def forward(ctx: Any, one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return one.detach(), other.detach()  # no views: users may change them in place
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads
+
+
+def tied(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both as they are. Backward goes through both on every rank, whichever its loss has."""
+    return _Tied.apply(one, other) if one.requires_grad and other.requires_grad else (one, other)
+
+
 class _SumGradOverRanks(torch.autograd.Function):
     """Identity with a gradient that is summed over ranks."""
 

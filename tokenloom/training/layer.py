@@ -26,9 +26,9 @@ from tokenloom.ops.router import Router, RouterSums, balance_loss, router_logits
 from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout
 from tokenloom.runtime.rendezvous import agree
 from tokenloom.training import torch_compile
-from tokenloom.training.gradients import scale_grad, sum_grad_over_ranks, sum_over_ranks
+from tokenloom.training.gradients import scale_grad, sum_grad_over_ranks, sum_over_ranks, tied
 from tokenloom.training.main_grads import accumulate_main_grads
-from tokenloom.training.parameters import check_options, check_pool_rows, plain_view, seeded_uniform
+from tokenloom.training.parameters import check_options, check_pool_rows, draw_seeded
 from tokenloom.training.pieces import RunOptions, forward_calls
 from tokenloom.training.routed_experts import routed_experts
 from tokenloom.training.saved_activations import SavedTensor, saved_tensors
@@ -173,11 +173,13 @@ class ExpertParallelMoE(nn.Module):
         def prepare() -> tuple[dict[str, Any], tuple[Router, ExpertForm, Strategy | None]]:
             if group_and_comm:
                 raise InvalidArgument("group and comm are both given; the communicator already has a group")
-            if not dtype.is_floating_point or dtype.itemsize < 2:
-                raise InvalidArgument(f"dtype is {dtype}, expected bfloat16, float16, float32 or float64")
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+                raise InvalidArgument(f"dtype is {dtype!r}, expected bfloat16, float16, float32 or float64")
             rule = Router(num_experts, top_k, router) if isinstance(router, str) else router
             form = ExpertForm(Activation.of(activation), weight_layout)
-            check_options(comm.plan, rule, hidden, intermediate, num_experts, top_k, shared_intermediate, router_grad)
+            factors = {"balance_coef": balance_coef, "z_coef": z_coef, "expert_grad_scale": expert_grad_scale}
+            sizes = (hidden, intermediate, num_experts, top_k, shared_intermediate)
+            check_options(comm.plan, rule, *sizes, router_grad, factors)
             check_pool_rows(pool_rows)
             if shared_gate and not shared_intermediate:
                 raise InvalidArgument("shared_gate is True, but there is no shared expert; give shared_intermediate")
@@ -251,6 +253,11 @@ class ExpertParallelMoE(nn.Module):
             self.correction_bias = before.to(after.device)
         return self
 
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        if self.correction_bias is not None:  # assign=True brings that of a checkpoint
+            self.correction_bias = self.correction_bias.float()
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._set_up()
@@ -289,10 +296,8 @@ class ExpertParallelMoE(nn.Module):
             if seed is None:
                 parameter.uniform_(-bound, bound)
             else:
-                values = plain_view(name, parameter, self.form.layout)
                 rows = self.local_experts if name in EXPERT_WEIGHTS else range(len(parameter))
-                for place, row in zip(values, rows, strict=True):
-                    place.copy_(seeded_uniform(place, bound, seed, name, row))
+                draw_seeded(parameter, self.form.layout, bound, seed, name, rows)
         self.expert_counts.zero_()  # not the mask of somebody's pruning
         if self.correction_bias is not None:
             self.correction_bias.zero_()
@@ -316,11 +321,17 @@ class ExpertParallelMoE(nn.Module):
         """
         return torch_compile.forward(self, x) if torch.compiler.is_compiling() else self._forward(x)
 
-    def _forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _accumulate_main_grads(self) -> None:
+        """Parameters may be new or thawed since the layer was made."""
+        if self.main_grads:
+            accumulate_main_grads(self.expert_parameters())
+
+    def _forward(self, x: torch.Tensor, compiled: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """As forward; ``compiled``: what is in the places of parameters are copies."""
         engine = self.comm.engine
         engine.begin()
-        if self.main_grads:  # parameters may be new or thawed since the layer was made
-            accumulate_main_grads(self.expert_parameters())
+        if not compiled:
+            self._accumulate_main_grads()
         options = RunOptions(self.strategy, self.overlap, self.redispatch_in_backward, self.pool_rows)
         dtype = autocast_dtype(self.comm.device) or self.w1.dtype
         with engine.sequence(
@@ -355,7 +366,8 @@ class ExpertParallelMoE(nn.Module):
         )
         for result in shared:
             out = out + result.to(out.dtype)  # autocast leaves float64 as it is
-        return out.view(x.shape), self._aux_loss(sums, topk_weights.dtype)
+        # The sums' gradient is collective too, and so is that of the experts.
+        return tied(out.view(x.shape), self._aux_loss(sums, topk_weights.dtype))
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, RouterSums | None]:
         """Route, giving tokens [T, H], ids, weights, and the sums over tokens if a loss or the bias wants them.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
 from tokenloom.errors import InvalidArgument
 from tokenloom.ops.router import Router
-from tokenloom.plan import Plan, WeightLayout
+from tokenloom.plan import Plan, WeightLayout, is_number
 
 
 def check_options(
@@ -20,6 +22,7 @@ def check_options(
     top_k: int,
     shared_intermediate: int,
     router_grad: str,
+    factors: Mapping[str, object],
 ) -> None:
     """Raise InvalidArgument unless the options of a layer fit each other and the communicator's plan."""
     if not isinstance(router, Router):
@@ -40,6 +43,9 @@ def check_options(
             raise InvalidArgument(f"{name} is {width!r}, expected an integer of at least {least}")
     if router_grad not in ("local", "sum"):
         raise InvalidArgument(f"router_grad is {router_grad!r}, expected 'local' or 'sum'")
+    for name, factor in factors.items():
+        if not is_number(factor):
+            raise InvalidArgument(f"{name} is {factor!r}, expected a number")
 
 
 def check_pool_rows(pool_rows: object) -> None:
@@ -59,6 +65,25 @@ def seeded_uniform(like: torch.Tensor, bound: float, seed: int, name: str, row: 
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little"))
     values = torch.rand(like.shape, generator=generator, dtype=torch.float32, device="cpu")
     return values.mul_(2 * bound).sub_(bound).to(like)
+
+
+def draw_seeded(
+    parameter: torch.Tensor, layout: WeightLayout, bound: float, seed: int, name: str, rows: Iterable[int]
+) -> None:
+    """Fill a parameter with :func:`seeded_uniform`, row by row; of a DTensor, the part that lies here.
+
+    Args:
+        layout: of expert weights.
+        rows: their numbers.
+    """
+    shards: Any = parameter if hasattr(parameter, "placements") else None
+    full = parameter if shards is None else torch.empty(shards.shape, dtype=shards.dtype, device=shards.device)
+    for place, row in zip(plain_view(name, full, layout), rows, strict=True):
+        place.copy_(seeded_uniform(place, bound, seed, name, row))
+    if shards is not None:
+        from torch.distributed.tensor import distribute_tensor  # by now somebody has
+
+        shards.copy_(distribute_tensor(full, shards.device_mesh, shards.placements, src_data_rank=None))
 
 
 def plain_view(name: str, parameter: torch.Tensor, layout: WeightLayout) -> torch.Tensor:

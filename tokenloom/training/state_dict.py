@@ -76,7 +76,8 @@ def shard_state_dict(module: nn.Module, full: Mapping[str, torch.Tensor]) -> dic
         num_experts = layer.comm.plan.num_experts
         if full[name].shape[0] != num_experts:
             raise ShapeMismatch(f"{name} has {full[name].shape[0]} experts, the layer has {num_experts}")
-        part[name] = full[name][layer.local_experts.start : layer.local_experts.stop]
+        # A copy: parameters that are views of all experts would keep them in memory, and in files.
+        part[name] = full[name][layer.local_experts.start : layer.local_experts.stop].clone()
     return part
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
 
-from tokenloom.errors import NotDifferentiable
+from tokenloom.errors import InvalidArgument, NotDifferentiable
 from tokenloom.ops import autocast
 from tokenloom.training.compiled_order import keep_in_graph, keep_order_in_inductor, pin_to_forward
 
@@ -74,7 +74,7 @@ class _Body(nn.Module):
         self.layer = layer
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.layer._forward(x)
+        return self.layer._forward(x, compiled=True)
 
 
 @torch.library.custom_op("tokenloom::moe_forward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -103,13 +103,16 @@ def moe_forward(
     Returns:
         out, aux_loss, the new expert_counts, and the ticket for :func:`moe_backward`.
     """
+    layer: Any = _layers[int(number)]
+    _require_parameters(layer)
+    layer._accumulate_main_grads()
     inputs = [x, *weights]
     if not keep or not any(wants_grad):
         with _grad_mode(False):
             outputs = _run(number, inputs, correction_bias, expert_counts, autocast_dtype)
         return *outputs, torch.zeros(1, dtype=torch.int64, device="cpu")
     # Before backward the compiler may reuse the memory of x, or of a weight that it computed.
-    own = {weight.data_ptr() for weight in _layers[int(number)].parameters()}
+    own = {weight.data_ptr() for weight in layer.parameters()}
     inputs = [x.clone(), *(weight if weight.data_ptr() in own else weight.clone() for weight in weights)]
     with _grad_mode(True):
         leaves = _leaves(inputs, wants_grad)
@@ -207,6 +210,20 @@ def _(
     keep_order_in_inductor((_FORWARD, *_BACKWARDS))
     of_inputs = zip((x, *weights), wants_grad, strict=True)
     return [tensor.new_empty(tensor.shape) for tensor, wanted in of_inputs if wanted]
+
+
+def _require_parameters(layer: nn.Module) -> None:
+    """Raise where a weight is computed from others and set as an attribute, which the compiler does not see.
+
+    Raises:
+        InvalidArgument: one is.
+    """
+    for name, value in vars(layer).items():
+        if isinstance(value, torch.Tensor) and name != "_number":
+            raise InvalidArgument(
+                f"{name} is no parameter of the layer but a tensor, made by torch.nn.utils.prune say; a compiled "
+                "layer would lose its gradient: use torch.nn.utils.parametrize, or do not compile the layer"
+            )
 
 
 def _leaves(inputs: Sequence[torch.Tensor], wants_grad: Sequence[bool]) -> list[torch.Tensor]:

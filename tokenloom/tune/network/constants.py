@@ -6,12 +6,12 @@ docs/reference/plan.md shows the file.
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from tokenloom.errors import InvalidArgument
+from tokenloom.plan import is_number
 
 FORMAT = "tokenloom network constants, 1"
 """What a file begins with. The number goes up when a reader would misunderstand."""
@@ -19,17 +19,13 @@ _CURE = "docs/reference/plan.md shows what the file holds"
 
 
 def _require_time(name: str, us: Any) -> None:
-    if not (_is_number(us) and us >= 0):
+    if not (is_number(us) and us >= 0):
         raise InvalidArgument(f"{name} is {us!r}, expected a number of at least 0")
 
 
 def _require_rate(name: str, gbytes_per_s: Any) -> None:
-    if not (_is_number(gbytes_per_s) and gbytes_per_s > 0):
+    if not (is_number(gbytes_per_s) and gbytes_per_s > 0):
         raise InvalidArgument(f"{name} is {gbytes_per_s!r}, expected a number above 0")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class Regime:
     def __post_init__(self) -> None:
         _require_time("base_us", self.base_us)
         _require_rate("nic_gbytes_per_s", self.nic_gbytes_per_s)
-        if not (_is_number(self.exposed_share) and 0 <= self.exposed_share <= 1):
+        if not (is_number(self.exposed_share) and 0 <= self.exposed_share <= 1):
             raise InvalidArgument(f"exposed_share is {self.exposed_share!r}, expected a number from 0 to 1")
         _require_time("put_us", self.put_us)
 
