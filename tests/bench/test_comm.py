@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -24,7 +24,7 @@ from tokenloom.bench.common.shape import Shape
 from tokenloom.bench.rivals import deep_ep
 from tokenloom.errors import BackendUnavailable, InvalidArgument
 from tokenloom.plan import LAYOUTS, Plan
-from tokenloom.runtime.processes import RankContext
+from tokenloom.runtime.processes import RankContext, RankPool
 
 OURS = Contestant("collective", "wall")
 
@@ -104,6 +104,18 @@ def test_traffic_is_what_the_backend_sends(ranks: Ranks, timing_: Any) -> None:
     for operation in OPERATIONS:
         measured = max(sent[operation] for sent in by_rank)
         assert measured == traffic.moved(plan, counted, operation).physical_bytes, operation
+
+
+def test_traffic_over_nodes_is_what_the_backend_sends(pools: Callable[[str], RankPool]) -> None:
+    """On two nodes ranks hand rows on: in a dispatch, a row for each (token, node) crosses, with flags."""
+    by_rank = Ranks(pools("cpu"), 4).run(bytes_sent_on_rank, Contestant("network", "wall", ranks_per_node=2))
+    plan, ids = SHAPE.plan(4), [SHAPE.topk_ids(rank) for rank in range(4)]
+    counted, over = traffic.rows_between(plan, ids), traffic.relayed(plan, ids, 2)
+    for operation in OPERATIONS:
+        measured = max(sent[operation] for sent in by_rank)
+        moved = traffic.moved(plan, counted, operation, over)
+        assert measured == moved.physical_bytes, operation
+        assert moved.logical_bytes == traffic.moved(plan, counted, operation).logical_bytes
 
 
 # -- what is measured -----------------------------------------------------------------------------------------------

@@ -193,6 +193,7 @@ def test_command_as_a_process(tmp_path: Path) -> None:
         (["--timing", "eager", "--halves"], "timing is eager, but halves on cpu have wall"),
         (["--beside-us", "50"], "--beside-us"),
         (["--halves", "--beside-us", "0"], "--beside-us"),
+        (["--only", "dispatch/collective,"], "has an empty part"),
         (["--only", "no/such"], "no row has no/such in its name"),
         (["--top-k", "9", "--num-experts", "8"], "top_k is 9"),
         (["--backends", "nvlink"], "nothing to measure: nvlink"),

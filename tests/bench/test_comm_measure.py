@@ -13,7 +13,7 @@ import torch
 
 from tests.bench.fake_deep_ep import SHAPE, fake_deep_ep
 from tests.conftest import Ranks
-from tokenloom.bench.comm import cases, measure, samplers, series
+from tokenloom.bench.comm import cases, measure, samplers, series, traffic
 from tokenloom.bench.comm.beside import Gemm
 from tokenloom.bench.comm.calls import CallMaker
 from tokenloom.bench.comm.cases import OPERATIONS, Operation
@@ -47,6 +47,20 @@ def test_everybody_takes_turns() -> None:
     assert order == turns
     assert [each["call"] for each in found[0]] == [3, 4, 5, 12, 13, 14, 20, 21, 22, 23]
     assert [len(samples) for samples in found] == [10, 10]
+
+
+@pytest.mark.parametrize("backend", ["network", "collective"])
+def test_rows_of_nodes_count_what_is_handed_on(backend: str) -> None:
+    """On backend network; others send straight to ranks. The row says how many ranks a node has."""
+    operation = OPERATIONS[0]
+    pool: Any = SimpleNamespace(num_ranks=4, device="cpu", run=lambda *arguments, **options: [[[{"call": 10.0}]]] * 4)
+    planned = [Series(SHAPE, operation, Contestant(backend, "wall", ranks_per_node=2))]
+    (row,) = measure.measure(pool, planned, 3)
+    assert row.setup["ranks_per_node"] == 2
+    plan, ids = SHAPE.plan(4), [SHAPE.topk_ids(rank) for rank in range(4)]
+    over = traffic.relayed(plan, ids, 2) if backend == "network" else None
+    moved = traffic.moved(plan, traffic.rows_between(plan, ids), operation, over)
+    assert row.setup["physical_bytes"] == moved.physical_bytes
 
 
 class Slow:

@@ -64,8 +64,11 @@ def test_work_by_hand(two_ranks: list[torch.Tensor]) -> None:
     assert found.flops == 5 / 2 * 2 * EXPERT_BYTES
     assert found.busiest_flops == 3 * 2 * EXPERT_BYTES
     assert found.weight_bytes == 2 * EXPERT_BYTES
-    assert work.bytes_out(SHAPE, 2, 0, two_ranks) == 256 + 256 // 128 * 4
+    row_bytes = 256 + 256 // 128 * 4 + 4 + 4  # values, scales, home and weight
+    assert work.bytes_out(SHAPE, 2, 0, two_ranks) == row_bytes
     assert work.bytes_out(SHAPE, 2, 1, two_ranks) == found.sent_bytes == 256 * 2
+    both = [torch.tensor([[2, 3], [1, -1]]), torch.tensor([[3, 2], [-1, -1]])]
+    assert work.bytes_out(SHAPE, 2, 0, both) == 2 * row_bytes, "a row for each route, also of one token to one rank"
 
 
 def test_work_of_shared_experts(two_ranks: list[torch.Tensor]) -> None:

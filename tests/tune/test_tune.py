@@ -161,10 +161,19 @@ def test_equal_scores() -> None:
     assert [(row.operation, row.strategy) for row in rows if row.wins] == [("dispatch", "dedup"), ("combine", "dedup")]
 
 
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_what_is_not_measured_between_nodes_is_said(num_nodes: int) -> None:
+    """On one node per_node is dedup by another name."""
+    sample = {"with_gemm": [1.0], "alone": [1.0], "gradient": [1.0]}
+    rows = profiler.make_rows([dict.fromkeys(CANDIDATES, sample)], dict.fromkeys(CANDIDATES, 1))
+    found = Profile(own_setting(num_ranks=4, num_nodes=num_nodes), TOKENS, 0.0, 1, rows, None)
+    assert ("combine  per_node           not measured" in str(found)) == (num_nodes > 1)
+
+
 def bytes_sent(context: RankContext) -> dict[Any, int]:
     """Bytes that one call of each strategy gives to collectives for other ranks."""
     sent, payload_bytes = 0, TOKENS * HIDDEN * 2
-    real_scatter, real_gather = dist.all_to_all_single, rank_group._all_gather
+    real_scatter, real_gather = dist.all_to_all_single, rank_group.gather_all
 
     def scatter(out: torch.Tensor, given: torch.Tensor, received: Any, sizes: list[int], **options: Any) -> Any:
         nonlocal sent
@@ -186,7 +195,7 @@ def bytes_sent(context: RankContext) -> dict[Any, int]:
         for who, its in calls.items():
             with (
                 mock.patch.object(dist, "all_to_all_single", scatter),
-                mock.patch.object(rank_group, "_all_gather", gather),
+                mock.patch.object(rank_group, "gather_all", gather),
             ):
                 sent = 0
                 its["alone"]()
@@ -400,6 +409,26 @@ def test_the_folder_serves_kernels_too(folder: Path) -> None:
     finally:
         os.umask(before)
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_others_may_read_a_choice(folder: Path) -> None:
+    """As they may run kernels, which lie beside it: root makes both in an image."""
+    before = os.umask(0o077)
+    try:
+        file = choices.keep(own_setting(), CHOSEN)
+    finally:
+        os.umask(before)
+    assert file is not None
+    assert file.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_file_that_cannot_be_read(folder: Path) -> None:
+    """Is ignored, and not called damaged."""
+    file = choices.keep(own_setting(), CHOSEN)
+    refused = mock.patch.object(Path, "read_text", side_effect=PermissionError(13, "Permission denied"))
+    said = f"^{re.escape(str(file))} cannot be read \\(Permission denied\\) and is ignored"
+    with refused, pytest.warns(UserWarning, match=said):
+        assert choices.find(own_setting()) is None
 
 
 def test_files_are_whole_or_absent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

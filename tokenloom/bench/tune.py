@@ -15,10 +15,10 @@ from tokenloom.backends import registry
 from tokenloom.bench.common.rows import write_json
 from tokenloom.bench.common.setup import TRANSPORTS, run_setup
 from tokenloom.bench.common.shape import DTYPES, Shape
+from tokenloom.bench.common.timing import limit_s
 from tokenloom.runtime.processes import RankContext, RankPool
 from tokenloom.tune.profiler import Profile, profile
 
-LIMIT_S = 500.0
 LEGEND = (
     "With GEMM: dispatch and the GEMM of gates and ups; the GEMM of outputs and combine. Alone: the transfer "
     "without it. Gradient: the transfer backward. Score: with GEMM + gradient. GB/s: bytes that leave the busiest "
@@ -64,7 +64,8 @@ def run_tune(
     registry.choose(backend, [here])  # or a rank would say it, with its traceback
     options: dict[str, Any] = {"intermediate": intermediate, "dtype": DTYPES[dtype], "skew": skew, "backend": backend}
     with RankPool(num_ranks, device) as pool, console.status(f"measuring on {num_ranks} ranks"):
-        results = pool.run(profile_on_rank, **asdict(shape), **options, iterations=iterations, limit_s=LIMIT_S)
+        options |= {"iterations": iterations, "limit_s": limit_s(iterations)}
+        results = pool.run(profile_on_rank, **asdict(shape), **options)
     found = results[0]
     console.print(str(found), markup=False)
     console.print(LEGEND, markup=False)

@@ -14,7 +14,7 @@ from tokenloom.errors import InvalidArgument
 from tokenloom.inference.called_experts import CalledExperts
 from tokenloom.inference.request import ForwardRequest
 from tokenloom.inference.trace import MegaTimes
-from tokenloom.ops.gemm import check_device, grouped_gemm_fp8, grouped_swiglu_fp8
+from tokenloom.ops.gemm import ALIGNMENT_BYTES, check_device, grouped_gemm_fp8, grouped_swiglu_fp8
 
 
 class ComposedExperts(CalledExperts):
@@ -82,7 +82,7 @@ class ComposedExperts(CalledExperts):
         passed: Callable[[str], None],
     ) -> torch.Tensor:
         """Both GEMMs of some experts over rows that are grouped by expert: bfloat16 [R, H]."""
-        w1, w1_scales, w2, w2_scales = (weight[which] for weight in self._weights)
+        w1, w1_scales, w2, w2_scales = (_aligned(weight[which]) for weight in self._weights)
         w1_bias, w2_bias = (None if bias is None else bias[which] for bias in self._biases)
         activations = grouped_swiglu_fp8(
             *rows,
@@ -100,3 +100,11 @@ class ComposedExperts(CalledExperts):
         found = grouped_gemm_fp8(*activations, w2, w2_scales, offsets, bias=w2_bias, row_weights=factors)
         passed("gemm2")
         return found
+
+
+def _aligned(part: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor, or a copy where it begins at an address that 16-byte copies cannot read.
+
+    Each call makes its own: weights may be loaded over in place, and captured graphs read the new values.
+    """
+    return part.clone() if part.data_ptr() % ALIGNMENT_BYTES else part

@@ -115,6 +115,7 @@ def keep(setting: Setting, strategy: Strategy) -> Path | None:
         handle, aside = tempfile.mkstemp(dir=folder, suffix=_ASIDE)
         try:
             with os.fdopen(handle, "w") as file:
+                os.fchmod(file.fileno(), 0o644)  # what root has chosen, in an image say, others may use
                 file.write(content)
             os.replace(aside, folder / setting.file_name)
         except BaseException:
@@ -129,8 +130,8 @@ def find(setting: Setting) -> Strategy | None:
     """Return the choice for this setting, or None.
 
     Warns:
-        UserWarning: the file is damaged, or the only file for this shape comes from other hardware or software. Both
-            are ignored.
+        UserWarning: the file cannot be read or is damaged, or the only file for this shape comes from other hardware
+            or software. All are ignored.
     """
     folder = env.cache_folder()
     with contextlib.suppress(OSError):
@@ -146,15 +147,19 @@ def find(setting: Setting) -> Strategy | None:
 
 
 def _read(path: Path) -> tuple[Setting, Strategy] | None:
-    """Read a file. Return None, with a warning, if anything in it is wrong."""
+    """Read a file. Return None, with a warning, if it cannot be read or anything in it is wrong."""
+    cure = "run `tokenloom tune` again, or delete it"
     try:
         content = json.loads(path.read_text())
         setting, strategy = Setting(**content["setting"]), Strategy(**content["strategy"])
         if path.name == setting.file_name:
             return setting, strategy
-    except (OSError, ValueError, TypeError, KeyError):
+    except OSError as error:
+        warnings.warn(f"{path} cannot be read ({error.strerror}) and is ignored; {cure}", stacklevel=3)
+        return None
+    except (ValueError, TypeError, KeyError):
         pass
-    warnings.warn(f"{path} is damaged and ignored; run `tokenloom tune` again, or delete it", stacklevel=3)
+    warnings.warn(f"{path} is damaged and ignored; {cure}", stacklevel=3)
     return None
 
 

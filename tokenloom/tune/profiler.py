@@ -34,7 +34,8 @@ CANDIDATES = (
     *(("dispatch", strategy) for strategy in DISPATCH_STRATEGIES),
     *(("combine", strategy) for strategy in COMBINE_STRATEGIES if strategy != "per_node"),
 )
-"""What is measured. On one node "per_node" is "dedup" by another name, and settings do not tell nodes."""
+"""What is measured. "per_node" is not: it carries the gradient of a layer's dispatch too, whose score would depend on
+it. On one node it is "dedup" by another name."""
 TOKEN_BYTES = ID_BYTES = WEIGHT_BYTES = 4
 """Bytes beside each row of a dispatch: the number of its token, K ids and K weights."""
 
@@ -108,7 +109,8 @@ class Profile:
             "",
             f"{'':9}{'strategy':15}{'with GEMM ms':>13}{'alone ms':>10}{'gradient ms':>13}{'score ms':>10}{'GB/s':>9}",
         ]
-        return "\n".join([*lines, *map(_table_line, self.rows)])
+        left_out = [f"{'combine':9}{'per_node':15}    not measured"] if where.num_nodes > 1 else []
+        return "\n".join([*lines, *map(_table_line, self.rows), *left_out])
 
 
 def _table_line(row: ProfileRow) -> str:

@@ -95,9 +95,13 @@ class NodeSizes:
         """All that a rank holds."""
         return self.node_bytes + self.carried_bytes
 
-    def most_tokens(self, num_bytes: int) -> int:
-        """The largest ``max_tokens_per_rank``, up to the plan's, that needs no more than so many bytes; 0 for none."""
-        candidates = range(1, self.plan.max_tokens_per_rank + 1)
+    def most_tokens(self, num_bytes: int, limit: int | None = None) -> int:
+        """The largest ``max_tokens_per_rank`` that needs no more than so many bytes; 0 for none.
+
+        Args:
+            limit: largest answer; None: the plan's ``max_tokens_per_rank``.
+        """
+        candidates = range(1, (self.plan.max_tokens_per_rank if limit is None else limit) + 1)
         return bisect_right(candidates, num_bytes, key=lambda most: self._with(most).total_bytes)
 
     def _with(self, most_tokens: int) -> NodeSizes:

@@ -21,8 +21,6 @@ from tokenloom.bench.rivals import deep_ep
 from tokenloom.runtime.processes import RankContext, RankPool
 
 DEFAULT_ITERATIONS = {"cpu": 20, "cuda": 100}
-LIMIT_S = 500.0
-"""Longest time for one operation on one shape."""
 
 
 def measure(
@@ -43,8 +41,9 @@ def measure(
     for shape, found in groupby(series, lambda each: each.shape):
         together = list(found)
         plan = shape.plan(pool.num_ranks)
-        rows = traffic.rows_between(plan, [shape.topk_ids(rank) for rank in range(pool.num_ranks)])
-        limit_s = LIMIT_S * len({each.operation for each in together})
+        ids = [shape.topk_ids(rank) for rank in range(pool.num_ranks)]
+        rows = traffic.rows_between(plan, ids)
+        limit_s = timing.limit_s(iterations) * len({each.operation for each in together})
         results = pool.run(measure_on_rank, together, iterations, limit_s=limit_s, on_event=starting)
         for index, each in enumerate(together):
             who = each.contestant
@@ -56,6 +55,7 @@ def measure(
                 "timing": who.timing,
                 **asdict(shape),
                 "num_ranks": pool.num_ranks,
+                "ranks_per_node": who.ranks_per_node,
                 "sizes": None if who.backend == deep_ep.NAME else each.sizes,
                 "scale_layout": each.scale_layout,
                 "beside_us": each.beside_us,
@@ -68,7 +68,10 @@ def measure(
                 "warm_up_iterations": _warm_up_iterations(iterations),
                 "rounds": timing.ROUNDS,
             }
-            moved = traffic.moved(plan, rows, each.operation)
+            over = None
+            if who.backend == "network" and who.ranks_per_node is not None:
+                over = traffic.relayed(plan, ids, who.ranks_per_node)
+            moved = traffic.moved(plan, rows, each.operation, over)
             samples = [result[index] for result in results]
             yield make_row(
                 each.name(pool.num_ranks), samples, moved, who.num_sms, setup, on_links=pool.device == "cuda"

@@ -22,9 +22,9 @@ LEGEND = (
     "{link:,.0f} GB/s, which the links of an H200 carry; 1 GB is 1e9 bytes."
 )
 LEGENDS = {
-    "calls": "Calls: physical: bytes that leave the busiest rank over a link; logical: bytes received, those that "
-    "stay on their rank included; per p50. Names end in the clock: events around one call, graph (a replayed CUDA "
-    "graph of {calls} calls), or wall, the host's.",
+    "calls": "Calls: physical: bytes that leave the busiest rank over a link, those that it hands on included; "
+    "logical: bytes received, those that stay on their rank included; per p50. Names end in the clock: events around "
+    "one call, graph (a replayed CUDA graph of {calls} calls), or wall, the host's.",
     "eager": "Eager pairs: wall clock of a dispatch and its combine, in a loop of {pairs} pairs without a graph; "
     "host: until one call returns, on a device that is idle.",
     "halves": "Halves: p50 of sending, a GEMM, and receiving; exposed: p50 without the GEMM alone; beside it the "

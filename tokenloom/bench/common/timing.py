@@ -16,6 +16,8 @@ GRAPH_CALLS = 10
 with the buffer that the one before started with."""
 ROUNDS = 3
 """Turns of everybody measured, so that a drifting clock hits all of them alike."""
+START_LIMIT_S, SAMPLE_LIMIT_S = 500.0, 5.0
+"""Longest times to make what is measured, and for one sample of everybody."""
 EAGER_CALLS = 2
 """Calls before a capture, which may neither compile nor allocate: one for each receive buffer."""
 
@@ -23,6 +25,11 @@ EAGER_CALLS = 2
 def shares(iterations: int) -> list[int]:
     """Samples to take in each of the ROUNDS turns."""
     return [iterations * (number + 1) // ROUNDS - iterations * number // ROUNDS for number in range(ROUNDS)]
+
+
+def limit_s(iterations: int) -> float:
+    """Longest time, in seconds, for so many samples of everybody who is measured together, and what goes before."""
+    return START_LIMIT_S + SAMPLE_LIMIT_S * iterations
 
 
 def one_call(context: RankContext, call: Callable[[], Any], queued: bool = False) -> float:

@@ -19,15 +19,13 @@ from tokenloom.bench.mega.trace import write_trace
 from tokenloom.bench.mega.work import FP8_TFLOPS, HBM_GBYTES_PER_S, MegaShape
 from tokenloom.runtime.processes import RankPool
 
-LIMIT_S = 500.0
-"""Longest time for one number of tokens and one layer."""
 LEGEND = (
     "p50 and p99 of one call, of the slowest rank of each sample, in a replayed CUDA graph of {calls}; events: p50 "
     "around one call. TFLOP/s: of all ranks' routes and shared experts, per rank. HBM: the weights of the experts "
-    "that have a token, on the rank that has most such experts; NVLink: what leaves the busiest rank; both per p50. "
-    "Floor: the largest of those weights at {hbm:,.0f} GB/s, the arithmetic of the busiest rank at {tflops:,.0f} "
-    "TFLOP/s, and what leaves the busiest rank at {link:,.0f} GB/s. Stages: of the slowest rank of each, in a graph "
-    "of one call."
+    "that have a token, on the rank that has most such experts; NVLink: what leaves the busiest rank, a row for each "
+    "route there and back; both per p50. Floor: the largest of those weights at {hbm:,.0f} GB/s, the arithmetic of "
+    "the busiest rank at {tflops:,.0f} TFLOP/s, and what leaves the busiest rank at {link:,.0f} GB/s. Stages: of the "
+    "slowest rank of each, in a graph of one call."
 )
 COLD_LEGEND = "Cold: L2 was overwritten before each sample, so weights come from HBM."
 OTHERS_LEGEND = (
@@ -73,7 +71,7 @@ def run_mega(
     versions = load(against, shape)
     setup = run_setup("cuda", num_ranks, command)
     setup |= {name: version for name, version in versions.items() if version is not None}
-    limit_s = LIMIT_S * len(tokens) * (1 + len(against))
+    limit_s = timing.limit_s(iterations) * len(tokens) * (1 + len(against))
     with RankPool(num_ranks, "cuda") as pool, console.status(f"starting {num_ranks} ranks") as status:
         arguments = (shape, list(tokens), iterations, cold, list(against), trace_file is not None)
         results = pool.run(measure_on_rank, *arguments, limit_s=limit_s, on_event=status.update)

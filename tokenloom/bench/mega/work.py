@@ -1,4 +1,4 @@
-"""What ``tokenloom bench mega`` gives the layer to do, and the least time that a machine needs for it."""
+"""What ``tokenloom bench mega`` gives the layer to do, and the least time that a machine needs to do it its way."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from tokenloom.bench.common.rates import LINK_GBYTES_PER_S
+from tokenloom.plan import FP8_BLOCK
 from tokenloom.tune.samples import draw_topk_ids
 
 HBM_GBYTES_PER_S, FP8_TFLOPS = 4370.0, 1388.0
 """Rates of an H200, for the floor: HBM reads, and cuBLAS without block scales."""
+
+SCALE_BYTES = HOME_BYTES = WEIGHT_BYTES = 4
+"""Bytes beside a row's values: a scale, the place of its result, and its weight."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class Work:
         flops: operations per rank, for all ranks' routes and shared experts.
         busiest_flops: operations of the rank that has most.
         weight_bytes: weights of the experts that have a token, on the rank that has most such experts.
-        sent_bytes: bytes that leave the busiest rank over its links.
+        sent_bytes: bytes that leave the busiest rank over its links: a row for each route, there and back.
     """
 
     flops: float
@@ -86,11 +90,10 @@ def work(shape: MegaShape, num_ranks: int, num_tokens: int) -> Work:
 
 
 def bytes_out(shape: MegaShape, num_ranks: int, rank: int, ids: Sequence[torch.Tensor]) -> int:
-    """Bytes that leave a rank: FP8 rows of x, once for each other rank, and bfloat16 results for others' tokens."""
+    """Bytes that leave a rank: for each route to another rank an FP8 row of x with its scales, home and weight, and
+    for each route of others' tokens a bfloat16 result."""
     local = shape.num_experts // num_ranks
-    holders = torch.where(ids[rank] >= 0, ids[rank] // local, rank)
-    to_others = torch.zeros(len(holders), num_ranks, dtype=torch.bool, device="cpu")
-    to_others.scatter_(1, holders.long(), True)
-    to_others[:, rank] = False
+    to_others = int(((ids[rank] >= 0) & (ids[rank] // local != rank)).sum())
     back = sum(int((ids[other] // local == rank).sum()) for other in range(num_ranks) if other != rank)
-    return int(to_others.sum()) * (shape.hidden + shape.hidden // 32) + back * shape.hidden * 2
+    row_bytes = shape.hidden + shape.hidden // FP8_BLOCK * SCALE_BYTES + HOME_BYTES + WEIGHT_BYTES
+    return to_others * row_bytes + back * shape.hidden * 2

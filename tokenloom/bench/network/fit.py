@@ -9,6 +9,9 @@ import numpy as np
 
 from tokenloom.tune.network.constants import FITTED, Constants, Regime
 
+NOISE = 0.01
+"""Share of the longest time that says nothing: a line that grows by no more does not tell a rate."""
+
 
 @dataclass(frozen=True)
 class Points:
@@ -34,20 +37,20 @@ def fit_line(points: Sequence[tuple[int, float]], rate: float | None = None) -> 
     """Fit ``time = base + bytes / rate`` to points.
 
     Errors count by their share of the time, so that short times count as much as long ones. A line that starts below 0
-    is replaced by one through 0.
+    is replaced by one through 0. So is one that hardly grows: its slope is noise.
 
     Args:
         points: bytes and microseconds; at least two, of different sizes.
-        rate: GB/s to assume where times do not grow with bytes; None: such points make a line through 0.
+        rate: most GB/s, which hold where times grow more slowly with bytes, or not at all; None: no limit is known.
 
     Returns:
         base, microseconds; rate, GB/s.
     """
     num_bytes, times_us = (np.array(each, dtype=float) for each in zip(*points, strict=True))
     slope, base_us = np.polyfit(num_bytes, times_us, 1, w=1 / times_us)
-    if slope <= 0 and rate is not None:
+    if rate is not None and slope <= 1 / (rate * 1e3):
         return max(0.0, float(np.mean(times_us - num_bytes / rate / 1e3))), rate
-    if slope <= 0 or base_us < 0:
+    if slope * num_bytes.max() <= NOISE * times_us.max() or base_us < 0:
         base_us, slope = 0.0, float(np.average(times_us / num_bytes, weights=num_bytes))
     return float(base_us), float(1 / slope / 1e3)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenloom.bench.common.plot import DOTS_PER_INCH, WIDTH_INCHES, load_matplotlib
 from tokenloom.bench.plan.rows import OPERATIONS, PlanRow, Problem
-from tokenloom.bench.plan.tables import REGIME_WORDS
+from tokenloom.bench.plan.tables import REGIME_WORDS, beyond_figures, extrapolation
 from tokenloom.tune.network.traffic import ROWS_PER
 
 HEIGHT_INCHES = 4.5
@@ -35,9 +35,11 @@ def write_png(file: Path, problem: Problem, by_tokens: Mapping[int, Sequence[Seq
             _draw(axes, rows)
             regime = REGIME_WORDS[rows[0].regime]
             axes.set_title(f"{operation} {rows[0].dtype}, {num_tokens:,} tokens a rank, {regime}")
+    words = extrapolation(row for by_cluster in by_tokens.values() for rows in by_cluster for row in rows)
+    modelled = f"modelled, dashed beyond the published {words}" if words else "modelled"
     figure.suptitle(
         f"tokenloom plan: hidden {problem.hidden}, top-{problem.top_k} of {problem.num_experts}, "
-        f"{problem.ranks_per_node} ranks a node; modelled, dashed beyond the published ranks"
+        f"{problem.ranks_per_node} ranks a node\n{modelled}"
     )
     figure.savefig(file, format="png", dpi=DOTS_PER_INCH)
 
@@ -47,7 +49,7 @@ def _draw(axes: Any, rows: Sequence[PlanRow]) -> None:
         curve = [row for row in rows if row.row_per == row_per]
         ranks, times = [row.num_ranks for row in curve], [row.time_us for row in curve]
         axes.plot(ranks, times, linestyle="--", color=f"C{index}")
-        near = [row for row in curve if not set(row.extrapolated) - {"rows"}]
+        near = [row for row in curve if not beyond_figures(row)]
         label = f"a row per (token, {row_per})" if row_per != "route" else "a row per route"
         axes.plot(
             [row.num_ranks for row in near], [row.time_us for row in near], marker="o", color=f"C{index}", label=label

@@ -19,8 +19,9 @@ def memory_table(cluster: Cluster, hidden: int, num_tokens: int, budget_bytes: f
 
     Args:
         num_tokens: max_tokens_per_rank.
-        budget_bytes: for the most tokens that fit.
+        budget_bytes: for the most tokens that fit, which may be more than ``num_tokens``.
     """
+    budget = int(budget_bytes)
     plan = Plan(cluster.num_ranks, cluster.padded_experts, hidden, cluster.top_k, num_tokens)
     title = f"memory of a GPU, max_tokens_per_rank={num_tokens}, BF16"
     headers = ("other nodes\nMiB", "own node\nMiB", "in all\nMiB", "most tokens\nthat fit")
@@ -28,5 +29,6 @@ def memory_table(cluster: Cluster, hidden: int, num_tokens: int, budget_bytes: f
     for backend, carrier in CARRIERS.items():
         sizes = NodeSizes(plan, cluster.num_nodes, carrier)
         parts = (sizes.carried_bytes, sizes.node_bytes, sizes.total_bytes)
-        table.add_row(backend, *(digits(part / MIB) for part in parts), f"{sizes.most_tokens(int(budget_bytes)):,}")
+        most = sizes.most_tokens(budget, limit=budget)  # a token takes a byte or more
+        table.add_row(backend, *(digits(part / MIB) for part in parts), f"{most:,}")
     return table

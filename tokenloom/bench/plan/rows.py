@@ -49,8 +49,10 @@ class Problem:
         """1, 2, 4 … nodes, as far as they have LEAST_RANKS to MOST_RANKS and experts enough for a token.
 
         Raises:
-            InvalidArgument: the sizes do not fit each other on the smallest of them.
+            InvalidArgument: the sizes do not fit each other on the smallest of them, or a node has more ranks.
         """
+        if self.ranks_per_node > MOST_RANKS:
+            raise InvalidArgument(f"ranks_per_node is {self.ranks_per_node}, expected at most {MOST_RANKS}")
         sizes = [1 << power for power in range(MOST_RANKS.bit_length())]
         found: list[Cluster] = []
         for size in sizes:

@@ -79,7 +79,9 @@ def run_plan(
     for by_cluster in by_tokens.values():
         console.print(tables.sweep_table(by_cluster), markup=False)
         made += [row for rows in by_cluster for row in rows if row.num_nodes != num_nodes]
-    notes = [tables.LEGEND, tables.EXTRAPOLATED]
+    notes = [tables.LEGEND]
+    if words := tables.extrapolation(row for by_cluster in by_tokens.values() for rows in by_cluster for row in rows):
+        notes.append(tables.EXTRAPOLATED.format(words=words))
     if any(row.hop_us for row in made):
         notes.append(tables.PREDICTED)
     if sweep and 2 * sweep[-1].num_ranks <= MOST_RANKS:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from tokenloom.bench.plan.rows import OPERATIONS, PlanRow
 from tokenloom.tune.network.cost import HOP_US, MIB
-from tokenloom.tune.network.published import SOURCES, Figure
+from tokenloom.tune.network.published import HIDDEN, RANKS_PER_NODE, SOURCES, TOP_K, Figure
 from tokenloom.tune.network.traffic import ROWS_PER
 
 REGIME_WORDS = {"low_latency": "low latency", "high_throughput": "high throughput"}
@@ -19,11 +19,25 @@ LEGEND = (
     "the four; in tables that compare sizes, for node. others' best: the fastest published figure. staging: memory of "
     "a GPU for rows from other nodes, of two calls in turn; --budget shows all that backends hold."
 )
-EXTRAPOLATED = "* beyond the published figures: low latency 16 to 256 ranks, high throughput 16 to 64 ranks."
+EXTRAPOLATED = (
+    "* beyond the published figures in: {words}. They are of "
+    f"hidden {HIDDEN}, top-{TOP_K} and {RANKS_PER_NODE} ranks a node; in low latency of 128 tokens on 16 to 256 "
+    "ranks, in high throughput of 4096 to 8192 tokens on 16 to 64 ranks."
+)
 PREDICTED = (
     "Nobody publishes low latency with a row per (token, node): those times are predictions, and its hop over NVLink "
     f"takes {HOP_US[0]:g} to {HOP_US[1]:g} µs more, by a guess."
 )
+
+
+def extrapolation(rows: Iterable[PlanRow]) -> str:
+    """In what the rows lie beyond the published figures, with commas between; empty if none does."""
+    return ", ".join(dict.fromkeys(word for row in rows for word in beyond_figures(row)))
+
+
+def beyond_figures(row: PlanRow) -> list[str]:
+    """Why a time has a star or a dashed line: all that is extrapolated, but for what its tokens send rows to."""
+    return [word for word in row.extrapolated if word != "rows"]
 
 
 def detail_table(rows: Sequence[PlanRow], routing: str) -> Table:
@@ -102,15 +116,11 @@ def sweep_table(by_cluster: Sequence[Sequence[PlanRow]]) -> Table:
         cells = [f"{rows[0].num_ranks:,}", *(f"{row.rows_per_token:.2f}" for row in dispatches)]
         for operation in OPERATIONS:
             ours = [row for row in rows if row.operation == operation]
-            cells += [f"{digits(row.time_us)}{_star(row)}" for row in ours]
+            cells += [f"{digits(row.time_us)}{'*' if beyond_figures(row) else ''}" for row in ours]
             cells.append(_best(ours[0]))
         nodes = [row.binds for row in rows if row.row_per == "node"]
         table.add_row(*cells, "/".join(dict.fromkeys(nodes)), digits(dispatches[0].staging_bytes / MIB))
     return table
-
-
-def _star(row: PlanRow) -> str:
-    return "*" if set(row.extrapolated) - {"rows"} else ""
 
 
 def _best(row: PlanRow) -> str:

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from tokenloom.bench.common.rows import write_json
 from tokenloom.bench.common.setup import run_setup
+from tokenloom.bench.common.timing import limit_s
 from tokenloom.bench.train.measure import measure_on_rank
 from tokenloom.bench.train.report import Report
 from tokenloom.bench.train.rows import BASELINES, OURS
@@ -16,7 +17,6 @@ from tokenloom.bench.train.work import TrainOptions, TrainShape, require_steerab
 from tokenloom.runtime.processes import RankPool
 
 DEFAULT_ITERATIONS = {"cpu": 6, "cuda": 30}
-LIMIT_S = 500.0
 TIMES_LEGEND = (
     "p50 and p99 of the slowest rank of each sample; times include the router. Inference: forward without gradients. "
     "TFLOP/s: of the experts' GEMMs, for each rank that computes."
@@ -62,7 +62,8 @@ def run_train(
         require_steerable(shape.num_experts, shape.hidden)
     setup = run_setup(device, num_ranks, command)
     with RankPool(num_ranks, device) as pool, console.status(f"starting {num_ranks} ranks") as status:
-        by_rank = pool.run(measure_on_rank, shape, options, limit_s=LIMIT_S, on_event=status.update)
+        most_s = limit_s(options.iterations)
+        by_rank = pool.run(measure_on_rank, shape, options, limit_s=most_s, on_event=status.update)
     report = Report(shape, options, by_rank)
     notes = [*report.notes, *([CPU_NOTE] if device == "cpu" and num_ranks > 1 else [])]
     _show(console, report, notes)

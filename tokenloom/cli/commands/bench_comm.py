@@ -100,6 +100,8 @@ def comm(
     require_nodes(ranks_per_node, num_ranks)
     shapes = cases.shapes_for(names, where, counts, hidden=hidden, num_experts=num_experts, top_k=top_k)
     parts = [] if only is None else only.split(",")
+    if "" in parts:
+        raise typer.BadParameter(f"{only!r} has an empty part, which is in every name", param_hint="--only")
     beside = (beside_us or series.BESIDE_US) if halves else None
     planned, notes = series.plan_series(
         shapes, num_ranks, where, contestants, sms or [registry.DEFAULT_SMS], parts, timings, beside, ranks_per_node
