@@ -548,35 +548,6 @@ def test_a_wrong_option_on_one_rank_is_an_error_on_all(ranks: Ranks, what: str, 
     ranks.run(make_wrongly, what, named)
 
 
-def use_one_result(context: RankContext, left_out: str) -> None:
-    """The last rank leaves one of the results out of its loss, as one without tokens may."""
-    case, last = replace(BASE, router_grad="sum"), context.num_ranks - 1
-    layer = make_layer(case, context.group)
-    (xs, factors), share = make_inputs(case, context.num_ranks), last / context.num_ranks
-    wanted = case
-    if left_out == "aux_loss":
-        wanted = replace(case, balance_coef=share * case.balance_coef, z_coef=share * case.z_coef)
-    else:
-        factors = [*factors[:-1], torch.zeros_like(factors[-1])]
-    want = expect(wanted, tl.gather_state_dict(layer), xs, factors)
-    out, aux_loss = layer(xs[context.rank].to(context.device))
-    out *= factors[context.rank].to(context.device)  # in place, as users may
-    losses = {"out": out.sum(), "aux_loss": aux_loss / context.num_ranks}
-    if context.rank == last:
-        del losses[left_out]
-    torch.stack(list(losses.values())).sum().backward()
-    for name in ("router_weight", "shared_w1"):
-        assert_near(layer.get_parameter(name).grad, want.grads[name], case.dtype, f"gradient of {name}")
-
-
-@pytest.mark.parametrize("left_out", ["out", "aux_loss"])
-def test_a_loss_of_one_result_on_one_rank(ranks: Ranks, left_out: str) -> None:
-    """Its backward takes part in both gradients; else a sum over ranks would pair with another one, in silence."""
-    if ranks.num_ranks == 1:
-        pytest.skip("it has no others")
-    ranks.run(use_one_result, left_out)
-
-
 def under_autocast(context: RankContext) -> None:
     case = replace(BASE, dtype=FP32)
     layer, (x, factors) = make_layer(case, context.group), own_inputs(context, case)

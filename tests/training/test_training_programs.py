@@ -26,6 +26,7 @@ from tests.support.layer_cases import (
     assert_near,
     dense_aux_loss,
     dense_layer,
+    expect,
     make_inputs,
     make_layer,
 )
@@ -210,6 +211,38 @@ def test_micro_batches_equal_one_batch(ranks: Ranks, main_grads: bool) -> None:
 def test_losses_of_the_router_are_those_of_a_micro_batch(ranks: Ranks) -> None:
     """They are means over tokens and products of means: what is added up are the micro-batches' own."""
     ranks.run(accumulate, CASE, False)
+
+
+# -- losses --------------------------------------------------------------------------------------------------
+
+
+def use_one_result(context: RankContext, left_out: str) -> None:
+    """The last rank leaves one of the results out of its loss, as one without tokens may."""
+    case, last = replace(LayerCase(), router_grad="sum"), context.num_ranks - 1
+    layer = make_layer(case, context.group)
+    (xs, factors), share = make_inputs(case, context.num_ranks), last / context.num_ranks
+    wanted = case
+    if left_out == "aux_loss":
+        wanted = replace(case, balance_coef=share * case.balance_coef, z_coef=share * case.z_coef)
+    else:
+        factors = [*factors[:-1], torch.zeros_like(factors[-1])]
+    want = expect(wanted, tl.gather_state_dict(layer), xs, factors)
+    out, aux_loss = layer(xs[context.rank].to(context.device))
+    out *= factors[context.rank].to(context.device)  # in place, as users may
+    losses = {"out": out.sum(), "aux_loss": aux_loss / context.num_ranks}
+    if context.rank == last:
+        del losses[left_out]
+    torch.stack(list(losses.values())).sum().backward()
+    for name in ("router_weight", "shared_w1"):
+        assert_near(layer.get_parameter(name).grad, want.grads[name], case.dtype, f"gradient of {name}")
+
+
+@pytest.mark.parametrize("left_out", ["out", "aux_loss"])
+def test_a_loss_of_one_result_on_one_rank(ranks: Ranks, left_out: str) -> None:
+    """Its backward takes part in both gradients; else a sum over ranks would pair with another one, in silence."""
+    if ranks.num_ranks == 1:
+        pytest.skip("it has no others")
+    ranks.run(use_one_result, left_out)
 
 
 # -- FSDP2 --------------------------------------------------------------------------------------------------
