@@ -27,7 +27,7 @@ class Work:
 
     def __init__(self, result: int | None = None, is_over: bool = True) -> None:
         self.result: torch.futures.Future[Any] = torch.futures.Future()
-        self.is_over, self.streams = is_over, 0
+        self.is_over = is_over
         if result is not None:
             self.result.set_result(result)
 
@@ -36,10 +36,6 @@ class Work:
 
     def get_future_result(self) -> torch.futures.Future[Any]:
         return self.result
-
-    def synchronize(self) -> None:
-        """The stream waits."""
-        self.streams += 1
 
     def wait(self) -> None:
         raise AssertionError("where a rank is lost, this aborts the communicator, whose kernels answer for that rank")
@@ -61,11 +57,10 @@ def start(work: Work) -> CollectiveOnStream:
 
 @pytest.mark.parametrize("result", [None, SUCCESS])
 def test_a_collective_that_has_ended(result: int | None) -> None:
-    """The stream waits for it too, once."""
+    """No stream has to wait for it."""
     work = Work(result)
     collective = start(work)
     assert collective.wait(1.0)
-    assert work.streams == 1
     assert not collective.broken
     assert all_have_ended()
 
@@ -76,7 +71,6 @@ def test_an_error_aborts_nothing(result: int, groups: dict[Any, list[int]]) -> N
     work = Work(result, is_over=False)
     collective = start(work)
     assert not collective.wait(1.0)
-    assert work.streams == 0
     assert "NCCL reports an error" in collective.broken[-1]
     assert not all_have_ended()
     groups.clear()

@@ -102,10 +102,8 @@ class CollectiveOnStream(Collective):
         except RuntimeError:  # what is not NCCL has none, and aborts nothing
             well = super()._ended_well(work)
         else:
-            well = not _is_error(result)
-            if well:
-                work.synchronize()  # the stream waits for it; if a rank has ended meanwhile, nothing is aborted
-            else:
+            well = not _is_error(result)  # no stream has to wait: its kernel has ended
+            if not well:
                 self.broken[-1] = "NCCL reports an error, which torch has printed"
         if well:
             _open.discard(self)
