@@ -18,7 +18,7 @@ DEADLINE_S, AWAY_S = 10.0, 20.0
 
 
 def loses_a_rank(member: Member) -> None:
-    """All others name it, in the handshake of the next call. It is "late", or its process is "gone"."""
+    """All others name it, in the handshake of the next call, and close. It is "late", or its process is "gone"."""
     options, problem = member.options, make_problem(CASE, member.options.num_ranks)
     sizes = {name: value for name, value in vars(problem.plan).items() if name != "num_ranks"}
     comm = tl.Communicator(
@@ -43,3 +43,6 @@ def loses_a_rank(member: Member) -> None:
     except tl.PeerTimeout as error:
         member.report |= {"peers": list(error.peers), "nodes": list(error.nodes), "phase": error.phase}
     member.report["after_s"] = time.monotonic() - began
+    began = time.monotonic()
+    comm.close()  # a kernel of NCCL still waits for the lost rank
+    member.report["closed_in_s"] = time.monotonic() - began

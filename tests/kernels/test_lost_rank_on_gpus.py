@@ -13,6 +13,8 @@ from tests.conftest import WHY_NO_HOPPER
 from tests.kernels.gpu_lost_rank import AWAY_S
 from tests.kernels.test_network_on_gpus import ranks, run
 
+CLOSING_S = 8.0
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.alone,  # ranks that share a GPU wait for each other
@@ -27,5 +29,6 @@ def test_a_rank_between_calls(sizes: tuple[int, int], how: str, tmp_path: Path) 
     *others, _ = run(how, sizes, None, None, tmp_path)
     for report in others:
         assert report.pop("after_s") < AWAY_S
+        assert report.pop("closed_in_s") < CLOSING_S
         node = (num_ranks - 1) // ranks_per_node
         assert report == {"peers": [num_ranks - 1], "nodes": [node], "phase": "the handshake of dispatch"}
