@@ -530,10 +530,26 @@ def test_hooks_of_a_layer_run_once() -> None:
 def test_a_weight_that_is_computed_is_refused() -> None:
     """The compiler does not see what a hook of torch.nn.utils.prune sets as an attribute."""
     layer, x = make_layer(CASE, None), torch.randn(5, HIDDEN)
+    run = torch.compile(layer, backend="aot_eager")
+    layer.seen = x  # what else somebody keeps there does not matter
+    run(x)
     prune.random_unstructured(layer, "w1", 0.5)
     assert layer(x)[0].shape == x.shape
     with pytest.raises(tl.InvalidArgument, match="w1 is no parameter of the layer"):
+        run(x)
+
+
+def refuse_on_one_rank(context: RankContext) -> None:
+    layer, x = make_layer(CASE, context.group), torch.randn(3, HIDDEN, device=context.device)
+    if context.rank == 0:
+        prune.random_unstructured(layer, "w2", 0.5)
+    with pytest.raises(tl.InvalidArgument if context.rank == 0 else tl.PeerError, match="w2 is no parameter"):
         torch.compile(layer, backend="aot_eager")(x)
+
+
+@on_groups_of(2)
+def test_the_other_ranks_hear_of_a_weight_that_is_computed(ranks: Ranks) -> None:
+    ranks.run(refuse_on_one_rank)
 
 
 def test_wrong_input_has_its_named_error() -> None:

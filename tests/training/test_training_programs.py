@@ -273,7 +273,7 @@ def reset_beside_fsdp(context: RankContext) -> None:
 
 
 def test_seeds_beside_fsdp(ranks: Ranks) -> None:
-    """Models on the meta device are sharded first, and then drawn."""
+    """Sharded first, and then drawn, as models that were on the meta device are."""
     ranks.run(reset_beside_fsdp)
 
 

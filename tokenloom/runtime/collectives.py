@@ -124,8 +124,9 @@ class CollectiveOnStream(Collective):
 
 def all_have_ended() -> bool:
     """Whether no collective of NCCL is left that may wait for a lost rank, as whoever waits for the device would."""
-    for collective in [each for each in _open if each.has_ended()]:
-        _open.discard(collective)
+    for collective in list(_open):  # other threads may have some
+        if collective.has_ended():
+            _open.discard(collective)
     return not _open
 
 

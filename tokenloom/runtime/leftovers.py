@@ -40,7 +40,7 @@ def keep_until_idle(owner: object, device: torch.device, *memory: torch.Tensor) 
     """Keep memory that kernels may still use when its owner is dropped, until the device has done all its work."""
 
     def drop(_: tuple[torch.Tensor, ...] = memory) -> bool:
-        return wait_for(device)
+        return all_have_ended() and wait_for(device)
 
     undo_when_dropped(owner, drop)
 

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from tokenloom.jit.kernel import checked, load_driver, make_current
+from tokenloom.runtime.collectives import all_have_ended
 from tokenloom.runtime.leftovers import release_dropped, undo_later, undo_when_dropped, wait_for
 from tokenloom.runtime.process_identity import ProcessIdentity
 from tokenloom.runtime.rank_group import RankGroup
@@ -237,6 +238,8 @@ class _Shared:
         """Let go, and free the memory if all others have let go of it and nobody looks at it; see leftovers.Undo."""
         if self.is_freed or os.getpid() != self._process:
             return True
+        if not all_have_ended():
+            return False
         if not self._has_let_go:
             if not wait_for(self._device):
                 return False

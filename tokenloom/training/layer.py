@@ -312,7 +312,8 @@ class ExpertParallelMoE(nn.Module):
             out [..., H], dtype of the parameters (or of autocast), and aux_loss, a scalar of at least float32:
             ``balance_coef`` times the balance loss plus ``z_coef`` times the z-loss. Both losses are over the tokens
             of all ranks, so aux_loss is the same on every rank; it is 0 where both coefficients are 0. Add it to a
-            loss that is averaged over ranks. Where losses are summed over ranks, add ``aux_loss / W``.
+            loss that is averaged over ranks. Where losses are summed over ranks, add ``aux_loss / W``. A backward of
+            one result runs through both, so detach an aux_loss that is kept.
 
         Raises:
             ShapeMismatch, DtypeMismatch, DeviceMismatch, InvalidArgument: bad input on this rank.
@@ -338,6 +339,8 @@ class ExpertParallelMoE(nn.Module):
             *forward_calls(options, 1, dtype, needs_grad=False)
         ):  # a failure here comes before any call
             try:
+                if compiled:
+                    torch_compile.require_parameters(self)
                 tokens, topk_ids, topk_weights, sums = self._route(x)
             except Exception:
                 self._sum_over_ranks(None)  # the other ranks are about to sum

@@ -52,6 +52,8 @@ def gather_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
             rows = _gather(comm.engine.ranks, name, kept)
             kept = rows.view(kept.dtype).view(comm.plan.num_experts, *kept.shape[1:])
         full[name] = kept.cpu().clone()
+    for ranks in dict.fromkeys(layer.comm.engine.ranks for layer in sharded.values()):
+        agree(ranks, lambda: ({}, None), "gather_state_dict")  # the last rows too are of all ranks
     return full
 
 

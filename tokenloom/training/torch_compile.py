@@ -26,6 +26,11 @@ from tokenloom.ops import autocast
 from tokenloom.training.compiled_order import keep_in_graph, keep_order_in_inductor, pin_to_forward
 
 TICKET_BYTES = 8
+WEIGHTS = (
+    *("router_weight", "router_bias", "w1", "w2", "w1_bias", "w2_bias"),
+    *("shared_w1", "shared_w2", "shared_gate_weight"),
+)
+"""Names of a layer's parameters."""
 
 _layers: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 _kept: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()
@@ -54,6 +59,20 @@ def forward(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # This also makes calls differ. The compiler would merge equal calls into one and take two gradients of it.
     layer.expert_counts.copy_(expert_counts)
     return out, aux_loss
+
+
+def require_parameters(layer: nn.Module) -> None:
+    """Raise where a weight is computed from others and set as an attribute, which the compiler does not see.
+
+    Raises:
+        InvalidArgument: one is.
+    """
+    for name in WEIGHTS:
+        if isinstance(vars(layer).get(name), torch.Tensor):
+            raise InvalidArgument(
+                f"{name} is no parameter of the layer but a tensor, made by torch.nn.utils.prune say; a compiled "
+                "layer would lose its gradient: use torch.nn.utils.parametrize, or do not compile the layer"
+            )
 
 
 class _Kept(bytearray):
@@ -104,7 +123,6 @@ def moe_forward(
         out, aux_loss, the new expert_counts, and the ticket for :func:`moe_backward`.
     """
     layer: Any = _layers[int(number)]
-    _require_parameters(layer)
     layer._accumulate_main_grads()
     inputs = [x, *weights]
     if not keep or not any(wants_grad):
@@ -210,20 +228,6 @@ def _(
     keep_order_in_inductor((_FORWARD, *_BACKWARDS))
     of_inputs = zip((x, *weights), wants_grad, strict=True)
     return [tensor.new_empty(tensor.shape) for tensor, wanted in of_inputs if wanted]
-
-
-def _require_parameters(layer: nn.Module) -> None:
-    """Raise where a weight is computed from others and set as an attribute, which the compiler does not see.
-
-    Raises:
-        InvalidArgument: one is.
-    """
-    for name, value in vars(layer).items():
-        if isinstance(value, torch.Tensor) and name != "_number":
-            raise InvalidArgument(
-                f"{name} is no parameter of the layer but a tensor, made by torch.nn.utils.prune say; a compiled "
-                "layer would lose its gradient: use torch.nn.utils.parametrize, or do not compile the layer"
-            )
 
 
 def _leaves(inputs: Sequence[torch.Tensor], wants_grad: Sequence[bool]) -> list[torch.Tensor]:
