@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Collection
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 SPIN_S, PAUSE_S = 1e-3, 1e-4
@@ -97,29 +96,21 @@ class CollectiveOnStream(Collective):
         return self._ended_well(self._work)
 
     def _ended_well(self, work: dist.Work) -> bool:
-        try:
-            result = work.get_future_result()  # type: ignore[attr-defined]
-        except RuntimeError:  # what is not NCCL has none, and aborts nothing
-            well = super()._ended_well(work)
-        else:
-            well = not _is_error(result)  # no stream has to wait: its kernel has ended
-            if not well:
-                self.broken[-1] = "NCCL reports an error, which torch has printed"
-        if well:
-            _open.discard(self)
-        return well
+        error = _has_error(work)
+        if error:
+            self.broken[-1] = "NCCL reports an error, which torch has printed"
+            return False
+        if error is None and not super()._ended_well(work):  # only waiting tells
+            return False
+        _open.discard(self)  # no stream has to wait: its kernel has ended
+        return True
 
     def has_ended(self) -> bool:
         """Whether its kernel has ended, with or without the parts of all ranks."""
         assert self._work is not None
         if not _is_registered(self._group):
             return True  # it was aborted, or has waited for the end of all its work
-        if not self._work.is_completed():
-            return False
-        try:  # torch calls it complete once NCCL reports an error
-            return not _is_error(self._work.get_future_result())  # type: ignore[attr-defined]
-        except RuntimeError:
-            return True
+        return self._work.is_completed() and not _has_error(self._work)  # torch calls complete what has an error
 
 
 def all_have_ended() -> bool:
@@ -130,8 +121,12 @@ def all_have_ended() -> bool:
     return not _open
 
 
-def _is_error(result: torch.futures.Future[int]) -> bool:
-    """Whether this is what torch has settled for a collective where it found an error."""
+def _has_error(work: dist.Work) -> bool | None:
+    """Whether torch has found an error of NCCL; None where it keeps no result, as for all that is not NCCL."""
+    try:
+        result = work.get_future_result()  # type: ignore[attr-defined]
+    except RuntimeError:
+        return None
     return result.done() and int(result.value()) != NO_ERROR
 
 

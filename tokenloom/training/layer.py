@@ -236,14 +236,14 @@ class ExpertParallelMoE(nn.Module):
             self.register_buffer("correction_bias", zeros(torch.float32) if self.router.correction_bias else None)
             self.register_buffer("expert_counts", zeros(torch.int64), persistent=False)
             self.reset_parameters()
+        self._weight_names = tuple(self._parameters)
         self.main_grads = main_grads
         self._set_up()
 
     def _set_up(self) -> None:
         """Do what each copy of a layer needs for itself."""
         self._number = torch_compile.number_layer(self)
-        if self.main_grads:
-            accumulate_main_grads(self.expert_parameters())
+        self._accumulate_main_grads()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ExpertParallelMoE:
         before = self.correction_bias
@@ -323,12 +323,12 @@ class ExpertParallelMoE(nn.Module):
         return torch_compile.forward(self, x) if torch.compiler.is_compiling() else self._forward(x)
 
     def _accumulate_main_grads(self) -> None:
-        """Parameters may be new or thawed since the layer was made."""
-        if self.main_grads:
+        """Let gradients of experts add to ``main_grad``, if the layer does so."""
+        if self.main_grads:  # at every forward: parameters may be new or thawed since the layer was made
             accumulate_main_grads(self.expert_parameters())
 
     def _forward(self, x: torch.Tensor, compiled: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """As forward; ``compiled``: what is in the places of parameters are copies."""
+        """Run forward. With ``compiled``, copies stand in the places of the parameters."""
         engine = self.comm.engine
         engine.begin()
         if not compiled:
@@ -340,7 +340,7 @@ class ExpertParallelMoE(nn.Module):
         ):  # a failure here comes before any call
             try:
                 if compiled:
-                    torch_compile.require_parameters(self)
+                    torch_compile.require_parameters(self, self._weight_names)
                 tokens, topk_ids, topk_weights, sums = self._route(x)
             except Exception:
                 self._sum_over_ranks(None)  # the other ranks are about to sum

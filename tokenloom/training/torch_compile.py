@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,11 +26,6 @@ from tokenloom.ops import autocast
 from tokenloom.training.compiled_order import keep_in_graph, keep_order_in_inductor, pin_to_forward
 
 TICKET_BYTES = 8
-WEIGHTS = (
-    *("router_weight", "router_bias", "w1", "w2", "w1_bias", "w2_bias"),
-    *("shared_w1", "shared_w2", "shared_gate_weight"),
-)
-"""Names of a layer's parameters."""
 
 _layers: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 _kept: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()
@@ -61,13 +56,16 @@ def forward(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return out, aux_loss
 
 
-def require_parameters(layer: nn.Module) -> None:
+def require_parameters(layer: nn.Module, names: Iterable[str]) -> None:
     """Raise where a weight is computed from others and set as an attribute, which the compiler does not see.
+
+    Args:
+        names: of the parameters that the layer was made with.
 
     Raises:
         InvalidArgument: one is.
     """
-    for name in WEIGHTS:
+    for name in names:
         if isinstance(vars(layer).get(name), torch.Tensor):
             raise InvalidArgument(
                 f"{name} is no parameter of the layer but a tensor, made by torch.nn.utils.prune say; a compiled "

@@ -35,7 +35,7 @@ RANKS = (
     Mutation(
         name="nccl-errors-abort",
         rule="a rank over NCCL that finds an error aborts the communicator, whose kernels answer for lost ranks",
-        target="tokenloom.runtime.collectives:_is_error",
+        target="tokenloom.runtime.collectives:_has_error",
         old="int(result.value()) != NO_ERROR",
         new="False",
         tests=("tests/runtime/test_collectives.py::test_an_error_aborts_nothing",),
