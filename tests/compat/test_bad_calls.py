@@ -92,6 +92,10 @@ def test_maps_with_more_routes_than_columns() -> None:
     routing = Routes(None, None, routing_map, None, 4, 2, CPU)
     assert routing.by_token(2)[0].tolist() == [[0, 2], [1, -1]]
     assert routing.by_token(1)[0].tolist() == [[4], [1]]
+    probs = torch.rand(2, 4)
+    weights = Routes(None, None, routing_map, probs, 4, 2, CPU).by_token(1)[1]
+    assert weights is not None
+    assert weights[1].tolist() == probs[1, 1:2].tolist()
     wide = Routes(None, None, torch.ones(1, 40, dtype=torch.bool), None, 40, 1, CPU)
     for non_blocking in (False, True):
         with pytest.raises(NotServed, match="a token with 40 experts"):
@@ -142,6 +146,67 @@ def check_two_hidden_sizes(context: RankContext) -> None:
 def test_two_hidden_sizes(four: Ranks) -> None:
     """A fault is told by the communicator that the others call, or later calls of both would have other numbers."""
     four.run(check_two_hidden_sizes)
+
+
+def buffer_of(context: RankContext, kind: str) -> Callable[[int, int, bool], Any]:
+    """A dispatch of one buffer, by number of experts and of routes, right or with a wrong dtype."""
+    tokens, hidden = 3, 128
+
+    def tensors(num_experts: int, top_k: int, bad: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ids = torch.arange(top_k).expand(tokens, top_k).contiguous() % num_experts
+        weights = torch.ones(tokens, top_k, dtype=torch.float64 if bad else torch.float32)
+        return torch.ones(tokens, hidden, dtype=BF16), ids, weights
+
+    if kind == "hybrid":
+        hybrid = deep_ep.HybridEPBuffer(context.group, hidden, ROOM, 1)
+
+        def call(num_experts: int, top_k: int, bad: bool) -> Any:
+            x, ids, weights = tensors(num_experts, top_k, bad)
+            local = num_experts // context.num_ranks
+            return hybrid.dispatch_with_permute(
+                hidden=x, topk_idx=ids, topk_weights=weights, num_of_experts_per_rank=local
+            )
+
+    elif kind == "elastic":
+        elastic = deep_ep.ElasticBuffer(context.group)
+
+        def call(num_experts: int, top_k: int, bad: bool) -> Any:
+            return elastic.dispatch(*tensors(num_experts, top_k, bad), num_experts=num_experts)
+
+    else:
+        buffer = deep_ep.Buffer(context.group, low_latency_mode=kind == "low latency")
+
+        def call(num_experts: int, top_k: int, bad: bool) -> Any:
+            x, ids, weights = tensors(num_experts, top_k, bad)
+            if kind == "low latency":
+                return buffer.low_latency_dispatch(x, ids.int() if bad else ids, ROOM, num_experts)
+            per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, num_experts)
+            counts = {
+                "num_tokens_per_rank": per_rank,
+                "is_token_in_rank": in_rank,
+                "num_tokens_per_expert": per_expert,
+            }
+            return buffer.dispatch(x, topk_idx=ids, topk_weights=weights, **counts)
+
+    return call
+
+
+def check_two_kinds_of_layers(context: RankContext, kind: str, shapes: tuple[tuple[int, int], ...]) -> None:
+    call = buffer_of(context, kind)
+    for shape in shapes:
+        call(*shape, False)
+    with pytest.raises(tl.DtypeMismatch if context.rank == 1 else tl.PeerError, match=r"torch\.(float64|int32)"):
+        call(*shapes[0], context.rank == 1)
+    for shape in (*reversed(shapes), *shapes):
+        call(*shape, False)
+
+
+@pytest.mark.parametrize("shapes", [((4, 2), (8, 2)), ((8, 2), (8, 3))], ids=["experts", "routes"])
+@pytest.mark.parametrize("kind", ["normal", "low latency", "elastic", "hybrid"])
+def test_two_kinds_of_layers(four: Ranks, kind: str, shapes: tuple[tuple[int, int], ...]) -> None:
+    """Of one width. A fault is told where the others make the call; and rows of openings are equally long, whichever
+    communicator it is."""
+    four.run(check_two_kinds_of_layers, kind, shapes)
 
 
 @pytest.mark.parametrize("number", [4.0, "4", 3, 0])

@@ -169,6 +169,9 @@ class Communicators:
             dtype=shape.wide,
             **options,
         )  # the one before lives as long as handles of its dispatches
+        words = max(each.engine.ranks.opening_words for each in self._made.values())
+        for each in self._made.values():  # so that ranks that open different ones find out
+            each.engine.ranks.opening_words = words
         self._use(shape, made)
 
     def meeting(self, device: torch.device) -> RankGroup:
@@ -194,6 +197,7 @@ class Communicators:
         opened_on: Callable[[Communicator], tuple[str, Engine]] | None = None,
         num_sms: int | None = None,
         hidden: int | None = None,
+        shape: Shape | None = None,
     ) -> Iterator[None]:
         """Inside, a call is checked. The other ranks, which make it, hear of a fault.
 
@@ -205,6 +209,7 @@ class Communicators:
             opened_on: gives the name of what the others open, and its engine, where it is not the communicator's own.
             num_sms, hidden: of the call's shape, as far as it is known. Of several communicators the others make the
                 call with the last such one; told by another, ranks would count different calls of both.
+            shape: the whole of it, as it seems, or None. It comes first if it has a communicator.
         """
         try:
             yield
@@ -212,6 +217,8 @@ class Communicators:
             if is_known_to_all(fault):
                 raise
             of_shape = self._last_of.get((num_sms, hidden)) or self._last_of.get((num_sms, None))
+            if shape in self._made:
+                of_shape = self._made[shape]
             known = comm or of_shape or self._last
             self._tell(fault, device, known, Upcoming(name, awaited=awaited and name == "dispatch"), opened_on)
             raise

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tokenloom.comm.growing import Shape, wide_rows
 from tokenloom.comm.routed import Routed
 from tokenloom.compat.deep_ep.config import Config, topk_idx_t
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed, require
@@ -29,6 +30,31 @@ def hidden_of(x: object) -> int | None:
     """Values in a row of a payload, or None if it has no rows."""
     tokens = _rows_in(x)
     return tokens.shape[1] if isinstance(tokens, torch.Tensor) and tokens.ndim == 2 else None
+
+
+def likely_shape(
+    x: object, num_experts: object, ids: object, top_k: int | None = None, num_sms: int | None = None
+) -> Shape | None:
+    """Guess what a call is made with, by arguments that are not checked yet.
+
+    Args:
+        x: payload.
+        num_experts: E.
+        ids: [N, K], or None.
+        top_k: K without ids; None: of any.
+        num_sms: of the call's kernels.
+
+    Returns:
+        The shape, or None if they do not say it.
+    """
+    rows = _rows_in(x)
+    if not isinstance(rows, torch.Tensor) or rows.ndim != 2 or not isinstance(num_experts, int):
+        return None
+    if ids is not None:
+        if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+            return None
+        top_k = ids.shape[1]
+    return Shape(num_experts, rows.shape[1], top_k, wide_rows(rows.dtype), num_sms)
 
 
 def _rows_in(x: object) -> object:

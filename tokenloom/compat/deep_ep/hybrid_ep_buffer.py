@@ -136,7 +136,8 @@ class HybridEPBuffer(BufferBase):
         """
         device = checks.device_of(hidden)
         known = handle.dispatched.comm if isinstance(handle, Parts) else None
-        with self._calls.told(device, known, hidden=checks.hidden_of(hidden)):
+        likely = checks.likely_shape(hidden, self._experts(num_of_experts_per_rank), topk_idx)
+        with self._calls.told(device, known, hidden=checks.hidden_of(hidden), shape=likely):
             refuse(**others)
             hidden = hidden.contiguous() if isinstance(hidden, torch.Tensor) else hidden
             payload = checks.by_row(checks.payload_of(hidden if scaling_factor is None else (hidden, scaling_factor)))
@@ -240,13 +241,17 @@ class HybridEPBuffer(BufferBase):
         raise NotServed("HybridEPBuffer.combine is not served by tokenloom; use combine_with_unpermute")
 
     def _num_experts(self, local: int | None, num_experts: int | None, routing_map: torch.Tensor | None) -> int:
-        sizes = self.configurer.buffer_config
-        local = sizes.num_of_experts_per_rank if local is None else checks.number("num_of_experts_per_rank", local, 1)
-        total = local * self.group_size
+        if local is not None:
+            checks.number("num_of_experts_per_rank", local, 1)
+        total = self._experts(local)
         require(num_experts in (None, total), f"num_of_experts is {num_experts}, {self.group_size} ranks have {total}")
         if isinstance(routing_map, torch.Tensor) and (routing_map.ndim != 2 or routing_map.shape[1] != total):
             raise ShapeMismatch(f"routing_map is {list(routing_map.shape)}, expected [tokens, {total}]")
         return total
+
+    def _experts(self, local: int | None) -> int:
+        """E, of the L that a call names, or else the buffer."""
+        return (self.configurer.buffer_config.num_of_experts_per_rank if local is None else local) * self.group_size
 
     def _note_sizes(self, comm: Communicator) -> None:
         sizes, plan = self.configurer.buffer_config, comm.plan

@@ -101,7 +101,9 @@ class LowLatencyMode(BufferBase):
             if found is not None:
                 return found
         device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
-        with self._calls.told(device, awaited=False, num_sms=most_sms(), hidden=checks.hidden_of(x)):
+        likely = checks.likely_shape(x, num_experts, topk_idx, num_sms=most_sms())
+        known: dict[str, Any] = {"num_sms": most_sms(), "hidden": checks.hidden_of(x), "shape": likely}
+        with self._calls.told(device, awaited=False, **known):
             refuse(dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats, **others)
             require(not (async_finish and return_recv_hook), "async_finish and return_recv_hook exclude each other")
             require(round_scale or not use_ue8m0, "use_ue8m0 needs round_scale=True")

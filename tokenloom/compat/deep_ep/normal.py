@@ -174,7 +174,9 @@ class NormalMode(BufferBase):
 
             rows, event = self._stream.run(again, (x, given.routed), device, *streams)
             return rows, None, None, None, None, event
-        with self._calls.told(device, hidden=checks.hidden_of(x)):
+        experts = num_tokens_per_expert.numel() if isinstance(num_tokens_per_expert, torch.Tensor) else None
+        likely = checks.likely_shape(x, experts, topk_idx, self.group_size)
+        with self._calls.told(device, hidden=checks.hidden_of(x), shape=likely):
             self._stream.check(*streams)
             checks.config(config)
             payload = checks.payload_of(x)
@@ -204,7 +206,7 @@ class NormalMode(BufferBase):
             options |= {"sizes": "bounded", "capacity": num_worst_tokens}
 
         def call() -> tuple[Any, ...]:
-            with self._calls.told(device):
+            with self._calls.told(device, shape=shape):
                 sent = checks.by_row(payload)
                 ids = ids_of_ranks(is_token_in_rank, num_experts // self.group_size) if topk_idx is None else topk_idx
 

@@ -98,4 +98,4 @@ class Routes:
         ids = ids_of_map(self._map, top_k)
         if self._map.shape[1] > top_k:  # an id that is none: calls report it, where the host may not look
             ids = torch.where((self._map.sum(1) > top_k)[:, None], self._map.shape[1], ids)
-        return ids, None if self._probs is None else self._probs.gather(1, ids.clamp_min(0))
+        return ids, None if self._probs is None else self._probs.gather(1, ids.clamp(0, self._map.shape[1] - 1))
