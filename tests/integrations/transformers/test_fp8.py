@@ -115,6 +115,32 @@ def test_generation(pool: RankPool, folder: Path) -> None:
         assert 4 + rank < found.shape[1] <= 7 + rank
 
 
+def fail_on_one_rank(context: RankContext, folder: Path) -> None:
+    model = models.load(context, folder, models.distributed(folder.name, context.num_ranks, "fsdp", models.FP8))
+    first, second = models.experts_of(model).values()
+    weights, ids = torch.rand(3, models.EXPERTS, device=context.device).topk(models.TOP_K)
+    hidden = torch.randn(3, WIDTH, device=context.device).bfloat16()
+    with torch.no_grad():
+        wanted = second(hidden, ids, weights)
+    fails = context.rank == 1
+
+    def call() -> None:
+        with torch.set_grad_enabled(fails):
+            first(hidden, ids, weights)
+        for mega in first.tokenloom.shared.fused.made.values():  # kernels say it later
+            mega.comm.check()
+
+    with pytest.raises(tl.errors.NotDifferentiable if fails else tl.PeerError, match="experts in FP8 have no grad"):
+        call()
+    with torch.no_grad():
+        assert torch.equal(second(hidden, ids, weights), wanted)
+
+
+def test_a_fault_of_one_rank(pool: RankPool, folder: Path) -> None:
+    """The others hear of it. Otherwise they would run one layer with the next one of this rank."""
+    pool.run(fail_on_one_rank, folder)
+
+
 def refuse(context: RankContext, family: str, folder: Path, why: str) -> None:
     with pytest.raises(tl.errors.InvalidArgument, match=f"Experts cannot run in FP8: .*{why}.*; register with exp"):
         models.load(context, folder, models.distributed(family, context.num_ranks, "fsdp", models.FP8))

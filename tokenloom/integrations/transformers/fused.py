@@ -97,15 +97,21 @@ class FusedExperts:
         Raises:
             NotDifferentiable: a gradient would be wanted.
         """
-        wanted = (x, weights, *experts.parameters())
-        if torch.is_grad_enabled() and any(each.requires_grad for each in wanted):
-            raise NotDifferentiable("experts in FP8 have no gradients; call the model under torch.no_grad()")
         sizes = (self._num_experts, *widths_of(self._form, experts), ids.shape[1], self._form.activation)
         layer = self._layers.layer(sizes, x.device)
+        try:
+            self._prepare(layer, experts, (x, weights))
+        except Exception as fault:
+            layer.refuse(fault)  # or the others would make this call with this rank's next one, of another layer
+        return layer(x, ids, weights)
+
+    def _prepare(self, layer: MegaMoE, experts: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        """Give the layer the weights of these experts."""
+        if torch.is_grad_enabled() and any(each.requires_grad for each in (*given, *experts.parameters())):
+            raise NotDifferentiable("experts in FP8 have no gradients; call the model under torch.no_grad()")
         if not self._weights:
             w1, w2, w1_bias, w2_bias = self._form.tensors(experts)
             layer.load_weights(w1, w2, w1_bias=w1_bias, w2_bias=w2_bias, weight_layout=self._form.layout)
             self._weights, self._biases = layer.weights, layer.biases
         w1_bias, w2_bias = self._biases  # used in place, so that the layer does not load other weights over them
         layer.use_weights(*self._weights, w1_bias=w1_bias, w2_bias=w2_bias)
-        return layer(x, ids, weights)
