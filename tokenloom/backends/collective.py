@@ -341,7 +341,7 @@ class CollectiveBackend:
         if isinstance(values, torch.Tensor):
             return self._gradient(handle, "rows again", lambda: self._send_places(handle.sizes, values, strategy))
         rows, scales = values
-        together = torch.cat([rows.view(torch.uint8), scales.contiguous().view(torch.uint8)], 1)
+        together = torch.cat([routing.packed(each).view(torch.uint8) for each in values], 1)
         sent = self._gradient(handle, "rows again", lambda: self._send_places(handle.sizes, together, strategy))
 
         def split() -> Rows:

@@ -145,6 +145,7 @@ class CallsBeside(Calls):
         top_k, more = engine.plan.top_k, engine.plan.hidden - engine.plan.top_k
         sums = None, self._default_mode, None, None  # weighted, mode, wire_dtype, out_dtype
         if not self._has_way(routed, engine):
+            _require_same_ranks(routed, engine)
             vars(routed)["_narrow"] = engine, self._route_again(routed, engine, None)
         found = vars(routed)["_narrow"]
         rows = torch.nn.functional.pad(values, (0, more)) if more else values
@@ -205,6 +206,10 @@ class CallsBeside(Calls):
         Raises:
             TokenloomError: what ``dispatch`` raises for such weights; also NotDifferentiable if they require grad.
         """
+        return self._reweighted(routed, topk_weights)
+
+    def _reweighted(self, routed: Routed, topk_weights: torch.Tensor, without_lost: bool = False) -> Routed:
+        """Do what :meth:`reweighted` does; also, if asked, where ranks were masked since the dispatch."""
         self.engine.begin()
         self._require_weights_apart("dispatch")
         engine = self.engine_beside()
@@ -214,9 +219,16 @@ class CallsBeside(Calls):
             validation_beside.weights_at_home(
                 engine.plan, topk_weights, routed._handle.num_tokens, engine.ranks.device
             )
+        if not without_lost:
+            _require_same_ranks(routed, engine)
         again = self._route_again(routed, engine, topk_weights.detach())
         made = Routed(self, self.engine.plan, routed._handle, routed._rows, None, True, routed._ids_dtype, routed._out)
-        vars(made).update(_late_weights=again._received_weights, _scale_words=routed._scale_words)
+        late, lost = again._received_weights, again._handle.masked - routed._handle.masked
+        if late is not None and lost:  # what those ranks sent with the rows came without weights
+            came = torch.tensor([rank not in lost for rank in range(engine.plan.num_ranks)], device=late.device)
+            places = torch.repeat_interleave(came, routed.source_counts)
+            late = late.new_zeros(len(places), late.shape[1]).masked_scatter_(places[:, None], late)
+        vars(made).update(_late_weights=late, _scale_words=routed._scale_words)
         return made
 
     def _with_weights(
@@ -227,7 +239,7 @@ class CallsBeside(Calls):
         if not isinstance(routed, Routed) or routed.layout not in ROUTE_LAYOUTS or weighted is False:
             return routed, topk_weights  # which is an error
         self._require_weights_apart("combine")
-        return self.reweighted(routed, topk_weights), None
+        return self._reweighted(routed, topk_weights, without_lost=True), None
 
     def _require_weights_apart(self, call: str) -> None:
         """Raise, and tell the ranks that open this call, where weights travel with rows only."""
@@ -242,18 +254,8 @@ class CallsBeside(Calls):
         return "dispatch", self.engine_beside()
 
     def _route_again(self, routed: Routed, engine: Engine, weights: torch.Tensor | None) -> Routed:
-        """Dispatch narrow rows of zeros by the same ids to the same places.
-
-        Raises:
-            InvalidArgument: ranks were masked since, so the places are not the same.
-        """
+        """Dispatch narrow rows of zeros by the same ids, to the same places if the same ranks are masked."""
         handle = routed._handle
-        if handle.masked != engine.masked:
-            error = InvalidArgument(
-                "ranks were masked since the dispatch, so rows have other places now; dispatch again"
-            )
-            error.known_to_all = True
-            raise error
         x = torch.zeros(handle.num_tokens, engine.plan.hidden, dtype=torch.float32, device=engine.ranks.device)
         options: tuple[Any, ...] = (handle.options.layout, handle.options.alignment, handle.options.sizes)
         capacity = handle.options.capacity
@@ -275,6 +277,14 @@ class CallsBeside(Calls):
         if self._narrow is None:
             self._narrow = self._make_engine(align_up(self.engine.plan.top_k, NARROW))
         return self._narrow
+
+
+def _require_same_ranks(routed: Routed, engine: Engine) -> None:
+    """Raise where ranks were masked since a dispatch. All ranks do."""
+    if routed._handle.masked != engine.masked:
+        error = InvalidArgument("ranks were masked since the dispatch, so rows have other places now; dispatch again")
+        error.known_to_all = True
+        raise error
 
 
 def _learn_outcome(engine: Engine) -> None:

@@ -492,3 +492,27 @@ def check_late(context: RankContext) -> None:
     assert counts.tolist() == torch.bincount(mine, minlength=problem.plan.experts_per_rank).tolist()
     out, _, _ = buffer.low_latency_combine(rows, ids, weights, handle)
     assert out.isfinite().all()
+
+
+def test_a_rank_that_does_not_come_to_combine(ranks: Ranks) -> None:
+    """Its rows are there, and the weights of the others are brought to theirs; tokens lose its routes alone."""
+    if ranks.num_ranks < 2 or ranks.device != "cpu" or emulator.ON:
+        pytest.skip("needs two ranks over gloo")
+    ranks.run(with_late, -1, check_late_for_combine)
+
+
+def check_late_for_combine(context: RankContext) -> None:
+    problem, gone = problem_of(replace(DECODE, tokens=(3,)), context), context.num_ranks - 1
+    buffer = deep_ep.Buffer(context.group, low_latency_mode=True, enable_shrink=True)
+    buffer._options["timeout_s"] = 1.0
+    x, ids, weights = problem.arguments(context)
+    _, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, MOST, problem.plan.num_experts, use_fp8=False)
+    ones = torch.ones(problem.plan.experts_per_rank, context.num_ranks * MOST, x.shape[1], dtype=x.dtype)
+    for step in range(2):
+        if context.rank == gone:
+            return
+        out, _, _ = buffer.low_latency_combine(ones, ids, weights, handle)
+        kept = (ids >= 0) & (ids // problem.plan.experts_per_rank != gone)
+        want = torch.where(kept, weights, 0).sum(1, keepdim=True).expand_as(out)
+        torch.testing.assert_close(out.float(), want, rtol=0.02, atol=0.02, msg=f"step {step}")
+        _, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, MOST, problem.plan.num_experts, use_fp8=False)

@@ -183,7 +183,7 @@ def check_fp8(context: RankContext, scales: str, cached: bool) -> None:
     want = moved.dispatched("token")[me]
     mine = given[me].to(context.device)
     if scales == "columns":
-        mine = mine.t().contiguous().t()
+        mine = mine.new_empty_strided(mine.shape, (1, max(4, len(mine)))).copy_(mine)
     buffer = deep_ep.Buffer(context.group)
     arguments = laid_out(buffer, problem, context)
     payload = (arguments["x"][0], mine)
