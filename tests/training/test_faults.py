@@ -220,6 +220,36 @@ def test_a_weight_changed_before_backward(ranks: Ranks) -> None:
     ranks.run(changed_in_place)
 
 
+def wide_inputs(context: RankContext, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    bad, (x_dtype, dtype) = context.num_ranks - 1, dtypes
+    options = {"timeout_s": TIMEOUT_S, "open_timeout_s": TIMEOUT_S, "dtype": dtype, "shared_intermediate": 0}
+    (layer,) = layers_of(context, 1, **options, **ROUTER_LOSS)
+    x = torch.ones(16, HIDDEN, device=context.device, dtype=x_dtype)
+    with torch.autocast(context.device.type, torch.bfloat16):
+        out, aux_loss = layer(x)
+
+        def call() -> None:
+            layer(x[:, 1:] if context.rank == bad else x)
+            layer.comm.check()  # kernels say it later
+
+        with pytest.raises(tl.ShapeMismatch if context.rank == bad else tl.PeerError):
+            call()
+        other = x.to(dtype) if context.rank == bad else x
+        again, same_loss = layer(other)
+    assert torch.equal(again, out)
+    torch.testing.assert_close(same_loss.double(), aux_loss.double(), rtol=1e-5, atol=0)
+    layer.comm.close()
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float32), (torch.float32, torch.float64)], ids=str)
+def test_float64_under_autocast(ranks: Ranks, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """In the tokens or in the layer. What ranks sum is of one dtype on all of them, also where one has failed, or has
+    tokens of another dtype."""
+    if ranks.device == "cuda" and torch.float64 in dtypes[1:]:
+        pytest.skip("the kernels have no float64")
+    ranks.run(wide_inputs, dtypes)
+
+
 def no_room_to_cast(context: RankContext) -> None:
     bad, real = context.num_ranks - 1, torch.Tensor.to
     options = {"timeout_s": TIMEOUT_S, "open_timeout_s": TIMEOUT_S, "dtype": torch.float32}

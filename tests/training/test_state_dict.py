@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import tokenloom as tl
 from tests.conftest import GROUP_SIZES, Ranks
@@ -35,6 +37,20 @@ def test_no_checkpoint_without_masked_ranks(ranks: Ranks) -> None:
     if ranks.num_ranks == 1:
         pytest.skip("nobody else")
     ranks.run(gather_without_the_last)
+
+
+def gather_parts(context: RankContext) -> None:
+    layer = make_layer(replace(CASE, dtype=FP32), context.group)
+    assert context.group is not None
+    mesh = DeviceMesh.from_group(context.group, context.device.type)
+    layer.w1 = nn.Parameter(DTensor.from_local(layer.w1.detach(), mesh))
+    with pytest.raises(tl.InvalidArgument, match="1 weights of experts are not in the state dict"):
+        tl.gather_state_dict(layer)
+
+
+def test_no_checkpoint_of_parts(ranks: Ranks) -> None:
+    """Where something has cut experts once more, a rank has but a part of its own."""
+    ranks.run(gather_parts)
 
 
 class Block(nn.Module):

@@ -272,6 +272,24 @@ def test_autocast(x_dtype: torch.dtype, where: str) -> None:
     assert_same_bits(got, want)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("x_dtype", [torch.float64, BF16], ids=str)
+def test_a_loss_without_coefficients(x_dtype: torch.dtype) -> None:
+    """It is 0, of the dtype that the compiler was promised; else it reads beyond it."""
+    layer = tl.ExpertParallelMoE(
+        hidden=16, intermediate=16, num_experts=4, top_k=2, max_tokens_per_rank=8, device="cpu", dtype=x_dtype
+    )
+
+    def function(value: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", BF16):
+            return layer(value)[1]
+
+    x = torch.randn(8, 16, dtype=x_dtype)
+    got = torch.compile(lambda value: function(value) * 2 + 1)(x)
+    assert function(x).dtype == got.dtype == torch.promote_types(x_dtype, torch.float32)
+    assert got.item() == 1
+
+
 def test_equal_calls_are_two_calls() -> None:
     """The compiler would make one of them, with one ticket for two gradients. This one has inductor's partitioner."""
     layer = make_layer(CASE, None)

@@ -195,7 +195,8 @@ def run_experts(
         weight_layout: how w1, w2 and w1_bias lie, where it is not as above.
 
     Returns:
-        [R, H], dtype of ``rows``, or of autocast where that is on. Rows beyond the last offset are unspecified.
+        [R, H], dtype of ``rows``, or of autocast where that is on. Rows beyond the last offset are unspecified, and so
+        are their gradients.
 
     Raises:
         InvalidArgument: the activation is unknown, or has no gates though the layout interleaves them.

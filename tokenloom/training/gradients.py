@@ -11,10 +11,11 @@ from tokenloom.ops.router import RouterSums
 from tokenloom.runtime.rank_group import RankGroup
 
 
-def sum_over_ranks(ranks: RankGroup, sums: RouterSums) -> RouterSums:
+def sum_over_ranks(ranks: RankGroup, sums: RouterSums, dtype: torch.dtype) -> RouterSums:
     """Sum over the tokens of all ranks. Differentiable, because each rank's loss depends on all ranks' tokens."""
     parts = (sums.probabilities, sums.squared_lse, sums.expert_counts, sums.num_tokens)
-    total = _SumOverRanks.apply(torch.cat(parts), ranks)
+    own = torch.cat(parts)
+    total = _SumOverRanks.apply(own.to(dtype), ranks).to(own.dtype)  # tokens may differ in dtype under autocast
     return RouterSums(*total.split([len(part) for part in parts]))
 
 

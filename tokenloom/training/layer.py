@@ -370,7 +370,7 @@ class ExpertParallelMoE(nn.Module):
         for result in shared:
             out = out + result.to(out.dtype)  # autocast leaves float64 as it is
         # The sums' gradient is collective too, and so is that of the experts.
-        return tied(out.view(x.shape), self._aux_loss(sums, topk_weights.dtype))
+        return tied(out.view(x.shape), self._aux_loss(sums, torch.promote_types(x.dtype, torch.float32)))
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, RouterSums | None]:
         """Route, giving tokens [T, H], ids, weights, and the sums over tokens if a loss or the bias wants them.
@@ -401,11 +401,11 @@ class ExpertParallelMoE(nn.Module):
             return None
         if self.pool_rows is None:
             self.comm.engine.check("calls")  # a rank whose experts failed in an earlier layer does not get here
+        wide = torch.promote_types(self.w1.dtype, torch.float32)
         if sums is None:
-            wide = torch.promote_types(self.w1.dtype, torch.float32)
             counts = torch.zeros(self.comm.plan.num_experts, dtype=wide, device=self.comm.device)
             sums = RouterSums(counts, counts[:1], counts, counts[:1])
-        return sum_over_ranks(self.comm.engine.ranks, sums)
+        return sum_over_ranks(self.comm.engine.ranks, sums, wide)
 
     def _tokens(self, x: torch.Tensor) -> torch.Tensor:
         x = settled(x)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tokenloom.comm.torch_modes import is_plain
 from tokenloom.errors import InvalidArgument, ShapeMismatch
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.rendezvous import agree
@@ -99,7 +100,11 @@ def _sharded_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Exp
     layers = [layer for layer in module.modules() if isinstance(layer, ExpertParallelMoE)]
     weights = [(getattr(layer, name), layer) for layer in layers for name in EXPERT_WEIGHTS]
     owners = {id(weight): layer for weight, layer in weights if weight is not None}  # some have no biases
-    found = {name: owners[id(value)] for name, value in state.items() if id(value) in owners}
+    found = {
+        name: owners[id(value)]
+        for name, value in state.items()
+        if id(value) in owners and is_plain(value)  # of a DTensor only a part lies here
+    }
     missing = owners.keys() - {id(state[name]) for name in found}
     if missing:
         raise InvalidArgument(

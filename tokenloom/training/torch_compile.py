@@ -287,6 +287,8 @@ def _backward(ctx: Any, grad_out: torch.Tensor, grad_aux_loss: torch.Tensor, *_:
 
 
 moe_forward.register_autograd(_backward, setup_context=_setup_context)
+# Inductor keeps compiled graphs on disk by the names of operators, not by what they promise. So an operator whose
+# register_fake promises something else from now on needs another name.
 _FORWARD, *_BACKWARDS = (
     getattr(torch.ops.tokenloom, name).default for name in ("moe_forward", "moe_backward", "moe_forward_backward")
 )
