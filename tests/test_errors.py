@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 
 import tokenloom as tl
@@ -62,6 +65,26 @@ def test_an_overflow() -> None:
     said = str(CapacityOverflow(8, 2, sent=True))
     for part in ("in layout 'slots', places for each expert", "combine gives NaN for their tokens", "pool_rows=8"):
         assert part in said
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PeerTimeout(0, [1], "the handshake of dispatch", 8, "no answer within 30 s"),
+        tl.PeerError(1, "ValueError: no"),
+        CapacityOverflow(8, 2, sent=True),
+        PlanMismatch(1, "layout", "a", "b"),
+        tl.InvalidExpertId(1, 2, 9, 4, 1),
+        tl.ShapeMismatch("x is [1]"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_travel(error: tl.TokenloomError) -> None:
+    """From worker processes, which pickle what a call of theirs raised; all that they say comes along."""
+    error.known_to_all = True
+    for found in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(found) is type(error)
+        assert (str(found), found.args, vars(found)) == (str(error), error.args, vars(error))
 
 
 def test_a_strategy_that_is_a_name() -> None:

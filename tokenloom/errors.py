@@ -42,6 +42,17 @@ class TokenloomError(Exception):
 
     known_to_all = False
 
+    def __reduce__(self) -> tuple[object, ...]:  # by default unpickling passes the message for all arguments
+        return _again, (type(self), self.args, vars(self))
+
+
+def _again(kind: type[TokenloomError], args: tuple[object, ...], known: dict[str, object]) -> TokenloomError:
+    """Make an error anew without its constructor."""
+    error = kind.__new__(kind, *args)
+    error.args = args
+    vars(error).update(known)
+    return error
+
 
 def is_known_to_all(error: BaseException) -> bool:
     """Return whether the other ranks know of this error or meet it themselves. Any exception may be marked so."""
@@ -101,6 +112,8 @@ class PlanMismatch(TokenloomError, ValueError):
             cure += f" (the dtype of y unless you pass {field})"
         elif field == "dispatch number":
             cure = "combine the result of the same dispatch on all ranks"
+        elif field == "communicator":
+            cure = "make the calls of all communicators in the same order on all ranks"
         super().__init__(f"rank {rank} has {field}={theirs}, rank {base} has {field}={expected}; {cure}")
 
 
