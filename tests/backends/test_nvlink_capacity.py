@@ -54,8 +54,13 @@ def check_growth(context: RankContext, alignment: int) -> None:
                 comm.check()
             want = problem.dispatched("expert", alignment=alignment, capacity=few, bounded=True)
             same_routed(handed_out, want[context.rank], problem.plan, bounded=True)
-            with pytest.raises(tl.InvalidArgument, match="its buffer was reused; pass copy=True"):
-                comm.combine(handed_out.tokens, handed_out)
+            for late in (
+                lambda given=handed_out: comm.combine(given.tokens, given),
+                lambda given=handed_out: comm.row_weights(given),
+                lambda given=handed_out: comm.combine_weights(torch.zeros(given.shape[0], device=comm.device), given),
+            ):
+                with pytest.raises(tl.InvalidArgument, match="its buffer was reused; pass copy=True"):
+                    late()
 
 
 def dispatched(

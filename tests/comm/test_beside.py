@@ -304,6 +304,26 @@ def check_packed(context: RankContext, backend: str, layout: str, width: int) ->
             same_bytes(again.scales, routed.scales.cpu(), "scales beside other weights")
 
 
+@each_backend
+def test_packed_scales_of_one_rank(ranks: Ranks, backend: str) -> None:
+    """Others took their bits for floats."""
+    if ranks.num_ranks == 1:
+        pytest.skip("one rank has packed scales or not")
+    ranks.run(check_packed_on_one_rank, backend)
+
+
+def check_packed_on_one_rank(context: RankContext, backend: str) -> None:
+    problem = make_problem(replace(CASE, dtype=FP8, hidden=256), context.num_ranks)
+    (x, scales), *rest = problem.arguments(context)
+    packed = torch.ones(len(x), 2, dtype=torch.int32, device=context.device)
+    with make_comm(context, backend, problem.plan) as comm, torch.no_grad():
+        for narrow in (scales, packed[:, :1]):
+            comm.dispatch((x, narrow), *rest)
+            with pytest.raises(tl.PlanMismatch, match="packed scales="):
+                comm.dispatch((x, packed if context.rank == 1 else narrow), *rest)
+            comm.dispatch((x, narrow), *rest)
+
+
 # -- what rows are, and what lies behind the last ---------------------------------------------------------------
 
 

@@ -3,6 +3,8 @@ different lengths would end all processes."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -87,3 +89,21 @@ def check_numbers_that_differ(context: RankContext) -> None:
 def test_numbers_that_differ(four: Ranks) -> None:
     """They are the same again behind the call that found out."""
     four.run(check_numbers_that_differ)
+
+
+def check_different_orders(context: RankContext, options: dict[str, Any]) -> None:
+    """Rank 0 begins with the second communicator. Then all begin with the first."""
+    sizes = {"num_experts": 4 * context.num_ranks, "hidden": 128, "top_k": 2, "max_tokens_per_rank": 8}
+    comms = [tl.Communicator(context.group, **sizes, **options) for _ in range(2)]
+    for comm in comms if context.rank else reversed(comms):
+        with pytest.raises(tl.PlanMismatch, match=r"communicator=.*; make the calls of all communicators in the same"):
+            dispatch(comm)
+    for comm in comms:
+        assert int(dispatch(comm).tokens.sum()) > 0
+        comm.close()
+
+
+@pytest.mark.parametrize("options", [{"backend": "collective"}, {"backend": "network", "ranks_per_node": 2}], ids=str)
+def test_two_communicators_in_different_orders(four: Ranks, options: dict[str, Any]) -> None:
+    """Of one group: no rank gets the rows of the other one for its own."""
+    four.run(check_different_orders, options)

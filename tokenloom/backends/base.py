@@ -148,6 +148,7 @@ class DispatchInputs:
         ahead: the caller has begun this dispatch early. Errors of earlier calls can wait for its second half.
         split: the caller may take long until the second half. Between the halves nothing of ours runs on the GPU.
         out: tensors to write results to, already checked. The backend fills every field that is given.
+        scale_words: int32 words of a token's scales, where they are packed exponents and ``scales`` has their bits.
     """
 
     x: torch.Tensor
@@ -160,6 +161,7 @@ class DispatchInputs:
     ahead: bool = False
     split: bool = False
     out: DispatchOut | None = None
+    scale_words: int | None = None
 
 
 @dataclass(frozen=True)

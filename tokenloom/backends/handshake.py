@@ -70,6 +70,7 @@ def handshake(
             call of a backend. Nothing of these where this rank has a fault, unless it needs room and another fault
             comes first. PeerTimeout: ranks are missing.
     """
+    fields = {**fields, "communicator": ranks.notes.key("")}
     stamp = ranks.stamp()
     header = [_OK if fault is None else _FAULT, stamp, hash_of(fields)]
     header += _encode_message("" if fault is None else f"{type(fault).__name__}: {fault}")
@@ -112,6 +113,7 @@ def dispatch_fields(number: int, options: DispatchOptions, inputs: DispatchInput
         NUMBER: number,
         **vars(options),
         "x.dtype": inputs.x.dtype,
+        "packed scales": inputs.scale_words,
         "topk_weights.dtype": None if inputs.topk_weights is None else inputs.topk_weights.dtype,
         "x.requires_grad": inputs.x_needs_grad,
         "topk_weights.requires_grad": inputs.weights_need_grad,

@@ -168,6 +168,7 @@ class DispatchCall(Call):
         inputs = self.inputs = validation.dispatch_inputs(
             plan, able, device, x, ids, weights, self._copy, reads_ids, options.to_fp8, options.scale_layout, split
         )
+        inputs.scale_words = self._scale_words
         if self._out is not None:
             inputs.out = outputs.of_dispatch(plan, options, inputs, self._out)
         self._ids_dtype, self._weighted = inputs.topk_ids.dtype, weights is not None

@@ -155,7 +155,7 @@ class UsualCalls:
             inputs: the checked tensors.
             copy: as for :meth:`dispatch`.
         """
-        if inputs is None or is_grad_enabled():
+        if inputs is None or inputs.scale_words is not None or is_grad_enabled():
             return
         kind = _kind_of_dispatch(inputs.x, inputs.scales, inputs.topk_ids, inputs.topk_weights, given, copy)
         known = self._dispatches.get(kind)

@@ -178,7 +178,13 @@ class NodesBackend:
     ) -> NodesDispatch:
         weights = inputs.topk_weights
         dtypes = inputs.x.dtype, inputs.topk_ids.dtype, None if weights is None else weights.dtype
-        given_more = inputs.scales is None, inputs.split, inputs.x_needs_grad, inputs.weights_need_grad
+        given_more = (
+            inputs.scales is None,
+            inputs.scale_words,
+            inputs.split,
+            inputs.x_needs_grad,
+            inputs.weights_need_grad,
+        )
         key = (options, *dtypes, *given_more, meant, repeats)
         found = self._dispatches.get(key)
         if found is None:

@@ -6,7 +6,7 @@ how the host learns what went wrong in outcomes.py, and what lies where in buffe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -19,6 +19,7 @@ from tokenloom.backends.nvlink.combine import Combiner
 from tokenloom.backends.nvlink.copies import Copies
 from tokenloom.backends.nvlink.dispatch import Dispatcher
 from tokenloom.backends.nvlink.fused import FusedLayerCalls
+from tokenloom.backends.nvlink.handle import NvlinkHandle
 from tokenloom.backends.nvlink.late_ranks import PHASE, CallsUntilDone, LateRanks
 from tokenloom.backends.nvlink.launcher import Launcher
 from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT
@@ -110,7 +111,8 @@ class NvlinkBackend:
         self.usual_dispatch, self.usual_combine = dispatcher.usual, combiner.usual
         self.usual_again = dispatcher.usual_again
         row_weights = RowWeights(self._plan, self._ranks.device)
-        self.row_weights, self.route_gradients = row_weights.of_rows, row_weights.of_routes
+        self.row_weights = self._of_kept(row_weights.of_rows)
+        self.route_gradients = self._of_kept(row_weights.of_routes)
         self.send_dispatch: Any = dispatcher.send
         self.send_combine: Any = combiner.send
         self.send_again: Any = dispatcher.send_again
@@ -121,6 +123,15 @@ class NvlinkBackend:
             self.send_dispatch, self.send_combine = until_done.send_dispatch, until_done.send_combine
             self.send_again, self.send_rows = until_done.send_again, until_done.send_rows
             self.send_weight_gradients = until_done.send_weight_gradients
+
+    def _of_kept(self, compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Refuse dispatches whose places a later one has overwritten."""
+
+        def checked(handle: NvlinkHandle, *given: Any) -> torch.Tensor:
+            self._combiner.require_kept(handle)
+            return compute(handle, *given)
+
+        return checked
 
     def ready(self, awaited: bool = False) -> int | None:
         return self._launcher.ready(0 if awaited else CALLS_IN_FLIGHT)

@@ -180,7 +180,7 @@ class Combiner:
 
     def send_weight_gradients(self, handle: NvlinkHandle, grad: torch.Tensor) -> Launched[torch.Tensor]:
         """A combine of short rows, [T, K]: of a token's K gradients each rank has some, and zeros for the others."""
-        self.launcher.require_known(handle.number)
+        self.require_kept(handle)
         plan, fp32 = self.plan, torch.float32
         short = ShortRows(plan, handle, grad)
         kernel = self.launcher.kernel(

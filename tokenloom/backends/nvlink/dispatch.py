@@ -115,6 +115,7 @@ class Dispatcher:
             options,
             inputs.x.dtype,
             inputs.scales is None,
+            inputs.scale_words,
             inputs.topk_ids.dtype,
             None if weights is None else weights.dtype,
             inputs.x_needs_grad,
