@@ -90,7 +90,8 @@ def check(
         topology, about = find_topology(ranks, options.ranks_per_node)
         if options.fits_constants and topology.num_nodes == 1:
             raise InvalidArgument(
-                "--constants is for what is between nodes, and there is one; give --ranks-per-node, or leave it out"
+                "--constants needs two nodes or more, and all ranks are on one; give a smaller --ranks-per-node, or "
+                "leave --constants out"
             )
         comms, lines = _make_comms(group, device, options, topology)
         for comm in comms:
