@@ -205,6 +205,14 @@ MUTATIONS = (
         tests=("tests/compat/test_bad_calls.py::test_two_hidden_sizes",),
     ),
     Mutation(
+        name="faults-told-by-another-shape",
+        rule="a fault is told on the last communicator with rows as wide, whatever the other sizes of the call",
+        target="tokenloom.comm.growing:Communicators.told",
+        old="shape in self._made",
+        new="False",
+        tests=("tests/compat/test_bad_calls.py::test_two_kinds_of_layers",),
+    ),
+    Mutation(
         name="failed-usual-calls-are-forgotten",
         rule="a usual call that fails is not the last one that was made",
         target="tokenloom.comm.growing:Communicators.run_usual",

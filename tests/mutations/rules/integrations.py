@@ -28,6 +28,15 @@ MUTATIONS = (
         needs="transformers",
     ),
     Mutation(
+        name="fused-experts-fail-alone",
+        rule="the other ranks do not hear of experts in FP8 that fail before their call",
+        target=f"{PACKAGE}.fused:FusedExperts.run",
+        old="layer.refuse(fault)",
+        new="raise",
+        tests=(f"{TESTS}test_fp8.py::test_a_fault_of_one_rank",),
+        needs="transformers",
+    ),
+    Mutation(
         name="shares-keep-their-gradient",
         rule="a rank's part of a batch that all ranks hold keeps its gradient to itself",
         target=f"{PACKAGE}.shared_batch:_Take.backward",
@@ -94,7 +103,7 @@ MUTATIONS = (
     Mutation(
         name="layers-keep-the-last-weights",
         rule="layers that share a fused one do not give it their own weights",
-        target=f"{PACKAGE}.fused:FusedExperts.run",
+        target=f"{PACKAGE}.fused:FusedExperts._prepare",
         old="layer.use_weights(*self._weights, w1_bias=w1_bias, w2_bias=w2_bias)",
         new="pass",
         tests=(f"{TESTS}test_fp8.py::test_layers_of_a_model",),
@@ -103,8 +112,8 @@ MUTATIONS = (
     Mutation(
         name="fp8-forgets-gradients",
         rule="experts in FP8 give outputs without a gradient where one is wanted",
-        target=f"{PACKAGE}.fused:FusedExperts.run",
-        old="any(each.requires_grad for each in wanted)",
+        target=f"{PACKAGE}.fused:FusedExperts._prepare",
+        old="any(each.requires_grad for each in (*given, *experts.parameters()))",
         new="False",
         tests=(f"{TESTS}test_fp8.py::test_layers_of_a_model",),
         needs="transformers",

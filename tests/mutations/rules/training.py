@@ -78,6 +78,14 @@ GRADIENTS = (
         tests=(f"{LAYER_TEST}many_ranks_equal_one",),
     ),
     Mutation(
+        name="sums-as-wide-as-tokens",
+        rule="a rank sums over ranks in the dtype of its own tokens",
+        target="tokenloom.training.gradients:sum_over_ranks",
+        old="own.to(dtype)",
+        new="own",
+        tests=("tests/training/test_faults.py::test_float64_under_autocast",),
+    ),
+    Mutation(
         name="loss-gradient-of-own-rank",
         rule="the losses' gradient leaves out what the other ranks' losses say of this rank's tokens",
         target="tokenloom.training.gradients:_SumOverRanks.backward",
