@@ -113,7 +113,7 @@ class PlanMismatch(TokenloomError, ValueError):
         elif field == "dispatch number":
             cure = "combine the result of the same dispatch on all ranks"
         elif field == "communicator":
-            cure = "make the calls of all communicators in the same order on all ranks"
+            cure = "make all communicators, and their calls, in the same order on all ranks"
         super().__init__(f"rank {rank} has {field}={theirs}, rank {base} has {field}={expected}; {cure}")
 
 

@@ -236,7 +236,7 @@ def wide_inputs(context: RankContext, dtypes: tuple[torch.dtype, torch.dtype]) -
             call()
         other = x.to(dtype) if context.rank == bad else x
         again, same_loss = layer(other)
-    assert torch.equal(again, out)
+    torch.testing.assert_close(again, out, rtol=0.02, atol=0.02)  # weights of another dtype, rounded to bfloat16
     torch.testing.assert_close(same_loss.double(), aux_loss.double(), rtol=1e-5, atol=0)
     layer.comm.close()
 

@@ -70,7 +70,8 @@ def handshake(
             call of a backend. Nothing of these where this rank has a fault, unless it needs room and another fault
             comes first. PeerTimeout: ranks are missing.
     """
-    fields = {**fields, "communicator": ranks.notes.key("")}
+    call = next(iter(fields.values()))
+    fields = {"call": call, "communicator": ranks.notes.key(""), **fields}
     stamp = ranks.stamp()
     header = [_OK if fault is None else _FAULT, stamp, hash_of(fields)]
     header += _encode_message("" if fault is None else f"{type(fault).__name__}: {fault}")
@@ -79,7 +80,6 @@ def handshake(
     row[:_HEADER_WORDS] = torch.tensor(header, dtype=torch.int64, device="cpu")
     if counts is not None:
         row[_HEADER_WORDS:ends] = counts
-    call = next(iter(fields.values()))
     phase = f"the handshake of {call}"
     table = ranks.all_gather(row, phase, opens=True).cpu().numpy()
     ranks.require_answers(table[:, 1].tolist(), stamp, phase)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, overload
 
 import torch
+from torch.nn import functional
 
 from tokenloom.backends.base import Upcoming
 from tokenloom.comm import validation, validation_beside
@@ -148,7 +149,7 @@ class CallsBeside(Calls):
             _require_same_ranks(routed, engine)
             vars(routed)["_narrow"] = engine, self._route_again(routed, engine, None)
         found = vars(routed)["_narrow"]
-        rows = torch.nn.functional.pad(values, (0, more)) if more else values
+        rows = functional.pad(values, (0, more)) if more else values
         usual = self._usual_of(engine)
         with torch.no_grad():
             out = None if usual is None else usual.combine(self, rows, found[1], sums, None, None)
@@ -219,14 +220,15 @@ class CallsBeside(Calls):
             validation_beside.weights_at_home(
                 engine.plan, topk_weights, routed._handle.num_tokens, engine.ranks.device
             )
-        if not without_lost:
+        if not without_lost or not routed._handle.masked <= engine.masked:
             _require_same_ranks(routed, engine)
         again = self._route_again(routed, engine, topk_weights.detach())
         made = Routed(self, self.engine.plan, routed._handle, routed._rows, None, True, routed._ids_dtype, routed._out)
         late, lost = again._received_weights, again._handle.masked - routed._handle.masked
-        if late is not None and lost:  # what those ranks sent with the rows came without weights
+        if late is not None and lost and routed.layout != "rank":  # rows of those ranks keep their places
             came = torch.tensor([rank not in lost for rank in range(engine.plan.num_ranks)], device=late.device)
-            places = torch.repeat_interleave(came, routed.source_counts)
+            rows = torch.repeat_interleave(came, routed._handle.counts.source_counts)
+            places = functional.pad(rows, (0, max(0, len(late) - len(rows))))
             late = late.new_zeros(len(places), late.shape[1]).masked_scatter_(places[:, None], late)
         vars(made).update(_late_weights=late, _scale_words=routed._scale_words)
         return made

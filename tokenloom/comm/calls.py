@@ -401,7 +401,8 @@ class Calls:
             float32 (float64 beside float64 weights) [rows], in layout "slots" [L, S]; 0 where no row lies.
 
         Raises:
-            InvalidArgument: another layout, a dispatch without weights, or another communicator's.
+            InvalidArgument: another layout, a dispatch without weights, or another communicator's. On ``nvlink`` also
+                one whose receive buffer was reused, or that ranks which came back know nothing of.
         """
         validation.require_routed(routed, self)
         if routed.layout not in ROUTE_LAYOUTS or routed._weights is None:

@@ -136,7 +136,9 @@ class HybridEPBuffer(BufferBase):
         """
         device = checks.device_of(hidden)
         known = handle.dispatched.comm if isinstance(handle, Parts) else None
-        likely = checks.likely_shape(hidden, self._experts(num_of_experts_per_rank), topk_idx)
+        said = num_of_experts_per_rank
+        experts = self._experts(said) if said is None or isinstance(said, int) else None
+        likely = checks.likely_shape(hidden, experts, topk_idx)
         with self._calls.told(device, known, hidden=checks.hidden_of(hidden), shape=likely):
             refuse(**others)
             hidden = hidden.contiguous() if isinstance(hidden, torch.Tensor) else hidden
