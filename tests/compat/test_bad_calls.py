@@ -129,23 +129,29 @@ def test_deep_ep(four: Ranks) -> None:
 def check_two_hidden_sizes(context: RankContext) -> None:
     buffer = deep_ep.Buffer(context.group)
 
-    def dispatch(hidden: int, bad: bool = False) -> None:
+    def dispatch(hidden: int, dtype: torch.dtype = torch.float32, as_list: bool = False) -> None:
         x, ids = torch.ones(2, hidden, dtype=BF16), torch.zeros(2, 1, dtype=torch.int64)
         per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, context.num_ranks)
         counts = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
-        buffer.dispatch(x, topk_idx=ids.tolist() if bad else ids, topk_weights=torch.ones(2, 1), **counts)
+        buffer.dispatch(
+            x, topk_idx=ids.tolist() if as_list else ids, topk_weights=torch.ones(2, 1, dtype=dtype), **counts
+        )
 
     dispatch(128)
     dispatch(256)
+    with pytest.raises(tl.TokenloomError, match="topk_weights"):
+        dispatch(128, torch.float64 if context.rank == 1 else torch.float32)
+    dispatch(128)
+    dispatch(256)
     with pytest.raises(tl.TokenloomError, match="topk_idx is a list"):
-        dispatch(128, bad=context.rank == 1)
+        dispatch(128, as_list=context.rank == 1)
     dispatch(128)
     dispatch(256)
 
 
 def test_two_hidden_sizes(four: Ranks) -> None:
-    """A fault is told by the communicator that the others call, or later calls of both would have other numbers. Here
-    the width alone says which it is."""
+    """A fault is told by the communicator that the others call, or later calls of both would have other numbers. If
+    ids are no tensor, the width alone says which it is."""
     four.run(check_two_hidden_sizes)
 
 
