@@ -48,6 +48,10 @@ class Shape(NamedTuple):
     num_sms: int | None = None
 
 
+UNKNOWN = Shape(0, 0, None)
+"""Of a call whose arguments say nothing. 0 stands for a size that is not known."""
+
+
 def wide_rows(dtype: torch.dtype) -> torch.dtype | None:
     """Give float64, which not every backend moves, as :attr:`Shape.wide` has it."""
     return dtype if dtype == torch.float64 else None
@@ -195,9 +199,7 @@ class Communicators:
         name: str = "dispatch",
         awaited: bool = True,
         opened_on: Callable[[Communicator], tuple[str, Engine]] | None = None,
-        num_sms: int | None = None,
-        hidden: int | None = None,
-        shape: Shape | None = None,
+        shape: Shape = UNKNOWN,
     ) -> Iterator[None]:
         """Inside, a call is checked. The other ranks, which make it, hear of a fault.
 
@@ -207,19 +209,18 @@ class Communicators:
             name: "dispatch" or "combine".
             awaited: a dispatch whose outcome the other ranks read. Elsewhere kernels tell it: at a later call.
             opened_on: gives the name of what the others open, and its engine, where it is not the communicator's own.
-            num_sms, hidden: of the call's shape, as far as it is known. Of several communicators the others make the
-                call with the last such one; told by another, ranks would count different calls of both.
-            shape: the whole of it, as it seems, or None. It comes first if it has a communicator.
+            shape: of the call, as far as it is known. The others make it with the communicator of that shape, or else
+                with the last one that has its ``num_sms`` and ``hidden``. Told by another, ranks would count different
+                calls of both.
         """
         try:
             yield
         except Exception as fault:
             if is_known_to_all(fault):
                 raise
-            of_shape = self._last_of.get((num_sms, hidden)) or self._last_of.get((num_sms, None))
-            if shape in self._made:
-                of_shape = self._made[shape]
-            known = comm or of_shape or self._last
+            num_sms, of_shape = shape.num_sms, self._made.get(shape)
+            of_width = self._last_of.get((num_sms, shape.hidden)) or self._last_of.get((num_sms, None))
+            known = comm or of_shape or of_width or self._last
             self._tell(fault, device, known, Upcoming(name, awaited=awaited and name == "dispatch"), opened_on)
             raise
 

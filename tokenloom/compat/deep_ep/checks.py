@@ -26,15 +26,9 @@ def device_of(x: object) -> torch.device:
     return tokens.device if isinstance(tokens, torch.Tensor) else torch.device("cpu")
 
 
-def hidden_of(x: object) -> int | None:
-    """Values in a row of a payload, or None if it has no rows."""
-    tokens = _rows_in(x)
-    return tokens.shape[1] if isinstance(tokens, torch.Tensor) and tokens.ndim == 2 else None
-
-
 def likely_shape(
-    x: object, num_experts: object, ids: object, top_k: int | None = None, num_sms: int | None = None
-) -> Shape | None:
+    x: object, num_experts: object = None, ids: object = None, top_k: int | None = None, num_sms: int | None = None
+) -> Shape:
     """Guess what a call is made with, by arguments that are not checked yet.
 
     Args:
@@ -45,16 +39,14 @@ def likely_shape(
         num_sms: of the call's kernels.
 
     Returns:
-        The shape, or None if they do not say it.
+        The shape, with 0 for what they do not say.
     """
-    rows = _rows_in(x)
-    if not isinstance(rows, torch.Tensor) or rows.ndim != 2 or not isinstance(num_experts, int):
-        return None
+    rows, hidden, wide = _rows_in(x), 0, None
+    if isinstance(rows, torch.Tensor) and rows.ndim == 2:
+        hidden, wide = rows.shape[1], wide_rows(rows.dtype)
     if ids is not None:
-        if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
-            return None
-        top_k = ids.shape[1]
-    return Shape(num_experts, rows.shape[1], top_k, wide_rows(rows.dtype), num_sms)
+        top_k = ids.shape[1] if isinstance(ids, torch.Tensor) and ids.ndim == 2 else 0
+    return Shape(num_experts if isinstance(num_experts, int) else 0, hidden, top_k, wide, num_sms)
 
 
 def _rows_in(x: object) -> object:

@@ -96,10 +96,9 @@ class ElasticCalls(BufferBase):
         """
         device = checks.device_of(x)
         given: tuple[Any, ...] = (topk_idx, topk_weights, num_experts, num_max_tokens_per_rank, expert_alignment)
-        hidden = checks.hidden_of(x)
         known = handle.dispatched.comm if isinstance(handle, EPHandle) else None
         likely = checks.likely_shape(x, num_experts, topk_idx, num_sms=most_sms())
-        with self._calls.told(device, known, num_sms=most_sms(), hidden=hidden, shape=likely):
+        with self._calls.told(device, known, shape=likely):
             payload = checks.payload_of(x)
             tokens = payload[0] if isinstance(payload, tuple) else payload
             require(do_expand or not do_zero_padding, "do_zero_padding needs do_expand=True")
@@ -123,7 +122,7 @@ class ElasticCalls(BufferBase):
 
             (rows, ids, weights), event = self._run(call, inputs, device, events, async_with_compute_stream)
             return rows, ids, weights, handle, event
-        with self._calls.told(device, num_sms=most_sms(), hidden=hidden, shape=likely):
+        with self._calls.told(device, shape=likely):
             top_k = checks.ids_of(topk_idx, len(tokens), device)
             assert topk_idx is not None
             most = self._most(num_max_tokens_per_rank, len(tokens))
@@ -204,7 +203,7 @@ class ElasticCalls(BufferBase):
             combined_x [N, H] of x's dtype, combined_topk_weights float32 [N, K] or None, event.
         """
         device = checks.device_of(x)
-        with self._calls.told(device, None, "combine", num_sms=most_sms(), hidden=checks.hidden_of(x)):
+        with self._calls.told(device, None, "combine", shape=checks.likely_shape(x, num_sms=most_sms())):
             _require_handle(handle)
         comm, routed = handle.dispatched.comm, handle.dispatched.routed
         with self._calls.told(device, comm, "combine"):

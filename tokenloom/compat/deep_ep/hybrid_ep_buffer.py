@@ -139,7 +139,7 @@ class HybridEPBuffer(BufferBase):
         said = num_of_experts_per_rank
         experts = self._experts(said) if said is None or isinstance(said, int) else None
         likely = checks.likely_shape(hidden, experts, topk_idx)
-        with self._calls.told(device, known, hidden=checks.hidden_of(hidden), shape=likely):
+        with self._calls.told(device, known, shape=likely):
             refuse(**others)
             hidden = hidden.contiguous() if isinstance(hidden, torch.Tensor) else hidden
             payload = checks.by_row(checks.payload_of(hidden if scaling_factor is None else (hidden, scaling_factor)))
@@ -211,7 +211,7 @@ class HybridEPBuffer(BufferBase):
             [N, H] of hidden's dtype; probs float32 [N, E], 0 where there is no route, or None.
         """
         device = checks.device_of(hidden)
-        with self._calls.told(device, None, "combine", hidden=checks.hidden_of(hidden)):
+        with self._calls.told(device, None, "combine", shape=checks.likely_shape(hidden)):
             _check_handle(handle, pad_multiple)
         given: Dispatched = handle.dispatched
         comm, routed = given.comm, given.routed

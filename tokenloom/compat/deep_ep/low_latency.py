@@ -102,8 +102,7 @@ class LowLatencyMode(BufferBase):
                 return found
         device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
         likely = checks.likely_shape(x, num_experts, topk_idx, num_sms=most_sms())
-        known: dict[str, Any] = {"num_sms": most_sms(), "hidden": checks.hidden_of(x), "shape": likely}
-        with self._calls.told(device, awaited=False, **known):
+        with self._calls.told(device, awaited=False, shape=likely):
             refuse(dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats, **others)
             require(not (async_finish and return_recv_hook), "async_finish and return_recv_hook exclude each other")
             require(round_scale or not use_ue8m0, "use_ue8m0 needs round_scale=True")
@@ -275,7 +274,8 @@ class LowLatencyMode(BufferBase):
             if found is not None:
                 return found, EventOverlap(), None
         device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
-        with self._calls.told(device, None, "combine", False, _weighted_combine, most_sms()):
+        likely = checks.likely_shape(None, num_sms=most_sms())
+        with self._calls.told(device, None, "combine", False, _weighted_combine, likely):
             if not isinstance(handle, Parts) or len(handle) != 5:
                 raise BadCall(f"handle is a {type(handle).__name__}, expected what low_latency_dispatch returned")
             routed, comm, ids = handle.dispatched.routed, handle.dispatched.comm, handle.dispatched.ids

@@ -176,7 +176,7 @@ class NormalMode(BufferBase):
             return rows, None, None, None, None, event
         experts = num_tokens_per_expert.numel() if isinstance(num_tokens_per_expert, torch.Tensor) else None
         likely = checks.likely_shape(x, experts, topk_idx, self.group_size)
-        with self._calls.told(device, hidden=checks.hidden_of(x), shape=likely):
+        with self._calls.told(device, shape=likely):
             self._stream.check(*streams)
             checks.config(config)
             payload = checks.payload_of(x)
