@@ -61,23 +61,26 @@ def test_a_family_without_a_plan(pool: RankPool) -> None:
 
 
 def fail(context: RankContext, folder: Any) -> None:
+    """Of the model, experts alone: FSDP2 of a rank that fails amid a model would leave out a collective."""
     model = models.load(context, folder, models.distributed("mixtral", context.num_ranks, "fsdp", models.OWN_EXPERTS))
-    tokens = torch.ones(1, 3, dtype=torch.int64, device=context.device)
+    experts = next(iter(models.experts_of(model).values()))
+    generator = torch.Generator().manual_seed(1 + context.rank)
+    hidden = torch.randn(9, models.HIDDEN, generator=generator).to(context.device, model.dtype)
+    weights, ids = torch.rand(9, models.EXPERTS, generator=generator).to(context.device).topk(models.TOP_K)
     with torch.no_grad():
-        before = model(tokens).logits
-        experts = next(iter(models.experts_of(model).values())).tokenloom
-        works = experts._own_experts
+        before = experts(hidden, ids, weights)
+        works = experts.tokenloom._own_experts
         if context.rank == 1:
-            experts._own_experts = lambda *_: 1 / 0
+            experts.tokenloom._own_experts = lambda *_: 1 / 0
 
         def call() -> None:
-            model(tokens)
-            experts.shared.communicators.all()[0].check()  # kernels say it later
+            experts(hidden, ids, weights)
+            experts.tokenloom.shared.communicators.all()[0].check()  # kernels say it later
 
         with pytest.raises(ZeroDivisionError if context.rank == 1 else PeerError, match=r"division by zero"):
             call()
-        experts._own_experts = works
-        assert torch.equal(model(tokens).logits, before)
+        experts.tokenloom._own_experts = works
+        assert torch.equal(experts(hidden, ids, weights), before)
 
 
 def test_experts_that_fail_on_one_rank(pool: RankPool, folder_of: FolderOf) -> None:
