@@ -166,6 +166,16 @@ def experts_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return {name: module for name, module in model.named_modules() if name.endswith(".experts")}
 
 
+def rows_for_experts(
+    context: RankContext, seed: int, hidden: int = HIDDEN
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Make what a module of experts is called with: tokens [9, hidden] in float32, their experts, and weights."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(9, hidden, generator=generator).to(context.device)
+    weights, ids = torch.rand(9, EXPERTS, generator=generator).to(context.device).topk(TOP_K)
+    return x, ids, weights
+
+
 def check_use(context: RankContext, model: torch.nn.Module) -> None:
     """All experts run on one communicator of tokenloom, with the best backend that there is."""
     text = import_module("tokenloom.integrations.transformers").describe(model)

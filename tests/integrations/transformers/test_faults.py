@@ -61,12 +61,11 @@ def test_a_family_without_a_plan(pool: RankPool) -> None:
 
 
 def fail(context: RankContext, folder: Any) -> None:
-    """Of the model, experts alone: FSDP2 of a rank that fails amid a model would leave out a collective."""
+    """The experts are called alone: if a rank failed within the model, FSDP2 would leave out a collective there."""
     model = models.load(context, folder, models.distributed("mixtral", context.num_ranks, "fsdp", models.OWN_EXPERTS))
     experts = next(iter(models.experts_of(model).values()))
-    generator = torch.Generator().manual_seed(1 + context.rank)
-    hidden = torch.randn(9, models.HIDDEN, generator=generator).to(context.device, model.dtype)
-    weights, ids = torch.rand(9, models.EXPERTS, generator=generator).to(context.device).topk(models.TOP_K)
+    hidden, ids, weights = models.rows_for_experts(context, 1 + context.rank)
+    hidden = hidden.to(model.dtype)
     with torch.no_grad():
         before = experts(hidden, ids, weights)
         works = experts.tokenloom._own_experts

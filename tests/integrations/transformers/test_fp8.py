@@ -52,9 +52,8 @@ def compute(context: RankContext, folder: Path) -> None:
     family = folder.name
     model = models.load(context, folder, models.distributed(family, context.num_ranks, "tp", models.FP8))
     plain = models.load(context, folder)
-    generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(9, WIDTH, generator=generator).bfloat16().to(context.device)
-    weights, ids = torch.rand(9, models.EXPERTS, generator=generator).to(context.device).topk(models.TOP_K)
+    hidden, ids, weights = models.rows_for_experts(context, 1, WIDTH)
+    hidden = hidden.bfloat16()
     pairs = list(zip(models.experts_of(plain).values(), models.experts_of(model).values(), strict=True))
     assert len(pairs) == 2
     rows = -(-9 // context.num_ranks)

@@ -187,9 +187,7 @@ def autocast(context: RankContext, folder: Path) -> None:
     """Experts alone, since a router behind rounded layers may choose others."""
     model = models.load(context, folder, models.distributed("mixtral", context.num_ranks, "tp")).float()
     plain = models.load(context, folder).float()
-    generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(9, models.HIDDEN, generator=generator).to(context.device)
-    weights, ids = torch.rand(9, models.EXPERTS, generator=generator).to(context.device).topk(models.TOP_K)
+    hidden, ids, weights = models.rows_for_experts(context, 1)
     want, got = (next(iter(models.experts_of(each).values())) for each in (plain, model))
     expected = want(hidden, ids, weights)
     with torch.autocast(context.device.type, torch.bfloat16):
