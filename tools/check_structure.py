@@ -51,7 +51,7 @@ BACKEND_BLIND = ("comm", "training", "inference", "tune")
 """Rooms that ask what a backend can do, never which one it is."""
 BACKEND_NAMES = ("nvlink", "collective", "network")
 
-MAX_LINES = 600
+MAX_LINES = 800
 CODE_FOLDERS = (PACKAGE, "tests", "tools", "microbench", "examples", "packages")
 CODE_SUFFIXES = (".py", ".cuh", ".cu")
 
