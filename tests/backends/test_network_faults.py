@@ -27,6 +27,7 @@ from tests.support.patience import only_late
 from tests.support.slow import mostly_slow
 from tokenloom.backends.handshake import handshake
 from tokenloom.backends.network.inside import CollectivesInside
+from tokenloom.runtime import collectives
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.rank_group import RankGroup, Transfer
 
@@ -40,6 +41,17 @@ PHASES = [
     "combine, sums, between nodes",
     "the handshake of gradient of weights",
 ]
+
+
+@pytest.fixture(autouse=True)
+def collectives_are_forgotten(four: Ranks) -> Iterator[None]:
+    """Those that lack a rank never end, and the ranks of later tests would wait for them before they free memory."""
+    yield
+    four.run(forget_collectives)
+
+
+def forget_collectives(context: RankContext) -> None:
+    collectives._open.clear()
 
 
 def in_a_group_of_their_own(context: RankContext) -> RankContext:
