@@ -124,7 +124,7 @@ def reset_parameters(model: nn.Module, seed: int) -> None:
     for number, module in enumerate(model.modules()):
         if isinstance(module, tl.ExpertParallelMoE):
             module.reset_parameters(seed=1000 * seed + number)
-        elif hasattr(module, "reset_parameters"):
+        elif hasattr(module, "reset_parameters") and not isinstance(module, tl.RoutedExperts):  # of a layer
             module.reset_parameters()
 
 

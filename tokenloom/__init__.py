@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from tokenloom.ops.router import Router
     from tokenloom.plan import Activation, WeightLayout
     from tokenloom.runtime.streams import Event
+    from tokenloom.training.expert_module import RoutedExperts
     from tokenloom.training.layer import ExpertParallelMoE
     from tokenloom.training.state_dict import gather_state_dict, shard_state_dict
 
@@ -53,6 +54,7 @@ _MODULE_OF = {
     "MegaMoE": "inference.mega_moe",
     "Pending": "comm.pending",
     "Routed": "comm.routed",
+    "RoutedExperts": "training.expert_module",
     "Router": "ops.router",
     "Strategy": "comm.strategy",
     "WeightLayout": "plan",
@@ -87,6 +89,7 @@ __all__ = [
     "Pending",
     "PlanMismatch",
     "Routed",
+    "RoutedExperts",
     "Router",
     "ShapeMismatch",
     "Strategy",

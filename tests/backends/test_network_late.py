@@ -115,7 +115,7 @@ def check_backward(context: RankContext, strategy: tl.Strategy) -> None:
         sizes: dict[str, Any] = {"num_experts": 8, "hidden": 16, "top_k": 3, "max_tokens_per_rank": 8}
         comm = Communicator(context.group, ranks_per_node=2, on_timeout=on_timeout, timeout_s=LONG_S, **sizes)
         layer = make_layer(LayerCase(), None, comm=comm, strategy=strategy, max_tokens_per_rank=None)
-        x = torch.ones(3 + context.rank, 16, dtype=layer.w1.dtype).cumsum(0).requires_grad_()
+        x = torch.ones(3 + context.rank, 16, dtype=layer.experts.w1.dtype).cumsum(0).requires_grad_()
         out, _ = layer(x)
         if context.rank == 1:
             if on_timeout == "mask":

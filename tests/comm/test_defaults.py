@@ -184,7 +184,7 @@ def test_a_layer_has_the_default_dtype() -> None:
     with defaults("cpu", BF16):
         layer = make_layer(LayerCase(), None, dtype=None, device="cpu")
         assert {parameter.dtype for parameter in layer.parameters()} == {BF16}
-        out, aux_loss = layer(torch.ones(3, layer.hidden))
+        out, aux_loss = layer(torch.ones(3, layer.experts.hidden))
     assert (out.dtype, aux_loss.dtype) == (BF16, FP32)
 
 

@@ -157,7 +157,7 @@ def train(context: RankContext, strategy: tl.Strategy | None) -> list[torch.Tens
     x = xs[context.rank].to(context.device).requires_grad_()
     out, aux_loss = layer(x)
     ((out * factors[context.rank].to(context.device)).sum() + aux_loss / context.num_ranks).backward()
-    assert layer.strategy == (strategy or tl.Strategy())
+    assert layer.experts.strategy == (strategy or tl.Strategy())
     assert x.shape[1] == HIDDEN
     found = [out.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
     return [tensor.cpu() for tensor in found if tensor is not None]

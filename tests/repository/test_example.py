@@ -121,7 +121,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(
     """The checkpoint holds the whole model: written by 2 ranks, read by 1 and by 4."""
     steps, checkpoint = 3, folder / "2.pt"
     full = torch.load(checkpoint, weights_only=True)
-    assert full["blocks.1.moe.w1"].shape[0] == 8
+    assert full["blocks.1.moe.experts.w1"].shape[0] == 8
     assert full.keys() == torch.load(folder / "1.pt", weights_only=True).keys()
     one = run_script(tmp_path, 1, "--steps", steps, "--resume", checkpoint, "--seed", 1)
     many = run_here(pools, tmp_path, steps, resume=str(checkpoint), seed=1)
@@ -189,7 +189,7 @@ def test_first_steps_do_not_depend_on_the_number_of_ranks(pools: Callable[[str],
         one = alone.result()
     assert furthest(many["losses"], one.losses) < EARLY_TOLERANCE
     assert furthest(many["gradient_norms"], one.norms) < EARLY_TOLERANCE
-    assert torch.load(tmp_path / "4.pt", weights_only=True)["blocks.1.moe.w1"].shape[0] == 8
+    assert torch.load(tmp_path / "4.pt", weights_only=True)["blocks.1.moe.experts.w1"].shape[0] == 8
 
 
 @pytest.mark.slow

@@ -41,6 +41,7 @@ PUBLIC = {
         "MegaMoE",
         "Pending",
         "Routed",
+        "RoutedExperts",
         "Router",
         "Strategy",
         "WeightLayout",

@@ -93,8 +93,18 @@ def make_layer(case: LayerCase, group: dist.ProcessGroup | None, **options: Any)
         if layer.correction_bias is not None:
             layer.correction_bias.copy_(torch.linspace(-0.2, 0.2, NUM_EXPERTS, dtype=torch.float32, device="cpu"))
     for name in case.frozen:
-        layer.get_parameter(name).requires_grad_(False)
+        layer.get_parameter(f"experts.{name}" if name in EXPERT_WEIGHTS else name).requires_grad_(False)
     return layer
+
+
+def short(name: str) -> str:
+    """Name of a layer's parameter as cases and the oracle have it: "w1" of "experts.w1"."""
+    return name.removeprefix("experts.")
+
+
+def full_weights(layer: tl.ExpertParallelMoE) -> dict[str, torch.Tensor]:
+    """All experts, and all else, by short names. Collective."""
+    return {short(name): value for name, value in tl.gather_state_dict(layer).items()}
 
 
 def make_inputs(case: LayerCase, num_ranks: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -197,7 +207,7 @@ def expect(
     """The oracle on all ranks' tokens. Each rank has its own copy of the replicated weights: its part of the gradient.
 
     Args:
-        full: full state dict of the layer.
+        full: all of the layer, from :func:`full_weights`.
     """
     bias = full.get("correction_bias")
     experts = {name: full[name].double().requires_grad_() for name in EXPERT_WEIGHTS if name in full}

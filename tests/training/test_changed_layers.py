@@ -40,7 +40,7 @@ def check_names_that_a_wrapper_changes(context: RankContext) -> None:
     layer = make_layer(CASE, context.group)
     module = Counted(checkpoint_wrapper(layer))
     full = tl.gather_state_dict(module)
-    assert full["layer.w1"].shape[0] == layer.comm.plan.num_experts
+    assert full["layer.experts.w1"].shape[0] == layer.comm.plan.num_experts
     assert full["_extra_state"] == {"steps": 7}
     assert full.keys() == tl.gather_state_dict(Counted(layer)).keys()
     other = Counted(checkpoint_wrapper(make_layer(CASE, context.group)))
@@ -69,7 +69,7 @@ class Cut(nn.Module):
 
     @staticmethod
     def halve(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
-        state["layer.w1"] = state["layer.w1"][:1]
+        state["layer.experts.w1"] = state["layer.experts.w1"][:1]
 
 
 def test_experts_that_are_not_there() -> None:
@@ -83,7 +83,7 @@ def test_the_correction_bias_of_a_narrow_checkpoint() -> None:
     layer = make_layer(CASE, None)
     layer.load_state_dict({name: value.bfloat16() for name, value in layer.state_dict().items()}, assign=True)
     assert layer.correction_bias.dtype == FP32
-    assert layer.w1.dtype == torch.bfloat16
+    assert layer.experts.w1.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -92,7 +92,7 @@ def test_the_correction_bias_stays_float32(dtype: torch.dtype) -> None:
     layer = make_layer(CASE, None)
     before = layer.correction_bias.clone()
     layer.to(dtype)
-    assert layer.w1.dtype == dtype
+    assert layer.experts.w1.dtype == dtype
     assert torch.equal(layer.correction_bias, before)
     assert layer.correction_bias.dtype == FP32
 
@@ -104,8 +104,8 @@ def test_a_layer_that_was_on_meta() -> None:
     assert not layer.correction_bias.any()
     assert not layer.expert_counts.any()
     layer(torch.ones(2, HIDDEN))[0].sum().backward()
-    assert layer.w1.main_grad.any()
-    assert layer.w1.grad is None
+    assert layer.experts.w1.main_grad.any()
+    assert layer.experts.w1.grad is None
 
 
 def test_experts_that_thaw() -> None:
@@ -115,11 +115,11 @@ def test_experts_that_thaw() -> None:
     for each in (layer, copy.deepcopy(layer)):
         each.requires_grad_(True)
         each(torch.ones(2, HIDDEN))[0].sum().backward()
-        assert each.w1.main_grad.any()
-        assert each.w1.grad is None
-        once = each.w1.main_grad.clone()
+        assert each.experts.w1.main_grad.any()
+        assert each.experts.w1.grad is None
+        once = each.experts.w1.main_grad.clone()
         each(torch.ones(2, HIDDEN))[0].sum().backward()
-        torch.testing.assert_close(each.w1.main_grad, 2 * once)  # and no hook adds twice
+        torch.testing.assert_close(each.experts.w1.main_grad, 2 * once)  # and no hook adds twice
 
 
 def keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -198,7 +198,7 @@ def changed_in_place(context: RankContext) -> None:
     loss = layer(x)[0].float().sum()
     if context.rank == bad:
         with torch.no_grad():
-            layer.w1.mul_(1)
+            layer.experts.w1.mul_(1)
 
     def backward() -> None:
         loss.backward()
@@ -257,7 +257,7 @@ def no_room_to_cast(context: RankContext) -> None:
     x = torch.ones(16, HIDDEN, device=context.device)
 
     def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if context.rank == bad and tensor.shape == layer.w1.shape:
+        if context.rank == bad and tensor.shape == layer.experts.w1.shape:
             raise torch.OutOfMemoryError("no memory left")
         return real(tensor, *args, **kwargs)
 

@@ -27,8 +27,10 @@ from tests.support.layer_cases import (
     dense_aux_loss,
     dense_layer,
     expect,
+    full_weights,
     make_inputs,
     make_layer,
+    short,
 )
 from tokenloom import reference
 from tokenloom.ops.experts import Experts
@@ -51,7 +53,7 @@ def own_inputs(context: RankContext, case: LayerCase) -> tuple[torch.Tensor, tor
 
 def compare_with_reference(context: RankContext, case: LayerCase) -> None:
     layer = make_layer(case, context.group)
-    full = tl.gather_state_dict(layer)
+    full = full_weights(layer)
     xs, _ = make_inputs(case, context.num_ranks)
     wide = torch.promote_types(case.dtype, FP32)
     routes = [
@@ -139,7 +141,7 @@ def compare_gradients(context: RankContext, case: LayerCase) -> None:
     """One loss per rank: outputs times factors, plus this rank's share of the aux loss."""
     layer = make_layer(case, context.group)
     xs, factors = make_inputs(case, context.num_ranks)
-    want = expect(case, tl.gather_state_dict(layer), xs, factors)
+    want = expect(case, full_weights(layer), xs, factors)
     x = xs[context.rank].detach().to(context.device).requires_grad_(case.x_grad)
     out, aux_loss = layer(x)
     assert_near(out, want.outs[context.rank], case.dtype, "out")
@@ -151,7 +153,8 @@ def compare_gradients(context: RankContext, case: LayerCase) -> None:
     if case.x_grad:
         assert_near(x.grad, want.x_grads[context.rank], case.dtype, "gradient of x")
     local = slice(layer.local_experts.start, layer.local_experts.stop)
-    for name, parameter in layer.named_parameters():
+    for full_name, parameter in layer.named_parameters():
+        name = short(full_name)
         what = f"gradient of {name}"
         if name in case.frozen:
             assert parameter.grad is None, what
@@ -257,7 +260,7 @@ def train(context: RankContext, case: LayerCase, steps: int) -> None:
     second = make_layer(case, None, comm=first.comm, max_tokens_per_rank=None)
     model = torch.nn.ModuleList([first, second])
     with torch.no_grad():
-        second.w1.mul_(0.5)
+        second.experts.w1.mul_(0.5)
     xs, factors = make_inputs(case, context.num_ranks)
     full = tl.gather_state_dict(model)
     dense = {name: value.double().clone() for name, value in full.items()}
@@ -279,7 +282,7 @@ def train(context: RankContext, case: LayerCase, steps: int) -> None:
 
         dense_hidden, loss = batch, torch.zeros((), dtype=torch.float64)
         for index in range(2):
-            weights = {name[2:]: value for name, value in dense.items() if name.startswith(f"{index}.")}
+            weights = {short(name[2:]): value for name, value in dense.items() if name.startswith(f"{index}.")}
             part = dense_layer(dense_hidden, weights, ROUTERS[case.router], weights.get("correction_bias"))
             dense_hidden, loss = dense_hidden + part.out, loss + dense_aux_loss(case, [part])
         dense_optimizer.zero_grad()
@@ -303,7 +306,7 @@ def count_routes(context: RankContext, case: LayerCase) -> None:
     layer = make_layer(case, context.group)
     assert layer.expert_counts.tolist() == [0] * NUM_EXPERTS
     xs, factors = make_inputs(case, context.num_ranks)
-    ids = torch.cat(expect(case, tl.gather_state_dict(layer), xs, factors).ids)
+    ids = torch.cat(expect(case, full_weights(layer), xs, factors).ids)
     layer(xs[context.rank].to(context.device))
     counts = torch.bincount(ids.flatten(), minlength=NUM_EXPERTS)
     assert layer.expert_counts.tolist() == counts.tolist()
@@ -347,7 +350,7 @@ def test_which_parameters_a_trainer_has_to_reduce() -> None:
     """Those that are the same on every rank; with the sharded ones they are all there are."""
     layer = make_layer(BASE, None)
     sharded, replicated = layer.expert_parameters(), layer.replicated_parameters()
-    assert [id(each) for each in sharded] == [id(layer.w1), id(layer.w2)]
+    assert [id(each) for each in sharded] == [id(layer.experts.w1), id(layer.experts.w2)]
     assert {id(each) for each in replicated} == {
         id(each) for each in (layer.router_weight, layer.shared_w1, layer.shared_w2)
     }
@@ -364,7 +367,7 @@ def test_a_float64_layer_takes_a_backend_that_has_it() -> None:
         layer = make_layer(BASE, None, dtype=None)
     finally:
         torch.set_default_dtype(FP32)
-    assert layer.w1.dtype == torch.float64
+    assert layer.experts.w1.dtype == torch.float64
     assert reason in layer.comm.describe()
 
 
@@ -410,7 +413,7 @@ class BrokenRouter:
 
 def fail_on_one_rank(context: RankContext, case: LayerCase, fault: str, bad: int) -> None:
     layer, (x, factors) = make_layer(case, context.group), own_inputs(context, case)
-    router, w1 = layer.router, layer.w1
+    router, w1 = layer.router, layer.experts.w1
 
     def step() -> list[torch.Tensor]:
         out, aux_loss = layer(x)
@@ -426,7 +429,7 @@ def fail_on_one_rank(context: RankContext, case: LayerCase, fault: str, bad: int
         elif fault == "experts fail":
             failing = mock.patch.object(Experts, "gemms", side_effect=RuntimeError("no memory left"))
         elif fault == "wrong weights":
-            layer.w1 = torch.nn.Parameter(w1.detach()[:, :, 1:])
+            layer.experts.w1 = torch.nn.Parameter(w1.detach()[:, :, 1:])
         else:
             bad_x = {
                 "wrong hidden": x.new_zeros(4, HIDDEN + 1),
@@ -445,7 +448,7 @@ def fail_on_one_rank(context: RankContext, case: LayerCase, fault: str, bad: int
             layer(bad_x)
         assert peer.value.rank == bad
         assert FAULTS[fault].__name__ in peer.value.reason
-    layer.router, layer.w1 = router, w1
+    layer.router, layer.experts.w1 = router, w1
     for got, want in zip(step(), before, strict=True):
         assert torch.equal(got, want)
 
@@ -571,7 +574,7 @@ def copied(context: RankContext) -> None:
     want = layer(x)[0]
     assert torch.equal(twin(x)[0], want)
     with torch.no_grad():
-        layer.w2.zero_()
+        layer.experts.w2.zero_()
     assert torch.equal(twin(x)[0], want)
 
 

@@ -45,20 +45,20 @@ def test_a_layer_made_in_inference_mode_trains() -> None:
 def test_main_grads_that_a_forward_in_inference_mode_makes() -> None:
     """A parameter that somebody has put in gets its main_grad in the next forward, which may be an evaluation."""
     layer = make_layer(CASE, None, main_grads=True)
-    layer.w1 = nn.Parameter(layer.w1.detach().clone())
+    layer.experts.w1 = nn.Parameter(layer.experts.w1.detach().clone())
     with torch.inference_mode():
         layer(rows())
     layer(rows())[0].sum().backward()
-    assert layer.w1.grad is None
-    assert layer.w1.main_grad.abs().sum() > 0
+    assert layer.experts.w1.grad is None
+    assert layer.experts.w1.main_grad.abs().sum() > 0
 
 
 def test_main_grads_have_no_graph() -> None:
     """With create_graph=True gradients have one, which the sum kept, batch after batch. In a view it was an error."""
     layer = make_layer(CASE, None, main_grads=True)
-    buffer = torch.zeros(layer.w1.numel())
+    buffer = torch.zeros(layer.experts.w1.numel())
     with torch.no_grad():
-        layer.w1.main_grad = buffer[:].view(layer.w1.shape)
+        layer.experts.w1.main_grad = buffer[:].view(layer.experts.w1.shape)
     loss = layer(rows())[0].square().sum()
     with pytest.warns(UserWarning, match="create_graph=True"):
         loss.backward(create_graph=True)
@@ -101,16 +101,17 @@ class Doubled(nn.Module):
 
 def check_renamed(context: RankContext) -> None:
     layer, plain = make_layer(CASE, context.group), make_layer(CASE, context.group)
-    parametrize.register_parametrization(layer, "w1", Doubled())
-    prune.identity(layer, "w2")
+    parametrize.register_parametrization(layer.experts, "w1", Doubled())
+    prune.identity(layer.experts, "w2")
     names = {id(parameter): name for name, parameter in layer.named_parameters()}
-    assert sorted(names[id(each)] for each in layer.expert_parameters()) == ["parametrizations.w1.original", "w2_orig"]
+    experts = sorted(names[id(each)] for each in layer.expert_parameters())
+    assert experts == ["experts.parametrizations.w1.original", "experts.w2_orig"]
     assert len(layer.replicated_parameters()) == len(plain.replicated_parameters())
     for each in (layer, plain):
         each.reset_parameters(seed=5)
     layer(rows())  # pruning computes w2 before a forward
-    assert torch.equal(layer.w1, plain.w1 * 2)
-    assert torch.equal(layer.w2, plain.w2)
+    assert torch.equal(layer.experts.w1, plain.experts.w1 * 2)
+    assert torch.equal(layer.experts.w2, plain.experts.w2)
 
 
 def test_parametrized_and_pruned_experts(four: Ranks) -> None:

@@ -90,10 +90,10 @@ def test_the_owner_may_set_them_back_or_put_a_part_of_a_buffer_there(device: str
     """As Megatron-LM's data parallelism does."""
     layer, x = make_layer(CASE, None, main_grads=True, device=device), batches(device)[0]
     backward(layer, x)
-    want = layer.w1.main_grad.clone()
-    layer.w1.main_grad.zero_()
-    buffer = torch.zeros(layer.w1.numel() + 8, device=device)
-    layer.w1.main_grad, before = buffer[8:].view_as(layer.w1), layer.w1.main_grad
+    want = layer.experts.w1.main_grad.clone()
+    layer.experts.w1.main_grad.zero_()
+    buffer = torch.zeros(layer.experts.w1.numel() + 8, device=device)
+    layer.experts.w1.main_grad, before = buffer[8:].view_as(layer.experts.w1), layer.experts.w1.main_grad
     backward(layer, x)
     assert torch.equal(buffer[8:].view_as(want), want)
     assert not before.any()
@@ -102,16 +102,16 @@ def test_the_owner_may_set_them_back_or_put_a_part_of_a_buffer_there(device: str
 
 def test_copies_and_frozen_weights() -> None:
     layer, x = make_layer(CASE, None, main_grads=True), batches()[0]
-    layer.w2.requires_grad_(False)
+    layer.experts.w2.requires_grad_(False)
     twin = copy.deepcopy(layer)
     backward(twin, x)
-    assert twin.w1.main_grad.any()
-    assert twin.w1.grad is None
-    assert not twin.w2.main_grad.any()
-    assert not layer.w1.main_grad.any()
+    assert twin.experts.w1.main_grad.any()
+    assert twin.experts.w1.grad is None
+    assert not twin.experts.w2.main_grad.any()
+    assert not layer.experts.w1.main_grad.any()
     backward(copy.copy(layer), x)  # which has the same parameters
     backward(layer, x)
-    assert torch.equal(layer.w1.main_grad, 2 * twin.w1.main_grad)
+    assert torch.equal(layer.experts.w1.main_grad, 2 * twin.experts.w1.main_grad)
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
@@ -121,17 +121,17 @@ def test_parameters_that_are_new(is_compiled: bool) -> None:
     layer.load_state_dict({name: value.clone() for name, value in layer.state_dict().items()}, assign=True)
     run = torch.compile(layer, fullgraph=True, backend="aot_eager") if is_compiled else layer
     backward(run, x)
-    first = layer.w1.main_grad
+    first = layer.experts.w1.main_grad
     assert first.any()
-    assert layer.w1.grad is None
+    assert layer.experts.w1.grad is None
     backward(run, x)
-    assert layer.w1.main_grad is first
+    assert layer.experts.w1.main_grad is first
 
 
 def test_gradients_that_are_asked_for_are_given_out() -> None:
     """torch.autograd.grad accumulates nothing, here neither."""
     layer = make_layer(CASE, None, main_grads=True)
     assert isinstance(layer, tl.ExpertParallelMoE)
-    (grad,) = torch.autograd.grad(layer(batches()[0])[0].sum(), layer.w1)
+    (grad,) = torch.autograd.grad(layer(batches()[0])[0].sum(), layer.experts.w1)
     assert grad.dtype == CASE.dtype
-    assert not layer.w1.main_grad.any()
+    assert not layer.experts.w1.main_grad.any()

@@ -166,9 +166,9 @@ def pass_wrong_weights(context: RankContext, name: str) -> None:
     weights = torch.ones(5, TOP_K, device=context.device)
 
     def run(**changes: Any) -> torch.Tensor:
-        given = {"w1": layer.w1, "w2": layer.w2, "w1_bias": layer.w1_bias, "w2_bias": layer.w2_bias}
+        given = {name: getattr(layer.experts, name) for name in ("w1", "w2", "w1_bias", "w2_bias")}
         forms = {"activation": "swigluoai", "weight_layout": GPT_OSS["weight_layout"]}
-        options = piecewise.RunOptions(layer.strategy)
+        options = piecewise.RunOptions(layer.experts.strategy)
         out = routed_experts.routed_experts(layer.comm, options, x, ids, weights, **{**given, **forms, **changes})
         layer.comm.check()
         return out
@@ -194,7 +194,7 @@ def test_wrong_weights_on_one_rank(ranks: Ranks, name: str) -> None:
 
 def count_pieces(context: RankContext) -> list[int]:
     (layer,) = layers_of(context, 1)
-    options = piecewise.RunOptions(layer.strategy)
+    options = piecewise.RunOptions(layer.experts.strategy)
     rows = layer.comm.plan.max_tokens_per_rank * TOP_K // layer.comm.plan.experts_per_rank
     counts = []
     for few, tokens, pool_rows in ((rows // 2, 5, None), (rows // 3, 5, None), (1, 0, None), (1, 5, 9)):
@@ -394,7 +394,7 @@ def test_an_overflow_is_raised_once(ranks: Ranks, redispatch: bool) -> None:
 
 def overflow_without_a_layer(context: RankContext) -> int:
     (layer,) = layers_of(context, 1)
-    options = piecewise.RunOptions(layer.strategy, pool_rows=16)
+    options = piecewise.RunOptions(layer.experts.strategy, pool_rows=16)
     x = torch.ones(64, HIDDEN, device=context.device, dtype=torch.bfloat16)
     ids = torch.zeros(64, TOP_K, dtype=torch.int64, device=context.device)
     weights = torch.ones(64, TOP_K, device=context.device)
@@ -402,7 +402,7 @@ def overflow_without_a_layer(context: RankContext) -> int:
     with torch.no_grad():
         for _ in range(4):
             try:
-                routed_experts.routed_experts(layer.comm, options, x, ids, weights, layer.w1, layer.w2)
+                routed_experts.routed_experts(layer.comm, options, x, ids, weights, layer.experts.w1, layer.experts.w2)
             except tl.CapacityOverflow:
                 raised += 1
     layer.comm.close()
@@ -475,11 +475,11 @@ def freeze_w1(context: RankContext) -> None:
     (layer,) = layers_of(context, 1)
     x = torch.randn(64, HIDDEN, device=context.device).to(torch.bfloat16).requires_grad_()
     kept = {each.name for each in layer.saved_activations(x)}
-    layer.w1.requires_grad_(False)
+    layer.experts.w1.requires_grad_(False)
     assert kept - {each.name for each in layer.saved_activations(x)} == {"RoutedExperts: rows"}
     layer(x)[0].sum().backward()
-    assert layer.w1.grad is None
-    assert layer.w2.grad is not None
+    assert layer.experts.w1.grad is None
+    assert layer.experts.w2.grad is not None
     layer.comm.close()
 
 

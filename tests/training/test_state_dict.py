@@ -43,7 +43,7 @@ def gather_parts(context: RankContext) -> None:
     layer = make_layer(replace(CASE, dtype=FP32), context.group)
     assert context.group is not None
     mesh = DeviceMesh.from_group(context.group, context.device.type)
-    layer.w1 = nn.Parameter(DTensor.from_local(layer.w1.detach(), mesh))
+    layer.experts.w1 = nn.Parameter(DTensor.from_local(layer.experts.w1.detach(), mesh))
     with pytest.raises(tl.InvalidArgument, match="1 weights of experts are not in the state dict"):
         tl.gather_state_dict(layer)
 
@@ -184,10 +184,10 @@ def look_at_shards(context: RankContext) -> None:
         assert part[name].untyped_storage().nbytes() == part[name].nbytes, "all ranks' experts stay in memory"
         assert torch.equal(part[name], model.state_dict()[name].cpu())
     # The canonical layouts: what other frameworks' checkpoints are converted to.
-    assert full["1.moe.w1"].shape == (NUM_EXPERTS, 2 * CASE.intermediate, HIDDEN)
-    assert full["1.moe.w2"].shape == (NUM_EXPERTS, HIDDEN, CASE.intermediate)
-    assert full["1.moe.w1_bias"].shape == (NUM_EXPERTS, 2 * CASE.intermediate)
-    assert full["1.moe.w2_bias"].shape == (NUM_EXPERTS, HIDDEN)
+    assert full["1.moe.experts.w1"].shape == (NUM_EXPERTS, 2 * CASE.intermediate, HIDDEN)
+    assert full["1.moe.experts.w2"].shape == (NUM_EXPERTS, HIDDEN, CASE.intermediate)
+    assert full["1.moe.experts.w1_bias"].shape == (NUM_EXPERTS, 2 * CASE.intermediate)
+    assert full["1.moe.experts.w2_bias"].shape == (NUM_EXPERTS, HIDDEN)
     assert full["1.moe.correction_bias"].dtype == FP32
     assert full["1.steps"] == 8
     assert "1.moe.expert_counts" not in full  # of the last forward, not of the model
@@ -203,9 +203,9 @@ def gather_plain_layer(context: RankContext) -> None:
     """The module is the layer itself: names have no prefix."""
     layer = make_layer(CASE, context.group)
     full = tl.gather_state_dict(layer)
-    assert full["w1"].shape[0] == full["w2"].shape[0] == NUM_EXPERTS
+    assert full["experts.w1"].shape[0] == full["experts.w2"].shape[0] == NUM_EXPERTS
     with torch.no_grad():
-        layer.w1.zero_()
+        layer.experts.w1.zero_()
     layer.load_state_dict(tl.shard_state_dict(layer, full))
     assert_same(tl.gather_state_dict(layer), full)
 
@@ -219,7 +219,7 @@ def gather_tied(context: RankContext) -> None:
     layer = make_layer(CASE, context.group)
     model = nn.ModuleDict({"first": layer, "again": layer})
     full = tl.gather_state_dict(model)
-    assert full["first.w1"].shape[0] == full["again.w1"].shape[0] == NUM_EXPERTS
+    assert full["first.experts.w1"].shape[0] == full["again.experts.w1"].shape[0] == NUM_EXPERTS
     model.load_state_dict(tl.shard_state_dict(model, full))
 
 
@@ -230,8 +230,8 @@ def test_a_layer_under_two_names(ranks: Ranks) -> None:
 def test_another_number_of_experts_is_named() -> None:
     model = make_model(None, CASE, seed=1)
     full = tl.gather_state_dict(model)
-    full["2.moe.w2"] = full["2.moe.w2"][:6]
-    with pytest.raises(tl.ShapeMismatch, match=r"2\.moe\.w2 has 6 experts, the layer has 8"):
+    full["2.moe.experts.w2"] = full["2.moe.experts.w2"][:6]
+    with pytest.raises(tl.ShapeMismatch, match=r"2\.moe\.experts\.w2 has 6 experts, the layer has 8"):
         tl.shard_state_dict(model, full)
 
 
@@ -239,11 +239,13 @@ def test_missing_and_unexpected_names_are_left_to_load_state_dict() -> None:
     """strict=False must be able to load part of a model."""
     model = make_model(None, CASE, seed=1)
     full = tl.gather_state_dict(model)
-    del full["1.moe.w1"], full["0.bias"]
+    del full["1.moe.experts.w1"], full["0.bias"]
     full["3.weight"] = torch.zeros(1)
     part = tl.shard_state_dict(model, full)
-    with pytest.raises(RuntimeError, match=r"Missing key\(s\).*0\.bias.*1\.moe\.w1(.|\n)*Unexpected key\(s\).*3\.w"):
+    with pytest.raises(
+        RuntimeError, match=r"Missing key\(s\).*0\.bias.*1\.moe\.experts\.w1(.|\n)*Unexpected key\(s\).*3\.w"
+    ):
         model.load_state_dict(part)
     result = model.load_state_dict(part, strict=False)
-    assert result.missing_keys == ["0.bias", "1.moe.w1"]
+    assert result.missing_keys == ["0.bias", "1.moe.experts.w1"]
     assert result.unexpected_keys == ["3.weight"]

@@ -73,7 +73,7 @@ class Model(nn.Module):
         self.second = make_layer(case, None, comm=self.first.comm, max_tokens_per_rank=None)
         self.checkpointed = checkpointed
         with torch.no_grad():
-            self.second.w1.mul_(0.5)
+            self.second.experts.w1.mul_(0.5)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         first, aux = self._run("first", x.relu())
@@ -220,7 +220,9 @@ def train_data_parallel(context: RankContext, inside: bool) -> None:
         layer = make_layer(replace(CASE, expert_grad_scale=1 / context.num_ranks), context.group)
         model = nn.ModuleDict({"dense": nn.Linear(HIDDEN, HIDDEN).to(context.device), "moe": layer})
         model.forward = lambda x, model=model: model["moe"](model["dense"](x))  # type: ignore[method-assign]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["moe.w1", "moe.w2"])
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            model, ["moe.experts.w1", "moe.experts.w2"]
+        )
         if is_compiled and inside:
             layer.compile(fullgraph=True, backend="aot_eager")
         run: nn.Module = DistributedDataParallel(model, process_group=context.group)
@@ -524,7 +526,7 @@ def test_a_copy_is_a_layer_of_its_own_and_layers_can_be_freed() -> None:
     keys, x = set(layer.state_dict()), torch.randn(5, HIDDEN)
     twin = copy.deepcopy(layer)
     with torch.no_grad():
-        twin.w1.mul_(2)
+        twin.experts.w1.mul_(2)
     want, gone = twin(x)[0], weakref.ref(layer)
     torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
     assert keys == set(layer.state_dict()) == {name for name, _ in layer.named_parameters()}
@@ -551,7 +553,7 @@ def test_a_weight_that_is_computed_is_refused() -> None:
     run = torch.compile(layer, backend="aot_eager")
     layer.seen = x  # what else somebody keeps there does not matter
     run(x)
-    prune.random_unstructured(layer, "w1", 0.5)
+    prune.random_unstructured(layer.experts, "w1", 0.5)
     assert layer(x)[0].shape == x.shape
     with pytest.raises(tl.InvalidArgument, match="w1 is no parameter of the layer"):
         run(x)
@@ -560,7 +562,7 @@ def test_a_weight_that_is_computed_is_refused() -> None:
 def refuse_on_one_rank(context: RankContext) -> None:
     layer, x = make_layer(CASE, context.group), torch.randn(3, HIDDEN, device=context.device)
     if context.rank == 0:
-        prune.random_unstructured(layer, "w2", 0.5)
+        prune.random_unstructured(layer.experts, "w2", 0.5)
     with pytest.raises(tl.InvalidArgument if context.rank == 0 else tl.PeerError, match="w2 is no parameter"):
         torch.compile(layer, backend="aot_eager")(x)
 

@@ -27,8 +27,10 @@ from tests.support.layer_cases import (
     dense_aux_loss,
     dense_layer,
     expect,
+    full_weights,
     make_inputs,
     make_layer,
+    short,
 )
 from tokenloom.runtime.processes import RankContext
 
@@ -103,7 +105,7 @@ def expected_gradients(
     loss = torch.zeros((), dtype=torch.float64)
     for index in range(BLOCKS):
         prefix = f"layers.{index}."
-        own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+        own = {short(name.removeprefix(prefix)): each for name, each in weights.items() if name.startswith(prefix)}
         parts = [dense_layer(each, own, ROUTERS[case.router], None) for each in hidden]
         for group in groups:
             loss = loss + dense_aux_loss(case, [parts[rank] for rank in group]) / len(groups)
@@ -226,7 +228,7 @@ def use_one_result(context: RankContext, left_out: str) -> None:
         wanted = replace(case, balance_coef=share * case.balance_coef, z_coef=share * case.z_coef)
     else:
         factors = [*factors[:-1], torch.zeros_like(factors[-1])]
-    want = expect(wanted, tl.gather_state_dict(layer), xs, factors)
+    want = expect(wanted, full_weights(layer), xs, factors)
     out, aux_loss = layer(xs[context.rank].to(context.device))
     out *= factors[context.rank].to(context.device)  # in place, as users may
     losses = {"out": out.sum(), "aux_loss": aux_loss / context.num_ranks}

@@ -315,11 +315,11 @@ def strategies_of_layers(context: RankContext, folder: Path) -> list[tl.Strategy
         layers = [make_layer(context.group, device=context.device, **each) for each in options]
         others = [{"max_tokens_per_rank": 17}, {"intermediate": 40}, {"dtype": torch.float32}, {"top_k": 2}]
         for each in others:
-            assert make_layer(context.group, device=context.device, **each).strategy == tl.Strategy(), each
+            assert make_layer(context.group, device=context.device, **each).experts.strategy == tl.Strategy(), each
     x = torch.ones(5, HIDDEN, dtype=BF16, device=context.device, requires_grad=True)
     layers[0](x)[0].sum().backward()
     assert x.grad is not None
-    return [layer.strategy for layer in layers]
+    return [layer.experts.strategy for layer in layers]
 
 
 def test_layers_use_the_choice(ranks: Ranks, tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def on_disks_of_their_own(context: RankContext, folder: Path, by_rank: list[tl.S
         mine = by_rank[min(context.rank, 1)]
         if mine is not None:
             choices.keep(own_setting(context.num_ranks, device=context.device), mine)
-        return make_layer(context.group, device=context.device).strategy
+        return make_layer(context.group, device=context.device).experts.strategy
 
 
 @pytest.mark.parametrize("rank0s", [CHOSEN, None], ids=["found", "none"])
@@ -369,10 +369,10 @@ def test_a_choice_made_elsewhere(field: str, value: Any, folder: Path) -> None:
     with pytest.warns(UserWarning, match=f"ignored.*{said}") as warned:
         layer = make_layer()
     assert str(file) in str(warned[0].message)
-    assert layer.strategy == tl.Strategy()
+    assert layer.experts.strategy == tl.Strategy()
     assert choices.find(replace(ours, hidden=64)) is None  # a warning would be an error
     choices.keep(ours, tl.Strategy("all_gather"))
-    assert make_layer().strategy == tl.Strategy("all_gather")
+    assert make_layer().experts.strategy == tl.Strategy("all_gather")
 
 
 DAMAGE = {
@@ -396,9 +396,9 @@ def test_a_damaged_file(damage: str, folder: Path) -> None:
     file.write_bytes(DAMAGE[damage](whole))
     assert file.read_bytes() != whole
     with pytest.warns(UserWarning, match=f"{re.escape(str(file))} is damaged and ignored"):
-        assert make_layer().strategy == tl.Strategy()
+        assert make_layer().experts.strategy == tl.Strategy()
     choices.keep(own_setting(), CHOSEN)
-    assert make_layer().strategy == CHOSEN
+    assert make_layer().experts.strategy == CHOSEN
 
 
 def test_the_folder_serves_kernels_too(folder: Path) -> None:
@@ -449,7 +449,7 @@ def test_nowhere_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "file").touch()
     monkeypatch.setenv("TOKENLOOM_CACHE_DIR", str(tmp_path / "file" / "cache"))
     assert choices.keep(own_setting(), CHOSEN) is None
-    assert make_layer().strategy == tl.Strategy()
+    assert make_layer().experts.strategy == tl.Strategy()
     found = tl.tune.profile(num_tokens=TOKENS, iterations=1, backend="collective", device="cpu", **SIZES)
     assert found.file is None
 

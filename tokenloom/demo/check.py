@@ -154,6 +154,7 @@ def _check_layer(comm: Communicator, inputs: Inputs, seed: int) -> Difference:
         ids.append(rank_ids.cpu())
         weights.append(rank_weights.cpu())
     full = gather_state_dict(layer)
-    wanted = reference.moe(comm.plan, [x.float() for x in inputs.xs], ids, weights, full["w1"], full["w2"])
+    w1, w2 = full["experts.w1"], full["experts.w2"]
+    wanted = reference.moe(comm.plan, [x.float() for x in inputs.xs], ids, weights, w1, w2)
     largest = max(out.abs().max().item() for out in wanted if len(out))
     return compare("layer", [(out, wanted[comm.rank])], LAYER_TOLERANCE * largest)

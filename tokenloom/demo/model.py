@@ -79,7 +79,7 @@ class Block(nn.Module):
         made = _made_on(comm.device)
         self.norm1, self.norm2 = nn.RMSNorm(size.hidden, **made), nn.RMSNorm(size.hidden, **made)
         self.attention = Attention(size.hidden, size.heads, comm.device)
-        self.experts = ExpertParallelMoE(
+        self.moe = ExpertParallelMoE(
             comm=comm,
             hidden=size.hidden,
             intermediate=size.intermediate,
@@ -91,7 +91,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = x + self.attention(self.norm1(x))
-        y, aux_loss = self.experts(self.norm2(x))
+        y, aux_loss = self.moe(self.norm2(x))
         return x + y, aux_loss
 
 

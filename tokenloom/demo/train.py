@@ -19,7 +19,7 @@ from tokenloom.comm.engine import COMBINE_RANGE, DISPATCH_RANGE
 from tokenloom.demo.model import LanguageModel, ModelSize, make_model
 from tokenloom.demo.text import Batches
 from tokenloom.runtime.processes import RankContext
-from tokenloom.training.layer import EXPERT_WEIGHTS
+from tokenloom.training.parameters import EXPERT_WEIGHTS
 
 LEARNING_RATE = 3e-3
 ADAM_EPS = 1e-6

@@ -12,32 +12,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from tokenloom.backends.base import Capabilities
-from tokenloom.backends.registry import MAX_SMS
-from tokenloom.comm import validation
 from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.strategy import Strategy
-from tokenloom.comm.torch_modes import require_eager, settled
-from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch
+from tokenloom.errors import InvalidArgument
 from tokenloom.ops.activation import apply_activation
-from tokenloom.ops.autocast import autocast_dtype
-from tokenloom.ops.experts import PLAIN, ExpertForm
 from tokenloom.ops.router import Router, RouterSums, balance_loss, router_logits, router_sums, z_loss
 from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout
 from tokenloom.runtime.rendezvous import agree
 from tokenloom.training import torch_compile
-from tokenloom.training.gradients import scale_grad, sum_grad_over_ranks, sum_over_ranks, tied
-from tokenloom.training.main_grads import accumulate_main_grads
-from tokenloom.training.parameters import check_options, check_pool_rows, draw_seeded
-from tokenloom.training.pieces import RunOptions, forward_calls
-from tokenloom.training.routed_experts import routed_experts
+from tokenloom.training.expert_module import RoutedExperts
+from tokenloom.training.gradients import sum_grad_over_ranks, sum_over_ranks, tied
+from tokenloom.training.parameters import EXPERT_WEIGHTS, check_options, draw_seeded, own_name
 from tokenloom.training.saved_activations import SavedTensor, saved_tensors
-from tokenloom.tune import choices
 
 __all__ = ["ExpertParallelMoE"]
-
-EXPERT_WEIGHTS = ("w1", "w2", "w1_bias", "w2_bias")
-"""Names of the parameters that are sharded by expert, along dimension 0."""
 
 
 class ExpertParallelMoE(nn.Module):
@@ -91,11 +79,8 @@ class ExpertParallelMoE(nn.Module):
         dtype: dtype of the parameters; None means torch's default.
 
     Attributes:
-        w1: [L, 2I, H], this rank's L = E / W experts, gate rows first, then up rows. [L, I, H] where the activation
-            is not gated. ``weight_layout`` may say otherwise, as of w2.
-        w2: [L, H, I], this rank's experts.
-        w1_bias: [L, 2I] in the order of w1's rows, or None without biases.
-        w2_bias: [L, H], or None without biases.
+        experts: the ``RoutedExperts`` with the weights of this rank's experts: ``experts.w1``, ``experts.w2``,
+            ``experts.w1_bias`` and ``experts.w2_bias``.
         router_weight: [E, H].
         router_bias: [E], or None without ``Router.bias``.
         correction_bias: float32 buffer [E], or None without ``Router.correction_bias``.
@@ -146,77 +131,49 @@ class ExpertParallelMoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        require_eager()
-        dtype = dtype or torch.get_default_dtype()
-        group_and_comm = group is not None and comm is not None
-        if comm is None:
-            comm = Communicator(
-                group,
-                num_experts=num_experts,
-                hidden=hidden,
-                top_k=top_k,
-                # The communicator reports a missing value, on all ranks.
-                max_tokens_per_rank=max_tokens_per_rank,  # type: ignore[arg-type]
-                backend=backend,
-                device=device,
-                timeout_s=timeout_s,
-                open_timeout_s=open_timeout_s,
-                transport=transport,
-                ranks_per_node=ranks_per_node,
-                dtype=dtype,
-                num_sms=MAX_SMS,
-            )
-        self.comm = comm
+        self.experts = RoutedExperts(
+            group,
+            hidden=hidden,
+            intermediate=intermediate,
+            num_experts=num_experts,
+            top_k=top_k,
+            max_tokens_per_rank=max_tokens_per_rank,
+            activation=activation,
+            biases=biases,
+            weight_layout=weight_layout,
+            expert_grad_scale=expert_grad_scale,
+            strategy=strategy,
+            overlap=overlap,
+            redispatch_in_backward=redispatch_in_backward,
+            pool_rows=pool_rows,
+            main_grads=main_grads,
+            comm=comm,
+            backend=backend,
+            timeout_s=timeout_s,
+            open_timeout_s=open_timeout_s,
+            transport=transport,
+            ranks_per_node=ranks_per_node,
+            device=device,
+            dtype=dtype,
+        )
+        self.comm = comm = self.experts.comm
+        plan = comm.plan
 
-        usual = Strategy.usual(comm.engine.capabilities)
-
-        def prepare() -> tuple[dict[str, Any], tuple[Router, ExpertForm, Strategy | None]]:
-            if group_and_comm:
-                raise InvalidArgument("group and comm are both given; the communicator already has a group")
-            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
-                raise InvalidArgument(f"dtype is {dtype!r}, expected bfloat16, float16, float32 or float64")
+        def prepare() -> tuple[dict[str, Any], Router]:
             rule = Router(num_experts, top_k, router) if isinstance(router, str) else router
-            form = ExpertForm(Activation.of(activation), weight_layout)
-            factors = {"balance_coef": balance_coef, "z_coef": z_coef, "expert_grad_scale": expert_grad_scale}
-            sizes = (hidden, intermediate, num_experts, top_k, shared_intermediate)
-            check_options(comm.plan, rule, *sizes, router_grad, factors)
-            check_pool_rows(pool_rows)
-            if shared_gate and not shared_intermediate:
-                raise InvalidArgument("shared_gate is True, but there is no shared expert; give shared_intermediate")
-            validation.require_layout(comm.engine.capabilities, "expert")
-            validation.require_strategy(comm.engine.capabilities, strategy or usual)
-            found = None
-            if strategy is None and comm.rank == 0:  # ranks may see different disks
-                found = choices.find(choices.setting_of(comm, intermediate, dtype))
+            coefficients = {"balance_coef": balance_coef, "z_coef": z_coef}
+            check_options(plan, rule, shared_intermediate, shared_gate, router_grad, **coefficients)
             return {
-                "intermediate": intermediate,
-                "activation": form.activation,
-                "weight_layout": form.layout,
-                "biases": bool(biases),
                 "shared_intermediate": shared_intermediate,
                 "shared_gate": bool(shared_gate),
                 "router": rule,
-                "balance_coef": balance_coef,
-                "z_coef": z_coef,
                 "router_grad": router_grad,
-                "expert_grad_scale": expert_grad_scale,
-                "strategy": strategy,
-                "overlap": overlap,
-                "redispatch_in_backward": redispatch_in_backward,
-                "pool_rows": pool_rows,
-                "dtype": dtype,
-            }, (rule, form, found)
+                **coefficients,
+            }, rule
 
-        agreed = agree(comm.engine.ranks, prepare, "making an ExpertParallelMoE")
-        self.router, self.form, _ = agreed[comm.rank]
-        self.hidden, self.intermediate = hidden, intermediate
-        self.balance_coef, self.z_coef = balance_coef, z_coef
-        self.router_grad, self.expert_grad_scale = router_grad, expert_grad_scale
-        self.strategy = strategy or agreed[0][2] or usual
-        self.overlap, self.redispatch_in_backward, self.pool_rows = overlap, redispatch_in_backward, pool_rows
-        local = comm.plan.experts_per_rank
-        factory: dict[str, Any] = {"device": comm.device, "dtype": dtype}
-        shapes = self.form.shapes(local, hidden, intermediate)
+        self.router = agree(comm.engine.ranks, prepare, "making an ExpertParallelMoE")[comm.rank]
+        self.balance_coef, self.z_coef, self.router_grad = balance_coef, z_coef, router_grad
+        factory: dict[str, Any] = {"device": comm.device, "dtype": self.experts.w1.dtype}
 
         def parameter(wanted: object, *shape: int) -> nn.Parameter | None:
             return nn.Parameter(torch.empty(shape, **factory)) if wanted else None
@@ -227,23 +184,15 @@ class ExpertParallelMoE(nn.Module):
         with torch.inference_mode(False):  # forward writes to buffers, and saves parameters, in any mode
             self.router_weight = nn.Parameter(torch.empty(num_experts, hidden, **factory))
             self.router_bias = parameter(self.router.bias, num_experts)
-            self.w1 = nn.Parameter(torch.empty(shapes["w1"], **factory))
-            self.w2 = nn.Parameter(torch.empty(shapes["w2"], **factory))
-            self.w1_bias, self.w2_bias = parameter(biases, *shapes["w1_bias"]), parameter(biases, *shapes["w2_bias"])
-            self.shared_w1 = parameter(shared_intermediate, self.form.activation.rows * shared_intermediate, hidden)
+            rows = self.experts.form.activation.rows * shared_intermediate
+            self.shared_w1 = parameter(shared_intermediate, rows, hidden)
             self.shared_w2 = parameter(shared_intermediate, hidden, shared_intermediate)
             self.shared_gate_weight = parameter(shared_gate, 1, hidden)
             self.register_buffer("correction_bias", zeros(torch.float32) if self.router.correction_bias else None)
             self.register_buffer("expert_counts", zeros(torch.int64), persistent=False)
-            self.reset_parameters()
-        self._weight_names = tuple(self._parameters)
-        self.main_grads = main_grads
-        self._set_up()
-
-    def _set_up(self) -> None:
-        """Do what each copy of a layer needs for itself."""
+            self._reset_replicated(None)
+        self.weight_names = tuple(self._parameters)
         self._number = torch_compile.number_layer(self)
-        self._accumulate_main_grads()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ExpertParallelMoE:
         before = self.correction_bias
@@ -253,28 +202,28 @@ class ExpertParallelMoE(nn.Module):
             self.correction_bias = before.to(after.device)
         return self
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        _rename_experts(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
         if self.correction_bias is not None:  # assign=True brings that of a checkpoint
             self.correction_bias = self.correction_bias.float()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._set_up()
+        self._number = torch_compile.number_layer(self)
 
     @property
     def local_experts(self) -> range:
         """Global numbers of the experts on this rank."""
-        local = self.comm.plan.experts_per_rank
-        return range(self.comm.rank * local, (self.comm.rank + 1) * local)
+        return self.experts.local_experts
 
     def expert_parameters(self) -> list[nn.Parameter]:
         """Return the parameters of this rank's experts. They are sharded, and their gradients are complete."""
-        return [parameter for name, parameter in self.named_parameters() if _own_name(name) in EXPERT_WEIGHTS]
+        return self.experts.expert_parameters()
 
     def replicated_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that ``router_grad`` is about: router and shared expert, the same on every rank."""
-        return [parameter for name, parameter in self.named_parameters() if _own_name(name) not in EXPERT_WEIGHTS]
+        return [parameter for name, parameter in self.named_parameters() if not name.startswith("experts.")]
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
@@ -287,17 +236,21 @@ class ExpertParallelMoE(nn.Module):
                 and how many values depends on the number of ranks. Then load a checkpoint, or make replicated
                 parameters equal yourself.
         """
-        widths = {"w2": self.intermediate, "w2_bias": self.intermediate}
-        if self.shared_w2 is not None:
-            widths["shared_w2"] = self.shared_w2.shape[1]
+        self._reset_replicated(seed)
+        self.experts.reset_parameters(seed)
+
+    @torch.no_grad()
+    def _reset_replicated(self, seed: int | None) -> None:
+        shared_width = 0 if self.shared_w2 is None else self.shared_w2.shape[1]
         for full_name, parameter in self.named_parameters():
-            name = _own_name(full_name)
-            bound = 1 / math.sqrt(widths.get(name, self.hidden))
+            if full_name.startswith("experts."):
+                continue
+            name = own_name(full_name)
+            bound = 1 / math.sqrt(shared_width if name == "shared_w2" else self.experts.hidden)
             if seed is None:
                 parameter.uniform_(-bound, bound)
             else:
-                rows = self.local_experts if name in EXPERT_WEIGHTS else range(len(parameter))
-                draw_seeded(parameter, self.form.layout, bound, seed, name, rows)
+                draw_seeded(parameter, PLAIN_WEIGHTS, bound, seed, name, range(len(parameter)))
         self.expert_counts.zero_()  # not the mask of somebody's pruning
         if self.correction_bias is not None:
             self.correction_bias.zero_()
@@ -322,51 +275,22 @@ class ExpertParallelMoE(nn.Module):
         """
         return torch_compile.forward(self, x) if torch.compiler.is_compiling() else self._forward(x)
 
-    def _accumulate_main_grads(self) -> None:
-        """Let gradients of experts add to ``main_grad``, if the layer does so."""
-        if self.main_grads:  # at every forward: parameters may be new or thawed since the layer was made
-            accumulate_main_grads(self.expert_parameters())
-
     def _forward(self, x: torch.Tensor, compiled: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Run forward. With ``compiled``, copies stand in the places of the parameters."""
-        engine = self.comm.engine
+        engine, experts = self.comm.engine, self.experts
         engine.begin()
-        if not compiled:
-            self._accumulate_main_grads()
-        options = RunOptions(self.strategy, self.overlap, self.redispatch_in_backward, self.pool_rows)
-        dtype = autocast_dtype(self.comm.device) or self.w1.dtype
-        with engine.sequence(
-            *forward_calls(options, 1, dtype, needs_grad=False)
-        ):  # a failure here comes before any call
+        with engine.sequence(*experts.first_calls()):  # a failure here comes before any call
             try:
                 if compiled:
-                    torch_compile.require_parameters(self, self._weight_names)
+                    torch_compile.require_parameters((self, experts))
                 tokens, topk_ids, topk_weights, sums = self._route(x)
             except Exception:
                 self._sum_over_ranks(None)  # the other ranks are about to sum
                 raise
         sums = self._sum_over_ranks(sums)
-        topk_weights = topk_weights.to(torch.promote_types(dtype, torch.float32))  # of float64 layers under autocast
         shared: list[torch.Tensor] = []
-        w1, w2 = (scale_grad(weight, self.expert_grad_scale) for weight in (self.w1, self.w2))
-        w1_bias, w2_bias = (
-            None if bias is None else scale_grad(bias, self.expert_grad_scale) for bias in (self.w1_bias, self.w2_bias)
-        )
         beside = None if self.shared_w1 is None else lambda: shared.append(self._shared_expert(tokens))
-        out = routed_experts(
-            self.comm,
-            options,
-            tokens,
-            topk_ids,
-            topk_weights,
-            w1,
-            w2,
-            beside,
-            w1_bias=w1_bias,
-            w2_bias=w2_bias,
-            activation=self.form.activation,
-            weight_layout=self.form.layout,
-        )
+        out = experts(tokens, topk_ids, topk_weights, beside)
         for result in shared:
             out = out + result.to(out.dtype)  # autocast leaves float64 as it is
         # The sums' gradient is collective too, and so is that of the experts.
@@ -377,8 +301,7 @@ class ExpertParallelMoE(nn.Module):
 
         Not collective. Logits, weights and sums are at least float32.
         """
-        tokens = self._tokens(x)
-        validation.number_of_tokens(self.comm.plan, len(tokens))  # pieces of too many tokens may be few enough
+        tokens = self.experts.tokens(x)
         dtype = torch.promote_types(tokens.dtype, torch.float32)
         with torch.autocast(tokens.device.type, enabled=False):  # autocast would route by bfloat16 logits
             logits = router_logits(tokens, self._replicated(self.router_weight), dtype)
@@ -399,27 +322,13 @@ class ExpertParallelMoE(nn.Module):
         """
         if not self._wants_sums():
             return None
-        if self.pool_rows is None:
+        if self.experts.pool_rows is None:
             self.comm.engine.check("calls")  # a rank whose experts failed in an earlier layer does not get here
-        wide = torch.promote_types(self.w1.dtype, torch.float32)
+        wide = torch.promote_types(self.experts.w1.dtype, torch.float32)
         if sums is None:
             counts = torch.zeros(self.comm.plan.num_experts, dtype=wide, device=self.comm.device)
             sums = RouterSums(counts, counts[:1], counts, counts[:1])
         return sum_over_ranks(self.comm.engine.ranks, sums, wide)
-
-    def _tokens(self, x: torch.Tensor) -> torch.Tensor:
-        x = settled(x)
-        validation.require_tensor("x", x)
-        if x.ndim == 0 or x.shape[-1] != self.hidden:
-            raise ShapeMismatch(f"x is {list(x.shape)}, the layer was made for [..., {self.hidden}]")
-        if x.device != self.w1.device:
-            raise DeviceMismatch(f"x is on {x.device}, the layer is on {self.w1.device}; move one of them")
-        if x.dtype != self.w1.dtype:
-            if not torch.is_autocast_enabled(x.device.type):
-                raise DtypeMismatch(f"x is {x.dtype}, the layer is {self.w1.dtype}; cast one of them, or use autocast")
-            if x.dtype not in Capabilities().dtypes:  # they would be cast, whatever they mean
-                raise DtypeMismatch(f"x is {x.dtype}, expected a dtype that autocast takes, such as {self.w1.dtype}")
-        return x.reshape(-1, self.hidden).contiguous()
 
     def _aux_loss(self, sums: RouterSums | None, dtype: torch.dtype) -> torch.Tensor:
         """Compute aux_loss over the tokens of all ranks, and keep the counts of routes."""
@@ -433,7 +342,8 @@ class ExpertParallelMoE(nn.Module):
         assert self.shared_w1 is not None
         assert self.shared_w2 is not None
         hidden = functional.linear(tokens, self._replicated(self.shared_w1))
-        out = functional.linear(apply_activation(hidden, self.form.activation), self._replicated(self.shared_w2))
+        activations = apply_activation(hidden, self.experts.form.activation)
+        out = functional.linear(activations, self._replicated(self.shared_w2))
         if self.shared_gate_weight is None:
             return out
         return torch.sigmoid(functional.linear(tokens, self._replicated(self.shared_gate_weight))) * out
@@ -473,17 +383,15 @@ class ExpertParallelMoE(nn.Module):
         self.correction_bias += rate * torch.sign(counts.mean() - counts)
 
     def extra_repr(self) -> str:
-        plan = self.comm.plan
         return (
-            f"hidden={self.hidden}, intermediate={self.intermediate}, experts={plan.num_experts} "
-            f"({plan.experts_per_rank} here), top_k={plan.top_k}, ranks={plan.num_ranks}, backend={self.comm.backend}"
-            f"{'' if self.form == PLAIN else f', {self.form}'}{', biases' if self.w1_bias is not None else ''}"
+            f"router={self.router.score}, balance_coef={self.balance_coef}, z_coef={self.z_coef}, "
+            f"router_grad={self.router_grad}"
         )
 
 
-def _own_name(name: str) -> str:
-    """Name of a parameter, or of what is computed from it: "w1" of "parametrizations.w1.original" and "w1_orig".
-
-    ``torch.nn.utils`` renames parameters so, for parametrizations and for pruning.
-    """
-    return name.removeprefix("parametrizations.").split(".")[0].removesuffix("_orig")
+def _rename_experts(state_dict: dict[str, Any], prefix: str) -> None:
+    """Give the weights of experts in a state dict the names that they have in ``experts``. Once the layer had them."""
+    for name in list(state_dict):
+        own = name.removeprefix(prefix)
+        if name.startswith(prefix) and own_name(own).removesuffix("_mask") in EXPERT_WEIGHTS:
+            state_dict.setdefault(f"{prefix}experts.{own}", state_dict.pop(name))

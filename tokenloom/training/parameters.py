@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,21 +12,20 @@ from tokenloom.errors import InvalidArgument
 from tokenloom.ops.router import Router
 from tokenloom.plan import Plan, WeightLayout, is_number
 
+EXPERT_WEIGHTS = ("w1", "w2", "w1_bias", "w2_bias")
+"""Names of the parameters that are sharded by expert, along dimension 0."""
 
-def check_options(
+
+def check_experts(
     plan: Plan,
-    router: Router,
     hidden: int,
     intermediate: int,
     num_experts: int,
     top_k: int,
-    shared_intermediate: int,
-    router_grad: str,
-    factors: Mapping[str, object],
+    expert_grad_scale: object,
+    pool_rows: object,
 ) -> None:
-    """Raise InvalidArgument unless the options of a layer fit each other and the communicator's plan."""
-    if not isinstance(router, Router):
-        raise InvalidArgument(f"router is {router!r}, expected a Router or the name of a score")
+    """Raise InvalidArgument unless the options of experts fit each other and the communicator's plan."""
     for name, wanted, got in (
         ("num_experts", plan.num_experts, num_experts),
         ("hidden", plan.hidden, hidden),
@@ -34,26 +33,50 @@ def check_options(
     ):
         if wanted != got:
             raise InvalidArgument(f"{name} is {got}, the communicator was made for {wanted}; share one that fits")
-    if (router.num_experts, router.top_k) != (num_experts, top_k):
-        raise InvalidArgument(
-            f"the router chooses {router.top_k} of {router.num_experts}, the layer has {top_k} of {num_experts}"
-        )
-    for name, width, least in (("intermediate", intermediate, 1), ("shared_intermediate", shared_intermediate, 0)):
-        if not isinstance(width, int) or width < least:
-            raise InvalidArgument(f"{name} is {width!r}, expected an integer of at least {least}")
-    if router_grad not in ("local", "sum"):
-        raise InvalidArgument(f"router_grad is {router_grad!r}, expected 'local' or 'sum'")
-    for name, factor in factors.items():
-        if not is_number(factor):
-            raise InvalidArgument(f"{name} is {factor!r}, expected a number")
-
-
-def check_pool_rows(pool_rows: object) -> None:
-    """Raise InvalidArgument unless ``pool_rows`` is None or a number of rows."""
+    _check_width("intermediate", intermediate, 1)
+    _check_number("expert_grad_scale", expert_grad_scale)
     if pool_rows is None:
         return
     if not isinstance(pool_rows, int) or isinstance(pool_rows, bool) or pool_rows < 1:
         raise InvalidArgument(f"pool_rows is {pool_rows!r}, expected None or an integer of at least 1")
+
+
+def check_options(
+    plan: Plan, router: object, shared_intermediate: int, shared_gate: object, router_grad: str, **coefficients: object
+) -> None:
+    """Raise InvalidArgument unless what a layer has beside its experts fits them and each other."""
+    if not isinstance(router, Router):
+        raise InvalidArgument(f"router is {router!r}, expected a Router or the name of a score")
+    if (router.num_experts, router.top_k) != (plan.num_experts, plan.top_k):
+        raise InvalidArgument(
+            f"the router chooses {router.top_k} of {router.num_experts}, the layer has {plan.top_k} of "
+            f"{plan.num_experts}"
+        )
+    _check_width("shared_intermediate", shared_intermediate, 0)
+    if shared_gate and not shared_intermediate:
+        raise InvalidArgument("shared_gate is True, but there is no shared expert; give shared_intermediate")
+    if router_grad not in ("local", "sum"):
+        raise InvalidArgument(f"router_grad is {router_grad!r}, expected 'local' or 'sum'")
+    for name, coefficient in coefficients.items():
+        _check_number(name, coefficient)
+
+
+def _check_width(name: str, width: object, least: int) -> None:
+    if not isinstance(width, int) or width < least:
+        raise InvalidArgument(f"{name} is {width!r}, expected an integer of at least {least}")
+
+
+def _check_number(name: str, factor: object) -> None:
+    if not is_number(factor):
+        raise InvalidArgument(f"{name} is {factor!r}, expected a number")
+
+
+def own_name(name: str) -> str:
+    """Name of a parameter, or of what is computed from it: "w1" of "parametrizations.w1.original" and "w1_orig".
+
+    ``torch.nn.utils`` renames parameters so, for parametrizations and for pruning.
+    """
+    return name.removeprefix("parametrizations.").split(".")[0].removesuffix("_orig")
 
 
 def seeded_uniform(like: torch.Tensor, bound: float, seed: int, name: str, row: int) -> torch.Tensor:

@@ -12,7 +12,8 @@ from tokenloom.comm.torch_modes import is_plain
 from tokenloom.errors import InvalidArgument, ShapeMismatch
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.rendezvous import agree
-from tokenloom.training.layer import EXPERT_WEIGHTS, ExpertParallelMoE
+from tokenloom.training.expert_module import RoutedExperts
+from tokenloom.training.parameters import EXPERT_WEIGHTS
 
 __all__ = ["gather_state_dict", "shard_state_dict"]
 
@@ -24,7 +25,7 @@ def gather_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     [E, H]. Everything else is this rank's own (replicated) value.
 
     Args:
-        module: module that holds the layers.
+        module: module that holds the layers, or ``RoutedExperts`` by themselves.
 
     Returns:
         Tensors on the CPU, by name, and what else modules keep (``get_extra_state``). The dict loads on any number of
@@ -62,7 +63,7 @@ def shard_state_dict(module: nn.Module, full: Mapping[str, torch.Tensor]) -> dic
     """Take this rank's part of a full state dict. Not collective.
 
     Args:
-        module: module that holds the ExpertParallelMoE layers, made for the present number of ranks.
+        module: module that holds the layers, made for the present number of ranks.
         full: dict from ``gather_state_dict``, on any number of ranks.
 
     Returns:
@@ -74,14 +75,23 @@ def shard_state_dict(module: nn.Module, full: Mapping[str, torch.Tensor]) -> dic
     sharded = _sharded_names(module, module.state_dict(keep_vars=True))
     part = dict(full)
     for name, layer in sharded.items():
-        if name not in full:
+        weights = part.pop(name, None)
+        if weights is None:
+            weights = part.pop(_former_name(name), None)
+        if weights is None:
             continue  # load_state_dict reports missing names
         num_experts = layer.comm.plan.num_experts
-        if full[name].shape[0] != num_experts:
-            raise ShapeMismatch(f"{name} has {full[name].shape[0]} experts, the layer has {num_experts}")
+        if weights.shape[0] != num_experts:
+            raise ShapeMismatch(f"{name} has {weights.shape[0]} experts, the layer has {num_experts}")
         # A copy: parameters that are views of all experts would keep them in memory, and in files.
-        part[name] = full[name][layer.local_experts.start : layer.local_experts.stop].clone()
+        part[name] = weights[layer.local_experts.start : layer.local_experts.stop].clone()
     return part
+
+
+def _former_name(name: str) -> str:
+    """Name that a layer's experts had before they became a module: "moe.w1" of "moe.experts.w1"."""
+    owner, _, weight = name.rpartition(".")
+    return owner.removesuffix("experts") + weight
 
 
 def _gather(ranks: RankGroup, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -91,13 +101,13 @@ def _gather(ranks: RankGroup, name: str, value: torch.Tensor) -> torch.Tensor:
     return ranks.all_gather(value.contiguous().view(torch.uint8).flatten(), "gather_state_dict")
 
 
-def _sharded_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, ExpertParallelMoE]:
+def _sharded_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, RoutedExperts]:
     """Map the name of each sharded parameter in a state dict to its layer. Wrappers may have changed the names.
 
     Raises:
         InvalidArgument: a layer's experts are not in it as they are, say because they are parametrized.
     """
-    layers = [layer for layer in module.modules() if isinstance(layer, ExpertParallelMoE)]
+    layers = [layer for layer in module.modules() if isinstance(layer, RoutedExperts)]
     weights = [(getattr(layer, name), layer) for layer in layers for name in EXPERT_WEIGHTS]
     owners = {id(weight): layer for weight, layer in weights if weight is not None}  # some have no biases
     found = {

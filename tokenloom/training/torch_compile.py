@@ -56,21 +56,22 @@ def forward(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return out, aux_loss
 
 
-def require_parameters(layer: nn.Module, names: Iterable[str]) -> None:
+def require_parameters(modules: Iterable[Any]) -> None:
     """Raise where a weight is computed from others and set as an attribute, which the compiler does not see.
 
     Args:
-        names: of the parameters that the layer was made with.
+        modules: the layer and its experts. Their ``weight_names`` are the parameters that they were made with.
 
     Raises:
         InvalidArgument: one is.
     """
-    for name in names:
-        if isinstance(vars(layer).get(name), torch.Tensor):
-            raise InvalidArgument(
-                f"{name} is no parameter of the layer but a tensor, made by torch.nn.utils.prune say; a compiled "
-                "layer would lose its gradient: use torch.nn.utils.parametrize, or do not compile the layer"
-            )
+    for module in modules:
+        for name in module.weight_names:
+            if isinstance(vars(module).get(name), torch.Tensor):
+                raise InvalidArgument(
+                    f"{name} is no parameter of the layer but a tensor, made by torch.nn.utils.prune say; a compiled "
+                    "layer would lose its gradient: use torch.nn.utils.parametrize, or do not compile the layer"
+                )
 
 
 class _Kept(bytearray):
@@ -121,7 +122,7 @@ def moe_forward(
         out, aux_loss, the new expert_counts, and the ticket for :func:`moe_backward`.
     """
     layer: Any = _layers[int(number)]
-    layer._accumulate_main_grads()
+    layer.experts.accumulate_main_grads()
     inputs = [x, *weights]
     if not keep or not any(wants_grad):
         with _grad_mode(False):

@@ -130,7 +130,7 @@ BIASES = (
     Mutation(
         name="biases-not-sharded",
         rule="checkpoints take the biases of experts for replicated parameters",
-        target="tokenloom.training.layer:EXPERT_WEIGHTS",
+        target="tokenloom.training.parameters:EXPERT_WEIGHTS",
         old='("w1", "w2", "w1_bias", "w2_bias")',
         new='("w1", "w2")',
         tests=("tests/training/test_state_dict.py::test_which_experts_a_rank_keeps[cpu2]",),

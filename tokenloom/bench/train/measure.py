@@ -55,7 +55,7 @@ def measure_on_rank(context: RankContext, shape: TrainShape, options: TrainOptio
     with closing(layer.comm):
         say("drawing weights and tokens")
         layer.reset_parameters(seed=WEIGHT_SEED)
-        weights = Weights(layer.router_weight, layer.w1, layer.w2)
+        weights = Weights(layer.router_weight, layer.experts.w1, layer.experts.w2)
         problem = make_problem(plan.max_tokens_per_rank, weights, shape.top_k, options.skew, context.rank)
         ours = Contestant(lambda: layer(problem.x)[0], problem.gradients)
         rival = _of_torch(problem, shape.top_k, torch_experts, ranks)
@@ -78,7 +78,7 @@ def measure_on_rank(context: RankContext, shape: TrainShape, options: TrainOptio
         routes = ranks.all_reduce_sum(torch.bincount(ids, minlength=shape.num_experts), "routes")
         return Measured(
             backend=layer.comm.backend,
-            strategy=layer.strategy,
+            strategy=layer.experts.strategy,
             chosen_by=_who_chose(layer, options, dtype),
             routes=int(routes.view(context.num_ranks, -1)[context.rank].sum()),
             checked=checked,
@@ -93,7 +93,7 @@ def _who_chose(layer: ExpertParallelMoE, options: TrainOptions, dtype: torch.dty
     """Who chose the strategy: "hand", "tune" or "default". Only rank 0's answer counts, because its disk decides."""
     if options.strategy is not None:
         return "hand"
-    setting = choices.setting_of(layer.comm, layer.intermediate, dtype)
+    setting = choices.setting_of(layer.comm, layer.experts.intermediate, dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the layer has warned already
         return "default" if choices.find(setting) is None else "tune"

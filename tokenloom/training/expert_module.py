@@ -1,0 +1,337 @@
+"""RoutedExperts: experts that are spread over the ranks, as a module, for routes that the caller chose."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tokenloom.backends.base import Capabilities, Upcoming
+from tokenloom.backends.registry import MAX_SMS
+from tokenloom.comm import validation
+from tokenloom.comm.communicator import Communicator
+from tokenloom.comm.graph_breaks import breaks_graph
+from tokenloom.comm.strategy import Strategy
+from tokenloom.comm.torch_modes import require_eager, settled
+from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch
+from tokenloom.ops.autocast import autocast_dtype
+from tokenloom.ops.experts import PLAIN, ExpertForm
+from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout
+from tokenloom.runtime.rendezvous import agree
+from tokenloom.training.gradients import scale_grad
+from tokenloom.training.main_grads import accumulate_main_grads
+from tokenloom.training.parameters import check_experts, draw_seeded, own_name
+from tokenloom.training.pieces import RunOptions, forward_calls
+from tokenloom.training.routed_experts import routed_experts
+from tokenloom.tune import choices
+
+__all__ = ["RoutedExperts"]
+
+
+class RoutedExperts(nn.Module):
+    """Experts spread over the ranks, without a router: the caller says which experts each token goes to.
+
+    ``out = sum over the K routes of weight_k * (w2_e a + w2_bias_e)`` with ``e`` the expert of route k and
+    ``a = activation(w1_e x + w1_bias_e)``. Every rank passes its own tokens and gets its own outputs. Gradients are
+    those of the sum of all ranks' losses, and those of expert weights are complete. ``ExpertParallelMoE`` has such a
+    module as its ``experts``.
+
+    Args:
+        group: a ProcessGroup, a one-dimensional DeviceMesh, or None, as in ``Communicator``. Leave it out with
+            ``comm``.
+        hidden: H, values in a token.
+        intermediate: I, width of one expert.
+        num_experts: E, divisible by the number of ranks.
+        top_k: K, routes of a token, at most 32.
+        max_tokens_per_rank: most tokens (product of the leading dimensions of the input) on one rank. Leave it out
+            with ``comm``.
+        activation: an ``Activation`` or the name of one, such as "swiglu", "geglu", "relu2", "swigluoai".
+        biases: give both products a bias.
+        weight_layout: how w1, w2 and w1_bias lie.
+        expert_grad_scale: factor of the gradients of expert weights; 1/W beside a trainer that averages.
+        strategy: strategies of dispatch and combine in forward; backward swaps them. None takes what ``tokenloom
+            tune`` chose for this hardware, software and shape if rank 0 has it on its disk, else "dedup" both ways; on
+            backends that only sum per node, "per_node" brings rows home.
+        overlap: on GPUs, let transfers run beside GEMMs. False gives the same bits.
+        redispatch_in_backward: keep x and send it again in backward, instead of keeping the rows that a rank
+            receives, which are about ``top_k`` times as many.
+        pool_rows: most rows that a rank's experts may get. There is always room for them, so the host does not wait
+            (on ``nvlink``, in bfloat16). More rows raise CapacityOverflow in a later call or ``comm.check()``, and
+            the tokens concerned become NaN. None keeps exact sizes, which the host waits for in forward.
+        main_grads: let backward add the gradients of expert weights to ``parameter.main_grad``, which is float32,
+            made here as zeros and reset by you alone. ``parameter.grad`` stays None.
+        comm: a Communicator to share between layers, instead of ``group``.
+        backend: as in ``Communicator``.
+        timeout_s: as in ``Communicator``.
+        open_timeout_s: as in ``Communicator``.
+        transport: as in ``Communicator``.
+        ranks_per_node: as in ``Communicator``.
+        device: device of the parameters, which must be the communicator's.
+        dtype: dtype of the parameters; None means torch's default.
+
+    Attributes:
+        w1: [L, 2I, H], this rank's L = E / W experts, gate rows first, then up rows. [L, I, H] where the activation
+            is not gated. ``weight_layout`` may say otherwise, as of w2.
+        w2: [L, H, I], this rank's experts.
+        w1_bias: [L, 2I] in the order of w1's rows, or None without biases.
+        w2_bias: [L, H], or None without biases.
+        strategy: the strategies in use.
+
+    Raises:
+        InvalidArgument, PlanMismatch, PeerError: as in ``Communicator``.
+    """
+
+    w1: nn.Parameter
+    w2: nn.Parameter
+    w1_bias: nn.Parameter | None
+    w2_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        hidden: int,
+        intermediate: int,
+        num_experts: int,
+        top_k: int,
+        max_tokens_per_rank: int | None = None,
+        activation: Activation | str = SWIGLU,
+        biases: bool = False,
+        weight_layout: WeightLayout = PLAIN_WEIGHTS,
+        expert_grad_scale: float = 1.0,
+        strategy: Strategy | None = None,
+        overlap: bool = True,
+        redispatch_in_backward: bool = False,
+        pool_rows: int | None = None,
+        main_grads: bool = False,
+        comm: Communicator | None = None,
+        backend: str = "auto",
+        timeout_s: float = 30.0,
+        open_timeout_s: float | None = None,
+        transport: str = "auto",
+        ranks_per_node: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        require_eager()
+        dtype = dtype or torch.get_default_dtype()
+        group_and_comm = group is not None and comm is not None
+        if comm is None:
+            comm = Communicator(
+                group,
+                num_experts=num_experts,
+                hidden=hidden,
+                top_k=top_k,
+                # The communicator reports a missing value, on all ranks.
+                max_tokens_per_rank=max_tokens_per_rank,  # type: ignore[arg-type]
+                backend=backend,
+                device=device,
+                timeout_s=timeout_s,
+                open_timeout_s=open_timeout_s,
+                transport=transport,
+                ranks_per_node=ranks_per_node,
+                dtype=dtype,
+                num_sms=MAX_SMS,
+            )
+        self.comm = comm
+        usual = Strategy.usual(comm.engine.capabilities)
+
+        def prepare() -> tuple[dict[str, Any], tuple[ExpertForm, Strategy | None]]:
+            if group_and_comm:
+                raise InvalidArgument("group and comm are both given; the communicator already has a group")
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+                raise InvalidArgument(f"dtype is {dtype!r}, expected bfloat16, float16, float32 or float64")
+            form = ExpertForm(Activation.of(activation), weight_layout)
+            check_experts(comm.plan, hidden, intermediate, num_experts, top_k, expert_grad_scale, pool_rows)
+            validation.require_layout(comm.engine.capabilities, "expert")
+            validation.require_strategy(comm.engine.capabilities, strategy or usual)
+            found = None
+            if strategy is None and comm.rank == 0:  # ranks may see different disks
+                found = choices.find(choices.setting_of(comm, intermediate, dtype))
+            return {
+                "intermediate": intermediate,
+                "activation": form.activation,
+                "weight_layout": form.layout,
+                "biases": bool(biases),
+                "expert_grad_scale": expert_grad_scale,
+                "strategy": strategy,
+                "overlap": overlap,
+                "redispatch_in_backward": redispatch_in_backward,
+                "pool_rows": pool_rows,
+                "dtype": dtype,
+            }, (form, found)
+
+        agreed = agree(comm.engine.ranks, prepare, "making RoutedExperts")
+        self.form, _ = agreed[comm.rank]
+        self.hidden, self.intermediate = hidden, intermediate
+        self.expert_grad_scale = expert_grad_scale
+        self.strategy = strategy or agreed[0][1] or usual
+        self.overlap, self.redispatch_in_backward, self.pool_rows = overlap, redispatch_in_backward, pool_rows
+        with torch.inference_mode(False):  # forward saves parameters in any mode
+            self._make_parameters(biases, dtype)
+            self.reset_parameters()
+        self.weight_names = tuple(self._parameters)
+        self.main_grads = main_grads
+        self.accumulate_main_grads()
+
+    def _make_parameters(self, biases: bool, dtype: torch.dtype) -> None:
+        shapes = self.form.shapes(self.comm.plan.experts_per_rank, self.hidden, self.intermediate)
+        for name, shape in shapes.items():
+            wanted = biases or not name.endswith("bias")
+            value = torch.empty(shape, dtype=dtype, device=self.comm.device) if wanted else None
+            self.register_parameter(name, None if value is None else nn.Parameter(value))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.accumulate_main_grads()
+
+    @property
+    def local_experts(self) -> range:
+        """Global numbers of the experts on this rank."""
+        local = self.comm.plan.experts_per_rank
+        return range(self.comm.rank * local, (self.comm.rank + 1) * local)
+
+    def expert_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of this rank's experts. They are sharded, and their gradients are complete."""
+        return list(self.parameters())
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Draw all weights uniformly in ±1/sqrt(fan-in), as nn.Linear does.
+
+        Args:
+            seed: draw the same full set of weights for any number of ranks, and keep this rank's shard. Experts
+                compute the same in any ``weight_layout``. Give each module its own seed, or they get equal weights.
+                None draws from torch's generator.
+        """
+        for full_name, parameter in self.named_parameters():
+            name = own_name(full_name)
+            bound = 1 / math.sqrt(self.hidden if name.startswith("w1") else self.intermediate)
+            if seed is None:
+                parameter.uniform_(-bound, bound)
+            else:
+                draw_seeded(parameter, self.form.layout, bound, seed, name, self.local_experts)
+
+    @breaks_graph
+    def forward(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
+        """Dispatch, compute, combine. Collective. Differentiable once, in x, ``topk_weights`` and the parameters.
+
+        Args:
+            x: [..., H], dtype and device of the parameters; leading dimensions may differ per rank and be 0.
+            topk_ids: int32 or int64 [..., K], experts of all ranks, -1 for a place without a route.
+            topk_weights: floating point [..., K]. They are used in float32, or in float64 for float64 experts.
+            meanwhile: work of this rank beside the dispatch, such as a shared expert, or None.
+
+        Returns:
+            [..., H], dtype of the parameters, or of autocast where that is on.
+
+        Raises:
+            ShapeMismatch, DtypeMismatch, DeviceMismatch, InvalidArgument: bad input on this rank.
+            PeerError: bad input, or any other failure, on another rank.
+            TokenloomError: as in ``Communicator.dispatch``.
+        """
+        engine = self.comm.engine
+        engine.begin()
+        self.accumulate_main_grads()
+        with engine.sequence(*self.first_calls()):  # a failure here comes before any call
+            tokens = self.tokens(x)
+            ids, weights = self._routes(x, topk_ids, topk_weights)
+        w1, w2, w1_bias, w2_bias = self._scaled_weights()
+        out = routed_experts(
+            self.comm,
+            self.options,
+            tokens,
+            ids,
+            weights,
+            w1,
+            w2,
+            meanwhile,
+            w1_bias=w1_bias,
+            w2_bias=w2_bias,
+            activation=self.form.activation,
+            weight_layout=self.form.layout,
+        )
+        return out.view(x.shape)
+
+    @property
+    def options(self) -> RunOptions:
+        """Choices that change time and memory."""
+        return RunOptions(self.strategy, self.overlap, self.redispatch_in_backward, self.pool_rows)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of the rows that travel in the next forward."""
+        return autocast_dtype(self.comm.device) or self.w1.dtype
+
+    def first_calls(self) -> list[Upcoming]:
+        """List the calls that the other ranks make where this one fails before its first: those of one piece."""
+        return forward_calls(self.options, 1, self.compute_dtype, needs_grad=False)
+
+    def accumulate_main_grads(self) -> None:
+        """Let gradients of experts add to ``main_grad``, if the module does so."""
+        if self.main_grads:  # at every forward: parameters may be new or thawed since the module was made
+            # While an operator of the compiler runs the module, plain tensors stand in the places of its parameters.
+            accumulate_main_grads(each for each in self.parameters() if isinstance(each, nn.Parameter))
+
+    def tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """View the input as [T, H].
+
+        Raises:
+            ShapeMismatch, DtypeMismatch, DeviceMismatch, InvalidArgument: it does not fit the experts.
+        """
+        x = settled(x)
+        validation.require_tensor("x", x)
+        if x.ndim == 0 or x.shape[-1] != self.hidden:
+            raise ShapeMismatch(f"x is {list(x.shape)}, the layer was made for [..., {self.hidden}]")
+        if x.device != self.w1.device:
+            raise DeviceMismatch(f"x is on {x.device}, the layer is on {self.w1.device}; move one of them")
+        if x.dtype != self.w1.dtype:
+            if not torch.is_autocast_enabled(x.device.type):
+                raise DtypeMismatch(f"x is {x.dtype}, the layer is {self.w1.dtype}; cast one of them, or use autocast")
+            if x.dtype not in Capabilities().dtypes:  # they would be cast, whatever they mean
+                raise DtypeMismatch(f"x is {x.dtype}, expected a dtype that autocast takes, such as {self.w1.dtype}")
+        tokens = x.reshape(-1, self.hidden).contiguous()
+        validation.number_of_tokens(self.comm.plan, len(tokens))  # pieces of too many tokens may be few enough
+        return tokens
+
+    def _routes(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """View ids and weights as [T, K]."""
+        wanted = (*x.shape[:-1], self.comm.plan.top_k)
+        for name, value in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+            validation.require_tensor(name, value)
+            if value.shape != wanted:
+                raise ShapeMismatch(f"{name} is {list(value.shape)}, expected {list(wanted)} for x {list(x.shape)}")
+        if not topk_weights.is_floating_point():
+            raise DtypeMismatch(f"topk_weights is {topk_weights.dtype}, expected floating point, such as float32")
+        weights = settled(topk_weights).to(torch.promote_types(self.compute_dtype, torch.float32))
+        return settled(topk_ids).reshape(-1, wanted[-1]).contiguous(), weights.reshape(-1, wanted[-1]).contiguous()
+
+    def _scaled_weights(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Return w1, w2 and their biases as forward reads them."""
+        w1, w2 = (scale_grad(weight, self.expert_grad_scale) for weight in (self.w1, self.w2))
+        w1_bias, w2_bias = (
+            None if bias is None else scale_grad(bias, self.expert_grad_scale) for bias in (self.w1_bias, self.w2_bias)
+        )
+        return w1, w2, w1_bias, w2_bias
+
+    def extra_repr(self) -> str:
+        plan = self.comm.plan
+        return (
+            f"hidden={self.hidden}, intermediate={self.intermediate}, experts={plan.num_experts} "
+            f"({plan.experts_per_rank} here), top_k={plan.top_k}, ranks={plan.num_ranks}, backend={self.comm.backend}"
+            f"{'' if self.form == PLAIN else f', {self.form}'}{', biases' if self.w1_bias is not None else ''}"
+        )
