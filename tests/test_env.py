@@ -44,6 +44,17 @@ def test_which_folder_wins(unset: str | None, temporary: Path, monkeypatch: pyte
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.parametrize(
+    ("given", "folder"),
+    [("~", "/home/me"), ("~/kernels", "/home/me/kernels"), ("/a/~", "/a/~"), ("~nobody-here/k", "~nobody-here/k")],
+)
+def test_the_home_folder_in_our_variable(given: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of settings has no shell that would look for it, and a folder named ``~`` is hard to remove."""
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("TOKENLOOM_CACHE_DIR", given)
+    assert env.cache_folder() == Path(folder)
+
+
 def foreign_link(place: Path) -> None:
     (place.parent / "theirs").mkdir()
     place.symlink_to(place.parent / "theirs")

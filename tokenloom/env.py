@@ -14,7 +14,7 @@ def cache_folder() -> Path:
     """Return the folder for kernels and choices: TOKENLOOM_CACHE_DIR, the user's cache folder, or a temporary one."""
     chosen = os.environ.get("TOKENLOOM_CACHE_DIR")
     if chosen:
-        return Path(chosen)
+        return _at_home(chosen)
     xdg = os.environ.get("XDG_CACHE_HOME")
     if xdg:
         return Path(xdg, "tokenloom")
@@ -26,6 +26,14 @@ def cache_folder() -> Path:
         return folder if _is_ours(folder) else _process_folder()
     except OSError:  # nowhere to write: kernels are not kept
         return Path(os.devnull, "tokenloom")
+
+
+def _at_home(folder: str) -> Path:
+    """Return the folder with ``~`` as the home folder: what sets the variable need not be a shell."""
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError:  # there is no such home folder
+        return Path(folder)
 
 
 def _is_ours(folder: Path) -> bool:
