@@ -317,7 +317,9 @@ class Engine:
         return self._backend.memory()
 
     def close(self) -> None:
-        """Release the backend; later calls raise CommunicatorBroken."""
+        """Release the backend; later calls raise CommunicatorBroken. In a forked process nothing is the caller's."""
+        if self.ranks.is_of_parent:
+            return
         self.open_calls.clear()
         with on_device(self.ranks.device):
             self._backend.close()

@@ -11,11 +11,14 @@ store must live.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import pickle
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -41,6 +44,10 @@ OPEN_TIMEOUT_S = 600.0
 """Least default for the opening of a call: another rank's host may write a checkpoint, evaluate or compile."""
 MOST_STEPS_APART = 1 << 10
 """More collectives than a rank can begin in a call that others have not."""
+
+_all: WeakSet[RankGroup] = WeakSet()
+_of_parent: list[Any] = []
+"""In a forked process: groups of the parent, and their process groups. To drop one would disturb the parent's."""
 
 
 class Transfer:
@@ -100,7 +107,8 @@ class RankGroup:
             have equally many: messages of different lengths would end the process.
 
     Raises:
-        InvalidArgument: an argument has a value that is never right, or this process is not in the group.
+        InvalidArgument: an argument has a value that is never right, or this process is not in the group, or is a fork
+            of one that is.
     """
 
     def __init__(
@@ -113,6 +121,11 @@ class RankGroup:
         rejoins: bool = False,
     ) -> None:
         group = process_group_of(group)
+        if any(group is each for each in _of_parent):
+            raise InvalidArgument(
+                f"the process group was made by the process from which process {os.getpid()} was forked, whose "
+                "connections it cannot use; start processes by spawn, or call init_process_group() here"
+            )
         self.timeout_s = checked_seconds("timeout_s", timeout_s)
         self.process_group = group
         self.rank = 0 if group is None else dist.get_rank(group)
@@ -138,6 +151,7 @@ class RankGroup:
         self._watch = Watch(notes, self._members, self.timeout_s)
         self._links: Links | None = None
         self._waiter = waiter = Waiter()
+        _all.add(self)
 
         def leave() -> bool:
             notes.leave()
@@ -175,8 +189,15 @@ class RankGroup:
         """Raise CommunicatorBroken if a wait has timed out or the group was closed."""
         self._watch.require_alive()
 
+    @property
+    def is_of_parent(self) -> bool:
+        """Whether the group is another process's, from which this one was forked: to be left alone."""
+        return any(self is each for each in _of_parent)
+
     def close(self) -> None:
         """Make every later call raise CommunicatorBroken. The process group itself stays the caller's."""
+        if self.is_of_parent:
+            return
         self._watch.broken = self._watch.broken or "this communicator was closed"
         self.notes.leave()
         self._disconnect()
@@ -598,3 +619,24 @@ class RankGroup:
             return lost
 
         return Transfer(result, wait)
+
+
+def _leave_to_parent() -> None:
+    """A forked process has the groups of its parent, without the threads that serve their connections.
+
+    A rank alone on a CPU has no connections, and works on in both.
+    """
+    if dist.is_available() and dist.is_initialized():
+        _of_parent.append(dist.group.WORLD)
+    # Also as Python ends: a destructor in gloo would wait for threads that this process never had.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_of_parent))
+    for ranks in list(_all):
+        if ranks.process_group is not None or ranks.device.type == "cuda":
+            _of_parent.extend((ranks, ranks.process_group))
+            ranks._watch.broken = (
+                f"this communicator is of the process from which process {os.getpid()} was forked, whose connections "
+                "it cannot use: start processes by spawn, or call init_process_group() here"
+            )
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

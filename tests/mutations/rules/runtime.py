@@ -8,6 +8,22 @@ LATE_TESTS = ("tests/runtime/test_rank_group.py::test_late_rank",)
 
 RANKS = (
     Mutation(
+        name="a-fork-uses-connections-of-its-parent",
+        rule="a forked process makes calls with its parent's communicator",
+        target="tokenloom.runtime.rank_group:_leave_to_parent",
+        old="ranks.process_group is not None or ranks.device.type == 'cuda'",
+        new="False",
+        tests=("tests/comm/test_forks.py::test_a_communicator",),
+    ),
+    Mutation(
+        name="a-fork-closes-what-is-its-parents",
+        rule="closing a communicator in a forked process closes the parent's connections",
+        target="tokenloom.runtime.rank_group:RankGroup.is_of_parent",
+        old="any((self is each for each in _of_parent))",
+        new="False",
+        tests=("tests/comm/test_forks.py::test_a_communicator",),
+    ),
+    Mutation(
         name="no-agreement-when-made",
         rule="ranks that were made with different options are not told",
         target="tokenloom.runtime.rendezvous:agree",
