@@ -11,16 +11,8 @@ import torch
 
 import tokenloom as tl
 from tokenloom.backends.base import CombineOptions, DispatchInputs, DispatchOptions
-from tokenloom.backends.handshake import (
-    CallKind,
-    Fields,
-    combine_fields,
-    dispatch_fields,
-    gradient_fields,
-    hash_of,
-    raise_difference,
-    text_of,
-)
+from tokenloom.backends.handshake import combine_fields, dispatch_fields, gradient_fields
+from tokenloom.runtime.openings import CallKind, Fields, hash_of, raise_difference, text_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
 DISPATCH = DispatchOptions("expert", 16, "bounded", 640, True, True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import pickle
 import time
 import weakref
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from tests.support.patience import only_late
 from tests.support.slow import mostly_slow
 from tokenloom.backends.handshake import handshake
 from tokenloom.backends.network.inside import CollectivesInside
-from tokenloom.runtime import collectives
+from tokenloom.runtime import collectives, openings
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.rank_group import RankGroup, Transfer
 
@@ -179,7 +178,7 @@ def open_call(ranks: RankGroup, call: str) -> None:
     if call == "dispatch":
         handshake(ranks, {"call": "dispatch"}, None, 0, None)
     else:
-        ranks.all_gather_object(ranks.rank, "testing")
+        ranks.all_gather_object(ranks.rank if call == "object" else "long" * 10_000, "testing")
 
 
 @contextmanager
@@ -188,15 +187,10 @@ def stale(ranks: RankGroup, call: str) -> Iterator[None]:
 
     def start(row: torch.Tensor, phase: str, *, opens: bool = False, **_: Any) -> Transfer:
         ranks.notes.step += 1
-        stamp = ranks.stamp()
-        if row.dtype == torch.int64:
-            former = torch.zeros(ranks.num_ranks, len(row), dtype=torch.int64)
-            former[:, 0] = 1 if call == "dispatch" else -len(pickle.dumps(ranks.rank))
-            former[:, 1] = stamp if call.startswith("bytes") else stamp - 1
-        else:
-            stamps = torch.tensor([stamp - 1]).view(torch.uint8)
-            former = torch.cat([stamps, row[len(stamps) :]]).expand(ranks.num_ranks, -1)
-        return Transfer(former, wait if not (opens and call.startswith("bytes")) else None)
+        former, behind = row.expand(ranks.num_ranks, -1).clone(), opens and call.startswith("bytes")
+        if not behind:
+            former[:, openings.STAMP] -= 1
+        return Transfer(former, None if behind else wait)
 
     def wait() -> frozenset[int]:
         ranks.notes.sign_in(ranks.step)

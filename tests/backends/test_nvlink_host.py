@@ -17,7 +17,6 @@ import torch
 import tokenloom as tl
 from tests.support.stand_ins import Memory, StandIns, record_word
 from tokenloom.backends.base import CombineOptions, DispatchOptions
-from tokenloom.backends.handshake import CallKind
 from tokenloom.backends.nvlink import buffers as module
 from tokenloom.backends.nvlink import outcomes
 from tokenloom.backends.nvlink.buffers import Buffers, control_layout
@@ -28,6 +27,7 @@ from tokenloom.errors import CapacityOverflow, PeerError, PlanMismatch
 from tokenloom.kernels.barrier.launch import BarrierVariant
 from tokenloom.plan import Plan
 from tokenloom.runtime.kernel_reports import CallOutcome
+from tokenloom.runtime.openings import CallKind
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.symmetric_memory import BufferLayout
 from tokenloom.training.pieces import RunOptions, forward_calls

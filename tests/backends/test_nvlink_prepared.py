@@ -15,12 +15,13 @@ import torch
 import tokenloom as tl
 from tests.support.stand_ins import StandIns, Stream
 from tokenloom.backends.base import CombineOptions, DispatchInputs, DispatchOptions, RoutedCounts
-from tokenloom.backends.handshake import combine_fields, dispatch_fields, hash_of
+from tokenloom.backends.handshake import combine_fields, dispatch_fields
 from tokenloom.backends.nvlink.dispatch import MOST_KINDS
 from tokenloom.backends.nvlink.loans import Loan
 from tokenloom.backends.nvlink.prepared import check
 from tokenloom.errors import InvalidArgument
 from tokenloom.plan import Plan
+from tokenloom.runtime.openings import hash_of
 from tokenloom.runtime.streams import tensors_in
 
 NUM_RANKS, HIDDEN, TOP_K, NUM_EXPERTS = 4, 256, 2, 8

@@ -17,12 +17,12 @@ from tests.support import emulator
 from tests.support.cases import make_problem
 from tests.support.emulator.graphs import capture
 from tokenloom.backends import registry
-from tokenloom.backends.handshake import CallKind
 from tokenloom.backends.nvlink.launcher import Half
 from tokenloom.backends.padded import launcher, memory, registration
 from tokenloom.backends.registration import Availability, Request
 from tokenloom.kernels.common.rail import Rail
 from tokenloom.plan import Plan
+from tokenloom.runtime.openings import CallKind
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.topology import Topology, pretended
 

@@ -32,12 +32,13 @@ from tokenloom.backends.base import (
 )
 from tokenloom.backends.collective_handle import CollectiveHandle, Sizes, rows_without, terms_without
 from tokenloom.backends.exchange import Arriving, ArrivingSum, Exchange, FlatExchange, SumOnArrival
-from tokenloom.backends.handshake import Field, combine_fields, dispatch_fields, gradient_fields, handshake
+from tokenloom.backends.handshake import combine_fields, dispatch_fields, gradient_fields, handshake
 from tokenloom.backends.registration import Availability, Registration, Request
 from tokenloom.errors import CapacityOverflow, is_known_to_all
 from tokenloom.ops import routing
 from tokenloom.ops.quant import quantize_fp8
 from tokenloom.plan import ROUTE_LAYOUTS, Plan
+from tokenloom.runtime.openings import Field
 from tokenloom.runtime.rank_group import RankGroup
 
 T = TypeVar("T")

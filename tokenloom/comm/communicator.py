@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tokenloom.backends import registry
-from tokenloom.backends.handshake import opening_words
 from tokenloom.comm.beside import CallsBeside
 from tokenloom.comm.engine import Engine
 from tokenloom.comm.torch_modes import require_eager
@@ -130,7 +129,6 @@ class Communicator(CallsBeside):
         probes = [found for found, _ in said]
         request = make_request()
         self.plan = Plan(ranks.num_ranks, num_experts, hidden, top_k, max_tokens_per_rank)
-        ranks.opening_words = opening_words(self.plan)
         if ranks_per_node is not None:
             ranks.topology = topology.pretended(ranks.num_ranks, ranks_per_node)
         elif not rejoin:  # else those that stayed tell

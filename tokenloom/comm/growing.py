@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from tokenloom.backends.base import Upcoming
-from tokenloom.backends.handshake import NeedsRoom, means_growth
 from tokenloom.errors import BackendUnavailable, PeerError, is_known_to_all
+from tokenloom.runtime.openings import NeedsRoom, means_growth
 
 if TYPE_CHECKING:
     from tokenloom.comm.communicator import Communicator
@@ -173,9 +173,6 @@ class Communicators:
             dtype=shape.wide,
             **options,
         )  # the one before lives as long as handles of its dispatches
-        words = max(each.engine.ranks.opening_words for each in self._made.values())
-        for each in self._made.values():  # so that ranks that open different ones find out
-            each.engine.ranks.opening_words = words
         self._use(shape, made)
 
     def meeting(self, device: torch.device) -> RankGroup:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from tokenloom.backends.base import DispatchInputs, Upcoming
-from tokenloom.backends.handshake import Field
 from tokenloom.backends.nvlink.buffers import aligned
 from tokenloom.backends.nvlink.fused import FusedLayerCalls
 from tokenloom.backends.nvlink.launcher import OpeningKernel
@@ -31,6 +30,7 @@ from tokenloom.kernels.moe.launch import (
     SumRoutesVariant,
 )
 from tokenloom.plan import Activation, align_up
+from tokenloom.runtime.openings import Field
 from tokenloom.runtime.streams import current_handle
 
 CALLS = (Upcoming("dispatch"), Upcoming("MegaMoE"))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tokenloom.errors import PeerTimeout
 from tokenloom.runtime.noteboard import Noteboard
 from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.runtime.siblings import Siblings
 
 
 class NodeRanks(RankGroup):
@@ -36,7 +37,7 @@ class NodeRanks(RankGroup):
         self.timeout_s, self.open_timeout_s = whole.timeout_s, whole.open_timeout_s
         notes = Noteboard(whole.notes.store, self.rank, self.num_ranks, joins=True)
         notes.move(f"{whole.notes.key(whole.notes.new_name('node'))}/{node}", step=0)
-        self._begin(notes)
+        self._begin(notes, Siblings())
 
     def all_gather_object(self, value: Any, phase: str) -> list[Any]:
         by_rank = self.whole.all_gather_object(value, phase)

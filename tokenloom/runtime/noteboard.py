@@ -32,6 +32,7 @@ class Noteboard:
     Attributes:
         step: number of the last collective that this rank has started.
         gone: ranks whose notes nobody waits for.
+        number: of the communicator, as its rank counts those of the group; 0 where the store cannot count.
     """
 
     def __init__(self, store: Any, rank: int, num_ranks: int, joins: bool = False) -> None:
@@ -46,12 +47,25 @@ class Noteboard:
         self._named: Counter[str] = Counter()
         self._series = 0
         # Counted in the store and not in the process: ranks that were in other groups before still count alike.
-        self._prefix = "" if joins else f"tokenloom/{self.call('add', f'tokenloom/made/{rank}', 1)}"
+        self.number: int = 0 if joins else self.call("add", f"tokenloom/made/{rank}", 1) or 0
+        self._prefix = "" if joins else f"tokenloom/{self.number}"
 
     @property
     def store(self) -> Any:
         """The store, for what finds its peers there by itself; None where there is none."""
         return self._store
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this rank writes and reads no notes any more, or none yet."""
+        return self._left
+
+    def renumber(self, number: int) -> None:
+        """Go on with the notes of a communicator with this number, since other ranks have counted further."""
+        if number != self.number:
+            self.call("add", f"tokenloom/made/{self.rank}", number - self.number)
+            self.number = number
+            self.move(f"tokenloom/{number}", self.step)
 
     def move(self, prefix: str, step: int) -> None:
         """Leave these notes, and go on with empty ones at another place, where collectives are counted from ``step``.

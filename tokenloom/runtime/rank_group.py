@@ -20,13 +20,13 @@ from functools import reduce
 from typing import Any
 from weakref import WeakSet
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional
 
-from tokenloom.errors import InvalidArgument, PeerError, PeerTimeout, PlanMismatch
-from tokenloom.runtime import rejoin, stamps
+from tokenloom.errors import InvalidArgument, PeerError, PeerTimeout
+from tokenloom.runtime import openings, rejoin, stamps
 from tokenloom.runtime.collectives import Collective, CollectiveOnStream, gather_all
 from tokenloom.runtime.devices import pick_device
 from tokenloom.runtime.groups import process_group_of
@@ -34,8 +34,10 @@ from tokenloom.runtime.leftovers import release_dropped, undo_when_dropped
 from tokenloom.runtime.links import Links, Waiter
 from tokenloom.runtime.membership import Membership
 from tokenloom.runtime.noteboard import Noteboard, store_of
+from tokenloom.runtime.openings import Fields, Opening
 from tokenloom.runtime.process_identity import ProcessIdentity
 from tokenloom.runtime.rejoin import Meeting
+from tokenloom.runtime.siblings import Siblings, siblings_of
 from tokenloom.runtime.topology import Topology
 from tokenloom.runtime.verdict import Verdict
 from tokenloom.runtime.waiting import Awaited, Watch, checked_seconds, timeout_of
@@ -44,6 +46,8 @@ OPEN_TIMEOUT_S = 600.0
 """Least default for the opening of a call: another rank's host may write a checkpoint, evaluate or compile."""
 MOST_STEPS_APART = 1 << 10
 """More collectives than a rank can begin in a call that others have not."""
+STEPS_OF_AN_OPENING = 8
+"""More collectives than an opening takes."""
 
 _all: WeakSet[RankGroup] = WeakSet()
 _of_parent: list[Any] = []
@@ -103,8 +107,6 @@ class RankGroup:
         missed: ranks whose part of a transfer did not come. Whoever makes calls empties it.
         processes: of other ranks, as far as this one has shared memory with them since ranks last came back.
         met_at: number of the collective before ranks last came back, the same on all ranks; 0 if none has.
-        opening_words: int64 words that each rank says first in a call; the second is :meth:`stamp`. All kinds of calls
-            have equally many: messages of different lengths would end the process.
 
     Raises:
         InvalidArgument: an argument has a value that is never right, or this process is not in the group, or is a fork
@@ -135,15 +137,17 @@ class RankGroup:
             open_timeout_s = max(OPEN_TIMEOUT_S, self.timeout_s, timeout_of(group, self.device))
         self.open_timeout_s = checked_seconds("open_timeout_s", open_timeout_s)
         self._deadline_is_ours = group is not None and self.device.type == "cpu"
-        self._begin(Noteboard(store_of(group), self.rank, self.num_ranks, rejoins))
+        siblings = siblings_of(group)
+        self._begin(Noteboard(store_of(group), self.rank, self.num_ranks, rejoins), siblings)
+        siblings.add(self.notes)
 
-    def _begin(self, notes: Noteboard) -> None:
+    def _begin(self, notes: Noteboard, siblings: Siblings) -> None:
         """Make what every group has, whatever carries its collectives."""
+        self._siblings, self._has_met = siblings, False
         self.terms: dict[str, str] = {}
         self.own_transport = self.served = False
         self.processes: dict[int, ProcessIdentity] = {}
         self.met_at = 0
-        self.opening_words = 2
         self.missed: frozenset[int] = frozenset()
         release_dropped()
         self.notes = notes
@@ -400,7 +404,7 @@ class RankGroup:
         self._links = rejoin.connect(self.notes, meeting, self.timeout_s)
         self.notes.move(meeting.notes, meeting.step)
         self.notes.delete_with_notes(meeting.keys(self.num_ranks))
-        self.met_at, self.processes = meeting.step, {}
+        self.met_at, self.processes, self._has_met = meeting.step, {}, True
         self.topology = meeting.nodes
         self._members.begin_anew(frozenset(meeting.masked))
 
@@ -442,25 +446,86 @@ class RankGroup:
         return found
 
     def _gather_objects(self, value: Any, phase: str) -> list[Any]:
-        device = torch.device("cpu") if "gloo" in self.transport else self.device  # gloo needs no GPU for this
-        encoded = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-        told = torch.zeros(self.opening_words, dtype=torch.int64, device=device)
+        table, absent = self.open({"call": openings.MEETING}, _as_words(value), phase, shown=phase)
+        return _from_words(table, absent)
+
+    def open(
+        self,
+        fields: Fields,
+        words: torch.Tensor,
+        phase: str,
+        fault: Exception | None = None,
+        shown: str | None = None,
+    ) -> tuple[torch.Tensor, frozenset[int]]:
+        """Open a call: hear whether all ranks mean the same one, and what each has to tell.
+
+        All ranks see what all have said, so all of them do the same next, whatever each wanted. Behind an error they
+        count their collectives alike again, in all communicators of the process group.
+
+        Args:
+            fields: what must be the same on all ranks; first the name of the call.
+            words: int64, what this rank tells.
+            phase: what is going on, for errors.
+            fault: this rank's own error, which the caller raises once the others know of it.
+            shown: what errors call the call, if not by its name.
+
+        Returns:
+            int64 [W, n] on the CPU, the words of every rank, zeros behind and for those that take no part; and who
+            does not. All ranks that take part get the same.
+
+        Raises:
+            PeerError: another rank has a fault; PlanMismatch: fields differ. Nothing of these where this rank has a
+                fault, unless it needs room and another fault comes first. PeerTimeout: ranks are missing.
+        """
+        call = next(iter(fields.values()))
+        meets = call == openings.MEETING and not self._has_met
+        communicator = openings.UNNAMED if meets else self.notes.key("")
+        fields = {"call": call, "communicator": communicator, **fields}
+        stamp, latest = self.stamp(), self._siblings.latest
+        words = words.to(self._device_of_openings)
+        row = openings.encode(fields, fault, stamp, latest, self.notes.number, words, self.num_ranks)
+        opening = Opening(self.all_gather(row, phase, opens=True).cpu())
+        self.require_answers(opening.stamps, stamp, phase)
+        apart = opening.differs(openings.COMMUNICATOR)
+        try:
+            if opening.raise_fault(fault):
+                return opening.words, frozenset()
+            if opening.differs(openings.MEANING):
+                apart = True
+                texts = self._tell(_as_words({**openings.text_of(fields), "call": str(shown or call)}), phase)
+                openings.raise_difference(_from_words(*texts))
+        finally:
+            if apart:
+                self._siblings.skip_to(opening.latest + STEPS_OF_AN_OPENING)
+        if meets:
+            self.notes.renumber(opening.made)
+        self._has_met = True
+        told, absent = opening.words[:, : opening.size], frozenset(np.flatnonzero(~opening.there).tolist())
+        if opening.size > told.shape[1]:
+            rest, lost = self._gather_words(words[told.shape[1] :], opening.size - told.shape[1], phase)
+            told, absent = torch.cat([told, rest], 1), absent | lost
+        return told, absent
+
+    def _tell(self, words: torch.Tensor, phase: str) -> tuple[torch.Tensor, frozenset[int]]:
+        """Gather words within an opening, in which all ranks do so, of different numbers."""
+        words = words.to(self._device_of_openings)
+        number = torch.tensor([len(words)], dtype=torch.int64, device=words.device)
+        numbers, _ = self._gather_words(number, 1, phase)
+        return self._gather_words(words, int(numbers.max()), phase)
+
+    def _gather_words(self, words: torch.Tensor, size: int, phase: str) -> tuple[torch.Tensor, frozenset[int]]:
+        """Up to ``size`` words of each rank, in the middle of an opening; and who takes no part."""
         stamp = self.stamp()
-        # What opens a dispatch or a combine begins with a word above 0.
-        told[:2] = torch.tensor([-encoded.numel(), stamp], device="cpu")
-        first_words, came = self.all_gather(told, phase, opens=True)[:, :2].T.tolist()
-        self.require_answers(came, stamp, phase)
-        for rank, word in enumerate(first_words):
-            if word > 0:
-                raise PlanMismatch(rank, "call", "another one", phase, self.rank)
-        sizes = [-word for word in first_words]
-        stamp = self.stamp()
-        head = torch.tensor([stamp], device="cpu").view(torch.uint8).to(device)
-        said = functional.pad(torch.cat([head, encoded]), (0, max(sizes) - len(encoded)))
-        heads, rows = self.all_gather(said, phase).cpu().tensor_split([len(head)], dim=1)
-        self.require_answers(heads.contiguous().view(torch.int64).flatten().tolist(), stamp, phase)
-        parts = [row[:size].numpy().tobytes() for size, row in zip(sizes, rows, strict=True)]
-        return [pickle.loads(each) if any(each) else None for each in parts]  # no pickle is all zeros
+        row = torch.zeros(2 + size, dtype=torch.int64, device=words.device)
+        row[:2] = torch.tensor([1, stamp], dtype=torch.int64, device="cpu")
+        row[2 : 2 + len(words)] = words
+        table = self.all_gather(row, phase).cpu()
+        self.require_answers(table[:, 1].tolist(), stamp, phase)
+        return table[:, 2:], frozenset((table[:, 0] == 0).nonzero().flatten().tolist())
+
+    @property
+    def _device_of_openings(self) -> torch.device:
+        return torch.device("cpu") if "gloo" in self.transport else self.device  # gloo needs no GPU for this
 
     def stamp(self) -> int:
         """The second word of what this rank says next to open a call; see :mod:`tokenloom.runtime.stamps`."""
@@ -547,13 +612,33 @@ class RankGroup:
         """Run :meth:`start_all_to_all` and wait for what it brings."""
         return self.start_all_to_all(rows, send_counts, recv_counts, phase).wait()
 
-    def all_reduce_sum(self, values: torch.Tensor, phase: str) -> torch.Tensor:
-        """The sum over ranks, as a new tensor. This is a call by itself: ranks have ``open_timeout_s`` to come."""
+    def all_reduce_sum(self, values: torch.Tensor, phase: str, host_waits: bool = True) -> torch.Tensor:
+        """The sum over ranks, as a new tensor; see :meth:`all_reduce_sums`."""
+        return self.all_reduce_sums([values], phase, host_waits)[0]
+
+    def all_reduce_sums(
+        self, values: Sequence[torch.Tensor], phase: str, host_waits: bool = True
+    ) -> list[torch.Tensor]:
+        """The sums over ranks, as new tensors. This is a call by itself: ranks have ``open_timeout_s`` to come.
+
+        Args:
+            host_waits: over NCCL too, so that ranks hear of others that do something else. If not, they cannot.
+
+        Raises:
+            PeerError, PlanMismatch: as of :meth:`open`.
+        """
+        opens = self.num_ranks > 1 and (host_waits or self._deadline_is_ours)
+        if opens:
+            shapes = ", ".join(f"{list(each.shape)} {each.dtype}" for each in values)
+            self.open({"call": phase, "values": shapes}, torch.zeros(0, dtype=torch.int64, device="cpu"), phase)
+        return [self._sum(each.detach(), phase, not opens) for each in values]
+
+    def _sum(self, values: torch.Tensor, phase: str, opens: bool) -> torch.Tensor:
         if self._links is not None:
-            return reduce(torch.add, self.all_gather(values.detach().flatten(), phase, opens=True)).view(values.shape)
-        out = values.detach().clone()
+            return reduce(torch.add, self.all_gather(values.flatten(), phase, opens=opens)).view(values.shape)
+        out = values.clone()
         return self._start(
-            lambda: dist.all_reduce(out, group=self.process_group, async_op=True), out, phase, True
+            lambda: dist.all_reduce(out, group=self.process_group, async_op=True), out, phase, opens
         ).wait()
 
     def _start(
@@ -619,6 +704,18 @@ class RankGroup:
             return lost
 
         return Transfer(result, wait)
+
+
+def _as_words(value: Any) -> torch.Tensor:
+    """A picklable value as int64 words on the CPU."""
+    data = pickle.dumps(value)
+    padded = data + b"\0" * (-len(data) % 8)  # behind its end a pickle is not read
+    return torch.frombuffer(bytearray(padded), dtype=torch.int64)
+
+
+def _from_words(table: torch.Tensor, absent: Collection[int]) -> list[Any]:
+    """The value of each rank from its row of words; None of those that take no part."""
+    return [None if rank in absent else pickle.loads(row.numpy().tobytes()) for rank, row in enumerate(table)]
 
 
 def _leave_to_parent() -> None:

@@ -11,26 +11,38 @@ from tokenloom.ops.router import RouterSums
 from tokenloom.runtime.rank_group import RankGroup
 
 
-def sum_over_ranks(ranks: RankGroup, sums: RouterSums, dtype: torch.dtype) -> RouterSums:
-    """Sum over the tokens of all ranks. Differentiable, because each rank's loss depends on all ranks' tokens."""
-    parts = (sums.probabilities, sums.squared_lse, sums.expert_counts, sums.num_tokens)
+def sum_over_ranks(ranks: RankGroup, sums: RouterSums, dtype: torch.dtype, host_waits: bool = True) -> RouterSums:
+    """Sum over the tokens of all ranks. Differentiable, because each rank's loss depends on all ranks' tokens.
+
+    Args:
+        dtype: in which probabilities are summed. Counts of routes are summed as integers.
+        host_waits: as of :meth:`RankGroup.all_reduce_sums`, in backward too.
+    """
+    parts = (sums.probabilities, sums.squared_lse, sums.num_tokens)
     own = torch.cat(parts)
-    total = _SumOverRanks.apply(own.to(dtype), ranks).to(own.dtype)  # tokens may differ in dtype under autocast
-    return RouterSums(*total.split([len(part) for part in parts]))
+    given = own.to(dtype), sums.expert_counts.to(torch.int64)  # tokens may differ in dtype under autocast
+    total, counts = _SumOverRanks.apply(*given, ranks, host_waits)
+    probabilities, squared_lse, num_tokens = total.to(own.dtype).split([len(part) for part in parts])
+    return RouterSums(probabilities, squared_lse, counts, num_tokens)
 
 
 class _SumOverRanks(torch.autograd.Function):
     """Sum over ranks, whose gradient is the sum over ranks too."""
 
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
-        ctx.ranks = ranks
-        return ranks.all_reduce_sum(values, "router losses")
+    def forward(
+        ctx: Any, values: torch.Tensor, counts: torch.Tensor, ranks: RankGroup, host_waits: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.ranks, ctx.host_waits = ranks, host_waits
+        total, counts = ranks.all_reduce_sums([values, counts], "router losses", host_waits)
+        ctx.mark_non_differentiable(counts)
+        return total, counts
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return ctx.ranks.all_reduce_sum(grad.contiguous(), "router losses, gradient"), None
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
+        total = ctx.ranks.all_reduce_sum(grad.contiguous(), "router losses, gradient", ctx.host_waits)
+        return total, None, None, None
 
 
 class _Tied(torch.autograd.Function):
@@ -54,19 +66,20 @@ class _SumGradOverRanks(torch.autograd.Function):
     """Identity with a gradient that is summed over ranks."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
-        ctx.ranks = ranks
+    def forward(ctx: Any, parameter: torch.Tensor, ranks: RankGroup, host_waits: bool) -> torch.Tensor:
+        ctx.ranks, ctx.host_waits = ranks, host_waits
         return parameter.view_as(parameter)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return ctx.ranks.all_reduce_sum(grad.contiguous(), "gradient of replicated parameters"), None
+        total = ctx.ranks.all_reduce_sum(grad.contiguous(), "gradient of replicated parameters", ctx.host_waits)
+        return total, None, None
 
 
-def sum_grad_over_ranks(parameter: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
-    """Return the parameter as it is, and sum its gradient over ranks."""
-    return _SumGradOverRanks.apply(parameter, ranks)
+def sum_grad_over_ranks(parameter: torch.Tensor, ranks: RankGroup, host_waits: bool = True) -> torch.Tensor:
+    """Return the parameter as it is, and sum its gradient over ranks; ``host_waits`` as of :func:`sum_over_ranks`."""
+    return _SumGradOverRanks.apply(parameter, ranks, host_waits)
 
 
 class _ScaleGrad(torch.autograd.Function):

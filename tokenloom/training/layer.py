@@ -317,8 +317,7 @@ class ExpertParallelMoE(nn.Module):
     def _sum_over_ranks(self, sums: RouterSums | None) -> RouterSums | None:
         """Sum over the tokens of all ranks, if a loss or the bias wants that, which is then collective.
 
-        A rank that failed passes None and takes part all the same. If one rank left out an all-reduce, all later ones
-        would pair wrongly.
+        A rank that failed passes None and takes part all the same: the others hear of its fault in the next call.
         """
         if not self._wants_sums():
             return None
@@ -328,7 +327,7 @@ class ExpertParallelMoE(nn.Module):
         if sums is None:
             counts = torch.zeros(self.comm.plan.num_experts, dtype=wide, device=self.comm.device)
             sums = RouterSums(counts, counts[:1], counts, counts[:1])
-        return sum_over_ranks(self.comm.engine.ranks, sums, wide)
+        return sum_over_ranks(self.comm.engine.ranks, sums, wide, host_waits=self.experts.pool_rows is None)
 
     def _aux_loss(self, sums: RouterSums | None, dtype: torch.dtype) -> torch.Tensor:
         """Compute aux_loss over the tokens of all ranks, and keep the counts of routes."""
@@ -349,7 +348,9 @@ class ExpertParallelMoE(nn.Module):
         return torch.sigmoid(functional.linear(tokens, self._replicated(self.shared_gate_weight))) * out
 
     def _replicated(self, parameter: torch.Tensor) -> torch.Tensor:
-        return sum_grad_over_ranks(parameter, self.comm.engine.ranks) if self.router_grad == "sum" else parameter
+        if self.router_grad != "sum":
+            return parameter
+        return sum_grad_over_ranks(parameter, self.comm.engine.ranks, host_waits=self.experts.pool_rows is None)
 
     def saved_activations(self, x: torch.Tensor) -> list[SavedTensor]:
         """Run a forward on x and list what it keeps for backward, without parameters and x. Collective.

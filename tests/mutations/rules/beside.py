@@ -50,8 +50,8 @@ MUTATIONS = (
     Mutation(
         name="communicators-are-alike",
         rule="ranks do not say which communicator they call",
-        target="tokenloom.backends.handshake:handshake",
-        old="ranks.notes.key('')",
+        target="tokenloom.runtime.rank_group:RankGroup.open",
+        old="self.notes.key('')",
         new="''",
         tests=("tests/comm/test_openings.py::test_two_communicators_in_different_orders",),
     ),

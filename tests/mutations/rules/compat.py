@@ -23,7 +23,7 @@ MUTATIONS = (
     Mutation(
         name="nobody-hears-of-growth",
         rule="a rank that needs more room does not say so to those that have enough",
-        target="tokenloom.backends.handshake:means_growth",
+        target="tokenloom.runtime.openings:means_growth",
         old="reason.startswith(NeedsRoom.__name__)",
         new="False",
         tests=(f"{NORMAL}test_batches_grow_and_shapes_change",),
@@ -31,7 +31,7 @@ MUTATIONS = (
     Mutation(
         name="growth-comes-before-faults",
         rule="the others hear that a rank needs room, and wait for one that has raised an error of its own",
-        target="tokenloom.backends.handshake:handshake",
+        target="tokenloom.runtime.openings:Opening.raise_fault",
         old="not means_growth(reason)",
         new="True",
         tests=("tests/comm/test_growing.py::test_a_fault_comes_before_growth",),

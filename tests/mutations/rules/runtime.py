@@ -120,6 +120,22 @@ RANKS = (
         num_ranks=4,
     ),
     Mutation(
+        name="sums-without-an-opening",
+        rule="ranks sum router losses without a word, whatever others do meanwhile",
+        target="tokenloom.runtime.rank_group:RankGroup.all_reduce_sums",
+        old="self.num_ranks > 1",
+        new="False",
+        tests=("tests/comm/test_first_messages.py::test_out_of_step",),
+    ),
+    Mutation(
+        name="counts-as-floats",
+        rule="counts of routes are summed over ranks as float32, which has no odd numbers above 2^24",
+        target="tokenloom.training.gradients:sum_over_ranks",
+        old="sums.expert_counts.to(torch.int64)",
+        new="sums.expert_counts.float()",
+        tests=("tests/comm/test_first_messages.py::test_counts_are_exact",),
+    ),
+    Mutation(
         name="verdicts-among-steps",
         rule="a rank that failed is taken for one that makes the next step",
         target="tokenloom.runtime.rank_group:RankGroup.all_gather_object",

@@ -89,7 +89,7 @@ GRADIENTS = (
         name="loss-gradient-of-own-rank",
         rule="the losses' gradient leaves out what the other ranks' losses say of this rank's tokens",
         target="tokenloom.training.gradients:_SumOverRanks.backward",
-        old='ctx.ranks.all_reduce_sum(grad.contiguous(), "router losses, gradient")',
+        old='ctx.ranks.all_reduce_sum(grad.contiguous(), "router losses, gradient", ctx.host_waits)',
         new="grad",
         tests=GRADIENT_TESTS,
     ),

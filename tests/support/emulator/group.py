@@ -45,6 +45,7 @@ from tokenloom.runtime.node_ranks import NodeRanks
 from tokenloom.runtime.noteboard import Noteboard
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.rank_group import RankGroup, Transfer
+from tokenloom.runtime.siblings import Siblings
 from tokenloom.runtime.symmetric_memory import BufferLayout
 from tokenloom.runtime.topology import pretended
 
@@ -269,7 +270,7 @@ class FakeRanks(RankGroup):
         self.rank, self.num_ranks, self.device = here.rank, here.group.num_ranks, CPU
         self.process_group, self._deadline_is_ours = None, False
         self.timeout_s = self.open_timeout_s = timeout_s
-        self._begin(Noteboard(here.group.store, self.rank, self.num_ranks, rejoins))
+        self._begin(Noteboard(here.group.store, self.rank, self.num_ranks, rejoins), Siblings())
         self.own_transport = True
         if ranks_per_node is not None:
             self.topology = pretended(self.num_ranks, ranks_per_node)
@@ -277,8 +278,8 @@ class FakeRanks(RankGroup):
     def require_maskable(self) -> None:
         """Threads can always be left out."""
 
-    def all_reduce_sum(self, values: torch.Tensor, phase: str) -> torch.Tensor:
-        return Meeting().all_gather(values.detach(), phase).sum(0)
+    def _sum(self, values: torch.Tensor, phase: str, opens: bool) -> torch.Tensor:
+        return Meeting().all_gather(values, phase).sum(0)
 
     def start_all_gather(
         self, row: torch.Tensor, phase: str, *, opens: bool = False, host_waits: bool = False

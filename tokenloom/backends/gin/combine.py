@@ -9,7 +9,7 @@ import torch
 from tokenloom.backends.base import CombineOptions
 from tokenloom.backends.gin.dispatch import FOR_COMBINE
 from tokenloom.backends.gin.launcher import NodesLauncher
-from tokenloom.backends.handshake import CallKind, Fields, combine_fields, gradient_fields
+from tokenloom.backends.handshake import combine_fields, gradient_fields
 from tokenloom.backends.nvlink.buffers import aligned, require_aligned, require_bulk
 from tokenloom.backends.nvlink.combine import point, point_once
 from tokenloom.backends.nvlink.handle import NvlinkHandle
@@ -19,6 +19,7 @@ from tokenloom.kernels.combine.launch import CALL_FIELDS
 from tokenloom.kernels.combine.launch_network import CombineNetworkVariant
 from tokenloom.kernels.common import TURNS
 from tokenloom.runtime.leftovers import keep_until_idle
+from tokenloom.runtime.openings import CallKind, Fields
 
 COMBINES = 1
 """The kind of traffic; kCombines of device/transport/rail.cuh."""

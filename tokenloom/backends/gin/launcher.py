@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from tokenloom.backends.gin.memory import NodeBuffers
-from tokenloom.backends.handshake import Fields
 from tokenloom.backends.nvlink.launcher import Launcher, OpeningKernel
 from tokenloom.plan import Plan
+from tokenloom.runtime.openings import Fields
 from tokenloom.runtime.rank_group import RankGroup
 
 COMBINES = ("combine", "gradient of dispatch", "gradient of weights")

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from tokenloom.backends.gin.sizes import NodeSizes
-from tokenloom.backends.handshake import Fields
 from tokenloom.errors import InvalidArgument, TokenloomError
 from tokenloom.jit.compiler import KernelSpec, Prelude
 from tokenloom.jit.kernel import Kernel
@@ -19,6 +18,7 @@ from tokenloom.plan import Plan
 from tokenloom.runtime.devices import free_bytes
 from tokenloom.runtime.gin import GinMemory
 from tokenloom.runtime.leftovers import wait_for
+from tokenloom.runtime.openings import Fields
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer
 

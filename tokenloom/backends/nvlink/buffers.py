@@ -8,7 +8,6 @@ from functools import partial
 import torch
 
 from tokenloom.backends.base import CombineOptions, DispatchOptions
-from tokenloom.backends.handshake import Fields
 from tokenloom.backends.nvlink.beside_rows import BesideRows
 from tokenloom.backends.nvlink.launcher import Launcher
 from tokenloom.backends.nvlink.loans import Loan
@@ -16,6 +15,7 @@ from tokenloom.errors import InvalidArgument, ShapeMismatch
 from tokenloom.kernels.combine.launch import max_chunks
 from tokenloom.kernels.common import HEADER_WORDS, MAX_BLOCKS, TURNS
 from tokenloom.plan import FP8_BLOCK, Plan, align_up
+from tokenloom.runtime.openings import Fields
 from tokenloom.runtime.symmetric_memory import BufferLayout, SymmetricBuffer
 
 RECEIVE_BUFFERS = 2

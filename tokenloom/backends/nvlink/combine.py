@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from tokenloom.backends.base import CombineOptions, Pending
-from tokenloom.backends.handshake import CallKind, combine_fields, gradient_fields
+from tokenloom.backends.handshake import combine_fields, gradient_fields
 from tokenloom.backends.nvlink.buffers import (
     Buffers,
     address_of,
@@ -39,6 +39,7 @@ from tokenloom.kernels.combine.launch import (
     max_chunks,
 )
 from tokenloom.plan import Plan
+from tokenloom.runtime.openings import CallKind
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 
-from tokenloom.backends.handshake import NUMBER, CallKind, Fields
 from tokenloom.backends.nvlink.buffers import Buffers
 from tokenloom.backends.nvlink.launcher import Launcher, OpeningKernel
 from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT
@@ -15,6 +14,7 @@ from tokenloom.kernels.barrier.launch import BarrierVariant
 from tokenloom.kernels.common import Deadline
 from tokenloom.kernels.moe.launch import HOME_ROW_BITS, Packing, SendRoutesVariant
 from tokenloom.plan import FP8_BLOCK
+from tokenloom.runtime.openings import NUMBER, CallKind, Fields
 
 FP8 = torch.float8_e4m3fn
 

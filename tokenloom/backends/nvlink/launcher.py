@@ -14,7 +14,6 @@ from typing import Generic, TypeVar
 import torch
 
 from tokenloom.backends.base import Wait
-from tokenloom.backends.handshake import CallKind, Fields, NeedsRoom
 from tokenloom.backends.nvlink.outcomes import (
     CALLS_IN_FLIGHT,
     CAPTURED_SLOT,
@@ -29,6 +28,7 @@ from tokenloom.kernels.common import OPENING_FIELDS, Call, Variant
 from tokenloom.plan import Plan
 from tokenloom.runtime.graph_references import GraphReferences
 from tokenloom.runtime.leftovers import keep_until_idle, release_dropped, synchronize, undo_later
+from tokenloom.runtime.openings import CallKind, Fields, NeedsRoom
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.streams import current_handle, is_capturing, on_stream
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer, close_together

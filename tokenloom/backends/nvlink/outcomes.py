@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tokenloom.backends.handshake import CallKind, means_growth, raise_difference, text_of
 from tokenloom.errors import CapacityOverflow, CommunicatorBroken, PeerError, PlanMismatch
 from tokenloom.runtime.kernel_reports import CallOutcome, CallRecords, FaultFlag, HostCounts
+from tokenloom.runtime.openings import CallKind, means_growth, raise_difference, text_of
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.streams import on_stream
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from tokenloom.backends.base import DispatchInputs, DispatchOptions, DispatchOut
-from tokenloom.backends.handshake import CallKind, Fields, dispatch_fields
+from tokenloom.backends.handshake import dispatch_fields
 from tokenloom.backends.nvlink.buffers import (
     BULK_BYTES,
     RECEIVE_BUFFERS,
@@ -29,6 +29,7 @@ from tokenloom.kernels.common import MAX_BLOCKS, Variant
 from tokenloom.kernels.dispatch.launch import CALL_FIELDS, STAGED_FIELDS, DispatchVariant
 from tokenloom.plan import Plan
 from tokenloom.runtime.kernel_reports import HostCounts
+from tokenloom.runtime.openings import CallKind, Fields
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer
 
 FP8 = torch.float8_e4m3fn

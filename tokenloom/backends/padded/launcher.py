@@ -8,10 +8,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from tokenloom.backends.gin.launcher import NodesLauncher
-from tokenloom.backends.handshake import CallKind, Fields
 from tokenloom.backends.nvlink.launcher import Half, OpeningKernel
 from tokenloom.backends.padded.memory import PaddedMemory
 from tokenloom.plan import Plan
+from tokenloom.runtime.openings import CallKind, Fields
 from tokenloom.runtime.rank_group import RankGroup, Transfer
 
 

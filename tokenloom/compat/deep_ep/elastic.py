@@ -140,5 +140,4 @@ class ElasticBuffer(ElasticCalls):
         device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
         if on_cuda:
             torch.cuda.synchronize(device)
-        here = torch.ones(1, dtype=torch.int64, device=device)
-        self._calls.meeting(device).all_gather(here, "ElasticBuffer.barrier", opens=True).cpu()
+        self._calls.meeting(device).all_gather_object(None, "ElasticBuffer.barrier")

@@ -379,8 +379,8 @@ class NormalMode(BufferBase):
     def _local_counts(self, num_tokens_per_expert: torch.Tensor, device: torch.device) -> list[int]:
         """Tokens of all ranks for each local expert, as the ranks say that have no ids."""
         meeting = self._calls.meeting(device)
-        mine = num_tokens_per_expert.to(meeting.device, torch.int64)
-        total = meeting.all_gather(mine, "counts of Buffer.dispatch", opens=True).sum(0).view(self.group_size, -1)
+        counts = meeting.all_gather_object(num_tokens_per_expert.tolist(), "counts of Buffer.dispatch")
+        total = torch.tensor(counts, dtype=torch.int64, device="cpu").sum(0).view(self.group_size, -1)
         return total[self.rank].tolist()
 
     @naming("Buffer.combine")
