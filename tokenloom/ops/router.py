@@ -84,13 +84,18 @@ class Router:
             raise InvalidArgument("correction_bias needs scores before the choice; use 'sigmoid' or 'softmax_topk'")
 
     def route(
-        self, logits: torch.Tensor, correction_bias: torch.Tensor | None = None
+        self,
+        logits: torch.Tensor,
+        correction_bias: torch.Tensor | None = None,
+        topk_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Choose experts for each token. Differentiable in ``logits``.
+        """Choose experts for each token, or weight those that are given. Differentiable in ``logits``.
 
         Args:
             logits: float32 or float64 [T, E].
             correction_bias: [E], added to the scores for the choice only, or None.
+            topk_ids: int64 [T, K], experts that somebody has chosen, -1 for a place without a route; or None. They get
+                the weights that they would have as the router's choice. Groups and the correction bias do not matter.
 
         Returns:
             topk_ids int64 [T, K], topk_weights [T, K], and probabilities [T, E] that sum to 1, for the balance loss.
@@ -102,17 +107,28 @@ class Router:
         else:
             probabilities = logits.softmax(-1)
             scores = logits if self.score == "topk_softmax" else probabilities
+        if topk_ids is not None:
+            unused = topk_ids < 0
+            # An id that is too large is an error of the dispatch. Here it would end a process on GPUs.
+            weights = self._weights(scores.gather(-1, topk_ids.clamp(0, self.num_experts - 1)), unused)
+            return topk_ids, weights.masked_fill(unused, 0.0), probabilities
         choice = scores.detach()
         if correction_bias is not None:
             choice = choice + correction_bias
         ids = self._limit_groups(choice).topk(self.top_k, dim=-1).indices
-        weights = scores.gather(-1, ids)
+        return ids, self._weights(scores.gather(-1, ids), None), probabilities
+
+    def _weights(self, scores: torch.Tensor, unused: torch.Tensor | None) -> torch.Tensor:
+        """Turn the scores of each token's experts into weights. Places that are ``unused`` have no part in them."""
         if self.score == "topk_softmax":
-            weights = weights.softmax(-1)
+            # Not -inf: a token without a single route would get NaN, in its gradient too.
+            scores = scores if unused is None else scores.masked_fill(unused, torch.finfo(scores.dtype).min)
+            scores = scores.softmax(-1)
         elif self.renormalize:
-            total = weights.sum(-1, keepdim=True) + RENORMALIZE_EPS
-            weights = weights / (total.clamp_min(self.least_sum) if self.least_sum else total)
-        return ids, weights * self.scale, probabilities
+            scores = scores if unused is None else scores.masked_fill(unused, 0.0)
+            total = scores.sum(-1, keepdim=True) + RENORMALIZE_EPS
+            scores = scores / (total.clamp_min(self.least_sum) if self.least_sum else total)
+        return scores * self.scale
 
     def _limit_groups(self, choice: torch.Tensor) -> torch.Tensor:
         """Replace scores outside the best groups by -inf."""
@@ -205,9 +221,11 @@ def router_sums(logits: torch.Tensor, probabilities: torch.Tensor, topk_ids: tor
     Args:
         logits: [T, E].
         probabilities: [T, E].
-        topk_ids: int64 [T, K], all valid.
+        topk_ids: int64 [T, K]. Ids of no expert count nowhere.
     """
-    counts = torch.bincount(topk_ids.flatten(), minlength=logits.shape[-1])
+    num_experts = logits.shape[-1]
+    places = torch.where((topk_ids >= 0) & (topk_ids < num_experts), topk_ids, num_experts).flatten()
+    counts = torch.bincount(places, minlength=num_experts + 1)[:num_experts]
     return RouterSums(
         probabilities=probabilities.sum(0),
         squared_lse=logits.logsumexp(-1).square().sum().reshape(1),

@@ -247,7 +247,9 @@ class RoutedExperts(nn.Module):
         self.accumulate_main_grads()
         with engine.sequence(*self.first_calls()):  # a failure here comes before any call
             tokens = self.tokens(x)
-            ids, weights = self._routes(x, topk_ids, topk_weights)
+            validation.number_of_tokens(self.comm.plan, len(tokens))  # pieces of too many tokens may be few enough
+            ids = self.ids(x, topk_ids)
+            weights = self.weights(x, topk_weights).to(torch.promote_types(self.compute_dtype, torch.float32))
         w1, w2, w1_bias, w2_bias = self._scaled_weights()
         out = routed_experts(
             self.comm,
@@ -302,23 +304,31 @@ class RoutedExperts(nn.Module):
                 raise DtypeMismatch(f"x is {x.dtype}, the layer is {self.w1.dtype}; cast one of them, or use autocast")
             if x.dtype not in Capabilities().dtypes:  # they would be cast, whatever they mean
                 raise DtypeMismatch(f"x is {x.dtype}, expected a dtype that autocast takes, such as {self.w1.dtype}")
-        tokens = x.reshape(-1, self.hidden).contiguous()
-        validation.number_of_tokens(self.comm.plan, len(tokens))  # pieces of too many tokens may be few enough
-        return tokens
+        return x.reshape(-1, self.hidden).contiguous()
 
-    def _routes(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """View ids and weights as [T, K]."""
-        wanted = (*x.shape[:-1], self.comm.plan.top_k)
-        for name, value in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
-            validation.require_tensor(name, value)
-            if value.shape != wanted:
-                raise ShapeMismatch(f"{name} is {list(value.shape)}, expected {list(wanted)} for x {list(x.shape)}")
+    def ids(self, x: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+        """View ids of the tokens of x as [T, K].
+
+        Raises:
+            ShapeMismatch, DtypeMismatch, DeviceMismatch, InvalidArgument: they do not fit x.
+        """
+        topk_ids = settled(topk_ids)
+        _require_like("topk_ids", topk_ids, x, self.comm.plan.top_k)
+        if topk_ids.dtype not in (torch.int32, torch.int64):
+            raise DtypeMismatch(f"topk_ids is {topk_ids.dtype}, expected torch.int32 or torch.int64")
+        return topk_ids.reshape(-1, self.comm.plan.top_k).contiguous()
+
+    def weights(self, x: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+        """View weights of the tokens of x as [T, K].
+
+        Raises:
+            ShapeMismatch, DtypeMismatch, DeviceMismatch, InvalidArgument: they do not fit x.
+        """
+        topk_weights = settled(topk_weights)
+        _require_like("topk_weights", topk_weights, x, self.comm.plan.top_k)
         if not topk_weights.is_floating_point():
             raise DtypeMismatch(f"topk_weights is {topk_weights.dtype}, expected floating point, such as float32")
-        weights = settled(topk_weights).to(torch.promote_types(self.compute_dtype, torch.float32))
-        return settled(topk_ids).reshape(-1, wanted[-1]).contiguous(), weights.reshape(-1, wanted[-1]).contiguous()
+        return topk_weights.reshape(-1, self.comm.plan.top_k).contiguous()
 
     def _scaled_weights(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Return w1, w2 and their biases as forward reads them."""
@@ -335,3 +345,13 @@ class RoutedExperts(nn.Module):
             f"({plan.experts_per_rank} here), top_k={plan.top_k}, ranks={plan.num_ranks}, backend={self.comm.backend}"
             f"{'' if self.form == PLAIN else f', {self.form}'}{', biases' if self.w1_bias is not None else ''}"
         )
+
+
+def _require_like(name: str, value: torch.Tensor, x: torch.Tensor, top_k: int) -> None:
+    """Raise unless the value has ``top_k`` numbers for each token of x, on its device."""
+    validation.require_tensor(name, value)
+    wanted = (*x.shape[:-1], top_k)
+    if value.shape != wanted:
+        raise ShapeMismatch(f"{name} is {list(value.shape)}, expected {list(wanted)} for x {list(x.shape)}")
+    if value.device != x.device:
+        raise DeviceMismatch(f"{name} is on {value.device}, x is on {x.device}; move one of them")

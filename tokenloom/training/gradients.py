@@ -45,6 +45,11 @@ class _SumOverRanks(torch.autograd.Function):
         return total, None, None, None
 
 
+def in_backward() -> bool:
+    """Whether autograd is running a backward that has called this: an activation checkpoint computes again, say."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class _Tied(torch.autograd.Function):
     """Two values of which a loss may leave one out: its gradient is zeros then."""
 

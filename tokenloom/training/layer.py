@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -12,16 +14,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
+from tokenloom.comm import validation
 from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.strategy import Strategy
-from tokenloom.errors import InvalidArgument
+from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch
 from tokenloom.ops.activation import apply_activation
 from tokenloom.ops.router import Router, RouterSums, balance_loss, router_logits, router_sums, z_loss
 from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout
 from tokenloom.runtime.rendezvous import agree
 from tokenloom.training import torch_compile
 from tokenloom.training.expert_module import RoutedExperts
-from tokenloom.training.gradients import sum_grad_over_ranks, sum_over_ranks, tied
+from tokenloom.training.gradients import in_backward, sum_grad_over_ranks, sum_over_ranks, tied
 from tokenloom.training.parameters import EXPERT_WEIGHTS, check_options, draw_seeded, own_name
 from tokenloom.training.saved_activations import SavedTensor, saved_tensors
 
@@ -192,7 +195,12 @@ class ExpertParallelMoE(nn.Module):
             self.register_buffer("expert_counts", zeros(torch.int64), persistent=False)
             self._reset_replicated(None)
         self.weight_names = tuple(self._parameters)
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Do what each copy of a layer needs for itself."""
         self._number = torch_compile.number_layer(self)
+        self._records: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ExpertParallelMoE:
         before = self.correction_bias
@@ -210,7 +218,7 @@ class ExpertParallelMoE(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._number = torch_compile.number_layer(self)
+        self._set_up()
 
     @property
     def local_experts(self) -> range:
@@ -255,11 +263,25 @@ class ExpertParallelMoE(nn.Module):
         if self.correction_bias is not None:
             self.correction_bias.zero_()
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        topk_ids: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        token_mask: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Route, dispatch, compute, combine. Collective.
 
         Args:
             x: [..., H], dtype and device of the parameters; leading dimensions may differ per rank and be 0.
+            topk_ids: int32 or int64 [..., K], the experts of each token, -1 for a place without a route; None lets the
+                router choose. All ranks give them, or none does. The losses and ``expert_counts`` count them.
+            topk_weights: floating point [..., K], weights of ``topk_ids``. None takes what the router, as it is now,
+                would give these experts; then it learns from them. Weights that are given are used as they are.
+            token_mask: bool [...], True for a real token, False for padding, which is left out: it gets no route, 0 as
+                its output and gradient, and no part in losses and counts. Everything else is, bit for bit, as if the
+                rows were not there. On GPUs the host waits for the number of real tokens.
 
         Returns:
             out [..., H], dtype of the parameters (or of autocast), and aux_loss, a scalar of at least float32:
@@ -273,9 +295,19 @@ class ExpertParallelMoE(nn.Module):
             PeerError: bad input, or any other failure, on another rank.
             TokenloomError: as in ``Communicator.dispatch``.
         """
-        return torch_compile.forward(self, x) if torch.compiler.is_compiling() else self._forward(x)
+        if torch.compiler.is_compiling():
+            return torch_compile.forward(self, x, topk_ids, topk_weights, token_mask)
+        return self._forward(x, topk_ids=topk_ids, topk_weights=topk_weights, token_mask=token_mask)
 
-    def _forward(self, x: torch.Tensor, compiled: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(
+        self,
+        x: torch.Tensor,
+        *,
+        topk_ids: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        token_mask: torch.Tensor | None = None,
+        compiled: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run forward. With ``compiled``, copies stand in the places of the parameters."""
         engine, experts = self.comm.engine, self.experts
         engine.begin()
@@ -283,33 +315,55 @@ class ExpertParallelMoE(nn.Module):
             try:
                 if compiled:
                     torch_compile.require_parameters((self, experts))
-                tokens, topk_ids, topk_weights, sums = self._route(x)
+                routed = self._route(x, topk_ids, topk_weights, token_mask)
             except Exception:
                 self._sum_over_ranks(None)  # the other ranks are about to sum
                 raise
-        sums = self._sum_over_ranks(sums)
+        sums = self._sum_over_ranks(routed.sums)
         shared: list[torch.Tensor] = []
-        beside = None if self.shared_w1 is None else lambda: shared.append(self._shared_expert(tokens))
-        out = experts(tokens, topk_ids, topk_weights, beside)
+        beside = None if self.shared_w1 is None else lambda: shared.append(self._shared_expert(routed.tokens))
+        out = experts(routed.tokens, routed.topk_ids, routed.topk_weights, beside)
         for result in shared:
             out = out + result.to(out.dtype)  # autocast leaves float64 as it is
+        self._record(routed, x.shape)
+        out = routed.put_back(out, x.shape, 0)
         # The sums' gradient is collective too, and so is that of the experts.
-        return tied(out.view(x.shape), self._aux_loss(sums, torch.promote_types(x.dtype, torch.float32)))
+        return tied(out, self._aux_loss(sums, torch.promote_types(x.dtype, torch.float32)))
 
-    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, RouterSums | None]:
-        """Route, giving tokens [T, H], ids, weights, and the sums over tokens if a loss or the bias wants them.
-
-        Not collective. Logits, weights and sums are at least float32.
-        """
+    def _route(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        token_mask: torch.Tensor | None,
+    ) -> _Routed:
+        """Choose experts, or take those that are given. Not collective. Logits, weights, sums are at least float32."""
         tokens = self.experts.tokens(x)
+        if topk_ids is not None:
+            topk_ids = self.experts.ids(x, topk_ids)
+        elif topk_weights is not None:
+            raise InvalidArgument("topk_weights are given without topk_ids; give the experts that they belong to")
+        if topk_weights is not None:
+            topk_weights = self.experts.weights(x, topk_weights)
+        real = None
+        if token_mask is not None:
+            real = _places_of_real_tokens(x, token_mask)
+            tokens = tokens.index_select(0, real)
+            topk_ids, topk_weights = (
+                None if each is None else each.index_select(0, real) for each in (topk_ids, topk_weights)
+            )
+        if topk_ids is not None and topk_weights is not None and not self._wants_sums():
+            return _Routed(tokens, topk_ids, topk_weights, None, real)
         dtype = torch.promote_types(tokens.dtype, torch.float32)
         with torch.autocast(tokens.device.type, enabled=False):  # autocast would route by bfloat16 logits
             logits = router_logits(tokens, self._replicated(self.router_weight), dtype)
             if self.router_bias is not None:
                 logits = logits + self._replicated(self.router_bias).to(dtype)
-            topk_ids, topk_weights, probabilities = self.router.route(logits, self.correction_bias)
-            sums = router_sums(logits, probabilities, topk_ids) if self._wants_sums() else None
-            return tokens, topk_ids, topk_weights, sums
+            ids, weights, probabilities = self.router.route(
+                logits, self.correction_bias, None if topk_ids is None else topk_ids.long()
+            )
+            sums = router_sums(logits, probabilities, ids) if self._wants_sums() else None
+            return _Routed(tokens, ids, weights if topk_weights is None else topk_weights, sums, real)
 
     def _wants_sums(self) -> bool:
         return bool(self.balance_coef or self.z_coef or self.correction_bias is not None)
@@ -352,6 +406,31 @@ class ExpertParallelMoE(nn.Module):
             return parameter
         return sum_grad_over_ranks(parameter, self.comm.engine.ranks, host_waits=self.experts.pool_rows is None)
 
+    @contextmanager
+    def record_routing(self) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Record the routes of each forward in the block, to give them again as ``topk_ids``.
+
+        What an activation checkpoint computes again is not recorded again. Inside ``torch.compile`` it works alike.
+
+        Returns:
+            a context that gives a list. Each forward appends topk_ids, int64 [..., K], and topk_weights [..., K],
+            without a graph. Padding has -1 and 0.
+        """
+        routes: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._records.append(routes)
+        try:
+            yield routes
+        finally:
+            self._records = [each for each in self._records if each is not routes]
+
+    def _record(self, routed: _Routed, shape: torch.Size) -> None:
+        if not self._records or in_backward():
+            return
+        # Copies: a compiler may use the memory of given routes again.
+        ids, weights = routed.topk_ids.long().clone(), routed.topk_weights.detach().clone()
+        for routes in self._records:
+            routes.append((routed.put_back(ids, shape, -1), routed.put_back(weights, shape, 0)))
+
     def saved_activations(self, x: torch.Tensor) -> list[SavedTensor]:
         """Run a forward on x and list what it keeps for backward, without parameters and x. Collective.
 
@@ -388,6 +467,47 @@ class ExpertParallelMoE(nn.Module):
             f"router={self.router.score}, balance_coef={self.balance_coef}, z_coef={self.z_coef}, "
             f"router_grad={self.router_grad}"
         )
+
+
+@dataclass
+class _Routed:
+    """Tokens with their routes.
+
+    Attributes:
+        tokens: [T, H].
+        topk_ids: [T, K].
+        topk_weights: [T, K].
+        sums: sums over the tokens, if a loss or the bias wants them.
+        real: int64 [T], places of the tokens among all that the layer was given, or None if there is no padding.
+    """
+
+    tokens: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+    sums: RouterSums | None
+    real: torch.Tensor | None
+
+    def put_back(self, values: torch.Tensor, shape: torch.Size, fill: int) -> torch.Tensor:
+        """Put values [T, n] where the tokens were in x of ``shape``, giving [..., n], and ``fill`` beside them."""
+        if self.real is not None:
+            everything = values.new_full((shape[:-1].numel(), values.shape[1]), fill)
+            values = everything.index_copy(0, self.real, values)
+        return values.view(*shape[:-1], values.shape[1])
+
+
+def _places_of_real_tokens(x: torch.Tensor, token_mask: torch.Tensor) -> torch.Tensor:
+    """Places of the True ones among the tokens of x."""
+    validation.require_tensor("token_mask", token_mask)
+    if token_mask.dtype != torch.bool:
+        raise DtypeMismatch(
+            f"token_mask is {token_mask.dtype}, expected torch.bool: True for a real token; pass token_mask.bool()"
+        )
+    if token_mask.shape != x.shape[:-1]:
+        wanted = list(x.shape[:-1])
+        raise ShapeMismatch(f"token_mask is {list(token_mask.shape)}, expected {wanted}: one value for each token")
+    if token_mask.device != x.device:
+        raise DeviceMismatch(f"token_mask is on {token_mask.device}, x is on {x.device}; move one of them")
+    return token_mask.flatten().nonzero()[:, 0]
 
 
 def _rename_experts(state_dict: dict[str, Any], prefix: str) -> None:

@@ -43,13 +43,20 @@ def number_layer(layer: nn.Module) -> torch.Tensor:
         return torch.tensor([number], dtype=torch.int64, device="cpu")
 
 
-def forward(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run ``layer(x)`` as the compiler sees it."""
+def forward(
+    layer: Any,
+    x: torch.Tensor,
+    topk_ids: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    token_mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run ``layer(x, ...)`` as the compiler sees it."""
     dtype = autocast.autocast_dtype(x.device)
-    weights = list(layer.parameters())
+    weights = [*layer.parameters(), *([] if topk_weights is None else [topk_weights])]
     wants_grad = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, *weights)]
+    buffers = (layer.correction_bias, layer.expert_counts)
     out, aux_loss, expert_counts, _ = moe_forward(
-        x, weights, layer.correction_bias, layer.expert_counts, layer._number, wants_grad, dtype, True
+        x, weights, topk_ids, token_mask, *buffers, layer._number, wants_grad, dtype, True
     )
     # This also makes calls differ. The compiler would merge equal calls into one and take two gradients of it.
     layer.expert_counts.copy_(expert_counts)
@@ -91,14 +98,16 @@ class _Body(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.layer._forward(x, compiled=True)
+    def forward(self, x: torch.Tensor, **given: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layer._forward(x, **given, compiled=True)
 
 
 @torch.library.custom_op("tokenloom::moe_forward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def moe_forward(
     x: torch.Tensor,
     weights: list[torch.Tensor],
+    topk_ids: torch.Tensor | None,
+    token_mask: torch.Tensor | None,
     correction_bias: torch.Tensor | None,
     expert_counts: torch.Tensor,
     number: torch.Tensor,
@@ -110,7 +119,9 @@ def moe_forward(
 
     Args:
         x: input of the layer.
-        weights: the layer's parameters, in the order of ``parameters()``.
+        weights: the layer's parameters, in the order of ``parameters()``, and behind them topk_weights, if given.
+        topk_ids: input of the layer, or None.
+        token_mask: input of the layer, or None.
         correction_bias: the layer's buffer, or None.
         expert_counts: the layer's buffer.
         number: number of the layer, from :func:`number_layer`.
@@ -123,17 +134,18 @@ def moe_forward(
     """
     layer: Any = _layers[int(number)]
     layer.experts.accumulate_main_grads()
-    inputs = [x, *weights]
+    inputs, others = [x, *weights], [topk_ids, token_mask]
     if not keep or not any(wants_grad):
         with _grad_mode(False):
-            outputs = _run(number, inputs, correction_bias, expert_counts, autocast_dtype)
+            outputs = _run(number, inputs, others, correction_bias, expert_counts, autocast_dtype)
         return *outputs, torch.zeros(1, dtype=torch.int64, device="cpu")
-    # Before backward the compiler may reuse the memory of x, or of a weight that it computed.
+    # Before backward the compiler may reuse the memory of inputs, or of a weight that it computed.
     own = {weight.data_ptr() for weight in layer.parameters()}
     inputs = [x.clone(), *(weight if weight.data_ptr() in own else weight.clone() for weight in weights)]
+    others = [None if each is None else each.clone() for each in others]
     with _grad_mode(True):
         leaves = _leaves(inputs, wants_grad)
-        out, aux_loss, new_counts = _run(number, leaves, correction_bias, expert_counts, autocast_dtype)
+        out, aux_loss, new_counts = _run(number, leaves, others, correction_bias, expert_counts, autocast_dtype)
         ticket = torch.frombuffer(_Kept(_edges(out, aux_loss), leaves), dtype=torch.int64)
         return out.detach(), aux_loss.detach(), new_counts, ticket
 
@@ -142,6 +154,8 @@ def moe_forward(
 def _(
     x: torch.Tensor,
     weights: list[torch.Tensor],
+    topk_ids: torch.Tensor | None,
+    token_mask: torch.Tensor | None,
     correction_bias: torch.Tensor | None,
     expert_counts: torch.Tensor,
     number: torch.Tensor,
@@ -198,6 +212,8 @@ def moe_forward_backward(
     grad_aux_loss: torch.Tensor,
     x: torch.Tensor,
     weights: list[torch.Tensor],
+    topk_ids: torch.Tensor | None,
+    token_mask: torch.Tensor | None,
     correction_bias: torch.Tensor | None,
     number: torch.Tensor,
     wants_grad: list[bool],
@@ -207,7 +223,7 @@ def moe_forward_backward(
     counts: Any = _layers[int(number)].expert_counts
     with _grad_mode(True):
         leaves = _leaves([x, *weights], wants_grad)
-        out, aux_loss, _ = _run(number, leaves, correction_bias, counts, autocast_dtype)
+        out, aux_loss, _ = _run(number, leaves, [topk_ids, token_mask], correction_bias, counts, autocast_dtype)
         outputs = _edges(out, aux_loss)
         del out, aux_loss
         return _gradients(outputs, (grad_out, grad_aux_loss), leaves)
@@ -219,6 +235,8 @@ def _(
     grad_aux_loss: torch.Tensor,
     x: torch.Tensor,
     weights: list[torch.Tensor],
+    topk_ids: torch.Tensor | None,
+    token_mask: torch.Tensor | None,
     correction_bias: torch.Tensor | None,
     number: torch.Tensor,
     wants_grad: list[bool],
@@ -236,18 +254,32 @@ def _leaves(inputs: Sequence[torch.Tensor], wants_grad: Sequence[bool]) -> list[
 def _run(
     number: torch.Tensor,
     inputs: Sequence[torch.Tensor],
+    others: Sequence[torch.Tensor | None],
     correction_bias: torch.Tensor | None,
     expert_counts: torch.Tensor,
     autocast_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run a layer on x and weights, giving out, aux_loss and the new expert_counts."""
-    layer, (x, *weights) = _layers[int(number)], inputs
-    tensors = {name: weight for (name, _), weight in zip(layer.named_parameters(), weights, strict=True)}
+    """Run a layer, giving out, aux_loss and the new expert_counts.
+
+    Args:
+        number: number of the layer.
+        inputs: x, and the ``weights`` of :func:`moe_forward`.
+        others: topk_ids and token_mask, or None instead.
+        correction_bias: the layer's buffer, or None.
+        expert_counts: the layer's buffer.
+        autocast_dtype: dtype of autocast, None where it is off.
+    """
+    layer, (x, *weights), (topk_ids, token_mask) = _layers[int(number)], inputs, others
+    names = [name for name, _ in layer.named_parameters()]
+    topk_weights = weights[-1] if len(weights) > len(names) else None
+    tensors = dict(zip(names, weights, strict=False))
     tensors["expert_counts"] = new_counts = expert_counts.clone()
     if correction_bias is not None:
         tensors["correction_bias"] = correction_bias
     with torch.autocast(x.device.type, autocast_dtype, autocast_dtype is not None):
-        out, aux_loss = functional_call(_Body(layer), {f"layer.{name}": each for name, each in tensors.items()}, (x,))
+        named = {f"layer.{name}": each for name, each in tensors.items()}
+        given = {"topk_ids": topk_ids, "topk_weights": topk_weights, "token_mask": token_mask}
+        out, aux_loss = functional_call(_Body(layer), named, (x,), given)
     return out, aux_loss, new_counts
 
 
@@ -265,10 +297,10 @@ def _gradients(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, weights, correction_bias, _, number, ctx.wants_grad, ctx.autocast_dtype, _ = inputs
+    x, weights, topk_ids, token_mask, correction_bias, _, number, ctx.wants_grad, ctx.autocast_dtype, _ = inputs
     ctx.again = pin_to_forward(_FORWARD)
     if ctx.again:
-        ctx.save_for_backward(number, correction_bias, x, *weights)
+        ctx.save_for_backward(number, topk_ids, token_mask, correction_bias, x, *weights)
     else:
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.save_for_backward(output[3], *weights)
@@ -276,15 +308,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 def _backward(ctx: Any, grad_out: torch.Tensor, grad_aux_loss: torch.Tensor, *_: object) -> Any:
     if ctx.again:
-        number, correction_bias, x, *weights = ctx.saved_tensors
-        rest = (correction_bias, number, ctx.wants_grad, ctx.autocast_dtype)
+        number, topk_ids, token_mask, correction_bias, x, *weights = ctx.saved_tensors
+        rest = (topk_ids, token_mask, correction_bias, number, ctx.wants_grad, ctx.autocast_dtype)
         grads = iter(moe_forward_backward(grad_out, grad_aux_loss, x, weights, *rest))
     else:
         ticket, *weights = ctx.saved_tensors
         shapes = (weights, ctx.x_shape, ctx.x_dtype, ctx.wants_grad)
         grads = iter(moe_backward(ticket, grad_out, grad_aux_loss, *shapes))
     grad_x, *grad_weights = [next(grads) if wanted else None for wanted in ctx.wants_grad]
-    return grad_x, grad_weights, None, None, None, None, None, None
+    return grad_x, grad_weights, None, None, None, None, None, None, None, None
 
 
 moe_forward.register_autograd(_backward, setup_context=_setup_context)

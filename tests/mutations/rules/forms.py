@@ -183,7 +183,7 @@ ROUTERS = (
     Mutation(
         name="least-sum-ignored",
         rule="weights are divided by any sum, however small",
-        target="tokenloom.ops.router:Router.route",
+        target="tokenloom.ops.router:Router._weights",
         old="total.clamp_min(self.least_sum) if self.least_sum else total",
         new="total",
         tests=("tests/ops/test_router.py",),

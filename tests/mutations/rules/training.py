@@ -45,10 +45,56 @@ LAYER = (
     Mutation(
         name="tokens-beyond-the-most",
         rule="more tokens than a layer was made for pass in pieces",
-        target="tokenloom.training.expert_module:RoutedExperts.tokens",
+        target="tokenloom.training.expert_module:RoutedExperts.forward",
         old="validation.number_of_tokens(self.comm.plan, len(tokens))",
         new="None",
         tests=(f"{EXPERTS_TEST}too_many_tokens_are_too_many_in_pieces_too[cpu2]",),
+    ),
+)
+
+ROUTES_TEST = "tests/training/test_given_routes.py::test_"
+EXPERT_MODULE_TEST = "tests/training/test_expert_module.py::test_"
+
+GIVEN = (
+    Mutation(
+        name="former-names-unknown",
+        rule="a layer does not find its experts in checkpoints with their former names",
+        target="tokenloom.training.layer:ExpertParallelMoE._load_from_state_dict",
+        old="_rename_experts(state_dict, prefix)",
+        new="None",
+        tests=(f"{EXPERT_MODULE_TEST}checkpoints_with_the_former_names[cpu2]",),
+    ),
+    Mutation(
+        name="full-former-names-unknown",
+        rule="shard_state_dict leaves all experts in checkpoints with their former names",
+        target="tokenloom.training.state_dict:_former_name",
+        old='owner.removesuffix("experts") + weight',
+        new="name",
+        tests=(f"{EXPERT_MODULE_TEST}checkpoints_with_the_former_names[cpu2]",),
+    ),
+    Mutation(
+        name="padding-routed",
+        rule="padding is routed",
+        target="tokenloom.training.layer:_places_of_real_tokens",
+        old="token_mask.flatten().nonzero()[:, 0]",
+        new="torch.arange(token_mask.numel(), device=x.device)",
+        tests=(f"{ROUTES_TEST}padding_is_left_out[cpu2-own choice]",),
+    ),
+    Mutation(
+        name="unused-places-weigh",
+        rule="places without a route have a part in the sum that others are divided by",
+        target="tokenloom.ops.router:Router._weights",
+        old="scores.masked_fill(unused, 0.0)",
+        new="scores",
+        tests=(f"{ROUTES_TEST}weights_of_given_experts[renormalized]",),
+    ),
+    Mutation(
+        name="recorded-again",
+        rule="what a checkpoint computes again is recorded again",
+        target="tokenloom.training.layer:ExpertParallelMoE._record",
+        old="in_backward()",
+        new="False",
+        tests=(f"{ROUTES_TEST}what_is_computed_again_is_recorded_once",),
     ),
 )
 
@@ -73,8 +119,8 @@ GRADIENTS = (
         name="balance-loss-of-own-tokens",
         rule="the losses are those of this rank's tokens",
         target="tokenloom.training.layer:ExpertParallelMoE._forward",
-        old="self._sum_over_ranks(sums)",
-        new="sums",
+        old="self._sum_over_ranks(routed.sums)",
+        new="routed.sums",
         tests=(f"{LAYER_TEST}many_ranks_equal_one",),
     ),
     Mutation(
@@ -157,4 +203,4 @@ COMPILED = (
     ),
 )
 
-MUTATIONS = LAYER + GRADIENTS + ROUTED_EXPERTS + COMPILED
+MUTATIONS = LAYER + GIVEN + GRADIENTS + ROUTED_EXPERTS + COMPILED
