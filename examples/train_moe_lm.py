@@ -219,7 +219,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         dist.all_reduce(mean)
         losses.append(mean.item())
         if rank == 0 and step % REPORT_EVERY == 0:
-            counts = torch.stack([layer.expert_counts for layer in moe_layers(model)])  # of all ranks' tokens
+            counts = torch.stack([layer.expert_counts for layer in moe_layers(model)])  # of all ranks and steps so far
             share = (counts.amax(1) / counts.sum(1)).max().item()
             speed = REPORT_EVERY * options.tokens_per_step / (time.perf_counter() - began)
             report = f"step {step:4}  loss {losses[-1]:.4f}  {speed:8,.0f} tokens/s  busiest expert {share:.0%}"

@@ -147,11 +147,13 @@ def compare_with_eager(
         want = step(model, model, x)
         counts = [layer.expert_counts.clone() for layer in layers]
         for layer in layers:
-            layer.expert_counts.fill_(-1)
+            layer.expert_counts.zero_()
         calls.clear()
         got = step(run, model, x)
         assert_same_bits(got, want)
         assert_same_bits([layer.expert_counts for layer in layers], counts)
+        for layer in layers:
+            layer.expert_counts.zero_()
         assert len(calls) == 2 + len(checkpointed)
         assert number > 0 or counter.frame_count == 1
         gc.collect()  # a rank that waits for a late one catches exceptions, which hold the frames below them
@@ -316,9 +318,9 @@ def test_fake_kernels_promise_what_is_returned(layout: tl.WeightLayout) -> None:
         x = torch.randn(HIDDEN, *shape[:-1]).movedim(0, -1)  # not contiguous; outputs are
         for wants_grad in ([True] * 6, [False] * 6):
             buffers, rest = (layer.correction_bias, layer.expert_counts), (layer._number,)
-            given = (x, weights, None, None, *buffers, *rest, wants_grad, None, True)
+            given = (x, weights, None, None, *buffers, *rest, wants_grad, None, True, True)
             torch.library.opcheck(torch_compile.moe_forward, given, test_utils=("test_schema", "test_faketensor"))
-        out, aux_loss, _, ticket = torch_compile.moe_forward(*given[:7], [True] * 6, None, True)
+        out, aux_loss, _, ticket = torch_compile.moe_forward(*given[:7], [True] * 6, None, True, True)
         grads = (torch.randn_like(out), torch.randn_like(aux_loss))
         kept = (ticket, *grads, weights, list(shape), torch.float32, [True] * 6)
         again = (*grads, x, weights, None, None, layer.correction_bias, layer._number, [True] * 6, None)
@@ -411,7 +413,7 @@ def test_what_the_compiler_computed_may_be_overwritten() -> None:
 
     def grads(weights: list[torch.Tensor], overwritten: list[torch.Tensor]) -> list[torch.Tensor]:
         wants_grad = [True] * (1 + len(own))
-        rest = (None, None, None, layer.expert_counts, layer._number, wants_grad, None, True)
+        rest = (None, None, None, layer.expert_counts, layer._number, wants_grad, None, True, True)
         out, aux_loss, counts, ticket = torch_compile.moe_forward(x, weights, *rest)
         given = (torch.ones_like(out), torch.ones_like(aux_loss), weights, list(x.shape), x.dtype, wants_grad)
         for tensor in (out, aux_loss, counts, *overwritten):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,6 +49,32 @@ class _SumOverRanks(torch.autograd.Function):
 def in_backward() -> bool:
     """Whether autograd is running a backward that has called this: an activation checkpoint computes again, say."""
     return torch._C._current_graph_task_id() != -1
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Whether somebody decides what autograd keeps, as activation checkpoints do that run a forward again."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+class _OnceInBackward(torch.autograd.Function):
+    """Identity whose backward does something, the first time it runs."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, action: Callable[[], None]) -> torch.Tensor:
+        ctx.action = action
+        return value.detach()  # no view: users may change it in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        action, ctx.action = ctx.action, None
+        if action is not None:
+            action()
+        return grad, None
+
+
+def once_in_backward(value: torch.Tensor, action: Callable[[], None]) -> torch.Tensor:
+    """Return the value as it is, and run the action once its gradient is there."""
+    return _OnceInBackward.apply(value, action)
 
 
 class _Tied(torch.autograd.Function):

@@ -24,7 +24,14 @@ from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout
 from tokenloom.runtime.rendezvous import agree
 from tokenloom.training import torch_compile
 from tokenloom.training.expert_module import RoutedExperts
-from tokenloom.training.gradients import in_backward, sum_grad_over_ranks, sum_over_ranks, tied
+from tokenloom.training.gradients import (
+    has_saved_tensors_hooks,
+    in_backward,
+    once_in_backward,
+    sum_grad_over_ranks,
+    sum_over_ranks,
+    tied,
+)
 from tokenloom.training.parameters import EXPERT_WEIGHTS, check_options, draw_seeded, own_name
 from tokenloom.training.saved_activations import SavedTensor, saved_tensors
 
@@ -90,8 +97,9 @@ class ExpertParallelMoE(nn.Module):
         shared_w1: [2S, H], gate rows first, or [S, H] without gates, or None without a shared expert of width S.
         shared_w2: [H, S], or None without a shared expert.
         shared_gate_weight: [1, H], or None without ``shared_gate``.
-        expert_counts: int64 buffer [E], routes of the last forward over all ranks. Zero before the first forward, and
-            updated only when a loss or a correction bias needs it.
+        expert_counts: int64 buffer [E], routes of training forwards over all ranks, since ``update_correction_bias``
+            last used them or you last set them to 0. Forwards count in training mode with gradients enabled, if a
+            loss or a correction bias needs their counts. In an activation checkpoint they count once, in backward.
 
     Raises:
         InvalidArgument, PlanMismatch, PeerError: as in ``Communicator``.
@@ -203,11 +211,13 @@ class ExpertParallelMoE(nn.Module):
         self._records: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ExpertParallelMoE:
-        before = self.correction_bias
+        before, counts = self.correction_bias, self.expert_counts
         super()._apply(fn, recurse)
-        after = self.correction_bias
+        after, device = self.correction_bias, self.expert_counts.device
         if before is not None and after is not None and after.dtype != torch.float32:  # steps would be rounded away
             self.correction_bias = before.to(after.device)
+        # Also where fn leaves it empty, as to_empty does: no checkpoint has these counts.
+        self.expert_counts = torch.zeros_like(counts, device=device) if counts.is_meta else counts.to(device)
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -306,9 +316,21 @@ class ExpertParallelMoE(nn.Module):
         topk_ids: torch.Tensor | None = None,
         topk_weights: torch.Tensor | None = None,
         token_mask: torch.Tensor | None = None,
+        counts: bool | None = None,
         compiled: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run forward. With ``compiled``, copies stand in the places of the parameters."""
+        """Run forward.
+
+        Args:
+            x: as in ``forward``.
+            topk_ids: as in ``forward``.
+            topk_weights: as in ``forward``.
+            token_mask: as in ``forward``.
+            counts: whether the routes count; None: if this trains.
+            compiled: copies stand in the places of the parameters.
+        """
+        if counts is None:
+            counts = self.training and torch.is_grad_enabled()
         engine, experts = self.comm.engine, self.experts
         engine.begin()
         with engine.sequence(*experts.first_calls()):  # a failure here comes before any call
@@ -327,8 +349,11 @@ class ExpertParallelMoE(nn.Module):
             out = out + result.to(out.dtype)  # autocast leaves float64 as it is
         self._record(routed, x.shape)
         out = routed.put_back(out, x.shape, 0)
+        aux_loss = self._aux_loss(sums, torch.promote_types(x.dtype, torch.float32))
+        if counts and sums is not None:
+            out, aux_loss = self._count(sums.expert_counts.to(torch.int64), out, aux_loss)
         # The sums' gradient is collective too, and so is that of the experts.
-        return tied(out, self._aux_loss(sums, torch.promote_types(x.dtype, torch.float32)))
+        return tied(out, aux_loss)
 
     def _route(
         self,
@@ -384,12 +409,30 @@ class ExpertParallelMoE(nn.Module):
         return sum_over_ranks(self.comm.engine.ranks, sums, wide, host_waits=self.experts.pool_rows is None)
 
     def _aux_loss(self, sums: RouterSums | None, dtype: torch.dtype) -> torch.Tensor:
-        """Compute aux_loss over the tokens of all ranks, and keep the counts of routes."""
-        if sums is not None:
-            self.expert_counts.copy_(sums.expert_counts)
+        """Compute aux_loss over the tokens of all ranks."""
         if sums is None or not (self.balance_coef or self.z_coef):
             return torch.zeros((), dtype=dtype, device=self.comm.device)
         return self.balance_coef * balance_loss(sums, self.router.top_k) + self.z_coef * z_loss(sums)
+
+    def _count(
+        self, routes: torch.Tensor, out: torch.Tensor, aux_loss: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add routes to the counts, once for each forward that trains, and return the outputs.
+
+        An activation checkpoint runs a forward twice, and backward once: that counts then.
+        """
+
+        def add() -> None:
+            self.expert_counts.add_(routes)
+
+        later = in_backward() or has_saved_tensors_hooks()
+        if later and out.requires_grad:
+            out = once_in_backward(out, add)
+        elif later and aux_loss.requires_grad:
+            aux_loss = once_in_backward(aux_loss, add)
+        elif not in_backward():
+            add()
+        return out, aux_loss
 
     def _shared_expert(self, tokens: torch.Tensor) -> torch.Tensor:
         assert self.shared_w1 is not None
@@ -441,15 +484,19 @@ class ExpertParallelMoE(nn.Module):
             One item per storage, largest first. Print the items for a table; ``sum(each.num_bytes for each in ...)``
             is the total.
         """
+        counts = self.expert_counts.clone()
         with torch.enable_grad():
             outputs = self(x)
+        self.expert_counts.copy_(counts)
         return saved_tensors(outputs, [*self.parameters(), *self.buffers(), x])
 
     @torch.no_grad()
     def update_correction_bias(self, rate: float) -> None:
-        """Raise the bias of experts with less than the mean load in the last forward, and lower the bias of others.
+        """Raise the bias of experts with less than the mean load, lower the bias of others, and count from 0 again.
 
-        Call it after a step. Source: auxiliary-loss-free balancing in DeepSeek-V3 (arXiv 2412.19437, section 2.1.2).
+        The load is ``expert_counts``: that of all training forwards since the last call, so of all micro-batches of a
+        step. Call it once after each step. Source: auxiliary-loss-free balancing in DeepSeek-V3 (arXiv 2412.19437,
+        section 2.1.2).
 
         Args:
             rate: added to a bias or subtracted from it.
@@ -459,8 +506,9 @@ class ExpertParallelMoE(nn.Module):
         """
         if self.correction_bias is None:
             raise InvalidArgument("the router has no correction bias; make it with Router(..., correction_bias=True)")
-        counts = self.expert_counts.float()
-        self.correction_bias += rate * torch.sign(counts.mean() - counts)
+        counts = self.expert_counts
+        self.correction_bias += rate * torch.sign(counts.sum() - len(counts) * counts)  # exact, as integers
+        counts.zero_()
 
     def extra_repr(self) -> str:
         return (

@@ -54,9 +54,9 @@ def forward(
     dtype = autocast.autocast_dtype(x.device)
     weights = [*layer.parameters(), *([] if topk_weights is None else [topk_weights])]
     wants_grad = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, *weights)]
-    buffers = (layer.correction_bias, layer.expert_counts)
+    buffers, counts = (layer.correction_bias, layer.expert_counts), layer.training and torch.is_grad_enabled()
     out, aux_loss, expert_counts, _ = moe_forward(
-        x, weights, topk_ids, token_mask, *buffers, layer._number, wants_grad, dtype, True
+        x, weights, topk_ids, token_mask, *buffers, layer._number, wants_grad, dtype, counts, True
     )
     # This also makes calls differ. The compiler would merge equal calls into one and take two gradients of it.
     layer.expert_counts.copy_(expert_counts)
@@ -98,7 +98,7 @@ class _Body(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def forward(self, x: torch.Tensor, **given: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, **given: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return self.layer._forward(x, **given, compiled=True)
 
 
@@ -113,6 +113,7 @@ def moe_forward(
     number: torch.Tensor,
     wants_grad: list[bool],
     autocast_dtype: torch.dtype | None,
+    counts: bool,
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run a layer on x.
@@ -127,6 +128,7 @@ def moe_forward(
         number: number of the layer, from :func:`number_layer`.
         wants_grad: whether x and each of the weights want a gradient.
         autocast_dtype: dtype of autocast, None where it is off.
+        counts: whether the routes count in expert_counts.
         keep: keep what :func:`moe_backward` needs, if anything wants a gradient.
 
     Returns:
@@ -137,7 +139,7 @@ def moe_forward(
     inputs, others = [x, *weights], [topk_ids, token_mask]
     if not keep or not any(wants_grad):
         with _grad_mode(False):
-            outputs = _run(number, inputs, others, correction_bias, expert_counts, autocast_dtype)
+            outputs = _run(number, inputs, others, correction_bias, expert_counts, autocast_dtype, counts)
         return *outputs, torch.zeros(1, dtype=torch.int64, device="cpu")
     # Before backward the compiler may reuse the memory of inputs, or of a weight that it computed.
     own = {weight.data_ptr() for weight in layer.parameters()}
@@ -145,7 +147,8 @@ def moe_forward(
     others = [None if each is None else each.clone() for each in others]
     with _grad_mode(True):
         leaves = _leaves(inputs, wants_grad)
-        out, aux_loss, new_counts = _run(number, leaves, others, correction_bias, expert_counts, autocast_dtype)
+        buffers = (correction_bias, expert_counts)
+        out, aux_loss, new_counts = _run(number, leaves, others, *buffers, autocast_dtype, counts)
         ticket = torch.frombuffer(_Kept(_edges(out, aux_loss), leaves), dtype=torch.int64)
         return out.detach(), aux_loss.detach(), new_counts, ticket
 
@@ -161,6 +164,7 @@ def _(
     number: torch.Tensor,
     wants_grad: list[bool],
     autocast_dtype: torch.dtype | None,
+    counts: bool,
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     keep_order_in_inductor((_FORWARD, *_BACKWARDS))
@@ -220,10 +224,11 @@ def moe_forward_backward(
     autocast_dtype: torch.dtype | None,
 ) -> list[torch.Tensor]:
     """Run a forward that kept nothing again, then compute its gradients like :func:`moe_backward`."""
-    counts: Any = _layers[int(number)].expert_counts
+    counted: Any = _layers[int(number)].expert_counts  # by the forward
     with _grad_mode(True):
         leaves = _leaves([x, *weights], wants_grad)
-        out, aux_loss, _ = _run(number, leaves, [topk_ids, token_mask], correction_bias, counts, autocast_dtype)
+        others, buffers = (topk_ids, token_mask), (correction_bias, counted)
+        out, aux_loss, _ = _run(number, leaves, others, *buffers, autocast_dtype, counts=False)
         outputs = _edges(out, aux_loss)
         del out, aux_loss
         return _gradients(outputs, (grad_out, grad_aux_loss), leaves)
@@ -258,6 +263,7 @@ def _run(
     correction_bias: torch.Tensor | None,
     expert_counts: torch.Tensor,
     autocast_dtype: torch.dtype | None,
+    counts: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run a layer, giving out, aux_loss and the new expert_counts.
 
@@ -268,6 +274,7 @@ def _run(
         correction_bias: the layer's buffer, or None.
         expert_counts: the layer's buffer.
         autocast_dtype: dtype of autocast, None where it is off.
+        counts: whether the routes count.
     """
     layer, (x, *weights), (topk_ids, token_mask) = _layers[int(number)], inputs, others
     names = [name for name, _ in layer.named_parameters()]
@@ -279,7 +286,7 @@ def _run(
     with torch.autocast(x.device.type, autocast_dtype, autocast_dtype is not None):
         named = {f"layer.{name}": each for name, each in tensors.items()}
         given = {"topk_ids": topk_ids, "topk_weights": topk_weights, "token_mask": token_mask}
-        out, aux_loss = functional_call(_Body(layer), named, (x,), given)
+        out, aux_loss = functional_call(_Body(layer), named, (x,), given | {"counts": counts})
     return out, aux_loss, new_counts
 
 
@@ -297,7 +304,7 @@ def _gradients(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, weights, topk_ids, token_mask, correction_bias, _, number, ctx.wants_grad, ctx.autocast_dtype, _ = inputs
+    x, weights, topk_ids, token_mask, correction_bias, _, number, ctx.wants_grad, ctx.autocast_dtype, *_ = inputs
     ctx.again = pin_to_forward(_FORWARD)
     if ctx.again:
         ctx.save_for_backward(number, topk_ids, token_mask, correction_bias, x, *weights)
@@ -316,7 +323,7 @@ def _backward(ctx: Any, grad_out: torch.Tensor, grad_aux_loss: torch.Tensor, *_:
         shapes = (weights, ctx.x_shape, ctx.x_dtype, ctx.wants_grad)
         grads = iter(moe_backward(ticket, grad_out, grad_aux_loss, *shapes))
     grad_x, *grad_weights = [next(grads) if wanted else None for wanted in ctx.wants_grad]
-    return grad_x, grad_weights, None, None, None, None, None, None, None, None
+    return grad_x, grad_weights, *[None] * 9
 
 
 moe_forward.register_autograd(_backward, setup_context=_setup_context)

@@ -14,8 +14,8 @@ LAYER = (
         name="biased-down",
         rule="the correction bias falls for experts with too little load",
         target="tokenloom.training.layer:ExpertParallelMoE.update_correction_bias",
-        old="torch.sign(counts.mean() - counts)",
-        new="torch.sign(counts - counts.mean())",
+        old="torch.sign(counts.sum() - len(counts) * counts)",
+        new="torch.sign(len(counts) * counts - counts.sum())",
         tests=("tests/ops/test_router.py",),
     ),
     Mutation(
@@ -95,6 +95,59 @@ GIVEN = (
         old="in_backward()",
         new="False",
         tests=(f"{ROUTES_TEST}what_is_computed_again_is_recorded_once",),
+    ),
+)
+
+COUNTS_TEST = "tests/training/test_expert_counts.py::test_"
+
+COUNTS = (
+    Mutation(
+        name="last-micro-batch",
+        rule="routes of the last forward take the place of earlier ones",
+        target="tokenloom.training.layer:ExpertParallelMoE._count",
+        old="self.expert_counts.add_(routes)",
+        new="self.expert_counts.copy_(routes)",
+        tests=(f"{COUNTS_TEST}micro_batches_of_a_step_count_together[cpu2]",),
+    ),
+    Mutation(
+        name="counts-stay",
+        rule="counts that were used are used again",
+        target="tokenloom.training.layer:ExpertParallelMoE.update_correction_bias",
+        old="counts.zero_()",
+        new="counts.clone()",
+        tests=(f"{COUNTS_TEST}micro_batches_of_a_step_count_together[cpu2]",),
+    ),
+    Mutation(
+        name="evaluation-counts",
+        rule="forwards of an evaluation count",
+        target="tokenloom.training.layer:ExpertParallelMoE._forward",
+        old="self.training and torch.is_grad_enabled()",
+        new="torch.is_grad_enabled()",
+        tests=(f"{COUNTS_TEST}only_training_counts",),
+    ),
+    Mutation(
+        name="recomputation-counts",
+        rule="what a checkpoint computes again counts again",
+        target="tokenloom.training.layer:ExpertParallelMoE._count",
+        old="in_backward() or has_saved_tensors_hooks()",
+        new="False",
+        tests=(f"{COUNTS_TEST}what_is_computed_again_counts_once",),
+    ),
+    Mutation(
+        name="recomputation-never-counts",
+        rule="what a reentrant checkpoint computes for the first time with a graph does not count",
+        target="tokenloom.training.gradients:_OnceInBackward.backward",
+        old="action()",
+        new="None",
+        tests=(f"{COUNTS_TEST}what_is_computed_again_counts_once",),
+    ),
+    Mutation(
+        name="empty-counts",
+        rule="counts begin with what to_empty leaves in memory",
+        target="tokenloom.training.layer:ExpertParallelMoE._apply",
+        old="counts.to(device)",
+        new="self.expert_counts",
+        tests=(f"{COUNTS_TEST}counts_of_a_layer_that_was_moved",),
     ),
 )
 
@@ -203,4 +256,4 @@ COMPILED = (
     ),
 )
 
-MUTATIONS = LAYER + GIVEN + GRADIENTS + ROUTED_EXPERTS + COMPILED
+MUTATIONS = LAYER + GIVEN + COUNTS + GRADIENTS + ROUTED_EXPERTS + COMPILED
