@@ -18,7 +18,7 @@ from tests.support.server import Server
 from tokenloom.runtime.processes import RankContext
 
 NUM_RANKS = 4
-LIMIT_S = 120.0
+LIMIT_S = 60.0
 ORDER = "make all communicators, and their calls, in the same order on all ranks"
 
 

@@ -12,8 +12,7 @@ received: a dispatch drops its rows, a sum its terms, and gradients are zero the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -34,7 +33,7 @@ from tokenloom.backends.collective_handle import CollectiveHandle, Sizes, rows_w
 from tokenloom.backends.exchange import Arriving, ArrivingSum, Exchange, FlatExchange, SumOnArrival
 from tokenloom.backends.handshake import combine_fields, dispatch_fields, gradient_fields, handshake
 from tokenloom.backends.registration import Availability, Registration, Request
-from tokenloom.errors import CapacityOverflow, is_known_to_all
+from tokenloom.errors import CapacityOverflow
 from tokenloom.ops import routing
 from tokenloom.ops.quant import quantize_fp8
 from tokenloom.plan import ROUTE_LAYOUTS, Plan
@@ -112,7 +111,7 @@ class CollectiveBackend:
         self._check_capacity(options, rows, routes)
         absent, num_tokens = self._absent, len(inputs.x)
         number = self._ranks.step  # a rank that comes back counts on from the same step
-        with unfinished(self._ranks):
+        with self._ranks.telling():
             sizes = self._sizes(send, rows, routes, self._exchange.legs(rows, told_by_rank))
             x, scales = inputs.x, inputs.scales
             if options.to_fp8:
@@ -124,7 +123,7 @@ class CollectiveBackend:
             return metadata.wait(), payload.arriving.wait()
 
         def finish() -> tuple[CollectiveHandle, torch.Tensor]:
-            with unfinished(self._ranks):
+            with self._ranks.telling():
                 words, _ = wait()
                 lost = metadata.lost | payload.arriving.lost
                 tokens, local_ids, weights, received_scales = split(rows_without(lost, sizes.received, words))
@@ -288,11 +287,11 @@ class CollectiveBackend:
         if options.weighted and weights is None:
             weights = handle.topk_weights
         self._open(combine_fields(handle.number, options))
-        with unfinished(self._ranks):
+        with self._ranks.telling():
             home = self._send_home(handle, rows, weights, options)
 
         def finish() -> torch.Tensor:
-            with unfinished(self._ranks):
+            with self._ranks.telling():
                 total = home.receive().to(options.out_dtype)
                 return total if out is None else out.copy_(total)
 
@@ -357,11 +356,11 @@ class CollectiveBackend:
 
     def _gradient(self, handle: CollectiveHandle, what: str, send: Callable[[], _Arrival]) -> Sent[torch.Tensor]:
         self._open(gradient_fields(handle.number, what))
-        with unfinished(self._ranks):
+        with self._ranks.telling():
             arrival = send()
 
         def finish() -> torch.Tensor:
-            with unfinished(self._ranks):
+            with self._ranks.telling():
                 return arrival.place(handle, arrival.arriving.wait())
 
         return Sent(arrival.arriving.wait, finish)
@@ -428,18 +427,6 @@ class CollectiveBackend:
 
     def close(self) -> None:
         self._overflow = None
-
-
-@contextmanager
-def unfinished(ranks: RankGroup) -> Iterator[None]:
-    """Inside, the others wait for what this rank sends. A fault of its own therefore ends the group for all."""
-    try:
-        yield
-    except Exception as fault:
-        if not is_known_to_all(fault):
-            ranks.abort(fault)
-            fault.known_to_all = True  # type: ignore[attr-defined]  # no call can be opened to tell them
-        raise
 
 
 def _sum_at_home(arriving: Arriving, counts: list[int], order: torch.Tensor, dtype: torch.dtype) -> ArrivingSum:

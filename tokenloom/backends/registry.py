@@ -255,6 +255,9 @@ def _try(registration: Registration, request: Request, ranks: RankGroup) -> Back
         raise
     except Exception as failure:
         error = failure
+    except BaseException as interruption:
+        ranks.abort(interruption)
+        raise
     own = Verdict(False)
     if error is not None:
         own = Verdict(True, _is_fatal(error), isinstance(error, PeerError), str(error))

@@ -81,7 +81,7 @@ class Sequence:
         try:
             if isinstance(fault, Exception) and self.upcoming:
                 self._engine.open_calls.opened()  # it failed, which is how every rank's call ends
-            if isinstance(fault, Exception) and not is_known_to_all(fault):
+            if fault is not None and not is_known_to_all(fault):
                 self._engine._tell(fault, self)
         finally:
             self._engine._sequence = self._outer
@@ -170,8 +170,12 @@ class Engine:
         """
         return Sequence(self, upcoming)
 
-    def _tell(self, fault: Exception, sequence: Sequence) -> None:
+    def _tell(self, fault: BaseException, sequence: Sequence) -> None:
+        if not isinstance(fault, Exception):  # it may end the program, which shall not wait for the others
+            self.ranks.abort(fault)
         fault.known_to_all = True  # type: ignore[attr-defined]  # nobody around tells it again, whatever comes of this
+        if not isinstance(fault, Exception):
+            return
         for pending in list(sequence.open):  # counts that a kernel leaves for the host have to be taken
             try:
                 pending.receive()

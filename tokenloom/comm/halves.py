@@ -49,7 +49,7 @@ class Call(ABC):
         try:
             self._send(split=False)
             return self._receive()
-        except Exception:
+        except BaseException:
             # What the sequence would have known: whether the call was open, behind which nothing fails but receiving.
             upcoming = [] if engine.open_calls.count > opened else [self._upcoming()]
             with engine.sequence(*upcoming):

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tokenloom.errors import InvalidArgument, PeerError, PeerTimeout
+from tokenloom.errors import InvalidArgument, PeerError, PeerTimeout, is_known_to_all
 from tokenloom.runtime import openings, rejoin, stamps
 from tokenloom.runtime.collectives import Collective, CollectiveOnStream, gather_all
 from tokenloom.runtime.devices import pick_device
@@ -154,6 +154,7 @@ class RankGroup:
         self._members = Membership(notes)
         self._watch = Watch(notes, self._members, self.timeout_s)
         self._links: Links | None = None
+        self._by_pairs = False  # as soon as there were links, and for good
         self._waiter = waiter = Waiter()
         _all.add(self)
 
@@ -214,15 +215,36 @@ class RankGroup:
             self.notes.give_up(f"rank {self.rank} gave up in {timeout.phase}, step {timeout.epoch}", timeout.peers)
         self._watch.broken = f"an earlier call failed: {timeout}"
 
-    def abort(self, fault: Exception) -> None:
+    def abort(self, fault: BaseException) -> None:
         """End the group for all ranks: this one failed in the middle of a call, and sends no more of it.
 
         Ranks that wait for it raise PeerError within a second, or mask it where they mask late ranks. Over NCCL
         they do so in the handshake of their next call.
         """
-        self._watch.broken = f"an earlier call failed: {fault}"
-        self.notes.fail(f"{type(fault).__name__}: {fault}")
+        why = f"{type(fault).__name__}: {fault}"
+        self._watch.broken = f"an earlier call failed: {why}"
+        if not self._by_pairs:
+            self._siblings.part(f"rank {self.rank} failed in the middle of a call: {why}")
+        self.notes.fail(why)
         self._disconnect()
+
+    def require_none_failed(self) -> None:
+        """Raise PeerError if another rank has told that it failed in the middle of a call, which breaks the group."""
+        self._watch.require_none_failed()
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """In here others wait for this rank, and hear of whatever ends the block: a signal's handler may raise too.
+
+        It ends the group, unless the others know of it. No call can be opened to tell them: they may be in this one.
+        """
+        try:
+            yield
+        except BaseException as fault:
+            if not is_known_to_all(fault):
+                self.abort(fault)
+                fault.known_to_all = True  # type: ignore[attr-defined]
+            raise
 
     def _disconnect(self) -> None:
         self._links = None
@@ -294,7 +316,8 @@ class RankGroup:
         Raises:
             PeerTimeout: the store is gone. CommunicatorBroken: this rank was lost.
         """
-        self._watch.lose_absent(phase, self.step, ended)
+        with self.telling():
+            self._watch.lose_absent(phase, self.step, ended)
 
     def settle_losses(self, phase: str, name: str) -> int:
         """Wait until all others have learned of all losses that this rank knows of.
@@ -308,7 +331,8 @@ class RankGroup:
         Returns:
             The largest number that a rank had said with :meth:`say_progress`, the same on all ranks.
         """
-        self._watch.settle(phase, self.step)
+        with self.telling():
+            self._watch.settle(phase, self.step)
         progress, step = self.settle(name, [self._members.best_progress(), self.step + MOST_STEPS_APART], phase)
         self.notes.skip_to(step)
         return int(progress)
@@ -377,15 +401,20 @@ class RankGroup:
         if ranks:
             limit_s = self.timeout_s if self._watch.masks_late else self.open_timeout_s
             place, masked = f"back/{self._members.name_of_change}", self._members.masked.difference(ranks)
-            self._meet(rejoin.take_back(self.notes, place, masked, ranks, self.terms, self.topology, limit_s))
+            with self.telling():
+                self._meet(rejoin.take_back(self.notes, place, masked, ranks, self.terms, self.topology, limit_s))
 
     def _ask(self, request: str, ranks: Collection[int]) -> None:
         self.require_alive()
         self.require_maskable()
         self._watch.look()
         self.notes.step += 1
-        self._watch.wait(self._members.ask(request, ranks), request, self.step, self.open_timeout_s)
+        asked = self._members.ask(request, ranks)
+        with self.telling():
+            self._watch.wait(asked, request, self.step, self.open_timeout_s)
         self._watch.look()  # what the others knew when they asked, this rank knows now
+        if not self._watch.masks_late:
+            self._watch.require_none_failed()  # whoever asked, and was interrupted, will not connect
 
     def rejoin(self, masks_late: bool) -> None:
         """Come back to ranks that have masked this one, once they :meth:`unmask` it.
@@ -402,6 +431,7 @@ class RankGroup:
 
     def _meet(self, meeting: Meeting) -> None:
         self._links = rejoin.connect(self.notes, meeting, self.timeout_s)
+        self._by_pairs = True
         self.notes.move(meeting.notes, meeting.step)
         self.notes.delete_with_notes(meeting.keys(self.num_ranks))
         self.met_at, self.processes, self._has_met = meeting.step, {}, True
@@ -413,10 +443,12 @@ class RankGroup:
         place = self.notes.key(self.notes.new_name("links"))
         store = dist.PrefixStore(place, self.notes.store)  # type: ignore[attr-defined]
         members = {self.rank, *self._members.others}
-        try:
-            self._links = Links(store, self.rank, members, self.timeout_s)
-        except RuntimeError as error:
-            raise self._watch.fail(phase, self.step, [], f"not all ranks could connect ({error})") from error
+        with self.telling():
+            try:
+                self._links, self._by_pairs = Links(store, self.rank, members, self.timeout_s), True
+            except RuntimeError as error:
+                self._watch.require_none_failed()
+                raise self._watch.fail(phase, self.step, [], f"not all ranks could connect ({error})") from error
         self.notes.delete_with_notes(Links.keys(place, len(members)))
         self._meet_connected(phase)
 
@@ -484,7 +516,8 @@ class RankGroup:
         stamp, latest = self.stamp(), self._siblings.latest
         words = words.to(self._device_of_openings)
         row = openings.encode(fields, fault, stamp, latest, self.notes.number, words, self.num_ranks)
-        opening = Opening(self.all_gather(row, phase, opens=True).cpu())
+        with self.telling():
+            opening = Opening(self.all_gather(row, phase, opens=True).cpu())
         self.require_answers(opening.stamps, stamp, phase)
         apart = opening.differs(openings.COMMUNICATOR)
         try:
@@ -547,7 +580,8 @@ class RankGroup:
         transfer = self.start_all_gather(row, phase, opens=opens, host_waits=True)
         out = transfer.wait()
         if self._watch.masks_late:
-            self._watch.settle(phase, self.step)
+            with self.telling():
+                self._watch.settle(phase, self.step)
             held = out.view(torch.uint8).cpu()  # notes are made of it
             came = {rank: held[rank] for rank in range(self.num_ranks) if rank not in transfer.lost}
             rows = self._members.complete(self.step, came)
@@ -659,6 +693,7 @@ class RankGroup:
         self.notes.step += 1
         if self.process_group is None:
             return Transfer(result, None)
+        self._siblings.require_together()
         if not (self._deadline_is_ours or host_waits):
             work = start()
 
@@ -698,7 +733,13 @@ class RankGroup:
         step, limit_s = self.step, self.open_timeout_s if opens else self.timeout_s
 
         def wait() -> frozenset[int]:
-            self._watch.wait(awaited, phase, step, limit_s)
+            with self.telling():
+                try:
+                    self._watch.wait(awaited, phase, step, limit_s)
+                except PeerError as failed:
+                    if not self._by_pairs:
+                        self._siblings.part(str(failed))
+                    raise
             lost = finish()
             self.missed |= lost
             return lost

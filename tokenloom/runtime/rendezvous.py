@@ -29,12 +29,15 @@ def agree(ranks: RankGroup, prepare: Callable[[], tuple[dict[str, Any], Extra]],
     """
     fault: Exception | None = None
     mine: tuple[dict[str, Any], Any] = ({}, None)
+    whole = ranks.whole if isinstance(ranks, NodeRanks) else ranks
     try:
         mine = prepare()
     except Exception as error:
         fault = error
+    except BaseException as interruption:
+        whole.abort(interruption)
+        raise
     message = None if fault is None else f"{type(fault).__name__}: {fault}"
-    whole = ranks.whole if isinstance(ranks, NodeRanks) else ranks
     by_rank = whole.all_gather_object((message, *mine), phase)
     if fault is not None:
         fault.known_to_all = True  # type: ignore[attr-defined]

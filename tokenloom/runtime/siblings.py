@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 
+from tokenloom.errors import CommunicatorBroken
 from tokenloom.runtime.noteboard import Noteboard
 
 
@@ -18,6 +19,16 @@ class Siblings:
 
     def __init__(self) -> None:
         self._notes: WeakSet[Noteboard] = WeakSet()
+        self._apart: str | None = None
+
+    def part(self, why: str) -> None:
+        """Say that the ranks have come to different collectives of the group, which will never match again."""
+        self._apart = self._apart or why
+
+    def require_together(self) -> None:
+        """Raise CommunicatorBroken if they have: gloo would end a process that gets what another collective sends."""
+        if self._apart:
+            raise CommunicatorBroken(f"{self._apart}; make a new process group, and a communicator on it")
 
     def add(self, notes: Noteboard) -> None:
         """Add a communicator. One that has left its notes counts no longer."""

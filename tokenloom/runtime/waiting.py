@@ -118,7 +118,7 @@ class Watch:
         Raises:
             PeerError: a rank failed in the middle of a call.
         """
-        self._require_none_failed()
+        self.require_none_failed()
         self._notes.sign_in(step)
         self._give_up(step)
         missing = self._missing_ranks(self._members.others, step)
@@ -155,16 +155,17 @@ class Watch:
 
     def _trouble(self, awaited: Awaited, step: int) -> str | None:
         """Why what is awaited will not come, if it is known."""
+        self.require_none_failed()  # first: a process that is interrupted says so, and may end then
         if awaited.broken:
             return f"the connection broke ({next(iter(awaited.broken.values()))})"
-        self._require_none_failed()
         if set(self._notes.who_left_before(step)) - self._members.masked:
             return "the communicator was closed there"
         self._require_same_mask(step)
         said = self._notes.who_gave_up()
         return said[1] if said else None
 
-    def _require_none_failed(self) -> None:
+    def require_none_failed(self) -> None:
+        """Raise PeerError if another rank has told that it failed in the middle of a call. That breaks the group."""
         failed = self._notes.who_failed()
         if failed:
             peer_error = PeerError(*failed, sent=True)

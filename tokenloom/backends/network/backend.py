@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from tokenloom.backends.base import CombineOptions, DispatchInputs, DispatchOptions, Wait
-from tokenloom.backends.collective import CollectiveBackend, Sent, unfinished
+from tokenloom.backends.collective import CollectiveBackend, Sent
 from tokenloom.backends.collective_handle import CollectiveHandle
 from tokenloom.backends.network.exchange import NodeExchange
 from tokenloom.backends.network.inside import InsideNode, SentRows
@@ -81,7 +81,7 @@ class NetworkBackend(CollectiveBackend):
         while True:
             self._ranks.missed = frozenset()
             sent = send()
-            with unfinished(self._ranks):
+            with self._ranks.telling():
                 sent.wait()
                 if self._all_have_all(what):
                     return sent

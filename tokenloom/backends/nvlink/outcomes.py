@@ -138,7 +138,8 @@ class Outcomes:
                 if not counts.are_there():
                     raise RuntimeError("a dispatch has ended without leaving its counts; this is a bug of tokenloom")
 
-        found = counts.wait(look)
+        with self._ranks.telling():
+            found = counts.wait(look)
         return found if self._records.is_clear(call.slot) else None
 
     def raise_captured(self) -> None:
@@ -155,12 +156,13 @@ class Outcomes:
         """
         began = time.monotonic()
         looked = began + patience_s
-        while not is_over():
-            now = time.monotonic()
-            if now - looked > LOOK_EVERY_S:
-                self._look_around(stream)
-                looked = now
-            time.sleep(0 if now - began < SPIN_S else POLL_S)
+        with self._ranks.telling():
+            while not is_over():
+                now = time.monotonic()
+                if now - looked > LOOK_EVERY_S:
+                    self._look_around(stream)
+                    looked = now
+                time.sleep(0 if now - began < SPIN_S else POLL_S)
 
     def _look_around(self, stream: torch.cuda.Stream) -> None:
         """Raise if the GPU has failed, whose kernels say nothing more. Let this rank's kernels give up where another
@@ -172,6 +174,10 @@ class Outcomes:
         ended = [rank for rank in self._control.ended_ranks() if rank not in self.masked]
         if ended:
             self.fault.give_up(ended, "its process has ended")
+            return
+        failed = self._ranks.notes.who_failed()
+        if failed is not None:
+            self.fault.give_up([failed[0]], failed[1])
             return
         if self.known_losses is not None:
             self._look_for_losses(self.known_losses)
@@ -197,6 +203,7 @@ class Outcomes:
             timeout = self.fault.error()
             assert timeout is not None
             if self.known_losses is None:
+                self._ranks.require_none_failed()
                 self._ranks.mark_broken(timeout)
             raise timeout
 
