@@ -113,11 +113,6 @@ def moe_layers(model: nn.Module) -> list[tl.ExpertParallelMoE]:
     return [module for module in model.modules() if isinstance(module, tl.ExpertParallelMoE)]
 
 
-def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Of all blocks: the parameters that differ from rank to rank."""
-    return [parameter for layer in moe_layers(model) for parameter in layer.expert_parameters()]
-
-
 def reset_parameters(model: nn.Module, seed: int) -> None:
     """The same full model for any number of ranks. Every MoE layer has a seed of its own."""
     torch.manual_seed(seed)
@@ -134,29 +129,7 @@ def data_parallel(model: nn.Module) -> DistributedDataParallel:
     It has a process group of its own, since it never lets go of it (torch 2.13): gloo's threads live until the last
     reference is gone, and abort the process if Python ends while one still holds a tensor.
     """
-    experts = set(expert_parameters(model))
-    sharded = [name for name, parameter in model.named_parameters() if parameter in experts]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sharded)
-    return DistributedDataParallel(model, process_group=dist.new_group())
-
-
-def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Scale gradients so that their norm over the whole model is at most ``max_norm``; what it was. Collective.
-
-    Replicated gradients are the same on every rank and count once. Of the experts' gradients each rank has a part:
-    their squares are summed over ranks.
-    """
-
-    def squared_norm(parameters: list[nn.Parameter]) -> torch.Tensor:
-        return nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None]).square()
-
-    experts = expert_parameters(model)
-    sharded = set(experts)
-    norm = squared_norm(experts)
-    dist.all_reduce(norm)
-    norm = (norm + squared_norm([each for each in model.parameters() if each not in sharded])).sqrt()
-    nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
-    return norm
+    return tl.data_parallel(model, process_group=dist.new_group())
 
 
 class Corpus:
@@ -197,9 +170,10 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     model = LanguageModel(options.tokens_per_step // num_ranks, options.ranks_per_node).to(device)
     reset_parameters(model, options.seed)
     if options.resume:
-        model.load_state_dict(tl.shard_state_dict(model, torch.load(options.resume, weights_only=True)))
+        model.load_state_dict(torch.load(options.resume, weights_only=True))  # each rank takes its own experts
     ddp = data_parallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=ADAM_EPS)
+    experts, others = tl.split_parameters(model)  # torch does not mix DTensors, as experts are, with plain tensors
+    optimizer = torch.optim.AdamW([{"params": others}, {"params": experts}], lr=LEARNING_RATE, eps=ADAM_EPS)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=options.steps)
     corpus = Corpus(options.seed)
 
@@ -211,7 +185,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         (loss + balance_loss).backward()  # ranks have equally many tokens, so the mean of their means is the mean
-        norms.append(clip_gradients(model, MAX_GRAD_NORM).item())
+        norms.append(tl.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM).item())
         optimizer.step()
         schedule.step()
 
@@ -227,7 +201,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
             began = time.perf_counter()
 
     if options.checkpoint:
-        full = tl.gather_state_dict(model)  # collective: all ranks call it
+        full = tl.gather_state_dict(model, to="rank0")  # collective: all ranks call it
         if rank == 0:
             torch.save(full, options.checkpoint)
     if options.json and rank == 0:

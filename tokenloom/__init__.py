@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from tokenloom.ops.router import Router
     from tokenloom.plan import Activation, WeightLayout
     from tokenloom.runtime.streams import Event
+    from tokenloom.training.data_parallel import clip_grad_norm_, data_parallel, split_parameters
     from tokenloom.training.expert_module import RoutedExperts
     from tokenloom.training.layer import ExpertParallelMoE
     from tokenloom.training.state_dict import gather_state_dict, shard_state_dict
@@ -58,6 +59,8 @@ _MODULE_OF = {
     "Router": "ops.router",
     "Strategy": "comm.strategy",
     "WeightLayout": "plan",
+    "clip_grad_norm_": "training.data_parallel",
+    "data_parallel": "training.data_parallel",
     "dequantize_fp8": "ops.quant",
     "gather_state_dict": "training.state_dict",
     "grouped_gemm_fp8": "ops.gemm",
@@ -66,6 +69,7 @@ _MODULE_OF = {
     "quantize_fp8": "ops.quant",
     "quantize_fp8_blocks": "ops.quant",
     "shard_state_dict": "training.state_dict",
+    "split_parameters": "training.data_parallel",
 }
 
 __all__ = [
@@ -96,6 +100,8 @@ __all__ = [
     "TokenloomError",
     "WeightLayout",
     "__version__",
+    "clip_grad_norm_",
+    "data_parallel",
     "dequantize_fp8",
     "gather_state_dict",
     "grouped_gemm_fp8",
@@ -104,6 +110,7 @@ __all__ = [
     "quantize_fp8",
     "quantize_fp8_blocks",
     "shard_state_dict",
+    "split_parameters",
     "tune",
 ]
 

@@ -46,6 +46,7 @@ from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.topology import Place, pretended
 from tokenloom.training.pieces import RunOptions
 from tokenloom.training.routed_experts import routed_experts
+from tokenloom.training.shards import local_part
 
 LAYOUTS = ("token", "rank", "expert", "slots")
 CASE = Case("nodes", "", tokens=(7, 0, 5, 6, 3, 8), experts_per_rank=2, hidden=16, top_k=4, unused=0.2, dtype=FP32)
@@ -286,7 +287,7 @@ def train(
     x = xs[context.rank].to(context.device).requires_grad_()
     out, aux_loss = layer(x)
     ((out * factors[context.rank].to(context.device)).sum() + aux_loss / context.num_ranks).backward()
-    found = [out.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
+    found = [out.detach(), x.grad, *(local_part(parameter.grad) for parameter in layer.parameters())]
     comm.close()
     return [tensor for tensor in found if tensor is not None]
 

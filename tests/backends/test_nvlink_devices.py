@@ -15,6 +15,7 @@ from tests.support.cases import BF16, FP32, Case, make_comm, make_problem, same_
 from tests.support.nvlink_cases import BACKEND, LAYOUTS, new_comm, round_trip
 from tests.training.test_routed_experts import layers_of
 from tokenloom.runtime.processes import RankContext
+from tokenloom.training.shards import local_part
 
 
 @pytest.fixture(scope="module")
@@ -119,4 +120,5 @@ def one_layer(context: RankContext) -> list[torch.Tensor]:
     layer.comm.check()
     layer.comm.close()
     assert x.grad is not None
-    return [out.detach(), x.grad, *(weight.grad for weight in layer.expert_parameters() if weight.grad is not None)]
+    grads = [weight.grad for weight in layer.expert_parameters() if weight.grad is not None]
+    return [out.detach(), x.grad, *(local_part(grad) for grad in grads)]

@@ -144,7 +144,7 @@ def break_each(context: RankContext) -> dict[str, dict[str, Difference]]:
 
     router, w1, w2 = draw(12, 32), draw(12, 48, 32), draw(12, 32, 24)
     own = slice(context.rank * local, (context.rank + 1) * local)
-    weights = Weights(*(each.requires_grad_() for each in (router, w1[own].clone(), w2[own].clone())))
+    weights = Weights(router.requires_grad_(), (w1[own].clone().requires_grad_(), w2[own].clone().requires_grad_()))
     problem = make_problem(96, weights, 3, seed=context.rank)
     ranks = RankGroup(group, device=context.device)
     right = Contestant(lambda: torch_layer(problem.x, weights, 3, torch_experts, ranks), problem.gradients).results()

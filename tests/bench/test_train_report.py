@@ -31,7 +31,8 @@ OPTIONS = TrainOptions("bf16", 0.0, None, True, False, None, True, 3)
 
 def test_skewed_tokens_go_where_they_are_drawn_to() -> None:
     """The router chooses what Zipf's law drew, in spite of rounding; without a skew it chooses by itself."""
-    weights = Weights(*(torch.randn(sizes).bfloat16() for sizes in ((16, 64), (16, 8, 64), (16, 64, 4))))
+    router, w1, w2 = (torch.randn(sizes).bfloat16() for sizes in ((16, 64), (16, 8, 64), (16, 64, 4)))
+    weights = Weights(router, (w1, w2))
     weights.router.mul_(0.1)
     problem = make_problem(500, weights, 3, skew=1.2, seed=5)
     _, ids = check.choose(problem, 3)
@@ -43,9 +44,8 @@ def test_skewed_tokens_go_where_they_are_drawn_to() -> None:
 
 def test_both_kinds_of_experts_are_the_same() -> None:
     """The rival's and the layer's give the same outputs and gradients, without a network."""
-    weights = Weights(
-        *(torch.randn(sizes, requires_grad=True) for sizes in ((8, 16), (8, 12, 16), (8, 16, 6))),
-    )
+    router, w1, w2 = (torch.randn(sizes, requires_grad=True) for sizes in ((8, 16), (8, 12, 16), (8, 16, 6)))
+    weights = Weights(router, (w1, w2))
     problem = make_problem(40, weights, 3)
     results = [
         Contestant(lambda kind=kind: torch_layer(problem.x, weights, 3, kind), problem.gradients).results()

@@ -30,6 +30,7 @@ from tests.support.cases import (
 from tests.support.layer_cases import LayerCase, make_inputs, make_layer
 from tokenloom import reference
 from tokenloom.runtime.processes import RankContext
+from tokenloom.training.shards import local_part
 
 pytestmark = pytest.mark.slow_on(1, 4)
 
@@ -174,7 +175,7 @@ def train(
     layer.saved_activations(x)
     layer.comm.check()
     layer.comm.close()
-    grads = [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
+    grads = [local_part(parameter.grad) for parameter in layer.parameters() if parameter.grad is not None]
     sums = [weight.main_grad for weight in layer.expert_parameters() if "main_grads" in options]
     return [out.detach(), aux_loss.detach(), leaf.grad, *grads, *sums, *full.values()]
 

@@ -24,6 +24,7 @@ from tokenloom.kernels.dispatch.launch import DispatchVariant
 from tokenloom.plan import COMBINE_STRATEGIES, DISPATCH_STRATEGIES
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer
+from tokenloom.training.shards import local_part
 
 BF16 = torch.bfloat16
 
@@ -159,7 +160,7 @@ def train(context: RankContext, strategy: tl.Strategy | None) -> list[torch.Tens
     ((out * factors[context.rank].to(context.device)).sum() + aux_loss / context.num_ranks).backward()
     assert layer.experts.strategy == (strategy or tl.Strategy())
     assert x.shape[1] == HIDDEN
-    found = [out.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
+    found = [out.detach(), x.grad, *(local_part(parameter.grad) for parameter in layer.parameters())]
     return [tensor.cpu() for tensor in found if tensor is not None]
 
 

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 
-import tokenloom as tl
 from tests.conftest import NUM_GPUS, Ranks
 from tokenloom.runtime.processes import RankContext, RankPool
 
@@ -198,31 +197,6 @@ def test_nodes_change_nothing(pools: Callable[[str], RankPool], tmp_path: Path) 
     found = [run_here(pools, tmp_path, 6, ranks_per_node=ranks_per_node) for ranks_per_node in (None, 2)]
     assert found[0]["losses"] == found[1]["losses"]
     assert found[0]["gradient_norms"] == found[1]["gradient_norms"]
-
-
-def clip(context: RankContext, max_norm: float) -> None:
-    """Random gradients of the full model, the same on all ranks; each keeps its experts'."""
-    example = load_script()
-    model = example.LanguageModel(max_tokens_per_rank=64)
-    generator = torch.Generator().manual_seed(0)
-    full = {name: torch.randn(value.shape, generator=generator) for name, value in tl.gather_state_dict(model).items()}
-    want = torch.cat([value.flatten() for value in full.values()]).norm()
-    factor = min(1.0, max_norm / want.item())
-    own = tl.shard_state_dict(model, full)
-    for name, parameter in model.named_parameters():
-        parameter.grad = own[name].clone()
-    torch.testing.assert_close(example.clip_gradients(model, max_norm), want)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, own[name] * factor, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("max_norm", [0.5, 1e6], ids=["too_large", "small_enough"])
-def test_gradients_are_clipped_by_the_norm_of_the_whole_model(
-    pools: Callable[[str], RankPool], max_norm: float
-) -> None:
-    """On all ranks of the pool: the script uses the default group."""
-    pool = pools("cpu")
-    Ranks(pool, pool.num_ranks).run(clip, max_norm)
 
 
 def share_a_batch(context: RankContext) -> None:

@@ -21,6 +21,7 @@ from tokenloom.comm.engine import Engine
 from tokenloom.ops import expert_gemms, experts, routing
 from tokenloom.runtime.processes import RankContext
 from tokenloom.training import layer as layer_module
+from tokenloom.training.shards import local_part
 
 pytestmark = pytest.mark.slow_on(4)
 
@@ -148,7 +149,7 @@ def check_place(context: RankContext, groups: list[Any], name: str, backward: bo
 
     def step() -> list[torch.Tensor]:
         x, loss = forward()
-        return list(torch.autograd.grad(loss, [x, *layer.expert_parameters()]))
+        return [local_part(grad) for grad in torch.autograd.grad(loss, [x, *layer.expert_parameters()])]
 
     def fail() -> None:
         if backward:
@@ -257,7 +258,7 @@ def no_room_to_cast(context: RankContext) -> None:
     x = torch.ones(16, HIDDEN, device=context.device)
 
     def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if context.rank == bad and tensor.shape == layer.experts.w1.shape:
+        if context.rank == bad and tensor.shape == local_part(layer.experts.w1).shape:
             raise torch.OutOfMemoryError("no memory left")
         return real(tensor, *args, **kwargs)
 

@@ -267,7 +267,8 @@ def train(context: RankContext, case: LayerCase, steps: int) -> None:
     names = [name for name, _ in model.named_parameters()]
     for name in names:
         dense[name].requires_grad_()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    groups = [{"params": each} for each in tl.split_parameters(model)]
+    optimizer = torch.optim.SGD(groups, lr=0.01, momentum=0.9)
     dense_optimizer = torch.optim.SGD([dense[name] for name in names], lr=0.01, momentum=0.9)
     batch, all_factors = torch.cat(xs).double(), torch.cat(factors).double()
     losses = []

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 import tokenloom as tl
+from tests.conftest import Ranks
 from tests.support.layer_cases import HIDDEN, LayerCase, make_layer
+from tokenloom.runtime.processes import RankContext
 
 BATCHES = 64
 CASE = LayerCase(dtype=torch.bfloat16)
@@ -135,3 +139,23 @@ def test_gradients_that_are_asked_for_are_given_out() -> None:
     (grad,) = torch.autograd.grad(layer(batches()[0])[0].sum(), layer.experts.w1)
     assert grad.dtype == CASE.dtype
     assert not layer.experts.w1.main_grad.any()
+
+
+def cast(context: RankContext) -> None:
+    layer = make_layer(replace(CASE, dtype=torch.float32), context.group, main_grads=True)
+    x = torch.ones(3, HIDDEN, device=context.device)
+    backward(layer, x)
+    kept = [weight.main_grad for weight in layer.expert_parameters()]
+    layer.to(torch.bfloat16)
+    assert all(weight.dtype == torch.bfloat16 for weight in layer.expert_parameters())
+    assert all(weight.main_grad is each for weight, each in zip(layer.expert_parameters(), kept, strict=True))
+    before = kept[0].clone()
+    backward(layer, x.bfloat16())
+    assert not torch.equal(kept[0], before)
+    assert kept[0].shape == layer.experts.w1.to_local().shape
+    assert not isinstance(kept[0], DTensor)
+
+
+def test_a_cast_keeps_them(ranks: Ranks) -> None:
+    """torch puts other tensors in the places of DTensors."""
+    ranks.run(cast)

@@ -19,6 +19,7 @@ from tokenloom.ops import expert_gemms, experts
 from tokenloom.runtime.processes import RankContext
 from tokenloom.training import pieces as piecewise
 from tokenloom.training import routed_experts
+from tokenloom.training.shards import local_part
 
 pytestmark = pytest.mark.slow_on(4)
 
@@ -79,7 +80,7 @@ def one_step(context: RankContext, all_to_first: bool = False, **options: Any) -
     for i, layer in enumerate(layers):
         for name, parameter in layer.named_parameters():
             assert parameter.grad is not None
-            found[f"{i}.{name}"] = parameter.grad
+            found[f"{i}.{name}"] = local_part(parameter.grad)
     layers[0].comm.check()
     layers[0].comm.close()
     return found
@@ -398,11 +399,12 @@ def overflow_without_a_layer(context: RankContext) -> int:
     x = torch.ones(64, HIDDEN, device=context.device, dtype=torch.bfloat16)
     ids = torch.zeros(64, TOP_K, dtype=torch.int64, device=context.device)
     weights = torch.ones(64, TOP_K, device=context.device)
+    experts = (local_part(layer.experts.w1), local_part(layer.experts.w2))
     raised = 0
     with torch.no_grad():
         for _ in range(4):
             try:
-                routed_experts.routed_experts(layer.comm, options, x, ids, weights, layer.experts.w1, layer.experts.w2)
+                routed_experts.routed_experts(layer.comm, options, x, ids, weights, *experts)
             except tl.CapacityOverflow:
                 raised += 1
     layer.comm.close()

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -222,15 +221,12 @@ def train_data_parallel(context: RankContext, inside: bool) -> None:
         layer = make_layer(replace(CASE, expert_grad_scale=1 / context.num_ranks), context.group)
         model = nn.ModuleDict({"dense": nn.Linear(HIDDEN, HIDDEN).to(context.device), "moe": layer})
         model.forward = lambda x, model=model: model["moe"](model["dense"](x))  # type: ignore[method-assign]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-            model, ["moe.experts.w1", "moe.experts.w2"]
-        )
         if is_compiled and inside:
             layer.compile(fullgraph=True, backend="aot_eager")
-        run: nn.Module = DistributedDataParallel(model, process_group=context.group)
+        run: nn.Module = tl.data_parallel(model, process_group=context.group)
         if is_compiled and not inside:
             run = torch.compile(run, backend="aot_eager")  # type: ignore[assignment]
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD([{"params": each} for each in tl.split_parameters(model)], lr=0.1)
         for turn in range(2):
             generator = torch.Generator().manual_seed(10 * turn + context.rank)
             x = torch.randn(4 + turn, HIDDEN, generator=generator).to(context.device)

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import tokenloom as tl
@@ -82,8 +81,7 @@ class Model(nn.Module):
 
 def data_parallel(model: Model, group: dist.ProcessGroup) -> nn.Module:
     """DDP around all but the experts."""
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, model.sharded_names())
-    return DistributedDataParallel(model, process_group=group)
+    return tl.data_parallel(model, process_group=group)
 
 
 def expected_gradients(
@@ -132,7 +130,7 @@ def assert_gradients(model: Model, want: Mapping[str, torch.Tensor]) -> None:
     assert set(names) == set(want)
     for name, parameter in model.named_parameters():
         grad = getattr(parameter, "main_grad", parameter.grad)
-        grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        grad = grad.full_tensor() if isinstance(grad, DTensor) and name not in sharded else grad
         wanted = want[name][own.start : own.stop] if name in sharded else want[name]
         assert_near(grad, wanted, torch.float32, f"gradient of {name}")
 
@@ -254,12 +252,13 @@ def fully_sharded(context: RankContext, unit_per_layer: bool, **options: Any) ->
     """Everything but the experts is sharded over the ranks."""
     model = Model(context.group, replace(CASE, expert_grad_scale=1 / context.num_ranks), **options)
     mesh = DeviceMesh.from_group(context.group, context.device.type)
-    experts = {each for layer in model.layers for each in layer.expert_parameters()}
+    experts = set(tl.split_parameters(model)[0])
     for layer in model.layers if unit_per_layer else []:
         fully_shard(layer, mesh=mesh, ignored_params=experts)
     fully_shard(model, mesh=mesh, ignored_params=experts)
     for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor) is (name not in model.sharded_names())
+        assert isinstance(parameter, DTensor)
+        assert (parameter.device_mesh == mesh) is (name not in model.sharded_names())
     return model
 
 
@@ -270,21 +269,15 @@ def reset_beside_fsdp(context: RankContext) -> None:
             layer.reset_parameters(seed=number)
         sharded, want = (dict(layer.named_parameters()) for layer in layers)
         for name, value in sharded.items():
-            got = value.full_tensor() if isinstance(value, DTensor) else value
-            assert torch.equal(got, want[name]), name
+            wanted = want[name]
+            assert torch.equal(value.full_tensor(), wanted.full_tensor() if isinstance(wanted, DTensor) else wanted), (
+                name
+            )
 
 
 def test_seeds_beside_fsdp(ranks: Ranks) -> None:
     """Sharded first, and then drawn, as models that were on the meta device are."""
     ranks.run(reset_beside_fsdp)
-
-
-def full_state_dict(model: Model) -> dict[str, torch.Tensor]:
-    """Of a model that FSDP2 has sharded, on every rank; as in docs/how-to/train.md."""
-    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    return full | {
-        name: value for name, value in tl.gather_state_dict(model).items() if not isinstance(value, DTensor)
-    }
 
 
 def train_beside_fsdp(context: RankContext, name: str, unit_per_layer: bool) -> None:
@@ -301,22 +294,24 @@ def test_fsdp_around_the_dense_part(ranks: Ranks, name: str, unit_per_layer: boo
 
 def save_and_load_beside_fsdp(context: RankContext) -> None:
     model = fully_sharded(context, True)
-    before = {name: value.clone() for name, value in full_state_dict(model).items()}
+    options = StateDictOptions(full_state_dict=True)
+    before = {name: value.clone() for name, value in get_model_state_dict(model, options=options).items()}
+    for name, value in tl.gather_state_dict(model).items():
+        assert torch.equal(value, before[name].cpu()), name
     assert {name: value.shape for name, value in before.items()} == {
         name: value.shape for name, value in tl.gather_state_dict(Model(context.group, CASE)).items()
     }
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    part = tl.shard_state_dict(model, before)
-    set_model_state_dict(model, part, options=StateDictOptions(full_state_dict=True))
-    after = full_state_dict(model)
+    set_model_state_dict(model, dict(before), options=options)
+    after = get_model_state_dict(model, options=options)
     for name, value in before.items():
         assert torch.equal(after[name].cpu(), value.cpu()), name
 
 
 def test_checkpoints_beside_fsdp(ranks: Ranks) -> None:
-    """What docs/how-to/train.md tells to do: FSDP gathers what it has sharded, tokenloom the experts."""
+    """torch's tools gather and distribute experts like what FSDP has sharded."""
     ranks.run(save_and_load_beside_fsdp)
 
 
@@ -335,7 +330,7 @@ def train_on_a_mesh(context: RankContext) -> None:
     backward(context, ddp, xs, factors)
     for layer in model.layers:
         for parameter in layer.expert_parameters():
-            dist.all_reduce(parameter.grad, group=mesh.get_group("dp"))
+            dist.all_reduce(parameter.grad.to_local(), group=mesh.get_group("dp"))
     assert_gradients(model, expected_gradients(CASE, full, xs, factors, mesh.mesh.tolist()))
 
 

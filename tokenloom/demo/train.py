@@ -19,7 +19,9 @@ from tokenloom.comm.engine import COMBINE_RANGE, DISPATCH_RANGE
 from tokenloom.demo.model import LanguageModel, ModelSize, make_model
 from tokenloom.demo.text import Batches
 from tokenloom.runtime.processes import RankContext
+from tokenloom.training.data_parallel import split_parameters
 from tokenloom.training.parameters import EXPERT_WEIGHTS
+from tokenloom.training.shards import local_part
 
 LEARNING_RATE = 3e-3
 ADAM_EPS = 1e-6
@@ -102,8 +104,9 @@ class Trainer:
         self.context, self.size = context, size
         self.model: LanguageModel = make_model(context, size, seed, ranks_per_node)
         self.batches = Batches(text, size.sequences, size.context, seed)
-        self.replicated = [p for name, p in self.model.named_parameters() if not _is_sharded(name)]
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, eps=ADAM_EPS)
+        experts, self.replicated = split_parameters(self.model)
+        groups = [{"params": self.replicated}, {"params": experts}]
+        self.optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, eps=ADAM_EPS)
 
     def step(self) -> float:
         """Make one step and return the loss of the whole batch, in nats per byte.
@@ -136,7 +139,7 @@ class Trainer:
     def gradients(self) -> dict[str, np.ndarray]:
         """The gradients of the last step, as :class:`Trained` describes them."""
         return {
-            name: parameter.grad.cpu().numpy().copy()
+            name: local_part(parameter.grad).cpu().numpy().copy()
             for name, parameter in self.model.named_parameters()
             if parameter.grad is not None and (_is_sharded(name) or self.context.rank == 0)
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from tokenloom.training.main_grads import accumulate_main_grads
 from tokenloom.training.parameters import check_experts, draw_seeded, own_name
 from tokenloom.training.pieces import RunOptions, forward_calls
 from tokenloom.training.routed_experts import routed_experts
+from tokenloom.training.shards import local_part, make_mesh, own_part, spread
 from tokenloom.tune import choices
 
 __all__ = ["RoutedExperts"]
@@ -63,8 +65,8 @@ class RoutedExperts(nn.Module):
         pool_rows: most rows that a rank's experts may get. There is always room for them, so the host does not wait
             (on ``nvlink``, in bfloat16). More rows raise CapacityOverflow in a later call or ``comm.check()``, and
             the tokens concerned become NaN. None keeps exact sizes, which the host waits for in forward.
-        main_grads: let backward add the gradients of expert weights to ``parameter.main_grad``, which is float32,
-            made here as zeros and reset by you alone. ``parameter.grad`` stays None.
+        main_grads: let backward add the gradients of expert weights to ``parameter.main_grad``, which is float32, of
+            this rank's part, made here as zeros and reset by you alone. ``parameter.grad`` stays None.
         comm: a Communicator to share between layers, instead of ``group``.
         backend: as in ``Communicator``.
         timeout_s: as in ``Communicator``.
@@ -75,11 +77,12 @@ class RoutedExperts(nn.Module):
         dtype: dtype of the parameters; None means torch's default.
 
     Attributes:
-        w1: [L, 2I, H], this rank's L = E / W experts, gate rows first, then up rows. [L, I, H] where the activation
-            is not gated. ``weight_layout`` may say otherwise, as of w2.
-        w2: [L, H, I], this rank's experts.
-        w1_bias: [L, 2I] in the order of w1's rows, or None without biases.
-        w2_bias: [L, H], or None without biases.
+        w1: [E, 2I, H], gate rows first, then up rows. [E, I, H] where the activation is not gated. ``weight_layout``
+            may say otherwise, as of w2. Where there is a process group, all weights are DTensors over its ranks,
+            and ``to_local()`` is this rank's part, L = E / W experts, in the same memory.
+        w2: [E, H, I].
+        w1_bias: [E, 2I] in the order of w1's rows, or None without biases.
+        w2_bias: [E, H], or None without biases.
         strategy: the strategies in use.
 
     Raises:
@@ -181,15 +184,33 @@ class RoutedExperts(nn.Module):
         self.accumulate_main_grads()
 
     def _make_parameters(self, biases: bool, dtype: torch.dtype) -> None:
-        shapes = self.form.shapes(self.comm.plan.experts_per_rank, self.hidden, self.intermediate)
-        for name, shape in shapes.items():
+        mesh = make_mesh(self.comm.engine.ranks)
+        for name, shape in self.shapes().items():
             wanted = biases or not name.endswith("bias")
             value = torch.empty(shape, dtype=dtype, device=self.comm.device) if wanted else None
-            self.register_parameter(name, None if value is None else nn.Parameter(value))
+            self.register_parameter(name, None if value is None else nn.Parameter(spread(value, mesh)))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Map the name of each weight that experts can have to the shape of this rank's part."""
+        return self.form.shapes(self.comm.plan.experts_per_rank, self.hidden, self.intermediate)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.accumulate_main_grads()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name, weight in chain(self.named_parameters(), self.named_buffers()):  # pruning has buffers
+            value = state_dict.get(prefix + name)
+            if isinstance(value, torch.Tensor):
+                state_dict[prefix + name] = own_part(prefix + name, value, weight, self.local_experts)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> RoutedExperts:
+        main_grads = {each: each.main_grad for each in self.parameters() if hasattr(each, "main_grad")}
+        super()._apply(fn, recurse)
+        for parameter, main_grad in main_grads.items():  # of a DTensor torch puts another in its place, without it
+            parameter.main_grad = main_grad  # type: ignore[attr-defined]
+        return self
 
     @property
     def local_experts(self) -> range:
@@ -213,10 +234,11 @@ class RoutedExperts(nn.Module):
         for full_name, parameter in self.named_parameters():
             name = own_name(full_name)
             bound = 1 / math.sqrt(self.hidden if name.startswith("w1") else self.intermediate)
+            weights = local_part(parameter)
             if seed is None:
-                parameter.uniform_(-bound, bound)
+                weights.uniform_(-bound, bound)
             else:
-                draw_seeded(parameter, self.form.layout, bound, seed, name, self.local_experts)
+                draw_seeded(weights, self.form.layout, bound, seed, name, self.local_experts)
 
     @breaks_graph
     def forward(
@@ -332,9 +354,10 @@ class RoutedExperts(nn.Module):
 
     def _scaled_weights(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Return w1, w2 and their biases as forward reads them."""
-        w1, w2 = (scale_grad(weight, self.expert_grad_scale) for weight in (self.w1, self.w2))
+        w1, w2 = (scale_grad(local_part(weight), self.expert_grad_scale) for weight in (self.w1, self.w2))
         w1_bias, w2_bias = (
-            None if bias is None else scale_grad(bias, self.expert_grad_scale) for bias in (self.w1_bias, self.w2_bias)
+            None if bias is None else scale_grad(local_part(bias), self.expert_grad_scale)
+            for bias in (self.w1_bias, self.w2_bias)
         )
         return w1, w2, w1_bias, w2_bias
 

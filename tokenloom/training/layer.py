@@ -89,8 +89,8 @@ class ExpertParallelMoE(nn.Module):
         dtype: dtype of the parameters; None means torch's default.
 
     Attributes:
-        experts: the ``RoutedExperts`` with the weights of this rank's experts: ``experts.w1``, ``experts.w2``,
-            ``experts.w1_bias`` and ``experts.w2_bias``.
+        experts: the ``RoutedExperts`` with the weights of experts, which are DTensors over the ranks:
+            ``experts.w1``, ``experts.w2``, ``experts.w1_bias`` and ``experts.w2_bias``.
         router_weight: [E, H].
         router_bias: [E], or None without ``Router.bias``.
         correction_bias: float32 buffer [E], or None without ``Router.correction_bias``.

@@ -6,19 +6,22 @@ from collections.abc import Iterable
 
 import torch
 
+from tokenloom.training.shards import local_part
+
 
 def accumulate_main_grads(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Let backward add each gradient to ``parameter.main_grad`` and leave ``parameter.grad`` None.
 
-    The name is Megatron-LM's. ``main_grad`` is float32 with the parameter's shape, made here as zeros unless it
-    exists. Its owner resets it, or replaces it by another tensor, such as a part of a larger one.
+    The name is Megatron-LM's. ``main_grad`` is a plain float32 tensor with the shape of this rank's part of the
+    parameter, made here as zeros unless it exists. Its owner resets it, or replaces it by another tensor, such as a
+    part of a larger one.
 
     Parameters that do so already stay as they are. Frozen ones get ``main_grad`` alone: torch has no hooks for them.
     """
     for parameter in parameters:
         if not hasattr(parameter, "main_grad"):
             with torch.inference_mode(False):  # backward adds to it in any mode
-                parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+                parameter.main_grad = torch.zeros_like(local_part(parameter.detach()), dtype=torch.float32)  # type: ignore[attr-defined]
         hooks = parameter._post_accumulate_grad_hooks or {}
         if parameter.requires_grad and _add_to_main_grad not in hooks.values():
             parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
@@ -27,5 +30,6 @@ def accumulate_main_grads(parameters: Iterable[torch.nn.Parameter]) -> None:
 def _add_to_main_grad(parameter: torch.Tensor) -> None:
     if parameter.grad is None:  # a copy of the layer shares the parameter, and its hook was first
         return
-    parameter.main_grad.add_(parameter.grad.detach())  # type: ignore[attr-defined]  # create_graph=True gives it a graph
+    grad = local_part(parameter.grad.detach())  # create_graph=True gives it a graph
+    parameter.main_grad.add_(grad)  # type: ignore[attr-defined]
     parameter.grad = None

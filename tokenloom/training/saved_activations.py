@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from tokenloom.training.shards import local_part
+
 
 @dataclass(frozen=True)
 class SavedTensor:
@@ -40,7 +42,7 @@ def saved_tensors(outputs: Iterable[torch.Tensor], known: Iterable[torch.Tensor]
         outputs: results of the graph.
         known: tensors whose storages are left out, such as parameters.
     """
-    seen = {tensor.untyped_storage().data_ptr() for tensor in known}
+    seen = {local_part(tensor.detach()).untyped_storage().data_ptr() for tensor in known}
     found: list[SavedTensor] = []
     for node in _nodes(output.grad_fn for output in outputs):
         for name, tensor in _tensors_of(node):

@@ -3,78 +3,103 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from tokenloom.comm.torch_modes import is_plain
+from tokenloom.comm.communicator import Communicator
 from tokenloom.errors import InvalidArgument, ShapeMismatch
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.rendezvous import agree
 from tokenloom.training.expert_module import RoutedExperts
-from tokenloom.training.parameters import EXPERT_WEIGHTS
+from tokenloom.training.shards import local_part, own_part
 
 __all__ = ["gather_state_dict", "shard_state_dict"]
 
+LEAST_STEP_BYTES = 1 << 20
+"""Bytes of a rank that travel at a time, at least."""
 
-def gather_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Gather the full state dict of a module with ExpertParallelMoE layers, on every rank. Collective.
+
+def gather_state_dict(module: nn.Module, *, to: Literal["all", "rank0"] = "all") -> dict[str, torch.Tensor]:
+    """Gather the full state dict of a module with ExpertParallelMoE layers. Collective.
 
     Expert weights become [E, 2I, H] and [E, H, I], or as the layer's ``weight_layout`` says; biases [E, 2I] and
-    [E, H]. Everything else is this rank's own (replicated) value.
+    [E, H]. DTensors, such as FSDP2 makes, become whole. Everything else is this rank's own (replicated) value.
+
+    Memory: the result lies on the CPU, of each rank or of one. Beside it there are, on the layer's device, one expert
+    (or 1 MiB of each rank, if that is more), or one whole tensor of those that FSDP2 has sharded. Nothing else is
+    copied. To hold no full weights anywhere, save ``module.state_dict()`` with ``torch.distributed.checkpoint``: each
+    rank writes its own experts.
 
     Args:
         module: module that holds the layers, or ``RoutedExperts`` by themselves.
+        to: who gets the result: "all" ranks, or "rank0", the first of ``torch.distributed``.
 
     Returns:
-        Tensors on the CPU, by name, and what else modules keep (``get_extra_state``). The dict loads on any number of
-        ranks through ``shard_state_dict``.
+        Tensors on the CPU, by name, and what else modules keep (``get_extra_state``). ``module.load_state_dict`` takes
+        the dict on any number of ranks. Where this rank gets nothing, an empty dict.
 
     Raises:
-        InvalidArgument: ranks are masked, so nobody here has the weights of their experts; or a layer's experts are
-            not in the state dict as they are, say because they are parametrized. PlanMismatch: another rank
-            gathers something else.
+        InvalidArgument: ``to`` is something else; or ranks are masked, so nobody here has the weights of their
+            experts; or a layer's experts are not in the state dict as they are, say because they are parametrized.
+            PlanMismatch: another rank gathers something else.
     """
+    comms = [layer.comm for layer in module.modules() if isinstance(layer, RoutedExperts)]
+    for comm in comms:
+        _require_all(comm)
+
+    def prepare() -> tuple[dict[str, Any], None]:
+        if to not in ("all", "rank0"):
+            raise InvalidArgument(f"to is {to!r}, expected 'all' or 'rank0'")
+        _sharded_names(module, module.state_dict(keep_vars=True))
+        return {"to": to}, None
+
+    groups: list[RankGroup] = list(dict.fromkeys(comm.engine.ranks for comm in comms))
+    for ranks in groups:
+        agree(ranks, prepare, "gather_state_dict")
+    if not groups:
+        prepare()
+    keeps = to == "all" or not dist.is_initialized() or dist.get_rank() == 0
     state = module.state_dict(keep_vars=True)
     sharded = _sharded_names(module, state)
     full: dict[str, Any] = {}
     for name, value in state.items():
-        if not isinstance(value, torch.Tensor):  # a module's extra state
-            full[name] = value
-            continue
-        kept = value.detach()
+        kept = value
         if name in sharded:
-            comm = sharded[name].comm
-            if comm.engine.masked:
-                raise InvalidArgument(
-                    f"rank(s) {', '.join(map(str, sorted(comm.engine.masked)))} are masked, and the weights of their "
-                    "experts are with them; gather the state dict before ranks are masked, or once they are back"
-                )
-            rows = _gather(comm.engine.ranks, name, kept)
-            kept = rows.view(kept.dtype).view(comm.plan.num_experts, *kept.shape[1:])
-        full[name] = kept.cpu().clone()
-    for ranks in dict.fromkeys(layer.comm.engine.ranks for layer in sharded.values()):
-        agree(ranks, lambda: ({}, None), "gather_state_dict")  # the last rows too are of all ranks
+            kept = _gather(sharded[name].comm, name, local_part(value.detach()), keeps)
+        elif isinstance(value, torch.Tensor):  # else a module's extra state
+            whole = value.detach().full_tensor() if hasattr(value, "full_tensor") else value.detach()
+            kept = whole.cpu().clone() if keeps else None
+        if keeps:
+            full[name] = kept
+    for ranks in groups:  # the last rows too are of all ranks
+        agree(ranks, lambda: ({}, None), "gather_state_dict")
+    for comm in comms:
+        _require_all(comm)
     return full
 
 
 def shard_state_dict(module: nn.Module, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Take this rank's part of a full state dict. Not collective.
 
+    ``module.load_state_dict`` takes full weights of experts too. Their part alone is less to keep in memory.
+
     Args:
         module: module that holds the layers, made for the present number of ranks.
         full: dict from ``gather_state_dict``, on any number of ranks.
 
     Returns:
-        Dict that ``module.load_state_dict`` takes on this rank.
+        Dict that ``module.load_state_dict`` takes on this rank. Experts are DTensors where there is a process group.
 
     Raises:
-        ShapeMismatch: an expert weight has another number of experts than the layer. InvalidArgument: as above.
+        ShapeMismatch: an expert weight has another number of experts than the layer. InvalidArgument: a layer's
+            experts are not in the state dict as they are, or ``full`` has those of one rank.
     """
-    sharded = _sharded_names(module, module.state_dict(keep_vars=True))
+    state = module.state_dict(keep_vars=True)
     part = dict(full)
-    for name, layer in sharded.items():
+    for name, layer in _sharded_names(module, state).items():
         weights = part.pop(name, None)
         if weights is None:
             weights = part.pop(_former_name(name), None)
@@ -83,8 +108,7 @@ def shard_state_dict(module: nn.Module, full: Mapping[str, torch.Tensor]) -> dic
         num_experts = layer.comm.plan.num_experts
         if weights.shape[0] != num_experts:
             raise ShapeMismatch(f"{name} has {weights.shape[0]} experts, the layer has {num_experts}")
-        # A copy: parameters that are views of all experts would keep them in memory, and in files.
-        part[name] = weights[layer.local_experts.start : layer.local_experts.stop].clone()
+        part[name] = own_part(name, weights, state[name], layer.local_experts)
     return part
 
 
@@ -94,11 +118,32 @@ def _former_name(name: str) -> str:
     return owner.removesuffix("experts") + weight
 
 
-def _gather(ranks: RankGroup, name: str, value: torch.Tensor) -> torch.Tensor:
-    """uint8 [W, bytes], the value of every rank."""
-    what = {"name": name, "shape": tuple(value.shape), "dtype": value.dtype}
+def _require_all(comm: Communicator) -> None:
+    """Raise InvalidArgument where ranks are masked."""
+    if comm.engine.masked:
+        raise InvalidArgument(
+            f"rank(s) {', '.join(map(str, sorted(comm.engine.masked)))} are masked, and the weights of their "
+            "experts are with them; gather the state dict before ranks are masked, or once they are back"
+        )
+
+
+def _gather(comm: Communicator, name: str, own: torch.Tensor, keeps: bool) -> torch.Tensor | None:
+    """Give [E, ...] on the CPU where it is kept. ``own`` is this rank's part.
+
+    Bytes travel in steps, each as long on all ranks.
+    """
+    ranks: RankGroup = comm.engine.ranks
+    what = {"name": name, "shape": tuple(own.shape), "dtype": own.dtype}
     agree(ranks, lambda: (what, None), "gather_state_dict")
-    return ranks.all_gather(value.contiguous().view(torch.uint8).flatten(), "gather_state_dict")
+    sent = own.contiguous().view(torch.uint8).view(-1)
+    full = torch.empty(comm.plan.num_experts, *own.shape[1:], dtype=own.dtype, device="cpu") if keeps else None
+    rows = None if full is None else full.view(torch.uint8).view(comm.num_ranks, -1)
+    step = max(LEAST_STEP_BYTES, own[0].nbytes // comm.num_ranks)
+    for begin in range(0, len(sent), step):
+        arrived = ranks.all_gather(sent[begin : begin + step], "gather_state_dict")
+        if rows is not None:
+            rows[:, begin : begin + step] = arrived
+    return full
 
 
 def _sharded_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, RoutedExperts]:
@@ -107,13 +152,18 @@ def _sharded_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Rou
     Raises:
         InvalidArgument: a layer's experts are not in it as they are, say because they are parametrized.
     """
-    layers = [layer for layer in module.modules() if isinstance(layer, RoutedExperts)]
-    weights = [(getattr(layer, name), layer) for layer in layers for name in EXPERT_WEIGHTS]
-    owners = {id(weight): layer for weight, layer in weights if weight is not None}  # some have no biases
+    owners: dict[int, tuple[RoutedExperts, tuple[int, ...]]] = {}
+    for layer in module.modules():
+        if isinstance(layer, RoutedExperts):
+            owners |= {
+                id(getattr(layer, name)): (layer, shape)
+                for name, shape in layer.shapes().items()
+                if getattr(layer, name) is not None  # some have no biases
+            }
     found = {
-        name: owners[id(value)]
+        name: owners[id(value)][0]
         for name, value in state.items()
-        if id(value) in owners and is_plain(value)  # of a DTensor only a part lies here
+        if id(value) in owners and local_part(value.detach()).shape == owners[id(value)][1]  # else cut once more
     }
     missing = owners.keys() - {id(state[name]) for name in found}
     if missing:

@@ -24,6 +24,7 @@ from torch.func import functional_call
 from tokenloom.errors import InvalidArgument, NotDifferentiable
 from tokenloom.ops import autocast
 from tokenloom.training.compiled_order import keep_in_graph, keep_order_in_inductor, pin_to_forward
+from tokenloom.training.shards import local_part
 
 TICKET_BYTES = 8
 
@@ -52,7 +53,11 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run ``layer(x, ...)`` as the compiler sees it."""
     dtype = autocast.autocast_dtype(x.device)
-    weights = [*layer.parameters(), *([] if topk_weights is None else [topk_weights])]
+    weights = [  # operators take plain tensors
+        local_part(weight) if name.startswith("experts.") else weight for name, weight in layer.named_parameters()
+    ]
+    if topk_weights is not None:
+        weights.append(topk_weights)
     wants_grad = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, *weights)]
     buffers, counts = (layer.correction_bias, layer.expert_counts), layer.training and torch.is_grad_enabled()
     out, aux_loss, expert_counts, _ = moe_forward(
@@ -120,7 +125,8 @@ def moe_forward(
 
     Args:
         x: input of the layer.
-        weights: the layer's parameters, in the order of ``parameters()``, and behind them topk_weights, if given.
+        weights: what lies here of the layer's parameters, in the order of ``parameters()``, and behind them
+            topk_weights, if given.
         topk_ids: input of the layer, or None.
         token_mask: input of the layer, or None.
         correction_bias: the layer's buffer, or None.
@@ -142,7 +148,7 @@ def moe_forward(
             outputs = _run(number, inputs, others, correction_bias, expert_counts, autocast_dtype, counts)
         return *outputs, torch.zeros(1, dtype=torch.int64, device="cpu")
     # Before backward the compiler may reuse the memory of inputs, or of a weight that it computed.
-    own = {weight.data_ptr() for weight in layer.parameters()}
+    own = {local_part(weight.detach()).data_ptr() for weight in layer.parameters()}
     inputs = [x.clone(), *(weight if weight.data_ptr() in own else weight.clone() for weight in weights)]
     others = [None if each is None else each.clone() for each in others]
     with _grad_mode(True):

@@ -129,10 +129,10 @@ BIASES = (
     ),
     Mutation(
         name="biases-not-sharded",
-        rule="checkpoints take the biases of experts for replicated parameters",
-        target="tokenloom.training.parameters:EXPERT_WEIGHTS",
-        old='("w1", "w2", "w1_bias", "w2_bias")',
-        new='("w1", "w2")',
+        rule="biases of experts are plain tensors, as replicated parameters are",
+        target="tokenloom.training.expert_module:RoutedExperts._make_parameters",
+        old="spread(value, mesh)",
+        new='value if name.endswith("bias") else spread(value, mesh)',
         tests=("tests/training/test_state_dict.py::test_which_experts_a_rank_keeps[cpu2]",),
     ),
 )

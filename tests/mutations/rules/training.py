@@ -6,6 +6,7 @@ from tests.mutations.mutation import Mutation
 
 LAYER_TEST = "tests/training/test_layer.py::test_"
 EXPERTS_TEST = "tests/training/test_routed_experts.py::test_"
+CHECKPOINT_TEST = "tests/training/test_checkpoints.py::test_"
 COMPILER_TEST = "tests/training/test_torch_compile.py::test_"
 GRADIENT_TESTS = (f"{LAYER_TEST}gradients_are_those_of_the_sum_of_all_losses",)
 
@@ -21,17 +22,17 @@ LAYER = (
     Mutation(
         name="wrong-shard",
         rule="every rank loads the first ranks' experts",
-        target="tokenloom.training.state_dict:shard_state_dict",
-        old="weights[layer.local_experts.start : layer.local_experts.stop]",
-        new="weights[: len(layer.local_experts)]",
+        target="tokenloom.training.shards:own_part",
+        old="value[experts.start : experts.stop]",
+        new="value[: len(experts)]",
         tests=("tests/training/test_state_dict.py::test_which_experts_a_rank_keeps",),
     ),
     Mutation(
         name="seed-by-local-number",
         rule="a seed gives the same experts to every rank",
         target="tokenloom.training.expert_module:RoutedExperts.reset_parameters",
-        old="draw_seeded(parameter, self.form.layout, bound, seed, name, self.local_experts)",
-        new="draw_seeded(parameter, self.form.layout, bound, seed, name, range(len(parameter)))",
+        old="draw_seeded(weights, self.form.layout, bound, seed, name, self.local_experts)",
+        new="draw_seeded(weights, self.form.layout, bound, seed, name, range(len(weights)))",
         tests=(f"{LAYER_TEST}a_seed_gives_the_same_full_weights_for_any_number_of_ranks",),
     ),
     Mutation(
@@ -256,4 +257,55 @@ COMPILED = (
     ),
 )
 
-MUTATIONS = LAYER + GIVEN + COUNTS + GRADIENTS + ROUTED_EXPERTS + COMPILED
+CHECKPOINTS = (
+    Mutation(
+        name="ranks-look-alike",
+        rule="experts of one rank pass for those of another, which torch then takes",
+        target="tokenloom.training.shards:make_mesh",
+        old="{_RANK}{ranks.rank}",
+        new="{_RANK}0",
+        tests=(f"{CHECKPOINT_TEST}experts_of_another_rank_are_refused[cpu2]",),
+    ),
+    Mutation(
+        name="any-experts-will-do",
+        rule="a rank loads the experts of another",
+        target="tokenloom.training.shards:own_part",
+        old="held != experts",
+        new="False",
+        tests=(f"{CHECKPOINT_TEST}experts_of_another_rank_are_refused[cpu2]",),
+    ),
+    Mutation(
+        name="a-mesh-keeps-its-group",
+        rule="weights of experts keep their process group for ever",
+        target="tokenloom.training.shards:make_mesh",
+        old='getattr(mesh, "_pg_registry", {}).clear()',
+        new="None",
+        tests=(f"{CHECKPOINT_TEST}weights_do_not_keep_their_group[cpu2]",),
+    ),
+    Mutation(
+        name="all-experts-at-once",
+        rule="all experts of a weight travel at once",
+        target="tokenloom.training.state_dict:_gather",
+        old="own[0].nbytes // comm.num_ranks",
+        new="len(sent)",
+        tests=(f"{CHECKPOINT_TEST}one_expert_at_a_time_travels",),
+    ),
+    Mutation(
+        name="norms-of-parts",
+        rule="a norm counts this rank's part of each gradient alone",
+        target="tokenloom.training.data_parallel:clip_grad_norm_",
+        old="grad = parameter.grad\n",
+        new="grad = None if parameter.grad is None else local_part(parameter.grad)\n",
+        tests=(f"{CHECKPOINT_TEST}the_norm_of_all_gradients[fsdp-torch.float32-cpu2]",),
+    ),
+    Mutation(
+        name="main-grads-go-with-a-cast",
+        rule="a cast of a layer loses its main gradients",
+        target="tokenloom.training.expert_module:RoutedExperts._apply",
+        old="parameter.main_grad = main_grad",
+        new="pass",
+        tests=("tests/training/test_main_grads.py::test_a_cast_keeps_them",),
+    ),
+)
+
+MUTATIONS = LAYER + GIVEN + COUNTS + GRADIENTS + ROUTED_EXPERTS + COMPILED + CHECKPOINTS

@@ -55,7 +55,7 @@ def measure_on_rank(context: RankContext, shape: TrainShape, options: TrainOptio
     with closing(layer.comm):
         say("drawing weights and tokens")
         layer.reset_parameters(seed=WEIGHT_SEED)
-        weights = Weights(layer.router_weight, layer.experts.w1, layer.experts.w2)
+        weights = Weights(layer.router_weight, (layer.experts.w1, layer.experts.w2))
         problem = make_problem(plan.max_tokens_per_rank, weights, shape.top_k, options.skew, context.rank)
         ours = Contestant(lambda: layer(problem.x)[0], problem.gradients)
         rival = _of_torch(problem, shape.top_k, torch_experts, ranks)
@@ -178,7 +178,7 @@ def _one(
 
     num_experts, hidden, intermediate = shape.num_experts, shape.hidden, shape.intermediate
     w1, w2 = draw(num_experts, 2 * intermediate, hidden), draw(num_experts, hidden, intermediate)
-    weights = Weights(draw(num_experts, hidden), w1, w2)
+    weights = Weights(draw(num_experts, hidden), (w1, w2))
     return _of_torch(make_problem(shape.num_tokens, weights, shape.top_k, options.skew), shape.top_k, own_experts)
 
 

@@ -10,6 +10,7 @@ from tokenloom.bench.common.shape import Shape
 from tokenloom.comm.strategy import Strategy
 from tokenloom.errors import InvalidArgument
 from tokenloom.plan import Plan
+from tokenloom.training.shards import local_part
 from tokenloom.tune.samples import draw_topk_ids
 
 STEER = 8.0
@@ -85,13 +86,21 @@ class Weights:
 
     Attributes:
         router: [E, H].
-        w1: [L, 2I, H].
-        w2: [L, H, I].
+        experts: w1 and w2 as parameters, DTensors of all ranks' experts where there are ranks.
     """
 
     router: torch.Tensor
-    w1: torch.Tensor
-    w2: torch.Tensor
+    experts: tuple[torch.Tensor, torch.Tensor]
+
+    @property
+    def w1(self) -> torch.Tensor:
+        """[L, 2I, H]."""
+        return local_part(self.experts[0])
+
+    @property
+    def w2(self) -> torch.Tensor:
+        """[L, H, I]."""
+        return local_part(self.experts[1])
 
 
 @dataclass(frozen=True)
@@ -110,8 +119,8 @@ class Problem:
 
     def gradients(self, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Gradients of x, router, w1 and w2, from the layer's output."""
-        wanted = (self.x, self.weights.router, self.weights.w1, self.weights.w2)
-        return torch.autograd.grad(out, wanted, self.grad)
+        wanted = (self.x, self.weights.router, *self.weights.experts)
+        return tuple(local_part(grad) for grad in torch.autograd.grad(out, wanted, self.grad))
 
 
 def make_problem(num_tokens: int, weights: Weights, top_k: int, skew: float = 0.0, seed: int = 0) -> Problem:

@@ -1,0 +1,94 @@
+"""What a trainer does alike for all parameters, but for those of experts: the ranks have different ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tokenloom.training.expert_module import RoutedExperts
+from tokenloom.training.shards import local_part, spread
+
+__all__ = ["clip_grad_norm_", "data_parallel", "split_parameters"]
+
+
+def split_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Part the parameters of a module into those of experts and all others.
+
+    torch does not mix DTensors with plain tensors in one call. So an optimiser takes two groups,
+    ``AdamW([{"params": others}, {"params": experts}])``. FSDP2 takes ``ignored_params=set(experts)``.
+
+    Args:
+        module: module that holds ExpertParallelMoE or RoutedExperts.
+
+    Returns:
+        (parameters of experts, all others), each in the order of ``module.parameters()``.
+    """
+    owned = {each for layer in _layers(module) for each in layer.parameters()}
+    experts: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for parameter in module.parameters():
+        (experts if parameter in owned else others).append(parameter)
+    return experts, others
+
+
+def data_parallel(module: nn.Module, **options: Any) -> DistributedDataParallel:
+    """Wrap a module in torch's DistributedDataParallel, which leaves the experts alone. Collective.
+
+    Args:
+        module: module that holds ExpertParallelMoE or RoutedExperts.
+        options: of DistributedDataParallel, such as ``process_group`` and ``device_ids``.
+
+    Returns:
+        The wrapper. It averages gradients over ranks, so the experts need ``expert_grad_scale=1/W``.
+    """
+    owned = {id(each) for layer in _layers(module) for each in chain(layer.parameters(), layer.buffers())}
+    named = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    ignored = {name for name, each in named if id(each) in owned}
+    ignored |= set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))  # what the caller set
+    # There is no public way (torch 2.13).
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
+    return DistributedDataParallel(module, **options)
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """Scale gradients so that their norm, over the whole model, is at most ``max_norm``. Collective.
+
+    Gradients that are DTensors, such as those of experts and of FSDP2, count with the parts of all their ranks. Plain
+    ones are the same on every rank, and count once. So the norm is the same on every rank. Where ``grad`` is None,
+    ``main_grad`` is taken.
+
+    Args:
+        parameters: all of the model, in the same order on every rank.
+        max_norm: largest norm.
+
+    Returns:
+        The norm before, a scalar of at least float32.
+    """
+    alike: dict[Any, list[torch.Tensor]] = {}  # torch mixes neither meshes nor dtypes
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is None and hasattr(parameter, "main_grad"):
+            grad = spread(parameter.main_grad, getattr(parameter, "device_mesh", None))
+        if grad is not None:
+            alike.setdefault((getattr(grad, "device_mesh", None), grad.dtype), []).append(grad)
+    norms = []
+    for (mesh, dtype), grads in alike.items():
+        norm: Any = nn.utils.get_total_norm(grads)
+        norms.append((norm if mesh is None else norm.full_tensor()).to(torch.promote_types(dtype, torch.float32)))
+    if not norms:
+        return torch.zeros(())
+    total = torch.linalg.vector_norm(torch.stack(norms))
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for grads in alike.values():
+        torch._foreach_mul_([local_part(grad) for grad in grads], factor)
+    return total
+
+
+def _layers(module: nn.Module) -> list[RoutedExperts]:
+    return [layer for layer in module.modules() if isinstance(layer, RoutedExperts)]

@@ -1,0 +1,102 @@
+"""Weights of experts as tensors of all experts, of which each rank holds its own: DTensors, as torch calls them.
+
+So torch's own tools know that ranks differ. Checkpoints and optimiser states keep all experts, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from tokenloom.errors import InvalidArgument
+from tokenloom.runtime.rank_group import RankGroup
+
+_RANK = "ep_rank_"
+"""Begins the name of a mesh's dimension."""
+
+
+def make_mesh(ranks: RankGroup) -> DeviceMesh | None:
+    """Make the mesh over which experts lie, or None for a process by itself, whose tensors stay plain."""
+    if ranks.process_group is None:
+        return None
+    # The name differs from rank to rank. So torch refuses to take one rank's part, from a file say, for another's.
+    name = f"{_RANK}{ranks.rank}"
+    mesh = DeviceMesh.from_group(ranks.process_group, ranks.device.type, mesh_dim_names=(name,))
+    # torch's caches keep meshes for ever. Without this they would keep the group, whose threads may abort Python as it
+    # ends. torch finds a group by its name too.
+    getattr(mesh, "_pg_registry", {}).clear()
+    return mesh
+
+
+def spread(local: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
+    """Give this rank's experts, [L, ...], as a part of [E, ...]. Memory is shared."""
+    if mesh is None:
+        return local
+    from torch.distributed.tensor import DTensor, Shard  # takes a second: only where there are ranks
+
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Give the part of a tensor that lies here. Differentiable; memory is shared. A plain tensor is its own part."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def own_part(name: str, value: torch.Tensor, like: torch.Tensor, experts: range) -> torch.Tensor:
+    """Give what a state dict has for a weight of experts as this rank's weight is: spread over its mesh, or plain.
+
+    Args:
+        name: of the weight, for errors.
+        value: DTensor of this rank; or plain, of all experts, or of this rank's alone, which gives a warning.
+        like: the weight.
+        experts: numbers of this rank's experts.
+
+    Returns:
+        What ``like.copy_`` takes. A value of another shape is returned as it is.
+
+    Raises:
+        InvalidArgument: it has the experts of another rank.
+    """
+    mesh = getattr(like, "device_mesh", None)
+    if hasattr(value, "device_mesh"):
+        if mesh is not None and value.device_mesh == mesh:
+            return value
+        held = _held_experts(value)
+        if held != experts:
+            came = "parts of experts" if held is None else _named(held)
+            raise InvalidArgument(
+                f"{name} holds {came}, and this rank has {_named(experts)}; a state dict that one rank saves has its "
+                "own experts alone: use torch.distributed.checkpoint, or save what gather_state_dict gives"
+            )
+        return spread(local_part(value.detach()), mesh)
+    if mesh is None or value.ndim == 0:
+        return value
+    if len(value) == len(like):
+        # A copy: a part of all experts would keep them in memory.
+        return spread(value[experts.start : experts.stop].clone(), mesh)
+    if len(value) == len(experts):
+        warnings.warn(
+            f"{name} holds {len(value)} experts in a plain tensor, which cannot say whose they are; they are taken "
+            f"for this rank's, {_named(experts)}",
+            stacklevel=2,
+        )
+        return spread(value, mesh)
+    return value
+
+
+def _held_experts(value: Any) -> range | None:
+    """Numbers of the experts that lie in the local part of a DTensor, or None if it holds none as a whole."""
+    if all(placement.is_replicate() for placement in value.placements):
+        return range(len(value))
+    (name, *more) = value.device_mesh.mesh_dim_names or ("",)
+    if more or not name.startswith(_RANK) or not value.placements[0].is_shard(0):
+        return None
+    rank, local = int(name.removeprefix(_RANK)), len(local_part(value))
+    return range(rank * local, (rank + 1) * local)
+
+
+def _named(experts: range) -> str:
+    return f"experts {experts.start} to {experts.stop - 1}"
