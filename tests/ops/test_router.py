@@ -311,3 +311,46 @@ def test_update_correction_bias_needs_one() -> None:
     layer = ExpertParallelMoE(hidden=4, intermediate=4, num_experts=4, top_k=1, max_tokens_per_rank=1)
     with pytest.raises(InvalidArgument, match="correction_bias=True"):
         layer.update_correction_bias(0.1)
+
+
+# -- routers that cannot learn ------------------------------------------------------------------------------
+
+
+def layer_of(router: Router) -> ExpertParallelMoE:
+    return ExpertParallelMoE(hidden=4, intermediate=4, num_experts=4, top_k=1, max_tokens_per_rank=4, router=router)
+
+
+def router_gradient(layer: ExpertParallelMoE) -> float:
+    layer.reset_parameters(seed=0)
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    layer(x)[0].square().sum().backward()
+    assert layer.router_weight.grad is not None
+    return layer.router_weight.grad.abs().max().item()
+
+
+CONSTANT = [
+    Router(4, 1, "topk_softmax"),
+    Router(4, 1, renormalize=True),
+    Router(4, 1, "sigmoid", renormalize=True, scale=2.5),
+    Router(4, 1, renormalize=True, least_sum=1e-12),
+]
+
+
+@pytest.mark.parametrize("router", CONSTANT)
+def test_a_router_that_cannot_learn(router: Router) -> None:
+    """Its weights are all alike, so the gradient that comes from outputs is 0, but for rounding."""
+    advice = r"cannot learn; use Router\(4, 1, 'softmax_topk', renormalize=False\)"
+    with pytest.warns(UserWarning, match=advice) as seen:
+        layer = layer_of(router)
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+    assert router_gradient(layer) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "router",
+    [Router(4, 1), Router(4, 1, "sigmoid"), Router(4, 1, renormalize=True, least_sum=1.0)],
+    ids=["softmax", "sigmoid", "divided by 1"],
+)
+def test_a_router_of_one_route_that_learns(router: Router) -> None:
+    assert router_gradient(layer_of(router)) > 1e-4

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -174,3 +177,61 @@ BAD_ROUTERS: dict[str, dict[str, Any]] = {
 def test_bad_routers_are_named(said: str) -> None:
     with pytest.raises(tl.InvalidArgument, match=said):
         tl.Router(**({"num_experts": 8, "top_k": 2} | BAD_ROUTERS[said]))
+
+
+# -- made on meta, and pickled --------------------------------------------------------------------------------
+
+
+def check_made_on_meta(context: RankContext, how: str) -> None:
+    """No memory until to_empty; then a seed, or a checkpoint, gives what any layer has."""
+    want = make_layer(CASE, context.group)
+    comm = want.comm if how == "shared communicator" else None
+    given = {"comm": comm, "max_tokens_per_rank": None} if comm else {}
+    group = None if comm else context.group
+    with torch.device("meta") if how != "argument" else nullcontext():
+        layer = make_layer(CASE, group, **given, **({"device": "meta"} if how == "argument" else {}))
+    assert all(each.is_meta for each in (*layer.parameters(), *layer.buffers()))
+    assert layer.comm.device == context.device
+    x = torch.ones(3, HIDDEN, device=context.device)
+    with pytest.raises(tl.DeviceMismatch, match="to_empty"):
+        layer(x)
+    if how == "assigned":
+        layer.load_state_dict(want.state_dict(), assign=True)
+    else:
+        layer.to_empty(device=context.device)
+        if how == "argument":
+            layer.reset_parameters(seed=9)
+            want.reset_parameters(seed=9)
+        else:
+            layer.load_state_dict(want.state_dict())
+    assert not layer.expert_counts.is_meta
+    assert not layer.expert_counts.any()
+    (out, aux_loss), (wanted, loss) = layer(x), want(x)
+    assert torch.equal(out, wanted)
+    assert torch.equal(aux_loss, loss)
+    (out.sum() + aux_loss).backward()
+
+
+@pytest.mark.parametrize("how", ["context", "argument", "shared communicator", "assigned"])
+def test_a_layer_that_is_made_on_meta(ranks: Ranks, how: str) -> None:
+    ranks.run(check_made_on_meta, how)
+
+
+def test_a_device_that_is_given_goes_before_meta() -> None:
+    with torch.device("meta"):
+        layer = make_layer(CASE, None, device="cpu")
+    assert not any(each.is_meta for each in (*layer.parameters(), *layer.buffers()))
+
+
+def test_a_layer_is_not_pickled(tmp_path: Path) -> None:
+    """What stands for its ranks is of this process. It is copied, and saved by its state."""
+    layer = make_layer(CASE, None)
+    for module in (layer, layer.experts, nn.Sequential(layer)):
+        for save in (pickle.dumps, lambda module: torch.save(module, tmp_path / "model.pt")):
+            with pytest.raises(tl.InvalidArgument, match=r"cannot be pickled(.|\n)*state_dict"):
+                save(module)
+        copy.deepcopy(module)
+        copy.copy(module)
+    torch.save(layer.state_dict(), tmp_path / "state.pt")
+    other = make_layer(CASE, None)
+    other.load_state_dict(torch.load(tmp_path / "state.pt"))

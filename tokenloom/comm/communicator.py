@@ -285,6 +285,13 @@ class Communicator(CallsBeside):
         """Return itself: the copy of a layer, as for averages of its weights, shares the communicator."""
         return self
 
+    def __reduce__(self) -> Any:
+        raise InvalidArgument(
+            "a communicator belongs to its process and its group: it cannot be pickled, nor can a layer that has it; "
+            "save layer.state_dict(), or gather_state_dict(model) with the experts of all ranks, and load that into a "
+            "new layer"
+        )
+
     def __enter__(self) -> Communicator:
         return self
 

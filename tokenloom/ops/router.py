@@ -29,6 +29,7 @@ class Router:
             DeepSeek-V2, Qwen3). "topk_softmax" takes the K largest logits and their softmax (Mixtral's code,
             gpt-oss). "sigmoid" gives each expert a sigmoid of its own (DeepSeek-V3).
         renormalize: divide the K weights by their sum. Changes nothing for "topk_softmax", which sums to 1 already.
+            With ``top_k=1`` either makes every weight 1, from which a router cannot learn; a layer warns.
         least_sum: with ``renormalize``, divide by this where the sum is smaller (ERNIE 4.5).
         scale: factor of the final weights (DeepSeek-V3: 2.5).
         correction_bias: choose experts by score + bias, but weight them by score alone (DeepSeek-V3's balancing
@@ -82,6 +83,12 @@ class Router:
             raise InvalidArgument("least_sum needs renormalize=True, and a score other than 'topk_softmax'")
         if self.correction_bias and self.score == "topk_softmax":
             raise InvalidArgument("correction_bias needs scores before the choice; use 'sigmoid' or 'softmax_topk'")
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all weights are the same number, whatever the logits: nothing can be learnt from them."""
+        divides = self.score == "topk_softmax" or self.renormalize
+        return self.top_k == 1 and divides and self.least_sum <= 1 / self.num_experts
 
     def route(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
@@ -33,6 +34,9 @@ from tokenloom.training.shards import local_part, make_mesh, own_part, spread
 from tokenloom.tune import choices
 
 __all__ = ["RoutedExperts"]
+
+NARROW = (torch.bfloat16, torch.float16)
+"""Dtypes of tokens that experts in float32 take too."""
 
 
 class RoutedExperts(nn.Module):
@@ -73,7 +77,8 @@ class RoutedExperts(nn.Module):
         open_timeout_s: as in ``Communicator``.
         transport: as in ``Communicator``.
         ranks_per_node: as in ``Communicator``.
-        device: device of the parameters, which must be the communicator's.
+        device: device of the parameters, which must be the communicator's, or "meta". None takes the communicator's,
+            and "meta" inside ``torch.device("meta")``: parameters then have no memory until ``to_empty``.
         dtype: dtype of the parameters; None means torch's default.
 
     Attributes:
@@ -124,6 +129,10 @@ class RoutedExperts(nn.Module):
         super().__init__()
         require_eager()
         dtype = dtype or torch.get_default_dtype()
+        if torch.device(device or torch.get_default_device()).type == "meta":
+            device, on_meta = None, True
+        else:
+            on_meta = False
         group_and_comm = group is not None and comm is not None
         if comm is None:
             comm = Communicator(
@@ -177,17 +186,17 @@ class RoutedExperts(nn.Module):
         self.strategy = strategy or agreed[0][1] or usual
         self.overlap, self.redispatch_in_backward, self.pool_rows = overlap, redispatch_in_backward, pool_rows
         with torch.inference_mode(False):  # forward saves parameters in any mode
-            self._make_parameters(biases, dtype)
+            self._make_parameters(biases, dtype, torch.device("meta") if on_meta else comm.device)
             self.reset_parameters()
         self.weight_names = tuple(self._parameters)
         self.main_grads = main_grads
         self.accumulate_main_grads()
 
-    def _make_parameters(self, biases: bool, dtype: torch.dtype) -> None:
+    def _make_parameters(self, biases: bool, dtype: torch.dtype, device: torch.device) -> None:
         mesh = make_mesh(self.comm.engine.ranks)
         for name, shape in self.shapes().items():
             wanted = biases or not name.endswith("bias")
-            value = torch.empty(shape, dtype=dtype, device=self.comm.device) if wanted else None
+            value = torch.empty(shape, dtype=dtype, device=device) if wanted else None
             self.register_parameter(name, None if value is None else nn.Parameter(spread(value, mesh)))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -251,13 +260,14 @@ class RoutedExperts(nn.Module):
         """Dispatch, compute, combine. Collective. Differentiable once, in x, ``topk_weights`` and the parameters.
 
         Args:
-            x: [..., H], dtype and device of the parameters; leading dimensions may differ per rank and be 0.
+            x: [..., H], dtype and device of the parameters; leading dimensions may differ per rank and be 0. Beside
+                float32 parameters x may be bfloat16 or float16: they are then cast, as autocast casts them.
             topk_ids: int32 or int64 [..., K], experts of all ranks, -1 for a place without a route.
             topk_weights: floating point [..., K]. They are used in float32, or in float64 for float64 experts.
             meanwhile: work of this rank beside the dispatch, such as a shared expert, or None.
 
         Returns:
-            [..., H], dtype of the parameters, or of autocast where that is on.
+            [..., H], dtype of x, or of autocast where that is on.
 
         Raises:
             ShapeMismatch, DtypeMismatch, DeviceMismatch, InvalidArgument: bad input on this rank.
@@ -267,26 +277,28 @@ class RoutedExperts(nn.Module):
         engine = self.comm.engine
         engine.begin()
         self.accumulate_main_grads()
-        with engine.sequence(*self.first_calls()):  # a failure here comes before any call
+        dtype = self._compute_dtype(getattr(x, "dtype", None))
+        with engine.sequence(*self.first_calls(dtype)):  # a failure here comes before any call
             tokens = self.tokens(x)
             validation.number_of_tokens(self.comm.plan, len(tokens))  # pieces of too many tokens may be few enough
             ids = self.ids(x, topk_ids)
-            weights = self.weights(x, topk_weights).to(torch.promote_types(self.compute_dtype, torch.float32))
+            weights = self.weights(x, topk_weights).to(torch.promote_types(dtype, torch.float32))
         w1, w2, w1_bias, w2_bias = self._scaled_weights()
-        out = routed_experts(
-            self.comm,
-            self.options,
-            tokens,
-            ids,
-            weights,
-            w1,
-            w2,
-            meanwhile,
-            w1_bias=w1_bias,
-            w2_bias=w2_bias,
-            activation=self.form.activation,
-            weight_layout=self.form.layout,
-        )
+        with nullcontext() if dtype == w1.dtype else torch.autocast(tokens.device.type, dtype):
+            out = routed_experts(
+                self.comm,
+                self.options,
+                tokens,
+                ids,
+                weights,
+                w1,
+                w2,
+                meanwhile,
+                w1_bias=w1_bias,
+                w2_bias=w2_bias,
+                activation=self.form.activation,
+                weight_layout=self.form.layout,
+            )
         return out.view(x.shape)
 
     @property
@@ -294,14 +306,20 @@ class RoutedExperts(nn.Module):
         """Choices that change time and memory."""
         return RunOptions(self.strategy, self.overlap, self.redispatch_in_backward, self.pool_rows)
 
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """Dtype of the rows that travel in the next forward."""
-        return autocast_dtype(self.comm.device) or self.w1.dtype
+    def _compute_dtype(self, given: torch.dtype | None) -> torch.dtype:
+        """Dtype of the rows that travel, where what comes to the experts has dtype ``given``."""
+        dtype = autocast_dtype(self.comm.device)
+        if dtype is None and given in NARROW and self.w1.dtype == torch.float32:
+            dtype = given
+        return dtype or self.w1.dtype
 
-    def first_calls(self) -> list[Upcoming]:
-        """List the calls that the other ranks make where this one fails before its first: those of one piece."""
-        return forward_calls(self.options, 1, self.compute_dtype, needs_grad=False)
+    def first_calls(self, dtype: torch.dtype | None) -> list[Upcoming]:
+        """List the calls that the other ranks make where this one fails before its first: those of one piece.
+
+        Args:
+            dtype: that of the tokens, where it is known.
+        """
+        return forward_calls(self.options, 1, self._compute_dtype(dtype), needs_grad=False)
 
     def accumulate_main_grads(self) -> None:
         """Let gradients of experts add to ``main_grad``, if the module does so."""
@@ -319,9 +337,14 @@ class RoutedExperts(nn.Module):
         validation.require_tensor("x", x)
         if x.ndim == 0 or x.shape[-1] != self.hidden:
             raise ShapeMismatch(f"x is {list(x.shape)}, the layer was made for [..., {self.hidden}]")
+        if self.w1.is_meta:
+            raise DeviceMismatch(
+                "the layer's weights are on meta, without memory; call to_empty(device=...) and reset_parameters() or "
+                "load_state_dict() first"
+            )
         if x.device != self.w1.device:
             raise DeviceMismatch(f"x is on {x.device}, the layer is on {self.w1.device}; move one of them")
-        if x.dtype != self.w1.dtype:
+        if x.dtype not in (self.w1.dtype, self._compute_dtype(x.dtype)):
             if not torch.is_autocast_enabled(x.device.type):
                 raise DtypeMismatch(f"x is {x.dtype}, the layer is {self.w1.dtype}; cast one of them, or use autocast")
             if x.dtype not in Capabilities().dtypes:  # they would be cast, whatever they mean

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,7 +86,8 @@ class ExpertParallelMoE(nn.Module):
         open_timeout_s: as in ``Communicator``.
         transport: as in ``Communicator``.
         ranks_per_node: as in ``Communicator``.
-        device: device of the parameters, which must be the communicator's.
+        device: device of the parameters, which must be the communicator's, or "meta". None takes the communicator's,
+            and "meta" inside ``torch.device("meta")``: parameters and buffers then have no memory until ``to_empty``.
         dtype: dtype of the parameters; None means torch's default.
 
     Attributes:
@@ -183,14 +185,22 @@ class ExpertParallelMoE(nn.Module):
             }, rule
 
         self.router = agree(comm.engine.ranks, prepare, "making an ExpertParallelMoE")[comm.rank]
+        if self.router.is_constant and comm.rank == 0:
+            warnings.warn(
+                f"with top_k=1, {'topk_softmax' if self.router.score == 'topk_softmax' else 'renormalize=True'} gives "
+                "every route the same weight, so the router has no gradient from the outputs and cannot learn; use "
+                f"Router({num_experts}, 1, 'softmax_topk', renormalize=False)",
+                stacklevel=2,
+            )
         self.balance_coef, self.z_coef, self.router_grad = balance_coef, z_coef, router_grad
-        factory: dict[str, Any] = {"device": comm.device, "dtype": self.experts.w1.dtype}
+        device = self.experts.w1.device
+        factory: dict[str, Any] = {"device": device, "dtype": self.experts.w1.dtype}
 
         def parameter(wanted: object, *shape: int) -> nn.Parameter | None:
             return nn.Parameter(torch.empty(shape, **factory)) if wanted else None
 
         def zeros(dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(num_experts, dtype=dtype, device=comm.device)
+            return torch.zeros(num_experts, dtype=dtype, device=device)
 
         with torch.inference_mode(False):  # forward writes to buffers, and saves parameters, in any mode
             self.router_weight = nn.Parameter(torch.empty(num_experts, hidden, **factory))
@@ -225,6 +235,8 @@ class ExpertParallelMoE(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
         if self.correction_bias is not None:  # assign=True brings that of a checkpoint
             self.correction_bias = self.correction_bias.float()
+        if self.expert_counts.is_meta and not self.router_weight.is_meta:  # assign=True leaves it there
+            self.expert_counts = torch.zeros_like(self.expert_counts, device=self.router_weight.device)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -333,7 +345,9 @@ class ExpertParallelMoE(nn.Module):
             counts = self.training and torch.is_grad_enabled()
         engine, experts = self.comm.engine, self.experts
         engine.begin()
-        with engine.sequence(*experts.first_calls()):  # a failure here comes before any call
+        router_weight = self._parameters.get("router_weight")  # a parametrization would compute it
+        dtype = None if router_weight is None else router_weight.dtype
+        with engine.sequence(*experts.first_calls(dtype)):  # a failure here comes before any call
             try:
                 if compiled:
                     torch_compile.require_parameters((self, experts))
@@ -364,6 +378,7 @@ class ExpertParallelMoE(nn.Module):
     ) -> _Routed:
         """Choose experts, or take those that are given. Not collective. Logits, weights, sums are at least float32."""
         tokens = self.experts.tokens(x)
+        self._require_dtype(tokens.dtype)
         if topk_ids is not None:
             topk_ids = self.experts.ids(x, topk_ids)
         elif topk_weights is not None:
@@ -389,6 +404,19 @@ class ExpertParallelMoE(nn.Module):
             )
             sums = router_sums(logits, probabilities, ids) if self._wants_sums() else None
             return _Routed(tokens, ids, weights if topk_weights is None else topk_weights, sums, real)
+
+    def _require_dtype(self, dtype: torch.dtype) -> None:
+        """Raise where tokens have another dtype than what they meet outside of the experts."""
+        if torch.is_autocast_enabled(self.comm.device.type):
+            return
+        experts, shared = self.experts.w1.dtype, self._parameters.get("shared_w1")
+        # FSDP casts tokens and replicated parameters. Experts, which it leaves alone, are cast where they are used.
+        if dtype != experts and any(each.dtype != dtype for each in self.replicated_parameters()):
+            raise DtypeMismatch(f"x is {dtype}, the layer is {experts}; cast one of them, or use autocast")
+        if shared is not None and shared.dtype != dtype:
+            raise DtypeMismatch(
+                f"x is {dtype}, shared_w1 is {shared.dtype}; cast x, which FSDP does with cast_forward_inputs=True"
+            )
 
     def _wants_sums(self) -> bool:
         return bool(self.balance_coef or self.z_coef or self.correction_bias is not None)
@@ -507,7 +535,8 @@ class ExpertParallelMoE(nn.Module):
         if self.correction_bias is None:
             raise InvalidArgument("the router has no correction bias; make it with Router(..., correction_bias=True)")
         counts = self.expert_counts
-        self.correction_bias += rate * torch.sign(counts.sum() - len(counts) * counts)  # exact, as integers
+        above = torch.sign(counts.sum() - len(counts) * counts)  # exact, as integers
+        self.correction_bias += rate * above.to(self.correction_bias.dtype)  # a product would have torch's default
         counts.zero_()
 
     def extra_repr(self) -> str:

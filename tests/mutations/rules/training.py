@@ -152,6 +152,57 @@ COUNTS = (
     ),
 )
 
+MIXED_TEST = "tests/training/test_mixed_precision.py::test_"
+
+MIXED = (
+    Mutation(
+        name="any-dtype-is-cast",
+        rule="a layer in float32 takes bfloat16 tokens by mistake",
+        target="tokenloom.training.layer:ExpertParallelMoE._require_dtype",
+        old="dtype != experts and any(each.dtype != dtype for each in self.replicated_parameters())",
+        new="False",
+        tests=(
+            f"{MIXED_TEST}a_dtype_by_mistake[cpu2-narrow x]",
+            f"{MIXED_TEST}a_single_narrow_parameter_casts_nothing",
+        ),
+    ),
+    Mutation(
+        name="experts-not-cast",
+        rule="experts in float32 refuse bfloat16 tokens",
+        target="tokenloom.training.expert_module:RoutedExperts._compute_dtype",
+        old="dtype is None and given in NARROW and self.w1.dtype == torch.float32",
+        new="False",
+        tests=(
+            f"{MIXED_TEST}float32_experts_beside_fsdp_in_bfloat16",
+            f"{MIXED_TEST}float32_experts_take_narrow_tokens",
+        ),
+    ),
+    Mutation(
+        name="memory-on-meta",
+        rule="a layer made on meta takes memory",
+        target="tokenloom.training.expert_module:RoutedExperts.__init__",
+        old='torch.device("meta") if on_meta else comm.device',
+        new="comm.device",
+        tests=("tests/training/test_changed_layers.py::test_a_layer_that_is_made_on_meta",),
+    ),
+    Mutation(
+        name="counts-stay-on-meta",
+        rule="a checkpoint that is assigned leaves counts on meta",
+        target="tokenloom.training.layer:ExpertParallelMoE._load_from_state_dict",
+        old="self.expert_counts.is_meta and not self.router_weight.is_meta",
+        new="False",
+        tests=("tests/training/test_changed_layers.py::test_a_layer_that_is_made_on_meta",),
+    ),
+    Mutation(
+        name="silent-router",
+        rule="a router that cannot learn is said to",
+        target="tokenloom.ops.router:Router.is_constant",
+        old="self.top_k == 1",
+        new="self.top_k == 0",
+        tests=("tests/ops/test_router.py::test_a_router_that_cannot_learn",),
+    ),
+)
+
 GRADIENTS = (
     Mutation(
         name="router-grad-not-summed",
@@ -308,4 +359,4 @@ CHECKPOINTS = (
     ),
 )
 
-MUTATIONS = LAYER + GIVEN + COUNTS + GRADIENTS + ROUTED_EXPERTS + COMPILED + CHECKPOINTS
+MUTATIONS = LAYER + GIVEN + COUNTS + MIXED + GRADIENTS + ROUTED_EXPERTS + COMPILED + CHECKPOINTS
