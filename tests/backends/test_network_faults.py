@@ -202,7 +202,9 @@ def stale(ranks: RankGroup, call: str) -> Iterator[None]:
 
 
 class Stop(BaseException):
-    """Ends a rank in the middle of a call; nobody tells the others."""
+    """Ends a rank in the middle of a call as if its process had ended: nobody tells the others."""
+
+    known_to_all = True
 
 
 @contextmanager

@@ -52,6 +52,12 @@ def make(context: RankContext, timeout_s: float = LONG_S, **options: Any) -> tup
     return make_comm(context, "collective", problem.plan, **options), problem
 
 
+class Death(BaseException):
+    """Ends a rank in the middle of a transfer as if its process had ended: nobody tells the others."""
+
+    known_to_all = True
+
+
 # -- ranks that come late ---------------------------------------------------------------------------------------
 
 
@@ -96,10 +102,10 @@ def check_late_within_dispatch(context: RankContext, layout: str, part: str) -> 
         def late(exchange: FlatExchange, *rest: Any) -> Any:
             if rest[-1] == f"dispatch, {part}":
                 when_done(comm.engine.ranks, others)
-                raise KeyboardInterrupt  # and so it never sends
+                raise Death  # and so it never sends
             return real(exchange, *rest)
 
-        with mock.patch.object(FlatExchange, "start_all_to_all", late), pytest.raises(KeyboardInterrupt):
+        with mock.patch.object(FlatExchange, "start_all_to_all", late), pytest.raises(Death):
             comm.dispatch(*problem.arguments(context), **options)
         return
     rest = without(problem, [last])
@@ -135,9 +141,9 @@ def check_late_within_combine(context: RankContext, layout: str, mode: Any) -> N
 
         def late(*_: Any) -> None:
             when_done(comm.engine.ranks, others)
-            raise KeyboardInterrupt
+            raise Death
 
-        with mock.patch.object(CollectiveBackend, "_send_home", late), pytest.raises(KeyboardInterrupt):
+        with mock.patch.object(CollectiveBackend, "_send_home", late), pytest.raises(Death):
             comm.combine(routed.tokens, routed, mode=mode)
         return
     out = comm.combine(routed.tokens, routed, mode=mode)
@@ -182,10 +188,6 @@ def forward(context: RankContext, comm: tl.Communicator, problem: Problem) -> tu
 
 
 # -- ranks that end ---------------------------------------------------------------------------------------------
-
-
-class Death(BaseException):
-    """Ends a rank in the middle of a transfer; nobody catches it and tells the others."""
 
 
 @pytest.mark.sampled(3)
