@@ -15,6 +15,7 @@ import torch
 
 import tokenloom as tl
 from tests.support.server import Server
+from tests.support.slow import mostly_slow
 from tokenloom.runtime.processes import RankContext
 
 NUM_RANKS = 4
@@ -68,7 +69,7 @@ def step(layer: tl.ExpertParallelMoE) -> None:
 # -- other sizes, another order -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("odd", [0, 2])
+@pytest.mark.parametrize("odd", mostly_slow([0, 2], [0]))
 def test_communicators_of_other_sizes_in_another_order(odd: int) -> None:
     on_ranks(check_sizes_in_another_order, odd)
 
@@ -140,7 +141,7 @@ MAKERS: dict[str, Callable[[RankContext], Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", MAKERS)
+@pytest.mark.parametrize("what", mostly_slow(list(MAKERS), ["Communicator"]))
 def test_one_rank_makes_something(what: str) -> None:
     on_ranks(check_one_makes, what)
 
@@ -181,6 +182,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("fault", ["skips a backward", "makes a forward more", "has a batch fewer"])
 def test_out_of_step(loss: str, fault: str) -> None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import tokenloom as tl
 from tests.comm.test_first_messages import dispatch, make_comm, make_layer, step, works
 from tests.support.server import Server
+from tests.support.slow import mostly_slow
 from tokenloom.ops import routing
 from tokenloom.runtime.processes import RankContext
 
@@ -81,8 +82,8 @@ WAITS: dict[str, Callable[[RankContext, tl.Communicator, tl.ExpertParallelMoE], 
 }
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, Watchdog])
-@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("error", mostly_slow([KeyboardInterrupt, Watchdog], [Watchdog]))
+@pytest.mark.parametrize("wait", mostly_slow(list(WAITS), ["dispatch", "layer", "mask_ranks"]))
 def test_others_hear_who_and_why(wait: str, error: type[BaseException]) -> None:
     on_ranks(check_told, wait, error)
 
@@ -133,7 +134,7 @@ def check_between(context: RankContext, pipe: Connection) -> None:
 # -- where late ranks are masked ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, Watchdog])
+@pytest.mark.parametrize("error", mostly_slow([KeyboardInterrupt, Watchdog], [KeyboardInterrupt]))
 def test_masks(error: type[BaseException]) -> None:
     """The others go on without the rank that is out of step, and mask nobody else."""
     assert [masked for masked in on_ranks(check_masks, error) if masked is not None] == [[ODD]] * (NUM_RANKS - 1)

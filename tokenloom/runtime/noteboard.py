@@ -32,12 +32,14 @@ class Noteboard:
     Attributes:
         step: number of the last collective that this rank has started.
         gone: ranks whose notes nobody waits for.
+        by_pairs: its collectives are transfers between two ranks each.
         number: of the communicator, as its rank counts those of the group; 0 where the store cannot count.
     """
 
     def __init__(self, store: Any, rank: int, num_ranks: int, joins: bool = False) -> None:
         self.rank, self.num_ranks, self.step = rank, num_ranks, 0
         self.gone: frozenset[int] = frozenset()
+        self.by_pairs = False
         self._store = store
         self._process = os.getpid()
         self._posted: dict[str, str] = {}
@@ -59,6 +61,11 @@ class Noteboard:
     def has_left(self) -> bool:
         """Whether this rank writes and reads no notes any more, or none yet."""
         return self._left
+
+    @property
+    def name(self) -> str:
+        """What the communicator is called, the same on all ranks."""
+        return self._prefix
 
     def renumber(self, number: int) -> None:
         """Go on with the notes of a communicator with this number, since other ranks have counted further."""

@@ -59,7 +59,14 @@ def room(num_ranks: int) -> int:
 
 
 def encode(
-    fields: Fields, fault: Exception | None, stamp: int, latest: int, made: int, words: torch.Tensor, num_ranks: int
+    fields: Fields,
+    fault: Exception | None,
+    stamp: int,
+    latest: int,
+    made: int,
+    first: torch.Tensor,
+    size: int,
+    num_ranks: int,
 ) -> torch.Tensor:
     """What a rank says.
 
@@ -69,15 +76,15 @@ def encode(
         stamp: see :mod:`tokenloom.runtime.stamps`.
         latest: number of the latest collective, of the communicator whose number is largest.
         made: communicators that this rank has made of the group.
-        words: int64 [n], what it tells the others.
+        first: int64, the first of the words that it tells the others, no more than there is :func:`room` for.
+        size: how many words it tells them.
         num_ranks: of the group.
     """
     communicator = _hash_of(("communicator",), (fields["communicator"],)) & _HASH_BITS
-    header = [_OK if fault is None else _FAULT, stamp, hash_of(fields), communicator, latest, made, len(words)]
+    header = [_OK if fault is None else _FAULT, stamp, hash_of(fields), communicator, latest, made, size]
     header += _encode_message("" if fault is None else f"{type(fault).__name__}: {fault}")
-    row = torch.zeros(_HEADER_WORDS + room(num_ranks), dtype=torch.int64, device=words.device)
+    row = torch.zeros(_HEADER_WORDS + room(num_ranks), dtype=torch.int64, device=first.device)
     row[:_HEADER_WORDS] = torch.tensor(header, dtype=torch.int64, device="cpu")
-    first = words[: room(num_ranks)]
     row[_HEADER_WORDS : _HEADER_WORDS + len(first)] = first
     return row
 
@@ -86,7 +93,7 @@ class Opening:
     """What all ranks have said, the same on all that take part.
 
     Attributes:
-        there: bool [W], who takes part.
+        absent: who takes no part.
         stamps: of all ranks.
         latest, made, size: the largest of these numbers.
         words: int64 [W, n], the words that had room.
@@ -94,10 +101,16 @@ class Opening:
 
     def __init__(self, table: torch.Tensor) -> None:
         self._table = table.numpy()
-        self.there = self._table[:, STATUS] != _MASKED
+        self._there = self._table[:, STATUS] != _MASKED
+        self.absent = frozenset(np.flatnonzero(~self._there).tolist())
         self.stamps = self._table[:, STAMP].tolist()
         self.latest, self.made, self.size = (int(self._table[:, word].max()) for word in (LATEST, MADE, SIZE))
         self.words = table[:, _HEADER_WORDS:]
+
+    @property
+    def is_faulty(self) -> bool:
+        """Whether any rank has told of a fault."""
+        return bool((self._table[:, STATUS] == _FAULT).any())
 
     def raise_fault(self, fault: Exception | None) -> bool:
         """Raise what other ranks have told of their faults; whether any rank has one.
@@ -115,7 +128,7 @@ class Opening:
 
     def differs(self, word: int) -> bool:
         """Whether ranks that take part differ in MEANING or COMMUNICATOR."""
-        return len(set(self._table[self.there, word].tolist())) > 1
+        return len(set(self._table[self._there, word].tolist())) > 1
 
 
 def text_of(fields: Fields) -> dict[str, str]:

@@ -14,18 +14,18 @@ from __future__ import annotations
 import ctypes
 import os
 import pickle
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from typing import Any
 from weakref import WeakSet
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tokenloom.errors import InvalidArgument, PeerError, PeerTimeout, is_known_to_all
+from tokenloom.errors import InvalidArgument, PeerError, PeerTimeout, PlanMismatch, is_known_to_all
 from tokenloom.runtime import openings, rejoin, stamps
 from tokenloom.runtime.collectives import Collective, CollectiveOnStream, gather_all
 from tokenloom.runtime.devices import pick_device
@@ -140,6 +140,30 @@ class RankGroup:
         siblings = siblings_of(group)
         self._begin(Noteboard(store_of(group), self.rank, self.num_ranks, rejoins), siblings)
         siblings.add(self.notes)
+        siblings.join = self._joining(group)
+
+    def _joining(self, group: dist.ProcessGroup | None) -> Callable[[PlanMismatch], None]:
+        """What starts an opening on the process group, for ranks that wait there, with a fault of this rank."""
+        alive = None if group is None else weakref.ref(group)
+        num_ranks, device, number = self.num_ranks, self._device_of_openings, self.notes.number
+        stamped = not self._deadline_is_ours
+
+        def join(mismatch: PlanMismatch) -> None:
+            process_group = None if alive is None else alive()
+            siblings = siblings_of(process_group)
+            siblings.collectives += 1
+            if process_group is None:
+                return
+            nothing = torch.zeros(0, dtype=torch.int64, device=device)
+            fields = {"call": "none", "communicator": openings.UNNAMED}
+            stamp = stamps.next_stamp(process_group) if stamped else stamps.UNSTAMPED
+            row = openings.encode(fields, mismatch, stamp, siblings.latest, number, nothing, 0, num_ranks)
+            heard = row.new_empty(num_ranks * row.numel())
+            gather_all(heard, row, group=process_group, async_op=True)
+            if stamped:
+                stamps.count(process_group)
+
+        return join
 
     def _begin(self, notes: Noteboard, siblings: Siblings) -> None:
         """Make what every group has, whatever carries its collectives."""
@@ -152,9 +176,8 @@ class RankGroup:
         release_dropped()
         self.notes = notes
         self._members = Membership(notes)
-        self._watch = Watch(notes, self._members, self.timeout_s)
+        self._watch = Watch(notes, self._members, self.timeout_s, siblings)
         self._links: Links | None = None
-        self._by_pairs = False  # as soon as there were links, and for good
         self._waiter = waiter = Waiter()
         _all.add(self)
 
@@ -223,7 +246,7 @@ class RankGroup:
         """
         why = f"{type(fault).__name__}: {fault}"
         self._watch.broken = f"an earlier call failed: {why}"
-        if not self._by_pairs:
+        if not self.notes.by_pairs:
             self._siblings.part(f"rank {self.rank} failed in the middle of a call: {why}")
         self.notes.fail(why)
         self._disconnect()
@@ -411,7 +434,7 @@ class RankGroup:
         self.notes.step += 1
         asked = self._members.ask(request, ranks)
         with self.telling():
-            self._watch.wait(asked, request, self.step, self.open_timeout_s)
+            self._watch.wait(asked, request, self.step, self.open_timeout_s, opens=True)
         self._watch.look()  # what the others knew when they asked, this rank knows now
         if not self._watch.masks_late:
             self._watch.require_none_failed()  # whoever asked, and was interrupted, will not connect
@@ -426,12 +449,13 @@ class RankGroup:
             PeerTimeout: nobody calls it. PlanMismatch: the others have agreed on other ``terms``.
         """
         self.require_maskable()
+        self._siblings.begin_partings(self.notes, anew=True)
         self._meet(rejoin.come_back(self.notes, self.terms, self.open_timeout_s))
         self._watch.masks_late = masks_late
 
     def _meet(self, meeting: Meeting) -> None:
         self._links = rejoin.connect(self.notes, meeting, self.timeout_s)
-        self._by_pairs = True
+        self._goes_by_pairs()
         self.notes.move(meeting.notes, meeting.step)
         self.notes.delete_with_notes(meeting.keys(self.num_ranks))
         self.met_at, self.processes, self._has_met = meeting.step, {}, True
@@ -445,12 +469,17 @@ class RankGroup:
         members = {self.rank, *self._members.others}
         with self.telling():
             try:
-                self._links, self._by_pairs = Links(store, self.rank, members, self.timeout_s), True
+                self._links = Links(store, self.rank, members, self.timeout_s)
+                self._goes_by_pairs()
             except RuntimeError as error:
                 self._watch.require_none_failed()
                 raise self._watch.fail(phase, self.step, [], f"not all ranks could connect ({error})") from error
         self.notes.delete_with_notes(Links.keys(place, len(members)))
         self._meet_connected(phase)
+
+    def _goes_by_pairs(self) -> None:
+        self.notes.by_pairs = True
+        self._siblings.begin_partings(self.notes)
 
     def _meet_connected(self, phase: str) -> None:
         """Wait until all ranks are connected: one that leaves earlier fails those that still connect."""
@@ -511,14 +540,19 @@ class RankGroup:
         """
         call = next(iter(fields.values()))
         meets = call == openings.MEETING and not self._has_met
-        communicator = openings.UNNAMED if meets else self.notes.key("")
+        communicator = openings.UNNAMED if meets else self.notes.name
         fields = {"call": call, "communicator": communicator, **fields}
         stamp, latest = self.stamp(), self._siblings.latest
         words = words.to(self._device_of_openings)
-        row = openings.encode(fields, fault, stamp, latest, self.notes.number, words, self.num_ranks)
+        # What ranks share in a meeting comes second, so that a late one hears in time that the others gave up.
+        room = 0 if call == openings.MEETING else openings.room(self.num_ranks)
+        first, size = words[:room], len(words)
+        row = openings.encode(fields, fault, stamp, latest, self.notes.number, first, size, self.num_ranks)
         with self.telling():
             opening = Opening(self.all_gather(row, phase, opens=True).cpu())
         self.require_answers(opening.stamps, stamp, phase)
+        if opening.is_faulty:
+            self._siblings.raise_parting(self.notes)  # which the others do too, and say so here
         apart = opening.differs(openings.COMMUNICATOR)
         try:
             if opening.raise_fault(fault):
@@ -533,9 +567,9 @@ class RankGroup:
         if meets:
             self.notes.renumber(opening.made)
         self._has_met = True
-        told, absent = opening.words[:, : opening.size], frozenset(np.flatnonzero(~opening.there).tolist())
-        if opening.size > told.shape[1]:
-            rest, lost = self._gather_words(words[told.shape[1] :], opening.size - told.shape[1], phase)
+        told, absent = opening.words[:, : min(room, opening.size)], opening.absent
+        if opening.size > room:
+            rest, lost = self._gather_words(words[room:], opening.size - room, phase)
             told, absent = torch.cat([told, rest], 1), absent | lost
         return told, absent
 
@@ -694,6 +728,7 @@ class RankGroup:
         if self.process_group is None:
             return Transfer(result, None)
         self._siblings.require_together()
+        self._siblings.collectives += 1
         if not (self._deadline_is_ours or host_waits):
             work = start()
 
@@ -735,9 +770,9 @@ class RankGroup:
         def wait() -> frozenset[int]:
             with self.telling():
                 try:
-                    self._watch.wait(awaited, phase, step, limit_s)
+                    self._watch.wait(awaited, phase, step, limit_s, opens)
                 except PeerError as failed:
-                    if not self._by_pairs:
+                    if not self.notes.by_pairs:
                         self._siblings.part(str(failed))
                     raise
             lost = finish()

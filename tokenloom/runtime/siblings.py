@@ -1,25 +1,45 @@
 """The communicators of one process group on this rank.
 
-They share the order of the group's collectives, whichever of them starts one. So when ranks have begun different
-things, all of them have to mean the same again.
+Those whose collectives are the group's share the order of these, whichever of them starts one. So what opens a call
+tells ranks that have begun different things (openings.py). Others have connections of their own (links.py), on which
+nothing comes from a rank that calls another communicator. So a rank that waits long says where, in the key-value store
+of the group. Two ranks that wait for each other in different places will never meet. Whoever sees that writes it down,
+numbered, and the first to write a number decides it. All ranks raise it once, wherever they wait or call next, and
+count their collectives alike again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 
-from tokenloom.errors import CommunicatorBroken
+from tokenloom.errors import CommunicatorBroken, PlanMismatch
 from tokenloom.runtime.noteboard import Noteboard
+
+STEPS_APART = 1 << 10
+"""More collectives than a rank can begin in a call that others have not."""
+THE_GROUP = "the process group"
+"""Where ranks meet in collectives of the group; on links they meet where their notes are."""
 
 
 class Siblings:
-    """The communicators of one group, by their noteboards."""
+    """The communicators of one group, by their noteboards.
+
+    Attributes:
+        collectives: how many of the group these have started: as many on all ranks, but for those that have parted.
+        join: starts one that says why this rank will not start the one that another waits in.
+    """
 
     def __init__(self) -> None:
+        self.collectives = 0
+        self.join: Callable[[PlanMismatch], None] | None = None
         self._notes: WeakSet[Noteboard] = WeakSet()
         self._apart: str | None = None
+        self._partings: int | None = None
 
     def part(self, why: str) -> None:
         """Say that the ranks have come to different collectives of the group, which will never match again."""
@@ -49,6 +69,107 @@ class Siblings:
         for notes in self.all:
             notes.skip_to(step)
 
+    # -- ranks that wait for each other in different places -------------------------------------------------
+
+    def places(self) -> dict[str, int]:
+        """What this rank has begun in each place where ranks meet."""
+        return {THE_GROUP: self.collectives} | {each.name: each.step for each in self.all if each.by_pairs}
+
+    @contextmanager
+    def waiting(self, notes: Noteboard, call: str, step: int) -> Iterator[Wait]:
+        """In this block this rank waits for others to open a call of a communicator."""
+        wait = Wait(self, notes, call, step)
+        try:
+            yield wait
+        finally:
+            wait.end()
+
+    def begin_partings(self, notes: Noteboard, anew: bool = False) -> None:
+        """Leave out what was written down before this rank had a communicator that may meet others elsewhere.
+
+        Args:
+            anew: the rank comes back.
+        """
+        if self._partings is None or anew:
+            self._partings = 0
+            while notes.hear_at(_parting(self._partings + 1)) is not None:
+                self._partings += 1
+
+    def raise_parting(self, notes: Noteboard) -> None:
+        """Raise PlanMismatch if ranks have waited for each other in different places, once on each rank."""
+        if self._partings is None:
+            return
+        parting = notes.hear_at(_parting(self._partings + 1))
+        if parting is None:
+            return
+        self._partings += 1
+        mismatch = PlanMismatch(*parting["mismatch"])
+        while self.join is not None and not notes.gone and self.collectives < parting["collectives"]:
+            self.join(mismatch)
+        self.skip_to(parting["step"])
+        raise mismatch
+
+    def write_parting(self, notes: Noteboard, mismatch: Iterable[Any], places: Iterable[dict[str, int]]) -> None:
+        """Write down that two ranks have parted, unless another rank has written something."""
+        assert self._partings is not None
+        known = list(places)
+        step = max(max(each.values()) for each in known) + STEPS_APART
+        collectives = max(each[THE_GROUP] for each in known)
+        parting = {"mismatch": list(mismatch), "step": step, "collectives": collectives}
+        notes.decide_at(_parting(self._partings + 1), parting)
+
+    def watches(self, notes: Noteboard) -> bool:
+        """Whether ranks may wait for each other in different places, one of them in this communicator."""
+        return self._partings is not None and notes in self._notes
+
+
+class Wait:
+    """A wait of this rank, which it tells to those that look for it elsewhere; see :meth:`Siblings.waiting`."""
+
+    def __init__(self, siblings: Siblings, notes: Noteboard, call: str, step: int) -> None:
+        self._siblings, self._notes, self._call = siblings, notes, call
+        self._place = notes.name if notes.by_pairs else THE_GROUP
+        self._number = step if notes.by_pairs else siblings.collectives
+        self._said: list[int] | None = None
+
+    def look(self, pending: Collection[int]) -> None:
+        """Say where this rank waits, and look where those are that it waits for.
+
+        Raises:
+            PlanMismatch: one of them waits for this rank, elsewhere.
+        """
+        siblings, notes = self._siblings, self._notes
+        if not siblings.watches(notes):
+            return
+        siblings.raise_parting(notes)
+        ranks = sorted(pending)
+        if self._said != ranks:
+            self._said = ranks
+            here = {"place": self._place, "number": self._number, "for": ranks, "call": self._call}
+            notes.say_at(_waits(notes.rank), here | {"name": notes.name, "places": siblings.places()})
+        mine = siblings.places()
+        for rank in ranks:
+            theirs = notes.hear_at(_waits(rank))
+            if theirs is not None and self._have_parted(mine, theirs):
+                names = f"{theirs['name']} ({theirs['call']})", f"{notes.name} ({self._call})"
+                siblings.write_parting(notes, (rank, "communicator", *names, notes.rank), (mine, theirs["places"]))
+                siblings.raise_parting(notes)
+
+    def _have_parted(self, mine: dict[str, int], theirs: dict[str, Any]) -> bool:
+        """Whether neither will ever begin what the other waits in: each does so behind what it waits in itself."""
+        there = theirs["place"]
+        return (
+            there != self._place
+            and mine.get(there, theirs["number"]) < theirs["number"]
+            and self._notes.rank in theirs["for"]
+            and theirs["places"].get(self._place, self._number) < self._number
+        )
+
+    def end(self) -> None:
+        """This rank waits no longer."""
+        if self._said is not None:
+            self._notes.say_at(_waits(self._notes.rank), None)
+
 
 _of_groups: WeakKeyDictionary[dist.ProcessGroup, Siblings] = WeakKeyDictionary()
 
@@ -56,3 +177,11 @@ _of_groups: WeakKeyDictionary[dist.ProcessGroup, Siblings] = WeakKeyDictionary()
 def siblings_of(group: dist.ProcessGroup | None) -> Siblings:
     """The communicators of a process group on this rank; none yet for a rank alone."""
     return Siblings() if group is None else _of_groups.setdefault(group, Siblings())
+
+
+def _waits(rank: int) -> str:
+    return f"tokenloom/waits/{rank}"
+
+
+def _parting(number: int) -> str:
+    return f"tokenloom/parting/{number}"

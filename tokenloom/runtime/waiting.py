@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from tokenloom.errors import CommunicatorBroken, InvalidArgument, PeerError, PeerTimeout, PlanMismatch
 from tokenloom.runtime.membership import Membership
 from tokenloom.runtime.noteboard import Noteboard
+from tokenloom.runtime.siblings import Siblings, Wait
 from tokenloom.runtime.topology import Topology
 
 SIGN_IN_AFTER_S = 0.5
@@ -53,6 +55,7 @@ class Watch:
         notes: the noteboard.
         members: who takes part.
         timeout_s: longest wait for a rank before it is masked, in seconds.
+        siblings: the communicators of the group.
 
     Attributes:
         broken: why nothing more can be done with the group, if so.
@@ -61,13 +64,13 @@ class Watch:
         known_losses: waits end in vain once ranks have been lost more often than that. None: they go on.
     """
 
-    def __init__(self, notes: Noteboard, members: Membership, timeout_s: float) -> None:
+    def __init__(self, notes: Noteboard, members: Membership, timeout_s: float, siblings: Siblings) -> None:
         self.broken: str | None = None
         self.masks_late = False
         self.known_losses: int | None = None
         self.topology = Topology.together(notes.num_ranks)
         self._looked = time.monotonic()
-        self._notes, self._members, self._timeout_s = notes, members, timeout_s
+        self._notes, self._members, self._timeout_s, self._siblings = notes, members, timeout_s, siblings
 
     def require_alive(self) -> None:
         """Raise CommunicatorBroken if the group is broken."""
@@ -84,7 +87,7 @@ class Watch:
         if self.masks_late and time.monotonic() - self._looked > LOOK_EVERY_S:
             self.look()
 
-    def wait(self, awaited: Awaited, phase: str, step: int, limit_s: float) -> None:
+    def wait(self, awaited: Awaited, phase: str, step: int, limit_s: float, opens: bool = False) -> None:
         """Wait for something.
 
         Args:
@@ -92,18 +95,20 @@ class Watch:
             phase: what is going on, for errors.
             step: number of the collective.
             limit_s: longest wait, where no rank is masked for being late.
+            opens: it opens a call. Behind that all ranks are known to be in this one.
 
         Raises:
             PeerTimeout: ranks are missing, or were lost (see ``known_losses``). PeerError: a rank failed in the middle
-                of the call. PlanMismatch: the ranks disagree about who is masked. CommunicatorBroken: this rank was
-                masked by the others.
+                of the call. PlanMismatch: the ranks disagree about who is masked, or wait for each other in calls of
+                different communicators. CommunicatorBroken: this rank was masked by the others.
         """
         self.require_alive()
-        if self.masks_late:
-            self._wait_or_mask(awaited, phase, step)
-            self._looked = time.monotonic()
-        else:
-            self._wait_or_break(awaited, phase, step, limit_s)
+        with self._siblings.waiting(self._notes, phase, step) if opens else nullcontext() as elsewhere:
+            if self.masks_late:
+                self._wait_or_mask(awaited, phase, step, elsewhere=elsewhere)
+                self._looked = time.monotonic()
+            else:
+                self._wait_or_break(awaited, phase, step, limit_s, elsewhere)
 
     def fail(self, phase: str, step: int, missing: Collection[int], cause: str) -> PeerTimeout:
         """Break the group, and tell the others; the error to raise."""
@@ -127,9 +132,17 @@ class Watch:
     def _give_up(self, step: int, missing: Sequence[int] = ()) -> None:
         self._notes.give_up(f"rank {self._notes.rank} gave up in step {step}", missing)
 
+    def _look_elsewhere(self, elsewhere: Wait, awaited: Awaited) -> None:
+        try:
+            elsewhere.look(awaited.pending or self._members.others)
+        except PlanMismatch:
+            if self._notes.by_pairs:
+                awaited.give_up(awaited.pending)  # or who waits in gloo for it would not go on to the next
+            raise
+
     # -- a rank that does not come breaks the group ---------------------------------------------------------
 
-    def _wait_or_break(self, awaited: Awaited, phase: str, step: int, limit_s: float) -> None:
+    def _wait_or_break(self, awaited: Awaited, phase: str, step: int, limit_s: float, elsewhere: Wait | None) -> None:
         """Whoever waits long signs in.
 
         A collective fails on the ranks that talk to a dead one only, and a deadline passes where the wait began
@@ -143,6 +156,8 @@ class Watch:
                 self._notes.sign_in(step)
                 signed_in = True
             left_s = deadline - time.monotonic()
+            if elsewhere is not None and not awaited.broken:
+                self._look_elsewhere(elsewhere, awaited)
             cause = self._trouble(awaited, step)
             if cause is None and left_s <= 0:
                 cause = f"no answer within {limit_s:g} s"
@@ -205,7 +220,14 @@ class Watch:
 
     # -- a rank that does not come is masked ----------------------------------------------------------------
 
-    def _wait_or_mask(self, awaited: Awaited, phase: str, step: int, left_before: int | None = None) -> None:
+    def _wait_or_mask(
+        self,
+        awaited: Awaited,
+        phase: str,
+        step: int,
+        left_before: int | None = None,
+        elsewhere: Wait | None = None,
+    ) -> None:
         """A rank is late that does not come within the deadline and does not wait for another one itself.
 
         So a rank that a late one holds up is not masked with it. The wait starts again whenever one is masked, or
@@ -224,6 +246,8 @@ class Watch:
             if awaited.wait(min(LOOK_EVERY_S, deadline - time.monotonic())):
                 return
             self.look(step)
+            if elsewhere is not None:
+                self._look_elsewhere(elsewhere, awaited)
             late, why = set(awaited.broken), "the connection to it broke"
             late |= awaited.pending & self._who_ended(step if left_before is None else left_before)
             if not late and time.monotonic() >= deadline:

@@ -51,7 +51,7 @@ MUTATIONS = (
         name="communicators-are-alike",
         rule="ranks do not say which communicator they call",
         target="tokenloom.runtime.rank_group:RankGroup.open",
-        old="self.notes.key('')",
+        old="self.notes.name",
         new="''",
         tests=("tests/comm/test_openings.py::test_two_communicators_in_different_orders",),
     ),

@@ -202,7 +202,7 @@ TRANSFERS = (
         name="masked-ranks-disagree",
         rule="the empty row of a masked rank counts as another call",
         target="tokenloom.runtime.openings:Opening.differs",
-        old="self._table[self.there, word]",
+        old="self._table[self._there, word]",
         new="self._table[:, word]",
         tests=(f"{MASKS}::test_before",),
     ),
