@@ -142,14 +142,15 @@ def check_dispatch_and_combine(context: RankContext, case: Case, by_map: bool, a
         num_permuted_tokens=None,
         non_blocking=False,
         fuse_permute_dispatch=False,
+        num_of_tokens_per_rank=max(1, *map(len, problem.xs)),
     )
     same_bytes(rows, want.tokens, "rows")
     same_bytes(probs, row_probs(problem, want), "probs")
     assert scales is None
     same_bytes(counts, torch.tensor(aligned(want.expert_counts, alignment or 1)), "tokens_per_expert")
     assert not counts.is_cuda
-    assert len(handle) == 11
-    assert handle[-1].tolist() == [0]
+    assert len(handle) == 12
+    assert handle[-1].tolist() == handle[10].tolist() == [0], "where programs read the flag of an overflow"
 
     ys = [rows_to_combine(each.tokens, rank, case.dtype) for rank, each in enumerate(wants)]
     grads = [rows_to_combine(torch.empty(len(each.tokens)), rank, FP32) for rank, each in enumerate(wants)]
@@ -213,19 +214,22 @@ def check_bounded(context: RankContext) -> None:
         comms[0].check()
 
 
-def test_room_without_host_read(ranks: Ranks) -> None:
+@pytest.mark.parametrize("at_each_call", [False, True], ids=["buffer", "call"])
+def test_room_without_host_read(ranks: Ranks, at_each_call: bool) -> None:
     """Nobody waits to hear that a rank needs more room, so there is as much as the client said, from the first call
-    on."""
-    ranks.run(check_room)
+    on: when it made the buffer, or at each call."""
+    ranks.run(check_room, at_each_call)
 
 
-def check_room(context: RankContext) -> None:
+def check_room(context: RankContext, at_each_call: bool) -> None:
     few, many = (
         sorted_routes(finite(problem_of(replace(CASE, tokens=tokens), context))) for tokens in ((2, 1), (1, 40))
     )
     local = few.plan.experts_per_rank
-    buffer = deep_ep.HybridEPBuffer(context.group, few.plan.hidden, 40, local)
+    buffer = deep_ep.HybridEPBuffer(context.group, few.plan.hidden, 1 if at_each_call else 40, local)
     options = {"num_permuted_tokens": 40 * CASE.top_k * context.num_ranks, "non_blocking": True}
+    if at_each_call:
+        options["num_of_tokens_per_rank"] = 40
     used = []
     for problem in (few, many):
         rows = buffer.dispatch_with_permute(**routes(problem, context, True), **options)[0]
@@ -300,6 +304,9 @@ FAULTS: list[Any] = [
     pytest.param({"non_blocking": True}, BadCall, f"{NAME}: num_permuted_tokens is None", id="no room"),
     pytest.param({"num_of_experts": 3}, BadCall, f"{NAME}: num_of_experts is 3", id="other experts"),
     pytest.param({"pad_multiple": 0}, BadCall, f"{NAME}: pad_multiple is 0", id="padding"),
+    pytest.param(
+        {"num_of_tokens_per_rank": 1}, BadCall, f"{NAME}: num_of_tokens_per_rank is 1, hidden has", id="few slots"
+    ),
     pytest.param({"handle": (1,)}, BadCall, f"{NAME}: handle is a tuple", id="a handle of others"),
     pytest.param({"enable_something": 1}, NotServed, f"{NAME}: enable_something is not", id="unknown option"),
 ]

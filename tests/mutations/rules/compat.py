@@ -173,6 +173,22 @@ MUTATIONS = (
         tests=(f"{HYBRID}test_dispatch_and_combine", f"{HYBRID}test_maps_that_grow"),
     ),
     Mutation(
+        name="flag-at-one-place",
+        rule="programs that read the flag of an overflow as handle[10] find none",
+        target=f"{PACKAGE}.hybrid_ep_buffer:_parts",
+        old="[*[lambda: None] * (HANDLE_PARTS - 2), no_overflow, no_overflow]",
+        new="[*[lambda: None] * (HANDLE_PARTS - 1), no_overflow]",
+        tests=(f"{HYBRID}test_dispatch_and_combine",),
+    ),
+    Mutation(
+        name="most-tokens-unheard",
+        rule="a call that says the most tokens of any rank makes room for its own alone",
+        target=f"{PACKAGE}.hybrid_ep_buffer:HybridEPBuffer.dispatch_with_permute",
+        old="max(most, slots, self.configurer.buffer_config.max_num_of_tokens_per_rank)",
+        new="max(most, self.configurer.buffer_config.max_num_of_tokens_per_rank)",
+        tests=(f"{HYBRID}test_room_without_host_read",),
+    ),
+    Mutation(
         name="dense-probs-lose-routes",
         rule="probs that come home overwrite each other where tokens have no route",
         target=f"{PACKAGE}.routing_maps:dense",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HybridEPBuffer", "HybridEpConfigInstance", "indices_to_map"]
 
-HANDLE_PARTS = 11
+HANDLE_PARTS = 12
 USUAL_SMS = 24
 """SMs of a kernel where a client names none."""
 Permuted = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None", torch.Tensor, Parts]
@@ -105,6 +105,7 @@ class HybridEPBuffer(BufferBase):
         fuse_permute_dispatch: bool = False,
         num_dispatched_tokens: Any = None,
         use_host_meta: bool = True,
+        num_of_tokens_per_rank: int | None = None,
         **others: Any,
     ) -> Permuted:
         """Send each token to its experts, whose rows are grouped and padded. Collective.
@@ -127,6 +128,8 @@ class HybridEPBuffer(BufferBase):
             fuse_permute_dispatch: a hint for upstream's kernels; unused.
             num_dispatched_tokens: the same.
             use_host_meta: the same.
+            num_of_tokens_per_rank: the most tokens of any rank, the same on all; N is at most as large. With
+                ``non_blocking`` there is room for so many. Else unused: ranks may differ in N without it.
             **others: not served.
 
         Returns:
@@ -146,6 +149,10 @@ class HybridEPBuffer(BufferBase):
             fp8 = self.use_fp8 if use_fp8 is None else use_fp8
             require(fp8 == isinstance(payload, tuple), f"use_fp8 is {fp8}, hidden is {hidden.dtype}")
             alignment = 1 if pad_multiple is None else checks.number("pad_multiple", pad_multiple, 1)
+            slots = 0
+            if num_of_tokens_per_rank is not None:
+                slots = checks.number("num_of_tokens_per_rank", num_of_tokens_per_rank, 1)
+                require(len(hidden) <= slots, f"num_of_tokens_per_rank is {slots}, hidden has {len(hidden)} tokens")
             if handle is not None:
                 _check_handle(handle, pad_multiple)
                 require(topk_idx is None and routing_map is None, "a handle is given: leave the routes out")
@@ -158,7 +165,7 @@ class HybridEPBuffer(BufferBase):
                 top_k, most = routes.width(non_blocking), len(hidden)
                 capacity = None
                 if non_blocking:  # nobody hears then of a rank that needs more room than it said
-                    most = max(most, self.configurer.buffer_config.max_num_of_tokens_per_rank)
+                    most = max(most, slots, self.configurer.buffer_config.max_num_of_tokens_per_rank)
                     capacity = checks.number("num_permuted_tokens", num_permuted_tokens, 1)
                     require(capacity % alignment == 0, f"num_permuted_tokens {capacity} is no multiple of {alignment}")
         if handle is not None:
@@ -268,8 +275,12 @@ def _sms_for(*named: int | None) -> int:
 
 
 def _handle(dispatched: Dispatched, alignment: int) -> Parts:
-    """The 11 parts of upstream's handle, of which the last is the flag of an overflow: never, since that raises."""
+    """The 12 parts of upstream's handle. The last two are the flag of an overflow: never, since that raises.
 
+    Upstream's handle ended with the flag, as its 11th part. Since September 2026 the 11th part is
+    ``num_of_valid_tokens``, and the flag comes last. Programs read the flag as ``handle[-1]`` or as ``handle[10]``;
+    both find it. No program is known that reads the number there: it is that of the rows of ``hidden``.
+    """
     made = Parts(dispatched, HANDLE_PARTS, _parts)
     vars(made)["alignment"] = alignment
     return made
@@ -279,7 +290,7 @@ def _parts(dispatched: Dispatched) -> list[Callable[[], Any]]:
     def no_overflow() -> torch.Tensor:
         return torch.zeros(1, dtype=torch.int32, device=dispatched.comm.device)
 
-    return [*[lambda: None] * (HANDLE_PARTS - 1), no_overflow]
+    return [*[lambda: None] * (HANDLE_PARTS - 2), no_overflow, no_overflow]
 
 
 def _check_handle(handle: object, pad_multiple: int | None) -> None:
