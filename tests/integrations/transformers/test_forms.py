@@ -66,6 +66,23 @@ def test_activations(name: str, gated: bool) -> None:
     torch.testing.assert_close(apply_activation(hidden, form.activation), want)
 
 
+@pytest.mark.parametrize("name", ["silu", "gelu", "relu"])
+def test_activations_that_are_functions(name: str) -> None:
+    apply_activation = import_module("tokenloom.ops.activation").apply_activation
+    experts = make("Lfm2MoeExperts", "lfm2_moe", {})
+    experts.act_fn = getattr(torch.nn.functional, name)
+    form = forms().form_of(experts, "Lfm2MoeExperts")
+    hidden = torch.randn(64, 2 * WIDTH, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(apply_activation(hidden, form.activation), experts._apply_gate(hidden))
+
+
+def test_lfm2_moe() -> None:
+    """Its own constructor, which sets a function where other families have a module."""
+    configuration = import_module("transformers").Lfm2MoeConfig(num_experts=2, hidden_size=4, moe_intermediate_size=6)
+    experts = import_module("transformers.models.lfm2_moe.modeling_lfm2_moe").Lfm2MoeExperts(configuration)
+    assert str(forms().form_of(experts, "Lfm2MoeExperts")) == "gated silu"
+
+
 def test_names_of_parameters() -> None:
     experts = make("MixtralExperts", "mixtral", {"act_fn": "silu"}, has_bias=True)
     experts.gate_up_proj_bias = torch.nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH))
@@ -96,6 +113,13 @@ def test_experts_that_stay_with_the_model(change: dict[str, Any], why: str) -> N
         setattr(experts, name, import_module("transformers.activations").ACT2FN[value] if name == "act_fn" else value)
     with pytest.raises(forms().NotOurs, match=why):
         forms().form_of(experts, "MixtralExperts")
+
+
+def test_functions_that_nobody_knows() -> None:
+    experts = make("Lfm2MoeExperts", "lfm2_moe", {})
+    experts.act_fn = torch.tanh
+    with pytest.raises(forms().NotOurs, match="the activation is tanh"):
+        forms().form_of(experts, "Lfm2MoeExperts")
 
 
 def test_gates_that_nobody_knows() -> None:

@@ -83,6 +83,15 @@ MUTATIONS = (
         needs="transformers",
     ),
     Mutation(
+        name="functions-are-not-known",
+        rule="activations that are plain functions are taken for others",
+        target=f"{PACKAGE}.forms:_activation_of",
+        old="PLAIN_FUNCTIONS.get(given)",
+        new="None",
+        tests=FORMS,
+        needs="transformers",
+    ),
+    Mutation(
         name="gates-of-any-kind",
         rule="gates that a class computes by itself are taken for the usual ones",
         target=f"{PACKAGE}.forms:_activation_of",

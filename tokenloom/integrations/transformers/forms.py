@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from tokenloom.errors import InvalidArgument
 from tokenloom.ops.experts import Tensors
@@ -20,6 +21,8 @@ FUNCTIONS = {
     "ReLUSquaredActivation": "relu2",
 }
 """What an activation of transformers or torch computes, by its class."""
+PLAIN_FUNCTIONS = {functional.silu: "silu", functional.gelu: "gelu", functional.relu: "relu"}
+"""The same for activations that are no modules, as lfm2_moe has one."""
 DEFAULT_GATE = "transformers.integrations.moe"
 """The module of ``_apply_gate`` of experts that have no other: ``act_fn(gate) * up``, gates first."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -125,10 +128,11 @@ def _activation_of(experts: Any, family: str, gated: bool) -> Activation:
     own = OWN_GATES.get(family) if gated else None
     if own is None and gated and type(experts)._apply_gate.__module__ != DEFAULT_GATE:
         raise NotOurs("it computes its gates by itself")
-    kind = type(getattr(experts, "act_fn", None)).__name__
-    function = "silu" if own is not None and own.silu else FUNCTIONS.get(kind)
+    given = getattr(experts, "act_fn", None)
+    kind = type(given).__name__
+    function = "silu" if own is not None and own.silu else FUNCTIONS.get(kind) or PLAIN_FUNCTIONS.get(given)
     if function is None:
-        raise NotOurs(f"the activation is {kind}")
+        raise NotOurs(f"the activation is {getattr(given, '__name__', kind)}")
     if own is None:
         return Activation(function, gated)
     alpha = getattr(experts, own.alpha) if own.alpha else 1.0
