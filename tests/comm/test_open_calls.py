@@ -22,6 +22,7 @@ from tests.support.cases import (
 )
 from tokenloom.comm.pending import OpenCalls, Pending
 from tokenloom.runtime.processes import RankContext
+from tokenloom.runtime.turns import Turn
 
 # -- which may be open ------------------------------------------------------------------------------------------
 
@@ -300,7 +301,7 @@ def check_closed_between(context: RankContext, backend: str) -> None:
 
 def test_what_may_be_open() -> None:
     """Call n opens if all calls are received but n - 1, whatever came between."""
-    calls = OpenCalls()
+    calls = OpenCalls(Turn())
 
     def send() -> Pending[int]:
         calls.require_room()
@@ -327,7 +328,7 @@ def test_what_may_be_open() -> None:
 
 def test_a_dropped_call_is_finished_once() -> None:
     """Before the error is raised, whatever finishing it raises; then nothing is left of it."""
-    calls, finished = OpenCalls(), []
+    calls, finished = OpenCalls(Turn()), []
 
     def discard() -> None:
         finished.append(1)

@@ -15,6 +15,8 @@ import tokenloom as tl
 from tests.conftest import Ranks
 from tests.support.cases import FP32, Case, each_backend, make_comm, make_problem, same_bits
 from tokenloom.runtime.processes import RankContext
+from tokenloom.training.pieces import RunOptions
+from tokenloom.training.routed_experts import routed_experts
 
 pytestmark = pytest.mark.slow_on(1, 4)
 
@@ -146,6 +148,64 @@ def test_transforms_are_refused(ranks: Ranks, backend: str) -> None:
     ranks.run(check_transforms, backend)
 
 
+def transformed(name: str, call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
+    """Make a call where torch does this to it."""
+    if name == "vmap":
+        torch.func.vmap(call)(torch.stack([x, x]))
+    elif name == "grad":
+        torch.func.grad(lambda x: call(x).sum())(x)
+    elif name == "trace":
+        torch.jit.trace(call, (x,), check_trace=False)
+    else:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            call(x)
+
+
+def check_told(context: RankContext, name: str) -> None:
+    plan, x, ids, weights = arguments(context)
+    device = context.device
+    w1, w2 = (torch.zeros(plan.experts_per_rank, *shape, device=device) for shape in ((16, 16), (16, 8)))
+    made: list[tl.Communicator] = []
+
+    def make(x: torch.Tensor) -> torch.Tensor:
+        made.append(make_comm(context, "collective", plan))
+        return x
+
+    with make_comm(context, "collective", plan) as comm:
+        routed = comm.dispatch(x, ids, weights)
+        y = routed.tokens.clone()
+        want = comm.combine(y, routed)
+        calls: list[Callable[[torch.Tensor], torch.Tensor]] = [
+            lambda x: comm.dispatch(x, ids, weights).tokens,
+            lambda x: comm.send_dispatch(x, ids, weights).receive().tokens,
+            lambda x: comm.dispatch_again(x, routed),
+            lambda x: routed_experts(comm, RunOptions(tl.Strategy()), x, ids, weights, w1, w2),
+            make,
+        ]
+        for call in calls:
+            if context.rank == 1:
+                with pytest.raises(tl.InvalidArgument, match="cannot run it"):
+                    transformed(name, call, x)
+            else:
+                with pytest.raises(tl.PeerError, match=r"rank 1 failed.*cannot run it"):
+                    call(x)
+        if context.rank == 1:
+            with pytest.raises(tl.InvalidArgument, match="cannot run it"):
+                transformed(name, lambda y: comm.combine(y, routed), y)
+        else:
+            with pytest.raises(tl.PeerError, match=r"rank 1 failed.*cannot run it"):
+                comm.combine(y, routed)
+        same_bits(comm.combine(y, routed), want.cpu(), "out")
+    assert not made
+
+
+@pytest.mark.parametrize("name", ["vmap", "grad", "trace", "fake"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_transform_on_one_rank_is_told(four: Ranks, name: str) -> None:
+    """The other ranks waited for its call until the deadline, ten minutes by default."""
+    four.run(check_told, name)
+
+
 def test_nothing_is_made_in_a_fake_mode() -> None:
     sizes: dict[str, Any] = {"num_experts": 2, "hidden": 8, "top_k": 1, "max_tokens_per_rank": 4}
     with FakeTensorMode():
@@ -167,13 +227,31 @@ class Wrapped(torch.Tensor):
         raise NotImplementedError(f"{function} of a wrapper")
 
 
+def nested(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor([tensor, tensor[:1]])
+
+
+def functional(tensor: torch.Tensor) -> torch.Tensor:
+    return torch._to_functional_tensor(tensor.clone())
+
+
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    """As FSDP frees a parameter: its shape stays. Not at the beginning of its storage."""
+    if not tensor.numel():  # there is nothing to free
+        return nested(tensor)
+    whole = torch.cat([tensor[:1], tensor])
+    view = whole[1:]
+    whole.untyped_storage().resize_(0)
+    return view
+
+
 def check_not_plain(context: RankContext, backend: str) -> None:
     plan, x, ids, weights = arguments(context)
     with make_comm(context, backend, plan) as comm:
         routed = comm.dispatch(x, ids, weights, copy=True)
         y = routed.tokens.clone()
         want = comm.combine(y, routed)
-        for made in (Wrapped, torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr):
+        for made in (Wrapped, torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr, nested, functional, freed):
             for call in (
                 lambda made=made: comm.dispatch(made(x), ids, weights),
                 lambda made=made: comm.dispatch(x, made(ids), weights),
@@ -183,7 +261,7 @@ def check_not_plain(context: RankContext, backend: str) -> None:
                 lambda made=made: comm.combine(y, routed, bias=made(x)),
                 lambda made=made: comm.combine(y, routed, topk_weights=made(weights)),
             ):
-                with pytest.raises(tl.InvalidArgument, match="strided memory of its own"):
+                with pytest.raises(tl.InvalidArgument, match=r"strided memory of its own|has no memory"):
                     call()
         same_bits(comm.combine(y, routed), want.cpu(), "out")
 

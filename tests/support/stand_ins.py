@@ -29,6 +29,7 @@ from tokenloom.runtime import rendezvous
 from tokenloom.runtime.kernel_reports import RECORD_WORDS, SEQUENCE_WORD, HostCounts
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.symmetric_memory import BufferLayout
+from tokenloom.runtime.turns import Turn
 
 NUM_SMS = 132
 
@@ -134,7 +135,7 @@ class StandIns:
         self._patch(torch.Tensor, "tolist", self._counted("tolist", lambda tensor: tolist(tensor)))
         self._patch(communicator, "agree", lambda ranks, prepare, what: [prepare()[1]] * ranks.num_ranks)
         self._patch(rendezvous, "agree", lambda ranks, prepare, what: [prepare()[1]])
-        meeting = SimpleNamespace(open_timeout_s=1.0, timeout_s=1.0)
+        meeting = SimpleNamespace(open_timeout_s=1.0, timeout_s=1.0, masks_late=False, turn=Turn())
         self._patch(Communicators, "meeting", lambda communicators, device: meeting)
         self._patch(communicator, "RankGroup", self._ranks)
         self._patch(registry, "probe", lambda request: [])

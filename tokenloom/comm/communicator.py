@@ -14,14 +14,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from tokenloom.backends import registry
 from tokenloom.comm.beside import CallsBeside
 from tokenloom.comm.engine import Engine
-from tokenloom.comm.torch_modes import require_eager
+from tokenloom.comm.torch_modes import require_eager, untransformed
 from tokenloom.errors import InvalidArgument
 from tokenloom.plan import Plan
 from tokenloom.runtime import topology
 from tokenloom.runtime.rank_group import RankGroup
-from tokenloom.runtime.rendezvous import agree
+from tokenloom.runtime.rendezvous import agree, raising
+from tokenloom.runtime.turns import Turn
 
 __all__ = ["Communicator"]
+
+MAKING = "making a Communicator"
+"""The phase, for errors."""
 
 
 class Communicator(CallsBeside):
@@ -95,7 +99,6 @@ class Communicator(CallsBeside):
         ranks_per_node: int | None = None,
         rejoin: bool = False,
     ) -> None:
-        require_eager()
         fault: InvalidArgument | None = None
         try:
             ranks = RankGroup(group, device=device, timeout_s=timeout_s, open_timeout_s=open_timeout_s, rejoins=rejoin)
@@ -104,51 +107,58 @@ class Communicator(CallsBeside):
                 raise
             fault = error
             ranks = RankGroup(group)  # the other ranks wait for this one, and must hear of its fault
+        with ranks.turn.behind(ranks.open_timeout_s) as in_turn:
+            _require_eager(ranks, rejoin)
+            fault = fault or in_turn
 
-        def make_request() -> registry.Request:
-            plan = Plan(ranks.num_ranks, num_experts, hidden, top_k, max_tokens_per_rank)
-            options = (backend, plan, dtype, num_sms, checked, transport, ranks_per_node)
-            return registry.Request(ranks.transport, ranks.device, *options)
+            def make_request() -> registry.Request:
+                plan = Plan(ranks.num_ranks, num_experts, hidden, top_k, max_tokens_per_rank)
+                options = (backend, plan, dtype, num_sms, checked, transport, ranks_per_node)
+                return registry.Request(ranks.transport, ranks.device, *options)
 
-        def terms_of(request: registry.Request) -> dict[str, Any]:
-            return request.must_agree() | {"on_timeout": on_timeout}
+            def terms_of(request: registry.Request) -> dict[str, Any]:
+                return request.must_agree() | {"on_timeout": on_timeout}
 
-        def prepare() -> tuple[dict[str, Any], tuple[list[registry.Availability], topology.Place]]:
-            if fault is not None:
-                raise fault
+            def prepare() -> tuple[dict[str, Any], tuple[list[registry.Availability], topology.Place]]:
+                if fault is not None:
+                    raise fault
+                request = make_request()
+                topology.checked_ranks_per_node(ranks_per_node, ranks.num_ranks)
+                if not isinstance(num_sms, int) or not 1 <= num_sms <= registry.MAX_SMS:
+                    raise InvalidArgument(f"num_sms is {num_sms!r}, expected 1 to {registry.MAX_SMS}")
+                if on_timeout not in ("raise", "mask"):
+                    raise InvalidArgument(f"on_timeout is {on_timeout!r}, expected raise, mask")
+                found = registry.probe(request), topology.Place.own(ranks.device)
+                return terms_of(request), found
+
+            said = [prepare()[1]] if rejoin else agree(ranks, prepare, MAKING)
+            probes = [found for found, _ in said]
             request = make_request()
-            topology.checked_ranks_per_node(ranks_per_node, ranks.num_ranks)
-            if not isinstance(num_sms, int) or not 1 <= num_sms <= registry.MAX_SMS:
-                raise InvalidArgument(f"num_sms is {num_sms!r}, expected 1 to {registry.MAX_SMS}")
-            if on_timeout not in ("raise", "mask"):
-                raise InvalidArgument(f"on_timeout is {on_timeout!r}, expected raise, mask")
-            found = registry.probe(request), topology.Place.own(ranks.device)
-            return terms_of(request), found
-
-        said = [prepare()[1]] if rejoin else agree(ranks, prepare, "making a Communicator")
-        probes = [found for found, _ in said]
-        request = make_request()
-        self.plan = Plan(ranks.num_ranks, num_experts, hidden, top_k, max_tokens_per_rank)
-        if ranks_per_node is not None:
-            ranks.topology = topology.pretended(ranks.num_ranks, ranks_per_node)
-        elif not rejoin:  # else those that stayed tell
-            ranks.topology = topology.find_nodes([place for _, place in said])
-        if rejoin:
-            name, _ = registry.choose(backend, probes, None if ranks_per_node is None else ranks.topology, transport)
-            ranks.terms = _in_words(terms_of(request), name)
-            ranks.own_transport = registry.capabilities(name).own_transport
-            ranks.rejoin(on_timeout == "mask")
-            self._choice = registry.make_alone(name, request, ranks, probes[0])
-        else:
-            self._choice = registry.make(request, ranks, probes)
-            ranks.terms = _in_words(terms_of(request), self._choice.backend.name)
-            ranks.own_transport = self._choice.backend.capabilities.own_transport
-            if on_timeout == "mask":
-                try:
-                    self._choice.backend.mask_late()
-                except InvalidArgument:
-                    self._choice.backend.close()
-                    raise
+            self.plan = Plan(ranks.num_ranks, num_experts, hidden, top_k, max_tokens_per_rank)
+            if ranks_per_node is not None:
+                ranks.topology = topology.pretended(ranks.num_ranks, ranks_per_node)
+            elif not rejoin:  # else those that stayed tell
+                ranks.topology = topology.find_nodes([place for _, place in said])
+            if rejoin:
+                name, _ = registry.choose(
+                    backend, probes, None if ranks_per_node is None else ranks.topology, transport
+                )
+                ranks.terms = _in_words(terms_of(request), name)
+                ranks.own_transport = registry.capabilities(name).own_transport
+                ranks.rejoin(on_timeout == "mask")
+                self._choice = registry.make_alone(name, request, ranks, probes[0])
+            else:
+                self._choice = registry.make(request, ranks, probes)
+                ranks.terms = _in_words(terms_of(request), self._choice.backend.name)
+                ranks.own_transport = self._choice.backend.capabilities.own_transport
+                if on_timeout == "mask":
+                    try:
+                        self._choice.backend.mask_late()
+                    except InvalidArgument:
+                        self._choice.backend.close()
+                        raise
+        if ranks.own_transport:
+            ranks.turn = Turn()
         self._ranks = ranks
         self._request = request
         self.engine = Engine(self.plan, ranks, self._choice.backend)
@@ -299,6 +309,19 @@ class Communicator(CallsBeside):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _require_eager(ranks: RankGroup, rejoins: bool) -> None:
+    """Raise where torch transforms what is called. The other ranks, which make a Communicator, hear of it."""
+    try:
+        require_eager()
+    except InvalidArgument as error:
+        if rejoins:
+            raise
+        fault = error
+    else:
+        return
+    untransformed(lambda: agree(ranks, raising(fault), MAKING))
 
 
 def _in_words(terms: Mapping[str, Any], backend: str) -> dict[str, str]:

@@ -30,8 +30,8 @@ from tokenloom.backends.base import (
 )
 from tokenloom.comm import validation
 from tokenloom.comm.pending import OpenCalls
-from tokenloom.comm.torch_modes import require_eager
-from tokenloom.errors import BackendUnavailable, CommunicatorBroken, PeerTimeout, is_known_to_all
+from tokenloom.comm.torch_modes import is_eager, require_eager, untransformed
+from tokenloom.errors import BackendUnavailable, CommunicatorBroken, InvalidArgument, PeerTimeout, is_known_to_all
 from tokenloom.ops import routing
 from tokenloom.plan import Plan
 from tokenloom.runtime.rank_group import RankGroup
@@ -59,6 +59,10 @@ class Sequence:
     Attributes:
         upcoming: declared calls that are not open yet.
         open: those that are open and not yet received.
+
+    Raises:
+        InvalidArgument: as it is entered, and then the others hear of it: another thread is in a call of this
+            communicator, or torch transforms what is called.
     """
 
     def __init__(self, engine: Engine, upcoming: Iterable[Upcoming]) -> None:
@@ -71,10 +75,21 @@ class Sequence:
         self.upcoming[:1] = []
 
     def __enter__(self) -> Sequence:
-        engine = self._engine
+        engine, fault = self._engine, None
+        self._turn = turn = engine.ranks.turn
+        if not turn.take():
+            engine.ranks.require_alive()
+            fault = turn.enter(engine.ranks.open_timeout_s)
         self._outer, engine._sequence = engine._sequence, self
         self._device = on_device(engine.ranks.device)
         self._device.__enter__()
+        try:
+            if fault is not None:
+                raise fault
+            require_eager()
+        except InvalidArgument as error:
+            self.__exit__(InvalidArgument, error, error.__traceback__)
+            raise
         return self
 
     def __exit__(self, kind: object, fault: BaseException | None, trace: object) -> None:
@@ -82,10 +97,15 @@ class Sequence:
             if isinstance(fault, Exception) and self.upcoming:
                 self._engine.open_calls.opened()  # it failed, which is how every rank's call ends
             if fault is not None and not is_known_to_all(fault):
-                self._engine._tell(fault, self)
+                if is_eager():
+                    self._engine._tell(fault, self)
+                else:
+                    told: BaseException = fault
+                    untransformed(lambda: self._engine._tell(told, self))
         finally:
             self._engine._sequence = self._outer
             self._device.__exit__(None, None, None)
+            self._turn.leave()
 
 
 class Engine:
@@ -103,7 +123,7 @@ class Engine:
         self.plan = plan
         self.ranks = ranks
         self.side_stream = SideStream(ranks.device)
-        self.open_calls = OpenCalls()
+        self.open_calls = OpenCalls(ranks.turn)
         self._backend = backend
         self._sequence: Sequence | None = None
         self._options_of = lru_cache(maxsize=64, typed=True)(partial(_checked_options, plan, backend))
@@ -133,8 +153,9 @@ class Engine:
 
     def is_plain(self) -> bool:
         """Whether a call that is made now needs nothing around it: its device is the current one, no profiler listens,
-        and no other calls have been declared."""
-        return self._sequence is None and not profiler_listens() and is_current(self.ranks.device.index)
+        torch transforms nothing, and no other calls have been declared."""
+        plain = self._sequence is None and not profiler_listens() and is_current(self.ranks.device.index)
+        return plain and is_eager()
 
     def begin(self, plain: bool = False) -> None:
         """Raise what earlier calls left behind, as far as it is known without waiting.
@@ -142,7 +163,6 @@ class Engine:
         Args:
             plain: :meth:`is_plain` has just said so.
         """
-        require_eager()
         self.ranks.require_alive()
         if plain:
             self._backend.check("nothing")
@@ -309,12 +329,14 @@ class Engine:
     def mask(self, ranks: Collection[int]) -> None:
         """Leave out these ranks too, see :meth:`tokenloom.backends.base.Backend.mask`."""
         self.ranks.require_alive()
-        self._backend.mask(ranks)
+        with self.ranks.turn:
+            self._backend.mask(ranks)
 
     def unmask(self, ranks: Collection[int]) -> None:
         """Take back ranks, see :meth:`tokenloom.backends.base.Backend.unmask`."""
         self.ranks.require_alive()
-        self._backend.unmask(ranks)
+        with self.ranks.turn:
+            self._backend.unmask(ranks)
 
     def memory(self) -> list[str]:
         """Lines for people about buffers that outlive a call."""

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from tokenloom.runtime.rank_group import RankGroup
 
 T = TypeVar("T")
+MAKING = "making a communicator"
+"""The phase, for errors."""
 MANY_SMS = 1 << 16
 """More than any GPU has."""
 
@@ -145,34 +147,36 @@ class Communicators:
 
     def _make(self, shape: Shape, tokens: int, top_k: int, device: torch.device) -> None:
         from tokenloom.comm.communicator import Communicator  # as late as this, so that importing is quick
-        from tokenloom.runtime.rendezvous import agree
+        from tokenloom.runtime.rendezvous import agree, raising
 
         meeting = self.meeting(device)
-        usual = meeting.open_timeout_s
-        if self._last is not None:  # the others have just failed in the same call, so they come at once or never
-            meeting.open_timeout_s = meeting.timeout_s
-        try:
-            mine = (tokens, top_k, MANY_SMS if shape.num_sms is None else _usable_sms(device))
-            wanted = agree(meeting, lambda: (shape._asdict(), mine), "making a communicator")
-        finally:
-            meeting.open_timeout_s = usual
-        before = self._made.get(shape)
-        if before is not None:
-            wanted.append((before.plan.max_tokens_per_rank, before.plan.top_k, MANY_SMS))
-        most, routes = (max(1, *(each[i] for each in wanted)) for i in (0, 1))
-        options = dict(self._options())
-        if shape.num_sms is not None:
-            options["num_sms"] = min(shape.num_sms, *(each[2] for each in wanted))
-        self._made[shape] = made = Communicator(
-            self.group,
-            num_experts=shape.num_experts,
-            hidden=shape.hidden,
-            top_k=shape.top_k or routes,
-            max_tokens_per_rank=1 << (most - 1).bit_length(),
-            device=device,
-            dtype=shape.wide,
-            **options,
-        )  # the one before lives as long as handles of its dispatches
+        with meeting.turn.behind(meeting.open_timeout_s) as in_turn:
+            usual = meeting.open_timeout_s
+            if self._last is not None:  # the others have just failed in the same call, so they come at once or never
+                meeting.open_timeout_s = meeting.timeout_s
+            try:
+                mine = (tokens, top_k, MANY_SMS if shape.num_sms is None else _usable_sms(device))
+                prepare = raising(in_turn) if in_turn else lambda: (shape._asdict(), mine)
+                wanted = agree(meeting, prepare, MAKING)
+            finally:
+                meeting.open_timeout_s = usual
+            before = self._made.get(shape)
+            if before is not None:
+                wanted.append((before.plan.max_tokens_per_rank, before.plan.top_k, MANY_SMS))
+            most, routes = (max(1, *(each[i] for each in wanted)) for i in (0, 1))
+            options = dict(self._options())
+            if shape.num_sms is not None:
+                options["num_sms"] = min(shape.num_sms, *(each[2] for each in wanted))
+            self._made[shape] = made = Communicator(
+                self.group,
+                num_experts=shape.num_experts,
+                hidden=shape.hidden,
+                top_k=shape.top_k or routes,
+                max_tokens_per_rank=1 << (most - 1).bit_length(),
+                device=device,
+                dtype=shape.wide,
+                **options,
+            )  # the one before lives as long as handles of its dispatches
         self._use(shape, made)
 
     def meeting(self, device: torch.device) -> RankGroup:
@@ -233,7 +237,7 @@ class Communicators:
 
         try:
             if comm is None:
-                agree(self.meeting(device), raising(fault), "making a communicator")
+                agree(self.meeting(device), raising(fault), MAKING)
                 return
             engine = comm.engine
             if opened_on is not None:

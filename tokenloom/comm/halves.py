@@ -37,23 +37,26 @@ class Call(ABC):
 
     def run(self) -> Any:
         """Make the whole call: its result."""
-        engine = self.engine
-        plain = engine.is_plain()
-        engine.begin(plain)
-        if self.async_op or not plain:
+        engine, turn = self.engine, self.engine.ranks.turn
+        if self.async_op or not (engine.is_plain() and turn.take()):
+            engine.begin()
             stream = engine.side_stream.run(self._given()) if self.async_op else nullcontext()
             with stream, profiler_range(self.range_name), engine.sequence(self._upcoming()):
                 self._send(split=False)
                 return self._result()
-        opened = engine.open_calls.count
         try:
-            self._send(split=False)
-            return self._receive()
-        except BaseException:
-            # What the sequence would have known: whether the call was open, behind which nothing fails but receiving.
-            upcoming = [] if engine.open_calls.count > opened else [self._upcoming()]
-            with engine.sequence(*upcoming):
-                raise
+            engine.begin(plain=True)
+            opened = engine.open_calls.count
+            try:
+                self._send(split=False)
+                return self._receive()
+            except BaseException:
+                # As the sequence would know: whether the call was open, behind which nothing fails but receiving.
+                upcoming = [] if engine.open_calls.count > opened else [self._upcoming()]
+                with engine.sequence(*upcoming):
+                    raise
+        finally:
+            turn.leave()
 
     def send(self) -> Pending[Any]:
         """Make the first half."""

@@ -9,6 +9,7 @@ import torch
 
 from tokenloom.backends.base import CombineOptions, DispatchInputs, DispatchOptions, DispatchOut
 from tokenloom.comm.routed import Routed
+from tokenloom.comm.validation import require_tensor
 from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch
 from tokenloom.ops.quant.scale_layouts import empty_scales
 from tokenloom.plan import FP8_BLOCK, ROUTE_LAYOUTS, Plan
@@ -113,8 +114,8 @@ def _like(shape: Sequence[int], dtype: torch.dtype) -> Like:
 
 
 def _require_like(name: str, tensor: object, like: Like, device: torch.device) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise InvalidArgument(f"{name} is a {type(tensor).__name__}, expected a torch.Tensor")
+    require_tensor(name, tensor)
+    assert isinstance(tensor, torch.Tensor)
     if tensor.shape != like.shape:
         raise ShapeMismatch(f"{name} is {list(tensor.shape)}, expected {list(like.shape)}, as the call returns it")
     if tensor.dtype != like.dtype:

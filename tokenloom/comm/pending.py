@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from tokenloom.comm.graph_breaks import breaks_graph
+from tokenloom.comm.torch_modes import require_eager
 from tokenloom.errors import InvalidArgument
+from tokenloom.runtime.turns import Turn
 
 __all__ = ["Pending"]
 
@@ -52,14 +54,18 @@ class Pending(Generic[T]):
         own. With gradients enabled when the call was sent, the result has a graph, whatever is enabled now.
 
         Raises:
-            InvalidArgument: it was received before.
+            InvalidArgument: it was received before. Or another thread is in a call of the communicator, or torch
+                transforms what is called: then it is still to be received.
             TokenloomError: what the call in one piece raises.
         """
-        finish, self._finish = self._finish, None
+        finish = self._finish
         if finish is None:
             raise InvalidArgument("this call was received before; receive() gives the result of a pending call once")
-        self._calls.received(self._number)
-        return finish()
+        require_eager()
+        with self._calls.turn:
+            self._finish = None
+            self._calls.received(self._number)
+            return finish()
 
 
 @dataclass(frozen=True)
@@ -83,10 +89,12 @@ class OpenCalls:
     """The calls of one communicator that users have sent and not yet received.
 
     Attributes:
+        turn: which thread may make calls.
         count: how many were opened so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, turn: Turn) -> None:
+        self.turn = turn
         self.count = 0
         self._halves: list[_Half] = []
 

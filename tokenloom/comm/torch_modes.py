@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,23 @@ _transforms = torch._C._functorch.peek_interpreter_stack
 _trace = torch._C._get_tracing_state
 _mode = torch._C._get_dispatch_mode
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+
+def is_eager() -> bool:
+    """Whether what is called now just runs; see :func:`require_eager`."""
+    return _transforms() is None and _trace() is None and _mode(_FAKE) is None
+
+
+def untransformed(call: Callable[[], object]) -> None:
+    """Run a call to its end where no transform, trace or mode is around it: they belong to the thread."""
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    def run() -> None:
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            call()
+
+    with ThreadPoolExecutor(1) as elsewhere:
+        elsewhere.submit(run).result()
 
 
 def require_eager() -> None:
@@ -69,7 +87,22 @@ def as_in_first_half(inference: bool, grad: bool) -> Iterator[None]:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the tensor lies in strided memory of its own. A DTensor, say, does not."""
     dispatch = type(tensor).__torch_dispatch__
-    return tensor.layout is torch.strided and dispatch is torch.Tensor.__torch_dispatch__
+    strided = tensor.layout is torch.strided and not tensor.is_nested
+    return strided and dispatch is torch.Tensor.__torch_dispatch__
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether there is memory where the values of a tensor should be.
+
+    Tensors that torch traces or transforms have none, whatever their class, and neither has one whose storage somebody
+    has resized to nothing. What is on device "meta" has another error.
+    """
+    try:
+        if tensor.numel() == 0:
+            return not torch._is_functional_tensor(tensor)
+        return (tensor.data_ptr() != 0 and tensor.untyped_storage().nbytes() != 0) or tensor.is_meta
+    except (RuntimeError, NotImplementedError):  # its values are those of another tensor
+        return False
 
 
 def settled(tensor: Any) -> Any:

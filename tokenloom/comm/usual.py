@@ -42,7 +42,7 @@ class UsualCalls:
     """
 
     def __init__(self, engine: Engine, backend: MakesUsualCalls) -> None:
-        self._engine, self._plan, self._backend = engine, engine.plan, backend
+        self._engine, self._plan, self._backend, self._turn = engine, engine.plan, backend, engine.ranks.turn
         device = engine.ranks.device
         self._device = -1 if device.index is None else device.index  # as get_device() of tensors has it
         self._dispatches: dict[object, UsualDispatch] = {}
@@ -93,26 +93,29 @@ class UsualCalls:
         if x.__class__ is tuple and len(x) == 2:
             x, scales = x
         usual = self.like_before(x, scales, topk_ids, weights, options, copy)
-        if usual is None or not (out is None or self._fits_all(out, usual)):
+        if usual is None or not (out is None or self._fits_all(out, usual)) or not self._turn.take():
             return None
-        stream = self.ready(usual.awaited)
-        if stream is None:
-            return None
-        engine = self._engine
         try:
-            handle, rows, _ = usual.launch(x, scales, topk_ids, weights, x.shape[0], out, stream)
-        except Exception:
-            with engine.sequence(Upcoming("dispatch", awaited=usual.awaited)):
-                raise
-        engine.open_calls.opened()
-        try:  # behind the kernel, while it runs
-            if copies_ids:
-                handle.use_ids(topk_ids.clone())
-            if usual.finish is not None:
-                handle, rows = usual.finish(handle, rows, x, scales, topk_ids, weights)
-        except Exception:
-            with engine.sequence():
-                raise
+            stream = self.ready(usual.awaited)
+            if stream is None:
+                return None
+            engine = self._engine
+            try:
+                handle, rows, _ = usual.launch(x, scales, topk_ids, weights, x.shape[0], out, stream)
+            except Exception:
+                with engine.sequence(Upcoming("dispatch", awaited=usual.awaited)):
+                    raise
+            engine.open_calls.opened()
+            try:  # behind the kernel, while it runs
+                if copies_ids:
+                    handle.use_ids(topk_ids.clone())
+                if usual.finish is not None:
+                    handle, rows = usual.finish(handle, rows, x, scales, topk_ids, weights)
+            except Exception:
+                with engine.sequence():
+                    raise
+        finally:
+            self._turn.leave()
         return Routed(owner, self._plan, handle, rows, None, weights is not None, topk_ids.dtype, out)
 
     def like_before(
@@ -125,23 +128,25 @@ class UsualCalls:
         """
         if not (x.__class__ is Tensor is topk_ids.__class__) or x.ndim != 2:
             return None
+        plan, device = self._plan, self._device
         try:
             usual = self._dispatches.get(_kind_of_dispatch(x, scales, topk_ids, weights, options, copy))
-        except TypeError:  # a list, say, cannot be looked up
-            return None
-        plan, device, ids_shape = self._plan, self._device, topk_ids.shape
-        num_tokens, hidden = x.shape
-        if (
-            usual is None
-            or usual.is_stale
-            or hidden != plan.hidden
-            or num_tokens > plan.max_tokens_per_rank
-            or ids_shape != (num_tokens, plan.top_k)
-            or not x.get_device() == device == topk_ids.get_device()
-            or not (x.is_contiguous() and topk_ids.is_contiguous())
-            or not (weights is None or self._fits(weights, ids_shape, WEIGHT_DTYPE))
-            or not (scales is None or self._fits(scales, (num_tokens, plan.scales_per_token), SCALE_DTYPE))
-        ):
+            ids_shape = topk_ids.shape
+            num_tokens, hidden = x.shape
+            if (
+                usual is None
+                or usual.is_stale
+                or hidden != plan.hidden
+                or num_tokens > plan.max_tokens_per_rank
+                or ids_shape != (num_tokens, plan.top_k)
+                or not x.get_device() == device == topk_ids.get_device()
+                or not (x.is_contiguous() and topk_ids.is_contiguous())
+                or not (num_tokens == 0 or (x.data_ptr() and topk_ids.data_ptr()))
+                or not (weights is None or self._fits(weights, ids_shape, WEIGHT_DTYPE))
+                or not (scales is None or self._fits(scales, (num_tokens, plan.scales_per_token), SCALE_DTYPE))
+            ):
+                return None
+        except (TypeError, RuntimeError):  # a list, say, cannot be looked up, and a nested tensor has no shape
             return None
         return usual
 
@@ -180,7 +185,11 @@ class UsualCalls:
             and tensor.shape == shape
             and tensor.get_device() == self._device
             and tensor.is_contiguous()
+            and (tensor.data_ptr() != 0 or shape[0] == 0)
         )
+
+    def _fits_result(self, out: Any, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+        return self._fits(out, shape, dtype) and not out.requires_grad
 
     def _fits_all(self, out: Any, usual: UsualDispatch) -> bool:
         """Whether a dispatch can write its results to the caller's tensors, at a glance."""
@@ -214,36 +223,41 @@ class UsualCalls:
             x, scales = x
         if not (x.__class__ is Tensor and routed.__class__ is Routed and routed._owner is owner):
             return None
+        handle, plan = routed._handle, self._plan
         try:
             usual = self._again.get(_kind_of_rows(x, scales, routed, copy))
-        except TypeError:
+            if (
+                usual is None
+                or usual.is_stale
+                or x.shape != (handle.num_tokens, plan.hidden)
+                or x.get_device() != self._device
+                or not x.is_contiguous()
+                or not (handle.num_tokens == 0 or x.data_ptr())
+                or not (scales is None or self._fits(scales, (handle.num_tokens, plan.scales_per_token), SCALE_DTYPE))
+                or not usual.fits(handle)
+                or not self._turn.take()
+            ):
+                return None
+        except (TypeError, RuntimeError):
             return None
-        handle, plan = routed._handle, self._plan
-        if (
-            usual is None
-            or usual.is_stale
-            or x.shape != (handle.num_tokens, plan.hidden)
-            or x.get_device() != self._device
-            or not x.is_contiguous()
-            or not (scales is None or self._fits(scales, (handle.num_tokens, plan.scales_per_token), SCALE_DTYPE))
-            or not usual.fits(handle)
-        ):
-            return None
-        stream = self.ready()
-        if stream is None:
-            return None
-        engine = self._engine
         try:
-            again, rows = usual.launch(handle, x, scales, stream)
-        except Exception:
-            with engine.sequence(Upcoming("rows again")):
-                raise
-        engine.open_calls.opened()
-        try:
-            found = usual.finish(handle, again, rows)
-        except Exception:
-            with engine.sequence():
-                raise
+            stream = self.ready()
+            if stream is None:
+                return None
+            engine = self._engine
+            try:
+                again, rows = usual.launch(handle, x, scales, stream)
+            except Exception:
+                with engine.sequence(Upcoming("rows again")):
+                    raise
+            engine.open_calls.opened()
+            try:
+                found = usual.finish(handle, again, rows)
+            except Exception:
+                with engine.sequence():
+                    raise
+        finally:
+            self._turn.leave()
         if isinstance(found, tuple):
             return routed._by_place(found[0]), routed._by_place(found[1])
         return routed._by_place(found)
@@ -282,35 +296,38 @@ class UsualCalls:
             return None
         if not (y.__class__ is Tensor and routed.__class__ is Routed and routed._owner is owner):
             return None
+        handle = routed._handle
+        home_shape = handle.num_tokens, self._plan.top_k
         try:
             usual = self._combines.get((routed.layout, routed._weighted, y.dtype, options, home_weights is not None))
-        except TypeError:
+            if (
+                usual is None
+                or usual.is_stale
+                or y.shape != routed._shape
+                or y.get_device() != self._device
+                or not y.is_contiguous()
+                or not (y.data_ptr() or y.numel() == 0)
+                or not (out is None or self._fits_result(out, (handle.num_tokens, self._plan.hidden), usual.out_dtype))
+                or not (home_weights is None or self._fits(home_weights, home_shape, WEIGHT_DTYPE))
+                or not self._turn.take()
+            ):
+                return None
+        except (TypeError, RuntimeError):
             return None
-        handle = routed._handle
-        if not (
-            usual is not None
-            and not usual.is_stale
-            and y.shape == routed._shape
-            and y.get_device() == self._device
-            and y.is_contiguous()
-            and (
-                out is None
-                or (self._fits(out, (handle.num_tokens, self._plan.hidden), usual.out_dtype) and not out.requires_grad)
-            )
-            and (home_weights is None or self._fits(home_weights, (handle.num_tokens, self._plan.top_k), WEIGHT_DTYPE))
-        ):
-            return None
-        stream = self.ready()
-        if stream is None:
-            return None
-        engine = self._engine
         try:
-            weights = routed._late_weights if home_weights is None else home_weights
-            result, _ = usual.launch(handle, y, weights, out, stream)
-        except Exception:
-            with engine.sequence(Upcoming("combine")):
-                raise
-        engine.open_calls.opened()
+            stream = self.ready()
+            if stream is None:
+                return None
+            engine = self._engine
+            try:
+                weights = routed._late_weights if home_weights is None else home_weights
+                result, _ = usual.launch(handle, y, weights, out, stream)
+            except Exception:
+                with engine.sequence(Upcoming("combine")):
+                    raise
+            engine.open_calls.opened()
+        finally:
+            self._turn.leave()
         return result
 
     def learn_combine(self, y: torch.Tensor, routed: Routed, given: tuple[Any, ...], options: CombineOptions) -> None:

@@ -10,7 +10,7 @@ import torch
 from tokenloom.backends.base import Capabilities, CombineOptions, DispatchInputs, DispatchOptions, OwnOutputs
 from tokenloom.comm.routed import Routed
 from tokenloom.comm.strategy import STRATEGY_OF_MODE, SWAPPED, Strategy
-from tokenloom.comm.torch_modes import PLAIN, is_plain, settled
+from tokenloom.comm.torch_modes import PLAIN, has_memory, is_plain, settled
 from tokenloom.errors import (
     DeviceMismatch,
     DtypeMismatch,
@@ -187,6 +187,8 @@ def _are_usual(
     """
     if x.__class__ not in PLAIN or ids.__class__ not in PLAIN or x.layout is not torch.strided:
         return False
+    if x.is_nested or ids.is_nested or not (has_memory(x) and has_memory(ids)):
+        return False
     shape, ids_shape = x.shape, ids.shape
     return (
         len(shape) == 2
@@ -203,6 +205,8 @@ def _are_usual(
             weights is None
             or (
                 weights.__class__ in PLAIN
+                and not weights.is_nested
+                and has_memory(weights)
                 and weights.shape == ids_shape
                 and weights.dtype == torch.float32
                 and weights.device == device
@@ -461,9 +465,15 @@ def require_tensor(name: str, value: object) -> None:
     if not isinstance(value, torch.Tensor):
         raise InvalidArgument(f"{name} is a {type(value).__name__}, expected a torch.Tensor")
     if not is_plain(value):
+        kind = "nested tensor" if value.is_nested else f"{type(value).__name__} of layout {value.layout}"
         raise InvalidArgument(
-            f"{name} is a {type(value).__name__} of layout {value.layout}, expected strided memory of its own; pass "
-            "to_local() of a DTensor, or to_dense() of a sparse tensor"
+            f"{name} is a {kind}, expected strided memory of its own; pass to_local() of a DTensor, to_dense() of a "
+            "sparse tensor, or values() of a nested one, one row for each token"
+        )
+    if not has_memory(value):
+        raise InvalidArgument(
+            f"{name} has no memory: its storage was freed (resize_(0)), or torch transforms it (a functional tensor); "
+            "pass a tensor that holds its values"
         )
 
 

@@ -75,6 +75,8 @@ def unpacked(plan: Plan, x: Any, scale_layout: str) -> tuple[Any, int | None]:
     tokens, words = x
     if not isinstance(words, torch.Tensor) or words.dtype != torch.int32 or not isinstance(tokens, torch.Tensor):
         return x, None
+    if words.is_nested or tokens.is_nested:  # which is an error
+        return x, None
     if scale_layout != "rows":
         raise InvalidArgument(f"scales are int32, packed already; leave scale_layout={scale_layout!r} out")
     most = plan.scales_per_token

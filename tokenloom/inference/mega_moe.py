@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tokenloom.backends.registry import MAX_SMS
+from tokenloom.comm import validation
 from tokenloom.comm.communicator import Communicator
 from tokenloom.errors import BackendUnavailable, DtypeMismatch, InvalidArgument, ShapeMismatch
 from tokenloom.inference.composed_experts import ComposedExperts
@@ -383,8 +384,7 @@ class MegaMoE:
             raise InvalidArgument("topk_weights is None, expected float32 [T, K]")
         if expert_stats is not None:
             check_tensor("expert_stats", expert_stats, torch.int32, [plan.experts_per_rank], device)
-        if not isinstance(topk_ids, torch.Tensor):
-            raise InvalidArgument(f"topk_ids is a {type(topk_ids).__name__}, expected a torch.Tensor")
+        validation.require_tensor("topk_ids", topk_ids)
         if not topk_ids.dim():
             raise ShapeMismatch("topk_ids is [], expected [T, K]")
         num_tokens = len(topk_ids)

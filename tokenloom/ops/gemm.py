@@ -312,8 +312,9 @@ def check_device(device: torch.device) -> None:
 
 def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: list[int], device: torch.device) -> None:
     """Raise an error unless it is a tensor of this dtype, shape and device, and contiguous."""
-    if not isinstance(tensor, torch.Tensor):
-        raise InvalidArgument(f"{name} is a {type(tensor).__name__}, expected a torch.Tensor")
+    if not isinstance(tensor, torch.Tensor) or tensor.is_nested:
+        kind = "nested tensor" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise InvalidArgument(f"{name} is a {kind}, expected a torch.Tensor")
     if tensor.dtype != dtype:
         raise DtypeMismatch(f"{name} is {tensor.dtype}, expected {dtype}")
     if list(tensor.shape) != shape or not tensor.is_contiguous():

@@ -39,6 +39,7 @@ from tokenloom.runtime.process_identity import ProcessIdentity
 from tokenloom.runtime.rejoin import Meeting
 from tokenloom.runtime.siblings import Siblings, siblings_of
 from tokenloom.runtime.topology import Topology
+from tokenloom.runtime.turns import Turn
 from tokenloom.runtime.verdict import Verdict
 from tokenloom.runtime.waiting import Awaited, Watch, checked_seconds, timeout_of
 
@@ -106,6 +107,7 @@ class RankGroup:
         served: there is a backend that makes calls again without ranks that are lost meanwhile. It needs the notes.
         missed: ranks whose part of a transfer did not come. Whoever makes calls empties it.
         processes: of other ranks, as far as this one has shared memory with them since ranks last came back.
+        turn: lets one thread at a time make calls.
         met_at: number of the collective before ranks last came back, the same on all ranks; 0 if none has.
 
     Raises:
@@ -179,6 +181,7 @@ class RankGroup:
         self._watch = Watch(notes, self._members, self.timeout_s, siblings)
         self._links: Links | None = None
         self._waiter = waiter = Waiter()
+        self.turn = Turn() if self.process_group is None else Turn.of_group(self.process_group)
         _all.add(self)
 
         def leave() -> bool:

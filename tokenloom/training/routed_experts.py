@@ -21,7 +21,7 @@ from tokenloom.backends.base import Handle, Upcoming
 from tokenloom.comm import validation
 from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.strategy import SWAPPED
-from tokenloom.comm.torch_modes import require_no_tangent, settled
+from tokenloom.comm.torch_modes import require_eager, require_no_tangent, settled
 from tokenloom.ops.autocast import autocast_dtype
 from tokenloom.ops.experts import ExpertForm, Experts, Tensors, cast
 from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout
@@ -79,6 +79,7 @@ def routed_experts(
     device, dtype = x.device.type, autocast_dtype(x.device)
     tensors: Tensors = (w1, w2, w1_bias, w2_bias)
     try:
+        require_eager()
         form = ExpertForm(Activation.of(activation), weight_layout)
         form.check(tensors, comm.plan.experts_per_rank, comm.plan.hidden)
         require_no_tangent(x=x, topk_weights=topk_weights, w1=w1, w2=w2, w1_bias=w1_bias, w2_bias=w2_bias)

@@ -8,6 +8,38 @@ FAULT_TESTS = ("tests/training/test_layer.py::test_a_fault_on_one_rank_is_an_err
 
 HANDSHAKE = (
     Mutation(
+        name="threads-at-once",
+        rule="a call of one thread waits behind that of another, in an order that other ranks need not have",
+        target="tokenloom.runtime.turns:Turn.enter",
+        old="fault = refusal()",
+        new="fault = None",
+        tests=("tests/comm/test_threads.py::test_calls_at_once",),
+    ),
+    Mutation(
+        name="a-transform-goes-the-plain-way",
+        rule="a call that torch transforms is made",
+        target="tokenloom.comm.engine:Engine.is_plain",
+        old="plain and is_eager()",
+        new="plain",
+        tests=("tests/comm/test_torch_modes.py::test_a_transform_on_one_rank_is_told",),
+    ),
+    Mutation(
+        name="a-transform-around-what-is-told",
+        rule="a fault is told under the transform that it is about",
+        target="tokenloom.comm.engine:Sequence.__exit__",
+        old="is_eager()",
+        new="True",
+        tests=("tests/comm/test_torch_modes.py::test_a_transform_on_one_rank_is_told",),
+    ),
+    Mutation(
+        name="freed-memory-is-read",
+        rule="a tensor whose storage was freed is sent",
+        target="tokenloom.comm.validation:require_tensor",
+        old="not has_memory(value)",
+        new="False",
+        tests=("tests/comm/test_torch_modes.py::test_tensors_without_memory_of_their_own",),
+    ),
+    Mutation(
         name="lost-status-word",
         rule="the other ranks do not hear of a fault that one rank sees",
         target="tokenloom.runtime.openings:encode",
@@ -207,8 +239,8 @@ HALVES = (
         name="received-again",
         rule="a pending can be received twice",
         target="tokenloom.comm.pending:Pending.receive",
-        old="finish, self._finish = self._finish, None",
-        new="finish = self._finish",
+        old="self._finish = None",
+        new="pass",
         tests=(f"{OPEN_TESTS}test_received_twice",),
     ),
     Mutation(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,10 +14,23 @@ from tokenloom.compat.deep_ep.faults import BadCall, NotServed, require
 from tokenloom.errors import DeviceMismatch, DtypeMismatch, ShapeMismatch
 from tokenloom.plan import FP8_BLOCK, MAX_TOP_K
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
 ROW_BYTES = 16
 """Rows are multiples of this."""
 FP8 = torch.float8_e4m3fn
 Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def is_dense(value: object) -> TypeIs[torch.Tensor]:
+    """Whether it is a tensor that can be asked for its shape: a nested one has none."""
+    return isinstance(value, torch.Tensor) and not value.is_nested
+
+
+def kind_of(value: object) -> str:
+    """What it is, for errors of who wants a tensor."""
+    return "nested tensor" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def device_of(x: object) -> torch.device:
@@ -42,10 +55,10 @@ def likely_shape(
         The shape, with 0 for what they do not say.
     """
     rows, hidden, wide = _rows_in(x), 0, None
-    if isinstance(rows, torch.Tensor) and rows.ndim == 2:
+    if is_dense(rows) and rows.ndim == 2:
         hidden, wide = rows.shape[1], wide_rows(rows.dtype)
     if ids is not None:
-        top_k = ids.shape[1] if isinstance(ids, torch.Tensor) and ids.ndim == 2 else 0
+        top_k = ids.shape[1] if is_dense(ids) and ids.ndim == 2 else 0
     return Shape(num_experts if isinstance(num_experts, int) else 0, hidden, top_k, wide, num_sms)
 
 
@@ -56,16 +69,16 @@ def _rows_in(x: object) -> object:
 
 def tensor(name: str, value: object) -> torch.Tensor:
     """The value, which must be a tensor."""
-    if not isinstance(value, torch.Tensor):
-        raise BadCall(f"{name} is a {type(value).__name__}, expected a tensor")
+    if not is_dense(value):
+        raise BadCall(f"{name} is a {kind_of(value)}, expected a tensor")
     return value
 
 
 def tokens_of(x: object, name: str = "x") -> torch.Tensor:
     """The rows of a payload, with or without scales, checked: [N, H] contiguous, rows of a multiple of 16 bytes."""
     tokens = x[0] if isinstance(x, (tuple, list)) and len(x) == 2 else x
-    if not isinstance(tokens, torch.Tensor):
-        raise BadCall(f"{name} is a {type(tokens).__name__}, expected a tensor, or (fp8 tensor, scales)")
+    if not is_dense(tokens):
+        raise BadCall(f"{name} is a {kind_of(tokens)}, expected a tensor, or (fp8 tensor, scales)")
     if tokens.ndim != 2:
         raise ShapeMismatch(f"{name} is {list(tokens.shape)}, expected [tokens, hidden]")
     if not tokens.is_contiguous():
@@ -89,7 +102,7 @@ def payload_of(x: object) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
     scales = x[1]
     if tokens.element_size() != 1:
         raise DtypeMismatch(f"x comes with scales but is {tokens.dtype}, expected 1-byte elements")
-    if not isinstance(scales, torch.Tensor) or scales.dtype not in (torch.float32, torch.int32):
+    if not is_dense(scales) or scales.dtype not in (torch.float32, torch.int32):
         raise DtypeMismatch(f"scales of x are {getattr(scales, 'dtype', scales)}, expected float32 or int32")
     most = tokens.shape[1] // FP8_BLOCK
     if tokens.shape[1] % FP8_BLOCK:
@@ -126,8 +139,8 @@ def ids_of(
     topk_idx: object, num_tokens: int, device: torch.device, dtypes: Sequence[torch.dtype] = (topk_idx_t,)
 ) -> int:
     """K, of ids that are checked: contiguous [N, K]."""
-    if not isinstance(topk_idx, torch.Tensor):
-        raise BadCall(f"topk_idx is a {type(topk_idx).__name__}, expected a tensor")
+    if not is_dense(topk_idx):
+        raise BadCall(f"topk_idx is a {kind_of(topk_idx)}, expected a tensor")
     if topk_idx.ndim != 2 or len(topk_idx) != num_tokens:
         raise ShapeMismatch(
             f"topk_idx is {list(topk_idx.shape)}, expected [{num_tokens}, top-k]: ids of each token of x"
@@ -142,8 +155,8 @@ def ids_of(
 
 def like(name: str, tensor: object, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of just this shape, dtype and device, contiguous."""
-    if not isinstance(tensor, torch.Tensor):
-        raise BadCall(f"{name} is a {type(tensor).__name__}, expected a tensor")
+    if not is_dense(tensor):
+        raise BadCall(f"{name} is a {kind_of(tensor)}, expected a tensor")
     if tensor.shape != tuple(shape):
         raise ShapeMismatch(f"{name} is {list(tensor.shape)}, expected {list(shape)}")
     if tensor.dtype != dtype:
@@ -155,7 +168,7 @@ def like(name: str, tensor: object, shape: Sequence[int], dtype: torch.dtype, de
 def fits(tensor: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a tensor is what :func:`like` gives, at a glance. What is not gets looked at again, and has errors."""
     return (
-        isinstance(tensor, torch.Tensor)
+        is_dense(tensor)
         and tensor.shape == shape
         and tensor.dtype is dtype
         and tensor.device == device

@@ -144,7 +144,7 @@ class HybridEPBuffer(BufferBase):
         likely = checks.likely_shape(hidden, experts, topk_idx)
         with self._calls.told(device, known, shape=likely):
             refuse(**others)
-            hidden = hidden.contiguous() if isinstance(hidden, torch.Tensor) else hidden
+            hidden = hidden.contiguous() if checks.is_dense(hidden) else hidden
             payload = checks.by_row(checks.payload_of(hidden if scaling_factor is None else (hidden, scaling_factor)))
             fp8 = self.use_fp8 if use_fp8 is None else use_fp8
             require(fp8 == isinstance(payload, tuple), f"use_fp8 is {fp8}, hidden is {hidden.dtype}")
@@ -254,7 +254,7 @@ class HybridEPBuffer(BufferBase):
             checks.number("num_of_experts_per_rank", local, 1)
         total = self._experts(local)
         require(num_experts in (None, total), f"num_of_experts is {num_experts}, {self.group_size} ranks have {total}")
-        if isinstance(routing_map, torch.Tensor) and (routing_map.ndim != 2 or routing_map.shape[1] != total):
+        if checks.is_dense(routing_map) and (routing_map.ndim != 2 or routing_map.shape[1] != total):
             raise ShapeMismatch(f"routing_map is {list(routing_map.shape)}, expected [tokens, {total}]")
         return total
 

@@ -179,7 +179,7 @@ class LowLatencyMode(BufferBase):
             return None
         try:
             known = self._known.get(_kind(x, topk_idx, options))
-        except TypeError:  # a list, say, cannot be looked up
+        except (TypeError, RuntimeError):  # a list, say, cannot be looked up, and a nested tensor has no shape
             return None
         most = options[0]
         if known is None or x.shape[0] > most:

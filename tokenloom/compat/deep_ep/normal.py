@@ -75,7 +75,7 @@ class NormalMode(BufferBase):
             num_tokens_per_expert int32 [E], is_token_in_rank bool [N, R], event. Nodes are those of
             ``set_ranks_per_node``; without it more than 8 ranks count as nodes of 8.
         """
-        num_tokens = len(topk_idx) if isinstance(topk_idx, torch.Tensor) and topk_idx.ndim else 0
+        num_tokens = len(topk_idx) if checks.is_dense(topk_idx) and topk_idx.ndim else 0
         device = topk_idx.device if isinstance(topk_idx, torch.Tensor) else torch.device("cpu")
         checks.ids_of(topk_idx, num_tokens, device)
         checks.number("num_experts", num_experts, 1)
@@ -174,7 +174,7 @@ class NormalMode(BufferBase):
 
             rows, event = self._stream.run(again, (x, given.routed), device, *streams)
             return rows, None, None, None, None, event
-        experts = num_tokens_per_expert.numel() if isinstance(num_tokens_per_expert, torch.Tensor) else None
+        experts = num_tokens_per_expert.numel() if checks.is_dense(num_tokens_per_expert) else None
         likely = checks.likely_shape(x, experts, topk_idx, self.group_size)
         with self._calls.told(device, shape=likely):
             self._stream.check(*streams)
@@ -251,13 +251,15 @@ class NormalMode(BufferBase):
             return None
         if not (tokens.__class__ is torch.Tensor is topk_idx.__class__) or not tokens.ndim == 2 == topk_idx.ndim:
             return None
+        if tokens.is_nested or topk_idx.is_nested:
+            return None
         per_rank, per_node, in_rank, per_expert = layout
         (num_tokens, hidden), num_ranks, device = tokens.shape, self.group_size, tokens.device
         if not (
             per_node is None
             and checks.fits(per_rank, (num_ranks,), torch.int32, device)
             and checks.fits(in_rank, (num_tokens, num_ranks), torch.bool, device)
-            and isinstance(per_expert, torch.Tensor)
+            and checks.is_dense(per_expert)
             and checks.fits(per_expert, (per_expert.numel(),), torch.int32, device)
             and topk_idx.dtype is topk_idx_t
             and per_expert.numel() >= num_ranks
@@ -353,7 +355,7 @@ class NormalMode(BufferBase):
         """E, of what ``get_dispatch_layout`` gave."""
         layout = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
         require(
-            all(isinstance(each, torch.Tensor) for each in layout),
+            all(map(checks.is_dense, layout)),
             "num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert are needed where no handle is given",
         )
         assert num_tokens_per_expert is not None
