@@ -28,7 +28,8 @@ from tokenloom.backends.handshake import handshake
 from tokenloom.backends.network.inside import CollectivesInside
 from tokenloom.runtime import collectives, openings
 from tokenloom.runtime.processes import RankContext
-from tokenloom.runtime.rank_group import RankGroup, Transfer
+from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.runtime.transfer import Transfer
 
 CASE = Case("nodes", "", tokens=(7, 0, 5, 6), experts_per_rank=2, hidden=16, top_k=4, unused=0.2, dtype=FP32)
 PHASES = [

@@ -115,7 +115,7 @@ def check_behind_the_end(ranks: RankGroup) -> None:
         when_done(ranks, others, "seen")
         del sent
         return
-    result = ranks.all_to_all(rows, [1] * 4, [1] * 4, "test")
+    result = ranks.start_all_to_all(rows, [1] * 4, [1] * 4, "test").wait()
     done(ranks)
     when_done(ranks, [3], "sent")
     assert result[:, 0].tolist() == [0.0, 1.0, 2.0, 0.0]
@@ -177,7 +177,7 @@ def check_held_up(ranks: RankGroup) -> None:
     if ranks.rank == 2:  # only rank 2 waits for rank 3 in this step, and begins later than the others wait for both
         time.sleep(0.5 * TIMEOUT_S)
     receives = [0, 0, 0, 1] if ranks.rank == 2 else [0] * 4
-    ranks.all_to_all(torch.zeros(0, 1), [0] * 4, receives, "test")
+    ranks.start_all_to_all(torch.zeros(0, 1), [0] * 4, receives, "test").wait()
     assert open_call(ranks).flatten().tolist() == [0, 1, 2, 0]
     assert ranks.masked == {3}
     done(ranks)
@@ -244,7 +244,7 @@ def check_mask_beside_late(ranks: RankGroup) -> None:
         when_done(ranks, [0, 1])
         return
     receives = [0, 0, ranks.rank == 0, 0]  # rank 0 alone waits for rank 2
-    ranks.all_to_all(torch.zeros(0, 1), [0] * 4, receives, "test")
+    ranks.start_all_to_all(torch.zeros(0, 1), [0] * 4, receives, "test").wait()
     assert ranks.masked == ({2} if ranks.rank == 0 else set())
     ranks.mask([3])
     together(ranks, [0, 1])

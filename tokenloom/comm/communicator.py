@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
@@ -15,17 +16,14 @@ from tokenloom.backends import registry
 from tokenloom.comm.beside import CallsBeside
 from tokenloom.comm.engine import Engine
 from tokenloom.comm.torch_modes import require_eager, untransformed
-from tokenloom.errors import InvalidArgument
+from tokenloom.errors import InvalidArgument, PeerTimeout
 from tokenloom.plan import Plan
 from tokenloom.runtime import topology
-from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.runtime.rank_group import MAKING, RankGroup
 from tokenloom.runtime.rendezvous import agree, raising
 from tokenloom.runtime.turns import Turn
 
 __all__ = ["Communicator"]
-
-MAKING = "making a Communicator"
-"""The phase, for errors."""
 
 
 class Communicator(CallsBeside):
@@ -36,7 +34,8 @@ class Communicator(CallsBeside):
 
     Args:
         group: a ProcessGroup or a one-dimensional DeviceMesh. None means the default group, or this process alone
-            where torch.distributed is not initialised.
+            where torch.distributed is not initialised. Within tokenloom also a RankGroup that goes by pairs: those
+            that are left of its ranks, whatever has become of its process group.
         num_experts: E, divisible by the ranks W; expert e lives on rank ``e // (E / W)``.
         hidden: H, values in a token.
         top_k: K, experts per token, at most 32.
@@ -81,7 +80,7 @@ class Communicator(CallsBeside):
 
     def __init__(
         self,
-        group: dist.ProcessGroup | DeviceMesh | None = None,
+        group: dist.ProcessGroup | DeviceMesh | RankGroup | None = None,
         *,
         num_experts: int,
         hidden: int,
@@ -131,13 +130,18 @@ class Communicator(CallsBeside):
                 found = registry.probe(request), topology.Place.own(ranks.device)
                 return terms_of(request), found
 
+            if on_timeout == "mask" and not rejoin and ranks.could_go_by_pairs:
+                # With the patience that a first call takes. Whoever is lost meanwhile is found out below, by pairs.
+                with suppress(PeerTimeout):
+                    agree(ranks, prepare, MAKING)
+                ranks = ranks.left_by_pairs()
             said = [prepare()[1]] if rejoin else agree(ranks, prepare, MAKING)
             probes = [found for found, _ in said]
             request = make_request()
             self.plan = Plan(ranks.num_ranks, num_experts, hidden, top_k, max_tokens_per_rank)
             if ranks_per_node is not None:
                 ranks.topology = topology.pretended(ranks.num_ranks, ranks_per_node)
-            elif not rejoin:  # else those that stayed tell
+            elif not rejoin and not ranks.masked:  # else those that stayed tell, and masked ranks do not
                 ranks.topology = topology.find_nodes([place for _, place in said])
             if rejoin:
                 name, _ = registry.choose(

@@ -3,12 +3,16 @@
 Other programs name neither the number of experts nor the most tokens before their first call. So all ranks make a
 communicator together when a shape first comes, and a larger one when a rank has more tokens. That rank says so in
 the opening of the call, where the others wait for its counts.
+
+Where late ranks are masked, communicators differ in whom they have lost, as each finds out at its own calls. The truth
+for new ones is the meeting (:meth:`Communicators.meeting`): who is lost in any communicator is lost there, and whoever
+answers there is in the next one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -16,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tokenloom.backends.base import Upcoming
-from tokenloom.errors import BackendUnavailable, PeerError, is_known_to_all
+from tokenloom.errors import BackendUnavailable, PeerError, PeerTimeout, is_known_to_all
 from tokenloom.runtime.openings import NeedsRoom, means_growth
 
 if TYPE_CHECKING:
@@ -155,6 +159,8 @@ class Communicators:
             if self._last is not None:  # the others have just failed in the same call, so they come at once or never
                 meeting.open_timeout_s = meeting.timeout_s
             try:
+                if meeting.masks_late:
+                    meeting.leave_out(self._why_lost())
                 mine = (tokens, top_k, MANY_SMS if shape.num_sms is None else _usable_sms(device))
                 prepare = raising(in_turn) if in_turn else lambda: (shape._asdict(), mine)
                 wanted = agree(meeting, prepare, MAKING)
@@ -168,7 +174,7 @@ class Communicators:
             if shape.num_sms is not None:
                 options["num_sms"] = min(shape.num_sms, *(each[2] for each in wanted))
             self._made[shape] = made = Communicator(
-                self.group,
+                meeting if meeting.masks_late else self.group,
                 num_experts=shape.num_experts,
                 hidden=shape.hidden,
                 top_k=shape.top_k or routes,
@@ -177,10 +183,20 @@ class Communicators:
                 dtype=shape.wide,
                 **options,
             )  # the one before lives as long as handles of its dispatches
+            if meeting.masks_late and not made.engine.ranks.masked:
+                meeting.topology = made.engine.ranks.topology  # for communicators of those that are left
         self._use(shape, made)
 
+    def _why_lost(self) -> dict[int, str]:
+        """The ranks that communicators go on without, and why. Each learns of a loss by itself, at its next call."""
+        return {rank: why for comm in self.all() for rank, why in comm.engine.ranks.why_masked().items()}
+
     def meeting(self, device: torch.device) -> RankGroup:
-        """The ranks, for small collectives beside communicators."""
+        """The ranks, for small collectives beside communicators. Made at first use, by all ranks alike.
+
+        Where late ranks are masked, those that are left agree here who they are, before they make another
+        communicator. It goes by pairs: no collective of the process group ends once a rank is lost.
+        """
         if self._meeting is None:
             from tokenloom.runtime.rank_group import RankGroup
 
@@ -188,8 +204,14 @@ class Communicators:
                 device = torch.device("cpu")
             elif device.type == "cpu":  # of what was given instead of a tensor
                 device = torch.device("cuda", torch.cuda.current_device())
-            patience = {name: value for name, value in self._options().items() if name.endswith("timeout_s")}
-            self._meeting = RankGroup(self.group, device=device, **patience)
+            options = self._options()
+            patience = {name: value for name, value in options.items() if name.endswith("timeout_s")}
+            meeting = RankGroup(self.group, device=device, **patience)
+            if options.get("on_timeout") == "mask" and meeting.could_go_by_pairs:
+                with suppress(PeerTimeout):  # who is lost meanwhile is found out by pairs
+                    meeting.all_gather_object(None, MAKING)
+                meeting = meeting.left_by_pairs()
+            self._meeting = meeting
         return self._meeting
 
     @contextmanager

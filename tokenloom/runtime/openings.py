@@ -14,8 +14,10 @@ once all ranks mean the same. The row of a masked rank is all zeros.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import pickle
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -209,3 +211,15 @@ def _encode_message(message: str) -> list[int]:
 
 def _decode_message(words: np.ndarray) -> str:
     return np.ascontiguousarray(words).tobytes().rstrip(b"\0").decode(errors="ignore")
+
+
+def as_words(value: Any) -> torch.Tensor:
+    """A picklable value as int64 words on the CPU."""
+    data = pickle.dumps(value)
+    padded = data + b"\0" * (-len(data) % 8)  # behind its end a pickle is not read
+    return torch.frombuffer(bytearray(padded), dtype=torch.int64)
+
+
+def from_words(table: torch.Tensor, absent: Collection[int]) -> list[Any]:
+    """The value of each rank from its row of words; None of those that take no part."""
+    return [None if rank in absent else pickle.loads(row.numpy().tobytes()) for rank, row in enumerate(table)]

@@ -11,77 +11,43 @@ store must live.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import pickle
-import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tokenloom.errors import InvalidArgument, PeerError, PeerTimeout, PlanMismatch, is_known_to_all
-from tokenloom.runtime import openings, rejoin, stamps
+from tokenloom.errors import InvalidArgument, PeerError, PeerTimeout, is_known_to_all
+from tokenloom.runtime import forks, openings, rejoin, stamps
 from tokenloom.runtime.collectives import Collective, CollectiveOnStream, gather_all
 from tokenloom.runtime.devices import pick_device
 from tokenloom.runtime.groups import process_group_of
 from tokenloom.runtime.leftovers import release_dropped, undo_when_dropped
 from tokenloom.runtime.links import Links, Waiter
-from tokenloom.runtime.membership import Membership
+from tokenloom.runtime.membership import Membership, Notes
 from tokenloom.runtime.noteboard import Noteboard, store_of
 from tokenloom.runtime.openings import Fields, Opening
 from tokenloom.runtime.process_identity import ProcessIdentity
 from tokenloom.runtime.rejoin import Meeting
-from tokenloom.runtime.siblings import Siblings, siblings_of
+from tokenloom.runtime.siblings import STEPS_APART, Siblings, joining, siblings_of
 from tokenloom.runtime.topology import Topology
+from tokenloom.runtime.transfer import Transfer
 from tokenloom.runtime.turns import Turn
 from tokenloom.runtime.verdict import Verdict
 from tokenloom.runtime.waiting import Awaited, Watch, checked_seconds, timeout_of
 
+MAKING = "making a Communicator"
+"""The phase, for errors."""
 OPEN_TIMEOUT_S = 600.0
 """Least default for the opening of a call: another rank's host may write a checkpoint, evaluate or compile."""
-MOST_STEPS_APART = 1 << 10
-"""More collectives than a rank can begin in a call that others have not."""
 STEPS_OF_AN_OPENING = 8
 """More collectives than an opening takes."""
-
-_all: WeakSet[RankGroup] = WeakSet()
-_of_parent: list[Any] = []
-"""In a forked process: groups of the parent, and their process groups. To drop one would disturb the parent's."""
-
-
-class Transfer:
-    """A collective that has been started. Transfers of a group are waited for in the order they were started.
-
-    Args:
-        result: what the collective fills.
-        wait: waits for it on the host or on the stream, and returns the ranks whose part did not come.
-    """
-
-    def __init__(self, result: torch.Tensor, wait: Callable[[], frozenset[int]] | None) -> None:
-        self._result, self._wait = result, wait
-        self._lost: frozenset[int] = frozenset()
-
-    def wait(self) -> torch.Tensor:
-        """The result. Over gloo the host waits for it. Over NCCL the current stream does, and the host too for what
-        opens a call.
-
-        Raises:
-            PeerTimeout: where the host waits, ranks are missing. CommunicatorBroken: they were in an earlier wait.
-        """
-        if self._wait is not None:
-            self._lost, self._wait = self._wait(), None
-        return self._result
-
-    @property
-    def lost(self) -> frozenset[int]:
-        """Ranks whose part did not come, since they are masked: it is zero. Known once the transfer was waited for."""
-        return self._lost
+LATE_TO_CONNECT_S = 5.0
+"""How much later than this rank another one may say whether it could connect."""
 
 
 class RankGroup:
@@ -92,7 +58,9 @@ class RankGroup:
 
     Args:
         group: a ProcessGroup, a one-dimensional DeviceMesh, or None: the default group if torch.distributed
-            is initialised, else a group of this rank alone.
+            is initialised, else a group of this rank alone. Or another RankGroup: those that are left of its ranks,
+            connected by pairs, which mask late ranks from the first message on, as :meth:`mask_late` says. What has
+            become of the other one, and of its process group, does not matter. Making this is collective.
         device: where tensors lie; None picks the current GPU for NCCL groups and the CPU otherwise.
         timeout_s: longest wait for other ranks within a call, in seconds. Over gloo this class keeps it and raises
             PeerTimeout; over NCCL the process group's own timeout applies within a call.
@@ -115,17 +83,23 @@ class RankGroup:
             of one that is.
     """
 
+    process_group: dist.ProcessGroup | None
+
     def __init__(
         self,
-        group: dist.ProcessGroup | DeviceMesh | None = None,
+        group: dist.ProcessGroup | DeviceMesh | RankGroup | None = None,
         *,
         device: torch.device | str | None = None,
         timeout_s: float = 30.0,
         open_timeout_s: float | None = None,
         rejoins: bool = False,
     ) -> None:
-        group = process_group_of(group)
-        if any(group is each for each in _of_parent):
+        before = None
+        if isinstance(group, RankGroup):
+            before, group = group, group.process_group
+        else:
+            group = process_group_of(group)
+        if forks.is_of_parent(group):
             raise InvalidArgument(
                 f"the process group was made by the process from which process {os.getpid()} was forked, whose "
                 "connections it cannot use; start processes by spawn, or call init_process_group() here"
@@ -142,30 +116,15 @@ class RankGroup:
         siblings = siblings_of(group)
         self._begin(Noteboard(store_of(group), self.rank, self.num_ranks, rejoins), siblings)
         siblings.add(self.notes)
-        siblings.join = self._joining(group)
-
-    def _joining(self, group: dist.ProcessGroup | None) -> Callable[[PlanMismatch], None]:
-        """What starts an opening on the process group, for ranks that wait there, with a fault of this rank."""
-        alive = None if group is None else weakref.ref(group)
-        num_ranks, device, number = self.num_ranks, self._device_of_openings, self.notes.number
-        stamped = not self._deadline_is_ours
-
-        def join(mismatch: PlanMismatch) -> None:
-            process_group = None if alive is None else alive()
-            siblings = siblings_of(process_group)
-            siblings.collectives += 1
-            if process_group is None:
-                return
-            nothing = torch.zeros(0, dtype=torch.int64, device=device)
-            fields = {"call": "none", "communicator": openings.UNNAMED}
-            stamp = stamps.next_stamp(process_group) if stamped else stamps.UNSTAMPED
-            row = openings.encode(fields, mismatch, stamp, siblings.latest, number, nothing, 0, num_ranks)
-            heard = row.new_empty(num_ranks * row.numel())
-            gather_all(heard, row, group=process_group, async_op=True)
-            if stamped:
-                stamps.count(process_group)
-
-        return join
+        if group is not None:
+            device, stamped = self._device_of_openings, not self._deadline_is_ours
+            siblings.join = joining(group, device, self.num_ranks, self.notes.number, stamped)
+        if before is not None:
+            self.turn = Turn()
+            self.topology = before.topology
+            self._members.apply(before.masked)
+            self._members.why |= before.why_masked()
+            self._go_by_pairs(MAKING)
 
     def _begin(self, notes: Noteboard, siblings: Siblings) -> None:
         """Make what every group has, whatever carries its collectives."""
@@ -182,7 +141,7 @@ class RankGroup:
         self._links: Links | None = None
         self._waiter = waiter = Waiter()
         self.turn = Turn() if self.process_group is None else Turn.of_group(self.process_group)
-        _all.add(self)
+        forks.leave_to_parent_when_forked(self)
 
         def leave() -> bool:
             notes.leave()
@@ -223,7 +182,7 @@ class RankGroup:
     @property
     def is_of_parent(self) -> bool:
         """Whether the group is another process's, from which this one was forked: to be left alone."""
-        return any(self is each for each in _of_parent)
+        return forks.is_of_parent(self)
 
     def close(self) -> None:
         """Make every later call raise CommunicatorBroken. The process group itself stays the caller's."""
@@ -300,12 +259,44 @@ class RankGroup:
         """From now on, mask ranks that do not come within ``timeout_s``, and go on. All ranks call it alike.
 
         Raises:
-            InvalidArgument: ranks cannot be left out here. PeerTimeout: not all ranks came.
+            InvalidArgument: ranks cannot be left out here. PeerTimeout: the store is gone.
         """
         self.require_maskable()
+        if not self._watch.masks_late:
+            self._go_by_pairs(MAKING)
+
+    def _go_by_pairs(self, phase: str) -> None:
+        """Connect, and mask late ranks from now on: those that do not come to this too, or end meanwhile."""
         if self.num_ranks > 1:
-            self._connect("making a Communicator")
             self._watch.masks_late = True
+            self._connect(phase)
+
+    def left_by_pairs(self) -> RankGroup:
+        """Give the ranks that are left of this group, whether it is broken or not, as a new one; this one ends.
+
+        It was where all ranks have waited for each other, with the patience that a first call takes.
+        """
+        left = RankGroup(self, device=self.device, timeout_s=self.timeout_s, open_timeout_s=self.open_timeout_s)
+        self.close()
+        return left
+
+    @property
+    def could_go_by_pairs(self) -> bool:
+        """Whether it does not yet, and can: there are several ranks, and a store where they find each other."""
+        return self.num_ranks > 1 and not self._watch.masks_late and self.notes.store is not None
+
+    def leave_out(self, why: Mapping[int, str]) -> None:
+        """Lose these ranks, which have been lost elsewhere, if they are not masked here. For this rank alone to call:
+        the others learn of it.
+
+        Args:
+            why: for each, why it was lost.
+
+        Raises:
+            CommunicatorBroken: this rank was lost. PeerTimeout: the store is gone.
+        """
+        while late := set(why) - self.masked:
+            self._watch.lose(late, "another communicator", self.step, why[min(late)])
 
     @property
     def is_broken(self) -> bool:
@@ -359,7 +350,7 @@ class RankGroup:
         """
         with self.telling():
             self._watch.settle(phase, self.step)
-        progress, step = self.settle(name, [self._members.best_progress(), self.step + MOST_STEPS_APART], phase)
+        progress, step = self.settle(name, [self._members.best_progress(), self.step + STEPS_APART], phase)
         self.notes.skip_to(step)
         return int(progress)
 
@@ -457,37 +448,66 @@ class RankGroup:
         self._watch.masks_late = masks_late
 
     def _meet(self, meeting: Meeting) -> None:
-        self._links = rejoin.connect(self.notes, meeting, self.timeout_s)
-        self._goes_by_pairs()
+        self._use(rejoin.connect(self.notes, meeting, self.timeout_s))
         self.notes.move(meeting.notes, meeting.step)
         self.notes.delete_with_notes(meeting.keys(self.num_ranks))
-        self.met_at, self.processes, self._has_met = meeting.step, {}, True
+        self.met_at, self.processes = meeting.step, {}
         self.topology = meeting.nodes
         self._members.begin_anew(frozenset(meeting.masked))
 
     def _connect(self, phase: str) -> None:
-        """Connect all ranks that take part. They start no collective of the process group any more."""
-        place = self.notes.key(self.notes.new_name("links"))
-        store = dist.PrefixStore(place, self.notes.store)  # type: ignore[attr-defined]
-        members = {self.rank, *self._members.others}
-        with self.telling():
-            try:
-                self._links = Links(store, self.rank, members, self.timeout_s)
-                self._goes_by_pairs()
-            except RuntimeError as error:
-                self._watch.require_none_failed()
-                raise self._watch.fail(phase, self.step, [], f"not all ranks could connect ({error})") from error
+        """Connect all ranks that take part. They start no collective of the process group any more.
+
+        Who takes part is settled first, and whether all of them could connect afterwards: then all are connected, or
+        none is, and they try again without those that were lost meanwhile.
+
+        Raises:
+            PeerTimeout: a rank did not come, where none is masked for that. Or the store is gone.
+        """
+        for _ in range(self.num_ranks if self._watch.masks_late else 1):
+            with self.telling():
+                failed = self._try_to_connect(phase)
+            if not failed:
+                return
+        self._watch.require_none_failed()
+        raise self._watch.fail(phase, self.step, [], f"not all ranks could connect ({failed})")
+
+    def _try_to_connect(self, phase: str) -> str:
+        """Connect all ranks that take part, or none. Returns why it failed, the same on all; "" if it did not."""
+        name, me = self.notes.new_name("links"), self.rank
+        self.notes.say(f"{name}/here", True)
+        here = Notes(self.notes, f"{name}/here", self._members.others)
+        self._watch.wait(here, phase, self.step, self.open_timeout_s)
+        members = set(self.settle(f"{name}/members", [me, *self._members.others], phase))
+        self._watch.look()  # who settled it may have known more
+        if me not in members:
+            self._watch.broken = f"the other ranks have masked rank {me}"
+            self.require_alive()
+        self._members.apply(self._members.lost | (frozenset(range(self.num_ranks)) - members))
+        place, links, failed = self.notes.key(name), None, ""
+        try:
+            store = dist.PrefixStore(place, self.notes.store)  # type: ignore[attr-defined]
+            links = Links(store, me, members, self.timeout_s)
+        except RuntimeError as error:
+            failed = str(error)
         self.notes.delete_with_notes(Links.keys(place, len(members)))
-        self._meet_connected(phase)
+        self.notes.say(f"{name}/connected", failed)
+        said = Notes(self.notes, f"{name}/connected", self._members.others)
+        self._watch.wait(said, phase, self.step, self.timeout_s + LATE_TO_CONNECT_S)
+        failed = failed or next(filter(None, said.heard.values()), "")
+        if self._members.masked & members:
+            failed = failed or "a rank was lost"
+        failed, step = self.settle(f"{name}/outcome", [failed, self.step + STEPS_APART], phase)
+        self.notes.skip_to(step)  # ranks may have come to different collectives before
+        if not failed:
+            assert links is not None
+            self._use(links)
+        return str(failed)
 
-    def _goes_by_pairs(self) -> None:
-        self.notes.by_pairs = True
+    def _use(self, links: Links) -> None:
+        """Go by pairs from now on."""
+        self._links, self._has_met, self.notes.by_pairs = links, True, True
         self._siblings.begin_partings(self.notes)
-
-    def _meet_connected(self, phase: str) -> None:
-        """Wait until all ranks are connected: one that leaves earlier fails those that still connect."""
-        said, heard = torch.zeros(2, self.num_ranks, 1, dtype=torch.uint8, device="cpu")
-        self._exchange(list(said), list(heard), heard, phase).wait()
 
     # -- collectives ----------------------------------------------------------------------------------------
 
@@ -510,8 +530,8 @@ class RankGroup:
         return found
 
     def _gather_objects(self, value: Any, phase: str) -> list[Any]:
-        table, absent = self.open({"call": openings.MEETING}, _as_words(value), phase, shown=phase)
-        return _from_words(table, absent)
+        table, absent = self.open({"call": openings.MEETING}, openings.as_words(value), phase, shown=phase)
+        return openings.from_words(table, absent)
 
     def open(
         self,
@@ -562,8 +582,8 @@ class RankGroup:
                 return opening.words, frozenset()
             if opening.differs(openings.MEANING):
                 apart = True
-                texts = self._tell(_as_words({**openings.text_of(fields), "call": str(shown or call)}), phase)
-                openings.raise_difference(_from_words(*texts))
+                texts = self._tell(openings.as_words({**openings.text_of(fields), "call": str(shown or call)}), phase)
+                openings.raise_difference(openings.from_words(*texts))
         finally:
             if apart:
                 self._siblings.skip_to(opening.latest + STEPS_OF_AN_OPENING)
@@ -677,12 +697,6 @@ class RankGroup:
 
         return self._start(start, out, phase)
 
-    def all_to_all(
-        self, rows: torch.Tensor, send_counts: list[int], recv_counts: list[int], phase: str
-    ) -> torch.Tensor:
-        """Run :meth:`start_all_to_all` and wait for what it brings."""
-        return self.start_all_to_all(rows, send_counts, recv_counts, phase).wait()
-
     def all_reduce_sum(self, values: torch.Tensor, phase: str, host_waits: bool = True) -> torch.Tensor:
         """The sum over ranks, as a new tensor; see :meth:`all_reduce_sums`."""
         return self.all_reduce_sums([values], phase, host_waits)[0]
@@ -783,36 +797,3 @@ class RankGroup:
             return lost
 
         return Transfer(result, wait)
-
-
-def _as_words(value: Any) -> torch.Tensor:
-    """A picklable value as int64 words on the CPU."""
-    data = pickle.dumps(value)
-    padded = data + b"\0" * (-len(data) % 8)  # behind its end a pickle is not read
-    return torch.frombuffer(bytearray(padded), dtype=torch.int64)
-
-
-def _from_words(table: torch.Tensor, absent: Collection[int]) -> list[Any]:
-    """The value of each rank from its row of words; None of those that take no part."""
-    return [None if rank in absent else pickle.loads(row.numpy().tobytes()) for rank, row in enumerate(table)]
-
-
-def _leave_to_parent() -> None:
-    """A forked process has the groups of its parent, without the threads that serve their connections.
-
-    A rank alone on a CPU has no connections, and works on in both.
-    """
-    if dist.is_available() and dist.is_initialized():
-        _of_parent.append(dist.group.WORLD)
-    # Also as Python ends: a destructor in gloo would wait for threads that this process never had.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_of_parent))
-    for ranks in list(_all):
-        if ranks.process_group is not None or ranks.device.type == "cuda":
-            _of_parent.extend((ranks, ranks.process_group))
-            ranks._watch.broken = (
-                f"this communicator is of the process from which process {os.getpid()} was forked, whose connections "
-                "it cannot use: start processes by spawn, or call init_process_group() here"
-            )
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)

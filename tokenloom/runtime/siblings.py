@@ -10,14 +10,18 @@ count their collectives alike again.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 import torch.distributed as dist
 
 from tokenloom.errors import CommunicatorBroken, PlanMismatch
+from tokenloom.runtime import openings, stamps
+from tokenloom.runtime.collectives import gather_all
 from tokenloom.runtime.noteboard import Noteboard
 
 STEPS_APART = 1 << 10
@@ -177,6 +181,38 @@ _of_groups: WeakKeyDictionary[dist.ProcessGroup, Siblings] = WeakKeyDictionary()
 def siblings_of(group: dist.ProcessGroup | None) -> Siblings:
     """The communicators of a process group on this rank; none yet for a rank alone."""
     return Siblings() if group is None else _of_groups.setdefault(group, Siblings())
+
+
+def joining(
+    group: dist.ProcessGroup, device: torch.device, num_ranks: int, number: int, stamped: bool
+) -> Callable[[PlanMismatch], None]:
+    """Give what starts an opening on a process group, for ranks that wait there, with a fault of this rank.
+
+    Args:
+        group: the process group, which this does not keep.
+        device: of openings.
+        num_ranks: ranks of the group.
+        number: communicators of the group that this rank has made.
+        stamped: openings have stamps, see :mod:`tokenloom.runtime.stamps`.
+    """
+    alive = weakref.ref(group)
+
+    def join(mismatch: PlanMismatch) -> None:
+        process_group = alive()
+        siblings = siblings_of(process_group)
+        siblings.collectives += 1
+        if process_group is None:
+            return
+        nothing = torch.zeros(0, dtype=torch.int64, device=device)
+        fields = {"call": "none", "communicator": openings.UNNAMED}
+        stamp = stamps.next_stamp(process_group) if stamped else stamps.UNSTAMPED
+        row = openings.encode(fields, mismatch, stamp, siblings.latest, number, nothing, 0, num_ranks)
+        heard = row.new_empty(num_ranks * row.numel())
+        gather_all(heard, row, group=process_group, async_op=True)
+        if stamped:
+            stamps.count(process_group)
+
+    return join
 
 
 def _waits(rank: int) -> str:

@@ -258,7 +258,7 @@ class Watch:
             if members.lost != lost:
                 continue
             if late:
-                self._lose(late, phase, step, why)
+                self.lose(late, phase, step, why)
             elif held_up > self._notes.num_ranks:
                 raise self.fail(phase, step, awaited.pending, f"no answer within {held_up} times {limit_s:g} s")
 
@@ -279,9 +279,10 @@ class Watch:
             why = f"no answer within {self._timeout_s:g} s"
             self.look()
         if self._members.num_losses == before:
-            self._lose(late, phase, step, why)
+            self.lose(late, phase, step, why)
 
-    def _lose(self, late: Collection[int], phase: str, step: int, why: str) -> None:
+    def lose(self, late: Collection[int], phase: str, step: int, why: str) -> None:
+        """Mask ranks, unless another rank was quicker to mask some."""
         if not self._members.lose(late, f"rank {self._notes.rank} waited in {phase}, step {step}: {why}"):
             cause = f"{why}, and the process that hosts the store of the process group is gone"
             raise self.fail(phase, step, late, cause)

@@ -44,10 +44,11 @@ from tokenloom.runtime import kernel_reports
 from tokenloom.runtime.node_ranks import NodeRanks
 from tokenloom.runtime.noteboard import Noteboard
 from tokenloom.runtime.processes import RankContext
-from tokenloom.runtime.rank_group import RankGroup, Transfer
+from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.siblings import Siblings
 from tokenloom.runtime.symmetric_memory import BufferLayout
 from tokenloom.runtime.topology import pretended
+from tokenloom.runtime.transfer import Transfer
 
 CPU = torch.device("cpu")
 NUM_SMS, MAX_SMS = 2, 4

@@ -72,7 +72,7 @@ class NvlinkBackend:
         self.capabilities = replace(CAPABILITIES, reads_on_host=checked)
         self._plan, self._ranks, self._num_sms, self._checked = plan, ranks, num_sms, checked
         self._late: LateRanks | None = None
-        if ranks.masks_late:  # this rank comes back
+        if ranks.masks_late:
             self._mask_late_ranks()
         self._begin()
 
@@ -228,6 +228,8 @@ class NvlinkBackend:
     def mask_late(self) -> None:
         """The host waits for every call then, so that it can be made again."""
         self._ranks.mask_late()
+        if self._late is not None:  # it was made so
+            return
         self._mask_late_ranks()
         self._launcher.close(self._buffers.take_all())
         self._begin()

@@ -12,7 +12,8 @@ from tokenloom.backends.nvlink.launcher import Half, OpeningKernel
 from tokenloom.backends.padded.memory import PaddedMemory
 from tokenloom.plan import Plan
 from tokenloom.runtime.openings import CallKind, Fields
-from tokenloom.runtime.rank_group import RankGroup, Transfer
+from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.runtime.transfer import Transfer
 
 
 class PaddedLauncher(NodesLauncher):

@@ -8,7 +8,8 @@ from tokenloom.backends.gin.memory import NodeBuffers
 from tokenloom.kernels.common import MAX_BLOCKS
 from tokenloom.kernels.common.rail import Rail
 from tokenloom.runtime.leftovers import keep_until_idle
-from tokenloom.runtime.rank_group import RankGroup, Transfer
+from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.runtime.transfer import Transfer
 
 
 class PaddedMemory(NodeBuffers):

@@ -87,7 +87,7 @@ def _on_other_ranks(
     """
     num_ranks, local = ranks.num_ranks, len(weights.w1)
     ones = [1] * num_ranks
-    arriving = ranks.all_to_all(counts.view(num_ranks, local), ones, ones, "counts")
+    arriving = ranks.start_all_to_all(counts.view(num_ranks, local), ones, ones, "counts").wait()
     out_counts, in_counts = torch.stack([counts.view(num_ranks, local).sum(1), arriving.sum(1)]).tolist()
     rows = _AllToAll.apply(rows, ranks, out_counts, in_counts)
     row_weights = _AllToAll.apply(row_weights, ranks, out_counts, in_counts)
@@ -185,10 +185,10 @@ class _AllToAll(torch.autograd.Function):
         ctx: Any, rows: torch.Tensor, ranks: RankGroup, out_counts: list[int], in_counts: list[int]
     ) -> torch.Tensor:
         ctx.ranks, ctx.out_counts, ctx.in_counts = ranks, out_counts, in_counts
-        return ranks.all_to_all(rows, out_counts, in_counts, "rows")
+        return ranks.start_all_to_all(rows, out_counts, in_counts, "rows").wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        back = ctx.ranks.all_to_all(grad.contiguous(), ctx.in_counts, ctx.out_counts, "gradients of rows")
+        back = ctx.ranks.start_all_to_all(grad.contiguous(), ctx.in_counts, ctx.out_counts, "gradients of rows").wait()
         return back, None, None, None
