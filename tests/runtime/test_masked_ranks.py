@@ -224,7 +224,7 @@ def check_slow_rank_is_in_step(ranks: RankGroup) -> None:
         sends, receives = [0] * 4, [0] * 4
         sends[1], receives[2] = int(ranks.rank == 2), int(ranks.rank == 1)
         if ranks.rank != 3 or gone == 3:
-            ranks.all_to_all(torch.zeros(sum(sends), 1), sends, receives, "test")
+            ranks.start_all_to_all(torch.zeros(sum(sends), 1), sends, receives, "test").wait()
         if ranks.rank == gone:
             return
         ranks.mask([gone])

@@ -46,7 +46,7 @@ def open_call(ranks: RankGroup) -> torch.Tensor:
 def send_rows(ranks: RankGroup) -> torch.Tensor:
     """A later collective of a call: each rank sends its number to every rank."""
     ones = [1] * ranks.num_ranks
-    return ranks.all_to_all(torch.full((ranks.num_ranks, 1), ranks.rank), ones, ones, ROWS)
+    return ranks.start_all_to_all(torch.full((ranks.num_ranks, 1), ranks.rank), ones, ones, ROWS).wait()
 
 
 def call(ranks: RankGroup) -> None:
@@ -472,7 +472,7 @@ def test_alone() -> None:
     alone = RankGroup(None)
     assert (alone.rank, alone.num_ranks, alone.transport, alone.device.type) == (0, 1, "local", "cpu")
     rows = torch.randn(3, 2)
-    for got in (alone.all_to_all(rows, [3], [3], "test"), alone.all_reduce_sum(rows, "test")):
+    for got in (alone.start_all_to_all(rows, [3], [3], "test").wait(), alone.all_reduce_sum(rows, "test")):
         assert torch.equal(got, rows)
         assert got.data_ptr() != rows.data_ptr()
     assert torch.equal(alone.all_gather(torch.arange(3), "test"), torch.tensor([[0, 1, 2]]))
@@ -510,7 +510,7 @@ def check_collectives(context: RankContext, members: list[int]) -> None:
         send, receive = [me + r for r in range(num_ranks)], [r + me for r in range(num_ranks)]
         rows = torch.cat([torch.full((count, 3), 10.0 * me + r) for r, count in enumerate(send)]).to(dtype)
         want = torch.cat([torch.full((count, 3), 10.0 * r + me) for r, count in enumerate(receive)]).to(dtype)
-        got = ranks.all_to_all(rows, send, receive, "test")
+        got = ranks.start_all_to_all(rows, send, receive, "test").wait()
         assert got.dtype == dtype
         assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
     assert ranks.all_gather(torch.tensor([me, 7]), "test").tolist() == [[r, 7] for r in range(num_ranks)]
@@ -568,7 +568,7 @@ def check_defaults(ranks: RankGroup, default: str | torch.dtype) -> None:
         torch.set_default_device(default) if isinstance(default, str) else torch.set_default_dtype(default)
         rendezvous(RankGroup(ranks.process_group))
         gathered = ranks.all_gather(rows.flatten(), OPENING, opens=True)
-        received = ranks.all_to_all(rows, [1, 1], [1, 1], ROWS)
+        received = ranks.start_all_to_all(rows, [1, 1], [1, 1], ROWS).wait()
         total = ranks.all_reduce_sum(rows, "sum")
     finally:
         torch.set_default_device(None)
