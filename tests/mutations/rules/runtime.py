@@ -148,8 +148,8 @@ RANKS = (
         name="another-call-on-a-group-that-came-apart",
         rule="communicators of a process group call on when its ranks have come to different collectives",
         target="tokenloom.runtime.siblings:Siblings.require_together",
-        old="self._apart",
-        new="False",
+        old='raise CommunicatorBroken(f"{self._apart}; make a new process group, and a communicator on it")',
+        new="pass",
         tests=("tests/runtime/test_interrupted_waits.py::test_others_hear_who_and_why",),
     ),
     Mutation(

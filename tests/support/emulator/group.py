@@ -65,6 +65,8 @@ TURNS_PER_NS = 10**12 / 30e9
 class Ended(BaseException):
     """Ends the thread of a rank that was killed."""
 
+    known_to_all = True  # a process that ends tells nobody
+
 
 class Group:
     """What the ranks of one run share."""
