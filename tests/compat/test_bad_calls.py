@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,7 @@ from tests.compat.test_deep_gemm import weights_for
 from tests.conftest import Ranks
 from tokenloom.compat import deep_ep, deep_gemm
 from tokenloom.compat.deep_ep.events import EventHandle
-from tokenloom.compat.deep_ep.faults import BadCall, NotServed
+from tokenloom.compat.deep_ep.faults import BadCall, NotServed, naming
 from tokenloom.compat.deep_ep.routing_maps import Routes
 from tokenloom.runtime.processes import RankContext
 
@@ -220,3 +222,101 @@ def test_two_kinds_of_layers(four: Ranks, kind: str, shapes: tuple[tuple[int, in
 def test_numbers_of_sms(number: Any) -> None:
     with pytest.raises(BadCall, match="is not even and positive"):
         deep_ep.Buffer.set_num_sms(number)
+
+
+# -- the words of deep_ep ---------------------------------------------------------------------------------------
+
+OVERFLOW = tl.CapacityOverflow(40, 32, sent=True)
+LATE = tl.PeerTimeout(0, [1], "the handshake of dispatch", 7, "no answer within 30 s")
+OURS = ("capacity=", "topk_ids", "pool_rows", " timeout_s", "open_timeout_s", "communicator", "receive(", " max_tokens")
+    "capacity=",
+    "topk_ids",
+    "pool_rows",
+    " timeout_s",
+    "open_timeout_s",
+    "communicator",
+    "send_dispatch",
+    "receive(",
+    " max_tokens",
+)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        ("Buffer.dispatch", OVERFLOW, "pass num_worst_tokens=40"),
+        ("Buffer.low_latency_dispatch", OVERFLOW, "name each expert once"),
+        ("ElasticBuffer.dispatch", OVERFLOW, "pass a larger num_max_tokens_per_rank"),
+        ("HybridEPBuffer.dispatch_with_permute", OVERFLOW, "pass num_permuted_tokens=40"),
+        ("Buffer.combine", LATE, "Destroy this buffer and make a new one"),
+        ("ElasticBuffer.combine", LATE, "num_gpu_timeout_secs, or num_cpu_timeout_secs"),
+        ("Buffer.combine", tl.CommunicatorBroken("it is over; make a new communicator"), "make a new buffer"),
+        ("Buffer.low_latency_dispatch", tl.ShapeMismatch("pass max_tokens_per_rank=9"), "num_max_dispatch_tokens_per"),
+        ("ElasticBuffer.dispatch", tl.ShapeMismatch("pass max_tokens_per_rank=9"), "pass num_max_tokens_per_rank=9"),
+        ("Buffer.dispatch", tl.PeerError(1, "InvalidExpertId: topk_ids[0, 1] is 9"), r"topk_idx\[0, 1\]"),
+    ],
+)
+def test_errors_from_below_name_what_the_client_knows(call: str, error: tl.TokenloomError, said: str) -> None:
+    """Twice, since a call may be a part of another: the words stay as they are."""
+
+    @naming(call)
+    @naming(call)
+    def fail() -> None:
+        raise copy.copy(error)
+
+    with pytest.raises(type(error), match=said) as raised:
+        fail()
+    assert str(raised.value).startswith(f"{call}: ")
+    assert not [word for word in OURS if word in str(raised.value)]
+
+
+def check_dropped_hook(context: RankContext) -> None:
+    buffer = deep_ep.Buffer(context.group, explicitly_destroy=True)
+    x, ids = torch.ones(2, HIDDEN, dtype=BF16), torch.zeros(2, 1, dtype=torch.int64)
+
+    def dispatch(**options: Any) -> Any:
+        return buffer.low_latency_dispatch(x, ids, ROOM, context.num_ranks, use_fp8=False, **options)
+
+    dispatch(return_recv_hook=True)
+    gc.collect()
+    with pytest.raises(tl.InvalidArgument, match="the hook of an earlier dispatch was dropped uncalled") as raised:
+        dispatch()
+    assert not [word for word in OURS if word in str(raised.value)]
+    dispatch()
+    buffer.destroy()
+
+
+def test_a_hook_that_nobody_calls(four: Ranks) -> None:
+    four.run(check_dropped_hook)
+
+
+def check_nested(context: RankContext) -> None:
+    buffer = deep_ep.Buffer(context.group, explicitly_destroy=True)
+    elastic = deep_ep.ElasticBuffer(context.group, num_max_tokens_per_rank=ROOM, explicitly_destroy=True)
+    experts = context.num_ranks
+    x, ids, weights = torch.ones(2, HIDDEN, dtype=BF16), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
+    layout = buffer.get_dispatch_layout(ids, experts)
+    given = {"num_tokens_per_rank": layout[0], "num_tokens_per_expert": layout[2], "is_token_in_rank": layout[3]}
+    calls: list[Callable[[Any, Any], object]] = [
+        lambda x, ids: buffer.dispatch(x, **given, topk_idx=ids, topk_weights=weights),
+        lambda x, ids: buffer.low_latency_dispatch(x, ids, ROOM, experts, use_fp8=False),
+        lambda x, ids: elastic.dispatch(x, ids, weights, num_experts=experts),
+    ]
+    for call in calls:
+        call(x, ids)
+        for bad in ((torch.nested.nested_tensor([*x]), ids), (x, torch.nested.nested_tensor([*ids]))):
+            if context.rank == 1:
+                with pytest.raises(tl.InvalidArgument, match="nested tensor"):
+                    call(*bad)
+            else:
+                with pytest.raises(tl.PeerError, match=r"rank 1 failed.*nested tensor"):
+                    call(x, ids)
+        call(x, ids)
+    elastic.destroy()
+    buffer.destroy()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors(four: Ranks) -> None:
+    """They have no shape to be asked for, so that the first question failed untold."""
+    four.run(check_nested)

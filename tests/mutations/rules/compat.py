@@ -12,6 +12,14 @@ PACKAGE = "tokenloom.compat.deep_ep"
 
 MUTATIONS = (
     Mutation(
+        name="errors-in-our-words",
+        rule="an error from below names arguments that deep_ep has not",
+        target="tokenloom.compat.deep_ep.faults:_name",
+        old="call.startswith(name)",
+        new="False",
+        tests=("tests/compat/test_bad_calls.py::test_errors_from_below_name_what_the_client_knows",),
+    ),
+    Mutation(
         name="one-count-per-rank-and-node",
         rule="a token that goes to two ranks of a node counts twice there",
         target=f"{PACKAGE}.normal:NormalMode.get_dispatch_layout",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
@@ -11,8 +12,38 @@ from tokenloom.errors import InvalidArgument, TokenloomError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-WORDS = {"topk_ids": "topk_idx", "max_tokens_per_rank": "num_max_tokens_per_rank"}
-"""tokenloom's names -> those of the client."""
+WORDS = {
+    r"\btopk_ids\b": "topk_idx",
+    r"\bmax_tokens_per_rank\b": "num_max_tokens_per_rank",
+    r"the pending of an earlier (.*) was dropped unreceived; keep .* on it": (
+        r"the hook of an earlier \1 was dropped uncalled; call every hook that return_recv_hook=True gives"
+    ),
+    r"a third pending call: a (\w+) sent (\d+) calls ago is still open; receive it before this call.*": (
+        r"the hook of a \1 of \2 calls ago was not called; call it before this call: only that of the call just "
+        "before may wait"
+    ),
+    r"pass capacity=(\d+)(, or pool_rows=\d+ to a layer that has pool_rows)?": r"pass num_worst_tokens=\1",
+    r" \(in layout 'slots', places for each expert\)": "",
+    r"Close this communicator and make a new one": "Destroy this buffer and make a new one",
+    r"\b(this|a new) communicator\b": r"\1 buffer",
+    r"; a larger timeout_s, or open_timeout_s where a call opens, waits longer": "",
+}
+"""tokenloom's words -> those of the client, as patterns; others of some calls come first."""
+WORDS_OF = {
+    "Buffer.low_latency": {
+        r"\bmax_tokens_per_rank\b": "num_max_dispatch_tokens_per_rank",
+        r"pass capacity=.*": "name each expert once in a row of topk_idx",
+    },
+    "ElasticBuffer": {
+        r"pass capacity=.*": "pass a larger num_max_tokens_per_rank",
+        r"a larger timeout_s, or open_timeout_s where": "larger num_gpu_timeout_secs, or num_cpu_timeout_secs where",
+    },
+    "HybridEPBuffer": {
+        r"\bmax_tokens_per_rank\b": "max_num_of_tokens_per_rank",
+        r"pass capacity=(\d+)(, or pool_rows=\d+ to a layer that has pool_rows)?": r"pass num_permuted_tokens=\1",
+    },
+}
+"""The same for calls whose names begin so."""
 
 
 class BadCall(InvalidArgument, AssertionError, RuntimeError):
@@ -58,6 +89,7 @@ def _name(error: TokenloomError, call: str) -> None:
     text = str(error)
     if text.startswith(f"{call}: "):
         return
-    for ours, theirs in WORDS.items():
-        text = text.replace(theirs, ours).replace(ours, theirs)
+    own = next((words for name, words in WORDS_OF.items() if call.startswith(name)), {})
+    for ours, theirs in (*own.items(), *WORDS.items()):
+        text = re.sub(ours, theirs, text)
     error.args = (f"{call}: {text}",)
