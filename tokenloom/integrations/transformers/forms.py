@@ -21,7 +21,7 @@ FUNCTIONS = {
     "ReLUSquaredActivation": "relu2",
 }
 """What an activation of transformers or torch computes, by its class."""
-PLAIN_FUNCTIONS = {functional.silu: "silu", functional.gelu: "gelu", functional.relu: "relu"}
+PLAIN_FUNCTIONS: dict[object, str] = {functional.silu: "silu", functional.gelu: "gelu", functional.relu: "relu"}
 """The same for activations that are no modules, as lfm2_moe has one."""
 DEFAULT_GATE = "transformers.integrations.moe"
 """The module of ``_apply_gate`` of experts that have no other: ``act_fn(gate) * up``, gates first."""
