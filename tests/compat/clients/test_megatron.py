@@ -7,11 +7,14 @@ there are some. They need the extra ``clients``.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
 from importlib import import_module, util
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from tokenloom.runtime.processes import RankContext, RankPool
 
@@ -35,6 +38,16 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     device, size = request.param
     with RankPool(size, device) as made:
         yield made
+
+
+class OnCpus(TorchFunctionMode):
+    """Makes tensors on CPUs where a program names the device "cuda" unasked, as ``hybridep`` of 0.19.2 does."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        if given.get("device") == "cuda":
+            given["device"] = "cpu"
+        return function(*args, **given)
 
 
 def prepare(context: RankContext) -> None:
@@ -77,7 +90,10 @@ def make_layer(context: RankContext, backend: str, top_k: int) -> Any:
         **dispatcher,
     )
     spec = specs.get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False)
-    return layer(made, spec.submodules).to(context.device)
+    # 0.16.1 gives a specification, 0.19.2 the layer with its submodules bound.
+    submodules = spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
+    with OnCpus() if context.device.type == "cpu" else nullcontext():
+        return layer(made, submodules).to(context.device)
 
 
 def step(context: RankContext, layer: Any, tokens: int, seed: int) -> list[torch.Tensor]:
