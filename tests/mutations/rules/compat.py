@@ -12,7 +12,7 @@ PACKAGE = "tokenloom.compat.deep_ep"
 
 MUTATIONS = (
     Mutation(
-        name="errors-in-our-words",
+        name="errors-with-our-arguments",
         rule="an error from below names arguments that deep_ep has not",
         target="tokenloom.compat.deep_ep.faults:_name",
         old="call.startswith(name)",

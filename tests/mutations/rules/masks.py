@@ -15,6 +15,14 @@ WITHIN_DISPATCH = (f"{ON_TIMEOUT}::test_late_within_a_dispatch",)
 
 AGREEMENT = (
     Mutation(
+        name="growth-over-the-process-group",
+        rule="ranks that are left make another communicator by collectives that cannot end",
+        target="tokenloom.comm.growing:Communicators._make",
+        old="meeting if meeting.masks_late else self.group",
+        new="self.group",
+        tests=("tests/comm/test_shrinking.py::test_a_death",),
+    ),
+    Mutation(
         name="lists-are-not-compared",
         rule="ranks mask what each of them was told",
         target=f"{MEMBERSHIP}.ask",

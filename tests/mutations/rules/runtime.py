@@ -93,15 +93,6 @@ RANKS = (
         num_ranks=4,
     ),
     Mutation(
-        name="connected-without-one",
-        rule="ranks go on without having settled that all of them are connected",
-        target="tokenloom.runtime.rank_group:RankGroup._connect",
-        old="self.notes.skip_to(step)",
-        new="failed = ''",
-        tests=("tests/comm/test_shrinking.py::test_a_death",),
-        num_ranks=4,
-    ),
-    Mutation(
         name="leaves-while-others-connect",
         rule="a rank that closes at once breaks the mesh of ranks that still connect",
         target="tokenloom.runtime.rank_group:RankGroup._connect",
