@@ -17,6 +17,7 @@ import tokenloom as tl
 from tests.conftest import Ranks
 from tests.support.layer_cases import HIDDEN, NUM_EXPERTS, TOP_K, LayerCase, assert_near, make_inputs, make_layer
 from tokenloom.runtime.processes import RankContext
+from tokenloom.training.shards import local_part
 
 FP32, BF16 = torch.float32, torch.bfloat16
 CASE = LayerCase(dtype=FP32, biases=True, router="gpt_oss", shared_gate=True)
@@ -47,15 +48,16 @@ class Block(nn.Module):
 
 
 def step(context: RankContext, run: nn.Module, x: torch.Tensor, model: nn.Module) -> list[Any]:
-    """Both results, and by name the gradients of experts."""
+    """Both results, and the gradients of this rank's experts."""
     out, aux_loss = run(x)
     _, factors = make_inputs(CASE, context.num_ranks)
     ((out.float() * factors[context.rank].to(context.device)).sum() + aux_loss).backward()
     experts = {name: each for name, each in model.named_parameters() if ".experts." in name}
-    for name, each in experts.items():
-        gradient = getattr(each, "main_grad", each.grad)
-        assert gradient.dtype == each.dtype == FP32, name
-    return [out.detach(), aux_loss.detach(), *(getattr(each, "main_grad", each.grad) for each in experts.values())]
+    gradients = [local_part(getattr(each, "main_grad", each.grad)) for each in experts.values()]
+    assert all(
+        gradient.dtype == each.dtype == FP32 for gradient, each in zip(gradients, experts.values(), strict=True)
+    )
+    return [out.detach(), aux_loss.detach(), *gradients]
 
 
 def train_beside_fsdp(context: RankContext, unit_per_layer: bool, main_grads: bool) -> None:
@@ -157,7 +159,7 @@ def experts_by_themselves(context: RankContext, dtype: torch.dtype) -> None:
             out = experts(leaf, ids, weights)
         out.float().square().sum().backward()
         assert leaf.grad is not None
-        results.append([out.detach(), leaf.grad, *(each.grad for each in experts.parameters())])
+        results.append([out.detach(), leaf.grad, *(local_part(each.grad) for each in experts.parameters())])
     assert [each.dtype for each in results[1]] == [dtype, dtype, FP32, FP32]
     for found, want in zip(*results, strict=True):
         assert torch.equal(found, want)
