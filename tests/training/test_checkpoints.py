@@ -263,8 +263,9 @@ def load_files_of_other_ranks(context: RankContext) -> bytes:
                 program.model.load_state_dict(state, assign=assign)
     with pytest.raises(tl.InvalidArgument, match=said):
         tl.shard_state_dict(program.model, {"moe.experts.w1": renamed["moe.experts.w1"]})
+    program = Program(context, "plain", "adamw", seed=2)
     program.optimizer.load_state_dict(unpack(files[other])["optimizer"])
-    with pytest.raises(RuntimeError, match="different meshes"):
+    with pytest.raises(RuntimeError, match=r"different meshes|cross-mesh"):
         program.train(1)
 
     program = Program(context, "plain", "adamw", seed=2)
@@ -332,7 +333,6 @@ def prune_and_load(context: RankContext) -> None:
     other.load_state_dict(unpack(pack(one.state_dict())))
     for name, value in kept:
         assert torch.equal(whole(other.moe.experts.state_dict()[name]), value), name
-    assert torch.equal(whole(other.moe.experts.w2), whole(one.moe.experts.w2))
 
 
 def test_pruned_experts(ranks: Ranks) -> None:
@@ -467,6 +467,25 @@ def frozen(context: RankContext) -> None:
 
 def test_frozen_experts(ranks: Ranks) -> None:
     ranks.run(frozen)
+
+
+def step_before_backward(context: RankContext, is_compiled: bool) -> None:
+    """In place of a DTensor; what autograd has saved is its local part."""
+    layer = make_layer(CASE, context.group)
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if is_compiled else layer
+    x = torch.ones(5, HIDDEN, device=context.device)
+    out, _ = run(x)
+    with torch.no_grad():
+        layer.experts.w2.mul_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    run(x)[0].sum().backward()
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_step_before_backward(ranks: Ranks, is_compiled: bool) -> None:
+    """It would give wrong gradients, in silence."""
+    ranks.run(step_before_backward, is_compiled)
 
 
 @pytest.fixture(autouse=True)

@@ -36,6 +36,7 @@ from tokenloom import reference
 from tokenloom.ops.experts import Experts
 from tokenloom.plan import Plan
 from tokenloom.runtime.processes import RankContext
+from tokenloom.training.shards import local_part
 
 pytestmark = pytest.mark.slow_on(4)
 
@@ -211,7 +212,7 @@ def odd_incoming_gradients(context: RankContext, case: LayerCase) -> None:
     }
     for what, (odd, plain) in pairs.items():
         for got, want in zip(grads(odd), grads(plain), strict=True):
-            assert_near(got, want, case.dtype, what)
+            assert_near(got, local_part(want), case.dtype, what)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, FP32], ids=str)
@@ -230,7 +231,7 @@ def checkpointed(context: RankContext, case: LayerCase, use_reentrant: bool) -> 
         out, aux_loss = run(first, leaf)
         out, more = run(second, leaf + out)
         ((out * factors).sum() + (aux_loss + more) / context.num_ranks).backward()
-        taken = [tensor.grad for tensor in (leaf, *first.parameters(), *second.parameters())]
+        taken = [local_part(tensor.grad) for tensor in (leaf, *first.parameters(), *second.parameters())]
         first.zero_grad()
         second.zero_grad()
         assert all(grad is not None for grad in taken)
@@ -419,7 +420,7 @@ def fail_on_one_rank(context: RankContext, case: LayerCase, fault: str, bad: int
     def step() -> list[torch.Tensor]:
         out, aux_loss = layer(x)
         loss = (out * factors).sum() + aux_loss / context.num_ranks
-        return [out, aux_loss, *torch.autograd.grad(loss, list(layer.parameters()))]
+        return [out, aux_loss, *(local_part(each) for each in torch.autograd.grad(loss, list(layer.parameters())))]
 
     before = step()
     bad_x: Any = x

@@ -143,17 +143,32 @@ def test_gradients_that_are_asked_for_are_given_out() -> None:
 
 def cast(context: RankContext) -> None:
     layer = make_layer(replace(CASE, dtype=torch.float32), context.group, main_grads=True)
-    x = torch.ones(3, HIDDEN, device=context.device)
+    x = torch.randn(20, HIDDEN, generator=torch.Generator().manual_seed(1)).to(context.device)  # some for each rank
     backward(layer, x)
     kept = [weight.main_grad for weight in layer.expert_parameters()]
+    seen: list[torch.Tensor] = []
+    layer.experts.w1.register_hook(seen.append)
+    layer.to(context.device)  # torch swaps DTensors for others even where nothing changes
     layer.to(torch.bfloat16)
     assert all(weight.dtype == torch.bfloat16 for weight in layer.expert_parameters())
     assert all(weight.main_grad is each for weight, each in zip(layer.expert_parameters(), kept, strict=True))
+    twin = copy.deepcopy(layer)
+    backward(twin, x.bfloat16())
+    assert not torch.equal(twin.experts.w1.main_grad, kept[0])
+    assert twin.experts.w1.grad is None
     before = kept[0].clone()
     backward(layer, x.bfloat16())
     assert not torch.equal(kept[0], before)
+    assert all(weight.grad is None for weight in layer.expert_parameters())
+    assert len(seen) == 1
     assert kept[0].shape == layer.experts.w1.to_local().shape
     assert not isinstance(kept[0], DTensor)
+
+    layer.to("meta").to_empty(device=context.device)
+    layer.reset_parameters(seed=1)
+    backward(layer, x.bfloat16())
+    assert layer.experts.w1.main_grad.any()
+    assert layer.experts.w1.grad is None
 
 
 def test_a_cast_keeps_them(ranks: Ranks) -> None:

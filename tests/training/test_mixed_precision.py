@@ -48,15 +48,15 @@ class Block(nn.Module):
 
 
 def step(context: RankContext, run: nn.Module, x: torch.Tensor, model: nn.Module) -> list[Any]:
-    """Both results, and the gradients of this rank's experts."""
+    """Both results, and by name the gradients of experts."""
     out, aux_loss = run(x)
     _, factors = make_inputs(CASE, context.num_ranks)
     ((out.float() * factors[context.rank].to(context.device)).sum() + aux_loss).backward()
     experts = {name: each for name, each in model.named_parameters() if ".experts." in name}
+    for name, each in experts.items():
+        gradient = getattr(each, "main_grad", each.grad)
+        assert gradient.dtype == each.dtype == FP32, name
     gradients = [local_part(getattr(each, "main_grad", each.grad)) for each in experts.values()]
-    assert all(
-        gradient.dtype == each.dtype == FP32 for gradient, each in zip(gradients, experts.values(), strict=True)
-    )
     return [out.detach(), aux_loss.detach(), *gradients]
 
 

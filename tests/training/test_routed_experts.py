@@ -167,7 +167,7 @@ def pass_wrong_weights(context: RankContext, name: str) -> None:
     weights = torch.ones(5, TOP_K, device=context.device)
 
     def run(**changes: Any) -> torch.Tensor:
-        given = {name: getattr(layer.experts, name) for name in ("w1", "w2", "w1_bias", "w2_bias")}
+        given = {name: local_part(getattr(layer.experts, name)) for name in ("w1", "w2", "w1_bias", "w2_bias")}
         forms = {"activation": "swigluoai", "weight_layout": GPT_OSS["weight_layout"]}
         options = piecewise.RunOptions(layer.experts.strategy)
         out = routed_experts.routed_experts(layer.comm, options, x, ids, weights, **{**given, **forms, **changes})

@@ -30,7 +30,7 @@ from tokenloom.training.main_grads import accumulate_main_grads
 from tokenloom.training.parameters import check_experts, draw_seeded, own_name
 from tokenloom.training.pieces import RunOptions, forward_calls
 from tokenloom.training.routed_experts import routed_experts
-from tokenloom.training.shards import local_part, make_mesh, own_part, spread
+from tokenloom.training.shards import local_part, make_mesh, own_part, renew_hooks, spread
 from tokenloom.tune import choices
 
 __all__ = ["RoutedExperts"]
@@ -98,6 +98,8 @@ class RoutedExperts(nn.Module):
     w2: nn.Parameter
     w1_bias: nn.Parameter | None
     w2_bias: nn.Parameter | None
+    stood_for: tuple[nn.Parameter, ...] = ()
+    """While an operator of the compiler runs the module, the parameters in whose places plain tensors stand."""
 
     def __init__(
         self,
@@ -194,6 +196,7 @@ class RoutedExperts(nn.Module):
 
     def _make_parameters(self, biases: bool, dtype: torch.dtype, device: torch.device) -> None:
         mesh = make_mesh(self.comm.engine.ranks)
+        self.is_spread = mesh is not None
         for name, shape in self.shapes().items():
             wanted = biases or not name.endswith("bias")
             value = torch.empty(shape, dtype=dtype, device=device) if wanted else None
@@ -215,10 +218,11 @@ class RoutedExperts(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> RoutedExperts:
-        main_grads = {each: each.main_grad for each in self.parameters() if hasattr(each, "main_grad")}
+        kept = {each: dict(vars(each)) for each in self.parameters()}
         super()._apply(fn, recurse)
-        for parameter, main_grad in main_grads.items():  # of a DTensor torch puts another in its place, without it
-            parameter.main_grad = main_grad  # type: ignore[attr-defined]
+        for parameter, attributes in kept.items():  # torch swaps a DTensor for another, without them and hooks
+            vars(parameter).update(attributes)
+            renew_hooks(parameter)
         return self
 
     @property
@@ -298,6 +302,7 @@ class RoutedExperts(nn.Module):
                 w2_bias=w2_bias,
                 activation=self.form.activation,
                 weight_layout=self.form.layout,
+                sources=self.stood_for or (self.w1, self.w2, self.w1_bias, self.w2_bias),
             )
         return out.view(x.shape)
 

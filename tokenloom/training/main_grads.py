@@ -19,7 +19,8 @@ def accumulate_main_grads(parameters: Iterable[torch.nn.Parameter]) -> None:
     Parameters that do so already stay as they are. Frozen ones get ``main_grad`` alone: torch has no hooks for them.
     """
     for parameter in parameters:
-        if not hasattr(parameter, "main_grad"):
+        main_grad = getattr(parameter, "main_grad", None)
+        if main_grad is None or main_grad.is_meta:  # the parameter was on meta, too
             with torch.inference_mode(False):  # backward adds to it in any mode
                 parameter.main_grad = torch.zeros_like(local_part(parameter.detach()), dtype=torch.float32)  # type: ignore[attr-defined]
         hooks = parameter._post_accumulate_grad_hooks or {}

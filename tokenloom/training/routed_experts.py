@@ -11,7 +11,7 @@ bits.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from tokenloom.ops.autocast import autocast_dtype
 from tokenloom.ops.experts import ExpertForm, Experts, Tensors, cast
 from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout
 from tokenloom.training.pieces import Piece, RunOptions, backward_calls, cut, forward_calls, save, saved
+from tokenloom.training.shards import require_unchanged, versions
 from tokenloom.training.transfers import Links, Transfer
 
 DIFFERENTIABLE = 6
@@ -46,6 +47,7 @@ def routed_experts(
     w2_bias: torch.Tensor | None = None,
     activation: Activation | str = SWIGLU,
     weight_layout: WeightLayout = PLAIN_WEIGHTS,
+    sources: Sequence[torch.Tensor | None] = (),
 ) -> torch.Tensor:
     """Compute ``sum over k of weight_k * (w2 @ activation(w1 @ x + w1_bias) + w2_bias)`` with each token's experts.
 
@@ -66,6 +68,7 @@ def routed_experts(
         activation: an ``Activation`` or the name of one, such as "swiglu", "geglu", "relu2", "swigluoai".
         weight_layout: ``WeightLayout(transposed=True)`` for w1 [L, H, 2I] and w2 [L, I, H],
             ``WeightLayout(interleaved=True)`` for gates and ups in turns. Gradients lie alike. Nothing is copied.
+        sources: DTensors of which weights and biases are the local parts. Backward raises if they change before it.
 
     Returns:
         [T, H], dtype of x, or of autocast where that is on.
@@ -86,6 +89,7 @@ def routed_experts(
         x = settled(x)
         if dtype is not None:
             x, tensors = x.to(dtype), cast(tensors, dtype)  # there may be no room
+            sources = sources if tensors[0] is w1 else ()  # copies may outlive what they were made of
     except Exception:
         with comm.engine.sequence(*forward_calls(options, 1, dtype or x.dtype, needs_grad=False)):
             raise
@@ -96,7 +100,8 @@ def routed_experts(
         if not grad_enabled:  # inference needs no node
             needs, experts = [False] * DIFFERENTIABLE, Experts(tensors, form)
             return _Forward(comm, options, needs, x, topk_ids, topk_weights, experts).run(meanwhile, False)
-        return _RoutedExperts.apply(x, topk_weights, *tensors, topk_ids, comm, options, form, meanwhile, grad_enabled)
+        rest = (comm, options, form, meanwhile, grad_enabled, sources)
+        return _RoutedExperts.apply(x, topk_weights, *tensors, topk_ids, *rest)
 
 
 class _RoutedExperts(torch.autograd.Function):
@@ -115,12 +120,14 @@ class _RoutedExperts(torch.autograd.Function):
         form: ExpertForm,
         meanwhile: Callable[[], None] | None,
         grad_enabled: bool,
+        sources: Sequence[torch.Tensor | None],
     ) -> torch.Tensor:
         needs = [grad_enabled and wanted for wanted in ctx.needs_input_grad[:DIFFERENTIABLE]]
         experts = Experts((w1, w2, w1_bias, w2_bias), form)
         forward = _Forward(comm, options, needs, x, topk_ids, topk_weights, experts)
         out = forward.run(meanwhile, grad_enabled)
         if any(needs):
+            ctx.versions = versions(sources)
             x_again = x if options.redispatch_in_backward else None
             save(ctx, comm.engine, options, forward.pieces, x_again, experts)
         return out
@@ -264,6 +271,7 @@ class _Backward:
 
     def _load(self) -> None:
         """Take what forward saved, and make room for the gradient of x."""
+        require_unchanged(self.ctx.versions)
         self.pieces, x, self.experts = saved(self.ctx)
         grad, strategy = settled(self.given).contiguous(), self.options.strategy
         self.journeys.extend((piece, grad, SWAPPED[strategy.combine]) for piece in self.pieces)

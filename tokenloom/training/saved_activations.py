@@ -46,7 +46,7 @@ def saved_tensors(outputs: Iterable[torch.Tensor], known: Iterable[torch.Tensor]
     found: list[SavedTensor] = []
     for node in _nodes(output.grad_fn for output in outputs):
         for name, tensor in _tensors_of(node):
-            storage = tensor.untyped_storage()
+            storage = local_part(tensor.detach()).untyped_storage()
             if storage.nbytes() and storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
                 found.append(SavedTensor(name, tuple(tensor.shape), tensor.dtype, storage.nbytes()))

@@ -6,12 +6,13 @@ So torch's own tools know that ranks differ. Checkpoints and optimiser states ke
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from tokenloom.errors import InvalidArgument
+from tokenloom.errors import InvalidArgument, NotDifferentiable
 from tokenloom.runtime.rank_group import RankGroup
 
 _RANK = "ep_rank_"
@@ -43,6 +44,31 @@ def spread(local: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Give the part of a tensor that lies here. Differentiable; memory is shared. A plain tensor is its own part."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def versions(tensors: Iterable[Any]) -> list[tuple[torch.Tensor, int]]:
+    """Note how often each DTensor has been changed in place, for :func:`require_unchanged`."""
+    spread = (each for each in tensors if hasattr(each, "to_local") and not each.is_inference())
+    return [(each, each._version) for each in spread]
+
+
+def require_unchanged(noted: Iterable[tuple[torch.Tensor, int]]) -> None:
+    """Raise where a DTensor has been changed since then. Autograd watches its local part, which hears nothing of it.
+
+    Raises:
+        NotDifferentiable: one has.
+    """
+    if any(tensor._version != version for tensor, version in noted):
+        raise NotDifferentiable(
+            "a weight of experts has been modified by an inplace operation since forward, and gradients would be "
+            "wrong; let the optimizer step after backward"
+        )
+
+
+def renew_hooks(parameter: torch.Tensor) -> None:
+    """Let autograd run the hooks of a parameter again, which ``torch.utils.swap_tensors`` has made it forget."""
+    parameter._backward_hooks = parameter._backward_hooks
+    parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
 
 
 def own_part(name: str, value: torch.Tensor, like: torch.Tensor, experts: range) -> torch.Tensor:

@@ -70,7 +70,8 @@ def gather_state_dict(module: nn.Module, *, to: Literal["all", "rank0"] = "all")
         if name in sharded:
             kept = _gather(sharded[name].comm, name, local_part(value.detach()), keeps)
         elif isinstance(value, torch.Tensor):  # else a module's extra state
-            whole = value.detach().full_tensor() if hasattr(value, "full_tensor") else value.detach()
+            whole: Any = value.detach()
+            whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
             kept = whole.cpu().clone() if keeps else None
         if keeps:
             full[name] = kept

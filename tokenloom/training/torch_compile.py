@@ -53,8 +53,10 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run ``layer(x, ...)`` as the compiler sees it."""
     dtype = autocast.autocast_dtype(x.device)
-    weights = [  # operators take plain tensors
-        local_part(weight) if name.startswith("experts.") else weight for name, weight in layer.named_parameters()
+    spread = layer.experts.is_spread  # operators take plain tensors; the compiler knows no hasattr of DTensors
+    weights: list[Any] = [
+        weight.to_local() if spread and name.startswith("experts.") else weight
+        for name, weight in layer.named_parameters()
     ]
     if topk_weights is not None:
         weights.append(topk_weights)
@@ -282,7 +284,8 @@ def _run(
         autocast_dtype: dtype of autocast, None where it is off.
         counts: whether the routes count.
     """
-    layer, (x, *weights), (topk_ids, token_mask) = _layers[int(number)], inputs, others
+    layer: Any = _layers[int(number)]
+    (x, *weights), (topk_ids, token_mask) = inputs, others
     names = [name for name, _ in layer.named_parameters()]
     topk_weights = weights[-1] if len(weights) > len(names) else None
     tensors = dict(zip(names, weights, strict=False))
@@ -292,7 +295,11 @@ def _run(
     with torch.autocast(x.device.type, autocast_dtype, autocast_dtype is not None):
         named = {f"layer.{name}": each for name, each in tensors.items()}
         given = {"topk_ids": topk_ids, "topk_weights": topk_weights, "token_mask": token_mask}
-        out, aux_loss = functional_call(_Body(layer), named, (x,), given | {"counts": counts})
+        layer.experts.stood_for = tuple(layer.experts.parameters())
+        try:
+            out, aux_loss = functional_call(_Body(layer), named, (x,), given | {"counts": counts})
+        finally:
+            layer.experts.stood_for = ()
     return out, aux_loss, new_counts
 
 
