@@ -49,6 +49,7 @@ from tokenloom.runtime.siblings import Siblings
 from tokenloom.runtime.symmetric_memory import BufferLayout
 from tokenloom.runtime.topology import pretended
 from tokenloom.runtime.transfer import Transfer
+from tokenloom.runtime.turns import Turn
 
 CPU = torch.device("cpu")
 NUM_SMS, MAX_SMS = 2, 4
@@ -343,6 +344,10 @@ class Meeting:
 
     device = CPU
     timeout_s = open_timeout_s = 30.0
+    masks_late = False
+
+    def __init__(self) -> None:
+        self.turn = Turn()
 
     def all_gather_object(self, value: Any, phase: str) -> list[Any]:
         group = here.group
