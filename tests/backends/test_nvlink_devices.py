@@ -114,7 +114,7 @@ def check_layers(context: RankContext) -> None:
 def one_layer(context: RankContext) -> list[torch.Tensor]:
     (layer,) = layers_of(context, 1, redispatch_in_backward=True)
     generator = torch.Generator().manual_seed(context.rank)
-    x = torch.randn(40, layer.hidden, generator=generator).to(context.device, BF16).requires_grad_()
+    x = torch.randn(40, layer.experts.hidden, generator=generator).to(context.device, BF16).requires_grad_()
     out, _ = layer(x)
     out.float().square().sum().backward()
     layer.comm.check()

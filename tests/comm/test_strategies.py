@@ -360,7 +360,7 @@ def test_what_kernels_refuse(hoppers: Ranks) -> None:
 def backward_in_a_new_thread(context: RankContext) -> None:
     """The gradient of the layer's output is given, and so the copies are the first that the thread asks of the GPU."""
     (layer,) = layers_of(context, 1, strategy=Strategy("dedup", "reduce_scatter"), overlap=False)
-    x = torch.randn(16, layer.hidden, device=context.device).to(BF16).requires_grad_()
+    x = torch.randn(16, layer.experts.hidden, device=context.device).to(BF16).requires_grad_()
     for _ in range(2):
         out = layer(x)[0]
         out.backward(torch.ones_like(out))

@@ -47,6 +47,10 @@ class Block(nn.Module):
         return self.moe(self.inner(x))
 
 
+AUX_LOSS = 1
+"""Its place among the results of a step."""
+
+
 def step(context: RankContext, run: nn.Module, x: torch.Tensor, model: nn.Module) -> list[Any]:
     """Both results, and by name the gradients of experts."""
     out, aux_loss = run(x)
@@ -61,7 +65,10 @@ def step(context: RankContext, run: nn.Module, x: torch.Tensor, model: nn.Module
 
 
 def train_beside_fsdp(context: RankContext, unit_per_layer: bool, main_grads: bool) -> None:
-    """The step is that of the same model under autocast, bit for bit in what the layer computes."""
+    """The step is that of the same model under autocast, bit for bit in what experts compute.
+
+    FSDP gives the router in bfloat16, as autocast does not: tensor cores of GPUs then sum its logits in another order.
+    """
     x = make_inputs(CASE, context.num_ranks)[0][context.rank].to(context.device)
     plain, model = Block(context), Block(context, main_grads=main_grads)
     with torch.autocast(context.device.type, BF16):
@@ -76,7 +83,10 @@ def train_beside_fsdp(context: RankContext, unit_per_layer: bool, main_grads: bo
     assert found[0].dtype == BF16
     assert found[1].dtype == FP32
     for number, (one, other) in enumerate(zip(found, want, strict=True)):
-        assert torch.equal(one, other), number
+        if number == AUX_LOSS and context.device.type == "cuda":
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=0.0)
+        else:
+            assert torch.equal(one, other), number
     for (name, sharded), parameter in zip(model.named_parameters(), plain.parameters(), strict=True):
         if ".experts." in name:
             continue

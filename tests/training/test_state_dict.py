@@ -182,9 +182,9 @@ def look_at_shards(context: RankContext) -> None:
         sharded = name.endswith((".w1", ".w2", ".w1_bias", ".w2_bias"))
         assert value.shape[0:1] == ((NUM_EXPERTS,) if sharded else model.state_dict()[name].shape[0:1])
         kept = local_part(part[name])
-        assert torch.equal(kept, value[own] if sharded else value)
+        assert torch.equal(kept.cpu(), value[own] if sharded else value)
         assert kept.untyped_storage().nbytes() == kept.nbytes, "all ranks' experts stay in memory"
-        assert torch.equal(kept, local_part(model.state_dict()[name]).cpu())
+        assert torch.equal(kept.cpu(), local_part(model.state_dict()[name]).cpu())
     # The canonical layouts: what other frameworks' checkpoints are converted to.
     assert full["1.moe.experts.w1"].shape == (NUM_EXPERTS, 2 * CASE.intermediate, HIDDEN)
     assert full["1.moe.experts.w2"].shape == (NUM_EXPERTS, HIDDEN, CASE.intermediate)

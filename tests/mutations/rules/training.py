@@ -208,8 +208,8 @@ GRADIENTS = (
         name="router-grad-not-summed",
         rule="router_grad='sum' leaves the sum to the trainer",
         target="tokenloom.training.layer:ExpertParallelMoE._replicated",
-        old='self.router_grad == "sum"',
-        new="False",
+        old='self.router_grad != "sum"',
+        new="True",
         tests=(*GRADIENT_TESTS, f"{LAYER_TEST}layers_that_share_a_communicator_train_as_one_rank_does"),
     ),
     Mutation(
