@@ -22,9 +22,12 @@ HIDDEN, WIDTH, EXPERTS = 32, 48, 8
 BACKENDS = ("deepep", "hybridep")
 SIZES = (2, 4)
 
-pytestmark = pytest.mark.skipif(
-    util.find_spec("megatron") is None, reason="megatron-core is not installed; the extra 'clients' has it"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        util.find_spec("megatron") is None, reason="megatron-core is not installed; the extra 'clients' has it"
+    ),
+    pytest.mark.imports("tests.compat.clients.imported"),
+]
 
 
 def group_params() -> list[Any]:
