@@ -279,7 +279,6 @@ def main() -> None:
             if options.json:
                 Path(options.json).write_text(json.dumps(result) + "\n")
     finally:
-        gc.collect()  # models, and with them the last references to groups
         dist.destroy_process_group()
 
 

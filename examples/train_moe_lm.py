@@ -11,7 +11,6 @@ loss curve is the same for any number of ranks, up to rounding. docs/how-to/trai
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import random
@@ -124,12 +123,8 @@ def reset_parameters(model: nn.Module, seed: int) -> None:
 
 
 def data_parallel(model: nn.Module) -> DistributedDataParallel:
-    """DDP around all of the model but the experts, whose gradients are complete when backward is done.
-
-    It has a process group of its own, since it never lets go of it (torch 2.13): gloo's threads live until the last
-    reference is gone, and abort the process if Python ends while one still holds a tensor.
-    """
-    return tl.data_parallel(model, process_group=dist.new_group())
+    """DDP around all of the model but the experts, whose gradients are complete when backward is done."""
+    return tl.data_parallel(model)
 
 
 class Corpus:
@@ -237,7 +232,6 @@ def main() -> None:
     try:
         train(options, device)
     finally:
-        gc.collect()  # the model, and with it the last reference to the group
         dist.destroy_process_group()
 
 

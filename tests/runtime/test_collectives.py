@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tokenloom.runtime import collectives, leftovers
-from tokenloom.runtime.collectives import CollectiveOnStream, all_have_ended
+from tokenloom.runtime.collectives import Collective, CollectiveOnStream, all_have_ended
 
 SUCCESS, TIMEOUT, COMM_ERROR = 0, 1, 2
 """Of torch's WorkResult."""
@@ -48,11 +48,27 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, list[int]]]:
     monkeypatch.setattr(dist, "get_process_group_ranks", registered.__getitem__)
     yield registered
     collectives._open.clear()
+    collectives._unended.clear()
 
 
 def start(work: Work) -> CollectiveOnStream:
     made: Any = work
     return CollectiveOnStream(lambda: made, GROUP)
+
+
+def test_gloo_keeps_what_has_not_ended() -> None:
+    """Its thread would let go of it last, maybe while Python ends. The next one lets go of what has ended."""
+    lost: Any = Work(is_over=False)
+    ended: Any = Work()
+    for work in (lost, ended):
+        Collective(lambda work=work: work, GROUP)  # type: ignore[misc]
+    assert {each._work for each in collectives._unended} == {lost, ended}
+    Collective(lambda: ended, GROUP)
+    assert [each._work for each in collectives._unended].count(ended) == 1
+    assert lost in {each._work for each in collectives._unended}
+    lost.is_over = True
+    last = Collective(lambda: ended, GROUP)
+    assert collectives._unended == {last}
 
 
 @pytest.mark.parametrize("result", [None, SUCCESS])

@@ -1,10 +1,19 @@
-"""Collectives of torch that the host waits for, and those of NCCL that may never end."""
+"""Collectives of torch that the host waits for, and those that may never end.
+
+A thread of torch runs a collective of gloo. When it lets go of tensors that Python does not hold any more, it takes
+Python's lock. While Python ends, that ends the process with SIGABRT (until Python 3.14). So nobody lets go of a
+collective that has not ended, and Python ends only when those threads have nothing to let go of.
+"""
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import sys
 import time
 from collections.abc import Callable, Collection
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -20,6 +29,15 @@ gather_all = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 _open: set[CollectiveOnStream] = set()
 """Collectives of NCCL that this process has not seen the end of. After a PeerTimeout their kernels may go on."""
+_unended: set[Collective] = set()
+"""Collectives of gloo that this process has not seen the end of. A lost rank may leave some for ever."""
+
+GLOO_THREAD = "pt_gloo_runloop"
+"""What torch calls the threads that run collectives of gloo."""
+QUIET_S = 0.01
+"""A thread that waits for Python's lock asks for it more often."""
+END_S = 5.0
+"""Longest wait for these threads when Python ends. Some may work for a program that has not waited for them."""
 
 
 class Collective:
@@ -27,16 +45,26 @@ class Collective:
 
     Args:
         start: starts it. If that fails, it is as if the collective had failed a moment later.
+        group: the process group.
     """
 
-    def __init__(self, start: Callable[[], dist.Work]) -> None:
+    def __init__(self, start: Callable[[], dist.Work], group: dist.ProcessGroup) -> None:
         self.pending: set[int] = set()
         self.broken: dict[int, str] = {}
         self._work: dist.Work | None = None
+        self._group = group
         try:
             self._work = start()
         except RuntimeError as error:
             self.broken[-1] = str(error)
+        else:
+            self._keep()
+
+    def _keep(self) -> None:
+        """Keep it, and the group that runs it, until it has ended."""
+        for collective in [each for each in _unended if each.has_ended()]:
+            _unended.discard(collective)
+        _unended.add(self)
 
     @property
     def has_started(self) -> bool:
@@ -48,9 +76,14 @@ class Collective:
             return not self.broken
         try:
             self._work.wait(timedelta(seconds=max(seconds, SHORTEST_S)))
+            _unended.discard(self)
             return True
         except RuntimeError:
             return self._work.is_completed() and self._ended_well(self._work)
+
+    def has_ended(self) -> bool:
+        """Whether it has ended, with or without the parts of all ranks."""
+        return self._work is None or self._work.is_completed()
 
     def _ended_well(self, work: dist.Work) -> bool:
         """Whether a collective that has ended did its work; waiting again tells."""
@@ -78,10 +111,11 @@ class CollectiveOnStream(Collective):
     """
 
     def __init__(self, start: Callable[[], dist.Work], group: dist.ProcessGroup) -> None:
-        super().__init__(start)
-        self._start, self._group = start, group
-        if self.has_started:
-            _open.add(self)
+        super().__init__(start, group)
+        self._start = start
+
+    def _keep(self) -> None:
+        _open.add(self)
 
     def wait(self, seconds: float) -> bool:
         if self._work is None:
@@ -137,3 +171,42 @@ def _is_registered(group: dist.ProcessGroup) -> bool:
         return True
     except (KeyError, RuntimeError, ValueError):
         return False
+
+
+@atexit.register
+def _leave_threads_nothing() -> None:
+    """Before Python ends: threads of gloo have let go of all that has ended, and never will of what has not."""
+    for collective in _unended:
+        if not collective.has_ended():
+            _keep_for_ever(collective._work)
+            _keep_for_ever(collective._group)  # its end would wait for the collective
+    deadline, before = time.monotonic() + END_S, _gloo_threads()
+    while before and time.monotonic() < deadline:
+        time.sleep(max(QUIET_S, 2 * sys.getswitchinterval()))
+        now = _gloo_threads()
+        if now == before and all(state == "S" for state, _, _ in now.values()):
+            return
+        before = now
+
+
+def _keep_for_ever(thing: object) -> None:
+    """Keep it also when Python ends, and all else goes."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def _gloo_threads() -> dict[str, tuple[str, str, str]]:
+    """The state of each thread that runs collectives, and how often it has given up a processor, or has had to.
+
+    A thread that sleeps, and has not run while Python's lock was free, does not wait for that lock.
+    """
+    found = {}
+    for folder in Path("/proc/self/task").glob("*"):
+        try:
+            if (folder / "comm").read_text().strip() == GLOO_THREAD:
+                lines = (folder / "status").read_text().splitlines()
+                said = dict(line.split(":", 1) for line in lines)
+                counts = (said["voluntary_ctxt_switches"], said["nonvoluntary_ctxt_switches"])
+                found[folder.name] = (said["State"].strip()[0], *counts)
+        except OSError:  # it has ended meanwhile
+            pass
+    return found

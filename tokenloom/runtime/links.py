@@ -6,7 +6,11 @@ Here every pair of ranks has a connection of its own: one that breaks is named, 
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
@@ -17,6 +21,10 @@ import torch.distributed as dist
 
 FOREVER = timedelta(seconds=1e8)
 """How long a thread waits in gloo. When a wait of gloo expires, gloo closes the connections to all ranks."""
+AT_ONCE = timedelta(milliseconds=1)
+"""The shortest wait of gloo. It takes 0 for no limit at all."""
+END_S = 10.0
+"""Longest wait for threads to end whose waits have been ended."""
 
 
 class Links:
@@ -148,6 +156,11 @@ class Exchange:
         del self._works[rank]
         return error
 
+    def break_off(self, rank: int) -> None:
+        """End the waits for a rank in all threads: one that expires closes the connections to all ranks."""
+        for work in self._works.get(rank, ()):
+            _wait([work], AT_ONCE)
+
     def ended(self, rank: int, error: str | None) -> None:
         """The waiter says that the part of a rank has ended."""
         self.pending = self.pending - {rank}
@@ -159,7 +172,9 @@ class Waiter:
     """A thread that waits in gloo, which cannot be asked whether a transfer has ended.
 
     It waits for one rank after the other. When nobody wants to hear of the rank that holds it up, another thread goes
-    on in its place. The held one ends with the connection.
+    on in its place. The held one ends with the connection, or with :meth:`close`.
+
+    No thread may be left when Python ends: a wait of gloo that returns then ends the process with SIGABRT.
 
     Attributes:
         changed: guards what the thread and its users share; it is notified when an exchange has ended or failed.
@@ -168,8 +183,11 @@ class Waiter:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self._tasks: deque[tuple[Exchange, int]] = deque()
-        self._at: tuple[Exchange, int] | None = None
         self._thread: threading.Thread | None = None
+        # All threads that have not ended, and what each of them waits for.
+        self._at: dict[threading.Thread, tuple[Exchange, int] | None] = {}
+        self._process = os.getpid()
+        _waiters.add(self)
 
     def take(self, exchange: Exchange, ranks: Sequence[int]) -> None:
         """Wait for these parts of an exchange."""
@@ -183,45 +201,72 @@ class Waiter:
         """Wait no longer for these parts of an exchange."""
         with self.changed:
             self._tasks = deque(task for task in self._tasks if not (task[0] is exchange and task[1] in ranks))
-            if self._at is not None and self._at[0] is exchange and self._at[1] in ranks:
+            at = self._at.get(self._thread) if self._thread is not None else None
+            if at is not None and at[0] is exchange and at[1] in ranks:
                 self._start()
 
     def close(self) -> None:
-        """Wait for nothing any more."""
+        """Wait for nothing any more, and end all threads. Where one is held up, all connections are closed."""
+        if self._process != os.getpid():
+            return  # a child has the connections of its parent, and none of its threads
         with self.changed:
             self._tasks.clear()
-            self._thread = self._at = None
+            self._thread = None
             self.changed.notify_all()
+        threads, deadline = list(self._at), time.monotonic() + END_S
+        while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
+            for task in list(self._at.values()):
+                if task is not None:
+                    task[0].break_off(task[1])
+            for thread in threads:  # again if it was only about to wait, or if the transfer ended for this thread
+                thread.join(AT_ONCE.total_seconds())
 
     def _start(self) -> None:
-        self._at = None
         self._thread = threading.Thread(target=self._run, name="tokenloom waiter", daemon=True)
+        self._at[self._thread] = None
         self._thread.start()
 
     def _run(self) -> None:
         me = threading.current_thread()
-        while True:
-            with self.changed:
-                self.changed.wait_for(lambda: self._thread is not me or bool(self._tasks))
-                if self._thread is not me:
-                    return
-                self._at = exchange, rank = self._tasks.popleft()
-            error = exchange.wait_for(rank)
-            with self.changed:
-                if self._thread is not me:
-                    return
-                self._at = None
-                exchange.ended(rank, error)
-                if exchange.broken or not exchange.pending:
-                    self.changed.notify_all()
-            del exchange  # and with it the tensors, while there is nothing to do
+        try:
+            while self._wait_for_next(me):
+                pass
+        finally:
+            del self._at[me]
+
+    def _wait_for_next(self, me: threading.Thread) -> bool:
+        """Wait for the next part; whether there may be another one for this thread."""
+        with self.changed:
+            self.changed.wait_for(lambda: self._thread is not me or bool(self._tasks))
+            if self._thread is not me:
+                return False
+            self._at[me] = exchange, rank = self._tasks.popleft()
+        error = exchange.wait_for(rank)
+        with self.changed:
+            self._at[me] = None
+            if self._thread is not me:
+                return False
+            exchange.ended(rank, error)
+            if exchange.broken or not exchange.pending:
+                self.changed.notify_all()
+        return True
 
 
-def _wait(works: Sequence[dist.Work]) -> str | None:
+_waiters: weakref.WeakSet[Waiter] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Before Python ends, for communicators that nobody has closed."""
+    for waiter in list(_waiters):
+        waiter.close()
+
+
+def _wait(works: Sequence[dist.Work], limit: timedelta = FOREVER) -> str | None:
     """Wait for transfers; why one failed, if so."""
     try:
         for work in works:
-            work.wait(FOREVER)
+            work.wait(limit)
     except RuntimeError as error:
         return str(error)
     return None

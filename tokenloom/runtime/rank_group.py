@@ -191,7 +191,7 @@ class RankGroup:
         self._watch.broken = self._watch.broken or "this communicator was closed"
         self.notes.leave()
         self._disconnect()
-        self.process_group = None  # whose threads, which end with its last reference, may abort Python as it ends
+        self.process_group = None
         release_dropped()
 
     def mark_broken(self, timeout: PeerTimeout) -> None:
@@ -756,7 +756,7 @@ class RankGroup:
 
             return Transfer(result, wait)
         if self._deadline_is_ours:
-            return self._awaited(Collective(start), result, phase, opens, frozenset)
+            return self._awaited(Collective(start, self.process_group), result, phase, opens, frozenset)
         stamps.count(self.process_group)  # first: whatever comes between leaves a collective without its count
         collective = CollectiveOnStream(start, self.process_group)
         if not collective.has_started:

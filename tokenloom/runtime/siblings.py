@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from tokenloom.errors import CommunicatorBroken, PlanMismatch
 from tokenloom.runtime import openings, stamps
-from tokenloom.runtime.collectives import gather_all
+from tokenloom.runtime.collectives import Collective, gather_all
 from tokenloom.runtime.noteboard import Noteboard
 
 STEPS_APART = 1 << 10
@@ -208,9 +208,15 @@ def joining(
         stamp = stamps.next_stamp(process_group) if stamped else stamps.UNSTAMPED
         row = openings.encode(fields, mismatch, stamp, siblings.latest, number, nothing, 0, num_ranks)
         heard = row.new_empty(num_ranks * row.numel())
-        gather_all(heard, row, group=process_group, async_op=True)
+
+        def start() -> dist.Work:
+            return gather_all(heard, row, group=process_group, async_op=True)
+
         if stamped:
+            start()
             stamps.count(process_group)
+        else:
+            Collective(start, process_group)  # which is kept until it has ended
 
     return join
 
