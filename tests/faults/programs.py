@@ -1,8 +1,8 @@
 """Programs of several processes that start at once and end as programs do.
 
-A program costs seconds to start, since it imports torch. These are forks of one process that has imported all, and each
-leaves that process's main module, so Python ends in it as in any program: exit handlers run, and modules are taken down.
-Processes that multiprocessing forks skip that.
+A program costs seconds to start, since it imports torch. These are forks of one process that has imported all, and
+each leaves that process's main module. So Python ends in it as in any program: exit handlers run, and modules are
+taken down. Processes that multiprocessing forks skip that.
 """
 
 from __future__ import annotations

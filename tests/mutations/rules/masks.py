@@ -16,10 +16,10 @@ WITHIN_DISPATCH = (f"{ON_TIMEOUT}::test_late_within_a_dispatch",)
 AGREEMENT = (
     Mutation(
         name="growth-over-the-process-group",
-        rule="ranks that are left make another communicator by collectives that cannot end",
-        target="tokenloom.comm.growing:Communicators._make",
-        old="meeting if meeting.masks_late else self.group",
-        new="self.group",
+        rule="ranks that are left agree about another communicator by collectives that cannot end",
+        target="tokenloom.comm.growing:Communicators.meeting",
+        old="meeting = meeting.left_by_pairs()",
+        new="pass",
         tests=("tests/comm/test_shrinking.py::test_a_death",),
     ),
     Mutation(
