@@ -26,6 +26,7 @@ from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.rendezvous import agree
 from tokenloom.runtime.topology import Topology, pretended
+from tokenloom.training.shards import local_part
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -374,7 +375,7 @@ def layers_run(context: RankContext) -> None:
         out, aux_loss = layer(x)
         ((out * factors[context.rank].to(context.device)).sum() + aux_loss / context.num_ranks).backward()
         assert x.grad is not None
-        results.append([out, x.grad, *(parameter.grad for parameter in layer.parameters())])
+        results.append([out, x.grad, *(local_part(parameter.grad) for parameter in layer.parameters())])
         tl.gather_state_dict(layer)
         if backend == "auto":
             assert layer.comm.backend == "toy"

@@ -197,6 +197,7 @@ def end(rank: Rank, way: str) -> None:
     if way == "sys.exit":
         sys.exit(STATUS)
     if way == "Ctrl-C":
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let what runs in the background ignore it
         signal.raise_signal(signal.SIGINT)
     if way == "pytest":
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they take seconds to load
