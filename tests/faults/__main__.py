@@ -12,11 +12,14 @@ import threading
 import time
 from typing import Any
 
-from tests.faults import endings
+from tests.faults import endings, random_faults
 from tests.faults.busy import busy_loops
 from tests.faults.programs import Programs
 
-KINDS: dict[str, tuple[Any, Any]] = {"endings": (endings.Ending.drawn, endings.faults)}
+KINDS: dict[str, tuple[Any, Any]] = {
+    "endings": (endings.Ending.drawn, endings.faults),
+    "random": (random_faults.Fault.drawn, random_faults.faults),
+}
 
 
 def main() -> int:

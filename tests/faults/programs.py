@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
-PRELOADED = ("tests.faults.endings", "tests.faults.workloads")
+PRELOADED = ("tests.faults.endings", "tests.faults.random_faults", "tests.faults.workloads")
 GROUP_S = 60.0
 """Timeout of process groups: far above what a rank of a test may take."""
 STACKS_S = 1.0
@@ -118,17 +118,15 @@ class Rank:
     num_ranks: int
     folder: Path
     _ready: int = field(repr=False, default=-1)
+    _port: int = field(repr=False, default=0)
 
     def begin(self) -> None:
-        """Make the default process group, over gloo."""
+        """Make the default process group, over gloo. Its store is in another process, as with ``torchrun``."""
         torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{self.folder}/store",
-            rank=self.rank,
-            world_size=self.num_ranks,
-            timeout=timedelta(seconds=GROUP_S),
-        )
+        limit = timedelta(seconds=GROUP_S)
+        store = dist.TCPStore("127.0.0.1", self._port, is_master=False, timeout=limit)
+        own = dist.PrefixStore(str(self.folder), store)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=own, rank=self.rank, world_size=self.num_ranks, timeout=limit)
 
     def ready(self) -> None:
         """Let signals begin, once all ranks have come here."""
@@ -149,7 +147,7 @@ class Rank:
 Program = tuple[Callable[..., Any], Rank, tuple[Any, ...]]
 
 
-def serve(pipe: Connection) -> Program | None:
+def serve(pipe: Connection, port: int) -> Program | None:
     """Start programs until nobody asks for one. In a process of a program it returns what that is to run."""
     while True:
         try:
@@ -168,7 +166,7 @@ def serve(pipe: Connection) -> Program | None:
                 os.dup2(output, 1)
                 os.dup2(output, 2)
                 faulthandler.register(signal.SIGUSR1, all_threads=True)
-                return function, Rank(rank, num_ranks, folder, ranks_ready), args
+                return function, Rank(rank, num_ranks, folder, ranks_ready, port), args
             processes.append(process)
         os.close(ranks_ready)
         running = _Running(processes, ready, signals)
@@ -261,13 +259,36 @@ def _lines(file: Path) -> list[Any]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+def host_store() -> int:
+    """Start a process that hosts a store for all programs, until this one ends; its port."""
+    hears, says = os.pipe()
+    stays, ends = os.pipe()
+    if os.fork() == 0:
+        os.close(ends)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(says, str(store.port).encode())
+        os.read(stays, 1)
+        os._exit(0)
+    os.close(says)
+    os.close(stays)
+    os.set_inheritable(ends, False)
+    port = int(os.read(hears, 16))
+    os.close(hears)
+    _ends.append(ends)
+    return port
+
+
+_ends: list[int] = []
+"""Of the process that hosts the store, which ends when all that have this are gone."""
+
+
 def main(pipe: int) -> None:
     """Serve programs, or be one."""
     for name in PRELOADED:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # else Python takes twice as long to end
-    program = serve(Connection(pipe))
+    program = serve(Connection(pipe), host_store())
     if program is not None:
         function, rank, args = program
         function(rank, *args)
