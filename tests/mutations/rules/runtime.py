@@ -119,7 +119,7 @@ RANKS = (
     Mutation(
         name="leaves-while-others-connect",
         rule="a rank that closes at once breaks the mesh of ranks that still connect",
-        target="tokenloom.runtime.rank_group:RankGroup._connect",
+        target="tokenloom.runtime.rank_group:RankGroup._try_to_connect",
         old="self._watch.wait(said, phase, self.step, self.timeout_s + LATE_TO_CONNECT_S)",
         new="pass",
         tests=("tests/runtime/test_masked_ranks.py::test_nobody_goes_on_before_all_are_connected",),
