@@ -48,14 +48,6 @@ RANKS = (
         tests=("tests/faults/test_endings.py",),
     ),
     Mutation(
-        name="open-collectives-let-go",
-        rule="Python waits for a collective that a lost rank has left open, or aborts when it ends",
-        target="tokenloom.runtime.collectives:_leave_threads_nothing",
-        old="not collective.has_ended()",
-        new="False",
-        tests=("tests/faults/test_endings.py",),
-    ),
-    Mutation(
         name="closed-is-open",
         rule="a communicator that was closed goes on working",
         target="tokenloom.runtime.waiting:Watch.require_alive",
