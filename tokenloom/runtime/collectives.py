@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from tokenloom.runtime.signal_handlers import raise_if_of_handler
+
 SPIN_S, PAUSE_S = 1e-3, 1e-4
 """A host that waits for NCCL asks all the time for so long, and with pauses then."""
 SHORTEST_S = 0.01
@@ -56,6 +58,7 @@ class Collective:
         try:
             self._work = start()
         except RuntimeError as error:
+            raise_if_of_handler(error)
             self.broken[-1] = str(error)
         else:
             self._keep()
@@ -78,7 +81,8 @@ class Collective:
             self._work.wait(timedelta(seconds=max(seconds, SHORTEST_S)))
             _unended.discard(self)
             return True
-        except RuntimeError:
+        except RuntimeError as error:
+            raise_if_of_handler(error)
             return self._work.is_completed() and self._ended_well(self._work)
 
     def has_ended(self) -> bool:
@@ -91,6 +95,7 @@ class Collective:
             work.wait()
             return True
         except RuntimeError as error:
+            raise_if_of_handler(error)
             self.broken[-1] = str(error)
             return False
 

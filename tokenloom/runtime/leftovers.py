@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 from tokenloom.runtime.collectives import all_have_ended
+from tokenloom.runtime.signal_handlers import raise_if_of_handler
 
 Undo = Callable[[], bool]
 """Takes the next steps; returns whether it is done. If not, or if it raises, it is called again later."""
@@ -78,8 +79,8 @@ def release_dropped() -> None:
             done = process != os.getpid()
             try:
                 done = done or undo()
-            except Exception:  # a GPU or a store that fails is not the fault of whoever calls this
-                pass
+            except Exception as error:  # a GPU or a store that fails is not the fault of whoever calls this
+                raise_if_of_handler(error)
             finally:
                 if not done:
                     _waiting.append((process, undo))

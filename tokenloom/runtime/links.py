@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tokenloom.runtime.signal_handlers import raise_if_of_handler
+
 FOREVER = timedelta(seconds=1e8)
 """How long a thread waits in gloo. When a wait of gloo expires, gloo closes the connections to all ranks."""
 AT_ONCE = timedelta(milliseconds=1)
@@ -86,6 +88,7 @@ class Links:
                 if leaving[peer].numel():
                     started.append(self._group.send([leaving[peer]], self._index[peer], number))
             except RuntimeError as error:  # an earlier transfer broke the connection
+                raise_if_of_handler(error)
                 broken[peer] = str(error)
             else:
                 if started:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tokenloom.runtime.signal_handlers import raise_if_of_handler
+
 KEPT_NOTES = 8
 """Named notes of a rank that can still be read: more than there are calls whose outcome a host may not have read."""
 TELLS_WHO_IS_MASKED = ("change/", "loss/")
@@ -123,7 +125,8 @@ class Noteboard:
             return None
         try:
             return getattr(self._store, method)(*args)
-        except RuntimeError:
+        except RuntimeError as error:
+            raise_if_of_handler(error)
             return None
 
     def say(self, name: str, value: Any, everybody: bool = False) -> None:

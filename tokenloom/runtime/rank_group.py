@@ -34,6 +34,7 @@ from tokenloom.runtime.openings import Fields, Opening
 from tokenloom.runtime.process_identity import ProcessIdentity
 from tokenloom.runtime.rejoin import Meeting
 from tokenloom.runtime.siblings import STEPS_APART, Siblings, joining, siblings_of
+from tokenloom.runtime.signal_handlers import raise_if_of_handler
 from tokenloom.runtime.topology import Topology
 from tokenloom.runtime.transfer import Transfer
 from tokenloom.runtime.turns import Turn
@@ -489,6 +490,7 @@ class RankGroup:
             store = dist.PrefixStore(place, self.notes.store)  # type: ignore[attr-defined]
             links = Links(store, me, members, self.timeout_s)
         except RuntimeError as error:
+            raise_if_of_handler(error)
             failed = str(error)
         self.notes.delete_with_notes(Links.keys(place, len(members)))
         self.notes.say(f"{name}/connected", failed)

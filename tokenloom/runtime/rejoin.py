@@ -20,6 +20,7 @@ from tokenloom.errors import PeerTimeout, PlanMismatch
 from tokenloom.runtime.links import Links
 from tokenloom.runtime.membership import POLL_S
 from tokenloom.runtime.noteboard import Noteboard
+from tokenloom.runtime.signal_handlers import raise_if_of_handler
 from tokenloom.runtime.topology import Topology
 
 PHASE = "taking ranks back"
@@ -164,6 +165,7 @@ def connect(notes: Noteboard, meeting: Meeting, limit_s: float) -> Links:
         store = dist.PrefixStore(meeting.links, notes.store)  # type: ignore[attr-defined]
         links = Links(store, notes.rank, members, limit_s)
     except RuntimeError as error:
+        raise_if_of_handler(error)
         said = str(error)
     notes.say_at(f"{meeting.place}/connected/{notes.rank}", said)
     failed = _who_failed(notes, meeting, members, limit_s)

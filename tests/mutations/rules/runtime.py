@@ -48,6 +48,15 @@ RANKS = (
         tests=("tests/faults/test_endings.py",),
     ),
     Mutation(
+        name="handlers-break-connections",
+        rule="what a signal handler raises while a transfer starts is taken for a broken connection",
+        target="tokenloom.runtime.signal_handlers:raise_if_of_handler",
+        old="trace.tb_frame.f_code in handlers",
+        new="False",
+        tests=("tests/runtime/test_signal_handlers.py",),
+        num_ranks=1,
+    ),
+    Mutation(
         name="closed-is-open",
         rule="a communicator that was closed goes on working",
         target="tokenloom.runtime.waiting:Watch.require_alive",
