@@ -22,11 +22,11 @@ import torch.distributed as dist
 
 import tokenloom as tl
 from tests.faults.programs import Ended, Programs, Rank, Signal
-from tests.faults.workloads import PATIENCE_S, WORKLOADS, Workload, await_openings
+from tests.faults.workloads import PATIENCE_S, WORKLOADS, Workload, await_others
 from tests.support.patience import only_late
 
-MASKED_AFTER_S, MISSED_AFTER_S = 1.0, 2.0
-"""Deadlines of who masks a rank that is late on purpose, and of who gives up then."""
+TIMEOUT_S = 1.5
+"""Longest wait for a rank that is late on purpose."""
 TAKEN_DOWN = "taken down"
 """A file that says that a rank takes down its modules."""
 TEARDOWN_S = 0.5
@@ -109,14 +109,15 @@ def program(rank: Rank, ending: Ending) -> None:
 def rank_main(rank: Rank, ending: Ending) -> None:
     rank.begin()
     victim = {rank.num_ranks - 1} if ending.loss else set[int]()
-    timeout_s = MASKED_AFTER_S if ending.loss in LATE and ending.on_timeout == "mask" else PATIENCE_S
     with only_late(victim):
-        work = WORKLOADS[ending.workload](rank, ending.on_timeout, timeout_s)
+        work = WORKLOADS[ending.workload](rank, ending.on_timeout)
         for step in range(2):
             work.step(step)
         kept = (work, dist.group.WORLD) if ending.keeps else ()
         rank.keep(*kept, *([Threads(rank)] if ending.held_back else []))  # the last one goes first
         del kept
+        if ending.loss in LATE:
+            await_others(TIMEOUT_S, TIMEOUT_S)
         rank.ready()
         if not victim:
             work.step(2)
@@ -140,7 +141,7 @@ def be_lost(rank: Rank, work: Workload, ending: Ending) -> None:
     if ending.loss == "stopped":
         time.sleep(LIMIT_S)  # as if it were
     if ending.loss == "late":
-        deadline = time.monotonic() + (PATIENCE_S if ending.held_back else 3 * MISSED_AFTER_S)
+        deadline = time.monotonic() + (PATIENCE_S if ending.held_back else 4 * TIMEOUT_S)
         while not (rank.folder / TAKEN_DOWN).exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         with suppress(tl.TokenloomError):
@@ -155,7 +156,6 @@ def lose_one(rank: Rank, work: Workload, ending: Ending) -> None:
         work.step(2)
         work.step(3)
     else:
-        await_openings(MISSED_AFTER_S if ending.loss in LATE else PATIENCE_S)
         with suppress(tl.PeerTimeout):
             work.step(2)
 

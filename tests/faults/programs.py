@@ -207,7 +207,7 @@ class _Running:
         """
         deadline = time.monotonic() + limit_s
         codes: list[int | None] = [None] * len(self._processes)
-        while not self._stopped.issuperset(self._left.values()) and (now := time.monotonic()) < deadline:
+        while not self._is_over() and (now := time.monotonic()) < deadline:
             until = min([deadline, *(self._began + each.after_s for each in self._signals[:1])])
             events = [*self._left, pipe, *([self._ready] if self._num_ready < len(codes) else [])]
             for event in wait(events, max(0.0, until - now)):
@@ -220,7 +220,7 @@ class _Running:
                     os.close(event)  # type: ignore[arg-type]
                     codes[rank] = os.waitstatus_to_exitcode(os.waitpid(self._processes[rank], 0)[1])
             self._send_signals()
-        if not self._stopped.issuperset(self._left.values()):
+        if not self._is_over():
             for rank in self._left.values():
                 os.kill(self._processes[rank], signal.SIGUSR1)
             time.sleep(STACKS_S)
@@ -228,6 +228,11 @@ class _Running:
             for rank in self._stopped.intersection(self._left.values()):
                 codes[rank] = -signal.SIGKILL
         return codes
+
+    def _is_over(self) -> bool:
+        """Whether all processes have ended, but for those that are stopped for ever."""
+        woken = {each.rank for each in self._signals if each.number == signal.SIGCONT}
+        return self._stopped.difference(woken).issuperset(self._left.values())
 
     def _count_ready(self) -> None:
         came = len(os.read(self._ready, 64))

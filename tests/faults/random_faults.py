@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 import tokenloom as tl
 from tests.faults.programs import Ended, Programs, Rank, Signal
-from tests.faults.workloads import WORKLOADS, Workload, WrongValue, await_openings
+from tests.faults.workloads import WORKLOADS, Workload, WrongValue, await_others
 from tests.support.patience import only_late
 from tokenloom.runtime import membership, waiting
 
-STEPS = 60
-PAUSE_S = 0.01
+STEPS = 30
+PAUSE_S = 0.03
 """Most that a rank does between two steps, so that ranks are at different places."""
 MOMENTS_S = 1.0
 """Faults come within this time. All steps take longer on an idle machine."""
@@ -35,7 +35,7 @@ ROLL_CALL_S = 4.0
 a second."""
 SHORT_S, LONG_S = 0.5, 12.0
 """Of ranks that sleep and are not missed, and of those that are."""
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 EXITED, LOST = 3, 7
 """Exit codes of ``sys.exit`` and ``os._exit``."""
 
@@ -112,16 +112,15 @@ def program(rank: Rank, fault: Fault) -> None:
             stack.enter_context(only_late([fault.victim]))
         for module in () if fault.patient else (membership, waiting):
             stack.enter_context(mock.patch.object(module, "ROLL_CALL_S", ROLL_CALL_S))
-        work = WORKLOADS[fault.workload](rank, fault.on_timeout, TIMEOUT_S)
+        work = WORKLOADS[fault.workload](rank, fault.on_timeout)
         for step in range(2):
             work.step(step)
-        await_openings(OPEN_TIMEOUT_S)
+        await_others(TIMEOUT_S, OPEN_TIMEOUT_S)
         rank.ready()
         try:
             make_steps(rank, work, fault)
         except Interrupted:
             rank.say("interrupted")
-            say_next(rank, work)
         except WrongValue as wrong:
             rank.say("wrong", str(wrong))
         except tl.TokenloomError as error:

@@ -33,10 +33,9 @@ class Workload(Protocol):
     Args:
         rank: this process of the program.
         on_timeout: as of a Communicator.
-        timeout_s: longest wait for another rank within a call, and at its opening where late ranks are masked.
     """
 
-    def __init__(self, rank: Rank, on_timeout: str, timeout_s: float) -> None: ...
+    def __init__(self, rank: Rank, on_timeout: str) -> None: ...
 
     def masked(self) -> frozenset[int]:
         """Ranks that are left out."""
@@ -55,10 +54,11 @@ class Workload(Protocol):
         """Release everything."""
 
 
-def await_openings(limit_s: float) -> None:
-    """Wait no longer than that for other ranks to open a call, from now on."""
+def await_others(timeout_s: float, open_timeout_s: float) -> None:
+    """Wait no longer than that for other ranks from now on, within a call and for its opening."""
     for ranks in list(forks._all):
-        ranks.open_timeout_s = limit_s
+        ranks.timeout_s = ranks._watch._timeout_s = timeout_s
+        ranks.open_timeout_s = open_timeout_s
 
 
 def inputs(rank: Rank, step: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -97,7 +97,7 @@ def require(
 class Pairs:
     """A dispatch and a combine."""
 
-    def __init__(self, rank: Rank, on_timeout: str, timeout_s: float) -> None:
+    def __init__(self, rank: Rank, on_timeout: str) -> None:
         self.rank = rank
         self.comm = tl.Communicator(
             None,
@@ -106,7 +106,7 @@ class Pairs:
             top_k=TOP_K,
             max_tokens_per_rank=MOST,
             device="cpu",
-            timeout_s=timeout_s,
+            timeout_s=PATIENCE_S,
             open_timeout_s=PATIENCE_S,
             on_timeout=on_timeout,  # type: ignore[arg-type]
         )
@@ -154,8 +154,8 @@ class Halves(Pairs):
 class Training(Pairs):
     """Steps of a training layer, whose results have the same bits whenever the same ranks take part."""
 
-    def __init__(self, rank: Rank, on_timeout: str, timeout_s: float) -> None:
-        super().__init__(rank, on_timeout, timeout_s)
+    def __init__(self, rank: Rank, on_timeout: str) -> None:
+        super().__init__(rank, on_timeout)
         torch.manual_seed(5)
         self.layer = tl.ExpertParallelMoE(
             comm=self.comm,
@@ -189,14 +189,14 @@ def local(values: torch.Tensor) -> torch.Tensor:
 class LowLatency:
     """Low-latency mode of ``deep_ep.Buffer``, with hooks in every other step; ``enable_shrink`` to mask late ranks."""
 
-    def __init__(self, rank: Rank, on_timeout: str, timeout_s: float) -> None:
+    def __init__(self, rank: Rank, on_timeout: str) -> None:
         self.rank, self.num_experts = rank, EXPERTS_PER_RANK * rank.num_ranks
         assert dist.group.WORLD is not None
         self._shrinks = on_timeout == "mask"
         self.buffer = deep_ep.Buffer(
             dist.group.WORLD, low_latency_mode=True, enable_shrink=self._shrinks, explicitly_destroy=True
         )
-        self.buffer._options.update(timeout_s=timeout_s, open_timeout_s=PATIENCE_S)
+        self.buffer._options.update(timeout_s=PATIENCE_S, open_timeout_s=PATIENCE_S)
 
     def masked(self) -> frozenset[int]:
         if not self._shrinks:
@@ -231,14 +231,14 @@ class LowLatency:
 class Normal:
     """Normal mode of ``deep_ep.Buffer`` and of ``ElasticBuffer`` in turns, which mask nobody."""
 
-    def __init__(self, rank: Rank, on_timeout: str, timeout_s: float) -> None:
+    def __init__(self, rank: Rank, on_timeout: str) -> None:
         self.rank, self.num_experts = rank, EXPERTS_PER_RANK * rank.num_ranks
         group = dist.group.WORLD
         assert group is not None
         self.buffer = deep_ep.Buffer(group, explicitly_destroy=True)
         self.elastic = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=MOST, explicitly_destroy=True)
         for each in (self.buffer, self.elastic):
-            each._options.update(timeout_s=timeout_s, open_timeout_s=PATIENCE_S)
+            each._options.update(timeout_s=PATIENCE_S, open_timeout_s=PATIENCE_S)
 
     def masked(self) -> frozenset[int]:
         return frozenset()
