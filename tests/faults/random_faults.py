@@ -24,7 +24,7 @@ from tests.faults.workloads import WORKLOADS, Workload, WrongValue, await_others
 from tests.support.patience import only_late
 from tokenloom.runtime import membership, waiting
 
-STEPS = 30
+STEPS, FEW_STEPS = 30, 12
 PAUSE_S = 0.03
 """Most that a rank does between two steps, so that ranks are at different places."""
 MOMENTS_S = 1.0
@@ -62,7 +62,7 @@ class Fault:
         kind: what happens. victim: to which rank.
         after_s: seconds after all ranks were ready.
         anywhere: also within a call.
-        patient: ranks that are not late have all the time to say so, for busy machines.
+        patient: ranks that are not late have all the time to say so, for busy machines; and they make few steps.
     """
 
     seed: int
@@ -85,6 +85,11 @@ class Fault:
         anywhere = kind in SIGNALS or draw.random() < 0.7
         moment = round(draw.random() * MOMENTS_S, 4)
         return cls(seed, workload, on_timeout, num_ranks, kind, draw.randrange(num_ranks), moment, anywhere)
+
+    @property
+    def steps(self) -> int:
+        """How many each rank makes."""
+        return FEW_STEPS if self.patient else STEPS
 
     @property
     def signals(self) -> list[Signal]:
@@ -127,7 +132,7 @@ def program(rank: Rank, fault: Fault) -> None:
             peers = {tl.PeerTimeout: "peers", tl.PeerError: "rank"}.get(type(error))
             named = getattr(error, peers) if peers else ()
             rank.say("error", type(error).__name__, [named] if isinstance(named, int) else list(named), str(error))
-            say_next(rank, work)
+            say_next(work, rank, fault.steps)
         else:
             rank.say("done", sorted(work.masked()))
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -143,7 +148,7 @@ def make_steps(rank: Rank, work: Workload, fault: Fault) -> None:
     if own and fault.anywhere:
         signal.signal(signal.SIGALRM, lambda *_: fail(rank, fault, _[1]))
         signal.setitimer(signal.ITIMER_REAL, max(fault.after_s, 1e-6))
-    for step in range(2, STEPS):
+    for step in range(2, fault.steps):
         if own and not fault.anywhere and time.monotonic() - began >= fault.after_s:
             own = False
             fail(rank, fault)
@@ -167,10 +172,10 @@ def fail(rank: Rank, fault: Fault, frame: FrameType | None = None) -> None:
     time.sleep(LONG_S if fault.kind == "sleep" else SHORT_S)
 
 
-def say_next(rank: Rank, work: Workload) -> None:
+def say_next(work: Workload, rank: Rank, step: int) -> None:
     """What the next call says."""
     try:
-        work.step(STEPS)
+        work.step(step)
     except tl.TokenloomError as error:
         rank.say("next", type(error).__name__, str(error))
     else:
@@ -181,7 +186,7 @@ def faults(fault: Fault, programs: Programs) -> tuple[list[str], Ended]:
     """What was not as promised, and how the program has ended."""
     ended = programs.run(program, fault.num_ranks, fault, limit_s=LIMIT_S, signals=fault.signals)
     last = max((said[1] for said in ended.said[fault.victim] if said[0] == "at"), default=0)
-    came = last < STEPS - 1  # before the victim had begun its last step
+    came = last < fault.steps - 1  # before the victim had begun its last step
     found = []
     for rank, (code, lines) in enumerate(zip(ended.codes, ended.said, strict=True)):
         said: dict[str, Any] = {line[0]: line[1:] for line in lines}
