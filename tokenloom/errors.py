@@ -173,7 +173,8 @@ class PeerTimeout(TokenloomError, TimeoutError):
             cure = "; a larger timeout_s, or open_timeout_s where a call opens, waits longer"
         super().__init__(
             f"rank {rank} waited in {phase} (step {epoch}) for rank(s) {missing}: {why}. "
-            f"Close this communicator and make a new one once all ranks are back{cure}{text}"
+            "Close this communicator. Once all ranks are back, make a new process group, and a communicator on it"
+            f"{cure}{text}"
         )
 
 

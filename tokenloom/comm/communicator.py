@@ -16,7 +16,7 @@ from tokenloom.backends import registry
 from tokenloom.comm.beside import CallsBeside
 from tokenloom.comm.engine import Engine
 from tokenloom.comm.torch_modes import require_eager, untransformed
-from tokenloom.errors import InvalidArgument, PeerTimeout
+from tokenloom.errors import CommunicatorBroken, InvalidArgument, PeerTimeout
 from tokenloom.plan import Plan
 from tokenloom.runtime import topology
 from tokenloom.runtime.rank_group import MAKING, RankGroup
@@ -131,8 +131,9 @@ class Communicator(CallsBeside):
                 return terms_of(request), found
 
             if on_timeout == "mask" and not rejoin and ranks.could_go_by_pairs:
-                # With the patience that a first call takes. Whoever is lost meanwhile is found out below, by pairs.
-                with suppress(PeerTimeout):
+                # With the patience that a first call takes. Whoever is lost meanwhile, or was before so that the
+                # process group carries nothing any more, is found out below, by pairs.
+                with suppress(PeerTimeout, CommunicatorBroken):
                     agree(ranks, prepare, MAKING)
                 ranks = ranks.left_by_pairs()
             said = [prepare()[1]] if rejoin else agree(ranks, prepare, MAKING)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tokenloom.backends.base import Upcoming
-from tokenloom.errors import BackendUnavailable, PeerError, PeerTimeout, is_known_to_all
+from tokenloom.errors import BackendUnavailable, CommunicatorBroken, PeerError, PeerTimeout, is_known_to_all
 from tokenloom.runtime.openings import NeedsRoom, means_growth
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ class Communicators:
             patience = {name: value for name, value in options.items() if name.endswith("timeout_s")}
             meeting = RankGroup(self.group, device=device, **patience)
             if options.get("on_timeout") == "mask" and meeting.could_go_by_pairs:
-                with suppress(PeerTimeout):  # who is lost meanwhile is found out by pairs
+                with suppress(PeerTimeout, CommunicatorBroken):  # who is lost meanwhile is found out by pairs
                     meeting.all_gather_object(None, MAKING)
                 meeting = meeting.left_by_pairs()
             self._meeting = meeting

@@ -209,8 +209,7 @@ class RankGroup:
         """
         why = f"{type(fault).__name__}: {fault}"
         self._watch.broken = f"an earlier call failed: {why}"
-        if not self.notes.by_pairs:
-            self._siblings.part(f"rank {self.rank} failed in the middle of a call: {why}")
+        self._siblings.part(self.notes, PeerError(self.rank, why))
         self.notes.fail(why)
         self._disconnect()
 
@@ -790,9 +789,8 @@ class RankGroup:
             with self.telling():
                 try:
                     self._watch.wait(awaited, phase, step, limit_s, opens)
-                except PeerError as failed:
-                    if not self.notes.by_pairs:
-                        self._siblings.part(str(failed))
+                except (PeerError, PeerTimeout) as ended:
+                    self._siblings.part(self.notes, ended)
                     raise
             lost = finish()
             self.missed |= lost

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 
-from tokenloom.errors import CommunicatorBroken, PlanMismatch
+from tokenloom.errors import CommunicatorBroken, PeerError, PeerTimeout, PlanMismatch
 from tokenloom.runtime import openings, stamps
 from tokenloom.runtime.collectives import Collective, gather_all
 from tokenloom.runtime.noteboard import Noteboard
@@ -28,6 +28,8 @@ STEPS_APART = 1 << 10
 """More collectives than a rank can begin in a call that others have not."""
 THE_GROUP = "the process group"
 """Where ranks meet in collectives of the group; on links they meet where their notes are."""
+APART = "tokenloom/apart"
+"""Key of what the first rank says that has come to another collective than the rest."""
 
 
 class Siblings:
@@ -45,9 +47,26 @@ class Siblings:
         self._apart: str | None = None
         self._partings: int | None = None
 
-    def part(self, why: str) -> None:
-        """Say that the ranks have come to different collectives of the group, which will never match again."""
+    def part(self, notes: Noteboard, ended: PeerError | PeerTimeout) -> None:
+        """Say that the ranks have come to different collectives of the group, which will never match again.
+
+        Args:
+            notes: of the communicator that was called. One that goes by pairs uses none of these.
+            ended: how a rank has left a call in which others may have gone on.
+        """
+        if notes.by_pairs:
+            return
+        if isinstance(ended, PeerTimeout):
+            why = f"rank {ended.rank} has waited in vain in {ended.phase}"
+        else:
+            why = f"rank {ended.rank} failed in the middle of a call: {ended.reason}"
         self._apart = self._apart or why
+        notes.decide_at(APART, why)
+
+    def why_apart(self, notes: Noteboard) -> str | None:
+        """Why they have, if any of them has said so."""
+        self._apart = self._apart or notes.hear_at(APART)
+        return self._apart
 
     def require_together(self) -> None:
         """Raise CommunicatorBroken if they have: gloo would end a process that gets what another collective sends."""
@@ -57,6 +76,7 @@ class Siblings:
     def add(self, notes: Noteboard) -> None:
         """Add a communicator. One that has left its notes counts no longer."""
         self._notes.add(notes)
+        self.why_apart(notes)  # or one that is made behind it would wait for ranks that know
 
     @property
     def all(self) -> list[Noteboard]:

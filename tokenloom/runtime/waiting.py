@@ -177,7 +177,7 @@ class Watch:
             return "the communicator was closed there"
         self._require_same_mask(step)
         said = self._notes.who_gave_up()
-        return said[1] if said else None
+        return said[1] if said else self._siblings.why_apart(self._notes)
 
     def require_none_failed(self) -> None:
         """Raise PeerError if another rank has told that it failed in the middle of a call. That breaks the group."""

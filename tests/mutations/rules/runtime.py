@@ -169,6 +169,22 @@ RANKS = (
         tests=("tests/runtime/test_interrupted_waits.py::test_others_hear_who_and_why",),
     ),
     Mutation(
+        name="a-group-after-a-timeout",
+        rule="ranks go on with a process group of which one has waited in vain",
+        target="tokenloom.runtime.siblings:Siblings.part",
+        old="if isinstance(ended, PeerTimeout):\n            why =",
+        new="if isinstance(ended, PeerTimeout):\n            return\n            why =",
+        tests=("tests/runtime/test_after_a_timeout.py",),
+    ),
+    Mutation(
+        name="made-on-a-group-that-came-apart",
+        rule="a communicator is made on a process group that other ranks have left",
+        target="tokenloom.runtime.siblings:Siblings.add",
+        old="self.why_apart(notes)",
+        new="pass",
+        tests=("tests/runtime/test_after_a_timeout.py",),
+    ),
+    Mutation(
         name="elsewhere-is-late",
         rule="a rank that waits in another communicator is masked",
         target="tokenloom.runtime.siblings:Wait._have_parted",

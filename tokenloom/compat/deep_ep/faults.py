@@ -24,7 +24,8 @@ WORDS = {
     ),
     r"pass capacity=(\d+)(, or pool_rows=\d+ to a layer that has pool_rows)?": r"pass num_worst_tokens=\1",
     r" \(in layout 'slots', places for each expert\)": "",
-    r"Close this communicator and make a new one": "Destroy this buffer and make a new one",
+    r"Close this communicator\.": "Destroy this buffer.",
+    r"\ba communicator on it\b": "a buffer on it",
     r"\b(this|a new) communicator\b": r"\1 buffer",
     r"; a larger timeout_s, or open_timeout_s where a call opens, waits longer": "",
 }
