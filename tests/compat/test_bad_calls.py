@@ -128,8 +128,8 @@ def test_deep_ep(four: Ranks) -> None:
     four.run(check_deep_ep)
 
 
-def check_two_hidden_sizes(context: RankContext) -> None:
-    buffer = deep_ep.Buffer(context.group)
+def check_two_hidden_sizes(context: RankContext, masks: bool) -> None:
+    buffer = deep_ep.Buffer(context.group, enable_shrink=masks)
 
     def dispatch(hidden: int, dtype: torch.dtype = torch.float32, as_list: bool = False) -> None:
         x, ids = torch.ones(2, hidden, dtype=BF16), torch.zeros(2, 1, dtype=torch.int64)
@@ -151,10 +151,11 @@ def check_two_hidden_sizes(context: RankContext) -> None:
     dispatch(256)
 
 
-def test_two_hidden_sizes(four: Ranks) -> None:
-    """A fault is told by the communicator that the others call, or later calls of both would have other numbers. If
-    ids are no tensor, the width alone says which it is."""
-    four.run(check_two_hidden_sizes)
+@pytest.mark.parametrize("masks", [False, True])
+def test_two_hidden_sizes(four: Ranks, masks: bool) -> None:
+    """A fault is told by the communicator that the others call, or later calls of both would have other numbers, and
+    one that has connections of its own would not hear it. If ids are no tensor, the width alone says which it is."""
+    four.run(check_two_hidden_sizes, masks)
 
 
 def buffer_of(context: RankContext, kind: str) -> Callable[[int, int, bool], Any]:
@@ -183,11 +184,12 @@ def buffer_of(context: RankContext, kind: str) -> Callable[[int, int, bool], Any
             return elastic.dispatch(*tensors(num_experts, top_k, bad), num_experts=num_experts)
 
     else:
-        buffer = deep_ep.Buffer(context.group, low_latency_mode=kind == "low latency")
+        fast = kind in ("low latency", "masking")
+        buffer = deep_ep.Buffer(context.group, low_latency_mode=fast, enable_shrink=kind == "masking")
 
         def call(num_experts: int, top_k: int, bad: bool) -> Any:
             x, ids, weights = tensors(num_experts, top_k, bad)
-            if kind == "low latency":
+            if fast:
                 return buffer.low_latency_dispatch(x, ids.int() if bad else ids, ROOM, num_experts)
             per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, num_experts)
             counts = {
@@ -211,7 +213,7 @@ def check_two_kinds_of_layers(context: RankContext, kind: str, shapes: tuple[tup
 
 
 @pytest.mark.parametrize("shapes", [((4, 2), (8, 2)), ((8, 2), (8, 3))], ids=["experts", "routes"])
-@pytest.mark.parametrize("kind", ["normal", "low latency", "elastic", "hybrid"])
+@pytest.mark.parametrize("kind", ["normal", "low latency", "masking", "elastic", "hybrid"])
 def test_two_kinds_of_layers(four: Ranks, kind: str, shapes: tuple[tuple[int, int], ...]) -> None:
     """Of one width. A fault is told where the others make the call; and rows of openings are equally long, whichever
     communicator it is."""

@@ -8,6 +8,7 @@ import pytest
 
 from tests.faults.endings import Ending, faults
 from tests.faults.programs import Programs
+from tests.support.slow import mostly_slow
 
 ENDINGS = [
     Ending("pairs"),
@@ -22,6 +23,10 @@ ENDINGS = [
     Ending("halves", "mask", "stopped", "destroyed", num_ranks=3),
     Ending("pairs", "raise", "mask_ranks", keeps=False, num_ranks=3, way="pytest"),
 ]
+QUICK = [
+    Ending("normal", closing="destroyed", way="sys.exit"),
+    Ending("pairs", "raise", "os._exit", "closed and destroyed", way="Ctrl-C"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +35,7 @@ def programs() -> Iterator[Programs]:
         yield running
 
 
-@pytest.mark.parametrize("ending", ENDINGS, ids=str)
+@pytest.mark.parametrize("ending", mostly_slow(ENDINGS, QUICK), ids=str)
 def test_a_program_ends_as_it_says(programs: Programs, ending: Ending) -> None:
     """With the exit code that it wants on every rank; threads that could abort it are held back until it is too late
     for them."""

@@ -28,7 +28,7 @@ from tokenloom.runtime.processes import RankContext
 NUM_RANKS, ODD = 4, 1
 LIMIT_S = 120.0
 AT_ONCE_S = 20.0
-OPTIONS: dict[str, Any] = {"timeout_s": 60.0, "open_timeout_s": 60.0}
+OPTIONS: dict[str, Any] = {"timeout_s": 30.0, "open_timeout_s": 30.0}
 """What ranks would wait that nobody tells."""
 
 
@@ -58,8 +58,7 @@ def on_ranks(body: Callable[..., Any], *args: Any) -> list[Any]:
         server.hear(ODD, "interrupted", LIMIT_S)
         for pipe in server.pipes:
             pipe.send("go on")
-        found = {rank: server.hear(rank, "returned", LIMIT_S) for rank in sorted(range(NUM_RANKS), key=ODD.__ne__)}
-    return [found[rank] for rank in range(NUM_RANKS)]
+        return server.hear_all("returned", LIMIT_S)
 
 
 def at_once(call: Callable[[], Any], error: type[Exception] = tl.PeerError) -> Exception:
@@ -141,7 +140,7 @@ def test_masks(error: type[BaseException]) -> None:
 
 
 def check_masks(context: RankContext, pipe: Connection, error: type[BaseException]) -> list[int] | None:
-    comm = make_comm(context, on_timeout="mask", timeout_s=60.0)
+    comm = make_comm(context, on_timeout="mask", timeout_s=30.0)
     works(comm)
     if context.rank == ODD:
         with interrupted(error, 0.3):

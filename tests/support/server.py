@@ -67,6 +67,21 @@ class Server:
             process.kill()
             process.join()
 
+    def hear_all(self, word: str, limit_s: float) -> list[Any]:
+        """What each rank says with this word. The first that fails ends the wait: others may wait for it in vain."""
+        deadline = time.monotonic() + limit_s
+        heard: dict[int, Any] = {}
+        while awaited := {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in heard}:
+            ready = wait(list(awaited), max(0.0, deadline - time.monotonic()))
+            assert ready, f"rank(s) {sorted(awaited.values())} have not said {word!r} within {limit_s:g} s"
+            for pipe in ready:
+                rank = awaited[pipe]  # type: ignore[index]
+                said, value = self.pipes[rank].recv()
+                assert said != "failed", f"rank {rank}: {value}"
+                if said == word:
+                    heard[rank] = value
+        return [heard[rank] for rank in range(len(self.pipes))]
+
     def hear(self, rank: int, word: str, limit_s: float) -> Any:
         """What the rank says with this word; it may say others before."""
         deadline = time.monotonic() + limit_s

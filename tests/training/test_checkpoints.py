@@ -177,7 +177,7 @@ def load(
         assert not torch.equal(program.everything()["moe.experts.w1"], want["moe.experts.w1"])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp"])
 def test_what_any_number_of_ranks_saves_any_other_loads(

@@ -199,7 +199,9 @@ def load_former_checkpoints(context: RankContext) -> None:
         own, full = former(model.state_dict()), former(tl.gather_state_dict(model))
         assert not any("experts" in name for name in (*own, *full))
         want = {name: value.clone() for name, value in model.state_dict().items()}
-        for part in (own, tl.shard_state_dict(model, full)):
+        sharded = tl.shard_state_dict(model, full)
+        assert all(len(local_part(sharded[name])) == len(local_part(want[name])) for name in want if "experts" in name)
+        for part in (own, sharded):
             given = {name: value.clone() for name, value in part.items()}
             with torch.no_grad():
                 for parameter in model.parameters():

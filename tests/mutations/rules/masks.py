@@ -226,8 +226,8 @@ TRANSFERS = (
     Mutation(
         name="late-ranks-break-all",
         rule="on_timeout='mask' is on_timeout='raise'",
-        target="tokenloom.comm.communicator:Communicator.__init__",
-        old="self._choice.backend.mask_late()",
+        target="tokenloom.runtime.rank_group:RankGroup._go_by_pairs",
+        old="self._watch.masks_late = True",
         new="pass",
         tests=(f"{ON_TIMEOUT}::test_late_for_a_dispatch",),
     ),

@@ -172,8 +172,8 @@ RANKS = (
         name="a-group-after-a-timeout",
         rule="ranks go on with a process group of which one has waited in vain",
         target="tokenloom.runtime.siblings:Siblings.part",
-        old="if isinstance(ended, PeerTimeout):\n            why =",
-        new="if isinstance(ended, PeerTimeout):\n            return\n            why =",
+        old='why = f"rank {ended.rank} has waited in vain in {ended.phase}"',
+        new="return",
         tests=("tests/runtime/test_after_a_timeout.py",),
     ),
     Mutation(
