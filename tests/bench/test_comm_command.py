@@ -26,7 +26,7 @@ from tokenloom.cli.terminal import FAILED
 from tokenloom.runtime.processes import RankPool
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 
 
 MOVED = traffic.Traffic(physical_bytes=60_000, value_bytes=34_700, logical_bytes=90_000)

@@ -1,10 +1,10 @@
 """Proof that the suite bites: breaks one rule at a time in a copy of the tree, and demands that tests fail there.
 
-    python -m tests.mutations [names ...] [--gpu] [--jobs 2] [--list]
+    python -m tests.mutations [names ...] [--gpu] [--jobs 2] [--list] [--passed FILE ...]
 
 Each mutation replaces one piece of one symbol and runs the tests that should notice, until one fails. Each test that
-failed must pass on the unchanged tree afterwards. A mutant that survives, or one that only breaks the collection of
-tests, makes the exit status 1.
+failed must pass on the unchanged tree: it runs there afterwards, unless a report of pytest says that it has passed. A
+mutant that survives, or one that only breaks the collection of tests, makes the exit status 1.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from importlib.util import find_spec
+from pathlib import Path
+from xml.etree import ElementTree
 
 from tests.mutations import copies
 from tests.mutations.copies import Outcome, Trial
@@ -29,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", help="mutations to try; all of them by default")
     parser.add_argument("--gpu", action="store_true", help="try the mutations whose tests need GPUs, not the others")
     parser.add_argument("--jobs", type=int, default=2, help="mutants tested at a time (default: 2)")
+    parser.add_argument("--passed", nargs="+", type=Path, default=[], metavar="FILE",
+                        help="what pytest --junitxml has written of tests on the unchanged tree")  # fmt: skip
     parser.add_argument("--list", action="store_true", help="print the names and stop")
     options = parser.parse_args(arguments)
     by_name = {mutation.name: mutation for mutation in MUTATIONS}
@@ -55,8 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             report(trial.mutation, outcome)
             outcomes.append((trial, outcome))
         noticed = [(trial, outcome) for trial, outcome in outcomes if was_noticed(outcome)]
-        print(f"unchanged tree: the tests that noticed {len(noticed)} mutations", flush=True)
-        on_unchanged, passing = unchanged(noticed), 0
+        have_passed = {test for file in options.passed for test in passed_tests(file)}
+        on_unchanged, passing = unchanged(noticed, have_passed), 0
+        print(
+            f"unchanged tree: of the tests that noticed {len(noticed)} mutations those that no report has", flush=True
+        )
         for trial, outcome in copies.run(on_unchanged, options.jobs, folder):
             if outcome.code == 0:
                 passing += len(trial.tests)
@@ -68,12 +75,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if survived or passing < tests else 0
 
 
-def unchanged(noticed: Sequence[tuple[Trial, Outcome]]) -> list[Trial]:
-    """Trials of the unchanged tree: each test that failed on a changed one, those of a file together."""
+def passed_tests(file: Path) -> Iterator[str]:
+    """Yield the node ids of the tests that have passed, from a report in the format of JUnit."""
+    for case in ElementTree.parse(file).iter("testcase"):
+        if not {child.tag for child in case} & {"failure", "error", "skipped"}:
+            yield f"{case.attrib['classname'].replace('.', '/')}.py::{case.attrib['name']}"
+
+
+def unchanged(noticed: Sequence[tuple[Trial, Outcome]], passed: Collection[str]) -> list[Trial]:
+    """Trials of the unchanged tree: each test that failed on a changed one, those of a file together.
+
+    Args:
+        passed: tests that are known to pass there.
+    """
     tests: dict[tuple[int, bool, str], set[str]] = {}
     for trial, outcome in noticed:
-        key = (trial.num_ranks, trial.gpu, outcome.failed.partition("::")[0])
-        tests.setdefault(key, set()).add(outcome.failed)
+        if outcome.failed not in passed:
+            key = (trial.num_ranks, trial.gpu, outcome.failed.partition("::")[0])
+            tests.setdefault(key, set()).add(outcome.failed)
     return [
         Trial(None, tuple(sorted(names)), num_ranks, gpu, 2 * LIMIT_S)
         for (num_ranks, gpu, _), names in sorted(tests.items())

@@ -12,6 +12,7 @@ import pytest
 
 from tests.conftest import COLLECTED
 from tests.mutations import device_code, python_code
+from tests.mutations.__main__ import passed_tests
 from tests.mutations.mutation import Mutation
 from tests.mutations.rules import MUTATIONS
 
@@ -166,3 +167,29 @@ def test_a_stale_entry_is_refused() -> None:
         stale.broken(ROOT)
     with pytest.raises(SystemExit, match="No such file"):
         Mutation(name="moved", rule="", target="tokenloom.gone:x", old="", new="", tests=()).broken(ROOT)
+
+
+SOME_TESTS = """
+import pytest
+
+@pytest.mark.parametrize("given", ["", "1/2.5 [a]"])
+def test_right(given): print("said")
+def test_wrong(): assert False
+def test_left_out(): pytest.skip("not here")
+@pytest.fixture
+def broken(): raise OSError
+def test_unprepared(broken): pass
+"""
+
+
+def test_reports_tell_which_tests_have_passed(tmp_path: Path) -> None:
+    """By the names that pytest takes."""
+    folder = tmp_path / "tests" / "more"
+    folder.mkdir(parents=True)
+    (folder / "test_some.py").write_text(SOME_TESTS)
+    (tmp_path / "pyproject.toml").touch()  # pytest begins names there
+    report = tmp_path / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", f"--junitxml={report}"]
+    subprocess.run(command, cwd=tmp_path, capture_output=True, check=False)
+    names = [f"tests/more/test_some.py::test_right[{given}]" for given in ("", "1/2.5 [a]")]
+    assert list(passed_tests(report)) == names
