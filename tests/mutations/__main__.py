@@ -61,9 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         noticed = [(trial, outcome) for trial, outcome in outcomes if was_noticed(outcome)]
         have_passed = {test for file in options.passed for test in passed_tests(file)}
         on_unchanged, passing = unchanged(noticed, have_passed), 0
-        print(
-            f"unchanged tree: of the tests that noticed {len(noticed)} mutations those that no report has", flush=True
-        )
+        print(f"unchanged tree: tests that noticed {len(noticed)} mutations, and are in no report", flush=True)
         for trial, outcome in copies.run(on_unchanged, options.jobs, folder):
             if outcome.code == 0:
                 passing += len(trial.tests)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,6 +70,19 @@ def test_gloo_keeps_what_has_not_ended() -> None:
     lost.is_over = True
     last = Collective(lambda: ended, GROUP)
     assert collectives._unended == {last}
+
+
+def test_the_end_of_python_keeps_what_has_not_ended() -> None:
+    """With its group, whose own end would wait for it. Else a process would not end before the group's timeout."""
+    works: list[Any] = [Work(is_over=False), Work()]
+    groups: list[Any] = [object(), object()]
+    for work, group in zip(works, groups, strict=True):
+        Collective(lambda work=work: work, group)  # type: ignore[misc]
+    things = [*works, *groups]
+    before = list(map(sys.getrefcount, things))
+    collectives._leave_threads_nothing()
+    after = list(map(sys.getrefcount, things))
+    assert [now - count for now, count in zip(after, before, strict=True)] == [1, 0, 1, 0]
 
 
 @pytest.mark.parametrize("result", [None, SUCCESS])

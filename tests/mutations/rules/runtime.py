@@ -48,6 +48,14 @@ RANKS = (
         tests=("tests/faults/test_endings.py",),
     ),
     Mutation(
+        name="open-collectives-let-go",
+        rule="a process that ends waits for collectives that a lost rank has left open",
+        target="tokenloom.runtime.collectives:_leave_threads_nothing",
+        old="not collective.has_ended()",
+        new="False",
+        tests=("tests/runtime/test_collectives.py",),
+    ),
+    Mutation(
         name="handlers-break-connections",
         rule="what a signal handler raises while a transfer starts is taken for a broken connection",
         target="tokenloom.runtime.signal_handlers:raise_if_of_handler",
