@@ -230,6 +230,10 @@ def test_numbers_of_sms(number: Any) -> None:
 
 OVERFLOW = tl.CapacityOverflow(40, 32, sent=True)
 LATE = tl.PeerTimeout(0, [1], "the handshake of dispatch", 7, "no answer within 30 s")
+NOT_MASKABLE = tl.InvalidArgument(
+    "ranks cannot be masked over nccl with tensors on cuda; make the communicator with backend='nvlink', or on a gloo "
+    "group with device='cpu'"
+)
 OURS = ("capacity=", "topk_ids", "pool_rows", " timeout_s", "communicator", "send_dispatch", "receive(", " max_tokens")
 
 
@@ -240,7 +244,8 @@ OURS = ("capacity=", "topk_ids", "pool_rows", " timeout_s", "communicator", "sen
         ("Buffer.low_latency_dispatch", OVERFLOW, "name each expert once"),
         ("ElasticBuffer.dispatch", OVERFLOW, "pass a larger num_max_tokens_per_rank"),
         ("HybridEPBuffer.dispatch_with_permute", OVERFLOW, "pass num_permuted_tokens=40"),
-        ("Buffer.combine", LATE, "Destroy this buffer and make a new one"),
+        ("Buffer.combine", LATE, "Destroy this buffer. .* make a new process group, and a buffer on it"),
+        ("Buffer.low_latency_update_mask_buffer", NOT_MASKABLE, "make the buffer where NVLink reaches all ranks, or"),
         ("ElasticBuffer.combine", LATE, "num_gpu_timeout_secs, or num_cpu_timeout_secs"),
         ("Buffer.combine", tl.CommunicatorBroken("it is over; make a new communicator"), "make a new buffer"),
         ("Buffer.low_latency_dispatch", tl.ShapeMismatch("pass max_tokens_per_rank=9"), "num_max_dispatch_tokens_per"),

@@ -24,6 +24,9 @@ WORDS = {
     ),
     r"pass capacity=(\d+)(, or pool_rows=\d+ to a layer that has pool_rows)?": r"pass num_worst_tokens=\1",
     r" \(in layout 'slots', places for each expert\)": "",
+    r"make the communicator with backend='nvlink', or on a gloo group with device='cpu'": (
+        "make the buffer where NVLink reaches all ranks, or on a gloo group with tensors on the CPU"
+    ),
     r"Close this communicator\.": "Destroy this buffer.",
     r"\ba communicator on it\b": "a buffer on it",
     r"\b(this|a new) communicator\b": r"\1 buffer",
