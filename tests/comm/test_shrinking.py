@@ -148,9 +148,10 @@ MOMENTS = [
     *(("exchange", number) for number in range(1, 40)),
 ]
 QUICK = [("call", 0), ("call", 2), ("note", 9), ("exchange", 25)]
+SELDOM = [moment for moment in MOMENTS if moment[1] % 3 and moment not in QUICK]
 
 
-@pytest.mark.parametrize("moment", mostly_slow(MOMENTS, QUICK), ids=lambda moment: f"{moment[0]} {moment[1]}")
+@pytest.mark.parametrize("moment", mostly_slow(MOMENTS, QUICK, SELDOM), ids=lambda moment: f"{moment[0]} {moment[1]}")
 def test_a_death(moment: tuple[str, int]) -> None:
     """Of rank LOST, before a call, or at something that it tells while communicators are made."""
     with Server(RANKS, rank, *moment, device="cpu") as ranks:
