@@ -114,6 +114,8 @@ class PlanMismatch(TokenloomError, ValueError):
             cure = "combine the result of the same dispatch on all ranks"
         elif field == "communicator":
             cure = "make all communicators, and their calls, in the same order on all ranks"
+        elif field == "correction_bias":  # of which these are checksums
+            cure = "call update_correction_bias on all ranks, with the same rate, or load the same bias on all"
         super().__init__(f"rank {rank} has {field}={theirs}, rank {base} has {field}={expected}; {cure}")
 
 

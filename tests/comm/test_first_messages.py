@@ -184,7 +184,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("fault", ["skips a backward", "makes a forward more", "has a batch fewer"])
+@pytest.mark.parametrize("fault", ["skips a backward", "makes a forward more", "has a batch fewer", "clips early"])
 def test_out_of_step(loss: str, fault: str) -> None:
     """It is no matter of deadlines: all hear at once what each has begun, and the next step works."""
     on_ranks(check_out_of_step, LOSSES[loss], fault)
@@ -194,6 +194,9 @@ def check_out_of_step(context: RankContext, options: dict[str, Any], fault: str)
     layer, odd = make_layer(context, **options), context.rank == 1
 
     def steps() -> None:
+        if fault == "clips early":
+            tl.clip_grad_norm_(layer.parameters(), 1.0) if odd else step(layer)
+            return
         if fault == "has a batch fewer":
             tl.gather_state_dict(layer) if odd else step(layer)
             return
@@ -208,6 +211,25 @@ def check_out_of_step(context: RankContext, options: dict[str, Any], fault: str)
     with pytest.raises(tl.PlanMismatch, match=r"rank 1 has (call|dispatch number)=.*, rank 0 has") as raised:
         steps()
     assert raised.value.rank == 1
+    step(layer)
+
+
+def test_a_bias_that_one_rank_updates() -> None:
+    """Routers would drift apart in silence. Where all have the same again, the layer works."""
+    on_ranks(check_bias)
+
+
+def check_bias(context: RankContext) -> None:
+    layer = make_layer(context, router=tl.Router(8, 2, "sigmoid", correction_bias=True))
+    step(layer)
+    if context.rank == 1:
+        layer.update_correction_bias(0.5)
+    for _ in range(2):
+        with pytest.raises(tl.PlanMismatch, match=r"correction_bias=.*; call update_correction_bias on all") as raised:
+            layer(torch.ones(4, 16))
+        assert raised.value.rank == 1
+    if context.rank != 1:
+        layer.update_correction_bias(0.5)
     step(layer)
 
 

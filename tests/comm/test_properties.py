@@ -194,5 +194,5 @@ def inner(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 def assert_sums_equal(comm: tl.Communicator, here: torch.Tensor, there: torch.Tensor, what: str) -> None:
     """Both summed over ranks."""
-    left, right = comm.engine.ranks.all_reduce_sum(torch.stack([here, there]), "the test").tolist()
+    left, right = comm.engine.ranks.all_reduce_sums([torch.stack([here, there])], "the test")[0].tolist()
     assert left == right, f"{what}: {left} and {right}"

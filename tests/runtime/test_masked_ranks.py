@@ -40,7 +40,7 @@ def together(ranks: RankGroup, there: Sequence[int]) -> None:
     assert gathered.tolist() == [[r + 1, 7] if r in there else [0, 0] for r in range(num_ranks)]
     objects = ranks.all_gather_object({"rank": me, "long": "x" * 100 * me}, "test")
     assert [each and each["rank"] for each in objects] == [r if r in there else None for r in range(num_ranks)]
-    assert ranks.all_reduce_sum(torch.tensor([[me + 1.0]]), "test").tolist() == [[sum(r + 1.0 for r in there)]]
+    assert ranks.all_reduce_sums([torch.tensor([[me + 1.0]])], "test")[0].tolist() == [[sum(r + 1.0 for r in there)]]
     # Rank r sends r rows to rank 0, r + 1 to rank 1, ..., as many as if all took part.
     counts = [me + r for r in range(num_ranks)]
     rows = torch.cat([torch.full((count, 3), 10.0 * me + r) for r, count in enumerate(counts)])

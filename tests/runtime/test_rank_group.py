@@ -110,7 +110,7 @@ def check_pause(ranks: RankGroup, meet: str) -> None:
 
 
 def sum_up(ranks: RankGroup) -> None:
-    assert ranks.all_reduce_sum(torch.ones(1), "sum").item() == ranks.num_ranks
+    assert ranks.all_reduce_sums([torch.ones(1)], "sum")[0].item() == ranks.num_ranks
 
 
 def rendezvous(ranks: RankGroup) -> None:
@@ -472,7 +472,7 @@ def test_alone() -> None:
     alone = RankGroup(None)
     assert (alone.rank, alone.num_ranks, alone.transport, alone.device.type) == (0, 1, "local", "cpu")
     rows = torch.randn(3, 2)
-    for got in (alone.start_all_to_all(rows, [3], [3], "test").wait(), alone.all_reduce_sum(rows, "test")):
+    for got in (alone.start_all_to_all(rows, [3], [3], "test").wait(), alone.all_reduce_sums([rows], "test")[0]):
         assert torch.equal(got, rows)
         assert got.data_ptr() != rows.data_ptr()
     assert torch.equal(alone.all_gather(torch.arange(3), "test"), torch.tensor([[0, 1, 2]]))
@@ -516,7 +516,7 @@ def check_collectives(context: RankContext, members: list[int]) -> None:
     assert ranks.all_gather(torch.tensor([me, 7]), "test").tolist() == [[r, 7] for r in range(num_ranks)]
     assert ranks.all_gather_object("x" * 1000 * me, "test") == ["x" * 1000 * r for r in range(num_ranks)]
     values = torch.tensor([float(me), 1.0])
-    assert ranks.all_reduce_sum(values, "test").tolist() == [sum(range(num_ranks)), num_ranks]
+    assert ranks.all_reduce_sums([values], "test")[0].tolist() == [sum(range(num_ranks)), num_ranks]
     assert values.tolist() == [me, 1.0]
 
 
@@ -569,7 +569,7 @@ def check_defaults(ranks: RankGroup, default: str | torch.dtype) -> None:
         rendezvous(RankGroup(ranks.process_group))
         gathered = ranks.all_gather(rows.flatten(), OPENING, opens=True)
         received = ranks.start_all_to_all(rows, [1, 1], [1, 1], ROWS).wait()
-        total = ranks.all_reduce_sum(rows, "sum")
+        total = ranks.all_reduce_sums([rows], "sum")[0]
     finally:
         torch.set_default_device(None)
         torch.set_default_dtype(dtype)

@@ -63,7 +63,7 @@ def with_driver(context: RankContext, check: Callable[..., Any], *args: Any) -> 
 
 
 def meet(ranks: RankGroup) -> None:
-    ranks.all_reduce_sum(torch.zeros(1), "meet")
+    ranks.all_reduce_sums([torch.zeros(1)], "meet")
 
 
 @contextmanager

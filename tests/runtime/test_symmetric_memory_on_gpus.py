@@ -25,7 +25,7 @@ SMALL = BufferLayout.of([("flags", 4)])
 
 
 def meet(ranks: RankGroup) -> None:
-    ranks.all_reduce_sum(torch.zeros(1, device=ranks.device), "meet")
+    ranks.all_reduce_sums([torch.zeros(1, device=ranks.device)], "meet")
     torch.cuda.synchronize(ranks.device)
 
 

@@ -47,6 +47,8 @@ OPEN_TIMEOUT_S = 600.0
 """Least default for the opening of a call: another rank's host may write a checkpoint, evaluate or compile."""
 STEPS_OF_AN_OPENING = 8
 """More collectives than an opening takes."""
+NO_WORDS = torch.zeros(0, dtype=torch.int64, device="cpu")
+"""What a call tells that has no counts."""
 LATE_TO_CONNECT_S = 5.0
 """How much later than this rank another one may say whether it could connect."""
 
@@ -118,6 +120,7 @@ class RankGroup:
         self._begin(Noteboard(store_of(group), self.rank, self.num_ranks, rejoins), siblings)
         siblings.add(self.notes)
         if group is not None:
+            siblings.groups.add(self)
             device, stamped = self._device_of_openings, not self._deadline_is_ours
             siblings.join = joining(group, device, self.num_ranks, self.notes.number, stamped)
         if before is not None:
@@ -698,17 +701,14 @@ class RankGroup:
 
         return self._start(start, out, phase)
 
-    def all_reduce_sum(self, values: torch.Tensor, phase: str, host_waits: bool = True) -> torch.Tensor:
-        """The sum over ranks, as a new tensor; see :meth:`all_reduce_sums`."""
-        return self.all_reduce_sums([values], phase, host_waits)[0]
-
     def all_reduce_sums(
-        self, values: Sequence[torch.Tensor], phase: str, host_waits: bool = True
+        self, values: Sequence[torch.Tensor], phase: str, host_waits: bool = True, alike: Fields | None = None
     ) -> list[torch.Tensor]:
         """The sums over ranks, as new tensors. This is a call by itself: ranks have ``open_timeout_s`` to come.
 
         Args:
             host_waits: over NCCL too, so that ranks hear of others that do something else. If not, they cannot.
+            alike: what else must be the same on all ranks, by name.
 
         Raises:
             PeerError, PlanMismatch: as of :meth:`open`.
@@ -716,7 +716,7 @@ class RankGroup:
         opens = self.num_ranks > 1 and (host_waits or self._deadline_is_ours)
         if opens:
             shapes = ", ".join(f"{list(each.shape)} {each.dtype}" for each in values)
-            self.open({"call": phase, "values": shapes}, torch.zeros(0, dtype=torch.int64, device="cpu"), phase)
+            self.open({"call": phase, "values": shapes, **(alike or {})}, NO_WORDS, phase)
         return [self._sum(each.detach(), phase, not opens) for each in values]
 
     def _sum(self, values: torch.Tensor, phase: str, opens: bool) -> torch.Tensor:

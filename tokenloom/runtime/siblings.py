@@ -36,11 +36,13 @@ class Siblings:
     """The communicators of one group, by their noteboards.
 
     Attributes:
+        groups: the :class:`RankGroup <tokenloom.runtime.rank_group.RankGroup>` of each.
         collectives: how many of the group these have started: as many on all ranks, but for those that have parted.
         join: starts one that says why this rank will not start the one that another waits in.
     """
 
     def __init__(self) -> None:
+        self.groups: WeakSet[Any] = WeakSet()
         self.collectives = 0
         self.join: Callable[[PlanMismatch], None] | None = None
         self._notes: WeakSet[Noteboard] = WeakSet()

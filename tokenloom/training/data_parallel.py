@@ -8,11 +8,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from tokenloom.runtime.openings import UNNAMED
+from tokenloom.runtime.rank_group import NO_WORDS
+from tokenloom.runtime.siblings import siblings_of
 from tokenloom.training.expert_module import RoutedExperts
 from tokenloom.training.shards import local_part, spread
 
+CLIPPING = "clip_grad_norm_"
 __all__ = ["clip_grad_norm_", "data_parallel", "split_parameters"]
 
 
@@ -69,6 +74,9 @@ def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float) -> torc
 
     Returns:
         The norm before, a scalar of at least float32.
+
+    Raises:
+        PlanMismatch: over gloo, another rank of the experts' group makes another call, since it has a batch more, say.
     """
     alike: dict[Any, list[torch.Tensor]] = {}  # torch mixes neither meshes nor dtypes
     for parameter in parameters:
@@ -77,6 +85,8 @@ def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float) -> torc
             grad = spread(parameter.main_grad, getattr(parameter, "device_mesh", None))
         if grad is not None:
             alike.setdefault((getattr(grad, "device_mesh", None), grad.dtype), []).append(grad)
+    for mesh in dict.fromkeys(mesh for mesh, _ in alike if mesh is not None):
+        _meet(mesh)
     norms = []
     for (mesh, dtype), grads in alike.items():
         norm: Any = nn.utils.get_total_norm(grads)
@@ -88,6 +98,17 @@ def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float) -> torc
     for grads in alike.values():
         torch._foreach_mul_([local_part(grad) for grad in grads], factor)
     return total
+
+
+def _meet(mesh: DeviceMesh) -> None:
+    """Find out whether all ranks of a group with communicators are here: torch's sums would wait for others, or pair
+    with what these have begun. Over NCCL the host is not to wait for that."""
+    if mesh.ndim != 1:
+        return
+    groups = [ranks for ranks in siblings_of(mesh.get_group()).groups if not (ranks.is_broken or ranks.masks_late)]
+    if groups and groups[0].device.type == "cpu" and not any(ranks.masked for ranks in groups):
+        first = min(groups, key=lambda ranks: int(ranks.notes.number))
+        first.open({"call": CLIPPING, "communicator": UNNAMED}, NO_WORDS, CLIPPING)
 
 
 def _layers(module: nn.Module) -> list[RoutedExperts]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,17 +13,20 @@ from tokenloom.ops.router import RouterSums
 from tokenloom.runtime.rank_group import RankGroup
 
 
-def sum_over_ranks(ranks: RankGroup, sums: RouterSums, dtype: torch.dtype, host_waits: bool = True) -> RouterSums:
+def sum_over_ranks(
+    ranks: RankGroup, sums: RouterSums, dtype: torch.dtype, host_waits: bool = True, bias: torch.Tensor | None = None
+) -> RouterSums:
     """Sum over the tokens of all ranks. Differentiable, because each rank's loss depends on all ranks' tokens.
 
     Args:
         dtype: in which probabilities are summed. Counts of routes are summed as integers.
         host_waits: as of :meth:`RankGroup.all_reduce_sums`, in backward too.
+        bias: the router's correction bias, if it has one. It must be the same on all ranks.
     """
     parts = (sums.probabilities, sums.squared_lse, sums.num_tokens)
     own = torch.cat(parts)
     given = own.to(dtype), sums.expert_counts.to(torch.int64)  # tokens may differ in dtype under autocast
-    total, counts = _SumOverRanks.apply(*given, ranks, host_waits)
+    total, counts = _SumOverRanks.apply(*given, ranks, host_waits, bias)
     probabilities, squared_lse, num_tokens = total.to(own.dtype).split([len(part) for part in parts])
     return RouterSums(probabilities, squared_lse, counts, num_tokens)
 
@@ -32,18 +36,26 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, values: torch.Tensor, counts: torch.Tensor, ranks: RankGroup, host_waits: bool
+        ctx: Any,
+        values: torch.Tensor,
+        counts: torch.Tensor,
+        ranks: RankGroup,
+        host_waits: bool,
+        bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.ranks, ctx.host_waits = ranks, host_waits
-        total, counts = ranks.all_reduce_sums([values, counts], "router losses", host_waits)
+        alike: dict[str, str] = {}
+        if bias is not None and host_waits:
+            alike["correction_bias"] = f"{zlib.crc32(bias.cpu().numpy().tobytes()):08x}"
+        total, counts = ranks.all_reduce_sums([values, counts], "router losses", host_waits, alike)
         ctx.mark_non_differentiable(counts)
         return total, counts
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
-        total = ctx.ranks.all_reduce_sum(grad.contiguous(), "router losses, gradient", ctx.host_waits)
-        return total, None, None, None
+        total = ctx.ranks.all_reduce_sums([grad.contiguous()], "router losses, gradient", ctx.host_waits)[0]
+        return total, None, None, None, None
 
 
 def in_backward() -> bool:
@@ -105,7 +117,7 @@ class _SumGradOverRanks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        total = ctx.ranks.all_reduce_sum(grad.contiguous(), "gradient of replicated parameters", ctx.host_waits)
+        total = ctx.ranks.all_reduce_sums([grad.contiguous()], "gradient of replicated parameters", ctx.host_waits)[0]
         return total, None, None
 
 

@@ -434,7 +434,8 @@ class ExpertParallelMoE(nn.Module):
         if sums is None:
             counts = torch.zeros(self.comm.plan.num_experts, dtype=wide, device=self.comm.device)
             sums = RouterSums(counts, counts[:1], counts, counts[:1])
-        return sum_over_ranks(self.comm.engine.ranks, sums, wide, host_waits=self.experts.pool_rows is None)
+        host_waits, bias = self.experts.pool_rows is None, self.correction_bias
+        return sum_over_ranks(self.comm.engine.ranks, sums, wide, host_waits, bias)
 
     def _aux_loss(self, sums: RouterSums | None, dtype: torch.dtype) -> torch.Tensor:
         """Compute aux_loss over the tokens of all ranks."""
@@ -523,11 +524,12 @@ class ExpertParallelMoE(nn.Module):
         """Raise the bias of experts with less than the mean load, lower the bias of others, and count from 0 again.
 
         The load is ``expert_counts``: that of all training forwards since the last call, so of all micro-batches of a
-        step. Call it once after each step. Source: auxiliary-loss-free balancing in DeepSeek-V3 (arXiv 2412.19437,
-        section 2.1.2).
+        step. Call it once after each step, on all ranks. Nothing is sent, since counts are the same on all. Where the
+        bias of ranks differs, the next forward raises PlanMismatch, unless ``pool_rows`` keeps the host from waiting.
+        Source: auxiliary-loss-free balancing in DeepSeek-V3 (arXiv 2412.19437, section 2.1.2).
 
         Args:
-            rate: added to a bias or subtracted from it.
+            rate: added to a bias or subtracted from it; the same on all ranks.
 
         Raises:
             InvalidArgument: the router has no correction bias.

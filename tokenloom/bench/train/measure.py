@@ -75,7 +75,7 @@ def measure_on_rank(context: RankContext, shape: TrainShape, options: TrainOptio
         take_turns(context, contestants, options.iterations, say)
         layer.comm.check()
         ids = choose(problem, shape.top_k)[1].flatten()
-        routes = ranks.all_reduce_sum(torch.bincount(ids, minlength=shape.num_experts), "routes")
+        routes = ranks.all_reduce_sums([torch.bincount(ids, minlength=shape.num_experts)], "routes")[0]
         return Measured(
             backend=layer.comm.backend,
             strategy=layer.experts.strategy,
