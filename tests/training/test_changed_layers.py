@@ -235,3 +235,18 @@ def test_a_layer_is_not_pickled(tmp_path: Path) -> None:
     torch.save(layer.state_dict(), tmp_path / "state.pt")
     other = make_layer(CASE, None)
     other.load_state_dict(torch.load(tmp_path / "state.pt"))
+
+
+def check_shared_memory(context: RankContext) -> None:
+    """torch's ``share_memory_`` of a DTensor is a segmentation fault."""
+    layer = make_layer(CASE, context.group)
+    want = layer.experts.w1.to_local().clone()
+    assert layer.share_memory() is layer
+    assert layer.experts.w1.to_local().is_shared()
+    assert layer.router_weight.is_shared()
+    assert torch.equal(layer.experts.w1.to_local(), want)
+    layer(torch.ones(3, HIDDEN, device=context.device))[0].sum().backward()
+
+
+def test_weights_in_shared_memory(ranks: Ranks) -> None:
+    ranks.run(check_shared_memory)

@@ -453,6 +453,21 @@ def test_no_gradients_have_no_norm() -> None:
     assert tl.clip_grad_norm_(Model(None, CASE, seed=1).parameters(), 1.0) == 0
 
 
+def clip_one(context: RankContext) -> None:
+    """Without the brackets, as torch takes it: an iteration over its rows finds no gradients."""
+    model = Model(context.group, CASE, seed=1)
+    model(torch.ones(3, HIDDEN, device=context.device)).sum().backward()
+    for parameter in (model.inner.weight, model.moe.experts.w1):
+        assert parameter.grad is not None
+        norm = tl.clip_grad_norm_(parameter, 1e-3)
+        assert norm > 1e-3
+        torch.testing.assert_close(whole(parameter.grad).norm().item(), 1e-3, rtol=1e-2, atol=0)
+
+
+def test_the_norm_of_one_gradient(ranks: Ranks) -> None:
+    ranks.run(clip_one)
+
+
 def frozen(context: RankContext) -> None:
     """torch initialises optimiser states of what wants gradients; the rest has none."""
     model = Model(context.group, CASE, seed=1)

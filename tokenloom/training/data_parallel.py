@@ -61,7 +61,7 @@ def data_parallel(module: nn.Module, **options: Any) -> DistributedDataParallel:
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
     """Scale gradients so that their norm, over the whole model, is at most ``max_norm``. Collective.
 
     Gradients that are DTensors, such as those of experts and of FSDP2, count with the parts of all their ranks. Plain
@@ -69,7 +69,7 @@ def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float) -> torc
     ``main_grad`` is taken.
 
     Args:
-        parameters: all of the model, in the same order on every rank.
+        parameters: all of the model, in the same order on every rank, or one.
         max_norm: largest norm.
 
     Returns:
@@ -78,6 +78,8 @@ def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float) -> torc
     Raises:
         PlanMismatch: over gloo, another rank of the experts' group makes another call, since it has a batch more, say.
     """
+    if isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
     alike: dict[Any, list[torch.Tensor]] = {}  # torch mixes neither meshes nor dtypes
     for parameter in parameters:
         grad = parameter.grad

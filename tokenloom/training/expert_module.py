@@ -218,6 +218,10 @@ class RoutedExperts(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> RoutedExperts:
+        if getattr(fn, "__qualname__", "").startswith("Module.share_memory."):  # of a DTensor, torch ends the process
+            for tensor in chain(self.parameters(), self.buffers()):  # pruning has buffers
+                local_part(tensor.detach()).share_memory_()
+            return self
         kept = {each: dict(vars(each)) for each in self.parameters()}
         super()._apply(fn, recurse)
         for parameter, attributes in kept.items():  # torch swaps a DTensor for another, without them and hooks
