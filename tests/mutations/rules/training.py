@@ -366,6 +366,22 @@ CHECKPOINTS = (
         tests=(f"{CHECKPOINT_TEST}the_norm_of_all_gradients[cpu2-fsdp-torch.float32]",),
     ),
     Mutation(
+        name="one-gradient-by-its-rows",
+        rule="of a single parameter, rows are taken for parameters, which have no gradients",
+        target="tokenloom.training.data_parallel:clip_grad_norm_",
+        old="parameters = [parameters]",
+        new="pass",
+        tests=(f"{CHECKPOINT_TEST}the_norm_of_one_gradient[cpu1]",),
+    ),
+    Mutation(
+        name="experts-not-in-shared-memory",
+        rule="share_memory leaves out the weights of experts",
+        target="tokenloom.training.expert_module:RoutedExperts._apply",
+        old="local_part(tensor.detach()).share_memory_()",
+        new="pass",
+        tests=("tests/training/test_changed_layers.py::test_weights_in_shared_memory[cpu1]",),
+    ),
+    Mutation(
         name="main-grads-go-with-a-cast",
         rule="a cast of a layer loses its main gradients",
         target="tokenloom.training.expert_module:RoutedExperts._apply",
