@@ -19,7 +19,7 @@ from tests.support.slow import mostly_slow
 from tokenloom.runtime.processes import RankContext
 
 NUM_RANKS = 4
-LIMIT_S = 40.0
+LIMIT_S = 90.0
 ORDER = "make all communicators, and their calls, in the same order on all ranks"
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import tokenloom as tl
 from tests.conftest import Ranks
@@ -140,6 +141,19 @@ def check_layers(context: RankContext) -> None:
 def test_layers_and_buffers(four: Ranks) -> None:
     """The same through whoever makes calls; the last one needs a communicator that the parent had not made."""
     four.run(check_layers)
+
+
+def check_unused_group(context: RankContext) -> None:
+    group = dist.new_group(list(range(context.num_ranks)))
+    said = in_fork(
+        lambda: told(lambda: tl.Communicator(group, num_experts=8, hidden=8, top_k=2, max_tokens_per_rank=4))
+    )
+    assert said.startswith("InvalidArgument: the process group was made by the process from which process"), said
+
+
+def test_a_group_that_nobody_has_used(four: Ranks) -> None:
+    """A communicator on it would wait in the fork for connections that are its parent's."""
+    four.run(check_unused_group)
 
 
 def test_a_rank_alone() -> None:

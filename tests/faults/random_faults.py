@@ -197,10 +197,20 @@ def faults(fault: Fault, programs: Programs) -> tuple[list[str], Ended]:
             wrong.append(f"exit code {code}")
         if "wrong" in said:
             wrong.append(f"wrong value: {said['wrong'][0]}")
-        if rank != fault.victim and code is not None and not wrong:
+        if rank != fault.victim and code is not None and not wrong and not was_told(said, fault):
             wrong += judge_masks(said, fault, came) if fault.on_timeout == "mask" else judge_error(said, fault, came)
         found += [f"rank {rank}: {each}" for each in wrong]
     return found, ended
+
+
+def was_told(said: dict[str, Any], fault: Fault) -> bool:
+    """Whether a rank has heard of the fault as of bad input, behind which the communicator keeps working.
+
+    The victim was in a call then, and waited for nobody.
+    """
+    name, ranks, text = said.get("error", ("", [], ""))
+    told = name == "PeerError" and ranks == [fault.victim] and "nothing was received" in text
+    return told and fault.kind in ("raise", "interrupt")
 
 
 def judge_masks(said: dict[str, Any], fault: Fault, came: bool) -> list[str]:

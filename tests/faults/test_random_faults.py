@@ -41,6 +41,7 @@ class Done:
 
 KILLED = Fault(0, "pairs", "raise", 2, "kill", 1, 0.5, True)
 LOST = [["at", 5]]
+TOLD = "rank 1 failed in this call, nothing was received: Interrupted"
 HEARD = [["at", 5], ["error", "PeerTimeout", [1], ""], ["next", "CommunicatorBroken", ""]]
 
 
@@ -58,6 +59,14 @@ HEARD = [["at", 5], ["error", "PeerTimeout", [1], ""], ["next", "CommunicatorBro
         (KILLED, [0, -9], [[["error", "PeerTimeout", [0, 1], ""]], LOST], "names [0, 1]"),
         (KILLED, [0, -9], [[["error", "PlanMismatch", [], ""]], LOST], "PlanMismatch"),
         (KILLED, [0, -9], [[*HEARD[:2], ["next", "", ""]], LOST], "next call worked"),
+        (replace(KILLED, kind="interrupt"), [0, 0], [[["at", 5], ["error", "PeerError", [1], TOLD]], LOST], ""),
+        (
+            replace(KILLED, kind="interrupt"),
+            [0, 0],
+            [[["at", 5], ["error", "PeerError", [0], TOLD]], LOST],
+            "names [0]",
+        ),
+        (replace(KILLED, kind="short sleep"), [0, 0], [[["error", "PeerError", [1], TOLD]], LOST], "though nobody"),
         (replace(KILLED, kind="short sleep"), [0, 0], [HEARD, [["done", []]]], "away for longer"),
         (replace(KILLED, kind="sleep"), [0, 0], [[["done", []]], [["done", []]]], ""),
     ],

@@ -6,6 +6,8 @@ new process group, whichever communicator it calls or makes next.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -13,9 +15,10 @@ import pytest
 import torch.distributed as dist
 
 import tokenloom as tl
-from tests.comm.test_first_messages import dispatch, make_comm, works
+from tests.comm.test_first_messages import dispatch, make_comm, on_ranks, works
 from tests.runtime.test_interrupted_waits import LIMIT_S, NUM_RANKS, ODD, at_once
 from tests.support.server import Server
+from tokenloom.runtime import waiting
 from tokenloom.runtime.processes import RankContext
 
 SHORT_S = 0.5
@@ -45,10 +48,32 @@ def check_told(context: RankContext, pipe: Connection, late_rank: str) -> None:
         if late_rank == "calls late":
             at_once(lambda: dispatch(comm), tl.PeerTimeout)
         elif late_rank == "calls another":
-            assert "has waited in vain in the handshake of dispatch" in str(
-                at_once(lambda: dispatch(other), tl.PeerTimeout)
-            )
+            told = at_once(lambda: dispatch(other), tl.CommunicatorBroken)
+            assert "has waited in vain in the handshake of dispatch; make a new process group" in str(told)
     for call in (lambda: make_comm(context, **OTHERS), lambda: dispatch(other)):
         assert "make a new process group" in str(at_once(call, tl.CommunicatorBroken))
     context.group = dist.new_group(list(range(NUM_RANKS)))
     works(make_comm(context))
+
+
+def test_pairs_go_on() -> None:
+    """They use no collective of the group, however long one of them takes."""
+    on_ranks(check_pairs, num_ranks=3)
+
+
+def check_pairs(context: RankContext) -> None:
+    by_pairs, late, other = (make_comm(context, open_timeout_s=limit_s) for limit_s in (30.0, SHORT_S, 30.0))
+    works(by_pairs, late, other)
+    if context.rank == 2:
+        return
+    by_pairs.mask_ranks([2])
+    at_once(lambda: dispatch(late), tl.PeerTimeout)
+    calls: list[Callable[[], object]] = [
+        lambda: dispatch(by_pairs),
+        lambda: other.mask_ranks([2]),
+        lambda: dispatch(other),
+    ]
+    for call in calls:
+        if context.rank == 1:
+            time.sleep(3 * waiting.LOOK_EVERY_S)  # the other one looks meanwhile
+        call()

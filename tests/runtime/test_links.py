@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -89,3 +90,18 @@ def test_a_waiter_that_was_dropped_ends_with_python() -> None:
     gc.collect()
     links._end_threads()
     assert not thread.is_alive()
+
+
+def test_a_thread_that_cannot_start() -> None:
+    """Whoever waits hears of it, and the next wait has one. Else all ranks would seem to be late."""
+    waiter = Waiter()
+    try:
+        error = RuntimeError("can't start new thread")
+        with mock.patch.object(threading.Thread, "start", side_effect=error), pytest.raises(RuntimeError, match="new"):
+            exchange_with(waiter, 1)[0].wait(0)
+        exchange = Exchange(waiter, {2: []}, {}, [], frozenset())
+        for transfer in list(waiter._tasks):
+            transfer[0].break_off(transfer[1])
+        assert exchange.wait(PATIENCE_S)
+    finally:
+        waiter.close()

@@ -73,3 +73,22 @@ def test_who_comes_back() -> None:
     there.begin_partings(theirs[0], anew=True)
     there.raise_parting(theirs[0])
     assert theirs[0].step == 10
+
+
+def test_a_group_with_the_name_of_one_that_came_apart() -> None:
+    """torch makes groups with the keys of such that were destroyed. The new one works, on all ranks."""
+    store = dist.HashStore()
+
+    def made(rank: int) -> tuple[Siblings, Noteboard]:
+        siblings, notes = Siblings(), Noteboard(store, rank, 2)
+        siblings.add(notes)
+        return siblings, notes
+
+    (here, mine), (there, _) = made(0), made(1)
+    here.part(mine, tl.PeerTimeout(0, [1], "a dispatch", 3, "no answer"))
+    there.add(Noteboard(store, 1, 2))  # which looks
+    for siblings in (here, there):
+        with pytest.raises(tl.CommunicatorBroken, match="rank 0 has waited in vain in a dispatch; make a new process"):
+            siblings.require_together()
+    for rank in range(2):
+        made(rank)[0].require_together()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -26,6 +27,11 @@ def bark(*_: object) -> None:
     raise Watchdog
 
 
+def bark_once(number: int, frame: object) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    raise Watchdog
+
+
 class Dog:
     def __call__(self, *_: object) -> None:
         raise Watchdog
@@ -35,7 +41,8 @@ class Dog:
 
 
 @pytest.fixture(
-    params=[bark, functools.partial(bark, 1), Dog(), Dog().bark], ids=["function", "partial", "object", "method"]
+    params=[bark, bark_once, functools.partial(bark, 1), Dog(), Dog().bark],
+    ids=["function", "once", "partial", "object", "method"],
 )
 def handler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(collectives, "_unended", set())
@@ -85,3 +92,13 @@ def test_what_a_handler_raises_comes_through(call: Callable[[], None]) -> None:
     """Else a healthy rank would be missed, or the store."""
     with pytest.raises(Watchdog):
         call()
+
+
+def test_others_errors_are_theirs() -> None:
+    """Whatever variables are called, and frames that lie about."""
+
+    def torch_fails(frame: object) -> None:
+        raise RuntimeError("of torch")
+
+    collective = Collective(lambda: torch_fails(inspect.currentframe().f_code), None)  # type: ignore
+    assert collective.broken == {-1: "of torch"}

@@ -65,7 +65,7 @@ class Collective:
 
     def _keep(self) -> None:
         """Keep it, and the group that runs it, until it has ended."""
-        for collective in [each for each in _unended if each.has_ended()]:
+        for collective in [each for each in list(_unended) if each.has_ended()]:  # other threads may add some
             _unended.discard(collective)
         _unended.add(self)
 
@@ -181,7 +181,7 @@ def _is_registered(group: dist.ProcessGroup) -> bool:
 @atexit.register
 def _leave_threads_nothing() -> None:
     """Before Python ends: threads of gloo have let go of all that has ended, and never will of what has not."""
-    for collective in _unended:
+    for collective in list(_unended):
         if not collective.has_ended():
             _keep_for_ever(collective._work)
             _keep_for_ever(collective._group)  # its end would wait for the collective

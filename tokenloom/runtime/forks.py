@@ -28,7 +28,7 @@ def is_of_parent(thing: object) -> bool:
 def _leave_to_parent() -> None:
     """Leave the parent's groups alone. A rank alone on a CPU has no connections, and works on in both processes."""
     if dist.is_available() and dist.is_initialized():
-        _of_parent.append(dist.group.WORLD)
+        _of_parent.extend(dist.distributed_c10d._world.pg_map)  # all that there are; no public way (torch 2.13)
     # Also as Python ends: a destructor in gloo would wait for threads that this process never had.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(_of_parent))
     for ranks in list(_all):

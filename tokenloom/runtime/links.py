@@ -225,9 +225,14 @@ class Waiter:
                 thread.join(AT_ONCE.total_seconds())
 
     def _start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="tokenloom waiter", daemon=True)
-        self._at[self._thread] = None
-        self._thread.start()
+        self._thread = thread = threading.Thread(target=self._run, name="tokenloom waiter", daemon=True)
+        self._at[thread] = None
+        try:
+            thread.start()
+        except BaseException:  # no more threads: the next wait tries again
+            self._thread = None
+            del self._at[thread]
+            raise
 
     def _run(self) -> None:
         me = threading.current_thread()
@@ -271,5 +276,6 @@ def _wait(works: Sequence[dist.Work], limit: timedelta = FOREVER) -> str | None:
         for work in works:
             work.wait(limit)
     except RuntimeError as error:
+        raise_if_of_handler(error)
         return str(error)
     return None

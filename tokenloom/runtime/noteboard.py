@@ -30,6 +30,8 @@ class Noteboard:
         store: of the process group of the ranks, see :func:`store_of`; None: nobody reads or writes a note.
         rank, num_ranks: this rank, and the size of the group.
         joins: the communicator is one that the others have already; :meth:`move` says where its notes are.
+        left: it is of the ranks that are left of another one. They are numbered by themselves: no meeting makes
+            numbers alike there, and of the others some ranks may have made more, which failed.
 
     Attributes:
         step: number of the last collective that this rank has started.
@@ -38,7 +40,7 @@ class Noteboard:
         number: of the communicator, as its rank counts those of the group; 0 where the store cannot count.
     """
 
-    def __init__(self, store: Any, rank: int, num_ranks: int, joins: bool = False) -> None:
+    def __init__(self, store: Any, rank: int, num_ranks: int, joins: bool = False, left: bool = False) -> None:
         self.rank, self.num_ranks, self.step = rank, num_ranks, 0
         self.gone: frozenset[int] = frozenset()
         self.by_pairs = False
@@ -51,8 +53,9 @@ class Noteboard:
         self._named: Counter[str] = Counter()
         self._series = 0
         # Counted in the store and not in the process: ranks that were in other groups before still count alike.
-        self.number: int = 0 if joins else self.call("add", f"tokenloom/made/{rank}", 1) or 0
-        self._prefix = "" if joins else f"tokenloom/{self.number}"
+        kind, place = ("left", "tokenloom/left") if left else ("made", "tokenloom")
+        self.number: int = 0 if joins else self.call("add", f"tokenloom/{kind}/{rank}", 1) or 0
+        self._prefix = "" if joins else f"{place}/{self.number}"
 
     @property
     def store(self) -> Any:

@@ -117,12 +117,13 @@ class RankGroup:
         self.open_timeout_s = checked_seconds("open_timeout_s", open_timeout_s)
         self._deadline_is_ours = group is not None and self.device.type == "cpu"
         siblings = siblings_of(group)
-        self._begin(Noteboard(store_of(group), self.rank, self.num_ranks, rejoins), siblings)
-        siblings.add(self.notes)
-        if group is not None:
+        notes = Noteboard(store_of(group), self.rank, self.num_ranks, rejoins, left=before is not None)
+        self._begin(notes, siblings)
+        siblings.add(notes)
+        if group is not None and before is None:
             siblings.groups.add(self)
             device, stamped = self._device_of_openings, not self._deadline_is_ours
-            siblings.join = joining(group, device, self.num_ranks, self.notes.number, stamped)
+            siblings.join = joining(group, device, self.num_ranks, notes.number, stamped)
         if before is not None:
             self.turn = Turn()
             self.topology = before.topology
@@ -212,8 +213,8 @@ class RankGroup:
         """
         why = f"{type(fault).__name__}: {fault}"
         self._watch.broken = f"an earlier call failed: {why}"
+        self.notes.fail(why)  # first: who finds the ranks apart asks why
         self._siblings.part(self.notes, PeerError(self.rank, why))
-        self.notes.fail(why)
         self._disconnect()
 
     def require_none_failed(self) -> None:

@@ -28,8 +28,6 @@ STEPS_APART = 1 << 10
 """More collectives than a rank can begin in a call that others have not."""
 THE_GROUP = "the process group"
 """Where ranks meet in collectives of the group; on links they meet where their notes are."""
-APART = "tokenloom/apart"
-"""Key of what the first rank says that has come to another collective than the rest."""
 
 
 class Siblings:
@@ -47,6 +45,7 @@ class Siblings:
         self.join: Callable[[PlanMismatch], None] | None = None
         self._notes: WeakSet[Noteboard] = WeakSet()
         self._apart: str | None = None
+        self._first: Noteboard | None = None
         self._partings: int | None = None
 
     def part(self, notes: Noteboard, ended: PeerError | PeerTimeout) -> None:
@@ -63,12 +62,20 @@ class Siblings:
         else:
             why = f"rank {ended.rank} failed in the middle of a call: {ended.reason}"
         self._apart = self._apart or why
-        notes.decide_at(APART, why)
+        notes.decide_at(self._key_of_apart(notes), why)
 
     def why_apart(self, notes: Noteboard) -> str | None:
         """Why they have, if any of them has said so."""
-        self._apart = self._apart or notes.hear_at(APART)
+        self._apart = self._apart or notes.hear_at(self._key_of_apart(notes))
         return self._apart
+
+    def _key_of_apart(self, notes: Noteboard) -> str:
+        """Key of what the first rank says that has come to another collective than the rest.
+
+        torch may make a process group with the name, and so with the keys, of one that has ended. Numbers of
+        communicators go on, so that of the group's first one tells which it is.
+        """
+        return f"tokenloom/apart/{(self._first or notes).number}"
 
     def require_together(self) -> None:
         """Raise CommunicatorBroken if they have: gloo would end a process that gets what another collective sends."""
@@ -78,6 +85,7 @@ class Siblings:
     def add(self, notes: Noteboard) -> None:
         """Add a communicator. One that has left its notes counts no longer."""
         self._notes.add(notes)
+        self._first = self._first or notes
         self.why_apart(notes)  # or one that is made behind it would wait for ranks that know
 
     @property

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 
 def raise_if_of_handler(error: BaseException) -> None:
-    """Raise an error that a signal handler has raised: whoever awaited one of torch would take it for that."""
-    handlers = {code for number in signal.valid_signals() for code in _code_of(signal.getsignal(number))}
+    """Raise an error that a signal handler has raised: whoever awaited one of torch would take it for that.
+
+    Python gives a handler the frame that it interrupts. Nothing else is called with the frame of its caller.
+    """
     trace = error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code in handlers:
+        frame = trace.tb_frame
+        if frame.f_back is not None and any(given is frame.f_back for given in _frames_in(frame.f_locals.values())):
             raise error
         trace = trace.tb_next
 
 
-def _code_of(handler: Any) -> Iterator[Any]:
-    """Yield the code of a handler that is written in Python."""
-    function = getattr(handler, "func", handler)  # of functools.partial
-    code = getattr(function if hasattr(function, "__code__") else type(function).__call__, "__code__", None)
-    if code is not None:
-        yield code
+def _frames_in(values: Any) -> Iterator[FrameType]:
+    """Yield frames among the values of local variables, of which one may hold all arguments."""
+    for value in values:
+        if isinstance(value, FrameType):
+            yield value
+        elif type(value) is tuple:
+            yield from (each for each in value if isinstance(each, FrameType))

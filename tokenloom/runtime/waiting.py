@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tokenloom.errors import CommunicatorBroken, InvalidArgument, PeerError, PeerTimeout, PlanMismatch
+from tokenloom.runtime.collectives import Collective
 from tokenloom.runtime.membership import Membership
 from tokenloom.runtime.noteboard import Noteboard
 from tokenloom.runtime.siblings import Siblings, Wait
@@ -169,7 +170,11 @@ class Watch:
             wait_s = min(LOOK_EVERY_S, left_s)
 
     def _trouble(self, awaited: Awaited, step: int) -> str | None:
-        """Why what is awaited will not come, if it is known."""
+        """Why what is awaited will not come, if it is known.
+
+        Raises:
+            PeerError: a rank failed in the middle of a call. CommunicatorBroken: the process group has come apart.
+        """
         self.require_none_failed()  # first: a process that is interrupted says so, and may end then
         if awaited.broken:
             return f"the connection broke ({next(iter(awaited.broken.values()))})"
@@ -177,7 +182,10 @@ class Watch:
             return "the communicator was closed there"
         self._require_same_mask(step)
         said = self._notes.who_gave_up()
-        return said[1] if said else self._siblings.why_apart(self._notes)
+        if said is None and isinstance(awaited, Collective) and self._siblings.why_apart(self._notes):
+            self.require_none_failed()  # once more: a rank that failed says so before it says that the ranks are apart
+            self._siblings.require_together()
+        return said[1] if said else None
 
     def require_none_failed(self) -> None:
         """Raise PeerError if another rank has told that it failed in the middle of a call. That breaks the group."""
