@@ -21,7 +21,7 @@ TIMEOUT_S = 20.0
 """What ranks would wait before they mask each other; nobody may."""
 MASK: dict[str, Any] = {"on_timeout": "mask", "timeout_s": TIMEOUT_S}
 WHO_AND_WHERE = (
-    rf"rank \d has communicator=tokenloom/\d+ \(.*\), rank \d has communicator=tokenloom/\d+ \(.*\); {ORDER}"
+    rf"rank \d has communicator=tokenloom/\S+ \(.*\), rank \d has communicator=tokenloom/\S+ \(.*\); {ORDER}"
 )
 
 

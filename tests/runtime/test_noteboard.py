@@ -62,13 +62,13 @@ def check_the_store_does_not_grow(ranks: RankGroup, end: str) -> None:
     first: set[str] = set()
     for number in range(10):
         ranks.notes.post("fault/1", "something")
-        ranks.notes.sign_in(1)
         open_call(ranks)
         if end == "time out":
             ranks.notes.give_up("the test")
         if end != "drop":
             ranks.close()
         ranks = RankGroup(group, timeout_s=TIMEOUT_S, open_timeout_s=OPEN_TIMEOUT_S)
+        ranks.notes.sign_in(1)  # as ranks do by themselves on a busy machine
         if end == "close with links":
             ranks.mask_late()
         open_call(ranks)  # both have left the last one
@@ -76,12 +76,13 @@ def check_the_store_does_not_grow(ranks: RankGroup, end: str) -> None:
         if number == 2:  # the last but one of those that were dropped is only now undone
             first = ours(store)
         open_call(ranks)
-    assert len(ours(store)) <= len(first)
+    assert len(ours(store)) <= len(first), ours(store) ^ first
     send_rows(ranks)
 
 
 def ours(store: Any) -> set[str]:
-    return {key for key in store.list_keys() if "tokenloom/" in key}
+    """Keys of communicators. One more of each rank says where it waits, if it ever has."""
+    return {key for key in store.list_keys() if "tokenloom/" in key and "tokenloom/waits/" not in key}
 
 
 def test_notes_stay_until_the_last_rank_has_left() -> None:
