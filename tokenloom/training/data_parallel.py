@@ -15,7 +15,7 @@ from tokenloom.runtime.openings import UNNAMED
 from tokenloom.runtime.rank_group import NO_WORDS
 from tokenloom.runtime.siblings import siblings_of
 from tokenloom.training.expert_module import RoutedExperts
-from tokenloom.training.shards import local_part, spread
+from tokenloom.training.shards import is_of_experts, local_part, spread
 
 CLIPPING = "clip_grad_norm_"
 __all__ = ["clip_grad_norm_", "data_parallel", "split_parameters"]
@@ -105,7 +105,7 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
 def _meet(mesh: DeviceMesh) -> None:
     """Find out whether all ranks of a group with communicators are here: torch's sums would wait for others, or pair
     with what these have begun. Over NCCL the host is not to wait for that."""
-    if mesh.ndim != 1:
+    if not is_of_experts(mesh):  # a layer has one, so all ranks have a communicator on its group
         return
     groups = [ranks for ranks in siblings_of(mesh.get_group()).groups if not (ranks.is_broken or ranks.masks_late)]
     if groups and groups[0].device.type == "cpu" and not any(ranks.masked for ranks in groups):

@@ -32,6 +32,11 @@ def make_mesh(ranks: RankGroup) -> DeviceMesh | None:
     return mesh
 
 
+def is_of_experts(mesh: DeviceMesh) -> bool:
+    """Whether a mesh is one over which experts lie, and no other of the same group."""
+    return any(name.startswith(_RANK) for name in mesh.mesh_dim_names or ())
+
+
 def spread(local: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
     """Give this rank's experts, [L, ...], as a part of [E, ...]. Memory is shared."""
     if mesh is None:

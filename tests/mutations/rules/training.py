@@ -248,7 +248,7 @@ GRADIENTS = (
         name="norms-without-an-opening",
         rule="the norm of gradients pairs with what other ranks have begun",
         target="tokenloom.training.data_parallel:_meet",
-        old="mesh.ndim != 1",
+        old="not is_of_experts(mesh)",
         new="True",
         tests=("tests/comm/test_first_messages.py::test_out_of_step[clips early-balance]",),
     ),
