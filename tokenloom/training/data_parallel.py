@@ -108,7 +108,7 @@ def _meet(mesh: DeviceMesh) -> None:
     if not is_of_experts(mesh):  # a layer has one, so all ranks have a communicator on its group
         return
     groups = [ranks for ranks in siblings_of(mesh.get_group()).groups if not (ranks.is_broken or ranks.masks_late)]
-    if groups and groups[0].device.type == "cpu" and not any(ranks.masked for ranks in groups):
+    if groups and all(ranks.device.type == "cpu" and not ranks.masked for ranks in groups):
         first = min(groups, key=lambda ranks: int(ranks.notes.number))
         first.open({"call": CLIPPING, "communicator": UNNAMED}, NO_WORDS, CLIPPING)
 
