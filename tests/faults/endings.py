@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -74,7 +74,7 @@ class Ending:
         workload = draw.choice(list(WORKLOADS))
         on_timeout = draw.choice(("raise", "mask")) if workload != "normal" else "raise"
         losses = LOSSES if workload != "normal" and (workload, on_timeout) != ("low latency", "raise") else LOSSES[:-1]
-        return cls(
+        drawn = cls(
             workload,
             on_timeout,
             draw.choice(losses),
@@ -85,6 +85,7 @@ class Ending:
             draw.choice((2, 3, 4)),
             draw.choice(CHILDREN) if draw.random() < 0.03 else "",
         )
+        return replace(drawn, start="") if drawn.loss == "stopped" else drawn  # who starts a rank cannot be stopped
 
     def code(self, rank: int) -> int:
         """The exit code that a rank must have."""
@@ -92,7 +93,8 @@ class Ending:
             return LOST
         if self.loss == "stopped" and rank == self.num_ranks - 1:
             return -signal.SIGKILL
-        return {"raise": 1, "sys.exit": STATUS, "Ctrl-C": -signal.SIGINT}.get(self.way, 0)
+        interrupted = 1 if self.start else -signal.SIGINT  # multiprocessing takes it for any other exception
+        return {"raise": 1, "sys.exit": STATUS, "Ctrl-C": interrupted}.get(self.way, 0)
 
 
 def program(rank: Rank, ending: Ending) -> None:

@@ -118,6 +118,7 @@ class Rank:
     num_ranks: int
     folder: Path
     _ready: int = field(repr=False, default=-1)
+    _process: int = field(repr=False, default_factory=os.getpid)
     _port: int = field(repr=False, default=0)
 
     def begin(self) -> None:
@@ -129,8 +130,9 @@ class Rank:
         dist.init_process_group("gloo", store=own, rank=self.rank, world_size=self.num_ranks, timeout=limit)
 
     def ready(self) -> None:
-        """Let signals begin, once all ranks have come here."""
-        os.write(self._ready, b".")
+        """Let signals begin, once all ranks have come here. Processes that these start have no part in that."""
+        if self._process == os.getpid():
+            os.write(self._ready, b".")
 
     def keep(self, *things: Any) -> None:
         """Keep them until Python takes down modules. It leaves those that were there before the fork."""
@@ -166,7 +168,7 @@ def serve(pipe: Connection, port: int) -> Program | None:
                 os.dup2(output, 1)
                 os.dup2(output, 2)
                 faulthandler.register(signal.SIGUSR1, all_threads=True)
-                return function, Rank(rank, num_ranks, folder, ranks_ready, port), args
+                return function, Rank(rank, num_ranks, folder, ranks_ready, os.getpid(), port), args
             processes.append(process)
         os.close(ranks_ready)
         running = _Running(processes, ready, signals)
