@@ -371,7 +371,7 @@ CHECKPOINTS = (
         target="tokenloom.training.data_parallel:clip_grad_norm_",
         old="parameters = [parameters]",
         new="pass",
-        tests=(f"{CHECKPOINT_TEST}the_norm_of_one_gradient[cpu1]",),
+        tests=(f"{CHECKPOINT_TEST}the_norm_of_one_gradient[cpu2]",),
     ),
     Mutation(
         name="experts-not-in-shared-memory",
@@ -379,7 +379,7 @@ CHECKPOINTS = (
         target="tokenloom.training.expert_module:RoutedExperts._apply",
         old="local_part(tensor.detach()).share_memory_()",
         new="pass",
-        tests=("tests/training/test_changed_layers.py::test_weights_in_shared_memory[cpu1]",),
+        tests=("tests/training/test_changed_layers.py::test_weights_in_shared_memory[cpu2]",),
     ),
     Mutation(
         name="main-grads-go-with-a-cast",
