@@ -26,7 +26,7 @@ TIMES = 1
 """How often, at least, each value of each parameter of a test occurs in CI."""
 FORKED = ["torch.distributed", "pytest", "hypothesis", "tokenloom.runtime.processes"]
 """What ranks have imported when they start."""
-FORKED_ON_CPUS = ["tests.conftest", "tests.support.cases"]
+FORKED_ON_CPUS = ["tests.conftest", "tests.support.cases", "torch.distributed.tensor"]
 """The same where there is no GPU, beside what tests with the marker ``imports`` name."""
 LIMIT_S = 120.0
 """A test that takes longer on its ranks hangs: it is killed and reported with the stacks of all ranks."""
