@@ -241,6 +241,7 @@ def show(console: Console, report: dict[str, Any]) -> None:
 
 def _facts(title: str, facts: dict[str, str]) -> Table:
     table = Table("what", "", title=title, title_justify="left", show_header=False)
+    table.columns[1].overflow = "fold"  # paths may be longer than a terminal is wide
     for name, value in facts.items():
         table.add_row(name, Text(value))
     return table
