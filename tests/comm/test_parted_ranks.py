@@ -20,9 +20,8 @@ from tokenloom.runtime.processes import RankContext
 TIMEOUT_S = 20.0
 """What ranks would wait before they mask each other; nobody may."""
 MASK: dict[str, Any] = {"on_timeout": "mask", "timeout_s": TIMEOUT_S}
-WHO_AND_WHERE = (
-    rf"rank \d has communicator=tokenloom/\S+ \(.*\), rank \d has communicator=tokenloom/\S+ \(.*\); {ORDER}"
-)
+WHERE = r"rank \d has communicator=tokenloom/(?:left/)?\d+ \(.*\)"
+WHO_AND_WHERE = f"{WHERE}, {WHERE}; {ORDER}"
 
 
 def all_hear(call: Callable[[], Any]) -> None:

@@ -86,7 +86,7 @@ class Siblings:
         """Add a communicator. One that has left its notes counts no longer."""
         self._notes.add(notes)
         self._first = self._first or notes
-        self.why_apart(notes)  # or one that is made behind it would wait for ranks that know
+        self.why_apart(notes)  # the other ranks may know already: they would not come to its first collective
 
     @property
     def all(self) -> list[Noteboard]:

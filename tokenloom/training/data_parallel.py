@@ -103,8 +103,10 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
 
 
 def _meet(mesh: DeviceMesh) -> None:
-    """Find out whether all ranks of a group with communicators are here: torch's sums would wait for others, or pair
-    with what these have begun. Over NCCL the host is not to wait for that."""
+    """Open a call of all ranks over which experts lie, unless the host would wait for a GPU.
+
+    torch's own sums would wait for a rank that makes another call, or pair with what that has begun.
+    """
     if not is_of_experts(mesh):  # a layer has one, so all ranks have a communicator on its group
         return
     groups = [ranks for ranks in siblings_of(mesh.get_group()).groups if not (ranks.is_broken or ranks.masks_late)]
