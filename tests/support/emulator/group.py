@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -496,6 +496,20 @@ class StreamOrder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _load_operations() -> None:
+    """Make torch's object of every operation, before ranks look for one.
+
+    torch makes it where a mode first sees the operation, and keeps it by address alone. Of two threads that make one
+    at a time, the first is left with an object that is freed (torch 2.13: a segmentation fault, seen of
+    aten::promote_types).
+    """
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, operation = name.split("::")
+        packet, _, overload = operation.partition(".")
+        with suppress(AttributeError):  # a few have names for the dispatcher alone
+            getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+
+
 @contextmanager
 def _stand_ins(group: Group) -> Iterator[None]:
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=group.pump)
@@ -569,6 +583,7 @@ class EmulatedRanks:
                 group.failed = True
                 group.meeting.abort()
 
+        _load_operations()
         with _stand_ins(group):
             threads = [threading.Thread(target=work, args=(rank,)) for rank in range(self.num_ranks)]
             for thread in threads:
