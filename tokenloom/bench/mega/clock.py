@@ -70,9 +70,12 @@ def try_capture(clock: Clock, call: Callable[[], Any], out: torch.Tensor) -> tup
         graph = clock.capture(call)
     except Exception as error:  # whatever a library raises where it does what a capture forbids
         first = error.__context__ or error  # the end of a capture fails too, and says less
-        why_not = (str(first).splitlines() or [type(first).__name__])[0]
-    if not _on_all_ranks(context, graph is not None):
-        return None, why_not or "another rank could not"
+        why_not = str(first).strip().partition("\n")[0] or type(first).__name__
+    reasons: list[str] = [""] * context.num_ranks
+    dist.all_gather_object(reasons, why_not, group=context.group)
+    for rank, reason in enumerate(reasons):
+        if reason:
+            return None, f"rank {rank}: {reason}"
     assert graph is not None
     out.fill_(torch.nan)
     clock.replay_us(graph)
