@@ -308,6 +308,30 @@ def check_left(ranks: RankGroup, how: str) -> None:
     assert time.monotonic() - began < 0.5 * OPEN_TIMEOUT_S
 
 
+def test_who_gave_up_because_a_rank_left_is_not_the_cause(pools: Pools) -> None:
+    """A rank leaves while another looks why it waits. The third is quicker and gives up; the cause is still the rank
+    that left."""
+    run(pools, [0, 1, 2], check_left_amid_a_look, open_timeout_s=OPEN_TIMEOUT_S)
+
+
+def check_left_amid_a_look(ranks: RankGroup) -> None:
+    who_gave_up = ranks.notes.who_gave_up
+
+    def once_rank_1_has() -> tuple[int, str] | None:
+        done(ranks, "looks")
+        when_done(ranks, [1], "gave up")
+        return who_gave_up()
+
+    if ranks.rank == 2:
+        when_done(ranks, [0], "looks")
+        ranks.close()
+        return
+    slow = mock.patch.object(ranks.notes, "who_gave_up", once_rank_1_has) if ranks.rank == 0 else nullcontext()
+    with slow, pytest.raises(tl.PeerTimeout, match="the communicator was closed there") as timeout:
+        open_call(ranks)
+    assert timeout.value.peers == (2,)
+
+
 def test_a_rank_that_fails_within_a_call(pools: Pools) -> None:
     """Others learn of it, and why, while they wait for what it did not send; the group is broken for all."""
     run(pools, PAIR, check_fails_within, timeout_s=OPEN_TIMEOUT_S)

@@ -178,10 +178,10 @@ class Watch:
         self.require_none_failed()  # first: a process that is interrupted says so, and may end then
         if awaited.broken:
             return f"the connection broke ({next(iter(awaited.broken.values()))})"
+        said = self._notes.who_gave_up()  # first: who gave up because another left says so behind that
         if set(self._notes.who_left_before(step)) - self._members.masked:
             return "the communicator was closed there"
         self._require_same_mask(step)
-        said = self._notes.who_gave_up()
         if said is None and isinstance(awaited, Collective) and self._siblings.why_apart(self._notes):
             self.require_none_failed()  # once more: a rank that failed says so before it says that the ranks are apart
             self._siblings.require_together()
