@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import signal
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -102,3 +105,30 @@ def test_others_errors_are_theirs() -> None:
 
     collective = Collective(lambda: torch_fails(inspect.currentframe().f_code), None)  # type: ignore
     assert collective.broken == {-1: "of torch"}
+
+
+def test_a_wait_that_was_long_keeps_nothing(gc_off: None) -> None:
+    """torch ends a wait by an error. What it kept until Python's next garbage collection is a communicator, whose
+    notes would stay in the store."""
+    collective: Any = Collective(lambda: SlowWork(), None)  # type: ignore
+    assert not collective.wait(0.0)
+    kept = weakref.ref(collective)
+    collectives._unended.clear()
+    del collective
+    assert kept() is None
+
+
+class SlowWork:
+    def wait(self, limit: timedelta) -> None:
+        raise RuntimeError("timed out")
+
+    def is_completed(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def gc_off(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(collectives, "_unended", set())
+    gc.disable()
+    yield
+    gc.enable()

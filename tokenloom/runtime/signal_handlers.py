@@ -12,7 +12,8 @@ def raise_if_of_handler(error: BaseException) -> None:
 
     Python gives a handler the frame that it interrupts. Nothing else is called with the frame of its caller.
     """
-    trace = error.__traceback__
+    # The first frame is who caught the error. It is no handler, and its f_locals would keep the error, which keeps it.
+    trace = error.__traceback__ and error.__traceback__.tb_next
     while trace is not None:
         frame = trace.tb_frame
         if frame.f_back is not None and any(given is frame.f_back for given in _frames_in(frame.f_locals.values())):
