@@ -51,8 +51,9 @@ def test_a_group_that_came_apart_goes_on_by_pairs() -> None:
 
 
 def check_by_pairs(context: RankContext, pipe: Connection) -> None:
-    comm = make_comm(context, open_timeout_s=0.5)
+    comm = make_comm(context)
     dispatch(comm)
+    comm._ranks.open_timeout_s = 0.5
     if context.rank == ODD:
         pipe.recv()
         at_once(lambda: make_comm(context), tl.CommunicatorBroken)

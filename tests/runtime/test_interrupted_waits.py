@@ -130,6 +130,7 @@ def check_between(context: RankContext, pipe: Connection) -> None:
         assert isinstance(told, tl.PeerError)
         assert (told.rank, told.reason) == (ODD, "KeyboardInterrupt: between two waits")
     assert "between two waits" in str(at_once(lambda: dispatch(comm), tl.CommunicatorBroken))
+    pipe.recv()
 
 
 # -- where late ranks are masked ----------------------------------------------------------------------------------

@@ -365,9 +365,10 @@ def test_a_rank_that_is_further_on_is_not_missing(pools: Pools) -> None:
 
 def check_further_on(ranks: RankGroup) -> None:
     notes = ranks.notes
-    notes.sign_in(5)
-    open_call(ranks)
     other = 1 - ranks.rank
+    notes.sign_in(5)
+    done(ranks, "signed in")
+    when_done(ranks, [other], "signed in")  # a collective, where it takes long, signs in by itself
     assert [notes.waits_in(step, other) for step in (4, 5, 6)] == [True, True, False]
 
 
