@@ -167,12 +167,13 @@ def check_stale_fault(context: RankContext) -> None:
 def groups_over_streams(context: RankContext) -> list[RankGroup]:
     """Two communicators' on one process group, behind calls of each kind."""
     group = dist.new_group(list(range(context.num_ranks)), timeout=timedelta(seconds=8))
-    found = [RankGroup(group, device=context.device, open_timeout_s=1.0) for _ in range(2)]
+    found = [RankGroup(group, device=context.device) for _ in range(2)]
     for ranks in found:
         ranks._deadline_is_ours = False
         for _ in range(2):
             assert handshake(ranks, {"call": "dispatch"}, None, 0, None)[1] == frozenset()
             assert ranks.all_gather_object(context.rank, "testing") == list(range(context.num_ranks))
+        ranks.open_timeout_s = 1.0
     return found
 
 

@@ -67,7 +67,7 @@ def grow(context: RankContext, dies: Callable[[int], object]) -> Collection[int]
         if LOST not in masked:  # it may have died behind the dispatch
             assert torch.equal(out, x * counts[1][:, None]), number
         else:
-            assert any(torch.equal(out, x * each[:, None]) for each in counts), number
+            assert any(torch.equal(out, x * each[:, None]) for each in counts), (number, list(masked))
     assert len({comm.plan.num_experts for comm in communicators.all()}) == 2
     communicators.close()
     return masked
