@@ -261,8 +261,7 @@ def check_fault(context: RankContext, call: str) -> None:
 # -- many calls -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("on_timeout", ["raise", "mask"])
+@pytest.mark.parametrize("on_timeout", mostly_slow(["raise", "mask"], [], ["mask"]))
 def test_memory_does_not_grow(four: Ranks, on_timeout: str) -> None:
     """What a call leaves behind would be there once for each step: an object, or rows of 16 KiB."""
     four.run(check_memory, on_timeout)

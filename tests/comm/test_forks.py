@@ -198,6 +198,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 def test_forks_that_never_call(tmp_path: Path) -> None:
     """Workers of a DataLoader inherit a communicator, and another fork ends as Python does: neither is noticed.
 

@@ -31,6 +31,7 @@ def all_hear(call: Callable[[], Any]) -> None:
     assert time.monotonic() - began < TIMEOUT_S
 
 
+@pytest.mark.slow
 def test_two_that_mask() -> None:
     on_ranks(check_two)
 

@@ -23,9 +23,11 @@ ENDINGS = [
     Ending("halves", "mask", "stopped", "destroyed", num_ranks=3),
     Ending("pairs", "raise", "mask_ranks", keeps=False, num_ranks=3, way="pytest"),
 ]
-QUICK = [
-    Ending("normal", closing="destroyed", way="sys.exit"),
-    Ending("pairs", "raise", "os._exit", "closed and destroyed", way="Ctrl-C"),
+QUICK = [Ending("pairs", "raise", "os._exit", "closed and destroyed", way="Ctrl-C")]
+SELDOM = [
+    Ending("training", closing="closed and destroyed"),
+    Ending("pairs", "mask", "late", num_ranks=3),
+    Ending("training", "mask", "os._exit", "closed", num_ranks=3, way="raise"),
 ]
 
 
@@ -35,7 +37,7 @@ def programs() -> Iterator[Programs]:
         yield running
 
 
-@pytest.mark.parametrize("ending", mostly_slow(ENDINGS, QUICK), ids=str)
+@pytest.mark.parametrize("ending", mostly_slow(ENDINGS, QUICK, SELDOM), ids=str)
 def test_a_program_ends_as_it_says(programs: Programs, ending: Ending) -> None:
     """With the exit code that it wants on every rank; threads that could abort it are held back until it is too late
     for them."""

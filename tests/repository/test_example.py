@@ -89,6 +89,7 @@ def outcomes(folder: Path) -> dict[int, Outcome]:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_losses_do_not_depend_on_the_number_of_ranks(outcomes: dict[int, Outcome]) -> None:
     """The norms show what Adam hides from losses: expert gradients that are W times too large."""
     one = outcomes[1]
@@ -101,6 +102,7 @@ def test_losses_do_not_depend_on_the_number_of_ranks(outcomes: dict[int, Outcome
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_it_learns_and_says_so(outcomes: dict[int, Outcome]) -> None:
     """A uniform guess among 128 bytes costs 4.85 nats; a model that knows no more than single bytes, 2.9."""
     for outcome in outcomes.values():
@@ -114,6 +116,7 @@ def test_it_learns_and_says_so(outcomes: dict[int, Outcome]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_checkpoint_goes_on_with_another_number_of_ranks(
     pools: Callable[[str], RankPool], folder: Path, outcomes: dict[int, Outcome], tmp_path: Path
 ) -> None:

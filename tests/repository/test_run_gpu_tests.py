@@ -270,6 +270,7 @@ def test_a_worker_that_begins_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_all_end_at_nearly_the_same_time(tmp_path: Path) -> None:
     """While one worker is in a long test, others run what is left. Each test runs once."""
     done = run(tmp_path, UNEVEN)

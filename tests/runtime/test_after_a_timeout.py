@@ -18,6 +18,7 @@ import tokenloom as tl
 from tests.comm.test_first_messages import dispatch, make_comm, on_ranks, works
 from tests.runtime.test_interrupted_waits import LIMIT_S, NUM_RANKS, ODD, at_once
 from tests.support.server import Server
+from tests.support.slow import mostly_slow
 from tokenloom.runtime import waiting
 from tokenloom.runtime.processes import RankContext
 
@@ -26,7 +27,7 @@ OTHERS: dict[str, Any] = {"timeout_s": 30.0, "open_timeout_s": 30.0}
 """Of communicators whose ranks are told, or would wait this long."""
 
 
-@pytest.mark.parametrize("late_rank", ["calls late", "calls another", "makes another"])
+@pytest.mark.parametrize("late_rank", mostly_slow(["calls late", "calls another", "makes another"], ["calls late"]))
 def test_all_ranks_make_a_new_process_group(late_rank: str) -> None:
     with Server(NUM_RANKS, check_told, late_rank, device="cpu") as server:
         for rank in (rank for rank in range(NUM_RANKS) if rank != ODD):
@@ -56,6 +57,7 @@ def check_told(context: RankContext, pipe: Connection, late_rank: str) -> None:
     works(make_comm(context))
 
 
+@pytest.mark.slow
 def test_pairs_go_on() -> None:
     """They use no collective of the group, however long one of them takes."""
     on_ranks(check_pairs, num_ranks=3)
