@@ -211,10 +211,14 @@ def mark_all_but_samples(items: list[pytest.Item]) -> None:
 
 
 def mark_what_shows_nothing_new(items: list[pytest.Item]) -> None:
-    """Slow parameters of a test on CPUs are ``full`` too, but for those that show each value of each parameter TIMES.
+    """Mark slow parameters ``full`` too, except those that show each value of each parameter TIMES.
 
-    What runs by default counts. A test that gives its parameters the marker itself knows better.
+    What runs by default counts. A test that gives its parameters the marker itself knows better. In modules that say
+    EXPERIMENTAL all slow tests are full: those of calls between nodes, which have not run on several hosts.
     """
+    for item in items:
+        if getattr(item.module, "EXPERIMENTAL", False) and item.get_closest_marker("slow") is not None:
+            item.add_marker("full")
     tests: dict[tuple[Any, ...], list[pytest.Item]] = {}
     for item in items:
         left = item.get_closest_marker("gpu") is not None or item.get_closest_marker("soak") is not None

@@ -24,6 +24,8 @@ from tokenloom.plan import LAYOUTS, ROUTE_LAYOUTS, Plan, align_up
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.topology import pretended
 
+EXPERIMENTAL = True
+
 pytestmark = pytest.mark.skipif(emulator.CXX is None, reason="no g++")
 
 SOON_S = 0.0008

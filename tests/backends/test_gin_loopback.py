@@ -15,6 +15,8 @@ from tests.support import gin_loopback
 from tests.support.gin_loopback import Loopback
 from tests.support.nccl_wheels import cuda_headers
 
+EXPERIMENTAL = True
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(gin_loopback.WHY_NOT is not None, reason=str(gin_loopback.WHY_NOT)),

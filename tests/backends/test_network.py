@@ -48,6 +48,8 @@ from tokenloom.training.pieces import RunOptions
 from tokenloom.training.routed_experts import routed_experts
 from tokenloom.training.shards import local_part
 
+EXPERIMENTAL = True
+
 LAYOUTS = ("token", "rank", "expert", "slots")
 CASE = Case("nodes", "", tokens=(7, 0, 5, 6, 3, 8), experts_per_rank=2, hidden=16, top_k=4, unused=0.2, dtype=FP32)
 

@@ -31,6 +31,8 @@ from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.transfer import Transfer
 
+EXPERIMENTAL = True
+
 CASE = Case("nodes", "", tokens=(7, 0, 5, 6), experts_per_rank=2, hidden=16, top_k=4, unused=0.2, dtype=FP32)
 PHASES = [
     "the handshake of dispatch",

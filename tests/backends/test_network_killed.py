@@ -28,6 +28,8 @@ from tests.support.server import Server
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.rank_group import RankGroup
 
+EXPERIMENTAL = True
+
 pytestmark = pytest.mark.slow
 
 KILLED, STOPPED = signal.SIGKILL, signal.SIGSTOP

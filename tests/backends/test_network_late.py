@@ -29,6 +29,8 @@ from tokenloom.runtime.links import Links
 from tokenloom.runtime.processes import RankContext
 from tokenloom.training.shards import local_part
 
+EXPERIMENTAL = True
+
 WAYS: tuple[Literal["raise", "mask"], ...] = ("raise", "mask")
 TRANSFERS = 8
 """Of a dispatch and of a combine each: handshake, two hops, and the meeting at the end."""

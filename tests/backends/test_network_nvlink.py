@@ -33,6 +33,8 @@ from tokenloom.runtime.processes import RankContext, RankPool
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.topology import Topology, pretended
 
+EXPERIMENTAL = True
+
 emulated = pytest.mark.skipif(emulator.CXX is None, reason="no g++")
 
 UNEQUAL = replace(CASE, dtype=BF16)

@@ -21,6 +21,8 @@ from tokenloom.backends import registry
 from tokenloom.plan import LAYOUTS
 from tokenloom.runtime.processes import RankContext
 
+EXPERIMENTAL = True
+
 pytestmark = pytest.mark.skipif(emulator.CXX is None, reason="no g++")
 each_way = pytest.mark.parametrize("way", BETWEEN_NODES)
 # Most take kernels of their own, which have to be compiled: they are slow tests.

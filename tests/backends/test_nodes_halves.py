@@ -20,6 +20,8 @@ from tests.support.slow import mostly_slow
 from tokenloom import reference
 from tokenloom.runtime.processes import RankContext
 
+EXPERIMENTAL = True
+
 pytestmark = pytest.mark.skipif(emulator.CXX is None, reason="no g++")
 
 CALLS = 14

@@ -26,6 +26,8 @@ from tokenloom.runtime.openings import CallKind
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.topology import Topology, pretended
 
+EXPERIMENTAL = True
+
 pytestmark = pytest.mark.skipif(emulator.CXX is None, reason="no g++")
 
 

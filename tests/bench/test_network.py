@@ -42,6 +42,8 @@ from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.topology import Topology, pretended
 from tokenloom.tune.network.constants import FITTED, read_constants
 
+EXPERIMENTAL = True
+
 TWO_BY_TWO = pretended(4, 2)
 UNEQUAL = Topology((0, 0, 0, 1, 1))
 CPU = torch.device("cpu")

@@ -20,6 +20,8 @@ from tokenloom.cli import app
 from tokenloom.errors import InvalidArgument
 from tokenloom.tune.network.constants import read_constants
 
+EXPERIMENTAL = True
+
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 

@@ -19,6 +19,8 @@ from tokenloom.bench.network.problems import PAYLOADS
 from tokenloom.plan import LAYOUTS
 from tokenloom.runtime.processes import RankContext
 
+EXPERIMENTAL = True
+
 
 class LikeGin(NetworkBackend):
     """What "gin" can do, on CPUs."""

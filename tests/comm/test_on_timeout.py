@@ -420,7 +420,7 @@ def require_masked(server: Server, rank: int, number: int, expected: list[int]) 
     ("how", "num_calls"),
     [
         (signal.SIGKILL, 500),
-        (signal.SIGSTOP, 400),
+        pytest.param(signal.SIGSTOP, 400, marks=pytest.mark.full),
         pytest.param(signal.SIGKILL, 5000, marks=pytest.mark.soak),
     ],
     ids=["killed", "stopped", "killed in 10,000 calls"],

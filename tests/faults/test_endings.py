@@ -25,6 +25,9 @@ ENDINGS = [
 ]
 QUICK = [Ending("pairs", "raise", "os._exit", "closed and destroyed", way="Ctrl-C")]
 SELDOM = [
+    Ending("halves", "raise", "late", "closed and destroyed", num_ranks=2),
+    Ending("low latency", "mask", "late", "closed and destroyed", num_ranks=3),
+    Ending("training", "raise", "stopped", "closed and destroyed", num_ranks=2),
     Ending("training", closing="closed and destroyed"),
     Ending("pairs", "mask", "late", num_ranks=3),
     Ending("training", "mask", "os._exit", "closed", num_ranks=3, way="raise"),

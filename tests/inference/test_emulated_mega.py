@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(emulator.CXX is None, reason="no g++")
 
 FAST = "one block"
 SLOW = ("plain", "fp8", "repeats", "top8", "masked", "gpt_oss", "biases", "two shared experts")
-FULL = ("plain", "fp8", "masked")
-"""Others have their sizes, FP8 as they are sent, and -1."""
+FULL = ("plain", "fp8", "masked", "biases", "repeats")
+"""Others have their sizes, FP8 as they are sent, -1, biases and several routes to a rank."""
 FEWER = {"two shared experts": (30, 11)}
 """Tokens of the ranks where those of the case take long. Most experts still have two tiles, which is over 128 rows."""
 

@@ -19,6 +19,8 @@ from tokenloom.jit.compiler import Resources, compile_source
 from tokenloom.jit.nccl_headers import CHECKED, PRELUDE, Headers, dotted
 from tokenloom.jit.nccl_layout import DEVICE_COMM, REQUIREMENTS, read_layout
 
+EXPERIMENTAL = True
+
 VERSIONS = tuple(map(dotted, CHECKED))
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "nccl_constants.json").read_text())
 CXX = shutil.which("g++")

@@ -26,6 +26,8 @@ from tokenloom.kernels.dispatch.launch_network import DispatchNetworkVariant
 from tokenloom.kernels.signals.launch import SignalsVariant
 from tokenloom.plan import Plan
 
+EXPERIMENTAL = True
+
 needs_cxx = pytest.mark.skipif(CXX is None, reason="no g++")
 LARGE = Plan(32, 256, 7168, 8, 64)
 MANY = Plan(16, 256, 7168, 8, 4096)

@@ -1,6 +1,6 @@
 """Proof that the suite bites: breaks one rule at a time in a copy of the tree, and demands that tests fail there.
 
-    python -m tests.mutations [names ...] [--gpu] [--jobs 2] [--list] [--passed FILE ...]
+    python -m tests.mutations [names ...] [--part K/N] [--gpu] [--jobs 2] [--list] [--passed FILE ...]
 
 Each mutation replaces one piece of one symbol and runs the tests that should notice, until one fails. Each test that
 failed must pass on the unchanged tree: it runs there afterwards, unless a report of pytest says that it has passed. A
@@ -29,6 +29,8 @@ LIMIT_S = 240.0
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
     parser.add_argument("names", nargs="*", help="mutations to try; all of them by default")
+    parser.add_argument("--part", type=part, default=(1, 1), metavar="K/N",
+                        help="every N-th mutation from the K-th on, so that N runs try all of them")  # fmt: skip
     parser.add_argument("--gpu", action="store_true", help="try the mutations whose tests need GPUs, not the others")
     parser.add_argument("--jobs", type=int, default=2, help="mutants tested at a time (default: 2)")
     parser.add_argument("--passed", nargs="+", type=Path, default=[], metavar="FILE",
@@ -44,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if absent:
         print(f"left out, since {', '.join(sorted(absent))} is not installed: the mutations that need it")
         chosen = [each for each in chosen if each.needs not in absent]
+    first, step = options.part
+    chosen = chosen[first - 1 :: step]
     if options.list:
         print("\n".join(f"{mutation.name:32} {mutation.rule}" for mutation in chosen))
         return 0
@@ -71,6 +75,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"mutations: {len(chosen)} rules broken, {len(noticed)} noticed, {survived} survived; "
           f"{passing} of {tests} tests pass on the unchanged tree; {time.monotonic() - began:.0f} s")  # fmt: skip
     return 1 if survived or passing < tests else 0
+
+
+def part(text: str) -> tuple[int, int]:
+    """K and N of a text "K/N", as ``--part`` takes it."""
+    first, _, step = text.partition("/")
+    if not (first.isdecimal() and step.isdecimal() and 1 <= int(first) <= int(step)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not K/N with 1 <= K <= N, as 2/3")
+    return int(first), int(step)
 
 
 def passed_tests(file: Path) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 from tests.conftest import COLLECTED
 from tests.mutations import device_code, python_code
-from tests.mutations.__main__ import passed_tests
+from tests.mutations.__main__ import main, part, passed_tests
 from tests.mutations.mutation import Mutation
 from tests.mutations.rules import MUTATIONS
 
@@ -31,6 +32,24 @@ def test_there_is_one_place_to_break(mutation: Mutation) -> None:
 def test_names_are_unique() -> None:
     names = [mutation.name for mutation in MUTATIONS]
     assert len(names) == len(set(names))
+
+
+def test_parts_are_the_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each mutation is in one of three parts, of nearly the same length."""
+
+    def listed(*arguments: str) -> list[str]:
+        assert main(["--list", *arguments]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    parts = [listed("--part", f"{number}/3") for number in (1, 2, 3)]
+    assert sorted(line for each in parts for line in each) == sorted(listed())
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@pytest.mark.parametrize("text", ["0/3", "4/3", "1", "1/0", "a/b", "-1/3"])
+def test_a_part_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not K/N"):
+        part(text)
 
 
 @lru_cache

@@ -186,6 +186,7 @@ def test_groups(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_failures(tmp_path: Path) -> None:
     """Each is named, with its last lines; so is the test that ended or held up its worker. The others run on."""
     done = run(tmp_path, BAD, "--limit-s", "25")
