@@ -27,7 +27,7 @@ ROUNDS, SAMPLES, CALLS = 3, 5, 10
 """SAMPLES: of each round. CALLS: in a graph."""
 WARM_S = 0.4
 """Of replays that do not count, in each turn. Behind a kernel that draws less power, one at the power limit is up to
-16% faster for tens of milliseconds (docs/performance/notebook-gemm.md)."""
+16% faster for tens of milliseconds (microbench/notebook/gemm.md)."""
 SHAPES = ((32, 65536, 4096, 7168), (32, 65536, 7168, 2048), (32, 512, 4096, 7168), (32, 512, 7168, 2048))
 """Experts, rows, N, K."""
 ROOM = 2

@@ -20,9 +20,12 @@ from tokenloom.runtime.processes import RankContext, RankPool
 
 ROOT = Path(__file__).parents[2]
 SITE = sorted((ROOT / "docs").rglob("*.md"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "microbench/README.md", *SITE]
+NOTEBOOK = sorted((ROOT / "microbench/notebook").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "microbench/README.md", *NOTEBOOK, *SITE]
 FOLDERS = ("tokenloom", "tests", "microbench", "tools", "docs", "examples")
 """A path in a document that begins with one of these must exist."""
+NAMED = re.compile(r"(?<!:)\b(?:docs|microbench)/[\w/-]+\.md")
+"""A document, as code names it."""
 WHERE = ("one process", "four ranks")
 """Where examples run, as the comment at the top of their page says."""
 
@@ -33,6 +36,16 @@ def name(page: Path) -> str:
 
 def examples(page: Path, language: str = "python") -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def headings(page: Path) -> list[str]:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+
+
+def anchor_of(heading: str) -> str:
+    """As GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def places(page: Path) -> list[str]:
@@ -113,10 +126,26 @@ def test_links_and_paths_lead_somewhere(page: str) -> None:
         assert (ROOT / target).exists(), f"{page} names {target}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_anchors_lead_to_headings(page: Path) -> None:
+    """GitHub makes other anchors than mkdocs where a heading has a sign for "times". Names of code have none there."""
+    for target, anchor in re.findall(r"\]\((?!http)([^)#\s]*)#([^)\s]+)\)", page.read_text()):
+        file = page.parent / target if target else page
+        if file.suffix == ".md" and "." not in anchor:
+            assert anchor in [anchor_of(heading) for heading in headings(file)], f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_named_sections_of_notebooks_exist(page: Path) -> None:
+    """The site does not have the notebooks, so its pages name sections where others link to them."""
+    for notebook, section in re.findall(r'`(microbench/notebook/\w+\.md)`,\ssection\s"([^"]+)"', page.read_text()):
+        assert " ".join(section.split()) in headings(ROOT / notebook), f"{notebook}: {section}"
+
+
 def test_documents_that_the_code_names_exist() -> None:
     """Behind a colon, as in owner/repository:docs/page.md, they are another project's."""
     files = [file for folder in FOLDERS for kind in ("py", "cuh", "md") for file in (ROOT / folder).rglob(f"*.{kind}")]
-    named = [(file, target) for file in files for target in re.findall(r"(?<!:)\bdocs/[\w/-]+\.md", file.read_text())]
+    named = [(file, target) for file in files for target in NAMED.findall(file.read_text())]
     assert len(named) > 5
     assert [f"{name(file)}: {target}" for file, target in named if not (ROOT / target).exists()] == []
 
