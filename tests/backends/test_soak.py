@@ -2,7 +2,7 @@
 
 On "nvlink" they are 100,000. Between nodes, over gloo, they also show that nothing piles up, which takes minutes::
 
-    .venv/bin/python -m pytest -s -m soak tests/backends/test_soak.py
+    python -m pytest -s -m soak tests/backends/test_soak.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Who is missing is named over NCCL too, where hosts wait for the handshake of a call. Nodes are pretended.
 
-.venv/bin/python -m pytest -m '' -s tests/kernels/test_lost_rank_on_gpus.py
+python -m pytest -m '' -s tests/kernels/test_lost_rank_on_gpus.py
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Nodes are pretended, by NCCL's variables. With TOKENLOOM_TEST_RANKS=4 ranks shar
 host of its own to NCCL then, and the kernels of a node reach each other's memory as always. That shows bits and
 protocols, and no times. One command runs all of it, about a minute for each group of ranks::
 
-    .venv/bin/python -m pytest -m '' -s tests/kernels/test_network_on_gpus.py
+    python -m pytest -m '' -s tests/kernels/test_network_on_gpus.py
 """
 
 from __future__ import annotations

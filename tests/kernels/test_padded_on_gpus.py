@@ -1,6 +1,6 @@
 """Backend "padded" on GPUs: nodes are pretended, and NCCL carries regions between them as it likes.
 
-.venv/bin/python -m pytest -m '' -s tests/kernels/test_padded_on_gpus.py
+python -m pytest -m '' -s tests/kernels/test_padded_on_gpus.py
 """
 
 from __future__ import annotations

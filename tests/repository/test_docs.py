@@ -191,4 +191,4 @@ def test_tables_are_whole(page: Path) -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 100
