@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from tokenloom.ops.quant import dequantize_fp8, quantize_fp8, quantize_fp8_blocks
     from tokenloom.ops.router import Router
     from tokenloom.plan import Activation, WeightLayout
-    from tokenloom.runtime.streams import Event
     from tokenloom.training.data_parallel import clip_grad_norm_, data_parallel, split_parameters
     from tokenloom.training.expert_module import RoutedExperts
     from tokenloom.training.layer import ExpertParallelMoE
@@ -50,7 +49,6 @@ _MODULE_OF = {
     "Activation": "plan",
     "Communicator": "comm.communicator",
     "DispatchOut": "backends.base",
-    "Event": "runtime.streams",
     "ExpertParallelMoE": "training.layer",
     "MegaMoE": "inference.mega_moe",
     "Pending": "comm.pending",
@@ -81,7 +79,6 @@ __all__ = [
     "DeviceMismatch",
     "DispatchOut",
     "DtypeMismatch",
-    "Event",
     "ExpertParallelMoE",
     "InvalidArgument",
     "InvalidExpertId",

@@ -15,7 +15,7 @@ from tests.support.graph_cases import EXPERT, ROUNDS, Captured, Step, plan_of
 from tests.support.nvlink_cases import buffers_of, meet, new_comm, round_trip
 from tokenloom import reference
 from tokenloom.runtime.processes import RankContext
-from tokenloom.runtime.streams import tensors_in
+from tokenloom.runtime.streams import Event, tensors_in
 
 # -- a stream of its own --------------------------------------------------------------------------------------------
 
@@ -25,7 +25,7 @@ LONG_CYCLES = 600_000_000  # 0.3 s at 2 GHz
 @pytest.mark.parametrize(
     ("layout", "mode"), [("token", "per_rank"), ("rank", "per_rank"), ("expert", "per_rank"), ("expert", "per_route")]
 )
-def test_async_combine_of_what_is_dropped(hoppers: Ranks, layout: str, mode: str) -> None:
+def test_combine_on_a_side_stream_of_what_is_dropped(hoppers: Ranks, layout: str, mode: str) -> None:
     """The combine runs on another stream than the one that made what it reads. torch was told so of y and the weights
     alone: once the caller let go of routed, its row maps were given to the next tensors of the main stream."""
     hoppers.run(check_dropped, layout, mode)
@@ -53,17 +53,19 @@ def check_dropped(context: RankContext, layout: str, mode: str) -> None:
 
 def combine_and_drop(
     context: RankContext, comm: tl.Communicator, problem: Problem, y: torch.Tensor, layout: str, mode: str
-) -> tuple[torch.Tensor, tl.Event, list[int]]:
+) -> tuple[torch.Tensor, Event, list[int]]:
     """The result, its event, and the sizes in bytes of all tensors that nobody holds any more when this returns."""
     routed = comm.dispatch(*problem.arguments(context), layout=layout, copy=True)
     y = y.to(context.device, copy=True)
     dropped = tensors_in((y, routed._weights, routed._handle))
     sizes = [each.untyped_storage().nbytes() for each in dropped]
-    side = comm.engine.side_stream._stream
-    if side is not None:
-        with torch.cuda.stream(side):
+    side = comm.engine.side_stream
+    if side._stream is not None:
+        with torch.cuda.stream(side._stream):
             torch.cuda._sleep(LONG_CYCLES)
-    out, event = comm.combine(y, routed, mode=mode, async_op=True)
+    with side.run((y, routed)):
+        out = comm.combine(y, routed, mode=mode)
+        event = side.event((out,))
     return out, event, sizes
 
 

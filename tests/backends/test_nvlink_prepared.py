@@ -258,16 +258,6 @@ def test_what_a_kind_is(stand_ins: StandIns) -> None:
     assert kinds == set(range(1, 9))
 
 
-def test_rows_of_two_streams_are_not_lent(stand_ins: StandIns) -> None:
-    """Asynchronous calls run on one stream, and their rows are read on another, which no later dispatch would wait
-    for."""
-    comm, given = make_comm(LARGE), Given(5)
-    for async_op, is_lent in ((True, False), (False, True)):
-        held: Any = given.dispatch(comm, "token", copy="if_needed", async_op=async_op)
-        assert comm.engine._backend._buffers.any_lent == is_lent  # type: ignore[attr-defined]
-        del held
-
-
 def test_readers_of_lent_rows_are_waited_for(stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the first call that can: a capture waits for no stream outside of it, and the calls behind it still must."""
     waits = []

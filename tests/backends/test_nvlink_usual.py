@@ -286,16 +286,12 @@ def under_a_profiler(calls: Calls) -> Any:
         return calls.dispatch()
 
 
-def asynchronously(calls: Calls) -> Any:
-    return calls.dispatch(async_op=True)[0]
-
-
-AROUND = [with_gradients, on_another_stream, beside_an_open_call, in_a_sequence, under_a_profiler, asynchronously]
+AROUND = [with_gradients, on_another_stream, beside_an_open_call, in_a_sequence, under_a_profiler]
 
 
 @pytest.mark.parametrize("around", AROUND, ids=lambda around: around.__name__)
 def test_what_is_around_a_call(calls: Calls, around: Callable[[Calls], Any]) -> None:
-    """Gradients, other streams, halves, layers, profilers and side streams need what only the long way has."""
+    """Gradients, other streams, halves, layers and profilers need what only the long way has."""
     calls.dispatch()
     assert around(calls).num_rows is not None
     assert calls.long == 2

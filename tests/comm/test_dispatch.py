@@ -26,6 +26,7 @@ from tests.support.cases import (
     expert_rows,
     make_comm,
     make_problem,
+    on_another_stream,
     same_bits,
     same_bytes,
     same_routed,
@@ -247,19 +248,19 @@ def check_to_fp8_and_gradients(context: RankContext, backend: str, power_of_two:
 
 @each_backend
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_to_fp8_async(ranks: Ranks, backend: str, layout: str) -> None:
-    """x is quantised on the communicator's own stream."""
-    ranks.run(check_to_fp8_async, backend, layout)
+def test_to_fp8_on_another_stream(ranks: Ranks, backend: str, layout: str) -> None:
+    """x is quantised on the stream of the call."""
+    ranks.run(check_to_fp8_on_another_stream, backend, layout)
 
 
-def check_to_fp8_async(context: RankContext, backend: str, layout: str) -> None:
+def check_to_fp8_on_another_stream(context: RankContext, backend: str, layout: str) -> None:
     problem = problem_to_fp8(Case("async", "", tokens=(6, 4), hidden=128), context.num_ranks)
     comm = make_comm(context, backend, problem.plan)
     x, ids, weights = problem.arguments(context)
     for power_of_two in (False, True):
         options: dict[str, Any] = {"layout": layout, "to_fp8": True, "power_of_two_scales": power_of_two}
-        routed, event = comm.dispatch(x, ids, weights, **options, async_op=True)
-        event.wait()
+        with on_another_stream(context.device):
+            routed = comm.dispatch(x, ids, weights, **options)
         same_routed(routed, problem.dispatched(**options)[context.rank], problem.plan)
 
 
@@ -331,12 +332,12 @@ def check_inputs_are_left_alone(context: RankContext, backend: str) -> None:
 
 @each_backend
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_async(ranks: Ranks, backend: str, layout: str) -> None:
-    """async_op returns (result, event) with the same values once the event was waited for."""
-    ranks.run(check_async, backend, layout)
+def test_on_another_stream(ranks: Ranks, backend: str, layout: str) -> None:
+    """Calls run on the stream that is current, whichever it is."""
+    ranks.run(check_on_another_stream, backend, layout)
 
 
-def check_async(context: RankContext, backend: str, layout: str) -> None:
+def check_on_another_stream(context: RankContext, backend: str, layout: str) -> None:
     problem = make_problem(Case("async", "", tokens=(6, 4), top_k=3, hidden=64, unused=0.2), context.num_ranks)
     comm = make_comm(context, backend, problem.plan)
     want = problem.dispatched(layout)
@@ -346,14 +347,10 @@ def check_async(context: RankContext, backend: str, layout: str) -> None:
         problem.plan, expert_rows(problem, want, FP32), want, problem.topk_ids, weights, out_dtype=torch.bfloat16
     )
     for _ in range(3):  # also while earlier work may still run
-        routed, event = comm.dispatch(*problem.arguments(context), layout=layout, async_op=True)
-        event.wait()
-        out, done = comm.combine(y, routed, out_dtype=torch.bfloat16, async_op=True)
-        assert isinstance(event, tl.Event)
-        assert isinstance(done, tl.Event)
-        done.synchronize()
-        assert done.query()
-        done.wait()
+        with on_another_stream(context.device):
+            routed = comm.dispatch(*problem.arguments(context), layout=layout)
+        with on_another_stream(context.device):
+            out = comm.combine(y, routed, out_dtype=torch.bfloat16)
         same_routed(routed, want[context.rank], problem.plan)
         same_bits(out, outs[context.rank], "out")
 

@@ -281,8 +281,7 @@ def run_dispatch_fault(context: RankContext, backend: str, problem: Problem, fau
     x, ids, weights = problem.arguments(context)
     good = {"x": x, "topk_ids": ids, "topk_weights": weights, **options}
     arguments = fault[1](good) if context.rank == bad_rank(context) else good
-    for async_op in (False, True):
-        expect(context, lambda b=async_op: comm.dispatch(**arguments, async_op=b), fault, "dispatch")
+    expect(context, lambda: comm.dispatch(**arguments), fault, "dispatch")
     expect(context, lambda: comm.send_dispatch(**arguments).receive(), fault, "dispatch in halves")
     still_works(context, comm, problem)
 
@@ -308,9 +307,8 @@ def check_combine_fault(context: RankContext, backend: str, layout: str, index: 
     routed = comm.dispatch(*problem.arguments(context), layout=layout, alignment=2 if layout == "expert" else 1)
     good = {"y": torch.ones_like(routed.tokens), "routed": routed}
     want = comm.combine(**good)
-    for async_op in (False, True):
-        arguments = fault[1](good) if context.rank == bad_rank(context) else good
-        expect(context, lambda a=arguments, b=async_op: comm.combine(**a, async_op=b), fault, "combine")
+    arguments = fault[1](good) if context.rank == bad_rank(context) else good
+    expect(context, lambda: comm.combine(**arguments), fault, "combine")
     expect(context, lambda: comm.send_combine(**arguments).receive(), fault, "combine in halves")
     assert torch.equal(comm.combine(**good), want)
     still_works(context, comm, problem)

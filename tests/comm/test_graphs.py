@@ -11,7 +11,16 @@ import torch
 
 import tokenloom as tl
 from tests.conftest import Ranks
-from tests.support.cases import BF16, FP32, Case, make_comm, make_problem, same_bits, same_routed
+from tests.support.cases import (
+    BF16,
+    FP32,
+    Case,
+    make_comm,
+    make_problem,
+    on_another_stream,
+    same_bits,
+    same_routed,
+)
 from tests.support.graph_cases import (
     EXPERT,
     KINDS,
@@ -337,8 +346,8 @@ def check_not_loaded(context: RankContext, what: str) -> None:
             return routed, comm.combine(routed.tokens, routed)
 
         step()
-        _, event = comm.dispatch(*given, layout="token", sizes="bounded", async_op=True)
-        event.wait()
+        with on_another_stream(context.device):
+            comm.dispatch(*given, layout="token", sizes="bounded")
         if what == "weights of rows":
             comm.dispatch(*given, layout="expert", sizes="bounded", capacity=200)
         graph = torch.cuda.CUDAGraph()

@@ -21,6 +21,7 @@ from tests.support.cases import (
     expert_rows,
     make_comm,
     make_problem,
+    on_another_stream,
     same_bits,
     same_routed,
 )
@@ -127,11 +128,11 @@ def check_halves(context: RankContext, backend: str) -> None:
         assert comm.send_combine(routed.tokens, routed, out=home).receive() is home
         same_bits(home, expected.cpu(), "out")
         options: dict[str, Any] = {"layout": "slots", "out": all_like(routed), "copy": True}
-        routed, event = comm.dispatch(*problem.arguments(context), **options, async_op=True)
-        event.wait()
+        with on_another_stream(context.device):
+            routed = comm.dispatch(*problem.arguments(context), **options)
         same_routed(routed, want, problem.plan)
-        found, event = comm.combine(routed.tokens, routed, out=home.fill_(torch.nan), async_op=True)
-        event.wait()
+        with on_another_stream(context.device):
+            found = comm.combine(routed.tokens, routed, out=home.fill_(torch.nan))
         assert found is home
         same_bits(home, expected.cpu(), "out")
 

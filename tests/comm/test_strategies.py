@@ -14,9 +14,10 @@ import torch
 import tokenloom as tl
 from tests.comm.test_row_weights import TOKENS, TOP_K
 from tests.conftest import Ranks
+from tests.support.cases import on_another_stream
 from tests.support.layer_cases import HIDDEN, LayerCase, make_inputs, make_layer
 from tests.support.nvlink_cases import launcher_of
-from tests.support.strategies import combine_by, combine_by_async
+from tests.support.strategies import combine_by
 from tests.support.wire import count_wire
 from tests.training.test_routed_experts import POOL, layers_of, one_step
 from tokenloom.comm.strategy import STRATEGY_OF_MODE, Strategy
@@ -215,10 +216,9 @@ def in_turns(context: RankContext) -> None:
         if not beside:
             routed = ours.dispatch(*given, strategy=dispatch, **options)
             return routed.tokens, combine_by(ours, combine, routed.tokens, routed)
-        routed, arrived = ours.dispatch(*given, strategy=dispatch, async_op=True, **options)
-        arrived.wait()
-        out, home = combine_by_async(ours, combine, routed.tokens, routed)
-        home.wait()
+        with on_another_stream(context.device):
+            routed = ours.dispatch(*given, strategy=dispatch, **options)
+            out = combine_by(ours, combine, routed.tokens, routed)
         return routed.tokens, out
 
     width, experts, room = 2048, 4 * context.num_ranks, 300

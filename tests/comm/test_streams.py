@@ -6,14 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-import tokenloom as tl
-from tests.conftest import Ranks
-from tests.support.cases import Case, make_comm, make_problem
 from tokenloom.backends.base import DispatchOptions
 from tokenloom.backends.nvlink.handle import NvlinkHandle
 from tokenloom.backends.nvlink.results import Results
 from tokenloom.plan import Plan
-from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.streams import SideStream, tensors_in
 
 
@@ -59,26 +55,6 @@ def test_all_of_a_handle_is_found() -> None:
     assert sorted(found(handle)) == sorted([id(ids), id(words)])
     handle.weights, handle.local_ids, handle.row_places, handle.row_tokens = own
     assert sorted(found(handle)) == sorted(id(tensor) for tensor in (ids, words, *own))
-
-
-def test_without_streams(ranks: Ranks) -> None:
-    """The results are there when the call returns, and can be waited for all the same."""
-    ranks.run(check_async)
-
-
-def check_async(context: RankContext) -> None:
-    problem = make_problem(Case("async", "", unused=0.2), context.num_ranks)
-    comm = make_comm(context, "collective", problem.plan)
-    routed, event = comm.dispatch(*problem.arguments(context), async_op=True)
-    assert isinstance(event, tl.Event)
-    event.wait()
-    y = torch.ones_like(routed.tokens)
-    out, event = comm.combine(y, routed, async_op=True)
-    del routed
-    event.synchronize()
-    assert event.query()
-    want = comm.dispatch(*problem.arguments(context))
-    assert torch.equal(out, comm.combine(y, want))
 
 
 def test_a_side_stream_on_the_cpu() -> None:

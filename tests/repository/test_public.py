@@ -36,7 +36,6 @@ PUBLIC = {
         "Activation",
         "Communicator",
         "DispatchOut",
-        "Event",
         "ExpertParallelMoE",
         "MegaMoE",
         "Pending",

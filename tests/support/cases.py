@@ -6,7 +6,8 @@ all ranks, the same on each of them. Every rank computes the reference of the wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -260,6 +261,19 @@ def _moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     moved = storage[offset:].view(x.shape)
     moved.view(torch.uint8).copy_(x.view(torch.uint8))
     return moved
+
+
+@contextmanager
+def on_another_stream(device: torch.device) -> Iterator[None]:
+    """Run the block on a stream of its own, behind the current one, which waits for it. On CPUs there are none."""
+    if device.type != "cuda":
+        yield
+        return
+    current, other = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    other.wait_stream(current)
+    with torch.cuda.stream(other):
+        yield
+    current.wait_stream(other)
 
 
 def make_comm(context: RankContext, backend: str, plan: Plan, **options: object) -> tl.Communicator:

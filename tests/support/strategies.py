@@ -23,13 +23,3 @@ def combine_by(
     engine.begin()
     with engine.sequence(Upcoming("combine")):
         return autograd.combine(engine, routed._handle, y.view(-1, comm.plan.hidden), weights, options)
-
-
-def combine_by_async(
-    comm: tl.Communicator, strategy: str, y: torch.Tensor, routed: tl.Routed
-) -> tuple[torch.Tensor, tl.Event]:
-    """The same on the communicator's own stream, with the event to wait for."""
-    side = comm.engine.side_stream
-    with side.run((y, routed)):
-        out = combine_by(comm, strategy, y, routed)
-        return out, side.event((out,))

@@ -154,7 +154,7 @@ class CallsBeside(Calls):
         with torch.no_grad():
             out = None if usual is None else usual.combine(self, rows, found[1], sums, None, None)
             if out is None:
-                call = CombineCall(self, engine, rows, found[1], sums, None, False)
+                call = CombineCall(self, engine, rows, found[1], sums, None)
                 out = call.run()
                 if usual is not None:
                     usual.learn_combine(rows, found[1], sums, call.options)
@@ -268,7 +268,7 @@ class CallsBeside(Calls):
             found = None if usual is None else usual.dispatch(self, *tensors, values, None, True)
             if found is not None:
                 return found
-            call = DispatchCall(self, engine, tensors, values, True, None, False)
+            call = DispatchCall(self, engine, tensors, values, True, None)
             made = call.run()
             if usual is not None:
                 usual.learn_dispatch(values, call.options, call.inputs, True)

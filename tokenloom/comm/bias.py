@@ -29,7 +29,6 @@ class BiasedCombineCall(CombineCall):
         routed: Routed,
         options: tuple[Any, ...],
         out: torch.Tensor | None,
-        async_op: bool,
         home_weights: torch.Tensor | None,
         bias: tuple[torch.Tensor, ...],
     ) -> None:
@@ -39,10 +38,7 @@ class BiasedCombineCall(CombineCall):
         self._own_out = out
         self._out_dtype = out_dtype or (y.dtype if is_tensor else torch.float32)
         wide = torch.float64 if is_tensor and y.dtype == torch.float64 else torch.float32
-        super().__init__(owner, engine, y, routed, (weighted, mode, wire_dtype, wide), None, async_op, home_weights)
-
-    def _given(self) -> tuple[Any, ...]:
-        return (*super()._given(), *self._bias, self._own_out)
+        super().__init__(owner, engine, y, routed, (weighted, mode, wire_dtype, wide), None, home_weights)
 
     def _send(self, split: bool) -> Any:
         plan, device = self.engine.plan, self.engine.ranks.device

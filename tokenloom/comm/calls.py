@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import Any, Literal
 
 import torch
 
@@ -21,42 +21,11 @@ from tokenloom.comm.strategy import default_mode
 from tokenloom.comm.usual import UsualCalls
 from tokenloom.errors import InvalidArgument
 from tokenloom.plan import ROUTE_LAYOUTS
-from tokenloom.runtime.streams import Event
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 Sizes = Literal["exact", "bounded"]
 Mode = Literal["per_rank", "per_route", "per_node"]
 ScaleLayout = Literal["rows", "columns", "packed"]
 Copies = Literal["if_needed"]
-
-
-class DispatchKeywords(TypedDict, total=False):
-    """Keywords of a dispatch, but for ``async_op``."""
-
-    layout: Layout
-    alignment: int
-    sizes: Sizes | None
-    capacity: int | None
-    copy: bool | Copies
-    to_fp8: bool
-    power_of_two_scales: bool
-    scale_layout: ScaleLayout
-    strategy: str
-    out: DispatchOut | None
-
-
-class CombineKeywords(TypedDict, total=False):
-    """Keywords of a combine, but for ``async_op``."""
-
-    weighted: bool | None
-    mode: Mode | None
-    wire_dtype: torch.dtype | None
-    out_dtype: torch.dtype | None
-    out: torch.Tensor | None
-    topk_weights: torch.Tensor | None
-    bias: torch.Tensor | Sequence[torch.Tensor] | None
 
 
 class Calls:
@@ -78,28 +47,6 @@ class Calls:
     def _default_mode(self) -> str:
         return default_mode(self.engine.capabilities)
 
-    @overload
-    def dispatch(
-        self,
-        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor | None = ...,
-        *,
-        async_op: Literal[False] = ...,
-        **options: Unpack[DispatchKeywords],
-    ) -> Routed: ...
-
-    @overload
-    def dispatch(
-        self,
-        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor | None = ...,
-        *,
-        async_op: Literal[True],
-        **options: Unpack[DispatchKeywords],
-    ) -> tuple[Routed, Event]: ...
-
     @breaks_graph
     def dispatch(
         self,
@@ -117,8 +64,7 @@ class Calls:
         scale_layout: ScaleLayout = "rows",
         strategy: str = "dedup",
         out: DispatchOut | None = None,
-        async_op: bool = False,
-    ) -> Routed | tuple[Routed, Event]:
+    ) -> Routed:
         """Send each token to the ranks that hold its experts. Differentiable in x and topk_weights.
 
         Args:
@@ -142,7 +88,7 @@ class Calls:
                 "if_needed": outputs are yours as long as you hold them. But rows and scales may lie in a buffer that
                 later calls then leave alone, which costs no copy. While you hold such rows, others are copied. Let go
                 of them on the stream that was current, as PyTorch wants it of all memory; ``record_stream`` does not
-                help. Not beside calls in halves, except those of layout "slots". With ``async_op`` they are copied.
+                help. Not beside calls in halves, except those of layout "slots".
             to_fp8: quantise x to E4M3 with a scale per 128 values on its way (H a multiple of 128). The result is
                 that of ``dispatch(quantize_fp8(x), ...)``, bit for bit. The rows have no gradient, so x may not
                 require one; topk_weights may.
@@ -155,12 +101,11 @@ class Calls:
             strategy: what carries the payload, as ``tokenloom.Strategy`` says. Results do not depend on it. "nvlink"
                 has others than "dedup" in layout "expert" only, and "all_gather" neither for FP8 nor in a CUDA graph.
             out: tensors of your own to write results to, for bounded sizes with gradients disabled.
-            async_op: work on the communicator's own stream and return (routed, event).
 
         Returns:
-            The rows of this rank with their counts; with ``async_op`` also the event to wait for. On "nvlink" with
-            gradients disabled and without ``copy``, the tensors are views, except those given by ``out``. Views last
-            until the second next dispatch of this communicator.
+            The rows of this rank with their counts. On "nvlink" with gradients disabled and without ``copy``, the
+            tensors are views, except those given by ``out``. Views last until the second next dispatch of this
+            communicator.
 
         Raises:
             ShapeMismatch, DtypeMismatch, DeviceMismatch, InvalidArgument, InvalidExpertId, NotDifferentiable: bad
@@ -172,38 +117,16 @@ class Calls:
             PeerTimeout, CommunicatorBroken: another rank is missing, or was at an earlier call.
         """
         values = (layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy, scale_layout)
-        usual = None if async_op else self.usual
+        usual = self.usual
         if usual is not None:
             routed = usual.dispatch(self, x, topk_ids, topk_weights, values, out, copy)
             if routed is not None:
                 return routed
-        call = DispatchCall(self, self.engine, (x, topk_ids, topk_weights), values, copy, out, async_op)
+        call = DispatchCall(self, self.engine, (x, topk_ids, topk_weights), values, copy, out)
         result = call.run()
         if usual is not None:
             usual.learn_dispatch(values, call.options, call.inputs, copy)
         return result
-
-    @overload
-    def send_dispatch(
-        self,
-        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor | None = ...,
-        *,
-        async_op: Literal[False] = ...,
-        **options: Unpack[DispatchKeywords],
-    ) -> Pending[Routed]: ...
-
-    @overload
-    def send_dispatch(
-        self,
-        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor | None = ...,
-        *,
-        async_op: Literal[True],
-        **options: Unpack[DispatchKeywords],
-    ) -> Pending[tuple[Routed, Event]]: ...
 
     @breaks_graph
     def send_dispatch(
@@ -222,8 +145,7 @@ class Calls:
         scale_layout: ScaleLayout = "rows",
         strategy: str = "dedup",
         out: DispatchOut | None = None,
-        async_op: bool = False,
-    ) -> Pending[Routed] | Pending[tuple[Routed, Event]]:
+    ) -> Pending[Routed]:
         """Make the first half of a dispatch: its rows are on their way until ``receive()`` of the pending takes them.
 
         Both halves together do what :meth:`dispatch` does, bit for bit, errors and gradients included. It has the same
@@ -238,27 +160,7 @@ class Calls:
                 sent.
         """
         values = (layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy, scale_layout)
-        return DispatchCall(self, self.engine, (x, topk_ids, topk_weights), values, copy, out, async_op).send()
-
-    @overload
-    def combine(
-        self,
-        y: torch.Tensor,
-        routed: Routed,
-        *,
-        async_op: Literal[False] = ...,
-        **options: Unpack[CombineKeywords],
-    ) -> torch.Tensor: ...
-
-    @overload
-    def combine(
-        self,
-        y: torch.Tensor,
-        routed: Routed,
-        *,
-        async_op: Literal[True],
-        **options: Unpack[CombineKeywords],
-    ) -> tuple[torch.Tensor, Event]: ...
+        return DispatchCall(self, self.engine, (x, topk_ids, topk_weights), values, copy, out).send()
 
     @breaks_graph
     def combine(
@@ -273,8 +175,7 @@ class Calls:
         out: torch.Tensor | None = None,
         topk_weights: torch.Tensor | None = None,
         bias: torch.Tensor | Sequence[torch.Tensor] | None = None,
-        async_op: bool = False,
-    ) -> torch.Tensor | tuple[torch.Tensor, Event]:
+    ) -> torch.Tensor:
         """Bring the experts' rows home and sum them in a fixed order. Differentiable in y and the weights.
 
         Args:
@@ -295,11 +196,9 @@ class Calls:
             topk_weights: float32 [T, K] to multiply rows by, instead of the dispatch's (layouts "expert" and "slots").
                 They travel with this call, and have no gradient.
             bias: floating-point [T, H], or several, to add in their order before the result is rounded.
-            async_op: work on the communicator's own stream and return (out, event).
 
         Returns:
-            [T, H]; zero for tokens without routes; ``out`` if that is given. With ``async_op`` also the event to wait
-            for.
+            [T, H]; zero for tokens without routes; ``out`` if that is given.
 
         Raises:
             TokenloomError: what ``dispatch`` raises; also NotDifferentiable if topk_weights are given and y or they
@@ -307,36 +206,16 @@ class Calls:
         """
         values = (weighted, self._default_mode if mode is None else mode, wire_dtype, out_dtype)
         routed, topk_weights = self._with_weights(routed, topk_weights, weighted)
-        usual = None if async_op or bias is not None else self.usual
+        usual = self.usual if bias is None else None
         if usual is not None:
             found = usual.combine(self, y, routed, values, out, topk_weights)
             if found is not None:
                 return found
-        call = self._combine(y, routed, values, out, topk_weights, bias, async_op)
+        call = self._combine(y, routed, values, out, topk_weights, bias)
         result = call.run()
         if usual is not None:
             usual.learn_combine(y, routed, values, call.options)
         return result
-
-    @overload
-    def send_combine(
-        self,
-        y: torch.Tensor,
-        routed: Routed,
-        *,
-        async_op: Literal[False] = ...,
-        **options: Unpack[CombineKeywords],
-    ) -> Pending[torch.Tensor]: ...
-
-    @overload
-    def send_combine(
-        self,
-        y: torch.Tensor,
-        routed: Routed,
-        *,
-        async_op: Literal[True],
-        **options: Unpack[CombineKeywords],
-    ) -> Pending[tuple[torch.Tensor, Event]]: ...
 
     @breaks_graph
     def send_combine(
@@ -351,8 +230,7 @@ class Calls:
         out: torch.Tensor | None = None,
         topk_weights: torch.Tensor | None = None,
         bias: torch.Tensor | Sequence[torch.Tensor] | None = None,
-        async_op: bool = False,
-    ) -> Pending[torch.Tensor] | Pending[tuple[torch.Tensor, Event]]:
+    ) -> Pending[torch.Tensor]:
         """Make the first half of a combine: its rows are on their way until ``receive()`` of the pending takes them.
 
         Both halves together do what :meth:`combine` does, bit for bit, errors and gradients included. It has the same
@@ -367,7 +245,7 @@ class Calls:
         """
         routed, topk_weights = self._with_weights(routed, topk_weights, weighted)
         values = (weighted, self._default_mode if mode is None else mode, wire_dtype, out_dtype)
-        return self._combine(y, routed, values, out, topk_weights, bias, async_op).send()
+        return self._combine(y, routed, values, out, topk_weights, bias).send()
 
     def _with_weights(
         self, routed: Routed, topk_weights: torch.Tensor | None, weighted: bool | None
@@ -383,9 +261,8 @@ class Calls:
         out: torch.Tensor | None,
         topk_weights: torch.Tensor | None,
         bias: torch.Tensor | Sequence[torch.Tensor] | None,
-        async_op: bool,
     ) -> CombineCall:
-        given = (self, self.engine, y, routed, options, out, async_op, topk_weights)
+        given = (self, self.engine, y, routed, options, out, topk_weights)
         return CombineCall(*given) if bias is None else BiasedCombineCall(*given, biases(bias))
 
     @breaks_graph

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +17,6 @@ from tokenloom.comm.routed import Routed
 from tokenloom.comm.strategy import STRATEGY_OF_MODE
 from tokenloom.comm.torch_modes import as_in_first_half, require_no_tangent, settled
 from tokenloom.errors import NotDifferentiable
-from tokenloom.runtime.streams import tensors_in
 
 
 class Call(ABC):
@@ -27,23 +26,20 @@ class Call(ABC):
         name: "dispatch" or "combine".
         range_name: of the profiler.
         engine: of the communicator.
-        async_op: run on the communicator's own stream, and give (result, event).
     """
 
     name: ClassVar[str]
     range_name: ClassVar[str]
     engine: Engine
-    async_op: bool
 
     def run(self) -> Any:
         """Make the whole call: its result."""
         engine, turn = self.engine, self.engine.ranks.turn
-        if self.async_op or not (engine.is_plain() and turn.take()):
+        if not (engine.is_plain() and turn.take()):
             engine.begin()
-            stream = engine.side_stream.run(self._given()) if self.async_op else nullcontext()
-            with stream, profiler_range(self.range_name), engine.sequence(self._upcoming()):
+            with profiler_range(self.range_name), engine.sequence(self._upcoming()):
                 self._send(split=False)
-                return self._result()
+                return self._receive()
         try:
             engine.begin(plain=True)
             opened = engine.open_calls.count
@@ -63,14 +59,12 @@ class Call(ABC):
         engine = self.engine
         engine.begin()
         self._modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-        stream = engine.side_stream.run(self._given()) if self.async_op else nullcontext()
-        with stream, profiler_range(self.range_name), engine.sequence(self._upcoming(split=True)):
+        with profiler_range(self.range_name), engine.sequence(self._upcoming(split=True)):
             sent = self._send(split=True)
         self._forget()  # the pending may live for long
 
         def discard() -> None:
-            stream = engine.side_stream.resume() if self.async_op else nullcontext()
-            with as_in_first_half(*self._modes), stream, engine.sequence():
+            with as_in_first_half(*self._modes), engine.sequence():
                 sent.receive()
 
         return Pending(self._second_half, engine.open_calls, self.name, discard)
@@ -78,13 +72,8 @@ class Call(ABC):
     def _second_half(self) -> Any:
         engine = self.engine
         engine.ranks.require_alive()
-        stream = engine.side_stream.resume() if self.async_op else nullcontext()
-        with as_in_first_half(*self._modes), stream, profiler_range(self.range_name), engine.sequence():
-            return self._result()
-
-    def _result(self) -> Any:
-        result = self._receive()
-        return (result, self.engine.side_stream.event(tuple(tensors_in(result)))) if self.async_op else result
+        with as_in_first_half(*self._modes), profiler_range(self.range_name), engine.sequence():
+            return self._receive()
 
     @abstractmethod
     def _upcoming(self, split: bool = False) -> Upcoming:
@@ -92,10 +81,6 @@ class Call(ABC):
 
         Its options are what can be told of them, as what was given may be wrong here: the others may make a buffer.
         """
-
-    @abstractmethod
-    def _given(self) -> tuple[Any, ...]:
-        """Everything that the call reads or writes: tensors, or what :func:`tensors_in` looks into."""
 
     @abstractmethod
     def _forget(self) -> None:
@@ -117,7 +102,7 @@ class DispatchCall(Call):
         owner: the communicator.
         tensors: x, topk_ids and topk_weights, as they were given.
         options: what follows ``able`` in :func:`tokenloom.comm.validation.dispatch_options`.
-        copy, out, async_op: as they were given.
+        copy, out: as they were given.
 
     Attributes:
         options: what the options mean, once they were checked.
@@ -136,12 +121,9 @@ class DispatchCall(Call):
         options: tuple[Any, ...],
         copy: bool | str,
         out: DispatchOut | None,
-        async_op: bool,
     ) -> None:
-        self.engine, self.async_op = engine, async_op
-        self._owner, self._tensors, self._options = owner, tensors, options
-        # A loan knows the stream on which it was made, and rows of asynchronous calls are used on another.
-        self._copy, self._out = True if async_op and copy == "if_needed" else copy, out
+        self.engine, self._owner, self._tensors, self._options = engine, owner, tensors, options
+        self._copy, self._out = copy, out
 
     def _upcoming(self, split: bool = False) -> Upcoming:
         layout, _, sizes = self._options[:3]
@@ -154,9 +136,6 @@ class DispatchCall(Call):
         if options is None or dtype not in (*self.engine.capabilities.dtypes, torch.float8_e4m3fn):
             return Upcoming(self.name, awaited=awaited, split=split)
         return Upcoming(self.name, options, 1 if options.to_fp8 else dtype.itemsize, awaited, split)
-
-    def _given(self) -> tuple[Any, ...]:
-        return (*self._tensors, self._out)
 
     def _forget(self) -> None:
         self._tensors, self.inputs = (None, None, None), None
@@ -207,7 +186,7 @@ class CombineCall(Call):
         owner: the communicator.
         y, routed: as they were given.
         options: weighted, mode, wire_dtype and out_dtype as they were given.
-        out, async_op: as they were given.
+        out: as it was given.
         home_weights: weights [T, K] of this rank's tokens, for backends that take them.
 
     Attributes:
@@ -225,11 +204,10 @@ class CombineCall(Call):
         routed: Routed,
         options: tuple[Any, ...],
         out: torch.Tensor | None,
-        async_op: bool,
         home_weights: torch.Tensor | None = None,
     ) -> None:
-        self.engine, self.async_op = engine, async_op
-        self._owner, self._y, self._routed, self._options, self._out = owner, y, routed, options, out
+        self.engine, self._owner = engine, owner
+        self._y, self._routed, self._options, self._out = y, routed, options, out
         self._home_weights = home_weights
 
     def _upcoming(self, split: bool = False) -> Upcoming:
@@ -240,9 +218,6 @@ class CombineCall(Call):
             return Upcoming(self.name, split=split)
         options = CombineOptions(bool(weighted), wire, wire, False, strategy, self._home_weights is not None)
         return Upcoming(self.name, options, wire.itemsize, split=split)
-
-    def _given(self) -> tuple[Any, ...]:
-        return self._y, self._routed, self._out, self._home_weights
 
     def _forget(self) -> None:
         del self._y, self._routed, self._out, self._home_weights

@@ -50,8 +50,8 @@ class Pending(Generic[T]):
     def receive(self) -> T:
         """Run the second half: wait for what the host has to know, and give what the call in one piece returns.
 
-        It runs on the current stream, which should be that of the first half; with ``async_op`` on the communicator's
-        own. With gradients enabled when the call was sent, the result has a graph, whatever is enabled now.
+        It runs on the current stream, which should be that of the first half. With gradients enabled when the call
+        was sent, the result has a graph, whatever is enabled now.
 
         Raises:
             InvalidArgument: it was received before. Or another thread is in a call of the communicator, or torch

@@ -10,9 +10,9 @@ import torch
 
 
 class Event:
-    """End of the work of a call with ``async_op=True``. Wait for it before you use the results on another stream.
+    """End of a side stream's work, to wait for before its results are used on another stream.
 
-    On the CPU, which has no streams, the work is done when the call returns.
+    On the CPU, which has no streams, the work is done already.
     """
 
     def __init__(self) -> None:
@@ -128,15 +128,6 @@ class SideStream:
         for tensor in tensors_in(inputs):
             if tensor.is_cuda:
                 tensor.record_stream(self._stream)
-        with on_stream(self._stream):
-            yield
-
-    @contextmanager
-    def resume(self) -> Iterator[None]:
-        """Run the block on the side stream, behind its own work alone."""
-        if self._stream is None:
-            yield
-            return
         with on_stream(self._stream):
             yield
 
