@@ -158,6 +158,14 @@ def several(hoppers: Ranks) -> Ranks:
     return hoppers
 
 
+@pytest.fixture(scope="session")
+def own_gpus(hoppers: Ranks) -> Ranks:
+    """Those of which each rank has a GPU for itself: processes of the test's own, and memory that is counted."""
+    if hoppers.device == "cuda" and hoppers.num_ranks > NUM_GPUS:
+        pytest.skip("ranks share GPUs")
+    return hoppers
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
 
