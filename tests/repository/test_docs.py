@@ -36,7 +36,7 @@ def examples(page: Path, language: str = "python") -> list[str]:
 
 
 def places(page: Path) -> list[str]:
-    found = re.match(r"<!-- examples: (.*?) -->\n", page.read_text())
+    found = re.match(r"(?:---\n.*?\n---\n)?<!-- examples: (.*?) -->\n", page.read_text(), re.DOTALL)
     return found[1].split(", ") if found else []
 
 
