@@ -34,8 +34,7 @@ class Communicator(CallsBeside):
 
     Args:
         group: a ProcessGroup or a one-dimensional DeviceMesh. None means the default group, or this process alone
-            where torch.distributed is not initialised. Within tokenloom also a RankGroup that goes by pairs: those
-            that are left of its ranks, whatever has become of its process group.
+            where torch.distributed is not initialised.
         num_experts: E, divisible by the ranks W; expert e lives on rank ``e // (E / W)``.
         hidden: H, values in a token.
         top_k: K, experts per token, at most 32.

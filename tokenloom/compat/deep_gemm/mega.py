@@ -168,7 +168,7 @@ def get_symm_buffer_for_mega_moe(
         num_topk: as in :class:`SM90SymmBuffer`.
         hidden: as in :class:`SM90SymmBuffer`.
         intermediate_hidden: as in :class:`SM90SymmBuffer`.
-        num_shared_experts: 0. ``tokenloom.MegaMoE`` has shared experts.
+        num_shared_experts: always 0; ``tokenloom.MegaMoE`` has shared experts.
         use_fp8_dispatch: True or None.
         mma_type: "fp8xfp8", or "fp8xfp4", which programs leave as it is. Tokens are the same for both; the call takes
             FP8 weights.
