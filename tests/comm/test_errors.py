@@ -508,7 +508,7 @@ def check_plans_differ(context: RankContext, name: str, odd: int) -> None:
 
 
 CONSTRUCTION_FAULTS: list[tuple[str, Arguments, list[str]]] = [
-    ("E not divisible", {"num_experts": 4 * E + 1}, ["num_experts is 33", "not divisible by the", "pad the experts"]),
+    ("E not divisible", {"num_experts": 4 * E + 1}, ["num_experts is 33", "a multiple of the", "pad the experts"]),
     ("hidden 0", {"hidden": 0}, ["hidden is 0", "positive integer"]),
     ("top_k over the limit", {"top_k": 33}, ["top_k is 33", "at most 32"]),
     ("max_tokens_per_rank that is no number", {"max_tokens_per_rank": None}, ["max_tokens_per_rank is None"]),

@@ -108,10 +108,11 @@ def availability(
     plan: Plan | None = None,
     dtype: torch.dtype | None = None,
     ranks_per_node: int | None = None,
+    name: str = "auto",
 ) -> list[Availability]:
     """Every backend, best first, as it works on this machine; for arguments see :class:`Request`.
 
-    Without ``ranks_per_node`` all ranks are on this one node.
+    Without ``ranks_per_node`` all ranks are on this one node. Some backends work only for who asks for their name.
     """
     num_ranks = 1 if plan is None else plan.num_ranks
     nodes = pretended(num_ranks, ranks_per_node or num_ranks)
@@ -119,7 +120,7 @@ def availability(
     def on_nodes(found: Availability, why_not: str | None) -> Availability:
         return found if why_not is None else Availability(found.name, False, why_not)
 
-    found = probe(Request(transport, device, plan=plan, dtype=dtype, ranks_per_node=ranks_per_node))
+    found = probe(Request(transport, device, name, plan, dtype, ranks_per_node=ranks_per_node))
     return [on_nodes(each, entry.why_not_on(nodes)) for each, entry in zip(found, _registered, strict=True)]
 
 
