@@ -25,8 +25,8 @@ def load_matplotlib() -> Any:
         return importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise InvalidArgument(
-            f"--plot needs matplotlib ({error}); pip install matplotlib, or leave --plot out"
-        ) from error
+            f"--plot needs matplotlib, which is not installed ({error}); pip install matplotlib"
+        ) from None
 
 
 def title(setup: Mapping[str, Any], what: str) -> str:

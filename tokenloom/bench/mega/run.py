@@ -12,6 +12,7 @@ from tokenloom.bench.common.plot import load_matplotlib, write_curves_png
 from tokenloom.bench.common.rates import LINK_GBYTES_PER_S
 from tokenloom.bench.common.rows import write_json
 from tokenloom.bench.common.setup import run_setup
+from tokenloom.bench.common.tables import Fitted
 from tokenloom.bench.mega import rows as mega_rows
 from tokenloom.bench.mega.measure import measure_on_rank
 from tokenloom.bench.mega.others import OTHERS, load
@@ -81,7 +82,7 @@ def run_mega(
         for row in mega_rows.make_rows(shape, num_ranks, num_tokens, iterations, cold, [each[i] for each in results])
     ]
     notes = mega_rows.notes(rows)
-    console.print(mega_rows.table(rows))
+    console.print(Fitted(mega_rows.table(rows)))
     for line in (legend(cold, against), *notes):
         console.print(line, markup=False)
     if json_file is not None:

@@ -11,7 +11,7 @@ from tokenloom.comm.growing import Shape, wide_rows
 from tokenloom.comm.routed import Routed
 from tokenloom.compat.deep_ep.config import Config, topk_idx_t
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed, require
-from tokenloom.errors import DeviceMismatch, DtypeMismatch, ShapeMismatch
+from tokenloom.errors import DeviceMismatch, DtypeMismatch, ShapeMismatch, a_type
 from tokenloom.plan import FP8_BLOCK, MAX_TOP_K
 
 if TYPE_CHECKING:
@@ -206,9 +206,7 @@ def number(name: str, value: object, least: int) -> int:
 
 def config(value: object) -> None:
     """Settings of ``deep_ep.Config``, or None."""
-    require(
-        value is None or isinstance(value, Config), f"config is a {type(value).__name__}, expected a Config or None"
-    )
+    require(value is None or isinstance(value, Config), f"config is {a_type(value)}, expected a Config or None")
 
 
 def biases_of(bias: object, rows: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, ...] | None:
@@ -216,7 +214,7 @@ def biases_of(bias: object, rows: torch.Tensor, num_tokens: int) -> tuple[torch.
     if bias is None:
         return None
     found = bias if isinstance(bias, (tuple, list)) else (bias,)
-    require(1 <= len(found) <= 2, f"bias is a {type(bias).__name__} of {len(found)}, expected one tensor or two")
+    require(1 <= len(found) <= 2, f"bias is {a_type(bias)} of {len(found)}, expected one tensor or two")
     shape = [num_tokens, rows.shape[1]]
     return tuple(like("bias", each, shape, rows.dtype, rows.device) for each in found)
 
