@@ -17,8 +17,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Called by MkDocs with each page's HTML. The templates for parameters leave blanks in front of brackets."""
-    return re.sub(r"</code>\s+\)", "</code>)", html)
+    """Called by MkDocs with each page's HTML. The templates for parameters leave blanks inside of brackets."""
+    return re.sub(r"</code>\s+\)", "</code>)", re.sub(r"\(\s+<code>", "(<code>", html))
 
 
 def commands() -> str:
