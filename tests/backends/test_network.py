@@ -419,9 +419,7 @@ def check_transports(context: RankContext) -> None:
     assert layer.comm.transports == both
     with pytest.raises(tl.PlanMismatch, match=r"rank 3 has transport=auto, rank 0 has transport=collective"):
         Communicator(context.group, transport="auto" if context.rank == 3 else "collective", **SIZES)
-    with pytest.raises(
-        tl.InvalidArgument, match="transport is 'tcp', expected one of auto, collective, gin, nvlink"
-    ):
+    with pytest.raises(tl.InvalidArgument, match="transport is 'tcp', expected one of auto, collective, gin, nvlink"):
         Communicator(context.group, transport="tcp", **SIZES)
 
 
