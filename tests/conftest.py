@@ -31,6 +31,7 @@ FORKED_ON_CPUS = ["tests.conftest", "tests.support.cases", "torch.distributed.te
 LIMIT_S = 120.0
 """A test that takes longer on its ranks hangs: it is killed and reported with the stacks of all ranks."""
 
+os.environ.pop("COLUMNS", None)  # readline, which pytest imports, sets it for all of pytest's children
 gc.freeze()  # in all ranks too: torch alone has so many objects that each gc.collect() of a test takes 0.1 s
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -239,7 +239,7 @@ def test_a_plot_without_matplotlib_starts_nothing(tmp_path: Path) -> None:
     with hidden, mock.patch.object(RankPool, "start", side_effect=AssertionError("ranks were started")):
         chart = ["--plot", str(tmp_path / "chart.png")]
         done = CliRunner().invoke(app.app, ["bench", "comm", "--device", "cpu", *chart])
-    assert done.exit_code == MISUSED
+    assert done.exit_code == FAILED
     assert "--plot needs matplotlib" in done.output
     assert "pip install" in done.output
 

@@ -64,7 +64,7 @@ def test_torchrun_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
     done = CliRunner().invoke(app.app, ["check-network", "--ranks", "4"])
     assert done.exit_code == 2
-    assert "torchrun says how many" in done.output
+    assert "torchrun has started the ranks" in done.output
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for place, device in ((0, torch.device("cuda", 0)), (1, torch.device("cuda", 1))):

@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 
 from tokenloom.backends.gin.sizes import NodeSizes
 from tokenloom.cli import app
-from tokenloom.cli.terminal import MISUSED
+from tokenloom.cli.terminal import FAILED, MISUSED
 from tokenloom.plan import Plan
 from tokenloom.tune.network.constants import FITTED, with_rates, write_constants
 from tokenloom.tune.network.cost import MIB
@@ -270,5 +270,5 @@ def test_the_chart_is_a_file(tmp_path: Path) -> None:
 def test_a_chart_without_matplotlib_is_an_error_before_anything_is_shown(tmp_path: Path) -> None:
     with mock.patch.dict(sys.modules, {"matplotlib.figure": None}):
         done = plan("--plot", tmp_path / "chart.png")
-    assert (done.exit_code, done.stdout) == (MISUSED, "")
+    assert (done.exit_code, done.stdout) == (FAILED, "")
     assert "--plot needs matplotlib" in done.stderr

@@ -62,7 +62,7 @@ def run_comm(
         json_file: file for the rows with their setup.
 
     Raises:
-        InvalidArgument: a plot without matplotlib.
+        PackageMissing: a plot without matplotlib.
         RankFailed: a rank failed.
     """
     if plot_file is not None:

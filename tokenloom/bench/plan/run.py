@@ -47,7 +47,8 @@ def run_plan(
         command: the arguments of ``tokenloom``, for the record.
 
     Raises:
-        InvalidArgument: sizes do not fit each other, a plan exceeds the budget, or matplotlib is not installed.
+        InvalidArgument: sizes do not fit each other, or a plan exceeds the budget.
+        PackageMissing: a plot without matplotlib.
     """
     if plot_file is not None:
         load_matplotlib()  # before anything is shown
