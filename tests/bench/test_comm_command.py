@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -196,7 +197,8 @@ def test_command_as_a_process(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     command = [*ARGUMENTS, "--tokens", "16", "--json", str(file)]
     started = [sys.executable, "-m", "tokenloom", *command]
-    done = subprocess.run(started, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    env = dict(os.environ)  # without what readline, which pytest imports, puts into COLUMNS behind Python's back
+    done = subprocess.run(started, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT_S)
     assert (done.returncode, done.stderr) == (0, "")
     assert_rows(file, done.stdout, [16], command)
 
