@@ -211,6 +211,7 @@ def test_bench_comm_lists_its_cases() -> None:
 
 
 def assert_passed_and_learned(shown: str) -> None:
+    shown = " ".join(shown.split())  # lines are as wide as whoever runs this has room for
     assert "FAIL" not in shown
     assert len(re.findall(r"PASS", shown)) == 7 + 3 + 1  # check, training, verdict
     found = re.search(r"Loss ([\d.]+) -> ([\d.]+) nats", shown)
@@ -269,6 +270,7 @@ def test_the_whole_demo_as_a_process() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     assert_passed_and_learned(done.stdout)
+    assert_goes_on(done.stdout)
 
 
 def fail_on_rank_1(context: RankContext, *arguments: Any) -> Any:

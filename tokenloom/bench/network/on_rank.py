@@ -140,7 +140,8 @@ def _make_comms(
         except BackendUnavailable as error:
             if not by_kernels:
                 raise
-            unchecked.append(f"  {by_kernels} is not checked: {str(error).splitlines()[0]}")
+            why = str(error).splitlines()[0].partition("; use ")[0]
+            unchecked.append(f"  {by_kernels} is not checked: {why}")
             continue
         comms.append(comm)
     lines = [line for line in comms[0].describe().splitlines()[1:] if "experts" not in line and "rows" not in line]

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tokenloom.backends.gin.availability import examine
 from tokenloom.bench.common.rows import write_json
-from tokenloom.bench.common.setup import run_setup
+from tokenloom.bench.common.setup import machine, run_setup
 from tokenloom.bench.common.tables import Fitted, say
 from tokenloom.bench.network import judge, report
 from tokenloom.bench.network.fit import fit_constants
@@ -112,7 +112,7 @@ def show(console: Console, found: Report, num_ranks: int, device: str, files: Fi
     gin_here = examine(torch.device(device))
     over = f"NCCL {setup['nccl']}" if setup["nccl"] else found.transport
     about = [
-        f"{num_ranks} ranks on {setup['device_name']}, {found.transport}; {found.nodes}",
+        f"{num_ranks} ranks on {machine(device)}, {found.transport}; {found.nodes}",
         *found.about,
         f"  on rank 0: {over}, headers {gin_here.facts['headers']}; "
         f"GIN {'possible' if gin_here.works else 'not possible:'} {gin_here.why}",

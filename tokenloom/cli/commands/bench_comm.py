@@ -94,12 +94,17 @@ def comm(
     list_cases: Annotated[bool, typer.Option("--list", help="Print the cases and exit.")] = False,
 ) -> None:
     """Measure dispatch and combine over every backend that works here, in turns, and over deep_ep if it is there."""
+    from rich.table import Table
+
     from tokenloom.backends import registry
     from tokenloom.bench.comm import cases, run, series
+    from tokenloom.bench.common.tables import Fitted
 
     if list_cases:
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         for each in cases.CASES:
-            print(f"{each.name:<9}{each.shape!s:<24}{each.what}")
+            table.add_row(each.name, str(each.shape), each.what)
+        console().print(Fitted(table))
         return
     names = case or []
     contestants = series.usual() if backends is None else backends.split(",")
