@@ -432,7 +432,8 @@ def _check_ids(plan: Plan, ids: torch.Tensor, num_tokens: int, device: torch.dev
     if list(ids.shape) != expected:
         raise ShapeMismatch(f"topk_ids is {list(ids.shape)}, expected {expected}: top_k ids for each token of x")
     if ids.dtype not in ID_DTYPES:
-        raise DtypeMismatch(f"topk_ids is {ids.dtype}, expected int32 or int64")
+        swapped = "; topk_ids come before topk_weights" if ids.is_floating_point() else ""
+        raise DtypeMismatch(f"topk_ids is {ids.dtype}, expected int32 or int64{swapped}")
     _require_ready("topk_ids", ids, device)
 
 
