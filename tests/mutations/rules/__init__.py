@@ -8,6 +8,7 @@ from tests.mutations.rules import (
     collective,
     comm,
     compat,
+    faults,
     forms,
     gin,
     inference,
@@ -28,6 +29,7 @@ MUTATIONS = (
     + collective.MUTATIONS
     + comm.MUTATIONS
     + beside.MUTATIONS
+    + faults.MUTATIONS
     + compat.MUTATIONS
     + usual.MUTATIONS
     + runtime.MUTATIONS
