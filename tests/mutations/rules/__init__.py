@@ -19,6 +19,7 @@ from tests.mutations.rules import (
     network,
     nodes,
     ops,
+    reference,
     runtime,
     training,
     usual,
@@ -26,6 +27,7 @@ from tests.mutations.rules import (
 
 MUTATIONS = (
     ops.MUTATIONS
+    + reference.MUTATIONS
     + collective.MUTATIONS
     + comm.MUTATIONS
     + beside.MUTATIONS
