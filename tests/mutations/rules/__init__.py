@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.rules import (
     beside,
+    cache,
     check_network,
     collective,
     comm,
@@ -41,6 +42,7 @@ MUTATIONS = (
     + inference.MUTATIONS
     + integrations.MUTATIONS
     + kernels.MUTATIONS
+    + cache.MUTATIONS
     + network.MUTATIONS
     + nodes.MUTATIONS
     + inside_nodes.MUTATIONS
