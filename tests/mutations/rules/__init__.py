@@ -13,6 +13,7 @@ from tests.mutations.rules import (
     forms,
     gin,
     inference,
+    inputs,
     inside_nodes,
     integrations,
     kernels,
@@ -40,6 +41,7 @@ MUTATIONS = (
     + training.MUTATIONS
     + forms.MUTATIONS
     + inference.MUTATIONS
+    + inputs.MUTATIONS
     + integrations.MUTATIONS
     + kernels.MUTATIONS
     + cache.MUTATIONS
