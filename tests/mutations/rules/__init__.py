@@ -12,6 +12,7 @@ from tests.mutations.rules import (
     faults,
     forms,
     gin,
+    host,
     inference,
     inputs,
     inside_nodes,
@@ -37,6 +38,7 @@ MUTATIONS = (
     + compat.MUTATIONS
     + usual.MUTATIONS
     + runtime.MUTATIONS
+    + host.MUTATIONS
     + masks.MUTATIONS
     + training.MUTATIONS
     + forms.MUTATIONS
