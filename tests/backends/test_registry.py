@@ -324,7 +324,7 @@ def check_toy(context: RankContext) -> None:
                 called = set(comm.engine._backend.called)  # type: ignore[attr-defined]
             assert called == {"send_dispatch", "send_combine"}
         layers_run(context)
-    with pytest.raises(tl.InvalidArgument, match="backend is 'toy', expected auto, nvlink, network, collective"):
+    with pytest.raises(tl.InvalidArgument, match="backend is 'toy', expected one of auto, nvlink, network, coll"):
         make_comm(context, "toy", problem.plan)
     without_toy(context)
 

@@ -208,7 +208,7 @@ def test_results_are_contiguous(quantize: Quantize, dtype: torch.dtype) -> None:
 
 def test_bad_input() -> None:
     """Named errors with what was expected and what came."""
-    with pytest.raises(ShapeMismatch, match="multiple of 128, got 100"):
+    with pytest.raises(ShapeMismatch, match=r"x is \[2, 100\], expected a last dimension that is a multiple of 128"):
         quantize_fp8(torch.ones(2, 100))
-    with pytest.raises(DtypeMismatch, match=r"bfloat16, float16, float32 or float64, got torch\.int32"):
+    with pytest.raises(DtypeMismatch, match=r"x is torch\.int32, expected bfloat16, float16, float32 or float64"):
         quantize_fp8(torch.ones(2, 128, dtype=torch.int32))
