@@ -473,6 +473,19 @@ def check_fatal(context: RankContext, kind: type[Exception], text: str, backend:
     without_toy(context)
 
 
+def test_an_interrupt_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for this rank's verdict, which does not come."""
+    interrupt, aborted = KeyboardInterrupt("the test"), []
+
+    def make_slowly(request: Request, ranks: RankGroup) -> ToyBackend:
+        raise interrupt
+
+    monkeypatch.setattr(RankGroup, "abort", lambda ranks, fault: aborted.append(fault))
+    with registered(toy(make_slowly)), pytest.raises(KeyboardInterrupt):
+        tl.Communicator(None, device="cpu", **SIZES)
+    assert aborted == [interrupt]
+
+
 def no_odd_ranks(by_rank: Sequence[Availability]) -> list[tuple[int, str]]:
     return [(rank, "it is odd") for rank in range(1, len(by_rank), 2)]
 

@@ -10,15 +10,15 @@ from tests.mutations import device_code, python_code
 PACKAGE = "tokenloom"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Mutation:
     """One broken rule.
 
     Attributes:
         name: Name of the mutation.
         rule: What the code does wrong then.
-        target: Symbol to break: ``tokenloom.ops.routing:ordered_sum``, ``tokenloom.backends.collective:Class.method``,
-            or, in a header of the package, ``kernels/combine/sum.cuh:sum_rows``.
+        target: Symbol of the package to break: ``ops.routing:ordered_sum``, ``backends.collective:Class.method``, or,
+            in a header, ``kernels/combine/sum.cuh:sum_rows``.
         old: Code that stands there exactly once. Spaces, quotes, comments and line breaks do not matter.
         new: Code that replaces it.
         tests: Node ids of files or tests, of which at least one must fail.
@@ -47,7 +47,7 @@ class Mutation:
         name = self.target.partition(":")[0]
         if name.endswith(".cuh"):
             return root / PACKAGE / name
-        path = root.joinpath(*name.split("."))
+        path = root.joinpath(PACKAGE, *name.split("."))
         return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
     def broken(self, root: Path) -> str:
@@ -64,3 +64,11 @@ class Mutation:
             raise SystemExit(
                 f"mutation {self.name}, {self.target}: {error}; bring tests/mutations up to date"
             ) from None
+
+
+def M(
+    name: str, rule: str, target: str, old: str, new: str, *tests: str, num_ranks: int = 2, gpu: bool = False,
+    needs: str = "",
+) -> Mutation:  # fmt: skip
+    """Make a row of the tables in ``rules/``, whose columns are those of :class:`Mutation`."""
+    return Mutation(name, rule, target, old, new, tests, num_ranks, gpu, needs)

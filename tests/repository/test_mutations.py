@@ -179,13 +179,11 @@ def test_device_code_that_is_not_there_once_is_refused(symbol: str, old: str, sa
 
 
 def test_a_stale_entry_is_refused() -> None:
-    stale = Mutation(
-        name="stale", rule="nothing", target="tokenloom.plan:Plan", old="moved_away", new="None", tests=()
-    )
-    with pytest.raises(SystemExit, match=r"mutation stale, tokenloom\.plan:Plan: Plan should hold"):
+    stale = Mutation(name="stale", rule="nothing", target="plan:Plan", old="moved_away", new="None", tests=())
+    with pytest.raises(SystemExit, match=r"mutation stale, plan:Plan: Plan should hold"):
         stale.broken(ROOT)
     with pytest.raises(SystemExit, match="No such file"):
-        Mutation(name="moved", rule="", target="tokenloom.gone:x", old="", new="", tests=()).broken(ROOT)
+        Mutation(name="moved", rule="", target="gone:x", old="", new="", tests=()).broken(ROOT)
 
 
 SOME_TESTS = """

@@ -267,7 +267,10 @@ def check_without_ids(context: RankContext) -> None:
     assert counts == wanted[me].expert_counts
     ys = [rows_to_combine(each.tokens, rank) for rank, each in enumerate(wanted)]
     outs = reference.combine(problem.plan, ys, wanted, problem.topk_ids, None)
-    same_bits(buffer.combine(ys[me].to(context.device), handle)[0], outs[me], "combined_x")
+    y = ys[me].to(context.device)
+    same_bits(buffer.combine(y, handle)[0], outs[me], "combined_x")
+    with pytest.raises(BadCall, match="topk_weights: the dispatch had none"):
+        buffer.combine(y, handle, torch.ones(len(y), context.num_ranks, device=context.device))
 
 
 @pytest.mark.parametrize("number", [1, 2])
