@@ -31,6 +31,7 @@ FORKED_ON_CPUS = ["tests.conftest", "tests.support.cases", "torch.distributed.te
 LIMIT_S = 120.0
 """A test that takes longer on its ranks hangs: it is killed and reported with the stacks of all ranks."""
 
+os.environ.pop("COLUMNS", None)  # readline, which pytest imports, sets it for all of pytest's children
 gc.freeze()  # in all ranks too: torch alone has so many objects that each gc.collect() of a test takes 0.1 s
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -155,6 +156,14 @@ def several(hoppers: Ranks) -> Ranks:
     """Those of two ranks or more, of which one can be missing, late, or of another opinion."""
     if hoppers.num_ranks == 1:
         pytest.skip("a rank alone has no others")
+    return hoppers
+
+
+@pytest.fixture(scope="session")
+def own_gpus(hoppers: Ranks) -> Ranks:
+    """Those of which each rank has a GPU for itself: processes of the test's own, and memory that is counted."""
+    if hoppers.device == "cuda" and hoppers.num_ranks > NUM_GPUS:
+        pytest.skip("ranks share GPUs")
     return hoppers
 
 

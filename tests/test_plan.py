@@ -63,7 +63,9 @@ def test_sizes_are_positive_integers(name: str, value: object) -> None:
 
 def test_experts_divide_over_ranks() -> None:
     """The message says what to do."""
-    with pytest.raises(InvalidArgument, match=r"num_experts is 7, not divisible by the 2 ranks.*pad the experts"):
+    with pytest.raises(
+        InvalidArgument, match=r"num_experts is 7, expected a multiple of the 2 ranks.*pad the experts to 8"
+    ):
         Plan(**(vars(PLAN) | {"num_experts": 7}))
 
 

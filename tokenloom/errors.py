@@ -54,6 +54,23 @@ def _again(kind: type[TokenloomError], args: tuple[object, ...], known: dict[str
     return error
 
 
+def a_type(value: object) -> str:
+    """The type of a value in a sentence: "an int"."""
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' or name == 'ndarray' else 'a'} {name}"
+
+
+def require_type(name: str, value: object, kind: type, expected: str) -> None:
+    """Raise InvalidArgument unless an argument is of this type.
+
+    Args:
+        name: of the argument.
+        expected: the type, as the user names it.
+    """
+    if not isinstance(value, kind):
+        raise InvalidArgument(f"{name} is {a_type(value)}, expected {expected}")
+
+
 def is_known_to_all(error: BaseException) -> bool:
     """Return whether the other ranks know of this error or meet it themselves. Any exception may be marked so."""
     return bool(getattr(error, "known_to_all", False))

@@ -49,8 +49,8 @@ class Plan:
                 raise InvalidArgument(f"{name} is {value!r}, expected a positive integer")
         if self.num_experts % self.num_ranks:
             raise InvalidArgument(
-                f"num_experts is {self.num_experts}, not divisible by the {self.num_ranks} ranks of the group; "
-                "pad the experts or use a group whose size divides them"
+                f"num_experts is {self.num_experts}, expected a multiple of the {self.num_ranks} ranks of the group; "
+                f"pad the experts to {align_up(self.num_experts, self.num_ranks)}"
             )
         if self.top_k > MAX_TOP_K:
             raise InvalidArgument(f"top_k is {self.top_k}, expected at most {MAX_TOP_K}")

@@ -1,15 +1,14 @@
-"""What mkdocs.yml cannot say: the command line's reference comes from its help, colours of code from Pygments."""
+"""What mkdocs.yml cannot say: the command line's reference comes from its help."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 COMMANDS_MARK = "<!-- commands -->"
 """Stands in docs/reference/command-line.md where the help of all commands goes."""
-CODE_STYLE = "css/code.css"
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -17,12 +16,9 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return markdown.replace(COMMANDS_MARK, commands()) if COMMANDS_MARK in markdown else markdown
 
 
-def on_post_build(config: Any) -> None:
-    """Called by MkDocs once the pages are written. With a style of its own, no page asks another host for one."""
-    from pygments.formatters import HtmlFormatter
-
-    style = HtmlFormatter(style="friendly").get_style_defs(".codehilite")
-    Path(config["site_dir"], CODE_STYLE).write_text(f"{style}\n")
+def on_page_content(html: str, **_: Any) -> str:
+    """Called by MkDocs with each page's HTML. The templates for parameters leave blanks inside of brackets."""
+    return re.sub(r"</code>\s+\)", "</code>)", re.sub(r"\(\s+<code>", "(<code>", html))
 
 
 def commands() -> str:

@@ -13,9 +13,9 @@ from svg import Colours, Drawing
 RESULTS = Path(__file__).resolve().parents[2] / "microbench" / "results"
 OURS = "tokenloom"
 NOTES = (
-    "H200 of one host, hidden 7168, top-8, the slowest rank. Left: tokenloom in a CUDA graph on 16 SMs, 2026-11-26;",
-    "the others on 2026-11-22 by their own tests, kernels or call, whichever is less. Right: both in one run,",
-    "2026-11-22 to 2026-11-28. Bold: the least time.",
+    "H200 of one host; hidden size 7168, top-8; tokens per GPU; the slowest rank; the shortest time is bold.",
+    "Left: two runs, tokenloom's of 2026-11-26 and the others' of 2026-11-22; differences below 10% mean little.",
+    "Right: both in one run, 2026-11-22 to 2026-11-28; the last one has hidden size 4096. LL: low latency.",
 )
 
 
@@ -85,9 +85,9 @@ def moving() -> tuple[Group, ...]:
 
     return (
         group("Dispatch, FP8, 4,096 tokens, a row per token and rank", 4096, "dispatch", "fp8", "token"),
-        group("Combine, BF16, the same", 4096, "combine", "bf16", "token"),
+        group("Combine, BF16, 4,096 tokens, a row per token and rank", 4096, "combine", "bf16", "token"),
         group("Dispatch, FP8, 4,096 tokens, rows by expert", 4096, "dispatch", "fp8", "expert"),
-        group("Combine, BF16, the same", 4096, "combine", "bf16", "expert"),
+        group("Combine, BF16, 4,096 tokens, rows by expert", 4096, "combine", "bf16", "expert"),
         group("Both, 128 tokens, rows by expert", 128, "dispatch+combine", "fp8", "expert"),
     )
 
@@ -130,7 +130,7 @@ def computing() -> tuple[Group, ...]:
         fused("Fused FP8 layer, 4 GPUs, 2,048 tokens a GPU", 2048),
         fused_alone("Fused FP8 layer, 1 GPU, 64 tokens", 64),
         fused_alone("Fused FP8 layer, 1 GPU, 512 tokens", 512),
-        Group("Training step, 4 GPUs, 16,384 tokens a GPU, hidden 4096", step, "{:.1f} ms"),
+        Group("One layer, forward and backward, 4 GPUs, 16,384 tokens a GPU", step, "{:.1f} ms"),
     )
 
 

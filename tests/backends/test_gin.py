@@ -14,6 +14,7 @@ import tokenloom as tl
 from tests.support import emulator
 from tests.support.cases import BF16, FP8, FP32, Case, expert_rows, make_problem, order_of, same_bits, same_routed
 from tokenloom import reference
+from tokenloom.backends.base import Upcoming
 from tokenloom.backends.gin import availability, backend, memory, registration
 from tokenloom.backends.gin.sizes import NodeSizes
 from tokenloom.backends.registration import Request
@@ -508,3 +509,16 @@ def check_kept(context: RankContext) -> None:
         kept = made._launcher.keep_with_graphs
         assert made._memory in kept
         assert made._shared in kept
+
+
+@pytest.mark.parametrize(
+    ("awaited", "checked", "opened"),
+    [(False, False, ["dispatch", "combine"]), (True, False, ["dispatch"]), (False, True, ["dispatch"])],
+)
+def test_calls_that_follow_a_fault(awaited: bool, checked: bool, opened: list[str]) -> None:
+    """As many as the others open before they wait for an outcome; then what this rank has open is received."""
+    made: Any = object.__new__(backend.GinBackend)
+    made._launcher = launcher = mock.Mock(current=lambda: (0, False))
+    made._checked, fault = checked, ValueError("bad")
+    made.report_fault(fault, [Upcoming("dispatch", awaited=awaited), Upcoming("combine")])
+    assert launcher.method_calls == [mock.call.report_fault(fault, opened, awaited), mock.call.finish_all()]

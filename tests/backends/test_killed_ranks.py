@@ -18,7 +18,7 @@ from tests.support.graph_cases import EXPERT, ROUNDS, Captured, Step, plan_of
 from tests.support.server import Server
 from tokenloom.runtime.processes import RankContext
 
-pytestmark = [pytest.mark.alone, pytest.mark.gpu]
+pytestmark = [pytest.mark.alone, pytest.mark.gpu, pytest.mark.usefixtures("own_gpus")]
 
 BACKEND = "nvlink"
 START_S, END_S = 180.0, 240.0

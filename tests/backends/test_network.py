@@ -370,7 +370,7 @@ def check_different_views(context: RankContext) -> None:
             assert f"not picked: network does not work here: {doubt}" in comm.describe()
         with pytest.raises(tl.BackendUnavailable) as error:
             Communicator(context.group, backend="network", **SIZES)
-        assert str(error.value) == f"network does not work here: {doubt}; use backend='auto'"
+        assert str(error.value) == f"network does not work here: {doubt}"
         with Communicator(context.group, ranks_per_node=2, **SIZES) as comm:
             assert comm.backend == "network"
 
@@ -392,7 +392,7 @@ def test_wrong_arguments(four: Ranks) -> None:
 
 
 def check_arguments(context: RankContext) -> None:
-    with pytest.raises(tl.InvalidArgument, match="ranks_per_node is 3, which does not divide the 4 ranks"):
+    with pytest.raises(tl.InvalidArgument, match="ranks_per_node is 3, expected a divisor of 4, the ranks"):
         Communicator(context.group, ranks_per_node=3, **SIZES)
     with pytest.raises(tl.PlanMismatch, match=r"rank 3.*ranks_per_node"):
         Communicator(context.group, ranks_per_node=1 if context.rank == 3 else 2, **SIZES)
@@ -421,9 +421,7 @@ def check_transports(context: RankContext) -> None:
     assert layer.comm.transports == both
     with pytest.raises(tl.PlanMismatch, match=r"rank 3 has transport=auto, rank 0 has transport=collective"):
         Communicator(context.group, transport="auto" if context.rank == 3 else "collective", **SIZES)
-    with pytest.raises(
-        tl.InvalidArgument, match="transport is 'tcp', expected auto, collective, gin, nvlink: what carries"
-    ):
+    with pytest.raises(tl.InvalidArgument, match="transport is 'tcp', expected one of auto, collective, gin, nvlink"):
         Communicator(context.group, transport="tcp", **SIZES)
 
 

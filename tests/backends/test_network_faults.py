@@ -93,9 +93,12 @@ def check_missing(context: RankContext, dead: list[int], phase: str, streams: bo
         with stopping(phase), suppress(Stop):
             calls()
         return None
-    with only_late(dead), pytest.raises(tl.PeerTimeout) as timeout:
+    with only_late(dead), pytest.raises((tl.PeerTimeout, tl.CommunicatorBroken)) as failed:
         calls()
-    error = timeout.value
+    error = failed.value
+    if not isinstance(error, tl.PeerTimeout):  # the others' time was over before this one, on a busy machine, waited
+        assert "has waited in vain" in str(error)
+        return None
     assert (error.rank, error.peers, error.nodes) == (context.rank, tuple(dead), (1,))
     who = f"rank(s) {', '.join(map(str, dead))} on node(s) 1"
     assert f"rank {context.rank} waited in {error.phase} (step {error.epoch}) for {who}:" in str(error)

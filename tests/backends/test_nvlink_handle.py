@@ -61,9 +61,14 @@ def test_ids_of_inference_mode() -> None:
         assert handle.ids() is ids
 
 
-def test_ids_that_were_replaced() -> None:
-    """Changes before that do not count, also where kernels cannot read the new ones in place."""
+@pytest.mark.parametrize("first", [0, 1])
+def test_ids_that_were_replaced(first: int) -> None:
+    """Changes before that do not count, also where kernels cannot read the new ones in place. Those behind it do."""
     handle = handle_of(torch.zeros(3, 2, dtype=torch.int32))
-    ids = torch.zeros(7, dtype=torch.int32)[1:].view(3, 2).add_(1)
+    ids = torch.zeros(7, dtype=torch.int32)[first : first + 6].view(3, 2).add_(1)
     handle.use_ids(ids)
-    assert torch.equal(handle.ids(), ids)
+    found = handle.ids()
+    assert torch.equal(found, ids)
+    found.add_(1)
+    with pytest.raises(tl.InvalidArgument, match="topk_ids was changed in place after its dispatch"):
+        handle.ids()

@@ -10,14 +10,17 @@ from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import tokenloom as tl
 from tests.support.stand_ins import Memory, StandIns, record_word
-from tokenloom.backends.base import CombineOptions, DispatchOptions
+from tokenloom.backends.base import CombineOptions, DispatchOptions, Upcoming
+from tokenloom.backends.nvlink import backend as backend_module
 from tokenloom.backends.nvlink import buffers as module
+from tokenloom.backends.nvlink import launcher as launcher_module
 from tokenloom.backends.nvlink import outcomes
 from tokenloom.backends.nvlink.buffers import Buffers, control_layout
 from tokenloom.backends.nvlink.launcher import Half, Launcher
@@ -27,7 +30,7 @@ from tokenloom.errors import CapacityOverflow, PeerError, PlanMismatch
 from tokenloom.kernels.barrier.launch import BarrierVariant
 from tokenloom.plan import Plan
 from tokenloom.runtime.kernel_reports import CallOutcome
-from tokenloom.runtime.openings import CallKind
+from tokenloom.runtime.openings import CallKind, NeedsRoom
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.symmetric_memory import BufferLayout
 from tokenloom.training.pieces import RunOptions, forward_calls
@@ -218,6 +221,79 @@ def test_others_that_wait_open_nothing(calls: Any) -> None:
     with pytest.raises(CapacityOverflow):
         launcher.report_fault(ValueError("bad"), ["dispatch"], others_wait=True)
     assert statuses(calls) == [0]
+
+
+def test_what_follows_a_fault_is_no_news(calls: Any) -> None:
+    """It belongs to the fault of the call before, which all have read; a fault of its own has a number of its own."""
+    (launcher,) = calls.launchers
+    for status in (FOLLOWS_A_FAULT, FAULT):
+        launcher._open({"call": "dispatch"})
+        leave(calls, launcher._num_launches - 1, CallOutcome(0, 0, faulty_rank=1, status=status, differing_rank=None))
+        with nullcontext() if status == FOLLOWS_A_FAULT else pytest.raises(PeerError, match="rank 1 failed"):
+            launcher.settle(0)
+
+
+@pytest.mark.parametrize("theirs", ["ValueError: bad", "NeedsRoom: too small", None])
+def test_a_fault_of_another_beside_growth(calls: Any, monkeypatch: pytest.MonkeyPatch, theirs: str | None) -> None:
+    """The rank that has it does not come to make a larger communicator, so this one, which needs one, raises too."""
+    (launcher,) = calls.launchers
+    posted: list[tuple[str, str]] = []
+    monkeypatch.setattr(launcher.ranks.notes, "read", lambda name, rank: theirs if rank == 1 else None)
+    monkeypatch.setattr(launcher.ranks.notes, "post", lambda name, text: posted.append((name, text)))
+    launcher.ranks.num_ranks = PLAN.num_ranks
+    is_final = theirs == "ValueError: bad"
+    with pytest.raises(PeerError, match=r"rank 1 failed.*bad") if is_final else nullcontext():
+        launcher.report_fault(NeedsRoom("for 9 tokens"), ["dispatch"])
+    launcher.report_fault(ValueError("mine"), ["dispatch"])
+    assert posted == [("fault/0", "NeedsRoom: for 9 tokens"), ("fault/1", "ValueError: mine")]
+    assert statuses(calls) == [FAULT, FAULT]
+
+
+ONE, TWO = [FAULT], [FAULT, FOLLOWS_A_FAULT]
+NO_BUFFER = CombineOptions(True, torch.float32, torch.float32, False)
+UPCOMING: dict[str, tuple[list[Upcoming], list[int]]] = {
+    "two": ([Upcoming("dispatch"), Upcoming("combine")], TWO),
+    "one": ([Upcoming("dispatch")], ONE),
+    "awaited": ([Upcoming("dispatch", awaited=True), Upcoming("combine")], ONE),
+    "the second is awaited": ([Upcoming("dispatch"), Upcoming("combine", awaited=True)], TWO),
+    "before a buffer": ([Upcoming("dispatch"), Upcoming("combine", NO_BUFFER)], ONE),
+    "behind a buffer": ([Upcoming("combine", NO_BUFFER), Upcoming("dispatch")], ONE),
+    "checked": ([Upcoming("dispatch"), Upcoming("combine")], ONE),
+    "late ranks are masked": ([Upcoming("dispatch"), Upcoming("combine")], ONE),
+}
+
+
+@pytest.mark.parametrize("name", UPCOMING)
+def test_calls_that_follow_a_fault(name: str) -> None:
+    """As many as the others open before they wait for an outcome, or for each other to make a buffer."""
+    upcoming, wanted = UPCOMING[name]
+    with StandIns(PLAN.num_ranks) as stand_ins:
+        sizes = {"num_experts": 8, "hidden": 128, "top_k": 2, "max_tokens_per_rank": 1024}
+        comm = tl.Communicator(None, backend="nvlink", device="cpu", checked=name == "checked", **sizes)
+        (launcher,) = stand_ins.launchers
+        launcher.ranks.notes.post = lambda name, text: None  # type: ignore[method-assign]
+        if name == "late ranks are masked":
+            backend: Any = comm.engine._backend
+            backend._late = SimpleNamespace(call=lambda make: make())
+        stand_ins.keeps = True
+        with pytest.raises(ValueError, match="bad"), comm.engine.sequence(*upcoming):
+            raise ValueError("bad")
+        assert statuses(stand_ins) == wanted
+
+
+def test_no_memory_for_ranks_that_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks have begun to make memory for them, and wait there for this one."""
+    with StandIns(PLAN.num_ranks):
+        sizes = {"num_experts": 8, "hidden": 128, "top_k": 2, "max_tokens_per_rank": 1024}
+        comm = tl.Communicator(None, backend="nvlink", device="cpu", **sizes)
+        ranks, told, fault = comm.engine.ranks, [], torch.OutOfMemoryError("no room")
+        monkeypatch.setattr(ranks, "unmask", lambda given: setattr(ranks, "met_at", 1))
+        monkeypatch.setattr(ranks, "abort", told.append)
+        monkeypatch.setattr(launcher_module, "close_together", lambda buffers: None)
+        monkeypatch.setattr(backend_module, "SymmetricBuffer", mock.Mock(side_effect=fault))
+        with pytest.raises(torch.OutOfMemoryError):
+            comm.unmask_ranks([1])
+        assert told == [fault]
 
 
 def test_options_that_nobody_posted(calls: Any) -> None:

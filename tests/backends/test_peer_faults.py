@@ -286,7 +286,7 @@ def settle_memory(context: RankContext) -> None:
 
 
 @pytest.fixture(scope="module")
-def after_death(several: Ranks) -> dict[str, list[Seen]]:
+def after_death(several: Ranks, own_gpus: Ranks) -> dict[str, list[Seen]]:
     """What the survivors saw, by communicator."""
     return kill_one(several.num_ranks, victim=0 if several.num_ranks == 2 else several.num_ranks - 1)
 

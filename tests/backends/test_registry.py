@@ -324,7 +324,7 @@ def check_toy(context: RankContext) -> None:
                 called = set(comm.engine._backend.called)  # type: ignore[attr-defined]
             assert called == {"send_dispatch", "send_combine"}
         layers_run(context)
-    with pytest.raises(tl.InvalidArgument, match="backend is 'toy', expected auto, nvlink, network, collective"):
+    with pytest.raises(tl.InvalidArgument, match="backend is 'toy', expected one of auto, nvlink, network, coll"):
         make_comm(context, "toy", problem.plan)
     without_toy(context)
 
@@ -471,6 +471,19 @@ def check_fatal(context: RankContext, kind: type[Exception], text: str, backend:
         else:
             assert str(raised.value) == text
     without_toy(context)
+
+
+def test_an_interrupt_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for this rank's verdict, which does not come."""
+    interrupt, aborted = KeyboardInterrupt("the test"), []
+
+    def make_slowly(request: Request, ranks: RankGroup) -> ToyBackend:
+        raise interrupt
+
+    monkeypatch.setattr(RankGroup, "abort", lambda ranks, fault: aborted.append(fault))
+    with registered(toy(make_slowly)), pytest.raises(KeyboardInterrupt):
+        tl.Communicator(None, device="cpu", **SIZES)
+    assert aborted == [interrupt]
 
 
 def no_odd_ranks(by_rank: Sequence[Availability]) -> list[tuple[int, str]]:

@@ -137,7 +137,7 @@ def test_cases_are_sound(case: cases.Case) -> None:
 
 def test_shapes_are_those_asked_for() -> None:
     """A laptop does not get the shapes of a cluster, nor the other way round; what is asked for comes first."""
-    assert [shape.num_tokens for shape in cases.shapes_for([], "cpu")] == [64, 256]
+    assert [shape.num_tokens for shape in cases.shapes_for([], "cpu")] == [256]
     assert cases.shapes_for([], "cuda") == [Shape(128, 7168, 8, 256), Shape(4096, 7168, 8, 256)]
     assert cases.shapes_for(["decode"], "cpu") == [Shape(128, 7168, 8, 256)]
     # Cases that differ in their tokens alone become one.
@@ -282,6 +282,10 @@ def test_only_keeps_rows_by_their_names() -> None:
         "dispatch+combine/collective/ep2/t40/h256/k2/fp8/slots/eager",
         "dispatch+combine/collective/ep2/t40/h256/k2/to_fp8/slots/eager",
     ]
+    labelled, _ = series.plan_series([SHAPE], 2, "cpu", only=["dispatch/collective/fp8/rank"])
+    assert [each.name(2) for each in labelled] == ["dispatch/collective/ep2/t40/h256/k2/fp8/rank/wall"], (
+        "as tables say"
+    )
     odd, _ = series.plan_series([Shape(8, 200, 2, 8)], 2, "cpu", only=["bf16"])
     assert odd, "a hidden size that FP8 does not take is fine where no row is FP8"
 
@@ -289,18 +293,26 @@ def test_only_keeps_rows_by_their_names() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [
-        ({"only": ["nvlink"]}, InvalidArgument, "no row has nvlink in its name"),
-        ({"wanted": ["nvlink"]}, BackendUnavailable, "nothing to measure: nvlink is not measured: it needs a GPU"),
+        (
+            {"only": ["nvlink"]},
+            InvalidArgument,
+            "only is 'nvlink', expected a part of a row's name, such as dispatch/",
+        ),
+        (
+            {"wanted": ["nvlink"]},
+            BackendUnavailable,
+            "nothing to measure, because nvlink is not measured: it needs a GPU",
+        ),
         ({"num_sms": [8, 33]}, InvalidArgument, "num_sms is 33, expected 1 to 32"),
-        ({"shapes": [Shape(8, 200, 2, 8)]}, InvalidArgument, "hidden is 200, FP8 rows need a multiple of 128"),
-        ({"shapes": [Shape(8, 256, 9, 8)]}, InvalidArgument, "top_k is 9, but a token cannot choose more than the 8"),
-        ({"timings": ["wall", "graph"]}, InvalidArgument, "timing is graph, but cpu has wall and eager"),
+        ({"shapes": [Shape(8, 200, 2, 8)]}, InvalidArgument, "hidden is 200, expected a multiple of 128 for FP8"),
+        ({"shapes": [Shape(8, 256, 9, 8)]}, InvalidArgument, "top_k is 9, expected at most 8"),
+        ({"timings": ["wall", "graph"]}, InvalidArgument, "timing is 'graph', expected wall or eager on cpu"),
         (
             {"timings": ["eager"], "beside_us": 50.0},
             InvalidArgument,
-            "timing is eager, but halves on cpu have wall",
+            "timing is 'eager', expected wall for halves on cpu",
         ),
-        ({"shapes": [Shape(8, 256, 2, 7)]}, InvalidArgument, "num_experts is 7, not divisible by the 2 ranks"),
+        ({"shapes": [Shape(8, 256, 2, 7)]}, InvalidArgument, "num_experts is 7, expected a multiple of the 2 ranks"),
     ],
 )
 def test_what_cannot_be_measured_is_said(arguments: dict[str, Any], error: type[Exception], said: str) -> None:

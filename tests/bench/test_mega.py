@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from tests.bench.test_mega_measure import SHAPE, STAGES, fake_deep_gemm
 from tests.conftest import NUM_GPUS, WHY_NO_HOPPER
 from tokenloom.bench.common import timing
+from tokenloom.bench.common.tables import Fitted
 from tokenloom.bench.mega import measure, run, trace, work
 from tokenloom.bench.mega import rows as mega_rows
 from tokenloom.bench.mega.rows import Beside, Measured, MegaRow, Samples
@@ -198,7 +199,7 @@ def test_nothing_to_do_has_no_floor() -> None:
 def shown(rows: list[MegaRow], width: int = 120) -> str:
     console = Console(width=width, highlight=False)
     with console.capture() as captured:
-        console.print(mega_rows.table(rows))
+        console.print(Fitted(mega_rows.table(rows), keys=2 if len({row.who for row in rows}) > 1 else 1))
     return captured.get()
 
 
@@ -218,6 +219,9 @@ def test_the_table_has_everybody_and_fits() -> None:
     assert "…" not in text
     words = ("tokenloom", "deep_gemm", "composed, events", "ours", "NVLink", "floor", "1.00", *STAGES)
     assert all(word in text for word in words)
+    narrow = shown(rows, 70)
+    assert (narrow.count("12,345"), narrow.count("6,789"), "…" in narrow) == (9, 4, False)
+    assert max(map(len, narrow.splitlines())) <= 70
     alone = shown(rows[:1])
     assert "ours" not in alone
     assert "tokenloom" not in alone
@@ -385,8 +389,8 @@ def test_a_rival_that_is_missing_starts_nothing() -> None:
         done = invoke("--against", "deep_gemm")
     assert done.exit_code == FAILED
     assert isinstance(done.exception, SystemExit)
-    assert "--against deep_gemm: it cannot be imported" in done.output
-    assert "leave --against out" in done.output
+    assert "--against deep_gemm cannot import it" in done.output
+    assert done.output.endswith("; install a build with the fused layer for SM90, such as sgl-deep-gemm\n")
 
 
 @pytest.mark.parametrize(
@@ -411,7 +415,8 @@ def test_it_says_that_there_is_no_gpu() -> None:
     """And it does not blame options that nobody gave."""
     for arguments in ([], ["--ranks", "2"]):
         done = CliRunner().invoke(app.app, ["bench", "mega", *arguments])
-        assert (done.exit_code, done.stderr) == (1, "tokenloom: bench mega needs a Hopper GPU; there is none\n")
+        said = "bench mega needs a Hopper GPU, and there is none; bench train runs on CPUs too"
+        assert (done.exit_code, done.stderr) == (FAILED, f"tokenloom: {said}\n")
 
 
 # -- on GPUs --------------------------------------------------------------------------------------------------------

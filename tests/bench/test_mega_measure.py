@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from tests.conftest import Ranks
 from tokenloom.bench.common import timing
+from tokenloom.bench.common.packages import PackageMissing
 from tokenloom.bench.mega import clock, measure, others
 from tokenloom.bench.mega.clock import Clock
 from tokenloom.bench.mega.measure import Contestant
@@ -340,17 +341,22 @@ def test_a_whole_run_on_stand_ins(cpu_ranks: Ranks, against: list[str]) -> None:
 @pytest.mark.parametrize(
     ("shape", "changes", "said"),
     [
-        (SHAPE, {"fp8_mega_moe": "missing"}, "has no fp8_mega_moe; install"),
+        (SHAPE, {"fp8_mega_moe": "missing"}, "finds no fp8_mega_moe in the one that is installed; install"),
         (
             SHAPE,
             {"get_symm_buffer_for_sm90_mega_moe": "missing", "get_symm_buffer_for_mega_moe": "missing"},
-            "has no get_symm_buffer_for_sm90_mega_moe",
+            "finds no get_symm_buffer_for_sm90_mega_moe",
         ),
-        (MegaShape(256, 128, 4, 2, num_shared_experts=1), {}, "no shared experts, 1 given"),
+        (
+            MegaShape(256, 128, 4, 2, num_shared_experts=1),
+            {},
+            "--shared-experts is 1, but the layer of deep_gemm",
+        ),
     ],
 )
 def test_a_build_that_cannot_is_refused(shape: MegaShape, changes: dict[str, Any], said: str) -> None:
-    with fake_deep_gemm(**changes), pytest.raises(InvalidArgument, match=said):
+    error = PackageMissing if changes else InvalidArgument
+    with fake_deep_gemm(**changes), pytest.raises(error, match=said):
         others.load(["composed", "deep_gemm"], shape)
 
 

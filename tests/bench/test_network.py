@@ -405,7 +405,7 @@ def test_constants_of_one_node_are_refused_at_once(four: Ranks) -> None:
     """On all ranks, before anything is checked."""
     for began, said in four.run(refusal):
         assert began == ["topology"]
-        assert "--constants needs two nodes or more, and all ranks are on one" in said
+        assert "--constants needs two nodes, but all ranks are on one" in said
 
 
 @pytest.mark.slow  # hundreds of calls between processes that share two cores

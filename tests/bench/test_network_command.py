@@ -64,7 +64,7 @@ def test_torchrun_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
     done = CliRunner().invoke(app.app, ["check-network", "--ranks", "4"])
     assert done.exit_code == 2
-    assert "torchrun says how many" in done.output
+    assert "torchrun has started the ranks" in done.output
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for place, device in ((0, torch.device("cuda", 0)), (1, torch.device("cuda", 1))):
@@ -72,7 +72,7 @@ def test_torchrun_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
         assert launched.local_device(None) == device
     monkeypatch.setenv("LOCAL_RANK", "2")
     assert launched.local_device("cpu") == CPU
-    with pytest.raises(InvalidArgument, match="process 2 of its host, which has 2 GPUs"):
+    with pytest.raises(InvalidArgument, match="there are 3 processes or more on this host, expected at most 2"):
         launched.local_device(None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from typer.testing import CliRunner, Result
 
 from tokenloom.backends.gin.sizes import NodeSizes
 from tokenloom.cli import app
-from tokenloom.cli.terminal import FAILED
+from tokenloom.cli.terminal import FAILED, MISUSED
 from tokenloom.plan import Plan
 from tokenloom.tune.network.constants import FITTED, with_rates, write_constants
 from tokenloom.tune.network.cost import MIB
@@ -46,7 +47,9 @@ def test_a_plan_prints_its_tables_anywhere() -> None:
         "try: app.main()\n"
         "finally: print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", program]
+    env = dict(os.environ)  # without what readline, which pytest imports, puts into COLUMNS behind Python's back
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     shown = done.stdout
     assert shown.endswith("False\n")
@@ -94,13 +97,17 @@ def test_rows_of_all_sizes(tmp_path: Path) -> None:
 
 
 def test_nothing_is_cut_off_in_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """80 columns are less than the tables need; cells are folded."""
-    narrow = Console(file=io.StringIO(), width=80)
+    """70 columns are less than the tables need: they are printed in parts, each with the columns that name a row."""
+    narrow = Console(file=io.StringIO(), width=70)
     monkeypatch.setattr("tokenloom.cli.commands.plan.console", lambda: narrow)
     assert plan("--nodes", 4, "--budget", 2000).exit_code == 0
     assert isinstance(narrow.file, io.StringIO)
-    assert "4096 tokens a rank on 4 nodes" in narrow.file.getvalue()
-    assert "…" not in narrow.file.getvalue()
+    shown = narrow.file.getvalue()
+    assert "4096 tokens a rank on 4 nodes" in shown
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= 70
+    assert len(re.findall(r"^ 2,048 ", shown, re.MULTILINE)) == 4, "two tables of all sizes, each in two parts"
+    assert all(number in shown for number in ("10,433*", "10,439*", "43,286", "159.17"))
 
 
 def test_nodes_are_planned_once(tmp_path: Path) -> None:
@@ -132,7 +139,7 @@ def test_options_are_used(tmp_path: Path) -> None:
     assert content["notes"][1].startswith(
         "* beyond the published figures in: ranks, tokens, hidden, top-k, ranks a node. They are of hidden 7168"
     )
-    assert content["notes"][-1] == "Beyond 32 ranks, 1 nodes hold fewer experts than a token chooses."
+    assert content["notes"][-1] == "With more than 32 ranks, 1 node would hold fewer experts than a token chooses."
 
 
 def test_constants_of_a_file_are_used(tmp_path: Path) -> None:
@@ -163,7 +170,7 @@ def test_a_measured_routing_is_counted(tmp_path: Path) -> None:
 def test_a_budget_that_is_exceeded_ends_the_command() -> None:
     """With the number, and with settings that fit."""
     done = plan("--nodes", 8, "--budget", 1000)
-    assert (done.exit_code, done.stdout) == (FAILED, "")
+    assert (done.exit_code, done.stdout) == (MISUSED, "")
     assert "4096 tokens a rank on 8 nodes need 1,188.2 MiB" in done.stderr
     assert "the budget is 1,000.0 MiB; these fit: --tokens 3447, or --nodes 6, or --budget 1189" in done.stderr
     assert plan("--nodes", 8, "--budget", 1000, "--tokens", 3447).exit_code == 0
@@ -199,8 +206,11 @@ def test_memory_that_backends_hold() -> None:
         (["--budget", "inf", "--nodes", "8"], "--budget"),
         (["--constants", "/no/such/file"], "--constants"),
         (["--routing", "/no/such/file"], "--routing"),
-        (["--routing", __file__, "--nodes", "4", "--tokens", "8"], "leave out --nodes, --tokens"),
-        (["--constants", __file__, "--put-us", "1"], "leave out --put-us"),
+        (
+            ["--routing", __file__, "--nodes", "4", "--tokens", "8"],
+            "what --nodes, --tokens would; leave out one of them",
+        ),
+        (["--constants", __file__, "--put-us", "1"], "what --put-us would; leave out one of them"),
         (["--plot", "chart.svg"], "ends in .png"),
         (["--json", "/no/such/folder/plan.json"], "--json"),
     ],
@@ -214,22 +224,22 @@ def test_options_that_contradict_are_named(arguments: list[str], said: str) -> N
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--hidden", "100"], "expected a multiple of 128 for FP8"),
-        (["--num-experts", "4"], "top_k is 8, expected at most 4"),
-        (["--ranks-per-node", "4096"], "ranks_per_node is 4096, expected at most 2048"),
-        (["--nic-gbytes-per-s", "0"], "nic_gbytes_per_s is 0.0, expected a number above 0"),
+        (["--hidden", "100"], "--hidden is 100, expected a multiple of 128 for FP8; pass --dtype bf16"),
+        (["--num-experts", "4"], "--top-k is 8, expected at most 4"),
+        (["--ranks-per-node", "4096"], "--ranks-per-node is 4096, expected at most 2048"),
+        (["--nic-gbytes-per-s", "0"], "--nic-gbytes-per-s is 0, expected a number above 0"),
     ],
 )
 def test_sizes_that_do_not_fit_are_named(arguments: list[str], said: str) -> None:
     done = plan(*arguments)
-    assert (done.exit_code, done.stdout) == (FAILED, "")
+    assert (done.exit_code, done.stdout) == (MISUSED, "")
     assert said in done.stderr
 
 
 def test_a_routing_of_half_a_node_is_named(tmp_path: Path) -> None:
     np.save(tmp_path / "routing.npy", np.zeros((12, 1, 8), dtype=np.int64))
     done = plan("--routing", tmp_path / "routing.npy")
-    assert done.exit_code == FAILED
+    assert done.exit_code == MISUSED
     assert "the routing is of 12 ranks, expected a multiple of the 8 ranks of a node" in done.stderr
 
 

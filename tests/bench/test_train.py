@@ -68,7 +68,9 @@ def test_the_command(folder: Path, tmp_path: Path, pools: Callable[[str], RankPo
         done = CliRunner().invoke(app.app, [*COMMAND, *THIEK, "--json", str(file)])
     assert done.exit_code == 0, done.output
     assert re.findall(r"^-- ([a-z ]+)", done.output, re.M) == SECTIONS
-    assert "96 tokens, 48 a rank; hidden 32, intermediate 24, top-3 of 12 experts, 6 a rank; bf16" in done.output
+    shown = " ".join(done.output.split())
+    assert "96 tokens, 48 a rank; hidden 32, intermediate 24, top-3 of 12 experts, 6 a rank; bf16" in shown
+    assert re.search(r"2 ranks on CPU, \d+ cores? \(.*\), backend collective: 96 tokens", shown)
     assert "strategy: dispatch all_gather, combine dedup: tuned here" in done.output
     assert len(re.findall(r"^(?:o|dx|d router_weight|dw1|dw2) .* PASS", done.output, re.M)) == 5
     assert "FAIL" not in done.output
@@ -88,6 +90,10 @@ def test_the_command(folder: Path, tmp_path: Path, pools: Callable[[str], RankPo
     assert set(forward["exposed_ms"]) == {"local", "one"}
     assert found["setup"]["command"].startswith("tokenloom")
     assert any("so they agree" in note for note in found["notes"])
+    why_slower = run.EQUALITY_NOTE.format(backend="collective")
+    assert why_slower in found["notes"]
+    assert why_slower in shown, "whoever sees a ratio below 1 on a CPU reads why"
+    assert not any(re.search(r"[\[_]", row["tensor"]) for row in found["rows"] if "/saved/" in row["name"])
 
 
 @pytest.mark.parametrize("sizes", [THIEK, SIZES], ids=["short", "by name"])

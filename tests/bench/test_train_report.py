@@ -13,6 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import tokenloom as tl
+from tokenloom.bench.common.tables import Fitted
 from tokenloom.bench.rivals.torch_layer import own_experts, torch_experts, torch_layer
 from tokenloom.bench.train import check, measure
 from tokenloom.bench.train.check import TENSORS, Difference, compare, total
@@ -81,7 +82,9 @@ def made_up(rank: int, rival_off: float = 0.0) -> Measured:
     }
     right = dict.fromkeys(TENSORS, Difference(1.0, 1.0, 2, 0.0, 0.0, 1.0))
     rival = right | {"dx": Difference(1.0, 1.0, 2, 0.0, rival_off, 1.0)}
-    saved = [SavedTensor("big", (4, 4), torch.bfloat16, 1000 + rank), SavedTensor("small", (1,), torch.int32, 4)]
+    saved = [SavedTensor("big", (4, 4), torch.bfloat16, 1000 + rank)]
+    saved += [SavedTensor("routing", (each,), torch.int32, 4 * each) for each in (3, 2)]
+    saved.append(SavedTensor("small", (1,), torch.int32, 4))
     return Measured("nvlink", tl.Strategy(), "default", 100 + rank, right, rival, saved, samples, {})
 
 
@@ -89,7 +92,7 @@ def shown(*tables: Any, width: int = 120) -> str:
     console = Console(width=width, highlight=False)
     with console.capture() as captured:
         for table in tables:
-            console.print(table)
+            console.print(Fitted(table))
     return captured.get()
 
 
@@ -112,10 +115,13 @@ def test_numbers_by_hand() -> None:
     line = next(line.split() for line in shown(report.exposed_table()).splitlines() if line.startswith("forward"))
     assert line[1:] == ["40", "16", "24", "60.0", "40.0", "36", "4", "10.0", "1.50"]
     assert (rows["nccl", "forward"].scaling, rows["nccl", "forward"].exposed_ms) == (None, {})
-    kept = "\n".join(report.saved_lines())
-    assert re.search(r"total of the rank with most +1,005\n.*H \+ 2I\) values +3,758,096,384", kept)
-    assert "1 smaller ones" in kept
-    assert [row.num_bytes for row in report.saved] == [1001, 4]
+    kept = shown(report.saved_table())
+    assert re.search(r"total of the rank with most +1,025 *\n.*H \+ 2I\) +bf16 +3,758,096,384", kept)
+    assert re.search(r"big +4 x 4 +bfloat16 +1,001", kept)
+    assert re.search(r"routing +2 tensors +20", kept), "tensors of one name are shown together"
+    assert re.search(r"smaller ones +1 tensor +4", kept)
+    assert [row.num_bytes for row in report.saved] == [1001, 12, 8, 4]
+    assert [row.name.rpartition("/")[2] for row in report.saved] == ["big", "routing", "routing 2", "small"]
     assert report.passed
 
 
@@ -135,30 +141,37 @@ def test_tables_fit() -> None:
     tables = (report.times_table([OURS, "nccl", LOCAL, ONE]), report.exposed_table(), report.check_table())
     text = shown(*tables)
     assert "…" not in text
-    assert "…" not in shown(*tables, width=80), "cells are folded where the terminal is narrow, and nothing is cut off"
     assert text.count("1.235e+05") == 24 + 2 + 2
+    narrow = shown(*tables, width=70)
+    assert "…" not in narrow
+    assert narrow.count("1.235e+05") == 24 + 2 + 2, "numbers stay whole in a narrow terminal"
+    assert max(map(len, narrow.splitlines())) <= 70
     assert all(word in text for word in ("this layer", "nccl rival", "local", "one rank, all tokens", "scaling"))
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["--thiek", "96,32,24,16"], 2, "expected five positive integers, T,H,I,E,K"),
+        (["--thiek", "96,32,24,16"], 2, "expected five whole numbers above 0, T,H,I,E,K"),
         (["--thiek", "96,32,24,16,3,1"], 2, "--thiek"),
         (["--thiek", "96,32,24,16,many"], 2, "--thiek"),
         (["--thiek", "96,32,0,16,3"], 2, "--thiek"),
-        (["--thiek", "97,32,24,16,3"], 1, "97 tokens in --thiek are those of all ranks, and not divisible by the 2"),
-        (["--thiek", "96,32,24,15,3"], 1, "num_experts is 15, not divisible by the 2 ranks"),
-        (["--thiek", "96,32,24,2,3"], 1, "top_k is 3"),
-        (["--thiek", "96,8,24,24,3", "--skew", "1"], 1, "--skew with 24 experts needs a hidden size of at least"),
+        (
+            ["--thiek", "97,32,24,16,3"],
+            2,
+            "97 tokens, those of all ranks, expected a multiple of the 2 ranks; pass 98",
+        ),
+        (["--thiek", "96,32,24,15,3"], 2, "--num-experts is 15, expected a multiple of the 2 ranks"),
+        (["--thiek", "96,32,24,2,3"], 2, "--top-k is 3, expected at most 2"),
+        (["--thiek", "96,8,24,24,3", "--skew", "1"], 2, "--hidden is 8, expected at least 24"),
         (["--thiek", "96,32,24,24,3", "--dtype", "fp16"], 2, "--dtype"),
-        (["--thiek", "96,32,24,24,3", "--strategy", "dedup"], 2, "expected dispatch,combine"),
-        (["--thiek", "96,32,24,24,3", "--strategy", "dedup,pigeon"], 1, "strategy of combine is 'pigeon'"),
+        (["--thiek", "96,32,24,24,3", "--strategy", "dedup"], 2, "expected two names, such as dedup,dedup"),
+        (["--thiek", "96,32,24,24,3", "--strategy", "dedup,pigeon"], 2, "strategy of combine is 'pigeon'"),
         (["--thiek", "96,32,24,24,3", "--pool-rows", "0"], 2, "--pool-rows"),
         (["--thiek", "96,32,24,24,3", "--json", "/no/such/folder/rows.json"], 2, "--json"),
-        ([], 2, "missing; pass all five sizes, or --thiek"),
+        ([], 2, "missing, expected all five sizes"),
         (["--tokens", "96", "--hidden", "32", "--top-k", "3"], 2, "--intermediate, --num-experts"),
-        (["--thiek", "96,32,24,24,3", "--hidden", "64", "--top-k", "3"], 2, "leave out --hidden, --top-k, or --thiek"),
+        (["--thiek", "96,32,24,24,3", "--hidden", "64", "--top-k", "3"], 2, "leave out --hidden, --top-k"),
         (["--tokens", "0", "--hidden", "32"], 2, "--tokens"),
     ],
 )

@@ -23,6 +23,7 @@ import tokenloom as tl
 from tests.support.small_kernels import needs_nvrtc
 from tests.support.stand_ins import StandIns
 from tokenloom.cli import app, kernel_cache
+from tokenloom.cli.terminal import MISUSED
 from tokenloom.jit import cache, compiler, kernel
 from tokenloom.jit.cache import Entry
 from tokenloom.jit.compiler import KernelSpec
@@ -257,9 +258,9 @@ def test_inspect_shows_what_kernels_need(filled: Path, say: Callable[..., Result
 def test_inspect_of_an_unknown_name(filled: Path, say: Callable[..., Result]) -> None:
     """The message says which names there are."""
     done = say(filled, "inspect", "mixer")
-    assert (done.exit_code, done.stdout) == (1, "")
-    found = "no kernel in the cache is called mixer, nor has such a key; there are: combine, dispatch, pre_reduce"
-    assert done.stderr == f"tokenloom: {found}\n"
+    assert (done.exit_code, done.stdout) == (MISUSED, "")
+    found = "name is 'mixer', expected a kernel in the cache, or the beginning of its key"
+    assert done.stderr == f"tokenloom: {found}: combine, dispatch, pre_reduce; see tokenloom cache inspect --help\n"
 
 
 @needs_nvrtc
@@ -298,17 +299,18 @@ def test_a_build_that_cannot_be_kept_fails(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--num-ranks", "7"], "num_experts is 256, not divisible by the 7 ranks"),
-        (["--hidden", "3"], "hidden is 3: no kernels for rows that are no multiple of 16 bytes; pass a multiple of 8"),
-        (["--top-k", "33"], "top_k is 33, expected at most 32"),
+        (["--num-ranks", "7"], "--num-experts is 256, expected a multiple of the 7 ranks"),
+        (["--hidden", "3"], "--hidden is 3, expected rows of a multiple of 16 bytes, which kernels copy; pass a"),
+        (["--top-k", "33"], "--top-k is 33, expected at most 32"),
+        (["--top-k", "9", "--num-experts", "8"], "--top-k is 9, expected at most 8"),
     ],
 )
 def test_impossible_shapes_are_refused(
     arguments: list[str], said: str, tmp_path: Path, say: Callable[..., Result]
 ) -> None:
-    """The message is that of a communicator, and comes before anything is compiled."""
+    """The message is that of a communicator, in the names of options, and comes before anything is compiled."""
     done = say(tmp_path, "build", *arguments)
-    assert done.exit_code == 1
+    assert done.exit_code == MISUSED
     assert said in done.stderr
     assert list(tmp_path.iterdir()) == []
 

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from tests.cli.borrowed import borrowed
 from tokenloom import __version__
 from tokenloom.cli import app, options, terminal
-from tokenloom.cli.terminal import FAILED, INTERRUPTED
+from tokenloom.cli.terminal import FAILED, INTERRUPTED, MISUSED
 from tokenloom.demo import check, run
 from tokenloom.demo.model import ModelSize
 from tokenloom.runtime.processes import RankContext, RankPool
@@ -67,7 +67,7 @@ def test_version() -> None:
         (["demo", "--device", "cuda", "--ranks", "1000"], "--ranks" if torch.cuda.device_count() > 1 else "--device"),
         pytest.param(
             ["demo", "--device", "cuda"],
-            "--device: cuda given, which needs 2 GPUs or more; there are none",
+            "--device is cuda, which needs 2 GPUs or more, but there are none",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here"),
         ),
         (["bench", "comm", "--case", "huge"], "--case"),
@@ -101,11 +101,11 @@ def test_sizes_have_the_same_names_everywhere(command: str) -> None:
 
 
 def test_an_error_of_ours_is_a_message() -> None:
-    """What is raised on purpose says what to do: exit code 1, on stderr, without a traceback."""
+    """What is raised on purpose says what to do in one line, by the name of the option, without a traceback."""
     done = CliRunner().invoke(app.app, ["bench", "comm", "--case", "small", "--ranks", "3", "--device", "cpu"])
-    assert (done.exit_code, done.stdout) == (FAILED, "")
-    assert "num_experts is 8, not divisible by the 3 ranks" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert (done.exit_code, done.stdout) == (MISUSED, "")
+    said = "--num-experts is 8, expected a multiple of the 3 ranks of the group; pad the experts to 9"
+    assert done.stderr == f"tokenloom: {said}\n"
 
 
 def test_ctrl_c_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_a_full_disk_is_a_message() -> None:
     done = CliRunner().invoke(app.app, ["plan", "--nodes", "2", "--tokens", "8", "--json", "/dev/full"])
     assert done.exit_code == FAILED
     assert "8 tokens a rank on 2 nodes" in done.stdout
-    assert done.stderr == "tokenloom: what was found cannot be written (No space left on device)\n"
+    assert done.stderr == "tokenloom: the results cannot be written (No space left on device)\n"
 
 
 def test_output_in_ascii() -> None:
@@ -211,6 +211,7 @@ def test_bench_comm_lists_its_cases() -> None:
 
 
 def assert_passed_and_learned(shown: str) -> None:
+    shown = " ".join(shown.split())  # lines are as wide as whoever runs this has room for
     assert "FAIL" not in shown
     assert len(re.findall(r"PASS", shown)) == 7 + 3 + 1  # check, training, verdict
     found = re.search(r"Loss ([\d.]+) -> ([\d.]+) nats", shown)
@@ -231,7 +232,23 @@ def test_the_demo_passes_and_learns(pools: Callable[[str], RankPool], capsys: py
 
     with borrowed(run, pools):
         assert run.run_demo(console(), 2, "cpu", 15, size=SMALL, profiled_steps=1)
-    assert_passed_and_learned(capsys.readouterr().out)
+    shown = capsys.readouterr().out
+    assert_passed_and_learned(shown)
+    assert_goes_on(shown)
+
+
+def assert_goes_on(shown: str) -> None:
+    """The demo ends with commands that there are, and with files of this repository."""
+    _, title, rest = shown.partition("Next you can try\n")
+    found = [line.strip() for line in rest.splitlines() if line.startswith("  ") and not line.startswith("    ")]
+    assert title
+    assert found == [command for command, _ in run.NEXT]
+    for command in found:
+        first, *words = command.split()
+        if first == "tokenloom":
+            assert CliRunner().invoke(app.app, [*words, "--help"]).exit_code == 0
+        else:
+            assert (ROOT / command.split()[-1]).exists()
 
 
 @pytest.mark.slow
@@ -253,6 +270,7 @@ def test_the_whole_demo_as_a_process() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     assert_passed_and_learned(done.stdout)
+    assert_goes_on(done.stdout)
 
 
 def fail_on_rank_1(context: RankContext, *arguments: Any) -> Any:

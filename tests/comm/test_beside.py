@@ -382,7 +382,7 @@ FAULTS: list[Any] = [
     ),
     pytest.param("bias", "b", lambda b: b[:, 1:], tl.ShapeMismatch, "bias is", id="narrow bias"),
     pytest.param("bias", "b", lambda b: b.int(), tl.DtypeMismatch, "bias is", id="bias of integers"),
-    pytest.param("bias", "b", lambda b: [b, 3], tl.InvalidArgument, r"bias\[1\] is a int", id="bias of a number"),
+    pytest.param("bias", "b", lambda b: [b, 3], tl.InvalidArgument, r"bias\[1\] is an int", id="bias of a number"),
 ]
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +18,9 @@ from tokenloom.backends.base import CombineOptions, Handle, Pending
 from tokenloom.comm import validation
 from tokenloom.plan import COMBINE_STRATEGIES, DISPATCH_STRATEGIES
 from tokenloom.runtime.processes import RankContext
+from tokenloom.runtime.rank_group import RankGroup
 
+LATE_S = 0.05
 CASE = Case("halves", "", tokens=(9, 0, 5, 7), top_k=3, unused=0.2, hidden=16, dtype=FP32)
 
 
@@ -125,6 +130,29 @@ def check_rows_again(context: RankContext, backend: str) -> None:
             busy(context)
             given.fill_(torch.nan)
             same_bytes(pending.receive()[: len(expected)], expected.cpu(), "received")
+
+
+def check_beside_a_late_rank(context: RankContext, check: Callable[..., None], *args: str) -> None:
+    """The same, while one rank comes late to each transfer, which then begins behind the changes of the others."""
+    start = RankGroup.start_all_to_all
+
+    def start_late(*given: Any, **named: Any) -> Any:
+        time.sleep(LATE_S)
+        return start(*given, **named)
+
+    for rank in (0, context.num_ranks - 1):
+        late = mock.patch.object(RankGroup, "start_all_to_all", start_late)
+        with late if context.rank == rank else nullcontext():
+            check(context, "collective", *args)
+
+
+@pytest.mark.slow_on(4)
+@pytest.mark.parametrize("check", [(check_dispatch, "dedup"), (check_combine, "dedup"), (check_rows_again,)])
+def test_transfers_that_begin_late(ranks: Ranks, check: Any) -> None:
+    """gloo reads what is sent when the receiver is there."""
+    if ranks.num_ranks == 1:
+        pytest.skip("nobody is late")
+    ranks.run(check_beside_a_late_rank, *check)
 
 
 def two_at_once(context: RankContext) -> None:

@@ -301,7 +301,7 @@ def check_wrong_option(context: RankContext, value: Any) -> None:
     problem = make_problem(CASE, context.num_ranks)
     last = context.rank == context.num_ranks - 1
     with pytest.raises(
-        InvalidArgument if last else tl.PeerError, match=f"on_timeout is {value!r}, expected raise, mask"
+        InvalidArgument if last else tl.PeerError, match=f"on_timeout is {value!r}, expected 'raise' or 'mask'"
     ):
         make_comm(context, "collective", problem.plan, on_timeout=value if last else "mask")
     with pytest.raises(tl.PlanMismatch, match="on_timeout=raise, rank 0 has on_timeout=mask"):

@@ -201,7 +201,7 @@ DISPATCH_FAULTS: list[Fault] = [
     ("weights, which come by route", change("topk_weights", lambda t: torch.zeros(4)), tl.InvalidArgument,
      ["out.topk_weights is given"]),
     ("no tensor", lambda given: given | {"out": tl.DispatchOut(tokens=3)}, tl.InvalidArgument,  # type: ignore[arg-type]
-     ["out.tokens is a int", "torch.Tensor"]),
+     ["out.tokens is an int", "torch.Tensor"]),
     ("something else", lambda given: given | {"out": given["out"].tokens}, tl.InvalidArgument,
      ["out is a Tensor", "DispatchOut"]),
 ]  # fmt: skip

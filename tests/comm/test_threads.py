@@ -177,3 +177,31 @@ def check_makers(context: RankContext) -> None:
 def test_a_thread_that_makes_a_communicator(four: Ranks) -> None:
     """That is a call of the process group as well."""
     four.run(check_makers)
+
+
+def check_first_maker(context: RankContext) -> None:
+    comm, call, _ = made(context)
+    communicators = Communicators(context.group, lambda: {"timeout_s": PATIENCE_S})
+    x = torch.ones(3, 16, device=context.device)
+    ids = torch.zeros(3, 2, dtype=torch.int64, device=context.device)
+
+    def make() -> torch.Tensor:
+        return communicators.run(Shape(4, 16, 2), 3, context.device, lambda comm: comm.dispatch(x, ids).tokens)
+
+    if context.rank == 0:
+        with meanwhile(comm.engine._backend, "send_dispatch", make) as other:
+            call()
+        assert "another thread" in str(error_of(other))
+    else:
+        call()
+        with pytest.raises(tl.PeerError, match=r"rank 0 failed.*another thread"):
+            make()
+    assert not communicators.all()
+    make()
+    communicators.close()
+    comm.close()
+
+
+def test_a_thread_that_makes_the_first_communicator(four: Ranks) -> None:
+    """No call of an earlier one says that two threads are in: the ranks hear it when they agree about it."""
+    four.run(check_first_maker)

@@ -119,7 +119,7 @@ def check_deep_ep(context: RankContext) -> None:
             buffer.low_latency_combine(rows, ids, torch.ones(2, 1), handle)  # type: ignore[arg-type]
     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, num_experts)
     counts = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
-    with pytest.raises(BadCall, match="the event to wait for is a int"):
+    with pytest.raises(BadCall, match="the event to wait for is an int"):
         buffer.dispatch(x, topk_idx=ids, topk_weights=torch.ones(2, 1), previous_event=7, **counts)
     buffer.dispatch(x, topk_idx=ids, topk_weights=torch.ones(2, 1), previous_event=EventHandle(), **counts)
 

@@ -99,6 +99,7 @@ def check_a_late_rank(context: RankContext, stage: str) -> None:
         mega.check()
 
 
+@pytest.mark.usefixtures("own_gpus")
 @pytest.mark.parametrize("stage", ["", "dispatch", "gemm1", "gemm2"])
 def test_a_killed_rank(several: Ranks, stage: str) -> None:
     """Between two calls, or as soon as one of its kernels is launched: all others name it within the deadline.

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,43 @@ def test_each_kernel_is_compiled_once(package: Path, tmp_path: Path) -> None:
         racer.end()
     assert sorted(compiling) == [0, 1]
     assert [path.suffix for path in folder.iterdir()] == [".kernel"] * 2
+
+
+def test_who_has_waited_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads what the other one has made. Whoever wants another kernel does not wait."""
+    begun, waits, goes_on = (threading.Event() for _ in range(3))
+    compiled: list[int] = []
+    real = fcntl.flock
+
+    def compile_kernel(spec: KernelSpec) -> tuple[bytes, str]:
+        compiled.append(dict(spec.shape)["which"])
+        if compiled == [0]:
+            begun.set()
+            assert goes_on.wait(LIMIT_S)
+        return CODE, LOG
+
+    def flock(*arguments: Any) -> None:
+        try:
+            real(*arguments)
+        except BlockingIOError:
+            waits.set()
+            raise
+
+    monkeypatch.setattr(cache, "_MOST_WAIT_S", 10.0)
+    monkeypatch.setattr(cache, "compile_kernel", compile_kernel)
+    with ThreadPoolExecutor(2) as threads, ExitStack() as stack:
+        stack.callback(goes_on.set)
+        gets = [threads.submit(cache.get, scale_spec(which=0), tmp_path)]
+        assert begun.wait(LIMIT_S)
+        began = time.monotonic()
+        cache.get(scale_spec(which=1), tmp_path)
+        assert time.monotonic() - began < cache._MOST_WAIT_S / 2
+        monkeypatch.setattr(fcntl, "flock", flock)
+        gets.append(threads.submit(cache.get, scale_spec(which=0), tmp_path))
+        assert waits.wait(LIMIT_S)
+        goes_on.set()
+        assert [each.result(LIMIT_S).cubin for each in gets] == [CODE] * 2
+    assert compiled == [0, 1]
 
 
 def test_a_killed_compiler_is_replaced(package: Path, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def anchor_of(heading: str) -> str:
 
 
 def places(page: Path) -> list[str]:
-    found = re.match(r"<!-- examples: (.*?) -->\n", page.read_text())
+    found = re.match(r"(?:---\n.*?\n---\n)?<!-- examples: (.*?) -->\n", page.read_text(), re.DOTALL)
     return found[1].split(", ") if found else []
 
 

@@ -153,11 +153,11 @@ def test_a_call_is_over_when_its_number_is_there(memory: list[torch.Tensor]) -> 
 @pytest.mark.parametrize("in_order", [True, False])
 def test_reads_are_ordered_where_the_machine_does_not(in_order: bool, memory: list[torch.Tensor]) -> None:
     """On Arm the rest is read behind a system call, which comes after the word that says that it is there."""
-    flag, counts = FaultFlag(CPU, 0), HostCounts(CPU, 1)
+    flag, counts, records = FaultFlag(CPU, 0), HostCounts(CPU, 1), CallRecords(CPU, 1)
     memory[1][0] = counts.expect()
 
     def seen() -> None:  # what is written last becomes visible last
-        memory[0][1], memory[1][1] = 5, 6
+        memory[0][1], memory[1][1], memory[2][2] = 5, 6, 1
 
     with (
         mock.patch.object(kernel_reports, "_LOADS_KEEP_ORDER", in_order),
@@ -172,6 +172,10 @@ def test_reads_are_ordered_where_the_machine_does_not(in_order: bool, memory: li
         memory[1][1] = 0
         assert counts.wait(lambda: None) == [0 if in_order else 6]
         assert error.peers == ((0,) if in_order else (5,))
+        for ask, answer in ((records.is_well, in_order), (records.is_over, True)):
+            memory[2][2], memory[2][kernel_reports.SEQUENCE_WORD] = 0, 7
+            assert ask(0, 7) == answer
+            assert (records.take(0) is None) == in_order
 
 
 def test_memory_outlives_the_kernels_that_write_it(memory: list[torch.Tensor]) -> None:

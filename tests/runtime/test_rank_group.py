@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import tokenloom as tl
 from tests.conftest import CPU_RANKS
 from tests.support.patience import done, only_late, when_done
-from tokenloom.errors import InvalidArgument
+from tokenloom.errors import InvalidArgument, is_known_to_all
 from tokenloom.runtime import rank_group, waiting
 from tokenloom.runtime.processes import RankContext, RankFailed, RankPool
 from tokenloom.runtime.rank_group import RankGroup
@@ -333,11 +333,13 @@ def check_left_amid_a_look(ranks: RankGroup) -> None:
 
 
 def test_a_rank_that_fails_within_a_call(pools: Pools) -> None:
-    """Others learn of it, and why, while they wait for what it did not send; the group is broken for all."""
+    """Others learn of it, and why, while they wait for what it did not send; the group is broken for all. So is any
+    other one of the process group, whose collectives match no more."""
     run(pools, PAIR, check_fails_within, timeout_s=OPEN_TIMEOUT_S)
 
 
 def check_fails_within(ranks: RankGroup) -> None:
+    beside = RankGroup(ranks.process_group)
     open_call(ranks)
     if ranks.rank == 0:
         ranks.abort(ValueError("no such row"))
@@ -349,6 +351,9 @@ def check_fails_within(ranks: RankGroup) -> None:
         assert time.monotonic() - began < 0.5 * OPEN_TIMEOUT_S
     with pytest.raises(tl.CommunicatorBroken, match="no such row"):
         open_call(ranks)
+    with pytest.raises(tl.CommunicatorBroken, match="no such row"):
+        beside.start_all_gather(torch.ones(1), "test")
+    beside.close()
 
 
 @pytest.mark.slow
@@ -508,6 +513,20 @@ def test_alone() -> None:
         alone.require_alive()
 
 
+def test_what_ends_a_group() -> None:
+    """What fails while others wait, if they do not know of it; each later call says what it was."""
+    ranks, error = RankGroup(None), ValueError("no such row")
+    with pytest.raises(tl.PeerError), ranks.telling():
+        raise tl.PeerError(1, "all ranks raise this")
+    ranks.require_alive()
+    with pytest.raises(ValueError, match="no such row"), ranks.telling():
+        raise error
+    assert is_known_to_all(error)
+    for call in (ranks.require_alive, lambda: ranks.all_reduce_sums([torch.ones(1)], "test")):
+        with pytest.raises(tl.CommunicatorBroken, match="an earlier call failed: ValueError: no such row"):
+            call()
+
+
 def test_alone_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who forgets to initialise torch.distributed would train each rank by itself."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
@@ -551,7 +570,8 @@ def test_objects_over_gloo_need_no_device(pools: Pools) -> None:
 
 
 def check_objects_elsewhere(context: RankContext) -> None:
-    ranks = RankGroup(context.group, device="meta")  # whose tensors hold nothing
+    ranks = RankGroup(context.group)
+    ranks.device = torch.device("meta")  # whose tensors hold nothing
     assert ranks.all_gather_object(context.rank, "test") == list(range(context.num_ranks))
     ranks.close()
 

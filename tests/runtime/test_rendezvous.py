@@ -14,12 +14,20 @@ from tokenloom.runtime.rendezvous import agree
 
 
 class Answers:
-    """Stands for a RankGroup: this is rank 0, and rank 1 answers what it is told to."""
+    """Stands for a RankGroup: this is rank 0, and rank 1 answers what it is told to.
+
+    Attributes:
+        aborted: what has ended the group.
+    """
 
     num_ranks = 2
 
     def __init__(self, theirs: tuple[Any, ...]) -> None:
         self._theirs = theirs
+        self.aborted: list[BaseException] = []
+
+    def abort(self, fault: BaseException) -> None:
+        self.aborted.append(fault)
 
     def all_gather_object(self, value: Any, phase: str, **options: Any) -> list[Any]:
         return [value, self._theirs]
@@ -53,6 +61,18 @@ def test_own_fault_is_known_afterwards(kind: type[Exception], theirs: tuple[Any,
     assert raised.value is fault
     assert is_known_to_all(fault)
     assert not is_known_to_all(kind("another")), "marked is the error, not its class"
+
+
+def test_an_interrupted_rank_ends_the_group() -> None:
+    """Its process may end, and does not come to say why: the others hear it at once."""
+    ranks, interrupt = Answers(WELL), KeyboardInterrupt("the test")
+
+    def prepare() -> Any:
+        raise interrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        agree(ranks, prepare, "the test")  # type: ignore[arg-type]
+    assert ranks.aborted == [interrupt]
 
 
 def test_errors_of_others_are_known() -> None:

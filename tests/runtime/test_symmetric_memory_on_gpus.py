@@ -72,9 +72,9 @@ def check_writing(context: RankContext) -> None:
 
 @pytest.mark.alone  # it counts the free memory of the GPU
 @pytest.mark.parametrize("how", ["close", "drop"])
-def test_a_view_keeps_the_memory(hoppers: Ranks, how: str) -> None:
+def test_a_view_keeps_the_memory(own_gpus: Ranks, how: str) -> None:
     """The storage that torch makes over the memory owns it, however little of it a view shows."""
-    hoppers.run(check_view, how)
+    own_gpus.run(check_view, how)
 
 
 def check_view(context: RankContext, how: str) -> None:

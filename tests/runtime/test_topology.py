@@ -108,5 +108,5 @@ def test_ranks_per_node_is_a_positive_integer(bad: Any) -> None:
 def test_ranks_per_node_divides_the_group() -> None:
     checked_ranks_per_node(None, 5)
     checked_ranks_per_node(2, 4)
-    with pytest.raises(InvalidArgument, match="ranks_per_node is 3, which does not divide the 4 ranks"):
+    with pytest.raises(InvalidArgument, match="ranks_per_node is 3, expected a divisor of 4, the ranks"):
         checked_ranks_per_node(3, 4)

@@ -108,10 +108,11 @@ def availability(
     plan: Plan | None = None,
     dtype: torch.dtype | None = None,
     ranks_per_node: int | None = None,
+    name: str = "auto",
 ) -> list[Availability]:
     """Every backend, best first, as it works on this machine; for arguments see :class:`Request`.
 
-    Without ``ranks_per_node`` all ranks are on this one node.
+    Without ``ranks_per_node`` all ranks are on this one node. Some backends work only for who asks for their name.
     """
     num_ranks = 1 if plan is None else plan.num_ranks
     nodes = pretended(num_ranks, ranks_per_node or num_ranks)
@@ -119,7 +120,7 @@ def availability(
     def on_nodes(found: Availability, why_not: str | None) -> Availability:
         return found if why_not is None else Availability(found.name, False, why_not)
 
-    found = probe(Request(transport, device, plan=plan, dtype=dtype, ranks_per_node=ranks_per_node))
+    found = probe(Request(transport, device, name, plan, dtype, ranks_per_node=ranks_per_node))
     return [on_nodes(each, entry.why_not_on(nodes)) for each, entry in zip(found, _registered, strict=True)]
 
 
@@ -130,12 +131,9 @@ def probe(request: Request) -> list[Availability]:
         InvalidArgument: no backend has the name that is asked for, or rows are to cross nodes by something unknown.
     """
     if request.name not in ("auto", *names()):
-        raise InvalidArgument(f"backend is {request.name!r}, expected auto, {', '.join(names())}")
+        raise InvalidArgument(f"backend is {request.name!r}, expected one of auto, {', '.join(names())}")
     if request.between_nodes not in ("auto", *TRANSPORTS):
-        raise InvalidArgument(
-            f"transport is {request.between_nodes!r}, expected auto, {', '.join(TRANSPORTS)}: what carries rows "
-            "between nodes; backend says what carries them within one"
-        )
+        raise InvalidArgument(f"transport is {request.between_nodes!r}, expected one of auto, {', '.join(TRANSPORTS)}")
     return [each.probe(request) for each in _registered]
 
 
@@ -179,7 +177,7 @@ def choose(
         if why_not is not None:
             reason = f"{candidate.name} does not work here: {why_not}"
             if name == candidate.name:
-                raise BackendUnavailable(f"{reason}; use backend='auto'")
+                raise BackendUnavailable(_with_cure(reason, "use backend='auto'"))
             if nodes.num_nodes > 1:
                 reasons[candidate.name] = reason
             continue
@@ -192,12 +190,19 @@ def choose(
             ranks = "every rank" if len(failing) == len(by_rank) else f"rank {failing[0][0]}"
             reason = f"{candidate.name} does not work on {ranks}: {failing[0][1]}"
             if name == candidate.name:
-                raise BackendUnavailable(f"{reason}; use backend='auto'")
+                raise BackendUnavailable(_with_cure(reason, "use backend='auto'"))
             reasons[candidate.name] = reason
-    if nodes.num_nodes == 1 or between_nodes == "auto":
+    if between_nodes == "auto":
         raise BackendUnavailable("; ".join(reasons.values()))
+    if nodes.num_nodes == 1:
+        raise BackendUnavailable("; ".join([*reasons.values(), "use transport='auto'"]))
     blamed = [reasons[each.name] for each in _registered if each.capabilities.other_nodes == between_nodes]
     raise BackendUnavailable("; ".join(blamed) + "; use transport='auto'")
+
+
+def _with_cure(reason: str, cure: str) -> str:
+    """A reason with what to do, unless it says so by itself."""
+    return reason if "; pass " in reason or ", pass " in reason else f"{reason}; {cure}"
 
 
 def make(request: Request, ranks: RankGroup, by_rank: Sequence[Sequence[Availability]]) -> Choice:

@@ -17,6 +17,7 @@ from rich.text import Text
 from tokenloom._version import __version__
 from tokenloom.backends import registry
 from tokenloom.bench.common.setup import driver
+from tokenloom.bench.common.tables import Fitted, say
 from tokenloom.cli import between_nodes
 from tokenloom.errors import BackendUnavailable
 from tokenloom.jit import compiler
@@ -226,22 +227,20 @@ def _first_line(error: Exception) -> str:
 
 def show(console: Console, report: dict[str, Any]) -> None:
     """Print what :func:`examine` found."""
-    console.print(_facts("Machine", report["software"]))
+    console.print(Fitted(_facts("Machine", report["software"])))
     if report["gpus"]:
-        console.print(_gpu_table(report))
+        console.print(Fitted(_gpu_table(report)))
         console.print(SHARING_NOTE, markup=False)
-    console.print(_facts("Between nodes", report["between_nodes"]))
+    console.print(Fitted(_facts("Between nodes", report["between_nodes"])))
     for group in report["groups"]:
-        console.print(_backend_table(group))
-        for reason in group["not_picked"]:
-            console.print(f"not picked: {reason}", markup=False, highlight=False)
+        console.print(Fitted(_backend_table(group)))
+        say(console, *(f"not picked: {reason}" for reason in group["not_picked"]))
     if not report["groups"]:
         console.print("This torch has neither NCCL nor gloo: only a Communicator of one rank works here.")
 
 
 def _facts(title: str, facts: dict[str, str]) -> Table:
     table = Table("what", "", title=title, title_justify="left", show_header=False)
-    table.columns[1].overflow = "fold"  # paths may be longer than a terminal is wide
     for name, value in facts.items():
         table.add_row(name, Text(value))
     return table
@@ -251,7 +250,7 @@ def _gpu_table(report: dict[str, Any]) -> Table:
     table = Table(title="GPUs, and which other GPU's memory each can reach", title_justify="left")
     headers = ("", "name", "memory GiB", "capability", "NVLinks", "shares memory")
     for name in (*headers, *(str(gpu["index"]) for gpu in report["gpus"])):
-        table.add_column(name, overflow="fold")
+        table.add_column(name)
     for gpu, reach in zip(report["gpus"], report["peer_access"], strict=True):
         links = "unknown (needs pynvml)" if gpu["nvlinks"] is None else str(gpu["nvlinks"])
         row = (str(gpu["index"]), gpu["name"], str(gpu["memory_gib"]), gpu["compute_capability"], links)
@@ -264,7 +263,7 @@ def _backend_table(group: dict[str, Any]) -> Table:
     names = ("backend", "works here", "picked by auto", "own node by", "other nodes by", "why")
     table = Table(title=title, title_justify="left")
     for name in names:
-        table.add_column(name, overflow="fold")
+        table.add_column(name)
     for each in group["backends"]:
         picked = "yes" if each["name"] == group["auto"] else ""
         works = "[green]yes[/]" if each["works"] else "no"

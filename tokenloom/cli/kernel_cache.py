@@ -135,7 +135,9 @@ def named(entries: Sequence[cache.Entry], name: str) -> list[cache.Entry]:
     found = [entry for entry in entries if entry.name == name or entry.key.startswith(name)]
     if not found:
         known = ", ".join(sorted({entry.name for entry in entries})) or "none"
-        raise InvalidArgument(f"no kernel in the cache is called {name}, nor has such a key; there are: {known}")
+        raise InvalidArgument(
+            f"name is {name!r}, expected a kernel in the cache, or the beginning of its key: {known}"
+        )
     return found
 
 
@@ -158,7 +160,7 @@ def variants(plan: Plan) -> list[KernelSpec]:
     dtypes = [dtype for dtype in DTYPES if plan.hidden * dtype.itemsize % COPIED_BYTES == 0]
     if not dtypes:
         raise InvalidArgument(
-            f"hidden is {plan.hidden}: no kernels for rows that are no multiple of {COPIED_BYTES} bytes; "
+            f"hidden is {plan.hidden}, expected rows of a multiple of {COPIED_BYTES} bytes, which kernels copy; "
             "pass a multiple of 8"
         )
     found = [*_dispatches(plan, dtypes), BarrierVariant(plan)]
@@ -247,7 +249,6 @@ def size_line(entries: Sequence[cache.Entry]) -> str:
 
 def _table(*columns: str) -> Table:
     table = Table("kernel", *columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.columns[0].overflow = "fold"
     for column in table.columns[1:-1]:
         column.justify = "right"
     return table

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
+
+from tokenloom.cli.values import choice, names_of, number, whole
 
 # Optional[...]: typer evaluates these annotations, and before version 0.13 it does not know X | None.
 
@@ -27,11 +29,36 @@ class Dtype(str, Enum):
     fp32 = "fp32"
 
 
-_TOKENS = typer.Option("--tokens", min=1, help="Tokens of every rank.")
-_HIDDEN = typer.Option("--hidden", min=1, help="Values in a token.")
-_INTERMEDIATE = typer.Option("--intermediate", min=1, help="Width of one expert.")
-_NUM_EXPERTS = typer.Option("--num-experts", min=1, help="Experts of the layer, over all ranks.")
-_TOP_K = typer.Option("--top-k", min=1, help="Experts of a token.")
+def whole_option(name: str, about: str, least: int = 1, most: int | None = None) -> Any:
+    """An option that is a whole number."""
+    return typer.Option(name, parser=whole(name, least, most), metavar="N", help=about)
+
+
+def number_option(name: str, about: str, **limits: float) -> Any:
+    """An option that is a number, within the limits that :func:`number` knows."""
+    return typer.Option(name, parser=number(name, **limits), metavar="X", help=about)
+
+
+def choice_option(name: str, known: type[Enum], about: str) -> Any:
+    """An option that is one of a few names."""
+    return typer.Option(name, parser=choice(name, known), metavar=names_of(known), help=about)
+
+
+def text_option(name: str, metavar: str, about: str) -> Any:
+    """An option that is text, such as names with commas between."""
+    return typer.Option(name, metavar=metavar, help=about)
+
+
+def file_option(name: str, about: str) -> Any:
+    """An option that is a file. Commands check it by :func:`require_writable` or :func:`require_readable`."""
+    return typer.Option(name, metavar="FILE", help=about)
+
+
+_TOKENS = whole_option("--tokens", "Tokens of every rank.")
+_HIDDEN = whole_option("--hidden", "Values in a token.")
+_INTERMEDIATE = whole_option("--intermediate", "Width of one expert.")
+_NUM_EXPERTS = whole_option("--num-experts", "Experts of the layer, over all ranks.")
+_TOP_K = whole_option("--top-k", "Experts of a token.")
 
 Tokens = Annotated[int, _TOKENS]
 Hidden = Annotated[int, _HIDDEN]
@@ -47,30 +74,28 @@ AnyTopK = Annotated[Optional[int], _TOP_K]  # noqa: UP045
 
 TokensList = Annotated[
     Optional[str],  # noqa: UP045
-    typer.Option("--tokens", help="Tokens of every rank; several with commas between."),
+    text_option("--tokens", "N,N,...", "Tokens of every rank; several with commas between."),
 ]
 Ranks = Annotated[
     Optional[int],  # noqa: UP045
-    typer.Option("--ranks", help="Number of ranks. Default: all GPUs if there are two or more, else 4 CPU processes."),
+    whole_option("--ranks", "Number of ranks. Default: all GPUs if there are two or more, else 4 CPU processes."),
 ]
 OnDevice = Annotated[
     Optional[Device],  # noqa: UP045
-    typer.Option("--device", help="cpu: processes over gloo. cuda: one GPU each, over NCCL."),
+    choice_option("--device", Device, "cpu: processes over gloo. cuda: one GPU each, over NCCL."),
 ]
 RanksPerNode = Annotated[
     Optional[int],  # noqa: UP045
-    typer.Option(
-        "--ranks-per-node", min=1, help="Take the ranks for nodes of so many, to try what runs between them."
-    ),
+    whole_option("--ranks-per-node", "Take the ranks for nodes of so many, to try what runs between them."),
 ]
-Skew = Annotated[float, typer.Option("--skew", min=0, help="Exponent of Zipf's law for experts; 0: all alike.")]
+Skew = Annotated[float, number_option("--skew", "Exponent of Zipf's law for experts; 0: all alike.", least=0)]
 JsonFile = Annotated[
     Optional[Path],  # noqa: UP045
-    typer.Option("--json", dir_okay=False, help="Also write the rows, with their setup, to this file."),
+    file_option("--json", "Also write the rows, with their setup, to this file."),
 ]
 PlotFile = Annotated[
     Optional[Path],  # noqa: UP045
-    typer.Option("--plot", dir_okay=False, help="Also draw the rows to this PNG file."),
+    file_option("--plot", "Also draw the rows to this PNG file."),
 ]
 
 
@@ -82,7 +107,18 @@ def require_known(option: str, given: Sequence[str], known: Sequence[str]) -> No
     """
     unknown = [name for name in given if name not in known]
     if unknown:
-        raise typer.BadParameter(f"{', '.join(map(repr, unknown))} not among {', '.join(known)}", param_hint=option)
+        names = ", ".join(map(repr, unknown))
+        raise typer.BadParameter(f"is {names}, expected one of {', '.join(known)}", param_hint=option)
+
+
+def require_readable(option: str, file: Path | None) -> None:
+    """Refuse a file that is not there.
+
+    Raises:
+        typer.BadParameter: there is no such file.
+    """
+    if file is not None and not file.is_file():
+        raise typer.BadParameter(f"is {file}, but there is no such file; pass one that exists", param_hint=option)
 
 
 def require_writable(option: str, file: Path | None, suffix: str = "") -> None:
@@ -94,14 +130,16 @@ def require_writable(option: str, file: Path | None, suffix: str = "") -> None:
     if file is None:
         return
     if not file.absolute().parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {file.absolute().parent}", param_hint=option)
+        said = f"is {file}, but there is no folder {file.absolute().parent}; make it first"
+        raise typer.BadParameter(said, param_hint=option)
     if suffix and file.suffix != suffix:
-        raise typer.BadParameter(f"{file} given, expected a name that ends in {suffix}", param_hint=option)
+        raise typer.BadParameter(f"is {file}, expected a name that ends in {suffix}", param_hint=option)
     existed = file.exists()
     try:
         file.open("a").close()
     except OSError as error:
-        raise typer.BadParameter(f"{file} cannot be written ({error.strerror})", param_hint=option) from error
+        said = f"is {file}, which cannot be written ({error.strerror}); pass another file"
+        raise typer.BadParameter(said, param_hint=option) from error
     if not existed:
         file.unlink(missing_ok=True)  # another process may check the same file
 
@@ -114,7 +152,8 @@ def numbers(option: str, text: str | None) -> list[int]:
     """
     parts = [] if text is None else text.split(",")
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise typer.BadParameter(f"{text!r}, expected positive integers with commas between", param_hint=option)
+        said = f"is {text!r}, expected whole numbers above 0 with commas between"
+        raise typer.BadParameter(said, param_hint=option)
     return list(dict.fromkeys(map(int, parts)))
 
 
@@ -125,7 +164,8 @@ def require_nodes(ranks_per_node: int | None, num_ranks: int) -> None:
         typer.BadParameter: they do not.
     """
     if ranks_per_node is not None and num_ranks % ranks_per_node:
-        raise typer.BadParameter(f"{ranks_per_node} does not divide {num_ranks} ranks", param_hint="--ranks-per-node")
+        said = f"is {ranks_per_node}, expected a divisor of the {num_ranks} ranks"
+        raise typer.BadParameter(said, param_hint="--ranks-per-node")
 
 
 def pick_ranks(ranks: int | None, device: Device | None, least: int) -> tuple[int, str]:
@@ -138,29 +178,26 @@ def pick_ranks(ranks: int | None, device: Device | None, least: int) -> tuple[in
         typer.BadParameter: too few ranks, or more than there are GPUs; naming ``--device`` where no number would do.
     """
     if ranks is not None and ranks < least:
-        raise typer.BadParameter(f"{ranks} given, expected at least {least}", param_hint="--ranks")
+        said = f"is {ranks}, expected a whole number of at least {least}"
+        raise typer.BadParameter(said, param_hint="--ranks")
     from tokenloom.runtime.processes import default_ranks
 
     default, where = default_ranks(device.value if device else None)
     count = default if ranks is None else ranks
     if where == "cuda" and default < least:
-        raise typer.BadParameter(
-            f"cuda given, which needs {gpus(least)} or more; there {are(default)}; pass --device cpu",
-            param_hint="--device",
-        )
+        said = f"is cuda, which needs {gpus(least)} or more, but there {are(default)}; pass --device cpu"
+        raise typer.BadParameter(said, param_hint="--device")
     if where == "cuda" and count > default:
-        raise typer.BadParameter(
-            f"{count} ranks on cuda need as many GPUs, there {are(default)}; pass fewer ranks, or --device cpu",
-            param_hint="--ranks",
-        )
+        said = f"is {count}, but each rank on cuda needs a GPU, and there {are(default)}; pass --ranks {default}"
+        raise typer.BadParameter(said, param_hint="--ranks")
     return count, where
 
 
-def gpus(number: int) -> str:
+def gpus(count: int) -> str:
     """A number of GPUs in words."""
-    return f"{number} GPU{'' if number == 1 else 's'}"
+    return f"{count} GPU{'' if count == 1 else 's'}"
 
 
-def are(number: int) -> str:
+def are(count: int) -> str:
     """How many there are, in words."""
-    return f"is {number}" if number == 1 else f"are {number or 'none'}"
+    return f"is {count}" if count == 1 else f"are {count or 'none'}"

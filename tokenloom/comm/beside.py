@@ -298,6 +298,4 @@ def _learn_outcome(engine: Engine) -> None:
 def _require_no_grad(name: str, tensor: object) -> None:
     require_no_tangent(**{name: tensor})
     if isinstance(tensor, torch.Tensor) and torch.is_grad_enabled() and tensor.requires_grad:
-        raise NotDifferentiable(
-            f"{name} requires grad, which this call has none for; detach it, or call under no_grad"
-        )
+        raise NotDifferentiable(f"{name} requires grad, which this call has none for; detach it")

@@ -34,8 +34,7 @@ class Communicator(CallsBeside):
 
     Args:
         group: a ProcessGroup or a one-dimensional DeviceMesh. None means the default group, or this process alone
-            where torch.distributed is not initialised. Within tokenloom also a RankGroup that goes by pairs: those
-            that are left of its ranks, whatever has become of its process group.
+            where torch.distributed is not initialised.
         num_experts: E, divisible by the ranks W; expert e lives on rank ``e // (E / W)``.
         hidden: H, values in a token.
         top_k: K, experts per token, at most 32.
@@ -78,6 +77,8 @@ class Communicator(CallsBeside):
         PeerTimeout: a rank did not come, or with ``rejoin`` nobody took this one back.
     """
 
+    _closed = False
+
     def __init__(
         self,
         group: dist.ProcessGroup | DeviceMesh | RankGroup | None = None,
@@ -105,7 +106,10 @@ class Communicator(CallsBeside):
             if rejoin:
                 raise
             fault = error
+        if fault is not None:
             ranks = RankGroup(group)  # the other ranks wait for this one, and must hear of its fault
+        if rejoin and ranks.num_ranks == 1:
+            raise InvalidArgument("rejoin is True, but this rank is alone and nobody can take it back; leave it out")
         with ranks.turn.behind(ranks.open_timeout_s) as in_turn:
             _require_eager(ranks, rejoin)
             fault = fault or in_turn
@@ -126,7 +130,11 @@ class Communicator(CallsBeside):
                 if not isinstance(num_sms, int) or not 1 <= num_sms <= registry.MAX_SMS:
                     raise InvalidArgument(f"num_sms is {num_sms!r}, expected 1 to {registry.MAX_SMS}")
                 if on_timeout not in ("raise", "mask"):
-                    raise InvalidArgument(f"on_timeout is {on_timeout!r}, expected raise, mask")
+                    raise InvalidArgument(f"on_timeout is {on_timeout!r}, expected 'raise' or 'mask'")
+                if dtype is not None and not isinstance(dtype, torch.dtype):
+                    raise InvalidArgument(f"dtype is {dtype!r}, expected a torch.dtype, such as torch.bfloat16")
+                if not isinstance(checked, bool):
+                    raise InvalidArgument(f"checked is {checked!r}, expected True or False")
                 found = registry.probe(request), topology.Place.own(ranks.device)
                 return terms_of(request), found
 
@@ -290,8 +298,16 @@ class Communicator(CallsBeside):
         if self._narrow is not None:
             self._narrow.check("everything")
 
+    def __repr__(self) -> str:
+        if not hasattr(self, "engine"):  # its constructor has raised
+            return f"{type(self).__name__}(never made)"
+        sizes = {"rank": self.rank} | vars(self.plan) | {"backend": self.backend}
+        state = ", closed" if self._closed else ", broken" if self._ranks.is_broken else ""
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in sizes.items())}{state})"
+
     def close(self) -> None:
         """Release everything; later calls raise CommunicatorBroken. The process group stays yours."""
+        self._closed = True
         if self._narrow is not None:
             self._narrow.close()
         self.engine.close()

@@ -241,9 +241,7 @@ class CombineCall(Call):
         if home is not None:
             validation_beside.weights_at_home(engine.plan, home, handle.num_tokens, engine.ranks.device)
             if options.needs_grad or (torch.is_grad_enabled() and home.requires_grad):
-                raise NotDifferentiable(
-                    "topk_weights of a combine have no gradient; pass them to dispatch, or call under no_grad"
-                )
+                raise NotDifferentiable("topk_weights of a combine have no gradient; pass them to dispatch")
         if out is not None:
             outputs.of_combine(out, options, routed, y)
         rows = y if y.ndim == 2 else y.view(-1, engine.plan.hidden)

@@ -10,7 +10,7 @@ import torch
 from tokenloom.backends.base import CombineOptions, DispatchInputs, DispatchOptions, DispatchOut
 from tokenloom.comm.routed import Routed
 from tokenloom.comm.validation import require_tensor
-from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch
+from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch, a_type
 from tokenloom.ops.quant.scale_layouts import empty_scales
 from tokenloom.plan import FP8_BLOCK, ROUTE_LAYOUTS, Plan
 
@@ -26,9 +26,9 @@ def of_dispatch(plan: Plan, options: DispatchOptions, inputs: DispatchInputs, ou
         ShapeMismatch, DtypeMismatch, DeviceMismatch: a tensor is not what the dispatch would return.
     """
     if not isinstance(out, DispatchOut):
-        raise InvalidArgument(f"out is a {type(out).__name__}, expected a tokenloom.DispatchOut")
+        raise InvalidArgument(f"out is {a_type(out)}, expected a tokenloom.DispatchOut")
     if options.sizes != "bounded":
-        raise InvalidArgument("out= needs results of a known size; pass sizes='bounded', or use layout 'slots'")
+        raise InvalidArgument("out= needs results of a known size; pass sizes='bounded'")
     if torch.is_grad_enabled():
         raise InvalidArgument("out= has no gradient; dispatch inside of torch.no_grad()")
     likes = results(plan, options, inputs)
@@ -69,7 +69,7 @@ def require_no_gradient(out: object, wanted: bool) -> None:
         InvalidArgument: a gradient is wanted.
     """
     if wanted or (isinstance(out, torch.Tensor) and out.requires_grad):
-        raise InvalidArgument("out= has no gradient; combine inside of torch.no_grad(), or detach what requires one")
+        raise InvalidArgument("out= has no gradient; combine inside of torch.no_grad()")
 
 
 @lru_cache(maxsize=64)

@@ -18,6 +18,7 @@ from tokenloom.errors import (
     InvalidExpertId,
     NotDifferentiable,
     ShapeMismatch,
+    a_type,
 )
 from tokenloom.plan import FP8_BLOCK, ROUTE_LAYOUTS, SCALE_LAYOUTS, Plan
 
@@ -84,7 +85,7 @@ def dispatch_options(
             raise InvalidArgument(f"{name} is {value!r}, expected True or False")
     if power_of_two_scales and not to_fp8:
         raise InvalidArgument(
-            "power_of_two_scales=True without to_fp8=True: dispatch quantises nothing then; pass both, or neither"
+            "power_of_two_scales=True without to_fp8=True: dispatch quantises nothing then; pass to_fp8=True too"
         )
     _check_scale_layout(layout, scale_layout, to_fp8, power_of_two_scales)
     Strategy(dispatch=strategy)
@@ -100,8 +101,7 @@ def _check_scale_layout(layout: str, scale_layout: str, to_fp8: bool, power_of_t
         raise InvalidArgument(f"scale_layout is {scale_layout!r}, expected one of {', '.join(SCALE_LAYOUTS)}")
     if scale_layout != "rows" and layout != "slots":
         raise InvalidArgument(
-            f"scale_layout is {scale_layout!r}, but layout {layout!r} has scales by row alone; leave it out, or use "
-            "layout 'slots'"
+            f"scale_layout is {scale_layout!r}, but layout {layout!r} has scales by row alone; leave it out"
         )
     if scale_layout == "packed" and to_fp8 and not power_of_two_scales:
         raise InvalidArgument("scale_layout 'packed' holds powers of two alone; pass power_of_two_scales=True")
@@ -144,7 +144,7 @@ def dispatch_inputs(
     scales = None
     if isinstance(x, (tuple, list)):
         if len(x) != 2:
-            raise InvalidArgument(f"x is a {type(x).__name__} of {len(x)}, expected a tensor or (fp8, scales)")
+            raise InvalidArgument(f"x is {a_type(x)} of {len(x)}, expected a tensor or (fp8, scales)")
         tokens, scales = x
     plain = scales is None and scale_layout == "rows" and not check_ids
     if not (plain and _are_usual(plan, able, device, tokens, topk_ids, topk_weights, to_fp8)):
@@ -253,7 +253,7 @@ def number_of_tokens(plan: Plan, num_tokens: int) -> None:
     if num_tokens > plan.max_tokens_per_rank:
         raise ShapeMismatch(
             f"x has {num_tokens} tokens, the communicator was made for at most {plan.max_tokens_per_rank}; "
-            f"pass max_tokens_per_rank={num_tokens} to Communicator (or to the layer), or split the batch"
+            f"pass max_tokens_per_rank={num_tokens} where the communicator or the layer is made"
         )
 
 
@@ -301,9 +301,7 @@ def combine_options(
             else f"topk_weights with layout {layout!r}: its rows are weighted and summed by the caller; leave them out"
         )
     if weighted and not (has_weights or from_home):
-        raise InvalidArgument(
-            "weighted combine of a dispatch without topk_weights; pass them to dispatch, or weighted=False here"
-        )
+        raise InvalidArgument("weighted combine of a dispatch without topk_weights; pass them to dispatch")
     require_tensor("y", y)
     if y.shape != rows_shape:
         raise ShapeMismatch(f"y is {list(y.shape)}, expected {list(rows_shape)}: one row per row of routed.tokens")
@@ -366,7 +364,7 @@ def require_layout(able: Capabilities, layout: str) -> None:
 def require_routed(routed: object, owner: object) -> None:
     """Raise InvalidArgument unless it is what a dispatch of ``owner`` returned."""
     if not isinstance(routed, Routed):
-        raise InvalidArgument(f"routed is a {type(routed).__name__}, expected what dispatch returned")
+        raise InvalidArgument(f"routed is {a_type(routed)}, expected what dispatch returned")
     if routed._owner is not owner:
         raise InvalidArgument("routed comes from another Communicator; combine where it was dispatched")
 
@@ -398,10 +396,8 @@ def _check_payload(
         _check_scales(plan, x, scales, device)
     if torch.is_grad_enabled() and (x.requires_grad or (scales is not None and scales.requires_grad)):
         if to_fp8:
-            raise NotDifferentiable(
-                "x requires grad, to_fp8=True sends FP8, which has none; leave it out, or detach x"
-            )
-        raise NotDifferentiable("an FP8 payload requires grad, FP8 has none; dispatch bfloat16, or detach it")
+            raise NotDifferentiable("x requires grad, but to_fp8=True sends FP8, which has none; leave to_fp8 out")
+        raise NotDifferentiable("an FP8 payload requires grad, but FP8 has none; detach it")
 
 
 def _check_scales(plan: Plan, x: torch.Tensor, scales: torch.Tensor, device: torch.device) -> None:
@@ -417,9 +413,7 @@ def _check_scales(plan: Plan, x: torch.Tensor, scales: torch.Tensor, device: tor
 def _check_laid_out(scale_layout: str, x: torch.Tensor, scales: torch.Tensor | None, read: bool) -> None:
     """Raise unless there are scales, which can be laid out as wanted; values are looked at only with ``read``."""
     if scales is None:
-        raise InvalidArgument(
-            f"scale_layout is {scale_layout!r}, but x is {x.dtype} without scales; pass to_fp8=True or (fp8, scales)"
-        )
+        raise InvalidArgument(f"scale_layout is {scale_layout!r}, but x is {x.dtype} without scales; pass to_fp8=True")
     if scale_layout != "packed" or not read:
         return
     bits = scales.view(torch.int32)
@@ -438,7 +432,8 @@ def _check_ids(plan: Plan, ids: torch.Tensor, num_tokens: int, device: torch.dev
     if list(ids.shape) != expected:
         raise ShapeMismatch(f"topk_ids is {list(ids.shape)}, expected {expected}: top_k ids for each token of x")
     if ids.dtype not in ID_DTYPES:
-        raise DtypeMismatch(f"topk_ids is {ids.dtype}, expected int32 or int64")
+        swapped = "; topk_ids come before topk_weights" if ids.is_floating_point() else ""
+        raise DtypeMismatch(f"topk_ids is {ids.dtype}, expected int32 or int64{swapped}")
     _require_ready("topk_ids", ids, device)
 
 
@@ -463,7 +458,7 @@ def _check_weights(plan: Plan, weights: torch.Tensor, x: torch.Tensor, device: t
 def require_tensor(name: str, value: object) -> None:
     """Raise InvalidArgument unless it is a tensor that kernels can read."""
     if not isinstance(value, torch.Tensor):
-        raise InvalidArgument(f"{name} is a {type(value).__name__}, expected a torch.Tensor")
+        raise InvalidArgument(f"{name} is {a_type(value)}, expected a torch.Tensor")
     if not is_plain(value):
         kind = "nested tensor" if value.is_nested else f"{type(value).__name__} of layout {value.layout}"
         raise InvalidArgument(

@@ -8,7 +8,7 @@ import torch
 
 from tokenloom.backends.base import Capabilities
 from tokenloom.comm import validation
-from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch
+from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch, a_type
 from tokenloom.plan import Plan
 
 
@@ -18,7 +18,7 @@ def rows_again(plan: Plan, able: Capabilities, device: torch.device, x: Any, num
         if layout == "slots":
             raise InvalidArgument("FP8 rows cannot be sent again in layout 'slots'; dispatch them anew")
         if len(x) != 2:
-            raise InvalidArgument(f"x is a {type(x).__name__} of {len(x)}, expected a tensor or (fp8, scales)")
+            raise InvalidArgument(f"x is {a_type(x)} of {len(x)}, expected a tensor or (fp8, scales)")
     tokens, scales = x if isinstance(x, (tuple, list)) else (x, None)
     validation.require_tensor("x", tokens)
     if list(tokens.shape) != [num_tokens, plan.hidden]:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from tokenloom.bench.common.tables import Fitted, say
 from tokenloom.demo import check, train
 from tokenloom.demo.compare import Difference, compare, merge
 from tokenloom.demo.model import ModelSize
@@ -18,6 +19,13 @@ from tokenloom.demo.text import read_standard_library
 from tokenloom.runtime.processes import RankPool
 
 SEED = 2
+NEXT = (
+    ("tokenloom doctor", "It shows the hardware and software here, and which backends work."),
+    ("tokenloom bench comm", "It measures dispatch and combine on this machine."),
+    ("torchrun --nproc-per-node 2 examples/train_moe_lm.py", "It trains a model, as your own program would."),
+    ("docs/tutorial/first-dispatch.md", "This page explains the first calls, step by step."),
+)
+"""Commands and pages behind the demo, in the order in which a reader may want them."""
 MIN_EXPERTS = 8
 MIN_SEQUENCES = 16
 
@@ -70,20 +78,30 @@ def run_demo(
     passed = all(difference.passed for difference in differences)
     verdict = "[bold green]PASS[/]: everything agrees" if passed else "[bold red]FAIL[/]: see the tables above"
     console.print(f"{verdict}. {time.monotonic() - began:.0f} s in all.")
+    if passed:
+        _show_next(console)
     return passed
+
+
+def _show_next(console: Console) -> None:
+    """Print what a reader can do now that everything works."""
+    console.print()
+    console.print("[bold]Next you can try[/]")
+    for command, what in NEXT:
+        say(console, f"  {command}", f"    {what}")
 
 
 def _show_check(console: Console, results: Sequence[tuple[str, list[Difference]]]) -> list[Difference]:
     description = results[0][0]
     differences = merge([differences for _, differences in results])
-    console.print(description, markup=False, highlight=False, soft_wrap=True)
+    say(console, *description.splitlines())
     console.print()
     console.print(
         "[bold]1. Against the reference.[/] Random routing: a different number of tokens on every rank and none on "
         "the last one, repeated experts, unused places (-1). The reference computes all ranks in one process by "
         "sorting and looping, and shares no ordering code with the backend."
     )
-    console.print(_table(differences))
+    console.print(Fitted(_table(differences)))
     console.print(
         "Moved data must be equal, and so must every sum of combine, because its order and its roundings are fixed. "
         f"The layer also has GEMMs, whose order of {check.HIDDEN} and {check.INTERMEDIATE} additions is up "
@@ -120,9 +138,9 @@ def _train_and_compare(
         "[bold]3. The same model on one rank[/]: the same weights at the start, the same batches, all experts at home."
     )
     one = _train(console, pool, "on 1 rank", 1, text, size, steps)
-    console.print(_curves(losses, one[0].losses, num_ranks))
+    console.print(Fitted(_curves(losses, one[0].losses, num_ranks)))
     differences = compare_runs(many, one)
-    console.print(_table(differences))
+    console.print(Fitted(_table(differences)))
     console.print(
         f"Compared: every parameter's gradient of step 1 (as a share of the largest one of that parameter), and the "
         f"loss of every step, on {num_ranks} ranks and on one. Sums over a batch are added up in a different order on "

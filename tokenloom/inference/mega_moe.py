@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tokenloom.backends.registry import MAX_SMS
 from tokenloom.comm import validation
 from tokenloom.comm.communicator import Communicator
-from tokenloom.errors import BackendUnavailable, DtypeMismatch, InvalidArgument, ShapeMismatch
+from tokenloom.errors import BackendUnavailable, DtypeMismatch, InvalidArgument, ShapeMismatch, a_type
 from tokenloom.inference.composed_experts import ComposedExperts
 from tokenloom.inference.expert_memory import FP8
 from tokenloom.inference.nvlink_experts import NvlinkExperts
@@ -129,9 +129,8 @@ class MegaMoE:
                 ranks_per_node=ranks_per_node,
             )
         except BackendUnavailable as error:  # its advice is for a Communicator
-            others = " or ".join(repr(name) for name in EXPERTS if name != backend)
-            advice = f"use backend={others}, or device='cuda' if the tensors are to be on a GPU"
-            raise BackendUnavailable(str(error).replace("use backend='auto'", advice)) from error
+            said = str(error).replace("use backend='auto'", "use backend='composed'")
+            raise BackendUnavailable(said) from None
 
         def prepare() -> tuple[dict[str, Any], None]:
             if kind is None:
@@ -163,6 +162,7 @@ class MegaMoE:
             self.comm.close()
             raise
         self.intermediate, self.num_shared_experts, self.schedule = intermediate, num_shared_experts, schedule
+        self._backend = backend
         self._num_local = self.comm.plan.experts_per_rank + num_shared_experts
         self.weights: tuple[torch.Tensor, ...] = ()
         self.biases: Biases = (None, None)
@@ -224,11 +224,11 @@ class MegaMoE:
         optional = {"w1_scales": w1_scales, "w2_scales": w2_scales, "w1_bias": w1_bias, "w2_bias": w2_bias}
         for name, tensor in {"w1": w1, "w2": w2, **optional}.items():
             if not isinstance(tensor, torch.Tensor) and not (name in optional and tensor is None):
-                raise InvalidArgument(f"{name} is a {type(tensor).__name__}, expected a torch.Tensor")
+                raise InvalidArgument(f"{name} is {a_type(tensor)}, expected a torch.Tensor")
         if weight_layout.interleaved and w1.dtype == FP8:
             raise InvalidArgument(
                 "w1 is FP8 and interleaved: its scales are of gates and ups together, but kernels take a scale for "
-                "128 gates and one for 128 ups; give bfloat16 weights, or gates first"
+                "128 gates and one for 128 ups; give bfloat16 weights"
             )
         w1, w2 = as_plain(w1, weight_layout, weight_layout.interleaved), as_plain(w2, weight_layout)
         w1_scales = None if w1_scales is None else as_plain(w1_scales, weight_layout)
@@ -238,9 +238,7 @@ class MegaMoE:
             if w1.dtype not in DTYPES:
                 raise DtypeMismatch(f"w1 is {w1.dtype}, expected bfloat16, float16, float32 or float8_e4m3fn")
             if w1_scales is not None or w2_scales is not None:
-                raise DtypeMismatch(
-                    f"w1 is {w1.dtype}, which has no scales; give weights in float8_e4m3fn, or no scales"
-                )
+                raise DtypeMismatch(f"w1 is {w1.dtype}, which has no scales; leave them out")
             check_tensor("w1", w1, w1.dtype, [local, 2 * width, hidden], self.comm.device)
             check_tensor("w2", w2, w1.dtype, [local, hidden, width], self.comm.device)
             (w1, w1_scales), (w2, w2_scales) = quantize_fp8_blocks(w1), quantize_fp8_blocks(w2)
@@ -393,6 +391,14 @@ class MegaMoE:
         check_tensor("out", out, torch.bfloat16, [num_tokens, plan.hidden], device)
         check_aligned("out", out)
         return out
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "comm"):  # its constructor has raised
+            return "MegaMoE(never made)"
+        made_for = repr(self.comm).partition("(")[2]
+        sizes, _, state = made_for.partition(f"backend={self.comm.backend!r}")
+        widths = f"intermediate={self.intermediate}, num_shared_experts={self.num_shared_experts}"
+        return f"MegaMoE({sizes}{widths}, backend={self._backend!r}{state}"
 
     def describe(self) -> str:
         """Say what the layer runs on and how much memory its buffers take. The first call makes them."""

@@ -211,7 +211,7 @@ def run_experts(
         rows, tensors = rows.to(dtype), cast(tensors, dtype)
     form.check(tensors, len(expert_offsets) - 1, rows.shape[1])
     if rows.dtype != tensors[0].dtype:
-        raise DtypeMismatch(f"rows are {rows.dtype}, w1 is {w1.dtype}; cast one of them, or use autocast")
+        raise DtypeMismatch(f"rows are {rows.dtype}, w1 is {w1.dtype}; cast rows to {w1.dtype}")
     if row_weights is not None:
         if row_weights.shape != rows.shape[:1]:
             raise ShapeMismatch(f"row_weights is {list(row_weights.shape)}, expected [{len(rows)}]: one for each row")

@@ -11,7 +11,15 @@ from numbers import Real
 
 import torch
 
-from tokenloom.errors import BackendUnavailable, DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch
+from tokenloom.errors import (
+    BackendUnavailable,
+    DeviceMismatch,
+    DtypeMismatch,
+    InvalidArgument,
+    ShapeMismatch,
+    a_type,
+    require_type,
+)
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.common import HOPPER, spec_of
 from tokenloom.kernels.gemm.launch import (
@@ -197,7 +205,13 @@ def interleave_gate_and_up(w1: torch.Tensor) -> torch.Tensor:
 
     Returns:
         A new tensor with the same rows, shape and dtype.
+
+    Raises:
+        InvalidArgument, ShapeMismatch: w1 is not as above.
     """
+    require_type("w1", w1, torch.Tensor, "a torch.Tensor")
+    if w1.dim() != 3 or w1.shape[1] % (2 * INTERLEAVED_ROWS):
+        raise ShapeMismatch(f"w1 is {list(w1.shape)}, expected [E, 2I, K] with I a multiple of {INTERLEAVED_ROWS}")
     experts, rows, k = w1.shape
     halves = w1.view(torch.uint8) if w1.itemsize == 1 else w1
     halves = halves.reshape(experts, 2, rows // (2 * INTERLEAVED_ROWS), INTERLEAVED_ROWS, k)
@@ -277,6 +291,8 @@ def _check(
     b_name: str = "b",
 ) -> None:
     fp8, fp32, int32 = torch.float8_e4m3fn, torch.float32, torch.int32
+    for name, tensor in (("a", a), (b_name, b)):
+        require_type(name, tensor, torch.Tensor, "a torch.Tensor")
     if b.dim() != 3 or not len(b) or b.shape[1] % BLOCK or b.shape[2] % BLOCK:
         raise ShapeMismatch(f"{b_name} is {list(b.shape)}, expected [E, N, K], N and K multiples of {BLOCK}")
     num_experts, n, k = b.shape
@@ -313,8 +329,8 @@ def check_device(device: torch.device) -> None:
 def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: list[int], device: torch.device) -> None:
     """Raise an error unless it is a tensor of this dtype, shape and device, and contiguous."""
     if not isinstance(tensor, torch.Tensor) or tensor.is_nested:
-        kind = "nested tensor" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise InvalidArgument(f"{name} is a {kind}, expected a torch.Tensor")
+        kind = "a nested tensor" if isinstance(tensor, torch.Tensor) else a_type(tensor)
+        raise InvalidArgument(f"{name} is {kind}, expected a torch.Tensor")
     if tensor.dtype != dtype:
         raise DtypeMismatch(f"{name} is {tensor.dtype}, expected {dtype}")
     if list(tensor.shape) != shape or not tensor.is_contiguous():
@@ -349,7 +365,7 @@ def gated_activation(activation: Activation | str, clamp: float | None, name: st
     form = Activation.of(activation)
     if not form.gated:
         raise InvalidArgument(
-            f"activation is {activation!r}, which has no gates; FP8 kernels multiply gates and ups in turns"
+            f"activation is {activation!r}, which has no gates, as FP8 kernels need them; pass one such as 'swiglu'"
         )
     if clamp is None:
         return form

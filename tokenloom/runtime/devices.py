@@ -20,13 +20,20 @@ def pick_device(device: torch.device | str | None, group: dist.ProcessGroup | No
         device = "cuda" if nccl and torch.cuda.is_available() else "cpu"
     try:
         picked = torch.device(device)
+    except (RuntimeError, TypeError):
+        picked = torch.device("meta")
+    if picked.type == "meta":
+        raise InvalidArgument(f"device is {device!r}, expected 'cpu', or a GPU such as 'cuda' or 'cuda:0'")
+    if picked.type == "cpu":
+        return torch.device("cpu")  # "cpu:0" is the same, but no GPU's index
+    try:
         if picked.type == "cuda" and picked.index is None:
             picked = torch.device("cuda", torch.cuda.current_device())
-        if picked.type == "cpu":
-            picked = torch.device("cpu")  # "cpu:0" is the same, but no GPU's index
-    except (RuntimeError, TypeError, AssertionError) as error:  # what torch raises without CUDA differs by build
+    except (RuntimeError, AssertionError) as error:  # what torch raises without CUDA differs by build
         reason = str(error).splitlines()[0]
-        raise InvalidArgument(f"device is {device!r}, expected one that torch has here: {reason}") from error
+        raise InvalidArgument(
+            f"device is {device!r}, which torch cannot use here ({reason}); pass device='cpu'"
+        ) from None
     return picked
 
 

@@ -14,8 +14,17 @@ def process_group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.Proce
     """The process group that was given, or that of a mesh; for None the default group, or None if there is none.
 
     Raises:
-        InvalidArgument: a mesh has several dimensions, or this process is not a rank of the group.
+        InvalidArgument: it is something else, a mesh has several dimensions, or this process is not a rank of the
+            group.
     """
+    kinds: tuple[type, ...] = (dist.ProcessGroup, DeviceMesh) if dist.is_available() else (DeviceMesh,)
+    # new_group gives a number to processes that are outside of the group.
+    outside = isinstance(group, int) and dist.is_available() and group == dist.GroupMember.NON_GROUP_MEMBER
+    if group is not None and not outside and not isinstance(group, kinds):
+        raise InvalidArgument(
+            f"group is {group!r}, expected a torch.distributed ProcessGroup, a DeviceMesh, or None; pass None for the "
+            "default group"
+        )
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise InvalidArgument(f"group is a DeviceMesh of {group.ndim} dimensions; pass one of them: mesh['name']")

@@ -105,7 +105,7 @@ class RankGroup:
         if forks.is_of_parent(group):
             raise InvalidArgument(
                 f"the process group was made by the process from which process {os.getpid()} was forked, whose "
-                "connections it cannot use; start processes by spawn, or call init_process_group() here"
+                "connections it cannot use; start processes by spawn"
             )
         self.timeout_s = checked_seconds("timeout_s", timeout_s)
         self.process_group = group

@@ -363,5 +363,5 @@ def _allocate(num_bytes: int) -> int:
     free, _ = torch.cuda.mem_get_info()
     raise torch.OutOfMemoryError(
         f"a buffer of {num_bytes / 1e9:.2f} GB for other GPUs to write does not fit into {free / 1e9:.2f} GB of free "
-        "memory; pass a smaller max_tokens_per_rank, or make the first call before other memory is taken"
+        "memory; pass a smaller max_tokens_per_rank"
     )

@@ -145,8 +145,8 @@ def checked_ranks_per_node(ranks_per_node: object, num_ranks: int) -> None:
         raise InvalidArgument(f"ranks_per_node is {ranks_per_node!r}, expected a positive integer, or None")
     if num_ranks % ranks_per_node:
         raise InvalidArgument(
-            f"ranks_per_node is {ranks_per_node}, which does not divide the {num_ranks} ranks of the group; nodes "
-            "have equal numbers of ranks"
+            f"ranks_per_node is {ranks_per_node}, expected a divisor of {num_ranks}, the ranks of the group, because "
+            "nodes have equal numbers of ranks"
         )
 
 

@@ -77,5 +77,5 @@ def refusal() -> InvalidArgument:
     """The error of a thread that finds another one in."""
     return InvalidArgument(
         "another thread is in a call of this communicator, or of its process group, and all ranks make calls in one "
-        "order; let threads take turns, or give each its own communicator on a process group of its own"
+        "order; let threads take turns"
     )

@@ -7,10 +7,12 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from tokenloom.errors import InvalidArgument, require_type
 from tokenloom.runtime.openings import UNNAMED
 from tokenloom.runtime.rank_group import NO_WORDS
 from tokenloom.runtime.siblings import siblings_of
@@ -32,7 +34,11 @@ def split_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Par
 
     Returns:
         (parameters of experts, all others), each in the order of ``module.parameters()``.
+
+    Raises:
+        InvalidArgument: it is no module.
     """
+    require_type("module", module, nn.Module, "a torch.nn.Module")
     owned = {each for layer in _layers(module) for each in layer.parameters()}
     experts: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
@@ -50,7 +56,13 @@ def data_parallel(module: nn.Module, **options: Any) -> DistributedDataParallel:
 
     Returns:
         The wrapper. It averages gradients over ranks, so the experts need ``expert_grad_scale=1/W``.
+
+    Raises:
+        InvalidArgument: it is no module, or there is no process group.
     """
+    require_type("module", module, nn.Module, "a torch.nn.Module")
+    if options.get("process_group") is None and not (dist.is_available() and dist.is_initialized()):
+        raise InvalidArgument("there is no process group; call torch.distributed.init_process_group() first")
     owned = {id(each) for layer in _layers(module) for each in chain(layer.parameters(), layer.buffers())}
     named = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
     ignored = {name for name, each in named if id(each) in owned}
@@ -76,12 +88,14 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
         The norm before, a scalar of at least float32.
 
     Raises:
+        InvalidArgument: something is no tensor.
         PlanMismatch: over gloo, another rank of the experts' group makes another call, since it has a batch more, say.
     """
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     alike: dict[Any, list[torch.Tensor]] = {}  # torch mixes neither meshes nor dtypes
     for parameter in parameters:
+        require_type("a parameter", parameter, torch.Tensor, "a torch.Tensor")
         grad = parameter.grad
         if grad is None and hasattr(parameter, "main_grad"):
             grad = spread(parameter.main_grad, getattr(parameter, "device_mesh", None))

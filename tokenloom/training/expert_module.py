@@ -35,6 +35,15 @@ from tokenloom.tune import choices
 
 __all__ = ["RoutedExperts"]
 
+
+def _is_meta(device: object) -> bool:
+    """Whether a device is "meta". What is none is told by the communicator, to all ranks."""
+    try:
+        return torch.device(device).type == "meta"  # type: ignore[call-overload]
+    except (RuntimeError, TypeError):
+        return False
+
+
 NARROW = (torch.bfloat16, torch.float16)
 """Dtypes of tokens that experts in float32 take too."""
 
@@ -131,10 +140,11 @@ class RoutedExperts(nn.Module):
         super().__init__()
         require_eager()
         dtype = dtype or torch.get_default_dtype()
-        if torch.device(device or torch.get_default_device()).type == "meta":
-            device, on_meta = None, True
-        else:
-            on_meta = False
+        on_meta = _is_meta(torch.get_default_device() if device is None else device)
+        if on_meta:
+            device = None
+        if comm is not None and not isinstance(comm, Communicator):
+            raise InvalidArgument(f"comm is {comm!r}, expected a tl.Communicator, or None")
         group_and_comm = group is not None and comm is not None
         if comm is None:
             comm = Communicator(
@@ -348,14 +358,13 @@ class RoutedExperts(nn.Module):
             raise ShapeMismatch(f"x is {list(x.shape)}, the layer was made for [..., {self.hidden}]")
         if self.w1.is_meta:
             raise DeviceMismatch(
-                "the layer's weights are on meta, without memory; call to_empty(device=...) and reset_parameters() or "
-                "load_state_dict() first"
+                "the layer's weights are on meta, without memory; call to_empty(device=...), and load_state_dict()"
             )
         if x.device != self.w1.device:
             raise DeviceMismatch(f"x is on {x.device}, the layer is on {self.w1.device}; move one of them")
         if x.dtype not in (self.w1.dtype, self._compute_dtype(x.dtype)):
             if not torch.is_autocast_enabled(x.device.type):
-                raise DtypeMismatch(f"x is {x.dtype}, the layer is {self.w1.dtype}; cast one of them, or use autocast")
+                raise DtypeMismatch(f"x is {x.dtype}, the layer is {self.w1.dtype}; cast x to {self.w1.dtype}")
             if x.dtype not in Capabilities().dtypes:  # they would be cast, whatever they mean
                 raise DtypeMismatch(f"x is {x.dtype}, expected a dtype that autocast takes, such as {self.w1.dtype}")
         return x.reshape(-1, self.hidden).contiguous()

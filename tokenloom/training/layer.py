@@ -20,7 +20,7 @@ from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.strategy import Strategy
 from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch
 from tokenloom.ops.activation import apply_activation
-from tokenloom.ops.router import Router, RouterSums, balance_loss, router_logits, router_sums, z_loss
+from tokenloom.ops.router import SCORES, Router, RouterSums, balance_loss, router_logits, router_sums, z_loss
 from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout
 from tokenloom.runtime.rendezvous import agree
 from tokenloom.training import torch_compile
@@ -173,6 +173,8 @@ class ExpertParallelMoE(nn.Module):
         plan = comm.plan
 
         def prepare() -> tuple[dict[str, Any], Router]:
+            if isinstance(router, str) and router not in SCORES:
+                raise InvalidArgument(f"router is {router!r}, expected a Router or one of {', '.join(SCORES)}")
             rule = Router(num_experts, top_k, router) if isinstance(router, str) else router
             coefficients = {"balance_coef": balance_coef, "z_coef": z_coef}
             check_options(plan, rule, shared_intermediate, shared_gate, router_grad, **coefficients)
@@ -412,7 +414,7 @@ class ExpertParallelMoE(nn.Module):
         experts, shared = self.experts.w1.dtype, self._parameters.get("shared_w1")
         # FSDP casts tokens and replicated parameters. Experts, which it leaves alone, are cast where they are used.
         if dtype != experts and any(each.dtype != dtype for each in self.replicated_parameters()):
-            raise DtypeMismatch(f"x is {dtype}, the layer is {experts}; cast one of them, or use autocast")
+            raise DtypeMismatch(f"x is {dtype}, the layer is {experts}; cast x to {experts}")
         if shared is not None and shared.dtype != dtype:
             raise DtypeMismatch(
                 f"x is {dtype}, shared_w1 is {shared.dtype}; cast x, which FSDP does with cast_forward_inputs=True"

@@ -49,12 +49,12 @@ def check_options(
         raise InvalidArgument(f"router is {router!r}, expected a Router or the name of a score")
     if (router.num_experts, router.top_k) != (plan.num_experts, plan.top_k):
         raise InvalidArgument(
-            f"the router chooses {router.top_k} of {router.num_experts}, the layer has {plan.top_k} of "
-            f"{plan.num_experts}"
+            f"router chooses {router.top_k} of {router.num_experts} experts, expected {plan.top_k} of "
+            f"{plan.num_experts}; pass Router({plan.num_experts}, {plan.top_k})"
         )
     _check_width("shared_intermediate", shared_intermediate, 0)
     if shared_gate and not shared_intermediate:
-        raise InvalidArgument("shared_gate is True, but there is no shared expert; give shared_intermediate")
+        raise InvalidArgument("shared_gate is True, but there is no shared expert; pass shared_intermediate")
     if router_grad not in ("local", "sum"):
         raise InvalidArgument(f"router_grad is {router_grad!r}, expected 'local' or 'sum'")
     for name, coefficient in coefficients.items():

@@ -132,7 +132,7 @@ def save(
     for piece in pieces:
         tensors += [piece.offsets, piece.row_weights, piece.hidden, piece.rows]
         names += ["offsets", "row weights", "pre-activations", "rows"]
-    ctx.saved_names = names
+    ctx.saved_names, ctx.attribute_names = names, {"pieces": "routing"}
     ctx.save_for_backward(*tensors)
 
 

@@ -16,7 +16,7 @@ class SavedTensor:
     """Tensor that a graph keeps alive.
 
     Attributes:
-        name: node that keeps the tensor, and the tensor's name there.
+        name: node that keeps the tensor, and in words what the tensor is there.
         shape: shape of the tensor.
         dtype: dtype of the tensor.
         num_bytes: bytes of the whole storage, which stays even if the tensor is a part of it.
@@ -36,7 +36,8 @@ class SavedTensor:
 def saved_tensors(outputs: Iterable[torch.Tensor], known: Iterable[torch.Tensor]) -> list[SavedTensor]:
     """List every storage that the graph of ``outputs`` keeps, largest first.
 
-    Custom nodes may name their saved tensors in ``saved_names``. Tensors in their other attributes count as well.
+    Custom nodes may name their saved tensors in ``saved_names``. Tensors in their other attributes count as well, and
+    ``attribute_names`` may say in words what they are.
 
     Args:
         outputs: results of the graph.
@@ -76,20 +77,22 @@ def _tensors_of(node: Any) -> Iterator[tuple[str, torch.Tensor]]:
         )
         for name, tensor in zip(names, saved, strict=True):
             yield from _inside(f"{label}: {name}", tensor)
+        words = getattr(node, "attribute_names", {})
         for name, value in vars(node).items():
-            yield from _inside(f"{label}: {name}", value)
+            yield from _inside(f"{label}: {words.get(name, name.replace('_', ' '))}", value)
         return
     for name in dir(node):
         if name.startswith("_saved_"):
-            yield from _inside(f"{label}: {name.removeprefix('_saved_')}", getattr(node, name))
+            what = name.removeprefix("_saved_")
+            yield from _inside(f"{label}: {'input' if what == 'self' else what}", getattr(node, name))
 
 
 def _inside(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield name, value
     elif is_dataclass(value) and not isinstance(value, type):
-        for field, each in vars(value).items():  # what was made when somebody asked for it, too
-            yield from _inside(f"{name}.{field}", each)
+        for each in vars(value).values():  # what was made when somebody asked for it, too
+            yield from _inside(name, each)
     elif isinstance(value, (list, tuple)):
-        for i, each in enumerate(value):
-            yield from _inside(f"{name}[{i}]", each)
+        for each in value:
+            yield from _inside(name, each)

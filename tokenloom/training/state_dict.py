@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tokenloom.comm.communicator import Communicator
-from tokenloom.errors import InvalidArgument, ShapeMismatch
+from tokenloom.errors import InvalidArgument, ShapeMismatch, require_type
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.rendezvous import agree
 from tokenloom.training.expert_module import RoutedExperts
@@ -46,6 +46,7 @@ def gather_state_dict(module: nn.Module, *, to: Literal["all", "rank0"] = "all")
             experts; or a layer's experts are not in the state dict as they are, say because they are parametrized.
             PlanMismatch: another rank gathers something else.
     """
+    require_type("module", module, nn.Module, "a torch.nn.Module")
     comms = [layer.comm for layer in module.modules() if isinstance(layer, RoutedExperts)]
     for comm in comms:
         _require_all(comm)
@@ -98,6 +99,8 @@ def shard_state_dict(module: nn.Module, full: Mapping[str, torch.Tensor]) -> dic
         ShapeMismatch: an expert weight has another number of experts than the layer. InvalidArgument: a layer's
             experts are not in the state dict as they are, or ``full`` has those of one rank.
     """
+    require_type("module", module, nn.Module, "a torch.nn.Module")
+    require_type("full", full, Mapping, "the dict from gather_state_dict")
     state = module.state_dict(keep_vars=True)
     part = dict(full)
     for name, layer in _sharded_names(module, state).items():
@@ -124,7 +127,7 @@ def _require_all(comm: Communicator) -> None:
     if comm.engine.masked:
         raise InvalidArgument(
             f"rank(s) {', '.join(map(str, sorted(comm.engine.masked)))} are masked, and the weights of their "
-            "experts are with them; gather the state dict before ranks are masked, or once they are back"
+            "experts are with them; gather the state dict before ranks are masked"
         )
 
 

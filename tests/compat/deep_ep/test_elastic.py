@@ -288,7 +288,7 @@ FAULTS: list[Any] = [
     pytest.param({"num_experts": None}, BadCall, f"{NAME}: num_experts is None", id="experts unknown"),
     pytest.param({"expert_alignment": 0}, BadCall, f"{NAME}: expert_alignment is 0", id="alignment"),
     pytest.param({"do_zero_padding": True}, BadCall, f"{NAME}: do_zero_padding needs", id="padding of nothing"),
-    pytest.param({"handle": 3}, BadCall, f"{NAME}: handle is a int", id="no handle"),
+    pytest.param({"handle": 3}, BadCall, f"{NAME}: handle is an int", id="no handle"),
     pytest.param(
         {"cumulative_local_expert_recv_stats": torch.zeros(3)},
         ShapeMismatch,

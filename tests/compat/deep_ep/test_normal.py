@@ -267,7 +267,10 @@ def check_without_ids(context: RankContext) -> None:
     assert counts == wanted[me].expert_counts
     ys = [rows_to_combine(each.tokens, rank) for rank, each in enumerate(wanted)]
     outs = reference.combine(problem.plan, ys, wanted, problem.topk_ids, None)
-    same_bits(buffer.combine(ys[me].to(context.device), handle)[0], outs[me], "combined_x")
+    y = ys[me].to(context.device)
+    same_bits(buffer.combine(y, handle)[0], outs[me], "combined_x")
+    with pytest.raises(BadCall, match="topk_weights: the dispatch had none"):
+        buffer.combine(y, handle, torch.ones(len(y), context.num_ranks, device=context.device))
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -330,7 +333,7 @@ FAULTS: list[Any] = [
     pytest.param({"x": lambda x: x[:, :7].contiguous()}, ShapeMismatch, "Buffer.dispatch: x has rows", id="14 bytes"),
     pytest.param({"x": lambda x: x.to(FP8)}, DtypeMismatch, "Buffer.dispatch: x is", id="fp8 without scales"),
     pytest.param({"x": lambda x: (x, x)}, DtypeMismatch, "Buffer.dispatch: x comes", id="scales of bf16"),
-    pytest.param({"x": lambda x: 3}, BadCall, "Buffer.dispatch: x is a int", id="no tensor"),
+    pytest.param({"x": lambda x: 3}, BadCall, "Buffer.dispatch: x is an int", id="no tensor"),
     pytest.param({"topk_idx": lambda t: t.int()}, DtypeMismatch, "Buffer.dispatch: topk_idx is", id="int32 ids"),
     pytest.param({"topk_idx": lambda t: t[:-1]}, ShapeMismatch, "Buffer.dispatch: topk_idx is", id="few ids"),
     pytest.param({"topk_idx": lambda t: None}, BadCall, "Buffer.dispatch: topk_idx and topk_weights", id="no ids"),
@@ -386,7 +389,7 @@ COMBINE_FAULTS: list[Any] = [
     pytest.param({"bias": lambda b: b[1:]}, ShapeMismatch, "Buffer.combine: bias is", id="bias"),
     pytest.param({"bias": lambda b: b.float()}, DtypeMismatch, "Buffer.combine: bias is", id="bias of float32"),
     pytest.param({"bias": lambda b: (b, b, b)}, BadCall, "Buffer.combine: bias is a tuple of 3", id="three biases"),
-    pytest.param({"config": lambda c: 24}, BadCall, "Buffer.combine: config is a int", id="SMs for a config"),
+    pytest.param({"config": lambda c: 24}, BadCall, "Buffer.combine: config is an int", id="SMs for a config"),
     pytest.param(
         {"allocate_on_comm_stream": lambda a: True}, BadCall, "Buffer.combine: allocate_on_comm_stream", id="no event"
     ),

@@ -51,7 +51,8 @@ def test_by_torchrun(tmp_path: Path) -> None:
     assert "2 modules of experts run on tokenloom" in lines
     if not NUM_GPUS:
         assert result["same_tokens"]
-        assert lines[-1] == "all gave the same tokens"
+        assert "all gave the same tokens" in lines
+        assert "On CPUs this comparison is about equal tokens, not about speed" in " ".join(lines)
 
 
 def test_one_rank_is_too_few() -> None:

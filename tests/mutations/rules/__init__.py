@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from tests.mutations.rules import (
     beside,
+    cache,
     check_network,
     collective,
     comm,
     compat,
+    faults,
     forms,
     gin,
+    host,
     inference,
+    inputs,
     inside_nodes,
     integrations,
     kernels,
@@ -18,6 +22,7 @@ from tests.mutations.rules import (
     network,
     nodes,
     ops,
+    reference,
     runtime,
     training,
     usual,
@@ -25,18 +30,23 @@ from tests.mutations.rules import (
 
 MUTATIONS = (
     ops.MUTATIONS
+    + reference.MUTATIONS
     + collective.MUTATIONS
     + comm.MUTATIONS
     + beside.MUTATIONS
+    + faults.MUTATIONS
     + compat.MUTATIONS
     + usual.MUTATIONS
     + runtime.MUTATIONS
+    + host.MUTATIONS
     + masks.MUTATIONS
     + training.MUTATIONS
     + forms.MUTATIONS
     + inference.MUTATIONS
+    + inputs.MUTATIONS
     + integrations.MUTATIONS
     + kernels.MUTATIONS
+    + cache.MUTATIONS
     + network.MUTATIONS
     + nodes.MUTATIONS
     + inside_nodes.MUTATIONS

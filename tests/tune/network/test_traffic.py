@@ -147,7 +147,7 @@ def test_experts_fill_up_the_ranks() -> None:
         ((2, 8, 256, True), "top_k is True, expected a positive integer"),
         ((2, 8, 4, 8), "top_k is 8, expected at most 4 for 4 experts"),
         ((2, 8, 256, 33), "top_k is 33, expected at most 32 for 256 experts"),
-        ((8, 8, 64, 9, 1), "1 nodes hold 8 experts each; a larger node_limit"),
+        ((8, 8, 64, 9, 1), "top_k is 9, expected at most 8, the experts of 1 node; pass a larger node_limit"),
     ],
 )
 def test_sizes_that_do_not_fit_are_named(cluster: tuple[int, ...], said: str) -> None:

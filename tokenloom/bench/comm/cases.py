@@ -19,20 +19,20 @@ class Case:
     Attributes:
         name: for ``--case``.
         shape: its sizes.
-        device: the device where it is measured if no case is named.
+        device: the device where it is measured if no case is named; None: nowhere.
         what: where such a shape comes from.
     """
 
     name: str
     shape: Shape
-    device: str
+    device: str | None
     what: str
 
 
 CASES = (
     Case("decode", Shape(128, 7168, 8, 256), "cuda", "DeepSeek-V3: one token of 128 requests"),
     Case("prefill", Shape(4096, 7168, 8, 256), "cuda", "DeepSeek-V3: training, or prompts in inference"),
-    Case("small", Shape(64, 256, 2, 8), "cpu", "latency: hardly any bytes"),
+    Case("small", Shape(64, 256, 2, 8), None, "latency: hardly any bytes"),
     Case("medium", Shape(256, 512, 4, 16), "cpu", "some bytes"),
 )
 

@@ -25,7 +25,7 @@ def write_png(file: Path, setup: Mapping[str, Any], rows: Sequence[Row]) -> None
         rows: at least one; the rows of one shape together.
 
     Raises:
-        InvalidArgument: matplotlib is not installed.
+        PackageMissing: matplotlib is not installed.
     """
     charts = [(shape, list(found)) for shape, found in groupby(rows, _shape)]
     who = list(dict.fromkeys(map(_who, rows)))

@@ -13,14 +13,14 @@ from tokenloom.bench.comm import traffic
 from tokenloom.bench.comm.calls import CallMaker
 from tokenloom.bench.comm.rows import Row, make_row
 from tokenloom.bench.comm.samplers import EAGER_PAIRS, Sample, make_sampler
-from tokenloom.bench.comm.series import Series
+from tokenloom.bench.comm.series import Series, sums_per_rank
 from tokenloom.bench.common import timing
 from tokenloom.bench.common.inputs import make_inputs
 from tokenloom.bench.common.shape import ROUTING_SEED
 from tokenloom.bench.rivals import deep_ep
 from tokenloom.runtime.processes import RankContext, RankPool
 
-DEFAULT_ITERATIONS = {"cpu": 20, "cuda": 100}
+DEFAULT_ITERATIONS = {"cpu": 10, "cuda": 100}
 
 
 def measure(
@@ -65,7 +65,7 @@ def measure(
                 "routing": "uniform",
                 "routing_seed": ROUTING_SEED,
                 "iterations": iterations,
-                "warm_up_iterations": _warm_up_iterations(iterations),
+                "warm_up_iterations": warm_up_iterations(iterations),
                 "rounds": timing.ROUNDS,
             }
             over = None
@@ -73,12 +73,15 @@ def measure(
                 over = traffic.relayed(plan, ids, who.ranks_per_node)
             moved = traffic.moved(plan, rows, each.operation, over)
             samples = [result[index] for result in results]
+            counted = who.backend == deep_ep.NAME or sums_per_rank(who.backend)
+            on_links = pool.device == "cuda"
             yield make_row(
-                each.name(pool.num_ranks), samples, moved, who.num_sms, setup, on_links=pool.device == "cuda"
+                each.name(pool.num_ranks), samples, moved, who.num_sms, setup, on_links=on_links, counted=counted
             )
 
 
-def _warm_up_iterations(iterations: int) -> int:
+def warm_up_iterations(iterations: int) -> int:
+    """Samples of each row that do not count, before all others."""
     return max(1, iterations // 5)
 
 
@@ -101,7 +104,7 @@ def measure_on_rank(context: RankContext, series: Sequence[Series], iterations: 
             for number, count in enumerate(timing.shares(iterations)):
                 for each in together:
                     # The first call after somebody else's finds cold caches, and cold code on the host.
-                    for _ in range(1 if number else _warm_up_iterations(iterations)):
+                    for _ in range(1 if number else warm_up_iterations(iterations)):
                         samplers[each]()
                     samples[each] += [samplers[each]() for _ in range(count)]
                     maker.check(each.contestant)

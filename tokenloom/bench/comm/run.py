@@ -14,17 +14,21 @@ from tokenloom.bench.common import timing
 from tokenloom.bench.common.plot import load_matplotlib
 from tokenloom.bench.common.rates import LINK_GBYTES_PER_S
 from tokenloom.bench.common.rows import write_json
-from tokenloom.bench.common.setup import run_setup
+from tokenloom.bench.common.setup import TRANSPORTS, machine, run_setup
+from tokenloom.bench.common.tables import Fitted, counted, say
 from tokenloom.runtime.processes import RankPool
 
-LEGEND = (
-    "p50 and p99 over samples, of the slowest rank of each. Floor: the tokens' values that leave the busiest rank, at "
-    "{link:,.0f} GB/s, which the links of an H200 carry; 1 GB is 1e9 bytes."
+LEGEND = "p50 and p99 are over samples, each of its slowest rank. 1 GB is 1e9 bytes."
+FLOOR_LEGEND = (
+    "Floor: the tokens' values that leave the busiest rank, at {link:,.0f} GB/s, which the links of an H200 carry."
 )
+CLOCKS = {
+    "cpu": "wall, the host's",
+    "cuda": "events around one call, or graph, a replayed CUDA graph of {calls} calls",
+}
 LEGENDS = {
     "calls": "Calls: physical: bytes that leave the busiest rank over a link, those that it hands on included; "
-    "logical: bytes received, those that stay on their rank included; per p50. Names end in the clock: events around "
-    "one call, graph (a replayed CUDA graph of {calls} calls), or wall, the host's.",
+    "logical: bytes received, those that stay on their rank included; per p50. Names end in the clock: {clock}.",
     "eager": "Eager pairs: wall clock of a dispatch and its combine, in a loop of {pairs} pairs without a graph; "
     "host: until one call returns, on a device that is idle.",
     "halves": "Halves: p50 of sending, a GEMM, and receiving; exposed: p50 without the GEMM alone; beside it the "
@@ -58,21 +62,29 @@ def run_comm(
         json_file: file for the rows with their setup.
 
     Raises:
-        InvalidArgument: a plot without matplotlib.
+        PackageMissing: a plot without matplotlib.
         RankFailed: a rank failed.
     """
     if plot_file is not None:
         load_matplotlib()
     setup = run_setup(device, num_ranks, command)
-    for note in notes:
-        console.print(note, markup=False)
-    with RankPool(num_ranks, device) as pool, console.status(f"starting {num_ranks} ranks") as status:
-        measured = list(measure.measure(pool, series, iterations or measure.DEFAULT_ITERATIONS[device], status.update))
+    samples = iterations or measure.DEFAULT_ITERATIONS[device]
+    ranks = counted(num_ranks, "rank")
+    console.print(
+        f"{ranks} on {machine(device)}, over {TRANSPORTS[device]}; {samples} samples of each row, behind "
+        f"{measure.warm_up_iterations(samples)} to warm up",
+        markup=False,
+    )
+    say(console, *notes)
+    with RankPool(num_ranks, device) as pool, console.status(f"starting {ranks}") as status:
+        measured = list(measure.measure(pool, series, samples, status.update))
     for table in rows.tables(measured):
-        console.print(table)
+        console.print(Fitted(table))
     kinds = {rows.kind_of(row) for row in measured}
-    numbers = {"link": LINK_GBYTES_PER_S, "calls": timing.GRAPH_CALLS, "pairs": EAGER_PAIRS[device]}
-    for text in (LEGEND, *(text for kind, text in LEGENDS.items() if kind in kinds)):
+    clock = CLOCKS[device].format(calls=timing.GRAPH_CALLS)
+    numbers = {"link": LINK_GBYTES_PER_S, "clock": clock, "pairs": EAGER_PAIRS[device]}
+    floors = [FLOOR_LEGEND] if any(row.floor_us is not None for row in measured) else []
+    for text in (LEGEND, *floors, *(text for kind, text in LEGENDS.items() if kind in kinds)):
         console.print(text.format(**numbers), markup=False)
     if json_file is not None:
         write_json(json_file, setup, notes, measured)

@@ -18,7 +18,7 @@ from tokenloom.runtime.processes import RankContext
 Sample = dict[str, float]
 """Microseconds: "call" is what the series measures, other keys are its parts, see :class:`Row`."""
 
-EAGER_PAIRS = {"cpu": 4, "cuda": 50}
+EAGER_PAIRS = {"cpu": 2, "cuda": 50}
 """Pairs of an eager sample. The wait for the GPU at its end is shared among them."""
 
 

@@ -22,14 +22,26 @@ Timing = Literal["events", "graph", "eager", "wall"]
 TIMINGS: dict[str, tuple[Timing, ...]] = {"cuda": ("events", "graph", "eager"), "cpu": ("wall", "eager")}
 """Clocks by device."""
 
+SIZES = 4
+"""Parts of a row's name behind operation and backend: ranks, tokens, hidden, top-k."""
+
 BESIDE_US = 100.0
 """Microseconds of the GEMM between halves, where nobody says how long."""
 
 
 def names() -> list[str]:
-    """Everybody who can be measured: our backends, best first, and rivals. Combines that are measured sum per rank."""
-    ours = [name for name in registry.names() if "dedup" in registry.capabilities(name).combine_strategies]
-    return [*ours, deep_ep.NAME]
+    """Everybody who can be measured: our backends, best first, and rivals."""
+    return [*registry.names(), deep_ep.NAME]
+
+
+def usual() -> list[str]:
+    """Who is measured if nobody is named: their combines are alike, which sum per rank."""
+    return [name for name in names() if name == deep_ep.NAME or sums_per_rank(name)]
+
+
+def sums_per_rank(backend: str) -> bool:
+    """Whether the usual combine of a backend sums per rank, so that its bytes are known. Others sum per node."""
+    return "dedup" in registry.capabilities(backend).combine_strategies
 
 
 @dataclass(frozen=True)
@@ -57,6 +69,17 @@ class Contestant:
         if self.timing == "eager" and operation.name != "dispatch+combine":
             return False
         return operation.layout in registry.capabilities(self.backend).layouts
+
+
+def label(name: str) -> str:
+    """A row's name without its sizes, which the title of a table says."""
+    parts = name.split("/")
+    return "/".join(parts[:2] + parts[2 + SIZES :])
+
+
+def named(series: Series, num_ranks: int) -> str:
+    """What ``--only`` looks for parts of: the name of a row, and its label."""
+    return f"{(name := series.name(num_ranks))} {label(name)}"
 
 
 @dataclass(frozen=True)
@@ -120,13 +143,15 @@ def contestants(
     found: list[Contestant] = []
     notes: list[str] = []
     plan, where = shape.plan(num_ranks), torch.device(device)
-    for each in registry.availability(TRANSPORTS[device], where, plan, ranks_per_node=ranks_per_node):
-        if each.name not in wanted:
-            continue
+    for name in [each for each in registry.names() if each in wanted]:
+        found_here = registry.availability(TRANSPORTS[device], where, plan, ranks_per_node=ranks_per_node, name=name)
+        each = next(other for other in found_here if other.name == name)
         if not each.works:
-            notes.append(f"{each.name} is not measured: {each.why}")
+            notes.append(f"{name} is not measured: {each.why.replace('pass ranks_per_node', 'pass --ranks-per-node')}")
             continue
-        able = registry.capabilities(each.name)
+        able = registry.capabilities(name)
+        if not sums_per_rank(name):
+            notes.append(f"{name} sums per node, and nobody has counted the bytes that it sends")
         clocks = [timing for timing in timings if able.captures or timing != "graph"]
         if able.takes_sms:
             found += [Contestant(each.name, timing, sms, ranks_per_node) for sms in num_sms for timing in clocks]
@@ -163,7 +188,7 @@ def plan_series(
     """Every series to measure, by shape and operation, and a line about each row that is missing for a reason.
 
     Args:
-        wanted: some of :func:`names`; None: all of them.
+        wanted: some of :func:`names`; None: the usual ones.
         num_sms: backends that take SMs are measured with each of these.
         only: parts of names; a series is kept if its name contains one of them, or if none are given.
         timings: clocks to measure by; None: all that the device has.
@@ -182,26 +207,26 @@ def plan_series(
     possible = [each for each in TIMINGS[device] if not (halves and each == "eager")]
     for timing in timings or ():
         if timing not in possible:
-            what = f"halves on {device} have" if halves else f"{device} has"
-            raise InvalidArgument(f"timing is {timing}, but {what} {' and '.join(possible)}")
+            where = f"for halves on {device}" if halves else f"on {device}"
+            raise InvalidArgument(f"timing is {timing!r}, expected {' or '.join(possible)} {where}")
     chosen = [each for each in possible if timings is None or each in timings]
     series: list[Series] = []
     notes: dict[str, None] = {}
     for shape in shapes:
-        who = names() if wanted is None else wanted
+        who = usual() if wanted is None else wanted
         found, said = contestants(device, num_ranks, shape, who, num_sms, chosen, halves, ranks_per_node)
         notes |= dict.fromkeys(said)
         series += [Series(shape, each, who, beside_us) for each in OPERATIONS for who in found if who.can(each)]
     if not series:
-        raise BackendUnavailable(f"nothing to measure: {'; '.join(notes)}")
-    kept = [each for each in series if not only or any(part in each.name(num_ranks) for part in only)]
+        raise BackendUnavailable(f"there is nothing to measure, because {'; '.join(notes)}")
+    kept = [each for each in series if not only or any(part in named(each, num_ranks) for part in only)]
     if not kept:
         example = series[0].name(num_ranks)
-        raise InvalidArgument(f"no row has {' or '.join(only)} in its name; one name is {example}")
+        raise InvalidArgument(f"only is {','.join(only)!r}, expected a part of a row's name, such as {example}")
     for each in kept:
         if each.operation.payload != "bf16" and each.shape.hidden % FP8_BLOCK:
             raise InvalidArgument(
-                f"hidden is {each.shape.hidden}, FP8 rows need a multiple of {FP8_BLOCK}; "
-                "choose one, or leave the FP8 rows out with --only bf16"
+                f"hidden is {each.shape.hidden}, expected a multiple of {FP8_BLOCK} for FP8 rows; leave them out "
+                "with --only bf16"
             )
     return kept, list(notes)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenloom.errors import InvalidArgument
+from tokenloom.bench.common.packages import PackageMissing
 
 WIDTH_INCHES = 12.0
 CURVES_HEIGHT_INCHES = 7.5
@@ -19,14 +19,14 @@ def load_matplotlib() -> Any:
     """The module matplotlib.figure.
 
     Raises:
-        InvalidArgument: matplotlib is not installed.
+        PackageMissing: matplotlib is not installed.
     """
     try:
         return importlib.import_module("matplotlib.figure")
     except ImportError as error:
-        raise InvalidArgument(
-            f"--plot needs matplotlib ({error}); pip install matplotlib, or leave --plot out"
-        ) from error
+        raise PackageMissing(
+            f"--plot needs matplotlib, which is not installed ({error}); pip install matplotlib"
+        ) from None
 
 
 def title(setup: Mapping[str, Any], what: str) -> str:
@@ -59,7 +59,7 @@ def write_curves_png(
         curves, bounds: points (tokens, microseconds) by name, in ascending order, all above 0.
 
     Raises:
-        InvalidArgument: matplotlib is not installed.
+        PackageMissing: matplotlib is not installed.
     """
     figure = load_matplotlib().Figure(figsize=(WIDTH_INCHES, CURVES_HEIGHT_INCHES), layout="constrained")
     axes = figure.subplots()

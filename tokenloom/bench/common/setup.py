@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 from collections.abc import Sequence
@@ -10,12 +11,26 @@ from pathlib import Path
 import torch
 
 from tokenloom._version import __version__
+from tokenloom.bench.common.tables import counted
 from tokenloom.tune.choices import device_name
 
 TRANSPORTS = {"cpu": "gloo", "cuda": "nccl"}
 """Transport of a RankPool's process groups, by device."""
 ANSWER_LIMIT_S = 10.0
 """Time that another program has for its answer."""
+
+
+def machine(device: str) -> str:
+    """What the ranks run on, for people: the GPU, or the CPU and the cores that this process may use.
+
+    Args:
+        device: "cpu" or "cuda".
+    """
+    name = device_name(torch.device(device))
+    if device == "cuda":
+        return name
+    cores = len(os.sched_getaffinity(0))
+    return f"CPU, {counted(cores, 'core')} ({name})"
 
 
 def run_setup(device: str, num_ranks: int, command: Sequence[str]) -> dict[str, str | int | None]:

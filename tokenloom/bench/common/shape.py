@@ -37,7 +37,7 @@ class Shape:
         """
         if self.top_k > self.num_experts:
             raise InvalidArgument(
-                f"top_k is {self.top_k}, but a token cannot choose more than the {self.num_experts} experts there are"
+                f"top_k is {self.top_k}, expected at most {self.num_experts}, as there are no more experts to choose"
             )
         return Plan(num_ranks, self.num_experts, self.hidden, self.top_k, self.num_tokens)
 

@@ -199,7 +199,6 @@ def table(rows: Sequence[MegaRow]) -> Table:
     result = Table(*headers, box=box.SIMPLE_HEAD, padding=(0, 0 if others else 1, 0, 0))
     for column in result.columns:
         column.justify = "right"
-        column.overflow = "fold"
     for row in rows:
         numbers = (row.p50_us, row.p99_us, row.events_us, row.tflops, row.hbm_gbytes_per_s, row.nvlink_gbytes_per_s)
         cells = [str(row.setup["num_tokens"])]

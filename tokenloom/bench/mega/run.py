@@ -12,6 +12,7 @@ from tokenloom.bench.common.plot import load_matplotlib, write_curves_png
 from tokenloom.bench.common.rates import LINK_GBYTES_PER_S
 from tokenloom.bench.common.rows import write_json
 from tokenloom.bench.common.setup import run_setup
+from tokenloom.bench.common.tables import Fitted, counted
 from tokenloom.bench.mega import rows as mega_rows
 from tokenloom.bench.mega.measure import measure_on_rank
 from tokenloom.bench.mega.others import OTHERS, load
@@ -63,7 +64,8 @@ def run_mega(
         json_file: file for the rows with their setup.
 
     Raises:
-        InvalidArgument: a plot without matplotlib; a layer that is not there.
+        InvalidArgument: a layer does not take the shape.
+        PackageMissing: a plot without matplotlib; a layer that is not there.
         RankFailed: a rank failed.
     """
     if plot_file is not None:
@@ -81,7 +83,8 @@ def run_mega(
         for row in mega_rows.make_rows(shape, num_ranks, num_tokens, iterations, cold, [each[i] for each in results])
     ]
     notes = mega_rows.notes(rows)
-    console.print(mega_rows.table(rows))
+    console.print(f"{counted(num_ranks, 'rank')} on {setup['device_name']}", markup=False)
+    console.print(Fitted(mega_rows.table(rows), keys=2 if against else 1))
     for line in (legend(cold, against), *notes):
         console.print(line, markup=False)
     if json_file is not None:

@@ -33,7 +33,7 @@ def local_device(device: str | None) -> torch.device:
     place = dist.get_node_local_rank(0)
     if place >= gpus:
         raise InvalidArgument(
-            f"this is process {place} of its host, which has {gpus} GPUs; start as many processes as GPUs, or pass "
+            f"there are {place + 1} processes or more on this host, expected at most {gpus}, one for each GPU; pass "
             "--device cpu"
         )
     return torch.device("cuda", place)

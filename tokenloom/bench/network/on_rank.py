@@ -85,13 +85,12 @@ def check(
     with ExitStack() as stack:
         ranks = stack.enter_context(closing(RankGroup(group, device=device, timeout_s=wait_s, open_timeout_s=wait_s)))
         if ranks.num_ranks < 2:
-            raise InvalidArgument("there is one rank, so there is nothing between ranks to check; start two or more")
+            raise InvalidArgument("there is one rank, expected at least two; start more")
         say("topology")
         topology, about = find_topology(ranks, options.ranks_per_node)
         if options.fits_constants and topology.num_nodes == 1:
             raise InvalidArgument(
-                "--constants needs two nodes or more, and all ranks are on one; give a smaller --ranks-per-node, or "
-                "leave --constants out"
+                "--constants needs two nodes, but all ranks are on one; pass a smaller --ranks-per-node"
             )
         comms, lines = _make_comms(group, device, options, topology)
         for comm in comms:
@@ -141,7 +140,8 @@ def _make_comms(
         except BackendUnavailable as error:
             if not by_kernels:
                 raise
-            unchecked.append(f"  {by_kernels} is not checked: {str(error).splitlines()[0]}")
+            why = str(error).splitlines()[0].partition("; use ")[0]
+            unchecked.append(f"  {by_kernels} is not checked: {why}")
             continue
         comms.append(comm)
     lines = [line for line in comms[0].describe().splitlines()[1:] if "experts" not in line and "rows" not in line]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from tokenloom.bench.common.tables import counted
 from tokenloom.bench.network import exchanges, judge
 from tokenloom.bench.network.exchanges import BURST, Exchange, run_exchange
 from tokenloom.bench.network.findings import Finding, merge
@@ -23,7 +24,7 @@ MORE_TURNS = 8
 def check_order(ranks: RankGroup, comm: Communicator, rounds: int, seed: int) -> list[Finding]:
     """The stress of order over one communicator. Collective."""
     seen = Stress(comm, seed).run(rounds)
-    what = f"{rounds} rounds, waits up to {LONGEST_WAIT_S * 1e3:g} ms, seed {seed}"
+    what = f"{counted(rounds, 'round')}, waits up to {LONGEST_WAIT_S * 1e3:g} ms, seed {seed}"
     return merge("order", ranks.all_gather_object({(f"{comm.backend}: two calls open at once", what): seen}, "order"))
 
 

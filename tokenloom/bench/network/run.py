@@ -12,7 +12,8 @@ from rich.console import Console
 
 from tokenloom.backends.gin.availability import examine
 from tokenloom.bench.common.rows import write_json
-from tokenloom.bench.common.setup import run_setup
+from tokenloom.bench.common.setup import machine, run_setup
+from tokenloom.bench.common.tables import Fitted, say
 from tokenloom.bench.network import judge, report
 from tokenloom.bench.network.fit import fit_constants
 from tokenloom.bench.network.launched import joined, local_device
@@ -111,24 +112,23 @@ def show(console: Console, found: Report, num_ranks: int, device: str, files: Fi
     gin_here = examine(torch.device(device))
     over = f"NCCL {setup['nccl']}" if setup["nccl"] else found.transport
     about = [
-        f"{num_ranks} ranks on {setup['device_name']}, {found.transport}; {found.nodes}",
+        f"{num_ranks} ranks on {machine(device)}, {found.transport}; {found.nodes}",
         *found.about,
         f"  on rank 0: {over}, headers {gin_here.facts['headers']}; "
         f"GIN {'possible' if gin_here.works else 'not possible:'} {gin_here.why}",
     ]
     notes = list(report.notes(found.findings, found.points is not None))
     passed = report.passed(found.findings)
-    console.print("\n".join(about), markup=False, highlight=False, soft_wrap=True)
-    console.print(report.summary(found.findings))
+    say(console, *about)
+    console.print(Fitted(report.summary(found.findings)))
     if (table := report.links(found.findings)) is not None:
-        console.print(table)
+        console.print(Fitted(table))
         late = {"late": judge.LATE_TIMES, "late_us": judge.LATE_US[device]}
         legend = report.LEGEND.format(turns=LINK_TURNS, slow=judge.SLOW_SHARE, **late)
         console.print(legend, markup=False)
     constants = _constants(found, setup)
     notes += [] if constants is None else _in_words(constants)
-    for note in notes:
-        console.print(note, markup=False)
+    say(console, *notes)
     if files.json is not None:
         write_json(files.json, {**setup, "nodes": found.nodes, "passed": passed}, [*about, *notes], found.findings)
         console.print(f"findings written to {files.json}", markup=False)

@@ -24,7 +24,7 @@ def write_png(file: Path, problem: Problem, by_tokens: Mapping[int, Sequence[Seq
             :func:`tokenloom.bench.plan.rows.make_rows` returns them, in ascending order of ranks.
 
     Raises:
-        InvalidArgument: matplotlib is not installed.
+        PackageMissing: matplotlib is not installed.
     """
     height = HEIGHT_INCHES * len(by_tokens) + 0.5
     figure = load_matplotlib().Figure(figsize=(WIDTH_INCHES, height), layout="constrained")

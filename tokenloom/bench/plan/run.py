@@ -12,6 +12,8 @@ from rich.console import Console
 
 from tokenloom.bench.common.plot import load_matplotlib
 from tokenloom.bench.common.rows import write_json
+from tokenloom.bench.common.tables import Fitted
+from tokenloom.bench.common.tables import counted as in_words
 from tokenloom.bench.plan import chart, tables
 from tokenloom.bench.plan.rows import MOST_RANKS, OPERATIONS, PlanRow, Problem, make_rows, published
 from tokenloom.errors import InvalidArgument
@@ -45,7 +47,8 @@ def run_plan(
         command: the arguments of ``tokenloom``, for the record.
 
     Raises:
-        InvalidArgument: sizes do not fit each other, a plan exceeds the budget, or matplotlib is not installed.
+        InvalidArgument: sizes do not fit each other, or a plan exceeds the budget.
+        PackageMissing: a plot without matplotlib.
     """
     if plot_file is not None:
         load_matplotlib()  # before anything is shown
@@ -67,17 +70,17 @@ def run_plan(
         assert chosen is not None
         if counts is not None:
             made += (rows := make_rows(problem, chosen, num_tokens, constants, counts))
-            console.print(tables.detail_table(rows, "the routing of the file"), markup=False)
+            console.print(Fitted(tables.detail_table(rows, "the routing of the file"), keys=2))
         made += (rows := make_rows(problem, chosen, num_tokens, constants))
-        console.print(tables.detail_table(rows, "an even routing"), markup=False)
+        console.print(Fitted(tables.detail_table(rows, "an even routing"), keys=2))
         if figures := [each for name in OPERATIONS for each in published(problem, chosen, name, num_tokens)]:
-            console.print(tables.published_table(figures), markup=False)
+            console.print(Fitted(tables.published_table(figures), keys=3))
         if budget_mib is not None and chosen.num_nodes > 1:
             from tokenloom.bench.plan.memory import memory_table  # with torch, which takes seconds
 
-            console.print(memory_table(chosen, problem.hidden, num_tokens, budget_mib * MIB), markup=False)
+            console.print(Fitted(memory_table(chosen, problem.hidden, num_tokens, budget_mib * MIB)))
     for by_cluster in by_tokens.values():
-        console.print(tables.sweep_table(by_cluster), markup=False)
+        console.print(Fitted(tables.sweep_table(by_cluster)))
         made += [row for rows in by_cluster for row in rows if row.num_nodes != num_nodes]
     notes = [tables.LEGEND]
     if words := tables.extrapolation(row for by_cluster in by_tokens.values() for rows in by_cluster for row in rows):
@@ -85,8 +88,9 @@ def run_plan(
     if any(row.hop_us for row in made):
         notes.append(tables.PREDICTED)
     if sweep and 2 * sweep[-1].num_ranks <= MOST_RANKS:
-        nodes = f"{problem.node_limit} nodes hold fewer experts than a token chooses"
-        notes.append(f"Beyond {sweep[-1].num_ranks} ranks, {nodes}.")
+        nodes = in_words(problem.node_limit or sweep[-1].num_nodes, "node")
+        ranks = in_words(sweep[-1].num_ranks, "rank")
+        notes.append(f"With more than {ranks}, {nodes} would hold fewer experts than a token chooses.")
     if found := tables.sources(made):
         notes.append(f"Published figures come from {found}.")
     for note in notes:
@@ -113,9 +117,9 @@ def _nodes_of(problem: Problem, routing: Sequence[np.ndarray]) -> int:
 
 
 def _setup_lines(problem: Problem, constants: Constants, chosen: Cluster | None) -> str:
-    nodes = f"{problem.ranks_per_node} ranks a node, each with its NIC"
+    nodes = f"{in_words(problem.ranks_per_node, 'rank')} a node, each with its NIC"
     if problem.node_limit is not None:
-        nodes += f"; a token chooses at most {problem.node_limit} nodes"
+        nodes += f"; a token chooses at most {in_words(problem.node_limit, 'node')}"
     lines = [
         f"hidden {problem.hidden}, top-{problem.top_k} of {problem.num_experts} experts; dispatch in "
         f"{problem.dtype.upper()}, combine in BF16; {nodes}",

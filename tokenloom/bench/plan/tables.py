@@ -109,7 +109,7 @@ def sweep_table(by_cluster: Sequence[Sequence[PlanRow]]) -> Table:
     headers = [f"rows\n{row_per}" for row_per in ROWS_PER]
     for operation in OPERATIONS:
         dtype = next(row.dtype for row in first if row.operation == operation)
-        headers += [f"{operation}\n{dtype}, node", "rank", "route", "others'\nbest"]
+        headers += [*(f"{operation}\n{dtype}, {row_per}" for row_per in ROWS_PER), f"{operation}\nothers'\nbest"]
     table = new_table(title, "ranks", *headers, "binds", "staging\nMiB")
     for rows in by_cluster:
         dispatches = [row for row in rows if row.operation == "dispatch"]
@@ -136,7 +136,7 @@ def digits(value: float) -> str:
 def new_table(title: str, first: str, *headers: str) -> Table:
     """An empty table, whose numbers stand on the right."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column(first, overflow="fold")
+    table.add_column(first)
     for header in headers:
-        table.add_column(header, justify="left" if header == "extrapolated" else "right", overflow="fold")
+        table.add_column(header, justify="left" if header == "extrapolated" else "right")
     return table

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
+from tokenloom.bench.common.packages import PackageMissing
 from tokenloom.bench.mega.work import MegaShape
 from tokenloom.errors import InvalidArgument
 from tokenloom.ops.quant import quantize_fp8
@@ -25,28 +26,28 @@ def find_module(shape: MegaShape) -> ModuleType:
     """The module deep_gemm, if it has this layer for Hopper GPUs.
 
     Raises:
-        InvalidArgument: it cannot be imported, has no such layer, or lacks what the shape asks for.
+        InvalidArgument: it lacks what the shape asks for.
+        PackageMissing: it cannot be imported, or has no such layer.
     """
     if shape.num_shared_experts:
         raise InvalidArgument(
-            f"--against {NAME}: its layer has no shared experts, {shape.num_shared_experts} given; leave out "
-            "--shared-experts or --against"
+            f"--shared-experts is {shape.num_shared_experts}, but the layer of {NAME} has none; leave it out"
         )
     try:
         module = importlib.import_module(NAME)
     except Exception as error:  # a build for another torch, or without what it links to, fails in many ways
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InvalidArgument(
-            f"--against {NAME}: it cannot be imported ({reason}); install a build with the fused layer for SM90, "
-            "such as sgl-deep-gemm, or leave --against out"
-        ) from error
+        raise PackageMissing(
+            f"--against {NAME} cannot import it ({reason}); install a build with the fused layer for SM90, such as "
+            "sgl-deep-gemm"
+        ) from None
     missing = [name for name in NEEDED if not hasattr(module, name)]
     if not any(hasattr(module, name) for name in BUFFERS):
         missing.append(BUFFERS[0])
     if missing:
-        raise InvalidArgument(
-            f"--against {NAME}: the one that is installed has no {', '.join(missing)}; install a build with the "
-            "fused layer for SM90, such as sgl-deep-gemm, or leave --against out"
+        raise PackageMissing(
+            f"--against {NAME} finds no {', '.join(missing)} in the one that is installed; install a build with the "
+            "fused layer for SM90, such as sgl-deep-gemm"
         )
     return module
 

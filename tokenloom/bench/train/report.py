@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -12,6 +13,7 @@ from rich.table import Table
 from tokenloom.bench.common import timing
 from tokenloom.bench.common.rows import of_the_slowest
 from tokenloom.bench.common.shape import DTYPES
+from tokenloom.bench.common.tables import counted
 from tokenloom.bench.train.check import LARGEST_SHARE, LIMITS, REASONS, TENSORS, total
 from tokenloom.bench.train.rows import (
     BASELINES,
@@ -115,17 +117,14 @@ class Report:
 
     def _make_saved(self) -> list[SavedRow]:
         most = max((each.saved for each in self._by_rank), key=_kept_bytes)
-        return [
-            SavedRow(
-                self._name(OURS, f"saved/{each.name}"),
-                each.name,
-                each.shape,
-                str(each.dtype).removeprefix("torch."),
-                each.num_bytes,
-                self._setup,
-            )
-            for each in most
-        ]
+        rows, seen = [], Counter[str]()
+        for each in most:
+            seen[each.name] += 1
+            name = each.name if seen[each.name] == 1 else f"{each.name} {seen[each.name]}"
+            dtype = str(each.dtype).removeprefix("torch.")
+            about = self._name(OURS, f"saved/{name}")
+            rows.append(SavedRow(about, name, each.shape, dtype, each.num_bytes, self._setup))
+        return rows
 
     def _make_notes(self) -> list[str]:
         notes = [f"{who} is not measured: {why}" for who, why in self._by_rank[0].skipped.items()]
@@ -139,12 +138,17 @@ class Report:
         )
         return notes
 
-    def setup_lines(self) -> list[str]:
-        """What was measured, and how."""
+    def setup_lines(self, where: str) -> list[str]:
+        """What was measured, and how.
+
+        Args:
+            where: the machine, in words.
+        """
         shape, options, first = self._shape, self._options, self._by_rank[0]
         routes = [each.routes for each in self._by_rank]
         return [
-            f"{self._num_ranks} ranks, backend {first.backend}: {shape.num_tokens} tokens, {self._tokens} a rank; "
+            f"{counted(self._num_ranks, 'rank')} on {where}, backend {first.backend}: "
+            f"{shape.num_tokens} tokens, {self._tokens} a rank; "
             f"hidden {shape.hidden}, intermediate {shape.intermediate}, top-{shape.top_k} of {shape.num_experts} "
             f"experts, {shape.num_experts // self._num_ranks} a rank; {options.dtype}",
             f"overlap {'on' if options.overlap else 'off'}; kept for backward: "
@@ -172,26 +176,37 @@ class Report:
             "single lost token exceeds."
         )
 
-    def saved_lines(self) -> list[str]:
-        """What is kept for backward, and the total."""
+    def saved_table(self) -> Table:
+        """What is kept for backward, and the total. Tensors of one name have a line together, as have small ones."""
         kept = max((each.saved for each in self._by_rank), key=_kept_bytes)
-        all_bytes = _kept_bytes(kept)
-        small = [each for each in kept if each.num_bytes < SHOWN_SHARE * all_bytes]
+        by_name: dict[str, list[SavedTensor]] = {}
+        for each in kept:
+            by_name.setdefault(each.name, []).append(each)
+        all_bytes, small = _kept_bytes(kept), list[SavedTensor]()
+        table = _table("tensor", "shape", "dtype", "bytes")
+        for name, alike in sorted(by_name.items(), key=lambda item: -_kept_bytes(item[1])):
+            if _kept_bytes(alike) < SHOWN_SHARE * all_bytes:
+                small += alike
+            elif len(alike) > 1:
+                table.add_row(name, counted(len(alike), "tensor"), "", f"{_kept_bytes(alike):,}")
+            else:
+                shape, dtype = " x ".join(map(str, alike[0].shape)), str(alike[0].dtype).removeprefix("torch.")
+                table.add_row(name, shape, dtype, f"{_kept_bytes(alike):,}")
+        if small:
+            table.add_row("smaller ones", counted(len(small), "tensor"), "", f"{_kept_bytes(small):,}")
+        table.add_row("total of the rank with most", "", "", f"{all_bytes:,}")
         expected = self._shape.kept_bytes(self._tokens, DTYPES[self._options.dtype])
-        lines = [str(each) for each in kept if each not in small]
-        lines += [_saved_line(f"{len(small)} smaller ones", _kept_bytes(small))] if small else []
-        formula = "T / W * K * (H + 2I) values"
-        return [*lines, _saved_line("total of the rank with most", all_bytes), _saved_line(formula, expected)]
+        table.add_row("rows and pre-activations alone", "T / W * K * (H + 2I)", self._options.dtype, f"{expected:,}")
+        return table
 
     def times_table(self, whose: Sequence[str]) -> Table:
         """Times and rates of each pass."""
-        headers = [f"{what}\n{number}" for what in PASSES for number in ("p50 ms", "p99 ms", "TFLOP/s")]
-        table = _table("", *headers)
+        table = _table("", "pass", "p50 ms", "p99 ms", "TFLOP/s")
+        table.columns[1].justify = "left"
         for who in whose:
-            rows = [row for row in self.times if row.who == who]
-            cells = [f"{each:,.4g}" for row in rows for each in (row.p50_ms, row.p99_ms, row.tflops)]
-            if rows:
-                table.add_row(self._label(who), *cells)
+            for row in [each for each in self.times if each.who == who]:
+                numbers = (row.p50_ms, row.p99_ms, row.tflops)
+                table.add_row(self._label(who), row.what, *(f"{each:,.4g}" for each in numbers))
         return table
 
     def _label(self, who: str) -> str:
@@ -203,7 +218,7 @@ class Report:
         table = _table(
             "", "this\nlayer ms", "one / W\nms", "exposed\nms", "%", "scaling\n%", "local\nms", "exposed\nms", "%"
         )
-        table.add_column(f"{self.rival}\n/ ours", justify="right", overflow="fold")
+        table.add_column(f"{self.rival}\n/ ours", justify="right")
         for row in self.times:
             if row.who != OURS or row.what == "inference":
                 continue
@@ -226,14 +241,9 @@ def _kept_bytes(saved: Sequence[SavedTensor]) -> int:
     return sum(each.num_bytes for each in saved)
 
 
-def _saved_line(what: str, num_bytes: int) -> str:
-    """A line in the columns of a printed SavedTensor."""
-    return f"{what:72} {num_bytes:>14,}"
-
-
 def _table(first: str, *numbers: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column(first, overflow="fold")
+    table.add_column(first)
     for header in numbers:
-        table.add_column(header, justify="right", overflow="fold")
+        table.add_column(header, justify="right")
     return table

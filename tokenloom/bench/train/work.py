@@ -9,7 +9,7 @@ import torch
 from tokenloom.bench.common.shape import Shape
 from tokenloom.comm.strategy import Strategy
 from tokenloom.errors import InvalidArgument
-from tokenloom.plan import Plan
+from tokenloom.plan import Plan, align_up
 from tokenloom.training.shards import local_part
 from tokenloom.tune.samples import draw_topk_ids
 
@@ -41,8 +41,8 @@ class TrainShape:
         """
         if self.num_tokens % num_ranks:
             raise InvalidArgument(
-                f"{self.num_tokens} tokens in --thiek are those of all ranks, and not divisible by the {num_ranks} "
-                "ranks; choose a multiple, or other --ranks"
+                f"--thiek has {self.num_tokens} tokens, those of all ranks, expected a multiple of the {num_ranks} "
+                f"ranks; pass {align_up(self.num_tokens, num_ranks)}"
             )
         return Shape(self.num_tokens // num_ranks, self.hidden, self.top_k, self.num_experts).plan(num_ranks)
 
@@ -154,5 +154,5 @@ def require_steerable(num_experts: int, hidden: int) -> None:
     """
     if num_experts > hidden:
         raise InvalidArgument(
-            f"--skew with {num_experts} experts needs a hidden size of at least as many, {hidden} given; leave it out"
+            f"hidden is {hidden}, expected at least {num_experts}, the experts, beside a skew; leave --skew out"
         )

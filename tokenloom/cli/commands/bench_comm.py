@@ -17,11 +17,14 @@ from tokenloom.cli.options import (
     Ranks,
     RanksPerNode,
     TokensList,
+    number_option,
     numbers,
     pick_ranks,
     require_known,
     require_nodes,
     require_writable,
+    text_option,
+    whole_option,
 )
 from tokenloom.cli.terminal import console
 
@@ -29,10 +32,11 @@ from tokenloom.cli.terminal import console
 def comm(
     case: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Option(
+        text_option(
             "--case",
-            help="A case, see --list; may be given several times. Default: those for the device. Sizes that are "
-            "given replace the case's.",
+            "NAME",
+            "A case, see --list. Can be given several times. Default: those for the device. Sizes that are given "
+            "replace the case's.",
         ),
     ] = None,
     tokens: TokensList = None,
@@ -44,22 +48,33 @@ def comm(
     ranks_per_node: RanksPerNode = None,
     backends: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="Who is measured, with commas between. Default: every backend, and deep_ep."),
+        text_option(
+            "--backends",
+            "NAME,...",
+            "Backends to measure, with commas between: nvlink, network, collective, gin, padded; and deep_ep, the "
+            "library. Default: those of nvlink, network, collective and deep_ep that work here.",
+        ),
     ] = None,
     num_sms: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="SMs that a kernel of backend nvlink takes; several with commas between."),
+        text_option("--num-sms", "N,N,...", "SMs that a kernel of ours takes; several with commas between."),
     ] = None,
     only: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="Only rows with this in their name, such as dispatch/nvlink; several with commas between."),
+        text_option(
+            "--only",
+            "PART,...",
+            "Only rows with this in their name, such as dispatch/nvlink; several with commas between.",
+        ),
     ] = None,
     timing: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(
-            help="Clocks, with commas between: events (around one call), graph (a replayed CUDA graph), eager (pairs "
-            "of dispatch and combine by the host's clock, and the host's time in each), or on the CPU wall and eager. "
-            "Default: all that the device has."
+        text_option(
+            "--timing",
+            "NAME,...",
+            "Clocks, with commas between: events (around one call), graph (a replayed CUDA graph), eager (pairs of "
+            "dispatch and combine by the host's clock, and the host's time in each), or on the CPU wall and eager. "
+            "Default: all that the device has.",
         ),
     ] = None,
     halves: Annotated[
@@ -68,29 +83,35 @@ def comm(
     ] = False,
     beside_us: Annotated[
         Optional[float],  # noqa: UP045
-        typer.Option(min=1, help="Length of the GEMM of --halves, about, in microseconds. Default: 100."),
+        number_option("--beside-us", "Length of the GEMM of --halves, in microseconds. Default: 100.", least=1),
     ] = None,
     iterations: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="Samples of each row. Default: 20 on the CPU, 100 on GPUs."),
+        whole_option("--iterations", "Samples of each row. Default: 10 on the CPU, 100 on GPUs."),
     ] = None,
     plot_file: PlotFile = None,
     json_file: JsonFile = None,
     list_cases: Annotated[bool, typer.Option("--list", help="Print the cases and exit.")] = False,
 ) -> None:
     """Measure dispatch and combine over every backend that works here, in turns, and over deep_ep if it is there."""
+    from rich.table import Table
+
     from tokenloom.backends import registry
     from tokenloom.bench.comm import cases, run, series
+    from tokenloom.bench.common.tables import Fitted
 
     if list_cases:
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         for each in cases.CASES:
-            print(f"{each.name:<10}{each.shape!s:<26}{each.what}")
+            table.add_row(each.name, str(each.shape), each.what)
+        console().print(Fitted(table))
         return
     names = case or []
-    contestants = series.names() if backends is None else backends.split(",")
+    contestants = series.usual() if backends is None else backends.split(",")
     timings = None if timing is None else timing.split(",")
     if beside_us is not None and not halves:
-        raise typer.BadParameter("the GEMM runs between halves; give --halves too", param_hint="--beside-us")
+        said = f"is {beside_us:g}, but it is for halves; give --halves too"
+        raise typer.BadParameter(said, param_hint="--beside-us")
     require_known("--case", names, [each.name for each in cases.CASES])
     require_known("--backends", contestants, series.names())
     require_writable("--plot", plot_file, ".png")
@@ -101,7 +122,8 @@ def comm(
     shapes = cases.shapes_for(names, where, counts, hidden=hidden, num_experts=num_experts, top_k=top_k)
     parts = [] if only is None else only.split(",")
     if "" in parts:
-        raise typer.BadParameter(f"{only!r} has an empty part, which is in every name", param_hint="--only")
+        said = f"is {only!r}, expected no empty part, which is in every name"
+        raise typer.BadParameter(said, param_hint="--only")
     beside = (beside_us or series.BESIDE_US) if halves else None
     planned, notes = series.plan_series(
         shapes, num_ranks, where, contestants, sms or [registry.DEFAULT_SMS], parts, timings, beside, ranks_per_node

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -19,19 +18,17 @@ from tokenloom.cli.options import (
     TokensList,
     TopK,
     are,
+    file_option,
+    number_option,
     numbers,
+    require_known,
     require_writable,
+    text_option,
+    whole_option,
 )
 from tokenloom.cli.terminal import console
 
 DEFAULT_TOKENS = "8,16,32,64,128,256,512,1024,2048,4096,8192"
-
-
-class Other(str, Enum):
-    """A layer that is measured beside ours."""
-
-    deep_gemm = "deep_gemm"
-    composed = "composed"
 
 
 def mega(
@@ -40,27 +37,29 @@ def mega(
     intermediate: Intermediate = 2048,
     num_experts: NumExperts = 256,
     top_k: TopK = 8,
-    shared_experts: Annotated[int, typer.Option(min=0, help="Experts that every token goes to.")] = 0,
-    masked_ratio: Annotated[float, typer.Option(min=0, max=1, help="Share of routes that are unused.")] = 0.0,
+    shared_experts: Annotated[int, whole_option("--shared-experts", "Experts that every token goes to.", 0)] = 0,
+    masked_ratio: Annotated[
+        float, number_option("--masked-ratio", "Share of routes that are unused.", least=0, most=1)
+    ] = 0.0,
     skew: Skew = 0.0,
     ranks: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option("--ranks", min=1, help="Number of ranks, one per GPU. Default: all GPUs."),
+        whole_option("--ranks", "Number of ranks, one per GPU. Default: all GPUs."),
     ] = None,
     against: Annotated[
-        Optional[list[Other]],  # noqa: UP045
-        typer.Option(help="Also measure this layer, in turns with ours. Can be given twice."),
+        Optional[list[str]],  # noqa: UP045
+        text_option(
+            "--against",
+            "NAME",
+            "Also measure this layer in turns with ours, deep_gemm or composed. Can be given twice.",
+        ),
     ] = None,
     cold: Annotated[bool, typer.Option("--cold", help="Overwrite L2 before each sample, which is one call.")] = False,
-    iterations: Annotated[int, typer.Option(min=3, help="Samples of each row.")] = 30,
+    iterations: Annotated[int, whole_option("--iterations", "Samples of each row.", 3)] = 30,
     plot_file: PlotFile = None,
     trace_file: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(
-            "--trace",
-            dir_okay=False,
-            help="Also write what blocks and roles do in a call to this file, for Perfetto.",
-        ),
+        file_option("--trace", "Also write the times of blocks and roles in a call to this file, for Perfetto."),
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -69,11 +68,12 @@ def mega(
     require_writable("--trace", trace_file)
     require_writable("--json", json_file)
     counts = numbers("--tokens", tokens)
-    from tokenloom.bench.mega.others import load
+    from tokenloom.bench.mega.others import OTHERS, load
     from tokenloom.bench.mega.work import MegaShape
 
     shape = MegaShape(hidden, intermediate, num_experts, top_k, masked_ratio, skew, shared_experts)
-    names = [each.value for each in dict.fromkeys(against or ())]
+    names = list(dict.fromkeys(against or ()))
+    require_known("--against", names, list(OTHERS))
     load(names, shape)  # one that is missing is said before missing GPUs, because it was asked for
     from tokenloom.bench.mega.run import run_mega
     from tokenloom.errors import BackendUnavailable
@@ -81,9 +81,10 @@ def mega(
 
     gpus, _ = default_ranks("cuda")
     if not gpus:
-        raise BackendUnavailable("bench mega needs a Hopper GPU; there is none")
+        raise BackendUnavailable("bench mega needs a Hopper GPU, and there is none; bench train runs on CPUs too")
     if ranks is not None and ranks > gpus:
-        raise typer.BadParameter(f"{ranks} ranks need as many GPUs, there {are(gpus)}", param_hint="--ranks")
+        said = f"is {ranks}, but each rank needs a GPU, and there {are(gpus)}; pass --ranks {gpus}"
+        raise typer.BadParameter(said, param_hint="--ranks")
     run_mega(
         console(),
         ranks or gpus,

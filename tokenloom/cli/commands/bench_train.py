@@ -18,8 +18,11 @@ from tokenloom.cli.options import (
     OnDevice,
     Ranks,
     Skew,
+    choice_option,
     pick_ranks,
     require_writable,
+    text_option,
+    whole_option,
 )
 from tokenloom.cli.terminal import FAILED, console
 
@@ -39,18 +42,20 @@ def train(
     top_k: AnyTopK = None,
     thiek: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(
-            help="Short for the five sizes: T,H,I,E,K. T is the tokens of all ranks together, unlike --tokens."
+        text_option(
+            "--thiek", "T,H,I,E,K", "Short for the five sizes. T is the tokens of all ranks together, unlike --tokens."
         ),
     ] = None,
     ranks: Ranks = None,
     device: OnDevice = None,
-    dtype: Annotated[Dtype, typer.Option(help="Dtype of the layer.")] = Dtype.bf16,
+    dtype: Annotated[Dtype, choice_option("--dtype", Dtype, "Dtype of the layer.")] = Dtype.bf16,
     skew: Skew = 0.0,
     strategy: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(
-            help="What carries dispatch and combine, as all_gather,reduce_scatter. Default: the layer's pick."
+        text_option(
+            "--strategy",
+            "NAME,NAME",
+            "Strategies of dispatch and combine, such as all_gather,reduce_scatter. Default: the layer's own choice.",
         ),
     ] = None,
     overlap: Annotated[bool, typer.Option(help="Let transfers run beside GEMMs.")] = True,
@@ -59,12 +64,14 @@ def train(
     ] = False,
     pool_rows: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="Most rows of a rank's experts; the host then does not wait. Default: exact sizes."),
+        whole_option(
+            "--pool-rows", "Most rows of a rank's experts; the host then does not wait. Default: exact sizes."
+        ),
     ] = None,
     check: Annotated[bool, typer.Option(help="Compare outputs and gradients with a float32 reference.")] = True,
     iterations: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(min=3, help="Samples of each number. Default: 6 on the CPU, 30 on GPUs."),
+        whole_option("--iterations", "Samples of each number. Default: 6 on the CPU, 30 on GPUs.", 3),
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -83,7 +90,7 @@ def train(
 
     primitives = [] if strategy is None else strategy.split(",")
     if len(primitives) not in (0, 2):
-        raise typer.BadParameter(f"{strategy!r}, expected dispatch,combine", param_hint="--strategy")
+        raise typer.BadParameter(f"is {strategy!r}, expected two names, such as dedup,dedup", param_hint="--strategy")
     by_hand = Strategy(*primitives) if primitives else None
     num_ranks, where = pick_ranks(ranks, device, least=1)
     from tokenloom.bench.train.run import DEFAULT_ITERATIONS, run_train
@@ -114,14 +121,14 @@ def _sizes(thiek: str | None, by_name: dict[str, int | None]) -> list[int]:
         missing = [option for option in by_name if option not in given]
         if missing:
             raise typer.BadParameter(
-                "missing; pass all five sizes, or --thiek T,H,I,E,K", param_hint=", ".join(missing)
+                "missing, expected all five sizes; see tokenloom bench train --help", param_hint=", ".join(missing)
             )
         return [value for value in by_name.values() if value is not None]
     if given:
         raise typer.BadParameter(
-            f"{thiek!r} has all five sizes already; leave out {', '.join(given)}, or --thiek", param_hint="--thiek"
+            f"is {thiek}, which has all five sizes; leave out {', '.join(given)}", param_hint="--thiek"
         )
     sizes = thiek.split(",")
     if len(sizes) != len(by_name) or not all(size.isdecimal() and int(size) for size in sizes):
-        raise typer.BadParameter(f"{thiek!r}, expected five positive integers, T,H,I,E,K", param_hint="--thiek")
+        raise typer.BadParameter(f"is {thiek!r}, expected five whole numbers above 0, T,H,I,E,K", param_hint="--thiek")
     return [int(size) for size in sizes]

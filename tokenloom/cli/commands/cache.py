@@ -7,43 +7,43 @@ from typing import Annotated, Optional
 
 import typer
 
-from tokenloom.cli.options import Hidden, NumExperts, TopK
+from tokenloom.cli.options import Hidden, NumExperts, TopK, whole_option
 from tokenloom.cli.terminal import FAILED, console
 
-cache = typer.Typer(name="cache", help="Compiled kernels on disk.", no_args_is_help=True)
 
-
-@cache.command("list")
 def list_kernels() -> None:
     """Show the compiled kernels on disk."""
+    from tokenloom.bench.common.tables import Fitted
     from tokenloom.cli import kernel_cache
 
     entries = kernel_cache.sorted_entries()
     if entries:
-        console().print(kernel_cache.list_table(entries))
+        console().print(Fitted(kernel_cache.list_table(entries)))
     print(kernel_cache.size_line(entries))
 
 
-@cache.command("inspect")
 def inspect_kernels(
     name: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Argument(help="A kernel, or the beginning of a key, as list shows them. Default: all."),
+        typer.Argument(metavar="NAME", hidden=True),  # else typer names its type beside it
     ] = None,
 ) -> None:
-    """Show what the compiled kernels need: registers, stack, spills, shared memory, and how many blocks fit."""
+    """Show registers, stack, spills and shared memory of the compiled kernels, and how many blocks of them fit.
+
+    NAME is a kernel, or the beginning of a key, as list shows them. Without it, all kernels are shown.
+    """
+    from tokenloom.bench.common.tables import Fitted
     from tokenloom.cli import kernel_cache
 
     entries = kernel_cache.sorted_entries()
     if name is not None:
         entries = kernel_cache.named(entries, name)
     if entries:
-        console().print(kernel_cache.inspect_table(entries))
+        console().print(Fitted(kernel_cache.inspect_table(entries)))
     else:
         print(kernel_cache.size_line(entries))
 
 
-@cache.command("clear")
 def clear_kernels() -> None:
     """Delete the compiled kernels on disk; they are compiled again when needed."""
     from tokenloom.cli import kernel_cache
@@ -56,9 +56,8 @@ def clear_kernels() -> None:
         raise typer.Exit(FAILED)
 
 
-@cache.command("build")
 def build_kernels(
-    num_ranks: Annotated[int, typer.Option(help="Ranks of the group.")] = 8,
+    num_ranks: Annotated[int, whole_option("--num-ranks", "Ranks of the group.")] = 8,
     num_experts: NumExperts = 256,
     hidden: Hidden = 7168,
     top_k: TopK = 8,
@@ -68,10 +67,10 @@ def build_kernels(
     It makes both forms of kernels that have one for plans of at most 2,048 tokens on all ranks, and one for others.
     """
     from tokenloom import env
+    from tokenloom.bench.common.shape import Shape
     from tokenloom.cli import kernel_cache
-    from tokenloom.plan import Plan
 
-    specs = kernel_cache.variants(Plan(num_ranks, num_experts, hidden, top_k, max_tokens_per_rank=1))
+    specs = kernel_cache.variants(Shape(1, hidden, top_k, num_experts).plan(num_ranks))
     built = kernel_cache.build(console(), specs)
     print(f"{built.compiled} compiled in {built.wall_s:.1f} s, {built.found} were there, in {env.cache_folder()}")
     if built.not_kept:

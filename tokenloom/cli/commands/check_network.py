@@ -13,28 +13,33 @@ from tokenloom.cli.options import (
     OnDevice,
     Ranks,
     RanksPerNode,
+    file_option,
+    number_option,
     pick_ranks,
     require_nodes,
     require_writable,
+    whole_option,
 )
 from tokenloom.cli.terminal import FAILED, console
 
 MOST_SEED = 2**32 - 1
 """Seeds of rounds are multiples of it, and have 64 bits."""
+MOST_TIMEOUT_S = 86400.0
+"""A day: nobody waits longer, and torch takes no time without an end."""
 
 
 def check_network(
     ranks: Ranks = None,
     device: OnDevice = None,
     ranks_per_node: RanksPerNode = None,
-    timeout_s: Annotated[float, typer.Option(min=1, help="Longest wait for another rank, in seconds.")] = 30.0,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of calls whose ranks come at random times.")] = 30,
-    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Of routing and of those times.")] = 1,
+    timeout_s: Annotated[
+        float, number_option("--timeout-s", "Longest wait for another rank, in seconds.", least=1, most=MOST_TIMEOUT_S)
+    ] = 30.0,
+    rounds: Annotated[int, whole_option("--rounds", "Rounds of calls whose ranks come at random times.")] = 30,
+    seed: Annotated[int, whole_option("--seed", "Seed of routing and of those times.", 0, MOST_SEED)] = 1,
     constants_file: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(
-            "--constants", dir_okay=False, help="Write what was measured to this file, for tokenloom plan --constants."
-        ),
+        file_option("--constants", "Write the measured constants to this file, for tokenloom plan --constants."),
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -45,10 +50,11 @@ def check_network(
 
     by_torchrun = launched.by_torchrun()
     if by_torchrun and ranks is not None:
-        raise typer.BadParameter("torchrun says how many there are; leave it out", param_hint="--ranks")
+        raise typer.BadParameter(f"is {ranks}, but torchrun has started the ranks; leave it out", param_hint="--ranks")
     if not by_torchrun:
         num_ranks, where = pick_ranks(ranks, device, least=2)
         require_nodes(ranks_per_node, num_ranks)
+        _require_several_nodes(constants_file, num_ranks, where, ranks_per_node)
     from tokenloom.bench.network.on_rank import Options
     from tokenloom.bench.network.run import Files, run_launched, run_on_own_ranks
 
@@ -60,3 +66,18 @@ def check_network(
         passed = run_on_own_ranks(console(), num_ranks, where, options, files, sys.argv[1:])
     if not passed:
         raise typer.Exit(FAILED)
+
+
+def _require_several_nodes(
+    constants_file: Path | None, num_ranks: int, where: str, ranks_per_node: int | None
+) -> None:
+    """Refuse to measure the network between nodes where all ranks are known to be on one. Those on GPUs find out.
+
+    Raises:
+        typer.BadParameter: they are.
+    """
+    on_one = ranks_per_node == num_ranks or (ranks_per_node is None and where == "cpu")
+    if constants_file is not None and on_one:
+        least = next(size for size in range(num_ranks // 2, 0, -1) if num_ranks % size == 0)
+        said = f"is {constants_file}, but it needs two nodes and all ranks are on one; pass --ranks-per-node {least}"
+        raise typer.BadParameter(said, param_hint="--constants")

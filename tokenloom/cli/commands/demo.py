@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tokenloom.cli.options import OnDevice, Ranks, RanksPerNode, pick_ranks, require_nodes
+from tokenloom.cli.options import OnDevice, Ranks, RanksPerNode, pick_ranks, require_nodes, whole_option
 from tokenloom.cli.terminal import FAILED, console
 
 DEFAULT_STEPS = 160
@@ -17,7 +17,7 @@ def demo(
     ranks: Ranks = None,
     device: OnDevice = None,
     ranks_per_node: RanksPerNode = None,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = DEFAULT_STEPS,
+    steps: Annotated[int, whole_option("--steps", "Training steps.")] = DEFAULT_STEPS,
 ) -> None:
     """Check against the reference, train a small model with its experts spread over ranks, compare with one rank."""
     num_ranks, where = pick_ranks(ranks, device, least=2)

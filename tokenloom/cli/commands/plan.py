@@ -17,8 +17,13 @@ from tokenloom.cli.options import (
     NumExperts,
     PlotFile,
     TokensList,
+    choice_option,
+    file_option,
+    number_option,
     numbers,
+    require_readable,
     require_writable,
+    whole_option,
 )
 from tokenloom.cli.terminal import console
 
@@ -38,53 +43,59 @@ class RowDtype(str, Enum):
 def plan(
     nodes: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option("--nodes", min=1, help="Show this many nodes in detail, too."),
+        whole_option("--nodes", "Show this many nodes in detail, too."),
     ] = None,
-    ranks_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node, each with its NIC.")] = 8,
+    ranks_per_node: Annotated[int, whole_option("--ranks-per-node", "GPUs of a node, each with its NIC.")] = 8,
     tokens: TokensList = None,
     hidden: Hidden = 7168,
     num_experts: NumExperts = 256,
     top_k: AnyTopK = None,
-    dtype: Annotated[RowDtype, typer.Option(help="Of dispatched rows; combined rows are BF16.")] = RowDtype.fp8,
+    dtype: Annotated[
+        RowDtype, choice_option("--dtype", RowDtype, "Dtype of dispatched rows; combined rows are BF16.")
+    ] = RowDtype.fp8,
     node_limit: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="Most nodes that the router lets a token choose. Default: no limit."),
+        whole_option("--node-limit", "Most nodes that the router lets a token choose. Default: no limit."),
     ] = None,
     nic_gbytes_per_s: Annotated[
         Optional[float],  # noqa: UP045
-        typer.Option(help="What a GPU's NIC carries each way. Default: 46 and 45, as fitted to 400 Gb/s."),
+        number_option(
+            "--nic-gbytes-per-s", "Rate of a GPU's NIC each way. Default: 46 and 45, as fitted to 400 Gb/s.", above=0
+        ),
     ] = None,
     nvlink_gbytes_per_s: Annotated[
         Optional[float],  # noqa: UP045
-        typer.Option(help="What a GPU's NVLinks carry each way. Default: 347, as measured on an H200."),
+        number_option(
+            "--nvlink-gbytes-per-s", "Rate of a GPU's NVLinks each way. Default: 347, as measured on an H200.", above=0
+        ),
     ] = None,
     put_us: Annotated[
         Optional[float],  # noqa: UP045
-        typer.Option(help="Time of a put: about 0.5 if a thread of the host makes them. Default: 0."),
+        number_option("--put-us", "Time of a put: about 0.5 if a thread of the host makes them. Default: 0.", least=0),
     ] = None,
     constants_file: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option("--constants", exists=True, dir_okay=False, help="Constants of a cluster, instead of these."),
+        file_option("--constants", "Read the constants of a cluster from this file."),
     ] = None,
     routing_file: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(
-            "--routing", exists=True, dir_okay=False, help="Measured topk_ids [W, T, K], .npy or .pt: count its rows."
-        ),
+        file_option("--routing", "Count the rows of measured topk_ids [W, T, K], .npy or .pt."),
     ] = None,
     budget: Annotated[
         Optional[float],  # noqa: UP045
-        typer.Option(
+        number_option(
             "--budget",
-            min=0,
-            max=MOST_MIB,
-            help="MiB of a GPU for rows from other nodes; shows what backends hold.",
+            "MiB of a GPU for rows from other nodes. Also shows the memory that backends hold.",
+            least=0,
+            most=MOST_MIB,
         ),
     ] = None,
     plot_file: PlotFile = None,
     json_file: JsonFile = None,
 ) -> None:
     """Model what dispatch and combine take between nodes, from 8 to 2048 ranks, beside published figures."""
+    require_readable("--constants", constants_file)
+    require_readable("--routing", routing_file)
     require_writable("--plot", plot_file, ".png")
     require_writable("--json", json_file)
     rates = {"--nic-gbytes-per-s": nic_gbytes_per_s, "--nvlink-gbytes-per-s": nvlink_gbytes_per_s, "--put-us": put_us}
@@ -92,7 +103,7 @@ def plan(
     in_routing = {"--nodes": nodes, "--tokens": tokens, "--top-k": top_k, "--node-limit": node_limit}
     _require_alone("--routing", routing_file, in_routing | {"--plot": plot_file})
     if budget is not None and nodes is None and routing_file is None:
-        raise typer.BadParameter("a budget is for one cluster; give --nodes too", param_hint="--budget")
+        raise typer.BadParameter(f"is {budget:g}, but it is for one cluster; give --nodes too", param_hint="--budget")
 
     from tokenloom.bench.plan.rows import Problem
     from tokenloom.bench.plan.run import run_plan
@@ -125,4 +136,5 @@ def _require_alone(option: str, file: Path | None, others: Mapping[str, object])
     """
     given = [name for name, value in others.items() if value is not None]
     if file is not None and given:
-        raise typer.BadParameter(f"leave out {', '.join(given)}", param_hint=option)
+        said = f"is {file}, which says what {', '.join(given)} would; leave out one of them"
+        raise typer.BadParameter(said, param_hint=option)

@@ -18,9 +18,12 @@ from tokenloom.cli.options import (
     Skew,
     Tokens,
     TopK,
+    choice_option,
     pick_ranks,
     require_known,
     require_writable,
+    text_option,
+    whole_option,
 )
 from tokenloom.cli.terminal import FAILED, console
 
@@ -31,12 +34,14 @@ def tune(
     intermediate: Intermediate,
     num_experts: NumExperts,
     top_k: TopK,
-    dtype: Annotated[Dtype, typer.Option(help="Dtype of the layer's parameters.")] = Dtype.bf16,
+    dtype: Annotated[Dtype, choice_option("--dtype", Dtype, "Dtype of the layer's parameters.")] = Dtype.bf16,
     ranks: Ranks = None,
     skew: Skew = 0.0,
-    backend: Annotated[str, typer.Option(help="A backend as `tokenloom doctor` names it, or auto.")] = "auto",
+    backend: Annotated[
+        str, text_option("--backend", "NAME", "A backend as `tokenloom doctor` names it, or auto.")
+    ] = "auto",
     device: OnDevice = None,
-    iterations: Annotated[int, typer.Option(min=1, help="Samples of each number.")] = 30,
+    iterations: Annotated[int, whole_option("--iterations", "Samples of each number.")] = 30,
     json_file: JsonFile = None,
 ) -> None:
     """Measure what carries the payloads of a layer, and keep the best, which layers of this shape then use."""

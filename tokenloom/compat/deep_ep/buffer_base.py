@@ -10,6 +10,7 @@ from tokenloom.comm.growing import Communicators
 from tokenloom.compat.deep_ep.events import EventHandle, EventOverlap
 from tokenloom.compat.deep_ep.faults import NotServed, require
 from tokenloom.compat.deep_ep.streams import CommStream
+from tokenloom.errors import a_type
 
 
 class BufferBase:
@@ -39,7 +40,7 @@ class BufferBase:
             options: of every Communicator.
         """
         if not isinstance(group, dist.ProcessGroup):
-            raise NotServed(f"group is a {type(group).__name__}, expected a torch.distributed process group")
+            raise NotServed(f"group is {a_type(group)}, expected a torch.distributed process group")
         self.group = group
         self.explicitly_destroy = explicitly_destroy
         self._stream = CommStream()

@@ -11,7 +11,7 @@ from tokenloom.comm.growing import Shape, wide_rows
 from tokenloom.comm.routed import Routed
 from tokenloom.compat.deep_ep.config import Config, topk_idx_t
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed, require
-from tokenloom.errors import DeviceMismatch, DtypeMismatch, ShapeMismatch
+from tokenloom.errors import DeviceMismatch, DtypeMismatch, ShapeMismatch, a_type
 from tokenloom.plan import FP8_BLOCK, MAX_TOP_K
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def is_dense(value: object) -> TypeIs[torch.Tensor]:
 
 def kind_of(value: object) -> str:
     """What it is, for errors of who wants a tensor."""
-    return "nested tensor" if isinstance(value, torch.Tensor) else type(value).__name__
+    return "a nested tensor" if isinstance(value, torch.Tensor) else a_type(value)
 
 
 def device_of(x: object) -> torch.device:
@@ -70,7 +70,7 @@ def _rows_in(x: object) -> object:
 def tensor(name: str, value: object) -> torch.Tensor:
     """The value, which must be a tensor."""
     if not is_dense(value):
-        raise BadCall(f"{name} is a {kind_of(value)}, expected a tensor")
+        raise BadCall(f"{name} is {kind_of(value)}, expected a tensor")
     return value
 
 
@@ -78,7 +78,7 @@ def tokens_of(x: object, name: str = "x") -> torch.Tensor:
     """The rows of a payload, with or without scales, checked: [N, H] contiguous, rows of a multiple of 16 bytes."""
     tokens = x[0] if isinstance(x, (tuple, list)) and len(x) == 2 else x
     if not is_dense(tokens):
-        raise BadCall(f"{name} is a {kind_of(tokens)}, expected a tensor, or (fp8 tensor, scales)")
+        raise BadCall(f"{name} is {kind_of(tokens)}, expected a tensor, or (fp8 tensor, scales)")
     if tokens.ndim != 2:
         raise ShapeMismatch(f"{name} is {list(tokens.shape)}, expected [tokens, hidden]")
     if not tokens.is_contiguous():
@@ -140,7 +140,7 @@ def ids_of(
 ) -> int:
     """K, of ids that are checked: contiguous [N, K]."""
     if not is_dense(topk_idx):
-        raise BadCall(f"topk_idx is a {kind_of(topk_idx)}, expected a tensor")
+        raise BadCall(f"topk_idx is {kind_of(topk_idx)}, expected a tensor")
     if topk_idx.ndim != 2 or len(topk_idx) != num_tokens:
         raise ShapeMismatch(
             f"topk_idx is {list(topk_idx.shape)}, expected [{num_tokens}, top-k]: ids of each token of x"
@@ -156,7 +156,7 @@ def ids_of(
 def like(name: str, tensor: object, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of just this shape, dtype and device, contiguous."""
     if not is_dense(tensor):
-        raise BadCall(f"{name} is a {kind_of(tensor)}, expected a tensor")
+        raise BadCall(f"{name} is {kind_of(tensor)}, expected a tensor")
     if tensor.shape != tuple(shape):
         raise ShapeMismatch(f"{name} is {list(tensor.shape)}, expected {list(shape)}")
     if tensor.dtype != dtype:
@@ -206,9 +206,7 @@ def number(name: str, value: object, least: int) -> int:
 
 def config(value: object) -> None:
     """Settings of ``deep_ep.Config``, or None."""
-    require(
-        value is None or isinstance(value, Config), f"config is a {type(value).__name__}, expected a Config or None"
-    )
+    require(value is None or isinstance(value, Config), f"config is {a_type(value)}, expected a Config or None")
 
 
 def biases_of(bias: object, rows: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, ...] | None:
@@ -216,7 +214,7 @@ def biases_of(bias: object, rows: torch.Tensor, num_tokens: int) -> tuple[torch.
     if bias is None:
         return None
     found = bias if isinstance(bias, (tuple, list)) else (bias,)
-    require(1 <= len(found) <= 2, f"bias is a {type(bias).__name__} of {len(found)}, expected one tensor or two")
+    require(1 <= len(found) <= 2, f"bias is {a_type(bias)} of {len(found)}, expected one tensor or two")
     shape = [num_tokens, rows.shape[1]]
     return tuple(like("bias", each, shape, rows.dtype, rows.device) for each in found)
 

@@ -16,7 +16,7 @@ from tokenloom.compat.deep_ep.ep_handle import EPHandle, most_rows
 from tokenloom.compat.deep_ep.events import EventHandle, EventOverlap, recorded_in
 from tokenloom.compat.deep_ep.faults import BadCall, naming, require
 from tokenloom.compat.deep_ep.handles import Dispatched, kept_ids
-from tokenloom.errors import ShapeMismatch
+from tokenloom.errors import ShapeMismatch, a_type
 from tokenloom.plan import align_up
 
 if TYPE_CHECKING:
@@ -272,7 +272,7 @@ class ElasticCalls(BufferBase):
 
 def _require_handle(handle: object) -> None:
     if not isinstance(handle, EPHandle):
-        raise BadCall(f"handle is a {type(handle).__name__}, expected the EPHandle of a dispatch")
+        raise BadCall(f"handle is {a_type(handle)}, expected the EPHandle of a dispatch")
 
 
 def _check_stats(stats: torch.Tensor | None, local: int, device: torch.device) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tokenloom.compat.deep_ep.faults import require
+from tokenloom.errors import a_type
 
 
 class EventHandle:
@@ -95,7 +96,7 @@ def recorded_in(event: object) -> torch.cuda.Event | None:
     """
     require(
         event is None or isinstance(event, EventHandle | EventOverlap),
-        f"the event to wait for is a {type(event).__name__}, expected an EventOverlap, an EventHandle or None",
+        f"the event to wait for is {a_type(event)}, expected an EventOverlap, an EventHandle or None",
     )
     handle = event.event if isinstance(event, EventOverlap) else event
     return handle.recorded if isinstance(handle, EventHandle) else None

@@ -17,7 +17,7 @@ from tokenloom.compat.deep_ep.config import most_sms
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed, naming, refuse, require
 from tokenloom.compat.deep_ep.handles import Dispatched, Parts, kept_ids
 from tokenloom.compat.deep_ep.routing_maps import Routes, dense, indices_to_map
-from tokenloom.errors import ShapeMismatch
+from tokenloom.errors import ShapeMismatch, a_type
 from tokenloom.plan import align_up
 
 if TYPE_CHECKING:
@@ -295,7 +295,7 @@ def _parts(dispatched: Dispatched) -> list[Callable[[], Any]]:
 
 def _check_handle(handle: object, pad_multiple: int | None) -> None:
     if not isinstance(handle, Parts) or len(handle) != HANDLE_PARTS:
-        raise BadCall(f"handle is a {type(handle).__name__}, expected what dispatch_with_permute returned")
+        raise BadCall(f"handle is {a_type(handle)}, expected what dispatch_with_permute returned")
     has = vars(handle)["alignment"]
     require(pad_multiple in (None, has), f"pad_multiple is {pad_multiple}, the dispatch had {has}")
 

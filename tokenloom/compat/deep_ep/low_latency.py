@@ -19,7 +19,7 @@ from tokenloom.compat.deep_ep.faults import BadCall, NotServed, naming, refuse, 
 from tokenloom.compat.deep_ep.handles import Dispatched, Parts, low_latency_handle
 from tokenloom.compat.deep_ep.normal import PLAIN_SUM
 from tokenloom.compat.deep_ep.streams import without_graph
-from tokenloom.errors import ShapeMismatch
+from tokenloom.errors import ShapeMismatch, a_type
 from tokenloom.ops.quant.scale_layouts import empty_scales
 from tokenloom.plan import FP8_BLOCK
 
@@ -277,7 +277,7 @@ class LowLatencyMode(BufferBase):
         likely = checks.likely_shape(None, num_sms=most_sms())
         with self._calls.told(device, None, "combine", False, _weighted_combine, likely):
             if not isinstance(handle, Parts) or len(handle) != 5:
-                raise BadCall(f"handle is a {type(handle).__name__}, expected what low_latency_dispatch returned")
+                raise BadCall(f"handle is {a_type(handle)}, expected what low_latency_dispatch returned")
             routed, comm, ids = handle.dispatched.routed, handle.dispatched.comm, handle.dispatched.ids
         with self._calls.told(device, comm, "combine", False, _weighted_combine):
             refuse(use_logfmt=use_logfmt, combine_wait_recv_cost_stats=combine_wait_recv_cost_stats, **others)

@@ -16,7 +16,7 @@ from tokenloom.compat.deep_ep.events import EventOverlap
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed, naming, require
 from tokenloom.compat.deep_ep.handles import Dispatched, Parts, kept_ids, normal_handle
 from tokenloom.compat.deep_ep.streams import without_graph
-from tokenloom.errors import ShapeMismatch
+from tokenloom.errors import ShapeMismatch, a_type
 from tokenloom.ops.routing import ids_of_ranks, ranks_of_ids
 from tokenloom.plan import MAX_TOP_K, align_up
 
@@ -478,5 +478,5 @@ def _received(
 def _dispatched(buffer: BufferBase, handle: object, device: torch.device, name: str = "dispatch") -> Dispatched:
     with buffer._calls.told(device, None, name):
         if not isinstance(handle, Parts) or handle.dispatched.routed.layout != "token":
-            raise BadCall(f"handle is a {type(handle).__name__}, expected what Buffer.dispatch returned")
+            raise BadCall(f"handle is {a_type(handle)}, expected what Buffer.dispatch returned")
         return handle.dispatched

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tokenloom.errors import InvalidArgument, ShapeMismatch
+from tokenloom.errors import InvalidArgument, ShapeMismatch, a_type
 from tokenloom.inference.mega_moe import MegaMoE
 from tokenloom.ops.gemm import check_tensor, check_weights, interleave_gate_and_up
 from tokenloom.plan import FP8_BLOCK, align_up
@@ -168,7 +168,7 @@ def get_symm_buffer_for_mega_moe(
         num_topk: as in :class:`SM90SymmBuffer`.
         hidden: as in :class:`SM90SymmBuffer`.
         intermediate_hidden: as in :class:`SM90SymmBuffer`.
-        num_shared_experts: 0. ``tokenloom.MegaMoE`` has shared experts.
+        num_shared_experts: always 0; ``tokenloom.MegaMoE`` has shared experts.
         use_fp8_dispatch: True or None.
         mma_type: "fp8xfp8", or "fp8xfp4", which programs leave as it is. Tokens are the same for both; the call takes
             FP8 weights.
@@ -292,7 +292,7 @@ def _rows_of_call(
 ) -> int:
     """Check the options of a call, and return M."""
     if not isinstance(y, torch.Tensor) or y.dim() != 2:
-        given = list(y.shape) if isinstance(y, torch.Tensor) else f"a {type(y).__name__}"
+        given = list(y.shape) if isinstance(y, torch.Tensor) else a_type(y)
         raise ShapeMismatch(f"y is {given}, expected a tensor [M, H]")
     rows = len(y)
     if tuple(recipe) != RECIPE or activation != "swiglu":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenloom.errors import DtypeMismatch, ShapeMismatch
+from tokenloom.errors import DtypeMismatch, ShapeMismatch, require_type
 from tokenloom.plan import FP8_BLOCK
 
 E4M3_MAX = 448.0
@@ -27,14 +27,16 @@ def quantize_fp8(x: torch.Tensor, *, power_of_two_scales: bool = False) -> tuple
         q: float8_e4m3fn [..., H]; scales: float32 [..., H / 128]. Both are contiguous. ``q * scale`` approximates x.
 
     Raises:
+        InvalidArgument: x is no tensor.
         ShapeMismatch: H is not a multiple of 128.
         DtypeMismatch: x has another dtype.
     """
+    require_type("x", x, torch.Tensor, "a torch.Tensor")
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        raise DtypeMismatch(f"quantize_fp8 takes bfloat16, float16, float32 or float64, got {x.dtype}")
-    hidden = x.shape[-1]
+        raise DtypeMismatch(f"x is {x.dtype}, expected bfloat16, float16, float32 or float64")
+    hidden = x.shape[-1] if x.dim() else 1
     if hidden % FP8_BLOCK:
-        raise ShapeMismatch(f"quantize_fp8 needs a last dimension that is a multiple of {FP8_BLOCK}, got {hidden}")
+        raise ShapeMismatch(f"x is {list(x.shape)}, expected a last dimension that is a multiple of {FP8_BLOCK}")
     blocks = _as_float32(x).unflatten(-1, (hidden // FP8_BLOCK, FP8_BLOCK))
     q, scale = _quantize(blocks, (-1,), power_of_two_scales)
     return q.flatten(-2), scale.squeeze(-1)
@@ -52,8 +54,10 @@ def quantize_fp8_blocks(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q: float8_e4m3fn [..., N, K]; scales: float32 [..., N / 128, K / 128]. Both are contiguous.
 
     Raises:
+        InvalidArgument: w is no tensor.
         ShapeMismatch: N or K is not a multiple of 128.
     """
+    require_type("w", w, torch.Tensor, "a torch.Tensor")
     if w.dim() < 2 or w.shape[-1] % FP8_BLOCK or w.shape[-2] % FP8_BLOCK:
         raise ShapeMismatch(f"w is {list(w.shape)}, expected [..., N, K] with multiples of {FP8_BLOCK}")
     down, across = w.shape[-2] // FP8_BLOCK, w.shape[-1] // FP8_BLOCK

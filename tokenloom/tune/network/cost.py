@@ -86,7 +86,7 @@ def row_bytes(dtype: str, hidden: int) -> int:
     if dtype == "bf16":
         return 2 * hidden
     if hidden % FP8_BLOCK:
-        raise InvalidArgument(f"hidden is {hidden}, expected a multiple of {FP8_BLOCK} for FP8; or take bf16")
+        raise InvalidArgument(f"hidden is {hidden}, expected a multiple of {FP8_BLOCK} for FP8; pass dtype='bf16'")
     return hidden + hidden // FP8_BLOCK * SCALE_BYTES
 
 

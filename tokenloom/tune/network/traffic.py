@@ -50,8 +50,8 @@ class Cluster:
             raise InvalidArgument(f"top_k is {self.top_k}, expected at most {most} for {self.num_experts} experts")
         if self.top_k > self.chosen_nodes * self.experts_per_node:
             raise InvalidArgument(
-                f"top_k is {self.top_k}, but {self.chosen_nodes} nodes hold {self.experts_per_node} experts each; "
-                "a larger node_limit, or a smaller top_k"
+                f"top_k is {self.top_k}, expected at most {self.chosen_nodes * self.experts_per_node}, the experts of "
+                f"{self.chosen_nodes} node{'' if self.chosen_nodes == 1 else 's'}; pass a larger node_limit"
             )
 
     @property

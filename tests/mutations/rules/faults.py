@@ -1,0 +1,195 @@
+"""Rules of the ways in which a rank tells the others of a fault, so that nobody waits for it."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import M
+
+# fmt: off
+TELL, EXIT = "comm.engine:Engine._tell", "comm.engine:Sequence.__exit__"
+ENGINE = "tests/comm/test_engine.py::test_"
+
+SEQUENCES = (
+    M("told-by-what-is-open", "a fault is told by a call that is open already", "comm.engine:Sequence.opened",
+      "self.upcoming[:1] = []", "pass", f"{ENGINE}what_is_open_is_not_opened_again"),
+    M("told-before-open-calls-are-received",
+      "a rank tells its fault before it has received the calls that it has open", TELL, "pending.receive()", "pass",
+      f"{ENGINE}open_calls_are_received_first"),
+    M("told-behind-the-fault-of-another",
+      "a rank tells its fault though an open call says that another one has failed", TELL, "is_known_to_all(other)",
+      "False", f"{ENGINE}another_rank_failed_too"),
+    M("what-all-know-is-told", "a rank tells the others what all of them raise", EXIT, "not is_known_to_all(fault)",
+      "True", f"{ENGINE}what_all_ranks_know_is_not_told"),
+    M("told-by-every-sequence", "each sequence around a fault tells it once more", TELL,
+      "fault.known_to_all = True", "pass", f"{ENGINE}a_fault_is_told_by_the_innermost_alone"),
+    M("one-call-is-told", "a backend hears of the next call alone, and not of those behind it", TELL,
+      "self._backend.report_fault(fault, sequence.upcoming)",
+      "self._backend.report_fault(fault, sequence.upcoming[:1])", f"{ENGINE}what_is_open_is_not_opened_again"),
+    M("told-in-a-capture", "a rank waits for another stream to tell a fault while a graph is captured", TELL,
+      "sequence.upcoming and not captured", "sequence.upcoming", f"{ENGINE}a_fault_in_a_capture"),
+    M("lost-ranks-hide-a-fault", "a rank raises that the others are gone instead of its own fault", TELL,
+      "suppress(PeerTimeout, CommunicatorBroken)", "suppress()", f"{ENGINE}nobody_is_there_to_be_told"),
+    M("outer-calls-are-forgotten", "a sequence within another one ends the outer one too", EXIT,
+      "self._engine._sequence = self._outer", "self._engine._sequence = None",
+      f"{ENGINE}sequences_within_sequences"),
+)
+
+PIECES = "tests/training/test_routed_experts.py::test_"
+
+LAYERS = (
+    M("layers-fail-alone", "the others wait for a layer whose experts have failed on one rank",
+      "training.routed_experts:_Forward.run", "self.engine.sequence(*calls)", "self.engine.sequence()",
+      f"{PIECES}a_fault_in_a_piece"),
+    M("gradients-fail-alone", "the others wait for gradients of a layer that one rank could not compute",
+      "training.routed_experts:_RoutedExperts.backward", "ctx.engine.sequence(*backward.calls())",
+      "ctx.engine.sequence()", "tests/training/test_faults.py::test_a_weight_changed_before_backward"),
+)
+
+HOST = "tests/backends/test_nvlink_host.py::test_"
+AFTER_A_FAULT = f"{HOST}calls_that_follow_a_fault"
+REPORT = "backends.nvlink.backend:NvlinkBackend.report_fault"
+
+BACKENDS = (
+    M("opened-without-the-fault", "a rank with a fault opens the call as if it had none",
+      "backends.collective:CollectiveBackend.report_fault", "self._open({'call': upcoming[0].name}, None, fault)",
+      "self._open({'call': upcoming[0].name})",
+      "tests/comm/test_errors.py::test_combine_fault"),
+    M("buffers-without-a-fault", "a rank with a fault opens a call that the others open only behind a new buffer",
+      REPORT, "not all(map(self._has_buffers, (call, following)))", "False", f"{AFTER_A_FAULT}[before a buffer]"),
+    M("calls-behind-an-awaited-one", "a rank with a fault opens calls behind one that the others wait for", REPORT,
+      "call.awaited or self._checked or not all(map(self._has_buffers, (call, following)))",
+      "self._checked or not all(map(self._has_buffers, (call, following)))", f"{AFTER_A_FAULT}[awaited]"),
+    M("calls-behind-a-checked-one", "a rank with a fault opens further calls though the others check every one",
+      REPORT, "call.awaited or self._checked or not all(map(self._has_buffers, (call, following)))",
+      "call.awaited or not all(map(self._has_buffers, (call, following)))", f"{AFTER_A_FAULT}[checked]"),
+    M("nothing-behind-a-fault", "a rank with a fault lets the others wait in the calls behind the first", REPORT,
+      "names.append(following.name)", "pass", f"{AFTER_A_FAULT}[two]"),
+    M("calls-behind-one-that-is-made-again",
+      "a rank with a fault opens further calls though late ranks are masked, and each call is waited for", REPORT,
+      "names[:1]", "names", f"{AFTER_A_FAULT}[late ranks are masked]"),
+    M("a-fault-beside-a-new-buffer", "a rank tells a fault while the others raise what an earlier call left", REPORT,
+      "first.awaited or not self._has_buffers(first)", "first.awaited",
+      f"{HOST}a_bad_call_behind_an_unread_overflow[wire]"),
+    M("nodes-open-behind-an-awaited-call",
+      "between nodes a rank with a fault opens calls behind one that the others wait for",
+      "backends.gin.backend:NodesBackend.report_fault", "call.awaited or self._checked", "self._checked",
+      "tests/backends/test_gin.py::test_calls_that_follow_a_fault"),
+    M("nothing-behind-a-fault-between-nodes",
+      "between nodes a rank with a fault lets the others wait in the calls behind the first",
+      "backends.gin.backend:NodesBackend.report_fault", "names.append(following.name)", "pass",
+      "tests/backends/test_gin.py::test_calls_that_follow_a_fault"),
+)
+
+LAUNCH = "backends.nvlink.launcher:Launcher.report_fault"
+OUTCOME = "backends.nvlink.outcomes:Outcomes._raise_outcome"
+
+LAUNCHES = (
+    M("every-call-has-a-fault", "each call behind a fault tells of a fault of its own", LAUNCH,
+      "status = FOLLOWS_A_FAULT", "pass", f"{HOST}calls_after_a_fault"),
+    M("calls-that-nobody-else-opens", "a rank with a fault opens more calls than the others do before they hear of it",
+      LAUNCH, "names[:1 + CALLS_IN_FLIGHT]", "names", f"{HOST}calls_after_a_fault"),
+    M("told-before-the-others-wait", "a rank opens the call of its fault before it has read what ends the others",
+      LAUNCH, "others_wait", "False", f"{HOST}others_that_wait_open_nothing"),
+    M("a-fault-without-words", "a rank does not post what its fault is", LAUNCH,
+      "self.ranks.notes.post(f'fault/{number}', f'{type(fault).__name__}: {fault}')", "pass",
+      f"{HOST}a_fault_of_another_beside_growth"),
+    M("growth-beside-a-fault", "a rank that needs room goes to make more though another one has failed", LAUNCH,
+      "self.outcomes.raise_final_fault(number)", "pass", f"{HOST}a_fault_of_another_beside_growth"),
+    M("growth-is-a-fault", "a rank that needs room takes the same need of another one for a fault",
+      "backends.nvlink.outcomes:Outcomes.raise_final_fault", "note is not None and not means_growth(note)",
+      "note is not None", f"{HOST}a_fault_of_another_beside_growth"),
+    M("what-follows-is-another-fault", "a call that follows a fault raises it again", OUTCOME,
+      "outcome is None or outcome.status == FOLLOWS_A_FAULT", "outcome is None",
+      f"{HOST}what_follows_a_fault_is_no_news"),
+    M("own-faults-are-news", "a rank raises in a later call what it has told itself",
+      "backends.nvlink.outcomes:Outcomes._conclude", "call.own_fault or own_fault", "own_fault",
+      f"{HOST}calls_behind_an_unread_outcome"),
+)
+
+ENDS = "tests/runtime/test_rank_group.py::test_what_ends_a_group"
+WITHIN = "tests/runtime/test_rank_group.py::test_a_rank_that_fails_within_a_call"
+
+ENDINGS = (
+    M("ended-without-a-note", "a rank that ends the group says nothing to those that wait",
+      "runtime.rank_group:RankGroup.abort", "self.notes.fail(why)", "pass", WITHIN),
+    M("ended-and-used", "a rank goes on with a group that it has ended",
+      "runtime.rank_group:RankGroup.abort", "self._watch.broken = f'an earlier call failed: {why}'", "pass",
+      ENDS),
+    M("ended-for-one-alone",
+      "communicators of a process group do not hear that a rank has left one of them in the middle of a call",
+      "runtime.rank_group:RankGroup.abort", "self._siblings.part(self.notes, PeerError(self.rank, why))", "pass",
+      WITHIN),
+    M("known-faults-end-the-group", "an error that all ranks raise ends the group",
+      "runtime.rank_group:RankGroup.telling", "not is_known_to_all(fault)", "True",
+      ENDS),
+    M("failed-and-told-again", "a fault that has ended the group is told once more",
+      "runtime.rank_group:RankGroup.telling", "fault.known_to_all = True", "pass", ENDS),
+    M("interrupted-in-an-agreement", "a rank that is interrupted before it agrees tells nobody",
+      "runtime.rendezvous:agree", "whole.abort(interruption)", "pass",
+      "tests/runtime/test_rendezvous.py::test_an_interrupted_rank_ends_the_group"),
+    M("interrupted-in-a-backend", "a rank that is interrupted while it makes a backend tells nobody",
+      "backends.registry:_try", "ranks.abort(interruption)", "pass",
+      "tests/backends/test_registry.py::test_an_interrupt_ends_the_group"),
+    M("taken-back-without-memory", "a rank without memory for those that came back leaves the others waiting",
+      "backends.nvlink.backend:NvlinkBackend.unmask", "self._ranks.abort(fault)", "pass",
+      f"{HOST}no_memory_for_ranks_that_come_back"),
+)
+
+GROWING = "tests/comm/test_growing.py::test_a_fault_comes_before_growth"
+
+GROWTH = (
+    M("no-room-and-silent", "a rank that needs another communicator makes it without a word",
+      "comm.growing:Communicators.run", "self._announce(found or self._last, tokens)", "pass",
+      "tests/comm/test_growing.py::test_a_layer_whose_batches_grow"),
+    M("growth-in-spite-of-a-fault", "a rank that needs room goes to make more though another one has failed",
+      "comm.growing:Communicators._announce", "not means_growth(error.reason)", "False", GROWING),
+    M("no-room-is-any-fault", "the others take a rank that needs room for one that has failed",
+      "comm.growing:Communicators.run", "not means_growth(error.reason)", "True",
+      "tests/comm/test_growing.py::test_a_layer_whose_batches_grow"),
+    M("nobody-to-tell", "a fault before the first communicator is not told",
+      "comm.growing:Communicators._tell", "agree(self.meeting(device), raising(fault), MAKING)",
+      "agree(self.meeting(device), lambda: ({}, None), MAKING)",
+      "tests/compat/deep_ep/test_normal.py::test_dispatch_fault"),
+    M("room-is-not-what-it-says", "the need of more room has the name of another fault", "runtime.openings:encode",
+      "f'{type(fault).__name__}: {fault}'", "f'{type(fault).__mro__[1].__name__}: {fault}'",
+      "tests/comm/test_growing.py::test_a_layer_whose_batches_grow"),
+)
+
+MEETING = "tests/runtime/test_rendezvous.py::test_"
+
+AGREEMENTS = (
+    M("agreed-in-spite-of-a-fault", "ranks agree though one of them could not take part", "runtime.rendezvous:agree",
+      "reason is not None", "False", f"{MEETING}errors_of_others_are_known"),
+    M("agreed-faults-are-told-again", "a fault that all ranks heard of when they agreed is told once more",
+      "runtime.rendezvous:agree", "fault.known_to_all = True", "pass", f"{MEETING}own_fault_is_known_afterwards"),
+    M("others-come-first", "a rank raises the fault of another one instead of its own", "runtime.rendezvous:agree",
+      "fault is not None", "False", f"{MEETING}own_fault_is_known_afterwards"),
+    M("a-fault-agrees", "a rank that cannot take part agrees with the others", "runtime.rendezvous:raising",
+      "raise fault", "return {}, None", "tests/compat/test_bad_calls.py::test_options_of_a_layer", num_ranks=4),
+    M("made-under-a-transform", "the others wait for a communicator that one rank makes under a transform of torch",
+      "comm.communicator:_require_eager", "agree(ranks, raising(fault), MAKING)",
+      "agree(ranks, lambda: ({}, None), MAKING)",
+      "tests/comm/test_torch_modes.py::test_a_transform_on_one_rank_is_told[fake]", num_ranks=4),
+    M("two-threads-make-one", "a thread makes a communicator while another one is in a call of its process group",
+      "comm.growing:Communicators._make", "raising(in_turn) if in_turn else lambda: (shape._asdict(), mine)",
+      "lambda: (shape._asdict(), mine)", "tests/comm/test_threads.py::test_a_thread_that_makes_the_first_communicator",
+      num_ranks=4),
+)
+
+REGISTRY = "tests/backends/test_registry.py::test_"
+TRY = "backends.registry:_try"
+
+VERDICTS = (
+    M("a-backend-of-some-ranks", "a rank takes a backend that another one could not make", TRY,
+      "each is not None and each.failed", "False", f"{REGISTRY}others_fail_because_of_one"),
+    M("failed-and-kept", "a backend that another rank could not make is not closed", TRY, "backend.close()", "pass",
+      f"{REGISTRY}faults_that_no_other_backend_cures"),
+    M("wrong-arguments-have-a-cure", "a wrong argument of one rank lets all of them try the next backend", TRY,
+      "each.fatal", "False", f"{REGISTRY}faults_that_no_other_backend_cures"),
+    M("echoes-are-reasons", "a backend does not work for a reason that another rank's fault was", TRY,
+      "not pair[1].of_another", "True", f"{REGISTRY}others_fail_because_of_one"),
+    M("verdicts-of-some", "a rank takes another one's step for its verdict", TRY,
+      "all(each is None or isinstance(each, Verdict) for each in verdicts)", "True",
+      f"{REGISTRY}a_rank_that_fails_between_two_steps[1]", num_ranks=4),
+)
+
+MUTATIONS = SEQUENCES + LAYERS + BACKENDS + LAUNCHES + ENDINGS + GROWTH + AGREEMENTS + VERDICTS
