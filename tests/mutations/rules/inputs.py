@@ -231,7 +231,7 @@ CONSTANTS = "tests/tune/network/test_files.py::test_"
 COMMANDS = (
     M("nodes-of-three", "a command takes nodes of which the ranks do not make a whole number",
       "cli.options:require_nodes", "ranks_per_node is not None and num_ranks % ranks_per_node", "False",
-      "tests/cli/test_cli.py::test_bad_options_are_named"),
+      "tests/cli/test_usage.py"),
     M("cases-that-there-are-not", "a command is asked for a case that there is not, and fails in the middle",
       "cli.options:require_known", "[name for name in given if name not in known]", "[]",
       "tests/cli/test_cli.py::test_bad_options_are_named[arguments7---case]"),
