@@ -231,7 +231,7 @@ CONSTANTS = "tests/tune/network/test_files.py::test_"
 COMMANDS = (
     M("nodes-of-three", "a command takes nodes of which the ranks do not make a whole number",
       "cli.options:require_nodes", "ranks_per_node is not None and num_ranks % ranks_per_node", "False",
-      "tests/cli/test_cli.py::test_bad_options_are_named"),
+      "tests/cli/test_usage.py"),
     M("cases-that-there-are-not", "a command is asked for a case that there is not, and fails in the middle",
       "cli.options:require_known", "[name for name in given if name not in known]", "[]",
       "tests/cli/test_cli.py::test_bad_options_are_named[arguments7---case]"),
@@ -248,9 +248,6 @@ COMMANDS = (
     M("more-routes-than-experts", "a token goes to more experts than there are",
       "tune.network.traffic:Cluster.__post_init__", "self.top_k > min(self.num_experts, MAX_TOP_K)", "False",
       "tests/tune/network/test_traffic.py::test_sizes_that_do_not_fit_are_named"),
-    M("backends-that-there-are-not", "a command is asked for a backend that there is not, and fails in the middle",
-      "cli.commands.tune:tune", "require_known('--backend', [backend], ['auto', *registry.names()])", "None",
-      "tests/tune/test_tune.py::test_what_the_command_refuses"),
     M("no-word-of-the-default", "who differs in a dtype is not told where it comes from",
       "errors:PlanMismatch.__init__",
       "field in ('wire_dtype', 'out_dtype')", "False", "tests/test_errors.py::test_ranks_that_differ"),
