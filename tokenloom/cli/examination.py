@@ -17,7 +17,7 @@ from rich.text import Text
 from tokenloom._version import __version__
 from tokenloom.backends import registry
 from tokenloom.bench.common.setup import driver
-from tokenloom.bench.common.tables import Fitted, say
+from tokenloom.bench.common.tables import Fitted, counted, say
 from tokenloom.cli import between_nodes
 from tokenloom.errors import BackendUnavailable
 from tokenloom.jit import compiler
@@ -184,7 +184,7 @@ def _groups(num_gpus: int) -> list[dict[str, Any]]:
     """The backends that a Communicator would find on this machine's GPUs, and on its CPU."""
     kinds = []
     if num_gpus and dist.is_available() and dist.is_nccl_available():
-        kinds.append((f"{num_gpus} GPU{'s' if num_gpus > 1 else ''}", "nccl", "cuda"))
+        kinds.append((counted(num_gpus, "GPU"), "nccl", "cuda"))
     if dist.is_available() and dist.is_gloo_available():
         kinds.append(("processes on the CPU", "gloo", "cpu"))
     groups = []

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from tokenloom import env
 from tokenloom.backends.nvlink.buffers import EAGER_ROWS, is_eager, weight_gradient_values
+from tokenloom.bench.common.tables import counted
 from tokenloom.errors import InvalidArgument
 from tokenloom.jit import cache
 from tokenloom.jit.compiler import KernelSpec
@@ -244,7 +245,7 @@ def build(console: Console, specs: Sequence[KernelSpec]) -> Built:
 def size_line(entries: Sequence[cache.Entry]) -> str:
     """Number of kernels, their total size, and where they are."""
     total = sum(len(entry.cubin) for entry in entries) / KIB
-    return f"{len(entries)} kernel{'' if len(entries) == 1 else 's'}, {total:.0f} KiB, in {env.cache_folder()}"
+    return f"{counted(len(entries), 'kernel')}, {total:.0f} KiB, in {env.cache_folder()}"
 
 
 def _table(*columns: str) -> Table:

@@ -180,22 +180,18 @@ def pick_ranks(ranks: int | None, device: Device | None, least: int) -> tuple[in
     if ranks is not None and ranks < least:
         said = f"is {ranks}, expected a whole number of at least {least}"
         raise typer.BadParameter(said, param_hint="--ranks")
+    from tokenloom.bench.common.tables import counted
     from tokenloom.runtime.processes import default_ranks
 
     default, where = default_ranks(device.value if device else None)
     count = default if ranks is None else ranks
     if where == "cuda" and default < least:
-        said = f"is cuda, which needs {gpus(least)} or more, but there {are(default)}; pass --device cpu"
+        said = f"is cuda, which needs {counted(least, 'GPU')} or more, but there {are(default)}; pass --device cpu"
         raise typer.BadParameter(said, param_hint="--device")
     if where == "cuda" and count > default:
         said = f"is {count}, but each rank on cuda needs a GPU, and there {are(default)}; pass --ranks {default}"
         raise typer.BadParameter(said, param_hint="--ranks")
     return count, where
-
-
-def gpus(count: int) -> str:
-    """A number of GPUs in words."""
-    return f"{count} GPU{'' if count == 1 else 's'}"
 
 
 def are(count: int) -> str:

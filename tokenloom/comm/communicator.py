@@ -301,9 +301,7 @@ class Communicator(CallsBeside):
     def __repr__(self) -> str:
         if not hasattr(self, "engine"):  # its constructor has raised
             return f"{type(self).__name__}(never made)"
-        sizes = {"rank": self.rank} | vars(self.plan) | {"backend": self.backend}
-        state = ", closed" if self._closed else ", broken" if self._ranks.is_broken else ""
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in sizes.items())}{state})"
+        return line_about(self, type(self).__name__, backend=self.backend)
 
     def close(self) -> None:
         """Release everything; later calls raise CommunicatorBroken. The process group stays yours."""
@@ -348,3 +346,15 @@ def _require_eager(ranks: RankGroup, rejoins: bool) -> None:
 def _in_words(terms: Mapping[str, Any], backend: str) -> dict[str, str]:
     """What a rank that comes back must have alike."""
     return {name: str(value) for name, value in terms.items()} | {"backend in use": backend}
+
+
+def line_about(comm: Communicator, kind: str, **more: object) -> str:
+    """One line about a communicator, or about a layer that has one for itself, as ``repr`` shows it.
+
+    Args:
+        kind: name of the class.
+        more: values behind the communicator's sizes.
+    """
+    values = {"rank": comm.rank} | vars(comm.plan) | more
+    state = ", closed" if comm._closed else ", broken" if comm._ranks.is_broken else ""
+    return f"{kind}({', '.join(f'{name}={value!r}' for name, value in values.items())}{state})"

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tokenloom.backends.registry import MAX_SMS
 from tokenloom.comm import validation
-from tokenloom.comm.communicator import Communicator
+from tokenloom.comm.communicator import Communicator, line_about
 from tokenloom.errors import BackendUnavailable, DtypeMismatch, InvalidArgument, ShapeMismatch, a_type
 from tokenloom.inference.composed_experts import ComposedExperts
 from tokenloom.inference.expert_memory import FP8
@@ -395,10 +395,8 @@ class MegaMoE:
     def __repr__(self) -> str:
         if not hasattr(self, "comm"):  # its constructor has raised
             return "MegaMoE(never made)"
-        made_for = repr(self.comm).partition("(")[2]
-        sizes, _, state = made_for.partition(f"backend={self.comm.backend!r}")
-        widths = f"intermediate={self.intermediate}, num_shared_experts={self.num_shared_experts}"
-        return f"MegaMoE({sizes}{widths}, backend={self._backend!r}{state}"
+        widths = {"intermediate": self.intermediate, "num_shared_experts": self.num_shared_experts}
+        return line_about(self.comm, "MegaMoE", **widths, backend=self._backend)
 
     def describe(self) -> str:
         """Say what the layer runs on and how much memory its buffers take. The first call makes them."""

@@ -21,8 +21,8 @@ def pick_device(device: torch.device | str | None, group: dist.ProcessGroup | No
     try:
         picked = torch.device(device)
     except (RuntimeError, TypeError):
-        picked = torch.device("meta")
-    if picked.type == "meta":
+        picked = None
+    if picked is None or picked.type == "meta":
         raise InvalidArgument(f"device is {device!r}, expected 'cpu', or a GPU such as 'cuda' or 'cuda:0'")
     if picked.type == "cpu":
         return torch.device("cpu")  # "cpu:0" is the same, but no GPU's index

@@ -35,11 +35,6 @@ class Event:
         for result in self._results:
             result.record_stream(stream)
 
-    def synchronize(self) -> None:
-        """Make the host wait for the work."""
-        if self._done is not None:
-            self._done.synchronize()
-
     def query(self) -> bool:
         """Return whether the work is done, without waiting."""
         return self._done is None or self._done.query()
