@@ -14,11 +14,10 @@ from tokenloom._version import __version__
 
 if TYPE_CHECKING:
     from tokenloom import tune
-    from tokenloom.backends.base import DispatchOut
+    from tokenloom.backends.seam import DispatchOut, Strategy
     from tokenloom.comm.communicator import Communicator
-    from tokenloom.comm.pending import Pending
+    from tokenloom.comm.engine import Pending
     from tokenloom.comm.routed import Routed
-    from tokenloom.comm.strategy import Strategy
     from tokenloom.errors import (
         BackendUnavailable,
         CapacityOverflow,
@@ -48,14 +47,14 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "Activation": "plan",
     "Communicator": "comm.communicator",
-    "DispatchOut": "backends.base",
+    "DispatchOut": "backends.seam",
     "ExpertParallelMoE": "training.layer",
     "MegaMoE": "inference.mega_moe",
-    "Pending": "comm.pending",
+    "Pending": "comm.engine",
     "Routed": "comm.routed",
     "RoutedExperts": "training.expert_module",
     "Router": "ops.router",
-    "Strategy": "comm.strategy",
+    "Strategy": "backends.seam",
     "WeightLayout": "plan",
     "clip_grad_norm_": "training.data_parallel",
     "data_parallel": "training.data_parallel",

@@ -14,10 +14,10 @@ import tokenloom as tl
 from tests.support import emulator
 from tests.support.cases import BF16, FP8, FP32, Case, expert_rows, make_problem, order_of, same_bits, same_routed
 from tokenloom import reference
-from tokenloom.backends.base import Upcoming
 from tokenloom.backends.gin import availability, backend, memory, registration
 from tokenloom.backends.gin.sizes import NodeSizes
 from tokenloom.backends.registration import Request
+from tokenloom.backends.seam import Upcoming
 from tokenloom.kernels.common import MAX_SHARED_BYTES
 from tokenloom.kernels.common.rail import MOST_CHUNKS
 from tokenloom.kernels.dispatch.launch_network import DispatchNetworkVariant

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import tokenloom as tl
-from tokenloom.backends.base import CombineOptions, DispatchInputs, DispatchOptions
 from tokenloom.backends.handshake import combine_fields, dispatch_fields, gradient_fields
+from tokenloom.backends.seam import CombineOptions, DispatchKind, DispatchOptions
 from tokenloom.runtime.openings import CallKind, Fields, hash_of, raise_difference, text_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -19,11 +19,13 @@ DISPATCH = DispatchOptions("expert", 16, "bounded", 640, True, True)
 COMBINE = CombineOptions(True, BF16, FP32, False)
 
 
-def inputs(x_dtype: torch.dtype = BF16, weights_dtype: torch.dtype | None = FP32, **options: bool) -> DispatchInputs:
-    x, ids = torch.zeros(1, 128, dtype=x_dtype), torch.zeros(1, 1, dtype=torch.int64)
-    weights = None if weights_dtype is None else torch.zeros(1, 1, dtype=weights_dtype)
-    needs = {"x_needs_grad": False, "weights_need_grad": False, "own_outputs": False} | options
-    return DispatchInputs(x, None, ids, weights, **needs)
+def dispatch_kind(
+    options: DispatchOptions = DISPATCH,
+    x_dtype: torch.dtype = BF16,
+    weights_dtype: torch.dtype | None = FP32,
+    **needs: bool,
+) -> DispatchKind:
+    return DispatchKind(options, x_dtype, torch.int64, weights_dtype, **needs)
 
 
 OTHER_VALUES: dict[str, Any] = {
@@ -46,11 +48,11 @@ OTHER_VALUES: dict[str, Any] = {
 
 def variants() -> list[Any]:
     """(id, fields of a call, fields of the same call with one thing changed, the name of what was changed)."""
-    dispatch, combine = dispatch_fields(7, DISPATCH, inputs()), combine_fields(7, COMBINE)
+    dispatch, combine = dispatch_fields(7, dispatch_kind()), combine_fields(7, COMBINE)
     found: list[tuple[str, Fields, Fields, str]] = []
     for each in fields(DispatchOptions):
         changed = replace(DISPATCH, **{each.name: OTHER_VALUES[each.name]})
-        found.append((f"dispatch {each.name}", dispatch, dispatch_fields(7, changed, inputs()), each.name))
+        found.append((f"dispatch {each.name}", dispatch, dispatch_fields(7, dispatch_kind(changed)), each.name))
     for each in fields(CombineOptions):
         other = "reduce_scatter" if each.name == "strategy" else OTHER_VALUES[each.name]
         changed = replace(COMBINE, **{each.name: other})
@@ -58,14 +60,14 @@ def variants() -> list[Any]:
         found.append((f"combine {each.name}", combine, combine_fields(7, changed), name))
     per_route = replace(COMBINE, strategy="all_to_all")
     found.append(("combine mode", combine, combine_fields(7, per_route), "mode"))
-    for what, changed_inputs in {
-        "x.dtype": inputs(x_dtype=FP32),
-        "topk_weights.dtype": inputs(weights_dtype=None),
-        "x.requires_grad": inputs(x_needs_grad=True),
-        "topk_weights.requires_grad": inputs(weights_need_grad=True),
+    for what, changed_kind in {
+        "x.dtype": dispatch_kind(x_dtype=FP32),
+        "topk_weights.dtype": dispatch_kind(weights_dtype=None),
+        "x.requires_grad": dispatch_kind(x_needs_grad=True),
+        "topk_weights.requires_grad": dispatch_kind(weights_need_grad=True),
     }.items():
-        found.append((f"dispatch {what}", dispatch, dispatch_fields(7, DISPATCH, changed_inputs), what))
-    found.append(("dispatch number", dispatch, dispatch_fields(8, DISPATCH, inputs()), "dispatch number"))
+        found.append((f"dispatch {what}", dispatch, dispatch_fields(7, changed_kind), what))
+    found.append(("dispatch number", dispatch, dispatch_fields(8, dispatch_kind()), "dispatch number"))
     found.append(("combine number", combine, combine_fields(1 << 40, COMBINE), "dispatch number"))
     found.append(("call", dispatch, combine, "call"))
     found.append(("gradient", combine, gradient_fields(7, "gradient of weights"), "call"))
@@ -85,7 +87,7 @@ def test_every_field_counts(ours: Fields, theirs: Fields, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields_of", [lambda number: dispatch_fields(number, DISPATCH, inputs()), lambda number: {"call": "MegaMoE"}]
+    "fields_of", [lambda number: dispatch_fields(number, dispatch_kind()), lambda number: {"call": "MegaMoE"}]
 )
 def test_calls_of_one_kind(fields_of: Callable[[int], Fields]) -> None:
     """A kind that was made once gives the fields and the hash of every call, whatever number it was made with."""
@@ -98,9 +100,9 @@ def test_calls_of_one_kind(fields_of: Callable[[int], Fields]) -> None:
 
 def test_what_ranks_may_differ_in() -> None:
     """Who owns the outputs, and what began early, is each rank's own business."""
-    ours = hash_of(dispatch_fields(7, DISPATCH, inputs()))
-    for options in ({"own_outputs": True}, {"ahead": True}):
-        assert hash_of(dispatch_fields(7, DISPATCH, inputs(**options))) == ours
+    ours = hash_of(dispatch_fields(7, dispatch_kind()))
+    for options in ({"output_owner": True}, {"early": True}):
+        assert hash_of(dispatch_fields(7, dispatch_kind(**options))) == ours
 
 
 def test_words_of_values() -> None:

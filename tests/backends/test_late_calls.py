@@ -72,7 +72,7 @@ class Maker:
     def __init__(self, others: Others) -> None:
         self._others = others
         self.meetings: list[Callable[[], None]] = []
-        self.dispatcher: Any = SimpleNamespace(overflow=None)
+        self.dispatcher: Any = SimpleNamespace(shared=SimpleNamespace(overflow=None))
         self.combiner: Any = None
         fault = SimpleNamespace(give_up=lambda peers, cause: others.happened.append("give up"))
         outcomes = SimpleNamespace(known_losses=0, fault=fault)
@@ -253,15 +253,15 @@ def test_a_group_that_is_broken(others: Others, late: LateRanks) -> None:
 def test_an_overflow_in_vain(others: Others, maker: Maker, late: LateRanks) -> None:
     """What a call found that did not take place is not told; what was found before it is."""
     earlier, first = tl.CapacityOverflow(9, 8, sent=True), [tl.CapacityOverflow(7, 6, sent=True)]
-    maker.dispatcher.overflow = earlier
+    maker.dispatcher.shared.overflow = earlier
 
     def make() -> None:
         if first:
-            maker.dispatcher.overflow = first.pop()
+            maker.dispatcher.shared.overflow = first.pop()
             raise EXPIRED
 
     late.call(make)
-    assert maker.dispatcher.overflow is earlier
+    assert maker.dispatcher.shared.overflow is earlier
 
 
 def test_graphs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,7 @@ def check_fault(context: RankContext, way: str, leaf: str) -> None:
         y = torch.ones_like(routed.tokens, requires_grad=leaf == "y")
         out = {"x": routed.tokens, "weights": routed.topk_weights, "y": comm.combine(y, routed)}[leaf]
         broken: Any = comm.engine._backend
-        names = {"x": "send_combine", "weights": "send_weight_gradients", "y": "send_again"}
+        names = {"x": "prepare_combine", "weights": "send_weight_gradients", "y": "send_again"}
         failing = mock.patch.object(broken, names[leaf], side_effect=RuntimeError("no gradient"))
         with failing if context.rank == 3 else nullcontext():
             error, text = (
@@ -229,8 +229,8 @@ def train(
 def test_models_of_transformers_take_what_there_is(way: str) -> None:
     """They are told no strategy either, and no dtype of a communicator."""
     able = registry.capabilities(way)
-    assert tl.Strategy.usual(able) == tl.Strategy(combine="per_node")
-    assert tl.Strategy.usual(registry.capabilities("nvlink")) == tl.Strategy()
+    assert tl.Strategy.default(able) == tl.Strategy(combine="per_node")
+    assert tl.Strategy.default(registry.capabilities("nvlink")) == tl.Strategy()
 
 
 @pytest.mark.slow

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tokenloom as tl
-from tokenloom.backends.base import DispatchOptions
 from tokenloom.backends.nvlink.handle import NvlinkHandle
 from tokenloom.backends.nvlink.results import Results
+from tokenloom.backends.seam import DispatchOptions
 from tokenloom.plan import Plan
 
 PLAN = Plan(1, 4, 128, 2, 3)

@@ -17,7 +17,6 @@ import torch
 
 import tokenloom as tl
 from tests.support.stand_ins import Memory, StandIns, record_word
-from tokenloom.backends.base import CombineOptions, DispatchOptions, Upcoming
 from tokenloom.backends.nvlink import backend as backend_module
 from tokenloom.backends.nvlink import buffers as module
 from tokenloom.backends.nvlink import launcher as launcher_module
@@ -25,7 +24,7 @@ from tokenloom.backends.nvlink import outcomes
 from tokenloom.backends.nvlink.buffers import Buffers, control_layout
 from tokenloom.backends.nvlink.launcher import Half, Launcher
 from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT, CAPTURED_SLOT, FAULT, FOLLOWS_A_FAULT, InFlight
-from tokenloom.comm.strategy import Strategy
+from tokenloom.backends.seam import CombineOptions, DispatchOptions, Strategy, Upcoming
 from tokenloom.errors import CapacityOverflow, PeerError, PlanMismatch
 from tokenloom.kernels.barrier.launch import BarrierVariant
 from tokenloom.plan import Plan

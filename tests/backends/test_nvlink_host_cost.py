@@ -14,7 +14,7 @@ import torch
 
 import tokenloom as tl
 from tests.support.stand_ins import StandIns, asked, record_word
-from tokenloom.backends.nvlink.dispatch import Dispatcher
+from tokenloom.backends.nvlink.dispatch import DirectDispatch
 from tokenloom.backends.nvlink.outcomes import Outcomes
 from tokenloom.errors import PeerError
 from tokenloom.runtime.kernel_reports import HostCounts
@@ -176,7 +176,9 @@ def test_an_error_that_is_kept_keeps_no_rows(stand_ins: StandIns, monkeypatch: p
     comm = make_comm(LARGE)
     exact_dispatch(comm, "expert")
     monkeypatch.setattr(Outcomes, "await_counts", lambda *arguments: None)
-    monkeypatch.setattr(Dispatcher, "_settled", lambda *arguments: (_ for _ in ()).throw(PeerError(1, "bad input")))
+    monkeypatch.setattr(
+        DirectDispatch, "_settled", lambda *arguments: (_ for _ in ()).throw(PeerError(1, "bad input"))
+    )
     with pytest.raises(PeerError) as kept:
         exact_dispatch(comm, "expert")
     assert not comm.engine._backend._buffers.any_lent  # type: ignore[attr-defined]
@@ -197,11 +199,11 @@ def test_too_many_rows_for_a_loan(stand_ins: StandIns, monkeypatch: pytest.Monke
     class MadeAgain(Exception):
         pass
 
-    def receive_by_token(dispatcher: Dispatcher, *arguments: Any) -> Any:
-        assert not dispatcher._buffers.any_lent
+    def receive_by_token(dispatch: DirectDispatch, *arguments: Any) -> Any:
+        assert not dispatch._buffers.any_lent
         raise MadeAgain
 
     monkeypatch.setattr(HostCounts, "wait", overflow)
-    monkeypatch.setattr(Dispatcher, "_receive_by_token", receive_by_token)
+    monkeypatch.setattr(DirectDispatch, "_receive_by_token", receive_by_token)
     with pytest.raises(MadeAgain):
         exact_dispatch(comm, "expert")

@@ -6,6 +6,7 @@ A kernel that was told where the tensors of an earlier call are would overwrite 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +15,11 @@ import torch
 
 import tokenloom as tl
 from tests.support.stand_ins import StandIns, Stream
-from tokenloom.backends.base import CombineOptions, DispatchInputs, DispatchOptions, RoutedCounts
 from tokenloom.backends.handshake import combine_fields, dispatch_fields
-from tokenloom.backends.nvlink.dispatch import MOST_KINDS
+from tokenloom.backends.nvlink.dispatch import MAX_KINDS
 from tokenloom.backends.nvlink.loans import Loan
 from tokenloom.backends.nvlink.prepared import check
+from tokenloom.backends.seam import CombineOptions, DispatchKind, DispatchOptions, RoutedCounts, Tokens
 from tokenloom.errors import InvalidArgument
 from tokenloom.plan import Plan
 from tokenloom.runtime.openings import hash_of
@@ -104,8 +105,9 @@ def test_each_dispatch_tells_its_own_tensors(
             assert args.out_weights == address(handle.weights)
             assert (args.out_ids, args.out_places) == (address(handle.local_ids), places[0])
         options = handle.options
-        inputs = DispatchInputs(given.x, None, given.ids, given.weights, False, False, False)
-        assert args.call.options_hash == hash_of(dispatch_fields(handle.number, options, inputs))
+        weights_dtype = None if given.weights is None else given.weights.dtype
+        kind = DispatchKind(options, given.x.dtype, given.ids.dtype, weights_dtype)
+        assert args.call.options_hash == hash_of(dispatch_fields(handle.number, kind))
     do_not_overlap([routed._handle for _, routed in kept])
 
 
@@ -192,12 +194,12 @@ def test_a_larger_buffer_is_another_one(stand_ins: StandIns) -> None:
 def test_kinds_do_not_pile_up(stand_ins: StandIns) -> None:
     """A program may pass another capacity each time."""
     comm, given = make_comm(SMALL), Given(5)
-    for capacity in range(1, 3 * MOST_KINDS):
+    for capacity in range(1, 3 * MAX_KINDS):
         given.dispatch(comm, "expert", capacity=capacity)
         assert last(stand_ins).capacity == capacity
-    assert len(comm.engine._backend._dispatcher._prepared) <= MOST_KINDS + 1  # type: ignore[attr-defined]
+    assert len(comm.engine._backend._dispatcher._prepared) <= MAX_KINDS + 1  # type: ignore[attr-defined]
     (launcher,) = stand_ins.launchers
-    assert len(launcher._all_kernels) <= 2 * MOST_KINDS
+    assert len(launcher._all_kernels) <= 2 * MAX_KINDS
 
 
 @pytest.mark.parametrize("layout", ["expert", "slots"])
@@ -248,12 +250,13 @@ def test_what_a_kind_is(stand_ins: StandIns) -> None:
     """Whatever ranks must agree on, or kernels are made for, makes another kind."""
     comm = make_comm(SMALL)
     dispatcher: Any = comm.engine._backend._dispatcher  # type: ignore[attr-defined]
-    base = DispatchInputs(Given(5).x, None, Given(5).ids, None, False, False, False)
-    kinds = set()
-    for changes in ({}, {"topk_ids": Given(5, INT32).ids}, {"topk_weights": Given(5).weights}, {"x_needs_grad": True}):
-        for options in (DispatchOptions("token", 1, "bounded", 9), DispatchOptions("token", 1, "bounded", 10)):
-            inputs = DispatchInputs(**{**vars(base), **changes})
-            dispatcher.send(options, inputs).receive()
+    given, kinds = Given(5), set()
+    base = DispatchKind(DispatchOptions("token", 1, "bounded", 9), given.x.dtype, given.ids.dtype)
+    for changes in ({}, {"ids_dtype": INT32}, {"weights_dtype": torch.float32}, {"x_needs_grad": True}):
+        for capacity in (9, 10):
+            kind = replace(base, options=replace(base.options, capacity=capacity), **changes)
+            weights = given.weights if kind.weights_dtype is not None else None
+            dispatcher.prepare(kind).send(Tokens(given.x, None, given.ids.to(kind.ids_dtype), weights)).receive()
             kinds.add(len(dispatcher._prepared))
     assert kinds == set(range(1, 9))
 
@@ -295,11 +298,10 @@ def test_counts_of_routes_fit_32_bits(
     which is no overflow."""
     plan, given = Plan(1, 1, 8, 32, max_tokens), Given(5)
     shared: Any = SimpleNamespace(plan=plan, checked=False, buffers=SimpleNamespace(fused=False))
-    inputs = DispatchInputs(given.x, None, given.ids, None, False, False, False)
-    options = DispatchOptions(layout, alignment, "bounded", 1)
+    kind = DispatchKind(DispatchOptions(layout, alignment, "bounded", 1), given.x.dtype, given.ids.dtype)
     if not refused:
-        check(shared, options, inputs)
+        check(shared, kind)
         assert plan.worst_case_rows("expert", alignment) < 2**31
         return
     with pytest.raises(InvalidArgument, match=f"{refused}: places of rows would not fit 32 bits"):
-        check(shared, options, inputs)
+        check(shared, kind)

@@ -17,10 +17,10 @@ from tests.support.layer_cases import LayerCase, make_inputs, make_layer
 from tests.support.toy_backend import ToyBackend, make, toy
 from tokenloom import reference
 from tokenloom.backends import registry
-from tokenloom.backends.base import Capabilities
 from tokenloom.backends.nvlink import registration
 from tokenloom.backends.nvlink.buffers import data_layout
 from tokenloom.backends.registry import Availability, Registration, Request
+from tokenloom.backends.seam import Capabilities
 from tokenloom.plan import Plan
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.rank_group import RankGroup
@@ -322,7 +322,7 @@ def check_toy(context: RankContext) -> None:
                 refuses(context, comm, problem)
                 there_and_back(context, comm, problem, "expert")
                 called = set(comm.engine._backend.called)  # type: ignore[attr-defined]
-            assert called == {"send_dispatch", "send_combine"}
+            assert called == {"dispatch", "combine"}
         layers_run(context)
     with pytest.raises(tl.InvalidArgument, match="backend is 'toy', expected one of auto, nvlink, network, coll"):
         make_comm(context, "toy", problem.plan)
@@ -381,7 +381,7 @@ def layers_run(context: RankContext) -> None:
             assert layer.comm.backend == "toy"
             called = set(layer.comm.engine._backend.called)  # type: ignore[attr-defined]
             gradients = {"send_again", "row_weights", "route_gradients", "send_weight_gradients"}
-            assert called >= {"send_dispatch", "send_combine"} | gradients
+            assert called >= {"dispatch", "combine"} | gradients
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs)
     for strategy, lacks in (

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.bench.fake_deep_ep import SHAPE, FakeBuffer, fake_deep_ep, no_deep_ep
 from tests.conftest import Ranks
 from tokenloom.backends import registry
-from tokenloom.backends.base import Capabilities
+from tokenloom.backends.seam import Capabilities
 from tokenloom.bench.comm import cases, series, traffic
 from tokenloom.bench.comm.calls import CallMaker
 from tokenloom.bench.comm.cases import OPERATIONS, Operation

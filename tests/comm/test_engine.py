@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tokenloom as tl
-from tokenloom.backends.base import Upcoming
+from tokenloom.backends.seam import Upcoming
 from tokenloom.comm import engine as engine_module
 from tokenloom.comm.engine import Engine
 from tokenloom.errors import is_known_to_all
@@ -38,7 +38,10 @@ class FakeBackend:
         self.failing: dict[str, Exception] = {}
         self.sent = 0
 
-    def send_dispatch(self, options: Any, inputs: Any) -> FakePending:
+    def prepare_dispatch(self, kind: Any) -> Any:
+        return self
+
+    def send(self, tokens: Any) -> FakePending:
         self.sent += 1
         self.do(f"send {self.sent}")
         return FakePending(self, self.sent)

@@ -5,14 +5,18 @@ The tests of ``tokenloom.compat.deep_ep`` have single calls. On the emulator and
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 from torch.nn import functional
 
 import tokenloom as tl
 from tests.conftest import Ranks
+from tokenloom.backends import registry
+from tokenloom.backends.seam import Strategy
 from tokenloom.comm.growing import Communicators, Shape
-from tokenloom.comm.strategy import Strategy
 from tokenloom.runtime.processes import RankContext
 from tokenloom.training.pieces import RunOptions
 from tokenloom.training.routed_experts import routed_experts
@@ -96,9 +100,13 @@ def test_a_layer_whose_batches_grow(ranks: Ranks) -> None:
 def check_wide_rows(context: RankContext) -> None:
     shape, made = Shape(EXPERTS, HIDDEN, TOP_K), []
     communicators = Communicators(context.group, dict)
-    for wide in (None, torch.float32, torch.float64):
-        communicators.run(shape._replace(wide=wide), 4, context.device, made.append)
-    assert [comm._request.dtype for comm in made] == [None, torch.float32, torch.float64]
+    wanted: list[Any] = []
+    probe = registry.probe
+    with mock.patch.object(registry, "probe", lambda request: wanted.append(request.dtype) or probe(request)):
+        for wide in (None, torch.float32, torch.float64):
+            communicators.run(shape._replace(wide=wide), 4, context.device, made.append)
+    assert wanted == [None, torch.float32, torch.float64]
+    assert len(set(made)) == 3
     communicators.close()
 
 

@@ -14,8 +14,8 @@ import torch
 import tokenloom as tl
 from tests.conftest import Ranks
 from tests.support.cases import FP32, Case, Problem, each_backend, make_comm, make_problem, same_bits, same_bytes
-from tokenloom.backends.base import CombineOptions, Handle, Pending
-from tokenloom.comm import validation
+from tokenloom.backends.seam import CombineOptions, Handle, Pending
+from tokenloom.comm.checks import DispatchArguments
 from tokenloom.plan import COMBINE_STRATEGIES, DISPATCH_STRATEGIES
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.rank_group import RankGroup
@@ -29,15 +29,10 @@ def send(
 ) -> Pending[tuple[Handle, torch.Tensor]]:
     """The first half of what ``comm.dispatch`` does, in layout "expert"."""
     engine = comm.engine
-    chosen = {"alignment": 1, "sizes": "exact", "capacity": None, "strategy": "dedup"} | options
-    values = (chosen["alignment"], chosen["sizes"], chosen["capacity"], False, False, chosen["strategy"])
+    arguments = DispatchArguments("expert", **{"sizes": "exact", **options})
     engine.begin()
-    return engine.send_dispatch(
-        validation.dispatch_options(comm.plan, engine.capabilities, "expert", *values),
-        validation.dispatch_inputs(
-            comm.plan, engine.capabilities, comm.device, x, ids, weights, copy=True, check_ids=False, to_fp8=False
-        ),
-    )
+    known, tokens = comm.kinds.check_dispatch(arguments, (False, False, True, False, False), x, ids, weights)
+    return engine.send_dispatch(known.kind, tokens)
 
 
 def combine_options(strategy: str) -> CombineOptions:

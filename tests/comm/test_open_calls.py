@@ -20,7 +20,7 @@ from tests.support.cases import (
     same_bits,
     same_routed,
 )
-from tokenloom.comm.pending import OpenCalls, Pending
+from tokenloom.comm.engine import OpenCalls, Pending
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.turns import Turn
 
@@ -301,12 +301,12 @@ def test_what_may_be_open() -> None:
 
     def send() -> Pending[int]:
         calls.require_room()
-        calls.opened()
+        calls.count += 1
         return Pending(lambda: 1, calls, "dispatch", lambda: None)
 
     def one_piece() -> None:
         calls.require_room()
-        calls.opened()
+        calls.count += 1
 
     first, second = send(), send()
     with pytest.raises(tl.InvalidArgument, match="sent 2 calls ago"):
@@ -330,7 +330,7 @@ def test_a_dropped_call_is_finished_once() -> None:
         finished.append(1)
         raise tl.PeerError(1, "no memory")
 
-    calls.opened()
+    calls.count += 1
     Pending(lambda: 1, calls, "combine", discard)
     with pytest.raises(tl.InvalidArgument, match="an earlier combine was dropped"):
         calls.require_room()

@@ -20,7 +20,7 @@ from tests.support.nvlink_cases import launcher_of
 from tests.support.strategies import combine_by
 from tests.support.wire import count_wire
 from tests.training.test_routed_experts import POOL, layers_of, one_step
-from tokenloom.comm.strategy import STRATEGY_OF_MODE, Strategy
+from tokenloom.backends.seam import STRATEGY_OF_MODE, Strategy
 from tokenloom.kernels.dispatch.launch import DispatchVariant
 from tokenloom.plan import COMBINE_STRATEGIES, DISPATCH_STRATEGIES
 from tokenloom.runtime.processes import RankContext

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenloom.backends.base import DispatchOptions
 from tokenloom.backends.nvlink.handle import NvlinkHandle
 from tokenloom.backends.nvlink.results import Results
+from tokenloom.backends.seam import DispatchOptions
 from tokenloom.plan import Plan
 from tokenloom.runtime.streams import SideStream, tensors_in
 

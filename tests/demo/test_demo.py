@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.conftest import Ranks
-from tokenloom.backends.base import Pending
-from tokenloom.comm.engine import Engine
+from tokenloom.backends.collective import PreparedCombineByCollective
+from tokenloom.backends.seam import Pending
 from tokenloom.demo import check, train
 from tokenloom.demo.compare import Difference, compare, merge
 from tokenloom.demo.model import ModelSize
@@ -80,13 +80,13 @@ class SlightlyWrong:
 
 def check_with_a_wrong_combine(context: RankContext) -> list[Difference]:
     """Check while every combine of rank 0 is slightly wrong."""
-    real = Engine.send_combine
+    real = PreparedCombineByCollective.send
 
-    def wrong(engine: Engine, *arguments: Any, **options: Any) -> Pending[torch.Tensor]:
-        pending = real(engine, *arguments, **options)
+    def wrong(prepared: PreparedCombineByCollective, *arguments: Any, **options: Any) -> Pending[torch.Tensor]:
+        pending = real(prepared, *arguments, **options)
         return SlightlyWrong(pending) if context.rank == 0 else pending
 
-    with mock.patch.object(Engine, "send_combine", wrong):
+    with mock.patch.object(PreparedCombineByCollective, "send", wrong):
         return check.check_on_rank(context, 8, seed=0)[1]
 
 

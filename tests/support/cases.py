@@ -17,7 +17,7 @@ import torch
 import tokenloom as tl
 from tests.conftest import Ranks
 from tokenloom import reference
-from tokenloom.comm.strategy import default_mode
+from tokenloom.backends.seam import default_mode
 from tokenloom.ops import routing
 from tokenloom.plan import Plan
 from tokenloom.runtime.processes import RankContext

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import tokenloom as tl
-from tokenloom.backends.base import CombineOptions, Upcoming
+from tokenloom.backends.seam import CombineKind, CombineOptions, Upcoming
 from tokenloom.comm import autograd
 
 
@@ -22,4 +22,6 @@ def combine_by(
     options = CombineOptions(weights is not None, y.dtype, y.dtype, needs_grad, strategy)
     engine.begin()
     with engine.sequence(Upcoming("combine")):
-        return autograd.combine(engine, routed._handle, y.view(-1, comm.plan.hidden), weights, options)
+        handle, rows = routed._handle, y.view(-1, comm.plan.hidden)
+        prepared = engine.prepare_combine(CombineKind(routed.layout, y.dtype, options), handle.number)
+        return autograd.send_combine(engine, handle, prepared, rows, weights, options).receive()

@@ -8,19 +8,21 @@ from typing import Any
 
 import torch
 
-from tokenloom.backends.base import (
+from tokenloom.backends.collective import CollectiveBackend
+from tokenloom.backends.registration import Availability, Registration, Request
+from tokenloom.backends.seam import (
     Capabilities,
-    CombineOptions,
-    DispatchInputs,
+    CombineKind,
+    DispatchKind,
     DispatchOptions,
-    OwnOutputs,
+    DispatchOut,
+    OutputOwner,
     RoutedCounts,
     Rows,
+    Tokens,
     Upcoming,
     Wait,
 )
-from tokenloom.backends.collective import CollectiveBackend
-from tokenloom.backends.registration import Availability, Registration, Request
 from tokenloom.plan import Plan
 from tokenloom.runtime.rank_group import RankGroup
 
@@ -67,32 +69,44 @@ class ToyBackend:
         self._handles: dict[int, Any] = {}
         self.called: list[str] = []
 
-    def send_dispatch(self, options: DispatchOptions, inputs: DispatchInputs) -> _Receives:
-        self.called.append("send_dispatch")
-        pending = self._inner.send_dispatch(options, inputs)
+    def prepare_dispatch(self, kind: DispatchKind) -> _Sends:
+        prepared = self._inner.prepare_dispatch(kind)
 
-        def receive() -> tuple[ToyHandle, torch.Tensor]:
-            inner, rows = pending.receive()
-            self._handles[inner.number] = inner
-            names = ToyHandle.__dataclass_fields__
-            return ToyHandle(**{name: getattr(inner, name) for name in names}), rows
+        def send(tokens: Tokens, out: DispatchOut | None = None, stream: int | None = None) -> _Receives:
+            self.called.append("dispatch")
+            pending = prepared.send(tokens, out)
 
-        return _Receives(receive)
+            def receive() -> tuple[ToyHandle, torch.Tensor]:
+                inner, rows = pending.receive()
+                self._handles[inner.number] = inner
+                names = ToyHandle.__dataclass_fields__
+                return ToyHandle(**{name: getattr(inner, name) for name in names}), rows
 
-    def send_combine(
+            return _Receives(receive)
+
+        return _Sends(send)
+
+    def prepare_combine(self, kind: CombineKind, number: int) -> _Sends:
+        prepared = self._inner.prepare_combine(kind, number)
+
+        def send(handle: ToyHandle, *given: Any) -> Any:
+            self.called.append("combine")
+            return prepared.send(self._handles[handle.number], *given)
+
+        return _Sends(send)
+
+    def ready(self, waits: bool = False) -> int | None:
+        return self._inner.ready(waits)
+
+    def send_again(
         self,
         handle: ToyHandle,
-        rows: torch.Tensor,
-        weights: torch.Tensor | None,
-        options: CombineOptions,
-        out: torch.Tensor | None = None,
-        alone: bool = False,
-        split: bool = False,
+        values: Rows,
+        strategy: str = "dedup",
+        owner: OutputOwner = False,
+        stream: int | None = None,
     ) -> Any:
-        return self._call("send_combine", handle, rows, weights, options, out, alone, split)
-
-    def send_again(self, handle: ToyHandle, values: Rows, strategy: str = "dedup", own: OwnOutputs = False) -> Any:
-        return self._call("send_again", handle, values, strategy, own)
+        return self._call("send_again", handle, values, strategy, owner)
 
     def send_rows(self, handle: ToyHandle, values: torch.Tensor, strategy: str = "dedup") -> Any:
         return self._call("send_rows", handle, values, strategy)
@@ -135,6 +149,13 @@ class ToyBackend:
     def close(self) -> None:
         self.called.append("close")
         self._inner.close()
+
+
+@dataclass(frozen=True)
+class _Sends:
+    send: Callable[..., Any]
+    is_stale: bool = False
+    waits: bool = True
 
 
 @dataclass(frozen=True)

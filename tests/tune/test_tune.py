@@ -24,6 +24,7 @@ from tests.cli.borrowed import borrowed
 from tests.conftest import Ranks
 from tests.support.defaults import caller_default
 from tokenloom.backends.collective import CollectiveBackend
+from tokenloom.backends.seam import CombineKind, DispatchKind
 from tokenloom.bench import tune
 from tokenloom.bench.comm import traffic
 from tokenloom.cli import app
@@ -108,8 +109,9 @@ class Meter:
 
             def call(*args: Any, **options: Any) -> Any:
                 """The strategy comes last, or in the options."""
+                given = [arg.options if isinstance(arg, DispatchKind | CombineKind) else arg for arg in args]
                 (strategy,) = (
-                    each for each in (getattr(arg, "strategy", arg) for arg in args) if isinstance(each, str)
+                    each for each in (getattr(arg, "strategy", arg) for arg in given) if isinstance(each, str)
                 )
                 self.us += COSTS[operation, strategy]
                 return real(*args, **options)
@@ -121,6 +123,7 @@ class Meter:
             mock.patch.object(profiler, "gemms_for", return_value=self),
             counted("send_dispatch", "dispatch"),
             counted("send_combine", "combine"),
+            counted("prepare_combine", "combine"),
             counted("combine_gradient", "dispatch"),
         ):
             yield

@@ -19,20 +19,23 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from tokenloom.backends.base import (
-    Capabilities,
-    CombineOptions,
-    DispatchInputs,
-    DispatchOptions,
-    OwnOutputs,
-    Rows,
-    Upcoming,
-    Wait,
-)
 from tokenloom.backends.collective_handle import CollectiveHandle, Sizes, rows_without, terms_without
 from tokenloom.backends.exchange import Arriving, ArrivingSum, Exchange, FlatExchange, SumOnArrival
 from tokenloom.backends.handshake import combine_fields, dispatch_fields, gradient_fields, handshake
 from tokenloom.backends.registration import Availability, Registration, Request
+from tokenloom.backends.seam import (
+    Capabilities,
+    CombineKind,
+    CombineOptions,
+    DispatchKind,
+    DispatchOptions,
+    DispatchOut,
+    OutputOwner,
+    Rows,
+    Tokens,
+    Upcoming,
+    Wait,
+)
 from tokenloom.errors import CapacityOverflow
 from tokenloom.ops import routing
 from tokenloom.ops.quant import quantize_fp8
@@ -78,6 +81,43 @@ class _Arrival:
         return rows if self.counts is None else rows_without(ranks, self.counts, rows)
 
 
+class PreparedByCollective:
+    """Dispatches of one kind, each of which prepares itself.
+
+    Args:
+        backend: makes them. kind: of all calls.
+    """
+
+    is_stale, waits = False, True
+
+    def __init__(self, backend: CollectiveBackend, kind: DispatchKind) -> None:
+        self._backend, self._kind = backend, kind
+
+    def send(
+        self, tokens: Tokens, out: DispatchOut | None = None, stream: int | None = None
+    ) -> Sent[tuple[CollectiveHandle, torch.Tensor]]:
+        return self._backend.send_dispatch(self._kind, tokens, out)
+
+
+class PreparedCombineByCollective:
+    """Combines of one kind; arguments as in :class:`PreparedByCollective`."""
+
+    is_stale = False
+
+    def __init__(self, backend: CollectiveBackend, kind: CombineKind) -> None:
+        self._backend, self._options = backend, kind.options
+
+    def send(
+        self,
+        handle: CollectiveHandle,
+        rows: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        stream: int | None = None,
+    ) -> Sent[torch.Tensor]:
+        return self._backend.send_combine(handle, rows, weights, self._options, out)
+
+
 class CollectiveBackend:
     """Dispatch and combine over ``all_to_all_single``. The payload travels between the halves of a call.
 
@@ -99,24 +139,36 @@ class CollectiveBackend:
 
     # -- dispatch -------------------------------------------------------------------------------------------
 
+    def prepare_dispatch(self, kind: DispatchKind) -> PreparedByCollective:
+        return PreparedByCollective(self, kind)
+
+    def prepare_combine(self, kind: CombineKind, number: int) -> PreparedCombineByCollective:
+        return PreparedCombineByCollective(self, kind)
+
+    def ready(self, waits: bool = False) -> int | None:
+        self.check("nothing")
+        return None
+
     def send_dispatch(
-        self, options: DispatchOptions, inputs: DispatchInputs
+        self, kind: DispatchKind, tokens: Tokens, out: DispatchOut | None
     ) -> Sent[tuple[CollectiveHandle, torch.Tensor]]:
-        ids = routing.without_ranks(inputs.topk_ids, self._ranks.masked, self._plan)
+        """Open a dispatch, and send its metadata and rows."""
+        options = kind.options
+        x, scales, topk_ids, topk_weights = tokens
+        ids = routing.without_ranks(topk_ids, self._ranks.masked, self._plan)
         send = routing.send_map(ids, self._plan)
-        fields = dispatch_fields(self._ranks.step, options, inputs)
-        told = self._exchange.counts(send, len(inputs.x))
+        fields = dispatch_fields(self._ranks.step, kind)
+        told = self._exchange.counts(send, len(x))
         table = self._open(fields, torch.cat([send.rows_per_rank, send.routes_per_expert, told]))
         rows, routes, told_by_rank = np.split(table, np.cumsum([self._plan.num_ranks, self._plan.num_experts]), axis=1)
         self._check_capacity(options, rows, routes)
-        absent, num_tokens = self._absent, len(inputs.x)
+        absent, num_tokens = self._absent, len(x)
         number = self._ranks.step  # a rank that comes back counts on from the same step
         with self._ranks.telling():
             sizes = self._sizes(send, rows, routes, self._exchange.legs(rows, told_by_rank))
-            x, scales = inputs.x, inputs.scales
             if options.to_fp8:
                 x, scales = quantize_fp8(x, power_of_two_scales=options.power_of_two_scales)
-            words, split = self._metadata(ids, inputs.topk_weights, scales)
+            words, split = self._metadata(ids, topk_weights, scales)
             metadata, payload = self._send_dispatch(sizes, x, options.strategy, words)
 
         def wait() -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,14 +178,14 @@ class CollectiveBackend:
             with self._ranks.telling():
                 words, _ = wait()
                 lost = metadata.lost | payload.arriving.lost
-                tokens, local_ids, weights, received_scales = split(rows_without(lost, sizes.received, words))
+                row_tokens, local_ids, weights, received_scales = split(rows_without(lost, sizes.received, words))
                 received = sizes.without(lost)
                 placement = self._place(options, received, local_ids)
-                what_came = (received, local_ids, weights, received_scales, placement, tokens)
+                what_came = (received, local_ids, weights, received_scales, placement, row_tokens)
                 handle = CollectiveHandle(options, number, num_tokens, *what_came, absent | lost)
                 arrived = payload.place(handle, payload.without(lost))
-                if inputs.out is not None:
-                    handle.write_to(inputs.out, arrived)
+                if out is not None:
+                    handle.write_to(out, arrived)
                 return handle, arrived
 
         return Sent(wait, finish)
@@ -280,12 +332,12 @@ class CollectiveBackend:
         rows: torch.Tensor,
         weights: torch.Tensor | None,
         options: CombineOptions,
-        out: torch.Tensor | None = None,
-        alone: bool = False,
-        split: bool = False,
+        out: torch.Tensor | None,
     ) -> Sent[torch.Tensor]:
+        """Open a combine, and send the terms of its sums home."""
         if options.weighted and weights is None:
             weights = handle.topk_weights
+        rows = rows.view(-1, rows.shape[-1])
         self._open(combine_fields(handle.number, options))
         with self._ranks.telling():
             home = self._send_home(handle, rows, weights, options)
@@ -336,7 +388,12 @@ class CollectiveBackend:
     # -- gradients ------------------------------------------------------------------------------------------
 
     def send_again(
-        self, handle: CollectiveHandle, values: Rows, strategy: str = "dedup", own: OwnOutputs = False
+        self,
+        handle: CollectiveHandle,
+        values: Rows,
+        strategy: str = "dedup",
+        owner: OutputOwner = False,
+        stream: int | None = None,
     ) -> Sent[Any]:
         if isinstance(values, torch.Tensor):
             return self._gradient(handle, "rows again", lambda: self._send_places(handle.sizes, values, strategy))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tokenloom.backends.base import DispatchOptions, DispatchOut, RoutedCounts
+from tokenloom.backends.seam import DispatchOptions, DispatchOut, RoutedCounts
 from tokenloom.ops import routing
 from tokenloom.ops.quant.scale_layouts import lay_out_scales
 from tokenloom.plan import ROUTE_LAYOUTS

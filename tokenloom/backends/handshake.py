@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tokenloom.backends.base import CombineOptions, DispatchInputs, DispatchOptions
+from tokenloom.backends.seam import CombineOptions, DispatchKind, DispatchOptions
 from tokenloom.runtime.openings import NUMBER, Field, Fields
 from tokenloom.runtime.rank_group import RankGroup
 
@@ -40,17 +40,21 @@ def handshake(
     return table.numpy(), absent
 
 
-def dispatch_fields(number: int, options: DispatchOptions, inputs: DispatchInputs) -> dict[str, Field]:
-    """What ranks must agree on in a dispatch, the ``number``-th of its communicator."""
+def dispatch_fields(number: int, kind: DispatchKind, meant: DispatchOptions | None = None) -> dict[str, Field]:
+    """What ranks must agree on in a dispatch, the ``number``-th of its communicator.
+
+    Args:
+        meant: options that the user asked for, where this dispatch is a part of that call.
+    """
     return {
         "call": "dispatch",
         NUMBER: number,
-        **vars(options),
-        "x.dtype": inputs.x.dtype,
-        "packed scales": inputs.scale_words,
-        "topk_weights.dtype": None if inputs.topk_weights is None else inputs.topk_weights.dtype,
-        "x.requires_grad": inputs.x_needs_grad,
-        "topk_weights.requires_grad": inputs.weights_need_grad,
+        **vars(meant or kind.options),
+        "x.dtype": kind.x_dtype,
+        "packed scales": kind.scale_words,
+        "topk_weights.dtype": kind.weights_dtype,
+        "x.requires_grad": kind.x_needs_grad,
+        "topk_weights.requires_grad": kind.weights_need_grad,
     }
 
 

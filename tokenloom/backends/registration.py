@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tokenloom.backends.base import Backend, Capabilities
+from tokenloom.backends.seam import Backend, Capabilities
 from tokenloom.plan import Plan
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.topology import Topology

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from tokenloom.backends import collective, gin, network, nvlink, padded
-from tokenloom.backends.base import TRANSPORTS, Backend, Capabilities
 from tokenloom.backends.nvlink import DEFAULT_SMS, MAX_SMS
 from tokenloom.backends.registration import Availability, Registration, Request
+from tokenloom.backends.seam import TRANSPORTS, Backend, Capabilities
 from tokenloom.errors import (
     BackendUnavailable,
     CommunicatorBroken,

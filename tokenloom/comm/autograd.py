@@ -7,10 +7,17 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from tokenloom.backends.base import CombineOptions, Handle, Pending, Upcoming
+from tokenloom.backends.seam import (
+    SWAPPED,
+    CombineOptions,
+    Handle,
+    Pending,
+    PreparedCombine,
+    Upcoming,
+    gradient_of_dispatch,
+)
 from tokenloom.comm.engine import Engine
-from tokenloom.comm.strategy import SWAPPED, gradient_of_dispatch
-from tokenloom.comm.torch_modes import settled
+from tokenloom.runtime.torch_modes import settled
 
 
 def dispatched(
@@ -25,24 +32,22 @@ def ticket(tensor: torch.Tensor) -> torch.Tensor:
     return _Ticket.apply(tensor)
 
 
-def combine(
-    engine: Engine, handle: Handle, rows: torch.Tensor, weights: torch.Tensor | None, options: CombineOptions
-) -> torch.Tensor:
-    """rows [places, H], received weights [R, K] or None -> [T, H]."""
-    return send_combine(engine, handle, rows, weights, options, split=False).receive()
-
-
 def send_combine(
     engine: Engine,
     handle: Handle,
+    prepared: PreparedCombine,
     rows: torch.Tensor,
     weights: torch.Tensor | None,
     options: CombineOptions,
-    split: bool,
+    stream: int | None = None,
 ) -> Pending[torch.Tensor]:
-    """The first half of :func:`combine`. ``receive`` gives [T, H], with a graph."""
+    """Send rows [places, H], with received weights [R, K] or None, home. ``receive`` gives [T, H], with a graph.
+
+    Args:
+        prepared: sends them. options: its own. stream: what the engine's ``ready`` has just given, or None.
+    """
     sent: list[Pending[torch.Tensor]] = []
-    return _Home(sent, _SendCombine.apply(engine, handle, rows, weights, options, split, sent))
+    return _Home(sent, _SendCombine.apply(engine, handle, prepared, rows, weights, options, stream, sent))
 
 
 def row_weights(engine: Engine, handle: Handle, weights: torch.Tensor, num_places: int) -> torch.Tensor:
@@ -154,16 +159,17 @@ class _SendCombine(torch.autograd.Function):
         ctx: Any,
         engine: Engine,
         handle: Handle,
+        prepared: PreparedCombine,
         rows: torch.Tensor,
         weights: torch.Tensor | None,
         options: CombineOptions,
-        split: bool,
+        stream: int | None,
         sent: list[Pending[torch.Tensor]],
     ) -> torch.Tensor:
         ctx.engine, ctx.handle, ctx.options, ctx.rows_dtype = engine, handle, options, rows.dtype
-        needs_dots = weights is not None and ctx.needs_input_grad[3]
+        needs_dots = weights is not None and ctx.needs_input_grad[4]
         ctx.save_for_backward(rows if needs_dots else None, weights)
-        sent.append(engine.send_combine(handle, rows, weights, options, split=split))
+        sent.append(engine.opened(prepared.send(handle, rows, weights, None, stream)))
         return rows.new_empty((), dtype=options.out_dtype).expand(handle.num_tokens, rows.shape[1])
 
     @staticmethod
@@ -177,7 +183,7 @@ class _SendCombine(torch.autograd.Function):
             )
         if grad_weights is not None:
             grad_weights = grad_weights.to(weights.dtype)
-        return None, None, grad_rows if ctx.needs_input_grad[2] else None, grad_weights, None, None, None
+        return None, None, None, grad_rows if ctx.needs_input_grad[3] else None, grad_weights, None, None, None
 
 
 class _RowWeights(torch.autograd.Function):

@@ -1,291 +1,741 @@
-"""The calls of a communicator: dispatch and combine, in one piece and in halves."""
+"""The calls of a communicator: one road for all of them.
+
+A call is looked up by its kind: its options, the dtypes of its tensors, which tensors there are, and whether gradients
+are wanted. A glance that was built for the kind says whether the tensors are right. Then the call is sent by what was
+prepared for the kind, and received. The first call of a kind, and one that the glance does not like, is checked whole
+before it is sent. Faults, streams, profiles and halves are around that road (engine.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
-from math import prod
-from typing import Any, Literal
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch.nn import functional
 
-from tokenloom.backends.base import DispatchOut
-from tokenloom.comm import autograd, validation
-from tokenloom.comm.bias import BiasedCombineCall, biases
-from tokenloom.comm.engine import Engine
-from tokenloom.comm.graph_breaks import breaks_graph
-from tokenloom.comm.halves import CombineCall, DispatchCall
-from tokenloom.comm.pending import Pending
-from tokenloom.comm.routed import Layout, Routed
-from tokenloom.comm.strategy import default_mode
-from tokenloom.comm.usual import UsualCalls
-from tokenloom.errors import InvalidArgument
-from tokenloom.plan import ROUTE_LAYOUTS
+from tokenloom.backends.seam import (
+    STRATEGY_OF_MODE,
+    CombineKind,
+    CombineOptions,
+    DispatchKind,
+    DispatchOut,
+    PreparedCombine,
+    PreparedDispatch,
+    Tokens,
+    Upcoming,
+    default_mode,
+)
+from tokenloom.comm import autograd, checks
+from tokenloom.comm.checks import CombineArguments, DispatchArguments
+from tokenloom.comm.engine import COMBINE_RANGE, DISPATCH_RANGE, Engine, Pending, profiler_range
+from tokenloom.comm.routed import Routed
+from tokenloom.errors import DtypeMismatch, InvalidArgument, NotDifferentiable
+from tokenloom.ops import routing
+from tokenloom.plan import ROUTE_LAYOUTS, align_up
+from tokenloom.runtime.torch_modes import PLAIN, as_in_first_half, require_no_tangent, settled
 
-Sizes = Literal["exact", "bounded"]
-Mode = Literal["per_rank", "per_route", "per_node"]
-ScaleLayout = Literal["rows", "columns", "packed"]
-Copies = Literal["if_needed"]
+MAX_KINDS = 64
+"""Kinds of calls that are remembered. A program has a few, unless it passes another capacity each time."""
+WIDTH_UNIT = 4
+"""Float32 values of which narrow rows have a multiple: every backend moves 16 bytes."""
+is_grad_enabled = torch.is_grad_enabled
 
 
-class Calls:
-    """What a communicator does with tokens.
+class KnownDispatch(NamedTuple):
+    """Dispatches of a kind that was checked and prepared.
 
     Attributes:
-        engine: its calls as layers make them.
+        kind: of all of them.
+        prepared: sends them.
+        fits: the glance, see :func:`tokenloom.comm.checks.dispatch_glance`.
     """
 
-    engine: Engine
+    kind: DispatchKind
+    prepared: PreparedDispatch
+    fits: Callable[[Any, Any, Any, Any, Any], bool]
 
-    @cached_property
-    def usual(self) -> UsualCalls | None:
-        """Calls that take the short way, where the backend has one: for callers with a longer way of their own."""
-        backend = self.engine.makes_usual_calls
-        return None if backend is None else UsualCalls(self.engine, backend)
 
-    @cached_property
-    def _default_mode(self) -> str:
-        return default_mode(self.engine.capabilities)
+class KnownCombine(NamedTuple):
+    """Combines of a kind that was checked and prepared; attributes as in :class:`KnownDispatch`."""
 
-    @breaks_graph
+    kind: CombineKind
+    prepared: PreparedCombine
+    fits: Callable[[Any, Any, tuple[int, ...], int, Any], bool]
+
+
+class Kinds:
+    """The kinds of calls that one communicator has checked and prepared.
+
+    Args:
+        engine: of the communicator.
+
+    Attributes:
+        combines: known combines, by what :meth:`CombineCall.find` looks up.
+        default_mode: order of the sums of a combine that names none.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.combines: dict[object, KnownCombine] = {}
+        self.default_mode = default_mode(engine.capabilities)
+        self._dispatches: dict[object, KnownDispatch] = {}
+
+    def find_dispatch(
+        self,
+        arguments: DispatchArguments,
+        mode: tuple[Any, ...],
+        x: Any,
+        scales: Any,
+        topk_ids: Any,
+        weights: Any,
+        out: Any = None,
+    ) -> KnownDispatch | None:
+        """Look a dispatch up, and glance at its tensors. None: it has to be checked.
+
+        Args:
+            arguments: options as the caller passed them.
+            mode: the last fields of a :class:`DispatchKind`, from ``x_needs_grad`` on.
+            x, scales, topk_ids, weights: plain tensors, or None. out: as the caller passed it.
+        """
+        weights_dtype = None if weights is None else weights.dtype
+        _, alignment, _, capacity, to_fp8, powers, _, _ = arguments
+        # Types as well: True is no number of rows, and 1 is not True.
+        types = (alignment.__class__, capacity.__class__, to_fp8.__class__, powers.__class__)
+        try:
+            known = self._dispatches.get(
+                (arguments, types, mode, x.dtype, topk_ids.dtype, weights_dtype, scales is None)
+            )
+        except TypeError:  # a list, say, cannot be looked up
+            return None
+        if known is None or known.prepared.is_stale:
+            return None
+        try:
+            return known if known.fits(x, scales, topk_ids, weights, out) else None
+        except (ValueError, RuntimeError):  # of one dimension, or a nested or sparse tensor
+            return None
+
+    def check_dispatch(
+        self,
+        arguments: DispatchArguments,
+        mode: tuple[Any, ...],
+        x: Any,
+        topk_ids: Any,
+        weights: Any,
+        out: Any = None,
+    ) -> tuple[KnownDispatch, Tokens]:
+        """Check a dispatch whole, and prepare its kind. Collective where that makes memory.
+
+        Args:
+            arguments, mode, x, topk_ids, weights, out: as in :meth:`find_dispatch`, x with its scales.
+
+        Raises:
+            TokenloomError: what ``Communicator.dispatch`` says of bad input.
+        """
+        engine = self.engine
+        plan, able, device = engine.plan, engine.capabilities, engine.ranks.device
+        options = checks.dispatch_options(plan, able, arguments)
+        tokens, words = checks.dispatch_tokens(plan, able, device, options, x, topk_ids, weights)
+        x, scales, topk_ids, weights = tokens
+        weights_dtype = None if weights is None else weights.dtype
+        kind = DispatchKind(options, x.dtype, topk_ids.dtype, weights_dtype, scales is not None, words, *mode)
+        if out is not None:
+            checks.dispatch_out(plan, kind, out, device)
+        engine.require_room()  # before memory is made
+        known = KnownDispatch(kind, engine.prepare_dispatch(kind), checks.dispatch_glance(plan, able, device, kind))
+        if checks.can_glance(kind, able):
+            if len(self._dispatches) >= MAX_KINDS:
+                self._dispatches.clear()
+            key = (arguments, arguments.types, mode, x.dtype, topk_ids.dtype, weights_dtype, scales is None)
+            self._dispatches[key] = known
+        return known, tokens
+
     def dispatch(
-        self,
-        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor | None = None,
-        *,
-        layout: Layout = "expert",
-        alignment: int = 1,
-        sizes: Sizes | None = None,
-        capacity: int | None = None,
-        copy: bool | Copies = False,
-        to_fp8: bool = False,
-        power_of_two_scales: bool = False,
-        scale_layout: ScaleLayout = "rows",
-        strategy: str = "dedup",
-        out: DispatchOut | None = None,
-    ) -> Routed:
-        """Send each token to the ranks that hold its experts. Differentiable in x and topk_weights.
+        self, arguments: DispatchArguments, mode: tuple[Any, ...], x: Any, topk_ids: Any, weights: Any
+    ) -> tuple[KnownDispatch, Tokens]:
+        """Look a dispatch of a layer up, or check it; see :meth:`check_dispatch`."""
+        are_plain = x.__class__ in PLAIN and topk_ids.__class__ in PLAIN and weights.__class__ in PLAIN
+        known = self.find_dispatch(arguments, mode, x, None, topk_ids, weights) if are_plain else None
+        if known is not None:
+            return known, Tokens(x, None, topk_ids, weights)
+        return self.check_dispatch(arguments, mode, x, topk_ids, weights)
+
+
+class Call(ABC):
+    """One call of a communicator, made once.
+
+    Args:
+        owner: the communicator.
+        kinds: that it knows.
+
+    Attributes:
+        name: for errors: "dispatch", "combine", ...
+        range_name: of the profiler.
+        waits: the host waits for the call, once it was found.
+        split: it is made in halves.
+    """
+
+    name: str
+    range_name: ClassVar[str]
+    waits = False
+    split = False
+    _sent: Any
+
+    def __init__(self, owner: object, kinds: Kinds) -> None:
+        self.owner, self.kinds, self.engine = owner, kinds, kinds.engine
+
+    def run(self) -> Any:
+        """Make the whole call: its result."""
+        engine = self.engine
+        turn = engine.ranks.turn
+        if not (engine.is_plain() and turn.take()):
+            return self._run_in_sequence()
+        try:
+            is_known = self.find()
+            stream = engine.ready(self.waits)
+            opened = engine.open_calls.count
+            try:
+                if not is_known:
+                    self.check()
+                    stream = None
+                self.send(stream)
+                return self.receive()
+            except BaseException:
+                # Once the call was open, nothing is left to open whose failure others would wait for.
+                upcoming = [] if engine.open_calls.count > opened else [self.upcoming()]
+                with engine.sequence(*upcoming):
+                    raise
+        finally:
+            turn.leave()
+
+    def _run_in_sequence(self) -> Any:
+        """The same where something is around the call: a profiler, another device, declared calls, another thread."""
+        engine = self.engine
+        engine.begin()
+        with profiler_range(self.range_name), engine.sequence(self.upcoming()):
+            if not self.find():
+                self.check()
+            self.send(None)
+            return self.receive()
+
+    @abstractmethod
+    def upcoming(self) -> Upcoming:
+        """The call as the ranks open it.
+
+        Its options are those that can be told, as arguments may be wrong here: the others may make a buffer.
+        """
+
+    @abstractmethod
+    def find(self) -> bool:
+        """Look the call up by its kind, and glance at its tensors: whether it can be sent."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Check the call whole, and prepare its kind.
+
+        Raises:
+            TokenloomError: bad input.
+        """
+
+    @abstractmethod
+    def send(self, stream: int | None) -> None:
+        """Open the call, and send its rows.
 
         Args:
-            x: [T, H] bfloat16, float16, float32 or float64; or (float8_e4m3fn [T, H], float32 scales [T, H / 128]);
-                or (float8_e4m3fn [T, H], int32 [T, n]), n at most H / 128, the same on all ranks: packed scales, whose
-                words travel as they are.
-                T may differ per rank and may be 0.
-            topk_ids: int32 or int64 [T, K]; -1 is an unused place; an expert may appear twice in a row. Do not change
-                it before combine and backward are done.
-            topk_weights: float32 [T, K] (float64 beside float64 x, without to_fp8), or None. Ignored where the id
-                is -1.
-            layout: how the received rows lie, "expert", "token", "rank" or "slots"; see docs/reference/semantics.md.
-            alignment: rows of which each expert's group is a multiple; the rest is zeros (layout "expert").
-            sizes: "exact": outputs have their exact size, known on the host. "bounded": outputs have ``capacity``
-                rows and counts stay on the device; rows beyond ``num_rows`` are unspecified. By default "exact",
-                except for layout "slots", which is always bounded.
-            capacity: most rows; in layout "slots" S, the places of each expert. By default exact sizes have no limit
-                and bounded ones the worst case. But layout "expert" has no default there, and layout "slots" has
-                ``W * max_tokens_per_rank``: enough unless tokens name an expert twice.
-            copy: make outputs ordinary tensors of your own, even where a backend hands out views of its buffers.
-                "if_needed": outputs are yours as long as you hold them. But rows and scales may lie in a buffer that
-                later calls then leave alone, which costs no copy. While you hold such rows, others are copied. Let go
-                of them on the stream that was current, as PyTorch wants it of all memory; ``record_stream`` does not
-                help. Not beside calls in halves, except those of layout "slots".
-            to_fp8: quantise x to E4M3 with a scale per 128 values on its way (H a multiple of 128). The result is
-                that of ``dispatch(quantize_fp8(x), ...)``, bit for bit. The rows have no gradient, so x may not
-                require one; topk_weights may.
-            power_of_two_scales: with ``to_fp8``, round scales up to powers of two, as ``quantize_fp8`` does.
-            scale_layout: how the scales of FP8 rows lie in layout "slots". "rows": float32 [L, S, H / 128],
-                contiguous. "columns": the same shape with strides (S * H / 128, 1, S), as masked grouped GEMMs take
-                it. "packed": int32 [L, S, n] with n = ceil(H / 512) and strides (S * n, 1, S). A word has four
-                exponents e for scales of 2 ** (e - 127), the first in the lowest byte, 0 behind the last. "packed"
-                needs ``power_of_two_scales``, or given scales that are powers of two.
-            strategy: what carries the payload, as ``tokenloom.Strategy`` says. Results do not depend on it. "nvlink"
-                has others than "dedup" in layout "expert" only, and "all_gather" neither for FP8 nor in a CUDA graph.
-            out: tensors of your own to write results to, for bounded sizes with gradients disabled.
-
-        Returns:
-            The rows of this rank with their counts. On "nvlink" with gradients disabled and without ``copy``, the
-            tensors are views, except those given by ``out``. Views last until the second next dispatch of this
-            communicator.
-
-        Raises:
-            ShapeMismatch, DtypeMismatch, DeviceMismatch, InvalidArgument, InvalidExpertId, NotDifferentiable: bad
-                input on this rank; nothing was received.
-            PeerError: bad input on another rank; nothing was received.
-            PlanMismatch: the ranks passed different options; nothing was received.
-            CapacityOverflow: more rows than ``capacity``. Exact sizes: nothing is handed out. Bounded sizes: raised by
-                a later call or ``check``; meanwhile combine gives NaN for the tokens concerned.
-            PeerTimeout, CommunicatorBroken: another rank is missing, or was at an earlier call.
+            stream: what the engine's ``ready`` has just given, or None.
         """
-        values = (layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy, scale_layout)
-        usual = self.usual
-        if usual is not None:
-            routed = usual.dispatch(self, x, topk_ids, topk_weights, values, out, copy)
-            if routed is not None:
-                return routed
-        call = DispatchCall(self, self.engine, (x, topk_ids, topk_weights), values, copy, out)
-        result = call.run()
-        if usual is not None:
-            usual.learn_dispatch(values, call.options, call.inputs, copy)
-        return result
 
-    @breaks_graph
-    def send_dispatch(
+    @abstractmethod
+    def receive(self) -> Any:
+        """Receive the rows: the result as users see it."""
+
+
+class CallInHalves(Call):
+    """A call that users may also make in halves."""
+
+    def start(self) -> Pending[Any]:
+        """Make the first half."""
+        engine = self.engine
+        self.split = True
+        engine.begin()
+        self._modes = torch.is_inference_mode_enabled(), is_grad_enabled()
+        with profiler_range(self.range_name), engine.sequence(self.upcoming()):
+            if not self.find():
+                self.check()
+            self.send(None)
+            sent = self._sent
+        self.forget()  # the pending may live for long
+
+        def discard() -> None:
+            with as_in_first_half(*self._modes), engine.sequence():
+                sent.receive()
+
+        return Pending(self._second_half, engine.open_calls, self.name, discard)
+
+    def _second_half(self) -> Any:
+        self.engine.ranks.require_alive()
+        with as_in_first_half(*self._modes), profiler_range(self.range_name), self.engine.sequence():
+            return self.receive()
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Let go of arguments that the second half does not need."""
+
+
+class DispatchCall(CallInHalves):
+    """One dispatch, as ``Communicator.dispatch`` explains it.
+
+    Args:
+        arguments: options as the caller passed them. others: tensors and options, the same.
+    """
+
+    name, range_name = "dispatch", DISPATCH_RANGE
+    _known: KnownDispatch
+    _tokens: Tokens | None
+    _in_graph: tuple[torch.Tensor, torch.Tensor | None] | None = None
+
+    def __init__(
         self,
-        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor | None = None,
-        *,
-        layout: Layout = "expert",
-        alignment: int = 1,
-        sizes: Sizes | None = None,
-        capacity: int | None = None,
-        copy: bool | Copies = False,
-        to_fp8: bool = False,
-        power_of_two_scales: bool = False,
-        scale_layout: ScaleLayout = "rows",
-        strategy: str = "dedup",
-        out: DispatchOut | None = None,
-    ) -> Pending[Routed]:
-        """Make the first half of a dispatch: its rows are on their way until ``receive()`` of the pending takes them.
+        owner: object,
+        kinds: Kinds,
+        arguments: DispatchArguments,
+        x: Any,
+        topk_ids: Any,
+        topk_weights: Any,
+        copy: Any,
+        out: DispatchOut | None,
+    ) -> None:
+        self.owner, self.kinds, self.engine = owner, kinds, kinds.engine
+        self._arguments, self._copy, self._out = arguments, copy, out
+        self._x, self._topk_ids, self._topk_weights = x, topk_ids, topk_weights
 
-        Both halves together do what :meth:`dispatch` does, bit for bit, errors and gradients included. It has the same
-        arguments. x and topk_weights may be overwritten by later work on the same stream.
+    def upcoming(self) -> Upcoming:
+        layout, _, sizes = self._arguments[:3]
+        waits = not self.split and sizes != "bounded" and layout != "slots"
+        engine, x = self.engine, self._x
+        dtype = getattr(x[0] if isinstance(x, (tuple, list)) and x else x, "dtype", None)
+        options = None
+        with suppress(Exception):
+            options = checks.dispatch_options(engine.plan, engine.capabilities, self._arguments)
+        if options is None or dtype not in (*engine.capabilities.dtypes, torch.float8_e4m3fn):
+            return Upcoming(self.name, awaited=waits, split=self.split)
+        return Upcoming(self.name, options, 1 if options.to_fp8 else dtype.itemsize, waits, self.split)
 
-        Returns:
-            What gives the result. :class:`tokenloom.Pending` says how many may be open.
+    def _mode(self, x: Any, weights: Any) -> tuple[Any, ...]:
+        """The last fields of the kind."""
+        owner = checks.OWNER_OF_COPY[self._copy]
+        if not is_grad_enabled():
+            return False, False, owner, self.split, False
+        return x.requires_grad, weights is not None and weights.requires_grad, True, self.split, False
 
-        Raises:
-            TokenloomError: what ``dispatch`` raises.
-            InvalidArgument: also for a third pending call, and after a pending was dropped unreceived; nothing was
-                sent.
-        """
-        values = (layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy, scale_layout)
-        return DispatchCall(self, self.engine, (x, topk_ids, topk_weights), values, copy, out).send()
+    def find(self) -> bool:
+        x, ids, weights = self._x, self._topk_ids, self._topk_weights
+        scales = None
+        if x.__class__ is tuple and len(x) == 2:
+            x, scales = x
+        if not (
+            x.__class__ in PLAIN
+            and ids.__class__ in PLAIN
+            and (weights is None or weights.__class__ in PLAIN)
+            and (scales is None or scales.__class__ in PLAIN)
+        ):
+            return False
+        try:
+            mode = self._mode(x, weights)
+        except (KeyError, TypeError):  # no value of ``copy``
+            return False
+        known = self.kinds.find_dispatch(self._arguments, mode, x, scales, ids, weights, self._out)
+        if known is None:
+            return False
+        self._known, self._tokens, self.waits = known, Tokens(x, scales, ids, weights), known.prepared.waits
+        return True
 
-    @breaks_graph
-    def combine(
+    def check(self) -> None:
+        x, weights = self._x, settled(self._topk_weights)
+        tokens = settled(x[0] if isinstance(x, (tuple, list)) and x else x)
+        has_mode = isinstance(tokens, torch.Tensor) and (weights is None or isinstance(weights, torch.Tensor))
+        if not has_mode:  # which is an error of the tensors
+            mode: tuple[Any, ...] = (False, False, checks.output_owner(self._copy), self.split, False)
+        else:
+            checks.output_owner(self._copy)
+            mode = self._mode(tokens, weights)
+        given = (x if isinstance(x, (tuple, list)) else tokens, self._topk_ids, weights)
+        self._known, self._tokens = self.kinds.check_dispatch(self._arguments, mode, *given, self._out)
+
+    def send(self, stream: int | None) -> None:
+        engine, tokens, known = self.engine, self._tokens, self._known
+        assert tokens is not None
+        if engine.open_calls.halves:
+            engine.require_room()
+        kind = known.kind
+        if kind.x_needs_grad or kind.weights_need_grad:
+            x, weights = tokens.x, tokens.topk_weights
+            if self.split:  # by the second half they may have got other values
+                x, weights = autograd.ticket(x), None if weights is None else autograd.ticket(weights)
+            self._in_graph = x, weights
+        self._stream = stream
+        self._sent = engine.opened(known.prepared.send(tokens, self._out, stream))
+
+    def receive(self) -> Routed:
+        handle, rows = self._sent.receive()
+        kind, weights = self._known.kind, None
+        if self._in_graph is not None:
+            with nullcontext() if is_grad_enabled() else torch.enable_grad():  # as it was in the first half
+                rows, weights = autograd.dispatched(self.engine, handle, rows, *self._in_graph)
+        plan, has_weights = self.engine.plan, kind.weights_dtype is not None
+        routed = Routed(
+            self.owner, plan, handle, rows, weights, has_weights, kind.ids_dtype, self._out, kind.scale_words
+        )
+        if self._stream is None and rows.is_cuda and torch.cuda.is_current_stream_capturing():
+            _ = routed.topk_ids  # int64 ids converted later would be outside of the graph and never change
+        return routed
+
+    def forget(self) -> None:
+        self._x = self._topk_ids = self._topk_weights = self._tokens = None
+
+
+class CombineCall(CallInHalves):
+    """One combine, as ``Communicator.combine`` explains it.
+
+    Args:
+        arguments: options as the caller passed them. others: tensors, the same.
+        weights: float32 [T, K] of this rank's tokens, for backends that take them, or None.
+        bias: tensors to add to the result, or None.
+    """
+
+    name, range_name = "combine", COMBINE_RANGE
+    _known: KnownCombine
+
+    def __init__(
         self,
-        y: torch.Tensor,
-        routed: Routed,
-        *,
-        weighted: bool | None = None,
-        mode: Mode | None = None,
-        wire_dtype: torch.dtype | None = None,
-        out_dtype: torch.dtype | None = None,
-        out: torch.Tensor | None = None,
-        topk_weights: torch.Tensor | None = None,
-        bias: torch.Tensor | Sequence[torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """Bring the experts' rows home and sum them in a fixed order. Differentiable in y and the weights.
-
-        Args:
-            y: shape of ``routed.tokens``; bfloat16, float16, float32 or float64. One row per row of
-                ``routed.tokens``; rows that hold no token are never read.
-            routed: what dispatch returned.
-            weighted: multiply rows by their weights (layouts "expert" and "slots", where the default is True). Leave
-                it out for other layouts.
-            mode: "per_rank" sums the rows of a rank in ascending k, rounds to ``wire_dtype``, and adds the ranks' sums
-                in ascending rank. "per_route" rounds every weighted row, sends it home by itself, and sums there in
-                ascending k (layouts "expert" and "slots"). "per_node" adds the ranks' sums of a node, rounds that to
-                ``wire_dtype`` again, and adds the nodes' sums in ascending node: on backend "network" one row for each
-                (token, node) crosses the network. All backends give the same bits. None is "per_rank", or "per_node"
-                where the backend has nothing else (``gin``, ``padded``).
-            wire_dtype: dtype of what travels, by default that of y.
-            out_dtype: dtype of the result, by default that of y.
-            out: contiguous [T, H] of ``out_dtype`` to write the result to, where no gradient is wanted.
-            topk_weights: float32 [T, K] to multiply rows by, instead of the dispatch's (layouts "expert" and "slots").
-                They travel with this call, and have no gradient.
-            bias: floating-point [T, H], or several, to add in their order before the result is rounded.
-
-        Returns:
-            [T, H]; zero for tokens without routes; ``out`` if that is given.
-
-        Raises:
-            TokenloomError: what ``dispatch`` raises; also NotDifferentiable if topk_weights are given and y or they
-                require grad.
-        """
-        values = (weighted, self._default_mode if mode is None else mode, wire_dtype, out_dtype)
-        routed, topk_weights = self._with_weights(routed, topk_weights, weighted)
-        usual = self.usual if bias is None else None
-        if usual is not None:
-            found = usual.combine(self, y, routed, values, out, topk_weights)
-            if found is not None:
-                return found
-        call = self._combine(y, routed, values, out, topk_weights, bias)
-        result = call.run()
-        if usual is not None:
-            usual.learn_combine(y, routed, values, call.options)
-        return result
-
-    @breaks_graph
-    def send_combine(
-        self,
-        y: torch.Tensor,
-        routed: Routed,
-        *,
-        weighted: bool | None = None,
-        mode: Mode | None = None,
-        wire_dtype: torch.dtype | None = None,
-        out_dtype: torch.dtype | None = None,
-        out: torch.Tensor | None = None,
-        topk_weights: torch.Tensor | None = None,
-        bias: torch.Tensor | Sequence[torch.Tensor] | None = None,
-    ) -> Pending[torch.Tensor]:
-        """Make the first half of a combine: its rows are on their way until ``receive()`` of the pending takes them.
-
-        Both halves together do what :meth:`combine` does, bit for bit, errors and gradients included. It has the same
-        arguments. y may be overwritten by later work on the same stream, unless backward wants its values.
-        A bias is read by ``receive``, and keeps its values until then.
-
-        Returns:
-            What gives the result. :class:`tokenloom.Pending` says how many may be open.
-
-        Raises:
-            TokenloomError: what ``send_dispatch`` raises.
-        """
-        routed, topk_weights = self._with_weights(routed, topk_weights, weighted)
-        values = (weighted, self._default_mode if mode is None else mode, wire_dtype, out_dtype)
-        return self._combine(y, routed, values, out, topk_weights, bias).send()
-
-    def _with_weights(
-        self, routed: Routed, topk_weights: torch.Tensor | None, weighted: bool | None
-    ) -> tuple[Routed, torch.Tensor | None]:
-        """A dispatch and weights at home, as a combine of this backend takes them."""
-        raise NotImplementedError
-
-    def _combine(
-        self,
-        y: torch.Tensor,
-        routed: Routed,
-        options: tuple[Any, ...],
+        owner: object,
+        kinds: Kinds,
+        arguments: CombineArguments,
+        y: Any,
+        routed: Any,
         out: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        bias: torch.Tensor | Sequence[torch.Tensor] | None,
-    ) -> CombineCall:
-        given = (self, self.engine, y, routed, options, out, topk_weights)
-        return CombineCall(*given) if bias is None else BiasedCombineCall(*given, biases(bias))
+        weights: torch.Tensor | None,
+        bias: tuple[Any, ...] | None = None,
+    ) -> None:
+        self.owner, self.kinds, self.engine = owner, kinds, kinds.engine
+        self._arguments, self._y, self._routed = arguments, y, routed
+        self._out, self._weights, self._bias = out, weights, bias
 
-    @breaks_graph
-    def row_weights(self, routed: Routed) -> torch.Tensor:
-        """Give each row its weight, to apply before the last GEMM. Differentiable, not collective.
+    def upcoming(self) -> Upcoming:
+        weighted, mode, wire_dtype, _ = self._arguments
+        wire = getattr(self._y, "dtype", None) if wire_dtype is None else wire_dtype
+        strategy = STRATEGY_OF_MODE.get(mode) if isinstance(mode, str) else None
+        if strategy is None or not isinstance(wire, torch.dtype) or wire not in self.engine.capabilities.dtypes:
+            return Upcoming(self.name, split=self.split)
+        options = CombineOptions(bool(weighted), wire, wire, False, strategy, self._weights is not None)
+        return Upcoming(self.name, options, wire.itemsize, split=self.split)
 
-        Combine then takes ``weighted=False``.
+    def find(self) -> bool:
+        y, routed, weights = self._y, self._routed, self._weights
+        if not (routed.__class__ is Routed and routed._owner is self.owner and y.__class__ in PLAIN):
+            return False
+        if self._bias is not None:
+            return False
+        try:
+            known = self.kinds.combines.get(self._key(y.dtype))
+        except TypeError:  # a list, say, cannot be looked up
+            return False
+        if known is None or known.prepared.is_stale:
+            return False
+        try:
+            is_right = known.fits(y, weights, routed._shape, routed._handle.num_tokens, self._out)
+        except RuntimeError:  # a nested or sparse tensor
+            return False
+        self._known = known
+        return is_right
 
-        Args:
-            routed: what a dispatch with topk_weights in layout "expert" or "slots" returned.
+    def _key(self, y_dtype: torch.dtype) -> object:
+        """What combines of one kind have alike."""
+        arguments, routed, grads = self._arguments, self._routed, (False, False)
+        if is_grad_enabled():
+            graph_weights = routed._graph_weights
+            grads = self._y.requires_grad, graph_weights is not None and graph_weights.requires_grad
+        types = arguments.weighted.__class__  # 1 is not True
+        return routed.layout, routed._weighted, y_dtype, arguments, types, grads, self._weights is None, self.split
 
-        Returns:
-            float32 (float64 beside float64 weights) [rows], in layout "slots" [L, S]; 0 where no row lies.
+    def check(self) -> None:
+        engine = self.engine
+        plan, able, device = engine.plan, engine.capabilities, engine.ranks.device
+        self._y = y = settled(self._y)
+        routed, weights, arguments = self._routed, self._weights, self._arguments
+        checks.require_routed(routed, self.owner)
+        if self._bias is not None:
+            arguments = self._check_bias(self._bias)
+        require_no_tangent(y=y, topk_weights=weights)
+        graph_weights = routed._graph_weights
+        weights_need_grad = graph_weights is not None and graph_weights.requires_grad
+        given = (y, routed._shape, routed.layout, routed._weighted, weights_need_grad, weights is not None)
+        options = checks.combine_options(able, device, arguments, *given)
+        handle = routed._handle
+        if weights is not None:
+            checks.weights_at_home(plan, weights, handle.num_tokens, device)
+            if options.needs_grad or (is_grad_enabled() and weights.requires_grad):
+                raise NotDifferentiable("topk_weights of a combine have no gradient; pass them to dispatch")
+        if self._out is not None and self._bias is None:
+            checks.combine_out(self._out, options, routed, y)
+        engine.require_room()  # before memory is made
+        kind = CombineKind(routed.layout, y.dtype, options, split=self.split)
+        prepared = engine.prepare_combine(kind, handle.number)
+        self._known = known = KnownCombine(kind, prepared, checks.combine_glance(plan, device, options))
+        if self._bias is None:
+            combines = self.kinds.combines
+            if len(combines) >= MAX_KINDS:
+                combines.clear()
+            combines[self._key(y.dtype)] = known
 
-        Raises:
-            InvalidArgument: another layout, a dispatch without weights, or another communicator's. On ``nvlink`` also
-                one whose receive buffer was reused, or that ranks which came back know nothing of.
-        """
-        validation.require_routed(routed, self)
-        if routed.layout not in ROUTE_LAYOUTS or routed._weights is None:
-            raise InvalidArgument("row_weights is for layouts 'expert' and 'slots', dispatched with topk_weights")
-        shape = routed.shape[:-1]
-        given = (routed._handle, routed._weights, prod(shape))
-        if torch.is_grad_enabled() and routed._weights.requires_grad:
-            return autograd.row_weights(self.engine, *given).view(shape)
-        return self.engine.row_weights(*given).view(shape)
+    def _check_bias(self, bias: tuple[Any, ...]) -> CombineArguments:
+        """Check what is added to the result, and give the arguments of a sum that is not rounded before."""
+        engine, y, out = self.engine, self._y, self._out
+        device, shape = engine.ranks.device, (self._routed._handle.num_tokens, engine.plan.hidden)
+        for index, each in enumerate(bias):
+            checks.bias_at_home("bias" if len(bias) == 1 else f"bias[{index}]", each, shape, device)
+        is_tensor = isinstance(y, torch.Tensor)
+        self._out_dtype = self._arguments.out_dtype or (y.dtype if is_tensor else torch.float32)
+        if out is not None:
+            checks.result_at_home(out, shape, self._out_dtype, device)
+            weights = None if self._arguments.weighted is False else self._routed._graph_weights
+            wanted = (each.requires_grad for each in (y, weights, *bias) if isinstance(each, torch.Tensor))
+            checks.require_no_gradient(out, is_grad_enabled() and any(wanted))
+        if self._out_dtype not in engine.capabilities.dtypes:
+            raise DtypeMismatch(f"out_dtype is {self._out_dtype}, which this backend does not have")
+        self._has_graph = is_grad_enabled()
+        wide = torch.float64 if is_tensor and y.dtype == torch.float64 else torch.float32
+        return self._arguments._replace(out_dtype=wide)
+
+    def send(self, stream: int | None) -> None:
+        engine, routed, known = self.engine, self._routed, self._known
+        if engine.open_calls.halves:
+            engine.require_room()
+        handle, options = routed._handle, known.kind.options
+        out = self._out if self._bias is None else None
+        if options.needs_grad:
+            weights = routed._weights if options.weighted else None
+            rows = self._y if self._y.ndim == 2 else self._y.view(-1, engine.plan.hidden)
+            self._sent = autograd.send_combine(engine, handle, known.prepared, rows, weights, options, stream)
+            return
+        weights = self._weights
+        if weights is None and options.weighted:
+            weights = routed._late_weights
+        self._sent = engine.opened(known.prepared.send(handle, self._y, weights, out, stream))
+
+    def receive(self) -> torch.Tensor:
+        total = self._sent.receive()
+        if self._bias is None:
+            return total
+        with torch.set_grad_enabled(self._has_graph):
+            for bias in self._bias:  # the sum keeps its dtype, and narrower ones are widened on their way
+                total = total + (bias if bias.itemsize < total.itemsize else bias.to(total.dtype))
+            return total.to(self._out_dtype) if self._out is None else self._out.copy_(total)
+
+    def forget(self) -> None:
+        self._y = self._routed = self._weights = None
+
+
+# -- follow-ups of a dispatch ----------------------------------------------------------------------------------
+
+
+class ResendCall(Call):
+    """Other rows to the places of a dispatch, as ``Communicator.dispatch_again`` explains it."""
+
+    name, range_name = "rows again", DISPATCH_RANGE
+    _scale_words: int | None = None
+
+    def __init__(self, owner: object, kinds: Kinds, x: Any, routed: Any, copy: Any) -> None:
+        self.owner, self.kinds, self.engine = owner, kinds, kinds.engine
+        self._x, self._routed, self._copy = x, routed, copy
+
+    def upcoming(self) -> Upcoming:
+        return Upcoming(self.name)
+
+    def find(self) -> bool:
+        x, routed, engine = self._x, self._routed, self.engine
+        if routed.__class__ is not Routed or routed._owner is not self.owner:
+            return False
+        if not all(each.__class__ is torch.Tensor for each in (x if x.__class__ is tuple else (x,))):
+            return False
+        self._values = x
+        try:
+            is_right = checks.fits_rows_again(
+                engine.plan, engine.capabilities, engine.ranks.device, x, routed._handle.num_tokens, routed.layout
+            )
+        except RuntimeError:  # a nested or sparse tensor
+            return False
+        return is_right and (self._copy is True or self._copy == "if_needed")
+
+    def check(self) -> None:
+        engine, routed = self.engine, self._routed
+        checks.require_routed(routed, self.owner)
+        _require_no_grad("x", self._x)
+        plan, handle = engine.plan, routed._handle
+        if self._copy not in (True, "if_needed"):
+            raise InvalidArgument(f"copy is {self._copy!r}, expected True or 'if_needed'")
+        values, self._scale_words = checks.unpacked(plan, self._x, "rows")
+        checks.rows_again(plan, engine.capabilities, engine.ranks.device, values, handle.num_tokens, routed.layout)
+        self._values = values.detach() if isinstance(values, torch.Tensor) else tuple(values)
+
+    def send(self, stream: int | None) -> None:
+        owner = checks.OWNER_OF_COPY[self._copy]
+        self._sent = self.engine.send_again(self._routed._handle, self._values, "dedup", owner, stream)
+
+    def receive(self) -> Any:
+        routed, words = self._routed, self._scale_words
+        found = self._sent.receive()
+        _read_outcome(self.engine)
+        if isinstance(found, torch.Tensor):
+            return routed._by_place(found)
+        rows, scales = found
+        if words is not None:
+            scales = scales.view(torch.int32)[:, :words].contiguous()
+        return routed._by_place(rows), routed._by_place(scales)
+
+
+class ValuesHomeCall(Call):
+    """Values of rows on their way home, as ``Communicator.combine_weights`` explains it.
+
+    Where a row is a token, they are a combine of narrow rows. Where it is a route, each value has a place at home.
+    """
+
+    range_name = COMBINE_RANGE
+
+    def __init__(self, owner: object, kinds: Kinds, values: Any, routed: Any) -> None:
+        self.owner, self.kinds, self.engine = owner, kinds, kinds.engine
+        self._values, self._routed = values, routed
+        self._by_route = isinstance(routed, Routed) and routed.layout in ROUTE_LAYOUTS
+        self.name = "gradient of weights" if self._by_route else "combine"
+
+    def upcoming(self) -> Upcoming:
+        return Upcoming(self.name)
+
+    def find(self) -> bool:
+        engine, routed, values = self.engine, self._routed, self._values
+        if routed.__class__ is not Routed or routed._owner is not self.owner:
+            return False
+        shape = routed._shape[:-1] if self._by_route else (*routed._shape[:-1], engine.plan.top_k)
+        try:
+            is_right = checks.fits_like(values, shape, torch.float32, engine.ranks.device)
+        except RuntimeError:  # a nested tensor
+            return False
+        may_go = self._by_route or (engine.capabilities.weights_apart and routed._handle.masked == engine.masked)
+        return is_right and may_go
+
+    def check(self) -> None:
+        engine, routed = self.engine, self._routed
+        if not self._by_route:
+            _require_weights_apart(engine)
+        checks.require_routed(routed, self.owner)
+        _require_no_grad("values", self._values)
+        shape = routed._shape[:-1] if self._by_route else (*routed._shape[:-1], engine.plan.top_k)
+        checks.values_of_rows(self._values, shape, engine.ranks.device)
+        if not self._by_route:
+            _require_same_ranks(routed, engine)
+
+    def send(self, stream: int | None) -> None:
+        engine, handle, values = self.engine, self._routed._handle, self._values.detach()
+        if self._by_route:
+            like = torch.empty(handle.positions().shape, dtype=torch.float32, device=values.device)
+            routes = engine.route_gradients(handle, values.flatten(), like)
+            self._sent = engine.send_weight_gradients(handle, routes)
+            return
+        top_k = engine.plan.top_k
+        width = align_up(top_k, WIDTH_UNIT)
+        rows = functional.pad(values.view(-1, top_k), (0, width - top_k)) if width > top_k else values
+        strategy, fp32 = STRATEGY_OF_MODE[self.kinds.default_mode], torch.float32
+        options = CombineOptions(False, fp32, fp32, False, strategy)
+        kind = CombineKind(self._routed.layout, fp32, options, width=width)
+        engine.require_room()
+        prepared = engine.prepare_combine(kind, handle.number)
+        self._sent = engine.opened(prepared.send(handle, rows, None, None, stream))
+
+    def receive(self) -> torch.Tensor:
+        home = self._sent.receive()
+        _read_outcome(self.engine)
+        top_k = self.engine.plan.top_k
+        return home if home.shape[1] == top_k else home[:, :top_k].contiguous()
+
+
+class ReweightCall(Call):
+    """Other weights by the routes of a dispatch, as ``Communicator.reweighted`` explains it.
+
+    Each token's weights travel once to each rank, in a narrow row beside its ids, which tell whose weights they are.
+
+    Args:
+        without_lost: rows of ranks that were masked since the dispatch get weights of 0.
+    """
+
+    name, range_name = "rows again", DISPATCH_RANGE
+
+    def __init__(self, owner: object, kinds: Kinds, routed: Any, weights: Any, without_lost: bool = False) -> None:
+        self.owner, self.kinds, self.engine = owner, kinds, kinds.engine
+        self._routed, self._weights, self._without_lost = routed, weights, without_lost
+
+    def upcoming(self) -> Upcoming:
+        refused = self._without_lost and not self.engine.capabilities.weights_apart
+        return Upcoming("combine" if refused else self.name)  # the call that others make where this one is none
+
+    def find(self) -> bool:
+        return False
+
+    def check(self) -> None:
+        engine, routed, weights = self.engine, self._routed, self._weights
+        _require_weights_apart(engine)
+        checks.require_routed(routed, self.owner)
+        _require_no_grad("topk_weights", weights)
+        handle = routed._handle
+        checks.weights_at_home(engine.plan, weights, handle.num_tokens, engine.ranks.device)
+        if not (self._without_lost and handle.masked <= engine.masked):
+            _require_same_ranks(routed, engine)
+
+    def send(self, stream: int | None) -> None:
+        engine, handle, weights = self.engine, self._routed._handle, self._weights.detach()
+        ids = handle.ids().to(torch.int32).view(torch.float32)  # bits, which nobody computes with
+        missing = -2 * engine.plan.top_k % WIDTH_UNIT
+        rows = torch.cat([weights, ids, *[weights.new_zeros(len(weights), missing)] * bool(missing)], 1)
+        self._sent = engine.send_rows(handle, rows, "dedup")
+        if self._without_lost:  # a part of the combine that follows, which counts
+            engine.open_calls.count -= 1
+
+    def receive(self) -> Routed:
+        engine, routed = self.engine, self._routed
+        plan, handle = engine.plan, routed._handle
+        found = self._sent.receive()
+        weights, ids = found[:, : plan.top_k], found[:, plan.top_k : 2 * plan.top_k].view(torch.int32)
+        first = engine.ranks.rank * plan.experts_per_rank
+        late = torch.where((ids >= first) & (ids < first + plan.experts_per_rank), weights, 0)
+        if routed.layout not in ROUTE_LAYOUTS:
+            positions = handle.positions()[: len(late)]
+            late = routing.scatter_rows(late[: len(positions)].contiguous(), positions, handle.num_places)
+        _read_outcome(engine)
+        return routed._with_weights(late)
+
+
+def _require_weights_apart(engine: Engine) -> None:
+    """Raise where weights travel with rows only."""
+    if not engine.capabilities.weights_apart:
+        raise InvalidArgument("here weights travel with rows only; give topk_weights to dispatch")
+
+
+def _require_same_ranks(routed: Routed, engine: Engine) -> None:
+    """Raise where ranks were masked since a dispatch. All ranks do."""
+    if routed._handle.masked != engine.masked:
+        error = InvalidArgument("ranks were masked since the dispatch, so rows have other places now; dispatch again")
+        error.known_to_all = True
+        raise error
+
+
+def _read_outcome(engine: Engine) -> None:
+    """Raise what the call found, where the host reads it of every call."""
+    if engine.capabilities.reads_on_host:
+        engine.check("calls")
+
+
+def _require_no_grad(name: str, tensor: object) -> None:
+    require_no_tangent(**{name: tensor})
+    if isinstance(tensor, torch.Tensor) and is_grad_enabled() and tensor.requires_grad:
+        raise NotDifferentiable(f"{name} requires grad, which this call has none for; detach it")

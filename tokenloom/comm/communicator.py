@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from math import prod
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tokenloom.backends import registry
-from tokenloom.comm.beside import CallsBeside
-from tokenloom.comm.engine import Engine
-from tokenloom.comm.torch_modes import require_eager, untransformed
+from tokenloom.backends.seam import DispatchOut
+from tokenloom.comm import autograd, checks
+from tokenloom.comm.calls import CombineCall, DispatchCall, Kinds, ResendCall, ReweightCall, ValuesHomeCall
+from tokenloom.comm.checks import CombineArguments, DispatchArguments
+from tokenloom.comm.engine import Engine, Pending
+from tokenloom.comm.routed import Layout, Routed
 from tokenloom.errors import CommunicatorBroken, InvalidArgument, PeerTimeout
-from tokenloom.plan import Plan
+from tokenloom.plan import ROUTE_LAYOUTS, Plan
 from tokenloom.runtime import topology
 from tokenloom.runtime.rank_group import MAKING, RankGroup
 from tokenloom.runtime.rendezvous import agree, raising
+from tokenloom.runtime.torch_modes import breaks_graph, require_eager, untransformed
 from tokenloom.runtime.turns import Turn
 
 __all__ = ["Communicator"]
 
 
-class Communicator(CallsBeside):
+Sizes = Literal["exact", "bounded"]
+Mode = Literal["per_rank", "per_route", "per_node"]
+ScaleLayout = Literal["rows", "columns", "packed"]
+Copies = Literal["if_needed"]
+
+
+class Communicator:
     """Moves the tokens of a mixture-of-experts layer to their experts and back.
 
     Making one is collective: all ranks of the group do it, with the same arguments. So is every call, in the same
@@ -68,6 +78,7 @@ class Communicator(CallsBeside):
     Attributes:
         plan: sizes, and what follows from them.
         engine: the same calls in halves, for layers that write their own gradients.
+        kinds: the kinds of calls that were checked and prepared, for such layers.
 
     Raises:
         InvalidArgument: an argument has a value that is never right, or ``num_sms`` is more than this process may use.
@@ -173,20 +184,318 @@ class Communicator(CallsBeside):
         if ranks.own_transport:
             ranks.turn = Turn()
         self._ranks = ranks
-        self._request = request
         self.engine = Engine(self.plan, ranks, self._choice.backend)
+        self.kinds = Kinds(self.engine)
 
-    def _make_engine(self, hidden: int) -> Engine:
-        request = replace(
-            self._request, name=self.backend, plan=replace(self.plan, hidden=hidden), dtype=torch.float32
+    @breaks_graph
+    def dispatch(
+        self,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        layout: Layout = "expert",
+        alignment: int = 1,
+        sizes: Sizes | None = None,
+        capacity: int | None = None,
+        copy: bool | Copies = False,
+        to_fp8: bool = False,
+        power_of_two_scales: bool = False,
+        scale_layout: ScaleLayout = "rows",
+        strategy: str = "dedup",
+        out: DispatchOut | None = None,
+    ) -> Routed:
+        """Send each token to the ranks that hold its experts. Differentiable in x and topk_weights.
+
+        Args:
+            x: [T, H] bfloat16, float16, float32 or float64; or (float8_e4m3fn [T, H], float32 scales [T, H / 128]);
+                or (float8_e4m3fn [T, H], int32 [T, n]), n at most H / 128, the same on all ranks: packed scales, whose
+                words travel as they are.
+                T may differ per rank and may be 0.
+            topk_ids: int32 or int64 [T, K]; -1 is an unused place; an expert may appear twice in a row. Do not change
+                it before combine and backward are done.
+            topk_weights: float32 [T, K] (float64 beside float64 x, without to_fp8), or None. Ignored where the id
+                is -1.
+            layout: how the received rows lie, "expert", "token", "rank" or "slots"; see docs/reference/semantics.md.
+            alignment: rows of which each expert's group is a multiple; the rest is zeros (layout "expert").
+            sizes: "exact": outputs have their exact size, known on the host. "bounded": outputs have ``capacity``
+                rows and counts stay on the device; rows beyond ``num_rows`` are unspecified. By default "exact",
+                except for layout "slots", which is always bounded.
+            capacity: most rows; in layout "slots" S, the places of each expert. By default exact sizes have no limit
+                and bounded ones the worst case. But layout "expert" has no default there, and layout "slots" has
+                ``W * max_tokens_per_rank``: enough unless tokens name an expert twice.
+            copy: make outputs ordinary tensors of your own, even where a backend hands out views of its buffers.
+                "if_needed": outputs are yours as long as you hold them. But rows and scales may lie in a buffer that
+                later calls then leave alone, which costs no copy. While you hold such rows, others are copied. Let go
+                of them on the stream that was current, as PyTorch wants it of all memory; ``record_stream`` does not
+                help. Not beside calls in halves, except those of layout "slots".
+            to_fp8: quantise x to E4M3 with a scale per 128 values on its way (H a multiple of 128). The result is
+                that of ``dispatch(quantize_fp8(x), ...)``, bit for bit. The rows have no gradient, so x may not
+                require one; topk_weights may.
+            power_of_two_scales: with ``to_fp8``, round scales up to powers of two, as ``quantize_fp8`` does.
+            scale_layout: how the scales of FP8 rows lie in layout "slots". "rows": float32 [L, S, H / 128],
+                contiguous. "columns": the same shape with strides (S * H / 128, 1, S), as masked grouped GEMMs take
+                it. "packed": int32 [L, S, n] with n = ceil(H / 512) and strides (S * n, 1, S). A word has four
+                exponents e for scales of 2 ** (e - 127), the first in the lowest byte, 0 behind the last. "packed"
+                needs ``power_of_two_scales``, or given scales that are powers of two.
+            strategy: what carries the payload, as ``tokenloom.Strategy`` says. Results do not depend on it. "nvlink"
+                has others than "dedup" in layout "expert" only, and "all_gather" neither for FP8 nor in a CUDA graph.
+            out: tensors of your own to write results to, for bounded sizes with gradients disabled.
+
+        Returns:
+            The rows of this rank with their counts. On "nvlink" with gradients disabled and without ``copy``, the
+            tensors are views, except those given by ``out``. Views last until the second next dispatch of this
+            communicator.
+
+        Raises:
+            ShapeMismatch, DtypeMismatch, DeviceMismatch, InvalidArgument, InvalidExpertId, NotDifferentiable: bad
+                input on this rank; nothing was received.
+            PeerError: bad input on another rank; nothing was received.
+            PlanMismatch: the ranks passed different options; nothing was received.
+            CapacityOverflow: more rows than ``capacity``. Exact sizes: nothing is handed out. Bounded sizes: raised by
+                a later call or ``check``; meanwhile combine gives NaN for the tokens concerned.
+            PeerTimeout, CommunicatorBroken: another rank is missing, or was at an earlier call.
+        """
+        arguments = DispatchArguments(
+            layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy, scale_layout
         )
-        assert request.plan is not None
+        return DispatchCall(self, self.kinds, arguments, x, topk_ids, topk_weights, copy, out).run()
 
-        def prepare() -> tuple[dict[str, Any], list[registry.Availability]]:
-            return request.must_agree(), registry.probe(request)
+    @breaks_graph
+    def send_dispatch(
+        self,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        layout: Layout = "expert",
+        alignment: int = 1,
+        sizes: Sizes | None = None,
+        capacity: int | None = None,
+        copy: bool | Copies = False,
+        to_fp8: bool = False,
+        power_of_two_scales: bool = False,
+        scale_layout: ScaleLayout = "rows",
+        strategy: str = "dedup",
+        out: DispatchOut | None = None,
+    ) -> Pending[Routed]:
+        """Make the first half of a dispatch: its rows are on their way until ``receive()`` of the pending takes them.
 
-        probes = agree(self._ranks, prepare, "making room for weights")
-        return Engine(request.plan, self._ranks, registry.make(request, self._ranks, probes).backend)
+        Both halves together do what :meth:`dispatch` does, bit for bit, errors and gradients included. It has the same
+        arguments. x and topk_weights may be overwritten by later work on the same stream.
+
+        Returns:
+            What gives the result. :class:`tokenloom.Pending` says how many may be open.
+
+        Raises:
+            TokenloomError: what ``dispatch`` raises.
+            InvalidArgument: also for a third pending call, and after a pending was dropped unreceived; nothing was
+                sent.
+        """
+        arguments = DispatchArguments(
+            layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy, scale_layout
+        )
+        return DispatchCall(self, self.kinds, arguments, x, topk_ids, topk_weights, copy, out).start()
+
+    @breaks_graph
+    def combine(
+        self,
+        y: torch.Tensor,
+        routed: Routed,
+        *,
+        weighted: bool | None = None,
+        mode: Mode | None = None,
+        wire_dtype: torch.dtype | None = None,
+        out_dtype: torch.dtype | None = None,
+        out: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Bring the experts' rows home and sum them in a fixed order. Differentiable in y and the weights.
+
+        Args:
+            y: shape of ``routed.tokens``; bfloat16, float16, float32 or float64. One row per row of
+                ``routed.tokens``; rows that hold no token are never read.
+            routed: what dispatch returned.
+            weighted: multiply rows by their weights (layouts "expert" and "slots", where the default is True). Leave
+                it out for other layouts.
+            mode: "per_rank" sums the rows of a rank in ascending k, rounds to ``wire_dtype``, and adds the ranks' sums
+                in ascending rank. "per_route" rounds every weighted row, sends it home by itself, and sums there in
+                ascending k (layouts "expert" and "slots"). "per_node" adds the ranks' sums of a node, rounds that to
+                ``wire_dtype`` again, and adds the nodes' sums in ascending node: on backend "network" one row for each
+                (token, node) crosses the network. All backends give the same bits. None is "per_rank", or "per_node"
+                where the backend has nothing else (``gin``, ``padded``).
+            wire_dtype: dtype of what travels, by default that of y.
+            out_dtype: dtype of the result, by default that of y.
+            out: contiguous [T, H] of ``out_dtype`` to write the result to, where no gradient is wanted.
+            topk_weights: float32 [T, K] to multiply rows by, instead of the dispatch's (layouts "expert" and "slots").
+                They travel with this call, and have no gradient.
+            bias: floating-point [T, H], or several, to add in their order before the result is rounded.
+
+        Returns:
+            [T, H]; zero for tokens without routes; ``out`` if that is given.
+
+        Raises:
+            TokenloomError: what ``dispatch`` raises; also NotDifferentiable if topk_weights are given and y or they
+                require grad.
+        """
+        arguments = CombineArguments(
+            weighted, self.kinds.default_mode if mode is None else mode, wire_dtype, out_dtype
+        )
+        return self._combine(y, routed, arguments, out, topk_weights, bias).run()
+
+    @breaks_graph
+    def send_combine(
+        self,
+        y: torch.Tensor,
+        routed: Routed,
+        *,
+        weighted: bool | None = None,
+        mode: Mode | None = None,
+        wire_dtype: torch.dtype | None = None,
+        out_dtype: torch.dtype | None = None,
+        out: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    ) -> Pending[torch.Tensor]:
+        """Make the first half of a combine: its rows are on their way until ``receive()`` of the pending takes them.
+
+        Both halves together do what :meth:`combine` does, bit for bit, errors and gradients included. It has the same
+        arguments. y may be overwritten by later work on the same stream, unless backward wants its values.
+        A bias is read by ``receive``, and keeps its values until then.
+
+        Returns:
+            What gives the result. :class:`tokenloom.Pending` says how many may be open.
+
+        Raises:
+            TokenloomError: what ``send_dispatch`` raises.
+        """
+        arguments = CombineArguments(
+            weighted, self.kinds.default_mode if mode is None else mode, wire_dtype, out_dtype
+        )
+        return self._combine(y, routed, arguments, out, topk_weights, bias).start()
+
+    def _combine(
+        self,
+        y: torch.Tensor,
+        routed: Routed,
+        arguments: CombineArguments,
+        out: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        bias: torch.Tensor | Sequence[torch.Tensor] | None,
+    ) -> CombineCall:
+        """A combine, whose weights travel before it where the backend's combine takes none."""
+        if topk_weights is not None and self._reweights(routed, arguments.weighted):
+            routed = ReweightCall(self, self.kinds, routed, topk_weights, without_lost=True).run()
+            topk_weights = None
+        added: Any = bias
+        if bias is not None:
+            added = tuple(bias) if isinstance(bias, (tuple, list)) else (bias,)
+        return CombineCall(self, self.kinds, arguments, y, routed, out, topk_weights, added)
+
+    def _reweights(self, routed: object, weighted: bool | None) -> bool:
+        """Whether weights of a combine travel by a call of their own. Elsewhere they are an error, or go with it."""
+        if self.engine.capabilities.weights_from_home or weighted is False:
+            return False
+        return isinstance(routed, Routed) and routed.layout in ROUTE_LAYOUTS
+
+    # -- follow-ups of a dispatch -----------------------------------------------------------------------------
+
+    @overload
+    def dispatch_again(self, x: torch.Tensor, routed: Routed, copy: bool | Copies = ...) -> torch.Tensor: ...
+
+    @overload
+    def dispatch_again(
+        self, x: tuple[torch.Tensor, torch.Tensor], routed: Routed, copy: bool | Copies = ...
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    @breaks_graph
+    def dispatch_again(
+        self, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], routed: Routed, copy: bool | Copies = True
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Send other rows of the same tokens to the places of an earlier dispatch. Has no gradient.
+
+        Args:
+            x: [T, H], T as of that dispatch; bfloat16, float16, float32 or float64. Or FP8 rows with scales, as
+                ``dispatch`` takes them, except in layout "slots".
+            routed: what that dispatch returned.
+            copy: True or "if_needed", as of ``dispatch``.
+
+        Returns:
+            Shape of ``routed.tokens``, dtype of x; and scales, if x has some. Places without a row are as in
+            ``dispatch``.
+
+        Raises:
+            TokenloomError: what ``dispatch`` raises for such an x; also NotDifferentiable if x requires grad.
+        """
+        return ResendCall(self, self.kinds, x, routed, copy).run()
+
+    @breaks_graph
+    def combine_weights(self, values: torch.Tensor, routed: Routed) -> torch.Tensor:
+        """Bring home weights, or their gradients, that belong to the rows of a dispatch. Has no gradient.
+
+        Args:
+            values: float32. Layouts "token" and "rank": shape of ``routed.topk_ids``; all columns count, also those
+                without a route. Layouts "expert" and "slots": one value per row, [rows] or [L, S]. Values where no row
+                lies are never read.
+            routed: what dispatch returned.
+
+        Returns:
+            float32 [T, K], 0 where nothing came. Layouts "token" and "rank": the sum of the token's rows, over ranks
+            in ascending order, starting from the first. Layouts "expert" and "slots": the value of each route's row.
+
+        Raises:
+            TokenloomError: what ``combine`` raises for such values; also NotDifferentiable if they require grad.
+        """
+        return ValuesHomeCall(self, self.kinds, values, routed).run()
+
+    @breaks_graph
+    def reweighted(self, routed: Routed, topk_weights: torch.Tensor) -> Routed:
+        """Give the routes of an earlier dispatch other weights, or their first. Has no gradient.
+
+        Args:
+            routed: what a dispatch returned.
+            topk_weights: float32 [T, K], ignored where the id is -1.
+
+        Returns:
+            The same rows with these weights, as ``topk_weights`` or as factors of ``combine``. ``routed`` stays as it
+            is.
+
+        Raises:
+            TokenloomError: what ``dispatch`` raises for such weights; also NotDifferentiable if they require grad.
+        """
+        return ReweightCall(self, self.kinds, routed, topk_weights).run()
+
+    def first_call_of_combine(self) -> str:
+        """Name of the call that a combine with ``topk_weights`` opens first."""
+        return "combine" if self.engine.capabilities.weights_from_home else ReweightCall.name
+
+    @breaks_graph
+    def row_weights(self, routed: Routed) -> torch.Tensor:
+        """Give each row its weight, to apply before the last GEMM. Differentiable, not collective.
+
+        Combine then takes ``weighted=False``.
+
+        Args:
+            routed: what a dispatch with topk_weights in layout "expert" or "slots" returned.
+
+        Returns:
+            float32 (float64 beside float64 weights) [rows], in layout "slots" [L, S]; 0 where no row lies.
+
+        Raises:
+            InvalidArgument: another layout, a dispatch without weights, or another communicator's. On ``nvlink`` also
+                one whose receive buffer was reused, or that ranks which came back know nothing of.
+        """
+        checks.require_routed(routed, self)
+        if routed.layout not in ROUTE_LAYOUTS or routed._weights is None:
+            raise InvalidArgument("row_weights is for layouts 'expert' and 'slots', dispatched with topk_weights")
+        shape = routed.shape[:-1]
+        given = (routed._handle, routed._weights, prod(shape))
+        if torch.is_grad_enabled() and routed._weights.requires_grad:
+            return autograd.row_weights(self.engine, *given).view(shape)
+        return self.engine.row_weights(*given).view(shape)
+
+    # -- the communicator's own --------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
@@ -261,8 +570,6 @@ class Communicator(CallsBeside):
             PeerTimeout: a rank that stays does not call it.
         """
         self.engine.mask(ranks)
-        if self._narrow is not None:
-            self._narrow.mask(())  # the same ranks are left out
 
     def unmask_ranks(self, ranks: Collection[int]) -> None:
         """Take masked ranks back. All ranks that stay call it alike.
@@ -280,7 +587,6 @@ class Communicator(CallsBeside):
                 others: then all ranks raise this, the ranks stay masked, and the communicator keeps working.
         """
         self.engine.unmask(ranks)
-        self._narrow = None  # ranks that came back have none either
 
     def masked_ranks(self) -> list[int]:
         """The ranks that this one goes on without. With ``on_timeout="mask"`` a call may add some."""
@@ -295,8 +601,6 @@ class Communicator(CallsBeside):
             CommunicatorBroken: closed, or an earlier call timed out.
         """
         self.engine.check("everything")
-        if self._narrow is not None:
-            self._narrow.check("everything")
 
     def __repr__(self) -> str:
         if not hasattr(self, "engine"):  # its constructor has raised
@@ -306,8 +610,6 @@ class Communicator(CallsBeside):
     def close(self) -> None:
         """Release everything; later calls raise CommunicatorBroken. The process group stays yours."""
         self._closed = True
-        if self._narrow is not None:
-            self._narrow.close()
         self.engine.close()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Communicator:

@@ -1,4 +1,4 @@
-"""The calls of one communicator as tokenloom's own layers make them: in halves, with faults told and streams chosen.
+"""Where calls of one communicator open: faults that are told, streams, and which calls may be open at once.
 
 ``Communicator`` checks what users pass and then calls this; layers call it directly, with handles instead of
 :class:`tokenloom.Routed`, and write their gradients by hand. Every method that sends is collective.
@@ -6,36 +6,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import weakref
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import lru_cache, partial
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch.profiler import record_function
 
-from tokenloom.backends.base import (
+from tokenloom.backends.seam import (
     Backend,
     Capabilities,
+    CombineKind,
     CombineOptions,
-    DispatchInputs,
-    DispatchOptions,
+    DispatchKind,
     Handle,
-    MakesUsualCalls,
-    OwnOutputs,
-    Pending,
+    OutputOwner,
     Rows,
+    Tokens,
     Upcoming,
     Wait,
 )
-from tokenloom.comm import validation
-from tokenloom.comm.pending import OpenCalls
-from tokenloom.comm.torch_modes import is_eager, require_eager, untransformed
+from tokenloom.backends.seam import Pending as Sent
 from tokenloom.errors import BackendUnavailable, CommunicatorBroken, InvalidArgument, PeerTimeout, is_known_to_all
 from tokenloom.ops import routing
 from tokenloom.plan import Plan
 from tokenloom.runtime.rank_group import RankGroup
-from tokenloom.runtime.streams import SideStream, is_current, on_device
+from tokenloom.runtime.streams import SideStream, on_device
+from tokenloom.runtime.torch_modes import (
+    FAKE,
+    breaks_graph,
+    current_mode,
+    current_trace,
+    current_transforms,
+    is_eager,
+    require_eager,
+    untransformed,
+)
+from tokenloom.runtime.turns import Turn
+
+__all__ = ["Pending"]
 
 T = TypeVar("T")
 
@@ -44,13 +55,13 @@ COMBINE_RANGE = "tokenloom::combine"
 """Names of the profiler ranges: what really runs, so the gradient of a dispatch is called combine."""
 
 
-NOTHING_AROUND: AbstractContextManager[Any] = nullcontext()
+NO_RANGE: AbstractContextManager[Any] = nullcontext()
 profiler_listens = torch._C._autograd._profiler_enabled
 
 
 def profiler_range(name: str) -> AbstractContextManager[Any]:
     """A named range where a profiler listens. Elsewhere nothing, which costs the host less."""
-    return record_function(name) if profiler_listens() else NOTHING_AROUND
+    return record_function(name) if profiler_listens() else NO_RANGE
 
 
 class Sequence:
@@ -67,7 +78,7 @@ class Sequence:
 
     def __init__(self, engine: Engine, upcoming: Iterable[Upcoming]) -> None:
         self.upcoming = list(upcoming)
-        self.open: list[Pending[Any]] = []
+        self.open: list[Sent[Any]] = []
         self._engine = engine
 
     def opened(self) -> None:
@@ -95,7 +106,7 @@ class Sequence:
     def __exit__(self, kind: object, fault: BaseException | None, trace: object) -> None:
         try:
             if isinstance(fault, Exception) and self.upcoming:
-                self._engine.open_calls.opened()  # it failed, which is how every rank's call ends
+                self._engine.open_calls.count += 1  # it failed, which is how every rank's call ends
             if fault is not None and not is_known_to_all(fault):
                 if is_eager():
                     self._engine._tell(fault, self)
@@ -126,47 +137,44 @@ class Engine:
         self.open_calls = OpenCalls(ranks.turn)
         self._backend = backend
         self._sequence: Sequence | None = None
-        self._options_of = lru_cache(maxsize=64, typed=True)(partial(_checked_options, plan, backend))
+        self._device_index = ranks.device.index
 
     @property
     def capabilities(self) -> Capabilities:
         return self._backend.capabilities
 
-    @property
-    def makes_usual_calls(self) -> MakesUsualCalls | None:
-        """The backend, if it makes usual calls."""
-        backend: Any = self._backend
-        return backend if self.capabilities.usual_calls else None
+    def prepare_dispatch(self, kind: DispatchKind) -> Any:
+        """Prepare dispatches; see :meth:`tokenloom.backends.seam.Backend.prepare_dispatch`."""
+        return self._backend.prepare_dispatch(kind)
 
-    def dispatch_options(self, *given: Any) -> DispatchOptions:
-        """Check the options of a dispatch once for each value of what was given.
-
-        Args:
-            given: what follows ``able`` in :func:`tokenloom.comm.validation.dispatch_options`.
-        """
-        try:
-            return self._options_of(*given)
-        except TypeError:  # a list, say, cannot be looked up
-            return _checked_options(self.plan, self._backend, *given)
+    def prepare_combine(self, kind: CombineKind, number: int) -> Any:
+        """Prepare combines; see :meth:`tokenloom.backends.seam.Backend.prepare_combine`."""
+        return self._backend.prepare_combine(kind, number)
 
     # -- errors ---------------------------------------------------------------------------------------------
 
     def is_plain(self) -> bool:
         """Whether a call that is made now needs nothing around it: its device is the current one, no profiler listens,
         torch transforms nothing, and no other calls have been declared."""
-        plain = self._sequence is None and not profiler_listens() and is_current(self.ranks.device.index)
-        return plain and is_eager()
+        index = self._device_index
+        return (
+            self._sequence is None
+            and not profiler_listens()
+            and (index is None or torch._C._cuda_getDevice() == index)
+            and current_transforms() is None
+            and current_trace() is None
+            and current_mode(FAKE) is None
+        )
 
-    def begin(self, plain: bool = False) -> None:
-        """Raise what earlier calls left behind, as far as it is known without waiting.
-
-        Args:
-            plain: :meth:`is_plain` has just said so.
-        """
+    def ready(self, waits: bool = False) -> int | None:
+        """Raise errors that earlier calls left, as far as they are known; see
+        :meth:`tokenloom.backends.seam.Backend.ready`."""
         self.ranks.require_alive()
-        if plain:
-            self._backend.check("nothing")
-            return
+        return self._backend.ready(waits)
+
+    def begin(self) -> None:
+        """Raise errors that earlier calls left, as far as they are known without waiting."""
+        self.ranks.require_alive()
         with on_device(self.ranks.device):
             self._backend.check("nothing")
 
@@ -208,25 +216,26 @@ class Engine:
             with suppress(PeerTimeout, CommunicatorBroken):  # later calls say so, this one has its own error
                 self._backend.report_fault(fault, sequence.upcoming)
 
-    def _require_open(self) -> None:
+    def require_room(self) -> None:
         """A call may open. Backward gets here without :meth:`begin`, maybe after the communicator was closed."""
         self.ranks.require_alive()
         self.open_calls.require_room()
 
-    def _opened(self, pending: Pending[T]) -> Pending[T]:
-        self.open_calls.opened()
+    def opened(self, sent: Sent[T]) -> Sent[T]:
+        """Count a call that is open."""
+        self.open_calls.count += 1
         if self._sequence is None:
-            return pending
+            return sent
         self._sequence.opened()
-        return _Tracked(pending, self._sequence)
+        return _Tracked(sent, self._sequence)
 
     # -- dispatch and combine -------------------------------------------------------------------------------
 
-    def send_dispatch(self, options: DispatchOptions, inputs: DispatchInputs) -> Pending[tuple[Handle, torch.Tensor]]:
+    def send_dispatch(self, kind: DispatchKind, tokens: Tokens) -> Sent[tuple[Handle, torch.Tensor]]:
         """Open a dispatch and send. ``receive`` gives (handle, rows [places, H]), without a graph."""
-        self._require_open()
+        self.require_room()
         with profiler_range(DISPATCH_RANGE):
-            return self._opened(self._backend.send_dispatch(options, inputs))
+            return self.opened(self._backend.prepare_dispatch(kind).send(tokens))
 
     def send_combine(
         self,
@@ -236,32 +245,45 @@ class Engine:
         options: CombineOptions,
         out: torch.Tensor | None = None,
         alone: bool = False,
-        split: bool = False,
-    ) -> Pending[torch.Tensor]:
+    ) -> Sent[torch.Tensor]:
         """Open a combine and send rows [places, H] home. ``receive`` gives [T, H], without a graph.
 
         Args:
             weights: received weights that multiply the rows, if ``options`` say so. None: those of the handle.
             out: [T, H] to write to, or None.
             alone: nothing is computed meanwhile, so the transfer may take more of the GPU.
-            split: the caller may take long until ``receive``.
         """
-        self._require_open()
+        self.require_room()
         with profiler_range(COMBINE_RANGE):
-            return self._opened(self._backend.send_combine(handle, rows, weights, options, out, alone, split))
+            kind = CombineKind(handle.options.layout, rows.dtype, options, alone)
+            return self.opened(self._backend.prepare_combine(kind, handle.number).send(handle, rows, weights, out))
 
-    def send_again(self, handle: Handle, values: Rows, strategy: str, own: OwnOutputs = False) -> Pending[Any]:
+    def send_again(
+        self,
+        handle: Handle,
+        values: Rows,
+        strategy: str,
+        owner: OutputOwner = False,
+        stream: int | None = None,
+    ) -> Sent[Any]:
         """Send other values [T, H], with scales if they have some, to the places of a dispatch. ``receive`` gives
-        [places, H], and scales; views, unless ``own`` says something else."""
-        self._require_open()
+        [places, H], and scales; views, unless ``owner`` says something else."""
+        self.require_room()
         with profiler_range(DISPATCH_RANGE):
-            return self._opened(self._backend.send_again(handle, values, strategy, own))
+            return self.opened(self._backend.send_again(handle, values, strategy, owner, stream))
 
-    def send_weight_gradients(self, handle: Handle, grad: torch.Tensor) -> Pending[torch.Tensor]:
+    def send_rows(self, handle: Handle, values: torch.Tensor, strategy: str) -> Sent[torch.Tensor]:
+        """Send values [T, h] once for each (token, rank) of a dispatch. ``receive`` gives them in the order of
+        received rows."""
+        self.require_room()
+        with profiler_range(DISPATCH_RANGE):
+            return self.opened(self._backend.send_rows(handle, values, strategy))
+
+    def send_weight_gradients(self, handle: Handle, grad: torch.Tensor) -> Sent[torch.Tensor]:
         """Send the gradient of the received weights home. ``receive`` gives [T, K]."""
-        self._require_open()
+        self.require_room()
         with profiler_range(COMBINE_RANGE):
-            return self._opened(self._backend.send_weight_gradients(handle, grad))
+            return self.opened(self._backend.send_weight_gradients(handle, grad))
 
     def combine_gradient(
         self,
@@ -286,9 +308,7 @@ class Engine:
         fills_places = handle.options.sizes == "exact" and handle.options.layout != "rank"  # others must become zero
         if rows is None and weights is None and fills_places:
             return self.send_again(handle, grad, strategy).receive().to(dtype, copy=True), None
-        self._require_open()
-        with profiler_range(DISPATCH_RANGE):
-            received = self._opened(self._backend.send_rows(handle, grad, strategy)).receive()
+        received = self.send_rows(handle, grad, strategy).receive()
         positions = handle.positions()
         if weights is not None:  # exact sizes have as many received weights as rows
             positions = positions[: len(weights)]
@@ -327,13 +347,13 @@ class Engine:
         return self._backend.masked
 
     def mask(self, ranks: Collection[int]) -> None:
-        """Leave out these ranks too, see :meth:`tokenloom.backends.base.Backend.mask`."""
+        """Leave out these ranks too, see :meth:`tokenloom.backends.seam.Backend.mask`."""
         self.ranks.require_alive()
         with self.ranks.turn:
             self._backend.mask(ranks)
 
     def unmask(self, ranks: Collection[int]) -> None:
-        """Take back ranks, see :meth:`tokenloom.backends.base.Backend.unmask`."""
+        """Take back ranks, see :meth:`tokenloom.backends.seam.Backend.unmask`."""
         self.ranks.require_alive()
         with self.ranks.turn:
             self._backend.unmask(ranks)
@@ -352,17 +372,141 @@ class Engine:
         self.ranks.close()
 
 
-def _checked_options(plan: Plan, backend: Backend, *given: Any) -> DispatchOptions:
-    return validation.dispatch_options(plan, backend.capabilities, *given)
-
-
 class _Tracked(Generic[T]):
     """A pending call that its sequence knows of."""
 
-    def __init__(self, pending: Pending[T], sequence: Sequence) -> None:
+    def __init__(self, pending: Sent[T], sequence: Sequence) -> None:
         self._pending, self._calls = pending, sequence
         sequence.open.append(self)
 
     def receive(self) -> T:
         self._calls.open.remove(self)
         return self._pending.receive()
+
+
+# -- calls in two halves, as users hold them ----------------------------------------------------------------------
+
+
+class Pending(Generic[T]):
+    """A call whose first half has run: what ``send_dispatch`` or ``send_combine`` returned.
+
+    The tensors that were sent may be overwritten by later work on the same stream; a combine whose weights want a
+    gradient needs y unchanged until backward, as ever. On backends "nvlink", "gin" and "padded" nothing of tokenloom
+    runs on the GPU until ``receive``; on "padded" NCCL may carry rows meanwhile.
+
+    Halves are calls: all ranks make the same calls in the same order. A call may open in one piece or in halves, in
+    backward or in a layer. When it does, every call but the one before it must have been received. So two
+    micro-batches can take turns, and the two that are open may be received in either order, the same on all ranks. A
+    call that raised an error counts as well, and so does each call of a CUDA graph that is replayed: between the
+    halves of a call outside of graphs, replay none that calls this communicator. A pending must not be dropped
+    unreceived.
+    """
+
+    def __init__(self, finish: Callable[[], T], calls: OpenCalls, name: str, discard: Callable[[], object]) -> None:
+        """Made by the communicator.
+
+        Args:
+            finish: runs the second half.
+            calls: of the communicator.
+            name: "dispatch" or "combine", for errors.
+            discard: runs what other ranks need of the second half, if nobody wants its result any more.
+        """
+        self._finish: Callable[[], T] | None = finish
+        self._calls = calls
+        self._number = calls.keep(self, name, discard)
+
+    @breaks_graph
+    def receive(self) -> T:
+        """Run the second half: wait for what the host has to know, and give what the call in one piece returns.
+
+        It runs on the current stream, which should be that of the first half. With gradients enabled when the call
+        was sent, the result has a graph, whatever is enabled now.
+
+        Raises:
+            InvalidArgument: it was received before. Or another thread is in a call of the communicator, or torch
+                transforms what is called: then it is still to be received.
+            TokenloomError: what the call in one piece raises.
+        """
+        finish = self._finish
+        if finish is None:
+            raise InvalidArgument("this call was received before; receive() gives the result of a pending call once")
+        require_eager()
+        with self._calls.turn:
+            self._finish = None
+            self._calls.received(self._number)
+            return finish()
+
+
+@dataclass(frozen=True)
+class Half:
+    """A call that was sent and not yet received.
+
+    Attributes:
+        number: of the call.
+        name: for errors.
+        owner: what its user holds.
+        discard: runs its second half without a result.
+    """
+
+    number: int
+    name: str
+    owner: weakref.ref[Pending[Any]]
+    discard: Callable[[], object]
+
+
+class OpenCalls:
+    """The calls of one communicator that users have sent and not yet received.
+
+    Attributes:
+        turn: which thread may make calls.
+        halves: those that are sent and not yet received, or were dropped.
+        count: how many were opened so far, or failed while all ranks made them.
+    """
+
+    def __init__(self, turn: Turn) -> None:
+        self.turn = turn
+        self.count = 0
+        self.halves: list[Half] = []
+
+    def any_open(self) -> bool:
+        """Whether there is one, or one was dropped."""
+        return bool(self.halves)
+
+    def keep(self, pending: Pending[Any], name: str, discard: Callable[[], object]) -> int:
+        """Remember a pending of the call that was opened last; its number."""
+        self.halves.append(Half(self.count, name, weakref.ref(pending), discard))
+        return self.count
+
+    def received(self, number: int) -> None:
+        """Forget a call, which its user receives now."""
+        self.halves = [half for half in self.halves if half.number != number]
+
+    def require_room(self) -> None:
+        """Raise unless another call may be opened. Calls that were dropped are received first.
+
+        Raises:
+            InvalidArgument: a pending was dropped unreceived, or one older than the last call is still open.
+        """
+        if not self.halves:
+            return
+        dropped = [half for half in self.halves if half.owner() is None]
+        for half in dropped:
+            self.received(half.number)
+            with suppress(Exception):  # what is raised next matters more, and a broken communicator says so itself
+                half.discard()
+        if dropped:
+            names = " and a ".join(half.name for half in dropped)
+            raise InvalidArgument(
+                f"the pending of an earlier {names} was dropped unreceived; keep what send_dispatch and send_combine "
+                "return, and call receive() on it"
+            )
+        late = [half for half in self.halves if half.number != self.count]
+        if late:
+            raise InvalidArgument(
+                f"a third pending call: a {late[0].name} sent {self.count - late[0].number + 1} calls ago is still "
+                "open; receive it before this call, since only the call just before may be open"
+            )
+
+    def clear(self) -> None:
+        """Forget all calls: the communicator closes."""
+        self.halves = []

@@ -19,14 +19,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from tokenloom.backends.base import Upcoming
+from tokenloom.backends.seam import Upcoming
 from tokenloom.errors import BackendUnavailable, CommunicatorBroken, PeerError, PeerTimeout, is_known_to_all
 from tokenloom.runtime.openings import NeedsRoom, means_growth
 
 if TYPE_CHECKING:
     from tokenloom.comm.communicator import Communicator
-    from tokenloom.comm.engine import Engine
-    from tokenloom.comm.usual import UsualCalls
     from tokenloom.runtime.rank_group import RankGroup
 
 T = TypeVar("T")
@@ -109,27 +107,6 @@ class Communicators:
                 self._announce(found or self._last, tokens)
             self._make(shape, tokens, top_k, device)
 
-    def run_usual(
-        self, shape: Shape, tokens: int, device: torch.device, call: Callable[[Communicator, UsualCalls], T | None]
-    ) -> T | None:
-        """Make a usual call by a communicator that is there. None: nothing has happened, and :meth:`run` comes next.
-
-        Args:
-            shape, tokens, device: as of :meth:`run`. The shape says K.
-            call: makes it if it is a usual one, and returns None if it is not.
-        """
-        found = self._made.get(shape)
-        if found is None or tokens > found.plan.max_tokens_per_rank or found.usual is None:
-            return None
-        self._use(shape, found)
-        try:
-            return call(found, found.usual)
-        except PeerError as error:
-            if not means_growth(error.reason):
-                raise
-            self._make(shape, tokens, 1, device)
-            return None
-
     def _use(self, shape: Shape, comm: Communicator) -> None:
         """Note what the call is made with, before it can fail: all ranks tell later faults by the same one."""
         self._last = comm
@@ -155,7 +132,7 @@ class Communicators:
 
         meeting = self.meeting(device)
         with meeting.turn.behind(meeting.open_timeout_s) as in_turn:
-            usual = meeting.open_timeout_s
+            patience_s = meeting.open_timeout_s
             if self._last is not None:  # the others have just failed in the same call, so they come at once or never
                 meeting.open_timeout_s = meeting.timeout_s
             try:
@@ -165,7 +142,7 @@ class Communicators:
                 prepare = raising(in_turn) if in_turn else lambda: (shape._asdict(), mine)
                 wanted = agree(meeting, prepare, MAKING)
             finally:
-                meeting.open_timeout_s = usual
+                meeting.open_timeout_s = patience_s
             before = self._made.get(shape)
             if before is not None:
                 wanted.append((before.plan.max_tokens_per_rank, before.plan.top_k, MANY_SMS))
@@ -221,7 +198,7 @@ class Communicators:
         comm: Communicator | None = None,
         name: str = "dispatch",
         awaited: bool = True,
-        opened_on: Callable[[Communicator], tuple[str, Engine]] | None = None,
+        opens: Callable[[Communicator], str] | None = None,
         shape: Shape = UNKNOWN,
     ) -> Iterator[None]:
         """Inside, a call is checked. The other ranks, which make it, hear of a fault.
@@ -231,7 +208,7 @@ class Communicators:
             comm: what they make it with, where it is known.
             name: "dispatch" or "combine".
             awaited: a dispatch whose outcome the other ranks read. Elsewhere kernels tell it: at a later call.
-            opened_on: gives the name of what the others open, and its engine, where it is not the communicator's own.
+            opens: gives the name of the call that the others open, where it depends on the communicator.
             shape: of the call, as far as it is known. The others make it with the communicator of that shape, or else
                 with the last one that has its ``num_sms`` and ``hidden``. Told by another, ranks would count different
                 calls of both.
@@ -244,7 +221,7 @@ class Communicators:
             num_sms, of_shape = shape.num_sms, self._made.get(shape)
             of_width = self._last_of.get((num_sms, shape.hidden)) or self._last_of.get((num_sms, None))
             known = comm or of_shape or of_width or self._last
-            self._tell(fault, device, known, Upcoming(name, awaited=awaited and name == "dispatch"), opened_on)
+            self._tell(fault, device, known, Upcoming(name, awaited=awaited and name == "dispatch"), opens)
             raise
 
     def _tell(
@@ -253,7 +230,7 @@ class Communicators:
         device: torch.device,
         comm: Communicator | None,
         upcoming: Upcoming,
-        opened_on: Callable[[Communicator], tuple[str, Engine]] | None,
+        opens: Callable[[Communicator], str] | None,
     ) -> None:
         from tokenloom.runtime.rendezvous import agree, raising
 
@@ -261,11 +238,9 @@ class Communicators:
             if comm is None:
                 agree(self.meeting(device), raising(fault), MAKING)
                 return
-            engine = comm.engine
-            if opened_on is not None:
-                name, engine = opened_on(comm)
-                upcoming = replace(upcoming, name=name)
-            with engine.sequence(upcoming):
+            if opens is not None:
+                upcoming = replace(upcoming, name=opens(comm))
+            with comm.engine.sequence(upcoming):
                 raise fault
         except Exception as other:
             if other is not fault and not is_known_to_all(other):

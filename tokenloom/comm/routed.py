@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from tokenloom.backends.base import DispatchOut, Handle
+from tokenloom.backends.seam import DispatchOut, Handle
 from tokenloom.errors import InvalidArgument
 from tokenloom.ops import routing
 from tokenloom.plan import ROUTE_LAYOUTS, Plan
@@ -56,6 +56,7 @@ class Routed:
         weighted: bool,
         ids_dtype: torch.dtype,
         out: DispatchOut | None = None,
+        scale_words: int | None = None,
     ) -> None:
         """Made by a communicator.
 
@@ -66,6 +67,7 @@ class Routed:
             weighted: weights were dispatched.
             ids_dtype: of the ids that the caller gave.
             out: tensors of the caller's own, which hold the results.
+            scale_words: words of packed scales that the caller gave for each token.
         """
         values = self.__dict__
         values["layout"] = handle.options.layout
@@ -75,6 +77,8 @@ class Routed:
             values["_graph_weights"] = weights
         if out is not None:
             values["_out"] = out
+        if scale_words is not None:
+            values["_scale_words"] = scale_words
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"what a dispatch brought is not to be changed: {name}")
@@ -209,6 +213,13 @@ class Routed:
             return ids
         used = torch.arange(len(ids), device=ids.device) < self.num_rows
         return torch.where(used[:, None], ids, -1)
+
+    def _with_weights(self, weights: torch.Tensor) -> Routed:
+        """The same with other weights, as the handle has them: [places, K], or [R, K] where a row is a route."""
+        given = (self._owner, self._plan, self._handle, self._rows, None, True, self._ids_dtype, self._out)
+        made = Routed(*given, self._scale_words)
+        made.__dict__["_late_weights"] = weights
+        return made
 
     # -- for combine ----------------------------------------------------------------------------------------
 

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from tokenloom.backends.base import Upcoming
-from tokenloom.comm import validation
+from tokenloom.backends.seam import Upcoming
+from tokenloom.comm import checks
 from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.routed import Layout, Routed
 from tokenloom.inference.request import Biases, ForwardRequest
@@ -36,7 +36,7 @@ class CalledExperts(ABC):
     def __init__(
         self, comm: Communicator, intermediate: int, num_shared_experts: int, power_of_two_scales: bool
     ) -> None:
-        validation.require_layout(comm.engine.capabilities, self._layout)
+        checks.require_layout(comm.engine.capabilities, self._layout)
         self._comm, self._num_shared = comm, num_shared_experts
         self._power_of_two_scales = power_of_two_scales
         self._weights: tuple[torch.Tensor, ...] = ()

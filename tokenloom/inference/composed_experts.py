@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from tokenloom.backends.base import Upcoming
-from tokenloom.comm.calls import Mode
-from tokenloom.comm.communicator import Communicator
+from tokenloom.backends.seam import Upcoming
+from tokenloom.comm.communicator import Communicator, Mode
 from tokenloom.comm.routed import Routed
 from tokenloom.errors import InvalidArgument
 from tokenloom.inference.called_experts import CalledExperts

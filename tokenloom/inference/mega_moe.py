@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tokenloom.backends.registry import MAX_SMS
-from tokenloom.comm import validation
+from tokenloom.comm import checks
 from tokenloom.comm.communicator import Communicator, line_about
 from tokenloom.errors import BackendUnavailable, DtypeMismatch, InvalidArgument, ShapeMismatch, a_type
 from tokenloom.inference.composed_experts import ComposedExperts
@@ -382,7 +382,7 @@ class MegaMoE:
             raise InvalidArgument("topk_weights is None, expected float32 [T, K]")
         if expert_stats is not None:
             check_tensor("expert_stats", expert_stats, torch.int32, [plan.experts_per_rank], device)
-        validation.require_tensor("topk_ids", topk_ids)
+        checks.require_tensor("topk_ids", topk_ids)
         if not topk_ids.dim():
             raise ShapeMismatch("topk_ids is [], expected [T, K]")
         num_tokens = len(topk_ids)

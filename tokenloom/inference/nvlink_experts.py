@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenloom.backends.base import DispatchInputs, Upcoming
 from tokenloom.backends.nvlink.buffers import aligned
 from tokenloom.backends.nvlink.fused import FusedLayerCalls
 from tokenloom.backends.nvlink.launcher import OpeningKernel
+from tokenloom.backends.seam import Tokens, Upcoming
 from tokenloom.comm.communicator import Communicator
 from tokenloom.errors import InvalidArgument
 from tokenloom.inference.expert_gemms import ExpertGemms
@@ -137,7 +137,7 @@ class NvlinkExperts:
                 self._calls.follow()  # a call that fails zeros what the one before it may still use
             try:
                 ids, number = self._send(request, inputs, senders, schedule, ready, stream)
-                engine.open_calls.opened()
+                engine.open_calls.count += 1
                 calls.opened()
                 request.passed("dispatch")
                 self._gemms.run(stream, schedule.gemm2_sms, request.passed)
@@ -153,7 +153,7 @@ class NvlinkExperts:
     def _send(
         self,
         request: ForwardRequest,
-        inputs: DispatchInputs,
+        inputs: Tokens,
         senders: Senders,
         schedule: MegaSchedule,
         ready: int | None,

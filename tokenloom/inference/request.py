@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenloom.backends.base import DispatchInputs
-from tokenloom.comm import validation
+from tokenloom.backends.seam import DispatchOptions, Tokens
+from tokenloom.comm import checks
 from tokenloom.comm.engine import Engine
 from tokenloom.inference.schedules import MegaSchedule
 
@@ -43,9 +43,9 @@ class ForwardRequest:
         """True where x comes in FP8 with scales."""
         return isinstance(self.x, (tuple, list))
 
-    def checked_dispatch(self, engine: Engine) -> DispatchInputs:
-        """Check and describe what the dispatch of this call is given."""
+    def checked_dispatch(self, engine: Engine) -> Tokens:
+        """Check the tensors that the dispatch of this call is given."""
+        options = DispatchOptions("expert", 1, "bounded", 1, to_fp8=not self.is_quantised)
         able, device = engine.capabilities, engine.ranks.device
-        reads_ids, to_fp8 = validation.reads_ids(able, device), not self.is_quantised
-        tensors = (self.x, self.topk_ids, self.topk_weights)
-        return validation.dispatch_inputs(engine.plan, able, device, *tensors, False, reads_ids, to_fp8)
+        given = (self.x, self.topk_ids, self.topk_weights)
+        return checks.dispatch_tokens(engine.plan, able, device, options, *given)[0]

@@ -13,18 +13,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tokenloom.backends.base import Capabilities, Upcoming
 from tokenloom.backends.registry import MAX_SMS
-from tokenloom.comm import validation
+from tokenloom.backends.seam import Capabilities, Strategy, Upcoming
+from tokenloom.comm import checks
 from tokenloom.comm.communicator import Communicator
-from tokenloom.comm.graph_breaks import breaks_graph
-from tokenloom.comm.strategy import Strategy
-from tokenloom.comm.torch_modes import require_eager, settled
 from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch
 from tokenloom.ops.autocast import autocast_dtype
 from tokenloom.ops.experts import PLAIN, ExpertForm
 from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout
 from tokenloom.runtime.rendezvous import agree
+from tokenloom.runtime.torch_modes import breaks_graph, require_eager, settled
 from tokenloom.training.gradients import scale_grad
 from tokenloom.training.main_grads import accumulate_main_grads
 from tokenloom.training.parameters import check_experts, draw_seeded, own_name
@@ -164,7 +162,7 @@ class RoutedExperts(nn.Module):
                 num_sms=MAX_SMS,
             )
         self.comm = comm
-        usual = Strategy.usual(comm.engine.capabilities)
+        usual = Strategy.default(comm.engine.capabilities)
 
         def prepare() -> tuple[dict[str, Any], tuple[ExpertForm, Strategy | None]]:
             if group_and_comm:
@@ -173,8 +171,8 @@ class RoutedExperts(nn.Module):
                 raise InvalidArgument(f"dtype is {dtype!r}, expected bfloat16, float16, float32 or float64")
             form = ExpertForm(Activation.of(activation), weight_layout)
             check_experts(comm.plan, hidden, intermediate, num_experts, top_k, expert_grad_scale, pool_rows)
-            validation.require_layout(comm.engine.capabilities, "expert")
-            validation.require_strategy(comm.engine.capabilities, strategy or usual)
+            checks.require_layout(comm.engine.capabilities, "expert")
+            checks.require_strategy(comm.engine.capabilities, strategy or usual)
             found = None
             if strategy is None and comm.rank == 0:  # ranks may see different disks
                 found = choices.find(choices.setting_of(comm, intermediate, dtype))
@@ -298,7 +296,7 @@ class RoutedExperts(nn.Module):
         dtype = self._compute_dtype(getattr(x, "dtype", None))
         with engine.sequence(*self.first_calls(dtype)):  # a failure here comes before any call
             tokens = self.tokens(x)
-            validation.number_of_tokens(self.comm.plan, len(tokens))  # pieces of too many tokens may be few enough
+            checks.number_of_tokens(self.comm.plan, len(tokens))  # pieces of too many tokens may be few enough
             ids = self.ids(x, topk_ids)
             weights = self.weights(x, topk_weights).to(torch.promote_types(dtype, torch.float32))
         w1, w2, w1_bias, w2_bias = self._scaled_weights()
@@ -353,7 +351,7 @@ class RoutedExperts(nn.Module):
             ShapeMismatch, DtypeMismatch, DeviceMismatch, InvalidArgument: it does not fit the experts.
         """
         x = settled(x)
-        validation.require_tensor("x", x)
+        checks.require_tensor("x", x)
         if x.ndim == 0 or x.shape[-1] != self.hidden:
             raise ShapeMismatch(f"x is {list(x.shape)}, the layer was made for [..., {self.hidden}]")
         if self.w1.is_meta:
@@ -413,7 +411,7 @@ class RoutedExperts(nn.Module):
 
 def _require_like(name: str, value: torch.Tensor, x: torch.Tensor, top_k: int) -> None:
     """Raise unless the value has ``top_k`` numbers for each token of x, on its device."""
-    validation.require_tensor(name, value)
+    checks.require_tensor(name, value)
     wanted = (*x.shape[:-1], top_k)
     if value.shape != wanted:
         raise ShapeMismatch(f"{name} is {list(value.shape)}, expected {list(wanted)} for x {list(x.shape)}")

@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from tokenloom.comm import validation
+from tokenloom.backends.seam import Strategy
+from tokenloom.comm import checks
 from tokenloom.comm.communicator import Communicator
-from tokenloom.comm.strategy import Strategy
 from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch
 from tokenloom.ops.activation import apply_activation
 from tokenloom.ops.router import SCORES, Router, RouterSums, balance_loss, router_logits, router_sums, z_loss
@@ -578,7 +578,7 @@ class _Routed:
 
 def _places_of_real_tokens(x: torch.Tensor, token_mask: torch.Tensor) -> torch.Tensor:
     """Places of the True ones among the tokens of x."""
-    validation.require_tensor("token_mask", token_mask)
+    checks.require_tensor("token_mask", token_mask)
     if token_mask.dtype != torch.bool:
         raise DtypeMismatch(
             f"token_mask is {token_mask.dtype}, expected torch.bool: True for a real token; pass token_mask.bool()"

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from tokenloom.backends.base import CombineOptions, DispatchOptions, Handle, Upcoming
+from tokenloom.backends.seam import SWAPPED, CombineOptions, DispatchOptions, Handle, Strategy, Upcoming
 from tokenloom.comm.engine import Engine
-from tokenloom.comm.strategy import SWAPPED, Strategy
 from tokenloom.ops.expert_gemms import FEW_ROWS, ExpertGemms
 from tokenloom.ops.experts import Experts
 

@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from tokenloom.backends.base import Handle, Upcoming
-from tokenloom.comm import validation
+from tokenloom.backends.seam import SWAPPED, Handle, Upcoming
+from tokenloom.comm.checks import DispatchArguments
 from tokenloom.comm.communicator import Communicator
-from tokenloom.comm.strategy import SWAPPED
-from tokenloom.comm.torch_modes import require_eager, require_no_tangent, settled
 from tokenloom.ops.autocast import autocast_dtype
 from tokenloom.ops.experts import ExpertForm, Experts, Tensors, cast
 from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout
+from tokenloom.runtime.torch_modes import require_eager, require_no_tangent, settled
 from tokenloom.training.pieces import Piece, RunOptions, backward_calls, cut, forward_calls, save, saved
 from tokenloom.training.shards import require_unchanged, versions
 from tokenloom.training.transfers import Links, Transfer
@@ -154,7 +153,7 @@ class _Forward:
         topk_weights: torch.Tensor,
         experts: Experts,
     ) -> None:
-        self.engine, self.device, self.options, self.needs = comm.engine, comm.device, options, needs
+        self.engine, self.kinds, self.options, self.needs = comm.engine, comm.kinds, options, needs
         self.x, self.topk_ids, self.topk_weights, self.experts = x, topk_ids, topk_weights, experts
         self.links = Links(comm.engine, options.overlap)
         self.slices = cut(comm.engine, options, len(x))
@@ -200,7 +199,7 @@ class _Forward:
         tokens = self.slices[number]
         given = (self.x[tokens], self.topk_ids[tokens], self.topk_weights[tokens])
         with self.links.transfer(given, after):
-            pending = self.engine.send_dispatch(*self._checked(given, ahead=number > 0))
+            pending = self._send(number, given)
 
         def finish() -> tuple[Handle, torch.Tensor, Transfer]:
             with self.links.transfer((), after) as transfer:
@@ -210,19 +209,15 @@ class _Forward:
 
         return finish
 
-    def _checked(self, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor], ahead: bool) -> tuple[Any, Any]:
-        engine, capacity = self.engine, self.options.pool_rows
-        able, sizes = engine.capabilities, "exact" if capacity is None else "bounded"
-        options = validation.dispatch_options(
-            engine.plan, able, "expert", 1, sizes, capacity, False, False, self.options.strategy.dispatch
-        )
-        reads_ids = validation.reads_ids(able, self.device)
-        inputs = validation.dispatch_inputs(engine.plan, able, self.device, *given, False, reads_ids, False)
-        inputs.x_needs_grad, inputs.weights_need_grad = self.needs[:2]
-        inputs.ahead = ahead
+    def _send(self, number: int, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Any:
+        """Open the dispatch of a piece."""
+        capacity = self.options.pool_rows
+        sizes, strategy = "exact" if capacity is None else "bounded", self.options.strategy.dispatch
+        arguments = DispatchArguments("expert", 1, sizes, capacity, strategy=strategy)
         # Views last as long as one piece without a backward.
-        inputs.own_outputs = "but rows" if any(self.needs) or len(self.slices) > 1 else False
-        return options, inputs
+        owner = "but rows" if any(self.needs) or len(self.slices) > 1 else False
+        known, checked = self.kinds.dispatch(arguments, (*self.needs[:2], owner, False, number > 0), *given)
+        return self.engine.send_dispatch(known.kind, checked)
 
     def _compute(self, tokens: slice, handle: Handle, rows: torch.Tensor) -> torch.Tensor:
         """Run the experts on the rows of a piece, giving weighted rows [R, H]."""

@@ -20,7 +20,7 @@ import torch
 
 from tokenloom import env
 from tokenloom._version import __version__
-from tokenloom.comm.strategy import Strategy
+from tokenloom.backends.seam import Strategy
 
 if TYPE_CHECKING:
     from tokenloom.comm.communicator import Communicator

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tokenloom.backends.base import CombineOptions, Handle
 from tokenloom.backends.registry import MAX_SMS
-from tokenloom.comm import autograd, validation
+from tokenloom.backends.seam import SWAPPED, CombineKind, CombineOptions, Handle, Strategy
+from tokenloom.comm import autograd
+from tokenloom.comm.checks import DispatchArguments
 from tokenloom.comm.communicator import Communicator
-from tokenloom.comm.strategy import SWAPPED, Strategy
 from tokenloom.errors import InvalidArgument
 from tokenloom.ops import routing
 from tokenloom.ops.expert_gemms import gemms_for
@@ -217,7 +217,7 @@ class _Transfers:
         plan, device = comm.plan, comm.device
         self._generator = torch.Generator(device).manual_seed(comm.rank)
         self._like = torch.empty(0, dtype=dtype, device=device)
-        self._engine, self._intermediate = comm.engine, intermediate
+        self._engine, self._kinds, self._intermediate = comm.engine, comm.kinds, intermediate
         num_tokens, local = plan.max_tokens_per_rank, plan.experts_per_rank
         self.ids = draw_topk_ids(comm.rank, num_tokens, plan.num_experts, plan.top_k, skew).to(device)
         size = (num_tokens, plan.top_k)
@@ -246,12 +246,11 @@ class _Transfers:
 
     def _dispatch(self, strategy: str) -> tuple[Handle, torch.Tensor]:
         """Dispatch, and return the handle and the rows with their graph."""
-        engine, device = self._engine, self._engine.ranks.device
-        able, reads_ids = engine.capabilities, validation.reads_ids(engine.capabilities, device)
-        options = validation.dispatch_options(engine.plan, able, "expert", 1, "exact", None, False, False, strategy)
-        tensors = (self._x, self.ids, self._weights)
-        inputs = validation.dispatch_inputs(engine.plan, able, device, *tensors, False, reads_ids, False)
-        handle, rows = engine.send_dispatch(options, inputs).receive()
+        engine = self._engine
+        arguments = DispatchArguments("expert", sizes="exact", strategy=strategy)
+        mode = (self._x.requires_grad, self._weights.requires_grad, True, False, False)
+        known, tokens = self._kinds.dispatch(arguments, mode, self._x, self.ids, self._weights)
+        handle, rows = engine.send_dispatch(known.kind, tokens).receive()
         return handle, autograd.dispatched(engine, handle, rows, self._x, self._weights)[0]
 
     def _dispatch_calls(self, strategy: str) -> Calls:
@@ -274,7 +273,7 @@ class _Transfers:
         options = CombineOptions(False, y.dtype, y.dtype, True, strategy)
 
         def combine(y: torch.Tensor = y) -> torch.Tensor:
-            return autograd.combine(self._engine, handle, y, None, options)
+            return self._home(handle, y, options)
 
         def with_gemm() -> torch.Tensor:
             return combine(self._multiply(handle, activations, self._w2).requires_grad_())
@@ -286,6 +285,12 @@ class _Transfers:
             return torch.autograd.grad(out, y, grad, retain_graph=True)
 
         return {"with_gemm": with_gemm, "alone": combine, "gradient": gradient}
+
+    def _home(self, handle: Handle, y: torch.Tensor, options: CombineOptions) -> torch.Tensor:
+        """Combine rows, with a graph."""
+        engine = self._engine
+        prepared = engine.prepare_combine(CombineKind(handle.options.layout, y.dtype, options), handle.number)
+        return autograd.send_combine(engine, handle, prepared, y, None, options).receive()
 
     @torch.no_grad()  # as in the layer, which writes the gradients of its GEMMs by hand
     def _multiply(self, handle: Handle, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

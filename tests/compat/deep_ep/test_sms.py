@@ -92,16 +92,20 @@ def test_a_fault_is_told_where_the_others_make_the_call(stand_ins: StandIns) -> 
     assert (few.num_calls, many.num_calls) == (before[0], before[1] + 1)
 
 
-def test_a_usual_call_that_fails_was_the_last(stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other ranks make it the long way, and tell later faults where it was made."""
+def test_a_call_that_fails_was_the_last(stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks make it, and tell later faults where it was made."""
     buffer = deep_ep.Buffer(stand_ins.group(), 0, 1 << 20, low_latency_mode=True)
     x, ids, _ = tensors()
     for _ in range(2):
         buffer.low_latency_dispatch(x, ids, TOKENS, EXPERTS)
     other = (x[:, :128].contiguous(), ids, TOKENS, EXPERTS)
     buffer.low_latency_dispatch(*other)
-    usual = next(comm.usual for comm in buffer.runtime.all())
-    monkeypatch.setattr(usual, "dispatch", lambda *arguments: (_ for _ in ()).throw(PeerError(1, "it has a fault")))
+    comm = next(iter(buffer.runtime.all()))
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise PeerError(1, "it has a fault")
+
+    monkeypatch.setattr(comm, "dispatch", fail)
     with pytest.raises(PeerError):
         buffer.low_latency_dispatch(x, ids, TOKENS, EXPERTS)
     assert buffer.runtime._last.plan.hidden == HIDDEN

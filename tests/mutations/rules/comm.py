@@ -86,7 +86,7 @@ PENDING_TESTS, OPEN_TESTS = "tests/comm/test_pending.py::", "tests/comm/test_ope
 HALVES = (
     M("backward-of-a-closed-one", "backward launches kernels on the buffers of a closed communicator",
       "comm.engine:Engine._require_open", "self.ranks.require_alive()", "pass",
-      "tests/backends/test_nvlink_usual.py::test_backward_of_a_closed_communicator"),
+      "tests/backends/test_nvlink_kinds.py::test_backward_of_a_closed_communicator"),
     M("three-open-calls", "a call opens though one before the last is not received", ROOM, "half.number != self.count",
       "half.number < self.count - 1", f"{OPEN_TESTS}test_a_third", f"{OPEN_TESTS}test_what_may_be_open"),
     M("one-open-call", "no call opens beside one that is not received", ROOM, "half.number != self.count", "True",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutation import M
 
 # fmt: off
-TEST = "tests/backends/test_nvlink_usual.py::test_"
+TEST = "tests/backends/test_nvlink_kinds.py::test_"
 LENT = "tests/backends/test_nvlink_host_cost.py::test_rows_that_are_lent"
 LONG = (TEST + "what_is_unusual_goes_the_long_way",)
 
@@ -53,16 +53,16 @@ MUTATIONS = (
     M("usual-again-beside-masks",
       "rows go the way of a dispatch again in the usual way, though ranks were masked since",
       "backends.nvlink.again:UsualAgain.fits", "handle.masked == launcher.masked", "True",
-      "tests/backends/test_nvlink_again.py::test_what_is_unusual"),
+      "tests/backends/test_nvlink_resend.py::test_what_is_unusual"),
     M("usual-again-by-other-ids", "rows go in the usual way by ids that were changed since their dispatch",
       "backends.nvlink.again:UsualAgain.fits", "version_of(handle.given_ids) == handle.ids_version", "True",
-      "tests/backends/test_nvlink_again.py::test_what_is_unusual"),
+      "tests/backends/test_nvlink_resend.py::test_what_is_unusual"),
     M("usual-again-of-other-tokens", "rows of any number go the way of a dispatch again",
       "comm.usual:UsualCalls.dispatch_again", "x.shape != (handle.num_tokens, plan.hidden)", "False",
-      "tests/backends/test_nvlink_again.py::test_what_is_unusual"),
+      "tests/backends/test_nvlink_resend.py::test_what_is_unusual"),
     M("usual-weights-settle-nothing", "weights come home though an earlier call of their communicator has failed",
       "comm.beside:CallsBeside._usual_sums", "usual.ready() is not None", "usual.nothing_around()",
-      "tests/comm/test_usual_weights.py::test_what_earlier_calls_left"),
+      "tests/comm/test_weights_home.py::test_what_earlier_calls_left"),
     M("refused-rows-stay-lent",
       "rows of a dispatch that all ranks refuse stay lent, and those that come instead lie elsewhere",
       "backends.nvlink.dispatch:Dispatcher._finish_exact", "handle.lent = None", "pass",

@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -35,6 +34,7 @@ from tokenloom.backends.nvlink import buffers, launcher, outcomes
 from tokenloom.backends.nvlink.backend import NvlinkBackend
 from tokenloom.backends.padded.backend import PaddedBackend
 from tokenloom.comm import communicator, growing
+from tokenloom.comm.calls import Kinds
 from tokenloom.comm.engine import Engine
 from tokenloom.errors import PeerTimeout
 from tokenloom.jit import kernel
@@ -422,12 +422,7 @@ def _make_communicator(self: tl.Communicator, group: object = None, **options: A
         here.late = backend
     self._choice = SimpleNamespace(backend=backend, why="emulated", not_picked=[])  # type: ignore[assignment]
     self.engine = Engine(plan, ranks, backend)
-
-
-def _make_engine(self: tl.Communicator, hidden: int) -> Engine:
-    assert self.backend != "gin", "it has no second engine"
-    plan = replace(self.plan, hidden=hidden)
-    return Engine(plan, self._ranks, self._new_backend(plan))  # type: ignore[attr-defined]
+    self.kinds = Kinds(self.engine)
 
 
 def _behind_kernels(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -533,7 +528,6 @@ def _stand_ins(group: Group) -> Iterator[None]:
             (kernel_reports.FaultFlag, "give_up", _give_up),
             (kernel_reports, "_pinned", lambda *shape: torch.zeros(shape, dtype=torch.int32)),
             (communicator.Communicator, "__init__", _make_communicator),
-            (communicator.Communicator, "_make_engine", _make_engine),
             (growing.Communicators, "meeting", lambda self, device: Meeting()),
             (launcher, "GraphReferences", FakeReferences),
             (torch.cuda, "is_current_stream_capturing", is_capturing),

@@ -14,42 +14,41 @@ from typing import Any
 
 import torch
 
-from tokenloom.backends.base import (
-    Capabilities,
-    CombineOptions,
-    DispatchInputs,
-    DispatchOptions,
-    DispatchOut,
-    OwnOutputs,
-    Pending,
-    Rows,
-    Upcoming,
-    UsualCombine,
-    UsualDispatch,
-    Wait,
-)
 from tokenloom.backends.gin.capabilities import CAPABILITIES
 from tokenloom.backends.gin.combine import NodesCombine, empty_combine, gradient_of_weights
 from tokenloom.backends.gin.dispatch import NodesDispatch
 from tokenloom.backends.gin.launcher import NodesLauncher
 from tokenloom.backends.gin.memory import NodeBuffers, NodeMemory
-from tokenloom.backends.nvlink.combine import CombineHalf, ShortRows
-from tokenloom.backends.nvlink.dispatch import given
+from tokenloom.backends.nvlink.combine import ShortRows
 from tokenloom.backends.nvlink.exact import ExactHalves
 from tokenloom.backends.nvlink.handle import NvlinkHandle
-from tokenloom.backends.nvlink.launcher import Half, Launched, require_no_host_read
+from tokenloom.backends.nvlink.launcher import require_no_host_read
 from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT
 from tokenloom.backends.nvlink.prepared import Shared, check
 from tokenloom.backends.nvlink.results import ResultsMemory
 from tokenloom.backends.nvlink.row_weights import RowWeights
-from tokenloom.errors import CapacityOverflow, InvalidArgument
+from tokenloom.backends.seam import (
+    Capabilities,
+    CombineKind,
+    DispatchKind,
+    DispatchOptions,
+    OutputOwner,
+    Pending,
+    PreparedCombine,
+    PreparedDispatch,
+    Rows,
+    Tokens,
+    Upcoming,
+    Wait,
+)
+from tokenloom.errors import InvalidArgument
 from tokenloom.kernels.dispatch.launch import block_count_words
 from tokenloom.ops import routing
 from tokenloom.plan import Plan
 from tokenloom.runtime.leftovers import keep_until_idle
 from tokenloom.runtime.rank_group import RankGroup
 
-MOST_KINDS = 64
+MAX_KINDS = 64
 """Kinds of calls that are kept prepared."""
 
 
@@ -77,21 +76,27 @@ class NodesBackend:
     def __init__(
         self, plan: Plan, ranks: RankGroup, num_sms: int, dtype: torch.dtype | None, checked: bool = False
     ) -> None:
-        self.capabilities = replace(self.can, reads_on_host=checked, usual_calls=self.can.usual_calls and not checked)
+        self.capabilities = replace(self.can, reads_on_host=checked)
         self._checked, self._ranks = checked, ranks
-        self._overflow: CapacityOverflow | None = None
         self._dispatches: dict[tuple[object, ...], NodesDispatch] = {}
-        self._combines: dict[tuple[object, ...], NodesCombine] = {}
+        self._combines: dict[object, NodesCombine] = {}
         self._memory = self.make_memory(plan, ranks, dtype)
         try:
             self._launcher = self.make_launcher(plan, ranks, num_sms)
             block_counts = torch.zeros(block_count_words(plan), dtype=torch.int32, device=ranks.device)
             results = ResultsMemory(ranks.device)
-            self._shared = Shared(plan, self._launcher, self._memory, block_counts, results, checked)
+            self._shared = Shared(
+                plan=plan,
+                launcher=self._launcher,
+                buffers=self._memory,
+                block_counts=block_counts,
+                memory=results,
+                checked=checked,
+            )
             keep_until_idle(self._shared, ranks.device, block_counts)
             self._launcher.keep_with_graphs.append(self._shared)
             row_weights = RowWeights(plan, ranks.device)
-            self.row_weights, self.route_gradients = row_weights.of_rows, row_weights.of_routes
+            self._row_weights = row_weights
             self._launcher.empty["dispatch"] = self._empty_dispatch()
             self._launcher.empty["combine"] = empty_combine(self._launcher, self.always_two)
         except Exception:
@@ -111,12 +116,13 @@ class NodesBackend:
         plan, device = self._shared.plan, self._ranks.device
         x = torch.empty(0, plan.hidden, dtype=torch.bfloat16, device=device)
         ids = torch.empty(0, plan.top_k, dtype=torch.int32, device=device)
-        inputs = DispatchInputs(x, None, ids, None, False, False, False, split=self.always_two)
-        dispatch = NodesDispatch(self._shared, DispatchOptions("slots", 1, "bounded", 1), inputs)
+        kind = DispatchKind(DispatchOptions("slots", 1, "bounded", 1), x.dtype, ids.dtype, split=self.always_two)
+        dispatch = NodesDispatch(self._shared, kind)
         words = torch.zeros(dispatch.results.words(0), dtype=torch.int32, device=device)
         rows = x.new_empty(plan.experts_per_rank, plan.hidden)
         keep_until_idle(self._launcher, device, words, rows)
-        dispatch.aim(x, None, ids, None, 0, dispatch.results, words.data_ptr(), rows.data_ptr())
+        tokens = Tokens(x, None, ids, None)
+        dispatch.set_all_arguments(tokens, dispatch.results, words.data_ptr(), rows.data_ptr())
         return dispatch
 
     # -- calls ----------------------------------------------------------------------------------------------
@@ -129,127 +135,66 @@ class NodesBackend:
     def launcher(self) -> NodesLauncher:
         return self._launcher
 
-    def send_dispatch(
-        self, options: DispatchOptions, inputs: DispatchInputs
-    ) -> Pending[tuple[NvlinkHandle, torch.Tensor]]:
-        exact = options.sizes == "exact"
-        require_no_host_read(exact or self._checked, "sizes='exact'" if exact else "checked=True")
-        if not exact:
-            return self.send(options, inputs)
-        check(self._shared, options, inputs)
-        if not (inputs.split or inputs.ahead):  # whoever waits hears first of what earlier calls left
-            self._launcher.settle(0)
-        return ExactHalves(self, options, inputs)
+    def prepare_dispatch(self, kind: DispatchKind) -> PreparedDispatch:
+        if kind.options.sizes == "bounded":
+            return self.prepared(kind)
+        require_no_host_read(True, "sizes='exact'")
+        check(self._shared, kind)
+        return ExactHalves(self, kind)
 
-    def send(
-        self,
-        options: DispatchOptions,
-        inputs: DispatchInputs,
-        meant: DispatchOptions | None = None,
-        repeats: bool = False,
-    ) -> Pending[tuple[NvlinkHandle, torch.Tensor]]:
-        """Launch the kernel of a dispatch with bounded sizes, or its first one.
+    def prepared(
+        self, kind: DispatchKind, repeats: bool = False, meant: DispatchOptions | None = None
+    ) -> NodesDispatch:
+        """Dispatches of one kind with bounded sizes.
 
         Args:
-            meant: what this is a part of. repeats: rows go the way of an earlier dispatch.
+            repeats: rows go the way of an earlier dispatch.
+            meant: options that the user asked for, where this dispatch is a part of that call.
         """
         if self.always_two:
-            inputs = replace(inputs, split=True)
-        prepared = self._prepared_dispatch(options, inputs, meant, repeats)
-        return _Dispatched(self, *prepared.launch(*given(inputs), inputs.out), inputs.out)
-
-    def receive_dispatch(
-        self, handle: NvlinkHandle, rows: torch.Tensor, half: Half | None, out: DispatchOut | None
-    ) -> tuple[NvlinkHandle, torch.Tensor]:
-        """Launch the second kernel if there is one, and wait for what the host has to know."""
-        if half is not None:
-            self._launcher.finish(half)
-        if self._checked:
-            self._settle_checked(handle.number)
-        handle.write_ids(out)
-        return handle, rows
-
-    def _prepared_dispatch(
-        self,
-        options: DispatchOptions,
-        inputs: DispatchInputs,
-        meant: DispatchOptions | None = None,
-        repeats: bool = False,
-    ) -> NodesDispatch:
-        weights = inputs.topk_weights
-        dtypes = inputs.x.dtype, inputs.topk_ids.dtype, None if weights is None else weights.dtype
-        given_more = (
-            inputs.scales is None,
-            inputs.scale_words,
-            inputs.split,
-            inputs.x_needs_grad,
-            inputs.weights_need_grad,
-        )
-        key = (options, *dtypes, *given_more, meant, repeats)
+            kind = replace(kind, split=True)
+        key = (kind, meant, repeats)
         found = self._dispatches.get(key)
         if found is None:
-            if len(self._dispatches) >= MOST_KINDS:
+            if len(self._dispatches) >= MAX_KINDS:
                 self._dispatches.clear()
-            found = self._dispatches[key] = NodesDispatch(self._shared, options, inputs, repeats, meant)
+            found = self._dispatches[key] = NodesDispatch(self._shared, kind, repeats, meant)
         return found
 
-    def send_combine(
-        self,
-        handle: NvlinkHandle,
-        rows: torch.Tensor,
-        weights: torch.Tensor | None,
-        options: CombineOptions,
-        out: torch.Tensor | None = None,
-        alone: bool = False,
-        split: bool = False,
-    ) -> Pending[torch.Tensor]:
+    def prepare_combine(self, kind: CombineKind, number: int) -> PreparedCombine:
         require_no_host_read(self._checked, "checked=True")
-        if options.needs_grad:  # which has the dtype of the result
-            self._memory.require_room(options.out_dtype)
-        split = split or self.always_two
-        prepared = self._prepared_combine(handle.number, handle.options.layout, rows.dtype, options, split)
-        return self._sent(*prepared.launch(handle, rows, weights, out))
-
-    def _sent(self, out: torch.Tensor, half: Half | None) -> Pending[torch.Tensor]:
-        """A combine whose kernel, or first one, is on the stream."""
-        if half is not None:
-            return CombineHalf(self._launcher, half, out, self._checked)
-        if self._checked:
-            self._launcher.settle(0)
-        return Launched(out)
-
-    def _prepared_combine(
-        self, number: int, layout: str, y_dtype: torch.dtype, options: CombineOptions, split: bool = False
-    ) -> NodesCombine:
-        key = (layout, y_dtype, options, split)
-        found = self._combines.get(key)
+        if kind.options.needs_grad:  # which has the dtype of the result
+            self._memory.require_room(kind.options.out_dtype)
+        if self.always_two:
+            kind = replace(kind, split=True)
+        found = self._combines.get(kind)
         if found is None:
-            found = self._combines[key] = NodesCombine(self._launcher, number, *key)
+            found = self._combines[kind] = NodesCombine(self._launcher, kind, number, self._checked)
         return found
 
-    def usual_dispatch(self, options: DispatchOptions, inputs: DispatchInputs) -> UsualDispatch | None:
-        return None if options.sizes == "exact" else self._prepared_dispatch(options, inputs)
-
-    def usual_again(self, handle: NvlinkHandle, values: Rows, own: OwnOutputs) -> None:
+    def ready(self, waits: bool = False) -> int | None:
+        if self._shared.overflow is None:
+            stream = self._launcher.ready(0 if waits else CALLS_IN_FLIGHT)
+            if stream is not None:
+                return stream
+        self.check("nothing")
         return None
 
-    def usual_combine(self, layout: str, y_dtype: torch.dtype, options: CombineOptions) -> UsualCombine:
-        return self._prepared_combine(self._launcher.num_calls, layout, y_dtype, options)
+    def row_weights(self, handle: NvlinkHandle, weights: torch.Tensor, num_places: int) -> torch.Tensor:
+        return self._row_weights.of_rows(handle, weights, num_places)
 
-    def ready(self, awaited: bool = False) -> int | None:
-        return self._launcher.ready(0 if awaited else CALLS_IN_FLIGHT)
-
-    def _settle_checked(self, number: int) -> None:
-        """Read the outcome of this call. A dropped row is for the next call to raise."""
-        try:
-            self._launcher.outcomes.settle_before(number + 1)
-        except CapacityOverflow as too_many:
-            self._overflow = too_many
+    def route_gradients(self, handle: NvlinkHandle, grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return self._row_weights.of_routes(handle, grad, like)
 
     # -- gradients, and other rows of the same tokens ---------------------------------------------------------
 
     def send_again(
-        self, handle: NvlinkHandle, values: Rows, strategy: str = "dedup", own: OwnOutputs = False
+        self,
+        handle: NvlinkHandle,
+        values: Rows,
+        strategy: str = "dedup",
+        owner: OutputOwner = False,
+        stream: int | None = None,
     ) -> Pending[Rows]:
         options = handle.options
         if handle.by_token:
@@ -261,7 +206,14 @@ class NodesBackend:
         return _Each(self._repeat(again, handle, values), lambda rows: rows[:num_places])
 
     def send_rows(self, handle: NvlinkHandle, values: torch.Tensor, strategy: str = "dedup") -> Pending[torch.Tensor]:
-        return _Each(self._send_rows(handle, values), lambda rows: rows)
+        width, hidden = values.shape[1], self.plan.hidden
+        if width == hidden:
+            return _Each(self._send_rows(handle, values), lambda rows: rows)
+        # Narrow rows of float32 travel as bits in rows of the usual width, which memory has room for.
+        unit = torch.bfloat16 if 2 * hidden >= values[:0].new_empty(width).nbytes else torch.float32
+        words = hidden * unit.itemsize // 4
+        wide = torch.nn.functional.pad(values, (0, words - width)).view(unit)
+        return _Each(self._send_rows(handle, wide), lambda rows: rows.view(torch.float32)[:, :width])
 
     def _send_rows(self, handle: NvlinkHandle, values: Rows) -> Pending[tuple[NvlinkHandle, torch.Tensor]]:
         """Values once for each (token, rank), with room for the most that there may be."""
@@ -273,8 +225,9 @@ class NodesBackend:
     ) -> Pending[tuple[NvlinkHandle, torch.Tensor]]:
         require_no_host_read(self._checked, "checked=True")
         x, scales = values if isinstance(values, tuple) else (values, None)
-        inputs = DispatchInputs(x, scales, handle.ids(), None, False, False, False)
-        return self.send(options, inputs, repeats=True)
+        tokens = Tokens(x, scales, handle.ids(), None)
+        kind = DispatchKind(options, x.dtype, tokens.topk_ids.dtype, with_scales=scales is not None)
+        return self.prepared(kind, repeats=True).send(tokens)
 
     def send_weight_gradients(self, handle: NvlinkHandle, grad: torch.Tensor) -> Pending[torch.Tensor]:
         """A combine of short rows: each gradient comes from one rank, and the others have zeros, so sums are exact."""
@@ -282,10 +235,9 @@ class NodesBackend:
         key = ("gradient of weights", short.layout)
         combine = self._combines.get(key)
         if combine is None:
-            combine = gradient_of_weights(self._launcher, short.layout, short.width, self.always_two)
-            self._combines[key] = combine
-        out, half = combine.launch(handle, short.rows, None, None, capacity=short.capacity)
-        return _Columns(self._sent(out, half), plan.top_k)
+            given = (self._launcher, short.layout, short.width, self.always_two, self._checked)
+            combine = self._combines[key] = gradient_of_weights(*given)
+        return _Columns(combine.send(handle, short.rows, capacity=short.capacity), plan.top_k)
 
     def mask(self, ranks: Collection[int]) -> None:
         raise InvalidArgument(f"backend {self.name!r} cannot leave ranks out; use backend='network' over gloo")
@@ -320,8 +272,9 @@ class NodesBackend:
     def check(self, wait: Wait) -> None:
         if self._launcher.current()[1]:
             return
-        if self._overflow is not None:
-            overflow, self._overflow = self._overflow, None
+        shared = self._shared
+        if shared.overflow is not None:
+            overflow, shared.overflow = shared.overflow, None
             raise overflow
         self._launcher.check(wait)
 
@@ -346,16 +299,6 @@ class GinBackend(NodesBackend):
     def make_memory(self, plan: Plan, ranks: RankGroup, dtype: torch.dtype | None) -> NodeBuffers:
         """Make the window, and buffers."""
         return NodeMemory(plan, ranks, dtype)
-
-
-class _Dispatched:
-    """A dispatch whose first kernel, or only one, is on the stream."""
-
-    def __init__(self, backend: NodesBackend, *sent: Any) -> None:
-        self._backend, self._sent = backend, sent
-
-    def receive(self) -> tuple[NvlinkHandle, torch.Tensor]:
-        return self._backend.receive_dispatch(*self._sent)
 
 
 class _Columns:

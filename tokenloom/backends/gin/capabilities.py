@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenloom.backends.base import Capabilities
+from tokenloom.backends.seam import Capabilities
 
 CAPABILITIES = Capabilities(
     layouts=("token", "expert", "rank", "slots"),
@@ -16,7 +16,6 @@ CAPABILITIES = Capabilities(
     own_node="nvlink",
     other_nodes="gin",
     reads_on_host=False,
-    usual_calls=True,
     weights_apart=False,
     own_transport=True,
 )

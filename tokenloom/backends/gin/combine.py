@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import torch
 
-from tokenloom.backends.base import CombineOptions
 from tokenloom.backends.gin.dispatch import FOR_COMBINE
 from tokenloom.backends.gin.launcher import NodesLauncher
 from tokenloom.backends.handshake import combine_fields, gradient_fields
 from tokenloom.backends.nvlink.buffers import aligned, require_aligned, require_bulk
-from tokenloom.backends.nvlink.combine import point, point_once
+from tokenloom.backends.nvlink.combine import CombineHalf, set_arguments, set_constant_arguments
 from tokenloom.backends.nvlink.handle import NvlinkHandle
-from tokenloom.backends.nvlink.launcher import HALVES, Half
+from tokenloom.backends.nvlink.launcher import HALVES, Half, Launched, require_no_host_read
+from tokenloom.backends.seam import CombineKind, CombineOptions, Pending
 from tokenloom.errors import InvalidArgument
 from tokenloom.kernels.combine.launch import CALL_FIELDS
 from tokenloom.kernels.combine.launch_network import CombineNetworkVariant
@@ -30,14 +30,11 @@ class NodesCombine:
 
     Args:
         launcher: of the communicator.
-        number: of the dispatch that the first of them belongs to.
-        layout: of the dispatch. y_dtype: of the rows.
-        options: of the combine. split: it is made in halves.
-        width: values of a row, where they are not those of a token.
+        kind: of all calls. number: of the dispatch that the first of them belongs to.
+        checked: the host reads the outcome of every call before it returns.
         fields: what the call means to all ranks, where it is no combine of a user's.
 
     Attributes:
-        is_stale, out_dtype: as usual combines have them.
         kernel, receiving_kernel: as :class:`Empty` has them.
     """
 
@@ -46,14 +43,13 @@ class NodesCombine:
     def __init__(
         self,
         launcher: NodesLauncher,
+        kind: CombineKind,
         number: int,
-        layout: str,
-        y_dtype: torch.dtype,
-        options: CombineOptions,
-        split: bool = False,
-        width: int | None = None,
+        checked: bool = False,
         fields: Fields | None = None,
     ) -> None:
+        options, layout, y_dtype = kind.options, kind.layout, kind.y_dtype
+        split, width = kind.split, kind.width
         plan, memory = launcher.plan, launcher.memory
         if not options.per_node:
             raise InvalidArgument(f"sums between nodes are per node here, not {options.mode}; use backend='network'")
@@ -62,10 +58,10 @@ class NodesCombine:
             require_bulk(self._width, dtype)
         if width is None:
             memory.require_room(options.wire_dtype)
-        self._launcher, self._options, self.out_dtype = launcher, options, options.out_dtype
-        self._like = torch.empty(0, dtype=self.out_dtype, device=launcher.ranks.device)
+        self._launcher, self._options, self._checked = launcher, options, checked
+        self._like = torch.empty(0, dtype=options.out_dtype, device=launcher.ranks.device)
         fields = combine_fields(number, options) if fields is None else fields
-        self._kind = CallKind({**fields, **HALVES} if split else fields)
+        self._call_kind = CallKind({**fields, **HALVES} if split else fields)
         variant = CombineNetworkVariant(
             plan,
             memory.ranks_per_node,
@@ -81,7 +77,7 @@ class NodesCombine:
         self.kernel = launcher.new_kernel(memory.compiled(variant))
         receiving = memory.compiled(replace(variant, part="receive"))
         self.receiving_kernel = launcher.new_kernel(receiving) if split else None
-        point_once(launcher, self.kernel)
+        set_constant_arguments(launcher, self.kernel)
         args = self.kernel.args
         args.combine_turns = TURNS
         args.peers, args.combine_recv = memory.partials.peers.data_ptr(), memory.partials.layout.offset("partials")
@@ -89,59 +85,59 @@ class NodesCombine:
         args.turn_bytes = memory.num_nodes * args.partials_bytes
         memory.tell(args.rail, COMBINES)
 
-    def launch(
+    def send(
         self,
         handle: NvlinkHandle,
         rows: torch.Tensor,
-        weights: torch.Tensor | None,
-        out: torch.Tensor | None,
+        weights: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
         stream: int | None = None,
         capacity: int | None = None,
-    ) -> tuple[torch.Tensor, Half | None]:
-        """Put the kernel on the current stream: (result [T, H], what the second half will need).
+    ) -> Pending[torch.Tensor]:
+        """Put the kernel on the current stream; see :class:`tokenloom.backends.seam.PreparedCombine`.
 
         Args:
-            out: tensor for the result, or None for a new one.
-            stream: what :meth:`Launcher.ready` has just given, or None.
             capacity: places of the rows, where they are not those of the dispatch.
         """
         launcher = self._launcher
+        if self._checked and stream is None:
+            require_no_host_read(True, "checked=True")
         if out is None:
             out = self._like.new_empty(handle.num_tokens, self._width)
         require_aligned(out, "out")
         rows, factors = aligned(rows), 0
         if self._options.weighted:
             factors = handle.weights_address if weights is None else weights.data_ptr()
-        point(self.kernel, handle, rows, out, capacity or handle.capacity, handle.given_ids, factors)
+        set_arguments(self.kernel, handle, rows, out, capacity or handle.capacity, handle.given_ids, factors)
         for name in FOR_COMBINE:
             setattr(self.kernel.args, name, handle.address(name))
-        if stream is not None:
-            launcher.launch_ready(self.kernel, self._kind, handle.number, stream)
-            return out, None
-        half = None
-        if self.receiving_kernel is not None:
+        if stream is not None and self.receiving_kernel is None:
+            launcher.launch_ready(self.kernel, self._call_kind, handle.number, stream)
+        elif self.receiving_kernel is not None:
             epoch = torch.empty(2, dtype=torch.int32, device=out.device)
             # What the dispatch has left is read at home too, when its user may have let go of it.
             half = Half((epoch, handle, out), epoch.data_ptr(), self.receiving_kernel)
-        launcher.launch(self.kernel, self._kind, handle.number, begins=half)
-        return out, half
+            launcher.launch(self.kernel, self._call_kind, handle.number, begins=half)
+            return CombineHalf(launcher, half, out, self._checked)
+        else:
+            launcher.launch(self.kernel, self._call_kind, handle.number)
+        if self._checked:
+            launcher.settle(0)
+        return Launched(out)
 
 
-def gradient_of_weights(launcher: NodesLauncher, layout: str, width: int, split: bool) -> NodesCombine:
-    """What brings gradients of weights home, as rows of so many float32."""
+def gradient_of_weights(launcher: NodesLauncher, layout: str, width: int, split: bool, checked: bool) -> NodesCombine:
+    """Make the combine that brings gradients of weights home, as rows of so many float32."""
     fp32, number = torch.float32, launcher.num_calls
-    options, fields = (
-        CombineOptions(False, fp32, fp32, False, "per_node"),
-        gradient_fields(number, "gradient of weights"),
-    )
-    return NodesCombine(launcher, number, layout, fp32, options, split, width, fields)
+    kind = CombineKind(layout, fp32, CombineOptions(False, fp32, fp32, False, "per_node"), split=split, width=width)
+    return NodesCombine(launcher, kind, number, checked, gradient_fields(number, "gradient of weights"))
 
 
 def empty_combine(launcher: NodesLauncher, split: bool) -> NodesCombine:
-    """A combine without rows, whose arguments never change."""
+    """Make a combine without rows, whose arguments never change."""
     plan, bfloat16 = launcher.plan, torch.bfloat16
     options = CombineOptions(False, bfloat16, bfloat16, False, "per_node")
-    combine = NodesCombine(launcher, -1, "slots", bfloat16, options, split)
+    combine = NodesCombine(launcher, CombineKind("slots", bfloat16, options, split=split), -1)
     most = plan.num_ranks * (plan.num_ranks + plan.num_experts)  # of counts; the others are fewer
     zeros = torch.zeros(most, dtype=torch.int32, device=launcher.ranks.device)
     keep_until_idle(launcher, launcher.ranks.device, zeros)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tokenloom.backends.base import DispatchInputs, DispatchOptions
 from tokenloom.backends.gin.launcher import NodesLauncher
 from tokenloom.backends.nvlink.prepared import Shared
 from tokenloom.backends.nvlink.staged import StagedDispatch
+from tokenloom.backends.seam import DispatchKind, DispatchOptions
 from tokenloom.kernels.common import Variant
 from tokenloom.kernels.dispatch.launch_network import DispatchNetworkVariant
 
@@ -20,7 +20,7 @@ class NodesDispatch(StagedDispatch):
 
     Args:
         shared: of the communicator; the launcher is a :class:`NodesLauncher`.
-        options, inputs, repeats, meant: as of every prepared dispatch.
+        kind, repeats, meant: as in every prepared dispatch.
     """
 
     launcher: NodesLauncher
@@ -28,21 +28,20 @@ class NodesDispatch(StagedDispatch):
     def __init__(
         self,
         shared: Shared,
-        options: DispatchOptions,
-        inputs: DispatchInputs,
+        kind: DispatchKind,
         repeats: bool = False,
         meant: DispatchOptions | None = None,
     ) -> None:
-        super().__init__(shared, options, inputs, repeats, meant)
+        super().__init__(shared, kind, repeats, meant)
         self.launcher.memory.tell(self.kernel.args.rail, DISPATCHES)
 
-    def variant(self, inputs: DispatchInputs, part: str, *, staged: bool = False, eager: bool = False) -> Variant:
+    def variant(self, part: str, *, staged: bool = False, eager: bool = False) -> Variant:
         memory, options = self.launcher.memory, self.options
         variant = DispatchNetworkVariant(
             self.shared.plan,
             memory.ranks_per_node,
             layout=options.layout,
-            x_dtype=inputs.x.dtype,
+            x_dtype=self.kind.x_dtype,
             quantize=self.quantize,
             scale_layout=options.scale_layout,
             part=part,

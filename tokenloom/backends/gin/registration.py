@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tokenloom.backends.base import Backend
 from tokenloom.backends.gin.capabilities import CAPABILITIES
 from tokenloom.backends.nvlink.registration import require_sms, why_no_kernels
 from tokenloom.backends.registration import Availability, Registration, Request
+from tokenloom.backends.seam import Backend
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.topology import Topology
 

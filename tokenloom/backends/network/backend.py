@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from tokenloom.backends.base import CombineOptions, DispatchInputs, DispatchOptions, Wait
 from tokenloom.backends.collective import CollectiveBackend, Sent
 from tokenloom.backends.collective_handle import CollectiveHandle
 from tokenloom.backends.network.exchange import NodeExchange
 from tokenloom.backends.network.inside import InsideNode, SentRows
+from tokenloom.backends.seam import CombineOptions, DispatchKind, DispatchOut, Tokens, Wait
 from tokenloom.plan import Plan
 from tokenloom.runtime.rank_group import RankGroup
 
@@ -47,13 +47,13 @@ class NetworkBackend(CollectiveBackend):
         return self._inside.sent
 
     def send_dispatch(
-        self, options: DispatchOptions, inputs: DispatchInputs
+        self, kind: DispatchKind, tokens: Tokens, out: DispatchOut | None
     ) -> Sent[tuple[CollectiveHandle, torch.Tensor]]:
         overflow = self._overflow
 
         def send() -> Sent[tuple[CollectiveHandle, torch.Tensor]]:
             self._overflow = overflow  # without that of a dispatch that is made again
-            return super(NetworkBackend, self).send_dispatch(options, inputs)
+            return super(NetworkBackend, self).send_dispatch(kind, tokens, out)
 
         return self._whole("dispatch", send)
 
@@ -63,12 +63,10 @@ class NetworkBackend(CollectiveBackend):
         rows: torch.Tensor,
         weights: torch.Tensor | None,
         options: CombineOptions,
-        out: torch.Tensor | None = None,
-        alone: bool = False,
-        split: bool = False,
+        out: torch.Tensor | None,
     ) -> Sent[torch.Tensor]:
         call = super().send_combine
-        return self._whole("combine", lambda: call(handle, rows, weights, options, out, alone, split))
+        return self._whole("combine", lambda: call(handle, rows, weights, options, out))
 
     def _gradient(self, handle: CollectiveHandle, what: str, send: Callable[[], Any]) -> Sent[torch.Tensor]:
         call = super()._gradient

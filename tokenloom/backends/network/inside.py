@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from tokenloom.backends.base import Wait
 from tokenloom.backends.exchange import Arriving, Then
 from tokenloom.backends.network.paths import Block, Paths, arrange, columns
+from tokenloom.backends.seam import Wait
 from tokenloom.ops import routing
 from tokenloom.runtime.rank_group import RankGroup
 
@@ -103,7 +103,7 @@ class InsideNode(Protocol):
         """
 
     def check(self, wait: Wait) -> None:
-        """Raise what earlier transfers left behind; see :meth:`tokenloom.backends.base.Backend.check`."""
+        """Raise what earlier transfers left behind; see :meth:`tokenloom.backends.seam.Backend.check`."""
 
     def memory(self) -> list[str]:
         """Lines for people: what carries the rows, and the memory that it holds."""

@@ -28,7 +28,6 @@ import numpy as np
 import torch
 
 from tokenloom.backends import nvlink
-from tokenloom.backends.base import CombineOptions, DispatchInputs, DispatchOptions, Wait
 from tokenloom.backends.exchange import Arriving, Here
 from tokenloom.backends.network.inside import Legs, SentRows, add_collected
 from tokenloom.backends.network.paths import Block, Paths, arrange, columns
@@ -44,6 +43,7 @@ from tokenloom.backends.nvlink.buffers import (
 )
 from tokenloom.backends.nvlink.handle import NvlinkHandle
 from tokenloom.backends.registration import Availability, Request
+from tokenloom.backends.seam import CombineKind, CombineOptions, DispatchKind, DispatchOptions, Tokens, Wait
 from tokenloom.errors import PeerTimeout
 from tokenloom.kernels.common import MAX_RANKS
 from tokenloom.plan import FP8_BLOCK, Plan, align_up
@@ -126,10 +126,10 @@ class NvlinkInside:
         key = min((key for key in self._plans if self._width(key) >= rows.shape[1]), key=self._width)
         x = _padded(rows, self._width(key)).view(_unit(key))
         options = DispatchOptions("token", 1, "bounded", self._plans[key].worst_case_rows("token"))
-        inputs = DispatchInputs(x, None, ids, None, False, False, own_outputs="but rows")
+        kind = DispatchKind(options, x.dtype, ids.dtype, output_owner="but rows")
         with self._named_as_in_whole():
             backend = self._backend(key)
-            handle, received = backend.send_dispatch(options, inputs).receive()
+            handle, received = backend.prepare_dispatch(kind).send(Tokens(x, None, ids, None)).receive()
         return handle, received.view(torch.uint8), backend.launcher.outcomes.fault.claimed[0] != 0
 
     # -- back -----------------------------------------------------------------------------------------------
@@ -171,7 +171,9 @@ class NvlinkInside:
         options = CombineOptions(False, wire_dtype=rows.dtype, out_dtype=rows.dtype, needs_grad=False)
         for node, own in self._by_node(rows, legs):
             with self._named_as_in_whole():
-                sums = self._backend(key).send_combine(legs.handed_out[node], own, None, options).receive()
+                handle = legs.handed_out[node]
+                kind = CombineKind(handle.options.layout, own.dtype, options)
+                sums = self._backend(key).prepare_combine(kind, handle.number).send(handle, own).receive()
             send = [0] * self._plan.num_ranks
             send[self._nodes[node][place]] = len(sums)
             yield sums[:, :hidden].contiguous(), send

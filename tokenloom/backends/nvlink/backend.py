@@ -9,26 +9,41 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import TypeVar
 
 import torch
 
-from tokenloom.backends.base import Capabilities, CombineOptions, DispatchOptions, Upcoming, Wait
 from tokenloom.backends.nvlink.buffers import RECEIVE_BUFFERS, Buffers, control_layout
 from tokenloom.backends.nvlink.combine import Combiner
 from tokenloom.backends.nvlink.copies import Copies
 from tokenloom.backends.nvlink.dispatch import Dispatcher
 from tokenloom.backends.nvlink.fused import FusedLayerCalls
 from tokenloom.backends.nvlink.handle import NvlinkHandle
-from tokenloom.backends.nvlink.late_ranks import PHASE, CallsUntilDone, LateRanks
+from tokenloom.backends.nvlink.late_ranks import PHASE, CombineUntilDone, DispatchUntilDone, LateRanks
 from tokenloom.backends.nvlink.launcher import Launcher
 from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT
 from tokenloom.backends.nvlink.row_weights import RowWeights
+from tokenloom.backends.seam import (
+    Capabilities,
+    CombineKind,
+    CombineOptions,
+    DispatchKind,
+    DispatchOptions,
+    OutputOwner,
+    Pending,
+    PreparedCombine,
+    PreparedDispatch,
+    Rows,
+    Upcoming,
+    Wait,
+)
 from tokenloom.errors import InvalidArgument
 from tokenloom.plan import Plan
 from tokenloom.runtime.devices import usable_sms
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer
+
+T = TypeVar("T")
 
 ALONE = 2
 """Times as many SMs for a combine beside which nothing is computed, of at most half: NCCL, too, waits for SMs."""
@@ -45,7 +60,6 @@ CAPABILITIES = Capabilities(
     own_node="nvlink",
     other_nodes=None,
     reads_on_host=False,
-    usual_calls=True,
     weights_from_home=True,
     fused_layer=True,
     own_transport=True,
@@ -102,39 +116,55 @@ class NvlinkBackend:
         self._dispatcher = Dispatcher(plan, self._launcher, self._buffers, copies, checked)
         self._launcher.keep_with_graphs.append(self._dispatcher)
         blocks_alone = max(num_sms, min(ALONE * num_sms, usable_sms(ranks.device.index) // 2))
-        dispatcher = self._dispatcher
-        self._combiner = Combiner(plan, self._launcher, self._buffers, copies, dispatcher, blocks_alone, checked)
-        self._offer_calls()
+        self._combiner = Combiner(plan, self._launcher, self._buffers, copies, blocks_alone, checked)
+        self._row_weights = RowWeights(plan, ranks.device)
 
-    def _offer_calls(self) -> None:
-        dispatcher, combiner = self._dispatcher, self._combiner
-        self.usual_dispatch, self.usual_combine = dispatcher.usual, combiner.usual
-        self.usual_again = dispatcher.usual_again
-        row_weights = RowWeights(self._plan, self._ranks.device)
-        self.row_weights = self._of_kept(row_weights.of_rows)
-        self.route_gradients = self._of_kept(row_weights.of_routes)
-        self.send_dispatch: Any = dispatcher.send
-        self.send_combine: Any = combiner.send
-        self.send_again: Any = dispatcher.send_again
-        self.send_rows: Any = dispatcher.send_rows
-        self.send_weight_gradients: Any = combiner.send_weight_gradients
+    # -- calls ----------------------------------------------------------------------------------------------
+
+    def prepare_dispatch(self, kind: DispatchKind) -> PreparedDispatch:
         if self._late is not None:
-            until_done = CallsUntilDone(self._late, self)
-            self.send_dispatch, self.send_combine = until_done.send_dispatch, until_done.send_combine
-            self.send_again, self.send_rows = until_done.send_again, until_done.send_rows
-            self.send_weight_gradients = until_done.send_weight_gradients
+            return DispatchUntilDone(self._late, self, kind)
+        return self._dispatcher.prepare(kind)
 
-    def _of_kept(self, compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Refuse dispatches whose places a later one has overwritten."""
+    def prepare_combine(self, kind: CombineKind, number: int) -> PreparedCombine:
+        if self._late is not None:
+            return CombineUntilDone(self._late, self, kind)
+        return self._combiner.prepare(kind, number)
 
-        def checked(handle: NvlinkHandle, *given: Any) -> torch.Tensor:
-            self._combiner.require_kept(handle)
-            return compute(handle, *given)
+    def ready(self, waits: bool = False) -> int | None:
+        if self._late is None and self._dispatcher.shared.overflow is None:
+            stream = self._launcher.ready(0 if waits else CALLS_IN_FLIGHT)
+            if stream is not None:
+                return stream
+        self.check("nothing")
+        return None
 
-        return checked
+    def send_again(
+        self,
+        handle: NvlinkHandle,
+        values: Rows,
+        strategy: str = "dedup",
+        owner: OutputOwner = False,
+        stream: int | None = None,
+    ) -> Pending[Rows]:
+        return self._sent(lambda: self._dispatcher.send_again(handle, values, strategy, owner, stream))
 
-    def ready(self, awaited: bool = False) -> int | None:
-        return self._launcher.ready(0 if awaited else CALLS_IN_FLIGHT)
+    def send_rows(self, handle: NvlinkHandle, values: torch.Tensor, strategy: str = "dedup") -> Pending[torch.Tensor]:
+        return self._sent(lambda: self._dispatcher.send_rows(handle, values, strategy))
+
+    def send_weight_gradients(self, handle: NvlinkHandle, grad: torch.Tensor) -> Pending[torch.Tensor]:
+        return self._sent(lambda: self._combiner.send_weight_gradients(handle, grad))
+
+    def _sent(self, send: Callable[[], Pending[T]]) -> Pending[T]:
+        return send() if self._late is None else self._late.until_done(send)
+
+    def row_weights(self, handle: NvlinkHandle, weights: torch.Tensor, num_places: int) -> torch.Tensor:
+        self._combiner.require_kept(handle)
+        return self._row_weights.of_rows(handle, weights, num_places)
+
+    def route_gradients(self, handle: NvlinkHandle, grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        self._combiner.require_kept(handle)
+        return self._row_weights.of_routes(handle, grad, like)
 
     @property
     def launcher(self) -> Launcher:
@@ -150,12 +180,12 @@ class NvlinkBackend:
 
     def remake(self) -> None:
         """See :class:`tokenloom.backends.nvlink.late_ranks.Remakes`."""
-        before, overflow = self._launcher, self._dispatcher.overflow
+        before, overflow = self._launcher, self._dispatcher.shared.overflow
         before.close(self._buffers.take_all())
         numbers = self._ranks.all_gather_object(before.num_calls, PHASE)
         first_call = max(number for number in numbers if number is not None)
         self._begin(first_call, before.outcomes.known_losses)
-        self._dispatcher.overflow = overflow
+        self._dispatcher.shared.overflow = overflow
 
     def fused_layer(self, num_shared_experts: int) -> FusedLayerCalls:
         """Serve one MegaMoE from now on, and nobody else."""
@@ -241,9 +271,7 @@ class NvlinkBackend:
             raise InvalidArgument("with on_timeout='mask', backend nvlink has dispatch and combine, and no more calls")
         self._ranks.served, self._checked = True, True
         self._late = LateRanks(self._ranks, self)
-        self.capabilities = replace(
-            self.capabilities, reads_on_host=True, captures=False, usual_calls=False, overlaps_pieces=False
-        )
+        self.capabilities = replace(self.capabilities, reads_on_host=True, captures=False, overlaps_pieces=False)
 
     def _require_no_capture(self) -> None:
         if torch.cuda.is_current_stream_capturing():
@@ -252,9 +280,9 @@ class NvlinkBackend:
     def check(self, wait: Wait) -> None:
         if torch.cuda.is_current_stream_capturing():
             return
-        overflow = self._dispatcher.overflow
-        if overflow is not None:
-            self._dispatcher.overflow = None
+        shared = self._dispatcher.shared
+        if shared.overflow is not None:
+            overflow, shared.overflow = shared.overflow, None
             raise overflow
         self._launcher.check(wait)
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 
-from tokenloom.backends.base import CombineOptions, DispatchOptions
 from tokenloom.backends.nvlink.beside_rows import BesideRows
 from tokenloom.backends.nvlink.launcher import Launcher
 from tokenloom.backends.nvlink.loans import Loan
+from tokenloom.backends.seam import CombineOptions, DispatchOptions
 from tokenloom.errors import InvalidArgument, ShapeMismatch
 from tokenloom.kernels.combine.launch import max_chunks
 from tokenloom.kernels.common import HEADER_WORDS, MAX_BLOCKS, TURNS
@@ -53,6 +54,15 @@ def data_layout(plan: Plan, value_bytes: int, rows: int) -> BufferLayout:
         place for number in range(RECEIVE_BUFFERS) for place in _receive_places(plan, number, rows, value_bytes)
     ]
     return BufferLayout.of([*receive, ("combine_recv", _combine_recv_rows(plan) * plan.hidden * value_bytes)])
+
+
+def _narrow_layout(plan: Plan, value_bytes: int, rows: int, *, width: int) -> BufferLayout:
+    """Two receive buffers for rows of another width, one for each (token, rank)."""
+    narrow, most = replace(plan, hidden=width), plan.worst_case_rows("token")
+    places: list[tuple[str, int]] = []
+    for number in range(RECEIVE_BUFFERS):
+        places += _receive_places(narrow, number, most, value_bytes)
+    return BufferLayout.of(places)
 
 
 def fused_layout(plan: Plan, value_bytes: int, rows: int, *, num_shared_experts: int) -> BufferLayout:
@@ -186,23 +196,33 @@ class ReceiveBuffer(BesideRows):
         self.peers_address = buffer.peers.data_ptr()
 
 
-class Buffers:
+class DispatchCount:
+    """Dispatches so far to a pair of receive buffers, which take turns by it."""
+
+    def __init__(self) -> None:
+        self.num_dispatches = 0
+
+
+class Buffers(DispatchCount):
     """The symmetric buffers of one communicator, each made at the first call that needs it, on all ranks alike.
 
     Attributes:
         fused: they serve a MegaMoE, and no other call.
-        num_dispatches: to receive buffers so far, which take turns by it.
+        narrow: the count of dispatches of narrow rows, which have receive buffers of their own.
         turns: regions that staged calls take turns in.
         when_grown: functions to call when a buffer is replaced, or will be: addresses are not what they were.
     """
 
     def __init__(self, plan: Plan, launcher: Launcher) -> None:
+        super().__init__()
         self.fused = False
-        self.num_dispatches = 0
+        self.narrow = DispatchCount()
         self.when_grown: list[Callable[[], None]] = []
         self._plan, self._launcher = plan, launcher
         self._buffers: dict[tuple[MakeLayout, int], SymmetricBuffer] = {}
         self._receive: dict[tuple[int, torch.dtype], ReceiveBuffer] = {}
+        self._narrow_receive: dict[tuple[int, torch.dtype, int], ReceiveBuffer] = {}
+        self._narrow_layouts: dict[int, MakeLayout] = {}
         self._rows: dict[int, int] = {}
         self._loans: dict[tuple[int, int], Loan] = {}
         self._data_layout: MakeLayout = data_layout
@@ -220,9 +240,17 @@ class Buffers:
         """Rows that a receive buffer for ``dtype`` has, or will have."""
         return self._rows.get(self._value_bytes(dtype), self._least_rows)
 
-    def receive(self, dtype: torch.dtype, number: int, rows: int, fields: Fields) -> ReceiveBuffer:
-        """Where the ``number``-th dispatch puts its rows: a buffer of at least ``rows`` rows of ``dtype``."""
+    def receive(
+        self, dtype: torch.dtype, number: int, rows: int, fields: Fields, width: int | None = None
+    ) -> ReceiveBuffer:
+        """Where the ``number``-th dispatch puts its rows: a buffer of at least ``rows`` rows of ``dtype``.
+
+        Args:
+            width: values in a row; None: H.
+        """
         number %= RECEIVE_BUFFERS
+        if width is not None:
+            return self._receive_narrow(dtype, number, width, fields)
         value_bytes = self._value_bytes(dtype)
         if rows > self.rows_for(dtype):  # all ranks have agreed on that capacity
             self._grow(value_bytes, rows, fields)
@@ -234,10 +262,25 @@ class Buffers:
             found = self._receive[number, dtype] = ReceiveBuffer(self._plan, buffer, number, *sizes, loan)
         return found
 
+    def _receive_narrow(self, dtype: torch.dtype, number: int, width: int, fields: Fields) -> ReceiveBuffer:
+        """Where rows of another width arrive, for layouts with one for each (token, rank)."""
+        found = self._narrow_receive.get((number, dtype, width))
+        if found is None:
+            plan, rows = replace(self._plan, hidden=width), self._plan.worst_case_rows("token")
+            layout = self._narrow_layouts.setdefault(width, partial(_narrow_layout, width=width))
+            buffer = self.get(layout, dtype.itemsize, fields)
+            made = ReceiveBuffer(plan, buffer, number, RECEIVE_BUFFERS - 1, dtype, rows, Loan())
+            found = self._narrow_receive[number, dtype, width] = made
+        return found
+
     @property
     def any_lent(self) -> bool:
         """Whether a caller holds rows of a receive buffer, so that others last until the next dispatch alone."""
         return any(loan.is_held for loan in self._loans.values())
+
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph captures the current stream."""
+        return self._launcher.current()[1]
 
     def can_lend(self, buffer: ReceiveBuffer, reused_after: int | None) -> bool:
         """Whether dispatches can do without this one: no other is lent, and no graph writes to it at its replays.
@@ -358,6 +401,7 @@ class Buffers:
         for forget in self.when_grown:
             forget()
         self._receive.clear()
+        self._narrow_receive.clear()
         found = list(self._buffers.values())
         self._buffers.clear()
         return found

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 
-from tokenloom.backends.base import CombineOptions, Pending
 from tokenloom.backends.handshake import combine_fields, gradient_fields
 from tokenloom.backends.nvlink.buffers import (
     Buffers,
@@ -19,7 +18,6 @@ from tokenloom.backends.nvlink.buffers import (
     weight_gradient_values,
 )
 from tokenloom.backends.nvlink.copies import Copies
-from tokenloom.backends.nvlink.dispatch import Dispatcher
 from tokenloom.backends.nvlink.handle import NvlinkHandle
 from tokenloom.backends.nvlink.launcher import (
     HALVES,
@@ -30,6 +28,7 @@ from tokenloom.backends.nvlink.launcher import (
     require_layout,
     require_no_host_read,
 )
+from tokenloom.backends.seam import CombineKind, CombineOptions, Pending, PreparedCombine
 from tokenloom.errors import InvalidArgument
 from tokenloom.kernels.combine.launch import (
     CALL_FIELDS,
@@ -47,7 +46,6 @@ class Combiner:
     """The combines of one communicator.
 
     Args:
-        dispatcher: whose rows come home.
         blocks_alone: SMs of a combine beside which nothing is computed.
         checked: the host reads the outcome of every call before it returns.
     """
@@ -58,63 +56,38 @@ class Combiner:
         launcher: Launcher,
         buffers: Buffers,
         copies: Copies,
-        dispatcher: Dispatcher,
         blocks_alone: int,
         checked: bool,
     ) -> None:
         self.plan, self.launcher, self.buffers, self.checked = plan, launcher, buffers, checked
-        self._copies, self._dispatcher, self._blocks_alone = copies, dispatcher, blocks_alone
-        self._prepared: dict[tuple[object, ...], SumsAtHome] = {}
+        self._copies, self.blocks_alone = copies, blocks_alone
+        self._prepared: dict[CombineKind, SumsAtHome | ReduceScatter | RoundedTwice] = {}
         buffers.when_grown.append(self._forget)
 
-    def send(
-        self,
-        handle: NvlinkHandle,
-        rows: torch.Tensor,
-        weights: torch.Tensor | None,
-        options: CombineOptions,
-        out: torch.Tensor | None = None,
-        alone: bool = False,
-        split: bool = False,
-    ) -> Pending[torch.Tensor]:
-        """Launch the kernel, which sends and sums, or one that sends; see
-        :meth:`tokenloom.backends.base.Backend.send_combine`.
-        """
-        launcher, wanted = self.launcher, out
-        rounds_twice = _rounds_twice(options)
-        if rounds_twice:
-            out = None
-        launcher.require_known(handle.number)  # before memory is made
+    def prepare(self, kind: CombineKind, number: int) -> PreparedCombine:
+        """Prepare combines; see :meth:`tokenloom.backends.seam.Backend.prepare_combine`."""
+        self.launcher.require_known(number)  # before memory is made
+        found = self._prepared.get(kind)
+        if found is None:
+            found = self._prepared[kind] = self._make(kind, number)
+        return found
+
+    def _make(self, kind: CombineKind, number: int) -> SumsAtHome | ReduceScatter | RoundedTwice:
         if self.checked:
             require_no_host_read(True, "checked=True")
+        options = kind.options
+        if options.per_node and options.wire_dtype != options.out_dtype:
+            # All ranks are on one node, so its sum is rounded to the wire's dtype, and that is rounded once more.
+            once = replace(kind, options=replace(options, out_dtype=options.wire_dtype))
+            return RoundedTwice(SumsAtHome(self, once, number), options.out_dtype)
         if options.strategy == "reduce_scatter":
-            if split or options.weights_from_home:
-                missing = "halves" if split else "weights from home"
+            if kind.split or options.weights_from_home:
+                missing = "halves" if kind.split else "weights from home"
                 raise InvalidArgument(f"strategy 'reduce_scatter' has no {missing}; use 'dedup'")
-            require_layout(options.strategy, handle.options.layout)
-            _check(self.plan, rows.dtype, options)
-            if options.weighted and weights is None:
-                weights = handle.weights
-            self.require_kept(handle)
-            if out is None:
-                out = rows.new_empty(handle.num_tokens, self.plan.hidden, dtype=options.out_dtype)
-            require_aligned(out, "out")
-            self._reduce_scatter(handle, aligned(rows), weights, options, out)
-        else:
-            prepared = self._prepare(handle.number, handle.options.layout, rows.dtype, options, alone, split)
-            out, half = prepared.launch(handle, rows, weights, out)
-            if half is not None:
-                pending = CombineHalf(launcher, half, out, self.checked)
-                return RoundedAgain(pending, options.out_dtype, wanted) if rounds_twice else pending
-        if self.checked:
-            launcher.settle(0)
-        return RoundedAgain(Launched(out), options.out_dtype, wanted) if rounds_twice else Launched(out)
-
-    def usual(self, layout: str, y_dtype: torch.dtype, options: CombineOptions) -> SumsAtHome | None:
-        """See :meth:`tokenloom.backends.base.Backend.usual_combine`."""
-        if self.checked or options.strategy == "reduce_scatter" or _rounds_twice(options):
-            return None
-        return self._prepare(self.launcher.num_calls, layout, y_dtype, options, alone=False, split=False)
+            require_layout(options.strategy, kind.layout)
+            _check(self.plan, kind)
+            return ReduceScatter(self, kind)
+        return SumsAtHome(self, kind, number)
 
     def require_kept(self, handle: NvlinkHandle) -> None:
         """Raise if not all ranks know of the dispatch, or the buffer that it wrote to may have been reused."""
@@ -128,28 +101,7 @@ class Combiner:
             each.is_stale = True
         self._prepared.clear()
 
-    def _prepare(
-        self,
-        number: int,
-        layout: str,
-        y_dtype: torch.dtype,
-        options: CombineOptions,
-        alone: bool,
-        split: bool,
-    ) -> SumsAtHome:
-        """What was prepared for such combines, now for one of the ``number``-th dispatch, or for an earlier one."""
-        key = (layout, y_dtype, options, alone, split)
-        found = self._prepared.get(key)
-        if found is None:
-            if not options.per_route:
-                require_layout(options.strategy, layout)
-            _check(self.plan, y_dtype, options)
-            blocks = self._blocks_alone if alone and not is_eager(self.plan) else None
-            found = SumsAtHome(self, number, layout, y_dtype, options, blocks, split)
-            self._prepared[key] = found
-        return found
-
-    def _reduce_scatter(
+    def reduce_scatter(
         self,
         handle: NvlinkHandle,
         rows: torch.Tensor,
@@ -171,12 +123,12 @@ class Combiner:
         fields = combine_fields(handle.number, options)
         buffer, region = self._copies.region(wire.itemsize, fields)
         me = self.launcher.ranks.rank
-        point_once(self.launcher, pre_reduce)
-        point(pre_reduce, handle, rows, dense, handle.capacity, handle.given_ids, address_of(weights))
+        set_constant_arguments(self.launcher, pre_reduce)
+        set_arguments(pre_reduce, handle, rows, dense, handle.capacity, handle.given_ids, address_of(weights))
         pre_reduce.args.own_sums = buffer.addresses[me] + region + me * dense[0].nbytes
         pre_reduce.launch(PRE_REDUCE_BLOCKS, torch.cuda.current_stream(device).cuda_stream)
         self._copies.bring(buffer, region, lambda rank: dense[rank])
-        point(kernel, handle, dense, out, handle.capacity, handle.given_ids)
+        set_arguments(kernel, handle, dense, out, handle.capacity, handle.given_ids)
         self._launch(kernel, buffer, region, CallKind(fields))
 
     def send_weight_gradients(self, handle: NvlinkHandle, grad: torch.Tensor) -> Launched[torch.Tensor]:
@@ -190,14 +142,14 @@ class Combiner:
             )
         )
         out = short.rows.new_empty(handle.num_tokens, short.width)
-        point(kernel, handle, short.rows, out, short.capacity, handle.given_ids)
+        set_arguments(kernel, handle, short.rows, out, short.capacity, handle.given_ids)
         control = self.launcher.control
         kind = CallKind(gradient_fields(handle.number, "gradient of weights"))
         self._launch(kernel, control, control.layout.offset("combine_recv_weights"), kind)
         return Launched(out[:, : plan.top_k])
 
     def _launch(self, kernel: OpeningKernel, buffer: SymmetricBuffer, combine_recv: int, kind: CallKind) -> None:
-        point_once(self.launcher, kernel)
+        set_constant_arguments(self.launcher, kernel)
         kernel.args.peers, kernel.args.combine_recv = buffer.peers.data_ptr(), combine_recv
         self.launcher.launch(kernel, kind, kind.number)
 
@@ -224,7 +176,7 @@ class ShortRows:
         self.capacity = handle.capacity if layout == "token" else plan.worst_case_rows("token")
 
 
-def point_once(launcher: Launcher, kernel: OpeningKernel) -> None:
+def set_constant_arguments(launcher: Launcher, kernel: OpeningKernel) -> None:
     """Arguments that are the same in all calls."""
     args = kernel.args
     args.max_tokens = launcher.plan.max_tokens_per_rank
@@ -233,7 +185,7 @@ def point_once(launcher: Launcher, kernel: OpeningKernel) -> None:
     args.send_blocks = launcher.num_sms
 
 
-def point(
+def set_arguments(
     kernel: OpeningKernel,
     handle: NvlinkHandle,
     rows: torch.Tensor,
@@ -267,48 +219,45 @@ class SumsAtHome:
 
     Args:
         number: of the dispatch that the first of them belongs to.
-        layout: of the dispatch.
-        blocks: of a kernel; None: as the launcher has them.
 
     Attributes:
         is_stale: buffers have grown since.
     """
 
-    def __init__(
-        self,
-        combiner: Combiner,
-        number: int,
-        layout: str,
-        y_dtype: torch.dtype,
-        options: CombineOptions,
-        blocks: int | None,
-        split: bool,
-    ) -> None:
-        launcher, plan, buffers = combiner.launcher, combiner.plan, combiner.buffers
-        # All ranks are on one node, so its sum is rounded to the wire's dtype, and that is rounded once more.
-        self.is_stale, self.out_dtype = False, options.wire_dtype if options.per_node else options.out_dtype
-        self._combiner, self._launcher, self._blocks = combiner, launcher, blocks
-        self._like = torch.empty(0, dtype=self.out_dtype, device=launcher.ranks.device)
-        self._per_route, self._weighted = options.per_route, options.weighted
+    def __init__(self, combiner: Combiner, kind: CombineKind, number: int) -> None:
+        launcher, plan, buffers, options = combiner.launcher, combiner.plan, combiner.buffers, kind.options
+        if not options.per_route:
+            require_layout(options.strategy, kind.layout)
+        _check(plan, kind)
+        self.is_stale, self._combiner, self._launcher = False, combiner, launcher
+        self._blocks = combiner.blocks_alone if kind.alone and not is_eager(plan) else None
+        self._like = torch.empty(0, dtype=options.out_dtype, device=launcher.ranks.device)
+        self._per_route, self._weighted, self._checked = options.per_route, options.weighted, combiner.checked
         fields = combine_fields(number, options)
-        self._kind = CallKind({**fields, **HALVES} if split else fields)
+        self._call_kind = CallKind({**fields, **HALVES} if kind.split else fields)
         variant = CombineVariant(
             plan=plan,
-            layout="expert" if layout == "slots" else layout,
-            y_dtype=y_dtype,
+            layout="expert" if kind.layout == "slots" else kind.layout,
+            y_dtype=kind.y_dtype,
             wire_dtype=options.wire_dtype,
-            out_dtype=self.out_dtype,
+            out_dtype=options.out_dtype,
             mode="per_route" if options.per_route else "per_rank",
             weights="home" if options.weights_from_home else "received" if options.weighted else "none",
-            eager=is_eager(plan),
-            part="send" if split else "whole",
+            eager=is_eager(plan) and kind.width is None,
+            part="send" if kind.split else "whole",
+            hidden=kind.width,
         )
+        self._width = plan.hidden if kind.width is None else kind.width
         self._kernel = launcher.new_kernel(variant)
-        self._receiving_kernel = launcher.new_kernel(replace(variant, part="receive")) if split else None
-        point_once(launcher, self._kernel)
-        args, meant = self._kernel.args, self._kind.fields_of(number)
-        buffer = buffers.combine_recv(options, split, meant)
-        if buffers.combines_in_turns(options, split):
+        self._receiving_kernel = launcher.new_kernel(replace(variant, part="receive")) if kind.split else None
+        set_constant_arguments(launcher, self._kernel)
+        args = self._kernel.args
+        if kind.width is not None:
+            args.peers = launcher.control.peers.data_ptr()
+            args.combine_recv = launcher.control.layout.offset("combine_recv_weights")
+            return
+        buffer = buffers.combine_recv(options, kind.split, self._call_kind.fields_of(number))
+        if buffers.combines_in_turns(options, kind.split):
             args.combine_recv, args.combine_turns = buffer.layout.offset("combine_recv0"), num_turns(plan)
             args.turn_bytes = buffer.layout.offset("combine_recv1") - args.combine_recv
             args.home_weights = buffer.layout.offset("home_weights0") - args.combine_recv
@@ -316,41 +265,74 @@ class SumsAtHome:
             args.combine_recv = buffer.layout.offset("combine_recv")
         args.peers = buffer.peers.data_ptr()
 
-    def launch(
+    def send(
         self,
         handle: NvlinkHandle,
         rows: torch.Tensor,
-        weights: torch.Tensor | None,
-        out: torch.Tensor | None,
+        weights: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
         stream: int | None = None,
-    ) -> tuple[torch.Tensor, Half | None]:
-        """Put the kernel on the current stream: (result, what the second half will need).
-
-        Args:
-            out: tensor for the result, or None for a new one.
-            stream: what :meth:`Launcher.ready` has just given, or None.
-        """
+    ) -> Pending[torch.Tensor]:
+        """Put the kernel on the current stream; see :class:`tokenloom.backends.seam.PreparedCombine`."""
         combiner, launcher = self._combiner, self._launcher
+        if stream is None and self._checked:
+            require_no_host_read(True, "checked=True")
         combiner.require_kept(handle)
         if out is None:
-            out = self._like.new_empty(handle.num_tokens, combiner.plan.hidden)
+            out = self._like.new_empty(handle.num_tokens, self._width)
         else:
             require_aligned(out, "out")
         rows, factors = aligned(rows), 0
         if self._weighted:
             factors = handle.weights_address if weights is None else weights.data_ptr()
         ids = handle.ids() if self._per_route else handle.given_ids
-        point(self._kernel, handle, rows, out, handle.capacity, ids, factors)
+        set_arguments(self._kernel, handle, rows, out, handle.capacity, ids, factors)
         if stream is not None:
-            launcher.launch_ready(self._kernel, self._kind, handle.number, stream, blocks=self._blocks)
-            return out, None
-        half = None
-        if self._receiving_kernel is not None:
+            launcher.launch_ready(self._kernel, self._call_kind, handle.number, stream, blocks=self._blocks)
+        elif self._receiving_kernel is not None:
             epoch = torch.empty(2, dtype=torch.int32, device=out.device)
             # The counts and slots of the dispatch are read at home too, when its user may have let go of it.
             half = Half((epoch, handle, ids, out), epoch.data_ptr(), self._receiving_kernel, self._blocks)
-        launcher.launch(self._kernel, self._kind, handle.number, blocks=self._blocks, begins=half)
-        return out, half
+            launcher.launch(self._kernel, self._call_kind, handle.number, blocks=self._blocks, begins=half)
+            return CombineHalf(launcher, half, out, self._checked)
+        else:
+            launcher.launch(self._kernel, self._call_kind, handle.number, blocks=self._blocks)
+        if self._checked:
+            launcher.settle(0)
+        return Launched(out)
+
+
+class ReduceScatter:
+    """Combines whose dense partial sums copy engines take home."""
+
+    is_stale = False
+
+    def __init__(self, combiner: Combiner, kind: CombineKind) -> None:
+        self._combiner, self._layout, self._options = combiner, kind.layout, kind.options
+
+    def send(
+        self,
+        handle: NvlinkHandle,
+        rows: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        stream: int | None = None,
+    ) -> Pending[torch.Tensor]:
+        """Make the sums, and launch what adds them; see :class:`tokenloom.backends.seam.PreparedCombine`."""
+        combiner, options = self._combiner, self._options
+        if combiner.checked:
+            require_no_host_read(True, "checked=True")
+        require_layout(options.strategy, self._layout)
+        if options.weighted and weights is None:
+            weights = handle.weights
+        combiner.require_kept(handle)
+        if out is None:
+            out = rows.new_empty(handle.num_tokens, combiner.plan.hidden, dtype=options.out_dtype)
+        require_aligned(out, "out")
+        combiner.reduce_scatter(handle, aligned(rows), weights, options, out)
+        if combiner.checked:
+            combiner.launcher.settle(0)
+        return Launched(out)
 
 
 class CombineHalf:
@@ -366,8 +348,34 @@ class CombineHalf:
         return self._out
 
 
-class RoundedAgain:
-    """A combine in mode "per_node", whose sum of the one node is rounded to the dtype of the result.
+class RoundedTwice:
+    """Combines in mode "per_node", whose sum of the one node is rounded to the dtype of the result as well."""
+
+    def __init__(self, sums: SumsAtHome, out_dtype: torch.dtype) -> None:
+        self._sums, self._out_dtype = sums, out_dtype
+
+    @property
+    def is_stale(self) -> bool:
+        return self._sums.is_stale
+
+    @is_stale.setter
+    def is_stale(self, stale: bool) -> None:
+        self._sums.is_stale = stale
+
+    def send(
+        self,
+        handle: NvlinkHandle,
+        rows: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        stream: int | None = None,
+    ) -> Pending[torch.Tensor]:
+        """Send rows; see :class:`tokenloom.backends.seam.PreparedCombine`."""
+        return RoundedResult(self._sums.send(handle, rows, weights, None, stream), self._out_dtype, out)
+
+
+class RoundedResult:
+    """A sum on its way that becomes the result by one more rounding.
 
     Args:
         pending: gives the sum.
@@ -382,12 +390,7 @@ class RoundedAgain:
         return total.to(self._out_dtype) if self._out is None else self._out.copy_(total)
 
 
-def _rounds_twice(options: CombineOptions) -> bool:
-    """Whether a sum over ranks is rounded to another dtype before the result's."""
-    return options.per_node and options.wire_dtype != options.out_dtype
-
-
-def _check(plan: Plan, y_dtype: torch.dtype, options: CombineOptions) -> None:
+def _check(plan: Plan, kind: CombineKind) -> None:
     """Raise for a combine that the kernels have no form for."""
-    for dtype in (y_dtype, options.wire_dtype, options.out_dtype):
-        require_bulk(plan.hidden, dtype)
+    for dtype in (kind.y_dtype, kind.options.wire_dtype, kind.options.out_dtype):
+        require_bulk(plan.hidden if kind.width is None else kind.width, dtype)

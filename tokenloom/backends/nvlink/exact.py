@@ -7,17 +7,17 @@ from typing import Protocol
 
 import torch
 
-from tokenloom.backends.base import DispatchInputs, DispatchOptions, Pending
 from tokenloom.backends.nvlink import places
 from tokenloom.backends.nvlink.handle import NvlinkHandle
 from tokenloom.backends.nvlink.launcher import Launcher
+from tokenloom.backends.seam import DispatchKind, DispatchOptions, DispatchOut, Pending, PreparedDispatch, Tokens
 from tokenloom.errors import CapacityOverflow
 from tokenloom.ops import routing
 from tokenloom.plan import Plan, align_up
 
 
-class SendsDispatches(Protocol):
-    """What makes the dispatches of a communicator."""
+class Prepares(Protocol):
+    """Prepares the dispatches of a communicator."""
 
     @property
     def plan(self) -> Plan: ...
@@ -25,23 +25,45 @@ class SendsDispatches(Protocol):
     @property
     def launcher(self) -> Launcher: ...
 
-    def send(
-        self, options: DispatchOptions, inputs: DispatchInputs, meant: DispatchOptions | None = None
-    ) -> Pending[tuple[NvlinkHandle, torch.Tensor]]:
-        """Send a dispatch, as a part of one that is ``meant``."""
+    def prepared(self, kind: DispatchKind, *, meant: DispatchOptions) -> PreparedDispatch:
+        """Dispatches of one kind, as parts of calls with the options that are ``meant``."""
 
 
 class ExactHalves:
-    """A dispatch with exact sizes in two halves: rows arrive where there is room for all, one per (token, rank), and
-    the host reads their counts when it receives them."""
+    """Dispatches with exact sizes in two halves: rows arrive where there is room for all, one per (token, rank), and
+    the host reads their counts when it receives them.
 
-    def __init__(self, dispatcher: SendsDispatches, options: DispatchOptions, inputs: DispatchInputs) -> None:
-        self._dispatcher, self._options = dispatcher, options
-        plan = dispatcher.plan
+    Args:
+        dispatcher: prepares the bounded dispatches that these consist of.
+        kind: of all calls.
+    """
+
+    waits = True
+
+    def __init__(self, dispatcher: Prepares, kind: DispatchKind) -> None:
+        self.dispatcher, self._kind, self.options = dispatcher, kind, kind.options
+        plan, options = dispatcher.plan, kind.options
         layout = "token" if options.layout == "expert" else options.layout
         capacity = plan.worst_case_rows("token") if layout == "token" else None
         plain = replace(options, layout=layout, alignment=1, sizes="bounded", capacity=capacity, strategy="dedup")
-        self._pending = dispatcher.send(plain, inputs, meant=options)
+        self._prepared = dispatcher.prepared(replace(kind, options=plain), meant=options)
+
+    @property
+    def is_stale(self) -> bool:
+        return self._prepared.is_stale
+
+    def send(self, tokens: Tokens, out: DispatchOut | None = None, stream: int | None = None) -> SentExactHalf:
+        assert out is None, "results of an exact size have no room of the caller's"
+        if not (self._kind.split or self._kind.early):  # whoever waits hears first of what earlier calls left
+            self.dispatcher.launcher.settle(0)
+        return SentExactHalf(self, self._prepared.send(tokens))
+
+
+class SentExactHalf:
+    """A dispatch of :class:`ExactHalves` whose rows are on their way."""
+
+    def __init__(self, prepared: ExactHalves, sent: Pending[tuple[NvlinkHandle, torch.Tensor]]) -> None:
+        self._prepared, self._sent = prepared, sent
 
     def receive(self) -> tuple[NvlinkHandle, torch.Tensor]:
         """Wait for the counts, and cut outputs to them.
@@ -49,8 +71,8 @@ class ExactHalves:
         Raises:
             CapacityOverflow: more rows came than the caller has allowed, on this rank or another.
         """
-        handle, rows = self._pending.receive()
-        dispatcher, options, room = self._dispatcher, self._options, len(rows)
+        handle, rows = self._sent.receive()
+        dispatcher, options, room = self._prepared.dispatcher, self._prepared.options, len(rows)
         dispatcher.launcher.outcomes.settle_before(handle.number + 1)
         needed = _most_rows(dispatcher.plan, options, handle.all_counts.tolist())
         if options.capacity is not None and needed > options.capacity:

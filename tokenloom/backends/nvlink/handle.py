@@ -7,11 +7,11 @@ from functools import cached_property
 
 import torch
 
-from tokenloom.backends.base import DispatchOptions, DispatchOut, RoutedCounts
 from tokenloom.backends.nvlink import places
 from tokenloom.backends.nvlink.beside_rows import OwnRows
 from tokenloom.backends.nvlink.buffers import ReceiveBuffer, aligned, version_of
 from tokenloom.backends.nvlink.results import CountsInWords, Results
+from tokenloom.backends.seam import DispatchOptions, DispatchOut, RoutedCounts
 from tokenloom.errors import InvalidArgument
 from tokenloom.ops.routing import Placement
 

@@ -21,10 +21,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from tokenloom.backends.base import CombineOptions, DispatchInputs, DispatchOptions, OwnOutputs, Pending, Rows
 from tokenloom.backends.nvlink.combine import Combiner
 from tokenloom.backends.nvlink.dispatch import Dispatcher
 from tokenloom.backends.nvlink.launcher import Launched, Launcher
+from tokenloom.backends.seam import CombineKind, DispatchKind, DispatchOut, Pending, Tokens
 from tokenloom.errors import CommunicatorBroken, InvalidArgument, PeerTimeout, TokenloomError, is_known_to_all
 from tokenloom.runtime.rank_group import RankGroup
 
@@ -99,10 +99,10 @@ class LateRanks:
         require_no_capture()
         self._ranks.look(if_due=True)
         number, made, in_vain = self._ended + 1, None, 0
-        overflow = self._maker.dispatcher.overflow
+        overflow = self._maker.dispatcher.shared.overflow
         while self._ended < number:
             if not self._is_stale():
-                made, self._maker.dispatcher.overflow = None, overflow
+                made, self._maker.dispatcher.shared.overflow = None, overflow
                 try:
                     with self._ranks.in_vain_after(self._known_losses):
                         made = _Made(make)
@@ -117,6 +117,16 @@ class LateRanks:
             self._go_on()
         assert made is not None, "a call that has ended anywhere was made everywhere"
         return made.give()
+
+    def until_done(self, send: Callable[[], Pending[T]]) -> Launched[T]:
+        """Send and receive a call until it has ended on all ranks that are left."""
+
+        def make() -> T:
+            result = send().receive()
+            self._maker.launcher.settle(0)
+            return result
+
+        return Launched(self.call(make))
 
     def begin_anew(self) -> None:
         """Ranks came back, which have counted nothing."""
@@ -169,51 +179,45 @@ class LateRanks:
         self._maker.remake()
 
 
-class CallsUntilDone:
-    """What sends, as of :class:`tokenloom.backends.base.Backend`, where the first half of a call does all of it.
+class DispatchUntilDone:
+    """Dispatches of one kind whose first half does all of the call.
 
     Args:
         late: makes the calls.
-        maker: what makes them on this rank.
+        maker: makes them on this rank.
+        kind: of all calls.
     """
 
-    def __init__(self, late: LateRanks, maker: Remakes) -> None:
-        self._late, self._maker = late, maker
+    is_stale, waits = False, True
 
-    def _until_done(self, send: Callable[[], Pending[T]]) -> Launched[T]:
-        def make() -> T:
-            result = send().receive()
-            self._maker.launcher.settle(0)
-            return result
+    def __init__(self, late: LateRanks, maker: Remakes, kind: DispatchKind) -> None:
+        self._late, self._maker, self._kind = late, maker, replace(kind, split=False, early=False)
 
-        return Launched(self._late.call(make))
+    def send(
+        self, tokens: Tokens, out: DispatchOut | None = None, stream: int | None = None
+    ) -> Pending[tuple[Any, torch.Tensor]]:
+        return self._late.until_done(lambda: self._maker.dispatcher.prepare(self._kind).send(tokens, out))
 
-    def send_dispatch(self, options: DispatchOptions, inputs: DispatchInputs) -> Launched[Any]:
-        whole = replace(inputs, split=False, ahead=False)
-        return self._until_done(lambda: self._maker.dispatcher.send(options, whole))
 
-    def send_combine(
+class CombineUntilDone:
+    """Combines of one kind whose first half does all of the call; arguments as in :class:`DispatchUntilDone`."""
+
+    is_stale = False
+
+    def __init__(self, late: LateRanks, maker: Remakes, kind: CombineKind) -> None:
+        self._late, self._maker, self._kind = late, maker, replace(kind, split=False)
+
+    def send(
         self,
         handle: Any,
         rows: torch.Tensor,
-        weights: torch.Tensor | None,
-        options: CombineOptions,
+        weights: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
-        alone: bool = False,
-        split: bool = False,
-    ) -> Launched[torch.Tensor]:
-        return self._until_done(lambda: self._maker.combiner.send(handle, rows, weights, options, out, alone))
-
-    def send_again(
-        self, handle: Any, values: Rows, strategy: str = "dedup", own: OwnOutputs = False
-    ) -> Launched[Rows]:
-        return self._until_done(lambda: self._maker.dispatcher.send_again(handle, values, strategy, own))
-
-    def send_rows(self, handle: Any, values: torch.Tensor, strategy: str = "dedup") -> Launched[torch.Tensor]:
-        return self._until_done(lambda: self._maker.dispatcher.send_rows(handle, values, strategy))
-
-    def send_weight_gradients(self, handle: Any, grad: torch.Tensor) -> Launched[torch.Tensor]:
-        return self._until_done(lambda: self._maker.combiner.send_weight_gradients(handle, grad))
+        stream: int | None = None,
+    ) -> Pending[torch.Tensor]:
+        return self._late.until_done(
+            lambda: self._maker.combiner.prepare(self._kind, handle.number).send(handle, rows, weights, out)
+        )
 
 
 def require_no_capture() -> None:

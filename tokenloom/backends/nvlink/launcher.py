@@ -13,7 +13,6 @@ from typing import Generic, TypeVar
 
 import torch
 
-from tokenloom.backends.base import Wait
 from tokenloom.backends.nvlink.outcomes import (
     CALLS_IN_FLIGHT,
     CAPTURED_SLOT,
@@ -21,6 +20,7 @@ from tokenloom.backends.nvlink.outcomes import (
     FOLLOWS_A_FAULT,
     Outcomes,
 )
+from tokenloom.backends.seam import Wait
 from tokenloom.errors import InvalidArgument
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.barrier.launch import BarrierVariant
@@ -438,7 +438,7 @@ class Launcher:
 
     def check(self, wait: Wait) -> None:
         """Raise what calls left behind, with "everything" after all of them and graph replays; see
-        :meth:`tokenloom.backends.base.Backend.check`."""
+        :meth:`tokenloom.backends.seam.Backend.check`."""
         if wait != "everything":
             self.settle(0 if wait == "calls" else CALLS_IN_FLIGHT)
             return

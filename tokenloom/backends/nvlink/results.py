@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tokenloom.backends.base import DispatchOptions, DispatchOut, RoutedCounts
+from tokenloom.backends.seam import DispatchOptions, DispatchOut, RoutedCounts
 from tokenloom.kernels.dispatch.launch import RESULTS
 from tokenloom.plan import FP8_BLOCK, Plan, align_up
 
@@ -33,7 +33,7 @@ class Results:
 
     Attributes:
         starts: first word of each part, by name. "slots" is the last one. at: first byte.
-        told: first bytes of what kernels are told in each call, in the order of RESULTS.
+        argument_offsets: first bytes of the parts that kernels get as arguments, in the order of RESULTS.
         fixed_words: words of all but slots. slots_per_token: words of slots, by token.
     """
 
@@ -62,7 +62,7 @@ class Results:
             self.starts[name], self._ends[name] = start, end
         self.starts["slots"] = self.fixed_words = align_up(end, ALIGNED_WORDS)
         self.at = {name: 4 * start for name, start in self.starts.items()}
-        self.told = [self.at[name] for name in RESULTS]
+        self.argument_offsets = [self.at[name] for name in RESULTS]
         self.slots_per_token = num_ranks + plan.top_k
 
     def words(self, num_tokens: int) -> int:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from tokenloom.backends.base import DispatchInputs, DispatchOptions, DispatchOut
 from tokenloom.backends.nvlink.buffers import is_eager, require_aligned
 from tokenloom.backends.nvlink.handle import NvlinkHandle
 from tokenloom.backends.nvlink.launcher import Half
-from tokenloom.backends.nvlink.prepared import PreparedDispatch, Shared
+from tokenloom.backends.nvlink.prepared import PreparedDispatch, SentDispatch, Shared
 from tokenloom.backends.nvlink.results import COUNTS, Results
+from tokenloom.backends.seam import DispatchKind, DispatchOptions, DispatchOut, Tokens
 from tokenloom.kernels.dispatch.launch import OUTPUTS
 from tokenloom.plan import FP8_BLOCK
 
@@ -35,29 +35,24 @@ OUTPUT_WORDS = {
 class StagedDispatch(PreparedDispatch):
     """Staged dispatches of one kind."""
 
-    takes_out = True
-
     def __init__(
-        self,
-        shared: Shared,
-        options: DispatchOptions,
-        inputs: DispatchInputs,
-        repeats: bool = False,
-        meant: DispatchOptions | None = None,
+        self, shared: Shared, kind: DispatchKind, repeats: bool = False, meant: DispatchOptions | None = None
     ) -> None:
-        super().__init__(shared, options, inputs, repeats, meant)
+        super().__init__(shared, kind, repeats, meant)
+        options = kind.options
         plan, layout, eager = shared.plan, options.layout, is_eager(shared.plan)
         rows = plan.worst_case_rows("token") if options.capacity is None else options.capacity
         self._places = plan.experts_per_rank * rows if layout == "slots" else rows
         self._further = self.further_words()
-        results = self._layout_of_results(self.with_scales)
-        self.prepare_kernels(inputs, results, rows, staged=True, eager=eager)
-        self._without_scales = self._layout_of_results(False) if self.with_scales else results
+        self._with_scales = kind.brings_scales
+        results = self._layout_of_results(self._with_scales)
+        self.prepare_kernels(results, rows, staged=True, eager=eager)
+        self._without_scales = self._layout_of_results(False) if self._with_scales else results
         at = self.results.at
         self._outputs = [at.get(OUTPUT_WORDS[name], 0) for name in OUTPUTS[1:]]
-        self._like = torch.empty(0, dtype=self.row_dtype, device=self.device)
+        self._like = torch.empty(0, dtype=kind.row_dtype, device=self.device)
         # Last: it may make memory, which all ranks then do.
-        self._buffer = shared.buffers.staged(self.row_dtype, self.kind.fields_of(self.launcher.num_calls))
+        self._buffer = shared.buffers.staged(kind.row_dtype, self.call_kind.fields_of(self.launcher.num_calls))
         args, regions = self.kernel.args, self._buffer.layout
         args.peers = self._buffer.peers.data_ptr()
         for name in PARTS_OF_A_ROW:
@@ -78,25 +73,17 @@ class StagedDispatch(PreparedDispatch):
         if with_scales:
             blocks = plan.hidden // FP8_BLOCK
             sizes["scales"] = self._places * (-(-blocks // 4) if options.scale_layout == "packed" else blocks)
-        brought = {"with_weights": self.with_weights, "with_scales": self.with_scales}
+        brought = {"with_weights": self.with_weights, "with_scales": self._with_scales}
         return Results(plan, rank, options, self._places, sizes, **brought)
 
     def further_words(self) -> dict[str, int]:
         """Words that calls leave besides, by the names of arguments and results."""
         return {}
 
-    def aim(
-        self,
-        x: torch.Tensor,
-        scales: torch.Tensor | None,
-        topk_ids: torch.Tensor,
-        weights: torch.Tensor | None,
-        num_tokens: int,
-        results: Results,
-        base: int,
-        rows: int,
+    def set_all_arguments(
+        self, tokens: Tokens, results: Results, base: int, rows: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write what a call is given, and where it leaves its results: these words, at ``base``, and rows.
+        """Write the arguments of one call, whose words lie at ``base``, and whose rows go to the address ``rows``.
 
         Returns:
             x and topk_ids, or copies of them at addresses that the kernel takes.
@@ -104,17 +91,13 @@ class StagedDispatch(PreparedDispatch):
         for name in self._further:
             setattr(self.kernel.args, name, base + results.at[name])
         out_scales, out_ids, out_weights, out_places, out_tokens, slot_ranges = self._outputs
-        return self.point(
-            x,
-            scales,
-            topk_ids,
-            weights,
-            num_tokens,
+        return self.set_arguments(
+            tokens,
             results,
             base,
             0,
             rows,
-            base + out_scales if self.with_scales else 0,
+            base + out_scales if self._with_scales else 0,
             base + out_ids,
             base + out_weights if self.with_weights else 0,
             base + out_places,
@@ -123,36 +106,30 @@ class StagedDispatch(PreparedDispatch):
         )
 
     def launch(
-        self,
-        x: torch.Tensor,
-        scales: torch.Tensor | None,
-        topk_ids: torch.Tensor,
-        weights: torch.Tensor | None,
-        num_tokens: int,
-        out: DispatchOut | None = None,
-        stream: int | None = None,
+        self, tokens: Tokens, out: DispatchOut | None = None, stream: int | None = None
     ) -> tuple[NvlinkHandle, torch.Tensor, Half | None]:
-        launcher, places = self.launcher, self._places
+        launcher, num_places = self.launcher, self._places
         if out is None or out.tokens is None:
-            rows = self._like.new_empty(places, self.shared.plan.hidden)
+            rows = self._like.new_empty(num_places, self.shared.plan.hidden)
         else:
             require_aligned(out.tokens, "out.tokens")
             rows = out.tokens
         results = self.results if out is None or out.scales is None else self._without_scales
+        num_tokens = tokens.x.shape[0]
         memory = self.shared.memory.take(results, num_tokens, stream)
         base = memory[2]
-        x, topk_ids = self.aim(x, scales, topk_ids, weights, num_tokens, results, base, rows.data_ptr())
+        _, topk_ids = self.set_all_arguments(tokens, results, base, rows.data_ptr())
         if out is not None:
-            self._point_given(out)
+            self._write_to(out)
         call, half = launcher.num_calls, None
         if stream is None:
             half = self.half(memory, (rows, out))
-            launcher.launch(self.kernel, self.kind, call, repeats=self.repeats, begins=half)
+            launcher.launch(self.kernel, self.call_kind, call, repeats=self.repeats, begins=half)
         else:
-            launcher.launch_ready(self.kernel, self.kind, call, stream, repeats=self.repeats)
-        handle = NvlinkHandle(self.options, call, num_tokens, places, topk_ids, memory, results, None, None)
+            launcher.launch_ready(self.kernel, self.call_kind, call, stream, repeats=self.repeats)
+        handle = NvlinkHandle(self.options, call, num_tokens, num_places, topk_ids, memory, results, None, None)
         row_places, row_tokens = base + self._outputs[3], base + self._outputs[4]
-        slots, all_counts = results.told[:2]
+        slots, all_counts = results.argument_offsets[:2]
         if launcher.masked:
             handle.masked = launcher.masked
         handle.pointers = (row_places, row_tokens, base + slots, base + all_counts)
@@ -160,7 +137,15 @@ class StagedDispatch(PreparedDispatch):
             handle.hold_given(out)
         return handle, rows, half
 
-    def _point_given(self, out: DispatchOut) -> None:
+    def finish(self, sent: SentDispatch) -> tuple[NvlinkHandle, torch.Tensor]:
+        handle = sent.handle
+        if self.shared.checked:
+            self.shared.settle_checked(handle.number)
+        if sent.out is not None:
+            handle.write_ids(sent.out)
+        return handle, sent.rows
+
+    def _write_to(self, out: DispatchOut) -> None:
         """Let the kernel write to the caller's tensors. Ids of another dtype are converted when they are there."""
         args = self.kernel.args
         for name, tensor in vars(out).items():

@@ -6,4 +6,4 @@ from dataclasses import replace
 
 from tokenloom.backends.gin.capabilities import CAPABILITIES as OF_GIN
 
-CAPABILITIES = replace(OF_GIN, other_nodes="collective", usual_calls=False, own_transport=False, weights_apart=True)
+CAPABILITIES = replace(OF_GIN, other_nodes="collective", own_transport=False, weights_apart=True)

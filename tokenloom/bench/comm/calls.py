@@ -13,7 +13,7 @@ from tokenloom.bench.comm.series import Contestant, Series
 from tokenloom.bench.common.inputs import Inputs, expert_outputs
 from tokenloom.bench.rivals import deep_ep
 from tokenloom.comm.communicator import Communicator
-from tokenloom.comm.pending import Pending
+from tokenloom.comm.engine import Pending
 from tokenloom.comm.routed import Routed
 from tokenloom.runtime.processes import RankContext
 

@@ -13,7 +13,7 @@ from tokenloom.bench.comm.cases import LAYOUTS, OPERATIONS, Operation
 from tokenloom.bench.common.setup import TRANSPORTS
 from tokenloom.bench.common.shape import Shape
 from tokenloom.bench.rivals import deep_ep
-from tokenloom.comm.calls import ScaleLayout, Sizes
+from tokenloom.comm.communicator import ScaleLayout, Sizes
 from tokenloom.errors import BackendUnavailable, InvalidArgument
 from tokenloom.plan import FP8_BLOCK
 

@@ -9,12 +9,12 @@ import torch
 
 from tokenloom import reference
 from tokenloom.backends import registry
+from tokenloom.backends.seam import STRATEGY_OF_MODE
 from tokenloom.bench.network.compare import compare_routed, compare_sums
 from tokenloom.bench.network.findings import Seen
 from tokenloom.bench.network.problems import PAYLOADS, ROUTINGS, Problem, make_problem
 from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.routed import Routed
-from tokenloom.comm.strategy import STRATEGY_OF_MODE
 from tokenloom.plan import LAYOUTS, ROUTE_LAYOUTS
 from tokenloom.runtime.topology import Topology
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from tokenloom.backends import registry
+from tokenloom.backends.seam import STRATEGY_OF_MODE
 from tokenloom.bench.network.findings import Seen
 from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.routed import Routed
-from tokenloom.comm.strategy import STRATEGY_OF_MODE
 from tokenloom.plan import Plan
 
 LONGEST_WAIT_S = 0.003

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from tokenloom.backends.seam import Strategy
 from tokenloom.bench.train.check import Difference
-from tokenloom.comm.strategy import Strategy
 from tokenloom.training.saved_activations import SavedTensor
 
 OURS, LOCAL, ONE = "ours", "local", "one"

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tokenloom.backends.seam import Strategy
 from tokenloom.bench.common.shape import Shape
-from tokenloom.comm.strategy import Strategy
 from tokenloom.errors import InvalidArgument
 from tokenloom.plan import Plan, align_up
 from tokenloom.training.shards import local_part

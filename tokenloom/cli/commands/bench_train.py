@@ -85,8 +85,8 @@ def train(
         "--top-k": top_k,
     }
     first, *rest = _sizes(thiek, by_name)
+    from tokenloom.backends.seam import Strategy
     from tokenloom.bench.train.work import TrainOptions, TrainShape
-    from tokenloom.comm.strategy import Strategy
 
     primitives = [] if strategy is None else strategy.split(",")
     if len(primitives) not in (0, 2):

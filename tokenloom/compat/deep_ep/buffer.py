@@ -69,7 +69,6 @@ class Buffer(NormalMode, LowLatencyMode):
         if enable_shrink:
             options["on_timeout"] = "mask"
         super().__init__(group, explicitly_destroy, options)
-        self._known = {}
         self.rank, self.group_size = group.rank(), group.size()
         self._num_nodes = nodes_of(self.group_size, self._options["ranks_per_node"])
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes

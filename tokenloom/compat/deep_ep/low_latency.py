@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,20 +18,14 @@ from tokenloom.compat.deep_ep.config import most_sms
 from tokenloom.compat.deep_ep.events import EventOverlap
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed, naming, refuse, require
 from tokenloom.compat.deep_ep.handles import Dispatched, Parts, low_latency_handle
-from tokenloom.compat.deep_ep.normal import PLAIN_SUM
-from tokenloom.compat.deep_ep.streams import without_graph
 from tokenloom.errors import ShapeMismatch, a_type
 from tokenloom.ops.quant.scale_layouts import empty_scales
 from tokenloom.plan import FP8_BLOCK
 
 if TYPE_CHECKING:
     from tokenloom.comm.communicator import Communicator
-    from tokenloom.comm.engine import Engine
-    from tokenloom.comm.usual import UsualCalls
 
 Hook = Callable[[], None]
-MOST_KINDS = 64
-"""Kinds of calls that are remembered. A program has a few, unless its batch has another size each time."""
 
 
 class LowLatencyMode(BufferBase):
@@ -44,7 +39,6 @@ class LowLatencyMode(BufferBase):
     rank: int
     group_size: int
     enable_shrink: bool
-    _known: dict[object, tuple[Shape, tuple[Any, ...], _Room]]
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
@@ -94,12 +88,7 @@ class LowLatencyMode(BufferBase):
             token. With ``use_fp8`` (float8_e4m3fn, scales [L, R * M, H / 128] float32, or int32 [.., H / 512], with
             stride 1 along rows). recv_count int32 [L]; handle; event; hook or None. All are tensors of the caller's.
         """
-        options: tuple[Any, ...] = (num_max_dispatch_tokens_per_rank, num_experts, use_fp8, round_scale, use_ue8m0)
         stats = cumulative_local_expert_recv_stats
-        if stats is dispatch_wait_recv_cost_stats is None and not (async_finish or return_recv_hook or others):
-            found = self._usual_low_latency_dispatch(x, topk_idx, options)
-            if found is not None:
-                return found
         device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
         likely = checks.likely_shape(x, num_experts, topk_idx, num_sms=most_sms())
         with self._calls.told(device, awaited=False, shape=likely):
@@ -128,13 +117,9 @@ class LowLatencyMode(BufferBase):
             scale_layout = "packed" if use_ue8m0 else "columns"
             keywords |= {"to_fp8": True, "power_of_two_scales": round_scale, "scale_layout": scale_layout}
         shape = Shape(num_experts, hidden, top_k, wide_rows(x.dtype), most_sms())
-        room = _Room(local, places, hidden, x.dtype, use_fp8, use_ue8m0)
+        room = _room_of(local, places, hidden, x.dtype, use_fp8, use_ue8m0)
         if not return_recv_hook:
-            found = self._dispatch_whole(shape, most, keywords, room, x, topk_idx, stats, async_finish)
-            if len(self._known) >= MOST_KINDS:
-                self._known.clear()
-            self._known[_kind(x, topk_idx, options)] = shape, _by_slots(**keywords), room
-            return found
+            return self._dispatch_whole(shape, most, keywords, room, x, topk_idx, stats, async_finish)
         rows, out = room.make(device)
 
         def send(comm: Communicator) -> tuple[Communicator, Any]:
@@ -161,48 +146,6 @@ class LowLatencyMode(BufferBase):
         made = low_latency_handle(given, most, hidden, num_experts)
         assert out.expert_counts is not None
         return rows, out.expert_counts, made, EventOverlap(), hook
-
-    def _usual_low_latency_dispatch(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, options: tuple[Any, ...]
-    ) -> tuple[Payload, torch.Tensor, Parts, EventOverlap, None] | None:
-        """A dispatch on the current stream, if it is like an earlier one and right at a glance.
-
-        Args:
-            options: as of :func:`_kind`.
-        """
-        calls = self._communicators
-        if (
-            calls is None
-            or not (x.__class__ is torch.Tensor is topk_idx.__class__)
-            or not x.ndim == 2 == topk_idx.ndim
-        ):
-            return None
-        try:
-            known = self._known.get(_kind(x, topk_idx, options))
-        except (TypeError, RuntimeError):  # a list, say, cannot be looked up, and a nested tensor has no shape
-            return None
-        most = options[0]
-        if known is None or x.shape[0] > most:
-            return None
-        shape, values, room = known
-        device = x.device
-
-        def send(comm: Communicator, usual: UsualCalls) -> tuple[Payload, torch.Tensor, Dispatched] | None:
-            rows, out = room.make(device)
-            routed = usual.dispatch(comm, x, topk_idx, None, values, out, False)
-            if routed is None:
-                return None
-            assert out.expert_counts is not None
-            return rows, out.expert_counts, Dispatched(comm, routed, topk_idx)
-
-        self._stream.order_behind(device)
-        with without_graph():
-            found = calls.run_usual(shape, most, device, send)
-        if found is None:
-            return None
-        rows, counts, dispatched = found
-        made = low_latency_handle(dispatched, most, shape.hidden, shape.num_experts)
-        return rows, counts, made, EventOverlap(), None
 
     def _dispatch_whole(
         self,
@@ -268,18 +211,13 @@ class LowLatencyMode(BufferBase):
         Returns:
             combined_x [N, H] of x's dtype, which is ``out`` if that is given; event; hook or None.
         """
-        unusual = use_logfmt or zero_copy or async_finish or return_recv_hook or others
-        if not unusual and combine_wait_recv_cost_stats is None and isinstance(handle, Parts):
-            found = self._usual_low_latency_combine(x, topk_idx, topk_weights, handle.dispatched, out)
-            if found is not None:
-                return found, EventOverlap(), None
         device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
         likely = checks.likely_shape(None, num_sms=most_sms())
-        with self._calls.told(device, None, "combine", False, _weighted_combine, likely):
+        with self._calls.told(device, None, "combine", False, _first_call, likely):
             if not isinstance(handle, Parts) or len(handle) != 5:
                 raise BadCall(f"handle is {a_type(handle)}, expected what low_latency_dispatch returned")
             routed, comm, ids = handle.dispatched.routed, handle.dispatched.comm, handle.dispatched.ids
-        with self._calls.told(device, comm, "combine", False, _weighted_combine):
+        with self._calls.told(device, comm, "combine", False, _first_call):
             refuse(use_logfmt=use_logfmt, combine_wait_recv_cost_stats=combine_wait_recv_cost_stats, **others)
             require(not (async_finish and return_recv_hook), "async_finish and return_recv_hook exclude each other")
             if zero_copy:
@@ -309,21 +247,6 @@ class LowLatencyMode(BufferBase):
                 done.append(True)
 
         return home, EventOverlap(), hook
-
-    def _usual_low_latency_combine(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, given: Dispatched, out: Any
-    ) -> torch.Tensor | None:
-        """A combine on the current stream, if its tensors are right at a glance."""
-        if given.__class__ is not Dispatched or self._communicators is None or topk_weights is None:
-            return None
-        comm, routed, ids = given.comm, given.routed, given.ids
-        usual, device = comm.usual, ids.device
-        if usual is None or routed.layout != "slots" or not checks.fits(topk_idx, ids.shape, ids.dtype, device):
-            return None
-        routed.replace_ids(topk_idx)
-        self._stream.order_behind(device)
-        with without_graph():
-            return usual.combine(comm, x, routed, PLAIN_SUM, out, topk_weights)
 
     def get_next_low_latency_combine_buffer(self, handle: Any) -> torch.Tensor:
         """A tensor bfloat16 [L, R * M, H] to write the experts' rows to, for a combine with ``zero_copy``."""
@@ -389,8 +312,8 @@ class LowLatencyMode(BufferBase):
         require(self.enable_shrink, "masks need a buffer that was made with enable_shrink=True")
 
 
-def _weighted_combine(comm: Communicator) -> tuple[str, Engine]:
-    return comm.engine_of_weights()
+def _first_call(comm: Communicator) -> str:
+    return comm.first_call_of_combine()
 
 
 def _home(
@@ -400,21 +323,10 @@ def _home(
     return comm.combine(rows, routed, topk_weights=weights, out=out)
 
 
-def _by_slots(
-    layout: str,
-    capacity: int,
-    to_fp8: bool = False,
-    power_of_two_scales: bool = False,
-    scale_layout: str = "rows",
-) -> tuple[Any, ...]:
-    """Keywords of a dispatch, as usual ones take them."""
-    return layout, 1, None, capacity, to_fp8, power_of_two_scales, "dedup", scale_layout
-
-
-def _kind(x: torch.Tensor, topk_idx: torch.Tensor, options: tuple[Any, ...]) -> object:
-    """What dispatches have alike that are right if one is, but for numbers of tokens, devices and strides."""
-    types = (options[0].__class__, options[1].__class__)  # True is no number of tokens
-    return x.shape[1], x.dtype, topk_idx.shape[1], topk_idx.dtype, options, types
+@lru_cache(maxsize=64)
+def _room_of(local: int, places: int, hidden: int, dtype: torch.dtype, use_fp8: bool, use_ue8m0: bool) -> _Room:
+    """Room of a kind, which takes the host longer to describe than to make."""
+    return _Room(local, places, hidden, dtype, use_fp8, use_ue8m0)
 
 
 class _Hooked:

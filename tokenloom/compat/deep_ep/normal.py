@@ -11,18 +11,16 @@ from tokenloom.comm.routed import Routed
 from tokenloom.compat.deep_ep import checks
 from tokenloom.compat.deep_ep.buffer_base import BufferBase
 from tokenloom.compat.deep_ep.checks import Payload
-from tokenloom.compat.deep_ep.config import Config, topk_idx_t
+from tokenloom.compat.deep_ep.config import Config
 from tokenloom.compat.deep_ep.events import EventOverlap
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed, naming, require
 from tokenloom.compat.deep_ep.handles import Dispatched, Parts, kept_ids, normal_handle
-from tokenloom.compat.deep_ep.streams import without_graph
 from tokenloom.errors import ShapeMismatch, a_type
 from tokenloom.ops.routing import ids_of_ranks, ranks_of_ids
 from tokenloom.plan import MAX_TOP_K, align_up
 
 if TYPE_CHECKING:
     from tokenloom.comm.communicator import Communicator
-    from tokenloom.comm.usual import UsualCalls
 
 Received = tuple[
     Payload,
@@ -33,10 +31,6 @@ Received = tuple[
     EventOverlap,
 ]
 """What a dispatch returns."""
-BY_TOKEN = ("token", 1, None, None, False, False, "dedup", "rows")
-"""Options of usual dispatches, see :meth:`tokenloom.comm.usual.UsualCalls.dispatch`."""
-PLAIN_SUM = (None, "per_rank", None, None)
-"""Options of usual combines, see :meth:`tokenloom.comm.usual.UsualCalls.combine`."""
 
 
 class NormalMode(BufferBase):
@@ -143,18 +137,7 @@ class NormalMode(BufferBase):
             ``num_worst_tokens``; handle; event. With a handle given, all but recv_x and the event are None. Rows
             beyond those that arrived have ids of -1 and are otherwise unspecified.
         """
-        if handle is config is previous_event is None and not (
-            num_worst_tokens or async_finish or allocate_on_comm_stream
-        ):
-            layout = (num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert)
-            received = self._usual_dispatch(x, layout, topk_idx, topk_weights, expert_alignment)
-            if received is not None:
-                return received
         streams = (previous_event, async_finish, allocate_on_comm_stream)
-        if streams == (None, False, False) and topk_idx is topk_weights is config is None and handle is not None:
-            found = self._usual_again(x, handle)
-            if found is not None:
-                return found, None, None, None, None, EventOverlap()
         device = checks.device_of(x)
         if handle is not None:
             given = _dispatched(self, handle, device)
@@ -236,63 +219,6 @@ class NormalMode(BufferBase):
                 f"pass at least {num_tokens * self.group_size} on all ranks"
             )
         return most
-
-    def _usual_dispatch(
-        self, x: Any, layout: tuple[Any, ...], topk_idx: Any, topk_weights: Any, alignment: Any
-    ) -> Received | None:
-        """A dispatch by ids on the current stream, whose counts the host reads, if it is like an earlier one and right
-        at a glance.
-
-        Args:
-            layout: what :meth:`get_dispatch_layout` gave, but for its event.
-        """
-        calls, tokens = self._communicators, x[0] if x.__class__ is tuple and x else x
-        if calls is None or alignment.__class__ is not int or alignment < 1 or topk_weights is None:
-            return None
-        if not (tokens.__class__ is torch.Tensor is topk_idx.__class__) or not tokens.ndim == 2 == topk_idx.ndim:
-            return None
-        if tokens.is_nested or topk_idx.is_nested:
-            return None
-        per_rank, per_node, in_rank, per_expert = layout
-        (num_tokens, hidden), num_ranks, device = tokens.shape, self.group_size, tokens.device
-        if not (
-            per_node is None
-            and checks.fits(per_rank, (num_ranks,), torch.int32, device)
-            and checks.fits(in_rank, (num_tokens, num_ranks), torch.bool, device)
-            and checks.is_dense(per_expert)
-            and checks.fits(per_expert, (per_expert.numel(),), torch.int32, device)
-            and topk_idx.dtype is topk_idx_t
-            and per_expert.numel() >= num_ranks
-            and per_expert.numel() % num_ranks == 0
-            and self._is_mask(in_rank, topk_idx, per_expert.numel())
-        ):
-            return None
-
-        def send(comm: Communicator, usual: UsualCalls) -> Dispatched | None:
-            routed = usual.dispatch(comm, x, topk_idx, topk_weights, BY_TOKEN, None, "if_needed", True)
-            return None if routed is None else Dispatched(comm, routed, routed.ids_at_home())
-
-        self._stream.order_behind(device)
-        shape = Shape(per_expert.numel(), hidden, topk_idx.shape[1])
-        with without_graph():
-            found = calls.run_usual(shape, num_tokens, device, send)
-            if found is None:
-                return None
-            received = _received(found, x, found.routed.counts_on_host(), alignment)
-        return *received, self._handle(found, in_rank), EventOverlap()
-
-    def _usual_again(self, x: Any, handle: Any) -> Payload | None:
-        """Other rows to the places of a dispatch, on the current stream, if that is like an earlier call and right at
-        a glance."""
-        if handle.__class__ is not Parts or self._communicators is None:
-            return None
-        given = handle.dispatched
-        comm, routed = given.comm, given.routed
-        if routed.layout != "token" or comm.usual is None:
-            return None
-        self._stream.order_behind(comm.device)
-        with without_graph():
-            return comm.usual.dispatch_again(comm, x, routed, "if_needed")
 
     def _handle(self, found: Dispatched, is_token_in_rank: torch.Tensor) -> Parts:
         return normal_handle(found, is_token_in_rank, max(1, self.num_sms // 2), self._num_nodes)
@@ -413,10 +339,6 @@ class NormalMode(BufferBase):
         Returns:
             combined_x [N, H] of x's dtype, combined_topk_weights float32 [N, K] or None, event.
         """
-        if bias is config is previous_event is None and not (async_finish or allocate_on_comm_stream):
-            home = self._usual_combine(x, handle, topk_weights)
-            if home is not None:
-                return *home, EventOverlap()
         device = checks.device_of(x)
         streams = (previous_event, async_finish, allocate_on_comm_stream)
         given = _dispatched(self, handle, device, "combine")
@@ -441,27 +363,6 @@ class NormalMode(BufferBase):
 
         (out, weights), event = self._stream.run(call, (x, routed, topk_weights, bias), device, *streams)
         return out, weights, event
-
-    def _usual_combine(
-        self, x: Any, handle: Any, topk_weights: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """A combine on the current stream, if it is like an earlier one and right at a glance."""
-        if handle.__class__ is not Parts or x.__class__ is not torch.Tensor or self._communicators is None:
-            return None
-        given = handle.dispatched
-        comm, routed = given.comm, given.routed
-        if routed.layout != "token" or comm.usual is None:
-            return None
-        if topk_weights is not None:  # wrong ones have to be known before the rows leave
-            wanted = (routed.shape[0], comm.plan.top_k)
-            if not given.with_ids or not checks.fits(topk_weights, wanted, torch.float32, x.device):
-                return None
-        self._stream.order_behind(x.device)
-        with without_graph():
-            out = comm.usual.combine(comm, x, routed, PLAIN_SUM, None, None)
-            if out is None:
-                return None
-            return out, None if topk_weights is None else comm.combine_weights(topk_weights, routed)
 
 
 def _received(

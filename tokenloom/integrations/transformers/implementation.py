@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 import torch
 from transformers.distributed.expert_parallel import EPImplementation
 
-from tokenloom.backends.base import Upcoming
+from tokenloom.backends.seam import Strategy, Upcoming
 from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.growing import Communicators, Shape
-from tokenloom.comm.strategy import Strategy
 from tokenloom.errors import InvalidArgument
 from tokenloom.integrations.transformers.forms import Form, NotOurs, form_of
 from tokenloom.integrations.transformers.fused import FusedExperts, FusedLayers, require_fused
@@ -162,7 +161,7 @@ class TokenloomExperts(EPImplementation):
             rows = 1 << (plan.num_ranks * most * plan.top_k - 1).bit_length()
             pool_rows = rows if rows * plan.hidden * itemsize <= POOL_BYTES else None
         run = RunOptions(
-            Strategy.usual(comm.engine.capabilities), given.overlap, given.redispatch_in_backward, pool_rows
+            Strategy.default(comm.engine.capabilities), given.overlap, given.redispatch_in_backward, pool_rows
         )
         # One piece without a backward has nothing to run beside. How many there are depends on the plan.
         alone = not torch.is_grad_enabled() and len(cut(comm.engine, run, 0)) == 1

@@ -1,17 +1,19 @@
 """The seam between the calls that users make and the ways in which tokens travel.
 
-A backend moves tokens in two halves: ``send_...`` puts a transfer on its way, ``Pending.receive`` finishes it. The
-calls of one piece are the sum of their halves. Everything here is plain data and one protocol.
+A backend prepares calls of one kind once, and then sends them: ``send`` puts a transfer on its way, and
+``Pending.receive`` finishes it. The calls of one piece are the sum of their halves. Everything here is plain data and
+protocols.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from tokenloom.errors import InvalidArgument
 from tokenloom.plan import COMBINE_STRATEGIES, DISPATCH_STRATEGIES, LAYOUTS
 
 T_co = TypeVar("T_co", covariant=True)
@@ -41,7 +43,6 @@ class Capabilities:
         own_node: what carries rows to ranks of the own node: "collective" or "nvlink".
         other_nodes: what carries rows to ranks of other nodes, None if nothing does: one of :data:`TRANSPORTS`.
         reads_on_host: the host learns the outcome of every call before the call returns.
-        usual_calls: the backend is one of :class:`MakesUsualCalls`.
         fused_layer: the backend has ``fused_layer``, see :mod:`tokenloom.backends.nvlink.fused`.
         weights_from_home: a combine can multiply rows by weights that their home has, and sends along.
         weights_apart: weights can travel apart from rows, by calls of their own.
@@ -60,7 +61,6 @@ class Capabilities:
     own_node: str = "collective"
     other_nodes: str | None = "collective"
     reads_on_host: bool = True
-    usual_calls: bool = False
     fused_layer: bool = False
     weights_from_home: bool = False
     weights_apart: bool = True
@@ -126,14 +126,13 @@ class DispatchOut:
     slot_ranges: torch.Tensor | None = None
 
 
-OwnOutputs = Literal[False, True, "but rows", "if needed"]
-"""Whose the outputs of a dispatch are, see :class:`DispatchInputs`."""
+OutputOwner = Literal[False, True, "but rows", "if needed"]
+"""Whose the outputs of a dispatch are, see :class:`DispatchKind`."""
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """Rows, or FP8 rows with their scales."""
 
 
-@dataclass(eq=False)  # frozen, it would take three times as long to make
-class DispatchInputs:
+class Tokens(NamedTuple):
     """The checked tensors of one dispatch on this rank. Not to be changed.
 
     Attributes:
@@ -141,27 +140,55 @@ class DispatchInputs:
         scales: float32 [T, H / 128] of an FP8 x, else None.
         topk_ids: int32 or int64 [T, K].
         topk_weights: float32 (float64 beside float64 payloads) [T, K], or None.
-        x_needs_grad, weights_need_grad: whether autograd will want a gradient.
-        own_outputs: True means that outputs are ordinary tensors. "if needed" means that rows and scales may be views
-            that no later call overwrites as long as somebody holds them. "but rows" means that rows may still be a
-            view, because the caller is done with them in time.
-        ahead: the caller has begun this dispatch early. Errors of earlier calls can wait for its second half.
-        split: the caller may take long until the second half. Between the halves nothing of ours runs on the GPU.
-        out: tensors to write results to, already checked. The backend fills every field that is given.
-        scale_words: int32 words of a token's scales, where they are packed exponents and ``scales`` has their bits.
     """
 
     x: torch.Tensor
     scales: torch.Tensor | None
     topk_ids: torch.Tensor
     topk_weights: torch.Tensor | None
-    x_needs_grad: bool
-    weights_need_grad: bool
-    own_outputs: OwnOutputs
-    ahead: bool = False
-    split: bool = False
-    out: DispatchOut | None = None
+
+
+@dataclass(frozen=True)
+class DispatchKind:
+    """Dispatches that are alike in all but the values of their tensors and the number of tokens.
+
+    Attributes:
+        options: equal on all ranks.
+        x_dtype, ids_dtype: of the tensors.
+        weights_dtype: of the weights; None: there are none.
+        with_scales: x is FP8 and comes with scales.
+        scale_words: int32 words of a token's scales, where they are packed exponents and the scales have their bits.
+        x_needs_grad, weights_need_grad: whether autograd will want a gradient.
+        output_owner: True means that outputs are ordinary tensors. "if needed" means that rows and scales may be views
+            that no later call overwrites as long as somebody holds them. "but rows" means that rows may still be a
+            view, because the caller is done with them in time.
+        split: the caller may take long until the second half. Between the halves nothing of ours runs on the GPU.
+        early: the caller begins these dispatches early. Errors of earlier calls can wait for the second half.
+        width: values in a row, a multiple of 16 bytes; None: H.
+    """
+
+    options: DispatchOptions
+    x_dtype: torch.dtype
+    ids_dtype: torch.dtype
+    weights_dtype: torch.dtype | None = None
+    with_scales: bool = False
     scale_words: int | None = None
+    x_needs_grad: bool = False
+    weights_need_grad: bool = False
+    output_owner: OutputOwner = False
+    split: bool = False
+    early: bool = False
+    width: int | None = None
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """Of the rows that travel."""
+        return torch.float8_e4m3fn if self.options.to_fp8 else self.x_dtype
+
+    @property
+    def brings_scales(self) -> bool:
+        """Whether scales come with the rows."""
+        return self.with_scales or self.options.to_fp8
 
 
 @dataclass(frozen=True)
@@ -200,6 +227,27 @@ class CombineOptions:
     def mode(self) -> str:
         """The order of the sums, as users name it."""
         return "per_route" if self.per_route else "per_node" if self.per_node else "per_rank"
+
+
+@dataclass(frozen=True)
+class CombineKind:
+    """Combines that are alike in all but the values of their tensors and the number of tokens.
+
+    Attributes:
+        layout: of the dispatch.
+        y_dtype: of the rows.
+        options: equal on all ranks.
+        alone: nothing is computed meanwhile, so the transfer may take more of the GPU.
+        split: as in :class:`DispatchKind`.
+        width: values in a row, a multiple of 16 bytes; None: H.
+    """
+
+    layout: str
+    y_dtype: torch.dtype
+    options: CombineOptions
+    alone: bool = False
+    split: bool = False
+    width: int | None = None
 
 
 @dataclass(frozen=True)
@@ -318,91 +366,60 @@ class Pending(Protocol[T_co]):
         """
 
 
-class UsualDispatch(Protocol):
-    """Dispatches like an earlier one: of the same options and dtypes, without gradients, of bounded sizes."""
+class PreparedDispatch(Protocol):
+    """Makes dispatches of one kind."""
 
     @property
     def is_stale(self) -> bool:
-        """Whether it can be used no longer, or not now."""
+        """Whether it can be used no longer, and has to be prepared anew."""
 
     @property
-    def awaited(self) -> bool:
-        """Whether the host waits for counts."""
+    def waits(self) -> bool:
+        """Whether the host waits for counts of each call."""
 
-    @property
-    def takes_out(self) -> bool:
-        """Whether it writes to tensors of the caller's, but for ids that are not int32."""
+    def send(
+        self, tokens: Tokens, out: DispatchOut | None = None, stream: int | None = None
+    ) -> Pending[tuple[Any, torch.Tensor]]:
+        """Open the call and send.
 
-    @property
-    def finish(self) -> Callable[..., tuple[Any, torch.Tensor]] | None:
-        """What is left to do behind ``launch``, if anything: from its handle, its rows, x, scales, topk_ids and
-        weights to the handle and the rows that are handed out."""
-
-    def launch(
-        self,
-        x: torch.Tensor,
-        scales: torch.Tensor | None,
-        topk_ids: torch.Tensor,
-        weights: torch.Tensor | None,
-        num_tokens: int,
-        out: DispatchOut | None,
-        stream: int,
-    ) -> tuple[Any, torch.Tensor, Any]:
-        """Make one, with checked tensors and what ``ready`` has just given: its handle, its rows, and nothing."""
-
-
-class UsualCombine(Protocol):
-    """Combines like an earlier one: of the same options, layout and dtype, without gradients."""
-
-    is_stale: bool
-    out_dtype: torch.dtype
-
-    def launch(
-        self, handle: Any, rows: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor | None, stream: int
-    ) -> tuple[torch.Tensor, Any]:
-        """Make one, with checked tensors and what ``ready`` has just given: its result, and nothing."""
-
-
-class UsualAgain(Protocol):
-    """Other rows, like earlier ones, by the routes of dispatches of one kind."""
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether it can be used no longer."""
-
-    def fits(self, handle: Any) -> bool:
-        """Whether rows can go the way of this dispatch so."""
-
-    def launch(
-        self, handle: Any, x: torch.Tensor, scales: torch.Tensor | None, stream: int
-    ) -> tuple[Any, torch.Tensor]:
-        """Send them, with checked tensors and what ``ready`` has just given."""
-
-    def finish(self, handle: Any, again: Any, rows: torch.Tensor) -> Rows:
-        """What ``send_again`` gives, from the dispatch and what ``launch`` gave."""
-
-
-class MakesUsualCalls(Protocol):
-    """What a backend has besides, if it makes usual calls."""
-
-    def usual_dispatch(self, options: DispatchOptions, inputs: DispatchInputs) -> UsualDispatch | None:
-        """What makes more dispatches like this one, which was made before; None if nothing does."""
-
-    def usual_combine(self, layout: str, y_dtype: torch.dtype, options: CombineOptions) -> UsualCombine | None:
-        """The same for combines of rows of this layout and dtype."""
-
-    def usual_again(self, handle: Any, values: Rows, own: OwnOutputs) -> UsualAgain | None:
-        """The same for other rows by the routes of such a dispatch; see :meth:`Backend.send_again`."""
-
-    def ready(self, awaited: bool = False) -> int | None:
-        """Raise what earlier calls left, as ``check("nothing")`` does, if a usual call can come next.
+        On return all ranks mean the same call, or will be told that they do not by a later call; x may be overwritten
+        by work that is put on the current stream behind it. ``receive`` waits for what the host has to know and gives
+        (handle, rows). Places without a row are zero in layout "expert".
 
         Args:
-            awaited: the host will wait for the call, and does so now for earlier ones, as ``check("calls")``.
+            tokens: checked, and of this kind.
+            out: checked tensors to write results to. The backend fills every field that is given, on the current
+                stream, before ``receive`` returns. The caller hands them out instead, and ``rows`` may be its tokens.
+            stream: what :meth:`Backend.ready` has just given, or None.
+        """
 
-        Returns:
-            The handle of the stream that it goes to, for ``launch``. None: only other calls can, and nothing was
-            raised.
+
+class PreparedCombine(Protocol):
+    """Makes combines of one kind."""
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether it can be used no longer, and has to be prepared anew."""
+
+    def send(
+        self,
+        handle: Any,
+        rows: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        stream: int | None = None,
+    ) -> Pending[torch.Tensor]:
+        """Open the call and send rows home, where the options say so multiplied by their weights.
+
+        On return the rows are on their way. ``receive`` gives [T, H], which is ``out`` if that is given.
+
+        Args:
+            handle: of the dispatch.
+            rows: [places, H], or in the shape of the layout; contiguous.
+            weights: received ones [R, K], None: those of the handle. With
+                ``options.weights_from_home`` float32 [T, K], contiguous.
+            out: [T, H] to write to, or None.
+            stream: what :meth:`Backend.ready` has just given, or None.
         """
 
 
@@ -420,50 +437,44 @@ class Backend(Protocol):
     name: str
     capabilities: Capabilities
 
-    def send_dispatch(self, options: DispatchOptions, inputs: DispatchInputs) -> Pending[tuple[Any, torch.Tensor]]:
-        """Check what this backend cannot do, open the call, and send.
+    def prepare_dispatch(self, kind: DispatchKind) -> PreparedDispatch:
+        """Check that this backend can make such dispatches, and prepare them. Collective where it makes memory."""
 
-        On return all ranks mean the same call, or will be told that they do not by a later call; x may be overwritten
-        by work that is put on the current stream behind it. ``receive`` waits for what the host has to know and gives
-        (handle, rows). Places without a row are zero in layout "expert". Fields of
-        ``inputs.out`` are filled by then, on the current stream; the caller hands them out instead, and ``rows`` may
-        be its tokens, of their shape.
-        """
-
-    def send_combine(
-        self,
-        handle: Any,
-        rows: torch.Tensor,
-        weights: torch.Tensor | None,
-        options: CombineOptions,
-        out: torch.Tensor | None = None,
-        alone: bool = False,
-        split: bool = False,
-    ) -> Pending[torch.Tensor]:
-        """Open the call and send rows home, where ``options.weighted`` multiplied by their weights.
-
-        On return the rows are on their way. ``receive`` gives [T, H], which is ``out`` if that is given.
+    def prepare_combine(self, kind: CombineKind, number: int) -> PreparedCombine:
+        """Prepare combines, as :meth:`prepare_dispatch` does dispatches.
 
         Args:
-            weights: received ones [R, K], None: those of the handle. With
-                ``options.weights_from_home`` float32 [T, K], contiguous.
-            alone: nothing is computed meanwhile, so the transfer may take more of the GPU.
-            split: as of :class:`DispatchInputs`.
+            number: of the dispatch that the next of them belongs to.
         """
 
-    def send_again(self, handle: Any, values: Rows, strategy: str = "dedup", own: OwnOutputs = False) -> Pending[Rows]:
+    def ready(self, waits: bool = False) -> int | None:
+        """Raise what earlier calls left, as far as it is known; where the host will wait for the next call, all of it.
+
+        Returns:
+            The handle of the stream that the next call goes to, if nothing but its launch is left to do. None: the
+            call has to look around itself.
+        """
+
+    def send_again(
+        self, handle: Any, values: Rows, strategy: str = "dedup", owner: OutputOwner = False, stream: int | None = None
+    ) -> Pending[Rows]:
         """Send other values [T, H] of the same tokens, or gradients, to the places of the dispatch.
 
         ``receive`` gives [places, H], and scales if there are some. Rows behind the last one in use are unspecified.
 
         Args:
-            own: whose they are, as ``own_outputs`` of a dispatch.
+            owner: whose they are, as ``output_owner`` of a dispatch.
+            stream: what :meth:`ready` has just given, or None.
         """
 
     def send_rows(self, handle: Any, values: torch.Tensor, strategy: str = "dedup") -> Pending[torch.Tensor]:
-        """Send values [T, H] once for each (token, rank) of the dispatch.
+        """Send values [T, h] once for each (token, rank) of the dispatch.
 
-        ``receive`` gives at least one row for each row of ``handle.positions()``.
+        ``receive`` gives at least one row for each row of ``handle.positions()``. Rows of masked ranks are zeros. The
+        rows may be a view that the next call overwrites.
+
+        Args:
+            values: h is H; or they are float32, and h is a multiple of 4 and at most 2 * K + 3.
         """
 
     def send_weight_gradients(self, handle: Any, grad: torch.Tensor) -> Pending[torch.Tensor]:
@@ -524,3 +535,69 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Release what the backend holds. Calling it twice is fine."""
+
+
+# -- what carries a payload ------------------------------------------------------------------------------------
+
+SWAPPED = {
+    "dedup": "dedup",
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "all_to_all": "dedup",
+    "per_node": "dedup",
+}
+"""What carries the gradient. The gradient of a dispatch is a combine, and the other way round.
+
+All routes of a token to one rank have the same gradient, so where a payload takes a row per route, its gradient takes
+one per rank."""
+STRATEGY_OF_MODE = {"per_rank": "dedup", "per_route": "all_to_all", "per_node": "per_node"}
+"""What carries a combine of each ``mode``. A layer may also carry the sums of "per_rank" by "reduce_scatter"."""
+
+
+def default_mode(able: Capabilities) -> str:
+    """The order of a combine's sums where the caller names none: that of one node, else per node."""
+    return "per_rank" if "dedup" in able.combine_strategies else "per_node"
+
+
+def gradient_of_dispatch(able: Capabilities, strategy: str) -> str:
+    """What carries the gradient of a dispatch by this strategy, where nobody has said how rows come home."""
+    swapped = SWAPPED[strategy]
+    return swapped if swapped in able.combine_strategies else STRATEGY_OF_MODE[default_mode(able)]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """The primitives that carry a layer's payloads. Only the order of combine's sum depends on them.
+
+    Attributes:
+        dispatch: "dedup" sends one row for each (token, rank). "all_gather" sends every rank all tokens, of which it
+            takes those it needs. "all_to_all" sends one row for each route (layout "expert").
+        combine: "dedup" sends the sum over a token's routes on a rank. "reduce_scatter" sends the same sums in a dense
+            [W, M, H]. "all_to_all" sends one row for each route, summed at home in ascending k (layout "expert").
+            "per_node" sums the ranks' sums of a node there, and sends one row for each (token, node). Gradients of
+            a dispatch come home so too.
+
+    Raises:
+        InvalidArgument: another name.
+    """
+
+    dispatch: str = "dedup"
+    combine: str = "dedup"
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("dispatch", self.dispatch, DISPATCH_STRATEGIES),
+            ("combine", self.combine, COMBINE_STRATEGIES),
+        ):
+            if value not in known:
+                raise InvalidArgument(f"strategy of {name} is {value!r}, expected one of {', '.join(known)}")
+
+    @classmethod
+    def default(cls, able: Capabilities) -> Strategy:
+        """Give the strategy of a layer that is told none: "dedup" both ways, else sums per node."""
+        return cls(combine=STRATEGY_OF_MODE[default_mode(able)])
+
+    @property
+    def gradient_of_dispatch(self) -> str:
+        """What carries the gradient of a dispatch, a combine: it sums per node where combines do."""
+        return "per_node" if self.combine == "per_node" else SWAPPED[self.dispatch]

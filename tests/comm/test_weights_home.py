@@ -1,4 +1,4 @@
-"""Weights that come home beside their dispatch, without a GPU: which calls take the short way."""
+"""Weights that come home beside their dispatch, without a GPU: what a later call checks, and launches."""
 
 from __future__ import annotations
 
@@ -11,31 +11,30 @@ import torch
 import tokenloom as tl
 from tests.support.stand_ins import StandIns, record_word
 from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT
-from tokenloom.comm.halves import CombineCall, DispatchCall
+from tokenloom.comm.calls import ValuesHomeCall
 from tokenloom.errors import CapacityOverflow
 
 NUM_RANKS, HIDDEN, NUM_EXPERTS, LARGE, TOKENS, ROWS = 4, 256, 8, 1024, 5, 3
 
 
 class Calls:
-    """A communicator, a dispatch whose weights came home once, and how many calls went the long way."""
+    """A communicator, a dispatch whose weights came home once, and how many calls were checked whole since."""
 
     def __init__(self, stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch, top_k: int) -> None:
-        self.stand_ins, self.long, self.top_k = stand_ins, 0, top_k
+        self.stand_ins, self.checked, self.top_k = stand_ins, 0, top_k
         stand_ins.counts = [ROWS, ROWS]
-        for kind in (DispatchCall, CombineCall):
-            monkeypatch.setattr(kind, "run", self._counted(kind.run))
+        monkeypatch.setattr(ValuesHomeCall, "check", self._counted(ValuesHomeCall.check))
         sizes = {"num_experts": NUM_EXPERTS, "hidden": HIDDEN, "top_k": top_k, "max_tokens_per_rank": LARGE}
         self.comm = tl.Communicator(None, backend="nvlink", device="cpu", **sizes)
         self.x, self.ids = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16), torch.zeros(TOKENS, top_k).long()
         self.values, self.routed = torch.rand(ROWS, top_k), self.dispatch()
         self.home()
-        self.long = 0
+        self.checked = 0
 
-    def _counted(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _counted(self, check: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def counted(call: Any) -> Any:
-            self.long += 1
-            return run(call)
+            self.checked += 1
+            return check(call)
 
         return counted
 
@@ -59,10 +58,10 @@ def calls(request: pytest.FixtureRequest, stand_ins: StandIns, monkeypatch: pyte
     return Calls(stand_ins, monkeypatch, request.param)
 
 
-def test_usual_weights(calls: Calls) -> None:
-    """Of the same dispatch, and of another one, whose narrow rows are a usual dispatch, too."""
+def test_later_weights(calls: Calls) -> None:
+    """Of the same dispatch, and of another one: one launch each."""
     launched = len(calls.stand_ins.launched)
-    for number in (1, 3, 4):
+    for number in (1, 3):
         home = calls.home()
         args = calls.stand_ins.launched[-1][1]
         assert home.shape == (TOKENS, calls.top_k)
@@ -70,10 +69,8 @@ def test_usual_weights(calls: Calls) -> None:
         assert (args.y == calls.values.data_ptr()) is (calls.top_k == 8)
         assert args.num_tokens == TOKENS
         assert len(calls.stand_ins.launched) == launched + number
-        if number == 1:
-            calls.routed = calls.dispatch()
-            launched += 1
-    assert not calls.long
+        calls.routed = calls.dispatch()
+    assert not calls.checked
 
 
 WRONG: dict[str, Callable[[Calls], dict[str, Any]]] = {
@@ -88,12 +85,13 @@ WRONG: dict[str, Callable[[Calls], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_what_is_wrong(calls: Calls, what: str) -> None:
-    """It raises what it does the first time; the next call is usual."""
+    """It raises what it does the first time; the next call is right at a glance."""
     with pytest.raises(tl.TokenloomError):
         calls.home(**WRONG[what](calls))
     calls.stand_ins.settle()
+    checked = calls.checked
     calls.home()
-    assert not calls.long
+    assert calls.checked == checked == 1
 
 
 def test_with_gradients(calls: Calls) -> None:

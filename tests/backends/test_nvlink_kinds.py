@@ -1,6 +1,6 @@
-"""Usual calls of backend "nvlink", without a GPU: which calls take the short way, which do not, and what one asks for.
+"""Later calls of a known kind on backend "nvlink", without a GPU: which are right at a glance, and which are checked.
 
-A call that is not usual but takes the short way would launch a kernel on wrong tensors, or where it must not be.
+A call that is wrong but passes the glance would launch a kernel on wrong tensors, or where it must not be.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tokenloom as tl
 from tests.support.stand_ins import StandIns, record_word
 from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT, FAULT
 from tokenloom.backends.nvlink.results import WORDS_TOGETHER
-from tokenloom.comm.halves import CombineCall, DispatchCall
+from tokenloom.comm.calls import CombineCall, DispatchCall
 from tokenloom.errors import CapacityOverflow, CommunicatorBroken, InvalidArgument
 
 NUM_RANKS, HIDDEN, TOP_K, NUM_EXPERTS = 4, 256, 2, 8
@@ -26,21 +26,21 @@ BF16, FP8, INT32, INT64 = torch.bfloat16, torch.float8_e4m3fn, torch.int32, torc
 
 
 class Calls:
-    """A communicator with stand-ins around it, and how many of its calls went the long way."""
+    """A communicator with stand-ins around it, and how many of its calls were checked whole."""
 
     def __init__(self, stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch, max_tokens: int) -> None:
         sizes = {"num_experts": NUM_EXPERTS, "hidden": HIDDEN, "top_k": TOP_K, "max_tokens_per_rank": max_tokens}
         self.comm = tl.Communicator(None, backend="nvlink", device="cpu", **sizes)
-        self.stand_ins, self.long = stand_ins, 0
+        self.stand_ins, self.checked = stand_ins, 0
         for kind in (DispatchCall, CombineCall):
-            monkeypatch.setattr(kind, "run", self._counted(kind.run))
+            monkeypatch.setattr(kind, "check", self._counted(kind.check))
         self.x, self.ids = torch.randn(5, HIDDEN, dtype=BF16), torch.zeros(5, TOP_K, dtype=INT64)
         self.weights = torch.rand(5, TOP_K)
 
-    def _counted(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _counted(self, check: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def counted(call: Any) -> Any:
-            self.long += 1
-            return run(call)
+            self.checked += 1
+            return check(call)
 
         return counted
 
@@ -65,7 +65,7 @@ def fp8_tokens(calls: Calls) -> tuple[torch.Tensor, torch.Tensor]:
     return calls.x.to(FP8), torch.ones(5, HIDDEN // 128)
 
 
-USUAL: dict[str, Callable[[Calls], dict[str, Any]]] = {
+KINDS: dict[str, Callable[[Calls], dict[str, Any]]] = {
     "token": lambda calls: {},
     "rank": lambda calls: {"layout": "rank"},
     "expert": lambda calls: {"layout": "expert", "capacity": 300},
@@ -78,12 +78,12 @@ USUAL: dict[str, Callable[[Calls], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", USUAL)
-def test_the_second_call_of_a_kind_is_usual(calls: Calls, kind: str) -> None:
-    """Its combine, too. Both give what the long way gives."""
-    changes = USUAL[kind](calls)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_second_call_of_a_kind_is_right_at_a_glance(calls: Calls, kind: str) -> None:
+    """Its combine, too. Both give what the first calls give."""
+    changes = KINDS[kind](calls)
     first, second = calls.dispatch(**changes), calls.dispatch(**changes)
-    assert calls.long == 1
+    assert calls.checked == 1
     assert second.tokens.shape == first.tokens.shape
     assert (second.tokens.dtype, second.layout) == (first.tokens.dtype, first.layout)
     assert (second.topk_weights is None) == (first.topk_weights is None)
@@ -94,10 +94,10 @@ def test_the_second_call_of_a_kind_is_usual(calls: Calls, kind: str) -> None:
     y = torch.zeros(second.tokens.shape, dtype=BF16)
     out = torch.empty(first._handle.num_tokens, HIDDEN, dtype=BF16)
     assert calls.comm.combine(y, first, **options).shape == out.shape
-    assert calls.long == 2
+    assert calls.checked == 2
     assert calls.comm.combine(y, second, **options).dtype == BF16
     assert calls.comm.combine(y, second, out=out, **options) is out
-    assert calls.long == 2
+    assert calls.checked == 2
 
 
 def room(calls: Calls, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -121,7 +121,7 @@ def test_tensors_of_the_caller(stand_ins: StandIns, monkeypatch: pytest.MonkeyPa
     how = {"layout": "expert", "capacity": 300}
     calls.dispatch(**how)
     given, other = calls.dispatch(out=out, **how), calls.dispatch(**how)
-    assert calls.long == (1 if max_tokens == SMALL else 2)
+    assert calls.checked == 1
     assert given.tokens is out.tokens
     assert given.num_rows is given._handle.counts.num_rows is out.num_rows or max_tokens == LARGE
     args = stand_ins.launched[-2][1], stand_ins.launched[-1][1]
@@ -160,7 +160,6 @@ UNUSUAL: dict[str, tuple[Callable[[Calls], dict[str, Any]], type[Exception] | No
     "a list of layouts": (lambda calls: {"layout": ["token"]}, InvalidArgument),
     "copies": (lambda calls: {"copy": True}, None),
     "another capacity": (lambda calls: {"sizes": "bounded", "capacity": 9}, None),
-    "ids of 64 bits for the caller": (lambda calls: {"out": tl.DispatchOut(topk_ids=room(calls, TOP_K, INT64))}, None),
     "a count of 64 bits": (
         lambda calls: {"out": tl.DispatchOut(num_rows=torch.empty((), dtype=INT64))},
         tl.DtypeMismatch,
@@ -182,8 +181,8 @@ UNUSUAL: dict[str, tuple[Callable[[Calls], dict[str, Any]], type[Exception] | No
 
 
 @pytest.mark.parametrize("what", UNUSUAL)
-def test_what_is_unusual_goes_the_long_way(calls: Calls, what: str) -> None:
-    """It raises what it does in a first call, and the next call of the usual kind is usual again."""
+def test_what_is_unusual_is_checked(calls: Calls, what: str) -> None:
+    """It raises what it does in a first call, and the next call of the known kind is right at a glance."""
     make_changes, error = UNUSUAL[what]
     calls.dispatch()
     changes = make_changes(calls)
@@ -192,11 +191,11 @@ def test_what_is_unusual_goes_the_long_way(calls: Calls, what: str) -> None:
     else:
         with pytest.raises(error):
             calls.dispatch(**changes)
-    assert calls.long == 2
+    assert calls.checked == 2
     calls.stand_ins.settle()
     clear_records(calls.stand_ins)
     calls.dispatch()
-    assert calls.long == 2
+    assert calls.checked == 2
 
 
 def clear_records(stand_ins: StandIns) -> None:
@@ -222,14 +221,14 @@ BAD_ROWS: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("what", BAD_ROWS)
-def test_bad_rows_go_the_long_way(calls: Calls, what: str) -> None:
+def test_bad_rows_are_checked(calls: Calls, what: str) -> None:
     """A combine of them raises."""
     routed = calls.dispatch()
     y = torch.zeros(routed.tokens.shape, dtype=BF16)
     calls.comm.combine(y, routed)
     with pytest.raises(tl.TokenloomError):
         calls.comm.combine(**{"y": y, "routed": routed, **BAD_ROWS[what](y)})
-    assert calls.long == 3
+    assert calls.checked == 3
 
 
 def test_a_combine_of_another_communicator(calls: Calls) -> None:
@@ -247,14 +246,14 @@ def test_a_combine_of_another_communicator(calls: Calls) -> None:
 
 
 def test_rows_that_were_overwritten(stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The short way, too, knows how old a dispatch is."""
+    """Later calls, too, know how old a dispatch is."""
     calls = Calls(stand_ins, monkeypatch, LARGE)
     old = calls.dispatch()
     y = torch.zeros(old.tokens.shape, dtype=BF16)
     calls.comm.combine(y, old)
     for _ in range(2):
         calls.dispatch()
-    assert calls.long == 2
+    assert calls.checked == 2
     with pytest.raises(InvalidArgument, match="its buffer was reused"):
         calls.comm.combine(y, old)
 
@@ -286,30 +285,41 @@ def under_a_profiler(calls: Calls) -> Any:
         return calls.dispatch()
 
 
-AROUND = [with_gradients, on_another_stream, beside_an_open_call, in_a_sequence, under_a_profiler]
+AROUND = {with_gradients: 2, on_another_stream: 1, beside_an_open_call: 2, in_a_sequence: 1, under_a_profiler: 1}
+"""How many calls are checked whole: those with gradients and those in halves are of kinds of their own."""
 
 
 @pytest.mark.parametrize("around", AROUND, ids=lambda around: around.__name__)
-def test_what_is_around_a_call(calls: Calls, around: Callable[[Calls], Any]) -> None:
-    """Gradients, other streams, halves, layers and profilers need what only the long way has."""
+def test_what_is_around_a_call(calls: Calls, monkeypatch: pytest.MonkeyPatch, around: Callable[[Calls], Any]) -> None:
+    """Other streams, halves, layers and profilers are looked at before the launch; gradients are not."""
     calls.dispatch()
+    (launcher,) = calls.stand_ins.launchers
+    looked: list[object] = []
+    launch = launcher.launch
+
+    def look(*arguments: Any, **options: Any) -> None:
+        looked.append(arguments)
+        launch(*arguments, **options)
+
+    monkeypatch.setattr(launcher, "launch", look)
     assert around(calls).num_rows is not None
-    assert calls.long == 2
+    assert looked
+    assert calls.checked == AROUND[around]
 
 
 def test_in_a_capture(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """A captured call has memory of its own, since replays write it long after."""
     calls.dispatch()
-    usual = calls.dispatch()
+    later = calls.dispatch()
     (launcher,) = calls.stand_ins.launchers
     monkeypatch.setattr(launcher._graphs, "hold", lambda *owners: None)
     calls.stand_ins.capturing = True
     captured = calls.dispatch()
-    assert calls.long == 2
-    assert captured._handle.memory.numel() < WORDS_TOGETHER == usual._handle.memory.numel()
+    assert calls.checked == 1
+    assert captured._handle.memory.numel() < WORDS_TOGETHER == later._handle.memory.numel()
     calls.stand_ins.capturing = False
     calls.dispatch()
-    assert calls.long == 2
+    assert calls.checked == 1
 
 
 def test_a_closed_communicator(calls: Calls) -> None:
@@ -336,7 +346,7 @@ def test_backward_of_a_closed_communicator(calls: Calls) -> None:
 
 
 def test_what_earlier_calls_left(calls: Calls) -> None:
-    """A usual call raises it at the same point as any other: all ranks do, and none opens the call."""
+    """A later call raises it at the same point as a first one: all ranks do, and none opens the call."""
     (launcher,) = calls.stand_ins.launchers
     calls.dispatch()
     overflowed = launcher._num_launches
@@ -351,11 +361,11 @@ def test_what_earlier_calls_left(calls: Calls) -> None:
         calls.dispatch()
     assert launcher._num_launches == launches
     calls.dispatch()
-    assert calls.long == 1
+    assert calls.checked == 1
 
 
 @pytest.mark.parametrize("name", ["dispatch", "combine"])
-def test_a_fault_of_a_usual_call_is_told(calls: Calls, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_fault_of_a_later_call_is_told(calls: Calls, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The others wait in the call that this rank could not launch."""
     routed = calls.dispatch()
     y = torch.zeros(routed.tokens.shape, dtype=BF16)
@@ -370,7 +380,7 @@ def test_a_fault_of_a_usual_call_is_told(calls: Calls, monkeypatch: pytest.Monke
         patched.setattr(launcher, "launch_ready", refuse_once(launcher.launch_ready, refuse))
         with pytest.raises(RuntimeError, match="refuses"):
             calls.dispatch() if name == "dispatch" else calls.comm.combine(y, routed)
-    assert calls.long == 2
+    assert calls.checked == 2
     assert calls.stand_ins.launched[-1][1].call.status == FAULT
     calls.dispatch()
     assert calls.comm.engine.open_calls.count == 4, "the call that failed counts"
@@ -392,7 +402,7 @@ def test_buffers_that_have_grown(stand_ins: StandIns, monkeypatch: pytest.Monkey
     for _ in range(2):
         calls.dispatch(layout="expert", capacity=9)
     before = stand_ins.launched[-1][1].peers
-    backend: Any = calls.comm.engine.makes_usual_calls
+    backend: Any = calls.comm.engine._backend
     small = list(backend._buffers._buffers.values())  # kept, so that nothing else gets their addresses
     calls.dispatch(layout="expert", capacity=worst)
     assert small[0].peers.data_ptr() == before
@@ -400,10 +410,10 @@ def test_buffers_that_have_grown(stand_ins: StandIns, monkeypatch: pytest.Monkey
     assert grown != before, "the case grows nothing"
     calls.dispatch(layout="expert", capacity=9)
     assert stand_ins.launched[-1][1].peers == grown
-    assert calls.long == 3
+    assert calls.checked == 3
     calls.dispatch(layout="expert", capacity=9)
     assert stand_ins.launched[-1][1].peers == grown
-    assert calls.long == 3
+    assert calls.checked == 3
 
 
 def test_words_of_calls(calls: Calls) -> None:

@@ -5,24 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.autograd import forward_ad
 
 from tokenloom.errors import InvalidArgument, NotDifferentiable
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 """Classes whose tensors have memory of their own."""
-_transforms = torch._C._functorch.peek_interpreter_stack
-_trace = torch._C._get_tracing_state
-_mode = torch._C._get_dispatch_mode
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
+current_transforms = torch._C._functorch.peek_interpreter_stack
+current_trace = torch._C._get_tracing_state
+current_mode = torch._C._get_dispatch_mode
+FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 def is_eager() -> bool:
     """Whether what is called now just runs; see :func:`require_eager`."""
-    return _transforms() is None and _trace() is None and _mode(_FAKE) is None
+    return current_transforms() is None and current_trace() is None and current_mode(FAKE) is None
 
 
 def untransformed(call: Callable[[], object]) -> None:
@@ -43,11 +46,11 @@ def require_eager() -> None:
     Raises:
         InvalidArgument: a transform of torch.func, a trace of torch.jit or a FakeTensorMode is around it.
     """
-    if _transforms() is not None:
+    if current_transforms() is not None:
         around, cure = "a transform of torch.func", "call it outside, and take gradients by torch.autograd"
-    elif _trace() is not None:
+    elif current_trace() is not None:
         around, cure = "torch.jit.trace", "use torch.compile"
-    elif _mode(_FAKE) is not None:
+    elif current_mode(FAKE) is not None:
         around, cure = "a FakeTensorMode", "call it outside; torch.device('meta') is fine"
     else:
         return
@@ -115,3 +118,15 @@ def settled(tensor: Any) -> Any:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor  # by now somebody has
 
     return tensor.clone() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def breaks_graph(function: F) -> F:
+    """Let the compiler end its graph before the call and begin another behind it, or it would trace host code."""
+
+    @wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        if torch.compiler.is_compiling():  # torch.compiler.disable imports the compiler, which takes a second
+            return torch.compiler.disable(function)(*given, **named)
+        return function(*given, **named)
+
+    return cast(F, call)

@@ -1,4 +1,4 @@
-"""Calls of ``Buffer`` that are like earlier ones take a short way: what is wrong or unusual about one still shows.
+"""Later calls of ``Buffer`` of a kind that is known: what is wrong or unusual about one still shows.
 
 Without a GPU: kernels do nothing, and say what a test lets them say.
 """
@@ -13,7 +13,6 @@ import torch
 
 import tokenloom as tl
 from tests.support.stand_ins import StandIns
-from tokenloom.comm.usual import UsualCalls
 from tokenloom.compat import deep_ep
 from tokenloom.compat.deep_ep.faults import BadCall
 from tokenloom.errors import PeerError, TokenloomError
@@ -31,12 +30,10 @@ def stand_ins() -> Iterator[StandIns]:
 
 
 class Calls:
-    """A buffer with a call of each kind behind it, and how many calls went the short way."""
+    """A buffer with a call of each kind behind it."""
 
-    def __init__(self, stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.stand_ins, self.short = stand_ins, 0
-        for name in ("dispatch", "dispatch_again", "combine"):
-            monkeypatch.setattr(UsualCalls, name, self._counted(getattr(UsualCalls, name)))
+    def __init__(self, stand_ins: StandIns) -> None:
+        self.stand_ins = stand_ins
         self.x, self.ids = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16), torch.zeros(TOKENS, TOP_K).long()
         self.ids[:, 1] = 5
         self.weights = torch.rand(TOKENS, TOP_K)
@@ -49,15 +46,6 @@ class Calls:
         self.handle = self.dispatch()[4]
         self.y = torch.zeros(40, HIDDEN, dtype=torch.bfloat16)
         self.buffer.combine(self.y, self.handle)
-        self.short = 0
-
-    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*arguments: Any) -> Any:
-            found = call(*arguments)
-            self.short += found is not None
-            return found
-
-        return counted
 
     def dispatch(self, **changes: Any) -> Any:
         return self.buffer.dispatch(**{**self.given, **changes})
@@ -68,18 +56,17 @@ class Calls:
 
 
 @pytest.fixture
-def calls(stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch) -> Calls:
-    return Calls(stand_ins, monkeypatch)
+def calls(stand_ins: StandIns) -> Calls:
+    return Calls(stand_ins)
 
 
 @pytest.mark.parametrize("enabled", [False, True])
-def test_the_short_way(calls: Calls, enabled: bool) -> None:
+def test_later_calls(calls: Calls, enabled: bool) -> None:
     """With gradients enabled as well, since these calls have none: results are without a graph."""
     x = calls.x.clone().requires_grad_()
     with torch.set_grad_enabled(enabled):
         rows, ids, weights, counts, handle, event = calls.dispatch(x=x, expert_alignment=16)
         out, nothing, _ = calls.buffer.combine(calls.y.clone().requires_grad_(), handle)
-    assert calls.short == 2
     assert (rows.shape, ids.dtype, weights.dtype) == ((40, HIDDEN), torch.int64, torch.float32)
     assert ids.shape == weights.shape == (40, TOP_K)
     assert (counts, len(handle), event.event, nothing) == ([16] * LOCAL, 6, None, None)
@@ -89,7 +76,6 @@ def test_the_short_way(calls: Calls, enabled: bool) -> None:
 def test_ids_may_change(calls: Calls) -> None:
     """The handle has a copy."""
     handle = calls.dispatch()[4]
-    assert calls.short == 1
     calls.ids.fill_(3)
     calls.buffer.combine(calls.y, handle)
     assert calls.launched().topk_ids not in (0, calls.ids.data_ptr())
@@ -116,13 +102,11 @@ WRONG: dict[str, Callable[[Calls], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_what_is_wrong_shows(calls: Calls, what: str) -> None:
-    """As it does in a first call, in the client's words; the next call is usual again."""
+    """As it does in a first call, in the client's words; the next call is right again."""
     with pytest.raises(TokenloomError, match=r"Buffer\.dispatch"):
         calls.dispatch(**WRONG[what](calls))
-    assert not calls.short
     calls.stand_ins.settle()
     calls.dispatch()
-    assert calls.short == 1
 
 
 @pytest.mark.parametrize(
@@ -132,12 +116,11 @@ def test_wrong_rows_show(calls: Calls, make: Callable[[Calls], Any]) -> None:
     """Also those that a client hands to combine."""
     with pytest.raises(TokenloomError, match=r"Buffer\.combine"):
         calls.buffer.combine(make(calls), calls.handle)
-    assert not calls.short
 
 
 def test_a_destroyed_buffer(stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says so, and launches nothing."""
-    calls = Calls(stand_ins, monkeypatch)
+    calls = Calls(stand_ins)
     monkeypatch.setattr(tl.Communicator, "close", lambda comm: None)
     calls.buffer.explicitly_destroy = True
     calls.buffer.destroy()
@@ -147,17 +130,17 @@ def test_a_destroyed_buffer(stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch
 
 
 def test_another_rank_needs_more_room(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A usual call hears of it, makes the communicator with the others, and is made again there."""
+    """A later call hears of it, makes the communicator with the others, and is made again there."""
     (before,) = calls.buffer._calls.all()
-    usual = UsualCalls.dispatch
+    dispatch_of = tl.Communicator.dispatch
     grown = [PeerError(1, "NeedsRoom: it needs another communicator")]
 
-    def dispatch(*arguments: Any) -> Any:
+    def dispatch(*arguments: Any, **options: Any) -> Any:
         if grown:
             raise grown.pop()
-        return usual(*arguments)
+        return dispatch_of(*arguments, **options)
 
-    monkeypatch.setattr(UsualCalls, "dispatch", dispatch)
+    monkeypatch.setattr(tl.Communicator, "dispatch", dispatch)
     handle = calls.dispatch()[4]
     assert not grown
     assert handle.dispatched.comm is not before
@@ -167,20 +150,19 @@ def test_another_rank_needs_more_room(calls: Calls, monkeypatch: pytest.MonkeyPa
 def test_other_faults_of_peers(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are raised."""
 
-    def dispatch(*arguments: Any) -> Any:
+    def dispatch(*arguments: Any, **options: Any) -> Any:
         raise PeerError(1, "ShapeMismatch: x")
 
-    monkeypatch.setattr(UsualCalls, "dispatch", dispatch)
+    monkeypatch.setattr(tl.Communicator, "dispatch", dispatch)
     with pytest.raises(PeerError, match="ShapeMismatch"):
         calls.dispatch()
 
 
 def test_more_tokens_than_room(calls: Calls) -> None:
-    """They need another communicator, which calls on the short way never make."""
+    """They need another communicator, which all ranks make."""
     (before,) = calls.buffer._calls.all()
     more = {name: torch.cat([calls.given[name]] * 2) for name in ("x", "topk_idx", "topk_weights", "is_token_in_rank")}
     assert calls.dispatch(**more)[4].dispatched.comm is not before
-    assert not calls.short
 
 
 WRONG_AGAIN: dict[str, Callable[[Calls], dict[str, Any]]] = {
@@ -195,11 +177,10 @@ WRONG_AGAIN: dict[str, Callable[[Calls], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("enabled", [False, True])
 def test_rows_again(calls: Calls, enabled: bool) -> None:
-    """Other rows by a handle take the short way from the second call on, and have no graph."""
+    """Other rows by a handle have no graph."""
     with torch.set_grad_enabled(enabled):
-        for short in (False, True):
+        for _ in range(2):
             rows, *others, event = calls.buffer.dispatch(calls.x.clone().requires_grad_(), calls.handle)
-            assert bool(calls.short) is short
             assert rows.shape == (40, HIDDEN)
             assert not rows.requires_grad
             assert (others, event.event) == ([None] * 4, None)
@@ -211,14 +192,13 @@ def test_what_is_wrong_again_shows(calls: Calls, what: str) -> None:
     calls.buffer.dispatch(calls.x, calls.handle)
     with pytest.raises(TokenloomError, match=r"Buffer\.dispatch"):
         calls.buffer.dispatch(**{"x": calls.x, "handle": calls.handle, **WRONG_AGAIN[what](calls)})
-    assert not calls.short
 
 
 class LowLatencyCalls(Calls):
     """The same of a buffer in low-latency mode."""
 
-    def __init__(self, stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__(stand_ins, monkeypatch)
+    def __init__(self, stand_ins: StandIns) -> None:
+        super().__init__(stand_ins)
         self.buffer = deep_ep.Buffer(stand_ins.group(), low_latency_mode=True)
         self.given = {
             "x": self.x[:FEW], "topk_idx": self.ids[:FEW], "num_max_dispatch_tokens_per_rank": FEW,
@@ -228,7 +208,6 @@ class LowLatencyCalls(Calls):
         self.home = {"topk_idx": self.ids[:FEW], "topk_weights": self.weights[:FEW]}
         self.handle = self.sent()[2]
         self.brought()
-        self.short = 0
 
     def sent(self, **changes: Any) -> Any:
         return self.buffer.low_latency_dispatch(**{**self.given, **changes})
@@ -238,12 +217,12 @@ class LowLatencyCalls(Calls):
 
 
 @pytest.fixture
-def few(stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch) -> LowLatencyCalls:
-    return LowLatencyCalls(stand_ins, monkeypatch)
+def few(stand_ins: StandIns) -> LowLatencyCalls:
+    return LowLatencyCalls(stand_ins)
 
 
 @pytest.mark.parametrize("enabled", [False, True])
-def test_the_short_way_of_low_latency(few: LowLatencyCalls, enabled: bool) -> None:
+def test_later_calls_of_low_latency(few: LowLatencyCalls, enabled: bool) -> None:
     """Also of fewer tokens than before, and with gradients enabled."""
     changes = {"x": few.x[:5].clone().requires_grad_(), "topk_idx": few.ids[:5]}
     home = {name: tensor[:5] for name, tensor in few.home.items()}
@@ -251,7 +230,6 @@ def test_the_short_way_of_low_latency(few: LowLatencyCalls, enabled: bool) -> No
         (rows, scales), counts, handle, event, hook = few.sent(**changes)
         args = few.launched()
         out, _, _ = few.brought(x=few.y.clone().requires_grad_(), handle=handle, **home)
-    assert few.short == 2
     assert args.num_tokens == 5
     assert [args.out_rows, args.out_scales, args.expert_counts] == [each.data_ptr() for each in (rows, scales, counts)]
     assert (len(handle), handle[2:], event.event, hook) == (5, (FEW, HIDDEN, EXPERTS), None, None)
@@ -274,13 +252,11 @@ WRONG_OF_FEW: dict[str, Callable[[LowLatencyCalls], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("what", WRONG_OF_FEW)
 def test_what_is_wrong_in_low_latency_shows(few: LowLatencyCalls, what: str) -> None:
-    """As in a first call; the next one is usual again."""
+    """As in a first call; the next one is right again."""
     with pytest.raises(TokenloomError, match=r"Buffer\.low_latency_dispatch"):
         few.sent(**WRONG_OF_FEW[what](few))
-    assert not few.short
     few.stand_ins.settle()
     few.sent()
-    assert few.short == 1
 
 
 WRONG_HOME: dict[str, Callable[[LowLatencyCalls], dict[str, Any]]] = {
@@ -297,4 +273,3 @@ def test_what_is_wrong_at_home_shows(few: LowLatencyCalls, what: str) -> None:
     """What a combine in low-latency mode is given."""
     with pytest.raises(TokenloomError, match=r"Buffer\.low_latency_combine"):
         few.brought(**WRONG_HOME[what](few))
-    assert not few.short

@@ -1,6 +1,6 @@
-"""Other rows by the routes of a dispatch, on backend "nvlink" without a GPU: which calls take the short way.
+"""Other rows by the routes of a dispatch, on backend "nvlink" without a GPU: which calls are right at a glance.
 
-One that takes it wrongly would launch a kernel on wrong tensors, or send rows elsewhere than those of the dispatch.
+One that passes it wrongly would launch a kernel on wrong tensors, or send rows elsewhere than those of the dispatch.
 """
 
 from __future__ import annotations
@@ -14,35 +14,43 @@ import torch
 import tokenloom as tl
 from tests.support.stand_ins import StandIns
 from tokenloom.backends.nvlink.backend import NvlinkBackend
-from tokenloom.backends.nvlink.dispatch import Dispatcher
+from tokenloom.backends.nvlink.handle import NvlinkHandle
+from tokenloom.comm.calls import ResendCall
 from tokenloom.errors import CommunicatorBroken, InvalidArgument
 
 NUM_RANKS, HIDDEN, TOP_K, NUM_EXPERTS, LARGE, TOKENS = 4, 256, 2, 8, 1024, 5
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
-class LongWay(Exception):
-    """It was taken."""
+class ByPlaces(Exception):
+    """Rows go one per (token, rank), and from there to places that are found by counts."""
 
 
 class Calls:
-    """A communicator, a dispatch, and how many calls went the long way."""
+    """A communicator, a dispatch, and how many calls were checked whole."""
 
     def __init__(self, stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
-        self.stand_ins, self.long = stand_ins, 0
+        self.stand_ins, self.checked = stand_ins, 0
         stand_ins.counts = [3, 3]
-        send_again = Dispatcher.send_again
+        monkeypatch.setattr(ResendCall, "check", self._counted(ResendCall.check))
+        positions = NvlinkHandle.positions
 
-        def counted(*arguments: Any) -> Any:
-            self.long += 1
-            if self.launcher.masked:  # places are found by counts, which no kernel has left here
-                raise LongWay
-            return send_again(*arguments)
+        def look(handle: NvlinkHandle) -> torch.Tensor:
+            if self.launcher.masked:  # which no kernel has left here
+                raise ByPlaces
+            return positions(handle)
 
-        monkeypatch.setattr(Dispatcher, "send_again", counted)
+        monkeypatch.setattr(NvlinkHandle, "positions", look)
         self.comm = self.another()
         self.x, self.ids = torch.randn(TOKENS, HIDDEN, dtype=BF16), torch.zeros(TOKENS, TOP_K, dtype=torch.int64)
         self.routed = self.dispatch(**options)
+
+    def _counted(self, check: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def counted(call: Any) -> Any:
+            self.checked += 1
+            return check(call)
+
+        return counted
 
     def another(self) -> tl.Communicator:
         sizes = {"num_experts": NUM_EXPERTS, "hidden": HIDDEN, "top_k": TOP_K, "max_tokens_per_rank": LARGE}
@@ -84,10 +92,10 @@ LAYOUTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", LAYOUTS)
 @pytest.mark.parametrize("copy", [True, "if_needed"])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_usual_calls(
+def test_calls(
     stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], copy: Any, fp8: bool
 ) -> None:
-    """The second, and by other dispatches of the kind. It gives what the first does, and tells its own tensors."""
+    """Also by other dispatches of the kind. Each gives what the first does, and tells its own tensors."""
     calls = Calls(stand_ins, monkeypatch, **options)
     for number in range(3):
         x = torch.randn(TOKENS, HIDDEN).to(FP8 if fp8 else BF16)
@@ -105,7 +113,7 @@ def test_usual_calls(
         assert stand_ins.launchers[0].outcomes._in_flight[-1][6], "too many rows were told by the dispatch itself"
         if number:
             calls.routed = calls.dispatch(**options)
-        assert calls.long == 1
+        assert not calls.checked
     assert calls.comm.engine.open_calls.count == 6
 
 
@@ -121,7 +129,6 @@ UNUSUAL: dict[str, tuple[Callable[[Calls], dict[str, Any]], type[Exception] | No
     "fewer rows": (lambda calls: {"x": calls.x[:-1]}, tl.ShapeMismatch),
     "narrow rows": (lambda calls: {"x": calls.x[:, :128].contiguous()}, tl.ShapeMismatch),
     "rows by column": (lambda calls: {"x": calls.x.T.contiguous().T}, tl.TokenloomError),
-    "another dtype": (lambda calls: {"x": calls.x.half()}, None),
     "FP8 without scales": (lambda calls: {"x": calls.x.to(FP8)}, tl.TokenloomError),
     "a list": (lambda calls: {"x": calls.x.tolist()}, tl.TokenloomError),
     "no dispatch": (lambda calls: {"routed": None}, InvalidArgument),
@@ -132,30 +139,28 @@ UNUSUAL: dict[str, tuple[Callable[[Calls], dict[str, Any]], type[Exception] | No
     "a copy of any kind": (lambda calls: {"copy": []}, InvalidArgument),
     "1 for True": (lambda calls: {"copy": 1}, None),
     "ids that changed": (after(lambda calls: calls.ids.fill_(1)), InvalidArgument),
-    "ranks that were masked": (after(lambda calls: calls.launcher.leave_out([1])), LongWay),
+    "ranks that were masked": (after(lambda calls: calls.launcher.leave_out([1])), ByPlaces),
     "ranks that came back": (after(lambda calls: setattr(calls.launcher, "known_from", 10)), InvalidArgument),
-    "another stream": (after(lambda calls: setattr(calls.stand_ins, "stream", 8)), None),
 }
 
 
 @pytest.mark.parametrize("what", UNUSUAL)
 def test_what_is_unusual(calls: Calls, what: str) -> None:
-    """It goes the long way, with the errors of that."""
+    """It is checked whole, with the errors of that."""
     changes, error = UNUSUAL[what]
-    long = calls.long
     if error is None:
         calls.again(**changes(calls))
-        assert calls.long > long
+        assert calls.checked
     else:
         with pytest.raises(error):
             calls.again(**changes(calls))
 
 
 def test_with_gradients(calls: Calls) -> None:
-    """What is enabled beside rows that want none goes the long way."""
+    """Gradients that are enabled beside rows that want none change nothing."""
     with torch.enable_grad():
         calls.again()
-    assert calls.long == 2
+    assert not calls.checked
 
 
 def test_a_closed_communicator(calls: Calls) -> None:
@@ -169,7 +174,7 @@ def test_a_closed_communicator(calls: Calls) -> None:
 
 def test_after_growth(calls: Calls) -> None:
     """What was prepared for smaller buffers is used no more."""
-    backend: Any = calls.comm.engine.makes_usual_calls
+    backend: Any = calls.comm.engine._backend
     assert isinstance(backend, NvlinkBackend)
     kept = list(backend._buffers._buffers.values())  # or new ones lie there
     peers = calls.stand_ins.launched[-1][1].peers
