@@ -120,6 +120,12 @@ def ranks(request: pytest.FixtureRequest, pools: Callable[[str], RankPool]) -> A
 
 
 @pytest.fixture
+def two(pools: Callable[[str], RankPool]) -> Ranks:
+    """Two processes over gloo."""
+    return Ranks(pools("cpu"), 2)
+
+
+@pytest.fixture
 def four(pools: Callable[[str], RankPool]) -> Ranks:
     """Four processes over gloo, which make two nodes of two."""
     return Ranks(pools("cpu"), NETWORK_RANKS)
@@ -130,6 +136,18 @@ def six() -> Iterator[Ranks]:
     """Six ranks: three nodes of two, of which sums over nodes tell their order, or two of three, for sums within."""
     with RankPool(6, "cpu") as pool:
         yield Ranks(pool, 6)
+
+
+@pytest.fixture
+def emulated_two() -> Any:
+    """Two ranks on the emulator, also where other groups are not."""
+    return emulator.ranks(2)
+
+
+@pytest.fixture
+def emulated_four() -> Any:
+    """Four of them."""
+    return emulator.ranks(4)
 
 
 def _hopper_params() -> list[Any]:

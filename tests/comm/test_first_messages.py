@@ -23,7 +23,7 @@ LIMIT_S = 90.0
 ORDER = "make all communicators, and their calls, in the same order on all ranks"
 
 
-def on_ranks(body: Callable[..., Any], *args: Any, num_ranks: int = NUM_RANKS) -> list[Any]:
+def on_new_ranks(body: Callable[..., Any], *args: Any, num_ranks: int = NUM_RANKS) -> list[Any]:
     """``body(context, *args)`` on each rank, all of which return."""
     with Server(num_ranks, run_body, body, args, device="cpu") as server:
         return server.hear_all("returned", LIMIT_S)
@@ -71,7 +71,7 @@ def step(layer: tl.ExpertParallelMoE) -> None:
 
 @pytest.mark.parametrize("odd", mostly_slow([0, 2], [0]))
 def test_communicators_of_other_sizes_in_another_order(odd: int) -> None:
-    on_ranks(check_sizes_in_another_order, odd)
+    on_new_ranks(check_sizes_in_another_order, odd)
 
 
 def check_sizes_in_another_order(context: RankContext, odd: int) -> None:
@@ -85,7 +85,7 @@ def check_sizes_in_another_order(context: RankContext, odd: int) -> None:
 
 def test_one_call_in_another_order() -> None:
     """The ranks mean the same again at once, in both communicators, although each has missed a call of one."""
-    on_ranks(check_one_call)
+    on_new_ranks(check_one_call)
 
 
 def check_one_call(context: RankContext) -> None:
@@ -99,7 +99,7 @@ def check_one_call(context: RankContext) -> None:
 
 def test_layers_of_other_sizes_in_another_order() -> None:
     """Their sums of router losses are messages of other lengths too."""
-    on_ranks(check_layers)
+    on_new_ranks(check_layers)
 
 
 def check_layers(context: RankContext) -> None:
@@ -114,7 +114,7 @@ def check_layers(context: RankContext) -> None:
 @pytest.mark.parametrize("experts_per_rank", [2, 300], ids=["few experts", "more than a first message holds"])
 def test_more_experts_than_a_message_holds(experts_per_rank: int) -> None:
     """Their counts follow in a second message, behind a fault or another call too."""
-    on_ranks(check_many_experts, experts_per_rank)
+    on_new_ranks(check_many_experts, experts_per_rank)
 
 
 def check_many_experts(context: RankContext, experts_per_rank: int) -> None:
@@ -143,7 +143,7 @@ MAKERS: dict[str, Callable[[RankContext], Any]] = {
 
 @pytest.mark.parametrize("what", mostly_slow(list(MAKERS), ["Communicator"]))
 def test_one_rank_makes_something(what: str) -> None:
-    on_ranks(check_one_makes, what)
+    on_new_ranks(check_one_makes, what)
 
 
 def check_one_makes(context: RankContext, what: str) -> None:
@@ -159,7 +159,7 @@ def check_one_makes(context: RankContext, what: str) -> None:
 
 
 def test_one_rank_gathers_a_state_dict() -> None:
-    on_ranks(check_state_dict)
+    on_new_ranks(check_state_dict)
 
 
 def check_state_dict(context: RankContext) -> None:
@@ -187,7 +187,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("fault", ["skips a backward", "makes a forward more", "has a batch fewer", "clips early"])
 def test_out_of_step(loss: str, fault: str) -> None:
     """It is no matter of deadlines: all hear at once what each has begun, and the next step works."""
-    on_ranks(check_out_of_step, LOSSES[loss], fault)
+    on_new_ranks(check_out_of_step, LOSSES[loss], fault)
 
 
 def check_out_of_step(context: RankContext, options: dict[str, Any], fault: str) -> None:
@@ -216,7 +216,7 @@ def check_out_of_step(context: RankContext, options: dict[str, Any], fault: str)
 
 def test_a_bias_that_one_rank_updates() -> None:
     """Routers would drift apart in silence. Where all have the same again, the layer works."""
-    on_ranks(check_bias)
+    on_new_ranks(check_bias)
 
 
 def check_bias(context: RankContext) -> None:
@@ -235,7 +235,7 @@ def check_bias(context: RankContext) -> None:
 
 def test_counts_are_exact() -> None:
     """Above 2^24 a float32 has no odd numbers."""
-    on_ranks(check_exact_counts)
+    on_new_ranks(check_exact_counts)
 
 
 def check_exact_counts(context: RankContext) -> None:

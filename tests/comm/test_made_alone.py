@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import tokenloom as tl
-from tests.comm.test_first_messages import LIMIT_S, dispatch, make_comm, on_ranks
+from tests.comm.test_first_messages import LIMIT_S, dispatch, make_comm, on_new_ranks
 from tests.runtime.test_interrupted_waits import at_once
 from tests.support.server import Server
 from tokenloom.comm.growing import Communicators, Shape
@@ -22,7 +22,7 @@ MASK: dict[str, Any] = {"on_timeout": "mask", "timeout_s": 10.0}
 
 
 def test_a_new_shape_is_made_by_all() -> None:
-    on_ranks(check_growth, num_ranks=NUM_RANKS)
+    on_new_ranks(check_growth, num_ranks=NUM_RANKS)
 
 
 def check_growth(context: RankContext) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tokenloom as tl
-from tests.comm.test_first_messages import MAKERS, ORDER, dispatch, make_comm, on_ranks, works
+from tests.comm.test_first_messages import MAKERS, ORDER, dispatch, make_comm, on_new_ranks, works
 from tests.support.slow import mostly_slow
 from tokenloom.runtime.processes import RankContext
 
@@ -33,7 +33,7 @@ def all_hear(call: Callable[[], Any]) -> None:
 
 @pytest.mark.slow
 def test_two_that_mask() -> None:
-    on_ranks(check_two)
+    on_new_ranks(check_two)
 
 
 def check_two(context: RankContext) -> None:
@@ -50,7 +50,7 @@ def check_two(context: RankContext) -> None:
 
 def test_behind_a_loss() -> None:
     """The process group can make no collective any more: a member is gone."""
-    assert on_ranks(check_behind_a_loss)[:3] == [[[3], [3]]] * 3
+    assert on_new_ranks(check_behind_a_loss)[:3] == [[[3], [3]]] * 3
 
 
 def check_behind_a_loss(context: RankContext) -> list[list[int]] | None:
@@ -73,7 +73,7 @@ def check_behind_a_loss(context: RankContext) -> list[list[int]] | None:
 @pytest.mark.slow
 def test_ranks_that_users_mask() -> None:
     """Without on_timeout="mask" they would wait as long as a call may take to open."""
-    on_ranks(check_users_mask)
+    on_new_ranks(check_users_mask)
 
 
 def check_users_mask(context: RankContext) -> None:
@@ -92,7 +92,7 @@ def check_users_mask(context: RankContext) -> None:
 @pytest.mark.parametrize("odd", mostly_slow([0, 2], [0]))
 def test_one_that_masks_and_one_that_does_not(odd: int) -> None:
     """Calls of one are collectives of the process group, where the others join to say why they do not come."""
-    on_ranks(check_mixed, odd)
+    on_new_ranks(check_mixed, odd)
 
 
 def check_mixed(context: RankContext, odd: int) -> None:
@@ -107,7 +107,7 @@ def check_mixed(context: RankContext, odd: int) -> None:
 
 @pytest.mark.parametrize("what", mostly_slow(list(MAKERS), ["Communicator"]))
 def test_one_rank_makes_something(what: str) -> None:
-    on_ranks(check_one_makes, what)
+    on_new_ranks(check_one_makes, what)
 
 
 def check_one_makes(context: RankContext, what: str) -> None:
@@ -122,7 +122,7 @@ def check_one_makes(context: RankContext, what: str) -> None:
 
 def test_a_rank_that_comes_later() -> None:
     """It hears of it in its next call, and is in step again with those that did not wait for it."""
-    on_ranks(check_later)
+    on_new_ranks(check_later)
 
 
 def check_later(context: RankContext) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 import tokenloom as tl
-from tests.comm.test_first_messages import dispatch, make_comm, on_ranks, works
+from tests.comm.test_first_messages import dispatch, make_comm, on_new_ranks, works
 from tests.runtime.test_interrupted_waits import LIMIT_S, NUM_RANKS, ODD, at_once
 from tests.support.server import Server
 from tests.support.slow import mostly_slow
@@ -60,7 +60,7 @@ def check_told(context: RankContext, pipe: Connection, late_rank: str) -> None:
 @pytest.mark.slow
 def test_pairs_go_on() -> None:
     """They use no collective of the group, however long one of them takes."""
-    on_ranks(check_pairs, num_ranks=3)
+    on_new_ranks(check_pairs, num_ranks=3)
 
 
 def check_pairs(context: RankContext) -> None:
