@@ -16,8 +16,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import tokenloom as tl
-from tests.conftest import Ranks
 from tests.support.layer_cases import HIDDEN, LayerCase, make_layer
+from tests.support.on_ranks import on_ranks
 from tokenloom.runtime.processes import RankContext
 
 FP32 = torch.float32
@@ -39,7 +39,9 @@ class Counted(nn.Module):
         self.steps = state["steps"]
 
 
-def check_names_that_a_wrapper_changes(context: RankContext) -> None:
+@on_ranks("four")
+def test_names_that_a_wrapper_changes(context: RankContext) -> None:
+    """Experts are found by what they are. By their names they would be taken for replicated, and lost."""
     layer = make_layer(CASE, context.group)
     module = Counted(checkpoint_wrapper(layer))
     full = tl.gather_state_dict(module)
@@ -55,11 +57,6 @@ def check_names_that_a_wrapper_changes(context: RankContext) -> None:
     assert other.steps == 7
     for found, wanted in zip(other.parameters(), module.parameters(), strict=True):
         assert torch.equal(found, wanted)
-
-
-def test_names_that_a_wrapper_changes(four: Ranks) -> None:
-    """Experts are found by what they are. By their names they would be taken for replicated, and lost."""
-    four.run(check_names_that_a_wrapper_changes)
 
 
 class Cut(nn.Module):
@@ -182,7 +179,9 @@ def test_bad_routers_are_named(said: str) -> None:
 # -- made on meta, and pickled --------------------------------------------------------------------------------
 
 
-def check_made_on_meta(context: RankContext, how: str) -> None:
+@on_ranks
+@pytest.mark.parametrize("how", ["context", "argument", "shared communicator", "assigned"])
+def test_a_layer_that_is_made_on_meta(context: RankContext, how: str) -> None:
     """No memory until to_empty; then a seed, or a checkpoint, gives what any layer has."""
     want = make_layer(CASE, context.group)
     comm = want.comm if how == "shared communicator" else None
@@ -212,11 +211,6 @@ def check_made_on_meta(context: RankContext, how: str) -> None:
     (out.sum() + aux_loss).backward()
 
 
-@pytest.mark.parametrize("how", ["context", "argument", "shared communicator", "assigned"])
-def test_a_layer_that_is_made_on_meta(ranks: Ranks, how: str) -> None:
-    ranks.run(check_made_on_meta, how)
-
-
 def test_a_device_that_is_given_goes_before_meta() -> None:
     with torch.device("meta"):
         layer = make_layer(CASE, None, device="cpu")
@@ -237,7 +231,8 @@ def test_a_layer_is_not_pickled(tmp_path: Path) -> None:
     other.load_state_dict(torch.load(tmp_path / "state.pt"))
 
 
-def check_shared_memory(context: RankContext) -> None:
+@on_ranks
+def test_weights_in_shared_memory(context: RankContext) -> None:
     """torch's ``share_memory_`` of a DTensor is a segmentation fault."""
     layer = make_layer(CASE, context.group)
     want = layer.experts.w1.to_local().clone()
@@ -246,7 +241,3 @@ def check_shared_memory(context: RankContext) -> None:
     assert layer.router_weight.is_shared()
     assert torch.equal(layer.experts.w1.to_local(), want)
     layer(torch.ones(3, HIDDEN, device=context.device))[0].sum().backward()
-
-
-def test_weights_in_shared_memory(ranks: Ranks) -> None:
-    ranks.run(check_shared_memory)
