@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tests.conftest import CPU_RANKS
 from tests.runtime.test_rank_group import call, open_call, run, send_rows
+from tests.support.on_ranks import on_ranks
 from tokenloom.runtime import noteboard
 from tokenloom.runtime.noteboard import Noteboard
 from tokenloom.runtime.processes import RankContext, RankPool
@@ -25,12 +26,9 @@ ALL = list(range(CPU_RANKS))
 PAIR = [1, 2]
 
 
-def test_notes(pools: Pools) -> None:
+@on_ranks("four")
+def test_notes(context: RankContext) -> None:
     """Each rank has its own, the latest ones can be read, and ranks that made other groups before agree on where."""
-    pools("cpu").run(check_notes)
-
-
-def check_notes(context: RankContext) -> None:
     own, alone = dist.new_group(ALL), [dist.new_group([rank]) for rank in ALL]
     for _ in range(1 + 2 * context.rank):
         RankGroup(alone[context.rank])

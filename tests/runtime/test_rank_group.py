@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import tokenloom as tl
 from tests.conftest import CPU_RANKS
+from tests.support.on_ranks import on_ranks
 from tests.support.patience import PATIENCE_S, done, only_late, when_done
 from tokenloom.errors import InvalidArgument, is_known_to_all
 from tokenloom.runtime import rank_group, waiting
@@ -146,13 +147,11 @@ def check_pause_within(ranks: RankGroup) -> tuple[tuple[int, ...], float]:
     return timeout.value.peers, waited_s
 
 
-def test_the_groups_own_timeout_opens_calls(pools: Pools) -> None:
+@on_ranks("four")
+def test_the_groups_own_timeout_opens_calls(context: RankContext) -> None:
     """By default a call may open as late as torch's own collectives would; never sooner than after ten minutes, nor
     than ``timeout_s``."""
-    pools("cpu").run(check_default_deadlines)
 
-
-def check_default_deadlines(context: RankContext) -> None:
     def opening(group_s: float, **options: Any) -> float:
         return RankGroup(dist.new_group(ALL, timeout=timedelta(seconds=group_s)), **options).open_timeout_s
 
@@ -408,13 +407,10 @@ def check_gives_up(ranks: RankGroup, missed: list[int]) -> tuple[int, ...] | Non
     return None
 
 
+@on_ranks("four", limit_s=60.0)
 @pytest.mark.slow
-def test_late_at_construction(pools: Pools) -> None:
+def test_late_at_construction(context: RankContext) -> None:
     """A rendezvous has the deadline of an opening; once all ranks are back, a new group works."""
-    pools("cpu").run(check_late_at_construction, limit_s=60.0)
-
-
-def check_late_at_construction(context: RankContext) -> None:
     own, again = dist.new_group(ALL), dist.new_group(ALL)
     ranks = RankGroup(own, timeout_s=60.0, open_timeout_s=TIMEOUT_S)
     if context.rank == 2:
@@ -543,13 +539,10 @@ def test_alone_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         assert tl.Communicator(None, num_experts=2, hidden=8, top_k=1, max_tokens_per_rank=1).num_ranks == 1
 
 
+@on_ranks("four")
 @pytest.mark.parametrize("members", [ALL, PAIR], ids=["all", "pair"])
-def test_collectives(pools: Pools, members: list[int]) -> None:
+def test_collectives(context: RankContext, members: list[int]) -> None:
     """Any dtype, unequal and empty parts, objects of any size; ranks counted within the group."""
-    pools("cpu").run(check_collectives, members)
-
-
-def check_collectives(context: RankContext, members: list[int]) -> None:
     own = dist.new_group(members)
     if context.rank not in members:
         with pytest.raises(InvalidArgument, match="not a rank of the group"):
@@ -573,24 +566,18 @@ def check_collectives(context: RankContext, members: list[int]) -> None:
     assert values.tolist() == [me, 1.0]
 
 
-def test_objects_over_gloo_need_no_device(pools: Pools) -> None:
+@on_ranks("four")
+def test_objects_over_gloo_need_no_device(context: RankContext) -> None:
     """Programs pass a gloo group for tensors on GPUs; what ranks agree on then travels through host memory."""
-    pools("cpu").run(check_objects_elsewhere)
-
-
-def check_objects_elsewhere(context: RankContext) -> None:
     ranks = RankGroup(context.group)
     ranks.device = torch.device("meta")  # whose tensors hold nothing
     assert ranks.all_gather_object(context.rank, "test") == list(range(context.num_ranks))
     ranks.close()
 
 
-def test_device_mesh(pools: Pools) -> None:
+@on_ranks("four")
+def test_device_mesh(context: RankContext) -> None:
     """A one-dimensional mesh is its group; of more dimensions one has to be picked."""
-    pools("cpu").run(check_device_mesh)
-
-
-def check_device_mesh(context: RankContext) -> None:
     mesh = DeviceMesh("cpu", torch.arange(context.num_ranks).view(2, -1), mesh_dim_names=("data", "expert"))
     with pytest.raises(InvalidArgument, match=r"2 dimensions; pass one of them: mesh\['name'\]"):
         RankGroup(mesh)
@@ -600,12 +587,9 @@ def check_device_mesh(context: RankContext) -> None:
     call(ranks)
 
 
-def test_default_group(pools: Pools) -> None:
+@on_ranks("four")
+def test_default_group(context: RankContext) -> None:
     """group=None is the default group where torch.distributed is initialised."""
-    pools("cpu").run(check_default_group)
-
-
-def check_default_group(context: RankContext) -> None:
     assert (RankGroup(None).rank, RankGroup(None).num_ranks) == (dist.get_rank(), dist.get_world_size())
 
 
