@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import tokenloom as tl
+from tests.comm.test_on_timeout import Death
 from tests.conftest import Ranks
 from tests.support.cases import FP32, Case, make_comm, make_problem
 from tests.support.on_ranks import on_ranks
@@ -91,7 +92,7 @@ def check_missing(context: RankContext, dead: list[int], phase: str, streams: bo
         out.sum().backward()
 
     if context.rank in dead:
-        with stopping(phase), suppress(Stop):
+        with stopping(phase), suppress(Death):
             calls()
         return None
     with only_late(dead), pytest.raises((tl.PeerTimeout, tl.CommunicatorBroken)) as failed:
@@ -201,20 +202,14 @@ def stale(ranks: RankGroup, call: str) -> Iterator[None]:
         yield
 
 
-class Stop(BaseException):
-    """Ends a rank in the middle of a call as if its process had ended: nobody tells the others."""
-
-    known_to_all = True
-
-
 @contextmanager
 def stopping(at: str) -> Iterator[None]:
-    """Stop before the transfer of this phase."""
+    """Die before the transfer of this phase."""
 
     def before(real: Any) -> Any:
         def start(ranks: RankGroup, *arguments: Any, **options: Any) -> Any:
             if at in arguments:
-                raise Stop
+                raise Death
             return real(ranks, *arguments, **options)
 
         return start

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from tokenloom.runtime.processes import RankContext
 from tokenloom.training.shards import make_mesh
 
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),  # layers are tiny
     pytest.mark.slow_on(4),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized"),
 ]
@@ -482,11 +482,3 @@ def test_a_step_before_backward(context: RankContext, is_compiled: bool) -> None
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
     run(x)[0].sum().backward()
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # layers are tiny
-    yield
-    torch.set_num_threads(threads)

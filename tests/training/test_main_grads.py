@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,17 +15,11 @@ from tests.support.layer_cases import HIDDEN, LayerCase, make_layer
 from tests.support.on_ranks import on_ranks
 from tokenloom.runtime.processes import RankContext
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # layers are tiny
+
 BATCHES = 64
 CASE = LayerCase(dtype=torch.bfloat16)
 """Each gradient is rounded to bfloat16 once, wherever it is summed; a sum of 64 in bfloat16 loses more by far."""
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # layers are tiny
-    yield
-    torch.set_num_threads(threads)
 
 
 def batches(device: str = "cpu") -> list[torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,16 +18,10 @@ from tests.support.on_ranks import on_ranks
 from tokenloom.runtime.processes import RankContext
 from tokenloom.training.shards import local_part
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # layers are tiny
+
 FP32, BF16 = torch.float32, torch.bfloat16
 CASE = LayerCase(dtype=FP32, biases=True, router="gpt_oss", shared_gate=True)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # layers are tiny
-    yield
-    torch.set_num_threads(threads)
 
 
 class Block(nn.Module):
