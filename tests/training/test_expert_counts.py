@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 import tokenloom as tl
-from tests.support.layer_cases import HIDDEN, NUM_EXPERTS, TOP_K, LayerCase, make_inputs, make_layer
+from tests.support.layer_cases import HIDDEN, NUM_EXPERTS, TOP_K, LayerCase, keeping_products, make_inputs, make_layer
 from tests.support.on_ranks import on_ranks
 from tokenloom.runtime.processes import RankContext
 
@@ -112,18 +112,13 @@ class Megatron(torch.autograd.Function):
         return None, leaf.grad
 
 
-def keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = (torch.ops.aten.mm.default, torch.ops.aten._grouped_mm.default)
-    return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 plain = partial(checkpoint, use_reentrant=False)
 reentrant = partial(checkpoint, use_reentrant=True)
 CHECKPOINTS: dict[str, Callable[..., Any]] = {
     "none": lambda layer, x: layer(x),
     "plain": plain,
     "reentrant": reentrant,
-    "selective": partial(plain, context_fn=partial(create_selective_checkpoint_contexts, keep_products)),
+    "selective": partial(plain, context_fn=keeping_products),
     "whole": partial(plain, early_stop=False),
     "megatron": Megatron.apply,
     "plain in plain": lambda layer, x: plain(lambda x: plain(layer, x), x),
