@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from tests.kernels.combine_calls import CombineBuffers, CombineCall, Summed
-from tests.kernels.one_gpu import SHORT_S, needs_one_gpu
+from tests.kernels.one_gpu import needs_one_gpu
 from tests.kernels.played_peer import problem_of_two
 from tests.kernels.silent_peer import Rank0, error_of
-from tests.kernels.test_staged_dispatch import BASE, each_case, epochs_from, problems, receive_behind
+from tests.kernels.test_staged_dispatch import BASE, each_case, epochs_from, problems, receive_behind, run_call
 from tests.support.cases import BF16, FP16, FP32, Case, Problem
 from tokenloom.kernels.combine.launch import LONE_ROWS
 from tokenloom.plan import LAYOUTS, ROUTE_LAYOUTS
@@ -43,24 +43,6 @@ def run(problem: Problem, options: Summed) -> None:
     rank0 = Rank0(problem.plan)
     run_call(CombineCall(CombineBuffers(rank0, options), problem, options))
     assert error_of(rank0) is None
-
-
-def run_call(call: CombineCall) -> None:
-    """One call. Rows of rank 1 come as early as they may in a call of one kernel, and late in one of two."""
-    if not call.options.halves:
-        call.open_by_rank_1()
-        call.send_by_rank_1()
-        assert call.send() is None
-    else:
-        if not call.options.eager:
-            call.open_by_rank_1()
-        assert call.send() is None
-        assert call.rank0.last_run_s < SHORT_S, "the sending half waits for rows"
-        call.open_by_rank_1()
-        call.send_by_rank_1()
-        assert call.receive() is None
-    call.check_received()
-    call.check_sent()
 
 
 @each_kind

@@ -39,6 +39,7 @@ CASES = [
     replace(BASE, name="as many tokens as there may be", tokens=(40, 40), spare=0),
 ]
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+Call = StagedCall | CombineCall
 
 
 def run(problem: Problem, options: Staged, *, times: int = 1) -> None:
@@ -51,7 +52,7 @@ def run(problem: Problem, options: Staged, *, times: int = 1) -> None:
     assert error_of(rank0) is None
 
 
-def run_call(call: StagedCall, needed: int = 0) -> None:
+def run_call(call: Call, needed: int = 0) -> None:
     """One call. Rows of rank 1 come as early as they may in a call of one kernel, and late in one of two.
 
     Args:
@@ -199,7 +200,7 @@ def epochs_from(start: int) -> Iterator[int]:
         start = next_epoch(start)
 
 
-def receive_behind(calls: Sequence[StagedCall | CombineCall]) -> None:
+def receive_behind(calls: Sequence[Call]) -> None:
     """Rank 0 receives two calls when rank 1 has sent two more, and then makes these."""
     for call in calls[:2]:
         assert call.send() is None
