@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.conftest import CPU_RANKS
-from tests.runtime.test_rank_group import call, open_call, run, send_rows
+from tests.runtime.test_rank_group import call, on_group, open_call, send_rows
 from tests.support.on_ranks import on_ranks
 from tokenloom.runtime import noteboard
 from tokenloom.runtime.noteboard import Noteboard
@@ -46,14 +46,11 @@ def test_notes(context: RankContext) -> None:
     assert ranks.notes.read("fault/1", other) is None, "what the others delete is not waited for"
 
 
+@on_group(PAIR)
 @pytest.mark.parametrize("end", ["close", "drop", "time out", "close with links"])
-def test_the_store_does_not_grow(pools: Pools, end: str) -> None:
+def test_the_store_does_not_grow(ranks: RankGroup, end: str) -> None:
     """A server that makes a new communicator a hundred times, after closing one, losing one or timing out. Where ranks
     may be masked they have found each other in the store, to connect."""
-    run(pools, PAIR, check_the_store_does_not_grow, end)
-
-
-def check_the_store_does_not_grow(ranks: RankGroup, end: str) -> None:
     group = ranks.process_group
     store = noteboard.store_of(group)
     open_call(ranks)
@@ -139,13 +136,10 @@ def boards(store: dist.Store, num_ranks: int) -> list[Noteboard]:
     return [Noteboard(store, rank, num_ranks) for rank in range(num_ranks)]
 
 
-def test_a_forked_child_leaves_the_store_alone(pools: Pools) -> None:
+@on_group(PAIR)
+def test_a_forked_child_leaves_the_store_alone(ranks: RankGroup) -> None:
     """It shares its parent's connection, so what it says would be taken for its parent's, and it would read the
     answers that its parent waits for."""
-    run(pools, PAIR, check_forked_child)
-
-
-def check_forked_child(ranks: RankGroup) -> None:
     ranks.notes.post("before", "the fork")
     open_call(ranks)
     child = os.fork()

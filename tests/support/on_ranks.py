@@ -12,7 +12,14 @@ from tokenloom.runtime.processes import RankContext
 Test = Callable[..., None]
 
 
-def on_ranks(group: str | Test = "ranks", *, limit_s: float | None = None) -> Any:
+def call_body(context: RankContext, body: Test, *arguments: Any) -> None:
+    """Call the body as it is."""
+    body(context, *arguments)
+
+
+def on_ranks(
+    group: str | Test = "ranks", *, through: Callable[..., Any] = call_body, limit_s: float | None = None
+) -> Any:
     """Decorator that runs a test's body on every rank of a group: ``body(context, *parameters)``.
 
     The body's first parameter is the rank's RankContext. The others are fixtures and parameters of the test, which
@@ -20,6 +27,8 @@ def on_ranks(group: str | Test = "ranks", *, limit_s: float | None = None) -> An
 
     Args:
         group: name of the fixture that runs the body. Without parentheses it is "ranks".
+        through: function that calls the body on a rank, ``through(context, body, *parameters)``. It may give the body
+            something else than the context.
         limit_s: time limit for all ranks, in seconds. None is the group's own.
     """
     if not isinstance(group, str):
@@ -36,6 +45,7 @@ def on_ranks(group: str | Test = "ranks", *, limit_s: float | None = None) -> An
         # pytest reads here what the test asks for.
         own = inspect.Parameter(group, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         test.__signature__ = inspect.Signature([own, *parameters])  # type: ignore[attr-defined]
+        test.through = through  # type: ignore[attr-defined]
         return test
 
     return decorate
@@ -43,4 +53,4 @@ def on_ranks(group: str | Test = "ranks", *, limit_s: float | None = None) -> An
 
 def _run_body(context: RankContext, test: Any, *arguments: Any) -> None:
     """Ranks get the test, since pickle finds by name only what the module holds under that name."""
-    test.__wrapped__(context, *arguments)
+    test.through(context, test.__wrapped__, *arguments)
