@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -16,10 +15,8 @@ from tests.runtime.test_rank_group import call, on_group, open_call, send_rows
 from tests.support.on_ranks import on_ranks
 from tokenloom.runtime import noteboard
 from tokenloom.runtime.noteboard import Noteboard
-from tokenloom.runtime.processes import RankContext, RankPool
+from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.rank_group import RankGroup
-
-Pools = Callable[[str], RankPool]
 
 TIMEOUT_S, OPEN_TIMEOUT_S = 1.0, 20.0
 ALL = list(range(CPU_RANKS))
